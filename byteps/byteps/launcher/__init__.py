@@ -1,0 +1,1 @@
+"""Starting the processes a job needs beside its workers."""

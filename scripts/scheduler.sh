@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Runs the scheduler of a BytePS cluster: the one address that servers and workers are given.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+
+usage() {
+  cat <<TEXT
+Usage: scheduler.sh --host HOST --port PORT --workers N --servers N [options]
+
+Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its variable.
+
+  --host HOST        DMLC_PS_ROOT_URI   address at which servers and workers reach this machine
+  --port PORT        DMLC_PS_ROOT_PORT  port to listen on; 0: the kernel chooses (see --port-file)
+  --workers N        DMLC_NUM_WORKER    workers of the job: one for each rank
+  --servers N        DMLC_NUM_SERVER    server processes of the job
+  --port-file PATH   (default: none)    write "HOST PORT" here once it listens
+  --node-host HOST   DMLC_NODE_HOST     this machine's own address (default: found out)
+  --interface NAME   DMLC_INTERFACE     take that address from this interface (default: found out)
+  -h, --help                            show this
+
+These four have no default: --host, --port, --workers, --servers. Every other BYTEPS_* variable is
+handed through; 'byteps-server --config-markdown' lists them, --print-config shows their values.
+
+Exit status: 0 the job ended well; 1 a failure, for example a worker was lost; 2 a setting is missing
+or bad; 130 or 143 after Ctrl-C or SIGTERM.
+TEXT
+}
+
+port_file=
+while (($#)); do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    --host) need_argument "$1" "$@"; DMLC_PS_ROOT_URI=$2; shift 2 ;;
+    --port) need_argument "$1" "$@"; DMLC_PS_ROOT_PORT=$2; shift 2 ;;
+    --workers) need_argument "$1" "$@"; DMLC_NUM_WORKER=$2; shift 2 ;;
+    --servers) need_argument "$1" "$@"; DMLC_NUM_SERVER=$2; shift 2 ;;
+    --port-file) need_argument "$1" "$@"; port_file=$2; shift 2 ;;
+    --node-host) need_argument "$1" "$@"; set_node_host "$2"; shift 2 ;;
+    --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
+    *) die_usage "unknown setting: $1" ;;
+  esac
+done
+
+need_text "the scheduler's host (--host or DMLC_PS_ROOT_URI)" "${DMLC_PS_ROOT_URI:-}"
+need_integer "the scheduler's port (--port or DMLC_PS_ROOT_PORT)" "${DMLC_PS_ROOT_PORT:-}" 0 65535
+need_integer "the number of workers (--workers or DMLC_NUM_WORKER)" "${DMLC_NUM_WORKER:-}" 1 65535
+need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "${DMLC_NUM_SERVER:-}" 1 65535
+if [[ $DMLC_PS_ROOT_PORT =~ ^0+$ && -z $port_file ]]; then
+  die_usage "--port 0 needs --port-file: nobody would learn the port"
+fi
+export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_WORKER DMLC_NUM_SERVER DMLC_ROLE=scheduler
+
+server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
+command=("$server" --role scheduler)
+[[ -z $port_file ]] || command+=(--port-file "$port_file")
+# exec: signals and the exit status are the scheduler's own, and nothing can stay behind.
+exec "${command[@]}"
