@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Assembles the patched upstream trees in build/; `apply_patches.sh -h` lists the options.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=scripts/lib/python.sh
+source "$root/scripts/lib/python.sh"
+
+python="$root/build/venv/bin/python"
+if ! python_works "$python"; then
+  python="$(find_python)" || {
+    echo "error: no Python >= 3.12 was found; set PYTHON or run scripts/setup.sh" >&2
+    exit 1
+  }
+fi
+exec "$python" -B "$root/scripts/patchset.py" apply "$@"

@@ -1,0 +1,126 @@
+"""upstream.lock, the patch series and the overlay folders: what the trees are made from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from .common import PatchError, sha256_file
+
+# What editors, interpreters and tools leave in an overlay folder; never part of the tree.
+JUNK = (
+    "__pycache__", "*.pyc", "*.pyo", "*.so", "*.o", "*.egg-info", "*.swp", "*~", ".DS_Store",
+    ".pytest_cache", ".ruff_cache", ".mypy_cache", ".git", ".cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upstream:
+    """One entry of upstream.lock; every path is absolute."""
+
+    root: Path
+    """The project's checkout."""
+    name: str
+    version: str
+    sha256: str
+    """Of the source distribution."""
+    tree: Path
+    """Where the patched tree is assembled."""
+    overlay: Path
+    """Files to add; the folder may be missing."""
+    patches: Path
+    """Folder of the series; may be missing or empty."""
+    compatible: tuple[str, ...]
+    """Versions of a user's own checkout that --target accepts; empty: --target is refused."""
+    version_file: str
+    """Where such a checkout states its version; relative to it."""
+
+    def shown(self, path: Path) -> str:
+        """`path` as a user knows it: relative to the project where it lies inside."""
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+
+
+def load_lock(root: Path) -> list[Upstream]:
+    """Reads `root`/upstream.lock; PatchError when it is missing or malformed."""
+    path = root / "upstream.lock"
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))["upstream"]
+        upstreams = [
+            Upstream(
+                root=root,
+                name=entry["name"],
+                version=entry["version"],
+                sha256=entry["sha256"],
+                tree=root / entry["tree"],
+                overlay=root / entry["overlay"],
+                patches=root / entry["patches"],
+                compatible=tuple(entry.get("compatible", ())),
+                version_file=entry.get("version_file", ""),
+            )
+            for entry in entries
+        ]
+    except OSError as error:
+        raise PatchError(f"cannot read {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise PatchError(f"{path}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise PatchError(f"{path}: an entry lacks {error}") from error
+    for upstream in upstreams:
+        if not re.fullmatch(r"[0-9a-f]{64}", upstream.sha256):
+            raise PatchError(f"{path}: sha256 of {upstream.name} is not 64 hexadecimal digits")
+    return upstreams
+
+
+def read_series(upstream: Upstream) -> list[Path]:
+    """The patches in order. Folder and series must name the same files."""
+    folder = upstream.patches
+    series = folder / "series"
+    present = {path.name for path in folder.glob("*.patch")} if folder.is_dir() else set()
+    lines = series.read_text(encoding="utf-8").splitlines() if series.is_file() else []
+    names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    for name in names:
+        if name not in present:
+            raise PatchError(f"{upstream.shown(series)} names {name}, which is not in the folder")
+        if names.count(name) > 1:
+            raise PatchError(f"{upstream.shown(series)} names {name} twice")
+    extra = sorted(present - set(names))
+    if extra:
+        raise PatchError(
+            f"{upstream.shown(folder / extra[0])} is not named in {upstream.shown(series)}"
+        )
+    return [folder / name for name in names]
+
+
+def is_junk(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in JUNK)
+
+
+def overlay_files(upstream: Upstream) -> dict[str, Path]:
+    """The overlay's files by the path they take in the tree, sorted; junk left out."""
+    found: dict[str, Path] = {}
+    for folder, subfolders, names in os.walk(upstream.overlay):
+        subfolders[:] = [name for name in subfolders if not is_junk(name)]
+        for name in names:
+            path = Path(folder, name)
+            if is_junk(name):
+                continue
+            if path.is_symlink() or not path.is_file():
+                raise PatchError(f"{upstream.shown(path)}: an overlay holds plain files only")
+            found[path.relative_to(upstream.overlay).as_posix()] = path
+    return dict(sorted(found.items()))
+
+
+def fingerprint(upstream: Upstream) -> str:
+    """A hash of everything the tree is made from; equal fingerprints give equal trees."""
+    digest = hashlib.sha256(f"1\0{upstream.name}\0{upstream.version}\0{upstream.sha256}".encode())
+    for relative, path in overlay_files(upstream).items():
+        digest.update(f"\0o\0{relative}\0{os.access(path, os.X_OK)}\0".encode())
+        digest.update(sha256_file(path).encode())
+    for path in read_series(upstream):
+        digest.update(f"\0p\0{path.name}\0{sha256_file(path)}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,190 @@
+"""The Megatron overlay and series on a user's own checkout, and their exact removal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from .common import PatchError, reason_of, say, sha256_file, try_git
+from .lock import Upstream, fingerprint, is_junk, overlay_files, read_series
+
+RECORD = ".megatron-byteps"
+"""Folder in the checkout: what was done, and the originals of the patched files."""
+
+
+def read_version(upstream: Upstream, checkout: Path) -> str:
+    """The version a checkout states, such as 0.19.2 or 0.20.0rc1; PatchError if it has none."""
+    file = checkout / upstream.version_file
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PatchError(f"{checkout} is no Megatron-LM checkout: no {file}") from error
+    fields = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*['\"]?(\w*)", text, re.M))
+    if not {"MAJOR", "MINOR", "PATCH"} <= set(fields):
+        raise PatchError(f"{file} states no version")
+    return "{MAJOR}.{MINOR}.{PATCH}".format(**fields) + fields.get("PRE_RELEASE", "")
+
+
+def apply(upstream: Upstream, checkout: Path) -> None:
+    """Applies overlay and series to the working tree of `checkout`, all or nothing.
+
+    Git's index and history are left alone. Raises PatchError, changing nothing, for a version
+    that is not listed, a patch that does not apply, or a file in an overlay file's place.
+    """
+    wanted = fingerprint(upstream)
+    record = _load(checkout)
+    if record:
+        if record["fingerprint"] != wanted:
+            raise PatchError(
+                f"{checkout} carries another state of the series: undo it first with --reverse"
+            )
+        changed = _changed(checkout, record["files"])
+        note = f"; changed since: {', '.join(changed)}" if changed else ""
+        say(f"{checkout}: applied already{note}")
+        return
+    version = read_version(upstream, checkout)
+    if version not in upstream.compatible:
+        raise PatchError(
+            f"{checkout} is Megatron-LM {version}; the patches are for "
+            f"{', '.join(upstream.compatible)}"
+        )
+    overlay = overlay_files(upstream)
+    for relative, source in overlay.items():
+        if os.path.lexists(checkout / relative):
+            raise PatchError(
+                f"overlay file {upstream.shown(source)} would overwrite {checkout / relative}"
+            )
+    patches = read_series(upstream)
+    with tempfile.TemporaryDirectory(prefix="patchset-target-") as temporary:
+        aside = Path(temporary)
+        touched = _apply_aside(upstream, checkout, patches, aside)
+        folders = _missing_folders(checkout, [*overlay, *touched])
+        contents = {path: aside / path for path in touched if (aside / path).is_file()} | overlay
+        files = {
+            path: {
+                "before": sha256_file(checkout / path) if (checkout / path).is_file() else None,
+                "after": sha256_file(contents[path]) if path in contents else None,
+            }
+            for path in sorted({*touched, *overlay})
+        }
+        # The record goes first: whatever interrupts what follows, --reverse knows the originals.
+        for path in touched:
+            if (checkout / path).is_file():
+                kept = checkout / RECORD / "original" / path
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(checkout / path, kept)
+        (checkout / RECORD).mkdir(exist_ok=True)
+        (checkout / RECORD / ".gitignore").write_text("*\n", encoding="utf-8")
+        _save(checkout, {"fingerprint": wanted, "files": files, "folders": folders})
+        for path in files:
+            if path in contents:
+                (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(contents[path], checkout / path)
+            else:
+                (checkout / path).unlink()
+    say(
+        f"{checkout}: Megatron-LM {version}: added {len(overlay)} files, patched {len(touched)} "
+        f"({len(patches)} patches); undo with --reverse"
+    )
+
+
+def reverse(upstream: Upstream, checkout: Path) -> None:
+    """Undoes `apply`; PatchError, changing nothing, when a file was changed meanwhile."""
+    record = _load(checkout)
+    if not record:
+        read_version(upstream, checkout)
+        say(f"{checkout}: not applied, nothing to undo")
+        return
+    files = record["files"]
+    changed = _changed(checkout, files)
+    if changed:
+        raise PatchError(
+            f"changed since the patches were applied: {', '.join(changed)}. Take the changes out "
+            f"(the originals are in {checkout / RECORD}/original), then try again"
+        )
+    for path, hashes in files.items():
+        if hashes["before"] is None:
+            (checkout / path).unlink(missing_ok=True)
+        else:
+            shutil.copy2(checkout / RECORD / "original" / path, checkout / path)
+    for folder in reversed(record["folders"]):
+        _remove_if_empty(checkout / folder)
+    shutil.rmtree(checkout / RECORD)
+    say(f"{checkout}: undone; {len(files)} files are as they were")
+
+
+def _apply_aside(
+    upstream: Upstream, checkout: Path, patches: list[Path], aside: Path
+) -> list[str]:
+    """Applies the patches to copies in `aside` of the files they touch; returns those paths."""
+    touched: list[str] = []
+    for patch in patches:
+        listed = try_git(aside, "apply", "--numstat", "-z", str(patch), env=_NOWHERE)
+        if listed.returncode != 0:
+            raise PatchError(f"{upstream.shown(patch)} is no patch: {reason_of(listed)}")
+        entries = listed.stdout.decode().split("\0")
+        for path in (entry.split("\t", 2)[2] for entry in entries if entry):
+            if path in touched:
+                continue
+            touched.append(path)
+            if (checkout / path).is_file():
+                (aside / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(checkout / path, aside / path)
+        result = try_git(aside, "apply", "--whitespace=nowarn", str(patch), env=_NOWHERE)
+        if result.returncode != 0:
+            raise PatchError(
+                f"{upstream.shown(patch)} does not apply to {checkout}: {reason_of(result)}; "
+                "nothing was changed"
+            )
+    return sorted(touched)
+
+
+# git apply outside any repository: paths are relative to the folder it runs in, wherever that is.
+_NOWHERE = {"GIT_DIR": os.devnull}
+
+
+def _missing_folders(checkout: Path, paths: list[str]) -> list[str]:
+    """Folders that writing `paths` creates, parents first."""
+    parents = {parent for path in paths for parent in Path(path).parents}
+    missing = [parent for parent in parents if not (checkout / parent).exists()]
+    return sorted((folder.as_posix() for folder in missing), key=lambda name: (len(name), name))
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if not folder.is_dir():
+        return
+    for path in list(folder.iterdir()):
+        if path.name == "__pycache__" and path.is_dir():
+            shutil.rmtree(path)
+    if all(is_junk(path.name) for path in folder.iterdir()):
+        shutil.rmtree(folder)
+
+
+def _changed(checkout: Path, files: dict[str, dict[str, str | None]]) -> list[str]:
+    """Files that are neither as applied nor (after an interrupted run) as they were before."""
+    changed = []
+    for path, hashes in files.items():
+        file = checkout / path
+        actual = sha256_file(file) if file.is_file() else None
+        if actual not in (hashes["after"], hashes["before"]):
+            changed.append(path)
+    return changed
+
+
+def _load(checkout: Path) -> dict | None:
+    file = checkout / RECORD / "applied.json"
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PatchError(f"{file} is damaged: {error}") from error
+
+
+def _save(checkout: Path, record: dict) -> None:
+    text = json.dumps(record, indent=1) + "\n"
+    (checkout / RECORD / "applied.json").write_text(text, encoding="utf-8")
