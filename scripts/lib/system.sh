@@ -1,0 +1,67 @@
+# shellcheck shell=bash
+# Sourced: which system packages the build needs, and their installation where that is possible.
+
+# Each line: a test (a command, or a header if it ends in .h), Debian's package, need.
+system_needs='
+g++                    g++            required
+git                    git            required
+pkg-config             pkg-config     required
+zmq.h                  libzmq3-dev    required
+numa.h                 libnuma-dev    required
+infiniband/verbs.h     libibverbs-dev optional
+rdma/rdma_cma.h        librdmacm-dev  optional
+ip                     iproute2       optional
+'
+
+has_header() {
+  echo "#include <$1>" | g++ -E -x c++ - >/dev/null 2>&1
+}
+
+# missing_packages required|optional: prints the packages whose test fails, one a line.
+missing_packages() {
+  local test package need
+  while read -r test package need; do
+    [[ "$need" == "$1" ]] || continue
+    case "$test" in
+      *.h) has_header "$test" || echo "$package" ;;
+      *) command -v "$test" >/dev/null 2>&1 || echo "$package" ;;
+    esac
+  done <<<"$system_needs"
+}
+
+# as_root: prints the prefix that runs a command as root (maybe nothing), or fails.
+as_root() {
+  if [[ "$(id -u)" == 0 ]]; then
+    return 0
+  fi
+  command -v sudo >/dev/null 2>&1 && sudo -n true >/dev/null 2>&1 && echo sudo
+}
+
+# apt_install PACKAGE...: installs what it can; fails where there is no apt-get or no right to it.
+apt_install() {
+  local prefix
+  command -v apt-get >/dev/null 2>&1 && prefix="$(as_root)" || return 1
+  # shellcheck disable=SC2086 # the prefix is empty or one word
+  $prefix env DEBIAN_FRONTEND=noninteractive apt-get update -qq </dev/null &&
+    $prefix env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+      "$@" </dev/null
+}
+
+# setup_system: installs what is missing; only a missing required package is a failure.
+setup_system() {
+  local -a required optional
+  mapfile -t required < <(missing_packages required)
+  mapfile -t optional < <(missing_packages optional)
+  if ((${#required[@]} + ${#optional[@]} > 0)); then
+    apt_install "${required[@]}" "${optional[@]}" || true
+    mapfile -t required < <(missing_packages required)
+    mapfile -t optional < <(missing_packages optional)
+  fi
+  if ((${#optional[@]} > 0)); then
+    echo "note: without ${optional[*]} (Debian's names) the parts that need them are left out" >&2
+  fi
+  if ((${#required[@]} > 0)); then
+    echo "error: please install (Debian's names): ${required[*]}" >&2
+    return 1
+  fi
+}

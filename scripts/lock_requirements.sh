@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Resolves requirements.in to requirements.lock, and uv itself to requirements-uv.lock.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+if (($# > 0)); then
+  echo "usage: scripts/lock_requirements.sh (needs uv on PATH, or in \$UV)" >&2
+  [[ "$1" == -h || "$1" == --help ]] && exit 0
+  exit 2
+fi
+
+uv="${UV:-uv}"
+# For every platform, with every file's hash and no index named: the lock is the same for all.
+options=(--quiet --universal --python-version 3.12 --generate-hashes --no-header --no-annotate
+  --no-emit-index-url --no-emit-find-links)
+"$uv" pip compile "${options[@]}" --upgrade -o "$root/requirements.lock" "$root/requirements.in"
+echo uv | "$uv" pip compile "${options[@]}" --upgrade -o "$root/requirements-uv.lock" -

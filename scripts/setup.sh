@@ -1,0 +1,208 @@
+#!/usr/bin/env bash
+# Makes everything the project needs, in build/; see usage below.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=scripts/lib/python.sh
+source "$root/scripts/lib/python.sh"
+# shellcheck source=scripts/lib/system.sh
+source "$root/scripts/lib/system.sh"
+
+usage() {
+  cat <<'TEXT'
+usage: scripts/setup.sh [-h]
+
+Installs missing system packages (Debian and Ubuntu, as root or with sudo), makes the Python
+environment build/venv from requirements.lock, assembles and patches the upstream trees in build/,
+builds and installs the byteps wheel, and installs Megatron-LM from its tree. Safe to run again:
+what is up to date is left alone, and a run with nothing to do takes a second or two.
+
+environment:
+  PYTHON                  the Python (>= 3.12) to use; otherwise found on PATH, under pyenv or by uv
+  MEGATRON_BYTEPS_CACHE   downloads and built wheels (default: ~/.cache/megatron-byteps)
+  UV_CACHE_DIR            uv's packages (default: uv/ in that cache)
+TEXT
+}
+
+case "${1:-}" in
+  "") ;;
+  -h | --help)
+    usage
+    exit 0
+    ;;
+  *)
+    echo "error: setup.sh takes no arguments, got: $*" >&2
+    usage >&2
+    exit 2
+    ;;
+esac
+
+cache="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}"
+venv="$root/build/venv"
+stamps="$venv/.megatron-byteps"
+logs="$root/build/logs"
+export UV_CACHE_DIR="${UV_CACHE_DIR:-$cache/uv}"
+# An activated environment of the user's must not redirect any of this.
+unset VIRTUAL_ENV PYTHONPATH PYTHONHOME
+mkdir -p "$root/build" "$logs" "$cache"
+
+# step NAME COMMAND...: runs the command with its output in a log, shown when it fails, and prints
+# how long it took.
+step() {
+  local name="$1" begin=$EPOCHREALTIME log status
+  log="$logs/setup-${name// /-}.log"
+  shift
+  # Not `if ! command`: there bash would ignore the failures inside a function.
+  set +e
+  (set -e && "$@") >"$log" 2>&1 </dev/null
+  status=$?
+  set -e
+  if ((status != 0)); then
+    printf 'setup: %s FAILED; the end of %s:\n' "$name" "${log#"$root"/}" >&2
+    tail -n 60 "$log" >&2
+    exit 1
+  fi
+  grep -E '^(note|warning):' "$log" >&2 || true
+  local took=$((${EPOCHREALTIME/./} - ${begin/./}))
+  printf 'setup: %-14s %4d.%d s\n' "$name" $((took / 1000000)) $((took / 100000 % 10))
+}
+
+hash_of() {
+  sha256sum | cut -c -64
+}
+
+current() {
+  [[ -f "$stamps/$1" && "$(<"$stamps/$1")" == "$2" ]]
+}
+
+stamp() {
+  mkdir -p "$stamps"
+  echo "$2" >"$stamps/$1"
+}
+
+find_uv() {
+  if command -v uv >/dev/null 2>&1; then
+    uv="$(command -v uv)"
+  else
+    local key
+    key="$(hash_of <"$root/requirements-uv.lock")"
+    uv="$cache/uv-${key:0:16}/bin/uv"
+  fi
+  [[ -x "$uv" ]]
+}
+
+# Any Python 3 with pip will do for this; a half-made folder is never taken for a whole one.
+bootstrap_uv() {
+  local folder python
+  folder="$(dirname "$(dirname "$uv")")"
+  for python in "${PYTHON:-}" "$(find_python || true)" python3 /usr/bin/python3; do
+    [[ -n "$python" ]] || continue
+    rm -rf "$folder.new"
+    if "$python" -m venv "$folder.new" && "$folder.new/bin/python" -m pip install \
+      --disable-pip-version-check --require-hashes -r "$root/requirements-uv.lock"; then
+      # The scripts in it name the folder they were made in; uv itself is a plain executable.
+      rm -rf "$folder" && mv "$folder.new" "$folder"
+      return 0
+    fi
+  done
+  echo "error: could not install uv: it needs a python3 with venv and pip (python3-venv)"
+  return 1
+}
+
+# Debian splits off what the bootstrap and the compiled helpers need; others ship it together.
+setup_python() {
+  local python version missing=()
+  if ! find_python >/dev/null && ! command -v python3 >/dev/null 2>&1; then
+    apt_install python3 python3-venv python3-dev || true
+  fi
+  if ! find_uv; then
+    python="$(find_python || command -v python3 || true)"
+    [[ -n "$python" ]] && ! "$python" -c 'import ensurepip' && missing+=(venv)
+  fi
+  if python="$(find_python)" && ! "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'; then
+    missing+=(dev)
+  fi
+  if ((${#missing[@]} > 0)); then
+    version="$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"
+    apt_install "${missing[@]/#/$version-}" ||
+      echo "warning: $version lacks ${missing[*]} (Debian: ${missing[*]/#/$version-})"
+  fi
+  find_uv || bootstrap_uv
+}
+
+make_venv() {
+  local python
+  python="$(find_python)" ||
+    python="$("$uv" python find '>=3.12' 2>/dev/null)" ||
+    { "$uv" python install 3.12 && python="$("$uv" python find '>=3.12')"; } || {
+    echo "error: no Python >= 3.12: install it (Ubuntu 24.04: apt-get install python3-dev;" \
+      "anywhere: uv python install 3.12) or set PYTHON"
+    return 1
+  }
+  "$uv" venv --quiet --clear --python "$python" "$venv"
+}
+
+install_requirements() {
+  "$uv" pip sync --python "$venv/bin/python" --require-hashes "$root/requirements.lock"
+  # The sync also took away what is installed below.
+  rm -rf "$stamps"
+  stamp requirements "$1"
+}
+
+build_byteps() {
+  local wheels="$cache/wheels/$1"
+  if ! compgen -G "$wheels/*.whl" >/dev/null; then
+    # The build folder stays, so that the next build compiles only what changed.
+    PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip wheel --no-deps --no-build-isolation \
+      --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-byteps" \
+      --wheel-dir "$wheels.new" "$root/build/byteps"
+    rm -rf "$wheels" && mv "$wheels.new" "$wheels"
+  fi
+  "$uv" pip install --python "$venv/bin/python" --no-deps --reinstall "$wheels"/*.whl
+  "$venv/bin/python" -c 'import byteps.torch'
+  stamp byteps "$1"
+}
+
+install_megatron() {
+  "$uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --reinstall \
+    --editable "$root/build/Megatron-LM"
+  # Upstream declares this extension optional: without a check, a failed compilation is silent.
+  "$venv/bin/python" -c 'import megatron.core.datasets.helpers_cpp'
+  stamp megatron "$1"
+}
+
+# One setup at a time: tests, training and a user may all start one.
+exec 9>"$root/build/.setup.lock"
+flock 9
+
+step "system" setup_system
+if ! find_uv || ! python_works "$venv/bin/python"; then
+  step "python and uv" setup_python
+fi
+find_uv
+python_works "$venv/bin/python" || step "environment" make_venv
+key="$({ cat "$root/requirements.lock" && "$venv/bin/python" -VV; } | hash_of)"
+current requirements "$key" || step "requirements" install_requirements "$key"
+
+step "patches" "$venv/bin/python" -B "$root/scripts/patchset.py" apply
+
+if [[ -f "$root/build/byteps/pyproject.toml" ]]; then
+  # Whatever can change the outcome of the build, and nothing else.
+  wheel_key="$({
+    "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
+    echo "$key $(uname -m) $("${CXX:-g++}" --version | head -n 1)"
+    echo "$(type -p nvcc || true) $(missing_packages optional)"
+    env | LC_ALL=C sort | grep -E '^(CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|CMAKE_.*|SKBUILD_.*|CUDA.*_HOME|BYTEPS_(WITH|BUILD)_.*)=' || true
+  } | hash_of)"
+  current byteps "$wheel_key" || step "byteps" build_byteps "$wheel_key"
+else
+  echo "warning: build/byteps has no pyproject.toml: byteps is not built" >&2
+fi
+
+megatron_key="$({
+  echo "$root $key"
+  cd "$root/build/Megatron-LM"
+  sha256sum setup.py pyproject.toml megatron/core/datasets/helpers.cpp
+} | hash_of)"
+current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_key"
