@@ -28,7 +28,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
 
     apply = commands.add_parser(
-        "apply", help="bring the trees to what upstream.lock, overlays and patches say",
+        "apply", prog="apply_patches.sh",
+        help="bring the trees to what upstream.lock, overlays and patches say",
         description="Fetches, unpacks and patches the upstreams into build/; does nothing when "
         "nothing changed, and refuses to throw away work.",
     )  # fmt: skip
@@ -51,10 +52,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--target", type=Path, metavar="DIR",
         help="apply the Megatron overlay and series to this Megatron-LM checkout instead",
     )  # fmt: skip
-    apply.add_argument("--reverse", action="store_true", help="with --target: undo it exactly")
+    apply.add_argument("--reverse", action="store_true", help="undo --target DIR exactly")
 
     exporting = commands.add_parser(
-        "export", help="write the commits after the overlay's back as patches",
+        "export", prog="export_patches.sh",
+        help="write the commits after the overlay's back as patches",
         description="Rewrites the patch folders and their series from the commits in build/.",
     )  # fmt: skip
     exporting.add_argument("--only", metavar="NAME", help="this upstream only")
@@ -64,6 +66,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     key = commands.add_parser("tree-key", help="print a hash of the tree's content")
     key.add_argument("only", metavar="NAME", help="the upstream")
+
+    commands.add_parser("guard", help="fail when a tree holds work that is not exported")
 
     options = parser.parse_args(arguments)
     if options.command == "apply" and options.reverse and not options.target:
@@ -105,6 +109,12 @@ def run(options: argparse.Namespace) -> None:
         if not able:
             raise PatchError("no upstream in upstream.lock lists compatible versions")
         action(able[0], options.target.resolve())
+        return
+    if options.command == "guard":
+        for upstream in load_lock(root):
+            if (upstream.tree / ".git").is_dir():
+                state = tree.State.load(upstream.tree)
+                tree.refuse_to_lose_work(upstream, state, tree.head_of(upstream.tree))
         return
     chosen = select(root, options.only)
     if options.command == "tree-key":

@@ -117,9 +117,7 @@ def reverse(upstream: Upstream, checkout: Path) -> None:
     say(f"{checkout}: undone; {len(files)} files are as they were")
 
 
-def _apply_aside(
-    upstream: Upstream, checkout: Path, patches: list[Path], aside: Path
-) -> list[str]:
+def _apply_aside(upstream: Upstream, checkout: Path, patches: list[Path], aside: Path) -> list[str]:
     """Applies the patches to copies in `aside` of the files they touch; returns those paths."""
     touched: list[str] = []
     for patch in patches:

@@ -71,7 +71,7 @@ def apply(upstream: Upstream, *, force: bool = False) -> bool:
                 say(f"{upstream.name}: up to date")
             return False
         if not force:
-            _refuse_to_lose_work(upstream, state, head)
+            refuse_to_lose_work(upstream, state, head)
         elif head not in (state.head, head_of(tree, "upstream")):
             git(tree, "update-ref", "refs/patchset/discarded", head)
             warn(f"{upstream.shown(tree)}: the old commits stay in refs/patchset/discarded")
@@ -90,11 +90,9 @@ def apply(upstream: Upstream, *, force: bool = False) -> bool:
         git(tree, "add", "-f", "--", *ahead)
     git(tree, "reset", "-q", "--hard", commit)
     overlay = overlay_files(upstream)
-    for path in state.synced:
-        if path not in overlay and not try_git(tree, "cat-file", "-e", f"HEAD:{path}").returncode:
-            continue
-        if path not in overlay:
-            (tree / path).unlink(missing_ok=True)
+    for path in set(state.synced) - set(overlay):
+        # Copied in ahead, never committed, and out of the overlay again: no commit removes it.
+        (tree / path).unlink(missing_ok=True)
     State(upstream_sha256=upstream.sha256, fingerprint=wanted, head=commit).save(tree)
     count = len(read_series(upstream))
     say(
@@ -116,7 +114,7 @@ def make_base(upstream: Upstream, tree: Path) -> None:
         for key, value in (
             ("core.autocrlf", "false"),
             ("core.fileMode", "true"),
-            # The temporary worktrees would otherwise have their commits collected in the background.
+            # No collection in the background while a temporary worktree is alive.
             ("gc.auto", "0"),
         ):
             git(new, "config", key, value)
@@ -191,7 +189,8 @@ def apply_patch(upstream: Upstream, tree: Path, patch: Path) -> None:
         raise PatchError(f"{upstream.shown(patch)} does not apply: {reason_of(result)}")
 
 
-def _refuse_to_lose_work(upstream: Upstream, state: State, head: str) -> None:
+def refuse_to_lose_work(upstream: Upstream, state: State, head: str) -> None:
+    """Raises PatchError, saying what to do, when the tree holds work that is nowhere else."""
     tree, shown = upstream.tree, upstream.shown(upstream.tree)
     for name in ("rebase-apply", "rebase-merge"):
         if (tree / ".git" / name).exists():
@@ -219,7 +218,7 @@ def uncommitted(upstream: Upstream, state: State) -> list[str]:
     changed = []
     for entry in listing.split("\0"):
         path = entry[3:]
-        if not path:
+        if not path or _is_made_by_install(path):
             continue
         file = tree / path
         content = sha256_file(file) if file.is_file() and not file.is_symlink() else ""
@@ -229,6 +228,11 @@ def uncommitted(upstream: Upstream, state: State) -> list[str]:
             continue
         changed.append(path)
     return changed
+
+
+def _is_made_by_install(path: str) -> bool:
+    """Source distributions hold their *.egg-info, which an installation of the tree rewrites."""
+    return any(part.endswith(".egg-info") for part in Path(path).parts)
 
 
 def sync_overlay(upstream: Upstream) -> list[str]:
@@ -270,9 +274,8 @@ def tree_key(tree: Path) -> str:
     """A hash of the content a build of `tree` sees: its HEAD and what differs from it."""
     listing = git(tree, "status", "--porcelain=v1", "-z", "--no-renames", "--untracked-files=all")
     digest = hashlib.sha256(git(tree, "rev-parse", "HEAD^{tree}").encode())
-    for path in sorted(entry[3:] for entry in listing.split("\0") if entry):
+    paths = (entry[3:] for entry in listing.split("\0") if entry)
+    for path in sorted(path for path in paths if not _is_made_by_install(path)):
         content = sha256_file(tree / path) if (tree / path).is_file() else ""
         digest.update(f"\0{path}\0{content}".encode(errors="surrogateescape"))
     return digest.hexdigest()
-
-

@@ -1,0 +1,38 @@
+# `make` lists the targets. All work is done by scripts/, each of which has -h.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint check-patches clean distclean
+MAKEFLAGS += --no-print-directory
+
+PYTHON_ENV := build/venv/bin/python
+TESTS ?=
+PYTEST_ARGS ?=
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
+	@echo
+	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) ARGS="..."'
+	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'
+
+setup: ## system packages, Python environment, upstreams fetched, patched and built
+	@scripts/setup.sh
+
+train: setup ## train a GPT on real text, gradients summed by BytePS
+	@$(PYTHON_ENV) scripts/train.py $(if $(filter-out 0,$(COMPARE)),--compare) \
+		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
+		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
+
+test: setup lint ## lint, then every test (or TESTS)
+	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) $(TESTS)
+
+lint: setup ## ruff, shellcheck, clang-format and the patch check
+	@scripts/lint.sh
+
+check-patches: setup ## patches apply with no fuzz and export unchanged
+	@scripts/apply_patches.sh --check
+
+clean: ## remove build/ (refuses while it holds work that is not exported)
+	@scripts/clean.sh
+
+distclean: ## clean, and the downloads and built wheels in the cache
+	@scripts/clean.sh --cache

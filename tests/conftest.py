@@ -1,0 +1,103 @@
+"""What all tests share: a folder for each run, its logs when it fails, and a rule for skips.
+
+A test may skip only through `@pytest.mark.requires("gpu", ...)`. Under CI every other skip, and a
+module that skips itself, fails the session: a suite that silently does not run is no suite.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+TAIL_LINES = 100
+
+
+def _holds_any(folder: str) -> bool:
+    return Path(folder).is_dir() and any(Path(folder).iterdir())
+
+
+REQUIREMENTS: dict[str, Callable[[], bool]] = {
+    "gpu": lambda: Path("/dev/nvidiactl").exists(),
+    "nvcc": lambda: shutil.which("nvcc") is not None,
+    "rdma": lambda: _holds_any("/sys/class/infiniband"),
+    "root": lambda: os.geteuid() == 0,
+    "docker": lambda: shutil.which("docker") is not None or shutil.which("buildah") is not None,
+}
+"""What `requires` may name, and how its presence is seen."""
+
+_unexcused: list[str] = []
+_stated: list[str] = []
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """An empty folder for what the test's processes write.
+
+    When the test fails, the last lines of every *.log file in it, at any depth, are part of the
+    report.
+    """
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("requires"):
+        for name in mark.args:
+            if name not in REQUIREMENTS:
+                raise pytest.UsageError(
+                    f"{item.nodeid}: requires({name!r}) is none of {', '.join(REQUIREMENTS)}"
+                )
+            if not REQUIREMENTS[name]():
+                item.user_properties.append(("requires", name))
+                pytest.skip(f"needs {name}, which this machine does not have")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    folder = getattr(item, "funcargs", {}).get("run_dir")
+    if report.failed and folder is not None:
+        for log in sorted(folder.rglob("*.log")):
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            title = f"last lines of {log.relative_to(folder)} ({len(lines)} lines)"
+            report.sections.append((title, "\n".join(lines[-TAIL_LINES:])))
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return
+    needed = [value for key, value in report.user_properties if key == "requires"]
+    if needed:
+        _stated.append(f"{report.nodeid}: needs {needed[0]}")
+    else:
+        _unexcused.append(report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:
+        _unexcused.append(report.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if _unexcused and os.environ.get("CI") and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _stated:
+        terminalreporter.section("not run on this machine")
+        for line in _stated:
+            terminalreporter.line(line)
+    if _unexcused and os.environ.get("CI"):
+        terminalreporter.section("skipped without requires(): an error under CI", red=True)
+        for line in _unexcused:
+            terminalreporter.line(line, red=True)
