@@ -1,0 +1,395 @@
+"""A BytePS cluster on this machine for one test: scheduler, servers and workers.
+
+Every process writes a log into the test's folder, listens on ports that the kernel chose, is waited
+for with a deadline, and is ended, by its pid, when the test is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+LOOPBACK = "127.0.0.1"
+# Generous bounds against hangs: a loaded machine with two cores must meet them.
+START_S = 30.0
+RUN_S = 120.0
+END_S = 30.0
+
+_OURS = ("DMLC_", "BYTEPS_", "TORCHELASTIC_")
+_LAUNCHER = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+class Late(AssertionError):
+    """Something did not happen by its deadline."""
+
+
+def server_executable() -> str:
+    beside = Path(sys.executable).parent / "byteps-server"
+    found = str(beside) if beside.exists() else shutil.which("byteps-server")
+    assert found is not None, "byteps-server is neither beside this Python nor on PATH"
+    return found
+
+
+def clean_environment(folder: Path) -> dict[str, str]:
+    """This process's environment without anything that configures a job."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OURS) and name not in _LAUNCHER
+    }
+    # One thread each: the processes of a cluster share few cores.
+    return {**env, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+
+
+class Process(Protocol):
+    """A process of a test, whoever is its parent."""
+
+    title: str
+    pid: int
+    log: Path
+
+    def wait(self, timeout_s: float) -> int: ...
+    def send(self, number: signal.Signals) -> None: ...
+    @property
+    def running(self) -> bool: ...
+    @property
+    def text(self) -> str: ...
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return "(no log)"
+
+
+class Spawned:
+    """A process started by the test itself."""
+
+    def __init__(
+        self, title: str, command: Sequence[str], env: Mapping[str, str], folder: Path
+    ) -> None:
+        self.title = title
+        self.log = folder / f"{title.replace(' ', '-')}.log"
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise Late(
+                f"{self.title} still runs after {timeout_s:g} s:\n{_tail(self.log)}"
+            ) from None
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+class Nursed:
+    """A worker, forked by the nursery."""
+
+    def __init__(self, title: str, log: Path) -> None:
+        self.title = title
+        self.log = log
+        self.pid = -1
+        self.status: int | None = None
+        self.started = threading.Event()
+        self.ended = threading.Event()
+
+    def wait(self, timeout_s: float) -> int:
+        if not self.ended.wait(timeout_s):
+            raise Late(f"{self.title} still runs after {timeout_s:g} s:\n{_tail(self.log)}")
+        assert self.status is not None
+        return self.status
+
+    def send(self, number: signal.Signals) -> None:
+        # The nursery reaps it: between its end and our hearing of it the pid is not yet reused.
+        if self.running:
+            os.kill(self.pid, number)
+
+    @property
+    def running(self) -> bool:
+        return not self.ended.is_set()
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+class Nursery:
+    """The process that forks workers (see nursery.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "nursery.log"
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "nursery.py")],
+            env=clean_environment(folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("wb"),
+            start_new_session=True,
+        )
+        self._workers: dict[int, Nursed] = {}
+        self._lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            with self._lock:
+                worker = self._workers[answer["id"]]
+            if "pid" in answer:
+                worker.pid = answer["pid"]
+                worker.started.set()
+            else:
+                worker.status = answer["status"]
+                worker.ended.set()
+
+    def start(
+        self, title: str, program: str, env: Mapping[str, str], folder: Path, args: dict[str, Any]
+    ) -> Nursed:
+        worker = Nursed(title, folder / f"{title.replace(' ', '-')}.log")
+        with self._lock:
+            identity = len(self._workers)
+            self._workers[identity] = worker
+        request = {
+            "id": identity,
+            "program": program,
+            "folder": str(folder),
+            "log": str(worker.log),
+            "env": dict(env),
+            "args": args,
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        if not worker.started.wait(START_S):  # the first one waits for the import of torch
+            raise Late(f"the nursery did not start {title}:\n{_tail(self._log)}")
+        return worker
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(END_S)
+        self._process.stdout.close()
+
+
+class Cluster:
+    """`workers` workers and `servers` servers around one scheduler; a context manager."""
+
+    def __init__(
+        self,
+        folder: Path,
+        nursery: Nursery,
+        *,
+        workers: int,
+        servers: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.workers_wanted = workers
+        self.servers_wanted = servers
+        self.port = 0
+        self.scheduler: Spawned | None = None
+        self.servers: list[Spawned] = []
+        self.workers: dict[str, Nursed] = {}
+        self._nursery = nursery
+        self._env = {**clean_environment(folder), **(env or {})}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self.everyone():
+            if process.running:
+                process.send(signal.SIGKILL)
+                process.wait(END_S)
+
+    def everyone(self) -> list[Process]:
+        nodes: list[Process] = [*self.workers.values(), *self.servers]
+        return [*nodes, self.scheduler] if self.scheduler is not None else nodes
+
+    def node_environment(self) -> dict[str, str]:
+        return {
+            **self._env,
+            "DMLC_PS_ROOT_URI": LOOPBACK,
+            "DMLC_PS_ROOT_PORT": str(self.port),
+            "DMLC_NUM_WORKER": str(self.workers_wanted),
+            "DMLC_NUM_SERVER": str(self.servers_wanted),
+        }
+
+    def start_scheduler(self) -> Spawned:
+        port_file = self.folder / "scheduler.port"
+        command = [server_executable(), "--role", "scheduler", "--port-file", str(port_file)]
+        self.scheduler = Spawned("scheduler", command, self.node_environment(), self.folder)
+        self.port = int(wait_for_file(port_file, START_S, [self.scheduler]).split()[1])
+        return self.scheduler
+
+    def start_server(self) -> Spawned:
+        command = [server_executable(), "--role", "server"]
+        title = f"server {len(self.servers)}"
+        server = Spawned(title, command, self.node_environment(), self.folder)
+        self.servers.append(server)
+        return server
+
+    def start_nodes(self) -> None:
+        """The scheduler and all servers."""
+        self.start_scheduler()
+        for _ in range(self.servers_wanted):
+            self.start_server()
+
+    def start_worker(
+        self,
+        rank: int,
+        program: str,
+        *,
+        title: str | None = None,
+        world_size: int | None = None,
+        env: Mapping[str, str | None] | None = None,
+        **args: Any,
+    ) -> Nursed:
+        """Run `programs.<module>:<function>` as the worker of this rank; None in `env` unsets."""
+        size = str(world_size if world_size is not None else self.workers_wanted)
+        ranks = {"RANK": str(rank), "WORLD_SIZE": size}
+        local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
+        full = {**self.node_environment(), "DMLC_NUM_WORKER": size, **ranks, **local, **(env or {})}
+        title = title or f"worker {rank}"
+        present = {name: value for name, value in full.items() if value is not None}
+        worker = self._nursery.start(title, program, present, self.folder, args)
+        self.workers[title] = worker
+        return worker
+
+    def start(self, program: str, **args: Any) -> list[Nursed]:
+        """Everything: the scheduler, all servers and all workers."""
+        self.start_nodes()
+        return [self.start_worker(rank, program, **args) for rank in range(self.workers_wanted)]
+
+    def run(self, program: str, timeout_s: float = RUN_S, **args: Any) -> None:
+        """Start everything, and demand that every check passes and every process ends with 0."""
+        self.start(program, **args)
+        self.finish(timeout_s)
+
+    def finish(self, timeout_s: float = RUN_S) -> None:
+        """Wait for the workers, then the others; demand exit status 0 and no failed check."""
+        wait_all(self.workers.values(), timeout_s)
+        self.demand_checks()
+        bad = {w.title: w.status for w in self.workers.values() if w.status != 0}
+        assert not bad, f"exit status: {bad}"
+        nodes = [process for process in self.everyone() if isinstance(process, Spawned)]
+        wait_all(nodes, END_S)
+        bad = {node.title: node.wait(0) for node in nodes if node.wait(0) != 0}
+        assert not bad, f"exit status: {bad}"
+
+    def demand_checks(self) -> None:
+        """Raise with every failed check of every worker, by name."""
+        failed = []
+        for result in sorted(self.folder.glob("checks.*.json")):
+            checks = json.loads(result.read_text())
+            rank = result.name.split(".")[1]
+            failed += [f"worker {rank}: {name}: {error}" for name, error in checks.items() if error]
+        assert not failed, f"{len(failed)} failed checks\n" + "\n".join(failed[:40])
+
+    def wait_mark(self, name: str, ranks: Iterable[int], timeout_s: float = START_S) -> None:
+        """Wait until the workers of these ranks called job.mark(name)."""
+        for rank in ranks:
+            wait_for_file(self.folder / f"mark.{name}.{rank}", timeout_s, self.workers.values())
+
+    def go(self, name: str) -> None:
+        """Let workers that called job.wait_go(name) go on."""
+        (self.folder / f"go.{name}").touch()
+
+
+def wait_for_file(path: Path, timeout_s: float, alive: Iterable[Process] = ()) -> str:
+    """Its text, once it is there; fails early when a process that should write it has ended."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        dead = [process for process in alive if not process.running]
+        if dead and not path.exists():
+            tails = "\n".join(f"{process.title}:\n{_tail(process.log)}" for process in dead)
+            raise Late(f"{[p.title for p in dead]} ended before {path.name} was there\n{tails}")
+        if time.monotonic() > deadline:
+            raise Late(f"{path.name} was not there within {timeout_s:g} s")
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def wait_all(processes: Iterable[Process], timeout_s: float) -> None:
+    """Wait for each, all within one deadline; names every process that is late."""
+    deadline = time.monotonic() + timeout_s
+    late = []
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except Late as error:
+            late.append(str(error))
+    if late:
+        raise Late("\n".join(late))
+
+
+def processes_with(variable: str, value: str) -> dict[int, str]:
+    """Pids, with their command lines, of the processes that have this in their environment."""
+    wanted = f"{variable}={value}".encode()
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if command:  # a process that has ended but was not waited for has none
+                    found[int(folder.name)] = command
+        except OSError:
+            continue
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that all threads of a process have used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

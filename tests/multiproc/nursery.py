@@ -1,0 +1,99 @@
+"""Starts worker processes quickly: imports torch and the engine once, then forks one child a request.
+
+Importing torch takes seconds a process, which would be most of the suite's time. A child gets its
+whole environment from the request and ends as any Python program does (atexit handlers included).
+
+Requests come as JSON lines on stdin, answers go as JSON lines to stdout:
+    {"id", "program": "module:function", "folder", "log", "env", "args"}  ->  {"id", "pid"}
+and, when that child has ended, {"id", "status"} (negative for a signal). End of file on stdin ends
+the nursery, and with it, by the kernel's parent-death signal, every child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import selectors
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ("torch", "torch.distributed", "byteps.torch", "programs.job")
+
+
+def die_with_parent(parent: int) -> None:
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def child(request: dict[str, Any], nursery_pid: int) -> Callable[[], int]:
+    """Make this forked process the one that was asked for; returns its main function."""
+    die_with_parent(nursery_pid)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["folder"])
+    module, _, function = request["program"].partition(":")
+
+    def main() -> int:
+        from programs.job import Job
+
+        program = getattr(importlib.import_module(f"programs.{module}"), function)
+        return Job(Path(request["folder"]), request["args"]).run(program)
+
+    return main
+
+
+def serve() -> Callable[[], int] | None:
+    """Answer requests until end of file (None), or, in a child, return what it shall run."""
+    me = os.getpid()
+    out = os.dup(1)
+
+    def answer(**fields: Any) -> None:
+        os.write(out, json.dumps(fields).encode() + b"\n")
+
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd != 0:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    identity, pid = key.data
+                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    answer(id=identity, status=status)
+                    continue
+                piece = os.read(0, 1 << 16)
+                if not piece:
+                    return None
+                *lines, pending = (pending + piece).split(b"\n")
+                for line in lines:
+                    request = json.loads(line)
+                    pid = os.fork()
+                    if pid == 0:
+                        os.close(out)
+                        return child(request, me)
+                    answer(id=request["id"], pid=pid)
+                    selector.register(
+                        os.pidfd_open(pid), selectors.EVENT_READ, (request["id"], pid)
+                    )
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    for name in PRELOAD:
+        importlib.import_module(name)
+    todo = serve()
+    if todo is not None:
+        sys.exit(todo())

@@ -1,0 +1,1 @@
+"""What the workers of a test run; each function takes a Job."""

@@ -1,0 +1,82 @@
+"""What a worker's program is given: its rank, named checks, and signs from and to the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Job:
+    """One worker. Checks go on after a failure, so that one run names all that is wrong."""
+
+    def __init__(self, folder: Path, args: dict[str, Any]) -> None:
+        self.folder = folder
+        self.args = args
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._checks: dict[str, str | None] = {}
+
+    def run(self, program: Callable[[Job], None]) -> int:
+        """Exit status of the worker: 1 when a check failed."""
+        try:
+            program(self)
+        except BaseException:
+            # Kept beside the log, for a test to read the last error without the rest.
+            self.note("error", traceback.format_exc())
+            raise
+        finally:
+            result = self.folder / f"checks.{self.rank}.{os.getpid()}.json"
+            result.write_text(json.dumps(self._checks))
+        return 1 if any(self._checks.values()) else 0
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[None]:
+        """A failure inside is recorded under this name."""
+        if name in self._checks:
+            raise ValueError(f"two checks are called {name!r}")
+        self._checks[name] = "did not end"
+        try:
+            yield
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"{Path(where.filename).name}:{where.lineno}"
+            self._checks[name] = f"{type(error).__name__}: {error} ({at})"
+            traceback.print_exc()
+        else:
+            self._checks[name] = None
+
+    @contextmanager
+    def check_raises(self, name: str, kind: type[Exception], pattern: str) -> Iterator[None]:
+        """Passes when the body raises `kind` with a text that has `pattern` (a regex) in it."""
+        with self.check(name):
+            try:
+                yield
+            except kind as error:
+                text = str(error)
+                assert re.search(pattern, text), f"{pattern!r} is not in {text!r}"
+            else:
+                raise AssertionError(f"did not raise {kind.__name__}")
+
+    def mark(self, name: str) -> None:
+        """Tell the test that this point was reached."""
+        self.note(f"mark.{name}", "")
+
+    def note(self, name: str, text: str) -> None:
+        part = self.folder / f".{name}.{self.rank}"
+        part.write_text(text)
+        part.rename(self.folder / f"{name}.{self.rank}")
+
+    def wait_go(self, name: str, timeout_s: float = 60.0) -> None:
+        """Wait for the test's sign."""
+        deadline = time.monotonic() + timeout_s
+        while not (self.folder / f"go.{name}").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the test gave no sign {name!r}")
+            time.sleep(0.01)

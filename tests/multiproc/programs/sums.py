@@ -1,0 +1,149 @@
+"""push_pull against closed forms and against float64 sums."""
+
+from __future__ import annotations
+
+import mmap
+
+import byteps.torch as bps
+import torch
+
+from programs import values
+from programs.job import Job
+
+
+def counts(dtype: str, partition_bytes: int) -> dict[str, int]:
+    """Sizes, in elements, around the places where a partition ends."""
+    page = mmap.PAGESIZE
+    partition = -(-partition_bytes // page) * page // values.dtype_of(dtype).itemsize
+    return {
+        "one": 1,
+        "odd": 7,
+        "partition-1": partition - 1,
+        "partition": partition,
+        "partition+1": partition + 1,
+        "many": 33 * partition + 5,
+    }
+
+
+def every_dtype(job: Job) -> None:
+    """Exact sums and averages of every dtype and size, and random sums within their bound."""
+    bps.init()
+    with job.check("rank and size"):
+        assert (bps.rank(), bps.size()) == (job.rank, job.size)
+        assert (bps.local_rank(), bps.local_size()) == (job.rank, job.size)
+        assert bps.is_initialized()
+    for dtype in job.args.get("dtypes", values.DTYPES):
+        for label, count in counts(dtype, job.args["partition_bytes"]).items():
+            with job.check(f"sum {dtype} {label}"):
+                exact(job, f"sum.{dtype}.{label}", count, dtype, average=False)
+            with job.check(f"average {dtype} {label}"):
+                exact(job, f"average.{dtype}.{label}", count, dtype, average=True)
+    for dtype in values.FLOATS:
+        count = counts(dtype, job.args["partition_bytes"])["many"]
+        for average in (False, True):
+            name = f"random {dtype} {'average' if average else 'sum'}"
+            with job.check(name):
+                random(job, name, count, dtype, average)
+    bps.shutdown()
+    with job.check("shutdown"):
+        assert not bps.is_initialized()
+
+
+def exact(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
+    """Four rounds of one name, one for each way to call."""
+    ranks = list(range(job.size))
+    ways = (bps.push_pull, bps.push_pull_inplace, bps.push_pull_async, bps.push_pull_async_inplace)
+    for round_, way in enumerate(ways):
+        given = values.exact_input(count, job.rank, name, round_, dtype)
+        before = given.clone()
+        result = way(given, average=average, name=name)
+        if way in (bps.push_pull_async, bps.push_pull_async_inplace):
+            result = bps.synchronize(result)
+        want = values.exact_sum(count, ranks, name, round_, dtype, average)
+        if dtype in ("float32", "float64") and average and job.size == 3:
+            # A division by three may be a product with the rounded third: one ulp apart.
+            limit = values.ulp(want.double(), dtype)
+            values.demand_close_to(result, want.double(), limit)
+        else:
+            values.demand_exact(result, want)
+        inplace = way in (bps.push_pull_inplace, bps.push_pull_async_inplace)
+        assert (result.data_ptr() == given.data_ptr()) == inplace, f"{way.__name__}: which tensor?"
+        if not inplace:
+            values.demand_exact(given, before)
+
+
+def random(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
+    for round_ in range(2):
+        inputs = [
+            values.random_input(count, rank, name, round_, dtype) for rank in range(job.size)
+        ]
+        result = bps.push_pull(inputs[job.rank].clone(), average=average, name=name)
+        values.demand_rounded_sum(result, inputs, dtype, average)
+
+
+def large(job: Job) -> None:
+    """Many megabytes, a last partition that is not full, several rounds."""
+    bps.init()
+    for dtype, count in (("float32", 3_000_001), ("bfloat16", 5_000_003), ("uint8", 8_388_609)):
+        with job.check(f"large {dtype}"):
+            exact(job, f"large.{dtype}", count, dtype, average=False)
+    bps.shutdown()
+
+
+def shapes(job: Job) -> None:
+    """Tensors that are not a plain vector, and what is refused."""
+    bps.init()
+    ranks = list(range(job.size))
+    with job.check("2-D"):
+        given = values.exact_input(60, job.rank, "2-D", 0, "float32").reshape(12, 5)
+        want = values.exact_sum(60, ranks, "2-D", 0, "float32").reshape(12, 5)
+        values.demand_exact(bps.push_pull(given, average=False, name="2-D"), want)
+    with job.check("0-D"):
+        result = bps.push_pull(torch.tensor(float(job.rank + 1)), average=False, name="0-D")
+        assert result.shape == ()
+        assert result.item() == sum(range(1, job.size + 1))
+    with job.check("a view with an offset"):
+        base = torch.full((100,), -1.0)
+        base[30:70] = values.exact_input(40, job.rank, "view", 0, "float32")
+        bps.push_pull_inplace(base[30:70], average=False, name="view")
+        values.demand_exact(base[30:70], values.exact_sum(40, ranks, "view", 0, "float32"))
+        assert (base[:30] == -1).all() and (base[70:] == -1).all(), "wrote outside the view"
+    with job.check("sum and average under one name in turn"):
+        for round_, average in enumerate((True, False, True)):
+            given = values.exact_input(64, job.rank, "turn", round_, "float64")
+            want = values.exact_sum(64, ranks, "turn", round_, "float64", average)
+            result = bps.push_pull(given, average=average, name="turn")
+            values.demand_close_to(result, want, values.ulp(want, "float64"))
+    with job.check("average is the default"):
+        given = torch.full((3,), float(2 * job.rank))
+        want = torch.full((3,), float(sum(2 * rank for rank in ranks)) / job.size)
+        assert torch.allclose(bps.push_pull(given, name="default"), want)
+    with job.check("requires_grad is left alone"):
+        given = torch.ones(5, requires_grad=True)
+        result = bps.push_pull(given.detach(), average=False, name="detached")
+        values.demand_exact(result, torch.full((5,), float(job.size)))
+    with job.check("an empty tensor returns at once"):
+        # Only one rank calls: nothing is sent, so nobody is waited for.
+        if job.rank == 0:
+            assert bps.push_pull(torch.empty(0), name="empty").shape == (0,)
+            assert bps.push_pull_inplace(torch.empty(0, 3), name="empty").shape == (0, 3)
+            handle = bps.push_pull_async(torch.empty(0), name="empty")
+            assert bps.poll(handle) is True
+            assert bps.synchronize(handle).shape == (0,)
+    with job.check_raises("not contiguous", ValueError, "contiguous"):
+        bps.push_pull(torch.ones(4, 6).t(), name="transposed")
+    with job.check_raises("not contiguous, inplace", ValueError, "contiguous"):
+        bps.push_pull_async_inplace(torch.ones(10)[::2], name="strided")
+    for dtype in (torch.complex64, torch.bool, torch.int16):
+        with job.check_raises(f"{dtype}", (ValueError, TypeError), str(dtype).split(".")[1]):
+            bps.push_pull(torch.ones(3).to(dtype), name=f"bad {dtype}")
+    with job.check_raises("not a tensor", (ValueError, TypeError), ""):
+        bps.push_pull([1.0, 2.0], name="list")
+    with job.check_raises("no name", (ValueError, TypeError), "name"):
+        bps.push_pull(torch.ones(3), name="")
+    with job.check("works after what was refused"):
+        values.demand_exact(
+            bps.push_pull(torch.ones(3), average=False, name="after"),
+            torch.full((3,), float(job.size)),
+        )
+    bps.shutdown()

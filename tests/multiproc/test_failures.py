@@ -1,0 +1,260 @@
+"""When something is lost, every process ends within a bounded time with an error that names it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+from cluster import END_S, LOOPBACK, Cluster, Nursed, Spawned, wait_all
+
+PEER_TIMEOUT_S = 3
+SHORT = {
+    "BYTEPS_PEER_TIMEOUT_S": str(PEER_TIMEOUT_S),
+    "BYTEPS_START_TIMEOUT_S": "3",
+    "BYTEPS_PARTITION_BYTES": "4096",
+}
+CLOSED = "connection (was )?closed|connection reset"
+SILENT = f"no heartbeat.*BYTEPS_PEER_TIMEOUT_S={PEER_TIMEOUT_S}"
+
+
+def error_of(worker: Nursed) -> str:
+    """The last error that the worker raised: the line after its traceback."""
+    return worker.text.rstrip().rpartition("BytePSError:")[2].strip()
+
+
+def demand_error(worker: Nursed, *patterns: str) -> None:
+    assert worker.wait(END_S) == 1, f"{worker.title}: exit status {worker.status}"
+    text = error_of(worker)
+    assert text, f"{worker.title} did not raise BytePSError"
+    for pattern in patterns:
+        assert re.search(pattern, text), f"{worker.title}: {pattern!r} is not in {text!r}"
+
+
+def demand_failed(node: Spawned, *patterns: str) -> None:
+    """A scheduler or server ends with 1 and says why on stderr."""
+    assert node.wait(END_S) == 1, node.text
+    for pattern in patterns:
+        assert re.search(pattern, node.text), f"{node.title}: {pattern!r} is not in {node.text!r}"
+
+
+def start_looping(
+    make_cluster: Callable[..., Cluster], workers: int, servers: int
+) -> Cluster:
+    cluster = make_cluster(workers=workers, servers=servers, env=SHORT)
+    cluster.start("failures:loop")
+    cluster.wait_mark("looping", range(workers))
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGKILL, CLOSED), (signal.SIGSTOP, SILENT)], ids=["kill", "stop"]
+)
+class TestLost:
+    """Killed: the connection closes. Stopped: it stays open, but the heartbeat is missing."""
+
+    def test_worker(
+        self, make_cluster: Callable[..., Cluster], number: signal.Signals, kind: str
+    ) -> None:
+        cluster = start_looping(make_cluster, workers=3, servers=2)
+        cluster.workers["worker 1"].send(number)
+        survivors = [cluster.workers["worker 0"], cluster.workers["worker 2"]]
+        nodes = [*cluster.servers, cluster.scheduler]
+        wait_all([*survivors, *nodes], END_S)
+        for worker in survivors:
+            demand_error(worker, r"worker 1\b.*lost", kind)
+        for node in nodes:
+            demand_failed(node, r"worker 1\b.*lost")
+        cluster.workers["worker 1"].send(signal.SIGKILL)
+        assert cluster.workers["worker 1"].wait(END_S) == -signal.SIGKILL
+
+    def test_server(
+        self, make_cluster: Callable[..., Cluster], number: signal.Signals, kind: str
+    ) -> None:
+        cluster = start_looping(make_cluster, workers=2, servers=2)
+        lost = cluster.servers[1]
+        lost.send(number)
+        survivors = list(cluster.workers.values())
+        wait_all([*survivors, cluster.servers[0], cluster.scheduler], END_S)
+        for worker in survivors:
+            # Which of the two is called 1 was settled by who registered first.
+            demand_error(worker, r"server [01]\b.*lost", kind)
+        demand_failed(cluster.servers[0], r"server [01]\b.*lost")
+        demand_failed(cluster.scheduler, r"server [01]\b.*lost")
+        lost.send(signal.SIGKILL)
+        assert lost.wait(END_S) == -signal.SIGKILL
+
+    def test_scheduler(
+        self, make_cluster: Callable[..., Cluster], number: signal.Signals, kind: str
+    ) -> None:
+        cluster = start_looping(make_cluster, workers=2, servers=2)
+        cluster.scheduler.send(number)
+        survivors = list(cluster.workers.values())
+        wait_all([*survivors, *cluster.servers], END_S)
+        for worker in survivors:
+            demand_error(worker, r"scheduler\b.*lost", kind)
+        for server in cluster.servers:
+            demand_failed(server, r"scheduler\b.*lost")
+        cluster.scheduler.send(signal.SIGKILL)
+        cluster.scheduler.wait(END_S)
+
+
+def test_no_scheduler_there(make_cluster: Callable[..., Cluster]) -> None:
+    """Nothing listens at the address: worker and server say so when the start timeout is over."""
+    cluster = make_cluster(workers=1, servers=1, env=SHORT)
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        cluster.port = taken.getsockname()[1]
+    pattern = rf"scheduler.*{LOOPBACK}:{cluster.port}.*did not answer.*BYTEPS_START_TIMEOUT_S=3"
+    server = cluster.start_server()
+    worker = cluster.start_worker(0, "failures:init_only")
+    wait_all([server, worker], END_S)
+    demand_error(worker, pattern)
+    demand_failed(server, pattern)
+
+
+def test_scheduler_that_says_nothing(make_cluster: Callable[..., Cluster]) -> None:
+    """Something else listens there, accepts, and never answers."""
+    cluster = make_cluster(workers=1, servers=1, env=SHORT)
+    with socket.create_server((LOOPBACK, 0)) as other:
+        cluster.port = other.getsockname()[1]
+        pattern = rf"scheduler.*{LOOPBACK}:{cluster.port}.*did not answer.*BYTEPS_START_TIMEOUT_S=3"
+        server = cluster.start_server()
+        worker = cluster.start_worker(0, "failures:init_only")
+        wait_all([server, worker], END_S)
+        demand_error(worker, pattern)
+        demand_failed(server, pattern)
+
+
+def test_scheduler_comes_late(make_cluster: Callable[..., Cluster]) -> None:
+    """Workers and servers may be started first: they keep trying."""
+    cluster = make_cluster(workers=1, servers=1)
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        cluster.port = taken.getsockname()[1]
+    worker = cluster.start_worker(0, "failures:init_only")
+    cluster.start_server()
+    time.sleep(1.0)
+    assert worker.running
+    cluster.start_scheduler()
+    cluster.finish()
+
+
+def test_worker_missing_at_start(make_cluster: Callable[..., Cluster]) -> None:
+    """Whoever waits is told how many of what registered."""
+    cluster = make_cluster(workers=2, servers=1, env=SHORT)
+    cluster.start_nodes()
+    worker = cluster.start_worker(0, "failures:init_only")
+    wait_all(cluster.everyone(), END_S)
+    demand_error(worker, r"1 (of|/) 2 workers", r"1 (of|/) 1 server", "BYTEPS_START_TIMEOUT_S=3")
+    demand_failed(cluster.scheduler, r"1 (of|/) 2 workers")
+    demand_failed(cluster.servers[0])
+
+
+def test_server_missing_at_start(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=1, servers=2, env=SHORT)
+    cluster.start_scheduler()
+    cluster.start_server()
+    worker = cluster.start_worker(0, "failures:init_only")
+    wait_all(cluster.everyone(), END_S)
+    demand_error(worker, r"1 (of|/) 2 servers", "BYTEPS_START_TIMEOUT_S=3")
+    demand_failed(cluster.scheduler, r"1 (of|/) 2 servers")
+    demand_failed(cluster.servers[0])
+
+
+def test_rank_that_never_calls(make_cluster: Callable[..., Cluster]) -> None:
+    """All are alive, one does not call the operation: the others are told which."""
+    env = {**SHORT, "BYTEPS_OP_TIMEOUT_S": "2"}
+    cluster = make_cluster(workers=3, servers=1, env=env)
+    cluster.start("failures:absent", absent=2)
+    waiting = [cluster.workers["worker 0"], cluster.workers["worker 1"]]
+    wait_all(waiting, END_S)
+    for worker in waiting:
+        # The first to time out leaves, which may be what the other one is told.
+        demand_error(worker, r"layer\.grad")
+    told = [error_of(worker) for worker in waiting]
+    assert any(
+        re.search(r"BYTEPS_OP_TIMEOUT_S=2", text) and re.search(r"\b2\b", text) for text in told
+    ), told
+    cluster.go("end")
+    wait_all(cluster.everyone(), END_S)
+
+
+def test_worker_that_leaves_early(make_cluster: Callable[..., Cluster]) -> None:
+    """A rank that left in good order will never push: no need to wait for a timeout."""
+    cluster = make_cluster(workers=3, servers=2, env=SHORT)
+    cluster.start("failures:early_leaver", leaver=1)
+    wait_all(cluster.everyone(), END_S)
+    assert cluster.workers["worker 1"].status == 0
+    for rank in (0, 2):
+        demand_error(cluster.workers[f"worker {rank}"], r"worker 1\b.*left the job")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"]
+)
+def test_signals_end_nodes_promptly(
+    make_cluster: Callable[..., Cluster], number: signal.Signals, status: int
+) -> None:
+    cluster = make_cluster(workers=1, servers=1, env=SHORT)
+    cluster.start_nodes()
+    for node in (cluster.servers[0], cluster.scheduler):
+        node.send(number)
+        # A process that dies by the signal is seen as -n here, as 128+n in a shell.
+        assert node.wait(5) in (status, -number)
+
+
+class TestWrongCluster:
+    """Workers that do not belong to the job are refused, and the job goes on."""
+
+    def test_other_size(self, make_cluster: Callable[..., Cluster]) -> None:
+        """A worker of a job with three workers, at a scheduler for two."""
+        cluster = make_cluster(workers=2, servers=1, env=SHORT)
+        cluster.start_nodes()
+        stranger = cluster.start_worker(0, "failures:init_only", world_size=3)
+        demand_error(stranger, r"\b3\b", r"\b2\b", "(?i)workers|DMLC_NUM_WORKER|WORLD_SIZE")
+
+    def test_other_number_of_servers(self, make_cluster: Callable[..., Cluster]) -> None:
+        cluster = make_cluster(workers=1, servers=1, env=SHORT)
+        cluster.start_nodes()
+        env = {"DMLC_NUM_SERVER": "4"}
+        stranger = cluster.start_worker(0, "failures:init_only", env=env)
+        demand_error(stranger, r"\b4\b", r"\b1\b", "(?i)servers|DMLC_NUM_SERVER")
+
+    def test_surplus_worker(self, make_cluster: Callable[..., Cluster]) -> None:
+        """The job is complete and at work when another worker comes with a rank that is taken."""
+        cluster = make_cluster(workers=2, servers=1, env=SHORT)
+        cluster.start("failures:steady")
+        cluster.wait_mark("looping", range(2))
+        surplus = cluster.start_worker(0, "failures:init_only", title="surplus")
+        demand_error(surplus, r"\b0\b|\b2\b", "(?i)worker|rank")
+        assert all(process.running for process in cluster.everyone() if process is not surplus)
+        cluster.go("end")
+        del cluster.workers["surplus"]
+        cluster.finish()
+
+    def test_rank_twice_at_start(self, make_cluster: Callable[..., Cluster]) -> None:
+        """Two workers say that they are rank 0: the second is refused and told why."""
+        cluster = make_cluster(workers=2, servers=1, env=SHORT)
+        cluster.start_nodes()
+        twins = [
+            cluster.start_worker(0, "failures:init_only", title=f"twin {i}") for i in range(2)
+        ]
+        wait_all(cluster.everyone(), END_S)
+        told = [error_of(twin) for twin in twins]
+        assert any(re.search(r"(?i)(worker|rank)\W*0\b", text) for text in told), told
+
+    def test_garbage_at_the_scheduler_and_servers(
+        self, make_cluster: Callable[..., Cluster]
+    ) -> None:
+        """A port scanner, a browser: what does not speak the protocol is dropped."""
+        cluster = make_cluster(workers=2, servers=1, env=SHORT)
+        cluster.start("failures:steady")
+        cluster.wait_mark("looping", range(2))
+        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"\x00" * 64):
+            with socket.create_connection((LOOPBACK, cluster.port), timeout=5) as stranger:
+                stranger.sendall(garbage)
+        time.sleep(0.5)
+        cluster.go("end")
+        cluster.finish()

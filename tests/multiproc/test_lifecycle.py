@@ -1,0 +1,92 @@
+"""Jobs that leave, come back, stand beside each other, idle, and report on themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+from cluster import Cluster, cpu_seconds
+
+IDLE_S = 2.0
+IDLE_LIMIT = 0.10  # of a core; upstream's polling loops burn whole cores
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_suspend_and_resume(make_cluster: Callable[..., Cluster], servers: int) -> None:
+    cluster = make_cluster(workers=2, servers=servers, env={"BYTEPS_PARTITION_BYTES": "4096"})
+    cluster.start("lifecycle:suspend_resume", servers=servers)
+    for time_away in range(2):
+        cluster.wait_mark(f"away{time_away}", range(2))
+        time.sleep(0.5)  # nothing to wait for: the nodes must still be there a while later
+        assert all(process.running for process in cluster.everyone())
+        cluster.go(f"back{time_away}")
+    cluster.finish()
+
+
+def test_suspended_for_longer_than_the_peer_timeout(make_cluster: Callable[..., Cluster]) -> None:
+    """A suspended worker is not a lost one."""
+    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "1"})
+    cluster.start("lifecycle:suspend_resume", servers=1)
+    cluster.wait_mark("away0", range(2))
+    time.sleep(2.5)
+    assert all(process.running for process in cluster.everyone())
+    cluster.go("back0")
+    cluster.go("back1")
+    cluster.finish()
+
+
+def test_two_jobs_at_once(make_cluster: Callable[..., Cluster]) -> None:
+    """The same names, sizes and rounds, but other values: nothing of one shows in the other."""
+    jobs = [make_cluster(workers=2, servers=1) for _ in range(2)]
+    for number, job in enumerate(jobs):
+        job.start("lifecycle:sums", rounds=60, salt=3 * number)
+    for job in jobs:
+        job.finish()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_init_and_shutdown(make_cluster: Callable[..., Cluster], workers: int) -> None:
+    make_cluster(workers=workers).run("lifecycle:many_lives")
+
+
+def test_without_shutdown(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2).run("lifecycle:no_shutdown")
+
+
+def test_idle_processes_use_little_cpu(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=1)
+    cluster.start("lifecycle:idle")
+    cluster.wait_mark("idle", range(2))
+    time.sleep(0.3)  # what the last operation left to do
+    before = {process.title: cpu_seconds(process.pid) for process in cluster.everyone()}
+    time.sleep(IDLE_S)
+    used = {
+        process.title: (cpu_seconds(process.pid) - before[process.title]) / IDLE_S
+        for process in cluster.everyone()
+    }
+    cluster.go("on")
+    cluster.finish()
+    assert max(used.values()) < IDLE_LIMIT, f"of a core, while idle: {used}"
+
+
+def test_speed_and_config(make_cluster: Callable[..., Cluster]) -> None:
+    """get_pushpull_speed gives a figure after traffic; print_config names every variable."""
+    cluster = make_cluster(workers=2, servers=1)
+    cluster.run("lifecycle:speed")
+    printed = cluster.workers["worker 0"].text
+    for name in ("DMLC_PS_ROOT_URI", "DMLC_NUM_WORKER", "BYTEPS_PARTITION_BYTES"):
+        assert name in printed
+    assert re.search(rf"DMLC_PS_ROOT_PORT\W.*\b{cluster.port}\b", printed)
+
+
+def test_nothing_is_left_in_shared_memory(make_cluster: Callable[..., Cluster]) -> None:
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    cluster = make_cluster(workers=2, servers=1)
+    cluster.run("lifecycle:sums", rounds=3)
+    after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    assert not {name for name in after - before if "byteps" in name.lower()}
+    left = {path.name for path in cluster.folder.iterdir() if path.is_socket()}
+    assert not left

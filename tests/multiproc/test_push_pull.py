@@ -1,0 +1,60 @@
+"""push_pull gives the sum, for every dtype and size, and refuses what it cannot sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from cluster import Cluster
+
+# A page: tensors of moderate size then have many partitions.
+SMALL = 4096
+# An operation that one rank's failed check left alone ends the test soon.
+PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "20"}
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_every_dtype_and_size(
+    make_cluster: Callable[..., Cluster], workers: int, servers: int
+) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE}
+    cluster = make_cluster(workers=workers, servers=servers, env=env)
+    cluster.run("sums:every_dtype", partition_bytes=SMALL)
+
+
+@pytest.mark.parametrize("partition_bytes", [5000, 65536])
+def test_partition_sizes(make_cluster: Callable[..., Cluster], partition_bytes: int) -> None:
+    """5000 is no whole number of pages: the engine rounds it up."""
+    env = {"BYTEPS_PARTITION_BYTES": str(partition_bytes), **PATIENCE}
+    cluster = make_cluster(workers=2, servers=2, env=env)
+    dtypes = ["float32", "bfloat16", "int64"]
+    cluster.run("sums:every_dtype", partition_bytes=partition_bytes, dtypes=dtypes)
+
+
+@pytest.mark.parametrize("env", [{}, {"BYTEPS_PARTITION_BYTES": "65536"}], ids=["default", "64K"])
+def test_large_tensors(make_cluster: Callable[..., Cluster], env: dict[str, str]) -> None:
+    make_cluster(workers=2, servers=2, env={**env, **PATIENCE}).run("sums:large")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"BYTEPS_DETERMINISTIC": "1"},
+        {"BYTEPS_PUSH_THREAD": "4", "BYTEPS_SERVER_ENGINE_THREAD": "4"},
+        {"BYTEPS_SCHEDULING_CREDIT": "16384"},
+        *({"BYTEPS_KEY_HASH_FN": name} for name in ("raw", "djb2", "sdbm", "built_in", "naive")),
+    ],
+    ids=lambda env: ",".join(f"{name[7:]}={value}" for name, value in env.items()),
+)
+def test_settings_change_no_sum(
+    make_cluster: Callable[..., Cluster], env: dict[str, str]
+) -> None:
+    full = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE, **env}
+    cluster = make_cluster(workers=3, servers=2, env=full)
+    cluster.run("sums:every_dtype", partition_bytes=SMALL, dtypes=["float32", "float16"])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_shapes_and_refusals(make_cluster: Callable[..., Cluster], workers: int) -> None:
+    make_cluster(workers=workers, servers=1, env=PATIENCE).run("sums:shapes")
