@@ -1,0 +1,539 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Data-parallel gradient sums through BytePS parameter servers.
+
+With ``--use-dpu-reduce`` the buckets of ``DistributedDataParallel`` are summed by BytePS
+(push to servers that add, pull the sum back) instead of by ``torch.distributed.all_reduce``.
+Everything else of Megatron is untouched: which gradients form a bucket, when a bucket is ready,
+how gradients are scaled before, and what the optimizer reads after, stay as they are.
+
+Megatron calls this module at these places, each a hook of a line or two:
+
+==========================  =======================================================
+``validate_args``           the parsed arguments: refuse what is not supported
+``validate_ddp_config``     a ``DistributedDataParallelConfig`` is made
+``refuse_fsdp``             a fully sharded wrapper is built
+``initialize``              torch.distributed is up: start BytePS once
+``register``                a ``DistributedDataParallel`` was built: name its buckets
+``start_grad_sync``         a bucket group is ready: push and pull it
+``shutdown``                training is done
+==========================  =======================================================
+
+BytePS is imported when it is first needed, so that Megatron runs without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from .distributed_data_parallel import DistributedDataParallel
+    from .distributed_data_parallel_config import DistributedDataParallelConfig
+    from .param_and_grad_buffer import _ParamAndGradBuffer, _ParamAndGradBucketGroup
+
+__all__ = [
+    "BucketOp",
+    "GradSyncHandle",
+    "bucket_name",
+    "bucket_priority",
+    "initialize",
+    "partition_count",
+    "refuse_fsdp",
+    "register",
+    "shutdown",
+    "start_grad_sync",
+    "validate_args",
+    "validate_ddp_config",
+]
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_PARTITION_BYTES = 4_096_000
+_CHUNK_PRIORITY_STRIDE = 1 << 16
+
+_DTYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "uint8",
+}
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Refusal:
+    """A setting under which gradients do not take the path that this module replaces.
+
+    ``attribute`` is looked up on the arguments and on the DDP config alike (they share names).
+    """
+
+    attribute: str
+    flag: str
+    reason: str
+    allowed: tuple[Any, ...] = (False, None)
+    """Values that are not refused; ignored where ``refused`` is given."""
+    refused: tuple[Any, ...] = ()
+    """Values that are refused, all others being allowed."""
+
+    def applies_to(self, value: object) -> bool:
+        return value in self.refused if self.refused else value not in self.allowed
+
+
+_FSDP = "it shards gradients with reduce-scatters of its own, which BytePS does not replace"
+_SHARDS = (
+    "each rank would need only its own shard of the sum, and BytePS returns whole buckets so far"
+)
+_GROUPS = (
+    "it splits the ranks into several data-parallel groups, and BytePS sums over one group that "
+    "holds every rank so far"
+)
+
+_REFUSALS: tuple[_Refusal, ...] = (
+    _Refusal(attribute="use_megatron_fsdp", flag="--use-megatron-fsdp", reason=_FSDP),
+    _Refusal(attribute="use_custom_fsdp", flag="--use-custom-fsdp", reason=_FSDP),
+    _Refusal(attribute="use_torch_fsdp2", flag="--use-torch-fsdp2", reason=_FSDP),
+    _Refusal(
+        attribute="use_distributed_optimizer", flag="--use-distributed-optimizer", reason=_SHARDS
+    ),
+    _Refusal(
+        attribute="optimizer", flag="--optimizer", reason=_SHARDS, refused=("dist_muon",)
+    ),
+    _Refusal(
+        attribute="num_distributed_optimizer_instances",
+        flag="--num-distributed-optimizer-instances",
+        reason=_GROUPS,
+        allowed=(1, None),
+    ),
+    _Refusal(attribute="overlap_param_gather", flag="--overlap-param-gather", reason=_SHARDS),
+    _Refusal(
+        attribute="overlap_param_gather_with_optimizer_step",
+        flag="--overlap-param-gather-with-optimizer-step",
+        reason=_SHARDS,
+    ),
+    _Refusal(attribute="fp8_param_gather", flag="--fp8-param-gather", reason=_SHARDS),
+    _Refusal(attribute="fp4_param_gather", flag="--fp4-param-gather", reason=_SHARDS),
+    _Refusal(
+        attribute="reuse_grad_buf_for_mxfp8_param_ag",
+        flag="--reuse-grad-buf-for-mxfp8-param-ag",
+        reason=_SHARDS,
+    ),
+    _Refusal(
+        attribute="reduce_scatter_with_fp32_accumulation",
+        flag="--ddp-reduce-scatter-with-fp32-accumulation",
+        reason="it replaces the sum by an all-to-all; BytePS servers already add half types in "
+        "fp32",
+    ),
+    _Refusal(
+        attribute="ddp_reduce_scatter_with_fp32_accumulation",
+        flag="--ddp-reduce-scatter-with-fp32-accumulation",
+        reason="it replaces the sum by an all-to-all; BytePS servers already add half types in "
+        "fp32",
+    ),
+    _Refusal(
+        attribute="nccl_ub",
+        flag="--use-nccl-ub",
+        reason="it allocates the gradient buffers for NCCL's collectives, which would not be used",
+    ),
+    _Refusal(
+        attribute="tensor_model_parallel_size",
+        flag="--tensor-model-parallel-size",
+        reason=_GROUPS,
+        allowed=(1, None),
+    ),
+    _Refusal(
+        attribute="pipeline_model_parallel_size",
+        flag="--pipeline-model-parallel-size",
+        reason=_GROUPS,
+        allowed=(1, None),
+    ),
+    _Refusal(
+        attribute="context_parallel_size",
+        flag="--context-parallel-size",
+        reason=_GROUPS,
+        allowed=(1, None),
+    ),
+    _Refusal(
+        attribute="expert_model_parallel_size",
+        flag="--expert-model-parallel-size",
+        reason=_GROUPS,
+        allowed=(1, None),
+    ),
+    _Refusal(
+        attribute="expert_tensor_parallel_size",
+        flag="--expert-tensor-parallel-size",
+        reason=_GROUPS,
+        allowed=(1, None),
+    ),
+    _Refusal(
+        attribute="tensor_parallel_num_weight_shards",
+        flag="--tensor-parallel-num-weight-shards",
+        reason=_GROUPS,
+        allowed=(1, None),
+    ),
+    _Refusal(
+        attribute="expert_tensor_parallel_num_weight_shards",
+        flag="--expert-tensor-parallel-num-weight-shards",
+        reason=_GROUPS,
+        allowed=(1, None),
+    ),
+    _Refusal(
+        attribute="cuda_graph_impl",
+        flag="--cuda-graph-impl",
+        reason="it records the gradient sums in a CUDA graph, and BytePS runs on the host",
+        refused=("full_iteration",),
+    ),
+    _Refusal(
+        attribute="inprocess_restart",
+        flag="--inprocess-restart",
+        reason="BytePS cannot rejoin its servers from within a restarted training function",
+    ),
+    _Refusal(
+        attribute="fake_process_group",
+        flag="--fake-process-group",
+        reason="BytePS needs real ranks to sum over",
+    ),
+)
+
+
+def _refuse(source: object) -> None:
+    for refusal in _REFUSALS:
+        value = getattr(source, refusal.attribute, None)
+        if refusal.applies_to(value):
+            shown = refusal.flag if value is True else f"{refusal.flag}={value}"
+            raise ValueError(
+                f"--use-dpu-reduce does not work with {shown}: {refusal.reason}. "
+                "Drop one of the two."
+            )
+
+
+def validate_args(args: Namespace) -> None:
+    """Check that the arguments allow BytePS gradient sums; does nothing without the flag.
+
+    Raises:
+        ValueError: an argument that cannot be combined with ``--use-dpu-reduce``; the text names
+            both and the reason.
+        RuntimeError: BytePS is not installed.
+    """
+    if not getattr(args, "use_dpu_reduce", False):
+        return
+    _refuse(args)
+    _byteps()
+
+
+def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
+    """Check a DDP config, for users of megatron.core who have no arguments.
+
+    Raises:
+        ValueError: a setting that cannot be combined with ``use_dpu_reduce``.
+    """
+    if ddp_config.use_dpu_reduce:
+        _refuse(ddp_config)
+
+
+def refuse_fsdp(ddp_config: DistributedDataParallelConfig) -> None:
+    """Called where Megatron-FSDP or torch FSDP2 wraps a model.
+
+    Raises:
+        ValueError: the config asks for BytePS, which would otherwise be ignored without a word.
+    """
+    if ddp_config.use_dpu_reduce:
+        raise ValueError(
+            f"use_dpu_reduce does not work with fully sharded data parallelism: {_FSDP}. "
+            "Drop one of the two."
+        )
+
+
+# --------------------------------------------------------------------------- BytePS itself
+
+
+def _byteps() -> ModuleType:
+    """The module ``byteps.torch``, imported when it is first needed.
+
+    Raises:
+        RuntimeError: it is not there or does not load.
+    """
+    try:
+        import byteps.torch as bps
+    except ImportError as error:
+        raise RuntimeError(
+            "--use-dpu-reduce needs the package byteps (the build of Megatron-BytePS, with "
+            "byteps.torch), which this Python cannot import: "
+            f"{error}. Install it with `make setup` in a Megatron-BytePS checkout, or "
+            "`pip install <checkout>/build/byteps`; or drop --use-dpu-reduce."
+        ) from error
+    return bps
+
+
+def initialize() -> None:
+    """Start BytePS on this rank, once; later calls do nothing. Blocks until every rank is there.
+
+    torch.distributed must be initialised: its ranks are the BytePS workers.
+
+    Raises:
+        RuntimeError: BytePS is missing, or counts its workers differently from torch.distributed.
+        byteps.torch.BytePSError: the scheduler or a server cannot be reached.
+    """
+    bps = _byteps()
+    if not torch.distributed.is_initialized():
+        raise RuntimeError("--use-dpu-reduce: initialise torch.distributed before BytePS")
+    if not bps.is_initialized():
+        bps.init()
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if (bps.rank(), bps.size()) != (rank, size):
+        raise RuntimeError(
+            f"BytePS is worker {bps.rank()} of {bps.size()}, torch.distributed is rank {rank} of "
+            f"{size}: check RANK and WORLD_SIZE against DMLC_WORKER_ID and DMLC_NUM_WORKER"
+        )
+
+
+def shutdown() -> None:
+    """Leave the BytePS job, if this process is in it. The other ranks may train on until they
+    leave too. Safe to call more than once, and where BytePS was never started."""
+    _registry.models.clear()
+    _registry.partitions = 0
+    bps = sys.modules.get("byteps.torch")
+    if bps is not None and bps.is_initialized():
+        bps.shutdown()
+
+
+# --------------------------------------------------------------------------- names of buckets
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketOp:
+    """What identifies the push-pull of one bucket; fixed when DDP is built.
+
+    It holds no data pointer: gradient buffers may be freed and allocated again between steps.
+    """
+
+    name: str
+    """Key of the operation: the same on every rank of the group, unique in the job."""
+    group: tuple[int, ...]
+    """Global ranks that sum, in the order of the process group."""
+    priority: int
+    """Higher goes first. 0 for what the next forward pass needs first, negative after that."""
+    placement: int
+    """Index of the bucket's first partition in the round robin over the servers."""
+
+
+def bucket_name(
+    *,
+    kind: str,
+    lowest_rank: int,
+    model: int,
+    chunk: int,
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    bucket_id: int,
+) -> str:
+    """The key of a bucket: a pure function of what identifies it.
+
+    Every rank of a data-parallel group computes the same name and no two groups of a job share
+    one, whatever the order in which ranks build or sum their buckets: two groups of a kind are
+    disjoint, so that their lowest global ranks differ.
+
+    Args:
+        kind: ``dense`` or ``expert``, the kind of the data-parallel group.
+        lowest_rank: the lowest global rank in the group.
+        model: how many models with this group and chunk the process wrapped before this one.
+        chunk: index of the model chunk (virtual pipeline stage) on this rank.
+        param_dtype: dtype of the buffer's parameters.
+        grad_dtype: dtype in which the buffer's gradients are summed.
+        bucket_id: index of the bucket in its buffer.
+    """
+    dtypes = f"{_dtype_name(param_dtype)}-{_dtype_name(grad_dtype)}"
+    return (
+        f"dpu_reduce/{kind}/dp{lowest_rank}/model{model}/chunk{chunk}/{dtypes}/bucket{bucket_id}"
+    )
+
+
+def bucket_priority(*, chunk: int, bucket_id: int, num_buckets: int) -> int:
+    """Priority of a bucket: 0 is the highest.
+
+    Buckets are filled in the order of the backward pass, so that the last one of a buffer holds
+    the parameters that the next forward pass uses first, and chunk 0 runs before chunk 1.
+    """
+    return -(num_buckets - 1 - bucket_id) - chunk * _CHUNK_PRIORITY_STRIDE
+
+
+def partition_count(nbytes: int, partition_bytes: int) -> int:
+    """Number of partitions into which BytePS cuts a tensor of ``nbytes`` bytes."""
+    return -(-nbytes // partition_bytes)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _partition_bytes() -> int:
+    text = os.environ.get("BYTEPS_PARTITION_BYTES", "")
+    try:
+        value = int(text) if text else _DEFAULT_PARTITION_BYTES
+    except ValueError:
+        value = 0
+    if value <= 0:
+        raise ValueError(f"BYTEPS_PARTITION_BYTES={text!r} is not a positive number of bytes")
+    return value
+
+
+@dataclass(kw_only=True)
+class _Registry:
+    """What this process has named so far. Every rank of a group builds the same models in the
+    same order, so that the members agree on both numbers."""
+
+    models: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    """Models by kind of group, lowest rank of the group, and chunk."""
+    partitions: int = 0
+    """Partitions of all buckets: the next place in the round robin over the servers."""
+
+
+_registry = _Registry()
+
+
+def register(ddp: DistributedDataParallel) -> None:
+    """Give each bucket of a newly built DDP its :class:`BucketOp`.
+
+    Starts BytePS too where ``megatron.training`` did not.
+
+    Raises:
+        ValueError: the config, or a data-parallel group that does not hold every rank, is not
+            supported; the text says why.
+    """
+    validate_ddp_config(ddp.ddp_config)
+    chunk = _chunk_index(ddp.module)
+    plan = [("dense", buffer) for buffer in ddp.buffers]
+    plan += [("expert", buffer) for buffer in ddp.expert_parallel_buffers]
+    for kind, buffer in plan:
+        _check_group(kind, buffer.data_parallel_group)
+    initialize()
+
+    models: dict[str, int] = {}
+    for kind, buffer in plan:
+        group = tuple(torch.distributed.get_process_group_ranks(buffer.data_parallel_group))
+        if kind not in models:
+            models[kind] = _registry.models[(kind, min(group), chunk)]
+            _registry.models[(kind, min(group), chunk)] += 1
+        _register_buffer(buffer, kind=kind, group=group, model=models[kind], chunk=chunk)
+
+    names = [bucket.dpu_reduce_op.name for _, buffer in plan for bucket in buffer.buckets]
+    if len(set(names)) != len(names):
+        raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
+    logger.info("gradient sums go through BytePS: %d buckets, chunk %d", len(names), chunk)
+
+
+def _register_buffer(
+    buffer: _ParamAndGradBuffer, *, kind: str, group: tuple[int, ...], model: int, chunk: int
+) -> None:
+    partition_bytes = _partition_bytes()
+    for bucket in buffer.buckets:
+        bucket.dpu_reduce_op = BucketOp(
+            name=bucket_name(
+                kind=kind,
+                lowest_rank=min(group),
+                model=model,
+                chunk=chunk,
+                param_dtype=buffer.param_dtype,
+                grad_dtype=buffer.grad_dtype,
+                bucket_id=bucket.bucket_id,
+            ),
+            group=group,
+            priority=bucket_priority(
+                chunk=chunk, bucket_id=bucket.bucket_id, num_buckets=len(buffer.buckets)
+            ),
+            placement=_registry.partitions,
+        )
+        nbytes = bucket.grad_data.numel() * bucket.grad_data.element_size()
+        _registry.partitions += partition_count(nbytes, partition_bytes)
+
+
+def _chunk_index(module: torch.nn.Module) -> int:
+    """Virtual pipeline stage of a model chunk, which mixed-precision wrappers may hide."""
+    while True:
+        stage = getattr(module, "vp_stage", None)
+        if stage is not None:
+            return int(stage)
+        if not hasattr(module, "module"):
+            return 0
+        module = module.module
+
+
+def _check_group(kind: str, group: torch.distributed.ProcessGroup) -> None:
+    ranks = torch.distributed.get_process_group_ranks(group)
+    world = torch.distributed.get_world_size()
+    if len(ranks) != world:
+        raise ValueError(
+            f"--use-dpu-reduce does not work with a {kind} data-parallel group of {len(ranks)} of "
+            f"the job's {world} ranks: BytePS sums over one group that holds every rank so far. "
+            "Use no tensor, pipeline, context or expert parallelism, or drop --use-dpu-reduce."
+        )
+
+
+# --------------------------------------------------------------------------- the gradient sums
+
+
+class GradSyncHandle:
+    """The push-pulls of a bucket group that are under way; stands in for torch's Work."""
+
+    def __init__(self, pending: Sequence[tuple[Any, torch.Tensor]]) -> None:
+        # The tensors are kept alive as long as BytePS writes to them.
+        self._pending = list(pending)
+
+    def wait(self) -> None:
+        """Block until the sums are in the buckets. A second call does nothing.
+
+        Raises:
+            byteps.torch.BytePSError: a push-pull failed; the text names the peer.
+        """
+        pending, self._pending = self._pending, []
+        for handle, _ in pending:
+            _byteps().synchronize(handle)
+
+
+def start_grad_sync(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | None:
+    """Sum the buckets of a group over its data-parallel ranks, in place.
+
+    Called where Megatron would issue its all-reduce: local gradients are accumulated and scaled.
+    Buckets are pushed whole, in the dtype in which they are summed. ``average_in_collective``
+    asks BytePS for the average over the data-parallel group instead of the sum.
+
+    Returns:
+        with ``overlap_grad_reduce`` a handle to wait for, as all-reduce does; otherwise ``None``,
+        the sums being in the buckets.
+
+    Raises:
+        byteps.torch.BytePSError: a push-pull failed; the text names the peer.
+    """
+    bps = _byteps()
+    pending = []
+    for bucket in bucket_group.buckets:
+        op: BucketOp = bucket.dpu_reduce_op
+        if len(op.group) == 1 or bucket.grad_data.numel() == 0:
+            continue
+        handle = bps.push_pull_async_inplace(
+            bucket.grad_data,
+            average=bucket_group.ddp_config.average_in_collective,
+            name=op.name,
+            priority=op.priority,
+            placement=op.placement,
+            group=op.group,
+        )
+        pending.append((handle, bucket.grad_data))
+    handle = GradSyncHandle(pending)
+    if bucket_group.ddp_config.overlap_grad_reduce:
+        return handle
+    handle.wait()
+    return None

@@ -1,0 +1,326 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Run the training loop on a machine without a GPU.
+
+Megatron's training loop is written for CUDA: it asks ``torch.cuda`` for the current device,
+streams, memory statistics and the random number generator, and makes small tensors with
+``device="cuda"``. Where no GPU is present this module stands in for those parts with their
+nearest meaning on the CPU, and gives the arguments that choose CUDA-only code defaults that work
+there. What is trained is Megatron's own model, data, optimizer and loop, over gloo.
+
+It is on where PyTorch sees no GPU, off where it sees one. ``MEGATRON_CPU`` decides otherwise:
+``1`` runs on the CPU of a machine with GPUs, ``0`` never stands in for anything (Megatron then
+stops with its own message about CUDA).
+
+Called at two places, both in ``megatron.training.arguments.parse_args``: :func:`set_defaults`
+before the command line is parsed, :func:`start` after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+__all__ = ["VARIABLE", "is_active", "is_wanted", "set_defaults", "start", "stop"]
+
+VARIABLE = "MEGATRON_CPU"
+
+_CPU = torch.device("cpu")
+
+
+# --------------------------------------------------------------------------- on or off
+
+
+def is_wanted() -> bool:
+    """Whether training is to run on the CPU: no GPU is present, or the variable asks for it.
+
+    Raises:
+        ValueError: the variable holds something else than 0 or 1.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(
+            f"{VARIABLE}={text!r}: use 1 (train on the CPU), 0 (never), or leave it unset "
+            "(on the CPU where there is no GPU)"
+        )
+    return text == "1" or (text == "" and not torch.cuda.is_available())
+
+
+def is_active() -> bool:
+    """Whether the stand-ins are in place."""
+    return bool(_replaced)
+
+
+# --------------------------------------------------------------------------- arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Default:
+    """An argument whose usual default needs a GPU or a library for one."""
+
+    attribute: str
+    value: Any
+    flag: str
+    """What a user would have to write to contradict it, for the error."""
+
+
+def _required_defaults() -> tuple[_Default, ...]:
+    from megatron.core.transformer.enums import AttnBackend
+
+    return (
+        _Default(attribute="distributed_backend", value="gloo", flag="--distributed-backend"),
+        _Default(attribute="transformer_impl", value="local", flag="--transformer-impl"),
+        _Default(
+            attribute="attention_backend", value=AttnBackend.unfused, flag="--attention-backend"
+        ),
+        _Default(attribute="use_cpu_initialization", value=True, flag="--use-cpu-initialization"),
+        _Default(attribute="no_persist_layer_norm", value=True, flag="--no-persist-layer-norm"),
+        _Default(
+            attribute="gradient_accumulation_fusion",
+            value=False,
+            flag="--no-gradient-accumulation-fusion",
+        ),
+        _Default(
+            attribute="masked_softmax_fusion", value=False, flag="--no-masked-softmax-fusion"
+        ),
+        _Default(attribute="bias_gelu_fusion", value=False, flag="--no-bias-gelu-fusion"),
+        _Default(attribute="bias_swiglu_fusion", value=False, flag="--no-bias-swiglu-fusion"),
+        _Default(attribute="bias_dropout_fusion", value=False, flag="--no-bias-dropout-fusion"),
+        _Default(attribute="apply_rope_fusion", value=False, flag="--no-rope-fusion"),
+        _Default(attribute="disable_jit_fuser", value=True, flag="--disable-jit-fuser"),
+        _Default(attribute="cuda_graph_impl", value="none", flag="--cuda-graph-impl"),
+    )
+
+
+def set_defaults(parser: ArgumentParser) -> None:
+    """Give the arguments that need a GPU defaults for the CPU, where training runs there."""
+    if is_wanted():
+        parser.set_defaults(**{d.attribute: d.value for d in _required_defaults()})
+
+
+def start(args: Namespace) -> None:
+    """Check the parsed arguments and put the stand-ins in place, where training runs on the CPU.
+
+    Raises:
+        ValueError: an argument that was given explicitly needs a GPU.
+    """
+    if not is_wanted():
+        return
+    for default in _required_defaults():
+        value = getattr(args, default.attribute, default.value)
+        if value != default.value:
+            shown = getattr(value, "name", value)
+            raise ValueError(
+                f"{default.flag} {shown} needs a GPU, and training runs on the CPU "
+                f"({_why()}): leave it out"
+            )
+    if not is_active():
+        _install()
+        if args.rank == 0:
+            chosen = " ".join(
+                f"{d.attribute}={getattr(d.value, 'name', d.value)}" for d in _required_defaults()
+            )
+            print(f"> training on the CPU ({_why()}), with {chosen}", flush=True)
+
+
+def _why() -> str:
+    return f"{VARIABLE}=1" if os.environ.get(VARIABLE) == "1" else "PyTorch sees no GPU"
+
+
+# --------------------------------------------------------------------------- stand-ins
+
+
+class _Stream:
+    """Work on the CPU is done in order when it is called: a stream has nothing to order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = _CPU
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class _Event:
+    """An event on the CPU has happened when it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+_STREAM = _Stream()
+
+
+@contextlib.contextmanager
+def _stream_context(stream: object) -> Iterator[None]:
+    yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _get_rng_state(device: object = None, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, device: object = None, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _manual_seed(seed: int) -> None:
+    # Not torch.manual_seed, which itself seeds the GPUs through the functions replaced here.
+    torch.default_generator.manual_seed(seed)
+
+
+def _iterate_data(self: DataLoader) -> Any:
+    # Starting to iterate draws a seed from the CPU's generator. It must not move the one that
+    # dropout uses, or a resumed run, which iterates anew, would not continue as the first would.
+    state = torch.get_rng_state()
+    try:
+        return _dataloader_iter(self)
+    finally:
+        torch.set_rng_state(state)
+
+
+_dataloader_iter = DataLoader.__iter__
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.split(":")[0] == "cuda"
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with every CUDA device among its arguments turned into the CPU."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return function(*(_CPU if _is_cuda(arg) else arg for arg in args), **kwargs)
+
+    return wrapper
+
+
+_FACTORIES = (
+    "arange as_tensor empty empty_like full full_like linspace ones ones_like rand rand_like "
+    "randint randn randn_like randperm tensor zeros zeros_like"
+).split()
+
+
+def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """What is replaced: the owner, the attribute and what takes its place."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    cuda = torch.cuda
+    # The device. is_available() stays false, so that PyTorch's own code takes its CPU paths.
+    yield cuda, "is_available", lambda: False
+    yield cuda, "device_count", _zero
+    yield cuda, "current_device", lambda: _CPU
+    yield cuda, "set_device", _nothing
+    # Streams and events: the CPU works in order.
+    yield cuda, "Stream", _Stream
+    yield cuda, "Event", _Event
+    yield cuda, "current_stream", lambda device=None: _STREAM
+    yield cuda, "default_stream", lambda device=None: _STREAM
+    yield cuda, "stream", _stream_context
+    yield cuda, "set_stream", _nothing
+    yield cuda, "synchronize", _nothing
+    # The caching allocator: there is none.
+    yield cuda, "empty_cache", _nothing
+    yield cuda, "memory_stats", lambda device=None: {}
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "device_memory_used",
+    ):
+        yield cuda, name, _zero
+    yield cuda, "reset_peak_memory_stats", _nothing
+    # Random numbers: the CPU's generator plays the GPU's.
+    for owner in (cuda, cuda.random):
+        yield owner, "get_rng_state", _get_rng_state
+        yield owner, "set_rng_state", _set_rng_state
+        yield owner, "manual_seed", _manual_seed
+        yield owner, "manual_seed_all", _manual_seed
+    yield megatron_random, "_get_cuda_rng_state", _get_rng_state
+    yield megatron_random, "_set_cuda_rng_state", _set_rng_state
+    yield DataLoader, "__iter__", _iterate_data
+    # Tensors and modules that are sent to, or made on, the GPU.
+    yield torch.Tensor, "cuda", _itself
+    yield torch.nn.Module, "cuda", _itself
+    yield torch.Tensor, "to", _on_cpu(torch.Tensor.to)
+    yield torch.nn.Module, "to", _on_cpu(torch.nn.Module.to)
+    for name in _FACTORIES:
+        yield torch, name, _on_cpu(getattr(torch, name))
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    # Megatron warns where code under the GPU's generator uses the CPU's. Here they are one.
+    return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
+
+
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def _install() -> None:
+    for owner, name, replacement in list(_stand_ins()):
+        _replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, replacement)
+    # Megatron's small fused functions are torch.compile'd where they are defined. On the CPU that
+    # costs seconds of a C++ compiler at the first step, on every rank, and gains nothing.
+    torch.compiler.set_stance("force_eager")
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_worth_logging)
+
+
+def stop() -> None:
+    """Take the stand-ins away again; for tests that run in one process."""
+    torch.compiler.set_stance("default")
+    logging.getLogger("megatron.core.tensor_parallel.random").removeFilter(_is_worth_logging)
+    while _replaced:
+        owner, name, original = _replaced.pop()
+        setattr(owner, name, original)

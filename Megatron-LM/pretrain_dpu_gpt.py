@@ -1,0 +1,246 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Pretrain a GPT with Megatron-LM, on GPUs or on a CPU.
+
+Takes every argument of Megatron-LM, for example::
+
+    torchrun --nproc-per-node 2 pretrain_dpu_gpt.py --use-dpu-reduce \\
+        --num-layers 2 --hidden-size 128 --num-attention-heads 4 \\
+        --seq-length 128 --max-position-embeddings 128 \\
+        --micro-batch-size 4 --train-iters 100 --lr 1e-3 \\
+        --data-path data/python --split 98,2,0 --eval-iters 1
+
+Without other word about the tokenizer the data are bytes: tokens 0 to 255, and 256 between
+documents, as ``scripts/prepare_data.py`` of Megatron-BytePS writes them. ``--record-steps FILE``
+writes the loss of every step, not rounded, and a checksum of the final parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers, pretrain, print_rank_0, training
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+BYTE_VOCABULARY = 257
+"""Vocabulary of byte-level data: 256 byte values and the end-of-document token."""
+
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+# --------------------------------------------------------------------------- data
+
+
+def get_batch(
+    data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None
+) -> list[torch.Tensor | None]:
+    """The next micro-batch on this rank's device, in the order of ``_BATCH_KEYS``.
+
+    Pipeline stages between the first and the last need none of it and get ``None``.
+    """
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return [None] * len(_BATCH_KEYS)
+    batch = next(data_iterator)
+    return [
+        batch[key].cuda(non_blocking=True) if batch.get(key) is not None else None
+        for key in _BATCH_KEYS
+    ]
+
+
+def datasets_provider(
+    num_samples: list[int], vp_stage: int | None = None
+) -> tuple[Any, Any, Any]:
+    """Build the training, validation and test datasets; called on every rank."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(
+        dataset, num_samples, partial(is_first_or_last_pipeline_stage, vp_stage), config
+    ).build()
+
+
+# Each rank builds its own datasets, instead of rank 0 of a tensor-parallel group for all of it.
+datasets_provider.is_distributed = True
+
+
+# --------------------------------------------------------------------------- one step
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the losses of the micro-batch's tokens, their number, and both for the log."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]], model: GPTModel
+) -> tuple[torch.Tensor, partial]:
+    """Forward pass of one micro-batch."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
+    timers("batch-generator").stop()
+    output = model(tokens, position_ids, attention_mask, labels=labels)
+    return output, partial(loss_func, loss_mask)
+
+
+# --------------------------------------------------------------------------- the record
+
+
+class StepRecorder:
+    """Writes one JSON object a line: each step's loss, then a checksum of the parameters.
+
+    Losses are averages over all tokens of the step on all ranks, written so that reading them
+    back gives the same float. Only the rank that holds a loss and is first among its equals
+    writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._models: list[torch.nn.Module] = []
+        self._start = time.monotonic()
+
+    def watch_models(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        self._models = models
+        return models
+
+    def watch_steps(self) -> None:
+        """Have Megatron's log of a step call this recorder too."""
+        training_log = training.training_log
+
+        def log_and_record(loss_dict: dict, total: dict, lr: float, iteration: int, *rest, **kw):
+            self._record_step(loss_dict, iteration, grad_norm=rest[3])
+            return training_log(loss_dict, total, lr, iteration, *rest, **kw)
+
+        training.training_log = log_and_record
+
+    def finish(self) -> None:
+        """Write the checksum over the bytes of all parameters of this rank, by name."""
+        if not self._writes():
+            return
+        digest = hashlib.sha256()
+        for model in self._models:
+            for name, parameter in sorted(model.named_parameters()):
+                digest.update(name.encode())
+                data = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                digest.update(data.numpy().tobytes())
+        self._write({"parameters_sha256": digest.hexdigest()})
+        assert self._file is not None
+        self._file.close()
+
+    def _record_step(self, loss_dict: dict, iteration: int, grad_norm: float | None) -> None:
+        if not self._writes() or "lm loss" not in loss_dict:
+            return
+        args = get_args()
+        step = {
+            "iteration": iteration,
+            "loss": float(loss_dict["lm loss"].item()),
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "tokens": args.global_batch_size * args.seq_length,
+            "seconds": time.monotonic() - self._start,
+        }
+        if args.use_dpu_reduce:
+            import byteps.torch as bps
+
+            step["push_pull_mb_per_s"] = float(bps.get_pushpull_speed()[1])
+        self._write(step)
+
+    def _writes(self) -> bool:
+        return (
+            mpu.is_pipeline_last_stage(ignore_virtual=True)
+            and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+            and mpu.get_tensor_model_parallel_rank() == 0
+        )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w", encoding="utf-8")
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+# --------------------------------------------------------------------------- main
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    group = parser.add_argument_group("pretrain_dpu_gpt")
+    group.add_argument(
+        "--record-steps",
+        type=Path,
+        metavar="FILE",
+        help="write each step's loss, not rounded, to FILE as a line of JSON",
+    )
+    if not any(argument.split("=")[0] == "--tokenizer-type" for argument in sys.argv[1:]):
+        # The vocabulary is not padded: an untrained model starts at a loss of ln(257) = 5.55.
+        parser.set_defaults(
+            tokenizer_type="NullTokenizer",
+            vocab_size=BYTE_VOCABULARY,
+            make_vocab_size_divisible_by=1,
+        )
+    return parser
+
+
+def main() -> None:
+    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    model_config = gpt_config_from_args(args)
+    recorder = None
+    if args.record_steps is not None:
+        recorder = StepRecorder(args.record_steps)
+        recorder.watch_steps()
+        model_config.post_wrap_hooks.append(recorder.watch_models)
+    pretrain(
+        pretrain_cfg_container_from_args(args, model_config),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
+    if recorder is not None:
+        recorder.finish()
+    print_rank_0("done")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
