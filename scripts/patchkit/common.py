@@ -80,7 +80,8 @@ def git(cwd: Path, *args: str, env: dict[str, str] | None = None) -> str:
 def reason_of(result: subprocess.CompletedProcess[bytes]) -> str:
     """The lines in which git says what is wrong, without its advice on what to type next."""
     lines = (result.stderr + b"\n" + result.stdout).decode(errors="replace").splitlines()
-    errors = [line.strip() for line in lines if line.startswith(("error:", "fatal:"))]
+    marks = ("error: ", "fatal: ")
+    errors = [line.strip().partition(": ")[2] for line in lines if line.startswith(marks)]
     return "; ".join(errors) or " ".join(line.strip() for line in lines if line.strip())
 
 

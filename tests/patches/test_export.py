@@ -1,0 +1,164 @@
+"""Commits to patches and back: exact, deterministic, and refused where they would not be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from patch_project import Project, git, make_sdist, run_script, snapshot
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_real_series_survive_the_round_trip() -> None:
+    result = run_script("apply", "--check")
+    assert result.status == 0, result.output
+    for name in ("byteps", "megatron-core"):
+        assert f"{name}: " in result.output
+    assert result.output.count("apply exactly and export unchanged") == 2
+
+
+def test_exported_files(patched: Project) -> None:
+    exported = files(patched.patch_folder())
+    assert set(exported) == {
+        "series",
+        "0001-queue-spell-seven.patch",
+        "0002-queue-spell-nine.patch",
+    }
+    assert exported["series"] == b"0001-queue-spell-seven.patch\n0002-queue-spell-nine.patch\n"
+    text = exported["0002-queue-spell-nine.patch"].decode()
+    assert text.startswith(f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: Tester")
+    assert "\nSubject: [PATCH] queue: spell nine\n\nBecause.\n---\n" in text
+    assert "-line 9\n+line nine\n" in text
+    patched.ok("apply", "--check")
+
+
+def test_exporting_again_changes_nothing(patched: Project) -> None:
+    before = snapshot(patched.patch_folder())
+    assert "engine: patches unchanged" in patched.ok("export")
+    assert snapshot(patched.patch_folder()) == before
+
+
+def test_dropped_and_reordered_commits(patched: Project) -> None:
+    patched.git("reset", "-q", "--hard", "overlay")
+    patched.commit("src/queue.txt", "line 9\n", "line nine\n", "queue: spell nine")
+    patched.ok("export")
+    assert set(files(patched.patch_folder())) == {"series", "0001-queue-spell-nine.patch"}
+    patched.ok("apply", "--check")
+
+
+def test_carriage_returns_and_binary_files_survive(patched: Project) -> None:
+    patched.commit("src/crlf.txt", "two\r\n", "zwei\r\n", "crlf: in German")
+    (patched.tree() / "src/data.bin").write_bytes(bytes(range(256)))
+    patched.git("add", "src/data.bin")
+    patched.git("commit", "-q", "-m", "data: add bytes")
+    patched.ok("export")
+    patched.ok("apply", "--check")
+    patched.write_overlay("src/added.txt", "rebuild\n")
+    patched.ok("apply")
+    assert (patched.tree() / "src/crlf.txt").read_bytes() == b"one\r\nzwei\r\nthree\r\n"
+    assert (patched.tree() / "src/data.bin").read_bytes() == bytes(range(256))
+
+
+def test_result_does_not_depend_on_the_users_git_settings(
+    patched: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(patched.patch_folder())
+    settings = tmp_path / "gitconfig"
+    settings.write_text(
+        "[diff]\nnoprefix = true\nrenames = copies\ncontext = 9\nalgorithm = patience\n"
+        "[format]\nsignature = me\nnumbered = true\n[core]\nautocrlf = true\nabbrev = 5\n"
+    )
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings))
+    patched.ok("export")
+    assert files(patched.patch_folder()) == before
+    patched.ok("apply", "--check")
+
+
+def test_commit_to_an_overlay_file_is_refused(patched: Project) -> None:
+    before = files(patched.patch_folder())
+    patched.commit("src/added.txt", "added", "edited", "added: edit")
+    output = patched.fails("export")
+    assert "(added: edit) touches src/added.txt, an overlay file" in output
+    assert "engine/src/added.txt" in output
+    assert files(patched.patch_folder()) == before
+
+
+@pytest.mark.parametrize("subject", ["Spell ten", "queue:spell ten", "Queue: spell ten"])
+def test_subject_without_an_area_is_refused(patched: Project, subject: str) -> None:
+    patched.commit("src/queue.txt", "line 10\n", "line ten\n", subject)
+    assert f"({subject}): the subject must read" in patched.fails("export")
+
+
+def test_merge_is_refused(patched: Project) -> None:
+    patched.git("checkout", "-q", "-b", "side", "HEAD~1")
+    patched.commit("src/other.txt", "untouched", "side", "other: side")
+    patched.git("checkout", "-q", "main")
+    patched.git("merge", "-q", "--no-ff", "-m", "other: merge", "side")
+    assert "is a merge" in patched.fails("export")
+
+
+def test_export_warns_of_what_is_not_committed(patched: Project) -> None:
+    (patched.tree() / "src/other.txt").write_text("work\n")
+    output = patched.ok("export")
+    assert "warning: build/engine: not exported, because not committed: src/other.txt" in output
+
+
+def edit(folder: Path, name: str, old: str, new: str) -> None:
+    file = folder / name
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def test_check_finds_an_offset(patched: Project) -> None:
+    # git applies this three lines away from where it says, which a reader would not expect.
+    edit(
+        patched.patch_folder(), "0001-queue-spell-seven.patch", "@@ -4,7 +4,7 @@", "@@ -7,7 +7,7 @@"
+    )
+    output = patched.fails("apply", "--check")
+    assert "patches/engine/0001-queue-spell-seven.patch is not what export writes" in output
+
+
+def test_check_finds_an_edited_header(patched: Project) -> None:
+    edit(patched.patch_folder(), "0002-queue-spell-nine.patch", "Because.", "Because. ")
+    output = patched.fails("apply", "--check")
+    assert "patches/engine/0002-queue-spell-nine.patch is not what export writes (line" in output
+
+
+def test_check_finds_a_wrong_name(patched: Project) -> None:
+    folder = patched.patch_folder()
+    (folder / "0001-queue-spell-seven.patch").rename(folder / "0001-queue-seven.patch")
+    edit(folder, "series", "0001-queue-spell-seven.patch", "0001-queue-seven.patch")
+    output = patched.fails("apply", "--check")
+    assert "0001-queue-seven.patch would be exported as 0001-queue-spell-seven.patch" in output
+
+
+def test_check_finds_a_patch_that_series_lacks(patched: Project) -> None:
+    edit(patched.patch_folder(), "series", "0002-queue-spell-nine.patch\n", "")
+    output = patched.fails("apply", "--check")
+    assert "0002-queue-spell-nine.patch is not named in patches/engine/series" in output
+
+
+def test_check_finds_a_patch_that_the_folder_lacks(patched: Project) -> None:
+    (patched.patch_folder() / "0001-queue-spell-seven.patch").unlink()
+    output = patched.fails("apply", "--check")
+    assert "series names 0001-queue-spell-seven.patch, which is not in the folder" in output
+
+
+def test_check_leaves_the_tree_alone(patched: Project) -> None:
+    patched.commit("src/other.txt", "untouched", "work", "other: work")
+    before, head = snapshot(patched.tree()), patched.git("rev-parse", "HEAD")
+    patched.ok("apply", "--check")
+    assert snapshot(patched.tree()) == before
+    assert patched.git("rev-parse", "HEAD") == head
+
+
+def test_sdist_of_the_tests_is_reproducible(tmp_path: Path) -> None:
+    first = make_sdist(tmp_path, "engine").read_bytes()
+    assert make_sdist(tmp_path, "engine").read_bytes() == first
+    assert git(tmp_path, "--version")
+    assert os.listdir(tmp_path) == ["engine-1.0.tar.gz"]

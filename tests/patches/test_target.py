@@ -1,0 +1,160 @@
+"""The series on a user's own checkout: all or nothing, and undone to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from patch_project import REPOSITORY, UPSTREAM_FILES, Project, contents, git, run_script
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A user's own trainer: newer layout around the same files, with a file more."""
+    folder = tmp_path / "mine"
+    for path, text in (UPSTREAM_FILES["trainer"] | {"pretrain.py": "main()\n"}).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_megatron_forward_and_back(tmp_path: Path) -> None:
+    """The real series on the real upstream gives what the assembled tree holds, and goes away."""
+    # A tree of its own: build/ may be in the middle of somebody's work.
+    root = tmp_path / "project"
+    root.mkdir()
+    for name in ("upstream.lock", "patches", "Megatron-LM"):
+        (root / name).symlink_to(REPOSITORY / name)
+    result = run_script("--root", str(root), "apply", "--only", "megatron-core")
+    assert result.status == 0, result.output
+    tree = root / "build/Megatron-LM"
+    patched_files = contents(tree)
+    git(tree, "checkout", "-q", "upstream")
+    before = contents(tree)
+    assert before != patched_files
+
+    result = run_script("--root", str(root), "apply", "--target", str(tree))
+    assert result.status == 0, result.output
+    after = contents(tree)
+    assert {name for name in after if not name.startswith(".megatron-byteps")} == set(patched_files)
+    for name, content in patched_files.items():
+        assert after[name] == content, name
+
+    result = run_script("--root", str(root), "apply", "--target", str(tree), "--reverse")
+    assert result.status == 0, result.output
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize("as_git", [False, True], ids=["plain", "git"])
+def test_forward_and_back(patched: Project, checkout: Path, as_git: bool) -> None:
+    if as_git:
+        git(checkout, "init", "-q")
+        git(checkout, "add", ".")
+        git(checkout, "commit", "-q", "-m", "mine")
+    before = contents(checkout)
+    output = patched.ok("apply", "--target", str(checkout))
+    assert "added 1 files, patched 1 (1 patches)" in output
+    assert (checkout / "trainer/extra/hook.py").read_text() == "HOOK = 1\n"
+    assert "    hook()\n" in (checkout / "trainer/loop.py").read_text()
+    if as_git:
+        status = git(checkout, "status", "--porcelain", "--untracked-files=all")
+        assert status.split("\n") == [" M trainer/loop.py", "?? trainer/extra/hook.py", ""]
+    # What an interpreter leaves beside our files goes with them.
+    (checkout / "trainer/extra/__pycache__").mkdir()
+    (checkout / "trainer/extra/__pycache__/hook.pyc").write_bytes(b"x")
+    assert "undone" in patched.ok("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == before
+    if as_git:
+        assert git(checkout, "status", "--porcelain", "--ignored") == ""
+
+
+def test_inside_another_repository(patched: Project, checkout: Path) -> None:
+    git(checkout.parent, "init", "-q")
+    patched.ok("apply", "--target", str(checkout))
+    assert "    hook()\n" in (checkout / "trainer/loop.py").read_text()
+
+
+def test_second_apply_and_second_reverse_say_so(patched: Project, checkout: Path) -> None:
+    patched.ok("apply", "--target", str(checkout))
+    after = contents(checkout)
+    assert "applied already" in patched.ok("apply", "--target", str(checkout))
+    assert contents(checkout) == after
+    patched.ok("apply", "--target", str(checkout), "--reverse")
+    assert "nothing to undo" in patched.ok("apply", "--target", str(checkout), "--reverse")
+
+
+@pytest.mark.parametrize("path", ["trainer/loop.py", "trainer/extra/hook.py"])
+def test_reverse_refuses_after_a_change(patched: Project, checkout: Path, path: str) -> None:
+    patched.ok("apply", "--target", str(checkout))
+    (checkout / path).write_text("edited\n")
+    after = contents(checkout)
+    assert path in patched.fails("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == after
+
+
+def test_other_state_of_the_series_must_be_undone_first(patched: Project, checkout: Path) -> None:
+    before = contents(checkout)
+    patched.ok("apply", "--target", str(checkout))
+    patched.write_overlay("trainer/extra/hook.py", "HOOK = 2\n", "trainer")
+    assert "undo it first" in patched.fails("apply", "--target", str(checkout))
+    # Undoing needs only what was recorded, not the series as it was.
+    patched.ok("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == before
+
+
+def test_users_own_changes_elsewhere_stay(patched: Project, checkout: Path) -> None:
+    loop = checkout / "trainer/loop.py"
+    loop.write_text(loop.read_text() + "\n\n\n\n# mine\n")
+    before = contents(checkout)
+    patched.ok("apply", "--target", str(checkout))
+    assert loop.read_text().endswith("# mine\n")
+    patched.ok("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == before
+
+
+def test_patch_that_does_not_apply_changes_nothing(patched: Project, checkout: Path) -> None:
+    loop = checkout / "trainer/loop.py"
+    loop.write_text(loop.read_text().replace("update()", "optimizer.update()"))
+    before = contents(checkout)
+    output = patched.fails("apply", "--target", str(checkout))
+    assert "patches/trainer/0001-loop-hook.patch does not apply" in output
+    assert "trainer/loop.py" in output
+    assert contents(checkout) == before
+
+
+def test_patch_to_a_missing_file_changes_nothing(patched: Project, checkout: Path) -> None:
+    (checkout / "trainer/loop.py").unlink()
+    before = contents(checkout)
+    output = patched.fails("apply", "--target", str(checkout))
+    assert "trainer/loop.py: No such file" in output
+    assert contents(checkout) == before
+
+
+def test_file_in_an_overlay_files_place_is_refused(patched: Project, checkout: Path) -> None:
+    (checkout / "trainer/extra").mkdir()
+    (checkout / "trainer/extra/hook.py").write_text("mine\n")
+    output = patched.fails("apply", "--target", str(checkout))
+    assert "overlay file trainer/trainer/extra/hook.py would overwrite" in output
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("PATCH = 5", "3.1.5"),
+        ("PATCH = 4\nPRE_RELEASE = 'rc1'", "3.1.4rc1"),
+        ("PATCH = 40", "3.1.40"),
+    ],
+)
+def test_other_versions_are_refused(
+    patched: Project, checkout: Path, line: str, version: str
+) -> None:
+    (checkout / "trainer/info.py").write_text(f"MAJOR = 3\nMINOR = 1\n{line}\n")
+    output = patched.fails("apply", "--target", str(checkout))
+    assert f"is Megatron-LM {version}; the patches are for 3.1.3, 3.1.4" in output
+
+
+def test_folder_that_is_no_checkout_is_refused(patched: Project, tmp_path: Path) -> None:
+    assert "no Megatron-LM checkout" in patched.fails("apply", "--target", str(tmp_path / "none"))
+    assert "no Megatron-LM checkout" in patched.fails(
+        "apply", "--target", str(tmp_path), "--reverse"
+    )
