@@ -63,7 +63,7 @@ if [[ -n ${DMLC_PS_ROOT_URI:-} ]]; then
   need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "$DMLC_NUM_SERVER" 1 65535
   export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_SERVER
 elif [[ -n $servers ]]; then
-  need_integer "the number of servers (--servers)" "$servers" 1 64
+  need_integer "the number of servers (--servers)" "$servers" 1 256
   export BYTEPS_EMBEDDED_SERVERS=$servers
 fi
 export DMLC_ROLE=worker

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cluster import Cluster, Nursery  # noqa: E402  (the path above)
+from cluster import Cluster, Nursery
 
 
 @pytest.fixture(scope="session")

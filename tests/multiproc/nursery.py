@@ -1,4 +1,4 @@
-"""Starts worker processes quickly: imports torch and the engine once, then forks one child a request.
+"""Starts worker processes quickly: imports torch and the engine once, then forks for each request.
 
 Importing torch takes seconds a process, which would be most of the suite's time. A child gets its
 whole environment from the request and ends as any Python program does (atexit handlers included).

@@ -41,9 +41,7 @@ def demand_failed(node: Spawned, *patterns: str) -> None:
         assert re.search(pattern, node.text), f"{node.title}: {pattern!r} is not in {node.text!r}"
 
 
-def start_looping(
-    make_cluster: Callable[..., Cluster], workers: int, servers: int
-) -> Cluster:
+def start_looping(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> Cluster:
     cluster = make_cluster(workers=workers, servers=servers, env=SHORT)
     cluster.start("failures:loop")
     cluster.wait_mark("looping", range(workers))
@@ -238,9 +236,7 @@ class TestWrongCluster:
         """Two workers say that they are rank 0: the second is refused and told why."""
         cluster = make_cluster(workers=2, servers=1, env=SHORT)
         cluster.start_nodes()
-        twins = [
-            cluster.start_worker(0, "failures:init_only", title=f"twin {i}") for i in range(2)
-        ]
+        twins = [cluster.start_worker(0, "failures:init_only", title=f"twin {i}") for i in range(2)]
         wait_all(cluster.everyone(), END_S)
         told = [error_of(twin) for twin in twins]
         assert any(re.search(r"(?i)(worker|rank)\W*0\b", text) for text in told), told

@@ -47,9 +47,7 @@ def test_large_tensors(make_cluster: Callable[..., Cluster], env: dict[str, str]
     ],
     ids=lambda env: ",".join(f"{name[7:]}={value}" for name, value in env.items()),
 )
-def test_settings_change_no_sum(
-    make_cluster: Callable[..., Cluster], env: dict[str, str]
-) -> None:
+def test_settings_change_no_sum(make_cluster: Callable[..., Cluster], env: dict[str, str]) -> None:
     full = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE, **env}
     cluster = make_cluster(workers=3, servers=2, env=full)
     cluster.run("sums:every_dtype", partition_bytes=SMALL, dtypes=["float32", "float16"])

@@ -1,12 +1,13 @@
 """Embedded mode: a scheduler and servers beside the ranks, for a job that names no scheduler.
 
-``bps.init()`` calls :func:`start_if_needed` first. With ``DMLC_PS_ROOT_URI`` set the job joins that
-cluster and nothing happens here. Without it, global rank 0 starts the scheduler on a port that the
-kernel chooses, local rank 0 of every host starts ``BYTEPS_EMBEDDED_SERVERS`` servers, and the address
-travels to every rank through torch.distributed's default store. ``bps.shutdown()`` calls :func:`stop`
-last.
+``bps.init()`` calls :func:`start_if_needed` first. With ``DMLC_PS_ROOT_URI`` set the job joins
+that cluster and nothing happens here. Without it, global rank 0 starts the scheduler on a port that
+the kernel chooses, local rank 0 of every host starts ``BYTEPS_EMBEDDED_SERVERS`` servers, and the
+address travels to every rank through torch.distributed's default store. ``bps.shutdown()`` calls
+:func:`stop` last.
 
-No child outlives its rank: ``--die-with-parent`` makes the kernel end it, also when the rank is killed.
+No child outlives its rank: ``--die-with-parent`` makes the kernel end it, also when the rank is
+killed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LOOPBACK = "127.0.0.1"
 LOG_LINES_SHOWN = 20
 TERMINATE_GRACE_S = 5.0
 DEFAULT_SERVERS = 1
-MAX_SERVERS = 64
+MAX_SERVERS = 256
 DEFAULT_START_TIMEOUT_S = 30.0
 DEFAULT_LEAVE_TIMEOUT_S = 600.0
 
@@ -114,8 +115,8 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 def read_ranks(env: Mapping[str, str]) -> Ranks:
     """Rank and size from RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
 
-    DMLC_WORKER_ID and DMLC_NUM_WORKER stand in for the first two. A process with none of them is the
-    only one of its job. Raises BytePSError for a value that cannot be, or a partial set.
+    DMLC_WORKER_ID and DMLC_NUM_WORKER stand in for the first two. A process with none of them is
+    the only one of its job. Raises BytePSError for a value that cannot be, or a partial set.
     """
     big = 1 << 20
     world = _integer(env, "WORLD_SIZE", 1, big)
@@ -182,9 +183,9 @@ def scheduler_host(env: Mapping[str, str], ranks: Ranks) -> str:
     """The address of this host at which every rank of the job reaches it.
 
     Loopback for a job on one host. Otherwise DMLC_NODE_HOST, the address of DMLC_INTERFACE, or the
-    address of the interface that MASTER_ADDR is reached by. Raises BytePSError when that is loopback
-    though MASTER_ADDR was not given as such: a hosts file that maps the host's own name to 127.0.1.1
-    would hand the other hosts an address that is their own.
+    address of the interface that MASTER_ADDR is reached by. Raises BytePSError when that is
+    loopback though MASTER_ADDR was not given as such: a hosts file that maps the host's own name to
+    127.0.1.1 would hand the other hosts an address that is their own.
     """
     if ranks.single_host:
         return LOOPBACK
@@ -328,9 +329,9 @@ def start_if_needed() -> bool:
     """Start this job's scheduler and servers, unless the environment names a scheduler.
 
     Blocks until the address is known; collective over all ranks. Afterwards DMLC_PS_ROOT_URI,
-    DMLC_PS_ROOT_PORT, DMLC_NUM_SERVER and DMLC_NUM_WORKER are set in os.environ. Returns whether the
-    embedded mode is on. Raises BytePSError within BYTEPS_START_TIMEOUT_S with the reason, on every
-    rank that takes part; what this rank had started is ended then.
+    DMLC_PS_ROOT_PORT, DMLC_NUM_SERVER and DMLC_NUM_WORKER are set in os.environ. Returns whether
+    the embedded mode is on. Raises BytePSError within BYTEPS_START_TIMEOUT_S with the reason, on
+    every rank that takes part; what this rank had started is ended then.
     """
     global _current, _generation
     if _current is not None:
@@ -496,8 +497,9 @@ class _Board:
         if not self._wait(keys, deadline):
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             raise _error(
-                f"embedded mode: ranks {missing} of {self.ranks.world_size} did not call bps.init() "
-                f"within {self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S), or have DMLC_PS_ROOT_URI set"
+                f"embedded mode: ranks {missing} of {self.ranks.world_size} did not call "
+                f"bps.init() within {self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S), or have "
+                "DMLC_PS_ROOT_URI set"
             )
         entries = [json.loads(self.store.get(key)) for key in keys]
         for rank, entry in enumerate(entries):
@@ -532,8 +534,8 @@ class _Board:
 def stop(graceful: bool = True, timeout_s: float | None = None) -> None:
     """End what start_if_needed() started here and put the environment back; without it, do nothing.
 
-    Call it after this rank left the cluster. Scheduler and servers end by themselves, with status 0,
-    once every worker left; `graceful` waits for that, up to `timeout_s` (default
+    Call it after this rank left the cluster. Scheduler and servers end by themselves, with status
+    0, once every worker left; `graceful` waits for that, up to `timeout_s` (default
     BYTEPS_OP_TIMEOUT_S: a rank that is still at work keeps them, and a rank that was lost ends them
     long before). Then, or at once when not `graceful`, they are terminated and, 5 s later, killed.
     The logs stay only when a child failed.

@@ -74,9 +74,7 @@ def exact(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
 
 def random(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
     for round_ in range(2):
-        inputs = [
-            values.random_input(count, rank, name, round_, dtype) for rank in range(job.size)
-        ]
+        inputs = [values.random_input(count, rank, name, round_, dtype) for rank in range(job.size)]
         result = bps.push_pull(inputs[job.rank].clone(), average=average, name=name)
         values.demand_rounded_sum(result, inputs, dtype, average)
 

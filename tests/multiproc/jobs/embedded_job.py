@@ -1,0 +1,50 @@
+"""A training script as a user would start it with torchrun; MODE says what it shall show."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import byteps.torch as bps
+import torch
+import torch.distributed as dist
+
+
+def demand_sum(rank: int, size: int, salt: int) -> None:
+    for round_ in range(3):
+        given = torch.full((5000,), float(rank + salt + round_))
+        total = bps.push_pull(given, average=False, name="weight")
+        want = float(sum(r + salt + round_ for r in range(size)))
+        if not (total == want).all():
+            raise SystemExit(f"rank {rank}: {total[0]}, want {want}")
+
+
+def main() -> None:
+    mode, salt = sys.argv[1], int(os.environ.get("SALT", "0"))
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    folder = Path(os.environ["JOB_FOLDER"])
+    if size > 1:
+        dist.init_process_group("gloo")
+    bps.init()
+    demand_sum(rank, size, salt)
+    servers = os.environ["DMLC_NUM_SERVER"]
+    print(f"rank {bps.rank()} of {bps.size()}, {servers} servers, sums are right", flush=True)
+    if mode == "forever":
+        (folder / f"pid.{rank}").write_text(str(os.getpid()))
+        while True:
+            bps.push_pull(torch.ones(1000), average=False, name="loop")
+    if mode == "again":
+        bps.shutdown()
+        if "DMLC_PS_ROOT_URI" in os.environ:
+            raise SystemExit("the scheduler's address outlives the embedded cluster")
+        bps.init()
+        demand_sum(rank, size, salt + 1)
+    if mode != "no-shutdown":
+        bps.shutdown()
+    if size > 1 and mode != "no-shutdown":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

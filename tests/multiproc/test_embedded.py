@@ -1,0 +1,211 @@
+"""Embedded mode: a job that names no scheduler brings its own, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from cluster import (
+    END_S,
+    HERE,
+    RUN_S,
+    Cluster,
+    Late,
+    Spawned,
+    clean_environment,
+    processes_with,
+    wait_for_file,
+)
+
+MARK = "EMBEDDED_TEST_MARK"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+class Started:
+    """A job started with torchrun, whose processes all carry a mark in their environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        self._launchers: list[Spawned] = []
+
+    def start(self, mode: str, *launcher: str, env: Mapping[str, str] | None = None) -> Spawned:
+        full = {
+            **clean_environment(self.temporary),
+            MARK: self.mark,
+            "JOB_FOLDER": str(self.folder),
+            **(env or {}),
+        }
+        command = [sys.executable, *launcher, str(HERE / "jobs" / "embedded_job.py"), mode]
+        title = f"job {len(self._launchers)}"
+        self._launchers.append(Spawned(title, command, full, self.folder))
+        return self._launchers[-1]
+
+    def processes(self) -> dict[int, str]:
+        return processes_with(MARK, self.mark)
+
+    def nodes(self, role: str) -> list[int]:
+        found = self.processes().items()
+        return [pid for pid, command in found if f"--role {role}" in command]
+
+    def demand_no_process(self, timeout_s: float = END_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while left := self.processes():
+            if time.monotonic() > deadline:
+                raise Late(f"still there after {timeout_s:g} s: {left}")
+            time.sleep(0.05)
+
+    def demand_nothing_left(self) -> None:
+        self.demand_no_process(timeout_s=5)
+        # torchrun and torch keep files of their own there.
+        left = [path.name for path in self.temporary.iterdir() if "byteps" in path.name.lower()]
+        assert not left
+
+    def close(self) -> None:
+        for launcher in self._launchers:
+            if launcher.running:
+                launcher.send(signal.SIGKILL)
+                launcher.wait(END_S)
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def job(run_dir: Path) -> Iterator[Started]:
+    started = Started(run_dir / "job")
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def other_job(run_dir: Path) -> Iterator[Started]:
+    started = Started(run_dir / "other")
+    yield started
+    started.close()
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_torchrun_with_no_scheduler(job: Started) -> None:
+    """Works, works again after shutdown, and leaves no process and no file behind."""
+    before = shared_memory()
+    env = {"BYTEPS_EMBEDDED_SERVERS": "2"}
+    launcher = job.start("again", *TORCHRUN, "--nproc-per-node", "2", env=env)
+    assert launcher.wait(RUN_S) == 0, launcher.text
+    for rank in range(2):
+        assert f"rank {rank} of 2, 2 servers, sums are right" in launcher.text
+    job.demand_nothing_left()
+    assert not {name for name in shared_memory() - before if "byteps" in name.lower()}
+
+
+def test_without_shutdown(job: Started) -> None:
+    """A script that simply ends."""
+    launcher = job.start("no-shutdown", *TORCHRUN, "--nproc-per-node", "2")
+    assert launcher.wait(RUN_S) == 0, launcher.text
+    job.demand_nothing_left()
+
+
+def test_single_process(job: Started) -> None:
+    """No launcher, no torch.distributed."""
+    launcher = job.start("again")
+    assert launcher.wait(RUN_S) == 0, launcher.text
+    assert "rank 0 of 1, 1 servers, sums are right" in launcher.text
+    job.demand_nothing_left()
+
+
+def test_two_jobs_at_once(job: Started, other_job: Started) -> None:
+    both = [
+        started.start("once", *TORCHRUN, "--nproc-per-node", "2", env={"SALT": str(salt)})
+        for salt, started in enumerate((job, other_job))
+    ]
+    for launcher in both:
+        assert launcher.wait(RUN_S) == 0, launcher.text
+    for started in (job, other_job):
+        started.demand_nothing_left()
+
+
+def test_several_hosts(job: Started) -> None:
+    """Two torchruns, as on two hosts: each starts its own server, one starts the scheduler."""
+    port_holder = job.folder / "port"
+    common = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+    # c10d with port 0 is for one host alone; let torch choose a port and tell us.
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port_holder.write_text(str(store.port))
+    # The rendezvous finds this store at the address and uses it instead of its own.
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}")
+    conf = ("--rdzv-conf", "is_host=0", "--rdzv-id", job.mark, "--local-addr", "127.0.0.1")
+    hosts = [job.start("once", *common, *rendezvous, *conf) for _ in range(2)]
+    for launcher in hosts:
+        assert launcher.wait(RUN_S) == 0, launcher.text
+    text = "".join(launcher.text for launcher in hosts)
+    for rank in range(2):
+        assert f"rank {rank} of 2, 2 servers, sums are right" in text
+    job.demand_nothing_left()
+
+
+def test_killed_ranks_leave_no_server(job: Started) -> None:
+    launcher = job.start("forever", *TORCHRUN, "--nproc-per-node", "2")
+    pids = [int(wait_for_file(job.folder / f"pid.{rank}", RUN_S, [launcher])) for rank in range(2)]
+    assert len(job.nodes("scheduler")) == 1
+    assert len(job.nodes("server")) == 1
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert launcher.wait(RUN_S) != 0
+    job.demand_no_process()
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_lost_node_ends_the_job(job: Started, role: str) -> None:
+    """Every rank ends with an error that names it; the rank that started it says how it ended."""
+    launcher = job.start("forever", *TORCHRUN, "--nproc-per-node", "2")
+    for rank in range(2):
+        wait_for_file(job.folder / f"pid.{rank}", RUN_S, [launcher])
+    [pid] = job.nodes(role)
+    os.kill(pid, signal.SIGKILL)
+    assert launcher.wait(RUN_S) != 0
+    job.demand_no_process()
+    assert re.search(rf"BytePSError: .*{role}\b.*lost", launcher.text)
+    assert re.search(rf"embedded {role}.* ended with signal 9", launcher.text)
+
+
+def test_interrupt_ends_everything(job: Started) -> None:
+    """Ctrl-C at torchrun."""
+    launcher = job.start("forever", *TORCHRUN, "--nproc-per-node", "2")
+    for rank in range(2):
+        wait_for_file(job.folder / f"pid.{rank}", RUN_S, [launcher])
+    launcher.send(signal.SIGINT)
+    assert launcher.wait(END_S * 2) != 0
+    job.demand_no_process()
+
+
+def test_needs_torch_distributed(make_cluster: Callable[..., Cluster]) -> None:
+    """With several ranks and no process group, the error says what to do."""
+    cluster = make_cluster(workers=2)
+    unset = dict.fromkeys(("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"))
+    worker = cluster.start_worker(0, "failures:init_only", env=unset)
+    assert worker.wait(END_S) == 1
+    assert re.search("BytePSError: .*init_process_group.*DMLC_PS_ROOT_URI", worker.text)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "2x", "1.5", "", "100000"])
+def test_bad_number_of_servers(make_cluster: Callable[..., Cluster], value: str) -> None:
+    cluster = make_cluster(workers=1)
+    unset = dict.fromkeys(("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"))
+    env = {**unset, "BYTEPS_EMBEDDED_SERVERS": value}
+    worker = cluster.start_worker(0, "failures:init_only", env=env)
+    assert worker.wait(END_S) == 1
+    assert re.search(rf"BytePSError: .*BYTEPS_EMBEDDED_SERVERS=.?{re.escape(value)}", worker.text)
+    assert not list(cluster.folder.glob("byteps-embedded-*"))

@@ -1,0 +1,276 @@
+"""scheduler.sh, server.sh and worker.sh: their settings, and a cluster made of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from cluster import (
+    END_S,
+    HERE,
+    LOOPBACK,
+    REPOSITORY,
+    RUN_S,
+    START_S,
+    Late,
+    Spawned,
+    clean_environment,
+    processes_with,
+    server_executable,
+    wait_all,
+    wait_for_file,
+)
+
+SCRIPTS = REPOSITORY / "scripts"
+MARK = "SCRIPTS_TEST_MARK"
+GOOD = {
+    "scheduler": ["--host", LOOPBACK, "--port", "9", "--workers", "1", "--servers", "1"],
+    "server": ["--scheduler", f"{LOOPBACK}:9", "--workers", "1", "--servers", "1"],
+    "worker": ["--scheduler", f"{LOOPBACK}:9", "--servers", "1", "--", "script.py"],
+}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """PATH starts with this Python's folder: the scripts find what is tested there."""
+    env = clean_environment(folder)
+    beside = f"{Path(sys.executable).parent}:{Path(server_executable()).parent}"
+    return {**env, "PATH": f"{beside}:{env['PATH']}"}
+
+
+def ask(run_dir: Path, role: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPTS / f"{role}.sh"), *arguments]
+    return subprocess.run(
+        command, env=environment(run_dir), capture_output=True, text=True, timeout=START_S
+    )
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("role", list(GOOD))
+def test_help_names_every_setting(run_dir: Path, role: str, flag: str) -> None:
+    said = ask(run_dir, role, flag)
+    assert said.returncode == 0
+    assert said.stdout.startswith("Usage:")
+    source = (SCRIPTS / f"{role}.sh").read_text()
+    options = set(re.findall(r"^ *(--[a-z-]+)\)", source, re.MULTILINE)) - {"--"}
+    assert options >= {"--servers", "--node-host", "--interface"}
+    variables = set(re.findall(r"\b((?:DMLC|BYTEPS|SERVER)_[A-Z_]+)\b", source)) - {"DMLC_ROLE"}
+    for setting in options | variables:
+        assert setting in said.stdout, f"{setting} is not in the help"
+
+
+def without(arguments: list[str], flag: str) -> list[str]:
+    at = arguments.index(flag)
+    return arguments[:at] + arguments[at + 2 :]
+
+
+@pytest.mark.parametrize(
+    ("role", "flag"),
+    [
+        *(("scheduler", flag) for flag in ("--host", "--port", "--workers", "--servers")),
+        *(("server", flag) for flag in ("--scheduler", "--workers", "--servers")),
+        ("worker", "--servers"),
+        ("worker", "--"),
+    ],
+)
+def test_missing_setting(run_dir: Path, role: str, flag: str) -> None:
+    said = ask(run_dir, role, *without(GOOD[role], flag))
+    assert said.returncode == 2
+    assert "missing" in said.stderr
+    assert flag in said.stderr
+
+
+@pytest.mark.parametrize("value", ["", "x", "1x", "0", "-1", "1.5", "99999999999", "0x10", "1 2"])
+@pytest.mark.parametrize(
+    ("role", "flag"),
+    [
+        ("scheduler", "--workers"),
+        ("scheduler", "--servers"),
+        ("server", "--workers"),
+        ("server", "--servers"),
+        ("server", "--instances"),
+        ("worker", "--servers"),
+    ],
+)
+def test_bad_number(run_dir: Path, role: str, flag: str, value: str) -> None:
+    good = without(GOOD[role], flag) if flag in GOOD[role] else GOOD[role]
+    said = ask(run_dir, role, flag, value, *good)
+    assert said.returncode == 2
+    assert flag in said.stderr
+    assert value in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("role", "arguments", "pattern"),
+    [
+        ("scheduler", ["--port", "65536"], "65535"),
+        ("scheduler", ["--port", "0"], "--port-file"),
+        ("scheduler", ["--host", "a b"], "'a b'"),
+        ("scheduler", ["--interface", "no-such-nic"], "no-such-nic"),
+        ("scheduler", ["--nonsense"], "--nonsense"),
+        ("scheduler", ["--workers"], "--workers needs a value"),
+        ("server", ["--scheduler", "host"], "HOST:PORT"),
+        ("server", ["--scheduler", "host:0"], "65535"),
+        ("server", ["--scheduler", ":9000"], "HOST:PORT"),
+        ("server", ["--instances", "2"], "more than"),
+        ("server", ["--numa-nodes", "a"], "'a'"),
+        ("server", ["stray"], "stray"),
+        ("worker", ["--scheduler", "host:99999"], "65535"),
+        ("worker", ["train.py"], "after --"),
+    ],
+)
+def test_bad_setting(run_dir: Path, role: str, arguments: list[str], pattern: str) -> None:
+    good = GOOD[role]
+    at = good.index("--") if "--" in good else len(good)
+    said = ask(run_dir, role, *good[:at], *arguments, *good[at:])
+    assert said.returncode == 2
+    assert pattern in said.stderr
+
+
+def test_numa_nodes_without_numactl(run_dir: Path) -> None:
+    env = {**environment(run_dir), "PATH": str(run_dir / "bin")}
+    (run_dir / "bin").mkdir()
+    for tool in ("bash", "dirname"):
+        (run_dir / "bin" / tool).symlink_to(f"/usr/bin/{tool}")
+    command = ["/bin/bash", str(SCRIPTS / "server.sh"), *GOOD["server"], "--numa-nodes", "0"]
+    said = subprocess.run(command, env=env, capture_output=True, text=True, timeout=START_S)
+    assert said.returncode == 2
+    assert "numactl" in said.stderr
+
+
+class Scripted:
+    """A cluster started by the three scripts; all its processes carry a mark."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.port = 0
+        self.started: list[Spawned] = []
+
+    def start(self, role: str, *arguments: str, env: Mapping[str, str] | None = None) -> Spawned:
+        full = {**environment(self.folder), MARK: self.mark, **(env or {})}
+        command = ["bash", str(SCRIPTS / f"{role}.sh"), *arguments]
+        title = f"{role} script {len(self.started)}"
+        self.started.append(Spawned(title, command, full, self.folder))
+        return self.started[-1]
+
+    def start_nodes(self, workers: int, servers: int) -> tuple[Spawned, Spawned]:
+        port_file = self.folder / "port"
+        sizes = ["--workers", str(workers), "--servers", str(servers)]
+        where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
+        scheduler = self.start("scheduler", *where, *sizes)
+        self.port = int(wait_for_file(port_file, START_S, [scheduler]).split()[1])
+        address = ["--scheduler", f"{LOOPBACK}:{self.port}"]
+        server = self.start("server", *address, *sizes, "--instances", str(servers))
+        return scheduler, server
+
+    def start_worker(self, servers: int, ranks: int, mode: str) -> Spawned:
+        return self.start(
+            "worker",
+            *("--scheduler", f"{LOOPBACK}:{self.port}", "--servers", str(servers)),
+            *("--nnodes", "1", "--nproc-per-node", str(ranks)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
+            *("--", str(HERE / "jobs" / "scripts_job.py"), mode, str(self.folder)),
+        )
+
+    def demand_no_process(self) -> None:
+        deadline = time.monotonic() + END_S
+        while left := processes_with(MARK, self.mark):
+            if time.monotonic() > deadline:
+                raise Late(f"still there after {END_S:g} s: {left}")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.running:
+                process.send(signal.SIGKILL)
+                process.wait(END_S)
+        for pid in processes_with(MARK, self.mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def scripted(run_dir: Path) -> Iterator[Scripted]:
+    made = Scripted(run_dir)
+    yield made
+    made.close()
+
+
+def test_cluster_of_scripts(scripted: Scripted) -> None:
+    scheduler, server = scripted.start_nodes(workers=2, servers=2)
+    worker = scripted.start_worker(servers=2, ranks=2, mode="once")
+    wait_all([worker, server, scheduler], RUN_S)
+    for process in (worker, server, scheduler):
+        assert process.wait(0) == 0, process.text
+    for rank in range(2):
+        assert f"rank {rank} of 2: sums are right" in worker.text
+    scripted.demand_no_process()
+
+
+def test_embedded_mode_of_worker_sh(scripted: Scripted) -> None:
+    """Without --scheduler; a single rank needs no torch.distributed."""
+    job = str(HERE / "jobs" / "scripts_job.py")
+    worker = scripted.start(
+        "worker",
+        *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
+        *("--servers", "2", "--", job, "once", str(scripted.folder)),
+    )
+    assert worker.wait(RUN_S) == 0, worker.text
+    assert "rank 0 of 1: sums are right" in worker.text
+    scripted.demand_no_process()
+
+
+def test_interrupt_ends_all_that_a_script_started(scripted: Scripted) -> None:
+    """SIGINT to worker.sh alone ends its ranks; the others then end by themselves, with 1."""
+    scheduler, server = scripted.start_nodes(workers=1, servers=2)
+    worker = scripted.start_worker(servers=2, ranks=1, mode="forever")
+    wait_for_file(scripted.folder / "ready.0", RUN_S, [worker])
+    worker.send(signal.SIGINT)
+    wait_all([worker, server, scheduler], RUN_S)
+    assert worker.wait(0) != 0
+    assert server.wait(0) == 1, server.text
+    assert scheduler.wait(0) == 1, scheduler.text
+    scripted.demand_no_process()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_signal_at_scheduler_and_server(
+    scripted: Scripted, number: signal.Signals, status: int
+) -> None:
+    scheduler, server = scripted.start_nodes(workers=1, servers=2)
+    deadline = time.monotonic() + START_S
+    while len(processes_with(MARK, scripted.mark)) < 4:  # two scripts (one exec'ed), two servers
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    server.send(number)
+    assert server.wait(END_S) == status, server.text
+    scheduler.send(number)
+    assert scheduler.wait(END_S) in (status, -number), scheduler.text
+    scripted.demand_no_process()
+
+
+def test_one_failed_instance_ends_the_others(scripted: Scripted) -> None:
+    _, server = scripted.start_nodes(workers=1, servers=3)
+    deadline = time.monotonic() + START_S
+    while True:
+        instances = [
+            pid
+            for pid, command in processes_with(MARK, scripted.mark).items()
+            if "--role server" in command and "server.sh" not in command
+        ]
+        if len(instances) == 3:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(instances[1], signal.SIGKILL)
+    assert server.wait(END_S) == 128 + signal.SIGKILL
+    assert "ending the others" in server.text

@@ -1,0 +1,47 @@
+"""Fixtures of the tests that need no cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture(scope="session")
+def byteps_server() -> str:
+    """Path of the executable: beside this Python, else on PATH."""
+    beside = Path(sys.executable).parent / "byteps-server"
+    found = str(beside) if beside.exists() else shutil.which("byteps-server")
+    assert found is not None, "byteps-server is neither beside this Python nor on PATH"
+    return found
+
+
+@pytest.fixture
+def ask(byteps_server: str) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs byteps-server with these arguments and, of our variables, only the given ones."""
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("DMLC_", "BYTEPS_", "PS_")) and "RANK" not in name
+        }
+        env.pop("WORLD_SIZE", None)
+        env.pop("LOCAL_WORLD_SIZE", None)
+        return subprocess.run(
+            [byteps_server, *arguments],
+            env={**env, **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
+    return run

@@ -1,0 +1,182 @@
+"""What the embedded mode decides before it starts anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from byteps.launcher import embedded
+from byteps.launcher.embedded import Child, Ranks
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+ONE_HOST = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2)
+TWO_HOSTS = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1)
+
+
+def test_ranks_of_torchrun() -> None:
+    ranks = embedded.read_ranks(TORCHRUN)
+    assert ranks == Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    assert not ranks.single_host
+
+
+@pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"DMLC_NUM_WORKER": "1"}])
+def test_single_process(env: dict[str, str]) -> None:
+    ranks = embedded.read_ranks(env)
+    assert (ranks.rank, ranks.world_size) == (0, 1)
+    assert ranks.single_host
+
+
+def test_own_variables_stand_in_for_the_launcher() -> None:
+    env = {"DMLC_WORKER_ID": "1", "DMLC_NUM_WORKER": "2", "LOCAL_RANK": "1"}
+    ranks = embedded.read_ranks({**env, "LOCAL_WORLD_SIZE": "2"})
+    assert (ranks.rank, ranks.world_size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"RANK": "x"}, "RANK='x'"),
+        ({"RANK": "4"}, "RANK='4'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE='5'"),
+        ({"DMLC_NUM_WORKER": "5"}, "WORLD_SIZE=4 and DMLC_NUM_WORKER=5"),
+        ({"LOCAL_RANK": None}, "torchrun"),
+    ],
+)
+def test_bad_ranks(change: dict[str, str | None], pattern: str) -> None:
+    env = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
+    with pytest.raises(RuntimeError, match=pattern):
+        embedded.read_ranks(env)
+
+
+def test_one_host_uses_loopback() -> None:
+    env = {"MASTER_ADDR": "10.1.2.3", "DMLC_NODE_HOST": "10.1.2.3"}
+    assert embedded.scheduler_host(env, ONE_HOST) == "127.0.0.1"
+
+
+def test_several_hosts_take_what_is_said() -> None:
+    env = {"MASTER_ADDR": "10.1.2.3", "DMLC_NODE_HOST": "host-a"}
+    assert embedded.scheduler_host(env, TWO_HOSTS) == "host-a"
+    assert embedded.scheduler_host({"DMLC_INTERFACE": "lo"}, TWO_HOSTS) == "127.0.0.1"
+
+
+def test_several_hosts_take_the_way_to_the_master() -> None:
+    assert embedded.scheduler_host({"MASTER_ADDR": "127.0.0.1"}, TWO_HOSTS) == "127.0.0.1"
+    assert embedded.scheduler_host({"MASTER_ADDR": "localhost"}, TWO_HOSTS) == "127.0.0.1"
+
+
+def test_own_name_that_means_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "_address_towards", lambda host: "127.0.0.1")
+    with pytest.raises(RuntimeError, match="DMLC_NODE_HOST"):
+        embedded.scheduler_host({"MASTER_ADDR": "node-7"}, TWO_HOSTS)
+
+
+def test_several_hosts_without_an_address() -> None:
+    with pytest.raises(RuntimeError, match="MASTER_ADDR"):
+        embedded.scheduler_host({}, TWO_HOSTS)
+    with pytest.raises(RuntimeError, match="no-such-nic"):
+        embedded.scheduler_host({"DMLC_INTERFACE": "no-such-nic"}, TWO_HOSTS)
+
+
+def test_executable_beside_python_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("beside", "path"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "byteps-server").write_text("#!/bin/sh\n")
+        (tmp_path / folder / "byteps-server").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(embedded.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert embedded.find_executable() == str(tmp_path / "beside" / "byteps-server")
+    (tmp_path / "beside" / "byteps-server").unlink()
+    assert embedded.find_executable() == str(tmp_path / "path" / "byteps-server")
+    (tmp_path / "path" / "byteps-server").unlink()
+    with pytest.raises(RuntimeError, match="install the byteps wheel"):
+        embedded.find_executable()
+
+
+def test_does_nothing_with_a_scheduler_or_without_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMLC_PS_ROOT_URI", "10.0.0.1")
+    assert embedded.start_if_needed() is False
+    assert not embedded.is_running()
+    embedded.stop()
+
+
+class TestChild:
+    """One started process."""
+
+    @staticmethod
+    def start(tmp_path: Path, code: str) -> Child:
+        return Child("helper", [sys.executable, "-c", code], os.environ, tmp_path / "helper.log")
+
+    def test_ends_well(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        child = self.start(tmp_path, "print('hello')")
+        assert child.wait(time.monotonic() + 30)
+        assert (child.status, child.failed) == (0, False)
+        assert child.last_lines() == ["hello"]
+        assert capfd.readouterr().err == ""
+
+    def test_failure_is_shown_with_the_end_of_its_log(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        code = "for i in range(100): print('line', i)\nraise SystemExit(3)"
+        child = self.start(tmp_path, code)
+        assert child.wait(time.monotonic() + 30)
+        assert (child.status, child.failed) == (3, True)
+        said = capfd.readouterr().err
+        assert "helper ended with exit status 3" in said
+        assert "line 99" in said and "line 79" not in said
+
+    def test_signal_that_we_sent_is_no_failure(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        child = self.start(tmp_path, "import time; time.sleep(600)")
+        assert not child.wait(time.monotonic() + 0.1)
+        child.signal(signal.SIGTERM)
+        assert child.wait(time.monotonic() + 30)
+        assert (child.status, child.failed) == (-signal.SIGTERM, False)
+        child.signal(signal.SIGTERM)  # to nobody
+        assert capfd.readouterr().err == ""
+
+    def test_missing_program(self, tmp_path: Path) -> None:
+        with pytest.raises(RuntimeError, match="cannot start helper"):
+            Child("helper", [str(tmp_path / "nothing")], os.environ, tmp_path / "helper.log")
+
+    def test_outlives_the_thread_that_asked_for_it(self, tmp_path: Path) -> None:
+        """The parent-death signal comes when the forking thread ends, which must not be ours."""
+        code = (
+            "import ctypes, time\n"
+            "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL
+            "print('ready', flush=True); time.sleep(600)"
+        )
+        made: list[Child] = []
+        asker = threading.Thread(target=lambda: made.append(self.start(tmp_path, code)))
+        asker.start()
+        asker.join(30)
+        [child] = made
+        deadline = time.monotonic() + 30
+        while child.last_lines() != ["ready"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not child.wait(time.monotonic() + 0.5)
+        child.signal(signal.SIGKILL)
+        assert child.wait(time.monotonic() + 30)
+
+
+def test_import_needs_neither_torch_nor_the_engine() -> None:
+    code = "import sys, byteps.launcher.embedded; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_interface_address_matches_the_kernel() -> None:
+    assert embedded._interface_address("lo") == socket.inet_ntoa(b"\x7f\x00\x00\x01")

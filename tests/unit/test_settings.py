@@ -1,0 +1,197 @@
+"""The table of settings: what byteps-server accepts, refuses, warns about and prints."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Ask = Callable[..., subprocess.CompletedProcess[str]]
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+INTEGERS = {  # name: (least, greatest); None where only the least is of interest
+    "DMLC_PS_ROOT_PORT": (0, 65535),
+    "DMLC_NUM_WORKER": (1, None),
+    "DMLC_NUM_SERVER": (1, None),
+    "DMLC_WORKER_ID": (0, None),
+    "RANK": (0, None),
+    "WORLD_SIZE": (1, None),
+    "LOCAL_RANK": (0, None),
+    "LOCAL_WORLD_SIZE": (1, None),
+    "BYTEPS_LOCAL_RANK": (0, None),
+    "BYTEPS_LOCAL_SIZE": (1, None),
+    "BYTEPS_EMBEDDED_SERVERS": (1, None),
+    "BYTEPS_PARTITION_BYTES": (1, None),
+    "BYTEPS_PUSH_THREAD": (1, 64),
+    "BYTEPS_SERVER_ENGINE_THREAD": (1, 256),
+    "BYTEPS_SCHEDULING_CREDIT": (0, None),
+}
+SECONDS = ("BYTEPS_PEER_TIMEOUT_S", "BYTEPS_START_TIMEOUT_S", "BYTEPS_OP_TIMEOUT_S")
+SWITCHES = ("BYTEPS_DETERMINISTIC",)
+CHOICES = ("DMLC_ROLE", "BYTEPS_KEY_HASH_FN", "BYTEPS_LOG_LEVEL")
+TEXTS = ("DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE")
+
+HUGE = "99999999999999999999999"
+JUNK_NUMBERS = ("junk", "", " ", "7x", "7 ", " 7", "-7", "--7", HUGE, "7,0", "7;", "0x7g")
+
+
+def rows(ask: Ask) -> dict[str, list[str]]:
+    """The generated table: name -> the other columns."""
+    said = ask("--config-markdown")
+    assert said.returncode == 0
+    table = {}
+    for line in said.stdout.splitlines():
+        if match := re.match(r"\| `([A-Z_]+)` \|(.*)\|$", line):
+            table[match[1]] = [cell.strip() for cell in re.split(r"(?<!\\)\|", match[2])]
+    return table
+
+
+def test_table_has_every_known_variable(ask: Ask) -> None:
+    wanted = {*INTEGERS, *SECONDS, *SWITCHES, *CHOICES, *TEXTS}
+    assert wanted <= set(rows(ask))
+
+
+def test_every_row_is_filled_in(ask: Ask) -> None:
+    for name, cells in rows(ask).items():
+        assert len(cells) == 5, f"{name}: {cells}"
+        kind, _, _, allowed, meaning = cells
+        assert kind, name
+        assert len(meaning) > 10, name
+        assert allowed or kind not in ("integer", "number", "choice"), name
+
+
+def bad_values() -> list[tuple[str, str]]:
+    bad = []
+    for name, (least, greatest) in INTEGERS.items():
+        bad += [(name, value) for value in (*JUNK_NUMBERS, "1.5", "1e3", "0x10", "nan")]
+        bad += [(name, str(least - 1))]
+        if greatest is not None:
+            bad += [(name, str(greatest + 1))]
+    for name in SECONDS:
+        bad += [(name, value) for value in (*JUNK_NUMBERS, "0", "-0.5", "nan", "inf", "1e99", "1s")]
+    for name in SWITCHES:
+        bad += [(name, value) for value in ("", "2", "-1", "yes", "on", "1 ", "01", "true")]
+    for name in CHOICES:
+        bad += [(name, value) for value in ("", "junk", "0", " ", "server,worker", "djb2 ")]
+    return sorted(set(bad))
+
+
+@pytest.mark.parametrize(("name", "value"), bad_values())
+def test_bad_value_is_refused(ask: Ask, name: str, value: str) -> None:
+    """With exit status 2 and one line that has the variable, its value and what is allowed."""
+    cluster = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9"}
+    role = [] if name == "DMLC_ROLE" else ["--role", "server"]
+    said = ask(*role, **{**cluster, "BYTEPS_START_TIMEOUT_S": "1", name: value})
+    assert said.returncode == 2, said
+    lines = [line for line in said.stderr.splitlines() if name in line]
+    assert len(lines) == 1, said.stderr
+    assert f"'{value}'" in lines[0]
+    assert re.search(r"must be|allowed|from .* to|one of", lines[0].split(f"'{value}'", 1)[1])
+
+
+def test_all_numbers_of_the_table_have_enforced_bounds(ask: Ask) -> None:
+    """Also those of no list above: the bounds that the document states are those that hold."""
+    for name, (kind, _, _, allowed, _) in rows(ask).items():
+        if kind not in ("integer", "number"):
+            continue
+        least, greatest = allowed.split(" to ")
+        for bound, beyond in ((least, -1), (greatest, 1)):
+            inside = ask("--print-config", **{name: bound})
+            # Alone in its bounds, a value may still contradict another (a rank and its size).
+            assert f"{name}={bound!r}" not in inside.stderr, (name, bound)
+            value = str(int(bound) + beyond) if kind == "integer" else str(float(bound) + beyond)
+            outside = ask("--print-config", **{name: value})
+            assert outside.returncode == 2, (name, value)
+            assert name in outside.stderr
+
+
+def test_every_choice_is_accepted(ask: Ask) -> None:
+    for name, (kind, _, _, allowed, _) in rows(ask).items():
+        if kind == "choice":
+            for value in re.findall(r"`([^`]+)`", allowed):
+                said = ask("--print-config", **{name: value})
+                assert said.returncode == 0, (name, value, said.stderr)
+
+
+def test_print_config_shows_every_variable(ask: Ask) -> None:
+    said = ask("--print-config", BYTEPS_PARTITION_BYTES="123456")
+    assert said.returncode == 0
+    printed = dict(line.split("=", 1) for line in said.stdout.splitlines() if "=" in line)
+    table = rows(ask)
+    assert set(printed) == set(table)
+    assert printed["BYTEPS_PARTITION_BYTES"] == "123456"
+    for name, (_, _, default, _, _) in table.items():
+        if name != "BYTEPS_PARTITION_BYTES":
+            assert printed[name].split("#")[0].strip() == default.strip("`"), name
+            assert "default" in printed[name], name
+
+
+def test_committed_document_is_the_generated_one(ask: Ask) -> None:
+    assert DOCUMENT.read_text() == ask("--config-markdown").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("BYTEPS_PARTITION_BYTE", "BYTEPS_PARTITION_BYTES"),
+        ("BYTEPS_PUSH_THREADS", "BYTEPS_PUSH_THREAD"),
+        ("BYTEPS_PEER_TIMEOUT", "BYTEPS_PEER_TIMEOUT_S"),
+        ("DMLC_PS_ROOT_URL", "DMLC_PS_ROOT_URI"),
+        ("DMLC_NUM_WORKERS", "DMLC_NUM_WORKER"),
+        ("BYTEPS_FOO", None),
+    ],
+)
+def test_unknown_variable_is_warned_about(ask: Ask, name: str, meant: str | None) -> None:
+    """A warning with the nearest known name, and no error."""
+    said = ask("--print-config", **{name: "1"})
+    assert said.returncode == 0
+    lines = [line for line in said.stderr.splitlines() if re.search(rf"\b{name}\b", line)]
+    assert len(lines) == 1, said.stderr
+    assert re.search(rf"\b{meant}\b" if meant else r"\b(BYTEPS|DMLC)_", lines[0].split(name, 1)[1])
+
+
+def test_no_warning_without_reason(ask: Ask) -> None:
+    said = ask("--print-config", BYTEPS_LOG_LEVEL="INFO", UNRELATED="1", XBYTEPS_FOO="1")
+    assert said.returncode == 0
+    assert not said.stderr
+
+
+def test_help_and_version(ask: Ask) -> None:
+    for flag in ("-h", "--help"):
+        said = ask(flag)
+        assert said.returncode == 0
+        for option in ("--role", "--port-file", "--die-with-parent", "--print-config", "--version"):
+            assert option in said.stdout
+    said = ask("--version")
+    assert said.returncode == 0
+    assert re.search(r"\d+\.\d+\.\d+", said.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["--nonsense"], "--nonsense"),
+        (["stray"], "stray"),
+        (["--role"], "--role"),
+        (["--role", "worker"], "worker"),
+        (["--role", "chef"], "chef"),
+        (["--role", "server", "--port-file"], "--port-file"),
+        (["--role", "server"], "DMLC_PS_ROOT_URI"),
+        (["--role", "scheduler"], "DMLC_PS_ROOT_URI"),
+        ([], "(?i)role"),
+    ],
+)
+def test_bad_use(ask: Ask, arguments: list[str], pattern: str) -> None:
+    said = ask(*arguments)
+    assert said.returncode == 2, said
+    assert re.search(pattern, said.stderr)
+
+
+def test_server_needs_the_port_of_the_scheduler(ask: Ask) -> None:
+    said = ask("--role", "server", DMLC_PS_ROOT_URI="127.0.0.1", BYTEPS_START_TIMEOUT_S="1")
+    assert said.returncode == 2, said
+    assert "DMLC_PS_ROOT_PORT" in said.stderr
