@@ -1,0 +1,152 @@
+// Who is in the job: admission, liveness, departure.
+//
+// The scheduler is the one authority.  It admits a node or refuses it with a
+// reason, tells every node once all have come, watches each of them (its
+// connection, its heartbeats), and tells the others when one is lost or has left.
+// The other nodes watch the scheduler alone.  So one process decides who is lost,
+// and all survivors give the same reason.
+//
+//   node                              scheduler
+//    | -- ADD_NODE (role, rank, counts) --> |  checks, gives an id
+//    | <-- WELCOME (id) or REFUSED (why) -- |
+//    | <-- ADD_NODE (everyone) ------------ |  once all have registered
+//    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives
+//    | <-- JOB_FAILED (why) --------------- |  a peer was lost
+//    | -- LEAVE (finish | suspend) -------> |  a worker has done its work
+//    | <-- NODE_LEFT (who) ---------------- |
+//    | <-- JOB_END (finish | suspend) ----- |  to servers, once no worker is left
+//
+// After a suspended job the scheduler forgets the nodes and admits those of the
+// next one; its worker count is then taken from the first worker that comes.
+#ifndef PS_MEMBERSHIP_H_
+#define PS_MEMBERSHIP_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ps/internal/message.h"
+
+namespace ps {
+
+class Van;
+
+struct MembershipEvent {
+  enum Kind {
+    kFailed,    // the job cannot go on; `reason` says why
+    kNodeLeft,  // the worker of `rank` left and will send nothing more
+    kEnded,     // every worker left; `suspended` tells whether they come back
+  };
+  Kind kind;
+  int rank = -1;
+  bool suspended = false;
+  std::string reason;
+};
+
+class Membership {
+ public:
+  // Called in the receiving thread or the timer thread, with no lock held; must
+  // not block and must not stop the van.
+  using Listener = std::function<void(const MembershipEvent&)>;
+
+  // Takes the listener of the vans started from now on in this process.
+  static void SetListener(Listener listener);
+
+  // `van` outlives this.  Reads BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S,
+  // DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_WORKER_ID and BYTEPS_REJOIN.
+  explicit Membership(Van* van);
+  ~Membership();
+
+  // On the scheduler: begins to admit nodes, and returns.  On another node:
+  // registers and blocks until every node has.  Throws dmlc::Error when the
+  // scheduler does not answer, refuses, or gives up.
+  void Join();
+
+  // On a worker: says goodbye and waits, a few seconds at most, for the answer.
+  void Leave(bool suspend);
+
+  // Ends the timer thread.  Nothing is sent or reported afterwards.
+  void Stop();
+
+  // True if `msg` was one of membership's.  Receiving thread.
+  bool Handle(const Message& msg);
+
+  // The connection to `node_id` closed.  Receiving thread.
+  void OnDisconnect(int node_id);
+
+  // "worker 1 (10.0.0.3:41234)"; without the address while it is not known.
+  std::string NameOf(int node_id);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  enum class State { kJoining, kActive, kFailed, kEnded, kStopped };
+
+  struct Peer {
+    Node node;
+    Clock::time_point heard;
+    bool left = false;
+    bool left_to_suspend = false;
+  };
+
+  // What a node says of the job when it registers.
+  struct Claim {
+    int protocol = 0;
+    int workers = -1;  // -1: whatever the job has
+    int servers = -1;
+  };
+  static std::string PackClaim(const Claim& claim);
+  static bool ParseClaim(const std::string& text, Claim* claim);
+
+  void Send(Control::Command command, int recver, const std::string& body = "",
+            const std::vector<Node>& nodes = {});
+  void Emit(const MembershipEvent& event);
+  void Fail(const std::string& reason);
+  void TimerLoop();
+
+  // Scheduler's part.
+  void Register(const Message& msg);
+  std::string ReasonToRefuse(const Node& node, const Claim& claim);
+  void Refuse(const Node& node, const std::string& reason);
+  void AdmitAll();
+  void OnLeave(int node_id, bool suspend);
+  void FailJob(const std::string& reason);
+  std::string WhoIsMissing();
+  int Count(Node::Role role);
+  int FirstFreeRank();  // for a worker whose launcher gave it none
+  void CheckPeers(Clock::time_point now);
+
+  // The other nodes' part.
+  void OnAdmission(const Message& msg);
+  void CheckScheduler(Clock::time_point now);
+  std::string SchedulerName() const;
+
+  Van* const van_;
+  const bool is_scheduler_;
+  const double peer_timeout_s_;
+  const double start_timeout_s_;
+
+  std::mutex mu_;
+  std::condition_variable cond_;
+  // All below is guarded by mu_.
+  State state_ = State::kJoining;
+  std::string failure_;
+  std::map<int, Peer> peers_;  // by node id; on the scheduler without itself
+  int expected_workers_ = 0;
+  int expected_servers_ = 0;
+  bool welcomed_ = false;
+  bool left_acknowledged_ = false;
+  Clock::time_point scheduler_heard_;
+  Clock::time_point first_worker_;  // scheduler: when the first worker came
+  bool any_worker_ = false;
+  std::vector<Message> parked_;  // scheduler: came while the last job was ending
+  int refused_ = 0;
+  std::thread timer_;
+};
+
+}  // namespace ps
+#endif  // PS_MEMBERSHIP_H_

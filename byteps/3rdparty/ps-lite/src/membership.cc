@@ -1,0 +1,540 @@
+#include "ps/membership.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <sstream>
+#include <utility>
+
+#include "./net_address.h"
+#include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
+#include "ps/internal/van.h"
+
+namespace ps {
+namespace {
+
+constexpr int kProtocol = 1;
+// Ids of nodes that are refused: far from those that are admitted.
+constexpr int kRefusedBase = 1 << 24;
+constexpr double kGoodbyeSeconds = 5.0;
+
+std::mutex listener_mu;
+Membership::Listener listener;  // guarded by listener_mu
+
+double Seconds(const char* name, double fallback) {
+  const char* text = Environment::Get()->find(name);
+  return text == nullptr ? fallback : atof(text);
+}
+
+std::string Limit(double seconds, const char* variable) {
+  char text[128];
+  snprintf(text, sizeof(text), "%.1f s (%s=%g)", seconds, variable, seconds);
+  return text;
+}
+
+std::string Plural(int n, const char* noun) {
+  return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
+}
+
+std::chrono::steady_clock::duration ToDuration(double seconds) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+      std::chrono::duration<double>(seconds));
+}
+
+const char* RoleName(Node::Role role) {
+  if (role == Node::SCHEDULER) return "scheduler";
+  return role == Node::WORKER ? "worker" : "server";
+}
+
+std::string Describe(const Node& node) {
+  std::string name = RoleName(node.role);
+  if (node.role == Node::WORKER && node.aux_id >= 0) name += " " + std::to_string(node.aux_id);
+  if (node.role == Node::SERVER && node.id != Node::kEmpty && node.id < kRefusedBase) {
+    name += " " + std::to_string(Postoffice::IDtoRank(node.id));
+  }
+  return name + " (" + JoinHostPort(node.hostname, node.port) + ")";
+}
+
+}  // namespace
+
+void Membership::SetListener(Listener new_listener) {
+  std::lock_guard<std::mutex> lock(listener_mu);
+  listener = std::move(new_listener);
+}
+
+Membership::Membership(Van* van)
+    : van_(van),
+      is_scheduler_(Postoffice::Get()->is_scheduler()),
+      peer_timeout_s_(Seconds("BYTEPS_PEER_TIMEOUT_S", 30)),
+      start_timeout_s_(Seconds("BYTEPS_START_TIMEOUT_S", 30)) {
+  expected_workers_ = GetEnv("DMLC_NUM_WORKER", -1);
+  expected_servers_ = GetEnv("DMLC_NUM_SERVER", -1);
+}
+
+Membership::~Membership() { Stop(); }
+
+void Membership::Stop() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    state_ = State::kStopped;
+  }
+  cond_.notify_all();
+  if (timer_.joinable()) timer_.join();
+}
+
+std::string Membership::PackClaim(const Claim& claim) {
+  std::ostringstream text;
+  text << "protocol=" << claim.protocol << " workers=" << claim.workers << " servers=" << claim.servers;
+  return text.str();
+}
+
+bool Membership::ParseClaim(const std::string& text, Claim* claim) {
+  return sscanf(text.c_str(), "protocol=%d workers=%d servers=%d", &claim->protocol, &claim->workers,
+                &claim->servers) == 3;
+}
+
+void Membership::Send(Control::Command command, int recver, const std::string& body,
+                      const std::vector<Node>& nodes) {
+  Message msg;
+  msg.meta.recver = recver;
+  msg.meta.control.cmd = command;
+  msg.meta.control.node = nodes;
+  msg.meta.body = body;
+  msg.meta.timestamp = van_->GetTimestamp();
+  van_->Send(msg);
+}
+
+void Membership::Emit(const MembershipEvent& event) {
+  Listener target;
+  {
+    std::lock_guard<std::mutex> lock(listener_mu);
+    target = listener;
+  }
+  if (target) target(event);
+}
+
+void Membership::Fail(const std::string& reason) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ != State::kJoining && state_ != State::kActive) return;
+    state_ = State::kFailed;
+    failure_ = reason;
+  }
+  cond_.notify_all();
+  MembershipEvent event;
+  event.kind = MembershipEvent::kFailed;
+  event.reason = reason;
+  Emit(event);
+}
+
+std::string Membership::SchedulerName() const {
+  return "scheduler (" + JoinHostPort(van_->scheduler().hostname, van_->scheduler().port) + ")";
+}
+
+std::string Membership::NameOf(int node_id) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (node_id == kScheduler) return SchedulerName();
+  auto it = peers_.find(node_id);
+  if (it != peers_.end()) return Describe(it->second.node);
+  return std::string(node_id % 2 ? "worker " : "server ") +
+         std::to_string(Postoffice::IDtoRank(node_id));
+}
+
+void Membership::Join() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    scheduler_heard_ = Clock::now();
+    if (is_scheduler_) state_ = State::kActive;
+  }
+  if (!is_scheduler_) {
+    Node self = van_->node();
+    self.aux_id = self.role == Node::WORKER ? GetEnv("DMLC_WORKER_ID", -1) : -1;
+    Claim claim;
+    claim.protocol = kProtocol;
+    // A server that outlived a suspended job takes what the next one brings.
+    const bool rejoin = GetEnv("BYTEPS_REJOIN", 0) != 0;
+    claim.workers = rejoin ? -1 : expected_workers_;
+    claim.servers = rejoin ? -1 : expected_servers_;
+    Send(Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
+  }
+  timer_ = std::thread(&Membership::TimerLoop, this);
+  if (is_scheduler_) return;
+
+  const auto deadline = Clock::now() + ToDuration(start_timeout_s_);
+  std::unique_lock<std::mutex> lock(mu_);
+  cond_.wait_until(lock, deadline, [this] { return welcomed_ || state_ != State::kJoining; });
+  if (state_ == State::kJoining && !welcomed_) {
+    throw dmlc::Error("the " + SchedulerName() + " did not answer within " +
+                      Limit(start_timeout_s_, "BYTEPS_START_TIMEOUT_S"));
+  }
+  // The scheduler answers; it also gives up when nodes stay away, and says who.
+  // Should it vanish meanwhile, the timer thread notices.
+  cond_.wait(lock, [this] { return state_ != State::kJoining; });
+  if (state_ != State::kActive) throw dmlc::Error(failure_);
+}
+
+void Membership::Leave(bool suspend) {
+  std::unique_lock<std::mutex> lock(mu_);
+  if (state_ != State::kActive) return;
+  lock.unlock();
+  Send(Control::LEAVE, kScheduler, suspend ? "suspend" : "finish");
+  lock.lock();
+  cond_.wait_for(lock, ToDuration(kGoodbyeSeconds),
+                 [this] { return left_acknowledged_ || state_ != State::kActive; });
+  if (state_ == State::kActive) state_ = State::kEnded;
+}
+
+bool Membership::Handle(const Message& msg) {
+  const auto& control = msg.meta.control;
+  if (is_scheduler_ && msg.meta.sender != Node::kEmpty) {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto it = peers_.find(msg.meta.sender);
+    if (it != peers_.end()) it->second.heard = Clock::now();
+  } else if (!is_scheduler_ && msg.meta.sender == kScheduler) {
+    std::lock_guard<std::mutex> lock(mu_);
+    scheduler_heard_ = Clock::now();
+  }
+  switch (control.cmd) {
+    case Control::ADD_NODE:
+      if (is_scheduler_) {
+        Register(msg);
+      } else {
+        OnAdmission(msg);
+      }
+      return true;
+    case Control::WELCOME: {
+      if (control.node.size() == 1) van_->SetNode(control.node[0]);
+      std::lock_guard<std::mutex> lock(mu_);
+      welcomed_ = true;
+      cond_.notify_all();
+      return true;
+    }
+    case Control::REFUSED:
+    case Control::JOB_FAILED:
+      Fail(msg.meta.body);
+      return true;
+    case Control::HEARTBEAT:
+      if (is_scheduler_) Send(Control::HEARTBEAT, msg.meta.sender);
+      return true;
+    case Control::LEAVE:
+      if (is_scheduler_) OnLeave(msg.meta.sender, msg.meta.body == "suspend");
+      return true;
+    case Control::NODE_LEFT: {
+      if (control.node.empty()) return true;
+      if (control.node[0].id == van_->node().id) {
+        std::lock_guard<std::mutex> lock(mu_);
+        left_acknowledged_ = true;
+        cond_.notify_all();
+        return true;
+      }
+      MembershipEvent event;
+      event.kind = MembershipEvent::kNodeLeft;
+      event.rank = Postoffice::IDtoRank(control.node[0].id);
+      event.reason = Describe(control.node[0]) + " left the job";
+      Emit(event);
+      return true;
+    }
+    case Control::JOB_END: {
+      {
+        std::lock_guard<std::mutex> lock(mu_);
+        if (state_ != State::kActive) return true;
+        state_ = State::kEnded;
+        cond_.notify_all();
+      }
+      MembershipEvent event;
+      event.kind = MembershipEvent::kEnded;
+      event.suspended = msg.meta.body == "suspend";
+      Emit(event);
+      return true;
+    }
+    default:
+      return false;
+  }
+}
+
+void Membership::OnDisconnect(int node_id) {
+  std::string lost;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (is_scheduler_) {
+      auto it = peers_.find(node_id);
+      if (state_ == State::kActive && it != peers_.end() && !it->second.left) {
+        lost = Describe(it->second.node);
+      }
+    } else if (node_id == kScheduler && welcomed_ && !left_acknowledged_ &&
+               (state_ == State::kActive || state_ == State::kJoining)) {
+      lost = SchedulerName();
+    }
+  }
+  if (lost.empty()) return;
+  lost += " was lost: its connection closed";
+  if (is_scheduler_) {
+    FailJob(lost);
+  } else {
+    Fail(lost);
+  }
+}
+
+void Membership::TimerLoop() {
+  const double interval = std::min(std::max(peer_timeout_s_ / 6, 0.05), 5.0);
+  std::unique_lock<std::mutex> lock(mu_);
+  while (state_ != State::kStopped) {
+    cond_.wait_for(lock, ToDuration(interval), [this] { return state_ == State::kStopped; });
+    if (state_ == State::kStopped) return;
+    if (state_ != State::kActive && state_ != State::kJoining) continue;
+    lock.unlock();
+    const auto now = Clock::now();
+    if (is_scheduler_) {
+      CheckPeers(now);
+    } else {
+      CheckScheduler(now);
+    }
+    lock.lock();
+  }
+}
+
+// ---------------------------------------------------------------- scheduler
+
+int Membership::Count(Node::Role role) {
+  return static_cast<int>(std::count_if(peers_.begin(), peers_.end(), [role](const auto& entry) {
+    return entry.second.node.role == role;
+  }));
+}
+
+int Membership::FirstFreeRank() {
+  int rank = 0;
+  while (peers_.count(Postoffice::WorkerRankToID(rank))) ++rank;
+  return rank;
+}
+
+std::string Membership::ReasonToRefuse(const Node& node, const Claim& claim) {
+  if (claim.protocol != kProtocol) {
+    return "it speaks membership protocol " + std::to_string(claim.protocol) + ", the scheduler " +
+           std::to_string(kProtocol) + ": install the same byteps on every node";
+  }
+  const bool worker = node.role == Node::WORKER;
+  if (expected_workers_ < 0 && worker) expected_workers_ = claim.workers;
+  if (expected_servers_ < 0 && worker) expected_servers_ = claim.servers;
+  if (claim.workers >= 0 && expected_workers_ >= 0 && claim.workers != expected_workers_) {
+    return "it was started for " + Plural(claim.workers, "worker") + ", the scheduler for " +
+           Plural(expected_workers_, "worker") + " (WORLD_SIZE, DMLC_NUM_WORKER)";
+  }
+  if (claim.servers >= 0 && expected_servers_ >= 0 && claim.servers != expected_servers_) {
+    return "it was started for " + Plural(claim.servers, "server") + ", the scheduler for " +
+           Plural(expected_servers_, "server") + " (DMLC_NUM_SERVER)";
+  }
+  if (!worker) {
+    if (expected_servers_ >= 0 && Count(Node::SERVER) >= expected_servers_) {
+      return "the job has its " + Plural(expected_servers_, "server") + " already";
+    }
+    return "";
+  }
+  if (node.aux_id < 0 || node.aux_id >= expected_workers_) {
+    return "its rank " + std::to_string(node.aux_id) + " is not below the number of workers, " +
+           std::to_string(expected_workers_) + " (RANK, DMLC_WORKER_ID)";
+  }
+  auto it = peers_.find(Postoffice::WorkerRankToID(node.aux_id));
+  if (it != peers_.end()) {
+    return "the job has a " + Describe(it->second.node) +
+           " already; does another job use this scheduler?";
+  }
+  return "";
+}
+
+void Membership::Register(const Message& msg) {
+  if (msg.meta.control.node.size() != 1) return;
+  Node node = msg.meta.control.node[0];
+  Claim claim;
+  if (!ParseClaim(msg.meta.body, &claim)) claim.protocol = -1;
+  std::string refusal;
+  bool complete = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ == State::kFailed) {
+      refusal = "the job has failed: " + failure_;
+    } else if (std::any_of(peers_.begin(), peers_.end(),
+                           [](const auto& entry) { return entry.second.left_to_suspend; })) {
+      // The job before is being suspended and this node is early for the next.
+      parked_.push_back(msg);
+      return;
+    } else {
+      if (node.role == Node::WORKER && node.aux_id < 0) node.aux_id = FirstFreeRank();
+      refusal = ReasonToRefuse(node, claim);
+    }
+    if (refusal.empty()) {
+      node.id = node.role == Node::WORKER ? Postoffice::WorkerRankToID(node.aux_id)
+                                          : Postoffice::ServerRankToID(Count(Node::SERVER));
+      Peer peer;
+      peer.node = node;
+      peer.heard = Clock::now();
+      peers_[node.id] = peer;
+      if (node.role == Node::WORKER && !any_worker_) {
+        any_worker_ = true;
+        first_worker_ = peer.heard;
+      }
+      complete = expected_workers_ >= 0 && expected_servers_ >= 0 &&
+                 Count(Node::WORKER) == expected_workers_ &&
+                 Count(Node::SERVER) == expected_servers_;
+    }
+  }
+  if (!refusal.empty()) {
+    Refuse(node, Describe(node) + " was refused by the " + SchedulerName() + ": " + refusal);
+    return;
+  }
+  van_->Connect(node);
+  Send(Control::WELCOME, node.id, "", {node});
+  PS_VLOG(1) << "admitted " << Describe(node);
+  if (complete) AdmitAll();
+}
+
+void Membership::Refuse(const Node& node, const std::string& reason) {
+  LOG(WARNING) << reason;
+  Node target = node;
+  target.id = kRefusedBase + refused_++;
+  van_->Connect(target);
+  Send(Control::REFUSED, target.id, reason);
+}
+
+void Membership::AdmitAll() {
+  std::vector<Node> everyone;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const auto& entry : peers_) everyone.push_back(entry.second.node);
+  }
+  everyone.push_back(van_->node());
+  for (const Node& node : everyone) {
+    if (node.role != Node::SCHEDULER) Send(Control::ADD_NODE, node.id, "", everyone);
+  }
+}
+
+std::string Membership::WhoIsMissing() {
+  std::string missing;
+  for (int rank = 0; rank < expected_workers_; ++rank) {
+    if (peers_.count(Postoffice::WorkerRankToID(rank))) continue;
+    missing += (missing.empty() ? "worker " : ", worker ") + std::to_string(rank);
+  }
+  const int servers = expected_servers_ - Count(Node::SERVER);
+  if (servers > 0) missing += (missing.empty() ? "" : ", ") + Plural(servers, "server");
+  return missing;
+}
+
+void Membership::CheckPeers(Clock::time_point now) {
+  std::string reason;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const auto& entry : peers_) {
+      if (entry.second.left || now - entry.second.heard < ToDuration(peer_timeout_s_)) continue;
+      reason = Describe(entry.second.node) + " was lost: no heartbeat for " +
+               Limit(peer_timeout_s_, "BYTEPS_PEER_TIMEOUT_S");
+      break;
+    }
+    const std::string missing = any_worker_ ? WhoIsMissing() : "";
+    if (reason.empty() && !missing.empty() && now - first_worker_ > ToDuration(start_timeout_s_)) {
+      reason = "the job did not start: only " + std::to_string(Count(Node::WORKER)) + " of " +
+               Plural(expected_workers_, "worker") + " and " + std::to_string(Count(Node::SERVER)) +
+               " of " + Plural(expected_servers_, "server") + " registered with the " +
+               SchedulerName() + " within " + Limit(start_timeout_s_, "BYTEPS_START_TIMEOUT_S") +
+               "; missing: " + missing;
+    }
+  }
+  if (!reason.empty()) FailJob(reason);
+}
+
+void Membership::FailJob(const std::string& reason) {
+  std::vector<int> receivers;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ != State::kActive) return;
+    for (const auto& entry : peers_) {
+      if (!entry.second.left) receivers.push_back(entry.first);
+    }
+  }
+  for (int id : receivers) Send(Control::JOB_FAILED, id, reason);
+  Fail(reason);
+}
+
+void Membership::OnLeave(int node_id, bool suspend) {
+  std::vector<int> receivers;
+  Node who;
+  bool all_left = true;
+  bool suspended = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto it = peers_.find(node_id);
+    if (it == peers_.end()) return;
+    it->second.left = true;
+    it->second.left_to_suspend = suspend;
+    who = it->second.node;
+    for (const auto& entry : peers_) {
+      const bool worker = entry.second.node.role == Node::WORKER;
+      if (entry.first == node_id || !entry.second.left) receivers.push_back(entry.first);
+      if (worker) {
+        all_left = all_left && entry.second.left;
+        suspended = suspended || entry.second.left_to_suspend;
+      }
+    }
+    all_left = all_left && Count(Node::WORKER) == expected_workers_;
+  }
+  for (int id : receivers) Send(Control::NODE_LEFT, id, "", {who});
+  if (!all_left) return;
+
+  std::vector<Message> waiting;
+  std::vector<int> servers;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const auto& entry : peers_) {
+      if (entry.second.node.role == Node::SERVER) servers.push_back(entry.first);
+    }
+    peers_.clear();
+    any_worker_ = false;
+    if (suspended) {
+      expected_workers_ = expected_servers_ = -1;
+      waiting.swap(parked_);
+    } else {
+      state_ = State::kEnded;
+    }
+  }
+  for (int id : servers) Send(Control::JOB_END, id, suspended ? "suspend" : "finish");
+  for (const auto& msg : waiting) Register(msg);
+  MembershipEvent event;
+  event.kind = MembershipEvent::kEnded;
+  event.suspended = suspended;
+  Emit(event);
+}
+
+// ------------------------------------------------------------- other nodes
+
+void Membership::OnAdmission(const Message& msg) {
+  for (const auto& node : msg.meta.control.node) {
+    if (node.role == Node::SCHEDULER) continue;
+    van_->Connect(node);
+    std::lock_guard<std::mutex> lock(mu_);
+    peers_[node.id].node = node;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ != State::kJoining) return;
+    state_ = State::kActive;
+  }
+  cond_.notify_all();
+}
+
+void Membership::CheckScheduler(Clock::time_point now) {
+  bool welcomed = false;
+  bool silent = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    welcomed = welcomed_;
+    silent = now - scheduler_heard_ > ToDuration(peer_timeout_s_);
+  }
+  if (!welcomed) return;  // Join has its own deadline
+  if (silent) {
+    Fail(SchedulerName() + " was lost: no heartbeat for " +
+         Limit(peer_timeout_s_, "BYTEPS_PEER_TIMEOUT_S"));
+    return;
+  }
+  Send(Control::HEARTBEAT, kScheduler);
+}
+
+}  // namespace ps

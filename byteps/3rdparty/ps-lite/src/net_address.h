@@ -1,0 +1,28 @@
+// Choosing and printing network addresses.
+#ifndef PS_NET_ADDRESS_H_
+#define PS_NET_ADDRESS_H_
+
+#include <string>
+
+namespace ps {
+
+// The numeric local address that the kernel would use to reach `host`:`port`,
+// found by connecting a UDP socket, which sends nothing.  A node that several
+// networks reach thus announces itself on the one that leads to the scheduler,
+// with no interface named anywhere.  Throws dmlc::Error when `host` does not
+// resolve or no route leads to it.
+std::string LocalAddressTowards(const std::string& host, int port);
+
+// The first numeric address, IPv4 before IPv6, of the interface called `name`
+// exactly.  Throws dmlc::Error listing the interfaces there are.
+std::string AddressOfInterface(const std::string& name);
+
+// `host` as a number: itself if it is one, else what it resolves to, IPv4 first.
+// Throws dmlc::Error when it does not resolve.
+std::string NumericAddress(const std::string& host);
+
+// "host:port", with brackets around an IPv6 address.
+std::string JoinHostPort(const std::string& host, int port);
+
+}  // namespace ps
+#endif  // PS_NET_ADDRESS_H_

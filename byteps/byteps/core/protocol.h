@@ -1,0 +1,72 @@
+// What workers and servers say to each other.
+//
+// Each exchange is one request and one response on a ps::Message:
+//   meta.head   the Op                meta.addr    the request's number (worker's own)
+//   meta.key    the tensor's or partition's key
+//   meta.body   DECLARE: a Declaration; PUSH_PULL: a PushHeader; failed response: the reason
+//   meta.option of a response: 0, or 1 when it failed
+//   data[0]     PUSH_PULL: the values, there and back
+//
+// Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
+// shifted left by 16; a partition's adds its index.  It thus depends neither on
+// the order in which ranks declare tensors nor on their number, and members that
+// disagree on anything else, or two names with one hash, meet on the server,
+// which compares their declarations and refuses.
+#ifndef BYTEPS_CORE_PROTOCOL_H_
+#define BYTEPS_CORE_PROTOCOL_H_
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "dtype.h"
+
+namespace byteps {
+namespace core {
+
+enum Op : int {
+  kDeclare = 1,
+  kPushPull = 2,
+};
+
+constexpr int kPartitionBits = 16;
+constexpr uint64_t kMaxPartitions = 1ull << kPartitionBits;
+
+// What the members of a group must agree on before they sum a tensor.
+struct Declaration {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  bool average = false;
+  uint64_t bytes = 0;
+  uint32_t partition_bytes = 0;
+  uint64_t placement = 0;  // the server of partition p is (placement + p) mod servers, when hashed raw
+  std::vector<uint32_t> group;  // ranks, ascending
+
+  uint64_t Key() const;
+  uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
+  // Bytes of partition `index`.
+  uint64_t PartitionSize(uint64_t index) const;
+  // Position of `rank` in the group, or -1.
+  int MemberIndex(uint32_t rank) const;
+
+  std::string Pack() const;
+  // False if `text` is no declaration.
+  static bool Unpack(const std::string& text, Declaration* declaration);
+
+  // "float32, 400 bytes, sum over ranks 0,1"
+  std::string Describe() const;
+  bool operator==(const Declaration& other) const;
+};
+
+struct PushHeader {
+  uint32_t round;       // how often this tensor was pushed before by this worker
+  uint32_t timeout_ms;  // for how long the worker will wait
+};
+
+// FNV-1a, 64 bits.
+uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_CORE_PROTOCOL_H_

@@ -1,0 +1,376 @@
+#include "server.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "log.h"
+#include "ps/internal/postoffice.h"
+#include "reducer.h"
+#include "session.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// A worker that is further ahead than this has lost count.
+constexpr uint32_t kMaxRoundsAhead = 4096;
+constexpr auto kScanInterval = std::chrono::milliseconds(250);
+
+std::string Hex(uint64_t x) {
+  char text[32];
+  snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(x));
+  return text;
+}
+
+bool IsAligned(const ps::SArray<char>& values, size_t alignment) {
+  return reinterpret_cast<uintptr_t>(values.data()) % alignment == 0;
+}
+
+ps::SArray<char> Copy(const ps::SArray<char>& values) {
+  ps::SArray<char> copy;
+  copy.CopyFrom(values.data(), values.size());
+  return copy;
+}
+
+}  // namespace
+
+Server::Server(const Config& config) : deterministic_(config.Bool("BYTEPS_DETERMINISTIC")) {
+  const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
+  for (long i = 0; i < threads; ++i) engines_.push_back(std::make_unique<Engine>());
+  for (auto& engine : engines_) {
+    Engine* e = engine.get();
+    e->thread = std::thread([this, e] { Run(e); });
+  }
+}
+
+Server::~Server() {
+  for (auto& engine : engines_) engine->queue.Close();
+  for (auto& engine : engines_) engine->thread.join();
+}
+
+// -------------------------------------------------------- receiving thread
+
+void Server::OnMessage(ps::Message* msg) {
+  if (!msg->meta.request) return;
+  switch (msg->meta.head) {
+    case kDeclare:
+      return OnDeclare(*msg);
+    case kPushPull:
+      return OnPush(msg);
+    default: {
+      const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender), msg->meta.addr};
+      Answer(msg->meta.head, msg->meta.key, caller,
+             "the server does not know operation " + std::to_string(msg->meta.head) +
+                 ": install the same byteps on every node",
+             nullptr);
+    }
+  }
+}
+
+void Server::OnDeclare(const ps::Message& msg) {
+  const Caller caller{ps::Postoffice::IDtoRank(msg.meta.sender), msg.meta.addr};
+  Declaration declaration;
+  if (!Declaration::Unpack(msg.meta.body, &declaration) || declaration.Key() != msg.meta.key) {
+    return Reply(caller, msg, "the declaration of a tensor from worker " + std::to_string(caller.rank) +
+                                  " does not parse");
+  }
+  if (declaration.MemberIndex(caller.rank) < 0) {
+    return Reply(caller, msg, "worker " + std::to_string(caller.rank) + " is no member of the group of '" +
+                                  declaration.name + "': " + declaration.Describe());
+  }
+  auto& tensor = tensors_[msg.meta.key];
+  if (!tensor) {
+    tensor = std::make_unique<Tensor>();
+    tensor->declaration = declaration;
+    tensor->declared_by = caller.rank;
+  } else if (!(tensor->declaration == declaration) && tensor->refusal.empty()) {
+    tensor->refusal = "workers disagree on a tensor: worker " + std::to_string(tensor->declared_by) +
+                      " declared '" + tensor->declaration.name + "' (" + tensor->declaration.Describe() +
+                      "), worker " + std::to_string(caller.rank) + " declared '" + declaration.name + "' (" +
+                      declaration.Describe() + "), both with key " + Hex(msg.meta.key);
+    BPS_LOG(WARNING) << tensor->refusal;
+    // Those who pushed already are waiting for a sum that cannot come.
+    for (auto& engine : engines_) {
+      Task task;
+      task.kind = Task::kRefuse;
+      task.tensor = tensor.get();
+      task.reason = tensor->refusal;
+      engine->queue.Push(std::move(task));
+    }
+  }
+  Reply(caller, msg, tensor->refusal);
+}
+
+void Server::Reply(const Caller& caller, const ps::Message& request, const std::string& error) {
+  Answer(request.meta.head, request.meta.key, caller, error, nullptr);
+}
+
+void Server::OnPush(ps::Message* msg) {
+  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender), msg->meta.addr};
+  const uint64_t index = msg->meta.key & (kMaxPartitions - 1);
+  const auto it = tensors_.find(msg->meta.key - index);
+  std::string error;
+  if (it == tensors_.end() || index >= it->second->declaration.NumPartitions()) {
+    error = "worker " + std::to_string(caller.rank) + " pushed key " + Hex(msg->meta.key) +
+            ", which nobody declared";
+  } else if (!it->second->refusal.empty()) {
+    error = it->second->refusal;
+  } else if (it->second->declaration.MemberIndex(caller.rank) < 0) {
+    error = "worker " + std::to_string(caller.rank) + " is no member of the group of '" +
+            it->second->declaration.name + "'";
+  } else if (msg->meta.body.size() != sizeof(PushHeader) || msg->data.size() != 1 ||
+             msg->data[0].size() != it->second->declaration.PartitionSize(index)) {
+    error = "a push of '" + it->second->declaration.name + "' from worker " + std::to_string(caller.rank) +
+            " does not have the declared form";
+  }
+  if (!error.empty()) return Reply(caller, *msg, error);
+  Task task;
+  task.partition = FindOrMake(*it->second, msg->meta.key);
+  task.msg = std::move(*msg);
+  engines_[task.partition->engine]->queue.Push(std::move(task));
+}
+
+Server::Partition* Server::FindOrMake(const Tensor& tensor, uint64_t key) {
+  auto& partition = partitions_[key];
+  if (!partition) {
+    partition = std::make_unique<Partition>();
+    partition->tensor = &tensor;
+    partition->index = key & (kMaxPartitions - 1);
+    partition->engine = next_engine_++ % engines_.size();
+  }
+  return partition.get();
+}
+
+void Server::OnWorkerGone(int rank, const std::string& reason) {
+  for (auto& engine : engines_) {
+    Task task;
+    task.kind = Task::kGone;
+    task.rank = rank;
+    task.reason = reason;
+    engine->queue.Push(std::move(task));
+  }
+}
+
+void Server::Answer(int op, uint64_t key, const Caller& caller, const std::string& error,
+                    const ps::SArray<char>* values) {
+  ps::Message msg;
+  msg.meta.app_id = 0;
+  msg.meta.customer_id = 0;
+  msg.meta.request = false;
+  msg.meta.push = false;
+  msg.meta.head = op;
+  msg.meta.timestamp = 0;
+  msg.meta.recver = ps::Postoffice::WorkerRankToID(caller.rank);
+  msg.meta.key = key;
+  msg.meta.addr = caller.request;
+  msg.meta.option = error.empty() ? 0 : 1;
+  msg.meta.body = error;
+  if (values != nullptr) {
+    msg.meta.val_len = static_cast<int>(values->size());
+    msg.AddData(*values);
+  }
+  Session::Send(&msg);
+}
+
+// ---------------------------------------------------------- engine threads
+
+void Server::Run(Engine* engine) {
+  Task task;
+  while (true) {
+    bool timed_out = false;
+    // Nothing can be late while no round is open: sleep until there is work.
+    const bool got = engine->open_rounds > 0 ? engine->queue.PopFor(&task, kScanInterval, &timed_out)
+                                             : engine->queue.Pop(&task);
+    if (!got) {
+      if (!timed_out) return;
+      FailLateRounds(engine);
+      continue;
+    }
+    switch (task.kind) {
+      case Task::kPush:
+        Push(engine, task.partition, &task.msg);
+        break;
+      case Task::kGone:
+        engine->gone[task.rank] = task.reason;
+        FailRoundsWithout(engine, task.rank, task.reason);
+        break;
+      case Task::kRefuse:
+        for (Partition* partition : engine->partitions) {
+          if (partition->tensor != task.tensor) continue;
+          for (auto& round : partition->rounds) {
+            if (!round.done) FailRound(engine, partition, &round, task.reason);
+          }
+          DropDoneRounds(partition);
+        }
+        break;
+    }
+    task = Task();
+  }
+}
+
+void Server::Push(Engine* engine, Partition* partition, ps::Message* msg) {
+  const Declaration& declaration = partition->tensor->declaration;
+  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender), msg->meta.addr};
+  const int member = declaration.MemberIndex(caller.rank);
+  PushHeader header;
+  memcpy(&header, msg->meta.body.data(), sizeof(header));
+
+  // Unsigned, so that a round before the first open one is far ahead as well.
+  const uint32_t ahead = header.round - partition->first_round;
+  const bool known = ahead < kMaxRoundsAhead;
+  if (!known || (ahead < partition->rounds.size() && partition->rounds[ahead].pushed[member])) {
+    return Reply(caller, *msg, "worker " + std::to_string(caller.rank) + " pushed round " +
+                                   std::to_string(header.round) + " of '" + declaration.name +
+                                   "' while round " + std::to_string(partition->first_round) + " is open");
+  }
+  if (partition->first_round == 0 && partition->rounds.empty()) engine->partitions.push_back(partition);
+  while (partition->rounds.size() <= ahead) {
+    Round round;
+    round.pushed.resize(declaration.group.size());
+    round.started = Clock::now();
+    round.timeout_s = header.timeout_ms / 1000.0;
+    round.deadline = round.started + std::chrono::milliseconds(header.timeout_ms);
+    partition->rounds.push_back(std::move(round));
+    ++engine->open_rounds;
+  }
+  Round& round = partition->rounds[ahead];
+  round.pushed[member] = true;
+  if (round.done) {  // it failed before this push came
+    Reply(caller, *msg, round.failure);
+    return DropDoneRounds(partition);
+  }
+  round.callers.push_back(caller);
+  for (const auto& gone : engine->gone) {
+    const int lost = declaration.MemberIndex(gone.first);
+    if (lost < 0 || round.pushed[lost]) continue;
+    FailRound(engine, partition, &round,
+              gone.second + " while the push_pull of '" + declaration.name + "' waited for it");
+    return DropDoneRounds(partition);
+  }
+  if (deterministic_) {
+    round.waiting.resize(declaration.group.size());
+    round.waiting[member] = std::move(msg->data[0]);
+    while (round.added < declaration.group.size() && round.pushed[round.added]) {
+      auto& next = round.waiting[round.added];
+      Accumulate(declaration, partition, &round, next);
+      next = ps::SArray<char>();
+    }
+  } else {
+    Accumulate(declaration, partition, &round, msg->data[0]);
+  }
+  if (round.added == declaration.group.size()) {
+    Finish(engine, partition, &round);
+    DropDoneRounds(partition);
+  }
+}
+
+void Server::Accumulate(const Declaration& declaration, Partition* partition, Round* round,
+                        const ps::SArray<char>& values) {
+  const DType t = declaration.dtype;
+  const size_t n = values.size() / SizeOf(t);
+  const bool first = round->added++ == 0;
+  if (first) round->sum = values;
+  if (IsHalf(t)) {
+    if (first) {
+      round->wide.swap(partition->spare);
+      round->wide.resize(n);
+      Widen(t, round->wide.data(), values.data(), n);
+    } else {
+      AddWiden(t, round->wide.data(), values.data(), n);
+    }
+  } else if (first) {
+    // Received data may lie anywhere; what is written and read again and again
+    // should not straddle cache lines.
+    if (!IsAligned(values, SizeOf(t))) round->sum = Copy(values);
+  } else {
+    Add(t, round->sum.data(), values.data(), n);
+  }
+}
+
+void Server::Finish(Engine* engine, Partition* partition, Round* round) {
+  const Declaration& declaration = partition->tensor->declaration;
+  const size_t n = round->sum.size() / SizeOf(declaration.dtype);
+  const int divisor = declaration.average ? static_cast<int>(declaration.group.size()) : 1;
+  if (IsHalf(declaration.dtype)) {
+    Narrow(declaration.dtype, round->sum.data(), round->wide.data(), divisor, n);
+    partition->spare.swap(round->wide);
+  } else if (divisor > 1) {
+    Divide(declaration.dtype, round->sum.data(), divisor, n);
+  }
+  const uint64_t key = declaration.Key() + partition->index;
+  for (const Caller& caller : round->callers) Answer(kPushPull, key, caller, "", &round->sum);
+  round->sum = ps::SArray<char>();
+  round->done = true;
+  --engine->open_rounds;
+}
+
+void Server::FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason) {
+  const uint64_t key = partition->tensor->declaration.Key() + partition->index;
+  for (const Caller& caller : round->callers) Answer(kPushPull, key, caller, reason, nullptr);
+  round->failure = reason;
+  round->callers.clear();
+  round->waiting.clear();
+  round->wide.clear();
+  round->sum = ps::SArray<char>();
+  round->done = true;
+  --engine->open_rounds;
+}
+
+void Server::DropDoneRounds(Partition* partition) {
+  // A failed round stays until every member has pushed it and heard of it.
+  while (!partition->rounds.empty()) {
+    const Round& round = partition->rounds.front();
+    if (!round.done) return;
+    if (std::find(round.pushed.begin(), round.pushed.end(), false) != round.pushed.end()) return;
+    partition->rounds.pop_front();
+    ++partition->first_round;
+  }
+}
+
+void Server::FailRoundsWithout(Engine* engine, int rank, const std::string& reason) {
+  for (Partition* partition : engine->partitions) {
+    const Declaration& declaration = partition->tensor->declaration;
+    const int member = declaration.MemberIndex(rank);
+    if (member < 0) continue;
+    for (auto& round : partition->rounds) {
+      if (round.done || round.pushed[member]) continue;
+      FailRound(engine, partition, &round,
+                reason + " while the push_pull of '" + declaration.name + "' waited for it");
+    }
+    DropDoneRounds(partition);
+  }
+}
+
+std::string Server::MissingRanks(const Partition& partition, const Round& round) const {
+  const auto& group = partition.tensor->declaration.group;
+  std::string missing;
+  for (size_t i = 0; i < group.size(); ++i) {
+    if (round.pushed[i]) continue;
+    missing += (missing.empty() ? "worker " : ", worker ") + std::to_string(group[i]);
+  }
+  return missing;
+}
+
+void Server::FailLateRounds(Engine* engine) {
+  const auto now = Clock::now();
+  for (Partition* partition : engine->partitions) {
+    const Declaration& declaration = partition->tensor->declaration;
+    for (auto& round : partition->rounds) {
+      if (round.done || now < round.deadline) continue;
+      char limit[96];
+      snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_OP_TIMEOUT_S=%g)",
+               std::chrono::duration<double>(now - round.started).count(), round.timeout_s);
+      FailRound(engine, partition, &round,
+                "push_pull of '" + declaration.name + "' timed out: partition " +
+                    std::to_string(partition->index) + ", key " + Hex(declaration.Key() + partition->index) +
+                    ", " + std::to_string(declaration.PartitionSize(partition->index)) +
+                    " bytes, still lacks the push of " + MissingRanks(*partition, round) + " after " + limit);
+    }
+    DropDoneRounds(partition);
+  }
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,133 @@
+// The server: adds what the workers push and answers with the sums.
+//
+// The receiving thread checks each request and hands it to the engine thread that
+// owns the partition.  An engine thread owns its partitions alone, so no lock is
+// held while it adds.  The first push of a round becomes the accumulator where it
+// was received; the others are added to it from where they were received; the
+// accumulator is sent to all.  Half types are added in an fp32 accumulator and
+// rounded once.
+//
+// Rounds.  A worker numbers its pushes of a tensor.  A round is complete when every
+// member of the tensor's group has pushed it; rounds never mix, however far one
+// worker is ahead of another.
+#ifndef BYTEPS_CORE_SERVER_H_
+#define BYTEPS_CORE_SERVER_H_
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "blocking_queue.h"
+#include "config.h"
+#include "protocol.h"
+#include "ps/internal/message.h"
+
+namespace byteps {
+namespace core {
+
+class Server {
+ public:
+  explicit Server(const Config& config);
+  // Joins the engine threads; what they had not answered stays unanswered.
+  ~Server();
+
+  // Takes a request over.  Receiving thread; does not block.
+  void OnMessage(ps::Message* msg);
+
+  // The worker of `rank` will push nothing more: rounds that lack its push fail,
+  // now and later, for `reason`.  Receiving thread.
+  void OnWorkerGone(int rank, const std::string& reason);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Tensor {
+    Declaration declaration;
+    int declared_by = 0;
+    std::string refusal;  // why its operations fail; empty as long as they do not
+  };
+
+  // To whom an answer is owed.
+  struct Caller {
+    int rank;
+    uint64_t request;
+  };
+
+  struct Round {
+    std::vector<Caller> callers;
+    std::vector<bool> pushed;              // by member index
+    std::vector<ps::SArray<char>> waiting;  // by member index: not yet their turn
+    size_t added = 0;
+    ps::SArray<char> sum;      // all types but the half ones; else where to round to
+    std::vector<float> wide;  // half types
+    Clock::time_point started;
+    Clock::time_point deadline;
+    double timeout_s = 0;
+    bool done = false;
+    std::string failure;  // why it is done without a sum
+  };
+
+  struct Partition {
+    const Tensor* tensor = nullptr;
+    uint64_t index = 0;
+    size_t engine = 0;
+    // Of its engine thread:
+    uint32_t first_round = 0;
+    std::deque<Round> rounds;
+    std::vector<float> spare;  // an fp32 accumulator not in use
+  };
+
+  struct Task {
+    enum Kind { kPush, kGone, kRefuse } kind = kPush;
+    Partition* partition = nullptr;
+    ps::Message msg;              // kPush
+    int rank = 0;                 // kGone
+    const Tensor* tensor = nullptr;  // kRefuse
+    std::string reason;
+  };
+
+  struct Engine {
+    BlockingQueue<Task> queue;
+    std::vector<Partition*> partitions;
+    std::map<int, std::string> gone;  // rank -> why
+    size_t open_rounds = 0;
+    std::thread thread;
+  };
+
+  // Receiving thread.
+  void OnDeclare(const ps::Message& msg);
+  void OnPush(ps::Message* msg);
+  Partition* FindOrMake(const Tensor& tensor, uint64_t key);
+  void Reply(const Caller& caller, const ps::Message& request, const std::string& error);
+
+  // Engine threads.
+  void Run(Engine* engine);
+  void Push(Engine* engine, Partition* partition, ps::Message* msg);
+  void Accumulate(const Declaration& declaration, Partition* partition, Round* round,
+                  const ps::SArray<char>& values);
+  void Finish(Engine* engine, Partition* partition, Round* round);
+  void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason);
+  void DropDoneRounds(Partition* partition);
+  void FailRoundsWithout(Engine* engine, int rank, const std::string& reason);
+  void FailLateRounds(Engine* engine);
+  std::string MissingRanks(const Partition& partition, const Round& round) const;
+
+  void Answer(int op, uint64_t key, const Caller& caller, const std::string& error,
+              const ps::SArray<char>* values);
+
+  const bool deterministic_;
+  std::unordered_map<uint64_t, std::unique_ptr<Tensor>> tensors_;        // by tensor key
+  std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_;  // by partition key
+  std::vector<std::unique_ptr<Engine>> engines_;
+  size_t next_engine_ = 0;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_CORE_SERVER_H_

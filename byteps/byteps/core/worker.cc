@@ -1,0 +1,505 @@
+#include "worker.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+
+#include "error.h"
+#include "log.h"
+#include "ps/internal/postoffice.h"
+#include "session.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// The servers give up on a late operation first, since they know whom it lacks;
+// the worker does so itself when none of them says anything.
+constexpr double kGraceSeconds = 5.0;
+
+std::string Seconds(double s) {
+  char text[32];
+  snprintf(text, sizeof(text), "%.1f s", s);
+  return text;
+}
+
+}  // namespace
+
+Worker::~Worker() { Stop(false); }
+
+void Worker::Start(const Config& config, const Launch& launch, int num_servers) {
+  if (started_) return;
+  launch_ = launch;
+  num_servers_ = num_servers;
+  const uint64_t page = sysconf(_SC_PAGESIZE);
+  const uint64_t wanted = config.Int("BYTEPS_PARTITION_BYTES");
+  partition_bytes_ = static_cast<uint32_t>((wanted + page - 1) / page * page);
+  hash_ = ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"));
+  op_timeout_s_ = config.Float("BYTEPS_OP_TIMEOUT_S");
+  peer_timeout_s_ = config.Float("BYTEPS_PEER_TIMEOUT_S");
+  credit_limit_ = config.Int("BYTEPS_SCHEDULING_CREDIT");
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    failed_ = stopping_ = false;
+    failure_.clear();
+  }
+  SessionOptions options;
+  options.role = Role::kWorker;
+  options.rank = launch.rank;
+  options.num_workers = launch.size;
+  options.num_servers = num_servers;
+  pull_queue_ = std::make_unique<BlockingQueue<Received>>();
+  Session::Start(
+      config, options, [this](ps::Message* msg) { OnMessage(msg); },
+      [this](const ps::MembershipEvent& event) { OnEvent(event); });
+  const long loops = config.Int("BYTEPS_PUSH_THREAD");
+  for (long i = 0; i < loops; ++i) {
+    threads_.emplace_back([this] { PushLoop(); });
+    threads_.emplace_back([this] { PullLoop(); });
+  }
+  threads_.emplace_back([this] { WatchLoop(); });
+  started_ = true;
+}
+
+void Worker::Stop(bool suspend) {
+  if (!started_) return;
+  bool failed = false;
+  {
+    std::unique_lock<std::mutex> lock(mu_);
+    const auto limit = std::chrono::duration<double>(peer_timeout_s_);
+    done_cond_.wait_for(lock, limit, [this] { return failed_ || running_.empty(); });
+    failed = failed_;
+  }
+  if (!failed) Session::Leave(suspend);
+  Fail("byteps was shut down");
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    stopping_ = true;
+  }
+  push_cond_.notify_all();
+  watch_cond_.notify_all();
+  pull_queue_->Close();
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+  Session::Stop();
+  std::lock_guard<std::mutex> lock(mu_);
+  tensors_.clear();
+  operations_.clear();
+  push_queue_.clear();
+  pending_.clear();
+  declaration_replies_.clear();
+  in_flight_ = 0;
+  started_ = false;
+}
+
+void Worker::ThrowIfFailed() {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (failed_) throw Error(failure_);
+}
+
+// ------------------------------------------------------------- declarations
+
+Declaration Worker::MakeDeclaration(const PushPullRequest& request) const {
+  Declaration d;
+  d.name = request.name;
+  d.dtype = request.dtype;
+  d.average = request.average;
+  d.bytes = request.bytes;
+  d.partition_bytes = partition_bytes_;
+  d.group = request.group;
+  if (d.group.empty()) {
+    for (int rank = 0; rank < launch_.size; ++rank) d.group.push_back(rank);
+  }
+  d.placement = request.has_placement ? request.placement : d.Key() >> kPartitionBits;
+  if (d.MemberIndex(launch_.rank) < 0) {
+    throw UsageError("rank " + std::to_string(launch_.rank) + " is no member of the group of '" + d.name +
+                     "': " + d.Describe());
+  }
+  if (static_cast<int>(d.group.back()) >= launch_.size) {
+    throw UsageError("the group of '" + d.name + "' has rank " + std::to_string(d.group.back()) +
+                     ", there are " + std::to_string(launch_.size) + " workers");
+  }
+  if (d.NumPartitions() > kMaxPartitions) {
+    throw UsageError("'" + d.name + "' of " + std::to_string(d.bytes) + " bytes has " +
+                     std::to_string(d.NumPartitions()) + " partitions, at most " +
+                     std::to_string(kMaxPartitions) + " are possible: raise BYTEPS_PARTITION_BYTES");
+  }
+  return d;
+}
+
+Worker::Tensor* Worker::Declare(const PushPullRequest& request) {
+  const Declaration declaration = MakeDeclaration(request);
+  const std::string id = std::to_string(declaration.group.front()) + "/" + request.name;
+  Tensor* tensor = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto& slot = tensors_[id];
+    if (!slot) {
+      slot = std::make_unique<Tensor>();
+      slot->declaration = declaration;
+      slot->key = declaration.Key();
+    }
+    tensor = slot.get();
+  }
+  if (!(tensor->declaration == declaration)) {
+    throw UsageError("'" + request.name + "' was " + tensor->declaration.Describe() + " before and is " +
+                     declaration.Describe() + " now: give different tensors different names");
+  }
+  std::lock_guard<std::mutex> lock(tensor->mu);
+  if (!tensor->declared) {
+    SendDeclaration(tensor);
+    tensor->declared = true;
+  }
+  return tensor;
+}
+
+void Worker::SendDeclaration(Tensor* tensor) {
+  // To every server, also to those that will get none of its partitions: members
+  // that disagree on the placement would otherwise wait at different servers.
+  std::vector<uint64_t> requests;
+  for (int server = 0; server < num_servers_; ++server) {
+    Pending pending;
+    pending.server = server;
+    ps::Message msg;
+    msg.meta.app_id = 0;
+    msg.meta.customer_id = 0;
+    msg.meta.request = true;
+    msg.meta.push = true;
+    msg.meta.head = kDeclare;
+    msg.meta.timestamp = 0;
+    msg.meta.recver = ps::Postoffice::ServerRankToID(server);
+    msg.meta.key = tensor->key;
+    msg.meta.val_len = 0;
+    msg.meta.option = 0;
+    msg.meta.body = tensor->declaration.Pack();
+    msg.meta.addr = Remember(std::move(pending));
+    requests.push_back(msg.meta.addr);
+    Session::Send(&msg);
+  }
+  std::unique_lock<std::mutex> lock(mu_);
+  const auto limit = std::chrono::duration<double>(op_timeout_s_);
+  auto answered = [&] {
+    return std::all_of(requests.begin(), requests.end(),
+                       [&](uint64_t r) { return declaration_replies_.count(r) > 0; });
+  };
+  const bool in_time = done_cond_.wait_for(lock, limit, [&] { return failed_ || answered(); });
+  std::string error;
+  if (failed_) {
+    error = failure_;
+  } else if (!in_time) {
+    for (uint64_t r : requests) {
+      auto it = pending_.find(r);
+      if (it == pending_.end()) continue;
+      error = "declaring '" + tensor->declaration.name + "' timed out: " +
+              Session::NameOfServer(it->second.server) + " did not answer within " + Seconds(op_timeout_s_) +
+              " (BYTEPS_OP_TIMEOUT_S)";
+    }
+  }
+  for (uint64_t r : requests) {
+    auto it = declaration_replies_.find(r);
+    if (it != declaration_replies_.end()) {
+      if (error.empty()) error = it->second;
+      declaration_replies_.erase(it);
+    }
+    pending_.erase(r);
+  }
+  if (!error.empty()) throw Error(error);
+}
+
+// --------------------------------------------------------------- operations
+
+int64_t Worker::PushPull(const PushPullRequest& request) {
+  ThrowIfFailed();
+  auto operation = std::make_shared<Operation>();
+  operation->request = request;
+  operation->started = Clock::now();
+  if (request.bytes == 0) {  // nothing to sum, nobody to ask
+    std::lock_guard<std::mutex> lock(mu_);
+    operation->handle = ++last_handle_;
+    operation->done = true;
+    operations_[operation->handle] = operation;
+    return operation->handle;
+  }
+  if (request.device != kCpu) operation->ready = std::make_unique<ReadyEvent>(request.device, request.stream);
+  Tensor* tensor = Declare(request);
+  operation->tensor = tensor;
+  const uint64_t partitions = tensor->declaration.NumPartitions();
+  operation->partitions_left = partitions;
+
+  std::lock_guard<std::mutex> lock(mu_);
+  if (failed_) throw Error(failure_);
+  if (request.device != kCpu) {
+    // The tensor's pinned buffer serves one round; another that starts before the
+    // first is through brings its own.
+    if (tensor->staging) {
+      operation->own_staging = std::move(tensor->staging);
+    } else {
+      operation->own_staging = std::make_unique<StagingBuffer>(request.device, request.bytes);
+    }
+    operation->staging = operation->own_staging->data();
+  }
+  operation->handle = ++last_handle_;
+  operation->round = tensor->rounds++;
+  operations_[operation->handle] = operation;
+  running_.insert(operation);
+  for (uint64_t i = 0; i < partitions; ++i) {
+    push_queue_[PushOrder{request.priority, sequence_++}] = Task{operation, i};
+  }
+  push_cond_.notify_all();
+  if (running_.size() == 1) watch_cond_.notify_all();
+  return operation->handle;
+}
+
+bool Worker::Poll(int64_t handle) {
+  std::lock_guard<std::mutex> lock(mu_);
+  auto it = operations_.find(handle);
+  if (it == operations_.end()) {
+    throw UsageError("there is no handle " + std::to_string(handle) + "; was it synchronized already?");
+  }
+  return it->second->done;
+}
+
+void Worker::Wait(int64_t handle) {
+  std::unique_lock<std::mutex> lock(mu_);
+  auto it = operations_.find(handle);
+  if (it == operations_.end()) {
+    throw UsageError("there is no handle " + std::to_string(handle) + "; was it synchronized already?");
+  }
+  OperationPtr operation = it->second;
+  operations_.erase(it);
+  done_cond_.wait(lock, [&] { return operation->done; });
+  if (!operation->error.empty()) throw Error(operation->error);
+}
+
+void Worker::FinishPartition(const OperationPtr& operation) {
+  if (operation->partitions_left.fetch_sub(1) != 1) return;
+  speed_.Record(operation->request.bytes, operation->started);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (operation->done) return;
+    operation->done = true;
+    if (operation->own_staging && !operation->tensor->staging) {
+      operation->tensor->staging = std::move(operation->own_staging);
+    }
+    running_.erase(operation);
+  }
+  done_cond_.notify_all();
+}
+
+void Worker::FailOperation(const OperationPtr& operation, const std::string& error) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (operation->done) return;
+    operation->done = true;
+    operation->error = error;
+    running_.erase(operation);
+  }
+  done_cond_.notify_all();
+}
+
+void Worker::Fail(const std::string& reason) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (failed_) return;
+    failed_ = true;
+    failure_ = reason;
+    for (const auto& operation : running_) {
+      operation->done = true;
+      operation->error = reason;
+    }
+    running_.clear();
+    push_queue_.clear();
+  }
+  done_cond_.notify_all();
+  push_cond_.notify_all();
+}
+
+// -------------------------------------------------------------------- loops
+
+void Worker::PushLoop() {
+  DeviceCopier copier;
+  while (true) {
+    Task task;
+    {
+      std::unique_lock<std::mutex> lock(mu_);
+      push_cond_.wait(lock, [this] {
+        const bool credit = credit_limit_ == 0 || in_flight_ < credit_limit_;
+        return stopping_ || (credit && !push_queue_.empty());
+      });
+      if (stopping_) return;
+      task = push_queue_.begin()->second;
+      push_queue_.erase(push_queue_.begin());
+      ++in_flight_;
+    }
+    try {
+      PushPartition(&copier, task);
+    } catch (const Error& e) {
+      ReturnCredit();
+      FailOperation(task.operation, e.what());
+    }
+  }
+}
+
+void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
+  const Operation& operation = *task.operation;
+  const Declaration& d = operation.tensor->declaration;
+  const uint64_t offset = task.index * d.partition_bytes;
+  const uint64_t size = d.PartitionSize(task.index);
+  const char* source = static_cast<const char*>(operation.request.input) + offset;
+  if (operation.staging != nullptr) {
+    copier->ToHost(*operation.ready, operation.staging + offset, source, size);
+    source = operation.staging + offset;
+  }
+  const int server = ServerOf(hash_, operation.tensor->key, d.placement, task.index, num_servers_);
+  const PushHeader header{operation.round, static_cast<uint32_t>(std::min(op_timeout_s_ * 1000, 4e9))};
+  ps::Message msg;
+  msg.meta.app_id = 0;
+  msg.meta.customer_id = 0;
+  msg.meta.request = true;
+  msg.meta.push = true;
+  msg.meta.head = kPushPull;
+  msg.meta.timestamp = 0;
+  msg.meta.recver = ps::Postoffice::ServerRankToID(server);
+  msg.meta.key = operation.tensor->key + task.index;
+  msg.meta.val_len = static_cast<int>(size);
+  msg.meta.option = 0;
+  msg.meta.body.assign(reinterpret_cast<const char*>(&header), sizeof(header));
+  // The message keeps the operation, and with it the staging memory, until the
+  // transport has sent it.
+  ps::SArray<char> values;
+  OperationPtr keep = task.operation;
+  values.reset(const_cast<char*>(source), size, [keep](char*) {});
+  msg.AddData(values);
+  msg.meta.addr = Remember(Pending{task, server});
+  BPS_LOG(DEBUG) << "PUSH '" << d.name << "' partition " << task.index << " round " << operation.round << " to server "
+                 << server << ", " << size << " bytes, priority " << operation.request.priority;
+  Session::Send(&msg);
+}
+
+void Worker::PullLoop() {
+  DeviceCopier copier;
+  Received received;
+  while (pull_queue_->Pop(&received)) {
+    const OperationPtr operation = received.task.operation;
+    try {
+      PullPartition(&copier, &received);
+      received = Received();
+      FinishPartition(operation);
+    } catch (const Error& e) {
+      FailOperation(operation, e.what());
+    }
+  }
+}
+
+void Worker::PullPartition(DeviceCopier* copier, Received* received) {
+  const Operation& operation = *received->task.operation;
+  const Declaration& d = operation.tensor->declaration;
+  const uint64_t offset = received->task.index * d.partition_bytes;
+  const uint64_t size = d.PartitionSize(received->task.index);
+  if (received->values.size() != size) {
+    throw Error("the answer to a push_pull of '" + d.name + "' has " + std::to_string(received->values.size()) +
+                " bytes instead of " + std::to_string(size));
+  }
+  {
+    // A caller who was told of a failure may have given the memory back.
+    std::lock_guard<std::mutex> lock(mu_);
+    if (operation.done) return;
+  }
+  char* target = static_cast<char*>(operation.request.output) + offset;
+  if (operation.staging == nullptr) {
+    memcpy(target, received->values.data(), size);
+    return;
+  }
+  memcpy(operation.staging + offset, received->values.data(), size);
+  copier->ToDevice(operation.request.device, target, operation.staging + offset, size);
+}
+
+void Worker::WatchLoop() {
+  const auto limit = std::chrono::duration<double>(op_timeout_s_ + kGraceSeconds);
+  std::unique_lock<std::mutex> lock(mu_);
+  while (!stopping_) {
+    if (running_.empty()) {
+      watch_cond_.wait(lock, [this] { return stopping_ || !running_.empty(); });
+      continue;
+    }
+    watch_cond_.wait_for(lock, std::chrono::seconds(1), [this] { return stopping_; });
+    const auto now = Clock::now();
+    std::vector<OperationPtr> late;
+    for (const auto& operation : running_) {
+      if (now - operation->started > limit) late.push_back(operation);
+    }
+    for (const auto& operation : late) {
+      std::set<int> silent;
+      for (const auto& entry : pending_) {
+        if (entry.second.task.operation == operation) silent.insert(entry.second.server);
+      }
+      lock.unlock();
+      std::string servers;
+      for (int server : silent) servers += (servers.empty() ? "" : ", ") + Session::NameOfServer(server);
+      FailOperation(operation, "push_pull of '" + operation->request.name + "' timed out: no answer from " +
+                                   (servers.empty() ? "the push queue" : servers) + " after " +
+                                   Seconds(std::chrono::duration<double>(now - operation->started).count()) +
+                                   " (BYTEPS_OP_TIMEOUT_S=" + std::to_string(op_timeout_s_) + ")");
+      lock.lock();
+    }
+  }
+}
+
+// --------------------------------------------------------- receiving thread
+
+uint64_t Worker::Remember(Pending pending) {
+  std::lock_guard<std::mutex> lock(mu_);
+  const uint64_t request = ++last_request_;
+  pending_[request] = std::move(pending);
+  return request;
+}
+
+void Worker::ReturnCredit() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    --in_flight_;
+  }
+  push_cond_.notify_one();
+}
+
+void Worker::OnMessage(ps::Message* msg) {
+  if (msg->meta.request) return;
+  Pending pending;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto it = pending_.find(msg->meta.addr);
+    if (it == pending_.end()) return;  // given up already
+    pending = std::move(it->second);
+    pending_.erase(it);
+    if (!pending.task.operation) declaration_replies_[msg->meta.addr] = msg->meta.body;
+  }
+  if (!pending.task.operation) {
+    done_cond_.notify_all();
+    return;
+  }
+  ReturnCredit();
+  if (msg->meta.option != 0) {
+    FailOperation(pending.task.operation, msg->meta.body);
+    return;
+  }
+  if (msg->data.size() != 1) {
+    FailOperation(pending.task.operation, "an answer from " + Session::NameOfServer(pending.server) +
+                                              " to a push_pull of '" + pending.task.operation->request.name +
+                                              "' does not parse");
+    return;
+  }
+  Received received;
+  received.task = std::move(pending.task);
+  received.values = std::move(msg->data[0]);
+  pull_queue_->Push(std::move(received));
+}
+
+void Worker::OnEvent(const ps::MembershipEvent& event) {
+  if (event.kind == ps::MembershipEvent::kFailed) Fail(event.reason);
+}
+
+}  // namespace core
+}  // namespace byteps

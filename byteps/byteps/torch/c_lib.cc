@@ -1,0 +1,99 @@
+// The engine for Python.  Tensors come as addresses, so that the module needs
+// neither torch's headers nor its ABI and works with every torch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../core/config.h"
+#include "../core/device.h"
+#include "../core/error.h"
+#include "../core/worker.h"
+
+namespace py = pybind11;
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Never destroyed: its threads may be running when the interpreter ends, and
+// Python's atexit has stopped it by then unless it could not.
+Worker* GetWorker() {
+  static auto* worker = new Worker();
+  return worker;
+}
+
+Launch launch;
+
+void Init(int num_servers) {
+  const Config config = Config::FromEnvironment();
+  launch = Launch::From(config);
+  if (!config.IsSet("DMLC_PS_ROOT_URI") || config.Int("DMLC_PS_ROOT_PORT") == 0) {
+    throw UsageError("DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT must give the scheduler's address");
+  }
+  GetWorker()->Start(config, launch, num_servers > 0 ? num_servers : static_cast<int>(config.Int("DMLC_NUM_SERVER")));
+}
+
+int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input, uintptr_t output, uint64_t bytes,
+                 bool average, int priority, std::vector<uint32_t> group, std::optional<uint64_t> placement,
+                 int device, uintptr_t stream) {
+  if (!GetWorker()->started()) throw Error("byteps is not initialized; call bps.init() first");
+  PushPullRequest request;
+  if (!ParseDType(dtype, &request.dtype)) throw UsageError("tensors of " + dtype + " cannot be summed");
+  request.name = name;
+  request.input = reinterpret_cast<const void*>(input);
+  request.output = reinterpret_cast<void*>(output);
+  request.bytes = bytes;
+  request.average = average;
+  request.priority = priority;
+  request.group = std::move(group);
+  request.has_placement = placement.has_value();
+  request.placement = placement.value_or(0);
+  request.device = device;
+  request.stream = reinterpret_cast<void*>(stream);
+  return GetWorker()->PushPull(request);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(c_lib, m) {
+  m.doc() = "The BytePS engine.  Use byteps.torch.";
+  // Made in Python terms: a failure is a RuntimeError, a bad call a ValueError as
+  // well, so that both may be caught as BytePSError.
+  static py::exception<Error> error(m, "BytePSError", PyExc_RuntimeError);
+  static py::exception<UsageError> usage(m, "BytePSUsageError",
+                                         py::make_tuple(error, py::handle(PyExc_ValueError)));
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const UsageError& e) {
+      PyErr_SetString(usage.ptr(), e.what());
+    } catch (const Error& e) {
+      PyErr_SetString(error.ptr(), e.what());
+    }
+  });
+
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  m.def("init", &Init, py::arg("num_servers"), Unlocked());
+  m.def("shutdown", [](bool suspend) { GetWorker()->Stop(suspend); }, py::arg("suspend"), Unlocked());
+  m.def("is_initialized", [] { return GetWorker()->started(); });
+  m.def("launch", [] {
+    const Launch l = Launch::From(Config::FromEnvironment());
+    return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size);
+  });
+  m.def("push_pull", &PushPull, py::arg("name"), py::arg("dtype"), py::arg("input"), py::arg("output"),
+        py::arg("bytes"), py::arg("average"), py::arg("priority"), py::arg("group"), py::arg("placement"),
+        py::arg("device"), py::arg("stream"), Unlocked());
+  m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
+  m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
+  m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
+  m.def("config", [] { return Config::FromEnvironment().Print(); });
+  m.def("unknown_variables", &Config::UnknownVariables);
+  m.def("built_with_cuda", &BuiltWithCuda);
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,286 @@
+"""The engine as Python sees it: torch tensors in, handles and sums out.
+
+One BytePS worker per process.  `byteps.torch` re-exports what users need from here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from byteps.launcher import embedded
+from byteps.torch import c_lib
+
+logger = logging.getLogger(__name__)
+
+BytePSError = c_lib.BytePSError
+"""Raised by everything here that fails: a lost peer, a timeout, workers that disagree, a bad
+setting.  The text names what and who.  Bad arguments raise a subclass that is a ValueError too."""
+
+Group = Sequence[int] | torch.distributed.ProcessGroup | None
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+"""The element types that servers can add."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launch:
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+_launch: _Launch | None = None
+_lock = threading.Lock()
+# handle -> (input, output): alive until the engine is done with their memory.
+_in_flight: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+# Tensors of failed operations: the transport may read them until it is shut down.
+_orphans: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+def init(lazy: bool = True) -> None:
+    """Join the cluster as one worker; return when all workers and servers have.
+
+    Rank and size are the launcher's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the scheduler's
+    address is DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT.  Without an address a scheduler and servers are
+    started beside the ranks and end with them (embedded mode).  Does nothing when initialised.
+
+    Args:
+        lazy: accepted for compatibility; joining is never put off.
+
+    Raises:
+        BytePSError: the scheduler does not answer or refuses, nodes stay away, a bad setting.
+    """
+    del lazy
+    global _launch
+    with _lock:
+        if c_lib.is_initialized():
+            return
+        for warning in c_lib.unknown_variables():
+            logger.warning("%s", warning)
+        _launch = _Launch(
+            **dict(zip(("rank", "size", "local_rank", "local_size"), c_lib.launch(), strict=True))
+        )
+        embedded.start_if_needed()
+        try:
+            c_lib.init(num_servers=0)
+        except BaseException:
+            embedded.stop()
+            raise
+        atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Finish what is under way, leave the job, close all connections.
+
+    The cluster ends when all workers have left.  Others that wait for a push of this worker get an
+    error.  Does nothing when not initialised.
+    """
+    _stop(suspend=False)
+    embedded.stop()
+
+
+def suspend() -> None:
+    """Leave the job for a while: scheduler and servers wait for the workers to `resume`.
+
+    To be called by all workers.
+    """
+    _stop(suspend=True)
+
+
+def _stop(*, suspend: bool) -> None:
+    global _launch
+    with _lock:
+        if not c_lib.is_initialized():
+            return
+        atexit.unregister(shutdown)
+        c_lib.shutdown(suspend)
+        _in_flight.clear()
+        _orphans.clear()
+        _launch = None
+
+
+def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
+    """Join again after `suspend`, possibly with another number of workers.
+
+    Args:
+        num_workers: workers that the job has now.
+        num_servers: servers that the job has now.
+        global_rank: this worker's rank, 0 <= global_rank < num_workers.
+    """
+    if c_lib.is_initialized():
+        raise BytePSError("resume() needs a suspend() before it")
+    # Whichever of the two the launcher set must not contradict the new numbers.
+    for launcher, ours, value in (
+        ("WORLD_SIZE", "DMLC_NUM_WORKER", num_workers),
+        ("RANK", "DMLC_WORKER_ID", global_rank),
+    ):
+        for name in (launcher, ours):
+            if name in os.environ:
+                os.environ[name] = str(value)
+        os.environ.setdefault(ours, str(value))
+    os.environ["DMLC_NUM_SERVER"] = str(num_servers)
+    init()
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a job."""
+    return c_lib.is_initialized()
+
+
+def _launched() -> _Launch:
+    if _launch is None:
+        raise BytePSError("byteps is not initialized; call bps.init() first")
+    return _launch
+
+
+def rank() -> int:
+    """This worker's rank, 0 <= rank < size()."""
+    return _launched().rank
+
+
+def size() -> int:
+    """Workers in the job."""
+    return _launched().size
+
+
+def local_rank() -> int:
+    """This worker's rank among those of its host."""
+    return _launched().local_rank
+
+
+def local_size() -> int:
+    """Workers on this host."""
+    return _launched().local_size
+
+
+def _ranks_of(group: Group) -> list[int]:
+    if group is None:
+        return []
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return sorted(torch.distributed.get_process_group_ranks(group))
+    ranks = sorted(int(r) for r in group)
+    if not ranks:
+        raise ValueError("the group has no ranks")
+    if len(set(ranks)) != len(ranks) or ranks[0] < 0:
+        raise ValueError(f"the group must be distinct ranks, not {list(group)}")
+    return ranks
+
+
+def _check(tensor: torch.Tensor, what: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(sorted(DTYPES.values()))
+        raise ValueError(f"{what} is {tensor.dtype}; what can be summed is {known}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} must be contiguous; call .contiguous() first")
+    if tensor.device.type == "cuda":
+        if not c_lib.built_with_cuda():
+            raise ValueError(f"{what} is on {tensor.device}, but byteps was built without CUDA")
+    elif tensor.device.type != "cpu":
+        raise ValueError(f"{what} is on {tensor.device}; only CPU and CUDA tensors can be summed")
+
+
+def start(
+    tensor: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    average: bool,
+    name: str | None,
+    priority: int,
+    group: Group,
+    placement: int | None,
+) -> int:
+    """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
+
+    Args:
+        tensor: any shape, contiguous, an element type of `DTYPES`; not to be changed until
+            synchronised.  CUDA tensors are read after the current stream's work so far.
+        output: same shape, type and device; may be `tensor` itself.
+        average: divide the sum by the size of the group; integers are rounded down.
+        name: identifies the sum; the same on all members, another one for each tensor.
+        priority: higher goes first.
+        group: the ranks that sum, or their ProcessGroup; None for all workers.
+        placement: server of the first partition, modulo the number of servers; the others follow
+            round robin.  None: from the name.
+
+    Raises:
+        BytePSError: the job failed, or members disagree about the tensor.
+        ValueError, TypeError: the arguments cannot be used.
+    """
+    _launched()
+    _check(tensor, "the tensor")
+    _check(output, "the output")
+    if name is None or not name:
+        raise ValueError("a push_pull needs a name, the same on all workers")
+    if placement is not None and placement < 0:
+        raise ValueError(f"placement must not be negative, got {placement}")
+    device, stream = -1, 0
+    if tensor.device.type == "cuda":
+        device = tensor.device.index
+        stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    handle = c_lib.push_pull(
+        name=name,
+        dtype=DTYPES[tensor.dtype],
+        input=tensor.data_ptr(),
+        output=output.data_ptr(),
+        bytes=tensor.numel() * tensor.element_size(),
+        average=bool(average),
+        priority=int(priority),
+        group=_ranks_of(group),
+        placement=placement,
+        device=device,
+        stream=stream,
+    )
+    _in_flight[handle] = (tensor, output)
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize(handle)` would return, or raise, at once."""
+    return c_lib.poll(handle)
+
+
+def synchronize(handle: int) -> torch.Tensor:
+    """Block until the sum is there; return the output tensor and forget the handle.
+
+    Raises:
+        BytePSError: the sum failed; the text says why.
+        ValueError: there is no such handle, or it was synchronised already.
+    """
+    try:
+        c_lib.wait(handle)
+    except BaseException:
+        tensors = _in_flight.pop(handle, None)
+        if tensors is not None:
+            _orphans.append(tensors)
+        raise
+    _, output = _in_flight.pop(handle)
+    return output
+
+
+def get_pushpull_speed() -> tuple[int, float]:
+    """(ms since the epoch, MB/s of tensors summed over the last 10 s; 0.0 if there were none)."""
+    return c_lib.pushpull_speed()
+
+
+def print_config() -> None:
+    """Print every setting in force, one NAME=value a line."""
+    print(c_lib.config(), end="")
