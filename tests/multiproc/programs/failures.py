@@ -37,6 +37,24 @@ def absent(job: Job) -> None:
     bps.push_pull(torch.ones(20_000), average=False, name="layer.grad")
 
 
+def absent_amid_traffic(job: Job) -> None:
+    """As absent, while the others keep the servers busy with another tensor."""
+    bps.init()
+    bps.push_pull(torch.ones(10), average=False, name="together")
+    job.mark("looping")
+    if job.rank == job.args["absent"]:
+        job.wait_go("end")
+        bps.shutdown()
+        return
+    others = [rank for rank in range(job.size) if rank != job.args["absent"]]
+    handle = bps.push_pull_async(torch.ones(2000), average=False, name="layer.grad")
+    busy = torch.ones(2000)
+    deadline = time.monotonic() + 20
+    while not bps.poll(handle) and time.monotonic() < deadline:
+        bps.push_pull_inplace(busy, average=True, name="busy", group=others)
+    bps.synchronize(handle)
+
+
 def early_leaver(job: Job) -> None:
     """The rank in args leaves the job in good order while the others wait for its tensor."""
     bps.init()

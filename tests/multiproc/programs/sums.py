@@ -106,12 +106,14 @@ def shapes(job: Job) -> None:
         bps.push_pull_inplace(base[30:70], average=False, name="view")
         values.demand_exact(base[30:70], values.exact_sum(40, ranks, "view", 0, "float32"))
         assert (base[:30] == -1).all() and (base[70:] == -1).all(), "wrote outside the view"
-    with job.check("sum and average under one name in turn"):
-        for round_, average in enumerate((True, False, True)):
-            given = values.exact_input(64, job.rank, "turn", round_, "float64")
-            want = values.exact_sum(64, ranks, "turn", round_, "float64", average)
-            result = bps.push_pull(given, average=average, name="turn")
-            values.demand_close_to(result, want, values.ulp(want, "float64"))
+    bps.push_pull(torch.ones(8), average=False, name="fixed")
+    for label, given, average in (
+        ("another size", torch.ones(9), False),
+        ("another dtype", torch.ones(8, dtype=torch.int32), False),
+        ("average after sum", torch.ones(8), True),
+    ):
+        with job.check_raises(f"{label} under a name in use", ValueError, "fixed"):
+            bps.push_pull(given, average=average, name="fixed")
     with job.check("average is the default"):
         given = torch.full((3,), float(2 * job.rank))
         want = torch.full((3,), float(sum(2 * rank for rank in ranks)) / job.size)
