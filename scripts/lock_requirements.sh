@@ -3,11 +3,19 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-if (($# > 0)); then
-  echo "usage: scripts/lock_requirements.sh (needs uv on PATH, or in \$UV)" >&2
-  [[ "$1" == -h || "$1" == --help ]] && exit 0
-  exit 2
-fi
+usage="usage: scripts/lock_requirements.sh [-h] (needs uv on PATH, or its path in \$UV)"
+
+case "${1:-}" in
+  "") ;;
+  -h | --help)
+    echo "$usage"
+    exit 0
+    ;;
+  *)
+    echo "$usage" >&2
+    exit 2
+    ;;
+esac
 
 uv="${UV:-uv}"
 # For every platform, with every file's hash and no index named: the lock is the same for all.

@@ -43,6 +43,11 @@ def test_commit_hashes_are_reproducible(patched: Project, tmp_path: Path) -> Non
     (patched.root / "build/engine").rename(patched.root / "old")
     patched.ok("apply")
     assert other.git("rev-parse", "HEAD") == patched.git("rev-parse", "HEAD")
+    dates = [
+        line.split() for line in other.git("log", "--reverse", "--format=%at %ct").splitlines()
+    ]
+    assert dates[:2] == [["946684800", "946684800"]] * 2
+    assert all(author == committer for author, committer in dates)
 
 
 def test_second_apply_touches_nothing(patched: Project) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_carriage_returns_and_binary_files_survive(patched: Project) -> None:
     patched.git("commit", "-q", "-m", "data: add bytes")
     patched.ok("export")
     patched.ok("apply", "--check")
-    patched.write_overlay("src/added.txt", "rebuild\n")
+    shutil.rmtree(patched.tree())
     patched.ok("apply")
     assert (patched.tree() / "src/crlf.txt").read_bytes() == b"one\r\nzwei\r\nthree\r\n"
     assert (patched.tree() / "src/data.bin").read_bytes() == bytes(range(256))
@@ -67,12 +68,13 @@ def test_result_does_not_depend_on_the_users_git_settings(
     patched: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(patched.patch_folder())
-    settings = tmp_path / "gitconfig"
+    settings = tmp_path / ".gitconfig"
     settings.write_text(
         "[diff]\nnoprefix = true\nrenames = copies\ncontext = 9\nalgorithm = patience\n"
         "[format]\nsignature = me\nnumbered = true\n[core]\nautocrlf = true\nabbrev = 5\n"
+        "[commit]\ngpgsign = true\n[gpg]\nprogram = /no/such/program\n"
     )
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings))
+    monkeypatch.setenv("HOME", str(tmp_path))
     patched.ok("export")
     assert files(patched.patch_folder()) == before
     patched.ok("apply", "--check")

@@ -68,8 +68,13 @@ def test_forward_and_back(patched: Project, checkout: Path, as_git: bool) -> Non
         assert git(checkout, "status", "--porcelain", "--ignored") == ""
 
 
-def test_inside_another_repository(patched: Project, checkout: Path) -> None:
-    git(checkout.parent, "init", "-q")
+def test_inside_another_repository(
+    patched: Project, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """git apply silently skips files when it takes the wrong repository for its own."""
+    git(tmp_path, "init", "-q")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     patched.ok("apply", "--target", str(checkout))
     assert "    hook()\n" in (checkout / "trainer/loop.py").read_text()
 

@@ -1,0 +1,86 @@
+"""Every script explains itself and refuses what it does not know; lock files are complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = ["apply_patches.sh", "export_patches.sh", "setup.sh", "lint.sh", "clean.sh"]
+SCRIPTS += ["lock_requirements.sh"]
+
+
+def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=dict(os.environ) | (env or {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_bad_use(script: str) -> None:
+    for flag in ("-h", "--help"):
+        result = run(f"scripts/{script}", flag)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("usage: ")
+    result = run(f"scripts/{script}", "--no-such-flag")
+    assert result.returncode == 2
+    assert "usage: " in result.stdout + result.stderr
+
+
+def test_make_lists_its_targets() -> None:
+    result = run("make")
+    assert result.returncode == 0, result.stderr
+    targets = re.findall(r"^  ([a-z-]+) +\S", result.stdout, re.MULTILINE)
+    assert {"setup", "train", "test", "lint", "check-patches", "clean", "distclean"} <= {*targets}
+
+
+def test_python_that_does_not_run_is_named() -> None:
+    command = "source scripts/lib/python.sh; find_python"
+    result = run("bash", "-c", command, env={"PYTHON": "/no/such/python"})
+    assert result.returncode == 1
+    assert "PYTHON=/no/such/python is not a Python >= 3.12 that runs" in result.stderr
+
+
+def test_python_shim_that_fails_is_passed_over(tmp_path: Path) -> None:
+    """pyenv puts such shims on PATH for versions that it has but that are not selected."""
+    shim = tmp_path / "python3.12"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    real = tmp_path / "pyenv/versions/3.12.9/bin/python3.12"
+    real.parent.mkdir(parents=True)
+    real.symlink_to(REPOSITORY / "build/venv/bin/python")
+    for name in ("python3", "python3.13", "python3.14", "uv"):
+        (tmp_path / name).symlink_to(shim)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYENV_ROOT": str(tmp_path / "pyenv"), "PYTHON": ""}
+    result = run("bash", "-c", "source scripts/lib/python.sh; find_python", env=env)
+    assert result.stdout.strip() == str(real), result.stderr
+
+
+@pytest.mark.parametrize("lock", ["requirements.lock", "requirements-uv.lock"])
+def test_lock_pins_by_hash_and_names_no_index(lock: str) -> None:
+    text = (REPOSITORY / lock).read_text(encoding="utf-8")
+    pins = re.findall(r"^[a-z0-9-]+==", text, re.MULTILINE)
+    assert pins
+    for entry in re.split(r"^(?=[a-z0-9-]+==)", text, flags=re.MULTILINE)[1:]:
+        assert "--hash=sha256:" in entry, entry
+    assert "://" not in text
+
+
+def test_lock_holds_what_requirements_name() -> None:
+    wanted = (REPOSITORY / "requirements.in").read_text(encoding="utf-8")
+    names = re.findall(r"^([a-z0-9-]+)", wanted, re.MULTILINE)
+    text = (REPOSITORY / "requirements.lock").read_text(encoding="utf-8")
+    assert "torch" in names
+    for name in names:
+        assert re.search(rf"^{name}==", text, re.MULTILINE), name
