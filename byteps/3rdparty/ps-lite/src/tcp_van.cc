@@ -198,6 +198,8 @@ int TcpVan::RecvMsg(Message* msg) {
     }
     if (!inbox_.empty()) {
       *msg = std::move(inbox_.front().first);
+      // Only now: a message read before may have given this node its id.
+      msg->meta.recver = my_node_.id;
       const int bytes = inbox_.front().second;
       inbox_.pop_front();
       return bytes;
@@ -351,7 +353,6 @@ void TcpVan::ParseMessage(std::vector<SArray<char>>* frames, bool is_router) {
   Message msg;
   UnpackMeta(meta, static_cast<int>(meta_size), &msg.meta);
   msg.meta.sender = header.sender;
-  msg.meta.recver = my_node_.id;
   int bytes = static_cast<int>(head.size());
   for (size_t i = first + 1; i < frames->size(); ++i) {
     bytes += static_cast<int>((*frames)[i].size());
