@@ -18,6 +18,7 @@ writes the loss of every step, not rounded, and a checksum of the final paramete
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 import time
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -66,9 +66,7 @@ def get_batch(
     ]
 
 
-def datasets_provider(
-    num_samples: list[int], vp_stage: int | None = None
-) -> tuple[Any, Any, Any]:
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Build the training, validation and test datasets; called on every rank."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -148,9 +146,12 @@ class StepRecorder:
         """Have Megatron's log of a step call this recorder too."""
         training_log = training.training_log
 
-        def log_and_record(loss_dict: dict, total: dict, lr: float, iteration: int, *rest, **kw):
-            self._record_step(loss_dict, iteration, grad_norm=rest[3])
-            return training_log(loss_dict, total, lr, iteration, *rest, **kw)
+        signature = inspect.signature(training_log)
+
+        def log_and_record(*args: Any, **kwargs: Any) -> Any:
+            values = signature.bind(*args, **kwargs).arguments
+            self._record_step(values["loss_dict"], values["iteration"], values["grad_norm"])
+            return training_log(*args, **kwargs)
 
         training.training_log = log_and_record
 

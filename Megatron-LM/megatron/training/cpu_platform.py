@@ -89,9 +89,7 @@ def _required_defaults() -> tuple[_Default, ...]:
             value=False,
             flag="--no-gradient-accumulation-fusion",
         ),
-        _Default(
-            attribute="masked_softmax_fusion", value=False, flag="--no-masked-softmax-fusion"
-        ),
+        _Default(attribute="masked_softmax_fusion", value=False, flag="--no-masked-softmax-fusion"),
         _Default(attribute="bias_gelu_fusion", value=False, flag="--no-bias-gelu-fusion"),
         _Default(attribute="bias_swiglu_fusion", value=False, flag="--no-bias-swiglu-fusion"),
         _Default(attribute="bias_dropout_fusion", value=False, flag="--no-bias-dropout-fusion"),
@@ -245,10 +243,13 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+# fmt: off
 _FACTORIES = (
-    "arange as_tensor empty empty_like full full_like linspace ones ones_like rand rand_like "
-    "randint randn randn_like randperm tensor zeros zeros_like"
-).split()
+    "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones",
+    "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor",
+    "zeros", "zeros_like",
+)
+# fmt: on
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:

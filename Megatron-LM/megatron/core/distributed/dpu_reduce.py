@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from .distributed_data_parallel import DistributedDataParallel
     from .distributed_data_parallel_config import DistributedDataParallelConfig
-    from .param_and_grad_buffer import _ParamAndGradBuffer, _ParamAndGradBucketGroup
+    from .param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
 
 __all__ = [
     "BucketOp",
@@ -109,9 +109,7 @@ _REFUSALS: tuple[_Refusal, ...] = (
     _Refusal(
         attribute="use_distributed_optimizer", flag="--use-distributed-optimizer", reason=_SHARDS
     ),
-    _Refusal(
-        attribute="optimizer", flag="--optimizer", reason=_SHARDS, refused=("dist_muon",)
-    ),
+    _Refusal(attribute="optimizer", flag="--optimizer", reason=_SHARDS, refused=("dist_muon",)),
     _Refusal(
         attribute="num_distributed_optimizer_instances",
         flag="--num-distributed-optimizer-instances",
@@ -356,9 +354,7 @@ def bucket_name(
         bucket_id: index of the bucket in its buffer.
     """
     dtypes = f"{_dtype_name(param_dtype)}-{_dtype_name(grad_dtype)}"
-    return (
-        f"dpu_reduce/{kind}/dp{lowest_rank}/model{model}/chunk{chunk}/{dtypes}/bucket{bucket_id}"
-    )
+    return f"dpu_reduce/{kind}/dp{lowest_rank}/model{model}/chunk{chunk}/{dtypes}/bucket{bucket_id}"
 
 
 def bucket_priority(*, chunk: int, bucket_id: int, num_buckets: int) -> int:

@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Turns text files into Megatron-LM's indexed dataset, byte by byte.
+
+Each file is a document: its bytes are the tokens 0 to 255, and 256 ends it. Without paths it takes
+the sources of Python's standard library, which every machine has. What was made once is found again
+by the hash of its content. Prints the prefix of the two files, which Megatron's --data-path wants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+END_OF_DOCUMENT = 256
+VOCABULARY = 257
+DEFAULT_MAX_BYTES = 8_000_000
+FORMAT = b"bytes-uint16-eod256-v1"
+ROOT = Path(__file__).resolve().parent.parent
+
+# Nobody's prose, and large.
+SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "dist-packages", "idle_test", "node_modules", "site-packages", "test", "tests"}
+)
+
+
+class DataError(Exception):
+    """The input cannot be made into a dataset; the text says what was wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """An indexed dataset on disk."""
+
+    prefix: Path
+    """Path of the .bin and .idx files without their ending."""
+    documents: int
+    tokens: int
+    """Bytes of text and one end-of-document token for each document."""
+    found: bool
+    """Whether it was there already."""
+
+
+def standard_library() -> Path:
+    """Folder of Python's own library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def list_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
+    """Text files to read, in an order that depends on names alone.
+
+    Yields each file with whether it was named itself: a file found in a folder may be passed over
+    when it is no text. Hidden files and folders of tests, caches and packages are left out.
+
+    Raises:
+        DataError: a path that does not exist.
+    """
+    for path in paths:
+        if path.is_file():
+            yield path, True
+        elif path.is_dir():
+            yield from ((file, False) for file in _walk(path, "*"))
+        else:
+            raise DataError(f"{path}: no such file or folder")
+
+
+def _walk(folder: Path, pattern: str) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.name.startswith(".") or entry.is_symlink():
+            continue
+        if entry.is_dir():
+            if entry.name not in SKIPPED_FOLDERS:
+                yield from _walk(entry, pattern)
+        elif entry.is_file() and entry.match(pattern):
+            yield entry
+
+
+def read_documents(files: Iterable[tuple[Path, bool]], max_bytes: int) -> list[bytes]:
+    """The bytes of the text files, one document each, until ``max_bytes`` are reached.
+
+    The document that would pass the limit is cut there. Empty files are passed over.
+
+    Raises:
+        DataError: a file that was named is no text (UTF-8), or nothing is left to read.
+    """
+    documents: list[bytes] = []
+    left = max_bytes
+    seen = 0
+    for file, named in files:
+        if left <= 0:
+            break
+        seen += 1
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}") from error
+        if not _is_text(content):
+            if named:
+                raise DataError(f"{file}: not text: it holds bytes that are no UTF-8, or zeros")
+            continue
+        if content:
+            documents.append(content[:left])
+            left -= len(documents[-1])
+    if not documents:
+        raise DataError(
+            "no files: the folder holds none" if not seen else f"no text in {seen} files: all empty"
+        )
+    return documents
+
+
+def _is_text(content: bytes) -> bool:
+    if b"\0" in content:
+        return False
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def fingerprint(documents: Iterable[bytes]) -> str:
+    """Hash of the documents, their boundaries and the format."""
+    digest = hashlib.sha256(FORMAT)
+    for document in documents:
+        digest.update(len(document).to_bytes(8, "little"))
+        digest.update(document)
+    return digest.hexdigest()
+
+
+def write_dataset(documents: Sequence[bytes], folder: Path, name: str = "text") -> Dataset:
+    """Write the documents as ``folder/<name>-<hash>.bin`` and ``.idx``, if they are not there.
+
+    The files appear whole or not at all, so that two writers, or one that was ended, do no harm.
+    """
+    tokens = sum(map(len, documents)) + len(documents)
+    prefix = folder / f"{name}-{fingerprint(documents)[:16]}"
+    final = [prefix.with_name(f"{prefix.name}{ending}") for ending in (".bin", ".idx")]
+    found = all(file.is_file() for file in final) and final[0].stat().st_size == 2 * tokens
+    if not found:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = [Path(scratch) / file.name for file in final]
+            _build(documents, *made)
+            for source, target in zip(made, final, strict=True):
+                os.replace(source, target)
+    return Dataset(prefix=prefix, documents=len(documents), tokens=tokens, found=found)
+
+
+def _build(documents: Sequence[bytes], bin_file: Path, idx_file: Path) -> None:
+    # Here, because importing Megatron takes seconds and a dataset that is there needs none of it.
+    import numpy
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(bin_file), dtype=numpy.uint16)
+    for document in documents:
+        tokens = numpy.frombuffer(document, dtype=numpy.uint8).astype(numpy.int32)
+        tokens = numpy.append(tokens, numpy.int32(END_OF_DOCUMENT))
+        builder.add_document(torch.from_numpy(tokens), [len(tokens)])
+    builder.finalize(str(idx_file))
+
+
+def prepare(paths: Sequence[Path], folder: Path, max_bytes: int) -> Dataset:
+    """Make, or find, the dataset of these paths; of the standard library without any.
+
+    Raises:
+        DataError: a path that is not there, no text, or nothing to read.
+    """
+    if max_bytes <= 0:
+        raise DataError(f"--max-bytes {max_bytes}: must be positive")
+    if paths:
+        return write_dataset(read_documents(list_files(paths), max_bytes), folder)
+    sources = ((file, False) for file in _walk(standard_library(), "*.py"))
+    return write_dataset(read_documents(sources, max_bytes), folder, "python")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="*", type=Path, help="text files, and folders of them")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "data", help="folder (default: build/data)"
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        default=DEFAULT_MAX_BYTES,
+        help=f"stop after this much text (default: {DEFAULT_MAX_BYTES})",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        dataset = prepare(options.paths, options.out, options.max_bytes)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    state = "found" if dataset.found else "made"
+    print(f"{state}: {dataset.documents} documents, {dataset.tokens} tokens", file=sys.stderr)
+    print(dataset.prefix)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

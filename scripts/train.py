@@ -1,0 +1,224 @@
+#!/usr/bin/env python3
+"""Trains a small GPT on text with Megatron-LM, its gradients summed by BytePS.
+
+Prepares the data, runs the workers on this machine with a BytePS scheduler and servers beside them
+(or, with DMLC_PS_ROOT_URI set, as workers of that cluster), shows the loss as it falls, and ends
+with a summary, the loss curve as a picture and all losses as JSON in build/train. With --compare
+it trains the same seed through torch.distributed's all-reduce as well and overlays both.
+
+Exit status: 0 the loss fell as far as stated, and the comparison held; 1 it did not, or a worker
+failed, whose log is shown then; 2 bad usage; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import prepare_data
+from trainkit.job import Job, JobError, Record
+from trainkit.report import Result, draw, largest_difference, same_parameters, table, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_STEPS = 400
+DEFAULT_THRESHOLD = 2.5
+# A run of fewer steps has to show a falling loss, not this one.
+STEPS_TO_THRESHOLD = 200
+EXACT_WORKERS = 2
+PROGRESS_S = 2.0
+
+# 0.8 million parameters: a loss below 2.5 after about a minute on two cores.
+MODEL = """
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --position-embedding-type rope
+    --seq-length 128 --max-position-embeddings 128 --micro-batch-size 8
+    --hidden-dropout 0 --attention-dropout 0
+    --optimizer adam --adam-beta2 0.95 --clip-grad 1.0
+    --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 10
+    --split 100,0,0 --eval-iters 0 --eval-interval 1000000 --log-interval 20
+""".split()  # noqa: SIM905
+
+# What Megatron's defaults would take from Transformer Engine and Apex, on a GPU without them.
+WITHOUT_TRANSFORMER_ENGINE = """
+    --transformer-impl local --attention-backend unfused --no-persist-layer-norm
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion
+""".split()  # noqa: SIM905
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--steps", type=positive, default=DEFAULT_STEPS, help=f"default: {DEFAULT_STEPS}")
+    add("--workers", type=positive, help="default: one for each GPU, 2 without")
+    add("--servers", type=positive, default=1, help="BytePS servers on this machine (default: 1)")
+    add("--compare", action="store_true", help="train through all-reduce too")
+    add("--seed", type=positive, default=1234, help="default: 1234")
+    add(
+        "--threshold",
+        type=float,
+        metavar="LOSS",
+        help="fail unless the mean of the last ten losses is below this (default: "
+        f"{DEFAULT_THRESHOLD} from {STEPS_TO_THRESHOLD} steps on, before that the first loss)",
+    )
+    add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
+    add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
+    add("--out", type=Path, default=ROOT / "build" / "train", help="default: build/train")
+    add("--tree", type=Path, default=ROOT / "build" / "Megatron-LM", help="patched Megatron-LM")
+    add(
+        "megatron",
+        nargs="*",
+        metavar="-- ARGUMENTS",
+        help="for Megatron, after --; they win over those chosen here",
+    )
+    return parser.parse_args(arguments)
+
+
+def count_gpus() -> int:
+    # In a process of its own CUDA would be kept busy by this one, which only waits.
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def on_gpu() -> bool:
+    return count_gpus() > 0 and os.environ.get("MEGATRON_CPU") != "1"
+
+
+def megatron_arguments(options: argparse.Namespace, prefix: Path) -> list[str]:
+    """Arguments that both backends share."""
+    arguments = [*MODEL, "--seed", str(options.seed), "--train-iters", str(options.steps)]
+    arguments += ["--data-path", str(prefix), "--data-cache-path", str(prefix.parent / "cache")]
+    if on_gpu() and importlib.util.find_spec("transformer_engine") is None:
+        arguments += WITHOUT_TRANSFORMER_ENGINE
+    return arguments + options.megatron
+
+
+def environment(workers: int, servers: int) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0))
+    values = {"OMP_NUM_THREADS": str(max(1, cores // (workers + servers)))}
+    values |= {"BYTEPS_EMBEDDED_SERVERS": str(servers), "PYTHONWARNINGS": "ignore"}
+    # What the user set wins, but for the number of servers, which came as a flag.
+    return {k: v for k, v in values.items() if k not in os.environ or k.startswith("BYTEPS")}
+
+
+def progress_printer(steps: int) -> Callable[[Record], None]:
+    """A function that prints a line now and then."""
+    shown = {"time": 0.0, "step": 0}
+
+    def show(record: Record) -> None:
+        if not record.steps or len(record.steps) == shown["step"]:
+            return
+        last = len(record.steps) == steps
+        if not last and time.monotonic() - shown["time"] < PROGRESS_S:
+            return
+        step = record.steps[-1]
+        shown.update(time=time.monotonic(), step=len(record.steps))
+        rate = f"{record.tokens_per_s():8,.0f} tokens/s" if len(record.steps) > 1 else ""
+        print(f"  step {step.iteration:5d}/{steps}  loss {step.loss:.4f}  {rate}", flush=True)
+
+    return show
+
+
+def train(options: argparse.Namespace, prefix: Path, *, backend: str) -> Result:
+    """One run through ``BytePS`` or ``all-reduce``."""
+    through_byteps = backend == "BytePS"
+    servers = options.servers if through_byteps else 0
+    beside = f" and {_count(servers, 'server')}" if servers else ""
+    print(f"training through {backend}: {_count(options.workers, 'worker')}{beside}", flush=True)
+    arguments = megatron_arguments(options, prefix)
+    job = Job(
+        tree=options.tree,
+        folder=options.out / backend.lower(),
+        workers=options.workers,
+        arguments=[*arguments, "--use-dpu-reduce"] if through_byteps else arguments,
+        # The same for both: the number of threads decides how a matrix product is summed.
+        environment=environment(options.workers, options.servers),
+    )
+    record = job.run(progress_printer(options.steps))
+    return Result(backend=backend, workers=options.workers, servers=servers, record=record)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def check_fall(result: Result, options: argparse.Namespace) -> bool:
+    """Whether the loss fell as far as it has to."""
+    limit = options.threshold
+    if limit is None:
+        long_enough = options.steps >= STEPS_TO_THRESHOLD
+        limit = DEFAULT_THRESHOLD if long_enough else result.losses[0]
+    fell = result.final_loss < limit
+    word = "fell below" if fell else "did NOT fall below"
+    print(f"loss: {word} {limit:.4f} ({result.losses[0]:.4f} -> {result.final_loss:.4f})")
+    return fell
+
+
+def check_equal(ours: Result, theirs: Result) -> bool:
+    """Print how far apart the two backends are; with two workers they must be equal."""
+    difference = largest_difference(ours, theirs)
+    same = same_parameters(ours, theirs)
+    print(
+        f"largest difference of the loss over {len(ours.losses)} steps: {difference!r}; "
+        f"final parameters: {'the same to the last bit' if same else 'different'}"
+    )
+    if ours.workers > EXACT_WORKERS:
+        return True
+    equal = difference == 0.0 and same
+    if not equal:
+        print(f"with {ours.workers} workers both backends must give the same bits")
+    return equal
+
+
+def run(options: argparse.Namespace) -> int:
+    if not (options.tree / "pretrain_dpu_gpt.py").is_file():
+        print(f"error: {options.tree} is no patched Megatron-LM: run `make setup`", file=sys.stderr)
+        return 1
+    if options.workers is None:
+        options.workers = count_gpus() if on_gpu() else EXACT_WORKERS
+    dataset = prepare_data.prepare(options.data, ROOT / "build" / "data", options.max_bytes)
+    print(f"data: {dataset.documents} documents, {dataset.tokens:,} tokens in {dataset.prefix}")
+
+    results = [train(options, dataset.prefix, backend="BytePS")]
+    if options.compare:
+        results.append(train(options, dataset.prefix, backend="all-reduce"))
+
+    picture, losses = options.out / "loss.png", options.out / "losses.json"
+    write_json(results, losses)
+    draw(results, picture)
+    print(f"\n{table(results)}\n")
+    good = check_fall(results[0], options)
+    if options.compare:
+        good = check_equal(*results) and good
+    print(f"loss curve: {picture}\nall losses: {losses}")
+    return 0 if good else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    # A terminated run ends its workers like an interrupted one.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run(options)
+    except (JobError, prepare_data.DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the workers were ended", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

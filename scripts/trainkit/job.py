@@ -1,0 +1,159 @@
+"""One training run: torchrun on this machine, watched through the record that rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ENTRY = "pretrain_dpu_gpt.py"
+LOG_LINES = 40
+_GRACE_S = 10.0
+_POLL_S = 0.2
+
+
+class JobError(Exception):
+    """A training run that did not end well; the text holds the end of its logs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One line of the record."""
+
+    iteration: int
+    loss: float
+    """Average over all tokens of the step on all workers, not rounded."""
+    tokens: int
+    seconds: float
+    """Since the job began to train."""
+    push_pull_mb_per_s: float
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What a run wrote."""
+
+    steps: list[Step] = field(default_factory=list)
+    checksum: str = ""
+    """SHA-256 over the final parameters; empty while the run goes on."""
+
+    def tokens_per_s(self, warm_up: int = 5) -> float:
+        """Throughput from the step ``warm_up`` on, or from the first one of a short run."""
+        if len(self.steps) < 2:
+            return 0.0
+        start = min(warm_up, len(self.steps) - 2)
+        spent = self.steps[-1].seconds - self.steps[start].seconds
+        return sum(step.tokens for step in self.steps[start + 1 :]) / max(spent, 1e-9)
+
+
+def read_record(path: Path) -> Record:
+    """Read what is there of a record; a last line that is not whole yet is left out."""
+    record = Record()
+    if not path.exists():
+        return record
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        entry: dict[str, Any] = json.loads(line)
+        if "parameters_sha256" in entry:
+            record.checksum = entry["parameters_sha256"]
+        else:
+            record.steps.append(
+                Step(
+                    iteration=entry["iteration"],
+                    loss=entry["loss"],
+                    tokens=entry["tokens"],
+                    seconds=entry["seconds"],
+                    push_pull_mb_per_s=entry.get("push_pull_mb_per_s", 0.0),
+                )
+            )
+    return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """How to run Megatron's training loop on this machine."""
+
+    tree: Path
+    """The patched Megatron-LM."""
+    folder: Path
+    """For the record and the logs of this run; emptied first."""
+    workers: int
+    arguments: Sequence[str]
+    """Of the entry script."""
+    environment: Mapping[str, str]
+    """Added to this process's own."""
+
+    def run(self, progress: Callable[[Record], None]) -> Record:
+        """Train; ``progress`` is called with the record as it grows.
+
+        Raises:
+            JobError: a worker failed, or the run ended without its record.
+        """
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        record_file = self.folder / "steps.jsonl"
+        with self._torchrun(record_file) as process:
+            while process.poll() is None:
+                time.sleep(_POLL_S)
+                progress(read_record(record_file))
+        record = read_record(record_file)
+        if process.returncode != 0:
+            raise JobError(
+                f"training ended with exit status {process.returncode}\n{self._last_lines()}"
+            )
+        if not record.steps or not record.checksum:
+            raise JobError(f"training ended without its record\n{self._last_lines()}")
+        progress(record)
+        return record
+
+    @contextmanager
+    def _torchrun(self, record_file: Path) -> Iterator[subprocess.Popen[bytes]]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(self.workers)]
+        command += ["--redirects", "3", "--log-dir", str(self.folder / "workers")]
+        command += [str(self.tree / ENTRY), *self.arguments, "--record-steps", str(record_file)]
+        with (self.folder / "torchrun.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C comes here alone, and is passed on once.
+                start_new_session=True,
+            )
+            try:
+                yield process
+            finally:
+                _end(process)
+
+    def _last_lines(self) -> str:
+        """The end of what each worker wrote to stderr, or of torchrun's log when none did."""
+        logs = sorted(self.folder.rglob("stderr.log")) or [self.folder / "torchrun.log"]
+        parts = []
+        for log in logs:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            parts += [f"---- last lines of {log}", *lines[-LOG_LINES:]]
+        return "\n".join(parts)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun, which ends its workers; by force, with its session, when it does not."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            # The session was made for this process: its number is the group's.
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
