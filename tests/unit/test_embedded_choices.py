@@ -180,3 +180,84 @@ def test_import_needs_neither_torch_nor_the_engine() -> None:
 
 def test_interface_address_matches_the_kernel() -> None:
     assert embedded._interface_address("lo") == socket.inet_ntoa(b"\x7f\x00\x00\x01")
+
+
+class TestStop:
+    """How long stop() waits, and that it always ends what was started."""
+
+    @pytest.fixture
+    def started(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> embedded._Embedded:
+        """As after start_if_needed(), with children that the test adds."""
+        folder = tmp_path / "logs"
+        folder.mkdir()
+        state = embedded._Embedded(pid=os.getpid(), folder=folder)
+        monkeypatch.setattr(embedded, "_current", state)
+        monkeypatch.setattr(embedded, "GRACE_S", 0.3)
+        return state
+
+    @staticmethod
+    def add(state: embedded._Embedded, code: str) -> Child:
+        assert state.folder is not None
+        log = state.folder / f"{len(state.children)}.log"
+        child = Child("helper", [sys.executable, "-c", code], os.environ, log)
+        state.children.append(child)
+        return child
+
+    def test_waits_for_children_to_end(self, started: embedded._Embedded) -> None:
+        child = self.add(started, "import time; time.sleep(1)")
+        embedded.stop()
+        assert child.status == 0
+        assert not started.folder.exists()
+        assert not embedded.is_running()
+
+    def test_terminates_after_the_deadline(self, started: embedded._Embedded) -> None:
+        child = self.add(started, "import time; time.sleep(600)")
+        embedded.stop(timeout_s=0.1)
+        assert child.status == -signal.SIGTERM
+        assert not started.folder.exists()
+
+    def test_kills_what_does_not_terminate(self, started: embedded._Embedded) -> None:
+        code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+        child = self.add(started, code + "; time.sleep(600)")
+        deadline = time.monotonic() + 30
+        while not child.last_lines():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        embedded.stop(graceful=False)
+        assert child.status == -signal.SIGKILL
+
+    def test_does_not_wait_long_for_the_rest_of_a_failed_job(
+        self, started: embedded._Embedded
+    ) -> None:
+        hung = self.add(started, "import time; time.sleep(600)")
+        failed = self.add(started, "raise SystemExit(1)")
+        embedded.stop()
+        assert (failed.status, hung.status) == (1, -signal.SIGTERM)
+        assert started.folder.exists(), "the logs of a failure stay"
+
+    def test_does_not_wait_long_when_dying(
+        self, started: embedded._Embedded, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The other ranks may be waiting for this process to end."""
+        monkeypatch.setattr(sys, "last_exc", RuntimeError("uncaught"), raising=False)
+        child = self.add(started, "import time; time.sleep(600)")
+        embedded.stop()
+        assert child.status == -signal.SIGTERM
+
+    def test_puts_the_environment_back(
+        self, started: embedded._Embedded, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DMLC_NUM_SERVER", "9")
+        monkeypatch.setenv("DMLC_PS_ROOT_URI", "10.0.0.9")
+        started.saved_environment = {"DMLC_NUM_SERVER": "2", "DMLC_PS_ROOT_URI": None}
+        embedded.stop()
+        assert os.environ["DMLC_NUM_SERVER"] == "2"
+        assert "DMLC_PS_ROOT_URI" not in os.environ
+
+    def test_a_forked_copy_owns_nothing(self, started: embedded._Embedded) -> None:
+        child = self.add(started, "import time; time.sleep(600)")
+        started.pid = os.getpid() + 1
+        embedded.stop()
+        assert child.running
+        child.signal(signal.SIGKILL)
+        assert child.wait(time.monotonic() + 30)

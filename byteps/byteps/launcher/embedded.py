@@ -34,7 +34,7 @@ from typing import Protocol
 EXECUTABLE = "byteps-server"
 LOOPBACK = "127.0.0.1"
 LOG_LINES_SHOWN = 20
-TERMINATE_GRACE_S = 5.0
+GRACE_S = 5.0
 DEFAULT_SERVERS = 1
 MAX_SERVERS = 256
 DEFAULT_START_TIMEOUT_S = 30.0
@@ -217,6 +217,9 @@ def _says_loopback(host: str) -> bool:
         return False
 
 
+_endings = threading.Condition()  # notified whenever a child has ended
+
+
 class Child:
     """One process started here, with a log file of its own.
 
@@ -236,6 +239,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._failure: OSError | None = None
         self._expected = False
+        self.ended_at = 0.0  # of time.monotonic()
         self._started = threading.Event()
         self._ended = threading.Event()
         threading.Thread(target=self._keep, name=f"byteps-{title}", daemon=True).start()
@@ -268,7 +272,10 @@ class Child:
             # Not print(): at interpreter exit a daemon thread must not wait for stderr's lock.
             with contextlib.suppress(OSError):
                 os.write(2, self._obituary(status).encode(errors="replace"))
-        self._ended.set()
+        with _endings:
+            self.ended_at = time.monotonic()
+            self._ended.set()
+            _endings.notify_all()
 
     def _obituary(self, status: int) -> str:
         what = f"signal {-status}" if status < 0 else f"exit status {status}"
@@ -293,7 +300,8 @@ class Child:
 
     @property
     def failed(self) -> bool:
-        return self.status not in (None, 0) and not self._expected
+        """It has ended, neither with status 0 nor by a signal of ours."""
+        return not self.running and self.status not in (None, 0) and not self._expected
 
     def wait(self, deadline: float) -> bool:
         """Whether it ended before `deadline` (of time.monotonic())."""
@@ -536,8 +544,9 @@ def stop(graceful: bool = True, timeout_s: float | None = None) -> None:
 
     Call it after this rank left the cluster. Scheduler and servers end by themselves, with status
     0, once every worker left; `graceful` waits for that, up to `timeout_s` (default
-    BYTEPS_OP_TIMEOUT_S: a rank that is still at work keeps them, and a rank that was lost ends them
-    long before). Then, or at once when not `graceful`, they are terminated and, 5 s later, killed.
+    BYTEPS_OP_TIMEOUT_S: a rank that is still at work needs them). It waits no longer than 5 s once
+    one of them has failed, or when this process ends by an exception: other ranks may hang until
+    it has ended. Then, or at once when not `graceful`, they are terminated and, 5 s later, killed.
     The logs stay only when a child failed.
     """
     global _current
@@ -549,19 +558,38 @@ def stop(graceful: bool = True, timeout_s: float | None = None) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    if graceful:
-        if timeout_s is None:
-            timeout_s = _seconds(os.environ, "BYTEPS_OP_TIMEOUT_S", DEFAULT_LEAVE_TIMEOUT_S)
-        _wait_all(state.children, time.monotonic() + timeout_s)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        left = [child for child in state.children if child.running]
-        for child in left:
-            child.signal(number)
-        _wait_all(left, time.monotonic() + TERMINATE_GRACE_S)
-    if state.folder is not None and not any(child.failed for child in state.children):
-        shutil.rmtree(state.folder, ignore_errors=True)
+    try:
+        if graceful:
+            if timeout_s is None:
+                timeout_s = _leave_timeout_s()
+            _wait_all(state.children, time.monotonic() + timeout_s)
+    finally:  # an interrupt ends the waiting, not the ending
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            left = [child for child in state.children if child.running]
+            for child in left:
+                child.signal(number)
+            _wait_all(left, time.monotonic() + GRACE_S)
+        if state.folder is not None and not any(child.failed for child in state.children):
+            shutil.rmtree(state.folder, ignore_errors=True)
+
+
+def _leave_timeout_s() -> float:
+    # Set by the interpreter for an exception that nobody caught; at a prompt, life goes on.
+    dying = getattr(sys, "last_exc", None) is not None and not hasattr(sys, "ps1")
+    if dying:
+        return GRACE_S
+    try:
+        return _seconds(os.environ, "BYTEPS_OP_TIMEOUT_S", DEFAULT_LEAVE_TIMEOUT_S)
+    except RuntimeError:  # set to junk since init: no reason not to end
+        return DEFAULT_LEAVE_TIMEOUT_S
 
 
 def _wait_all(children: Sequence[Child], deadline: float) -> None:
-    for child in children:
-        child.wait(deadline)
+    """Wait until all have ended, or the deadline, or a while after one of them has failed."""
+    with _endings:
+        while any(child.running for child in children):
+            failures = [child.ended_at + GRACE_S for child in children if child.failed]
+            left = min([deadline, *failures]) - time.monotonic()
+            if left <= 0:
+                return
+            _endings.wait(left)
