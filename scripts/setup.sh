@@ -187,18 +187,14 @@ current requirements "$key" || step "requirements" install_requirements "$key"
 
 step "patches" "$venv/bin/python" -B "$root/scripts/patchset.py" apply
 
-if [[ -f "$root/build/byteps/pyproject.toml" ]]; then
-  # Whatever can change the outcome of the build, and nothing else.
-  wheel_key="$({
-    "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
-    echo "$key $(uname -m) $("${CXX:-g++}" --version | head -n 1)"
-    echo "$(type -p nvcc || true) $(missing_packages optional)"
-    env | LC_ALL=C sort | grep -E '^(CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|CMAKE_.*|SKBUILD_.*|CUDA.*_HOME|BYTEPS_(WITH|BUILD)_.*)=' || true
-  } | hash_of)"
-  current byteps "$wheel_key" || step "byteps" build_byteps "$wheel_key"
-else
-  echo "warning: build/byteps has no pyproject.toml: byteps is not built" >&2
-fi
+# Whatever can change the outcome of the build, and nothing else.
+wheel_key="$({
+  "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
+  echo "$key $(uname -m) $("${CXX:-g++}" --version | head -n 1)"
+  echo "$(type -p nvcc || true) $(missing_packages optional)"
+  env | LC_ALL=C sort | grep -E '^(CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|CMAKE_.*|SKBUILD_.*|CUDA.*_HOME|BYTEPS_(WITH|BUILD)_.*)=' || true
+} | hash_of)"
+current byteps "$wheel_key" || step "byteps" build_byteps "$wheel_key"
 
 megatron_key="$({
   echo "$root $key"
