@@ -42,6 +42,11 @@ venv="$root/build/venv"
 stamps="$venv/.megatron-byteps"
 logs="$root/build/logs"
 export UV_CACHE_DIR="${UV_CACHE_DIR:-$cache/uv}"
+# uv brings its own list of authorities; where the system has one, it knows the local ones as well.
+if [[ -s /etc/ssl/certs/ca-certificates.crt ]]; then
+  export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"
+  export UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" # the older name
+fi
 # An activated environment of the user's must not redirect any of this.
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME
 mkdir -p "$root/build" "$logs" "$cache"
