@@ -3,10 +3,14 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-usage="usage: scripts/lock_requirements.sh [-h] (needs uv on PATH, or its path in \$UV)"
+usage="usage: scripts/lock_requirements.sh [--upgrade] (needs uv on PATH, or its path in \$UV)
 
+Versions that are locked already stay, unless --upgrade."
+
+upgrade=()
 case "${1:-}" in
   "") ;;
+  --upgrade) upgrade=(--upgrade) ;;
   -h | --help)
     echo "$usage"
     exit 0
@@ -19,7 +23,7 @@ esac
 
 uv="${UV:-uv}"
 # For every platform, with every file's hash and no index named: the lock is the same for all.
-options=(--quiet --universal --python-version 3.12 --generate-hashes --no-header --no-annotate
+options=("${upgrade[@]}" --quiet --universal --python-version 3.12 --generate-hashes --no-header --no-annotate
   --no-emit-index-url --no-emit-find-links)
-"$uv" pip compile "${options[@]}" --upgrade -o "$root/requirements.lock" "$root/requirements.in"
-echo uv | "$uv" pip compile "${options[@]}" --upgrade -o "$root/requirements-uv.lock" -
+"$uv" pip compile "${options[@]}" -o "$root/requirements.lock" "$root/requirements.in"
+echo uv | "$uv" pip compile "${options[@]}" -o "$root/requirements-uv.lock" -
