@@ -23,7 +23,8 @@ esac
 
 uv="${UV:-uv}"
 # For every platform, with every file's hash and no index named: the lock is the same for all.
-options=("${upgrade[@]}" --quiet --universal --python-version 3.12 --generate-hashes --no-header --no-annotate
+options=("${upgrade[@]}" --quiet --universal --python-version 3.12 --generate-hashes --no-header
+  --no-annotate
   --no-emit-index-url --no-emit-find-links)
 "$uv" pip compile "${options[@]}" -o "$root/requirements.lock" "$root/requirements.in"
 echo uv | "$uv" pip compile "${options[@]}" -o "$root/requirements-uv.lock" -
