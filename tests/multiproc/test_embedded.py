@@ -181,6 +181,23 @@ def test_lost_node_ends_the_job(job: Started, role: str) -> None:
     assert re.search(rf"embedded {role}.* ended with signal 9", launcher.text)
 
 
+def test_rank_that_does_not_join(job: Started) -> None:
+    env = {"BYTEPS_START_TIMEOUT_S": "3"}
+    launcher = job.start("absent", *TORCHRUN, "--nproc-per-node", "2", env=env)
+    assert launcher.wait(RUN_S) != 0
+    wanted = r"ranks \[1\] of 2 did not call bps.init\(\) within 3 s \(BYTEPS_START_TIMEOUT_S\)"
+    assert re.search(wanted, launcher.text)
+    job.demand_nothing_left()
+
+
+def test_rank_that_raises(job: Started) -> None:
+    """Its scheduler and servers must not keep it: the others wait for its end."""
+    launcher = job.start("raise", *TORCHRUN, "--nproc-per-node", "2")
+    assert launcher.wait(RUN_S) != 0
+    assert "a mistake of the user's" in launcher.text
+    job.demand_no_process()
+
+
 def test_interrupt_ends_everything(job: Started) -> None:
     """Ctrl-C at torchrun."""
     launcher = job.start("forever", *TORCHRUN, "--nproc-per-node", "2")
@@ -207,5 +224,7 @@ def test_bad_number_of_servers(make_cluster: Callable[..., Cluster], value: str)
     env = {**unset, "BYTEPS_EMBEDDED_SERVERS": value}
     worker = cluster.start_worker(0, "failures:init_only", env=env)
     assert worker.wait(END_S) == 1
-    assert re.search(rf"BytePSError: .*BYTEPS_EMBEDDED_SERVERS=.?{re.escape(value)}", worker.text)
+    assert re.search(
+        rf"BytePS\w*Error: .*BYTEPS_EMBEDDED_SERVERS=.?{re.escape(value)}", worker.text
+    )
     assert not list(cluster.folder.glob("byteps-embedded-*"))

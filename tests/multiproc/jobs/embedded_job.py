@@ -26,12 +26,20 @@ def main() -> None:
     folder = Path(os.environ["JOB_FOLDER"])
     if size > 1:
         dist.init_process_group("gloo")
+    if mode == "absent" and rank == 1:
+        dist.barrier()  # rank 0 never comes: its init fails
     bps.init()
     demand_sum(rank, size, salt)
     servers = os.environ["DMLC_NUM_SERVER"]
     print(f"rank {bps.rank()} of {bps.size()}, {servers} servers, sums are right", flush=True)
+    if mode == "raise":
+        if rank == 0:
+            raise RuntimeError("a mistake of the user's")
+        dist.barrier()  # ends when rank 0 has ended
     if mode == "forever":
-        (folder / f"pid.{rank}").write_text(str(os.getpid()))
+        part = folder / f".pid.{rank}"
+        part.write_text(str(os.getpid()))
+        part.rename(folder / f"pid.{rank}")
         while True:
             bps.push_pull(torch.ones(1000), average=False, name="loop")
     if mode == "again":
