@@ -91,7 +91,7 @@ void Worker::Stop(bool suspend) {
   push_queue_.clear();
   pending_.clear();
   declaration_replies_.clear();
-  in_flight_ = 0;
+  in_transport_ = 0;
   started_ = false;
 }
 
@@ -326,13 +326,13 @@ void Worker::PushLoop() {
     {
       std::unique_lock<std::mutex> lock(mu_);
       push_cond_.wait(lock, [this] {
-        const bool credit = credit_limit_ == 0 || in_flight_ < credit_limit_;
+        const bool credit = credit_limit_ == 0 || in_transport_ < credit_limit_;
         return stopping_ || (credit && !push_queue_.empty());
       });
       if (stopping_) return;
       task = push_queue_.begin()->second;
       push_queue_.erase(push_queue_.begin());
-      ++in_flight_;
+      ++in_transport_;
     }
     try {
       PushPartition(&copier, task);
@@ -367,11 +367,12 @@ void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
   msg.meta.val_len = static_cast<int>(size);
   msg.meta.option = 0;
   msg.meta.body.assign(reinterpret_cast<const char*>(&header), sizeof(header));
-  // The message keeps the operation, and with it the staging memory, until the
-  // transport has sent it.
+  // Until the transport has sent the message, it holds a credit, and the operation
+  // with its staging memory.  Not until the answer: that waits for other workers,
+  // who might hold all of their credits for partitions of which this one's wait.
   ps::SArray<char> values;
   OperationPtr keep = task.operation;
-  values.reset(const_cast<char*>(source), size, [keep](char*) {});
+  values.reset(const_cast<char*>(source), size, [this, keep](char*) { ReturnCredit(); });
   msg.AddData(values);
   msg.meta.addr = Remember(Pending{task, server});
   BPS_LOG(DEBUG) << "PUSH '" << d.name << "' partition " << task.index << " round " << operation.round << " to server "
@@ -460,7 +461,7 @@ uint64_t Worker::Remember(Pending pending) {
 void Worker::ReturnCredit() {
   {
     std::lock_guard<std::mutex> lock(mu_);
-    --in_flight_;
+    --in_transport_;
   }
   push_cond_.notify_one();
 }
@@ -480,7 +481,6 @@ void Worker::OnMessage(ps::Message* msg) {
     done_cond_.notify_all();
     return;
   }
-  ReturnCredit();
   if (msg->meta.option != 0) {
     FailOperation(pending.task.operation, msg->meta.body);
     return;

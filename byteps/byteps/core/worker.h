@@ -178,7 +178,7 @@ class Worker {
   std::unordered_map<int64_t, OperationPtr> operations_;     // by handle, until waited for
   std::set<OperationPtr> running_;
   std::map<PushOrder, Task> push_queue_;
-  uint64_t in_flight_ = 0;  // partitions sent and not answered
+  uint64_t in_transport_ = 0;  // partitions handed over and not sent yet
   std::unordered_map<uint64_t, Pending> pending_;
   std::unordered_map<uint64_t, std::string> declaration_replies_;
   int64_t last_handle_ = 0;
