@@ -39,7 +39,7 @@ MODEL = """
     --seq-length 128 --max-position-embeddings 128 --micro-batch-size 8
     --hidden-dropout 0 --attention-dropout 0
     --optimizer adam --adam-beta2 0.95 --clip-grad 1.0
-    --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 10
+    --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine
     --split 100,0,0 --eval-iters 0 --eval-interval 1000000 --log-interval 20
 """.split()  # noqa: SIM905
 
@@ -76,6 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
     add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
+    add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
     add("--out", type=Path, default=ROOT / "build" / "train", help="default: build/train")
     add("--tree", type=Path, default=ROOT / "build" / "Megatron-LM", help="patched Megatron-LM")
     add(
@@ -99,6 +100,7 @@ def on_gpu() -> bool:
 def megatron_arguments(options: argparse.Namespace, prefix: Path) -> list[str]:
     """Arguments that both backends share."""
     arguments = [*MODEL, "--seed", str(options.seed), "--train-iters", str(options.steps)]
+    arguments += ["--lr-warmup-iters", str(min(10, options.steps // 10))]
     arguments += ["--data-path", str(prefix), "--data-cache-path", str(prefix.parent / "cache")]
     if on_gpu() and importlib.util.find_spec("transformer_engine") is None:
         arguments += WITHOUT_TRANSFORMER_ENGINE
@@ -188,7 +190,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if options.workers is None:
         options.workers = count_gpus() if on_gpu() else EXACT_WORKERS
-    dataset = prepare_data.prepare(options.data, ROOT / "build" / "data", options.max_bytes)
+    dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     print(f"data: {dataset.documents} documents, {dataset.tokens:,} tokens in {dataset.prefix}")
 
     results = [train(options, dataset.prefix, backend="BytePS")]

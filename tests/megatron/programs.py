@@ -1,0 +1,246 @@
+"""What the ranks of the tests run; each function is a program, called with the job's folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pretrain_dpu_gpt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    param_and_grad_buffer,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import cpu_platform, training
+
+MODEL = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2
+    --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2
+    --train-iters 4 --lr 1e-2 --split 100,0,0 --eval-iters 0 --eval-interval 1000
+    --log-interval 1 --seed 7 --num-workers 0
+""".split()  # noqa: SIM905
+
+
+class Witness:
+    """Sees each step of Megatron's loop at full precision."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[list[torch.Tensor]] = []
+        self.local_gradients: list[list[torch.Tensor]] = []
+        self.names: list[str] = []
+        self.models: list[torch.nn.Module] = []
+        self._sums: list[torch.Tensor] = []
+        self._locals: list[torch.Tensor] = []
+
+    def watch(self) -> None:
+        """Look on where gradients are about to be summed, where they were, and at the log."""
+        group = param_and_grad_buffer._ParamAndGradBucketGroup
+        start, finish, log = group.start_grad_sync, group.finish_grad_sync, training.training_log
+
+        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            for bucket in self.buckets:
+                witness._locals.append(bucket.grad_data * bucket.gradient_scaling_factor)
+            start(self, *args, **kwargs)
+
+        def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            finish(self, *args, **kwargs)
+            witness._sums += [bucket.grad_data.clone() for bucket in self.buckets]
+
+        def training_log(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            witness.end_step(loss_dict["lm loss"].item())
+            return log(loss_dict, *args, **kwargs)
+
+        witness = self
+        group.start_grad_sync = start_grad_sync
+        group.finish_grad_sync = finish_grad_sync
+        training.training_log = training_log
+
+    def end_step(self, loss: float) -> None:
+        self.losses.append(loss)
+        self.gradients.append(self._sums)
+        self.local_gradients.append(self._locals)
+        self._sums, self._locals = [], []
+
+    def watch_byteps(self) -> None:
+        """Note the name of each push-pull."""
+        import byteps.torch as bps
+
+        push_pull = bps.push_pull_async_inplace
+
+        def noted(*args: Any, name: str, **kwargs: Any) -> Any:
+            self.names.append(name)
+            return push_pull(*args, name=name, **kwargs)
+
+        bps.push_pull_async_inplace = noted
+
+    def seen(self) -> dict[str, Any]:
+        parameters = {
+            name: value.detach().clone()
+            for model in self.models
+            for name, value in model.named_parameters()
+        }
+        return {
+            "losses": self.losses,
+            "gradients": self.gradients,
+            "local_gradients": self.local_gradients,
+            "parameters": parameters,
+            "names": self.names,
+            "byteps_imported": "byteps.torch" in sys.modules,
+        }
+
+
+def train(
+    folder: Path,
+    arguments: Sequence[str],
+    hide_byteps: bool = False,
+    sabotage: float = 0.0,
+    environment: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Megatron's training loop through the entry script, under the eyes of a :class:`Witness`.
+
+    ``hide_byteps`` makes ``import byteps`` fail; ``sabotage`` scales what BytePS returns by one
+    plus that much, as a broken reducer would.
+    """
+    if hide_byteps:
+        sys.modules["byteps"] = None  # type: ignore[assignment]
+    sys.argv = ["pretrain_dpu_gpt.py", *MODEL, *arguments]
+    witness = Witness()
+    witness.watch()
+    if "--use-dpu-reduce" in arguments and not hide_byteps:
+        if sabotage:
+            _break_byteps(1.0 + sabotage)
+        witness.watch_byteps()
+    config_of = pretrain_dpu_gpt.gpt_config_from_args
+
+    def with_witness(*args: Any, **kwargs: Any) -> Any:
+        config = config_of(*args, **kwargs)
+        config.post_wrap_hooks.append(lambda models: witness.models.extend(models) or models)
+        return config
+
+    pretrain_dpu_gpt.gpt_config_from_args = with_witness
+    pretrain_dpu_gpt.main()
+    return witness.seen()
+
+
+def _break_byteps(factor: float) -> None:
+    import byteps.torch as bps
+
+    synchronize = bps.synchronize
+    bps.synchronize = lambda handle: synchronize(handle).mul_(factor)
+
+
+# --------------------------------------------------------------------------- megatron.core alone
+
+
+class Mixed(torch.nn.Module):
+    """Layers of several dtypes, and one that belongs to experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 16, dtype=torch.float32)
+        self.second = torch.nn.Linear(16, 12, dtype=torch.bfloat16)
+        self.expert = torch.nn.Linear(12, 4, dtype=torch.float32)
+        for parameter in self.expert.parameters():
+            parameter.allreduce = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.second(self.first(x).bfloat16()).float())
+
+
+def _on_core(body: Callable[[], Any]) -> Any:
+    """Run with torch.distributed and Megatron's groups in place, without megatron.training."""
+    cpu_platform._install()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(3)
+    try:
+        return body()
+    finally:
+        from megatron.core.distributed import dpu_reduce
+
+        dpu_reduce.shutdown()
+        dist.destroy_process_group()
+
+
+def _wrap(module: torch.nn.Module, **config: Any) -> DistributedDataParallel:
+    transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    return DistributedDataParallel(transformer, DistributedDataParallelConfig(**config), module)
+
+
+def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> dict[str, Any]:
+    """Three steps of two micro-batches on :class:`Mixed`; returns the summed gradients of each.
+
+    With ``offload`` the gradient buffers are freed and allocated again between steps.
+    """
+
+    def body() -> dict[str, Any]:
+        ddp = _wrap(Mixed(), **config)
+        gradients = []
+        for step in range(3):
+            ddp.zero_grad_buffer()
+            for microbatch in range(2):
+                x = torch.arange(16, dtype=torch.float32).view(2, 8)
+                x = torch.sin(x + 100 * step + 10 * microbatch + dist.get_rank())
+                if microbatch == 0:
+                    with ddp.no_sync():
+                        ddp(x).square().sum().backward()
+                else:
+                    ddp(x).square().sum().backward()
+            ddp.finish_grad_sync()
+            gradients.append({n: p.main_grad.clone() for n, p in ddp.module.named_parameters()})
+            if offload:
+                ddp.offload_grad_buffers()
+                ddp.restore_grad_buffers()
+        ops = [
+            getattr(bucket, "dpu_reduce_op", None)
+            for buffer in ddp.buffers + ddp.expert_parallel_buffers
+            for bucket in buffer.buckets
+        ]
+        return {"gradients": gradients, "ops": ops}
+
+    return _on_core(body)
+
+
+def core_forced(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """One step whose sum is forced to be whole, as when Megatron saves gradients."""
+
+    def body() -> dict[str, torch.Tensor]:
+        ddp = _wrap(Mixed(), **config)
+        ddp.zero_grad_buffer()
+        ddp(torch.full((2, 8), 1.0 + dist.get_rank())).sum().backward()
+        ddp.finish_grad_sync(force_all_reduce=True)
+        return {name: p.main_grad.clone() for name, p in ddp.module.named_parameters()}
+
+    return _on_core(body)
+
+
+def core_refused(folder: Path) -> dict[str, str]:
+    """What DDP says to settings that it cannot serve."""
+
+    def text(build: Callable[[], object]) -> str:
+        try:
+            build()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def body() -> dict[str, str]:
+        changed = DistributedDataParallelConfig(use_dpu_reduce=True)
+        changed.overlap_param_gather = True
+        transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        seen = {
+            "changed": text(lambda: DistributedDataParallel(transformer, changed, Mixed())),
+        }
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        seen["groups"] = text(lambda: _wrap(Mixed(), use_dpu_reduce=True))
+        return seen
+
+    return _on_core(body)

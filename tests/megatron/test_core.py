@@ -1,0 +1,65 @@
+"""DistributedDataParallel through BytePS, without megatron.training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from jobs import Job
+
+RunJob = Callable[..., Job]
+
+CONFIGS = {
+    "sync": {},
+    "overlap": {"overlap_grad_reduce": True, "bucket_size": 64},
+    "fp32-sums": {"overlap_grad_reduce": True, "grad_reduce_in_fp32": True},
+}
+
+
+def _assert_same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> None:
+    assert len(one) == len(other)
+    for step, twin in zip(one, other, strict=True):
+        for name, gradient in step.items():
+            assert torch.equal(gradient, twin[name]), name
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_several_dtypes_and_experts(run_job: RunJob, config: dict[str, Any]) -> None:
+    """Buffers of fp32 and bf16, dense and expert, several buckets, two micro-batches."""
+    ours = run_job("core_steps", 2, config={**config, "use_dpu_reduce": True})
+    theirs = run_job("core_steps", 2, config=config)
+    for rank in range(2):
+        _assert_same(ours.result(rank)["gradients"], theirs.result(rank)["gradients"])
+
+    ops = ours.result(0)["ops"]
+    assert ops == ours.result(1)["ops"], "the ranks must agree on every operation"
+    assert len({op.name for op in ops}) == len(ops)
+    kinds = {tuple(op.name.split("/")[i] for i in (1, 5)) for op in ops}
+    wide = "fp32" if config.get("grad_reduce_in_fp32") else "bf16"
+    assert kinds == {("dense", "fp32-fp32"), ("dense", f"bf16-{wide}"), ("expert", "fp32-fp32")}
+    assert [op.placement for op in ops] == list(range(len(ops))), "one small partition a bucket"
+    assert {op.group for op in ops} == {(0, 1)}
+    assert theirs.result(0)["ops"] == [None] * len(ops)
+
+
+def test_buffers_may_move_between_steps(run_job: RunJob) -> None:
+    config = {"overlap_grad_reduce": True, "bucket_size": 64}
+    moved = run_job("core_steps", 2, config={**config, "use_dpu_reduce": True}, offload=True)
+    still = run_job("core_steps", 2, config=config)
+    _assert_same(moved.result(0)["gradients"], still.result(0)["gradients"])
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+def test_forced_all_reduce(run_job: RunJob, overlap: bool) -> None:
+    config = {"overlap_grad_reduce": overlap}
+    ours = run_job("core_forced", 2, config={**config, "use_dpu_reduce": True})
+    theirs = run_job("core_forced", 2, config=config)
+    _assert_same([ours.result(1)], [theirs.result(1)])
+
+
+def test_refusals_where_ddp_is_built(run_job: RunJob) -> None:
+    seen = run_job("core_refused", 2).result(0)
+    assert "--use-dpu-reduce" in seen["changed"] and "--overlap-param-gather" in seen["changed"]
+    assert "group of 1 of the job's 2 ranks" in seen["groups"]

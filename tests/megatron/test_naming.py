@@ -1,0 +1,81 @@
+"""Names, priorities and placements of buckets: pure functions of what identifies them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from megatron.core.distributed import dpu_reduce
+
+
+def _name(**changed: object) -> str:
+    identity = {
+        "kind": "dense",
+        "lowest_rank": 0,
+        "model": 0,
+        "chunk": 0,
+        "param_dtype": torch.bfloat16,
+        "grad_dtype": torch.float32,
+        "bucket_id": 3,
+    }
+    return dpu_reduce.bucket_name(**{**identity, **changed})
+
+
+def test_name() -> None:
+    assert _name() == "dpu_reduce/dense/dp0/model0/chunk0/bf16-fp32/bucket3"
+    assert _name() == _name()
+
+
+def test_every_part_of_the_identity_counts() -> None:
+    kinds, ranks, models, chunks = ("dense", "expert"), (0, 1, 10), (0, 1), (0, 1, 10)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64)
+    buckets = (0, 1, 10, 11)
+    names = {
+        _name(
+            kind=kind,
+            lowest_rank=rank,
+            model=model,
+            chunk=chunk,
+            param_dtype=param,
+            grad_dtype=grad,
+            bucket_id=bucket,
+        )
+        for kind, rank, model, chunk, param, grad, bucket in itertools.product(
+            kinds, ranks, models, chunks, dtypes, dtypes, buckets
+        )
+    }
+    assert len(names) == 2 * 3 * 2 * 3 * 5 * 5 * 4
+
+
+def test_an_unusual_dtype_has_a_name() -> None:
+    assert "/int32-fp32/" in _name(param_dtype=torch.int32)
+
+
+def test_what_the_next_forward_needs_first_has_the_highest_priority() -> None:
+    order = [
+        dpu_reduce.bucket_priority(chunk=chunk, bucket_id=bucket, num_buckets=4)
+        for chunk in (0, 1)
+        for bucket in (3, 2, 1, 0)
+    ]
+    assert order[0] == 0
+    assert order == sorted(order, reverse=True)
+    assert len(set(order)) == len(order)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "partitions"), [(0, 0), (1, 1), (99, 1), (100, 1), (101, 2), (1000, 10), (1001, 11)]
+)
+def test_partition_count(nbytes: int, partitions: int) -> None:
+    assert dpu_reduce.partition_count(nbytes, 100) == partitions
+
+
+def test_partition_bytes_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BYTEPS_PARTITION_BYTES", raising=False)
+    assert dpu_reduce._partition_bytes() == 4_096_000
+    monkeypatch.setenv("BYTEPS_PARTITION_BYTES", "65536")
+    assert dpu_reduce._partition_bytes() == 65536
+    for junk in ("64k", "0", "-1"):
+        monkeypatch.setenv("BYTEPS_PARTITION_BYTES", junk)
+        with pytest.raises(ValueError, match=f"BYTEPS_PARTITION_BYTES='{junk}'"):
+            dpu_reduce._partition_bytes()

@@ -1,0 +1,169 @@
+"""scripts/train.py, from data to summary, and when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainkit.job import Record, Step, read_record
+from trainkit.report import Result, largest_difference, same_parameters, table
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 180.0
+SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"]
+
+
+def _command(tree: Path, folder: Path, *options: str) -> list[str]:
+    source = folder / "text.txt"
+    source.write_text("".join(f"line {n} of the text\n" for n in range(500)))
+    script = [sys.executable, str(ROOT / "scripts" / "train.py"), "--tree", str(tree)]
+    script += ["--out", str(folder / "out"), "--data-cache", str(folder / "data")]
+    return [*script, "--data", str(source), *options]
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "MEGATRON_CPU": "1"}
+
+
+def test_train_and_compare(tree: Path, run_dir: Path) -> None:
+    run = subprocess.run(
+        [*_command(tree, run_dir, "--steps", "6", "--compare"), "--", *SMALL],
+        env=_environment(tree),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "largest difference of the loss over 6 steps: 0.0; final parameters: the same" in (
+        run.stdout
+    )
+    for head in ("backend", "workers", "servers", "first loss", "last loss", "tokens/s"):
+        assert head in run.stdout
+    out = run_dir / "out"
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    ours, theirs = json.loads((out / "losses.json").read_text())["runs"]
+    assert ours["losses"] == theirs["losses"] and len(ours["losses"]) == 6
+    assert (ours["backend"], theirs["backend"]) == ("BytePS", "all-reduce")
+
+
+def test_a_failing_worker_is_shown(tree: Path, run_dir: Path) -> None:
+    arguments = ["--workers", "1", "--steps", "2", "--", *SMALL, "--num-attention-heads", "3"]
+    run = subprocess.run(
+        _command(tree, run_dir, *arguments),
+        env=_environment(tree),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert run.returncode == 1
+    assert "error: training ended with exit status 1" in run.stderr
+    assert "args.hidden_size % args.num_attention_heads" in run.stderr, "the worker's own words"
+
+
+def _in_session(leader: int) -> list[int]:
+    """Processes whose session was started by this one, or whose parent it is."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z" and leader in (int(fields[1]), int(fields[3])):
+            found.append(int(entry.parent.name))
+    return found
+
+
+def _wait_for(condition: object, what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} in time"
+        time.sleep(0.1)
+
+
+def test_an_interrupt_ends_every_process(tree: Path, run_dir: Path) -> None:
+    command = _command(tree, run_dir, "--steps", "1000000", "--", *SMALL)
+    with (run_dir / "train.log").open("wb") as log:
+        process = subprocess.Popen(command, env=_environment(tree), stdout=log, stderr=log)
+    try:
+        steps = run_dir / "out" / "byteps" / "steps.jsonl"
+        _wait_for(lambda: steps.exists() or process.poll() is not None, "first step")
+        assert process.poll() is None, "it ended by itself"
+        (torchrun,) = _in_session(process.pid)
+        workers = [pid for pid in _in_session(torchrun) if pid != torchrun]
+        assert len(workers) >= 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130
+    finally:
+        process.kill()
+        process.wait()
+    _wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "end of workers")
+    assert not Path(f"/proc/{torchrun}").exists()
+
+
+def test_bad_usage_and_a_tree_that_is_not_there(run_dir: Path) -> None:
+    bad = [sys.executable, str(ROOT / "scripts" / "train.py"), "--workers", "0"]
+    assert subprocess.run(bad, capture_output=True, timeout=LIMIT_S).returncode == 2
+    missing = subprocess.run(
+        _command(run_dir / "nowhere", run_dir), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert missing.returncode == 1
+    assert "is no patched Megatron-LM: run `make setup`" in missing.stderr
+
+
+def _result(losses: list[float], checksum: str = "a", backend: str = "BytePS") -> Result:
+    steps = [
+        Step(
+            iteration=number + 1,
+            loss=loss,
+            tokens=100,
+            seconds=float(number),
+            push_pull_mb_per_s=float(number),
+        )
+        for number, loss in enumerate(losses)
+    ]
+    return Result(
+        backend=backend, workers=2, servers=1, record=Record(steps=steps, checksum=checksum)
+    )
+
+
+def test_the_report_counts_right() -> None:
+    ours, theirs = _result([5.0, 4.0, 3.0]), _result([5.0, 4.0, 3.0 + 2**-50], "b", "all-reduce")
+    assert largest_difference(ours, ours) == 0.0
+    assert largest_difference(ours, theirs) == 2**-50
+    assert same_parameters(ours, ours) and not same_parameters(ours, theirs)
+    assert ours.record.tokens_per_s() == 100.0
+    assert ours.push_pull_mb_per_s == 1.5
+    rows = table([ours, theirs]).splitlines()
+    assert rows[2].split() == ["BytePS", "2", "1", "5.0000", "4.0000", "100", "1.5"]
+    assert len(rows) == 4
+
+
+def test_a_record_is_read_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    assert read_record(path).steps == []
+    step = {"iteration": 1, "loss": 0.1 + 0.2, "tokens": 8, "seconds": 1.0}
+    path.write_text(json.dumps(step) + '\n{"iteration": 2, "lo')
+    record = read_record(path)
+    assert [one.loss for one in record.steps] == [0.1 + 0.2]
+    assert record.checksum == ""
+    path.write_text(json.dumps(step) + '\n{"parameters_sha256": "ff"}\n')
+    assert read_record(path).checksum == "ff"
+
+
+def test_a_loss_that_does_not_fall_is_a_failure(tree: Path, run_dir: Path) -> None:
+    options = ["--steps", "4", "--threshold", "0.5", "--workers", "1", "--", *SMALL]
+    run = subprocess.run(
+        _command(tree, run_dir, *options),
+        env=_environment(tree),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "loss: did NOT fall below 0.5000" in run.stdout

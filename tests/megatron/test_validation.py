@@ -1,0 +1,139 @@
+"""Arguments that do not go with --use-dpu-reduce are refused by name, the others are not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import Namespace
+from types import ModuleType
+
+import pytest
+from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
+from megatron.training import arguments, cpu_platform
+
+REFUSED = {
+    "--use-megatron-fsdp": (),
+    "--use-torch-fsdp2": (),
+    "--use-distributed-optimizer": (),
+    "--num-distributed-optimizer-instances": ("2",),
+    "--overlap-param-gather": (),
+    "--overlap-param-gather-with-optimizer-step": (),
+    "--fp8-param-gather": (),
+    "--fp4-param-gather": (),
+    "--reuse-grad-buf-for-mxfp8-param-ag": (),
+    "--ddp-reduce-scatter-with-fp32-accumulation": (),
+    "--use-nccl-ub": (),
+    "--tensor-model-parallel-size": ("2",),
+    "--pipeline-model-parallel-size": ("2",),
+    "--context-parallel-size": ("2",),
+    "--expert-model-parallel-size": ("2",),
+    "--expert-tensor-parallel-size": ("2",),
+    "--tensor-parallel-num-weight-shards": ("2",),
+    "--expert-tensor-parallel-num-weight-shards": ("2",),
+    "--optimizer": ("dist_muon",),
+    "--cuda-graph-impl": ("full_iteration",),
+    "--inprocess-restart": (),
+    "--fake-process-group": (),
+}
+
+ALLOWED = (
+    ("--overlap-grad-reduce",),
+    ("--ddp-bucket-size", "1000"),
+    ("--ddp-average-in-collective",),
+    ("--ddp-pad-buckets-for-high-nccl-busbw",),
+    ("--ddp-param-name-patterns-for-fp32-local-accumulation", "all"),
+    ("--accumulate-allreduce-grads-in-fp32",),
+    ("--calculate-per-token-loss",),
+    ("--num-experts", "4"),
+    ("--use-tp-pp-dp-mapping",),
+    ("--tensor-model-parallel-size", "1"),
+)
+
+CONFIG_REFUSED = {
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_custom_fsdp": "--use-custom-fsdp",
+    "use_distributed_optimizer": "--use-distributed-optimizer",
+    "overlap_param_gather": "--overlap-param-gather",
+    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
+    "nccl_ub": "--use-nccl-ub",
+    "fp8_param_gather": "--fp8-param-gather",
+    "fp4_param_gather": "--fp4-param-gather",
+}
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> object:
+    """Parses a command line as Megatron does, on a machine that is taken to have a GPU."""
+    monkeypatch.setattr(cpu_platform, "is_wanted", lambda: False)
+
+    def parsed(*words: str) -> Namespace:
+        monkeypatch.setattr(sys, "argv", ["test", *words])
+        return arguments.parse_args()
+
+    return parsed
+
+
+@pytest.fixture
+def byteps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that can be imported; validation asks for no more."""
+    monkeypatch.setitem(sys.modules, "byteps", ModuleType("byteps"))
+    monkeypatch.setitem(sys.modules, "byteps.torch", ModuleType("byteps.torch"))
+    sys.modules["byteps"].torch = sys.modules["byteps.torch"]
+
+
+@pytest.mark.usefixtures("byteps")
+@pytest.mark.parametrize(("flag", "values"), REFUSED.items(), ids=REFUSED)
+def test_refused(parse: object, flag: str, values: tuple[str, ...]) -> None:
+    args = parse("--use-dpu-reduce", flag, *values)
+    shown = "=".join([flag, *values])
+    pattern = rf"--use-dpu-reduce does not work with {re.escape(shown)}: \w.* Drop one of the two"
+    with pytest.raises(ValueError, match=pattern):
+        arguments.validate_args(args)
+
+
+@pytest.mark.parametrize(("flag", "values"), REFUSED.items(), ids=REFUSED)
+def test_not_refused_without_the_flag(parse: object, flag: str, values: tuple[str, ...]) -> None:
+    dpu_reduce.validate_args(parse(flag, *values))
+
+
+@pytest.mark.usefixtures("byteps")
+@pytest.mark.parametrize("words", ALLOWED, ids=lambda words: words[0])
+def test_allowed(parse: object, words: tuple[str, ...]) -> None:
+    dpu_reduce.validate_args(parse("--use-dpu-reduce", *words))
+
+
+def test_missing_byteps_is_an_error_of_the_arguments(
+    parse: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "byteps", None)
+    monkeypatch.delitem(sys.modules, "byteps.torch", raising=False)
+    args = parse("--use-dpu-reduce")
+    with pytest.raises(RuntimeError, match=r"needs the package byteps .* Install it with"):
+        arguments.validate_args(args)
+
+
+@pytest.mark.parametrize(("name", "flag"), CONFIG_REFUSED.items(), ids=CONFIG_REFUSED)
+def test_config_refused(name: str, flag: str) -> None:
+    with pytest.raises(ValueError, match=f"--use-dpu-reduce does not work with {flag}: "):
+        DistributedDataParallelConfig(use_dpu_reduce=True, **{name: True})
+    DistributedDataParallelConfig(**{name: True})
+
+
+def test_config_refuses_several_instances() -> None:
+    with pytest.raises(ValueError, match="--num-distributed-optimizer-instances=2"):
+        DistributedDataParallelConfig(use_dpu_reduce=True, num_distributed_optimizer_instances=2)
+
+
+def test_fully_sharded_wrappers_refuse() -> None:
+    dpu_reduce.refuse_fsdp(DistributedDataParallelConfig())
+    with pytest.raises(ValueError, match="fully sharded"):
+        dpu_reduce.refuse_fsdp(DistributedDataParallelConfig(use_dpu_reduce=True))
+
+
+def test_the_flag_reaches_the_config(parse: object) -> None:
+    from megatron.training.training import get_megatron_ddp_config
+
+    for words, expected in (((), False), (("--use-dpu-reduce",), True)):
+        args = parse(*words)
+        args.megatron_fsdp_main_params_dtype = None
+        assert get_megatron_ddp_config(args).use_dpu_reduce is expected
