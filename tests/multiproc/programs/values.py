@@ -28,15 +28,22 @@ def key_number(name: str) -> int:
     return zlib.crc32(name.encode()) % 997
 
 
+PERIOD = 31 * 512  # of _whole() in its index: no multiple of any partition's elements
+
+
 def _whole(count: int, rank: int, key: str, round_: int, dtype: str) -> torch.Tensor:
     """Whole numbers, int64, small enough that the sum of four is exact in every dtype."""
-    index = torch.arange(count, dtype=torch.int64)
+    index = torch.arange(min(count, PERIOD), dtype=torch.int64)
     mixed = index * 7 + (index // 512) * 11 + rank * 13 + key_number(key) * 5 + round_ * 3
     return mixed % 31 - (0 if dtype == "uint8" else 15)
 
 
+def _repeated(period: torch.Tensor, count: int) -> torch.Tensor:
+    return period.repeat(-(-count // PERIOD))[:count].contiguous()
+
+
 def exact_input(count: int, rank: int, key: str, round_: int, dtype: str) -> torch.Tensor:
-    return _whole(count, rank, key, round_, dtype).to(dtype_of(dtype))
+    return _repeated(_whole(count, rank, key, round_, dtype).to(dtype_of(dtype)), count)
 
 
 def exact_sum(
@@ -44,11 +51,11 @@ def exact_sum(
 ) -> torch.Tensor:
     """The sum over these ranks, or its average: floor division for integers."""
     total = torch.stack([_whole(count, rank, key, round_, dtype) for rank in ranks]).sum(0)
-    if not average:
-        return total.to(dtype_of(dtype))
-    if dtype in INTEGERS:
-        return torch.div(total, len(ranks), rounding_mode="floor").to(dtype_of(dtype))
-    return (total.double() / len(ranks)).to(dtype_of(dtype))
+    if average and dtype in INTEGERS:
+        total = torch.div(total, len(ranks), rounding_mode="floor")
+    elif average:
+        total = total.double() / len(ranks)
+    return _repeated(total.to(dtype_of(dtype)), count)
 
 
 def random_input(count: int, rank: int, key: str, round_: int, dtype: str) -> torch.Tensor:
