@@ -27,9 +27,11 @@ std::vector<Variable> MakeTable() {
   const auto kChoice = V::kChoice;
   return {
       {"DMLC_ROLE", kChoice, "", "worker", 0, 0, "worker|server|scheduler",
-       "What this process is. `byteps-server` takes it when --role is not given; Python processes are workers."},
+       "What this process is. `byteps-server` takes it when --role is not given; Python processes "
+       "are workers."},
       {"DMLC_PS_ROOT_URI", kString, "", "", 0, 0, "",
-       "Host name or address of the scheduler. A worker without it starts its own scheduler and servers (embedded mode)."},
+       "Host name or address of the scheduler. A worker without it starts its own scheduler and "
+       "servers (embedded mode)."},
       {"DMLC_PS_ROOT_PORT", kInt, "port", "0", 0, 65535, "",
        "Port of the scheduler. On the scheduler itself 0 lets the kernel choose; see --port-file."},
       {"DMLC_NUM_WORKER", kInt, "workers", "1", 1, kMaxInt, "",
@@ -40,44 +42,59 @@ std::vector<Variable> MakeTable() {
       {"DMLC_NODE_HOST", kString, "", "", 0, 0, "",
        "Address at which the others reach this process. Default: that of DMLC_INTERFACE."},
       {"DMLC_INTERFACE", kString, "", "", 0, 0, "",
-       "Network interface whose address the others reach. Default: the one that leads to the scheduler."},
+       "Network interface whose address the others reach. Default: the one that leads to the "
+       "scheduler."},
       {"DMLC_USE_KUBERNETES", kBool, "", "0", 0, 1, "",
-       "The scheduler listens on every address, for when DMLC_PS_ROOT_URI is the address of a service in front of it."},
+       "The scheduler listens on every address, for when DMLC_PS_ROOT_URI is the address of a "
+       "service in front of it."},
       {"DMLC_ENABLE_RDMA", kChoice, "", "zmq", 0, 0, "zmq|0",
        "Transport between workers and servers: zmq (or 0) is TCP."},
       {"RANK", kInt, "", "0", 0, kMaxInt, "", "Rank of this worker, set by torchrun."},
       {"WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "", "Workers in the job, set by torchrun."},
-      {"LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "", "Rank of this worker on its host, set by torchrun."},
-      {"LOCAL_WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "", "Workers on this host, set by torchrun."},
-      {"BYTEPS_LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "", "As LOCAL_RANK, for launchers other than torchrun."},
+      {"LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "",
+       "Rank of this worker on its host, set by torchrun."},
+      {"LOCAL_WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
+       "Workers on this host, set by torchrun."},
+      {"BYTEPS_LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "",
+       "As LOCAL_RANK, for launchers other than torchrun."},
       {"BYTEPS_LOCAL_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
        "As LOCAL_WORLD_SIZE, for launchers other than torchrun."},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
        "Embedded mode: servers started on each host."},
       {"BYTEPS_PARTITION_BYTES", kInt, "bytes", "4096000", 1, 1073741824, "",
-       "Tensors are cut into partitions of at most this many bytes, rounded up to whole pages. The same on all workers."},
+       "Tensors are cut into partitions of at most this many bytes, rounded up to whole pages. The "
+       "same on all workers."},
       {"BYTEPS_PUSH_THREAD", kInt, "threads", "2", 1, 64, "",
-       "Push loops of a worker, and as many pull loops. Each takes partitions by priority, copies from and to the GPU, and sends."},
+       "Push loops of a worker, and as many pull loops. Each takes partitions by priority, copies "
+       "from and to the GPU, and sends."},
       {"BYTEPS_SCHEDULING_CREDIT", kInt, "partitions", "16", 0, 1048576, "",
-       "Partitions that a worker hands to the transport before it has sent them; the others wait where one of higher priority overtakes them. 0: no limit."},
+       "Partitions that a worker hands to the transport before it has sent them; the others wait "
+       "where one of higher priority overtakes them. 0: no limit."},
       {"BYTEPS_KEY_HASH_FN", kChoice, "", "raw", 0, 0, "raw|naive|built_in|djb2|sdbm",
-       "How partitions are dealt to servers. raw: round robin from the tensor's placement. The same on all workers."},
+       "How partitions are dealt to servers. raw: round robin from the tensor's placement. The "
+       "same on all workers."},
       {"BYTEPS_SERVER_ENGINE_THREAD", kInt, "threads", "4", 1, 256, "",
        "Threads of a server that add. A partition stays with one of them."},
       {"BYTEPS_DETERMINISTIC", kBool, "", "0", 0, 1, "",
-       "Servers add in the order of ranks, not of arrival: runs agree bit for bit, for some waiting and memory."},
+       "Servers add in the order of ranks, not of arrival: runs agree bit for bit, for some "
+       "waiting and memory."},
       {"BYTEPS_PEER_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
-       "A peer that is silent for so long is lost and the job fails. (A closed connection is noticed at once.)"},
+       "A peer that is silent for so long is lost and the job fails. (A closed connection is "
+       "noticed at once.)"},
       {"BYTEPS_START_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
-       "The scheduler must answer within this time, and all nodes must have registered so long after the first worker."},
+       "The scheduler must answer within this time, and all nodes must have registered so long "
+       "after the first worker."},
       {"BYTEPS_OP_TIMEOUT_S", kFloat, "s", "600", 0.1, 604800, "",
        "A push_pull that is not complete by then fails, naming the ranks that did not push."},
-      {"BYTEPS_ZMQ_NTHREADS", kInt, "threads", "2", 1, 64, "", "I/O threads of ZeroMQ in each process."},
-      {"BYTEPS_ZMQ_MAX_SOCKET", kInt, "sockets", "1024", 8, 1048576, "", "Sockets ZeroMQ may open in a process."},
+      {"BYTEPS_ZMQ_NTHREADS", kInt, "threads", "2", 1, 64, "",
+       "I/O threads of ZeroMQ in each process."},
+      {"BYTEPS_ZMQ_MAX_SOCKET", kInt, "sockets", "1024", 8, 1048576, "",
+       "Sockets ZeroMQ may open in a process."},
       {"BYTEPS_LOG_LEVEL", kChoice, "", "WARNING", 0, 0, "TRACE|DEBUG|INFO|WARNING|ERROR|FATAL",
        "Least severity that is logged."},
       {"BYTEPS_LOG_HIDE_TIME", kBool, "", "0", 0, 1, "", "Log without the time of day."},
-      {"PS_VERBOSE", kInt, "", "0", 0, 3, "", "Log ps-lite's control messages (1) and all messages (2)."},
+      {"PS_VERBOSE", kInt, "", "0", 0, 3, "",
+       "Log ps-lite's control messages (1) and all messages (2)."},
   };
 }
 
@@ -181,8 +198,8 @@ Config Config::FromEnvironment() {
     config.set_[v.name] = text != nullptr;
     const std::string value = text != nullptr ? text : v.fallback;
     if (text != nullptr && !IsAllowed(v, value)) {
-      throw UsageError(std::string(v.name) + "='" + value + "' is not allowed: it must be " + Allowed(v) +
-                       (v.unit[0] ? std::string(" (") + v.unit + ")" : ""));
+      throw UsageError(std::string(v.name) + "='" + value + "' is not allowed: it must be " +
+                       Allowed(v) + (v.unit[0] ? std::string(" (") + v.unit + ")" : ""));
     }
     config.values_[v.name] = value;
   }
@@ -196,7 +213,9 @@ const std::string& Config::Value(const std::string& name, Variable::Type type) c
 }
 
 long Config::Int(const std::string& name) const { return std::stol(Value(name, Variable::kInt)); }
-double Config::Float(const std::string& name) const { return std::stod(Value(name, Variable::kFloat)); }
+double Config::Float(const std::string& name) const {
+  return std::stod(Value(name, Variable::kFloat));
+}
 bool Config::Bool(const std::string& name) const { return Value(name, Variable::kBool) == "1"; }
 
 const std::string& Config::String(const std::string& name) const {
@@ -232,8 +251,9 @@ std::vector<std::string> Config::UnknownVariables() {
         nearest = &v;
       }
     }
-    warnings.push_back("unknown variable " + name + " is ignored" +
-                       (nearest != nullptr ? std::string("; did you mean ") + nearest->name + "?" : ""));
+    warnings.push_back(
+        "unknown variable " + name + " is ignored" +
+        (nearest != nullptr ? std::string("; did you mean ") + nearest->name + "?" : ""));
   }
   std::sort(warnings.begin(), warnings.end());
   return warnings;
@@ -243,10 +263,14 @@ std::string Config::Markdown() {
   static const char* const kTypes[] = {"integer", "number", "0 or 1", "text", "choice"};
   std::ostringstream out;
   out << "# Configuration\n\n"
-         "Made by `byteps-server --config-markdown`; edit the table in `byteps/byteps/core/config.cc`.\n\n"
-         "Every setting is an environment variable. Each process reads them once, when it starts, whole: a\n"
-         "value that is not allowed is an error that names the variable, and an unknown `BYTEPS_*` or `DMLC_*`\n"
-         "gets a warning with the nearest known name. `byteps-server --print-config` and `bps.print_config()`\n"
+         "Made by `byteps-server --config-markdown`; edit the table in "
+         "`byteps/byteps/core/config.cc`.\n\n"
+         "Every setting is an environment variable. Each process reads them once, when it starts, "
+         "whole: a\n"
+         "value that is not allowed is an error that names the variable, and an unknown `BYTEPS_*` "
+         "or `DMLC_*`\n"
+         "gets a warning with the nearest known name. `byteps-server --print-config` and "
+         "`bps.print_config()`\n"
          "print what is in force.\n\n"
          "| variable | type | unit | default | allowed | meaning |\n|---|---|---|---|---|---|\n";
   for (const auto& v : Table()) {
@@ -257,8 +281,8 @@ std::string Config::Markdown() {
       allowed = "`" + Join(Split(v.choices, '|'), "` `") + "`";
     }
     const std::string fallback = v.fallback[0] ? std::string("`") + v.fallback + "`" : "";
-    out << "| `" << v.name << "` | " << kTypes[v.type] << " | " << v.unit << " | " << fallback << " | "
-        << allowed << " | " << v.doc << " |\n";
+    out << "| `" << v.name << "` | " << kTypes[v.type] << " | " << v.unit << " | " << fallback
+        << " | " << allowed << " | " << v.doc << " |\n";
   }
   return out.str();
 }
@@ -270,8 +294,8 @@ int Choose(const Config& config, const char* launcher, const char* ours, int fal
   const bool by_launcher = config.IsSet(launcher);
   const bool by_us = config.IsSet(ours);
   if (by_launcher && by_us && config.Int(launcher) != config.Int(ours)) {
-    throw UsageError(std::string(launcher) + "=" + std::to_string(config.Int(launcher)) + " and " + ours + "=" +
-                     std::to_string(config.Int(ours)) + " disagree; unset " + ours);
+    throw UsageError(std::string(launcher) + "=" + std::to_string(config.Int(launcher)) + " and " +
+                     ours + "=" + std::to_string(config.Int(ours)) + " disagree; unset " + ours);
   }
   if (by_launcher) return static_cast<int>(config.Int(launcher));
   if (by_us) return static_cast<int>(config.Int(ours));
@@ -287,7 +311,8 @@ Launch Launch::From(const Config& config) {
   launch.local_rank = Choose(config, "LOCAL_RANK", "BYTEPS_LOCAL_RANK", 0);
   launch.local_size = Choose(config, "LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE", 1);
   if (launch.rank >= launch.size) {
-    throw UsageError("the rank " + std::to_string(launch.rank) + " (RANK, DMLC_WORKER_ID) is not below the number of workers, " +
+    throw UsageError("the rank " + std::to_string(launch.rank) +
+                     " (RANK, DMLC_WORKER_ID) is not below the number of workers, " +
                      std::to_string(launch.size) + " (WORLD_SIZE, DMLC_NUM_WORKER)");
   }
   return launch;

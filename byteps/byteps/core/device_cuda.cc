@@ -1,4 +1,4 @@
-#include <cuda_runtime.h>
+#include <cuda_runtime_api.h>
 
 #include <string>
 
@@ -46,7 +46,8 @@ DeviceCopier::~DeviceCopier() {
 void* DeviceCopier::StreamOf(int device) {
   Check(cudaSetDevice(device), "cudaSetDevice");
   if (stream_ != nullptr && device_ == device) return stream_;
-  if (stream_ != nullptr) Check(cudaStreamDestroy(static_cast<cudaStream_t>(stream_)), "cudaStreamDestroy");
+  if (stream_ != nullptr)
+    Check(cudaStreamDestroy(static_cast<cudaStream_t>(stream_)), "cudaStreamDestroy");
   cudaStream_t stream = nullptr;
   // Not the legacy default stream's follower: copies must overlap with kernels.
   Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -55,16 +56,20 @@ void* DeviceCopier::StreamOf(int device) {
   return stream_;
 }
 
-void DeviceCopier::ToHost(const ReadyEvent& ready, void* host, const void* device_pointer, size_t bytes) {
+void DeviceCopier::ToHost(const ReadyEvent& ready, void* host, const void* device_pointer,
+                          size_t bytes) {
   auto stream = static_cast<cudaStream_t>(StreamOf(ready.device()));
-  Check(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(ready.event()), 0), "cudaStreamWaitEvent");
-  Check(cudaMemcpyAsync(host, device_pointer, bytes, cudaMemcpyDeviceToHost, stream), "copy to the host");
+  Check(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(ready.event()), 0),
+        "cudaStreamWaitEvent");
+  Check(cudaMemcpyAsync(host, device_pointer, bytes, cudaMemcpyDeviceToHost, stream),
+        "copy to the host");
   Check(cudaStreamSynchronize(stream), "copy to the host");
 }
 
 void DeviceCopier::ToDevice(int device, void* device_pointer, const void* host, size_t bytes) {
   auto stream = static_cast<cudaStream_t>(StreamOf(device));
-  Check(cudaMemcpyAsync(device_pointer, host, bytes, cudaMemcpyHostToDevice, stream), "copy to the device");
+  Check(cudaMemcpyAsync(device_pointer, host, bytes, cudaMemcpyHostToDevice, stream),
+        "copy to the device");
   Check(cudaStreamSynchronize(stream), "copy to the device");
 }
 

@@ -7,7 +7,9 @@ namespace core {
 namespace {
 
 [[noreturn]] void Refuse() {
-  throw UsageError("this byteps was built without CUDA and takes CPU tensors only; build it where nvcc or the CUDA headers are");
+  throw UsageError(
+      "this byteps was built without CUDA and takes CPU tensors only; build it where nvcc or the "
+      "CUDA headers are");
 }
 
 }  // namespace

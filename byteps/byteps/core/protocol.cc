@@ -66,7 +66,8 @@ bool Declaration::Unpack(const std::string& text, Declaration* d) {
   uint8_t average = 0;
   uint32_t members = 0;
   if (!Get(text, &at, &dtype) || !Get(text, &at, &average) || !Get(text, &at, &d->bytes) ||
-      !Get(text, &at, &d->partition_bytes) || !Get(text, &at, &d->placement) || !Get(text, &at, &members)) {
+      !Get(text, &at, &d->partition_bytes) || !Get(text, &at, &d->placement) ||
+      !Get(text, &at, &members)) {
     return false;
   }
   if (dtype >= kNumDTypes || d->bytes == 0 || d->partition_bytes == 0) return false;
@@ -85,8 +86,8 @@ std::string Declaration::Describe() const {
   std::string ranks;
   for (uint32_t rank : group) ranks += (ranks.empty() ? "" : ",") + std::to_string(rank);
   return std::string(NameOf(dtype)) + ", " + std::to_string(bytes) + " bytes in partitions of " +
-         std::to_string(partition_bytes) + ", " + (average ? "average" : "sum") + " over ranks " + ranks +
-         ", placement " + std::to_string(placement);
+         std::to_string(partition_bytes) + ", " + (average ? "average" : "sum") + " over ranks " +
+         ranks + ", placement " + std::to_string(placement);
 }
 
 bool Declaration::operator==(const Declaration& o) const {

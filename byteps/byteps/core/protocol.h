@@ -40,7 +40,8 @@ struct Declaration {
   bool average = false;
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
-  uint64_t placement = 0;  // the server of partition p is (placement + p) mod servers, when hashed raw
+  uint64_t placement =
+      0;  // the server of partition p is (placement + p) mod servers, when hashed raw
   std::vector<uint32_t> group;  // ranks, ascending
 
   uint64_t Key() const;

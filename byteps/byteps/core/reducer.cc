@@ -6,7 +6,8 @@
 // The loops below are plain so that the compiler vectorises them; where it can,
 // it does so for several instruction sets and picks one when the program starts.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define BYTEPS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define BYTEPS_MULTIVERSION \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define BYTEPS_MULTIVERSION
 #endif
@@ -103,12 +104,22 @@ inline void DivideLoop(void* sum, int divisor, size_t n) {
   }
 }
 
-BYTEPS_MULTIVERSION void AddFloat32(void* sum, const void* in, size_t n) { AddLoop<float>(sum, in, n); }
-BYTEPS_MULTIVERSION void AddFloat64(void* sum, const void* in, size_t n) { AddLoop<double>(sum, in, n); }
+BYTEPS_MULTIVERSION void AddFloat32(void* sum, const void* in, size_t n) {
+  AddLoop<float>(sum, in, n);
+}
+BYTEPS_MULTIVERSION void AddFloat64(void* sum, const void* in, size_t n) {
+  AddLoop<double>(sum, in, n);
+}
 // Signed overflow is undefined, unsigned wraps, and the bits are the same.
-BYTEPS_MULTIVERSION void AddInt8(void* sum, const void* in, size_t n) { AddLoop<uint8_t>(sum, in, n); }
-BYTEPS_MULTIVERSION void AddInt32(void* sum, const void* in, size_t n) { AddLoop<uint32_t>(sum, in, n); }
-BYTEPS_MULTIVERSION void AddInt64(void* sum, const void* in, size_t n) { AddLoop<uint64_t>(sum, in, n); }
+BYTEPS_MULTIVERSION void AddInt8(void* sum, const void* in, size_t n) {
+  AddLoop<uint8_t>(sum, in, n);
+}
+BYTEPS_MULTIVERSION void AddInt32(void* sum, const void* in, size_t n) {
+  AddLoop<uint32_t>(sum, in, n);
+}
+BYTEPS_MULTIVERSION void AddInt64(void* sum, const void* in, size_t n) {
+  AddLoop<uint64_t>(sum, in, n);
+}
 
 BYTEPS_MULTIVERSION void WidenBFloat16(float* sum, const void* in, size_t n) {
   for (size_t i = 0; i < n; ++i) sum[i] = FromBFloat16(Load<uint16_t>(in, i));

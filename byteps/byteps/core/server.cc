@@ -73,12 +73,14 @@ void Server::OnDeclare(const ps::Message& msg) {
   const Caller caller{ps::Postoffice::IDtoRank(msg.meta.sender), msg.meta.addr};
   Declaration declaration;
   if (!Declaration::Unpack(msg.meta.body, &declaration) || declaration.Key() != msg.meta.key) {
-    return Reply(caller, msg, "the declaration of a tensor from worker " + std::to_string(caller.rank) +
-                                  " does not parse");
+    return Reply(caller, msg,
+                 "the declaration of a tensor from worker " + std::to_string(caller.rank) +
+                     " does not parse");
   }
   if (declaration.MemberIndex(caller.rank) < 0) {
-    return Reply(caller, msg, "worker " + std::to_string(caller.rank) + " is no member of the group of '" +
-                                  declaration.name + "': " + declaration.Describe());
+    return Reply(caller, msg,
+                 "worker " + std::to_string(caller.rank) + " is no member of the group of '" +
+                     declaration.name + "': " + declaration.Describe());
   }
   auto& tensor = tensors_[msg.meta.key];
   if (!tensor) {
@@ -86,10 +88,11 @@ void Server::OnDeclare(const ps::Message& msg) {
     tensor->declaration = declaration;
     tensor->declared_by = caller.rank;
   } else if (!(tensor->declaration == declaration) && tensor->refusal.empty()) {
-    tensor->refusal = "workers disagree on a tensor: worker " + std::to_string(tensor->declared_by) +
-                      " declared '" + tensor->declaration.name + "' (" + tensor->declaration.Describe() +
-                      "), worker " + std::to_string(caller.rank) + " declared '" + declaration.name + "' (" +
-                      declaration.Describe() + "), both with key " + Hex(msg.meta.key);
+    tensor->refusal =
+        "workers disagree on a tensor: worker " + std::to_string(tensor->declared_by) +
+        " declared '" + tensor->declaration.name + "' (" + tensor->declaration.Describe() +
+        "), worker " + std::to_string(caller.rank) + " declared '" + declaration.name + "' (" +
+        declaration.Describe() + "), both with key " + Hex(msg.meta.key);
     BPS_LOG(WARNING) << tensor->refusal;
     // Those who pushed already are waiting for a sum that cannot come.
     for (auto& engine : engines_) {
@@ -122,8 +125,8 @@ void Server::OnPush(ps::Message* msg) {
             it->second->declaration.name + "'";
   } else if (msg->meta.body.size() != sizeof(PushHeader) || msg->data.size() != 1 ||
              msg->data[0].size() != it->second->declaration.PartitionSize(index)) {
-    error = "a push of '" + it->second->declaration.name + "' from worker " + std::to_string(caller.rank) +
-            " does not have the declared form";
+    error = "a push of '" + it->second->declaration.name + "' from worker " +
+            std::to_string(caller.rank) + " does not have the declared form";
   }
   if (!error.empty()) return Reply(caller, *msg, error);
   Task task;
@@ -181,8 +184,9 @@ void Server::Run(Engine* engine) {
   while (true) {
     bool timed_out = false;
     // Nothing can be late while no round is open: sleep until there is work.
-    const bool got = engine->open_rounds > 0 ? engine->queue.PopFor(&task, kScanInterval, &timed_out)
-                                             : engine->queue.Pop(&task);
+    const bool got = engine->open_rounds > 0
+                         ? engine->queue.PopFor(&task, kScanInterval, &timed_out)
+                         : engine->queue.Pop(&task);
     if (!got) {
       if (!timed_out) return;
       FailLateRounds(engine);
@@ -221,11 +225,13 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg) {
   const uint32_t ahead = header.round - partition->first_round;
   const bool known = ahead < kMaxRoundsAhead;
   if (!known || (ahead < partition->rounds.size() && partition->rounds[ahead].pushed[member])) {
-    return Reply(caller, *msg, "worker " + std::to_string(caller.rank) + " pushed round " +
-                                   std::to_string(header.round) + " of '" + declaration.name +
-                                   "' while round " + std::to_string(partition->first_round) + " is open");
+    return Reply(caller, *msg,
+                 "worker " + std::to_string(caller.rank) + " pushed round " +
+                     std::to_string(header.round) + " of '" + declaration.name + "' while round " +
+                     std::to_string(partition->first_round) + " is open");
   }
-  if (partition->first_round == 0 && partition->rounds.empty()) engine->partitions.push_back(partition);
+  if (partition->first_round == 0 && partition->rounds.empty())
+    engine->partitions.push_back(partition);
   while (partition->rounds.size() <= ahead) {
     Round round;
     round.pushed.resize(declaration.group.size());
@@ -306,7 +312,8 @@ void Server::Finish(Engine* engine, Partition* partition, Round* round) {
   --engine->open_rounds;
 }
 
-void Server::FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason) {
+void Server::FailRound(Engine* engine, Partition* partition, Round* round,
+                       const std::string& reason) {
   const uint64_t key = partition->tensor->declaration.Key() + partition->index;
   for (const Caller& caller : round->callers) Answer(kPushPull, key, caller, reason, nullptr);
   round->failure = reason;
@@ -364,9 +371,11 @@ void Server::FailLateRounds(Engine* engine) {
                std::chrono::duration<double>(now - round.started).count(), round.timeout_s);
       FailRound(engine, partition, &round,
                 "push_pull of '" + declaration.name + "' timed out: partition " +
-                    std::to_string(partition->index) + ", key " + Hex(declaration.Key() + partition->index) +
-                    ", " + std::to_string(declaration.PartitionSize(partition->index)) +
-                    " bytes, still lacks the push of " + MissingRanks(*partition, round) + " after " + limit);
+                    std::to_string(partition->index) + ", key " +
+                    Hex(declaration.Key() + partition->index) + ", " +
+                    std::to_string(declaration.PartitionSize(partition->index)) +
+                    " bytes, still lacks the push of " + MissingRanks(*partition, round) +
+                    " after " + limit);
     }
     DropDoneRounds(partition);
   }

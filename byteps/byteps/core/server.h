@@ -61,10 +61,10 @@ class Server {
 
   struct Round {
     std::vector<Caller> callers;
-    std::vector<bool> pushed;              // by member index
+    std::vector<bool> pushed;               // by member index
     std::vector<ps::SArray<char>> waiting;  // by member index: not yet their turn
     size_t added = 0;
-    ps::SArray<char> sum;      // all types but the half ones; else where to round to
+    ps::SArray<char> sum;     // all types but the half ones; else where to round to
     std::vector<float> wide;  // half types
     Clock::time_point started;
     Clock::time_point deadline;
@@ -86,8 +86,8 @@ class Server {
   struct Task {
     enum Kind { kPush, kGone, kRefuse } kind = kPush;
     Partition* partition = nullptr;
-    ps::Message msg;              // kPush
-    int rank = 0;                 // kGone
+    ps::Message msg;                 // kPush
+    int rank = 0;                    // kGone
     const Tensor* tensor = nullptr;  // kRefuse
     std::string reason;
   };

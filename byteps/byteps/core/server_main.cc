@@ -116,7 +116,8 @@ void WaitForOutcome(Outcome* outcome) {
 }
 
 // Serves one job.  Throws Error when it fails.
-void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file, Outcome* outcome) {
+void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file,
+               Outcome* outcome) {
   std::unique_ptr<Server> server;
   if (role == Role::kServer) server = std::make_unique<Server>(config);
   SessionOptions options;
@@ -133,9 +134,11 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
       return;
     }
     std::lock_guard<std::mutex> lock(outcome->mu);
-    if (event.kind == ps::MembershipEvent::kFailed && outcome->failure.empty()) outcome->failure = event.reason;
+    if (event.kind == ps::MembershipEvent::kFailed && outcome->failure.empty())
+      outcome->failure = event.reason;
     // The scheduler stays for those who come back.
-    if (event.kind == ps::MembershipEvent::kEnded && !(role == Role::kScheduler && event.suspended)) {
+    if (event.kind == ps::MembershipEvent::kEnded &&
+        !(role == Role::kScheduler && event.suspended)) {
       outcome->ended = true;
       outcome->suspended = event.suspended;
     }
@@ -174,18 +177,21 @@ Role ChooseRole(const Arguments& arguments, const Config& config) {
 }
 
 void CheckAddress(const Config& config, Role role) {
-  for (const char* name : {"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"}) {
+  for (const char* name :
+       {"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"}) {
     if (!config.IsSet(name)) throw UsageError(std::string(name) + " is not set");
   }
   if (config.String("DMLC_PS_ROOT_URI").empty()) throw UsageError("DMLC_PS_ROOT_URI is empty");
   if (role == Role::kServer && config.Int("DMLC_PS_ROOT_PORT") == 0) {
-    throw UsageError("DMLC_PS_ROOT_PORT=0 is for the scheduler alone; give the server the port it listens on");
+    throw UsageError(
+        "DMLC_PS_ROOT_PORT=0 is for the scheduler alone; give the server the port it listens on");
   }
 }
 
 int Serve(const Arguments& arguments) {
   const Config config = Config::FromEnvironment();
-  for (const auto& warning : Config::UnknownVariables()) std::cerr << "byteps-server: warning: " << warning << "\n";
+  for (const auto& warning : Config::UnknownVariables())
+    std::cerr << "byteps-server: warning: " << warning << "\n";
   const Role role = ChooseRole(arguments, config);
   CheckAddress(config, role);
   wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);

@@ -47,7 +47,9 @@ void Session::Stop() {
   ps::Postoffice::Get()->SetDataHandler(nullptr);
 }
 
-bool Session::Send(ps::Message* message) { return ps::Postoffice::Get()->van()->Send(*message) >= 0; }
+bool Session::Send(ps::Message* message) {
+  return ps::Postoffice::Get()->van()->Send(*message) >= 0;
+}
 
 std::string Session::host() { return ps::Postoffice::Get()->van()->node().hostname; }
 int Session::port() { return ps::Postoffice::Get()->van()->node().port; }

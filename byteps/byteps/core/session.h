@@ -18,7 +18,7 @@ const char* NameOf(Role role);
 
 struct SessionOptions {
   Role role = Role::kWorker;
-  int rank = 0;         // of a worker
+  int rank = 0;  // of a worker
   int num_workers = 1;
   int num_servers = 1;
   bool rejoin = false;  // of a server whose last job was suspended

@@ -115,8 +115,8 @@ Declaration Worker::MakeDeclaration(const PushPullRequest& request) const {
   }
   d.placement = request.has_placement ? request.placement : d.Key() >> kPartitionBits;
   if (d.MemberIndex(launch_.rank) < 0) {
-    throw UsageError("rank " + std::to_string(launch_.rank) + " is no member of the group of '" + d.name +
-                     "': " + d.Describe());
+    throw UsageError("rank " + std::to_string(launch_.rank) + " is no member of the group of '" +
+                     d.name + "': " + d.Describe());
   }
   if (static_cast<int>(d.group.back()) >= launch_.size) {
     throw UsageError("the group of '" + d.name + "' has rank " + std::to_string(d.group.back()) +
@@ -125,7 +125,8 @@ Declaration Worker::MakeDeclaration(const PushPullRequest& request) const {
   if (d.NumPartitions() > kMaxPartitions) {
     throw UsageError("'" + d.name + "' of " + std::to_string(d.bytes) + " bytes has " +
                      std::to_string(d.NumPartitions()) + " partitions, at most " +
-                     std::to_string(kMaxPartitions) + " are possible: raise BYTEPS_PARTITION_BYTES");
+                     std::to_string(kMaxPartitions) +
+                     " are possible: raise BYTEPS_PARTITION_BYTES");
   }
   return d;
 }
@@ -145,8 +146,9 @@ Worker::Tensor* Worker::Declare(const PushPullRequest& request) {
     tensor = slot.get();
   }
   if (!(tensor->declaration == declaration)) {
-    throw UsageError("'" + request.name + "' was " + tensor->declaration.Describe() + " before and is " +
-                     declaration.Describe() + " now: give different tensors different names");
+    throw UsageError("'" + request.name + "' was " + tensor->declaration.Describe() +
+                     " before and is " + declaration.Describe() +
+                     " now: give different tensors different names");
   }
   std::lock_guard<std::mutex> lock(tensor->mu);
   if (!tensor->declared) {
@@ -193,9 +195,9 @@ void Worker::SendDeclaration(Tensor* tensor) {
     for (uint64_t r : requests) {
       auto it = pending_.find(r);
       if (it == pending_.end()) continue;
-      error = "declaring '" + tensor->declaration.name + "' timed out: " +
-              Session::NameOfServer(it->second.server) + " did not answer within " + Seconds(op_timeout_s_) +
-              " (BYTEPS_OP_TIMEOUT_S)";
+      error = "declaring '" + tensor->declaration.name +
+              "' timed out: " + Session::NameOfServer(it->second.server) +
+              " did not answer within " + Seconds(op_timeout_s_) + " (BYTEPS_OP_TIMEOUT_S)";
     }
   }
   for (uint64_t r : requests) {
@@ -223,7 +225,8 @@ int64_t Worker::PushPull(const PushPullRequest& request) {
     operations_[operation->handle] = operation;
     return operation->handle;
   }
-  if (request.device != kCpu) operation->ready = std::make_unique<ReadyEvent>(request.device, request.stream);
+  if (request.device != kCpu)
+    operation->ready = std::make_unique<ReadyEvent>(request.device, request.stream);
   Tensor* tensor = Declare(request);
   operation->tensor = tensor;
   const uint64_t partitions = tensor->declaration.NumPartitions();
@@ -257,7 +260,8 @@ bool Worker::Poll(int64_t handle) {
   std::lock_guard<std::mutex> lock(mu_);
   auto it = operations_.find(handle);
   if (it == operations_.end()) {
-    throw UsageError("there is no handle " + std::to_string(handle) + "; was it synchronized already?");
+    throw UsageError("there is no handle " + std::to_string(handle) +
+                     "; was it synchronized already?");
   }
   return it->second->done;
 }
@@ -266,7 +270,8 @@ void Worker::Wait(int64_t handle) {
   std::unique_lock<std::mutex> lock(mu_);
   auto it = operations_.find(handle);
   if (it == operations_.end()) {
-    throw UsageError("there is no handle " + std::to_string(handle) + "; was it synchronized already?");
+    throw UsageError("there is no handle " + std::to_string(handle) +
+                     "; was it synchronized already?");
   }
   OperationPtr operation = it->second;
   operations_.erase(it);
@@ -354,7 +359,8 @@ void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
     source = operation.staging + offset;
   }
   const int server = ServerOf(hash_, operation.tensor->key, d.placement, task.index, num_servers_);
-  const PushHeader header{operation.round, static_cast<uint32_t>(std::min(op_timeout_s_ * 1000, 4e9))};
+  const PushHeader header{operation.round,
+                          static_cast<uint32_t>(std::min(op_timeout_s_ * 1000, 4e9))};
   ps::Message msg;
   msg.meta.app_id = 0;
   msg.meta.customer_id = 0;
@@ -375,8 +381,9 @@ void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
   values.reset(const_cast<char*>(source), size, [this, keep](char*) { ReturnCredit(); });
   msg.AddData(values);
   msg.meta.addr = Remember(Pending{task, server});
-  BPS_LOG(DEBUG) << "PUSH '" << d.name << "' partition " << task.index << " round " << operation.round << " to server "
-                 << server << ", " << size << " bytes, priority " << operation.request.priority;
+  BPS_LOG(DEBUG) << "PUSH '" << d.name << "' partition " << task.index << " round "
+                 << operation.round << " to server " << server << ", " << size
+                 << " bytes, priority " << operation.request.priority;
   Session::Send(&msg);
 }
 
@@ -401,8 +408,9 @@ void Worker::PullPartition(DeviceCopier* copier, Received* received) {
   const uint64_t offset = received->task.index * d.partition_bytes;
   const uint64_t size = d.PartitionSize(received->task.index);
   if (received->values.size() != size) {
-    throw Error("the answer to a push_pull of '" + d.name + "' has " + std::to_string(received->values.size()) +
-                " bytes instead of " + std::to_string(size));
+    throw Error("the answer to a push_pull of '" + d.name + "' has " +
+                std::to_string(received->values.size()) + " bytes instead of " +
+                std::to_string(size));
   }
   {
     // A caller who was told of a failure may have given the memory back.
@@ -439,11 +447,13 @@ void Worker::WatchLoop() {
       }
       lock.unlock();
       std::string servers;
-      for (int server : silent) servers += (servers.empty() ? "" : ", ") + Session::NameOfServer(server);
-      FailOperation(operation, "push_pull of '" + operation->request.name + "' timed out: no answer from " +
-                                   (servers.empty() ? "the push queue" : servers) + " after " +
-                                   Seconds(std::chrono::duration<double>(now - operation->started).count()) +
-                                   " (BYTEPS_OP_TIMEOUT_S=" + std::to_string(op_timeout_s_) + ")");
+      for (int server : silent)
+        servers += (servers.empty() ? "" : ", ") + Session::NameOfServer(server);
+      FailOperation(operation,
+                    "push_pull of '" + operation->request.name + "' timed out: no answer from " +
+                        (servers.empty() ? "the push queue" : servers) + " after " +
+                        Seconds(std::chrono::duration<double>(now - operation->started).count()) +
+                        " (BYTEPS_OP_TIMEOUT_S=" + std::to_string(op_timeout_s_) + ")");
       lock.lock();
     }
   }
@@ -486,9 +496,10 @@ void Worker::OnMessage(ps::Message* msg) {
     return;
   }
   if (msg->data.size() != 1) {
-    FailOperation(pending.task.operation, "an answer from " + Session::NameOfServer(pending.server) +
-                                              " to a push_pull of '" + pending.task.operation->request.name +
-                                              "' does not parse");
+    FailOperation(pending.task.operation,
+                  "an answer from " + Session::NameOfServer(pending.server) +
+                      " to a push_pull of '" + pending.task.operation->request.name +
+                      "' does not parse");
     return;
   }
   Received received;

@@ -46,12 +46,12 @@ struct PushPullRequest {
   void* output = nullptr;  // may be `input`
   uint64_t bytes = 0;
   bool average = true;
-  int priority = 0;                // higher goes first
-  std::vector<uint32_t> group;     // ranks that sum, ascending; empty: all workers
+  int priority = 0;             // higher goes first
+  std::vector<uint32_t> group;  // ranks that sum, ascending; empty: all workers
   uint64_t placement = 0;
-  bool has_placement = false;      // false: from the key
-  int device = kCpu;               // where input and output are
-  void* stream = nullptr;          // cudaStream_t after whose work input is ready
+  bool has_placement = false;  // false: from the key
+  int device = kCpu;           // where input and output are
+  void* stream = nullptr;      // cudaStream_t after whose work input is ready
 };
 
 // All public functions may be called by any thread; Start and Stop by one at a
@@ -175,7 +175,7 @@ class Worker {
   bool stopping_ = false;
   std::string failure_;
   std::map<std::string, std::unique_ptr<Tensor>> tensors_;  // by name and lowest rank
-  std::unordered_map<int64_t, OperationPtr> operations_;     // by handle, until waited for
+  std::unordered_map<int64_t, OperationPtr> operations_;    // by handle, until waited for
   std::set<OperationPtr> running_;
   std::map<PushOrder, Task> push_queue_;
   uint64_t in_transport_ = 0;  // partitions handed over and not sent yet

@@ -34,15 +34,19 @@ void Init(int num_servers) {
   if (!config.IsSet("DMLC_PS_ROOT_URI") || config.Int("DMLC_PS_ROOT_PORT") == 0) {
     throw UsageError("DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT must give the scheduler's address");
   }
-  GetWorker()->Start(config, launch, num_servers > 0 ? num_servers : static_cast<int>(config.Int("DMLC_NUM_SERVER")));
+  GetWorker()->Start(
+      config, launch,
+      num_servers > 0 ? num_servers : static_cast<int>(config.Int("DMLC_NUM_SERVER")));
 }
 
-int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input, uintptr_t output, uint64_t bytes,
-                 bool average, int priority, std::vector<uint32_t> group, std::optional<uint64_t> placement,
-                 int device, uintptr_t stream) {
+int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
+                 uintptr_t output, uint64_t bytes, bool average, int priority,
+                 std::vector<uint32_t> group, std::optional<uint64_t> placement, int device,
+                 uintptr_t stream) {
   if (!GetWorker()->started()) throw Error("byteps is not initialized; call bps.init() first");
   PushPullRequest request;
-  if (!ParseDType(dtype, &request.dtype)) throw UsageError("tensors of " + dtype + " cannot be summed");
+  if (!ParseDType(dtype, &request.dtype))
+    throw UsageError("tensors of " + dtype + " cannot be summed");
   request.name = name;
   request.input = reinterpret_cast<const void*>(input);
   request.output = reinterpret_cast<void*>(output);
@@ -78,15 +82,16 @@ PYBIND11_MODULE(c_lib, m) {
 
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   m.def("init", &Init, py::arg("num_servers"), Unlocked());
-  m.def("shutdown", [](bool suspend) { GetWorker()->Stop(suspend); }, py::arg("suspend"), Unlocked());
+  m.def(
+      "shutdown", [](bool suspend) { GetWorker()->Stop(suspend); }, py::arg("suspend"), Unlocked());
   m.def("is_initialized", [] { return GetWorker()->started(); });
   m.def("launch", [] {
     const Launch l = Launch::From(Config::FromEnvironment());
     return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size);
   });
-  m.def("push_pull", &PushPull, py::arg("name"), py::arg("dtype"), py::arg("input"), py::arg("output"),
-        py::arg("bytes"), py::arg("average"), py::arg("priority"), py::arg("group"), py::arg("placement"),
-        py::arg("device"), py::arg("stream"), Unlocked());
+  m.def("push_pull", &PushPull, py::arg("name"), py::arg("dtype"), py::arg("input"),
+        py::arg("output"), py::arg("bytes"), py::arg("average"), py::arg("priority"),
+        py::arg("group"), py::arg("placement"), py::arg("device"), py::arg("stream"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });

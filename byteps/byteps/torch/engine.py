@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
 from byteps.launcher import embedded
 from byteps.torch import c_lib
 
@@ -57,9 +56,10 @@ _orphans: list[tuple[torch.Tensor, torch.Tensor]] = []
 def init(lazy: bool = True) -> None:
     """Join the cluster as one worker; return when all workers and servers have.
 
-    Rank and size are the launcher's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the scheduler's
-    address is DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT.  Without an address a scheduler and servers are
-    started beside the ranks and end with them (embedded mode).  Does nothing when initialised.
+    Rank and size are the launcher's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the
+    scheduler's address is DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT.  Without an address a scheduler
+    and servers are started beside the ranks and end with them (embedded mode).  Does nothing when
+    initialised.
 
     Args:
         lazy: accepted for compatibility; joining is never put off.

@@ -85,13 +85,14 @@ void Membership::Stop() {
 
 std::string Membership::PackClaim(const Claim& claim) {
   std::ostringstream text;
-  text << "protocol=" << claim.protocol << " workers=" << claim.workers << " servers=" << claim.servers;
+  text << "protocol=" << claim.protocol << " workers=" << claim.workers
+       << " servers=" << claim.servers;
   return text.str();
 }
 
 bool Membership::ParseClaim(const std::string& text, Claim* claim) {
-  return sscanf(text.c_str(), "protocol=%d workers=%d servers=%d", &claim->protocol, &claim->workers,
-                &claim->servers) == 3;
+  return sscanf(text.c_str(), "protocol=%d workers=%d servers=%d", &claim->protocol,
+                &claim->workers, &claim->servers) == 3;
 }
 
 void Membership::Send(Control::Command command, int recver, const std::string& body,

@@ -38,8 +38,8 @@ std::string LocalAddressTowards(const std::string& host, int port) {
   const std::string service = std::to_string(port);
   const int rc = getaddrinfo(host.c_str(), service.c_str(), &hints, &list);
   if (rc != 0) {
-    throw dmlc::Error("the scheduler's host '" + host + "' (DMLC_PS_ROOT_URI) does not resolve: " +
-                      gai_strerror(rc));
+    throw dmlc::Error("the scheduler's host '" + host +
+                      "' (DMLC_PS_ROOT_URI) does not resolve: " + gai_strerror(rc));
   }
   std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
   int last_errno = 0;
@@ -83,8 +83,8 @@ std::string AddressOfInterface(const std::string& name) {
   }
   std::string known;
   for (const auto& n : names) known += (known.empty() ? "" : ", ") + n;
-  throw dmlc::Error("DMLC_INTERFACE='" + name + "' names no interface with an address; there are: " +
-                    known);
+  throw dmlc::Error("DMLC_INTERFACE='" + name +
+                    "' names no interface with an address; there are: " + known);
 }
 
 std::string NumericAddress(const std::string& host) {

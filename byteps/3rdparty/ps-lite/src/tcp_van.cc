@@ -136,8 +136,8 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
 
 void TcpVan::Connect(const Node& node) {
   CHECK_NE(node.id, Node::kEmpty);
-  const bool self = node.id == my_node_.id ||
-                    (node.role == my_node_.role && node.role == Node::SCHEDULER);
+  const bool self =
+      node.id == my_node_.id || (node.role == my_node_.role && node.role == Node::SCHEDULER);
   const bool peers = node.role == my_node_.role && !standalone_;
   const bool server_to_worker = my_node_.role == Node::SERVER && node.role == Node::WORKER;
   if (self || peers || server_to_worker) return;
@@ -150,7 +150,8 @@ void TcpVan::Connect(const Node& node) {
   Link link;
   link.socket = NewSocket(ZMQ_DEALER);
   const std::string inproc = "inproc://monitor-" + std::to_string(monitors_made_++);
-  CHECK_EQ(zmq_socket_monitor(link.socket, inproc.c_str(), ZMQ_EVENT_DISCONNECTED), 0) << ZmqError();
+  CHECK_EQ(zmq_socket_monitor(link.socket, inproc.c_str(), ZMQ_EVENT_DISCONNECTED), 0)
+      << ZmqError();
   link.monitor = zmq_socket(context_, ZMQ_PAIR);
   CHECK(link.monitor != nullptr) << ZmqError();
   SetOption(link.monitor, ZMQ_LINGER, 0);
@@ -258,7 +259,8 @@ void TcpVan::Transmit(Message* msg) {
 bool TcpVan::SendFrame(void* socket, const SArray<char>& frame, bool more, int peer) {
   zmq_msg_t out;
   auto* owner = new SArray<char>(frame);
-  CHECK_EQ(zmq_msg_init_data(&out, owner->data(), owner->size(), ReleaseArray, owner), 0) << ZmqError();
+  CHECK_EQ(zmq_msg_init_data(&out, owner->data(), owner->size(), ReleaseArray, owner), 0)
+      << ZmqError();
   const int flags = ZMQ_DONTWAIT | (more ? ZMQ_SNDMORE : 0);
   while (zmq_msg_send(&out, socket, flags) < 0) {
     if (zmq_errno() == EINTR) continue;
@@ -346,8 +348,8 @@ void TcpVan::ParseMessage(std::vector<SArray<char>>* frames, bool is_router) {
   const char* meta = head.data() + sizeof(header);
   const size_t meta_size = head.size() - sizeof(header);
   if (!MetaIsWhole(meta, meta_size)) {
-    LOG(WARNING) << "dropped a message from node " << header.sender << " whose meta of " << meta_size
-                 << " bytes does not parse";
+    LOG(WARNING) << "dropped a message from node " << header.sender << " whose meta of "
+                 << meta_size << " bytes does not parse";
     return;
   }
   Message msg;

@@ -40,7 +40,8 @@ class TcpVan : public Van {
   void Stop() override;
 
   // Listens on `node`'s host, the scheduler on its port (0: the kernel chooses),
-  // every other node on one that the kernel chooses.  Returns the port.  Throws dmlc::Error naming the address and the reason.
+  // every other node on one that the kernel chooses.  Returns the port.  Throws dmlc::Error naming
+  // the address and the reason.
   int Bind(const Node& node, int max_retry) override;
 
   // Called before the receiving thread starts, or in it.
@@ -74,7 +75,7 @@ class TcpVan : public Van {
   void* context_ = nullptr;
   void* router_ = nullptr;
   int wake_fd_ = -1;
-  std::map<int, Link> links_;                    // node id -> DEALER
+  std::map<int, Link> links_;                     // node id -> DEALER
   std::unordered_map<int, SArray<char>> routes_;  // node id -> ROUTER identity
   uint64_t monitors_made_ = 0;
   bool standalone_ = false;

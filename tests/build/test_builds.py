@@ -1,0 +1,92 @@
+"""BytePS builds with CUDA and without, whichever of the two this machine's wheel is."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "build" / "byteps"
+
+
+def run(*command: str | Path) -> str:
+    """The command's output; the test fails with it when the command does."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.fail(f"{' '.join(map(str, command))}\nexit {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def configure(folder: Path, *options: str) -> str:
+    tools = Path(sysconfig.get_path("scripts"))
+    pybind11 = run(sys.executable, "-m", "pybind11", "--cmakedir").strip()
+    return run(
+        tools / "cmake", "-G", "Ninja", "-S", SOURCE, "-B", folder,
+        f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dpybind11_DIR={pybind11}", *options,
+    )  # fmt: skip
+
+
+def build(folder: Path) -> None:
+    run(Path(sysconfig.get_path("scripts")) / "cmake", "--build", folder, "--parallel", "2")
+
+
+def built_with_cuda(folder: Path) -> bool:
+    """What the module built in `folder` says of itself, in a process of its own."""
+    module = next(folder.glob("c_lib*" + importlib.machinery.EXTENSION_SUFFIXES[0]))
+    program = (
+        "import importlib.util as u; "
+        f"s = u.spec_from_file_location('c_lib', {str(module)!r}); "
+        "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.built_with_cuda())"
+    )
+    return run(sys.executable, "-c", program).strip() == "True"
+
+
+@pytest.mark.timeout(600)
+def test_builds_without_and_with_cuda_and_rdma(tmp_path: Path) -> None:
+    without = configure(tmp_path, "-DBYTEPS_WITH_CUDA=OFF", "-DBYTEPS_WITH_RDMA=OFF")
+    assert "CUDA: left out" in without
+    assert "RDMA: compiled in" not in without
+    build(tmp_path)
+    assert not built_with_cuda(tmp_path)
+    libraries = run("ldd", tmp_path / "byteps-server")
+    assert "libzmq" in libraries
+    for absent in ("libpython", "libcuda", "libtorch", "libibverbs", "libnccl"):
+        assert absent not in libraries
+
+    # From the wheels alone, as on a machine with torch and no toolkit.
+    on = ("-DBYTEPS_WITH_CUDA=ON", "-DBYTEPS_WITH_RDMA=ON")
+    output = configure(tmp_path, *on, "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON")
+    assert "CUDA: compiled in" in output
+    assert "RDMA: compiled in" in output
+    build(tmp_path)
+    assert built_with_cuda(tmp_path)
+
+
+def test_cuda_that_is_asked_for_and_missing_is_an_error(tmp_path: Path) -> None:
+    tools = Path(sysconfig.get_path("scripts"))
+    pybind11 = run(sys.executable, "-m", "pybind11", "--cmakedir").strip()
+    done = subprocess.run(
+        [
+            tools / "cmake", "-G", "Ninja", "-S", SOURCE, "-B", tmp_path,
+            f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11}", "-DBYTEPS_WITH_CUDA=ON",
+            "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON", "-DCUDA_RUNTIME_LIBRARY=NOTFOUND",
+            "-DCUDA_RUNTIME_INCLUDE_DIR=/nonexistent",
+        ],
+        capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "BYTEPS_WITH_CUDA=ON" in done.stderr
