@@ -254,6 +254,7 @@ def test_signal_at_scheduler_and_server(
         time.sleep(0.02)
     server.send(number)
     assert server.wait(END_S) == status, server.text
+    assert "Killed" not in server.text, "the instances ignored SIGTERM"
     scheduler.send(number)
     assert scheduler.wait(END_S) in (status, -number), scheduler.text
     scripted.demand_no_process()
