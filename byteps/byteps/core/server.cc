@@ -181,15 +181,20 @@ void Server::Answer(int op, uint64_t key, const Caller& caller, const std::strin
 
 void Server::Run(Engine* engine) {
   Task task;
+  auto next_scan = Clock::now() + kScanInterval;
   while (true) {
     bool timed_out = false;
+    // By the clock: there may be no moment without work.
+    if (engine->open_rounds > 0 && Clock::now() >= next_scan) {
+      FailLateRounds(engine);
+      next_scan = Clock::now() + kScanInterval;
+    }
     // Nothing can be late while no round is open: sleep until there is work.
     const bool got = engine->open_rounds > 0
                          ? engine->queue.PopFor(&task, kScanInterval, &timed_out)
                          : engine->queue.Pop(&task);
     if (!got) {
       if (!timed_out) return;
-      FailLateRounds(engine);
       continue;
     }
     switch (task.kind) {

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,7 +14,6 @@
 #include <iostream>
 #include <mutex>
 #include <string>
-#include <thread>
 
 #include "config.h"
 #include "error.h"
@@ -79,10 +77,12 @@ void OnSignal(int number) {
   Wake();
 }
 
-void InstallSignalHandlers() {
+// Joining blocks until the cluster is complete and looks at no flag: until then a
+// signal ends the process by itself (SIG_DFL).
+void SetSignalHandlers(void (*handler)(int)) {
   struct sigaction action;
   memset(&action, 0, sizeof(action));
-  action.sa_handler = OnSignal;
+  action.sa_handler = handler;
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
   action.sa_handler = SIG_IGN;
@@ -144,7 +144,9 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
     }
     Wake();
   };
+  SetSignalHandlers(SIG_DFL);
   Session::Start(config, options, on_message, on_event);
+  SetSignalHandlers(OnSignal);
   try {
     if (!port_file.empty()) WritePortFile(port_file);
     WaitForOutcome(outcome);
@@ -156,11 +158,6 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
   {
     std::lock_guard<std::mutex> lock(outcome->mu);
     failure = outcome->failure;
-  }
-  if (!failure.empty() && role == Role::kScheduler) {
-    // The news of the failure and the end of this process reach the others on
-    // different connections; it must not be overtaken.
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
   }
   Session::Stop();
   if (!failure.empty()) throw Error(failure);
@@ -188,15 +185,19 @@ void CheckAddress(const Config& config, Role role) {
   }
 }
 
+void WarnOfUnknownVariables() {
+  for (const auto& warning : Config::UnknownVariables()) {
+    std::cerr << "byteps-server: warning: " << warning << "\n";
+  }
+}
+
 int Serve(const Arguments& arguments) {
   const Config config = Config::FromEnvironment();
-  for (const auto& warning : Config::UnknownVariables())
-    std::cerr << "byteps-server: warning: " << warning << "\n";
+  WarnOfUnknownVariables();
   const Role role = ChooseRole(arguments, config);
   CheckAddress(config, role);
   wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd < 0) throw Error(std::string("eventfd: ") + strerror(errno));
-  InstallSignalHandlers();
   for (bool rejoin = false;; rejoin = true) {
     Outcome outcome;
     ServeOnce(config, role, rejoin, arguments.port_file, &outcome);
@@ -230,6 +231,7 @@ int Main(int argc, char** argv) {
           arguments.die_with_parent = true;
           break;
         case kPrint:
+          WarnOfUnknownVariables();
           std::cout << Config::FromEnvironment().Print();
           return 0;
         case kMarkdown:

@@ -95,6 +95,11 @@ void Worker::Stop(bool suspend) {
   started_ = false;
 }
 
+bool Worker::failed() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return failed_;
+}
+
 void Worker::ThrowIfFailed() {
   std::lock_guard<std::mutex> lock(mu_);
   if (failed_) throw Error(failure_);

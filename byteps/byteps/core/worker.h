@@ -70,6 +70,9 @@ class Worker {
 
   bool started() const { return started_; }
 
+  // Whether the job failed; the worker is of no use then but to be stopped.
+  bool failed();
+
   // Starts a sum and returns its handle, a positive number.  Blocks only for the
   // first use of a name, while the servers take the declaration.
   int64_t PushPull(const PushPullRequest& request);

@@ -85,6 +85,7 @@ PYBIND11_MODULE(c_lib, m) {
   m.def(
       "shutdown", [](bool suspend) { GetWorker()->Stop(suspend); }, py::arg("suspend"), Unlocked());
   m.def("is_initialized", [] { return GetWorker()->started(); });
+  m.def("has_failed", [] { return GetWorker()->failed(); }, Unlocked());
   m.def("launch", [] {
     const Launch l = Launch::From(Config::FromEnvironment());
     return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size);

@@ -81,7 +81,7 @@ def init(lazy: bool = True) -> None:
         try:
             c_lib.init(num_servers=0)
         except BaseException:
-            embedded.stop()
+            embedded.stop(graceful=False)
             raise
         atexit.register(shutdown)
 
@@ -92,8 +92,10 @@ def shutdown() -> None:
     The cluster ends when all workers have left.  Others that wait for a push of this worker get an
     error.  Does nothing when not initialised.
     """
+    # After a failure servers and scheduler end by themselves or not at all.
+    graceful = not c_lib.has_failed()
     _stop(suspend=False)
-    embedded.stop()
+    embedded.stop(graceful=graceful)
 
 
 def suspend() -> None:
@@ -173,6 +175,8 @@ def local_size() -> int:
 def _ranks_of(group: Group) -> list[int]:
     if group is None:
         return []
+    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives outsiders
+        raise ValueError(f"rank {_launched().rank} is no member of the group")
     if isinstance(group, torch.distributed.ProcessGroup):
         return sorted(torch.distributed.get_process_group_ranks(group))
     ranks = sorted(int(r) for r in group)
@@ -215,7 +219,9 @@ def start(
             synchronised.  CUDA tensors are read after the current stream's work so far.
         output: same shape, type and device; may be `tensor` itself.
         average: divide the sum by the size of the group; integers are rounded down.
-        name: identifies the sum; the same on all members, another one for each tensor.
+        name: identifies the sum; the same on all members, another one for each tensor. A name
+            keeps its size, type, average and group until the worker shuts down, and groups with
+            the same lowest rank need different names.
         priority: higher goes first.
         group: the ranks that sum, or their ProcessGroup; None for all workers.
         placement: server of the first partition, modulo the number of servers; the others follow

@@ -18,6 +18,8 @@ constexpr int kProtocol = 1;
 // Ids of nodes that are refused: far from those that are admitted.
 constexpr int kRefusedBase = 1 << 24;
 constexpr double kGoodbyeSeconds = 5.0;
+// How long after its connection closed the scheduler's last word may still come.
+constexpr double kLastWordSeconds = 0.5;
 
 std::mutex listener_mu;
 Membership::Listener listener;  // guarded by listener_mu
@@ -258,40 +260,48 @@ void Membership::OnDisconnect(int node_id) {
   std::string lost;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (is_scheduler_) {
-      auto it = peers_.find(node_id);
-      if (state_ == State::kActive && it != peers_.end() && !it->second.left) {
-        lost = Describe(it->second.node);
-      }
-    } else if (node_id == kScheduler && welcomed_ && !left_acknowledged_ &&
-               (state_ == State::kActive || state_ == State::kJoining)) {
-      lost = SchedulerName();
+    if (!is_scheduler_) {
+      const bool in_job = state_ == State::kActive || state_ == State::kJoining;
+      if (node_id != kScheduler || !welcomed_ || left_acknowledged_ || !in_job) return;
+      // It may have ended in good order, or told of a failure: its last word comes
+      // on another connection and may be behind this news.
+      scheduler_closed_ = true;
+      scheduler_closed_at_ = Clock::now();
+      cond_.notify_all();
+      return;
     }
+    auto it = peers_.find(node_id);
+    if (state_ != State::kActive || it == peers_.end() || it->second.left) return;
+    lost = Describe(it->second.node);
   }
-  if (lost.empty()) return;
-  lost += " was lost: its connection closed";
-  if (is_scheduler_) {
-    FailJob(lost);
-  } else {
-    Fail(lost);
-  }
+  FailJob(lost + " was lost: its connection closed");
 }
 
 void Membership::TimerLoop() {
-  const double interval = std::min(std::max(peer_timeout_s_ / 6, 0.05), 5.0);
+  const auto interval = ToDuration(std::min(std::max(peer_timeout_s_ / 6, 0.05), 5.0));
+  auto next = Clock::now() + interval;
   std::unique_lock<std::mutex> lock(mu_);
   while (state_ != State::kStopped) {
-    cond_.wait_for(lock, ToDuration(interval), [this] { return state_ == State::kStopped; });
-    if (state_ == State::kStopped) return;
+    if (state_ != State::kActive && state_ != State::kJoining) {
+      cond_.wait(lock);  // nothing to watch any more
+      continue;
+    }
+    const auto last_word = scheduler_closed_at_ + ToDuration(kLastWordSeconds);
+    cond_.wait_until(lock, scheduler_closed_ ? std::min(next, last_word) : next);
     if (state_ != State::kActive && state_ != State::kJoining) continue;
-    lock.unlock();
     const auto now = Clock::now();
-    if (is_scheduler_) {
+    const bool lost = scheduler_closed_ && now >= last_word;
+    if (!lost && now < next) continue;
+    lock.unlock();
+    if (lost) {
+      Fail(SchedulerName() + " was lost: its connection closed");
+    } else if (is_scheduler_) {
       CheckPeers(now);
     } else {
       CheckScheduler(now);
     }
     lock.lock();
+    next = now + interval;
   }
 }
 

@@ -141,6 +141,8 @@ class Membership {
   bool welcomed_ = false;
   bool left_acknowledged_ = false;
   Clock::time_point scheduler_heard_;
+  bool scheduler_closed_ = false;
+  Clock::time_point scheduler_closed_at_;
   Clock::time_point first_worker_;  // scheduler: when the first worker came
   bool any_worker_ = false;
   std::vector<Message> parked_;  // scheduler: came while the last job was ending
