@@ -197,6 +197,7 @@ def run(options: argparse.Namespace) -> int:
     if options.compare:
         results.append(train(options, dataset.prefix, backend="all-reduce"))
 
+    options.out.mkdir(parents=True, exist_ok=True)
     picture, losses = options.out / "loss.png", options.out / "losses.json"
     write_json(results, losses)
     draw(results, picture)
@@ -210,8 +211,6 @@ def run(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    # A terminated run ends its workers like an interrupted one.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(options)
     except (JobError, prepare_data.DataError) as error:
@@ -223,4 +222,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # A terminated run ends its workers like an interrupted one.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -221,6 +221,16 @@ def core_forced(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]
     return _on_core(body)
 
 
+def core_models(folder: Path) -> list[list[Any]]:
+    """The operations of two models that one process wraps, one after the other."""
+
+    def body() -> list[list[Any]]:
+        models = [_wrap(Mixed(), use_dpu_reduce=True) for _ in range(2)]
+        return [[b.dpu_reduce_op for buffer in m.buffers for b in buffer.buckets] for m in models]
+
+    return _on_core(body)
+
+
 def core_refused(folder: Path) -> dict[str, str]:
     """What DDP says to settings that it cannot serve."""
 

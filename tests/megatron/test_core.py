@@ -59,6 +59,15 @@ def test_forced_all_reduce(run_job: RunJob, overlap: bool) -> None:
     _assert_same([ours.result(1)], [theirs.result(1)])
 
 
+def test_two_models_of_one_process_have_keys_of_their_own(run_job: RunJob) -> None:
+    job = run_job("core_models", 2)
+    first, second = job.result(0)
+    assert [first, second] == job.result(1)
+    assert all("/model0/" in op.name for op in first)
+    assert [op.name.replace("/model1/", "/model0/") for op in second] == [op.name for op in first]
+    assert min(op.placement for op in second) > max(op.placement for op in first)
+
+
 def test_refusals_where_ddp_is_built(run_job: RunJob) -> None:
     seen = run_job("core_refused", 2).result(0)
     assert "--use-dpu-reduce" in seen["changed"] and "--overlap-param-gather" in seen["changed"]

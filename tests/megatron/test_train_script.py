@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -10,6 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+import train
 from trainkit.job import Record, Step, read_record
 from trainkit.report import Result, largest_difference, same_parameters, table
 
@@ -116,7 +120,9 @@ def test_bad_usage_and_a_tree_that_is_not_there(run_dir: Path) -> None:
     assert "is no patched Megatron-LM: run `make setup`" in missing.stderr
 
 
-def _result(losses: list[float], checksum: str = "a", backend: str = "BytePS") -> Result:
+def _result(
+    losses: list[float], checksum: str = "a", backend: str = "BytePS", workers: int = 2
+) -> Result:
     steps = [
         Step(
             iteration=number + 1,
@@ -128,7 +134,7 @@ def _result(losses: list[float], checksum: str = "a", backend: str = "BytePS") -
         for number, loss in enumerate(losses)
     ]
     return Result(
-        backend=backend, workers=2, servers=1, record=Record(steps=steps, checksum=checksum)
+        backend=backend, workers=workers, servers=1, record=Record(steps=steps, checksum=checksum)
     )
 
 
@@ -156,14 +162,33 @@ def test_a_record_is_read_while_it_is_written(tmp_path: Path) -> None:
     assert read_record(path).checksum == "ff"
 
 
-def test_a_loss_that_does_not_fall_is_a_failure(tree: Path, run_dir: Path) -> None:
-    options = ["--steps", "4", "--threshold", "0.5", "--workers", "1", "--", *SMALL]
-    run = subprocess.run(
-        _command(tree, run_dir, *options),
-        env=_environment(tree),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert "loss: did NOT fall below 0.5000" in run.stdout
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options", "code", "said"),
+    [
+        ([5.0, 2.0], [5.0, 2.0], ["--threshold", "4"], 0, "loss: fell below 4.0000"),
+        ([5.0, 4.9], [5.0, 4.9], ["--threshold", "0.5"], 1, "loss: did NOT fall below 0.5000"),
+        ([5.0, 6.0], [5.0, 6.0], [], 1, "loss: did NOT fall below 5.0000"),
+        ([5.0, 2.0], [5.0, 2.0 + 2**-50], [], 1, "must give the same bits"),
+        ([5.0, 2.0], [5.0, 2.1], ["--workers", "3"], 0, "largest difference of the loss"),
+    ],
+    ids=["good", "threshold", "first-loss", "unequal", "unequal-but-three"],
+)
+def test_exit_status(
+    tree: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ours: list[float],
+    theirs: list[float],
+    options: list[str],
+    code: int,
+    said: str,
+) -> None:
+    def canned(options: argparse.Namespace, prefix: Path, *, backend: str) -> Result:
+        losses = ours if backend == "BytePS" else theirs
+        return _result(losses, backend=backend, workers=options.workers)
+
+    monkeypatch.setattr(train, "train", canned)
+    words = _command(tree, tmp_path, "--steps", "2", "--compare", *options)[2:]
+    assert train.main(words) == code
+    assert said in capsys.readouterr().out
