@@ -25,6 +25,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -262,6 +263,10 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "device_count", _zero
     yield cuda, "current_device", lambda: _CPU
     yield cuda, "set_device", _nothing
+    # Megatron asks for the architecture to know which CUDA settings it has to insist on: the
+    # newest that it knows needs none.
+    yield cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=10, minor=0)
+    yield cuda, "get_device_capability", lambda device=None: (10, 0)
     # Streams and events: the CPU works in order.
     yield cuda, "Stream", _Stream
     yield cuda, "Event", _Event
