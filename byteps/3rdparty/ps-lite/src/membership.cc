@@ -174,7 +174,8 @@ void Membership::Join() {
   // The scheduler answers; it also gives up when nodes stay away, and says who.
   // Should it vanish meanwhile, the timer thread notices.
   cond_.wait(lock, [this] { return state_ != State::kJoining; });
-  if (state_ != State::kActive) throw dmlc::Error(failure_);
+  // A short job may even have ended before this thread woke.
+  if (state_ == State::kFailed) throw dmlc::Error(failure_);
 }
 
 void Membership::Leave(bool suspend) {
@@ -286,12 +287,13 @@ void Membership::TimerLoop() {
       cond_.wait(lock);  // nothing to watch any more
       continue;
     }
-    const auto last_word = scheduler_closed_at_ + ToDuration(kLastWordSeconds);
-    cond_.wait_until(lock, scheduler_closed_ ? std::min(next, last_word) : next);
-    if (state_ != State::kActive && state_ != State::kJoining) continue;
     const auto now = Clock::now();
+    const auto last_word = scheduler_closed_at_ + ToDuration(kLastWordSeconds);
     const bool lost = scheduler_closed_ && now >= last_word;
-    if (!lost && now < next) continue;
+    if (!lost && now < next) {
+      cond_.wait_until(lock, scheduler_closed_ ? std::min(next, last_word) : next);
+      continue;
+    }
     lock.unlock();
     if (lost) {
       Fail(SchedulerName() + " was lost: its connection closed");
