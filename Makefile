@@ -18,7 +18,7 @@ setup: ## system packages, Python environment, upstreams fetched, patched and bu
 	@scripts/setup.sh
 
 train: setup ## train a GPT on real text, gradients summed by BytePS
-	@$(PYTHON_ENV) scripts/train.py $(if $(filter-out 0,$(COMPARE)),--compare) \
+	@$(PYTHON_ENV) -W ignore scripts/train.py $(if $(filter-out 0,$(COMPARE)),--compare) \
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 

@@ -7,7 +7,6 @@ g++                    g++            required
 git                    git            required
 pkg-config             pkg-config     required
 zmq.h                  libzmq3-dev    required
-numa.h                 libnuma-dev    required
 infiniband/verbs.h     libibverbs-dev optional
 rdma/rdma_cma.h        librdmacm-dev  optional
 ip                     iproute2       optional
