@@ -16,7 +16,7 @@ TREE = Path(os.environ.get("MEGATRON_TREE", ROOT / "build" / "Megatron-LM"))
 
 sys.path[:0] = [str(HERE), str(TREE), str(ROOT / "scripts")]
 
-from jobs import Job, Trained, start_fork_server  # noqa: E402
+from training_jobs import Job, Trained, start_fork_server  # noqa: E402
 
 from prepare_data import Dataset, prepare  # noqa: E402
 
@@ -48,7 +48,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture
 def run_job(fork_server: None, run_dir: Path) -> Callable[..., Job]:
-    """Runs a program of programs.py on a number of ranks, in a folder of its own."""
+    """Runs a program of rank_programs.py on a number of ranks, in a folder of its own."""
     count = 0
 
     def run(program: str, ranks: int, *, fails: bool = False, **settings: object) -> Job:

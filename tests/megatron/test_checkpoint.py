@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Trained, same
+from training_jobs import Trained, same
 
 Train = Callable[..., Trained]
 

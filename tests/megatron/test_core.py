@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Job
+from training_jobs import Job
 
 RunJob = Callable[..., Job]
 

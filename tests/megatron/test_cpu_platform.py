@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from jobs import Job, Trained
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training import arguments, cpu_platform
+from training_jobs import Job, Trained
 
 from prepare_data import Dataset
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jobs import Job, Trained, assert_same_run
+from training_jobs import Job, Trained, assert_same_run
 
 from prepare_data import Dataset
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from jobs import Trained, assert_same_run
+from training_jobs import Trained, assert_same_run
 
 Train = Callable[..., Trained]
 

@@ -51,13 +51,13 @@ def start_fork_server() -> None:
     # beforehand it leaves to every child, without a word.
     path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     with _environment({**_ENVIRONMENT, **path}):
-        _CONTEXT.set_forkserver_preload(["programs"])
+        _CONTEXT.set_forkserver_preload(["rank_programs"])
         forkserver.ensure_running()
 
 
 @dataclass
 class Job:
-    """A program of programs.py on some ranks; each gets a folder's worth of log and result."""
+    """A program of rank_programs.py on some ranks; each gets a folder's worth of log and result."""
 
     folder: Path
     program: str
@@ -147,10 +147,10 @@ def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        import programs
+        import rank_programs
         import torch
 
-        result = getattr(programs, job.program)(job.folder, **job.settings)
+        result = getattr(rank_programs, job.program)(job.folder, **job.settings)
         torch.save(result, job.folder / f"rank{rank}.pt")
     except BaseException:
         traceback.print_exc()
