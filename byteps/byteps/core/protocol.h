@@ -5,7 +5,7 @@
 //   meta.key    the tensor's or partition's key
 //   meta.body   DECLARE: a Declaration; PUSH_PULL: a PushHeader; failed response: the reason
 //   meta.option of a response: 0, or 1 when it failed
-//   data[0]     PUSH_PULL: the values, there and back
+//   data[0]     PUSH_PULL: the values, and back the part of the sum that was asked for
 //
 // Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
 // shifted left by 16; a partition's adds its index.  It thus depends neither on
@@ -61,8 +61,10 @@ struct Declaration {
 };
 
 struct PushHeader {
-  uint32_t round;       // how often this tensor was pushed before by this worker
-  uint32_t timeout_ms;  // for how long the worker will wait
+  uint32_t round;        // how often this tensor was pushed before by this worker
+  uint32_t timeout_ms;   // for how long the worker will wait
+  uint32_t pull_offset;  // the part of the partition's sum that it wants back,
+  uint32_t pull_bytes;   // perhaps nothing
 };
 
 // FNV-1a, 64 bits.

@@ -28,6 +28,14 @@ bool IsAligned(const ps::SArray<char>& values, size_t alignment) {
   return reinterpret_cast<uintptr_t>(values.data()) % alignment == 0;
 }
 
+// Whether a push has a header, which asks for a part of `size` bytes.
+bool AsksForAPart(const ps::Message& msg, uint64_t size) {
+  if (msg.meta.body.size() != sizeof(PushHeader)) return false;
+  PushHeader header;
+  memcpy(&header, msg.meta.body.data(), sizeof(header));
+  return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
+}
+
 ps::SArray<char> Copy(const ps::SArray<char>& values) {
   ps::SArray<char> copy;
   copy.CopyFrom(values.data(), values.size());
@@ -123,7 +131,8 @@ void Server::OnPush(ps::Message* msg) {
   } else if (it->second->declaration.MemberIndex(caller.rank) < 0) {
     error = "worker " + std::to_string(caller.rank) + " is no member of the group of '" +
             it->second->declaration.name + "'";
-  } else if (msg->meta.body.size() != sizeof(PushHeader) || msg->data.size() != 1 ||
+  } else if (!AsksForAPart(*msg, it->second->declaration.PartitionSize(index)) ||
+             msg->data.size() != 1 ||
              msg->data[0].size() != it->second->declaration.PartitionSize(index)) {
     error = "a push of '" + it->second->declaration.name + "' from worker " +
             std::to_string(caller.rank) + " does not have the declared form";
@@ -170,9 +179,9 @@ void Server::Answer(int op, uint64_t key, const Caller& caller, const std::strin
   msg.meta.addr = caller.request;
   msg.meta.option = error.empty() ? 0 : 1;
   msg.meta.body = error;
-  if (values != nullptr) {
-    msg.meta.val_len = static_cast<int>(values->size());
-    msg.AddData(*values);
+  if (values != nullptr && caller.bytes > 0) {
+    msg.meta.val_len = static_cast<int>(caller.bytes);
+    msg.AddData(values->segment(caller.offset, caller.offset + caller.bytes));
   }
   Session::Send(&msg);
 }
@@ -221,10 +230,11 @@ void Server::Run(Engine* engine) {
 
 void Server::Push(Engine* engine, Partition* partition, ps::Message* msg) {
   const Declaration& declaration = partition->tensor->declaration;
-  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender), msg->meta.addr};
-  const int member = declaration.MemberIndex(caller.rank);
   PushHeader header;
   memcpy(&header, msg->meta.body.data(), sizeof(header));
+  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender), msg->meta.addr,
+                      header.pull_offset, header.pull_bytes};
+  const int member = declaration.MemberIndex(caller.rank);
 
   // Unsigned, so that a round before the first open one is far ahead as well.
   const uint32_t ahead = header.round - partition->first_round;

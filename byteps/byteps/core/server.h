@@ -53,10 +53,12 @@ class Server {
     std::string refusal;  // why its operations fail; empty as long as they do not
   };
 
-  // To whom an answer is owed.
+  // To whom an answer is owed, and what part of the sum, in bytes.
   struct Caller {
     int rank;
     uint64_t request;
+    uint32_t offset = 0;
+    uint32_t bytes = 0;
   };
 
   struct Round {

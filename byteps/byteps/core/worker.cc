@@ -220,6 +220,9 @@ void Worker::SendDeclaration(Tensor* tensor) {
 
 int64_t Worker::PushPull(const PushPullRequest& request) {
   ThrowIfFailed();
+  if (request.pull_begin > std::min(request.pull_end, request.bytes)) {
+    throw UsageError("the wanted part of '" + request.name + "' ends before it begins");
+  }
   auto operation = std::make_shared<Operation>();
   operation->request = request;
   operation->started = Clock::now();
@@ -353,6 +356,16 @@ void Worker::PushLoop() {
   }
 }
 
+Worker::Part Worker::WantedPart(const Task& task) {
+  const PushPullRequest& request = task.operation->request;
+  const Declaration& d = task.operation->tensor->declaration;
+  const uint64_t start = task.index * d.partition_bytes;
+  const uint64_t end = start + d.PartitionSize(task.index);
+  const uint64_t from = std::min(std::max(request.pull_begin, start), end);
+  const uint64_t to = std::max(std::min(request.pull_end, end), from);
+  return {from - start, to - from};
+}
+
 void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
   const Operation& operation = *task.operation;
   const Declaration& d = operation.tensor->declaration;
@@ -364,8 +377,10 @@ void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
     source = operation.staging + offset;
   }
   const int server = ServerOf(hash_, operation.tensor->key, d.placement, task.index, num_servers_);
-  const PushHeader header{operation.round,
-                          static_cast<uint32_t>(std::min(op_timeout_s_ * 1000, 4e9))};
+  const Part wanted = WantedPart(task);
+  const PushHeader header{
+      operation.round, static_cast<uint32_t>(std::min(op_timeout_s_ * 1000, 4e9)),
+      static_cast<uint32_t>(wanted.offset), static_cast<uint32_t>(wanted.bytes)};
   ps::Message msg;
   msg.meta.app_id = 0;
   msg.meta.customer_id = 0;
@@ -410,8 +425,9 @@ void Worker::PullLoop() {
 void Worker::PullPartition(DeviceCopier* copier, Received* received) {
   const Operation& operation = *received->task.operation;
   const Declaration& d = operation.tensor->declaration;
-  const uint64_t offset = received->task.index * d.partition_bytes;
-  const uint64_t size = d.PartitionSize(received->task.index);
+  const Part wanted = WantedPart(received->task);
+  const uint64_t offset = received->task.index * d.partition_bytes + wanted.offset;
+  const uint64_t size = wanted.bytes;
   if (received->values.size() != size) {
     throw Error("the answer to a push_pull of '" + d.name + "' has " +
                 std::to_string(received->values.size()) + " bytes instead of " +
@@ -422,6 +438,7 @@ void Worker::PullPartition(DeviceCopier* copier, Received* received) {
     std::lock_guard<std::mutex> lock(mu_);
     if (operation.done) return;
   }
+  if (size == 0) return;
   char* target = static_cast<char*>(operation.request.output) + offset;
   if (operation.staging == nullptr) {
     memcpy(target, received->values.data(), size);
@@ -500,7 +517,7 @@ void Worker::OnMessage(ps::Message* msg) {
     FailOperation(pending.task.operation, msg->meta.body);
     return;
   }
-  if (msg->data.size() != 1) {
+  if (msg->data.size() != (WantedPart(pending.task).bytes > 0 ? 1 : 0)) {
     FailOperation(pending.task.operation,
                   "an answer from " + Session::NameOfServer(pending.server) +
                       " to a push_pull of '" + pending.task.operation->request.name +
@@ -509,7 +526,7 @@ void Worker::OnMessage(ps::Message* msg) {
   }
   Received received;
   received.task = std::move(pending.task);
-  received.values = std::move(msg->data[0]);
+  if (!msg->data.empty()) received.values = std::move(msg->data[0]);
   pull_queue_->Push(std::move(received));
 }
 

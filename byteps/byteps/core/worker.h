@@ -45,6 +45,10 @@ struct PushPullRequest {
   const void* input = nullptr;
   void* output = nullptr;  // may be `input`
   uint64_t bytes = 0;
+  // The part of the sum that is wanted, in bytes; the rest of `output` stays as it
+  // is.  Equal ends: nothing is.
+  uint64_t pull_begin = 0;
+  uint64_t pull_end = UINT64_MAX;  // to the end of the tensor
   bool average = true;
   int priority = 0;             // higher goes first
   std::vector<uint32_t> group;  // ranks that sum, ascending; empty: all workers
@@ -119,6 +123,13 @@ class Worker {
     OperationPtr operation;
     uint64_t index = 0;
   };
+
+  // Bytes of a partition, from its start.
+  struct Part {
+    uint64_t offset;
+    uint64_t bytes;
+  };
+  static Part WantedPart(const Task& task);
 
   // A request sent and not answered.
   struct Pending {

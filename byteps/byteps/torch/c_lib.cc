@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../core/config.h"
@@ -41,7 +42,8 @@ void Init(int num_servers) {
 
 int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
                  uintptr_t output, uint64_t bytes, bool average, int priority,
-                 std::vector<uint32_t> group, std::optional<uint64_t> placement, int device,
+                 std::vector<uint32_t> group, std::optional<uint64_t> placement,
+                 std::optional<std::pair<uint64_t, uint64_t>> pull, int device,
                  uintptr_t stream) {
   if (!GetWorker()->started()) throw Error("byteps is not initialized; call bps.init() first");
   PushPullRequest request;
@@ -56,6 +58,10 @@ int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t in
   request.group = std::move(group);
   request.has_placement = placement.has_value();
   request.placement = placement.value_or(0);
+  if (pull) {
+    request.pull_begin = pull->first;
+    request.pull_end = pull->second;
+  }
   request.device = device;
   request.stream = reinterpret_cast<void*>(stream);
   return GetWorker()->PushPull(request);
@@ -92,7 +98,8 @@ PYBIND11_MODULE(c_lib, m) {
   });
   m.def("push_pull", &PushPull, py::arg("name"), py::arg("dtype"), py::arg("input"),
         py::arg("output"), py::arg("bytes"), py::arg("average"), py::arg("priority"),
-        py::arg("group"), py::arg("placement"), py::arg("device"), py::arg("stream"), Unlocked());
+        py::arg("group"), py::arg("placement"), py::arg("pull"), py::arg("device"),
+        py::arg("stream"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });

@@ -211,6 +211,7 @@ def start(
     priority: int,
     group: Group,
     placement: int | None,
+    pull: tuple[int, int] | None = None,
 ) -> int:
     """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
 
@@ -226,6 +227,9 @@ def start(
         group: the ranks that sum, or their ProcessGroup; None for all workers.
         placement: server of the first partition, modulo the number of servers; the others follow
             round robin.  None: from the name.
+        pull: first and last plus one of the elements, of the flattened tensor, whose sums are
+            wanted; the rest of `output` is left alone.  Each member may want another part, as a
+            sharded optimizer does.  None: all of them.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.
@@ -238,6 +242,11 @@ def start(
         raise ValueError("a push_pull needs a name, the same on all workers")
     if placement is not None and placement < 0:
         raise ValueError(f"placement must not be negative, got {placement}")
+    if pull is not None:
+        begin, end = pull
+        if not 0 <= begin <= end <= tensor.numel():
+            raise ValueError(f"pull={pull} is no range of {tensor.numel()} elements")
+        pull = (begin * tensor.element_size(), end * tensor.element_size())
     device, stream = -1, 0
     if tensor.device.type == "cuda":
         device = tensor.device.index
@@ -252,6 +261,7 @@ def start(
         priority=int(priority),
         group=_ranks_of(group),
         placement=placement,
+        pull=pull,
         device=device,
         stream=stream,
     )
