@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
     from .distributed_data_parallel import DistributedDataParallel
     from .distributed_data_parallel_config import DistributedDataParallelConfig
-    from .param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
+    from .param_and_grad_buffer import (
+        _ParamAndGradBucket,
+        _ParamAndGradBucketGroup,
+        _ParamAndGradBuffer,
+    )
 
 __all__ = [
     "BucketOp",
@@ -94,40 +98,30 @@ class _Refusal:
 
 
 _FSDP = "it shards gradients with reduce-scatters of its own, which BytePS does not replace"
-_SHARDS = (
-    "each rank would need only its own shard of the sum, and BytePS returns whole buckets so far"
-)
-_GROUPS = (
-    "it splits the ranks into several data-parallel groups, and BytePS sums over one group that "
-    "holds every rank so far"
-)
+_UNTRIED = "it has not been tried with gradients that BytePS sums"
 
 _REFUSALS: tuple[_Refusal, ...] = (
     _Refusal(attribute="use_megatron_fsdp", flag="--use-megatron-fsdp", reason=_FSDP),
     _Refusal(attribute="use_custom_fsdp", flag="--use-custom-fsdp", reason=_FSDP),
     _Refusal(attribute="use_torch_fsdp2", flag="--use-torch-fsdp2", reason=_FSDP),
     _Refusal(
-        attribute="use_distributed_optimizer", flag="--use-distributed-optimizer", reason=_SHARDS
+        attribute="optimizer",
+        flag="--optimizer",
+        reason="it shards whole layers, not buckets",
+        refused=("dist_muon",),
     ),
-    _Refusal(attribute="optimizer", flag="--optimizer", reason=_SHARDS, refused=("dist_muon",)),
     _Refusal(
         attribute="num_distributed_optimizer_instances",
         flag="--num-distributed-optimizer-instances",
-        reason=_GROUPS,
+        reason="its gradients are summed in two steps, within an instance and across instances",
         allowed=(1, None),
     ),
-    _Refusal(attribute="overlap_param_gather", flag="--overlap-param-gather", reason=_SHARDS),
-    _Refusal(
-        attribute="overlap_param_gather_with_optimizer_step",
-        flag="--overlap-param-gather-with-optimizer-step",
-        reason=_SHARDS,
-    ),
-    _Refusal(attribute="fp8_param_gather", flag="--fp8-param-gather", reason=_SHARDS),
-    _Refusal(attribute="fp4_param_gather", flag="--fp4-param-gather", reason=_SHARDS),
+    _Refusal(attribute="fp8_param_gather", flag="--fp8-param-gather", reason=_UNTRIED),
+    _Refusal(attribute="fp4_param_gather", flag="--fp4-param-gather", reason=_UNTRIED),
     _Refusal(
         attribute="reuse_grad_buf_for_mxfp8_param_ag",
         flag="--reuse-grad-buf-for-mxfp8-param-ag",
-        reason=_SHARDS,
+        reason=_UNTRIED,
     ),
     _Refusal(
         attribute="reduce_scatter_with_fp32_accumulation",
@@ -147,45 +141,15 @@ _REFUSALS: tuple[_Refusal, ...] = (
         reason="it allocates the gradient buffers for NCCL's collectives, which would not be used",
     ),
     _Refusal(
-        attribute="tensor_model_parallel_size",
-        flag="--tensor-model-parallel-size",
-        reason=_GROUPS,
-        allowed=(1, None),
-    ),
-    _Refusal(
-        attribute="pipeline_model_parallel_size",
-        flag="--pipeline-model-parallel-size",
-        reason=_GROUPS,
-        allowed=(1, None),
-    ),
-    _Refusal(
-        attribute="context_parallel_size",
-        flag="--context-parallel-size",
-        reason=_GROUPS,
-        allowed=(1, None),
-    ),
-    _Refusal(
-        attribute="expert_model_parallel_size",
-        flag="--expert-model-parallel-size",
-        reason=_GROUPS,
-        allowed=(1, None),
-    ),
-    _Refusal(
-        attribute="expert_tensor_parallel_size",
-        flag="--expert-tensor-parallel-size",
-        reason=_GROUPS,
-        allowed=(1, None),
-    ),
-    _Refusal(
         attribute="tensor_parallel_num_weight_shards",
         flag="--tensor-parallel-num-weight-shards",
-        reason=_GROUPS,
+        reason=_UNTRIED,
         allowed=(1, None),
     ),
     _Refusal(
         attribute="expert_tensor_parallel_num_weight_shards",
         flag="--expert-tensor-parallel-num-weight-shards",
-        reason=_GROUPS,
+        reason=_UNTRIED,
         allowed=(1, None),
     ),
     _Refusal(
@@ -406,15 +370,12 @@ def register(ddp: DistributedDataParallel) -> None:
     Starts BytePS too where ``megatron.training`` did not.
 
     Raises:
-        ValueError: the config, or a data-parallel group that does not hold every rank, is not
-            supported; the text says why.
+        ValueError: the config is not supported; the text says why.
     """
     validate_ddp_config(ddp.ddp_config)
     chunk = _chunk_index(ddp.module)
     plan = [("dense", buffer) for buffer in ddp.buffers]
     plan += [("expert", buffer) for buffer in ddp.expert_parallel_buffers]
-    for kind, buffer in plan:
-        _check_group(kind, buffer.data_parallel_group)
     initialize()
 
     models: dict[str, int] = {}
@@ -467,17 +428,6 @@ def _chunk_index(module: torch.nn.Module) -> int:
         module = module.module
 
 
-def _check_group(kind: str, group: torch.distributed.ProcessGroup) -> None:
-    ranks = torch.distributed.get_process_group_ranks(group)
-    world = torch.distributed.get_world_size()
-    if len(ranks) != world:
-        raise ValueError(
-            f"--use-dpu-reduce does not work with a {kind} data-parallel group of {len(ranks)} of "
-            f"the job's {world} ranks: BytePS sums over one group that holds every rank so far. "
-            "Use no tensor, pipeline, context or expert parallelism, or drop --use-dpu-reduce."
-        )
-
-
 # --------------------------------------------------------------------------- the gradient sums
 
 
@@ -499,11 +449,23 @@ class GradSyncHandle:
             _byteps().synchronize(handle)
 
 
-def start_grad_sync(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | None:
+def _wanted(bucket: _ParamAndGradBucket, op: BucketOp) -> tuple[int, int]:
+    """First and last plus one of the bucket's elements that this rank's optimizer owns: the
+    buckets of the distributed optimizer are cut into equal parts, in the order of the group."""
+    shard = bucket.grad_data.numel() // len(op.group)
+    index = op.group.index(torch.distributed.get_rank())
+    return index * shard, (index + 1) * shard
+
+
+def start_grad_sync(
+    bucket_group: _ParamAndGradBucketGroup, force_all_reduce: bool | None = False
+) -> GradSyncHandle | None:
     """Sum the buckets of a group over its data-parallel ranks, in place.
 
-    Called where Megatron would issue its all-reduce: local gradients are accumulated and scaled.
-    Buckets are pushed whole, in the dtype in which they are summed. ``average_in_collective``
+    Called where Megatron would issue its all-reduce or reduce-scatter: local gradients are
+    accumulated and scaled. Buckets are pushed whole, in the dtype in which they are summed. With
+    the distributed optimizer each rank pulls the shard that it owns, and the rest of its bucket
+    keeps the local gradients; ``force_all_reduce`` pulls all of it. ``average_in_collective``
     asks BytePS for the average over the data-parallel group instead of the sum.
 
     Returns:
@@ -514,6 +476,7 @@ def start_grad_sync(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | 
         byteps.torch.BytePSError: a push-pull failed; the text names the peer.
     """
     bps = _byteps()
+    sharded = bucket_group.ddp_config.use_distributed_optimizer and not force_all_reduce
     pending = []
     for bucket in bucket_group.buckets:
         op: BucketOp = bucket.dpu_reduce_op
@@ -526,6 +489,7 @@ def start_grad_sync(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | 
             priority=op.priority,
             placement=op.placement,
             group=op.group,
+            pull=_wanted(bucket, op) if sharded else None,
         )
         pending.append((handle, bucket.grad_data))
     handle = GradSyncHandle(pending)
