@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,13 @@ ROOT = HERE.parent.parent
 # Where the patched Megatron-LM is: tests of another tree (a git checkout) name it here.
 TREE = Path(os.environ.get("MEGATRON_TREE", ROOT / "build" / "Megatron-LM"))
 
-sys.path[:0] = [str(HERE), str(TREE), str(ROOT / "scripts")]
+sys.path[:0] = [str(HERE), str(TREE), str(ROOT / "scripts"), str(ROOT / "bench")]
 
-from training_jobs import Job, Trained, start_fork_server  # noqa: E402
+from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
+from paritykit.forked import Job, start_fork_server  # noqa: E402
+from training_jobs import Trained  # noqa: E402
 
-from prepare_data import Dataset, prepare  # noqa: E402
+from prepare_data import Dataset  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -31,19 +33,13 @@ def tree() -> Path:
 @pytest.fixture(scope="session")
 def fork_server(tree: Path) -> None:
     """Imports torch and Megatron once for all ranks of all jobs."""
-    start_fork_server()
+    start_fork_server(["rank_programs"])
 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """A few thousand bytes of text that a computer can reproduce and a small model can learn."""
-    folder = tmp_path_factory.mktemp("data")
-    # Several documents: Megatron splits them between training and validation.
-    sources = [folder / f"{number}.txt" for number in range(10)]
-    for number, source in enumerate(sources):
-        lines = (f"{number} times {n} is {number * n}.\n" for n in range(60))
-        source.write_text("".join(lines))
-    return prepare(sources, folder, 1 << 20)
+    return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
@@ -53,7 +49,7 @@ def run_job(fork_server: None, run_dir: Path) -> Callable[..., Job]:
 
     def run(program: str, ranks: int, *, fails: bool = False, **settings: object) -> Job:
         nonlocal count
-        job = Job(run_dir / f"job{count}-{program}", program, ranks, settings)
+        job = Job(run_dir / f"job{count}-{program}", f"rank_programs:{program}", ranks, settings)
         count += 1
         job.run(fails=fails)
         return job
@@ -66,15 +62,10 @@ def train(run_job: Callable[..., Job], dataset: Dataset) -> Callable[..., Traine
     """Runs Megatron's training loop on the small dataset and returns what each rank saw."""
 
     def run(*arguments: str, ranks: int = 2, **settings: object) -> Trained:
-        job = run_job("train", ranks, arguments=[*_data(dataset), *arguments], **settings)
+        job = run_job("train", ranks, arguments=[*data_arguments(dataset), *arguments], **settings)
         return Trained.of(job)
 
     return run
-
-
-def _data(dataset: Dataset) -> Sequence[str]:
-    cache = dataset.prefix.parent / "cache"
-    return ["--data-path", str(dataset.prefix), "--data-cache-path", str(cache)]
 
 
 @pytest.fixture

@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pretrain_dpu_gpt
+import broken_reducers
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    param_and_grad_buffer,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import cpu_platform, training
+from megatron.training import cpu_platform
+from paritykit.rank import run
+from paritykit.seen import RankSeen
 
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2
@@ -27,113 +25,28 @@ MODEL = """
 """.split()  # noqa: SIM905
 
 
-class Witness:
-    """Sees each step of Megatron's loop at full precision."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.gradients: list[list[torch.Tensor]] = []
-        self.local_gradients: list[list[torch.Tensor]] = []
-        self.names: list[str] = []
-        self.models: list[torch.nn.Module] = []
-        self._sums: list[torch.Tensor] = []
-        self._locals: list[torch.Tensor] = []
-
-    def watch(self) -> None:
-        """Look on where gradients are about to be summed, where they were, and at the log."""
-        group = param_and_grad_buffer._ParamAndGradBucketGroup
-        start, finish, log = group.start_grad_sync, group.finish_grad_sync, training.training_log
-
-        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            for bucket in self.buckets:
-                witness._locals.append(bucket.grad_data * bucket.gradient_scaling_factor)
-            start(self, *args, **kwargs)
-
-        def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            finish(self, *args, **kwargs)
-            witness._sums += [bucket.grad_data.clone() for bucket in self.buckets]
-
-        def training_log(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-            witness.end_step(loss_dict["lm loss"].item())
-            return log(loss_dict, *args, **kwargs)
-
-        witness = self
-        group.start_grad_sync = start_grad_sync
-        group.finish_grad_sync = finish_grad_sync
-        training.training_log = training_log
-
-    def end_step(self, loss: float) -> None:
-        self.losses.append(loss)
-        self.gradients.append(self._sums)
-        self.local_gradients.append(self._locals)
-        self._sums, self._locals = [], []
-
-    def watch_byteps(self) -> None:
-        """Note the name of each push-pull."""
-        import byteps.torch as bps
-
-        push_pull = bps.push_pull_async_inplace
-
-        def noted(*args: Any, name: str, **kwargs: Any) -> Any:
-            self.names.append(name)
-            return push_pull(*args, name=name, **kwargs)
-
-        bps.push_pull_async_inplace = noted
-
-    def seen(self) -> dict[str, Any]:
-        parameters = {
-            name: value.detach().clone()
-            for model in self.models
-            for name, value in model.named_parameters()
-        }
-        return {
-            "losses": self.losses,
-            "gradients": self.gradients,
-            "local_gradients": self.local_gradients,
-            "parameters": parameters,
-            "names": self.names,
-            "byteps_imported": "byteps.torch" in sys.modules,
-        }
-
-
 def train(
     folder: Path,
     arguments: Sequence[str],
     hide_byteps: bool = False,
-    sabotage: float = 0.0,
+    broken: str = "",
     environment: dict[str, str] | None = None,
-) -> dict[str, Any]:
-    """Megatron's training loop through the entry script, under the eyes of a :class:`Witness`.
+) -> RankSeen:
+    """Megatron's training loop through the entry script, on the small model.
 
-    ``hide_byteps`` makes ``import byteps`` fail; ``sabotage`` scales what BytePS returns by one
-    plus that much, as a broken reducer would.
+    ``hide_byteps`` makes ``import byteps`` fail; ``broken`` names a function of
+    broken_reducers.py.
     """
     if hide_byteps:
         sys.modules["byteps"] = None  # type: ignore[assignment]
-    sys.argv = ["pretrain_dpu_gpt.py", *MODEL, *arguments]
-    witness = Witness()
-    witness.watch()
-    if "--use-dpu-reduce" in arguments and not hide_byteps:
-        if sabotage:
-            _break_byteps(1.0 + sabotage)
-        witness.watch_byteps()
-    config_of = pretrain_dpu_gpt.gpt_config_from_args
-
-    def with_witness(*args: Any, **kwargs: Any) -> Any:
-        config = config_of(*args, **kwargs)
-        config.post_wrap_hooks.append(lambda models: witness.models.extend(models) or models)
-        return config
-
-    pretrain_dpu_gpt.gpt_config_from_args = with_witness
-    pretrain_dpu_gpt.main()
-    return witness.seen()
+    return run([*MODEL, *arguments], broken=broken_reducers.BREAKS[broken] if broken else None)
 
 
-def _break_byteps(factor: float) -> None:
-    import byteps.torch as bps
-
-    synchronize = bps.synchronize
-    bps.synchronize = lambda handle: synchronize(handle).mul_(factor)
+def train_layout(
+    folder: Path, arguments: Sequence[str], broken: str, frozen: str, environment: dict[str, str]
+) -> RankSeen:
+    """A run of the parity harness whose reducer is broken."""
+    return run(arguments, frozen=frozen, broken=broken_reducers.BREAKS[broken])
 
 
 # --------------------------------------------------------------------------- megatron.core alone

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_jobs import Job
+from paritykit.forked import Job
 
 RunJob = Callable[..., Job]
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training import arguments, cpu_platform
-from training_jobs import Job, Trained
+from paritykit.forked import Job
+from training_jobs import Trained
 
 from prepare_data import Dataset
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from training_jobs import Job, Trained, assert_same_run
+from paritykit.forked import Job
+from training_jobs import Trained, assert_same_run
 
 from prepare_data import Dataset
 
@@ -27,5 +28,5 @@ def test_one_clear_error_where_byteps_is_absent(
 
 def test_without_the_flag_byteps_is_not_touched(train: Callable[..., Trained]) -> None:
     run = train()
-    assert run.job.result(0)["byteps_imported"] is False
+    assert run.job.result(0).byteps_imported is False
     assert "BytePS" not in run.job.log_of(0).read_text()

@@ -71,7 +71,7 @@ def test_three_ranks_are_within_rounding_of_the_exact_sum(train: Train) -> None:
 
 def test_a_broken_sum_would_be_seen(train: Train) -> None:
     """The comparison fails for a reducer that is off by two units in the last place."""
-    broken = train("--use-dpu-reduce", sabotage=2.0**-22)
+    broken = train("--use-dpu-reduce", broken="last-places")
     with pytest.raises(AssertionError):
         assert_same_run(broken, train())
 

@@ -1,163 +1,12 @@
-"""Starts the ranks of a job and collects what they saw.
-
-Importing torch and Megatron takes seconds a process. The ranks are forked from multiprocessing's
-fork server, which imports both once. They find each other as under torchrun: through a store that
-this process keeps, on a port that the kernel chooses.
-"""
+"""What the ranks of a training job saw, put together."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
-import time
-import traceback
-from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any
 
-LIMIT_S = 120.0
-_CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
-
-# What every rank gets. The CPU also on a machine with GPUs: the results are compared bit by bit.
-_ENVIRONMENT = {"MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-class JobFailed(AssertionError):
-    """Ranks did not end as they should have; the text has the end of their logs."""
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Any:
-    saved = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def start_fork_server() -> None:
-    """Start the server that ranks are forked from, if it is not there."""
-    # Some releases of Python do not hand sys.path to the server, and a module that it cannot import
-    # beforehand it leaves to every child, without a word.
-    path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    with _environment({**_ENVIRONMENT, **path}):
-        _CONTEXT.set_forkserver_preload(["rank_programs"])
-        forkserver.ensure_running()
-
-
-@dataclass
-class Job:
-    """A program of rank_programs.py on some ranks; each gets a folder's worth of log and result."""
-
-    folder: Path
-    program: str
-    ranks: int
-    settings: Mapping[str, Any]
-    environment: Mapping[str, str] | None = None
-
-    def run(self, *, fails: bool = False) -> None:
-        """Run to the end. Raises JobFailed unless all ranks succeed (or none, if it ``fails``)."""
-        from torch.distributed import TCPStore
-
-        self.folder.mkdir(parents=True)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        processes = [
-            _CONTEXT.Process(target=_rank, args=(self._environment(rank, store.port), self, rank))
-            for rank in range(self.ranks)
-        ]
-        start_fork_server()
-        for process in processes:
-            process.start()
-        try:
-            self._wait(processes, fails=fails)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-
-    def _wait(self, processes: list[Any], *, fails: bool) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.exitcode not in (0, None) and not fails:
-                break  # the others wait for it in vain
-        codes = [process.exitcode for process in processes]
-        good = all(codes) and None not in codes if fails else codes == [0] * self.ranks
-        if not good:
-            raise JobFailed(f"{self.program}: exit codes {codes}\n{self.logs()}")
-
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
-        """As torchrun sets it, with the store of this process for its own."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("DMLC_", "BYTEPS_", "MEGATRON_", "TORCHELASTIC_"))
-        }
-        size = str(self.ranks)
-        return {
-            **kept,
-            **_ENVIRONMENT,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            **dict(self.settings.get("environment", {})),
-        }
-
-    def log_of(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.log"
-
-    def logs(self, lines: int = 40) -> str:
-        parts = []
-        for rank in range(self.ranks):
-            if self.log_of(rank).exists():
-                text = self.log_of(rank).read_text(errors="replace").splitlines()
-                parts += [f"---- rank {rank}", *text[-lines:]]
-        return "\n".join(parts)
-
-    def result(self, rank: int) -> Any:
-        """What the program returned on that rank."""
-        import torch
-
-        return torch.load(self.folder / f"rank{rank}.pt", weights_only=False)
-
-
-def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
-    """Main function of a rank, in a process of its own."""
-    os.environ.clear()
-    os.environ.update(environment)
-    # Megatron's own children are forked, as in any other process.
-    multiprocessing.set_start_method("fork", force=True)
-    log = os.open(job.log_of(rank), os.O_WRONLY | os.O_CREAT, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    try:
-        import rank_programs
-        import torch
-
-        result = getattr(rank_programs, job.program)(job.folder, **job.settings)
-        torch.save(result, job.folder / f"rank{rank}.pt")
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+from paritykit.forked import Job
+from paritykit.seen import RankSeen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,18 +27,31 @@ class Trained:
 
     @staticmethod
     def of(job: Job) -> Trained:
-        seen = [job.result(rank) for rank in range(job.ranks)]
+        seen: list[RankSeen] = [job.result(rank) for rank in range(job.ranks)]
+        first = seen[0]
+        losses, gradients = _losses(first), _results(first)
         for other in seen[1:]:
-            assert other["losses"] == seen[0]["losses"], "ranks report different losses"
-            assert same(other["gradients"], seen[0]["gradients"]), "ranks hold different sums"
+            assert _losses(other) == losses, "ranks report different losses"
+            assert same(_results(other), gradients), "ranks hold different sums"
         return Trained(
             job=job,
-            losses=seen[0]["losses"],
-            gradients=seen[0]["gradients"],
-            local_gradients=[one["local_gradients"] for one in seen],
-            parameters=seen[0]["parameters"],
-            names=seen[0]["names"],
+            losses=losses,
+            gradients=gradients,
+            local_gradients=[
+                [[total.local for total in step.sums.values()] for step in one.steps]
+                for one in seen
+            ],
+            parameters=first.parameters,
+            names=first.names,
         )
+
+
+def _losses(seen: RankSeen) -> list[float]:
+    return [step.loss for step in seen.steps if step.loss is not None]
+
+
+def _results(seen: RankSeen) -> list[list[Any]]:
+    return [[total.result for total in step.sums.values()] for step in seen.steps]
 
 
 def same(one: list[list[Any]], other: list[list[Any]]) -> bool:

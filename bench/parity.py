@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Shows that training through BytePS gives the gradients that all-reduce gives.
+
+Trains each layout of a table (data, tensor, pipeline and expert parallelism, distributed optimizer,
+overlap, accumulation, element types) from one seed through torch.distributed and through BytePS, on
+this machine's CPU, and compares every gradient bucket and the loss of every step on every rank.
+docs/correctness.md says what is required of them, and holds the table that --markdown writes.
+
+Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TREE = ROOT / "build" / "Megatron-LM"
+
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "scripts"), str(TREE)]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)"
+    )
+    parser.add_argument("--list", action="store_true", help="show the layouts and stop")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the documentation")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave logs and records there")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    from paritykit.layouts import by_name
+
+    try:
+        layouts = by_name(options.layout)
+    except ValueError as error:
+        print(f"parity.py: {error}", file=sys.stderr)
+        return 2
+    if options.list:
+        from paritykit.report import listing
+
+        print(listing(layouts))
+        return 0
+    if not (TREE / "pretrain_dpu_gpt.py").is_file():
+        print(f"parity.py: {TREE} is not assembled: run `make setup`", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
+        folder = options.keep or Path(scratch)
+        return compare_all(layouts, folder, options.markdown)
+
+
+def compare_all(layouts: Sequence, folder: Path, markdown: Path | None) -> int:
+    """Run them one after the other; a failed one does not stop the rest."""
+    from paritykit.compare import Report
+    from paritykit.data import tiny_dataset
+    from paritykit.forked import JobFailed
+    from paritykit.report import markdown as as_markdown
+    from paritykit.report import summary
+    from paritykit.runs import check
+
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    dataset = tiny_dataset(data)
+    reports = []
+    for layout in layouts:
+        start = time.monotonic()
+        shutil.rmtree(folder / layout.name, ignore_errors=True)
+        try:
+            report = check(layout, folder / layout.name, dataset)
+        except JobFailed as error:
+            print(error, file=sys.stderr)
+            report = Report(layout=layout, misses=["a rank failed"])
+        reports.append(report)
+        verdict = "; ".join(report.misses) or "ok"
+        print(f"{layout.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    print("\n" + summary(reports))
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(as_markdown(reports), encoding="utf-8")
+    return 1 if any(report.misses for report in reports) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

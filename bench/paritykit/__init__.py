@@ -1,0 +1,1 @@
+"""Trains one layout through BytePS and through torch.distributed, and compares every sum."""

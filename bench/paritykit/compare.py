@@ -1,0 +1,188 @@
+"""Compares what the ranks of two runs saw: one through BytePS, one through torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .layouts import STEPS, Layout
+from .seen import RankSeen, Sum
+
+# Largest relative difference of a step's loss where the order of additions may differ.
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "bf16-wire": 2e-2, "fp16-wire": 5e-3}
+
+
+@dataclass(kw_only=True)
+class Errors:
+    """How far a backend's sums are from the sums in fp64 of what went into them."""
+
+    relative: dict[str, float] = field(default_factory=dict)
+    """By dtype: the largest error of an element over the sum of its parts' magnitudes."""
+    inexact: list[str] = field(default_factory=list)
+    """Sums of two values that are not the correctly rounded sum."""
+    split: list[str] = field(default_factory=list)
+    """Sums that are not the same on all members."""
+
+    @property
+    def worst(self) -> float:
+        return max(self.relative.values(), default=0.0)
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What the comparison of one layout came to."""
+
+    layout: Layout
+    groups: list[int] = field(default_factory=list)
+    """Sizes of the groups that sum: the number of values in a sum."""
+    buckets: int = 0
+    """Different sums of a step, over all ranks."""
+    same_bits: bool = False
+    """Whether every sum, loss, gradient norm and final parameter is the same to the last bit."""
+    ours: Errors = field(default_factory=Errors)
+    theirs: Errors = field(default_factory=Errors)
+    loss_difference: float = 0.0
+    """Largest relative difference of the losses of a step."""
+    misses: list[str] = field(default_factory=list)
+    """What is not as it must be; empty when all is well."""
+
+    @property
+    def two_values(self) -> bool:
+        """Whether no sum has more than two values, so that all bits must agree."""
+        return max(self.groups, default=1) <= 2
+
+
+def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
+    """Hold two runs of a layout, rank by rank, against each other and against exact sums."""
+    report = Report(layout=layout)
+    _check_shape(report, ours, theirs)
+    if report.misses:
+        return report
+    first = [seen.steps[0].sums for seen in ours]
+    distinct = {(s.members, name) for sums in first for name, s in sums.items()}
+    report.buckets = len(distinct)
+    report.groups = sorted({len(members) for members, _ in distinct})
+
+    report.ours, report.theirs = errors(ours), errors(theirs)
+    for who, found in (("BytePS", report.ours), ("all-reduce", report.theirs)):
+        _note(report, f"{who}: not the rounded sum of two values", found.inexact)
+        _note(report, f"{who}: members got different sums", found.split)
+    _check_errors(report)
+
+    differences = list(_differences(ours, theirs))
+    report.same_bits = not differences
+    if report.two_values:
+        _note(report, "bits differ", differences)
+    _check_first_step(report, ours, theirs)
+    _check_losses(report, ours, theirs)
+    return report
+
+
+def errors(ranks: Sequence[RankSeen]) -> Errors:
+    """Hold each sum of a run against the parts that its members put in."""
+    found = Errors()
+    for step in range(len(ranks[0].steps)):
+        for rank, seen in enumerate(ranks):
+            for name, total in seen.steps[step].sums.items():
+                where = f"step {step + 1}, rank {rank}, {name}"
+                parts = [ranks[m].steps[step].sums[name] for m in total.members]
+                _measure(found, where, total, parts)
+    return found
+
+
+def _measure(found: Errors, where: str, total: Sum, parts: Sequence[Sum]) -> None:
+    lead = parts[0]
+    if total.offset == lead.offset and not torch.equal(total.result, lead.result):
+        found.split.append(where)
+    end = total.offset + total.result.numel()
+    values = [part.local[total.offset : end] for part in parts]
+    if len(values) <= 2:
+        expected = values[0] if len(values) == 1 else values[0] + values[1]
+        if not torch.equal(total.result, expected):
+            found.inexact.append(where)
+    wide = [value.double() for value in values]
+    exact = torch.stack(wide).sum(0)
+    magnitude = torch.stack([value.abs() for value in wide]).sum(0)
+    # Below this the type has no full precision, and a relative error says nothing.
+    limits = torch.finfo(total.result.dtype)
+    floor = limits.tiny / limits.eps
+    error = ((total.result.double() - exact).abs() / magnitude.clamp_min(floor)).max().item()
+    kind = str(total.result.dtype).removeprefix("torch.")
+    worst = found.relative.get(kind, 0.0)
+    found.relative[kind] = error if not error <= worst else worst  # NaN stays
+
+
+def _check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
+    """Both ran to the end, summed the same buckets, and BytePS made the sums of one of them."""
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if len(one.steps) != STEPS or len(other.steps) != STEPS:
+            report.misses.append(f"rank {rank}: {len(one.steps)} and {len(other.steps)} steps")
+            return
+        if other.names:
+            report.misses.append(f"rank {rank}: all-reduce used BytePS")
+        for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=True)):
+            if a.sums.keys() != b.sums.keys():
+                report.misses.append(f"rank {rank}, step {step + 1}: other buckets")
+        sums = sum(len(s.members) > 1 for step in one.steps for s in step.sums.values())
+        if len(one.names) != sums:
+            report.misses.append(f"rank {rank}: {len(one.names)} push-pulls for {sums} sums")
+
+
+def _check_errors(report: Report) -> None:
+    for kind, error in report.ours.relative.items():
+        allowed = report.theirs.relative[kind]
+        if kind == "float32" and not report.two_values:
+            allowed += torch.finfo(torch.float32).eps  # the order of additions is another
+        if not error <= allowed:
+            report.misses.append(f"{kind}: error {error:.3g}, all-reduce {allowed:.3g} with slack")
+
+
+def _check_first_step(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
+    """Before the first update the runs are one run: so are their losses and local gradients."""
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if one.steps[0].loss != other.steps[0].loss:
+            report.misses.append(f"rank {rank}: the first losses differ")
+        for name, mine in one.steps[0].sums.items():
+            twin = other.steps[0].sums[name]
+            if not torch.equal(mine.local, twin.local):
+                report.misses.append(f"rank {rank}, {name}: the first local gradients differ")
+
+
+def _check_losses(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
+    seen = 0
+    for one, other in zip(ours, theirs, strict=True):
+        for a, b in zip(one.steps, other.steps, strict=True):
+            if a.loss is None or b.loss is None:
+                continue
+            seen += 1
+            difference = abs(a.loss - b.loss) / abs(b.loss)
+            if not difference <= report.loss_difference:
+                report.loss_difference = difference
+    limit = 0.0 if report.two_values else LOSS_TOLERANCE[report.layout.dtype]
+    if not seen or not report.loss_difference <= limit:
+        report.misses.append(f"the losses differ by {report.loss_difference:.3g}, above {limit:g}")
+
+
+def _differences(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
+    """Everything that is not the same to the last bit in both runs."""
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=True), start=1):
+            if (a.loss, a.grad_norm) != (b.loss, b.grad_norm):
+                yield f"step {number}, rank {rank}: loss or gradient norm"
+            for name, mine in a.sums.items():
+                if not _same(mine.result, b.sums[name].result):
+                    yield f"step {number}, rank {rank}, {name}"
+        for name, value in one.parameters.items():
+            if name not in other.parameters or not _same(value, other.parameters[name]):
+                yield f"rank {rank}, parameter {name}"
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _note(report: Report, what: str, where: Sequence[str]) -> None:
+    if where:
+        report.misses.append(f"{what}: {where[0]} ({len(where)} in all)")

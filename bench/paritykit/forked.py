@@ -1,0 +1,165 @@
+"""Starts the ranks of a job and collects what they saw.
+
+Importing torch and Megatron takes seconds a process. The ranks are forked from multiprocessing's
+fork server, which imports both once. They find each other as under torchrun: through a store that
+this process keeps, on a port that the kernel chooses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 240.0
+_CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
+
+# What every rank gets. The CPU also on a machine with GPUs: the results are compared bit by bit.
+_ENVIRONMENT = {"MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class JobFailed(AssertionError):
+    """Ranks did not end as they should have; the text has the end of their logs."""
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Any:
+    saved = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def start_fork_server(modules: Sequence[str]) -> None:
+    """Start the server that ranks are forked from, with these modules, if it is not there."""
+    # Some releases of Python do not hand sys.path to the server, and a module that it cannot import
+    # beforehand it leaves to every child, without a word.
+    path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with _environment({**_ENVIRONMENT, **path}):
+        _CONTEXT.set_forkserver_preload(list(modules))
+        forkserver.ensure_running()
+
+
+@dataclass
+class Job:
+    """A program on some ranks, each with a log and a result in the job's folder.
+
+    The program, ``module:function``, is called with the folder and the settings. Among those,
+    ``environment`` is added to what torchrun would set.
+    """
+
+    folder: Path
+    program: str
+    ranks: int
+    settings: Mapping[str, Any]
+
+    def run(self, *, fails: bool = False) -> None:
+        """Run to the end. Raises JobFailed unless all ranks succeed (or none, if it ``fails``)."""
+        from torch.distributed import TCPStore
+
+        self.folder.mkdir(parents=True)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes = [
+            _CONTEXT.Process(target=_rank, args=(self._environment(rank, store.port), self, rank))
+            for rank in range(self.ranks)
+        ]
+        start_fork_server([self.program.partition(":")[0]])
+        for process in processes:
+            process.start()
+        try:
+            self._wait(processes, fails=fails)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+    def _wait(self, processes: list[Any], *, fails: bool) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode not in (0, None) and not fails:
+                break  # the others wait for it in vain
+        codes = [process.exitcode for process in processes]
+        good = all(codes) and None not in codes if fails else codes == [0] * self.ranks
+        if not good:
+            raise JobFailed(f"{self.program}: exit codes {codes}\n{self.logs()}")
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        """As torchrun sets it, with the store of this process for its own."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("DMLC_", "BYTEPS_", "MEGATRON_", "TORCHELASTIC_"))
+        }
+        size = str(self.ranks)
+        return {
+            **kept,
+            **_ENVIRONMENT,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **dict(self.settings.get("environment", {})),
+        }
+
+    def log_of(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def logs(self, lines: int = 40) -> str:
+        parts = []
+        for rank in range(self.ranks):
+            if self.log_of(rank).exists():
+                text = self.log_of(rank).read_text(errors="replace").splitlines()
+                parts += [f"---- rank {rank}", *text[-lines:]]
+        return "\n".join(parts)
+
+    def result(self, rank: int) -> Any:
+        """What the program returned on that rank."""
+        import torch
+
+        return torch.load(self.folder / f"rank{rank}.pt", weights_only=False)
+
+
+def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
+    """Main function of a rank, in a process of its own."""
+    os.environ.clear()
+    os.environ.update(environment)
+    # Megatron's own children are forked, as in any other process.
+    multiprocessing.set_start_method("fork", force=True)
+    log = os.open(job.log_of(rank), os.O_WRONLY | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        import torch
+
+        module, _, function = job.program.partition(":")
+        program = getattr(importlib.import_module(module), function)
+        result = program(job.folder, **job.settings)
+        torch.save(result, job.folder / f"rank{rank}.pt")
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

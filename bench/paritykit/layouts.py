@@ -1,0 +1,164 @@
+"""The layouts that are compared: how a model and its data are split, and what is added in what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["fp32", "bf16", "bf16-wire", "fp16-wire"]
+
+STEPS = 4
+SEQUENCE = 16
+MICRO_BATCH = 2
+BUCKET_ELEMENTS = 4000
+"""With overlap: small, so that each rank has several buckets under way at once."""
+
+_DTYPES: dict[Dtype, tuple[str, ...]] = {
+    "fp32": (),
+    # Gradients are added up, and summed over ranks, in fp32.
+    "bf16": ("--bf16",),
+    # Gradients are summed over ranks in the half type.
+    "bf16-wire": ("--bf16", "--grad-reduce-in-bf16"),
+    "fp16-wire": ("--fp16", "--initial-loss-scale", "1024"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One training job. Parallel sizes are Megatron's; data parallelism is what remains."""
+
+    name: str
+    ranks: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks (virtual pipeline stages) on a rank."""
+    ep: int = 1
+    etp: int | None = None
+    """Tensor parallelism of the experts, where it differs from that of the rest."""
+    experts: int = 0
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    accumulation: int = 1
+    """Micro-batches a rank adds up before its gradients are summed."""
+    dtype: Dtype = "fp32"
+    frozen: str = ""
+    """Parameters with this in their names are not trained."""
+    extra: tuple[str, ...] = ()
+    """Further arguments of Megatron."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Further variables of the ranks that sum through BytePS."""
+    refused: str = ""
+    """What the error says where ``--use-dpu-reduce`` refuses the layout."""
+
+    @property
+    def dp(self) -> int:
+        """Size of the data-parallel groups of everything but experts."""
+        return self.ranks // (self.tp * self.pp)
+
+    def megatron_arguments(self) -> list[str]:
+        """Of either backend; the flag that chooses BytePS is not among them."""
+        layers = max(2, self.pp * self.vpp)
+        batch = MICRO_BATCH * self.dp * self.accumulation
+        arguments = [
+            *("--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "2"),
+            *("--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)),
+            *("--micro-batch-size", str(MICRO_BATCH), "--global-batch-size", str(batch)),
+            *("--train-iters", str(STEPS), "--lr", "1e-2", "--split", "100,0,0"),
+            *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
+            *("--seed", "7", "--num-workers", "0"),
+            *_DTYPES[self.dtype],
+        ]
+        if self.tp > 1:
+            arguments += ["--tensor-model-parallel-size", str(self.tp)]
+        if self.pp > 1:
+            arguments += ["--pipeline-model-parallel-size", str(self.pp)]
+        if self.vpp > 1:
+            arguments += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        if self.experts:
+            arguments += ["--num-experts", str(self.experts)]
+            arguments += ["--expert-model-parallel-size", str(self.ep)]
+            arguments += ["--moe-router-topk", "2", "--disable-bias-linear"]
+            if self.tp > 1:
+                arguments += ["--sequence-parallel"]
+        if self.etp is not None:
+            arguments += ["--expert-tensor-parallel-size", str(self.etp)]
+        if self.distributed_optimizer:
+            arguments += ["--use-distributed-optimizer"]
+        if self.overlap:
+            arguments += ["--overlap-grad-reduce", "--ddp-bucket-size", str(BUCKET_ELEMENTS)]
+        return [*arguments, *self.extra]
+
+
+_TOKENS = ("--calculate-per-token-loss",)
+_UNTIED = ("--untie-embeddings-and-output-weights",)
+_GATHER = ("--overlap-param-gather",)
+_MASKED = ("--reset-position-ids", "--eod-mask-loss")
+_IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
+
+LAYOUTS: tuple[Layout, ...] = (
+    # Data parallelism alone.
+    Layout(name="dp2", ranks=2),
+    Layout(name="dp2-bf16-wire-overlap-acc2", ranks=2, dtype="bf16-wire", overlap=True,
+           accumulation=2),
+    Layout(name="dp4-overlap", ranks=4, overlap=True),
+    Layout(name="dp4-bf16-acc2", ranks=4, dtype="bf16", accumulation=2),
+    Layout(name="dp4-bf16-wire-in-order", ranks=4, dtype="bf16-wire", overlap=True,
+           environment=_IN_ORDER),
+    Layout(name="dp3-fp16-wire", ranks=3, dtype="fp16-wire"),
+    Layout(name="dp2-frozen", ranks=2, overlap=True, frozen="embedding"),
+    Layout(name="dp2-token-loss-acc3", ranks=2, accumulation=3, extra=(*_TOKENS, *_MASKED)),
+    # The distributed optimizer: a rank needs its own shard of each sum.
+    Layout(name="dp2-do", ranks=2, distributed_optimizer=True),
+    Layout(name="dp2-do-overlap-acc2", ranks=2, distributed_optimizer=True, overlap=True,
+           accumulation=2),
+    Layout(name="dp4-do-bf16-overlap-gather", ranks=4, distributed_optimizer=True, overlap=True,
+           dtype="bf16", extra=_GATHER),
+    Layout(name="dp4-do-bf16-wire-acc2", ranks=4, distributed_optimizer=True, dtype="bf16-wire",
+           accumulation=2),
+    Layout(name="dp8-do-overlap", ranks=8, distributed_optimizer=True, overlap=True),
+    # Tensor parallelism.
+    Layout(name="tp2-dp2-overlap", ranks=4, tp=2, overlap=True),
+    Layout(name="tp2-dp2-do-bf16-wire", ranks=4, tp=2, distributed_optimizer=True,
+           dtype="bf16-wire", extra=("--sequence-parallel",)),
+    Layout(name="tp2-dp4-do-overlap-acc2", ranks=8, tp=2, distributed_optimizer=True,
+           overlap=True, accumulation=2),
+    # Pipelines; the embeddings of the first and the last stage are tied unless said otherwise.
+    Layout(name="pp2-dp2-tied-acc2", ranks=4, pp=2, accumulation=2),
+    Layout(name="pp2-dp2-untied-do-bf16", ranks=4, pp=2, accumulation=2, dtype="bf16",
+           distributed_optimizer=True, extra=_UNTIED),
+    Layout(name="pp2-vpp2-dp2-overlap-acc4", ranks=4, pp=2, vpp=2, overlap=True, accumulation=4),
+    Layout(name="pp2-vpp2-dp2-do-overlap", ranks=4, pp=2, vpp=2, overlap=True, accumulation=4,
+           distributed_optimizer=True, extra=_GATHER),
+    Layout(name="tp2-pp2-dp2-overlap-tokens", ranks=8, tp=2, pp=2, overlap=True, accumulation=2,
+           extra=_TOKENS),
+    Layout(name="tp2-pp2-vpp2-dp2-do-bf16", ranks=8, tp=2, pp=2, vpp=2, overlap=True,
+           accumulation=2, distributed_optimizer=True, dtype="bf16"),
+    # Experts: their gradients are summed over fewer ranks than the rest.
+    Layout(name="ep2-dp2", ranks=2, ep=2, experts=4),
+    Layout(name="ep2-dp4-overlap-acc2", ranks=4, ep=2, experts=4, overlap=True, accumulation=2),
+    Layout(name="ep2-dp4-do-bf16-wire", ranks=4, ep=2, experts=4, distributed_optimizer=True,
+           dtype="bf16-wire"),
+    Layout(name="ep2-tp2-etp1-dp4-do-overlap", ranks=8, tp=2, ep=2, etp=1, experts=4,
+           distributed_optimizer=True, overlap=True),
+    Layout(name="ep2-pp2-dp4-overlap-tokens", ranks=8, pp=2, ep=2, experts=4, overlap=True,
+           accumulation=2, extra=_TOKENS),
+    # What cannot be served is refused, not trained wrongly.
+    Layout(name="do-instances2", ranks=2, distributed_optimizer=True,
+           extra=("--num-distributed-optimizer-instances", "2"),
+           refused="--num-distributed-optimizer-instances"),
+)  # fmt: skip
+
+
+def by_name(names: Sequence[str]) -> list[Layout]:
+    """The layouts of these names, in the order of the table; all of them for no names.
+
+    Raises:
+        ValueError: a name that no layout has.
+    """
+    known = {layout.name: layout for layout in LAYOUTS}
+    unknown = sorted(set(names) - known.keys())
+    if unknown:
+        raise ValueError(f"no layout is called {', '.join(unknown)}; --list shows them")
+    return [layout for layout in LAYOUTS if not names or layout.name in names]

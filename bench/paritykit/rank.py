@@ -1,0 +1,159 @@
+"""Runs on every rank: Megatron's training loop, looked at where gradients are summed."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pretrain_dpu_gpt
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
+from megatron.training import training
+
+from .seen import RankSeen, Step, Sum
+
+
+class Witness:
+    """Sees each step of Megatron's loop at full precision.
+
+    It reads the buckets where Megatron has just finished all sums of a model chunk, before tied
+    embeddings are added up and gradients are scaled by the number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[torch.nn.Module] = []
+        self.names: list[str] = []
+        self._steps: list[Step] = []
+        self._step = Step()
+        self._locals: dict[int, torch.Tensor] = {}
+
+    def watch(self) -> None:
+        """Look on where gradients are about to be summed, where they were, and at the log."""
+        group = param_and_grad_buffer._ParamAndGradBucketGroup
+        start, finish = group.start_grad_sync, DistributedDataParallel.finish_grad_sync
+        log = training.training_log
+        signature = inspect.signature(log)
+        witness = self
+
+        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            for bucket in self.buckets:
+                # A second start of the same step does nothing, and finds the buckets changed.
+                if id(bucket) not in witness._locals:
+                    scaled = bucket.grad_data * bucket.gradient_scaling_factor
+                    witness._locals[id(bucket)] = scaled
+            start(self, *args, **kwargs)
+
+        def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            finish(self, *args, **kwargs)
+            witness._chunk_done(self)
+
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            values = signature.bind(*args, **kwargs).arguments
+            loss = values["loss_dict"].get("lm loss")
+            norm = values["grad_norm"]
+            witness._step.loss = None if loss is None else float(loss.item())
+            witness._step.grad_norm = None if norm is None else float(norm)
+            witness._steps.append(witness._step)
+            witness._step, witness._locals = Step(), {}
+            return log(*args, **kwargs)
+
+        group.start_grad_sync = start_grad_sync
+        DistributedDataParallel.finish_grad_sync = finish_grad_sync
+        training.training_log = training_log
+
+    def watch_byteps(self) -> None:
+        """Note the name of each push-pull."""
+        import byteps.torch as bps
+
+        push_pull = bps.push_pull_async_inplace
+
+        def noted(*args: Any, name: str, **kwargs: Any) -> Any:
+            self.names.append(name)
+            return push_pull(*args, name=name, **kwargs)
+
+        bps.push_pull_async_inplace = noted
+
+    def _chunk_done(self, chunk: Any) -> None:
+        number = next((i for i, model in enumerate(self.models) if model is chunk), 0)
+        sharded = chunk.ddp_config.use_distributed_optimizer
+        for name, bucket, group in _buckets(chunk):
+            members = tuple(dist.get_process_group_ranks(group))
+            result, offset = bucket.grad_data, 0
+            if sharded:
+                size = result.numel() // len(members)
+                offset = size * group.rank()
+                result = result[offset : offset + size]
+            self._step.sums[f"chunk{number}/{name}"] = Sum(
+                members=members,
+                local=self._locals[id(bucket)],
+                result=result.clone(),
+                offset=offset,
+            )
+
+    def seen(self) -> RankSeen:
+        """What there is to tell when training is over."""
+        parameters = {
+            f"chunk{number}/{name}": value.detach().clone()
+            for number, model in enumerate(self.models)
+            for name, value in model.named_parameters()
+        }
+        return RankSeen(
+            steps=self._steps,
+            parameters=parameters,
+            names=self.names,
+            byteps_imported="byteps.torch" in sys.modules,
+        )
+
+
+def _buckets(chunk: Any) -> Iterator[tuple[str, Any, dist.ProcessGroup]]:
+    """The buckets of a model chunk: name, bucket, and the group that sums it."""
+    for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
+        for number, buffer in enumerate(buffers):
+            for bucket in buffer.buckets:
+                name = f"{kind}{number}/bucket{bucket.bucket_id}"
+                yield name, bucket, buffer.data_parallel_group
+
+
+def train(folder: Path, arguments: Sequence[str], **options: Any) -> RankSeen:
+    """A whole run of the entry script, with these arguments; see :func:`run`."""
+    options.pop("environment", None)  # the launcher's
+    return run(arguments, **options)
+
+
+def run(
+    arguments: Sequence[str], frozen: str = "", broken: Callable[[], None] | None = None
+) -> RankSeen:
+    """Train under the eyes of a :class:`Witness`.
+
+    Parameters with ``frozen`` in their names do not require gradients. ``broken`` is called
+    before the witness looks, to break the reducer that it looks at.
+    """
+    sys.argv = ["pretrain_dpu_gpt.py", *arguments]
+    witness = Witness()
+    if broken is not None:
+        broken()
+    witness.watch()
+    if "--use-dpu-reduce" in arguments and sys.modules.get("byteps", True) is not None:
+        witness.watch_byteps()
+    config_of = pretrain_dpu_gpt.gpt_config_from_args
+
+    def freeze(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        for model in models:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(frozen not in name)
+        return models
+
+    def with_hooks(*args: Any, **kwargs: Any) -> Any:
+        config = config_of(*args, **kwargs)
+        if frozen:
+            config.pre_wrap_hooks.append(freeze)
+        config.post_wrap_hooks.append(lambda models: witness.models.extend(models) or models)
+        return config
+
+    pretrain_dpu_gpt.gpt_config_from_args = with_hooks
+    pretrain_dpu_gpt.main()
+    return witness.seen()

@@ -1,0 +1,80 @@
+"""Trains a layout through both backends and hands what was seen to the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from prepare_data import Dataset
+
+from .compare import Report, compare
+from .data import data_arguments
+from .forked import Job
+from .layouts import Layout
+from .seen import RankSeen
+
+PROGRAM = "paritykit.rank:train"
+FLAG = "--use-dpu-reduce"
+# Two servers and small partitions: it matters which server sums what, and which part is pulled.
+_SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_PARTITION_BYTES": "4096"}
+
+
+def train(
+    layout: Layout,
+    folder: Path,
+    data: Sequence[str],
+    *,
+    through_byteps: bool,
+    program: str = PROGRAM,
+    fails: bool = False,
+    options: Mapping[str, object] | None = None,
+) -> Job:
+    """One run, each rank a process.
+
+    Raises:
+        JobFailed: a rank failed, or with ``fails`` one did not.
+    """
+    arguments = [*layout.megatron_arguments(), *data]
+    environment: dict[str, str] = {}
+    if through_byteps:
+        arguments.append(FLAG)
+        environment = {**_SERVERS, **dict(layout.environment)}
+    settings = {
+        "arguments": arguments,
+        "environment": environment,
+        "frozen": layout.frozen,
+        **(options or {}),
+    }
+    job = Job(folder, program, layout.ranks, settings)
+    job.run(fails=fails)
+    return job
+
+
+def seen_by(job: Job) -> list[RankSeen]:
+    """What each rank returned."""
+    return [job.result(rank) for rank in range(job.ranks)]
+
+
+def check(layout: Layout, folder: Path, dataset: Dataset) -> Report:
+    """Train the layout both ways, in a new folder, and compare.
+
+    Raises:
+        JobFailed: a run failed, or one that must be refused did not.
+    """
+    data = data_arguments(dataset)
+    folder.mkdir(parents=True)
+    if layout.refused:
+        return _check_refused(layout, folder, data)
+    ours = train(layout, folder / "byteps", data, through_byteps=True)
+    theirs = train(layout, folder / "all-reduce", data, through_byteps=False)
+    return compare(layout, seen_by(ours), seen_by(theirs))
+
+
+def _check_refused(layout: Layout, folder: Path, data: Sequence[str]) -> Report:
+    job = train(layout, folder / "byteps", data, through_byteps=True, fails=True)
+    report = Report(layout=layout)
+    text = f"{FLAG} does not work with {layout.refused}"
+    for rank in range(layout.ranks):
+        if text not in job.log_of(rank).read_text(errors="replace"):
+            report.misses.append(f"rank {rank} did not say '{text}'")
+    return report

@@ -1,0 +1,43 @@
+"""What a rank saw of its training: written by the ranks, read by the comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class Sum:
+    """One gradient bucket of one step on one rank, before and after the ranks summed it."""
+
+    members: tuple[int, ...]
+    """The global ranks that summed."""
+    local: Any
+    """The whole bucket of this rank as it went into the sum: accumulated and scaled."""
+    result: Any
+    """The sum as this rank got it: the whole bucket, or the shard that it owns."""
+    offset: int
+    """Where in the bucket the result begins."""
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One step of the optimizer on one rank."""
+
+    sums: dict[str, Sum] = field(default_factory=dict)
+    """By the bucket's place in the model, the same under every backend."""
+    loss: float | None = None
+    """Average over all ranks; None where the pipeline's last stage is elsewhere."""
+    grad_norm: float | None = None
+
+
+@dataclass(kw_only=True)
+class RankSeen:
+    """A whole run on one rank."""
+
+    steps: list[Step]
+    parameters: dict[str, Any]
+    """At the end."""
+    names: list[str]
+    """Of the BytePS operations that this rank started, in that order; empty without."""
+    byteps_imported: bool

@@ -1,0 +1,116 @@
+"""Ways in which a reducer can be wrong; each function breaks BytePS in this process.
+
+All of them are quiet: training goes on, and nothing but the numbers is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Change = Callable[[str, torch.Tensor], None]
+
+
+def _change_results(change: Change) -> None:
+    """Have ``change`` called with the name and the tensor of each sum that has arrived."""
+    import byteps.torch as bps
+
+    push_pull, synchronize = bps.push_pull_async_inplace, bps.synchronize
+    names: dict[int, str] = {}
+
+    def named(*args: Any, name: str, **kwargs: Any) -> int:
+        handle = push_pull(*args, name=name, **kwargs)
+        names[handle] = name
+        return handle
+
+    def changed(handle: int) -> torch.Tensor:
+        result = synchronize(handle)
+        change(names.pop(handle), result)
+        return result
+
+    bps.push_pull_async_inplace, bps.synchronize = named, changed
+
+
+def last_places() -> None:
+    """Off by two units in the last place."""
+    _change_results(lambda name, result: result.mul_(1.0 + 2.0**-22))
+
+
+def divisor() -> None:
+    """Averages over all ranks of the job instead of the group's."""
+    from megatron.core import mpu
+
+    def change(name: str, result: torch.Tensor) -> None:
+        result.mul_(mpu.get_data_parallel_world_size() / dist.get_world_size())
+
+    _change_results(change)
+
+
+def divisor_once() -> None:
+    """Divides one sum of one step on one rank by one too many."""
+    calls = 0
+
+    def change(name: str, result: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1 and calls == 5:
+            size = dist.get_world_size()
+            result.mul_(size / (size + 1))
+
+    _change_results(change)
+
+
+def stale() -> None:
+    """Returns the sum of the step before, as a buffer that is reused too early would."""
+    before: dict[str, torch.Tensor] = {}
+
+    def change(name: str, result: torch.Tensor) -> None:
+        now = result.clone()
+        if name in before:
+            result.copy_(before[name])
+        before[name] = now
+
+    _change_results(change)
+
+
+def swapped_groups() -> None:
+    """Gives a rank the sum of the group of its neighbour in tensor parallelism."""
+    from megatron.core import mpu
+
+    def change(name: str, result: torch.Tensor) -> None:
+        group = mpu.get_tensor_model_parallel_group()
+        sums = [torch.empty_like(result) for _ in range(group.size())]
+        dist.all_gather(sums, result, group=group)
+        result.copy_(sums[(group.rank() + 1) % group.size()])
+
+    _change_results(change)
+
+
+def swapped_buckets() -> None:
+    """Exchanges what came back for two buckets, as far as the smaller one goes."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    finish = DistributedDataParallel.finish_grad_sync
+
+    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        finish(self, *args, **kwargs)
+        one, other = (bucket.grad_data for bucket in self.buffers[0].buckets[:2])
+        size = min(one.numel(), other.numel())
+        first = one[:size].clone()
+        one[:size] = other[:size]
+        other[:size] = first
+
+    DistributedDataParallel.finish_grad_sync = finish_grad_sync
+
+
+BREAKS: dict[str, Callable[[], None]] = {
+    "last-places": last_places,
+    "divisor": divisor,
+    "divisor-once": divisor_once,
+    "stale": stale,
+    "swapped-groups": swapped_groups,
+    "swapped-buckets": swapped_buckets,
+}

@@ -1,0 +1,99 @@
+"""Parallel layouts through BytePS and through all-reduce, by the harness of bench/parity.py.
+
+`make parity` runs its whole table; here are those in which the parts that interact meet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from paritykit.compare import Report, compare
+from paritykit.data import data_arguments
+from paritykit.layouts import LAYOUTS, by_name
+from paritykit.runs import check, seen_by, train
+from paritykit.seen import RankSeen
+
+from prepare_data import Dataset
+
+REPRESENTATIVE = (
+    "dp3-fp16-wire",
+    "dp2-do-overlap-acc2",
+    "dp4-do-bf16-wire-acc2",
+    "tp2-dp2-overlap",
+    "pp2-dp2-tied-acc2",
+    "pp2-vpp2-dp2-do-overlap",
+    "ep2-dp4-overlap-acc2",
+    "do-instances2",
+)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_layout(fork_server: None, dataset: Dataset, run_dir: Path, name: str) -> None:
+    (layout,) = by_name([name])
+    report = check(layout, run_dir / name, dataset)
+    assert report.misses == []
+    if not layout.refused:
+        assert report.buckets > 0
+        assert report.same_bits or not report.two_values
+
+
+def test_names_are_unique_and_unknown_ones_are_refused() -> None:
+    assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
+    assert by_name([]) == list(LAYOUTS)
+    with pytest.raises(ValueError, match="no layout is called nonsense"):
+        by_name(["dp2", "nonsense"])
+
+
+class Reference:
+    """Runs through all-reduce, each layout once."""
+
+    def __init__(self, folder: Path, dataset: Dataset) -> None:
+        self._folder = folder
+        self._data = data_arguments(dataset)
+        self._seen: dict[str, list[RankSeen]] = {}
+
+    def against(self, name: str, folder: Path, broken: str) -> Report:
+        """The report on a run of the layout whose reducer is broken."""
+        (layout,) = by_name([name])
+        if name not in self._seen:
+            job = train(layout, self._folder / name, self._data, through_byteps=False)
+            self._seen[name] = seen_by(job)
+        job = train(
+            layout,
+            folder / broken,
+            self._data,
+            through_byteps=True,
+            program="rank_programs:train_layout",
+            options={"broken": broken},
+        )
+        return compare(layout, seen_by(job), self._seen[name])
+
+
+@pytest.fixture(scope="module")
+def reference(
+    fork_server: None, tmp_path_factory: pytest.TempPathFactory, dataset: Dataset
+) -> Reference:
+    return Reference(tmp_path_factory.mktemp("reference"), dataset)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "said"),
+    [
+        ("tp2-dp2-overlap", "divisor", "not the rounded sum of two values"),
+        ("tp2-dp2-overlap", "swapped-groups", "not the rounded sum of two values"),
+        ("tp2-dp2-overlap", "swapped-buckets", "not the rounded sum of two values"),
+        ("dp4-overlap", "divisor-once", "members got different sums"),
+        ("dp4-overlap", "divisor-once", "float32: error"),
+        ("dp4-overlap", "stale", "float32: error"),
+        ("dp4-do-bf16-wire-acc2", "stale", "bfloat16: error"),
+    ],
+)
+def test_a_broken_reducer_is_found_out(
+    reference: Reference, run_dir: Path, name: str, broken: str, said: str
+) -> None:
+    report = reference.against(name, run_dir, broken)
+    assert any(said in miss for miss in report.misses), report.misses
+    # It was BytePS that was broken, not the run it is compared with.
+    assert not any(miss.startswith("all-reduce") for miss in report.misses)
+    assert report.theirs.worst < 0.02
