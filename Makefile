@@ -1,10 +1,12 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint check-patches clean distclean
+.PHONY: help setup train test parity lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 
 PYTHON_ENV := build/venv/bin/python
+LAYOUTS ?=
+MARKDOWN ?=
 TESTS ?=
 PYTEST_ARGS ?=
 
@@ -12,6 +14,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 	@echo
 	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) ARGS="--seed 1" (any flag of scripts/train.py)'
+	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/correctness.md (write it anew)'
 	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'
 
 setup: ## system packages, Python environment, upstreams fetched, patched and built
@@ -24,6 +27,10 @@ train: setup ## train a GPT on real text, gradients summed by BytePS
 
 test: setup lint ## lint, then every test (or TESTS)
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) $(TESTS)
+
+parity: setup ## compare gradients with all-reduce and exact sums, in every parallel layout
+	@$(PYTHON_ENV) -W ignore bench/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN))
 
 lint: setup ## ruff, shellcheck, clang-format and the patch check
 	@scripts/lint.sh

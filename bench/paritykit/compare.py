@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -110,8 +111,7 @@ def _measure(found: Errors, where: str, total: Sum, parts: Sequence[Sum]) -> Non
     floor = limits.tiny / limits.eps
     error = ((total.result.double() - exact).abs() / magnitude.clamp_min(floor)).max().item()
     kind = str(total.result.dtype).removeprefix("torch.")
-    worst = found.relative.get(kind, 0.0)
-    found.relative[kind] = error if not error <= worst else worst  # NaN stays
+    found.relative[kind] = _larger(error, found.relative.get(kind, 0.0))
 
 
 def _check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
@@ -158,8 +158,7 @@ def _check_losses(report: Report, ours: Sequence[RankSeen], theirs: Sequence[Ran
                 continue
             seen += 1
             difference = abs(a.loss - b.loss) / abs(b.loss)
-            if not difference <= report.loss_difference:
-                report.loss_difference = difference
+            report.loss_difference = _larger(difference, report.loss_difference)
     limit = 0.0 if report.two_values else LOSS_TOLERANCE[report.layout.dtype]
     if not seen or not report.loss_difference <= limit:
         report.misses.append(f"the losses differ by {report.loss_difference:.3g}, above {limit:g}")
@@ -177,6 +176,11 @@ def _differences(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterat
         for name, value in one.parameters.items():
             if name not in other.parameters or not _same(value, other.parameters[name]):
                 yield f"rank {rank}, parameter {name}"
+
+
+def _larger(one: float, other: float) -> float:
+    """The larger one, and NaN for good once there is one."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -142,6 +142,9 @@ LAYOUTS: tuple[Layout, ...] = (
            dtype="bf16-wire"),
     Layout(name="ep2-tp2-etp1-dp4-do-overlap", ranks=8, tp=2, ep=2, etp=1, experts=4,
            distributed_optimizer=True, overlap=True),
+    Layout(name="ep2-tp2-dp4-acc2", ranks=8, tp=2, ep=2, experts=4, accumulation=2),
+    Layout(name="ep2-etp2-dp8-do-bf16", ranks=8, ep=2, etp=2, experts=4, dtype="bf16",
+           distributed_optimizer=True, overlap=True),
     Layout(name="ep2-pp2-dp4-overlap-tokens", ranks=8, pp=2, ep=2, experts=4, overlap=True,
            accumulation=2, extra=_TOKENS),
     # What cannot be served is refused, not trained wrongly.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ import pretrain_dpu_gpt
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
+from megatron.core.transformer import torch_norm
 from megatron.training import training
 
 from .seen import RankSeen, Step, Sum
@@ -118,6 +120,25 @@ def _buckets(chunk: Any) -> Iterator[tuple[str, Any, dist.ProcessGroup]]:
                 yield name, bucket, buffer.data_parallel_group
 
 
+def allow_sequence_parallel() -> None:
+    """Have torch's norms accept sequence parallelism, which Megatron has Transformer Engine for.
+
+    The norms themselves do not care; what the flag asks is that their gradients, of a part of the
+    sequence each, are added up over the tensor-parallel ranks, for which parameters are marked.
+    """
+    make = torch_norm.WrappedTorchNorm.__new__
+
+    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = make(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = marked
+
+
 def train(folder: Path, arguments: Sequence[str], **options: Any) -> RankSeen:
     """A whole run of the entry script, with these arguments; see :func:`run`."""
     options.pop("environment", None)  # the launcher's
@@ -134,6 +155,8 @@ def run(
     """
     sys.argv = ["pretrain_dpu_gpt.py", *arguments]
     witness = Witness()
+    if "--sequence-parallel" in arguments:
+        allow_sequence_parallel()
     if broken is not None:
         broken()
     witness.watch()

@@ -16,10 +16,10 @@ TREE = Path(os.environ.get("MEGATRON_TREE", ROOT / "build" / "Megatron-LM"))
 
 sys.path[:0] = [str(HERE), str(TREE), str(ROOT / "scripts"), str(ROOT / "bench")]
 
-from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
-from paritykit.forked import Job, start_fork_server  # noqa: E402
 from training_jobs import Trained  # noqa: E402
 
+from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
+from paritykit.forked import Job, start_fork_server  # noqa: E402
 from prepare_data import Dataset  # noqa: E402
 
 

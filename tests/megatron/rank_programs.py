@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform
+
 from paritykit.rank import run
 from paritykit.seen import RankSeen
 

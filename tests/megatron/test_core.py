@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from paritykit.forked import Job
 
 RunJob = Callable[..., Job]

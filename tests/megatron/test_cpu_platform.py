@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training import arguments, cpu_platform
-from paritykit.forked import Job
 from training_jobs import Trained
 
+from paritykit.forked import Job
 from prepare_data import Dataset
 
 

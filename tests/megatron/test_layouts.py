@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from paritykit.compare import Report, compare
 from paritykit.data import data_arguments
 from paritykit.layouts import LAYOUTS, by_name
 from paritykit.runs import check, seen_by, train
 from paritykit.seen import RankSeen
-
 from prepare_data import Dataset
 
 REPRESENTATIVE = (

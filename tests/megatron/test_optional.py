@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paritykit.forked import Job
 from training_jobs import Trained, assert_same_run
 
+from paritykit.forked import Job
 from prepare_data import Dataset
 
 

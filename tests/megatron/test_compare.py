@@ -1,0 +1,101 @@
+"""What the parity harness says about runs that are made up: one thing wrong at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paritykit.compare import compare
+from paritykit.layouts import STEPS, Layout
+from paritykit.seen import RankSeen, Step, Sum
+
+Run = list[RankSeen]
+
+
+def made_up(ranks: int, dtype: torch.dtype, *, byteps: bool, sharded: bool = False) -> Run:
+    """A run of one group and one bucket whose sums are rounded once."""
+    steps: list[list[Step]] = [[] for _ in range(ranks)]
+    members = tuple(range(ranks))
+    for number in range(STEPS):
+        index = torch.arange(8 * ranks)
+        parts = [torch.sin(index + 10.0 * number + 100.0 * r).to(dtype) for r in members]
+        total = torch.stack([part.double() for part in parts]).sum(0).to(dtype)
+        for rank in members:
+            begin, end = (8 * rank, 8 * rank + 8) if sharded else (0, 8 * ranks)
+            bucket = Sum(
+                members=members, local=parts[rank], result=total[begin:end].clone(), offset=begin
+            )
+            loss = 5.0 - number if rank == 0 else None
+            steps[rank].append(Step(sums={"bucket": bucket}, loss=loss, grad_norm=1.0))
+    names = ["bucket"] * STEPS if byteps else []
+    return [
+        RankSeen(steps=one, parameters={"p": torch.ones(3)}, names=names, byteps_imported=byteps)
+        for one in steps
+    ]
+
+
+def misses(change: Callable[[Run], object], ranks: int, dtype: torch.dtype, sharded: bool) -> str:
+    ours = made_up(ranks, dtype, byteps=True, sharded=sharded)
+    theirs = copy.deepcopy(made_up(ranks, dtype, byteps=False, sharded=sharded))
+    change(ours)
+    kind = "fp32" if dtype is torch.float32 else "bf16-wire"
+    return "; ".join(compare(Layout(name="x", ranks=ranks, dtype=kind), ours, theirs).misses)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nothing_wrong(ranks: int, dtype: torch.dtype, sharded: bool) -> None:
+    assert misses(lambda run: None, ranks, dtype, sharded) == ""
+
+
+def result(run: Run, rank: int = 1, step: int = 2) -> torch.Tensor:
+    return run[rank].steps[step].sums["bucket"].result
+
+
+def one_place_off(run: Run) -> None:
+    value = result(run)
+    value[3] = torch.nextafter(value[3], torch.tensor(9.0, dtype=value.dtype))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_one_place_of_one_element_of_two_values(sharded: bool) -> None:
+    said = misses(one_place_off, 2, torch.float32, sharded)
+    assert "BytePS: not the rounded sum of two values: step 3, rank 1, bucket (1 in all)" in said
+    assert "bits differ: step 3, rank 1, bucket (1 in all)" in said
+
+
+def test_one_element_of_one_member() -> None:
+    said = misses(one_place_off, 4, torch.float32, False)
+    assert said == "BytePS: members got different sums: step 3, rank 1, bucket (1 in all)"
+
+
+CHANGES: dict[str, tuple[Callable[[Run], object], str]] = {
+    "error": (lambda run: result(run).mul_(1.01), "bfloat16: error"),
+    "nan": (lambda run: result(run).fill_(float("nan")), "bfloat16: error nan"),
+    "shard of another": (lambda run: result(run).copy_(result(run, rank=2)), "bfloat16: error"),
+    "last step's": (lambda run: result(run).copy_(result(run, step=1)), "bfloat16: error"),
+    "no push-pulls": (lambda run: run[1].names.clear(), "0 push-pulls for 4 sums"),
+    "fewer steps": (lambda run: run[1].steps.pop(), "rank 1: 3 and 4 steps"),
+    "other bucket": (lambda run: run[0].steps[0].sums.clear(), "rank 0, step 1: other buckets"),
+    "first loss": (lambda run: setattr(run[0].steps[0], "loss", 5.1), "the first losses differ"),
+    "late loss": (lambda run: setattr(run[0].steps[3], "loss", 2.1), "the losses differ by 0.05"),
+    "loss nan": (
+        lambda run: setattr(run[0].steps[1], "loss", float("nan")),
+        "the losses differ by nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_thing_wrong(name: str) -> None:
+    change, text = CHANGES[name]
+    assert text in misses(change, 4, torch.bfloat16, True)
+
+
+def test_parameters_of_two_members() -> None:
+    said = misses(lambda run: run[1].parameters["p"].add_(1), 2, torch.float32, False)
+    assert said == "bits differ: rank 1, parameter p (1 in all)"
