@@ -23,6 +23,7 @@ _FEATURES = (
     "overlap",
     "acc",
     "dtype",
+    "also",
 )
 
 _METHOD = f"""# Correctness
@@ -41,7 +42,8 @@ this rank owns), the loss, the gradient norm, and the parameters at the end. The
   two values must be their correctly rounded sum, to the last bit. For sums of more values the error
   is the largest of any element, relative to the sum of its parts' magnitudes; that of BytePS may not
   be larger than that of all-reduce. In fp32 it is allowed one unit in the last place (1.2e-07) more,
-  because both add in an order of their own and servers in that of arrival; in half types nothing.
+  because both add in an order of their own and servers in that of arrival, so that either may be
+  ahead; in half types, which servers add in fp32 and round once, nothing.
 - **All members of a group hold the same sum**, where they hold all of it.
 - **The two runs against each other.** Where no group has more than two members, all that was recorded
   must be the same to the last bit. Otherwise the local gradients and the loss of the first step must
@@ -52,7 +54,9 @@ this rank owns), the loss, the gradient norm, and the parameters at the end. The
 (divides by the wrong number, exchanges two sums, returns that of the step before) is found out, also
 when it is broken on one rank only.
 
-Not in this table, because they need a GPU: context parallelism and Transformer Engine.
+Not in this table, because they need a GPU: context parallelism and Transformer Engine. For sequence
+parallelism the harness marks the parameters of torch's norms, under both backends: Megatron wants
+Transformer Engine's norms for it.
 """  # noqa: E501
 
 
@@ -134,7 +138,19 @@ def _features(layout: Layout) -> list[str]:
         "yes" if layout.overlap else "-",
         str(layout.accumulation),
         layout.dtype,
+        _further(layout),
     ]
+
+
+def _further(layout: Layout) -> str:
+    parts = [*layout.extra, *("=".join(pair) for pair in layout.environment)]
+    if layout.etp is not None:
+        parts.append(f"expert TP {layout.etp}")
+    if layout.experts and layout.tp > 1:
+        parts.append("--sequence-parallel")
+    if layout.frozen:
+        parts.append(f"frozen {layout.frozen}")
+    return " ".join(parts) or "-"
 
 
 def _pipes(rows: Sequence[Sequence[str]]) -> list[str]:
