@@ -222,6 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A terminated run ends its workers like an interrupted one.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A terminated run ends its workers like an interrupted one; and a shell that started this in
+    # the background has Ctrl-C ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

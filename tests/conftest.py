@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 
 TAIL_LINES = 100
+
+# A shell ignores SIGINT in what it starts in the background, and what tests start would inherit
+# that: scripts could not be interrupted, and no shell script can undo it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _holds_any(folder: str) -> bool:

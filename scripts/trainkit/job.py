@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -131,6 +132,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 # Ctrl-C comes here alone, and is passed on once.
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
             try:
                 yield process
@@ -145,6 +147,12 @@ class Job:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             parts += [f"---- last lines of {log}", *lines[-LOG_LINES:]]
         return "\n".join(parts)
+
+
+def _end_with_parent() -> None:
+    """In the child: have the kernel terminate it when this process is killed."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
