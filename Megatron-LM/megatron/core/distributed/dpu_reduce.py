@@ -141,6 +141,17 @@ _REFUSALS: tuple[_Refusal, ...] = (
         reason="it allocates the gradient buffers for NCCL's collectives, which would not be used",
     ),
     _Refusal(
+        attribute="overlap_param_gather_with_optimizer_step",
+        flag="--overlap-param-gather-with-optimizer-step",
+        reason=_UNTRIED,
+    ),
+    _Refusal(
+        attribute="context_parallel_size",
+        flag="--context-parallel-size",
+        reason=_UNTRIED,
+        allowed=(1, None),
+    ),
+    _Refusal(
         attribute="tensor_parallel_num_weight_shards",
         flag="--tensor-parallel-num-weight-shards",
         reason=_UNTRIED,
