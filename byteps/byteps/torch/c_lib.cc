@@ -43,8 +43,7 @@ void Init(int num_servers) {
 int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
                  uintptr_t output, uint64_t bytes, bool average, int priority,
                  std::vector<uint32_t> group, std::optional<uint64_t> placement,
-                 std::optional<std::pair<uint64_t, uint64_t>> pull, int device,
-                 uintptr_t stream) {
+                 std::optional<std::pair<uint64_t, uint64_t>> pull, int device, uintptr_t stream) {
   if (!GetWorker()->started()) throw Error("byteps is not initialized; call bps.init() first");
   PushPullRequest request;
   if (!ParseDType(dtype, &request.dtype))

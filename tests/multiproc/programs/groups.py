@@ -139,3 +139,40 @@ def mismatch(job: Job) -> None:
             given = values.exact_input(10, job.rank, "agreed", round_, "float32")
             values.demand_exact(bps.push_pull(given, average=False, name="agreed"), want)
     bps.shutdown()
+
+
+def parts(job: Job) -> None:
+    """Each rank wants another part of the sum, within, across and outside of partitions."""
+    bps.init()
+    everyone = list(range(job.size))
+    shard = COUNT // job.size
+    ranges = {
+        "shard": (job.rank * shard, (job.rank + 1) * shard),
+        "inside a partition": (5 + job.rank, 9),
+        "across partitions": (1000, 2100 + job.rank),
+        "one element": (COUNT - 1 - job.rank, COUNT - job.rank),
+        "nothing": (7, 7),
+        "all": (0, COUNT),
+        # Only some of the members want something.
+        "one rank": (0, COUNT if job.rank == 0 else 0),
+    }
+    for dtype in ("float32", "bfloat16"):
+        for label, (begin, end) in ranges.items():
+            name = f"{label}, {dtype}"
+            with job.check(name):
+                for round_ in range(3):
+                    given = values.exact_input(COUNT, job.rank, name, round_, dtype)
+                    want = values.exact_sum(COUNT, everyone, name, round_, dtype, False)
+                    got = given.clone()
+                    bps.push_pull_inplace(got, average=False, name=name, pull=(begin, end))
+                    assert torch.equal(got[begin:end], want[begin:end])
+                    assert torch.equal(got[:begin], given[:begin]), "touched what is before"
+                    assert torch.equal(got[end:], given[end:]), "touched what is behind"
+    for wrong in ((-1, 4), (5, 4), (0, COUNT + 1)):
+        with job.check(f"the range {wrong}"):
+            try:
+                bps.push_pull_inplace(torch.zeros(COUNT), name="wrong", pull=wrong)
+            except ValueError as error:
+                assert str(wrong) in str(error)
+            else:
+                raise AssertionError("it was taken")
