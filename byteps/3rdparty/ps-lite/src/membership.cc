@@ -274,6 +274,12 @@ void Membership::OnDisconnect(int node_id) {
     auto it = peers_.find(node_id);
     if (state_ != State::kActive || it == peers_.end() || it->second.left) return;
     lost = Describe(it->second.node);
+    // Before a worker came there is no job that could fail: another server may come.
+    if (!any_worker_) {
+      LOG(WARNING) << lost << " went away before the job began";
+      peers_.erase(it);
+      return;
+    }
   }
   FailJob(lost + " was lost: its connection closed");
 }
@@ -315,9 +321,13 @@ int Membership::Count(Node::Role role) {
   }));
 }
 
-int Membership::FirstFreeRank() {
+int Membership::FirstFreeRank(Node::Role role) {
+  const auto id = [role](int rank) {
+    return role == Node::WORKER ? Postoffice::WorkerRankToID(rank)
+                                : Postoffice::ServerRankToID(rank);
+  };
   int rank = 0;
-  while (peers_.count(Postoffice::WorkerRankToID(rank))) ++rank;
+  while (peers_.count(id(rank))) ++rank;
   return rank;
 }
 
@@ -372,12 +382,12 @@ void Membership::Register(const Message& msg) {
       parked_.push_back(msg);
       return;
     } else {
-      if (node.role == Node::WORKER && node.aux_id < 0) node.aux_id = FirstFreeRank();
+      if (node.role == Node::WORKER && node.aux_id < 0) node.aux_id = FirstFreeRank(Node::WORKER);
       refusal = ReasonToRefuse(node, claim);
     }
     if (refusal.empty()) {
       node.id = node.role == Node::WORKER ? Postoffice::WorkerRankToID(node.aux_id)
-                                          : Postoffice::ServerRankToID(Count(Node::SERVER));
+                                          : Postoffice::ServerRankToID(FirstFreeRank(Node::SERVER));
       Peer peer;
       peer.node = node;
       peer.heard = Clock::now();

@@ -117,7 +117,8 @@ class Membership {
   void FailJob(const std::string& reason);
   std::string WhoIsMissing();
   int Count(Node::Role role);
-  int FirstFreeRank();  // for a worker whose launcher gave it none
+  // For servers, and for a worker whose launcher gave it none.
+  int FirstFreeRank(Node::Role role);
   void CheckPeers(Clock::time_point now);
 
   // The other nodes' part.
