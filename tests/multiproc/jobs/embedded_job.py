@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import byteps.torch as bps
@@ -40,8 +42,17 @@ def main() -> None:
         part = folder / f".pid.{rank}"
         part.write_text(str(os.getpid()))
         part.rename(folder / f"pid.{rank}")
-        while True:
-            bps.push_pull(torch.ones(1000), average=False, name="loop")
+        try:
+            while True:
+                bps.push_pull(torch.ones(1000), average=False, name="loop")
+        except bps.BytePSError:
+            if rank == 0:
+                raise
+            # torchrun ends all ranks once one has ended. Rank 0 started the nodes and has more to
+            # tell than the error: leave it the time to, and torchrun to end this one after it.
+            traceback.print_exc()
+            time.sleep(60)
+            raise
     if mode == "again":
         bps.shutdown()
         if "DMLC_PS_ROOT_URI" in os.environ:
