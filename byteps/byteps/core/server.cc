@@ -167,21 +167,10 @@ void Server::OnWorkerGone(int rank, const std::string& reason) {
 
 void Server::Answer(int op, uint64_t key, const Caller& caller, const std::string& error,
                     const ps::SArray<char>* values) {
-  ps::Message msg;
-  msg.meta.app_id = 0;
-  msg.meta.customer_id = 0;
-  msg.meta.request = false;
-  msg.meta.push = false;
-  msg.meta.head = op;
-  msg.meta.timestamp = 0;
-  msg.meta.recver = ps::Postoffice::WorkerRankToID(caller.rank);
-  msg.meta.key = key;
-  msg.meta.addr = caller.request;
-  msg.meta.option = error.empty() ? 0 : 1;
-  msg.meta.body = error;
+  ps::Message msg =
+      MakeAnswer(op, ps::Postoffice::WorkerRankToID(caller.rank), key, caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
-    msg.meta.val_len = static_cast<int>(caller.bytes);
-    msg.AddData(values->segment(caller.offset, caller.offset + caller.bytes));
+    AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
   }
   Session::Send(&msg);
 }

@@ -170,20 +170,9 @@ void Worker::SendDeclaration(Tensor* tensor) {
   for (int server = 0; server < num_servers_; ++server) {
     Pending pending;
     pending.server = server;
-    ps::Message msg;
-    msg.meta.app_id = 0;
-    msg.meta.customer_id = 0;
-    msg.meta.request = true;
-    msg.meta.push = true;
-    msg.meta.head = kDeclare;
-    msg.meta.timestamp = 0;
-    msg.meta.recver = ps::Postoffice::ServerRankToID(server);
-    msg.meta.key = tensor->key;
-    msg.meta.val_len = 0;
-    msg.meta.option = 0;
-    msg.meta.body = tensor->declaration.Pack();
-    msg.meta.addr = Remember(std::move(pending));
-    requests.push_back(msg.meta.addr);
+    requests.push_back(Remember(std::move(pending)));
+    ps::Message msg = MakeRequest(kDeclare, ps::Postoffice::ServerRankToID(server), tensor->key,
+                                  requests.back(), tensor->declaration.Pack());
     Session::Send(&msg);
   }
   std::unique_lock<std::mutex> lock(mu_);
@@ -381,26 +370,17 @@ void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
   const PushHeader header{
       operation.round, static_cast<uint32_t>(std::min(op_timeout_s_ * 1000, 4e9)),
       static_cast<uint32_t>(wanted.offset), static_cast<uint32_t>(wanted.bytes)};
-  ps::Message msg;
-  msg.meta.app_id = 0;
-  msg.meta.customer_id = 0;
-  msg.meta.request = true;
-  msg.meta.push = true;
-  msg.meta.head = kPushPull;
-  msg.meta.timestamp = 0;
-  msg.meta.recver = ps::Postoffice::ServerRankToID(server);
-  msg.meta.key = operation.tensor->key + task.index;
-  msg.meta.val_len = static_cast<int>(size);
-  msg.meta.option = 0;
-  msg.meta.body.assign(reinterpret_cast<const char*>(&header), sizeof(header));
+  ps::Message msg =
+      MakeRequest(kPushPull, ps::Postoffice::ServerRankToID(server),
+                  operation.tensor->key + task.index, Remember(Pending{task, server}),
+                  std::string(reinterpret_cast<const char*>(&header), sizeof(header)));
   // Until the transport has sent the message, it holds a credit, and the operation
   // with its staging memory.  Not until the answer: that waits for other workers,
   // who might hold all of their credits for partitions of which this one's wait.
   ps::SArray<char> values;
   OperationPtr keep = task.operation;
   values.reset(const_cast<char*>(source), size, [this, keep](char*) { ReturnCredit(); });
-  msg.AddData(values);
-  msg.meta.addr = Remember(Pending{task, server});
+  AddValues(&msg, values);
   BPS_LOG(DEBUG) << "PUSH '" << d.name << "' partition " << task.index << " round "
                  << operation.round << " to server " << server << ", " << size
                  << " bytes, priority " << operation.request.priority;
