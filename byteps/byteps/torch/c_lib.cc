@@ -12,6 +12,8 @@
 #include "../core/config.h"
 #include "../core/device.h"
 #include "../core/error.h"
+#include "../core/metrics.h"
+#include "../core/metrics_server.h"
 #include "../core/worker.h"
 
 namespace py = pybind11;
@@ -28,6 +30,26 @@ Worker* GetWorker() {
 }
 
 Launch launch;
+
+// Counters and gauges as numbers, histograms as (upper ends of the buckets, how often each
+// was not passed, how often in all, sum).
+py::dict Metrics() {
+  std::vector<Metric> metrics;
+  {
+    py::gil_scoped_release unlocked;
+    metrics = GetWorker()->Metrics();
+  }
+  py::dict out;
+  for (const Metric& metric : metrics) {
+    const Histogram::Reading& h = metric.histogram;
+    if (metric.kind == Metric::kHistogram) {
+      out[metric.name.c_str()] = py::make_tuple(Histogram::kBounds, h.cumulative, h.count, h.sum);
+    } else {
+      out[metric.name.c_str()] = static_cast<uint64_t>(metric.value);
+    }
+  }
+  return out;
+}
 
 void Init(int num_servers) {
   const Config config = Config::FromEnvironment();
@@ -101,6 +123,8 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("stream"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
+  m.def("metrics", &Metrics);
+  m.def("built_with_prometheus", &BuiltWithPrometheus);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
   m.def("config", [] { return Config::FromEnvironment().Print(); });
   m.def("unknown_variables", &Config::UnknownVariables);
