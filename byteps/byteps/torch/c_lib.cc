@@ -30,6 +30,7 @@ Worker* GetWorker() {
 }
 
 Launch launch;
+std::string settings;  // what the last Init found; the environment may have changed since
 
 // Counters and gauges as numbers, histograms as (upper ends of the buckets, how often each
 // was not passed, how often in all, sum).
@@ -54,6 +55,7 @@ py::dict Metrics() {
 void Init(int num_servers) {
   const Config config = Config::FromEnvironment();
   launch = Launch::From(config);
+  settings = config.Print();
   if (!config.IsSet("DMLC_PS_ROOT_URI") || config.Int("DMLC_PS_ROOT_PORT") == 0) {
     throw UsageError("DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT must give the scheduler's address");
   }
@@ -126,7 +128,8 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("metrics", &Metrics);
   m.def("built_with_prometheus", &BuiltWithPrometheus);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
-  m.def("config", [] { return Config::FromEnvironment().Print(); });
+  m.def("config",
+        [] { return GetWorker()->started() ? settings : Config::FromEnvironment().Print(); });
   m.def("unknown_variables", &Config::UnknownVariables);
   m.def("built_with_cuda", &BuiltWithCuda);
 }
