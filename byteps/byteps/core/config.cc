@@ -78,6 +78,9 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_DETERMINISTIC", kBool, "", "0", 0, 1, "",
        "Servers add in the order of ranks, not of arrival: runs agree bit for bit, for some "
        "waiting and memory."},
+      {"BYTEPS_SERVER_WIDE_FLOAT32", kBool, "", "1", 0, 1, "",
+       "Servers add more than two fp32 values in fp64 and round once, so that no sum is worse than "
+       "an all-reduce's. 0: in fp32, with half the memory for a sum under way."},
       {"BYTEPS_PEER_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
        "A peer that is silent for so long is lost and the job fails. (A closed connection is "
        "noticed at once.)"},
