@@ -90,6 +90,9 @@ class Worker {
 
   std::pair<uint64_t, double> Speed() { return speed_.Get(); }
 
+  // Largest partition, in bytes; 0 when not started.
+  uint32_t partition_bytes() const { return started_ ? partition_bytes_ : 0; }
+
  private:
   using Clock = std::chrono::steady_clock;
 

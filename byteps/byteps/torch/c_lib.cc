@@ -102,6 +102,7 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
+  m.def("partition_bytes", [] { return GetWorker()->partition_bytes(); });
   m.def("config", [] { return Config::FromEnvironment().Print(); });
   m.def("unknown_variables", &Config::UnknownVariables);
   m.def("built_with_cuda", &BuiltWithCuda);
