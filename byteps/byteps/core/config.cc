@@ -64,6 +64,12 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_PARTITION_BYTES", kInt, "bytes", "4096000", 1, 1073741824, "",
        "Tensors are cut into partitions of at most this many bytes, rounded up to whole pages. The "
        "same on all workers."},
+      {"BYTEPS_MIN_PARTITION_BYTES", kInt, "bytes", "131072", 1, 1073741824, "",
+       "A tensor is cut into 64 partitions a server, so that sums flow back early, but none "
+       "smaller "
+       "than this (and the last), rounded up to whole pages, or than BYTEPS_PARTITION_BYTES if "
+       "that "
+       "is less. The same on all workers."},
       {"BYTEPS_PUSH_THREAD", kInt, "threads", "2", 1, 64, "",
        "Push loops of a worker, and as many pull loops. Each takes partitions by priority, copies "
        "from and to the GPU, and sends."},

@@ -90,8 +90,8 @@ class Worker {
 
   std::pair<uint64_t, double> Speed() { return speed_.Get(); }
 
-  // Largest partition, in bytes; 0 when not started.
-  uint32_t partition_bytes() const { return started_ ? partition_bytes_ : 0; }
+  // Bytes of the partitions into which a tensor of `bytes` bytes is cut.
+  uint32_t PartitionBytes(uint64_t bytes) const;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -175,7 +175,8 @@ class Worker {
 
   Launch launch_;
   int num_servers_ = 0;
-  uint32_t partition_bytes_ = 0;
+  uint32_t smallest_partition_ = 0;
+  uint32_t largest_partition_ = 0;
   KeyHash hash_ = KeyHash::kRaw;
   double op_timeout_s_ = 0;
   double peer_timeout_s_ = 0;

@@ -102,7 +102,9 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
-  m.def("partition_bytes", [] { return GetWorker()->partition_bytes(); });
+  m.def(
+      "partition_bytes", [](uint64_t bytes) { return GetWorker()->PartitionBytes(bytes); },
+      py::arg("bytes"));
   m.def("config", [] { return Config::FromEnvironment().Print(); });
   m.def("unknown_variables", &Config::UnknownVariables);
   m.def("built_with_cuda", &BuiltWithCuda);

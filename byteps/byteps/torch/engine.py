@@ -332,10 +332,10 @@ def get_pushpull_speed() -> tuple[int, float]:
     return c_lib.pushpull_speed()
 
 
-def partition_bytes() -> int:
-    """Bytes of the partitions into which tensors are cut (the last may have fewer)."""
+def partition_bytes(nbytes: int) -> int:
+    """Bytes of the partitions (the last may have fewer) of a tensor of `nbytes` bytes."""
     _launched()
-    return c_lib.partition_bytes()
+    return c_lib.partition_bytes(nbytes)
 
 
 def print_config() -> None:

@@ -34,8 +34,9 @@ def every_dtype(job: Job) -> None:
         assert (bps.local_rank(), bps.local_size()) == (job.rank, job.size)
         assert bps.is_initialized()
     with job.check("partition_bytes"):
-        page = mmap.PAGESIZE
-        assert bps.partition_bytes() == -(-job.args["partition_bytes"] // page) * page
+        largest = -(-job.args["partition_bytes"] // mmap.PAGESIZE) * mmap.PAGESIZE
+        for nbytes in (1, largest, 1 << 30):
+            assert bps.partition_bytes(nbytes) == largest
     for dtype in job.args.get("dtypes", values.DTYPES):
         for label, count in counts(dtype, job.args["partition_bytes"]).items():
             with job.check(f"sum {dtype} {label}"):
@@ -87,6 +88,13 @@ def random(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
 def large(job: Job) -> None:
     """Many megabytes, a last partition that is not full, several rounds."""
     bps.init()
+    largest = int(os.environ.get("BYTEPS_PARTITION_BYTES", "4096000"))
+    with job.check("64 partitions for each of two servers, within limits"):
+        for nbytes in (1, 10_000_000, 64 << 20, 100_000_001, 1 << 30):
+            smallest = min(131_072, largest)
+            pages = -(-(nbytes // 128) // mmap.PAGESIZE)
+            wanted = min(max(pages * mmap.PAGESIZE, smallest), largest)
+            assert bps.partition_bytes(nbytes) == wanted, nbytes
     for dtype, count in (("float32", 1_100_001), ("bfloat16", 3_000_003), ("uint8", 4_200_001)):
         with job.check(f"large {dtype}"):
             exact(job, f"large.{dtype}", count, dtype, average=False)

@@ -437,7 +437,7 @@ def _register_buffer(
     chunk: int,
     wire_dtype: torch.dtype,
 ) -> None:
-    partition_bytes = _byteps().partition_bytes()
+    bps = _byteps()
     for bucket in buffer.buckets:
         bucket.dpu_reduce_op = BucketOp(
             name=bucket_name(
@@ -457,7 +457,7 @@ def _register_buffer(
             wire_dtype=wire_dtype,
         )
         nbytes = bucket.grad_data.numel() * wire_dtype.itemsize
-        _registry.partitions += partition_count(nbytes, partition_bytes)
+        _registry.partitions += partition_count(nbytes, bps.partition_bytes(nbytes))
 
 
 def _chunk_index(module: torch.nn.Module) -> int:
