@@ -197,3 +197,9 @@ def test_server_needs_the_port_of_the_scheduler(ask: Ask) -> None:
     said = ask("--role", "server", DMLC_PS_ROOT_URI="127.0.0.1", BYTEPS_START_TIMEOUT_S="1")
     assert said.returncode == 2, said
     assert "DMLC_PS_ROOT_PORT" in said.stderr
+
+
+def test_committed_table_of_metrics_is_the_generated_one(ask: Ask) -> None:
+    table = ask("--metrics-markdown").stdout
+    assert table.count("\n") > 20
+    assert table in DOCUMENT.with_name("observability.md").read_text()

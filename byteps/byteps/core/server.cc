@@ -37,10 +37,12 @@ bool AsksForAPart(const ps::Message& msg, uint64_t size) {
 Server::Server(const Config& config)
     : deterministic_(config.Bool("BYTEPS_DETERMINISTIC")),
       wide_float32_(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")) {
+  tracer_ = Tracer::Make(config);
   const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
   for (long i = 0; i < threads; ++i) engines_.push_back(std::make_unique<Engine>());
   for (auto& engine : engines_) {
     Engine* e = engine.get();
+    if (tracer_) e->track = tracer_->AddThread("engine thread");
     e->thread = std::thread([this, e] { Run(e); });
   }
 }
@@ -48,6 +50,20 @@ Server::Server(const Config& config)
 Server::~Server() {
   for (auto& engine : engines_) engine->queue.Close();
   for (auto& engine : engines_) engine->thread.join();
+  if (!tracer_ || rank_ < 0) return;
+  for (const auto& entry : partitions_) {
+    for (const Round& round : entry.second->rounds) TraceRound(*entry.second, round, false);
+  }
+  tracer_->Write(Role::kServer, rank_);
+}
+
+std::vector<Metric> Server::Metrics() {
+  ServerGauges gauges;
+  for (auto& engine : engines_) {
+    gauges.open_rounds += engine->open_rounds;
+    gauges.engine_queues.push_back(engine->queue.Size());
+  }
+  return Tell(counters_, gauges);
 }
 
 // -------------------------------------------------------- receiving thread
@@ -65,6 +81,7 @@ void Server::OnMessage(ps::Message* msg) {
              "the server does not know operation " + std::to_string(msg->meta.head) +
                  ": install the same byteps on every node",
              nullptr);
+      counters_.refused_requests.Add();
     }
   }
 }
@@ -87,6 +104,7 @@ void Server::OnDeclare(const ps::Message& msg) {
     tensor = std::make_unique<Tensor>();
     tensor->declaration = declaration;
     tensor->declared_by = caller.rank;
+    counters_.declared_tensors.Add();
   } else if (!(tensor->declaration == declaration) && tensor->refusal.empty()) {
     tensor->refusal =
         "workers disagree on a tensor: worker " + std::to_string(tensor->declared_by) +
@@ -107,6 +125,7 @@ void Server::OnDeclare(const ps::Message& msg) {
 }
 
 void Server::Reply(const Caller& caller, const ps::Message& request, const std::string& error) {
+  if (!error.empty()) counters_.refused_requests.Add();
   Answer(request.meta.head, request.meta.key, caller, error, nullptr);
 }
 
@@ -133,6 +152,9 @@ void Server::OnPush(ps::Message* msg) {
   Task task;
   task.partition = FindOrMake(*it->second, msg->meta.key);
   task.msg = std::move(*msg);
+  task.received = SteadyNs();
+  counters_.received_partitions.Add();
+  counters_.received_bytes.Add(task.msg.data[0].size());
   engines_[task.partition->engine]->queue.Push(std::move(task));
 }
 
@@ -159,21 +181,10 @@ void Server::OnWorkerGone(int rank, const std::string& reason) {
 
 void Server::Answer(int op, uint64_t key, const Caller& caller, const std::string& error,
                     const ps::SArray<char>* values) {
-  ps::Message msg;
-  msg.meta.app_id = 0;
-  msg.meta.customer_id = 0;
-  msg.meta.request = false;
-  msg.meta.push = false;
-  msg.meta.head = op;
-  msg.meta.timestamp = 0;
-  msg.meta.recver = ps::Postoffice::WorkerRankToID(caller.rank);
-  msg.meta.key = key;
-  msg.meta.addr = caller.request;
-  msg.meta.option = error.empty() ? 0 : 1;
-  msg.meta.body = error;
+  ps::Message msg =
+      MakeAnswer(op, ps::Postoffice::WorkerRankToID(caller.rank), key, caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
-    msg.meta.val_len = static_cast<int>(caller.bytes);
-    msg.AddData(values->segment(caller.offset, caller.offset + caller.bytes));
+    AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
   }
   Session::Send(&msg);
 }
@@ -200,7 +211,7 @@ void Server::Run(Engine* engine) {
     }
     switch (task.kind) {
       case Task::kPush:
-        Push(engine, task.partition, &task.msg);
+        Push(engine, task.partition, &task.msg, task.received);
         break;
       case Task::kGone:
         engine->gone[task.rank] = task.reason;
@@ -220,12 +231,17 @@ void Server::Run(Engine* engine) {
   }
 }
 
-void Server::Push(Engine* engine, Partition* partition, ps::Message* msg) {
+void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {
+  const int64_t taken = SteadyNs();
   const Declaration& declaration = partition->tensor->declaration;
   PushHeader header;
   memcpy(&header, msg->meta.body.data(), sizeof(header));
-  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender), msg->meta.addr,
-                      header.pull_offset, header.pull_bytes};
+  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender),
+                      msg->meta.addr,
+                      header.pull_offset,
+                      header.pull_bytes,
+                      received,
+                      taken};
   const int member = declaration.MemberIndex(caller.rank);
 
   // Unsigned, so that a round before the first open one is far ahead as well.
@@ -241,6 +257,7 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg) {
     engine->partitions.push_back(partition);
   while (partition->rounds.size() <= ahead) {
     Round round;
+    round.number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());
     round.pushed.resize(declaration.group.size());
     round.started = Clock::now();
     round.timeout_s = header.timeout_ms / 1000.0;
@@ -273,7 +290,15 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg) {
   } else {
     Accumulate(engine, declaration, &round, std::move(msg->data[0]));
   }
+  Caller& added = round.callers.back();
+  added.added = SteadyNs();
+  counters_.adding_ns.Add(added.added - taken);
+  if (tracer_ && tracer_->Wants(round.number)) {
+    tracer_->AddSlice(Traced(*partition, round, added), engine->track, "add", taken,
+                      TraceArrow::kPasses);
+  }
   if (round.added == declaration.group.size()) {
+    counters_.round_wait_seconds.Observe(added.added - round.callers.front().taken);
     Finish(engine, partition, &round);
     DropDoneRounds(partition);
   }
@@ -310,7 +335,13 @@ bool Server::AddsWide(DType t) const {
 
 void Server::Finish(Engine* engine, Partition* partition, Round* round) {
   const uint64_t key = partition->tensor->declaration.Key() + partition->index;
-  for (const Caller& caller : round->callers) Answer(kPushPull, key, caller, "", &round->sum);
+  counters_.sums.Add();
+  for (const Caller& caller : round->callers) {
+    counters_.answered_partitions.Add();
+    counters_.answered_bytes.Add(caller.bytes);
+    Answer(kPushPull, key, caller, "", &round->sum);
+  }
+  TraceRound(*partition, *round, true);
   round->sum = ps::SArray<char>();
   round->done = true;
   --engine->open_rounds;
@@ -319,6 +350,8 @@ void Server::Finish(Engine* engine, Partition* partition, Round* round) {
 void Server::FailRound(Engine* engine, Partition* partition, Round* round,
                        const std::string& reason) {
   const uint64_t key = partition->tensor->declaration.Key() + partition->index;
+  counters_.failed_sums.Add();
+  TraceRound(*partition, *round, false);
   for (const Caller& caller : round->callers) Answer(kPushPull, key, caller, reason, nullptr);
   round->failure = reason;
   round->callers.clear();
@@ -351,6 +384,25 @@ void Server::FailRoundsWithout(Engine* engine, int rank, const std::string& reas
                 reason + " while the push_pull of '" + declaration.name + "' waited for it");
     }
     DropDoneRounds(partition);
+  }
+}
+
+TracedPartition Server::Traced(const Partition& partition, const Round& round,
+                               const Caller& caller) {
+  const Declaration& d = partition.tensor->declaration;
+  return {d.name,      d.Key() + partition.index,       partition.index, round.number,
+          caller.rank, d.PartitionSize(partition.index)};
+}
+
+void Server::TraceRound(const Partition& partition, const Round& round, bool answered) {
+  if (!tracer_ || !tracer_->Wants(round.number)) return;
+  const int64_t now = SteadyNs();
+  for (const Caller& caller : round.callers) {
+    tracer_->AddRow(Traced(partition, round, caller), caller.received,
+                    {{"receive queue", caller.taken},
+                     {"add", caller.added},
+                     {"other workers", answered ? round.callers.back().added : 0},
+                     {"answer", now}});
   }
 }
 

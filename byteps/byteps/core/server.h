@@ -25,9 +25,11 @@
 
 #include "blocking_queue.h"
 #include "config.h"
+#include "metrics.h"
 #include "protocol.h"
 #include "ps/internal/message.h"
 #include "scratch.h"
+#include "trace.h"
 
 namespace byteps {
 namespace core {
@@ -35,8 +37,16 @@ namespace core {
 class Server {
  public:
   explicit Server(const Config& config);
-  // Joins the engine threads; what they had not answered stays unanswered.
+  // Joins the engine threads; what they had not answered stays unanswered.  Writes the
+  // timeline.
   ~Server();
+
+  // Its rank among the servers, once it is known; -1 until then.  Any thread.
+  void SetRank(int rank) { rank_ = rank; }
+  int rank() const { return rank_; }
+
+  // What was counted so far, and what is under way now.  Any thread.
+  std::vector<Metric> Metrics();
 
   // Takes a request over.  Receiving thread; does not block.
   void OnMessage(ps::Message* msg);
@@ -60,9 +70,14 @@ class Server {
     uint64_t request;
     uint32_t offset = 0;
     uint32_t bytes = 0;
+    // When its push came, an engine thread took it, and it was added, in SteadyNs.
+    int64_t received = 0;
+    int64_t taken = 0;
+    int64_t added = 0;
   };
 
   struct Round {
+    uint32_t number = 0;
     std::vector<Caller> callers;
     std::vector<bool> pushed;               // by member index
     std::vector<ps::SArray<char>> waiting;  // by member index: not yet their turn
@@ -89,6 +104,7 @@ class Server {
     enum Kind { kPush, kGone, kRefuse } kind = kPush;
     Partition* partition = nullptr;
     ps::Message msg;                 // kPush
+    int64_t received = 0;            // kPush: when, in SteadyNs
     int rank = 0;                    // kGone
     const Tensor* tensor = nullptr;  // kRefuse
     std::string reason;
@@ -98,8 +114,9 @@ class Server {
     BlockingQueue<Task> queue;
     std::vector<Partition*> partitions;
     std::map<int, std::string> gone;  // rank -> why
-    size_t open_rounds = 0;
+    std::atomic<size_t> open_rounds{0};
     Scratch scratch;
+    int track = 0;  // of the timeline
     std::thread thread;
   };
 
@@ -111,7 +128,7 @@ class Server {
 
   // Engine threads.
   void Run(Engine* engine);
-  void Push(Engine* engine, Partition* partition, ps::Message* msg);
+  void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received);
   // Adds the next push; after the last one, round->sum is what is answered.
   void Accumulate(Engine* engine, const Declaration& declaration, Round* round,
                   ps::SArray<char> values);
@@ -121,6 +138,10 @@ class Server {
   void DropDoneRounds(Partition* partition);
   void FailRoundsWithout(Engine* engine, int rank, const std::string& reason);
   void FailLateRounds(Engine* engine);
+  static TracedPartition Traced(const Partition& partition, const Round& round,
+                                const Caller& caller);
+  // Tells the timeline of a round's pushes, which were answered now or never.
+  void TraceRound(const Partition& partition, const Round& round, bool answered);
   std::string MissingRanks(const Partition& partition, const Round& round) const;
 
   void Answer(int op, uint64_t key, const Caller& caller, const std::string& error,
@@ -128,6 +149,9 @@ class Server {
 
   const bool deterministic_;
   const bool wide_float32_;
+  std::atomic<int> rank_{-1};
+  ServerCounters counters_;
+  std::unique_ptr<Tracer> tracer_;                                       // null: nothing is traced
   std::unordered_map<uint64_t, std::unique_ptr<Tensor>> tensors_;        // by tensor key
   std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_;  // by partition key
   std::vector<std::unique_ptr<Engine>> engines_;

@@ -338,6 +338,35 @@ def partition_bytes(nbytes: int) -> int:
     return c_lib.partition_bytes(nbytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """How often something took how long."""
+
+    count: int
+    """How often it was seen."""
+    sum: float
+    """Seconds, all together."""
+    buckets: dict[float, int]
+    """Upper end of a bucket in seconds -> how often it took at most that."""
+
+
+def get_metrics() -> dict[str, int | Histogram]:
+    """What this worker counted since the process began, and what its queues hold now.
+
+    The names and meanings are those of docs/observability.md, which Prometheus gets as well. Never
+    blocks for long, and works before `init` and after a failure.
+    """
+    metrics: dict[str, int | Histogram] = {}
+    for name, value in c_lib.metrics().items():
+        if isinstance(value, tuple):
+            bounds, cumulative, count, total = value
+            buckets = dict(zip(bounds, cumulative, strict=True))
+            metrics[name] = Histogram(count=count, sum=total, buckets=buckets)
+        else:
+            metrics[name] = value
+    return metrics
+
+
 def print_config() -> None:
     """Print every setting in force, one NAME=value a line."""
     print(c_lib.config(), end="")
