@@ -64,6 +64,12 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_PARTITION_BYTES", kInt, "bytes", "4096000", 1, 1073741824, "",
        "Tensors are cut into partitions of at most this many bytes, rounded up to whole pages. The "
        "same on all workers."},
+      {"BYTEPS_MIN_PARTITION_BYTES", kInt, "bytes", "131072", 1, 1073741824, "",
+       "A tensor is cut into 64 partitions a server, so that sums flow back early, but none "
+       "smaller "
+       "than this (and the last), rounded up to whole pages, or than BYTEPS_PARTITION_BYTES if "
+       "that "
+       "is less. The same on all workers."},
       {"BYTEPS_PUSH_THREAD", kInt, "threads", "2", 1, 64, "",
        "Push loops of a worker, and as many pull loops. Each takes partitions by priority, copies "
        "from and to the GPU, and sends."},
@@ -78,6 +84,9 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_DETERMINISTIC", kBool, "", "0", 0, 1, "",
        "Servers add in the order of ranks, not of arrival: runs agree bit for bit, for some "
        "waiting and memory."},
+      {"BYTEPS_SERVER_WIDE_FLOAT32", kBool, "", "1", 0, 1, "",
+       "Servers add more than two fp32 values in fp64 and round once, so that no sum is worse than "
+       "an all-reduce's. 0: in fp32, with half the memory for a sum under way."},
       {"BYTEPS_PEER_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
        "A peer that is silent for so long is lost and the job fails. (A closed connection is "
        "noticed at once.)"},

@@ -24,10 +24,6 @@ std::string Hex(uint64_t x) {
   return text;
 }
 
-bool IsAligned(const ps::SArray<char>& values, size_t alignment) {
-  return reinterpret_cast<uintptr_t>(values.data()) % alignment == 0;
-}
-
 // Whether a push has a header, which asks for a part of `size` bytes.
 bool AsksForAPart(const ps::Message& msg, uint64_t size) {
   if (msg.meta.body.size() != sizeof(PushHeader)) return false;
@@ -36,15 +32,11 @@ bool AsksForAPart(const ps::Message& msg, uint64_t size) {
   return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
 }
 
-ps::SArray<char> Copy(const ps::SArray<char>& values) {
-  ps::SArray<char> copy;
-  copy.CopyFrom(values.data(), values.size());
-  return copy;
-}
-
 }  // namespace
 
-Server::Server(const Config& config) : deterministic_(config.Bool("BYTEPS_DETERMINISTIC")) {
+Server::Server(const Config& config)
+    : deterministic_(config.Bool("BYTEPS_DETERMINISTIC")),
+      wide_float32_(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")) {
   tracer_ = Tracer::Make(config);
   const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
   for (long i = 0; i < threads; ++i) engines_.push_back(std::make_unique<Engine>());
@@ -292,11 +284,11 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
     round.waiting[member] = std::move(msg->data[0]);
     while (round.added < declaration.group.size() && round.pushed[round.added]) {
       auto& next = round.waiting[round.added];
-      Accumulate(declaration, partition, &round, next);
+      Accumulate(engine, declaration, &round, std::move(next));
       next = ps::SArray<char>();
     }
   } else {
-    Accumulate(declaration, partition, &round, msg->data[0]);
+    Accumulate(engine, declaration, &round, std::move(msg->data[0]));
   }
   Caller& added = round.callers.back();
   added.added = SteadyNs();
@@ -312,40 +304,37 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
   }
 }
 
-void Server::Accumulate(const Declaration& declaration, Partition* partition, Round* round,
-                        const ps::SArray<char>& values) {
+void Server::Accumulate(Engine* engine, const Declaration& declaration, Round* round,
+                        ps::SArray<char> values) {
   const DType t = declaration.dtype;
   const size_t n = values.size() / SizeOf(t);
-  const bool first = round->added++ == 0;
-  if (first) round->sum = values;
-  if (IsHalf(t)) {
-    if (first) {
-      round->wide.swap(partition->spare);
-      round->wide.resize(n);
-      Widen(t, round->wide.data(), values.data(), n);
-    } else {
-      AddWiden(t, round->wide.data(), values.data(), n);
-    }
-  } else if (first) {
-    // Received data may lie anywhere; what is written and read again and again
-    // should not straddle cache lines.
-    if (!IsAligned(values, SizeOf(t))) round->sum = Copy(values);
+  const size_t members = declaration.group.size();
+  const size_t added = ++round->added;
+  const bool last = added == members;
+  const int divisor = declaration.average && last ? static_cast<int>(members) : 1;
+  if (added == 1) {
+    round->sum = std::move(values);
+  } else if (members == 2 || !AddsWide(t)) {
+    Add(t, round->sum.data(), values.data(), divisor, n);
+  } else if (added == 2) {
+    round->wide = engine->scratch.Take(n * SizeOf(AccumulatorOf(t)));
+    WideBegin(t, round->wide.data(), round->sum.data(), values.data(), n);
+    round->sum = ps::SArray<char>();
+  } else if (!last) {
+    WideAdd(t, round->wide.data(), values.data(), n);
   } else {
-    Add(t, round->sum.data(), values.data(), n);
+    WideEnd(t, values.data(), round->wide.data(), divisor, n);
+    round->sum = std::move(values);
+    engine->scratch.Return(std::move(round->wide));
   }
 }
 
+bool Server::AddsWide(DType t) const {
+  return IsHalf(t) || (t == DType::kFloat32 && wide_float32_);
+}
+
 void Server::Finish(Engine* engine, Partition* partition, Round* round) {
-  const Declaration& declaration = partition->tensor->declaration;
-  const size_t n = round->sum.size() / SizeOf(declaration.dtype);
-  const int divisor = declaration.average ? static_cast<int>(declaration.group.size()) : 1;
-  if (IsHalf(declaration.dtype)) {
-    Narrow(declaration.dtype, round->sum.data(), round->wide.data(), divisor, n);
-    partition->spare.swap(round->wide);
-  } else if (divisor > 1) {
-    Divide(declaration.dtype, round->sum.data(), divisor, n);
-  }
-  const uint64_t key = declaration.Key() + partition->index;
+  const uint64_t key = partition->tensor->declaration.Key() + partition->index;
   counters_.sums.Add();
   for (const Caller& caller : round->callers) {
     counters_.answered_partitions.Add();
@@ -367,7 +356,7 @@ void Server::FailRound(Engine* engine, Partition* partition, Round* round,
   round->failure = reason;
   round->callers.clear();
   round->waiting.clear();
-  round->wide.clear();
+  engine->scratch.Return(std::move(round->wide));
   round->sum = ps::SArray<char>();
   round->done = true;
   --engine->open_rounds;

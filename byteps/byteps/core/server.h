@@ -2,10 +2,10 @@
 //
 // The receiving thread checks each request and hands it to the engine thread that
 // owns the partition.  An engine thread owns its partitions alone, so no lock is
-// held while it adds.  The first push of a round becomes the accumulator where it
-// was received; the others are added to it from where they were received; the
-// accumulator is sent to all.  Half types are added in an fp32 accumulator and
-// rounded once.
+// held while it adds.  Pushes are added from where they were received, and the sum
+// is sent to all from where one of them was received.  Where there are more than two
+// of a half type or of fp32, they meet in a wider accumulator and are rounded once
+// (reducer.h).
 //
 // Rounds.  A worker numbers its pushes of a tensor.  A round is complete when every
 // member of the tensor's group has pushed it; rounds never mix, however far one
@@ -28,6 +28,7 @@
 #include "metrics.h"
 #include "protocol.h"
 #include "ps/internal/message.h"
+#include "scratch.h"
 #include "trace.h"
 
 namespace byteps {
@@ -81,8 +82,8 @@ class Server {
     std::vector<bool> pushed;               // by member index
     std::vector<ps::SArray<char>> waiting;  // by member index: not yet their turn
     size_t added = 0;
-    ps::SArray<char> sum;     // all types but the half ones; else where to round to
-    std::vector<float> wide;  // half types
+    ps::SArray<char> sum;  // the first push, then the sum
+    Scratch::Block wide;   // or the sum, while it is accumulated in a wider type
     Clock::time_point started;
     Clock::time_point deadline;
     double timeout_s = 0;
@@ -97,7 +98,6 @@ class Server {
     // Of its engine thread:
     uint32_t first_round = 0;
     std::deque<Round> rounds;
-    std::vector<float> spare;  // an fp32 accumulator not in use
   };
 
   struct Task {
@@ -115,6 +115,7 @@ class Server {
     std::vector<Partition*> partitions;
     std::map<int, std::string> gone;  // rank -> why
     std::atomic<size_t> open_rounds{0};
+    Scratch scratch;
     int track = 0;  // of the timeline
     std::thread thread;
   };
@@ -128,8 +129,10 @@ class Server {
   // Engine threads.
   void Run(Engine* engine);
   void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received);
-  void Accumulate(const Declaration& declaration, Partition* partition, Round* round,
-                  const ps::SArray<char>& values);
+  // Adds the next push; after the last one, round->sum is what is answered.
+  void Accumulate(Engine* engine, const Declaration& declaration, Round* round,
+                  ps::SArray<char> values);
+  bool AddsWide(DType t) const;
   void Finish(Engine* engine, Partition* partition, Round* round);
   void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason);
   void DropDoneRounds(Partition* partition);
@@ -145,6 +148,7 @@ class Server {
               const ps::SArray<char>* values);
 
   const bool deterministic_;
+  const bool wide_float32_;
   std::atomic<int> rank_{-1};
   ServerCounters counters_;
   std::unique_ptr<Tracer> tracer_;                                       // null: nothing is traced

@@ -26,6 +26,11 @@ std::string Seconds(double s) {
   return text;
 }
 
+uint32_t WholePages(uint64_t bytes) {
+  const uint64_t page = sysconf(_SC_PAGESIZE);
+  return static_cast<uint32_t>((bytes + page - 1) / page * page);
+}
+
 }  // namespace
 
 Worker::~Worker() { Stop(false); }
@@ -34,9 +39,8 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers) 
   if (started_) return;
   launch_ = launch;
   num_servers_ = num_servers;
-  const uint64_t page = sysconf(_SC_PAGESIZE);
-  const uint64_t wanted = config.Int("BYTEPS_PARTITION_BYTES");
-  partition_bytes_ = static_cast<uint32_t>((wanted + page - 1) / page * page);
+  smallest_partition_ = WholePages(config.Int("BYTEPS_MIN_PARTITION_BYTES"));
+  largest_partition_ = WholePages(config.Int("BYTEPS_PARTITION_BYTES"));
   hash_ = ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"));
   op_timeout_s_ = config.Float("BYTEPS_OP_TIMEOUT_S");
   peer_timeout_s_ = config.Float("BYTEPS_PEER_TIMEOUT_S");
@@ -129,13 +133,17 @@ void Worker::ThrowIfFailed() {
 
 // ------------------------------------------------------------- declarations
 
+uint32_t Worker::PartitionBytes(uint64_t bytes) const {
+  return core::PartitionBytes(bytes, num_servers_, smallest_partition_, largest_partition_);
+}
+
 Declaration Worker::MakeDeclaration(const PushPullRequest& request) const {
   Declaration d;
   d.name = request.name;
   d.dtype = request.dtype;
   d.average = request.average;
   d.bytes = request.bytes;
-  d.partition_bytes = partition_bytes_;
+  d.partition_bytes = PartitionBytes(d.bytes);
   d.group = request.group;
   if (d.group.empty()) {
     for (int rank = 0; rank < launch_.size; ++rank) d.group.push_back(rank);

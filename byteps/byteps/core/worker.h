@@ -93,6 +93,9 @@ class Worker {
 
   std::pair<uint64_t, double> Speed() { return speed_.Get(); }
 
+  // Bytes of the partitions into which a tensor of `bytes` bytes is cut.
+  uint32_t PartitionBytes(uint64_t bytes) const;
+
   // What was counted since the process began, and what the queues hold now.
   std::vector<Metric> Metrics();
 
@@ -206,7 +209,8 @@ class Worker {
 
   Launch launch_;
   int num_servers_ = 0;
-  uint32_t partition_bytes_ = 0;
+  uint32_t smallest_partition_ = 0;
+  uint32_t largest_partition_ = 0;
   KeyHash hash_ = KeyHash::kRaw;
   double op_timeout_s_ = 0;
   double peer_timeout_s_ = 0;

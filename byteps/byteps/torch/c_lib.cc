@@ -128,6 +128,9 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("metrics", &Metrics);
   m.def("built_with_prometheus", &BuiltWithPrometheus);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
+  m.def(
+      "partition_bytes", [](uint64_t bytes) { return GetWorker()->PartitionBytes(bytes); },
+      py::arg("bytes"));
   m.def("config",
         [] { return GetWorker()->started() ? settings : Config::FromEnvironment().Print(); });
   m.def("unknown_variables", &Config::UnknownVariables);
