@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 from benchkit.emulation import EmulationError, remove_stale
 from benchkit.gates import Gate, judge_all
+from benchkit.interrupts import become_interruptible
 from benchkit.options import in_cluster, make_gates, make_plan, parse
 from benchkit.plan import Plan
 from benchkit.processes import LaunchError
@@ -93,8 +93,5 @@ def report(
 
 
 if __name__ == "__main__":
-    # A terminated run takes its hosts and processes down like an interrupted one; and a shell that
-    # started this in the background has Ctrl-C ignored.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    become_interruptible()
     sys.exit(main())

@@ -30,14 +30,11 @@ class AllReduce:
 
     def __init__(self, name: str) -> None:
         self._group = dist.new_group(backend=name)
-        self._cuda = name == "nccl"
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
         works = [dist.all_reduce(t, group=self._group, async_op=True) for t in tensors]
         for work in works:
             work.wait()
-        if self._cuda:
-            torch.cuda.synchronize()
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)

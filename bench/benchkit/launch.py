@@ -12,7 +12,7 @@ from typing import Any
 
 from benchkit.emulation import Host
 from benchkit.measure import Measured
-from benchkit.plan import Case, Plan
+from benchkit.plan import Case, Plan, Topology
 from benchkit.processes import Processes, plain_environment, server_executable
 
 _START_S = 60.0
@@ -42,8 +42,7 @@ def measured_from_json(entry: dict[str, Any]) -> Measured:
 class Placement:
     """Which host each process of a topology runs on."""
 
-    def __init__(self, plan: Plan, hosts: Sequence[Host]) -> None:
-        topology = plan.topology
+    def __init__(self, topology: Topology, hosts: Sequence[Host]) -> None:
         self.workers = [hosts[i % len(hosts)] for i in range(topology.workers)]
         first = 0 if topology.colocate else topology.workers
         around = topology.workers if topology.colocate else len(hosts)
@@ -62,11 +61,10 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
         tempfile.TemporaryDirectory(prefix="pushpull-bench-") as folder,
         Processes(Path(folder)) as processes,
     ):
-        placement = Placement(plan, hosts)
+        placement = Placement(plan.topology, hosts)
         pids, environment = [], plain_environment()
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         if backend == "byteps":
-            pids, job = start_nodes(plan, placement, processes, environment)
+            pids, job = start_nodes(placement, processes, environment)
             environment |= job
         spec = {
             "plan": plan.as_json(),
@@ -75,7 +73,7 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
             "rendezvous": f"{folder}/ranks",
         }
         result = Path(folder) / "result.json"
-        start_workers(spec, result, placement, processes, environment)
+        start_workers("benchkit.rank", spec, result, placement, processes, environment)
         processes.wait_all(plan.timeout_s)
         measured = [measured_from_json(entry) for entry in json.loads(result.read_text())]
     busy = max(one.busy for one in measured)
@@ -83,15 +81,15 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
 
 
 def start_nodes(
-    plan: Plan, placement: Placement, processes: Processes, environment: dict[str, str]
+    placement: Placement, processes: Processes, environment: dict[str, str]
 ) -> tuple[list[int], dict[str, str]]:
     """Start scheduler and servers; return their pids, and the variables that lead to them."""
     port_file = processes.folder / "scheduler.port"
     job = {
         "DMLC_PS_ROOT_URI": placement.scheduler.address,
         "DMLC_PS_ROOT_PORT": "0",
-        "DMLC_NUM_WORKER": str(plan.topology.workers),
-        "DMLC_NUM_SERVER": str(plan.topology.servers),
+        "DMLC_NUM_WORKER": str(len(placement.workers)),
+        "DMLC_NUM_SERVER": str(len(placement.servers)),
     }
     command = [server_executable(), "--die-with-parent", "--role"]
     pids = [
@@ -110,13 +108,14 @@ def start_nodes(
 
 
 def start_workers(
+    program: str,
     spec: dict[str, Any],
     result: Path,
     placement: Placement,
     processes: Processes,
     environment: dict[str, str],
 ) -> None:
-    """Start every rank."""
+    """Start every rank: a module, called with the files of the specification and the result."""
     spec_file = processes.folder / "spec.json"
     spec_file.write_text(json.dumps(spec))
     size = str(len(placement.workers))
@@ -130,7 +129,7 @@ def start_workers(
             "PYTHONPATH": str(_PACKAGE_FOLDER),
             **(_as_hosts_of_their_own(host) if host.namespace else {}),
         }
-        command = [sys.executable, "-m", "benchkit.rank", str(spec_file), str(result)]
+        command = [sys.executable, "-m", program, str(spec_file), str(result)]
         processes.start(f"worker-{rank}", command, host, {**environment, **variables})
 
 

@@ -56,6 +56,12 @@ def iteration_seconds(spans: Sequence[tuple[int, int]], *, one_clock: bool) -> f
     return max(end - begin for begin, end in spans) / 1e9
 
 
+def _finish(device: str) -> None:
+    """Wait for what the GPU still has to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def measure(
     case: Case,
     backend: Backend,
@@ -87,12 +93,12 @@ def measure(
         round_ = first_round + iteration
         for tensor, offset in zip(tensors, offsets, strict=True):
             pattern.fill(tensor, round_, offset)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _finish(device)
         nodes, ticks = machine.total_cpu_ns(node_pids), machine.ticks()
         dist.barrier()
         cpu, begin = time.process_time_ns(), time.monotonic_ns()
         backend.reduce(tensors, label)
+        _finish(device)
         end, cpu = time.monotonic_ns(), time.process_time_ns() - cpu
         dist.barrier()
         if iteration >= case.warmup:

@@ -44,11 +44,13 @@ def plain_environment() -> dict[str, str]:
 
     Settings of the engine (BYTEPS_...) stay, so that they can be compared.
     """
-    return {
+    kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _JOB_VARIABLES and not name.startswith(("DMLC_", "TORCHELASTIC_"))
     }
+    # One thread each: on an emulated cluster many processes share few cores.
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Processes:
