@@ -118,19 +118,24 @@ def start_workers(
     """Start every rank: a module, called with the files of the specification and the result."""
     spec_file = processes.folder / "spec.json"
     spec_file.write_text(json.dumps(spec))
-    size = str(len(placement.workers))
+    environment = {**environment, "PYTHONPATH": str(_PACKAGE_FOLDER)}
     for rank, host in enumerate(placement.workers):
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "GLOO_SOCKET_IFNAME": host.interface,
-            "PYTHONPATH": str(_PACKAGE_FOLDER),
-            **(_as_hosts_of_their_own(host) if host.namespace else {}),
-        }
+        variables = rank_variables(rank, placement)
         command = [sys.executable, "-m", program, str(spec_file), str(result)]
         processes.start(f"worker-{rank}", command, host, {**environment, **variables})
+
+
+def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
+    """What a launcher would tell a rank of itself."""
+    size, host = str(len(placement.workers)), placement.workers[rank]
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GLOO_SOCKET_IFNAME": host.interface,
+        **(_as_hosts_of_their_own(host) if host.namespace else {}),
+    }
 
 
 def _as_hosts_of_their_own(host: Host) -> dict[str, str]:

@@ -83,7 +83,8 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     return [parse_size(text) for text in (options.sizes or DEFAULT_SIZES).split(",")]
 
 
-def _emulated(text: str) -> tuple[int, int]:
+def parse_hosts(text: str) -> tuple[int, int]:
+    """How many hosts, and the bits a second of their links, of ``8@500mbit``. Raises ValueError."""
     count, at, rate = text.partition("@")
     if not at or not count.isdigit() or int(count) < 1:
         raise ValueError(f"--emulate {text!r} is not understood: write it like 8@500mbit")
@@ -104,7 +105,7 @@ def _topology(options: argparse.Namespace, environment: Mapping[str, str]) -> To
         given = environment.get("DMLC_NUM_SERVER", environment.get("BYTEPS_EMBEDDED_SERVERS"))
         servers = int(given) if given else 1
     if options.emulate:
-        hosts, bits = _emulated(options.emulate)
+        hosts, bits = parse_hosts(options.emulate)
     elif options.link:
         bits = parse_rate(options.link)
     return Topology(
