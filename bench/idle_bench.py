@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
 from benchkit.emulation import LOOPBACK
 from benchkit.interrupts import become_interruptible
 from benchkit.launch import Placement, start_nodes, start_workers

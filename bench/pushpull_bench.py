@@ -21,6 +21,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from benchkit.emulation import EmulationError, remove_stale
 from benchkit.gates import Gate, judge_all

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
 from benchkit import record
 from benchkit.driver import progress, run_plan
 from benchkit.emulation import EmulationError

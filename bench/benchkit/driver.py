@@ -25,7 +25,7 @@ def hosts_of(plan: Plan) -> Iterator[Sequence[Host]]:
 def run_plan(plan: Plan, name: str = "") -> Run:
     """Launch every backend in turn, ``plan.launches`` times.
 
-    A round in which the machine was too busy is repeated, at most as often as there are launches.
+    A round in which the machine was too busy is repeated, ``plan.retries`` times in all.
 
     Raises:
         LaunchError: a process failed.
@@ -34,7 +34,7 @@ def run_plan(plan: Plan, name: str = "") -> Run:
     run = Run(plan=plan, name=name)
     quiet = 0
     with hosts_of(plan) as hosts:
-        for index in range(2 * plan.launches):
+        for index in range(plan.launches + plan.retries):
             done = [launch(plan, backend, index, hosts) for backend in plan.backends]
             run.launches += done
             for one in done:

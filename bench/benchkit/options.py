@@ -45,6 +45,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         help="repeat a launch that had a larger part of the processors busy "
         f"(default: {MAX_BUSY} with --emulate, else 1)",
     )
+    how.add_argument("--retries", type=int, help="at most so often (default: as --launches)")
     how.add_argument("--timeout", type=float, default=600.0, help="s for a launch, against hangs")
 
     where = parser.add_argument_group(
@@ -112,6 +113,7 @@ def _topology(options: argparse.Namespace, environment: Mapping[str, str]) -> To
         workers=workers,
         servers=servers,
         colocate=options.colocate,
+        in_job=in_cluster(environment),
         emulated_hosts=hosts,
         link_bits=bits,
         mtu=options.mtu,
@@ -143,6 +145,7 @@ def make_plan(options: argparse.Namespace, environment: Mapping[str, str]) -> Pl
         launches=options.launches,
         device=options.device,
         max_busy=max_busy,
+        retries=options.launches if options.retries is None else options.retries,
         timeout_s=options.timeout,
     )
 

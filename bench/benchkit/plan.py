@@ -62,6 +62,8 @@ class Topology:
     """Of BytePS; all-reduce has none."""
     colocate: bool = False
     """Servers run on the workers' hosts, server i beside worker i mod workers."""
+    in_job: bool = False
+    """The processes are those of a job that something else started, wherever they are."""
     emulated_hosts: int = 0
     """Network namespaces, each with a link of its own; 0: all share this machine's loopback."""
     link_bits: int = 0
@@ -97,6 +99,8 @@ class Plan:
     """Where the tensors are: cpu or cuda."""
     max_busy: float = 1.0
     """A launch that had a larger part of this machine's processors busy is not counted."""
+    retries: int = 0
+    """Rounds that may be repeated because of that."""
     timeout_s: float = 600.0
     """For one launch, against hangs."""
 
@@ -108,8 +112,8 @@ class Plan:
             raise ValueError("name each backend once, and at least one")
         if "nccl" in self.backends and self.device != "cuda":
             raise ValueError("nccl sums GPU memory: add --device cuda")
-        if self.launches < 1:
-            raise ValueError("there must be at least one launch")
+        if self.launches < 1 or self.retries < 0:
+            raise ValueError("there must be at least one launch, and no fewer than 0 retries")
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

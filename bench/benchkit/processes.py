@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchkit.emulation import Host
+from orphans import end_with_parent
 
 _GRACE_S = 5.0
 _POLL_S = 0.02
@@ -94,7 +93,7 @@ class Processes:
                 stderr=subprocess.STDOUT,
                 # Ctrl-C comes to the benchmark alone, which ends the others.
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         self._running[title] = process
         return process.pid
@@ -139,9 +138,3 @@ class Processes:
             if lines:
                 parts += [f"---- last lines of {title}", *lines[-_LOG_LINES:]]
         return "\n".join(parts)
-
-
-def _end_with_parent() -> None:
-    """In the child: have the kernel terminate it when this process is killed."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

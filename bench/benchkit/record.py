@@ -62,7 +62,8 @@ def topology_text(topology: Topology) -> str:
     what = f"{topology.workers} workers, {topology.servers} servers"
     if not topology.emulated_hosts:
         link = f", links of {show_rate(topology.link_bits)}" if topology.link_bits else ""
-        return f"{what}, as started{link}"
+        place = "as the job was started" if topology.in_job else "on this machine's loopback"
+        return f"{what}, {place}{link}"
     queue = "a class for each peer (HTB)" if topology.fair_queue else "one queue (TBF)"
     return (
         f"{what} {where}, the scheduler beside worker 0; {topology.emulated_hosts} network "

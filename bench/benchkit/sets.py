@@ -12,6 +12,7 @@ from benchkit.units import parse_rate, parse_size
 
 BACKENDS = ("byteps", "gloo")
 QUICK, FULL = "quick", "full"
+_FEW = 3  # launches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ def _plan(topology: Topology, cases: Sequence[Case], launches: int) -> Plan:
         backends=BACKENDS,
         launches=launches,
         max_busy=MAX_BUSY if topology.emulated_hosts else 1.0,
+        # The quick set is to end soon, on a busy machine too.
+        retries=launches if launches > _FEW else 1,
     )
 
 

@@ -6,4 +6,5 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "bench")]
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT / "bench"), str(ROOT / "scripts")]

@@ -68,8 +68,8 @@ def test_hosts_reach_each_other_and_nothing_is_left(fair: bool) -> None:
             on(one, sys.executable, "-c", call, two.address)
             output, _ = listening.communicate(timeout=30)
         assert output == f"{one.address} hello\n"
-        kind = "htb" if fair else "tbf"
-        assert kind in on(one, "tc", "qdisc", "show", "dev", one.interface)
+        shaper = on(one, "tc", *(("class",) if fair else ("qdisc",)), "show", "dev", one.interface)
+        assert ("htb 1:ff00 root rate 100Mbit" if fair else "tbf") in shaper
         control = on(one, "sysctl", "-n", "net.ipv4.tcp_congestion_control")
         assert control.strip() == "cubic"
         assert len(of_process(os.getpid())) == 4

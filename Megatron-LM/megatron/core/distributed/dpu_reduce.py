@@ -25,7 +25,6 @@ BytePS is imported when it is first needed, so that Megatron runs without it.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -63,7 +62,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_PARTITION_BYTES = 4_096_000
 _CHUNK_PRIORITY_STRIDE = 1 << 16
 
 _DTYPE_NAMES = {
@@ -73,6 +71,9 @@ _DTYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.uint8: "uint8",
 }
+
+_WIRE_DTYPES = {"bf16": torch.bfloat16}
+"""What ``--dpu-reduce-wire-dtype`` may name."""
 
 
 # --------------------------------------------------------------------------- what is refused
@@ -193,14 +194,31 @@ def _refuse(source: object) -> None:
             )
 
 
+def _check_wire_dtype(source: object) -> None:
+    """``source`` is the arguments or a DDP config."""
+    name = getattr(source, "dpu_reduce_wire_dtype", None)
+    if name is None:
+        return
+    if not getattr(source, "use_dpu_reduce", False):
+        raise ValueError(
+            f"--dpu-reduce-wire-dtype={name} needs --use-dpu-reduce: without it no gradient goes "
+            "through BytePS"
+        )
+    if name not in _WIRE_DTYPES:
+        raise ValueError(
+            f"--dpu-reduce-wire-dtype={name} is not known; it can be {', '.join(_WIRE_DTYPES)}"
+        )
+
+
 def validate_args(args: Namespace) -> None:
-    """Check that the arguments allow BytePS gradient sums; does nothing without the flag.
+    """Check that the arguments allow BytePS gradient sums, where they ask for them.
 
     Raises:
         ValueError: an argument that cannot be combined with ``--use-dpu-reduce``; the text names
             both and the reason.
         RuntimeError: BytePS is not installed.
     """
+    _check_wire_dtype(args)
     if not getattr(args, "use_dpu_reduce", False):
         return
     _refuse(args)
@@ -213,6 +231,7 @@ def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
     Raises:
         ValueError: a setting that cannot be combined with ``use_dpu_reduce``.
     """
+    _check_wire_dtype(ddp_config)
     if ddp_config.use_dpu_reduce:
         _refuse(ddp_config)
 
@@ -301,6 +320,8 @@ class BucketOp:
     """Higher goes first. 0 for what the next forward pass needs first, negative after that."""
     placement: int
     """Index of the bucket's first partition in the round robin over the servers."""
+    wire_dtype: torch.dtype
+    """Type in which the gradients travel; that of the bucket, unless another was asked for."""
 
 
 def bucket_name(
@@ -350,17 +371,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _partition_bytes() -> int:
-    text = os.environ.get("BYTEPS_PARTITION_BYTES", "")
-    try:
-        value = int(text) if text else _DEFAULT_PARTITION_BYTES
-    except ValueError:
-        value = 0
-    if value <= 0:
-        raise ValueError(f"BYTEPS_PARTITION_BYTES={text!r} is not a positive number of bytes")
-    return value
-
-
 @dataclass(kw_only=True)
 class _Registry:
     """What this process has named so far. Every rank of a group builds the same models in the
@@ -395,7 +405,15 @@ def register(ddp: DistributedDataParallel) -> None:
         if kind not in models:
             models[kind] = _registry.models[(kind, min(group), chunk)]
             _registry.models[(kind, min(group), chunk)] += 1
-        _register_buffer(buffer, kind=kind, group=group, model=models[kind], chunk=chunk)
+        wire_dtype = _wire_dtype(buffer.grad_dtype, ddp.ddp_config)
+        _register_buffer(
+            buffer,
+            kind=kind,
+            group=group,
+            model=models[kind],
+            chunk=chunk,
+            wire_dtype=wire_dtype,
+        )
 
     names = [bucket.dpu_reduce_op.name for _, buffer in plan for bucket in buffer.buckets]
     if len(set(names)) != len(names):
@@ -403,10 +421,23 @@ def register(ddp: DistributedDataParallel) -> None:
     logger.info("gradient sums go through BytePS: %d buckets, chunk %d", len(names), chunk)
 
 
+def _wire_dtype(grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig) -> torch.dtype:
+    """The wire type that was asked for is for fp32: of a half type it would keep less."""
+    if ddp_config.dpu_reduce_wire_dtype is None or grad_dtype != torch.float32:
+        return grad_dtype
+    return _WIRE_DTYPES[ddp_config.dpu_reduce_wire_dtype]
+
+
 def _register_buffer(
-    buffer: _ParamAndGradBuffer, *, kind: str, group: tuple[int, ...], model: int, chunk: int
+    buffer: _ParamAndGradBuffer,
+    *,
+    kind: str,
+    group: tuple[int, ...],
+    model: int,
+    chunk: int,
+    wire_dtype: torch.dtype,
 ) -> None:
-    partition_bytes = _partition_bytes()
+    bps = _byteps()
     for bucket in buffer.buckets:
         bucket.dpu_reduce_op = BucketOp(
             name=bucket_name(
@@ -423,9 +454,10 @@ def _register_buffer(
                 chunk=chunk, bucket_id=bucket.bucket_id, num_buckets=len(buffer.buckets)
             ),
             placement=_registry.partitions,
+            wire_dtype=wire_dtype,
         )
-        nbytes = bucket.grad_data.numel() * bucket.grad_data.element_size()
-        _registry.partitions += partition_count(nbytes, partition_bytes)
+        nbytes = bucket.grad_data.numel() * wire_dtype.itemsize
+        _registry.partitions += partition_count(nbytes, bps.partition_bytes(nbytes))
 
 
 def _chunk_index(module: torch.nn.Module) -> int:
@@ -474,10 +506,11 @@ def start_grad_sync(
     """Sum the buckets of a group over its data-parallel ranks, in place.
 
     Called where Megatron would issue its all-reduce or reduce-scatter: local gradients are
-    accumulated and scaled. Buckets are pushed whole, in the dtype in which they are summed. With
-    the distributed optimizer each rank pulls the shard that it owns, and the rest of its bucket
-    keeps the local gradients; ``force_all_reduce`` pulls all of it. ``average_in_collective``
-    asks BytePS for the average over the data-parallel group instead of the sum.
+    accumulated and scaled. Buckets are pushed whole, in the dtype in which they are summed or that
+    of ``dpu_reduce_wire_dtype``. With the distributed optimizer each rank pulls the shard that it
+    owns, and the rest of its bucket keeps the local gradients; ``force_all_reduce`` pulls all of
+    it. ``average_in_collective`` asks BytePS for the average over the data-parallel group instead
+    of the sum.
 
     Returns:
         with ``overlap_grad_reduce`` a handle to wait for, as all-reduce does; otherwise ``None``,
@@ -501,6 +534,7 @@ def start_grad_sync(
             placement=op.placement,
             group=op.group,
             pull=_wanted(bucket, op) if sharded else None,
+            wire_dtype=op.wire_dtype,
         )
         pending.append((handle, bucket.grad_data))
     handle = GradSyncHandle(pending)
