@@ -1,11 +1,13 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test parity lint check-patches clean distclean
+.PHONY: help setup train test parity bench bench-idle lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 
 PYTHON_ENV := build/venv/bin/python
 LAYOUTS ?=
+SET ?= quick
+ONLY ?=
 MARKDOWN ?=
 TESTS ?=
 PYTEST_ARGS ?=
@@ -15,6 +17,7 @@ help: ## list the targets
 	@echo
 	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) ARGS="--seed 1" (any flag of scripts/train.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/correctness.md (write it anew)'
+	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/benchmarking.md (write the results) ARGS=... (any flag of bench/suite.py)'
 	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'
 
 setup: ## system packages, Python environment, upstreams fetched, patched and built
@@ -31,6 +34,13 @@ test: setup lint ## lint, then every test (or TESTS)
 parity: setup ## compare gradients with all-reduce and exact sums, in every parallel layout
 	@$(PYTHON_ENV) -W ignore bench/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN))
+
+bench: setup ## time push-pull beside all-reduce on emulated links, and hold it against the bars
+	@$(PYTHON_ENV) -W ignore bench/suite.py --set $(SET) --json build/bench/$(SET).json \
+		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
+bench-idle: setup ## processor time and memory of a job that sums nothing
+	@$(PYTHON_ENV) -W ignore bench/idle_bench.py $(ARGS)
 
 lint: setup ## ruff, shellcheck, clang-format and the patch check
 	@scripts/lint.sh

@@ -109,7 +109,8 @@ trap 'on_signal 143' TERM
 for ((i = 0; i < 10#$instances; i++)); do
   set_command "$i"
   # If this script is killed without a chance to clean up, the kernel ends the servers.
-  "${command[@]}" --die-with-parent &
+  # The local rank keeps their metrics apart (BYTEPS_METRICS_PORT).
+  BYTEPS_LOCAL_RANK=$i "${command[@]}" --die-with-parent &
 done
 
 for ((i = 0; i < 10#$instances; i++)); do

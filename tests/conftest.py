@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Generator
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "gpu": lambda: Path("/dev/nvidiactl").exists(),
     "nvcc": lambda: shutil.which("nvcc") is not None,
     "rdma": lambda: _holds_any("/sys/class/infiniband"),
+    "prometheus": lambda: find_library("prometheus-cpp-pull") is not None,
     "root": lambda: os.geteuid() == 0,
     "docker": lambda: shutil.which("docker") is not None or shutil.which("buildah") is not None,
 }

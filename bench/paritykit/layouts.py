@@ -46,6 +46,8 @@ class Layout:
     accumulation: int = 1
     """Micro-batches a rank adds up before its gradients are summed."""
     dtype: Dtype = "fp32"
+    wire: str = ""
+    """Type in which BytePS sends fp32 gradients; all-reduce sends them as they are."""
     frozen: str = ""
     """Parameters with this in their names are not trained."""
     extra: tuple[str, ...] = ()
@@ -54,6 +56,11 @@ class Layout:
     """Further variables of the ranks that sum through BytePS."""
     refused: str = ""
     """What the error says where ``--use-dpu-reduce`` refuses the layout."""
+
+    def byteps_arguments(self) -> list[str]:
+        """What is added for the run through BytePS."""
+        wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
+        return ["--use-dpu-reduce", *wire]
 
     @property
     def dp(self) -> int:
@@ -137,6 +144,10 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp4-do-inst2", ranks=4, distributed_optimizer=True, instances=2, accumulation=2),
     Layout(name="dp4-do-inst2-bf16-wire-overlap", ranks=4, distributed_optimizer=True, instances=2,
            overlap=True, dtype="bf16-wire", extra=_GATHER),
+    # Gradients that are fp32 before and after they travel as bf16.
+    Layout(name="dp2-sent-as-bf16", ranks=2, wire="bf16"),
+    Layout(name="dp4-do-bf16-sent-as-bf16-overlap", ranks=4, dtype="bf16", wire="bf16",
+           distributed_optimizer=True, overlap=True, accumulation=2),
     # Tensor parallelism.
     Layout(name="tp2-dp2-overlap", ranks=4, tp=2, overlap=True),
     Layout(name="tp2-dp2-do-bf16-wire", ranks=4, tp=2, distributed_optimizer=True,

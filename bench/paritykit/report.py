@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .compare import LOSS_TOLERANCE, Report
+from .compare import LOSS_TOLERANCE, SENT_AS_BF16_TOLERANCE, Report
 from .layouts import MICRO_BATCH, SEQUENCE, STEPS, Layout
 
 _HEAD = (
@@ -42,13 +42,16 @@ this rank owns), the loss, the gradient norm, and the parameters at the end. The
 - **Every sum against its own parts.** The parts that the members put in are added in fp64. A sum of
   two values must be their correctly rounded sum, to the last bit. For sums of more values the error
   is the largest of any element, relative to the sum of its parts' magnitudes; that of BytePS may not
-  be larger than that of all-reduce. In fp32 it is allowed one unit in the last place (1.2e-07) more,
-  because both add in an order of their own and servers in that of arrival, so that either may be
-  ahead; in half types, which servers add in fp32 and round once, nothing.
+  be larger than that of all-reduce, nor, where that is smaller, than one rounding of an exact sum
+  (6.0e-08 in fp32, 4.9e-04 in fp16, 3.9e-03 in bf16). Servers add half types in fp32 and fp32 in fp64,
+  and round once; an all-reduce rounds after every addition.
+- **What is sent in another type** (`--dpu-reduce-wire-dtype bf16`) is held against the sum of the parts
+  as they were sent, each rounded once.
 - **All members of a group hold the same sum**, where they hold all of it.
 - **The two runs against each other.** Where no group has more than two members, all that was recorded
   must be the same to the last bit. Otherwise the local gradients and the loss of the first step must
-  be, and later losses may differ by a relative {", ".join(f"{v:g} ({k})" for k, v in LOSS_TOLERANCE.items())}.
+  be, and later losses may differ by a relative {", ".join(f"{v:g} ({k})" for k, v in LOSS_TOLERANCE.items())}, {SENT_AS_BF16_TOLERANCE:g}
+  (sent as bf16).
 - **BytePS made the sums**: as many push-pulls as sums of more than one value, and none in the other run.
 
 `tests/megatron/test_layouts.py` runs a part of the table and shows that a reducer that is broken
@@ -157,7 +160,11 @@ def _optimizer(layout: Layout) -> str:
 
 
 def _further(layout: Layout) -> str:
-    parts = [*layout.extra, *("=".join(pair) for pair in layout.environment)]
+    parts = [
+        *layout.byteps_arguments()[1:],
+        *layout.extra,
+        *("=".join(pair) for pair in layout.environment),
+    ]
     if layout.etp is not None:
         parts.append(f"expert TP {layout.etp}")
     if layout.experts and layout.tp > 1:

@@ -37,7 +37,7 @@ def train(
     arguments = [*layout.megatron_arguments(), *data]
     environment: dict[str, str] = {}
     if through_byteps:
-        arguments.append(FLAG)
+        arguments += layout.byteps_arguments()
         environment = {**_SERVERS, **dict(layout.environment)}
     settings = {
         "arguments": arguments,

@@ -9,6 +9,7 @@ pkg-config             pkg-config     required
 zmq.h                  libzmq3-dev    required
 infiniband/verbs.h     libibverbs-dev optional
 rdma/rdma_cma.h        librdmacm-dev  optional
+prometheus/exposer.h   prometheus-cpp-dev optional
 ip                     iproute2       optional
 '
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from orphans import end_with_parent
 
 ENTRY = "pretrain_dpu_gpt.py"
 LOG_LINES = 40
@@ -132,7 +133,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 # Ctrl-C comes here alone, and is passed on once.
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
             try:
                 yield process
@@ -147,12 +148,6 @@ class Job:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             parts += [f"---- last lines of {log}", *lines[-LOG_LINES:]]
         return "\n".join(parts)
-
-
-def _end_with_parent() -> None:
-    """In the child: have the kernel terminate it when this process is killed."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

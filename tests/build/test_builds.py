@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "build" / "byteps"
+PARTS = ("CUDA", "RDMA", "PROMETHEUS")
+"""What a build may leave out."""
 
 
 def run(*command: str | Path) -> str:
@@ -54,23 +56,41 @@ def built_with_cuda(folder: Path) -> bool:
     return run(sys.executable, "-c", program).strip() == "True"
 
 
+def refuse_to_serve_metrics(folder: Path) -> None:
+    """A server that cannot do what BYTEPS_METRICS_PORT asks for says so and does not start."""
+    cluster = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "DMLC_NUM_WORKER": "1"}
+    done = subprocess.run(
+        [folder / "byteps-server", "--role", "server"],
+        env={**os.environ, **cluster, "DMLC_NUM_SERVER": "1", "BYTEPS_METRICS_PORT": "9400"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done
+    assert "BYTEPS_METRICS_PORT=9400" in done.stderr
+    assert "prometheus-cpp" in done.stderr
+
+
 @pytest.mark.timeout(600)
-def test_builds_without_and_with_cuda_and_rdma(tmp_path: Path) -> None:
-    without = configure(tmp_path, "-DBYTEPS_WITH_CUDA=OFF", "-DBYTEPS_WITH_RDMA=OFF")
+def test_builds_without_and_with_what_is_optional(tmp_path: Path) -> None:
+    without = configure(tmp_path, *(f"-DBYTEPS_WITH_{part}=OFF" for part in PARTS))
     assert "CUDA: left out" in without
     assert "RDMA: compiled in" not in without
+    assert "Prometheus: left out" in without
     build(tmp_path)
     assert not built_with_cuda(tmp_path)
     libraries = run("ldd", tmp_path / "byteps-server")
     assert "libzmq" in libraries
-    for absent in ("libpython", "libcuda", "libtorch", "libibverbs", "libnccl"):
+    for absent in ("libpython", "libcuda", "libtorch", "libibverbs", "libnccl", "libprometheus"):
         assert absent not in libraries
+    refuse_to_serve_metrics(tmp_path)
 
     # From the wheels alone, as on a machine with torch and no toolkit.
-    on = ("-DBYTEPS_WITH_CUDA=ON", "-DBYTEPS_WITH_RDMA=ON")
+    on = [f"-DBYTEPS_WITH_{part}=ON" for part in PARTS]
     output = configure(tmp_path, *on, "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON")
     assert "CUDA: compiled in" in output
     assert "RDMA: compiled in" in output
+    assert "Prometheus: compiled in" in output
     build(tmp_path)
     assert built_with_cuda(tmp_path)
 

@@ -96,6 +96,29 @@ def test_one_thing_wrong(name: str) -> None:
     assert text in misses(change, 4, torch.bfloat16, True)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sent_as_bf16(ranks: int) -> None:
+    """What is sent as bf16 is held against what was sent, not against what was to be sent."""
+    layout = Layout(name="x", ranks=ranks, wire="bf16")
+    theirs = made_up(ranks, torch.float32, byteps=False)
+
+    def misses_of(*, rounded_parts: bool, rounded_sum: bool) -> str:
+        ours = made_up(ranks, torch.float32, byteps=True)
+        for step in range(STEPS):
+            sums = [rank.steps[step].sums["bucket"] for rank in ours]
+            parts = [s.local.bfloat16() if rounded_parts else s.local for s in sums]
+            total = torch.stack([part.double() for part in parts]).sum(0)
+            for one in sums:
+                one.result = total.to(torch.bfloat16 if rounded_sum else torch.float32).float()
+        return "; ".join(compare(layout, ours, theirs).misses)
+
+    assert misses_of(rounded_parts=True, rounded_sum=True) == ""
+    if ranks == 2:
+        said = "not the rounded sum of two values"
+        assert said in misses_of(rounded_parts=True, rounded_sum=False)
+        assert said in misses_of(rounded_parts=False, rounded_sum=True)
+
+
 def test_parameters_of_two_members() -> None:
     said = misses(lambda run: run[1].parameters["p"].add_(1), 2, torch.float32, False)
     assert said == "bits differ: rank 1, parameter p (1 in all)"

@@ -21,6 +21,7 @@ REPRESENTATIVE = (
     "dp2-do-overlap-acc2",
     "dp4-do-bf16-wire-acc2",
     "tp2-dp2-overlap",
+    "dp2-sent-as-bf16",
     "pp2-dp2-tied-acc2",
     "pp2-vpp2-dp2-do-overlap",
     "ep2-dp4-overlap-acc2",
@@ -37,7 +38,7 @@ def test_layout(fork_server: None, dataset: Dataset, run_dir: Path, name: str) -
     assert report.misses == []
     if not layout.refused:
         assert report.buckets > 0
-        assert report.same_bits or not report.two_values
+        assert report.same_bits or not report.bits_must_agree
 
 
 def test_names_are_unique_and_unknown_ones_are_refused() -> None:

@@ -68,14 +68,3 @@ def test_what_the_next_forward_needs_first_has_the_highest_priority() -> None:
 )
 def test_partition_count(nbytes: int, partitions: int) -> None:
     assert dpu_reduce.partition_count(nbytes, 100) == partitions
-
-
-def test_partition_bytes_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BYTEPS_PARTITION_BYTES", raising=False)
-    assert dpu_reduce._partition_bytes() == 4_096_000
-    monkeypatch.setenv("BYTEPS_PARTITION_BYTES", "65536")
-    assert dpu_reduce._partition_bytes() == 65536
-    for junk in ("64k", "0", "-1"):
-        monkeypatch.setenv("BYTEPS_PARTITION_BYTES", junk)
-        with pytest.raises(ValueError, match=f"BYTEPS_PARTITION_BYTES='{junk}'"):
-            dpu_reduce._partition_bytes()

@@ -47,6 +47,7 @@ ALLOWED = (
     ("--use-distributed-optimizer",),
     ("--num-distributed-optimizer-instances", "2"),
     ("--overlap-param-gather",),
+    ("--dpu-reduce-wire-dtype", "bf16"),
     ("--overlap-param-gather-with-optimizer-step",),
 )
 
@@ -116,6 +117,19 @@ def test_config_refused(name: str, flag: str) -> None:
     with pytest.raises(ValueError, match=f"--use-dpu-reduce does not work with {flag}: "):
         DistributedDataParallelConfig(use_dpu_reduce=True, **{name: True})
     DistributedDataParallelConfig(**{name: True})
+
+
+def test_wire_dtype_needs_the_flag(parse: object) -> None:
+    args = parse("--dpu-reduce-wire-dtype", "bf16")
+    with pytest.raises(ValueError, match="--dpu-reduce-wire-dtype=bf16 needs --use-dpu-reduce"):
+        arguments.validate_args(args)
+    with pytest.raises(ValueError, match="--dpu-reduce-wire-dtype=bf16 needs --use-dpu-reduce"):
+        DistributedDataParallelConfig(dpu_reduce_wire_dtype="bf16")
+
+
+def test_unknown_wire_dtype() -> None:
+    with pytest.raises(ValueError, match=r"--dpu-reduce-wire-dtype=int8 is not known; .* bf16"):
+        DistributedDataParallelConfig(use_dpu_reduce=True, dpu_reduce_wire_dtype="int8")
 
 
 def test_fully_sharded_wrappers_refuse() -> None:

@@ -79,6 +79,7 @@ def test_speed_and_config(make_cluster: Callable[..., Cluster]) -> None:
     printed = cluster.workers["worker 0"].text
     for name in ("DMLC_PS_ROOT_URI", "DMLC_NUM_WORKER", "BYTEPS_PARTITION_BYTES"):
         assert name in printed
+    assert "12345" not in printed
     assert re.search(rf"DMLC_PS_ROOT_PORT\W.*\b{cluster.port}\b", printed)
 
 

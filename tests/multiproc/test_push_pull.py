@@ -41,6 +41,7 @@ def test_large_tensors(make_cluster: Callable[..., Cluster], env: dict[str, str]
     "env",
     [
         {"BYTEPS_DETERMINISTIC": "1"},
+        {"BYTEPS_SERVER_WIDE_FLOAT32": "0"},
         {"BYTEPS_PUSH_THREAD": "4", "BYTEPS_SERVER_ENGINE_THREAD": "4"},
         {"BYTEPS_SCHEDULING_CREDIT": "16384"},
         *({"BYTEPS_KEY_HASH_FN": name} for name in ("raw", "djb2", "sdbm", "built_in", "naive")),
@@ -51,6 +52,12 @@ def test_settings_change_no_sum(make_cluster: Callable[..., Cluster], env: dict[
     full = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE, **env}
     cluster = make_cluster(workers=3, servers=2, env=full)
     cluster.run("sums:every_dtype", partition_bytes=SMALL, dtypes=["float32", "float16"])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_wire_types(make_cluster: Callable[..., Cluster], workers: int) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE}
+    make_cluster(workers=workers, servers=2, env=env).run("sums:wire")
 
 
 @pytest.mark.parametrize("workers", [1, 3])

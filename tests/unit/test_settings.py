@@ -26,12 +26,13 @@ INTEGERS = {  # name: (least, greatest); None where only the least is of interes
     "BYTEPS_LOCAL_SIZE": (1, None),
     "BYTEPS_EMBEDDED_SERVERS": (1, None),
     "BYTEPS_PARTITION_BYTES": (1, None),
+    "BYTEPS_MIN_PARTITION_BYTES": (1, None),
     "BYTEPS_PUSH_THREAD": (1, 64),
     "BYTEPS_SERVER_ENGINE_THREAD": (1, 256),
     "BYTEPS_SCHEDULING_CREDIT": (0, None),
 }
 SECONDS = ("BYTEPS_PEER_TIMEOUT_S", "BYTEPS_START_TIMEOUT_S", "BYTEPS_OP_TIMEOUT_S")
-SWITCHES = ("BYTEPS_DETERMINISTIC",)
+SWITCHES = ("BYTEPS_DETERMINISTIC", "BYTEPS_SERVER_WIDE_FLOAT32")
 CHOICES = ("DMLC_ROLE", "BYTEPS_KEY_HASH_FN", "BYTEPS_LOG_LEVEL")
 TEXTS = ("DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE")
 
@@ -45,7 +46,7 @@ def rows(ask: Ask) -> dict[str, list[str]]:
     assert said.returncode == 0
     table = {}
     for line in said.stdout.splitlines():
-        if match := re.match(r"\| `([A-Z_]+)` \|(.*)\|$", line):
+        if match := re.match(r"\| `([A-Z0-9_]+)` \|(.*)\|$", line):
             table[match[1]] = [cell.strip() for cell in re.split(r"(?<!\\)\|", match[2])]
     return table
 
@@ -196,3 +197,9 @@ def test_server_needs_the_port_of_the_scheduler(ask: Ask) -> None:
     said = ask("--role", "server", DMLC_PS_ROOT_URI="127.0.0.1", BYTEPS_START_TIMEOUT_S="1")
     assert said.returncode == 2, said
     assert "DMLC_PS_ROOT_PORT" in said.stderr
+
+
+def test_committed_table_of_metrics_is_the_generated_one(ask: Ask) -> None:
+    table = ask("--metrics-markdown").stdout
+    assert table.count("\n") > 20
+    assert table in DOCUMENT.with_name("observability.md").read_text()

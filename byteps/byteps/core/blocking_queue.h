@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <deque>
 #include <mutex>
 #include <utility>
@@ -37,6 +38,11 @@ class BlockingQueue {
     std::unique_lock<std::mutex> lock(mu_);
     *timed_out = !cond_.wait_for(lock, timeout, [this] { return closed_ || !items_.empty(); });
     return Take(item);
+  }
+
+  size_t Size() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return items_.size();
   }
 
   void Close() {

@@ -64,6 +64,12 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_PARTITION_BYTES", kInt, "bytes", "4096000", 1, 1073741824, "",
        "Tensors are cut into partitions of at most this many bytes, rounded up to whole pages. The "
        "same on all workers."},
+      {"BYTEPS_MIN_PARTITION_BYTES", kInt, "bytes", "131072", 1, 1073741824, "",
+       "A tensor is cut into 64 partitions a server, so that sums flow back early, but none "
+       "smaller "
+       "than this (and the last), rounded up to whole pages, or than BYTEPS_PARTITION_BYTES if "
+       "that "
+       "is less. The same on all workers."},
       {"BYTEPS_PUSH_THREAD", kInt, "threads", "2", 1, 64, "",
        "Push loops of a worker, and as many pull loops. Each takes partitions by priority, copies "
        "from and to the GPU, and sends."},
@@ -78,6 +84,9 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_DETERMINISTIC", kBool, "", "0", 0, 1, "",
        "Servers add in the order of ranks, not of arrival: runs agree bit for bit, for some "
        "waiting and memory."},
+      {"BYTEPS_SERVER_WIDE_FLOAT32", kBool, "", "1", 0, 1, "",
+       "Servers add more than two fp32 values in fp64 and round once, so that no sum is worse than "
+       "an all-reduce's. 0: in fp32, with half the memory for a sum under way."},
       {"BYTEPS_PEER_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
        "A peer that is silent for so long is lost and the job fails. (A closed connection is "
        "noticed at once.)"},
@@ -90,6 +99,21 @@ std::vector<Variable> MakeTable() {
        "I/O threads of ZeroMQ in each process."},
       {"BYTEPS_ZMQ_MAX_SOCKET", kInt, "sockets", "1024", 8, 1048576, "",
        "Sockets ZeroMQ may open in a process."},
+      {"BYTEPS_METRICS_PORT", kInt, "port", "0", 0, 65535, "",
+       "Serve metrics to Prometheus at this port plus the local rank: LOCAL_RANK of a worker, "
+       "BYTEPS_LOCAL_RANK of a server. 0: do not."},
+      {"BYTEPS_METRICS_HOST", kString, "", "", 0, 0, "",
+       "Address of this host at which metrics are served. Default: all of them."},
+      {"BYTEPS_TRACE_ON", kBool, "", "0", 0, 1, "",
+       "Record what happens to each partition, and write it for Perfetto when the job ends."},
+      {"BYTEPS_TRACE_START_STEP", kInt, "", "0", 0, kMaxInt, "",
+       "First round of each tensor that is recorded, counted from 0."},
+      {"BYTEPS_TRACE_END_STEP", kInt, "", "2147483647", 0, kMaxInt, "",
+       "Last round of each tensor that is recorded."},
+      {"BYTEPS_TRACE_DIR", kString, "", ".", 0, 0, "",
+       "Folder for the timelines, byteps-worker-0.json and so on. It is made if need be."},
+      {"BYTEPS_TRACE_LIMIT", kInt, "partitions", "100000", 1, 100000000, "",
+       "Partitions that a process records at most, the first ones; 100000 take about 60 MB."},
       {"BYTEPS_LOG_LEVEL", kChoice, "", "WARNING", 0, 0, "TRACE|DEBUG|INFO|WARNING|ERROR|FATAL",
        "Least severity that is logged."},
       {"BYTEPS_LOG_HIDE_TIME", kBool, "", "0", 0, 1, "", "Log without the time of day."},

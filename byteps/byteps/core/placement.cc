@@ -1,5 +1,8 @@
 #include "placement.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <functional>
 
 namespace byteps {
@@ -36,6 +39,14 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
       break;
   }
   return static_cast<int>(h % k);
+}
+
+uint32_t PartitionBytes(uint64_t bytes, int num_servers, uint32_t smallest, uint32_t largest) {
+  const uint64_t page = sysconf(_SC_PAGESIZE);
+  const uint64_t pieces = kPartitionsPerServer * static_cast<uint64_t>(num_servers);
+  const uint64_t wanted = (bytes / pieces + page - 1) / page * page;
+  const uint64_t least = std::min(smallest, largest);
+  return static_cast<uint32_t>(std::min<uint64_t>(std::max(wanted, least), largest));
 }
 
 }  // namespace core

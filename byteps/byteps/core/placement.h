@@ -1,4 +1,4 @@
-// Which server sums which partition.
+// How tensors are cut, and which server sums which partition.
 #ifndef BYTEPS_CORE_PLACEMENT_H_
 #define BYTEPS_CORE_PLACEMENT_H_
 
@@ -22,6 +22,16 @@ KeyHash ParseKeyHash(const std::string& name);
 // the parts of large ones evenly over any number of servers.  The others hash the
 // partition's key and know nothing of its neighbours.
 int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int num_servers);
+
+// Bytes of the partitions of a tensor of `bytes` bytes.
+//
+// All workers push a partition at the same time, so a server has its sum only when
+// it has received it from all, and the links back idle until then.  To keep that
+// time small beside the whole, a server gets many partitions of a tensor,
+// kPartitionsPerServer of them, as long as they are neither smaller nor larger
+// than the given limits.  Limits are whole pages, and so is the result.
+constexpr uint64_t kPartitionsPerServer = 64;
+uint32_t PartitionBytes(uint64_t bytes, int num_servers, uint32_t smallest, uint32_t largest);
 
 }  // namespace core
 }  // namespace byteps

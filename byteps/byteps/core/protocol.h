@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "dtype.h"
+#include "ps/internal/message.h"
 
 namespace byteps {
 namespace core {
@@ -66,6 +67,14 @@ struct PushHeader {
   uint32_t pull_offset;  // the part of the partition's sum that it wants back,
   uint32_t pull_bytes;   // perhaps nothing
 };
+
+// A request of a worker (`op` is an Op), and the answer to it, without values.
+// `number` is what the worker calls the request; an answer with an `error` says that
+// it failed.
+ps::Message MakeRequest(int op, int receiver, uint64_t key, uint64_t number, std::string body);
+ps::Message MakeAnswer(int op, int receiver, uint64_t key, uint64_t number,
+                       const std::string& error);
+void AddValues(ps::Message* msg, const ps::SArray<char>& values);
 
 // FNV-1a, 64 bits.
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed);

@@ -81,117 +81,173 @@ inline uint16_t ToFloat16(float f) {
   return static_cast<uint16_t>(r | sign);
 }
 
+// How the values of an element type are stored, and how they are added.
+
 template <typename T>
-inline void AddLoop(void* sum, const void* in, size_t n) {
+struct Plain {
+  using Accumulator = T;
+  static T Get(const void* p, size_t i) { return Load<T>(p, i); }
+  static void Put(void* p, size_t i, T v) { Store<T>(p, i, v); }
+};
+
+struct Float32 {
+  using Accumulator = double;
+  static double Get(const void* p, size_t i) { return Load<float>(p, i); }
+  static void Put(void* p, size_t i, double v) { Store<float>(p, i, static_cast<float>(v)); }
+};
+
+struct BFloat16 {
+  using Accumulator = float;
+  static float Get(const void* p, size_t i) { return FromBFloat16(Load<uint16_t>(p, i)); }
+  static void Put(void* p, size_t i, float v) { Store<uint16_t>(p, i, ToBFloat16(v)); }
+};
+
+struct Float16 {
+  using Accumulator = float;
+  static float Get(const void* p, size_t i) { return FromFloat16(Load<uint16_t>(p, i)); }
+  static void Put(void* p, size_t i, float v) { Store<uint16_t>(p, i, ToFloat16(v)); }
+};
+
+// Runs `loop` with the cheapest function that divides by `divisor` exactly as a
+// division would: nothing, or the product with the inverse of a power of two.
+template <typename A, typename Loop>
+inline void WithDivision(int divisor, Loop loop) {
+  const A d = static_cast<A>(divisor);
+  if (divisor == 1) return loop([](A v) { return v; });
+  if ((divisor & (divisor - 1)) == 0) {
+    const A inverse = 1 / d;
+    return loop([inverse](A v) { return v * inverse; });
+  }
+  loop([d](A v) { return v / d; });
+}
+
+template <typename E>
+inline void AddLoop(void* __restrict sum, const void* __restrict in, int divisor, size_t n) {
+  WithDivision<typename E::Accumulator>(divisor, [=](auto divide) {
+    for (size_t i = 0; i < n; ++i) E::Put(sum, i, divide(E::Get(sum, i) + E::Get(in, i)));
+  });
+}
+
+// T is unsigned, since signed overflow is undefined; the bits are the same.
+template <typename T>
+inline void AddIntegerLoop(void* __restrict sum, const void* __restrict in, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     Store<T>(sum, i, static_cast<T>(Load<T>(sum, i) + Load<T>(in, i)));
   }
 }
 
 template <typename T>
-inline void DivideLoop(void* sum, int divisor, size_t n) {
+void DivideIntegers(void* sum, int divisor, size_t n) {
+  if (divisor == 1) return;
   for (size_t i = 0; i < n; ++i) {
-    const T v = Load<T>(sum, i);
-    if constexpr (std::is_integral<T>::value) {
-      // In 64 bits: a group may have more members than a small type can count.
-      const int64_t wide = v;
-      int64_t q = wide / divisor;
-      if (wide < 0 && q * divisor != wide) --q;
-      Store<T>(sum, i, static_cast<T>(q));
-    } else {
-      Store<T>(sum, i, v / static_cast<T>(divisor));
-    }
+    // In 64 bits: a group may have more members than a small type can count.
+    const int64_t wide = Load<T>(sum, i);
+    int64_t q = wide / divisor;
+    if (wide < 0 && q * divisor != wide) --q;
+    Store<T>(sum, i, static_cast<T>(q));
   }
 }
 
-BYTEPS_MULTIVERSION void AddFloat32(void* sum, const void* in, size_t n) {
-  AddLoop<float>(sum, in, n);
-}
-BYTEPS_MULTIVERSION void AddFloat64(void* sum, const void* in, size_t n) {
-  AddLoop<double>(sum, in, n);
-}
-// Signed overflow is undefined, unsigned wraps, and the bits are the same.
-BYTEPS_MULTIVERSION void AddInt8(void* sum, const void* in, size_t n) {
-  AddLoop<uint8_t>(sum, in, n);
-}
-BYTEPS_MULTIVERSION void AddInt32(void* sum, const void* in, size_t n) {
-  AddLoop<uint32_t>(sum, in, n);
-}
-BYTEPS_MULTIVERSION void AddInt64(void* sum, const void* in, size_t n) {
-  AddLoop<uint64_t>(sum, in, n);
+template <typename E>
+inline void BeginLoop(typename E::Accumulator* __restrict wide, const void* __restrict a,
+                      const void* __restrict b, size_t n) {
+  for (size_t i = 0; i < n; ++i) wide[i] = E::Get(a, i) + E::Get(b, i);
 }
 
-BYTEPS_MULTIVERSION void WidenBFloat16(float* sum, const void* in, size_t n) {
-  for (size_t i = 0; i < n; ++i) sum[i] = FromBFloat16(Load<uint16_t>(in, i));
+template <typename E>
+inline void WideAddLoop(typename E::Accumulator* __restrict wide, const void* __restrict in,
+                        size_t n) {
+  for (size_t i = 0; i < n; ++i) wide[i] += E::Get(in, i);
 }
-BYTEPS_MULTIVERSION void AddBFloat16(float* sum, const void* in, size_t n) {
-  for (size_t i = 0; i < n; ++i) sum[i] += FromBFloat16(Load<uint16_t>(in, i));
+
+template <typename E>
+inline void EndLoop(void* __restrict last, const typename E::Accumulator* __restrict wide,
+                    int divisor, size_t n) {
+  WithDivision<typename E::Accumulator>(divisor, [=](auto divide) {
+    for (size_t i = 0; i < n; ++i) E::Put(last, i, divide(wide[i] + E::Get(last, i)));
+  });
 }
-BYTEPS_MULTIVERSION void NarrowBFloat16(void* out, const float* sum, float divisor, size_t n) {
-  for (size_t i = 0; i < n; ++i) Store<uint16_t>(out, i, ToBFloat16(sum[i] / divisor));
-}
-BYTEPS_MULTIVERSION void WidenFloat16(float* sum, const void* in, size_t n) {
-  for (size_t i = 0; i < n; ++i) sum[i] = FromFloat16(Load<uint16_t>(in, i));
-}
-BYTEPS_MULTIVERSION void AddFloat16(float* sum, const void* in, size_t n) {
-  for (size_t i = 0; i < n; ++i) sum[i] += FromFloat16(Load<uint16_t>(in, i));
-}
-BYTEPS_MULTIVERSION void NarrowFloat16(void* out, const float* sum, float divisor, size_t n) {
-  for (size_t i = 0; i < n; ++i) Store<uint16_t>(out, i, ToFloat16(sum[i] / divisor));
-}
+
+// A template cannot have clones; these are their instances.
+#define BYTEPS_ADD(Name, Element)                                                        \
+  BYTEPS_MULTIVERSION void Add##Name(void* sum, const void* in, int divisor, size_t n) { \
+    AddLoop<Element>(sum, in, divisor, n);                                               \
+  }
+#define BYTEPS_ADD_INTEGERS(Name, T)                                        \
+  BYTEPS_MULTIVERSION void Add##Name(void* sum, const void* in, size_t n) { \
+    AddIntegerLoop<T>(sum, in, n);                                          \
+  }
+#define BYTEPS_WIDE(Name)                                                                    \
+  BYTEPS_MULTIVERSION void Begin##Name(void* wide, const void* a, const void* b, size_t n) { \
+    BeginLoop<Name>(static_cast<Name::Accumulator*>(wide), a, b, n);                         \
+  }                                                                                          \
+  BYTEPS_MULTIVERSION void WideAdd##Name(void* wide, const void* in, size_t n) {             \
+    WideAddLoop<Name>(static_cast<Name::Accumulator*>(wide), in, n);                         \
+  }                                                                                          \
+  BYTEPS_MULTIVERSION void End##Name(void* last, const void* wide, int divisor, size_t n) {  \
+    EndLoop<Name>(last, static_cast<const Name::Accumulator*>(wide), divisor, n);            \
+  }
+
+BYTEPS_ADD(Float32, Plain<float>)
+BYTEPS_ADD(Float64, Plain<double>)
+BYTEPS_ADD(BFloat16, BFloat16)
+BYTEPS_ADD(Float16, Float16)
+BYTEPS_ADD_INTEGERS(Int8, uint8_t)
+BYTEPS_ADD_INTEGERS(Int32, uint32_t)
+BYTEPS_ADD_INTEGERS(Int64, uint64_t)
+BYTEPS_WIDE(Float32)
+BYTEPS_WIDE(BFloat16)
+BYTEPS_WIDE(Float16)
+
+#undef BYTEPS_ADD
+#undef BYTEPS_ADD_INTEGERS
+#undef BYTEPS_WIDE
 
 }  // namespace
 
-void Add(DType t, void* sum, const void* in, size_t n) {
+DType AccumulatorOf(DType t) {
+  if (IsHalf(t)) return DType::kFloat32;
+  return t == DType::kFloat32 ? DType::kFloat64 : t;
+}
+
+void Add(DType t, void* sum, const void* in, int divisor, size_t n) {
   switch (t) {
     case DType::kFloat32:
-      return AddFloat32(sum, in, n);
+      return AddFloat32(sum, in, divisor, n);
     case DType::kFloat64:
-      return AddFloat64(sum, in, n);
-    case DType::kUInt8:
-    case DType::kInt8:
-      return AddInt8(sum, in, n);
-    case DType::kInt32:
-      return AddInt32(sum, in, n);
-    case DType::kInt64:
-      return AddInt64(sum, in, n);
-    case DType::kFloat16:
+      return AddFloat64(sum, in, divisor, n);
     case DType::kBFloat16:
-      return;  // see AddWiden
+      return AddBFloat16(sum, in, divisor, n);
+    case DType::kFloat16:
+      return AddFloat16(sum, in, divisor, n);
+    case DType::kUInt8:
+      AddInt8(sum, in, n);
+      return DivideIntegers<uint8_t>(sum, divisor, n);
+    case DType::kInt8:
+      AddInt8(sum, in, n);
+      return DivideIntegers<int8_t>(sum, divisor, n);
+    case DType::kInt32:
+      AddInt32(sum, in, n);
+      return DivideIntegers<int32_t>(sum, divisor, n);
+    case DType::kInt64:
+      AddInt64(sum, in, n);
+      return DivideIntegers<int64_t>(sum, divisor, n);
   }
 }
 
-void Divide(DType t, void* sum, int divisor, size_t n) {
-  switch (t) {
-    case DType::kFloat32:
-      return DivideLoop<float>(sum, divisor, n);
-    case DType::kFloat64:
-      return DivideLoop<double>(sum, divisor, n);
-    case DType::kUInt8:
-      return DivideLoop<uint8_t>(sum, divisor, n);
-    case DType::kInt8:
-      return DivideLoop<int8_t>(sum, divisor, n);
-    case DType::kInt32:
-      return DivideLoop<int32_t>(sum, divisor, n);
-    case DType::kInt64:
-      return DivideLoop<int64_t>(sum, divisor, n);
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return;  // see Narrow
-  }
+void WideBegin(DType t, void* wide, const void* a, const void* b, size_t n) {
+  if (t == DType::kFloat32) return BeginFloat32(wide, a, b, n);
+  t == DType::kBFloat16 ? BeginBFloat16(wide, a, b, n) : BeginFloat16(wide, a, b, n);
 }
 
-void Widen(DType t, float* sum, const void* in, size_t n) {
-  t == DType::kBFloat16 ? WidenBFloat16(sum, in, n) : WidenFloat16(sum, in, n);
+void WideAdd(DType t, void* wide, const void* in, size_t n) {
+  if (t == DType::kFloat32) return WideAddFloat32(wide, in, n);
+  t == DType::kBFloat16 ? WideAddBFloat16(wide, in, n) : WideAddFloat16(wide, in, n);
 }
 
-void AddWiden(DType t, float* sum, const void* in, size_t n) {
-  t == DType::kBFloat16 ? AddBFloat16(sum, in, n) : AddFloat16(sum, in, n);
-}
-
-void Narrow(DType t, void* out, const float* sum, int divisor, size_t n) {
-  const float d = static_cast<float>(divisor);
-  t == DType::kBFloat16 ? NarrowBFloat16(out, sum, d, n) : NarrowFloat16(out, sum, d, n);
+void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n) {
+  if (t == DType::kFloat32) return EndFloat32(last, wide, divisor, n);
+  t == DType::kBFloat16 ? EndBFloat16(last, wide, divisor, n) : EndFloat16(last, wide, divisor, n);
 }
 
 }  // namespace core

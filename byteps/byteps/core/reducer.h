@@ -1,6 +1,18 @@
 // The additions that a server makes.
 //
-// Counts are in elements.  Pointers need no alignment.  Integers wrap.
+// Values are added in their accumulator type and rounded to their own type once,
+// at the end: half types in fp32; fp32 in fp64 when there are more than two values
+// (the sum of two is rounded once either way) and the server was not told
+// otherwise; fp64 and integers in their own type.
+//
+//   two values:   Add(first, second)                      first is the sum
+//   more:         WideBegin(wide, first, second), WideAdd(wide, third) ..., and
+//                 WideEnd(last, wide)                     last is the sum
+//
+// No pass only converts: each reads a value that has just come.  Counts are in
+// elements.  Values need no alignment; the memory that is passed must not overlap.
+// A divisor of 1 gives the sum, the size of the group the average; integers are
+// rounded towards minus infinity, as torch.floor_divide does, and wrap.
 #ifndef BYTEPS_CORE_REDUCER_H_
 #define BYTEPS_CORE_REDUCER_H_
 
@@ -12,18 +24,19 @@
 namespace byteps {
 namespace core {
 
-// sum[i] += in[i], for every type but the half ones.
-void Add(DType t, void* sum, const void* in, size_t n);
+// The type in which values of type `t` are accumulated by the Wide functions: a
+// wider one for half types and fp32, else `t` itself, for which there are none.
+DType AccumulatorOf(DType t);
 
-// sum[i] /= divisor; integers are rounded towards minus infinity, as
-// torch.floor_divide does.  Not for the half types.
-void Divide(DType t, void* sum, int divisor, size_t n);
+// sum[i] = (sum[i] + in[i]) / divisor, half types by way of fp32.
+void Add(DType t, void* sum, const void* in, int divisor, size_t n);
 
-// The half types: sums are kept in fp32 from the first value to the last.
-void Widen(DType t, float* sum, const void* in, size_t n);     // sum[i] = in[i]
-void AddWiden(DType t, float* sum, const void* in, size_t n);  // sum[i] += in[i]
-// out[i] = sum[i] / divisor, rounded once, to nearest even.
-void Narrow(DType t, void* out, const float* sum, int divisor, size_t n);
+// wide[i] = a[i] + b[i]
+void WideBegin(DType t, void* wide, const void* a, const void* b, size_t n);
+// wide[i] += in[i]
+void WideAdd(DType t, void* wide, const void* in, size_t n);
+// last[i] = (wide[i] + last[i]) / divisor, rounded to nearest even.
+void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n);
 
 }  // namespace core
 }  // namespace byteps

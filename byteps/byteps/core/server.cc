@@ -24,10 +24,6 @@ std::string Hex(uint64_t x) {
   return text;
 }
 
-bool IsAligned(const ps::SArray<char>& values, size_t alignment) {
-  return reinterpret_cast<uintptr_t>(values.data()) % alignment == 0;
-}
-
 // Whether a push has a header, which asks for a part of `size` bytes.
 bool AsksForAPart(const ps::Message& msg, uint64_t size) {
   if (msg.meta.body.size() != sizeof(PushHeader)) return false;
@@ -36,19 +32,17 @@ bool AsksForAPart(const ps::Message& msg, uint64_t size) {
   return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
 }
 
-ps::SArray<char> Copy(const ps::SArray<char>& values) {
-  ps::SArray<char> copy;
-  copy.CopyFrom(values.data(), values.size());
-  return copy;
-}
-
 }  // namespace
 
-Server::Server(const Config& config) : deterministic_(config.Bool("BYTEPS_DETERMINISTIC")) {
+Server::Server(const Config& config)
+    : deterministic_(config.Bool("BYTEPS_DETERMINISTIC")),
+      wide_float32_(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")) {
+  tracer_ = Tracer::Make(config);
   const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
   for (long i = 0; i < threads; ++i) engines_.push_back(std::make_unique<Engine>());
   for (auto& engine : engines_) {
     Engine* e = engine.get();
+    if (tracer_) e->track = tracer_->AddThread("engine thread");
     e->thread = std::thread([this, e] { Run(e); });
   }
 }
@@ -56,6 +50,20 @@ Server::Server(const Config& config) : deterministic_(config.Bool("BYTEPS_DETERM
 Server::~Server() {
   for (auto& engine : engines_) engine->queue.Close();
   for (auto& engine : engines_) engine->thread.join();
+  if (!tracer_ || rank_ < 0) return;
+  for (const auto& entry : partitions_) {
+    for (const Round& round : entry.second->rounds) TraceRound(*entry.second, round, false);
+  }
+  tracer_->Write(Role::kServer, rank_);
+}
+
+std::vector<Metric> Server::Metrics() {
+  ServerGauges gauges;
+  for (auto& engine : engines_) {
+    gauges.open_rounds += engine->open_rounds;
+    gauges.engine_queues.push_back(engine->queue.Size());
+  }
+  return Tell(counters_, gauges);
 }
 
 // -------------------------------------------------------- receiving thread
@@ -73,6 +81,7 @@ void Server::OnMessage(ps::Message* msg) {
              "the server does not know operation " + std::to_string(msg->meta.head) +
                  ": install the same byteps on every node",
              nullptr);
+      counters_.refused_requests.Add();
     }
   }
 }
@@ -95,6 +104,7 @@ void Server::OnDeclare(const ps::Message& msg) {
     tensor = std::make_unique<Tensor>();
     tensor->declaration = declaration;
     tensor->declared_by = caller.rank;
+    counters_.declared_tensors.Add();
   } else if (!(tensor->declaration == declaration) && tensor->refusal.empty()) {
     tensor->refusal =
         "workers disagree on a tensor: worker " + std::to_string(tensor->declared_by) +
@@ -115,6 +125,7 @@ void Server::OnDeclare(const ps::Message& msg) {
 }
 
 void Server::Reply(const Caller& caller, const ps::Message& request, const std::string& error) {
+  if (!error.empty()) counters_.refused_requests.Add();
   Answer(request.meta.head, request.meta.key, caller, error, nullptr);
 }
 
@@ -141,6 +152,9 @@ void Server::OnPush(ps::Message* msg) {
   Task task;
   task.partition = FindOrMake(*it->second, msg->meta.key);
   task.msg = std::move(*msg);
+  task.received = SteadyNs();
+  counters_.received_partitions.Add();
+  counters_.received_bytes.Add(task.msg.data[0].size());
   engines_[task.partition->engine]->queue.Push(std::move(task));
 }
 
@@ -167,21 +181,10 @@ void Server::OnWorkerGone(int rank, const std::string& reason) {
 
 void Server::Answer(int op, uint64_t key, const Caller& caller, const std::string& error,
                     const ps::SArray<char>* values) {
-  ps::Message msg;
-  msg.meta.app_id = 0;
-  msg.meta.customer_id = 0;
-  msg.meta.request = false;
-  msg.meta.push = false;
-  msg.meta.head = op;
-  msg.meta.timestamp = 0;
-  msg.meta.recver = ps::Postoffice::WorkerRankToID(caller.rank);
-  msg.meta.key = key;
-  msg.meta.addr = caller.request;
-  msg.meta.option = error.empty() ? 0 : 1;
-  msg.meta.body = error;
+  ps::Message msg =
+      MakeAnswer(op, ps::Postoffice::WorkerRankToID(caller.rank), key, caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
-    msg.meta.val_len = static_cast<int>(caller.bytes);
-    msg.AddData(values->segment(caller.offset, caller.offset + caller.bytes));
+    AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
   }
   Session::Send(&msg);
 }
@@ -208,7 +211,7 @@ void Server::Run(Engine* engine) {
     }
     switch (task.kind) {
       case Task::kPush:
-        Push(engine, task.partition, &task.msg);
+        Push(engine, task.partition, &task.msg, task.received);
         break;
       case Task::kGone:
         engine->gone[task.rank] = task.reason;
@@ -228,12 +231,17 @@ void Server::Run(Engine* engine) {
   }
 }
 
-void Server::Push(Engine* engine, Partition* partition, ps::Message* msg) {
+void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {
+  const int64_t taken = SteadyNs();
   const Declaration& declaration = partition->tensor->declaration;
   PushHeader header;
   memcpy(&header, msg->meta.body.data(), sizeof(header));
-  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender), msg->meta.addr,
-                      header.pull_offset, header.pull_bytes};
+  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender),
+                      msg->meta.addr,
+                      header.pull_offset,
+                      header.pull_bytes,
+                      received,
+                      taken};
   const int member = declaration.MemberIndex(caller.rank);
 
   // Unsigned, so that a round before the first open one is far ahead as well.
@@ -249,6 +257,7 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg) {
     engine->partitions.push_back(partition);
   while (partition->rounds.size() <= ahead) {
     Round round;
+    round.number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());
     round.pushed.resize(declaration.group.size());
     round.started = Clock::now();
     round.timeout_s = header.timeout_ms / 1000.0;
@@ -275,53 +284,64 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg) {
     round.waiting[member] = std::move(msg->data[0]);
     while (round.added < declaration.group.size() && round.pushed[round.added]) {
       auto& next = round.waiting[round.added];
-      Accumulate(declaration, partition, &round, next);
+      Accumulate(engine, declaration, &round, std::move(next));
       next = ps::SArray<char>();
     }
   } else {
-    Accumulate(declaration, partition, &round, msg->data[0]);
+    Accumulate(engine, declaration, &round, std::move(msg->data[0]));
+  }
+  Caller& added = round.callers.back();
+  added.added = SteadyNs();
+  counters_.adding_ns.Add(added.added - taken);
+  if (tracer_ && tracer_->Wants(round.number)) {
+    tracer_->AddSlice(Traced(*partition, round, added), engine->track, "add", taken,
+                      TraceArrow::kPasses);
   }
   if (round.added == declaration.group.size()) {
+    counters_.round_wait_seconds.Observe(added.added - round.callers.front().taken);
     Finish(engine, partition, &round);
     DropDoneRounds(partition);
   }
 }
 
-void Server::Accumulate(const Declaration& declaration, Partition* partition, Round* round,
-                        const ps::SArray<char>& values) {
+void Server::Accumulate(Engine* engine, const Declaration& declaration, Round* round,
+                        ps::SArray<char> values) {
   const DType t = declaration.dtype;
   const size_t n = values.size() / SizeOf(t);
-  const bool first = round->added++ == 0;
-  if (first) round->sum = values;
-  if (IsHalf(t)) {
-    if (first) {
-      round->wide.swap(partition->spare);
-      round->wide.resize(n);
-      Widen(t, round->wide.data(), values.data(), n);
-    } else {
-      AddWiden(t, round->wide.data(), values.data(), n);
-    }
-  } else if (first) {
-    // Received data may lie anywhere; what is written and read again and again
-    // should not straddle cache lines.
-    if (!IsAligned(values, SizeOf(t))) round->sum = Copy(values);
+  const size_t members = declaration.group.size();
+  const size_t added = ++round->added;
+  const bool last = added == members;
+  const int divisor = declaration.average && last ? static_cast<int>(members) : 1;
+  if (added == 1) {
+    round->sum = std::move(values);
+  } else if (members == 2 || !AddsWide(t)) {
+    Add(t, round->sum.data(), values.data(), divisor, n);
+  } else if (added == 2) {
+    round->wide = engine->scratch.Take(n * SizeOf(AccumulatorOf(t)));
+    WideBegin(t, round->wide.data(), round->sum.data(), values.data(), n);
+    round->sum = ps::SArray<char>();
+  } else if (!last) {
+    WideAdd(t, round->wide.data(), values.data(), n);
   } else {
-    Add(t, round->sum.data(), values.data(), n);
+    WideEnd(t, values.data(), round->wide.data(), divisor, n);
+    round->sum = std::move(values);
+    engine->scratch.Return(std::move(round->wide));
   }
 }
 
+bool Server::AddsWide(DType t) const {
+  return IsHalf(t) || (t == DType::kFloat32 && wide_float32_);
+}
+
 void Server::Finish(Engine* engine, Partition* partition, Round* round) {
-  const Declaration& declaration = partition->tensor->declaration;
-  const size_t n = round->sum.size() / SizeOf(declaration.dtype);
-  const int divisor = declaration.average ? static_cast<int>(declaration.group.size()) : 1;
-  if (IsHalf(declaration.dtype)) {
-    Narrow(declaration.dtype, round->sum.data(), round->wide.data(), divisor, n);
-    partition->spare.swap(round->wide);
-  } else if (divisor > 1) {
-    Divide(declaration.dtype, round->sum.data(), divisor, n);
+  const uint64_t key = partition->tensor->declaration.Key() + partition->index;
+  counters_.sums.Add();
+  for (const Caller& caller : round->callers) {
+    counters_.answered_partitions.Add();
+    counters_.answered_bytes.Add(caller.bytes);
+    Answer(kPushPull, key, caller, "", &round->sum);
   }
-  const uint64_t key = declaration.Key() + partition->index;
-  for (const Caller& caller : round->callers) Answer(kPushPull, key, caller, "", &round->sum);
+  TraceRound(*partition, *round, true);
   round->sum = ps::SArray<char>();
   round->done = true;
   --engine->open_rounds;
@@ -330,11 +350,13 @@ void Server::Finish(Engine* engine, Partition* partition, Round* round) {
 void Server::FailRound(Engine* engine, Partition* partition, Round* round,
                        const std::string& reason) {
   const uint64_t key = partition->tensor->declaration.Key() + partition->index;
+  counters_.failed_sums.Add();
+  TraceRound(*partition, *round, false);
   for (const Caller& caller : round->callers) Answer(kPushPull, key, caller, reason, nullptr);
   round->failure = reason;
   round->callers.clear();
   round->waiting.clear();
-  round->wide.clear();
+  engine->scratch.Return(std::move(round->wide));
   round->sum = ps::SArray<char>();
   round->done = true;
   --engine->open_rounds;
@@ -362,6 +384,25 @@ void Server::FailRoundsWithout(Engine* engine, int rank, const std::string& reas
                 reason + " while the push_pull of '" + declaration.name + "' waited for it");
     }
     DropDoneRounds(partition);
+  }
+}
+
+TracedPartition Server::Traced(const Partition& partition, const Round& round,
+                               const Caller& caller) {
+  const Declaration& d = partition.tensor->declaration;
+  return {d.name,      d.Key() + partition.index,       partition.index, round.number,
+          caller.rank, d.PartitionSize(partition.index)};
+}
+
+void Server::TraceRound(const Partition& partition, const Round& round, bool answered) {
+  if (!tracer_ || !tracer_->Wants(round.number)) return;
+  const int64_t now = SteadyNs();
+  for (const Caller& caller : round.callers) {
+    tracer_->AddRow(Traced(partition, round, caller), caller.received,
+                    {{"receive queue", caller.taken},
+                     {"add", caller.added},
+                     {"other workers", answered ? round.callers.back().added : 0},
+                     {"answer", now}});
   }
 }
 

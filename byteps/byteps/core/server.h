@@ -2,10 +2,10 @@
 //
 // The receiving thread checks each request and hands it to the engine thread that
 // owns the partition.  An engine thread owns its partitions alone, so no lock is
-// held while it adds.  The first push of a round becomes the accumulator where it
-// was received; the others are added to it from where they were received; the
-// accumulator is sent to all.  Half types are added in an fp32 accumulator and
-// rounded once.
+// held while it adds.  Pushes are added from where they were received, and the sum
+// is sent to all from where one of them was received.  Where there are more than two
+// of a half type or of fp32, they meet in a wider accumulator and are rounded once
+// (reducer.h).
 //
 // Rounds.  A worker numbers its pushes of a tensor.  A round is complete when every
 // member of the tensor's group has pushed it; rounds never mix, however far one
@@ -25,8 +25,11 @@
 
 #include "blocking_queue.h"
 #include "config.h"
+#include "metrics.h"
 #include "protocol.h"
 #include "ps/internal/message.h"
+#include "scratch.h"
+#include "trace.h"
 
 namespace byteps {
 namespace core {
@@ -34,8 +37,16 @@ namespace core {
 class Server {
  public:
   explicit Server(const Config& config);
-  // Joins the engine threads; what they had not answered stays unanswered.
+  // Joins the engine threads; what they had not answered stays unanswered.  Writes the
+  // timeline.
   ~Server();
+
+  // Its rank among the servers, once it is known; -1 until then.  Any thread.
+  void SetRank(int rank) { rank_ = rank; }
+  int rank() const { return rank_; }
+
+  // What was counted so far, and what is under way now.  Any thread.
+  std::vector<Metric> Metrics();
 
   // Takes a request over.  Receiving thread; does not block.
   void OnMessage(ps::Message* msg);
@@ -59,15 +70,20 @@ class Server {
     uint64_t request;
     uint32_t offset = 0;
     uint32_t bytes = 0;
+    // When its push came, an engine thread took it, and it was added, in SteadyNs.
+    int64_t received = 0;
+    int64_t taken = 0;
+    int64_t added = 0;
   };
 
   struct Round {
+    uint32_t number = 0;
     std::vector<Caller> callers;
     std::vector<bool> pushed;               // by member index
     std::vector<ps::SArray<char>> waiting;  // by member index: not yet their turn
     size_t added = 0;
-    ps::SArray<char> sum;     // all types but the half ones; else where to round to
-    std::vector<float> wide;  // half types
+    ps::SArray<char> sum;  // the first push, then the sum
+    Scratch::Block wide;   // or the sum, while it is accumulated in a wider type
     Clock::time_point started;
     Clock::time_point deadline;
     double timeout_s = 0;
@@ -82,13 +98,13 @@ class Server {
     // Of its engine thread:
     uint32_t first_round = 0;
     std::deque<Round> rounds;
-    std::vector<float> spare;  // an fp32 accumulator not in use
   };
 
   struct Task {
     enum Kind { kPush, kGone, kRefuse } kind = kPush;
     Partition* partition = nullptr;
     ps::Message msg;                 // kPush
+    int64_t received = 0;            // kPush: when, in SteadyNs
     int rank = 0;                    // kGone
     const Tensor* tensor = nullptr;  // kRefuse
     std::string reason;
@@ -98,7 +114,9 @@ class Server {
     BlockingQueue<Task> queue;
     std::vector<Partition*> partitions;
     std::map<int, std::string> gone;  // rank -> why
-    size_t open_rounds = 0;
+    std::atomic<size_t> open_rounds{0};
+    Scratch scratch;
+    int track = 0;  // of the timeline
     std::thread thread;
   };
 
@@ -110,20 +128,30 @@ class Server {
 
   // Engine threads.
   void Run(Engine* engine);
-  void Push(Engine* engine, Partition* partition, ps::Message* msg);
-  void Accumulate(const Declaration& declaration, Partition* partition, Round* round,
-                  const ps::SArray<char>& values);
+  void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received);
+  // Adds the next push; after the last one, round->sum is what is answered.
+  void Accumulate(Engine* engine, const Declaration& declaration, Round* round,
+                  ps::SArray<char> values);
+  bool AddsWide(DType t) const;
   void Finish(Engine* engine, Partition* partition, Round* round);
   void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason);
   void DropDoneRounds(Partition* partition);
   void FailRoundsWithout(Engine* engine, int rank, const std::string& reason);
   void FailLateRounds(Engine* engine);
+  static TracedPartition Traced(const Partition& partition, const Round& round,
+                                const Caller& caller);
+  // Tells the timeline of a round's pushes, which were answered now or never.
+  void TraceRound(const Partition& partition, const Round& round, bool answered);
   std::string MissingRanks(const Partition& partition, const Round& round) const;
 
   void Answer(int op, uint64_t key, const Caller& caller, const std::string& error,
               const ps::SArray<char>* values);
 
   const bool deterministic_;
+  const bool wide_float32_;
+  std::atomic<int> rank_{-1};
+  ServerCounters counters_;
+  std::unique_ptr<Tracer> tracer_;                                       // null: nothing is traced
   std::unordered_map<uint64_t, std::unique_ptr<Tensor>> tensors_;        // by tensor key
   std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_;  // by partition key
   std::vector<std::unique_ptr<Engine>> engines_;

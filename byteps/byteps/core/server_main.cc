@@ -17,6 +17,7 @@
 
 #include "config.h"
 #include "error.h"
+#include "metrics_server.h"
 #include "server.h"
 #include "session.h"
 
@@ -33,7 +34,8 @@ constexpr int kExitUsage = 2;
 
 const char kUsage[] =
     "usage: byteps-server [--role scheduler|server] [--port-file PATH] [--die-with-parent]\n"
-    "       byteps-server --print-config | --config-markdown | --version | -h\n"
+    "       byteps-server --print-config | --config-markdown | --metrics-markdown | --version | "
+    "-h\n"
     "\n"
     "Runs the scheduler or one server of a BytePS cluster until its job ends.\n"
     "\n"
@@ -42,6 +44,7 @@ const char kUsage[] =
     "  --die-with-parent   end when the process that started this one ends\n"
     "  --print-config      print the settings in force and exit\n"
     "  --config-markdown   print the reference of all settings and exit\n"
+    "  --metrics-markdown  print the reference of all metrics and exit\n"
     "\n"
     "Settings come from the environment, at least DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,\n"
     "DMLC_NUM_WORKER and DMLC_NUM_SERVER.\n"
@@ -119,7 +122,14 @@ void WaitForOutcome(Outcome* outcome) {
 void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file,
                Outcome* outcome) {
   std::unique_ptr<Server> server;
-  if (role == Role::kServer) server = std::make_unique<Server>(config);
+  std::unique_ptr<MetricsServer> metrics_server;
+  if (role == Role::kServer) {
+    server = std::make_unique<Server>(config);
+    const MetricsSource source{Role::kServer, [&server] { return server->rank(); },
+                               [&server] { return server->Metrics(); }};
+    const int local_rank = static_cast<int>(config.Int("BYTEPS_LOCAL_RANK"));
+    metrics_server = MetricsServer::Make(config, local_rank, source);
+  }
   SessionOptions options;
   options.role = role;
   options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
@@ -146,6 +156,7 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
   };
   SetSignalHandlers(SIG_DFL);
   Session::Start(config, options, on_message, on_event);
+  if (server) server->SetRank(Session::rank());
   SetSignalHandlers(OnSignal);
   try {
     if (!port_file.empty()) WritePortFile(port_file);
@@ -207,12 +218,13 @@ int Serve(const Arguments& arguments) {
 }
 
 int Main(int argc, char** argv) {
-  enum { kRole = 1, kPortFile, kDie, kPrint, kMarkdown, kVersion };
+  enum { kRole = 1, kPortFile, kDie, kPrint, kMarkdown, kMetrics, kVersion };
   const option options[] = {{"role", required_argument, nullptr, kRole},
                             {"port-file", required_argument, nullptr, kPortFile},
                             {"die-with-parent", no_argument, nullptr, kDie},
                             {"print-config", no_argument, nullptr, kPrint},
                             {"config-markdown", no_argument, nullptr, kMarkdown},
+                            {"metrics-markdown", no_argument, nullptr, kMetrics},
                             {"version", no_argument, nullptr, kVersion},
                             {"help", no_argument, nullptr, 'h'},
                             {nullptr, 0, nullptr, 0}};
@@ -236,6 +248,9 @@ int Main(int argc, char** argv) {
           return 0;
         case kMarkdown:
           std::cout << Config::Markdown();
+          return 0;
+        case kMetrics:
+          std::cout << MetricsMarkdown();
           return 0;
         case kVersion:
           std::cout << "byteps-server " << BYTEPS_VERSION << "\n";

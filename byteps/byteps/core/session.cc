@@ -52,6 +52,7 @@ bool Session::Send(ps::Message* message) {
 }
 
 std::string Session::host() { return ps::Postoffice::Get()->van()->node().hostname; }
+int Session::rank() { return ps::Postoffice::IDtoRank(ps::Postoffice::Get()->van()->node().id); }
 int Session::port() { return ps::Postoffice::Get()->van()->node().port; }
 
 std::string Session::NameOfServer(int rank) {

@@ -49,6 +49,8 @@ class Session {
   // "host:port" at which this node listens.
   static std::string host();
   static int port();
+  // This node's among those of its role, once it has joined.
+  static int rank();
   // "server 0 (10.0.0.2:40123)"
   static std::string NameOfServer(int rank);
   static std::string NameOfWorker(int rank);

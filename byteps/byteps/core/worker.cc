@@ -26,6 +26,11 @@ std::string Seconds(double s) {
   return text;
 }
 
+uint32_t WholePages(uint64_t bytes) {
+  const uint64_t page = sysconf(_SC_PAGESIZE);
+  return static_cast<uint32_t>((bytes + page - 1) / page * page);
+}
+
 }  // namespace
 
 Worker::~Worker() { Stop(false); }
@@ -34,9 +39,8 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers) 
   if (started_) return;
   launch_ = launch;
   num_servers_ = num_servers;
-  const uint64_t page = sysconf(_SC_PAGESIZE);
-  const uint64_t wanted = config.Int("BYTEPS_PARTITION_BYTES");
-  partition_bytes_ = static_cast<uint32_t>((wanted + page - 1) / page * page);
+  smallest_partition_ = WholePages(config.Int("BYTEPS_MIN_PARTITION_BYTES"));
+  largest_partition_ = WholePages(config.Int("BYTEPS_PARTITION_BYTES"));
   hash_ = ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"));
   op_timeout_s_ = config.Float("BYTEPS_OP_TIMEOUT_S");
   peer_timeout_s_ = config.Float("BYTEPS_PEER_TIMEOUT_S");
@@ -51,16 +55,24 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers) 
   options.rank = launch.rank;
   options.num_workers = launch.size;
   options.num_servers = num_servers;
-  pull_queue_ = std::make_unique<BlockingQueue<Received>>();
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    pull_queue_ = std::make_unique<BlockingQueue<Received>>();
+  }
+  tracer_ = Tracer::Make(config);
+  const MetricsSource source{Role::kWorker, [rank = launch.rank] { return rank; },
+                             [this] { return Metrics(); }};
+  auto metrics_server = MetricsServer::Make(config, launch.local_rank, source);
   Session::Start(
       config, options, [this](ps::Message* msg) { OnMessage(msg); },
       [this](const ps::MembershipEvent& event) { OnEvent(event); });
   const long loops = config.Int("BYTEPS_PUSH_THREAD");
   for (long i = 0; i < loops; ++i) {
-    threads_.emplace_back([this] { PushLoop(); });
-    threads_.emplace_back([this] { PullLoop(); });
+    threads_.emplace_back([this, track = AddTrack("push loop", i)] { PushLoop(track); });
+    threads_.emplace_back([this, track = AddTrack("pull loop", i)] { PullLoop(track); });
   }
   threads_.emplace_back([this] { WatchLoop(); });
+  metrics_server_ = std::move(metrics_server);
   started_ = true;
 }
 
@@ -80,11 +92,11 @@ void Worker::Stop(bool suspend) {
     stopping_ = true;
   }
   push_cond_.notify_all();
-  watch_cond_.notify_all();
   pull_queue_->Close();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
   Session::Stop();
+  metrics_server_.reset();
   std::lock_guard<std::mutex> lock(mu_);
   tensors_.clear();
   operations_.clear();
@@ -93,6 +105,20 @@ void Worker::Stop(bool suspend) {
   declaration_replies_.clear();
   in_transport_ = 0;
   started_ = false;
+}
+
+std::vector<Metric> Worker::Metrics() {
+  WorkerGauges gauges;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    gauges.declared_tensors = tensors_.size();
+    gauges.running_operations = running_.size();
+    gauges.push_queue = push_queue_.size();
+    gauges.in_transport = in_transport_;
+    gauges.unanswered = pending_.size();
+    gauges.pull_queue = pull_queue_ ? pull_queue_->Size() : 0;
+  }
+  return Tell(counters_, gauges);
 }
 
 bool Worker::failed() {
@@ -107,13 +133,17 @@ void Worker::ThrowIfFailed() {
 
 // ------------------------------------------------------------- declarations
 
+uint32_t Worker::PartitionBytes(uint64_t bytes) const {
+  return core::PartitionBytes(bytes, num_servers_, smallest_partition_, largest_partition_);
+}
+
 Declaration Worker::MakeDeclaration(const PushPullRequest& request) const {
   Declaration d;
   d.name = request.name;
   d.dtype = request.dtype;
   d.average = request.average;
   d.bytes = request.bytes;
-  d.partition_bytes = partition_bytes_;
+  d.partition_bytes = PartitionBytes(d.bytes);
   d.group = request.group;
   if (d.group.empty()) {
     for (int rank = 0; rank < launch_.size; ++rank) d.group.push_back(rank);
@@ -170,20 +200,9 @@ void Worker::SendDeclaration(Tensor* tensor) {
   for (int server = 0; server < num_servers_; ++server) {
     Pending pending;
     pending.server = server;
-    ps::Message msg;
-    msg.meta.app_id = 0;
-    msg.meta.customer_id = 0;
-    msg.meta.request = true;
-    msg.meta.push = true;
-    msg.meta.head = kDeclare;
-    msg.meta.timestamp = 0;
-    msg.meta.recver = ps::Postoffice::ServerRankToID(server);
-    msg.meta.key = tensor->key;
-    msg.meta.val_len = 0;
-    msg.meta.option = 0;
-    msg.meta.body = tensor->declaration.Pack();
-    msg.meta.addr = Remember(std::move(pending));
-    requests.push_back(msg.meta.addr);
+    requests.push_back(Remember(std::move(pending)));
+    ps::Message msg = MakeRequest(kDeclare, ps::Postoffice::ServerRankToID(server), tensor->key,
+                                  requests.back(), tensor->declaration.Pack());
     Session::Send(&msg);
   }
   std::unique_lock<std::mutex> lock(mu_);
@@ -231,6 +250,7 @@ int64_t Worker::PushPull(const PushPullRequest& request) {
     operation->handle = ++last_handle_;
     operation->done = true;
     operations_[operation->handle] = operation;
+    counters_.operations.Add();
     return operation->handle;
   }
   if (request.device != kCpu)
@@ -254,6 +274,7 @@ int64_t Worker::PushPull(const PushPullRequest& request) {
   }
   operation->handle = ++last_handle_;
   operation->round = tensor->rounds++;
+  StartTrace(operation.get(), partitions);
   operations_[operation->handle] = operation;
   running_.insert(operation);
   for (uint64_t i = 0; i < partitions; ++i) {
@@ -289,11 +310,15 @@ void Worker::Wait(int64_t handle) {
 
 void Worker::FinishPartition(const OperationPtr& operation) {
   if (operation->partitions_left.fetch_sub(1) != 1) return;
-  speed_.Record(operation->request.bytes, operation->started);
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (operation->done) return;
     operation->done = true;
+    // Before anybody learns of the end, who may then ask for the figures.
+    const std::chrono::nanoseconds took = Clock::now() - operation->started;
+    speed_.Record(operation->request.bytes, operation->started);
+    counters_.operations.Add();
+    counters_.operation_seconds.Observe(took.count());
     if (operation->own_staging && !operation->tensor->staging) {
       operation->tensor->staging = std::move(operation->own_staging);
     }
@@ -308,6 +333,7 @@ void Worker::FailOperation(const OperationPtr& operation, const std::string& err
     if (operation->done) return;
     operation->done = true;
     operation->error = error;
+    counters_.failed_operations.Add();
     running_.erase(operation);
   }
   done_cond_.notify_all();
@@ -319,20 +345,24 @@ void Worker::Fail(const std::string& reason) {
     if (failed_) return;
     failed_ = true;
     failure_ = reason;
+    counters_.failed_operations.Add(running_.size());
+    TraceUnfinished();
     for (const auto& operation : running_) {
       operation->done = true;
       operation->error = reason;
     }
     running_.clear();
     push_queue_.clear();
+    pending_.clear();
   }
   done_cond_.notify_all();
   push_cond_.notify_all();
+  watch_cond_.notify_all();
 }
 
 // -------------------------------------------------------------------- loops
 
-void Worker::PushLoop() {
+void Worker::PushLoop(int track) {
   DeviceCopier copier;
   while (true) {
     Task task;
@@ -347,9 +377,15 @@ void Worker::PushLoop() {
       push_queue_.erase(push_queue_.begin());
       ++in_transport_;
     }
+    Times* times = TimesOf(task);
+    if (times != nullptr) times->taken = SteadyNs();
     try {
       PushPartition(&copier, task);
+      if (times != nullptr) {
+        tracer_->AddSlice(Traced(task), track, "push", times->taken, TraceArrow::kBegins);
+      }
     } catch (const Error& e) {
+      TraceRow(task, 0);
       ReturnCredit();
       FailOperation(task.operation, e.what());
     }
@@ -376,47 +412,53 @@ void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
     copier->ToHost(*operation.ready, operation.staging + offset, source, size);
     source = operation.staging + offset;
   }
+  const int64_t now = SteadyNs();
+  Times* times = TimesOf(task);
+  if (times != nullptr) times->copied = now;
   const int server = ServerOf(hash_, operation.tensor->key, d.placement, task.index, num_servers_);
   const Part wanted = WantedPart(task);
   const PushHeader header{
       operation.round, static_cast<uint32_t>(std::min(op_timeout_s_ * 1000, 4e9)),
       static_cast<uint32_t>(wanted.offset), static_cast<uint32_t>(wanted.bytes)};
-  ps::Message msg;
-  msg.meta.app_id = 0;
-  msg.meta.customer_id = 0;
-  msg.meta.request = true;
-  msg.meta.push = true;
-  msg.meta.head = kPushPull;
-  msg.meta.timestamp = 0;
-  msg.meta.recver = ps::Postoffice::ServerRankToID(server);
-  msg.meta.key = operation.tensor->key + task.index;
-  msg.meta.val_len = static_cast<int>(size);
-  msg.meta.option = 0;
-  msg.meta.body.assign(reinterpret_cast<const char*>(&header), sizeof(header));
+  ps::Message msg =
+      MakeRequest(kPushPull, ps::Postoffice::ServerRankToID(server),
+                  operation.tensor->key + task.index, Remember(Pending{task, server, now}),
+                  std::string(reinterpret_cast<const char*>(&header), sizeof(header)));
   // Until the transport has sent the message, it holds a credit, and the operation
   // with its staging memory.  Not until the answer: that waits for other workers,
   // who might hold all of their credits for partitions of which this one's wait.
   ps::SArray<char> values;
   OperationPtr keep = task.operation;
-  values.reset(const_cast<char*>(source), size, [this, keep](char*) { ReturnCredit(); });
-  msg.AddData(values);
-  msg.meta.addr = Remember(Pending{task, server});
+  values.reset(const_cast<char*>(source), size, [this, keep, times](char*) {
+    if (times != nullptr) times->sent = SteadyNs();
+    ReturnCredit();
+  });
+  AddValues(&msg, values);
   BPS_LOG(DEBUG) << "PUSH '" << d.name << "' partition " << task.index << " round "
                  << operation.round << " to server " << server << ", " << size
                  << " bytes, priority " << operation.request.priority;
+  counters_.pushed_partitions.Add();
+  counters_.pushed_bytes.Add(size);
   Session::Send(&msg);
 }
 
-void Worker::PullLoop() {
+void Worker::PullLoop(int track) {
   DeviceCopier copier;
   Received received;
   while (pull_queue_->Pop(&received)) {
     const OperationPtr operation = received.task.operation;
+    Times* times = TimesOf(received.task);
+    if (times != nullptr) times->pulling = SteadyNs();
     try {
       PullPartition(&copier, &received);
+      if (times != nullptr) {
+        tracer_->AddSlice(Traced(received.task), track, "pull", times->pulling, TraceArrow::kEnds);
+        TraceRow(received.task, SteadyNs());
+      }
       received = Received();
       FinishPartition(operation);
     } catch (const Error& e) {
+      TraceRow(received.task, 0);
       FailOperation(operation, e.what());
     }
   }
@@ -451,12 +493,12 @@ void Worker::PullPartition(DeviceCopier* copier, Received* received) {
 void Worker::WatchLoop() {
   const auto limit = std::chrono::duration<double>(op_timeout_s_ + kGraceSeconds);
   std::unique_lock<std::mutex> lock(mu_);
-  while (!stopping_) {
+  while (!failed_) {
     if (running_.empty()) {
-      watch_cond_.wait(lock, [this] { return stopping_ || !running_.empty(); });
+      watch_cond_.wait(lock, [this] { return failed_ || !running_.empty(); });
       continue;
     }
-    watch_cond_.wait_for(lock, std::chrono::seconds(1), [this] { return stopping_; });
+    watch_cond_.wait_for(lock, std::chrono::seconds(1), [this] { return failed_; });
     const auto now = Clock::now();
     std::vector<OperationPtr> late;
     for (const auto& operation : running_) {
@@ -479,6 +521,9 @@ void Worker::WatchLoop() {
       lock.lock();
     }
   }
+  lock.unlock();
+  // At once after a failure too: the process may be killed soon.
+  if (tracer_) tracer_->Write(Role::kWorker, launch_.rank);
 }
 
 // --------------------------------------------------------- receiving thread
@@ -509,14 +554,21 @@ void Worker::OnMessage(ps::Message* msg) {
     pending_.erase(it);
     if (!pending.task.operation) declaration_replies_[msg->meta.addr] = msg->meta.body;
   }
+  if (msg->meta.option != 0) counters_.failed_requests.Add();
   if (!pending.task.operation) {
     done_cond_.notify_all();
     return;
   }
   if (msg->meta.option != 0) {
+    TraceRow(pending.task, 0);
     FailOperation(pending.task.operation, msg->meta.body);
     return;
   }
+  const int64_t now = SteadyNs();
+  if (Times* times = TimesOf(pending.task)) times->answered = now;
+  counters_.partition_seconds.Observe(now - pending.sent);
+  counters_.pulled_partitions.Add();
+  counters_.pulled_bytes.Add(WantedPart(pending.task).bytes);
   if (msg->data.size() != (WantedPart(pending.task).bytes > 0 ? 1 : 0)) {
     FailOperation(pending.task.operation,
                   "an answer from " + Session::NameOfServer(pending.server) +

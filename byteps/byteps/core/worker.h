@@ -27,11 +27,14 @@
 #include "blocking_queue.h"
 #include "config.h"
 #include "device.h"
+#include "metrics.h"
+#include "metrics_server.h"
 #include "placement.h"
 #include "protocol.h"
 #include "ps/internal/message.h"
 #include "ps/membership.h"
 #include "speed.h"
+#include "trace.h"
 
 namespace byteps {
 namespace core {
@@ -90,6 +93,12 @@ class Worker {
 
   std::pair<uint64_t, double> Speed() { return speed_.Get(); }
 
+  // Bytes of the partitions into which a tensor of `bytes` bytes is cut.
+  uint32_t PartitionBytes(uint64_t bytes) const;
+
+  // What was counted since the process began, and what the queues hold now.
+  std::vector<Metric> Metrics();
+
  private:
   using Clock = std::chrono::steady_clock;
 
@@ -102,6 +111,18 @@ class Worker {
     bool declared = false;
   };
 
+  // When a partition that is traced came to the end of a stage, in SteadyNs; 0: it has
+  // not.  Who holds the partition writes it, but for the transport, which tells of `sent`
+  // when it likes.
+  struct Times {
+    int64_t queued = 0;
+    int64_t taken = 0;
+    int64_t copied = 0;
+    std::atomic<int64_t> sent{0};
+    int64_t answered = 0;
+    int64_t pulling = 0;
+  };
+
   struct Operation {
     int64_t handle = 0;
     Tensor* tensor = nullptr;
@@ -112,6 +133,7 @@ class Worker {
     uint32_t round = 0;
     Clock::time_point started;
     std::atomic<uint64_t> partitions_left{0};
+    std::vector<Times> times;  // by partition; empty when it is not traced
     // Guarded by mu_:
     bool done = false;
     std::string error;
@@ -131,10 +153,17 @@ class Worker {
   };
   static Part WantedPart(const Task& task);
 
+  // Null when the task's operation is not traced.
+  static Times* TimesOf(const Task& task) {
+    auto& times = task.operation->times;
+    return times.empty() ? nullptr : &times[task.index];
+  }
+
   // A request sent and not answered.
   struct Pending {
     Task task;  // without operation: a declaration
     int server = 0;
+    int64_t sent = 0;  // SteadyNs
   };
 
   struct Received {
@@ -156,8 +185,8 @@ class Worker {
   Declaration MakeDeclaration(const PushPullRequest& request) const;
   void ThrowIfFailed();
 
-  void PushLoop();
-  void PullLoop();
+  void PushLoop(int track);
+  void PullLoop(int track);
   void WatchLoop();
   void PushPartition(DeviceCopier* copier, const Task& task);
   void PullPartition(DeviceCopier* copier, Received* received);
@@ -170,15 +199,27 @@ class Worker {
   uint64_t Remember(Pending pending);
   void ReturnCredit();
 
+  // worker_trace.cc; nothing happens to a task that is not traced.
+  int AddTrack(const char* name, long number);
+  void StartTrace(Operation* operation, uint64_t partitions);
+  TracedPartition Traced(const Task& task) const;
+  // `done` is when its sum was there; 0: it failed.
+  void TraceRow(const Task& task, int64_t done);
+  void TraceUnfinished();  // mu_ is held
+
   Launch launch_;
   int num_servers_ = 0;
-  uint32_t partition_bytes_ = 0;
+  uint32_t smallest_partition_ = 0;
+  uint32_t largest_partition_ = 0;
   KeyHash hash_ = KeyHash::kRaw;
   double op_timeout_s_ = 0;
   double peer_timeout_s_ = 0;
   uint64_t credit_limit_ = 0;
   std::atomic<bool> started_{false};
   SpeedMeter speed_;
+  WorkerCounters counters_;
+  std::unique_ptr<MetricsServer> metrics_server_;
+  std::unique_ptr<Tracer> tracer_;  // null: nothing is traced
 
   std::mutex mu_;
   std::condition_variable done_cond_;   // an operation or declaration ended

@@ -408,7 +408,9 @@ def _start(state: _Embedded, ranks: Ranks, store: Store | None, prefix: str) -> 
         address = board.address(deadline)
     environment = address.environment(ranks)
     for number in range(servers):
-        _start_child(state, f"server {number}", executable, "server", environment)
+        # After the workers of this host, so that all have metrics at ports of their own.
+        local = {"BYTEPS_LOCAL_RANK": str(ranks.local_world_size + number)}
+        _start_child(state, f"server {number}", executable, "server", {**environment, **local})
     state.saved_environment = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
 

@@ -12,6 +12,8 @@
 #include "../core/config.h"
 #include "../core/device.h"
 #include "../core/error.h"
+#include "../core/metrics.h"
+#include "../core/metrics_server.h"
 #include "../core/worker.h"
 
 namespace py = pybind11;
@@ -28,10 +30,32 @@ Worker* GetWorker() {
 }
 
 Launch launch;
+std::string settings;  // what the last Init found; the environment may have changed since
+
+// Counters and gauges as numbers, histograms as (upper ends of the buckets, how often each
+// was not passed, how often in all, sum).
+py::dict Metrics() {
+  std::vector<Metric> metrics;
+  {
+    py::gil_scoped_release unlocked;
+    metrics = GetWorker()->Metrics();
+  }
+  py::dict out;
+  for (const Metric& metric : metrics) {
+    const Histogram::Reading& h = metric.histogram;
+    if (metric.kind == Metric::kHistogram) {
+      out[metric.name.c_str()] = py::make_tuple(Histogram::kBounds, h.cumulative, h.count, h.sum);
+    } else {
+      out[metric.name.c_str()] = static_cast<uint64_t>(metric.value);
+    }
+  }
+  return out;
+}
 
 void Init(int num_servers) {
   const Config config = Config::FromEnvironment();
   launch = Launch::From(config);
+  settings = config.Print();
   if (!config.IsSet("DMLC_PS_ROOT_URI") || config.Int("DMLC_PS_ROOT_PORT") == 0) {
     throw UsageError("DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT must give the scheduler's address");
   }
@@ -101,8 +125,14 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("stream"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
+  m.def("metrics", &Metrics);
+  m.def("built_with_prometheus", &BuiltWithPrometheus);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
-  m.def("config", [] { return Config::FromEnvironment().Print(); });
+  m.def(
+      "partition_bytes", [](uint64_t bytes) { return GetWorker()->PartitionBytes(bytes); },
+      py::arg("bytes"));
+  m.def("config",
+        [] { return GetWorker()->started() ? settings : Config::FromEnvironment().Print(); });
   m.def("unknown_variables", &Config::UnknownVariables);
   m.def("built_with_cuda", &BuiltWithCuda);
 }

@@ -45,12 +45,33 @@ class _Launch:
     local_size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class _InFlight:
+    """The tensors of an operation under way, alive until the engine is done with their memory."""
+
+    sent: torch.Tensor
+    """What the engine reads: the caller's tensor, or a copy in the type of the wire."""
+    received: torch.Tensor
+    """What the engine writes: the caller's output, or that copy."""
+    output: torch.Tensor
+    """The caller's."""
+    elements: tuple[int, int]
+    """First and last plus one of the flattened elements that are wanted."""
+
+    def finish(self) -> torch.Tensor:
+        """The caller's output, with the sums in its own type."""
+        if self.received is not self.output:
+            part = slice(*self.elements)
+            self.output.view(-1)[part].copy_(self.received.view(-1)[part])
+        return self.output
+
+
 _launch: _Launch | None = None
 _lock = threading.Lock()
-# handle -> (input, output): alive until the engine is done with their memory.
-_in_flight: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-# Tensors of failed operations: the transport may read them until it is shut down.
-_orphans: list[tuple[torch.Tensor, torch.Tensor]] = []
+# By handle.
+_in_flight: dict[int, _InFlight] = {}
+# Failed operations: the transport may read their tensors until it is shut down.
+_orphans: list[_InFlight] = []
 
 
 def init(lazy: bool = True) -> None:
@@ -202,6 +223,13 @@ def _check(tensor: torch.Tensor, what: str) -> None:
         raise ValueError(f"{what} is on {tensor.device}; only CPU and CUDA tensors can be summed")
 
 
+def _check_wire(tensor: torch.Tensor, wire_dtype: torch.dtype) -> None:
+    if wire_dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"wire_dtype is {wire_dtype}; it can be torch.bfloat16 or torch.float16")
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"a tensor of {tensor.dtype} cannot be sent as {wire_dtype}")
+
+
 def start(
     tensor: torch.Tensor,
     output: torch.Tensor,
@@ -212,6 +240,7 @@ def start(
     group: Group,
     placement: int | None,
     pull: tuple[int, int] | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> int:
     """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
 
@@ -230,6 +259,9 @@ def start(
         pull: first and last plus one of the elements, of the flattened tensor, whose sums are
             wanted; the rest of `output` is left alone.  Each member may want another part, as a
             sharded optimizer does.  None: all of them.
+        wire_dtype: torch.bfloat16 or torch.float16 sends an fp32 or fp64 tensor as that: half or a
+            quarter of the bytes, each value rounded before it is sent, added in fp32 by the
+            server, and the sum rounded once. The same on all members.  None: the tensor's own.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.
@@ -242,30 +274,34 @@ def start(
         raise ValueError("a push_pull needs a name, the same on all workers")
     if placement is not None and placement < 0:
         raise ValueError(f"placement must not be negative, got {placement}")
-    if pull is not None:
-        begin, end = pull
-        if not 0 <= begin <= end <= tensor.numel():
-            raise ValueError(f"pull={pull} is no range of {tensor.numel()} elements")
-        pull = (begin * tensor.element_size(), end * tensor.element_size())
+    elements = (0, tensor.numel()) if pull is None else pull
+    if not 0 <= elements[0] <= elements[1] <= tensor.numel():
+        raise ValueError(f"pull={pull} is no range of {tensor.numel()} elements")
+    operation = _InFlight(sent=tensor, received=output, output=output, elements=elements)
+    if wire_dtype is not None and wire_dtype != tensor.dtype:
+        _check_wire(tensor, wire_dtype)
+        copy = tensor.to(wire_dtype)
+        operation = _InFlight(sent=copy, received=copy, output=output, elements=elements)
+    sent, size = operation.sent, operation.sent.element_size()
     device, stream = -1, 0
     if tensor.device.type == "cuda":
         device = tensor.device.index
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
     handle = c_lib.push_pull(
         name=name,
-        dtype=DTYPES[tensor.dtype],
-        input=tensor.data_ptr(),
-        output=output.data_ptr(),
-        bytes=tensor.numel() * tensor.element_size(),
+        dtype=DTYPES[sent.dtype],
+        input=sent.data_ptr(),
+        output=operation.received.data_ptr(),
+        bytes=sent.numel() * size,
         average=bool(average),
         priority=int(priority),
         group=_ranks_of(group),
         placement=placement,
-        pull=pull,
+        pull=None if pull is None else (elements[0] * size, elements[1] * size),
         device=device,
         stream=stream,
     )
-    _in_flight[handle] = (tensor, output)
+    _in_flight[handle] = operation
     return handle
 
 
@@ -284,17 +320,51 @@ def synchronize(handle: int) -> torch.Tensor:
     try:
         c_lib.wait(handle)
     except BaseException:
-        tensors = _in_flight.pop(handle, None)
-        if tensors is not None:
-            _orphans.append(tensors)
+        operation = _in_flight.pop(handle, None)
+        if operation is not None:
+            _orphans.append(operation)
         raise
-    _, output = _in_flight.pop(handle)
-    return output
+    return _in_flight.pop(handle).finish()
 
 
 def get_pushpull_speed() -> tuple[int, float]:
     """(ms since the epoch, MB/s of tensors summed over the last 10 s; 0.0 if there were none)."""
     return c_lib.pushpull_speed()
+
+
+def partition_bytes(nbytes: int) -> int:
+    """Bytes of the partitions (the last may have fewer) of a tensor of `nbytes` bytes."""
+    _launched()
+    return c_lib.partition_bytes(nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """How often something took how long."""
+
+    count: int
+    """How often it was seen."""
+    sum: float
+    """Seconds, all together."""
+    buckets: dict[float, int]
+    """Upper end of a bucket in seconds -> how often it took at most that."""
+
+
+def get_metrics() -> dict[str, int | Histogram]:
+    """What this worker counted since the process began, and what its queues hold now.
+
+    The names and meanings are those of docs/observability.md, which Prometheus gets as well. Never
+    blocks for long, and works before `init` and after a failure.
+    """
+    metrics: dict[str, int | Histogram] = {}
+    for name, value in c_lib.metrics().items():
+        if isinstance(value, tuple):
+            bounds, cumulative, count, total = value
+            buckets = dict(zip(bounds, cumulative, strict=True))
+            metrics[name] = Histogram(count=count, sum=total, buckets=buckets)
+        else:
+            metrics[name] = value
+    return metrics
 
 
 def print_config() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 
 import byteps.torch as bps
 import torch
@@ -32,6 +33,10 @@ def every_dtype(job: Job) -> None:
         assert (bps.rank(), bps.size()) == (job.rank, job.size)
         assert (bps.local_rank(), bps.local_size()) == (job.rank, job.size)
         assert bps.is_initialized()
+    with job.check("partition_bytes"):
+        largest = -(-job.args["partition_bytes"] // mmap.PAGESIZE) * mmap.PAGESIZE
+        for nbytes in (1, largest, 1 << 30):
+            assert bps.partition_bytes(nbytes) == largest
     for dtype in job.args.get("dtypes", values.DTYPES):
         for label, count in counts(dtype, job.args["partition_bytes"]).items():
             with job.check(f"sum {dtype} {label}"):
@@ -76,15 +81,75 @@ def random(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
     for round_ in range(2):
         inputs = [values.random_input(count, rank, name, round_, dtype) for rank in range(job.size)]
         result = bps.push_pull(inputs[job.rank].clone(), average=average, name=name)
-        values.demand_rounded_sum(result, inputs, dtype, average)
+        wide = os.environ.get("BYTEPS_SERVER_WIDE_FLOAT32") != "0"
+        values.demand_rounded_sum(result, inputs, dtype, average, wide)
 
 
 def large(job: Job) -> None:
     """Many megabytes, a last partition that is not full, several rounds."""
     bps.init()
+    largest = int(os.environ.get("BYTEPS_PARTITION_BYTES", "4096000"))
+    with job.check("64 partitions for each of two servers, within limits"):
+        for nbytes in (1, 10_000_000, 64 << 20, 100_000_001, 1 << 30):
+            smallest = min(131_072, largest)
+            pages = -(-(nbytes // 128) // mmap.PAGESIZE)
+            wanted = min(max(pages * mmap.PAGESIZE, smallest), largest)
+            assert bps.partition_bytes(nbytes) == wanted, nbytes
     for dtype, count in (("float32", 1_100_001), ("bfloat16", 3_000_003), ("uint8", 4_200_001)):
         with job.check(f"large {dtype}"):
             exact(job, f"large.{dtype}", count, dtype, average=False)
+    bps.shutdown()
+
+
+def wire(job: Job) -> None:
+    """Tensors that are sent in a half type, and what cannot be."""
+    bps.init()
+    ranks = list(range(job.size))
+    count = 5003
+    for dtype in ("float32", "float64"):
+        for half in ("bfloat16", "float16"):
+            half_dtype = values.dtype_of(half)
+            name = f"{dtype} as {half}"
+            with job.check(f"{name}, exact"):
+                for round_ in range(2):
+                    given = values.exact_input(count, job.rank, name, round_, dtype)
+                    want = values.exact_sum(count, ranks, name, round_, dtype)
+                    bps.push_pull_inplace(given, average=False, name=name, wire_dtype=half_dtype)
+                    values.demand_exact(given, want)
+            with job.check(f"{name}, rounded before and after"):
+                inputs = [values.random_input(count, r, name, 0, dtype) for r in ranks]
+                mine = inputs[job.rank].clone()
+                random_name = f"{name}, random"
+                bps.push_pull_inplace(mine, name=random_name, wire_dtype=half_dtype)
+                assert torch.equal(mine.to(half_dtype).to(mine.dtype), mine)
+                rounded = [given.to(half_dtype) for given in inputs]
+                values.demand_rounded_sum(mine, rounded, half, average=True)
+            with job.check(f"{name}, a part"):
+                given = values.exact_input(count, job.rank, name, 3, dtype)
+                got, part = given.clone(), (17, 4000 + job.rank)
+                handle = bps.push_pull_async_inplace(
+                    got, average=False, name=f"{name}, part", pull=part, wire_dtype=half_dtype
+                )
+                bps.synchronize(handle)
+                want = given.clone()
+                total = values.exact_sum(count, ranks, name, 3, dtype)
+                want[slice(*part)] = total[slice(*part)]
+                values.demand_exact(got, want)
+    with job.check("the tensor's own type is no other"):
+        given = torch.full((9,), 1 + 2.0**-20)
+        bps.push_pull_inplace(given, average=False, name="own", wire_dtype=torch.float32)
+        assert (given == job.size * (1 + 2.0**-20)).all()
+    for label, given, wire_dtype in (
+        ("an integer tensor", torch.ones(4, dtype=torch.int32), torch.bfloat16),
+        ("a half tensor", torch.ones(4, dtype=torch.float16), torch.bfloat16),
+        ("an integer wire", torch.ones(4), torch.int8),
+    ):
+        with job.check_raises(label, ValueError, str(wire_dtype)):
+            bps.push_pull_inplace(given, name="refused", wire_dtype=wire_dtype)
+    if job.size > 1:
+        wanted = torch.bfloat16 if job.rank == 1 else None
+        with job.check_raises("members that disagree", bps.BytePSError, "float32.*bfloat16|bf.*fl"):
+            bps.push_pull_inplace(torch.ones(4096), name="mixed", wire_dtype=wanted)
     bps.shutdown()
 
 

@@ -99,16 +99,19 @@ def demand_close_to(got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) 
 
 
 def demand_rounded_sum(
-    got: torch.Tensor, inputs: list[torch.Tensor], dtype: str, average: bool
+    got: torch.Tensor, inputs: list[torch.Tensor], dtype: str, average: bool, wide: bool = True
 ) -> None:
     """`got` is the sum of the inputs within what the dtype allows, against a float64 sum.
 
-    Half types: one rounding of a sum that was made in fp32. fp32 and fp64: one rounding for each
-    addition, in whatever order. An average adds the rounding of its division.
+    Half types: one rounding of a sum that was made in fp32. fp32: one rounding of a sum that was
+    made in fp64, or without `wide` as fp64: one for each addition, in whatever order. An average
+    adds the rounding of its division.
     """
     exact = torch.stack([value.double() for value in inputs])
     total, magnitude, count = exact.sum(0), exact.abs().sum(0), len(inputs)
-    adding = "float32" if dtype in ("float16", "bfloat16") else dtype
+    adding = {"float16": "float32", "bfloat16": "float32"}.get(dtype, dtype)
+    if dtype == "float32" and wide:
+        adding = "float64"
     # n - 1 additions, each wrong by half an ulp of at most the sum of magnitudes; the float64
     # reference itself has as many.
     limit = (count - 1) * magnitude * 2.0 ** -PRECISION[adding]

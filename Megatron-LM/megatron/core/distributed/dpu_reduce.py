@@ -25,7 +25,6 @@ BytePS is imported when it is first needed, so that Megatron runs without it.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -63,7 +62,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_PARTITION_BYTES = 4_096_000
 _CHUNK_PRIORITY_STRIDE = 1 << 16
 
 _DTYPE_NAMES = {
@@ -73,6 +71,9 @@ _DTYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.uint8: "uint8",
 }
+
+_WIRE_DTYPES = {"bf16": torch.bfloat16}
+"""What ``--dpu-reduce-wire-dtype`` may name."""
 
 
 # --------------------------------------------------------------------------- what is refused
@@ -184,14 +185,31 @@ def _refuse(source: object) -> None:
             )
 
 
+def _check_wire_dtype(source: object) -> None:
+    """``source`` is the arguments or a DDP config."""
+    name = getattr(source, "dpu_reduce_wire_dtype", None)
+    if name is None:
+        return
+    if not getattr(source, "use_dpu_reduce", False):
+        raise ValueError(
+            f"--dpu-reduce-wire-dtype={name} needs --use-dpu-reduce: without it no gradient goes "
+            "through BytePS"
+        )
+    if name not in _WIRE_DTYPES:
+        raise ValueError(
+            f"--dpu-reduce-wire-dtype={name} is not known; it can be {', '.join(_WIRE_DTYPES)}"
+        )
+
+
 def validate_args(args: Namespace) -> None:
-    """Check that the arguments allow BytePS gradient sums; does nothing without the flag.
+    """Check that the arguments allow BytePS gradient sums, where they ask for them.
 
     Raises:
         ValueError: an argument that cannot be combined with ``--use-dpu-reduce``; the text names
             both and the reason.
         RuntimeError: BytePS is not installed.
     """
+    _check_wire_dtype(args)
     if not getattr(args, "use_dpu_reduce", False):
         return
     _refuse(args)
@@ -204,6 +222,7 @@ def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
     Raises:
         ValueError: a setting that cannot be combined with ``use_dpu_reduce``.
     """
+    _check_wire_dtype(ddp_config)
     if ddp_config.use_dpu_reduce:
         _refuse(ddp_config)
 
@@ -296,6 +315,8 @@ class BucketOp:
     """Higher goes first. 0 for what the next forward pass needs first, negative after that."""
     placement: int
     """Index of the bucket's first partition in the round robin over the servers."""
+    wire_dtype: torch.dtype
+    """Type in which the gradients travel; that of the bucket, unless another was asked for."""
 
 
 def bucket_name(
@@ -345,17 +366,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _partition_bytes() -> int:
-    text = os.environ.get("BYTEPS_PARTITION_BYTES", "")
-    try:
-        value = int(text) if text else _DEFAULT_PARTITION_BYTES
-    except ValueError:
-        value = 0
-    if value <= 0:
-        raise ValueError(f"BYTEPS_PARTITION_BYTES={text!r} is not a positive number of bytes")
-    return value
-
-
 @dataclass(kw_only=True)
 class _Registry:
     """What this process has named so far. Every rank of a group builds the same models in the
@@ -390,7 +400,15 @@ def register(ddp: DistributedDataParallel) -> None:
         if kind not in models:
             models[kind] = _registry.models[(kind, min(group), chunk)]
             _registry.models[(kind, min(group), chunk)] += 1
-        _register_buffer(buffer, kind=kind, group=group, model=models[kind], chunk=chunk)
+        wire_dtype = _wire_dtype(buffer.grad_dtype, ddp.ddp_config)
+        _register_buffer(
+            buffer,
+            kind=kind,
+            group=group,
+            model=models[kind],
+            chunk=chunk,
+            wire_dtype=wire_dtype,
+        )
 
     names = [bucket.dpu_reduce_op.name for *_, buffer in plan for bucket in buffer.buckets]
     if len(set(names)) != len(names):
@@ -398,14 +416,27 @@ def register(ddp: DistributedDataParallel) -> None:
     logger.info("gradient sums go through BytePS: %d buckets, chunk %d", len(names), chunk)
 
 
+def _wire_dtype(grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig) -> torch.dtype:
+    """The wire type that was asked for is for fp32: of a half type it would keep less."""
+    if ddp_config.dpu_reduce_wire_dtype is None or grad_dtype != torch.float32:
+        return grad_dtype
+    return _WIRE_DTYPES[ddp_config.dpu_reduce_wire_dtype]
+
+
 def _ranks(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
     return tuple(torch.distributed.get_process_group_ranks(group))
 
 
 def _register_buffer(
-    buffer: _ParamAndGradBuffer, *, kind: str, group: tuple[int, ...], model: int, chunk: int
+    buffer: _ParamAndGradBuffer,
+    *,
+    kind: str,
+    group: tuple[int, ...],
+    model: int,
+    chunk: int,
+    wire_dtype: torch.dtype,
 ) -> None:
-    partition_bytes = _partition_bytes()
+    bps = _byteps()
     owners = _ranks(buffer.data_parallel_group)
     instances = buffer.ddp_config.num_distributed_optimizer_instances
     if not set(owners) <= set(group) or len(owners) * instances != len(group):
@@ -430,9 +461,10 @@ def _register_buffer(
                 chunk=chunk, bucket_id=bucket.bucket_id, num_buckets=len(buffer.buckets)
             ),
             placement=_registry.partitions,
+            wire_dtype=wire_dtype,
         )
-        nbytes = bucket.grad_data.numel() * bucket.grad_data.element_size()
-        _registry.partitions += partition_count(nbytes, partition_bytes)
+        nbytes = bucket.grad_data.numel() * wire_dtype.itemsize
+        _registry.partitions += partition_count(nbytes, bps.partition_bytes(nbytes))
 
 
 def _chunk_index(module: torch.nn.Module) -> int:
@@ -480,12 +512,12 @@ def start_grad_sync(
     """Sum the buckets of a group over its data-parallel ranks, in place.
 
     Called where Megatron would issue its all-reduce or reduce-scatter: local gradients are
-    accumulated and scaled. Buckets are pushed whole, in the dtype in which they are summed. With
-    the distributed optimizer each rank pulls the shard that it owns, and the rest of its bucket
-    keeps the local gradients; ``force_all_reduce`` pulls all of it. Where there are several
-    instances of that optimizer, Megatron sums within each, then across them; here it is one sum
-    over all members of all instances. ``average_in_collective``
-    asks BytePS for the average over the data-parallel group instead of the sum.
+    accumulated and scaled. Buckets are pushed whole, in the dtype in which they are summed or that
+    of ``dpu_reduce_wire_dtype``. With the distributed optimizer each rank pulls the shard that it
+    owns, and the rest of its bucket keeps the local gradients; ``force_all_reduce`` pulls all of
+    it. Where there are several instances of that optimizer, Megatron sums within each, then across
+    them; here it is one sum over all members of all instances. ``average_in_collective`` asks
+    BytePS for the average over the data-parallel group instead of the sum.
 
     Returns:
         with ``overlap_grad_reduce`` a handle to wait for, as all-reduce does; otherwise ``None``,
@@ -509,6 +541,7 @@ def start_grad_sync(
             placement=op.placement,
             group=op.group,
             pull=_wanted(bucket, op) if sharded else None,
+            wire_dtype=op.wire_dtype,
         )
         pending.append((handle, bucket.grad_data))
     handle = GradSyncHandle(pending)

@@ -1,0 +1,81 @@
+"""The ways to sum a tensor over all workers that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Backend(Protocol):
+    """Sums tensors over all ranks, in place."""
+
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+        """Start all sums, then wait until every one is done.
+
+        Args:
+            tensors: contiguous, the same shapes on all ranks.
+            label: identifies the tensors: the same on all ranks and in all rounds, another one for
+                others.
+        """
+
+    def close(self) -> None:
+        """Leave the job; all ranks call it."""
+
+
+class AllReduce:
+    """torch.distributed's all_reduce, by gloo or NCCL."""
+
+    def __init__(self, name: str) -> None:
+        self._group = dist.new_group(backend=name)
+
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+        works = [dist.all_reduce(t, group=self._group, async_op=True) for t in tensors]
+        for work in works:
+            work.wait()
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
+
+class PushPull:
+    """BytePS; tensors are dealt to the servers as Megatron's buckets are, one after the other."""
+
+    def __init__(self) -> None:
+        import byteps.torch as bps
+        from byteps.torch import c_lib
+
+        self._bps = bps
+        bps.init()
+        self._partition_bytes = int(_settings(c_lib.config())["BYTEPS_PARTITION_BYTES"])
+
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+        handles, partitions = [], 0
+        for index, tensor in enumerate(tensors):
+            handle = self._bps.push_pull_async_inplace(
+                tensor,
+                average=False,
+                name=f"{label}.{index}",
+                priority=-index,
+                placement=partitions,
+            )
+            handles.append(handle)
+            partitions += -(-tensor.nbytes // self._partition_bytes)
+        for handle in handles:
+            self._bps.synchronize(handle)
+
+    def close(self) -> None:
+        self._bps.shutdown()
+
+
+def _settings(text: str) -> dict[str, str]:
+    """The engine's own listing, ``NAME=value  # where from`` a line."""
+    pairs = (line.split("  #")[0].partition("=") for line in text.splitlines())
+    return {name: value for name, _, value in pairs}
+
+
+def make(name: str) -> Backend:
+    """The backend of that name, connected to the other ranks."""
+    return PushPull() if name == "byteps" else AllReduce(name)

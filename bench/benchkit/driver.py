@@ -1,0 +1,57 @@
+"""Makes the launches of a plan: in turn, and again where the machine was too busy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from benchkit.emulation import LOOPBACK, Emulation, Host
+from benchkit.launch import launch
+from benchkit.plan import Plan
+from benchkit.summary import Run, percentile
+
+
+@contextmanager
+def hosts_of(plan: Plan) -> Iterator[Sequence[Host]]:
+    """The hosts of a plan's topology, for as long as they are needed."""
+    if not plan.topology.emulated_hosts:
+        yield [LOOPBACK]
+        return
+    with Emulation(plan.topology) as emulation:
+        yield emulation.hosts
+
+
+def run_plan(plan: Plan, name: str = "") -> Run:
+    """Launch every backend in turn, ``plan.launches`` times.
+
+    A round in which the machine was too busy is repeated, ``plan.retries`` times in all.
+
+    Raises:
+        LaunchError: a process failed.
+        EmulationError: the hosts could not be made.
+    """
+    run = Run(plan=plan, name=name)
+    quiet = 0
+    with hosts_of(plan) as hosts:
+        for index in range(plan.launches + plan.retries):
+            done = [launch(plan, backend, index, hosts) for backend in plan.backends]
+            run.launches += done
+            for one in done:
+                medians = (1e3 * percentile(case.samples_s, 50) for case in one.measured)
+                busiest = max(case.busy for case in one.measured)
+                note = "" if one.kept else ": too busy, not counted"
+                progress(
+                    f"{name} launch {index} {one.backend}: p50 ms "
+                    f"{' '.join(f'{value:.2f}' for value in medians)}; "
+                    f"machine {busiest:.0%} busy{note}"
+                )
+            quiet += all(one.kept for one in done)
+            if quiet == plan.launches:
+                break
+    return run
+
+
+def progress(text: str) -> None:
+    """To stderr: stdout is for what was measured."""
+    print(text.strip(), file=sys.stderr, flush=True)

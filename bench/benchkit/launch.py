@@ -1,0 +1,150 @@
+"""One launch: scheduler, servers and workers of one backend, from their start to their end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchkit.emulation import Host
+from benchkit.measure import Measured
+from benchkit.plan import Case, Plan, Topology
+from benchkit.processes import Processes, plain_environment, server_executable
+
+_START_S = 60.0
+_PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """What one launch came to."""
+
+    backend: str
+    index: int
+    measured: list[Measured]
+    """A case each, in the order of the plan."""
+    kept: bool
+    """Whether it counts: the machine was not too busy."""
+
+    def as_json(self) -> dict[str, Any]:
+        entries = [one.as_json() for one in self.measured]
+        return {**self.__dict__, "measured": entries}
+
+
+def measured_from_json(entry: dict[str, Any]) -> Measured:
+    return Measured(**{**entry, "case": Case(**entry["case"])})
+
+
+class Placement:
+    """Which host each process of a topology runs on."""
+
+    def __init__(self, topology: Topology, hosts: Sequence[Host]) -> None:
+        self.workers = [hosts[i % len(hosts)] for i in range(topology.workers)]
+        first = 0 if topology.colocate else topology.workers
+        around = topology.workers if topology.colocate else len(hosts)
+        self.servers = [hosts[(first + i) % around % len(hosts)] for i in range(topology.servers)]
+        # It moves no gradients: beside worker 0 it costs no host.
+        self.scheduler = self.workers[0]
+
+
+def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launch:
+    """Start everything, wait for its end, and read what rank 0 recorded.
+
+    Raises:
+        LaunchError: a process failed or was late.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="pushpull-bench-") as folder,
+        Processes(Path(folder)) as processes,
+    ):
+        placement = Placement(plan.topology, hosts)
+        pids, environment = [], plain_environment()
+        if backend == "byteps":
+            pids, job = start_nodes(placement, processes, environment)
+            environment |= job
+        spec = {
+            "plan": plan.as_json(),
+            "backend": backend,
+            "node_pids": pids,
+            "rendezvous": f"{folder}/ranks",
+        }
+        result = Path(folder) / "result.json"
+        start_workers("benchkit.rank", spec, result, placement, processes, environment)
+        processes.wait_all(plan.timeout_s)
+        measured = [measured_from_json(entry) for entry in json.loads(result.read_text())]
+    busy = max(one.busy for one in measured)
+    return Launch(backend=backend, index=index, measured=measured, kept=busy <= plan.max_busy)
+
+
+def start_nodes(
+    placement: Placement, processes: Processes, environment: dict[str, str]
+) -> tuple[list[int], dict[str, str]]:
+    """Start scheduler and servers; return their pids, and the variables that lead to them."""
+    port_file = processes.folder / "scheduler.port"
+    job = {
+        "DMLC_PS_ROOT_URI": placement.scheduler.address,
+        "DMLC_PS_ROOT_PORT": "0",
+        "DMLC_NUM_WORKER": str(len(placement.workers)),
+        "DMLC_NUM_SERVER": str(len(placement.servers)),
+    }
+    command = [server_executable(), "--die-with-parent", "--role"]
+    pids = [
+        processes.start(
+            "scheduler",
+            [*command, "scheduler", "--port-file", str(port_file)],
+            placement.scheduler,
+            {**environment, **job},
+        )
+    ]
+    job["DMLC_PS_ROOT_PORT"] = processes.wait_file(port_file, _START_S).split()[1]
+    for index, host in enumerate(placement.servers):
+        title = f"server-{index}"
+        pids.append(processes.start(title, [*command, "server"], host, {**environment, **job}))
+    return pids, job
+
+
+def start_workers(
+    program: str,
+    spec: dict[str, Any],
+    result: Path,
+    placement: Placement,
+    processes: Processes,
+    environment: dict[str, str],
+) -> None:
+    """Start every rank: a module, called with the files of the specification and the result."""
+    spec_file = processes.folder / "spec.json"
+    spec_file.write_text(json.dumps(spec))
+    environment = {**environment, "PYTHONPATH": str(_PACKAGE_FOLDER)}
+    for rank, host in enumerate(placement.workers):
+        variables = rank_variables(rank, placement)
+        command = [sys.executable, "-m", program, str(spec_file), str(result)]
+        processes.start(f"worker-{rank}", command, host, {**environment, **variables})
+
+
+def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
+    """What a launcher would tell a rank of itself."""
+    size, host = str(len(placement.workers)), placement.workers[rank]
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GLOO_SOCKET_IFNAME": host.interface,
+        **(_as_hosts_of_their_own(host) if host.namespace else {}),
+    }
+
+
+def _as_hosts_of_their_own(host: Host) -> dict[str, str]:
+    """Keep NCCL from seeing that its ranks share a machine."""
+    return {
+        "NCCL_HOSTID": str(host.namespace),
+        "NCCL_SOCKET_IFNAME": host.interface,
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    }

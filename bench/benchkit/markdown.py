@@ -1,0 +1,62 @@
+"""The results section of a document, written anew from recorded runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchkit.gates import judge_all
+from benchkit.record import topology_text
+from benchkit.sets import Experiment
+from benchkit.summary import Run
+from benchkit.tables import gate_table, ratio_table, result_table
+
+BEGIN = "<!-- results: written by `make bench MARKDOWN=...`, not by hand -->"
+END = "<!-- end of results -->"
+
+
+def pipes(table: Sequence[Sequence[str]]) -> list[str]:
+    """A table as Markdown."""
+    lines = [f"| {' | '.join(line)} |" for line in table]
+    return [lines[0], "|" + " --- |" * len(table[0]), *lines[1:]]
+
+
+def section(experiment: Experiment, run: Run) -> list[str]:
+    """What one experiment came to."""
+    rounds = len({launch.index for launch in run.counted})
+    made = len({launch.index for launch in run.launches})
+    counted = f"{rounds} launches of each, in turn"
+    if made > rounds:
+        counted += f" ({made - rounds} more were left out: the machine was too busy)"
+    if not run.quiet:
+        counted += " (**the machine was too busy in all of them**)"
+    return [
+        f"### {experiment.name}",
+        "",
+        f"{experiment.why.capitalize()}. {topology_text(run.plan.topology)}. {counted}.",
+        "",
+        *pipes(result_table(run)),
+        "",
+        *pipes(ratio_table(run)),
+        "",
+        *pipes(gate_table(judge_all(experiment.gates, run))),
+        "",
+    ]
+
+
+def results(pairs: Sequence[tuple[Experiment, Run]], meta: Mapping[str, str]) -> str:
+    """All of them, with what the figures depend on."""
+    lines = [f"- {name}: {text}" for name, text in meta.items()]
+    for experiment, run in pairs:
+        lines += ["", *section(experiment, run)]
+    return "\n".join(lines).rstrip()
+
+
+def replace_results(path: Path, text: str) -> None:
+    """Put the text between the marks of a document. Raises ValueError when it has none."""
+    whole = path.read_text(encoding="utf-8")
+    before, begin, rest = whole.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} lacks the lines {BEGIN!r} and {END!r}, between which to write")
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")

@@ -1,0 +1,102 @@
+"""Pictures of a run: time against size, part of the links' limit, and backends side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchkit.summary import Row, Run, rows
+from benchkit.tables import ratio_pairs
+from benchkit.units import show_size
+
+_COLOURS = {"byteps": "tab:blue", "gloo": "tab:orange", "nccl": "tab:green"}
+_DASHES = ("-", "--", ":", "-.")
+
+
+def _figure(title: str) -> tuple[Any, Any]:
+    # Here, because matplotlib takes a second and most runs draw nothing.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _lines(run: Run) -> list[tuple[str, str, str, list[Row]]]:
+    """(label, colour, dashes, rows by size) of each backend and element type."""
+    everything = rows(run)
+    dtypes = sorted({row.case.dtype for row in everything})
+    lines = []
+    for backend in run.plan.backends:
+        for dtype in dtypes:
+            chosen = [r for r in everything if r.backend == backend and r.case.dtype == dtype]
+            chosen.sort(key=lambda row: row.case.size)
+            dashes = _DASHES[dtypes.index(dtype) % len(_DASHES)]
+            lines.append((f"{backend}, {dtype}", _COLOURS[backend], dashes, chosen))
+    return lines
+
+
+def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [show_size(size) for size in sizes], rotation=30)
+    axes.set_xlabel("size")
+
+
+def draw(run: Run, folder: Path) -> list[Path]:
+    """Write the pictures that the run has figures for; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [_draw_times(run, folder / "time.png")]
+    if run.plan.topology.link_bits:
+        made.append(_draw_of_limit(run, folder / "of-limit.png"))
+    if len(run.plan.backends) > 1:
+        made.append(_draw_ratios(run, folder / "ratio.png"))
+    return made
+
+
+def _draw_times(run: Run, path: Path) -> Path:
+    topology = run.plan.topology
+    title = f"Sum over {topology.workers} workers, {topology.servers} servers: median time"
+    figure, axes = _figure(title)
+    for label, colour, dashes, line in _lines(run):
+        sizes = [row.case.size for row in line]
+        times = [row.p50_s * 1e3 for row in line]
+        axes.plot(sizes, times, dashes, color=colour, marker="o", label=label)
+    _size_axis(axes, sorted({case.size for case in run.plan.cases}))
+    axes.set_yscale("log")
+    axes.set_ylabel("ms")
+    axes.legend()
+    figure.savefig(path)
+    return path
+
+
+def _draw_of_limit(run: Run, path: Path) -> Path:
+    figure, axes = _figure("Part of what the links allow")
+    for label, colour, dashes, line in _lines(run):
+        points = [(row.case.size, row.of_limit) for row in line if row.of_limit is not None]
+        axes.plot(*zip(*points, strict=True), dashes, color=colour, marker="o", label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    _size_axis(axes, sorted({case.size for case in run.plan.cases}))
+    axes.set_ylabel("least time / median time")
+    axes.legend()
+    figure.savefig(path)
+    return path
+
+
+def _draw_ratios(run: Run, path: Path) -> Path:
+    pairs = ratio_pairs(run)
+    figure, axes = _figure(f"{run.plan.backends[0]}: times as fast, and the launches' spread")
+    labels = [f"{show_size(case.size)} {case.dtype}\n{theirs}" for case, _, theirs, _ in pairs]
+    values = [found.value for *_, found in pairs]
+    below = [found.value - min(found.low, found.value) for *_, found in pairs]
+    above = [max(found.high, found.value) - found.value for *_, found in pairs]
+    axes.bar(range(len(pairs)), values, yerr=[below, above], capsize=4, color="tab:blue")
+    axes.set_xticks(range(len(pairs)), labels, fontsize=8)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("times as fast")
+    figure.savefig(path)
+    return path

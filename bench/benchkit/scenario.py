@@ -1,0 +1,109 @@
+"""What is simulated: workers, servers, links and the settings of the engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+_HEADERS = 52  # bytes of a packet: IPv4, TCP, and TCP's time stamps
+_FRAME = 14  # bytes: what a shaper counts beside the packet
+
+
+def payload_fraction(mtu: int) -> float:
+    """Part of a link's rate that carries payload: (mtu - 52) / (mtu + 14), TCP over IPv4."""
+    if mtu <= _HEADERS:
+        raise ValueError(f"an MTU of {mtu} bytes leaves no room for payload")
+    return (mtu - _HEADERS) / (mtu + _FRAME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Workers that are alike, each on a host of its own: they do the same at the same time."""
+
+    count: int
+    rate: float
+    """Bytes of payload a second, each way, of a worker's link."""
+    start: float = 0.0
+    """When they begin, in seconds: above 0 for stragglers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One push-pull, or one ring all-reduce, of one tensor over all workers."""
+
+    size: int
+    """Bytes of the tensor."""
+    workers: tuple[Workers, ...]
+    servers: int
+    server_rate: float
+    """Bytes of payload a second, each way, of a server's link; colocated servers use the
+    worker's."""
+    colocated: bool = False
+    """Server i runs on the host of worker i mod n, and shares its link."""
+    core_rate: float = math.inf
+    """Bytes a second that the switch carries in all: below the sum of the links, it is
+    oversubscribed."""
+    partition: int = 4_096_000
+    """BYTEPS_PARTITION_BYTES."""
+    credit: int = 16
+    """BYTEPS_SCHEDULING_CREDIT: partitions a worker may have in the transport; 0: no limit."""
+    socket_buffer: int = 3 << 20
+    """Bytes that the kernel takes from the engine ahead of the link, for each connection: a
+    partition gives its credit back when all but these are sent. About what is left for payload of
+    the 4 MiB to which Linux lets a socket grow, unless told otherwise (net.ipv4.tcp_wmem)."""
+    placement: int = 0
+    """Partition p goes to server (placement + p) mod servers."""
+    staggered: bool = False
+    """What the engine does not do: each worker begins every round over the servers at another
+    one."""
+    add_rate: float = math.inf
+    """Bytes of pushes that a thread of a server adds in a second."""
+    engine_threads: int = 4
+    """BYTEPS_SERVER_ENGINE_THREAD: partitions are dealt to them in turn."""
+    latency: float = 0.0
+    """Seconds from the end of a message on the link to when the other side acts on it."""
+
+    def __post_init__(self) -> None:
+        if not self.workers or any(group.count < 1 for group in self.workers):
+            raise ValueError("there must be one worker at least, in every group")
+        if self.servers < 1 or self.engine_threads < 1:
+            raise ValueError("there must be one server at least, with one thread at least")
+        if self.size < 1 or self.partition < 1:
+            raise ValueError("the tensor and its partitions must have one byte at least")
+        waits = [self.credit, self.socket_buffer, self.latency, *(w.start for w in self.workers)]
+        if min(waits) < 0:
+            raise ValueError("credit, buffer, latency and starting times may not be negative")
+        rates = [self.server_rate, self.core_rate, self.add_rate, *(w.rate for w in self.workers)]
+        if not all(rate > 0 for rate in rates):
+            raise ValueError("rates must be above 0")
+
+    @property
+    def count(self) -> int:
+        """Workers."""
+        return sum(group.count for group in self.workers)
+
+    @property
+    def partitions(self) -> int:
+        return -(-self.size // self.partition)
+
+    def partition_size(self, index: int) -> int:
+        """Bytes: the last partition may be shorter."""
+        return min(self.partition, self.size - index * self.partition)
+
+    def server_of(self, index: int) -> int:
+        return (self.placement + index) % self.servers
+
+    def one_by_one(self) -> Scenario:
+        """The same with every worker a group of its own."""
+        alone = [replace(group, count=1) for group in self.workers for _ in range(group.count)]
+        return replace(self, workers=tuple(alone))
+
+
+def uniform(workers: int, servers: int, size: int, rate: float) -> Scenario:
+    """Links that are all alike, defaults for the rest."""
+    return Scenario(
+        size=size,
+        workers=(Workers(count=workers, rate=rate),),
+        servers=servers,
+        server_rate=rate,
+    )

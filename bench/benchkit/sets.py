@@ -1,0 +1,155 @@
+"""The project's own experiments and their bars: a quick set, and the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchkit.gates import Gate
+from benchkit.options import MAX_BUSY
+from benchkit.plan import Case, Plan, Topology
+from benchkit.units import parse_rate, parse_size
+
+BACKENDS = ("byteps", "gloo")
+QUICK, FULL = "quick", "full"
+_FEW = 3  # launches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A plan, why it is run, and what it must show."""
+
+    name: str
+    why: str
+    plan: Plan
+    gates: Sequence[Gate]
+
+
+def _case(size: str, dtype: str = "float32", *, iters: int, warmup: int = 1) -> Case:
+    return Case(size=parse_size(size), dtype=dtype, iters=iters, warmup=warmup)
+
+
+def _emulated(workers: int, servers: int, rate: str, *, colocate: bool = False) -> Topology:
+    return Topology(
+        workers=workers,
+        servers=servers,
+        colocate=colocate,
+        emulated_hosts=workers + (0 if colocate else servers),
+        link_bits=parse_rate(rate),
+    )
+
+
+def _plan(topology: Topology, cases: Sequence[Case], launches: int) -> Plan:
+    return Plan(
+        cases=tuple(cases),
+        topology=topology,
+        backends=BACKENDS,
+        launches=launches,
+        max_busy=MAX_BUSY if topology.emulated_hosts else 1.0,
+        # The quick set is to end soon, on a busy machine too.
+        retries=launches if launches > _FEW else 1,
+    )
+
+
+def _four(rate: str, sizes: Sequence[str], launches: int, iters: int) -> Experiment:
+    """Four workers and four servers, in fp32, and as many elements in bf16."""
+    whole = [_case(size, iters=iters) for size in sizes]
+    half = [
+        Case(size=case.size // 2, dtype="bfloat16", iters=iters, warmup=case.warmup)
+        for case in whole
+    ]
+    gates = [Gate(kind="ratio", case=case, low=1.45) for case in [*whole, *half]]
+    gates += [
+        Gate(kind="ratio", case=small, base_case=large, low=2.9)
+        for small, large in zip(half, whole, strict=True)
+    ]
+    gates += [Gate(kind="of-limit", case=case, low=0.95) for case in whole]
+    gates += [Gate(kind="cpu", case=case, high=3.0) for case in whole]
+    return Experiment(
+        name=f"4+4-{rate}",
+        why="the links allow 1.5 times a ring's speed, and twice that with half the bytes",
+        plan=_plan(_emulated(4, 4, rate), [*whole, *half], launches),
+        gates=gates,
+    )
+
+
+def _eight(rate: str, size: str, launches: int, iters: int) -> Experiment:
+    case = _case(size, iters=iters)
+    return Experiment(
+        name=f"8+8-{rate}",
+        why="the links allow 1.75 times a ring's speed",
+        plan=_plan(_emulated(8, 8, rate), [case], launches),
+        gates=[Gate(kind="ratio", case=case, low=1.65)],
+    )
+
+
+def _control(name: str, why: str, topology: Topology, launches: int, iters: int) -> Experiment:
+    case = _case("64MiB", iters=iters)
+    return Experiment(
+        name=name,
+        why=f"a control: {why}",
+        plan=_plan(topology, [case], launches),
+        gates=[Gate(kind="ratio", case=case, low=0.95, high=1.05)],
+    )
+
+
+def _controls(launches: int, iters: int) -> list[Experiment]:
+    return [
+        _control(
+            "2+2-500mbit",
+            "between two workers a ring sends as much as servers need",
+            _emulated(2, 2, "500mbit"),
+            launches,
+            iters,
+        ),
+        _control(
+            "4+4-colocated-500mbit",
+            "servers on the workers' own hosts share their links, and gain nothing",
+            _emulated(4, 4, "500mbit", colocate=True),
+            launches,
+            iters,
+        ),
+    ]
+
+
+def _small(launches: int, iters: int) -> Experiment:
+    """What a sum costs when there is next to nothing to send."""
+    cases = [_case(size, iters=iters, warmup=10) for size in ("4KiB", "64KiB")]
+    return Experiment(
+        name="small-loopback",
+        why="latency: two workers and a server, no limit on any link",
+        plan=_plan(Topology(workers=2, servers=1), cases, launches),
+        gates=[Gate(kind="ratio", case=case, low=0.5) for case in cases],
+    )
+
+
+def _quick() -> list[Experiment]:
+    return [
+        _four("500mbit", ["64MiB"], launches=3, iters=3),
+        _eight("500mbit", "64MiB", launches=2, iters=3),
+        *_controls(launches=2, iters=3),
+        _small(launches=3, iters=200),
+    ]
+
+
+def _full() -> list[Experiment]:
+    return [
+        *(_four(rate, ["64MiB", "256MiB"], launches=5, iters=5) for rate in ("500mbit", "1gbit")),
+        *(_eight(rate, "256MiB", launches=5, iters=3) for rate in ("200mbit", "500mbit")),
+        *_controls(launches=5, iters=5),
+        _small(launches=5, iters=1000),
+    ]
+
+
+SETS: dict[str, Callable[[], list[Experiment]]] = {QUICK: _quick, FULL: _full}
+
+
+def choose(set_name: str, names: Sequence[str] = ()) -> list[Experiment]:
+    """Experiments of a set, all or those named. Raises ValueError for an unknown name."""
+    everything = {experiment.name: experiment for experiment in SETS[set_name]()}
+    for name in names:
+        if name not in everything:
+            raise ValueError(
+                f"the set {set_name!r} has no experiment {name!r}, but {', '.join(everything)}"
+            )
+    return [one for name, one in everything.items() if not names or name in names]

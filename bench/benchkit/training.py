@@ -1,0 +1,112 @@
+"""Launches of Megatron's training loop through one backend, and the times of its steps."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchkit import machine
+from benchkit.emulation import Host
+from benchkit.launch import Placement, rank_variables, start_nodes
+from benchkit.plan import Plan
+from benchkit.processes import LaunchError, Processes, plain_environment
+from trainkit.job import ENTRY, Record, read_record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What every launch trains."""
+
+    tree: Path
+    """The patched Megatron-LM."""
+    arguments: Sequence[str]
+    """Of the entry script, the same for all backends."""
+    warmup: int
+    """Steps at the beginning that are not timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One launch."""
+
+    backend: str
+    index: int
+    step_s: list[float]
+    """Each timed step."""
+    tokens: int
+    """Of a step, on all workers."""
+    losses: list[float]
+    """Of every step, not rounded."""
+    checksum: str
+    """Of the final parameters."""
+    busy: float
+    """Part of this machine's processors that was busy during the launch, its start included."""
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.step_s)
+
+
+def step_seconds(record: Record, warmup: int) -> list[float]:
+    """The time of each step after the first ``warmup`` ones. Raises LaunchError if none is left."""
+    # The first step's own begin is not recorded, so that at least one is left out.
+    ends = [step.seconds for step in record.steps][max(warmup, 1) - 1 :]
+    spans = [after - before for before, after in itertools.pairwise(ends)]
+    if not spans:
+        raise LaunchError(f"{len(record.steps)} steps, {warmup} of them warm-up: nothing is timed")
+    return spans
+
+
+def train(plan: Plan, what: Training, backend: str, index: int, hosts: Sequence[Host]) -> Trained:
+    """Start scheduler, servers and ranks, wait for their end, and read the record of the steps.
+
+    Raises:
+        LaunchError: a process failed or was late, or there is no record.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="train-bench-") as folder,
+        Processes(Path(folder)) as processes,
+    ):
+        placement = Placement(plan.topology, hosts)
+        record_file = Path(folder) / "steps.jsonl"
+        environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
+        arguments = [*what.arguments, "--record-steps", str(record_file)]
+        if backend == "byteps":
+            arguments.append("--use-dpu-reduce")
+            environment |= start_nodes(placement, processes, environment)[1]
+        environment |= {
+            "MASTER_ADDR": placement.workers[0].address,
+            "MASTER_PORT": str(_free_port()),
+        }
+        before = machine.ticks()
+        for rank, host in enumerate(placement.workers):
+            command = [sys.executable, str(what.tree / ENTRY), *arguments]
+            variables = rank_variables(rank, placement)
+            processes.start(f"worker-{rank}", command, host, {**environment, **variables})
+        processes.wait_all(plan.timeout_s)
+        busy = (machine.ticks() - before).fraction
+        record = read_record(record_file)
+        if not record.checksum:
+            raise LaunchError(f"training ended without its record\n{processes.logs()}")
+    return Trained(
+        backend=backend,
+        index=index,
+        step_s=step_seconds(record, what.warmup),
+        tokens=record.steps[-1].tokens,
+        losses=[step.loss for step in record.steps],
+        checksum=record.checksum,
+        busy=busy,
+    )
+
+
+def _free_port() -> int:
+    """A port that nobody has on this machine's loopback, and nobody at all on emulated hosts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,30 @@
+// Words and numbers that both parts of the membership use.
+#ifndef PS_MEMBERSHIP_TEXT_H_
+#define PS_MEMBERSHIP_TEXT_H_
+
+#include <chrono>
+#include <string>
+
+#include "ps/internal/message.h"
+
+namespace ps {
+namespace membership {
+
+constexpr int kProtocol = 1;
+// Ids of nodes that are refused: far from those that are admitted.
+constexpr int kRefusedBase = 1 << 24;
+
+std::chrono::steady_clock::duration ToDuration(double seconds);
+
+// "30.0 s (BYTEPS_PEER_TIMEOUT_S=30)"
+std::string Limit(double seconds, const char* variable);
+
+// "1 worker", "2 workers"
+std::string Plural(int n, const char* noun);
+
+// "worker 1 (10.0.0.3:41234)"
+std::string Describe(const Node& node);
+
+}  // namespace membership
+}  // namespace ps
+#endif  // PS_MEMBERSHIP_TEXT_H_

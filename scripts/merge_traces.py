@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""Lay the timelines of a job's processes beside each other, for ui.perfetto.dev.
+
+Times are left as they are: those of one host belong together, those of several hosts as far as
+their clocks agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def merge(files: list[Path]) -> dict[str, object]:
+    """One timeline with the events of all files.
+
+    Raises:
+        ValueError: a file is no timeline; the text names it.
+    """
+    events: list[object] = []
+    for file in files:
+        try:
+            events += json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no timeline of BytePS: {error!r}") from error
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="byteps-*.json of BYTEPS_TRACE_DIR")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    arguments = parser.parse_args()
+    try:
+        text = json.dumps(merge(arguments.files), ensure_ascii=False)
+        arguments.output.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

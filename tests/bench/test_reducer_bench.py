@@ -1,0 +1,104 @@
+"""bench/reducer_bench.py: every operation is right, a broken one is found, and bars hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import reducer_bench
+from benchkit.plan import DTYPE_BYTES
+
+QUICK = ["--partition", "64KiB", "--working-set", "1MiB", "--repeats", "1"]
+
+
+@pytest.fixture
+def build_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program is built here, and not where `make setup` put things."""
+    monkeypatch.setattr(reducer_bench, "BUILD", tmp_path / "build")
+    return tmp_path
+
+
+def test_every_type_is_measured_and_right(
+    build_in: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = build_in / "results.json"
+    assert reducer_bench.main([*QUICK, "--json", str(written)]) == 0
+    results = json.loads(written.read_text())["results"]
+    assert {one["type"] for one in results} == set(DTYPE_BYTES)
+    assert {one["set"] for one in results} == {"memory", "partition"}
+    assert all(one["wrong"] == 0 and one["of_limit"] > 0 for one in results)
+    table = capsys.readouterr().out
+    assert "# working set: 1MiB" in table and "plain GB/s" in table
+
+
+@pytest.mark.parametrize(
+    ("right", "broken"),
+    [
+        ("Load<T>(sum, i) + Load<T>(in, i)", "Load<T>(sum, i) - Load<T>(in, i)"),
+        ("(u >> 16) & 1)) >> 16", "(u >> 16) & 1)) >> 15"),
+    ],
+    ids=["added", "rounded"],
+)
+def test_wrong_results_are_found(
+    build_in: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    right: str,
+    broken: str,
+) -> None:
+    core = build_in / "overlay" / "byteps" / "core"
+    shutil.copytree(reducer_bench.OVERLAY / "byteps" / "core", core)
+    source = core / "reducer.cc"
+    text = source.read_text()
+    assert right in text
+    source.write_text(text.replace(right, broken))
+    monkeypatch.setattr(reducer_bench, "OVERLAY", build_in / "overlay")
+    assert reducer_bench.main([*QUICK, "--types", "float32,bfloat16"]) == 1
+    wrong = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
+    assert any(count not in ("0", "#wrong") for count in wrong)
+
+
+def test_a_reducer_that_does_not_compile(
+    build_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reducer_bench, "OVERLAY", build_in / "nowhere")
+    assert reducer_bench.main(QUICK) == 1
+    assert "exit status 1" in capsys.readouterr().err
+    monkeypatch.setenv("CXX", str(build_in / "no-compiler"))
+    assert reducer_bench.main(QUICK) == 1
+    assert "install g++, or set CXX" in capsys.readouterr().err
+
+
+def result(seconds: list[float], plain: list[float], *, type: str = "float32") -> object:
+    return reducer_bench.Result(
+        operation="sum += in",
+        type=type,
+        set="memory",
+        read=8,
+        written=4,
+        bytes=12_000_000_000,
+        seconds=seconds,
+        plain_seconds=plain,
+        wrong=0,
+    )
+
+
+def test_the_bar_holds_for_gated_types_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    options = reducer_bench.parse(["--min-of-limit", "0.7"])
+    fast, slow = result([2.0, 1.0], [0.8, 3.0]), result([2.0], [1.0])
+    other = result([2.0], [1.0], type="int64")
+    assert reducer_bench.report([fast, other], options, {"hardware": "x"}) == 0
+    assert reducer_bench.report([fast, slow], options, {"hardware": "x"}) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
+    assert lines[1][-5:] == ["12.00", "15.00", "0.80", "ok", "0"]
+    assert [line[-2] for line in lines] == ["gate", "ok", "-", "gate", "ok", "MISS"]
+
+
+@pytest.mark.parametrize("words", [["--types", "float8"], ["--repeats", "0"], ["--partition", "x"]])
+def test_bad_usage(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        reducer_bench.parse(words)
+    assert ended.value.code == 2

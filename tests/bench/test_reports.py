@@ -1,0 +1,116 @@
+"""What a run leaves: tables, JSON, Markdown, pictures, an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from made_up import make_run
+
+import pushpull_bench
+from benchkit import record
+from benchkit.markdown import BEGIN, END, replace_results, section
+from benchkit.options import parse
+from benchkit.plots import draw
+from benchkit.sets import SETS, choose
+from benchkit.tables import aligned, ratio_table, result_table
+
+
+def test_columns_are_aligned() -> None:
+    lines = aligned(result_table(make_run())).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split()[:6] == ["size", "count", "type", "backend", "workers", "servers"]
+    assert lines[1].split() == [
+        *("1MiB", "262144", "float32", "byteps", "4", "4"),
+        *("1000.000", "1100.000", "0.0010", "-", "1.000", "127.16", "0"),
+    ]
+
+
+def test_a_ratio_has_its_spread() -> None:
+    head, line = ratio_table(make_run())
+    assert head[2:] == ("ours", "theirs", "ratio", "min..max", "launches")
+    assert line == ("1MiB", "float32", "byteps", "gloo", "1.500", "1.500..1.500", "2")
+
+
+def test_json_is_read_back_as_it_was(tmp_path: Path) -> None:
+    run = make_run(busy={1: 0.9}, wrong=3)
+    meta = record.metadata(["--json", "x"])
+    path = tmp_path / "new" / "run.json"
+    record.write([run], meta, path)
+    assert record.read(path) == ([run], meta)
+    content = json.loads(path.read_text())
+    assert content["schema"] == record.SCHEMA
+    assert content["runs"][0]["launches"][0]["measured"][0]["samples_s"] == [1.0, 1.1]
+    assert content["runs"][0]["rows"][0]["of_limit"] == 1.0
+
+
+def test_another_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"schema": 99}))
+    with pytest.raises(ValueError, match="schema 99"):
+        record.read(path)
+
+
+def test_the_header_says_what_figures_depend_on() -> None:
+    text = record.header(record.metadata(["--emulate", "8@1mbit"]), make_run().plan)
+    assert all(line.startswith("# ") for line in text.splitlines())
+    for word in ("torch", "byteps", "hardware", "cubic", "MTU 9000", "fair queue", "--emulate"):
+        assert word in text
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    return parse(arguments, "")
+
+
+def test_a_wrong_result_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pushpull_bench.report(make_run(), [], options_of(), []) == 0
+    assert pushpull_bench.report(make_run(wrong=1), [], options_of(), []) == 1
+    assert capsys.readouterr().out.splitlines()[-4].endswith(" 2")
+
+
+def test_pictures(tmp_path: Path) -> None:
+    made = draw(make_run(), tmp_path)
+    assert [path.name for path in made] == ["time.png", "of-limit.png", "ratio.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
+
+
+def test_results_replace_those_of_before(tmp_path: Path) -> None:
+    document = tmp_path / "doc.md"
+    document.write_text(f"# Method\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    replace_results(document, "new")
+    assert document.read_text() == f"# Method\n\n{BEGIN}\n\nnew\n\n{END}\n\nafter\n"
+    document.write_text("no marks")
+    with pytest.raises(ValueError, match="lacks the lines"):
+        replace_results(document, "new")
+
+
+@pytest.mark.parametrize("name", sorted(SETS))
+def test_every_bar_of_a_set_is_about_a_case_of_its_plan(name: str) -> None:
+    for experiment in choose(name):
+        assert experiment.gates
+        for gate in experiment.gates:
+            assert gate.case in experiment.plan.cases
+            assert gate.base in experiment.plan.backends
+            assert gate.base_case is None or gate.base_case in experiment.plan.cases
+
+
+def test_an_unknown_experiment_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no experiment 'x', but 4\+4-500mbit"):
+        choose("quick", ["x"])
+
+
+def test_a_section_says_which_launches_count() -> None:
+    experiment = choose("quick")[0]
+    run = make_run(busy={1: 0.9})
+    run.plan = experiment.plan
+    for launch in run.launches:
+        launch.measured = [
+            type(launch.measured[0])(**{**launch.measured[0].__dict__, "case": case})
+            for case in experiment.plan.cases
+        ]
+    text = "\n".join(section(experiment, run))
+    assert "1 launches of each, in turn (1 more were left out" in text
+    assert "| 64MiB | 16777216 | float32 | byteps |" in text
+    assert "MISS" in text

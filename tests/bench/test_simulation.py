@@ -1,0 +1,253 @@
+"""The simulation against closed forms, conservation of bytes, and what was measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchkit import costmodel
+from benchkit.fairshare import Hop, max_min
+from benchkit.scenario import Scenario, Workers, payload_fraction, uniform
+from benchkit.simulation import push_pull, ring
+
+MIB = 1 << 20
+RATE = 1e9
+SIZE = 256 * MIB
+
+
+def scenario(workers: int, servers: int, **changes: Any) -> Scenario:
+    """Small partitions and no limit on credits, so that the closed forms nearly hold."""
+    usual = {"partition": SIZE // 1024, "credit": 0}
+    return replace(uniform(workers, servers, SIZE, RATE), **(usual | changes))
+
+
+def seconds(workers: int, servers: int, **changes: Any) -> float:
+    return push_pull(scenario(workers, servers, **changes)).seconds
+
+
+# ------------------------------------------------------------------ fair shares
+
+
+def hop(links: list[int], weights: list[float] | None = None) -> Hop:
+    weight = np.ones(len(links)) if weights is None else np.array(weights)
+    return Hop(link=np.array(links), weight=weight)
+
+
+def test_flows_share_as_a_textbook_says() -> None:
+    # Flows 0 and 1 share link 0, of 10; flow 2 has link 1, of 20, with flow 1.
+    rates = max_min(
+        np.array([10.0, 20.0, 99.0]), [hop([0, 0, 2]), hop([2, 1, 1])], np.full(3, True)
+    )
+    assert rates.tolist() == [5.0, 5.0, 15.0]
+
+
+def test_a_weight_counts_as_so_many_flows() -> None:
+    rates = max_min(np.array([12.0]), [hop([0, 0], [3.0, 1.0])], np.full(2, True))
+    assert rates.tolist() == [3.0, 3.0]
+
+
+def test_what_is_not_active_gets_nothing_and_what_has_no_limit_everything() -> None:
+    active = np.array([True, False, True])
+    rates = max_min(np.array([8.0, math.inf]), [hop([0, 0, 1])], active)
+    assert rates.tolist() == [8.0, 0.0, math.inf]
+
+
+def test_no_link_carries_more_than_it_can_and_each_flow_has_a_full_one() -> None:
+    random = np.random.default_rng(5)
+    for _ in range(20):
+        capacity = random.uniform(1, 9, 6)
+        hops = [hop(list(random.integers(0, 3, 12))), hop(list(random.integers(3, 6, 12)))]
+        rates = max_min(capacity, hops, np.full(12, True))
+        load = sum(np.bincount(one.link, one.weight * rates, 6) for one in hops)
+        assert (load <= capacity * (1 + 1e-9)).all()
+        full = load >= capacity * (1 - 1e-9)
+        assert all(full[hops[0].link[flow]] or full[hops[1].link[flow]] for flow in range(12))
+
+
+# ----------------------------------------------------------------- closed forms
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers"), [(2, 2), (4, 4), (8, 8), (8, 4), (8, 1), (4, 8), (3, 5), (7, 3)]
+)
+def test_servers_of_their_own(workers: int, servers: int) -> None:
+    closed_form = costmodel.own_machines(workers, servers, SIZE, RATE)
+    assert seconds(workers, servers) == pytest.approx(closed_form, rel=0.011)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_colocated_servers(workers: int) -> None:
+    closed_form = costmodel.colocated(workers, SIZE, RATE)
+    assert seconds(workers, workers, colocated=True) == pytest.approx(closed_form, rel=0.011)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 1024])
+def test_ring(workers: int) -> None:
+    closed_form = costmodel.ring(workers, SIZE, RATE)
+    assert ring(scenario(workers, 1)) == pytest.approx(closed_form)
+
+
+@pytest.mark.parametrize(("servers", "partitions"), [(4, 4), (4, 16), (8, 64)])
+def test_the_fill_of_the_partitions(servers: int, partitions: int) -> None:
+    partition = SIZE // partitions
+    fill = costmodel.partitions_fill(servers, partition, RATE)
+    found = seconds(servers, servers, partition=partition)
+    assert found == pytest.approx(SIZE / RATE + fill)
+
+
+# ------------------------------------------------------------------ conservation
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"credit": 3, "socket_buffer": 1000}, {"staggered": True}, {"core_rate": RATE}]
+)
+def test_every_byte_goes_once_each_way(changes: dict[str, Any]) -> None:
+    kinds = (
+        Workers(count=2, rate=RATE),
+        Workers(count=1, rate=RATE / 3),
+        Workers(count=1, rate=RATE, start=0.1),
+    )
+    size = SIZE - 12345
+    one = replace(scenario(4, 3), workers=kinds, size=size, partition=size // 50, **changes)
+    run = push_pull(one)
+    assert run.worker_sent == pytest.approx([size] * len(run.worker_sent))
+    assert run.worker_received == pytest.approx([size] * len(run.worker_sent))
+    assert sum(run.server_sent) == pytest.approx(4 * size)
+    assert run.server_received == pytest.approx(run.server_sent)
+    assert max(run.worker_seconds) == run.seconds
+
+
+def test_what_a_host_asks_of_itself_does_not_pass_its_link() -> None:
+    run = push_pull(scenario(4, 4, colocated=True))
+    assert run.worker_sent == pytest.approx([0.75 * SIZE] * 4)
+    assert sum(run.server_received) == pytest.approx(3 * SIZE)
+
+
+def test_workers_that_are_alike_are_as_many_alone() -> None:
+    together = scenario(6, 4, partition=SIZE // 40, credit=5, latency=1e-4, add_rate=9e9)
+    assert push_pull(together.one_by_one()).seconds == pytest.approx(push_pull(together).seconds)
+
+
+# ------------------------------------------------------------------ monotonicity
+
+
+def rising(values: list[float]) -> bool:
+    return all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(values))
+
+
+def test_more_of_anything_bad_is_never_faster() -> None:
+    parts = [SIZE // n for n in (1024, 256, 64, 16)]
+    assert rising([seconds(4, 4, partition=p) for p in parts])
+    assert rising([seconds(8, k) for k in (8, 4, 2, 1)])
+    assert rising([seconds(4, 4, latency=x) for x in (0, 1e-5, 1e-3)])
+    assert rising([seconds(4, 4, add_rate=x) for x in (math.inf, 4e9, 1e9, 2e8)])
+    assert rising([seconds(4, 4, core_rate=x) for x in (math.inf, 8 * RATE, 4 * RATE, RATE)])
+    assert rising([seconds(8, 8, credit=x, socket_buffer=0) for x in (0, 8, 4, 1)])
+    assert rising([seconds(8, 8, credit=1, socket_buffer=x) for x in (1 << 20, 1 << 16, 0)])
+    assert rising([ring(scenario(8, 8, latency=x)) for x in (0, 1e-5, 1e-3)])
+    assert rising([ring(scenario(8, 8, core_rate=x)) for x in (math.inf, 4 * RATE, RATE)])
+
+
+# -------------------------------------------------------- known by other reasons
+
+
+def test_a_straggler_delays_all_by_no_more_than_it_is_late() -> None:
+    kinds = (Workers(count=7, rate=RATE), Workers(count=1, rate=RATE, start=0.2))
+    late = replace(scenario(8, 8), workers=kinds)
+    assert seconds(8, 8) < push_pull(late).seconds <= seconds(8, 8) + 0.2 + 1e-9
+    assert ring(late) <= ring(scenario(8, 8)) + 0.2 + 1e-9
+
+
+def test_a_slow_link_is_what_all_wait_for() -> None:
+    kinds = (Workers(count=3, rate=RATE), Workers(count=1, rate=RATE / 4))
+    mixed = replace(scenario(4, 4), workers=kinds)
+    assert push_pull(mixed).seconds == pytest.approx(4 * SIZE / RATE, rel=0.02)
+    assert ring(mixed) == pytest.approx(4 * costmodel.ring(4, SIZE, RATE), rel=0.2)
+
+
+def test_an_oversubscribed_switch_carries_what_it_can() -> None:
+    # 4 workers push and pull M each: 8 M through the switch.
+    narrow = seconds(4, 4, core_rate=2 * RATE)
+    assert narrow == pytest.approx(8 * SIZE / (2 * RATE), rel=0.02)
+
+
+def test_additions_limit_a_server() -> None:
+    # One server with one thread adds the 4 M that reach it.
+    found = seconds(4, 1, engine_threads=1, add_rate=RATE / 2)
+    assert found == pytest.approx(4 * SIZE / (RATE / 2), rel=0.02)
+
+
+def test_latency_is_paid_once_each_way_while_partitions_follow_each_other() -> None:
+    assert seconds(4, 4, latency=0.01) == pytest.approx(seconds(4, 4) + 0.02)
+    assert ring(scenario(4, 4, latency=0.01)) == pytest.approx(ring(scenario(4, 4)) + 6 * 0.01)
+
+
+def test_fewer_credits_than_servers_leave_servers_idle_unless_workers_are_staggered() -> None:
+    few = {"credit": 4, "socket_buffer": 0}
+    assert seconds(16, 16, **few) == pytest.approx(4 * SIZE / RATE, rel=0.02)
+    assert seconds(16, 16, **few, staggered=True) == pytest.approx(SIZE / RATE, rel=0.05)
+
+
+def test_a_buffer_that_takes_whole_partitions_makes_up_for_few_credits() -> None:
+    assert seconds(16, 16, credit=1, socket_buffer=SIZE) == seconds(16, 16)
+    partition = SIZE // 1024
+    some = seconds(16, 16, credit=4, socket_buffer=partition // 2)
+    assert seconds(16, 16) < some < seconds(16, 16, credit=4, socket_buffer=0)
+
+
+# ------------------------------------------------------------------- measurements
+
+
+@pytest.mark.parametrize(
+    ("workers", "mbit", "measured"),
+    [(4, 500, 1.621), (8, 500, 1.897), (4, 1000, 0.812), (8, 1000, 0.949)],
+)
+def test_a_ring_of_gloo_as_measured_on_emulated_links(
+    workers: int, mbit: int, measured: float
+) -> None:
+    rate = mbit * 1e6 / 8 * payload_fraction(9000)
+    assert ring(uniform(workers, 1, 64 * MIB, rate)) == pytest.approx(measured, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "over_m_b"),
+    [(4, 16, 1.034), (4, 64, 1.015), (4, 256, 1.011), (8, 64, 1.036), (8, 256, 1.017)],
+)
+def test_plain_sockets_as_measured_on_emulated_links(
+    hosts: int, size: int, over_m_b: float
+) -> None:
+    rate = 500e6 / 8
+    one = uniform(hosts, hosts, size * MIB, rate * payload_fraction(9000))
+    found = push_pull(replace(one, partition=128 << 10)).seconds
+    assert found / (size * MIB / rate) == pytest.approx(over_m_b, rel=0.015)
+
+
+def test_1024_workers_are_no_trouble() -> None:
+    run = push_pull(uniform(1024, 64, 64 * 4_096_000, RATE))
+    assert len(run.server_sent) == 64 and run.seconds > 0
+
+
+# ----------------------------------------------------------------------- usage
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"workers": ()},
+        {"servers": 0},
+        {"size": 0},
+        {"credit": -1},
+        {"add_rate": 0.0},
+        {"engine_threads": 0},
+    ],
+)
+def test_a_scenario_that_makes_no_sense(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must|may not"):
+        replace(scenario(4, 4), **change)
+    with pytest.raises(ValueError, match="leaves no room"):
+        payload_fraction(40)

@@ -1,0 +1,102 @@
+"""The set of experiments: recorded, shown, written into a document, held against its bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_up import make_run
+
+import suite
+from benchkit.gates import Gate
+from benchkit.markdown import BEGIN, END
+from benchkit.processes import LaunchError
+from benchkit.sets import SETS, Experiment
+from benchkit.summary import Run
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarking.md"
+
+
+def experiment(name: str, low: float) -> Experiment:
+    plan = make_run().plan
+    gates = [Gate(kind="ratio", case=plan.cases[0], low=low)]
+    return Experiment(name=name, why="it is made up", plan=plan, gates=gates)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two experiments, 1.5 times as fast as gloo; the names of those that ran."""
+    names: list[str] = []
+
+    def run_plan(plan: object, name: str) -> Run:
+        names.append(name)
+        run = make_run()
+        run.name = name
+        return run
+
+    set_up = [experiment("easy", 1.4), experiment("hard", 1.6)]
+    monkeypatch.setitem(SETS, "quick", lambda: set_up)
+    monkeypatch.setattr(suite, "run_plan", run_plan)
+    return names
+
+
+@pytest.mark.parametrize(("only", "status"), [(["easy"], 0), (["hard"], 1), (["no"], 2), ([], 1)])
+def test_exit_status(measured: list[str], only: list[str], status: int) -> None:
+    assert suite.main(["--only", *only] if only else []) == status
+    if status != 2:
+        assert measured == (only or ["easy", "hard"])
+
+
+def test_a_failed_launch_does_not_stop_the_rest(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    works: Callable[..., Run] = suite.run_plan
+
+    def run_plan(plan: object, name: str) -> Run:
+        if name == "easy":
+            raise LaunchError("server-0 fell over")
+        return works(plan, name)
+
+    monkeypatch.setattr(suite, "run_plan", run_plan)
+    assert suite.main([]) == 1
+    captured = capsys.readouterr()
+    assert "easy FAILED: server-0 fell over" in captured.err
+    assert "no results of: easy" in captured.err
+    assert "## hard" in captured.out
+
+
+def test_a_record_is_reported_like_a_measurement(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, document = tmp_path / "record.json", tmp_path / "doc.md"
+    document.write_text(f"{BEGIN}\n{END}\n")
+    assert suite.main(["--json", str(record), "--markdown", str(document)]) == 1
+    first, shown = document.read_text(), capsys.readouterr().out
+    assert "### easy" in first
+    assert "| 1MiB float32: speed over that of gloo | >= 1.6 | 1.500 |" in first
+    document.write_text(f"{BEGIN}\n{END}\n")
+    assert suite.main(["--from-json", str(record), "--markdown", str(document)]) == 1
+    assert document.read_text() == first
+    assert capsys.readouterr().out == shown
+    assert measured == ["easy", "hard"]
+
+
+def test_a_record_of_another_set_is_refused(
+    measured: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = tmp_path / "record.json"
+    suite.main(["--json", str(record)])
+    changed = experiment("easy", 1.4)
+    changed = Experiment(**{**changed.__dict__, "plan": make_run(link_bits=1).plan})
+    monkeypatch.setitem(SETS, "quick", lambda: [changed])
+    assert suite.main(["--from-json", str(record)]) == 1
+    assert "recorded for another set" in capsys.readouterr().err
+
+
+def test_the_documentation_has_a_place_for_the_results() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert text.index(BEGIN) < text.index(END)

@@ -1,0 +1,117 @@
+"""bench/train_bench.py: the figures of made-up launches, and a short training from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train_bench
+from benchkit.processes import LaunchError
+from benchkit.training import Trained, step_seconds
+from trainkit.job import Record, Step
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"]
+
+
+def record(seconds: list[float]) -> Record:
+    steps = [
+        Step(iteration=i + 1, loss=5.0, tokens=10, seconds=s, push_pull_mb_per_s=0.0)
+        for i, s in enumerate(seconds)
+    ]
+    return Record(steps=steps, checksum="a")
+
+
+def test_steps_after_the_warm_up() -> None:
+    assert step_seconds(record([9.0, 10.0, 12.0, 15.0]), 2) == [2.0, 3.0]
+    assert step_seconds(record([9.0, 10.0]), 0) == [1.0], "the first one's begin is not known"
+    with pytest.raises(LaunchError, match="4 of them warm-up: nothing is timed"):
+        step_seconds(record([1.0, 2.0, 3.0, 4.0]), 4)
+
+
+def trained(backend: str, index: int, step_s: list[float], **changes: Any) -> Trained:
+    usual: dict[str, Any] = {"tokens": 1000, "losses": [5.0, 4.0], "checksum": "a", "busy": 0.5}
+    return Trained(backend=backend, index=index, step_s=step_s, **(usual | changes))
+
+
+LAUNCHES = [
+    trained("byteps", 0, [0.1, 0.1, 9.0]),
+    trained("gloo", 0, [0.2]),
+    trained("byteps", 1, [0.2]),
+    trained("gloo", 1, [0.25]),
+]
+
+
+def test_the_table_and_the_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "launches.json"
+    options = train_bench.parse(["--launches", "2", "--json", str(written)])
+    assert train_bench.report(LAUNCHES, options, []) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ours = next(line for line in lines if line.startswith(" byteps "))
+    # Medians 100 and 200 ms: 150 ms for 1,000 tokens.
+    assert ours.split()[3:] == ["150.0", "100.0..200.0", "6,667", "4.0000", "2", "50%"]
+    assert "byteps over gloo: 1.500 (1.250..2.000) times as fast" in lines
+    content = json.loads(written.read_text())
+    assert content["ratio"] == pytest.approx(1.5) and len(content["launches"]) == 4
+
+
+def test_a_bar() -> None:
+    assert train_bench.report(LAUNCHES, train_bench.parse(["--min-ratio", "1.4"]), []) == 0
+    assert train_bench.report(LAUNCHES, train_bench.parse(["--min-ratio", "1.6"]), []) == 1
+
+
+def test_launches_that_learnt_something_else() -> None:
+    first = LAUNCHES[0]
+    other = trained("gloo", 0, [0.2], checksum="b")
+    apart = trained("gloo", 0, [0.2], losses=[5.0, 4.1], checksum="b")
+    broken = trained("gloo", 0, [0.2], losses=[5.0, float("nan")], checksum="b")
+    assert "with two workers they may not" in str(train_bench.complaint([first, other], 2))
+    assert train_bench.complaint([first, other], 4) is None
+    assert "the loss of step 2 differs by 2.5e-02" in str(train_bench.complaint([first, apart], 4))
+    assert "the loss of step 2 differs by nan" in str(train_bench.complaint([first, broken], 4))
+    options = train_bench.parse([])
+    assert train_bench.report([first, apart], options, []) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "5"], "leaves none after --warmup 5"),
+        (["--emulate", "8"], "write it like 8@500mbit"),
+        (["--emulate", "2@1gbit"], "need 3 hosts"),
+    ],
+)
+def test_bad_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train_bench.parse(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def words(folder: Path) -> list[str]:
+    source = folder / "text.txt"
+    source.write_text("".join(f"line {n} of the text\n" for n in range(500)))
+    usual = ["--data", str(source), "--data-cache", str(folder / "data"), "--timeout", "240"]
+    return [*usual, "--steps", "4", "--warmup", "1", "--launches", "1"]
+
+
+def test_a_short_training(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_CPU", "1")
+    code = train_bench.main([*words(run_dir), "--", *SMALL])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "byteps over gloo: " in said.out and "times as fast" in said.out
+
+
+def test_a_rank_that_fails_is_shown(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_CPU", "1")
+    bad = ["--workers", "1", "--", *SMALL, "--num-attention-heads", "3"]
+    assert train_bench.main([*words(run_dir), *bad]) == 1
+    assert "args.hidden_size % args.num_attention_heads" in capsys.readouterr().err

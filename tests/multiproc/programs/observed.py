@@ -1,0 +1,84 @@
+"""Known jobs, whose figures and timelines the tests look at."""
+
+from __future__ import annotations
+
+import byteps.torch as bps
+import torch
+
+from programs.job import Job
+
+ROUNDS = 3
+LARGE = 2500
+"""Elements of fp32: 10,000 bytes, three partitions of at most 4096."""
+SMALL = 100
+"""Elements: one partition."""
+
+
+def known(job: Job) -> None:
+    """ROUNDS sums of two tensors; then it waits to be looked at."""
+    bps.init()
+    for _ in range(ROUNDS):
+        handle = bps.push_pull_async(torch.ones(LARGE), average=False, name="large")
+        bps.push_pull(torch.ones(SMALL), average=True, name="small")
+        bps.synchronize(handle)
+    job.mark("done")
+    with job.check("get_metrics agrees with the job"):
+        metrics = bps.get_metrics()
+        assert metrics["byteps_worker_operations_total"] == 2 * ROUNDS, metrics
+        assert metrics["byteps_worker_pushed_bytes_total"] == ROUNDS * 4 * (LARGE + SMALL), metrics
+        spread = metrics["byteps_worker_operation_seconds"]
+        assert spread.count == 2 * ROUNDS, spread
+        assert list(spread.buckets.values()) == sorted(spread.buckets.values()), spread
+        assert spread.sum > 0, spread
+    job.wait_go("end")
+    bps.shutdown()
+    with job.check("get_metrics after shutdown"):
+        assert bps.get_metrics()["byteps_worker_operations_total"] == 2 * ROUNDS
+
+
+def waiting(job: Job) -> None:
+    """Worker 0 pushes and worker 1 does not, until the test says so."""
+    with job.check("get_metrics before init"):
+        assert bps.get_metrics()["byteps_worker_pushed_partitions_total"] == 0
+    bps.init()
+    bps.push_pull(torch.ones(SMALL), average=False, name="small")
+    tensor = torch.ones(LARGE)
+    if job.rank == 0:
+        handle = bps.push_pull_async_inplace(tensor, average=False, name="large")
+        job.mark("pushed")
+        bps.synchronize(handle)
+    else:
+        job.wait_go("push")
+        bps.push_pull_inplace(tensor, average=False, name="large")
+    bps.shutdown()
+
+
+def disagreeing(job: Job) -> None:
+    """Each worker has another idea of the size of a tensor; one of them is told so."""
+    bps.init()
+    bps.push_pull(torch.ones(SMALL), average=False, name="small")
+    try:
+        bps.push_pull(torch.ones(SMALL + job.rank), average=False, name="other")
+    except bps.BytePSError:
+        job.note("refused", str(bps.get_metrics()["byteps_worker_failed_requests_total"]))
+    job.mark("done")
+    job.wait_go("end")
+    bps.shutdown()
+
+
+def odd_names(job: Job) -> None:
+    """Sums under names that have to be escaped in JSON."""
+    bps.init()
+    for name in job.args["names"]:
+        bps.push_pull(torch.ones(SMALL), average=False, name=name)
+    bps.shutdown()
+
+
+def two_lives(job: Job) -> None:
+    """Leaves the job and comes back."""
+    bps.init()
+    bps.push_pull(torch.ones(SMALL), average=False, name="before")
+    bps.suspend()
+    bps.resume(job.size, 1, job.rank)
+    bps.push_pull(torch.ones(SMALL), average=False, name="after")
+    bps.shutdown()
