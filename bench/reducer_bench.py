@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchkit import machine
+from benchkit.columns import aligned
 from benchkit.plan import DTYPE_BYTES
-from benchkit.tables import aligned
 from benchkit.units import parse_size, show_size
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=beyond_caches(),
         help="bytes of all buffers together (default: twice the largest cache, at least 256MiB)",
     )
-    add("--repeats", type=positive, default=9, help="samples (default: 9)")
+    add("--repeats", type=positive, default=5, help="samples (default: 5)")
     add("--min-of-limit", type=float, metavar="PART", help="bar for each gated operation")
     add(
         "--gate-types",

@@ -13,9 +13,6 @@
 namespace bench {
 
 using byteps::core::DType;
-using byteps::core::IsHalf;
-
-constexpr int kDivisor = 4;
 
 // An operation over the first n elements of three buffers.
 using Run = std::function<void(DType, char*, char*, char*, size_t)>;
@@ -38,38 +35,42 @@ Operation Make(const char* name, bool (*is_for)(DType), Run run,
   return {name, is_for, {A, B, C}, &Touch<A, B, C>, std::move(run), expected};
 }
 
-inline bool IsWhole(DType t) { return !IsHalf(t); }
-
 // Accumulators: their elements are twice as long as those of the type.
-inline float* Wide(char* p) { return reinterpret_cast<float*>(p); }
-inline size_t WideSize(DType) { return sizeof(float); }
+inline size_t WideSize(DType t) { return byteps::core::SizeOf(byteps::core::AccumulatorOf(t)); }
+inline bool IsAny(DType) { return true; }
+inline bool IsWidened(DType t) { return byteps::core::AccumulatorOf(t) != t; }
+
+// Operations that divide, for sums and for averages over some number of workers.
+template <int divisor>
+void AddDividing(std::vector<Operation>* table, const char* add, const char* end) {
+  namespace core = byteps::core;
+  table->push_back(Make<kUpdate, kRead>(
+      add, IsAny,
+      [](DType t, char* a, char* b, char*, size_t n) { core::Add(t, a, b, divisor, n); },
+      [](double a, double b, double) { return (a + b) / divisor; }));
+  table->push_back(Make<kUpdate, kReadWide>(
+      end, IsWidened,
+      [](DType t, char* a, char* b, char*, size_t n) { core::WideEnd(t, a, b, divisor, n); },
+      [](double a, double b, double) { return (a + b) / divisor; }));
+}
 
 inline std::vector<Operation> Operations() {
   namespace core = byteps::core;
-  return {
-      Make<kUpdate, kRead>(
-          "sum += in", IsWhole,
-          [](DType t, char* a, char* b, char*, size_t n) { core::Add(t, a, b, n); },
-          [](double a, double b, double) { return a + b; }),
-      Make<kUpdate>(
-          "sum /= d", IsWhole,
-          [](DType t, char* a, char*, char*, size_t n) { core::Divide(t, a, kDivisor, n); },
-          [](double a, double, double) { return a / kDivisor; }),
-      Make<kWriteWide, kRead>(
-          "wide = in", IsHalf,
-          [](DType t, char* a, char* b, char*, size_t n) { core::Widen(t, Wide(a), b, n); },
-          [](double, double b, double) { return b; }),
+  std::vector<Operation> table = {
+      Make<kWriteWide, kRead, kRead>(
+          "wide = a + b", IsWidened,
+          [](DType t, char* a, char* b, char* c, size_t n) { core::WideBegin(t, a, b, c, n); },
+          [](double, double b, double c) { return b + c; }),
       Make<kUpdateWide, kRead>(
-          "wide += in", IsHalf,
-          [](DType t, char* a, char* b, char*, size_t n) { core::AddWiden(t, Wide(a), b, n); },
+          "wide += in", IsWidened,
+          [](DType t, char* a, char* b, char*, size_t n) { core::WideAdd(t, a, b, n); },
           [](double a, double b, double) { return a + b; }),
-      Make<kReadWide, kWrite>(
-          "out = wide / d", IsHalf,
-          [](DType t, char* a, char* b, char*, size_t n) {
-            core::Narrow(t, b, Wide(a), kDivisor, n);
-          },
-          [](double a, double, double) { return a / kDivisor; }),
   };
+  AddDividing<1>(&table, "sum += in", "last += wide");
+  // A power of two is multiplied by its inverse, and others are not.
+  AddDividing<4>(&table, "sum = (sum + in) / 4", "last = (wide + last) / 4");
+  AddDividing<3>(&table, "sum = (sum + in) / 3", "last = (wide + last) / 3");
+  return table;
 }
 
 }  // namespace bench

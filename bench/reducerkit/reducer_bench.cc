@@ -57,9 +57,9 @@ class Buffers {
   void Fill(size_t n) {
     for (int b = 0; b < 3; ++b) {
       if (data_[b] == nullptr) continue;
-      // One period by value, the rest by copying it.
+      // Some periods by value, the rest by copying them.
       const size_t size = SizeOf(operation_.streams[b], t_);
-      const size_t period = std::min<size_t>(n, 13 * 1024);
+      const size_t period = std::min<size_t>(n, kPeriod * 4096);
       for (size_t i = 0; i < period; ++i)
         Put(t_, operation_.streams[b].wide, data_[b], i, Value(b, i));
       for (size_t i = period; i < n; i += period)

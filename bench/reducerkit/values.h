@@ -11,10 +11,11 @@
 
 namespace bench {
 
-// Small multiples of the divisor: exact in every type, also after an addition and
-// a division, and other ones in each buffer and at each index.
+// Small multiples of every divisor: exact in every type, also after an addition and
+// a division, and other ones in each buffer and at each index, up to a period.
+constexpr size_t kPeriod = 5;
 inline int Value(int buffer, size_t i) {
-  return kDivisor * static_cast<int>((i * 7 + buffer * 5) % 13);
+  return 12 * static_cast<int>((i * 7 + buffer * 3) % kPeriod);
 }
 
 template <typename T>

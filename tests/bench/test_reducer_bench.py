@@ -37,10 +37,11 @@ def test_every_type_is_measured_and_right(
 @pytest.mark.parametrize(
     ("right", "broken"),
     [
-        ("Load<T>(sum, i) + Load<T>(in, i)", "Load<T>(sum, i) - Load<T>(in, i)"),
+        ("wide[i] += E::Get(in, i)", "wide[i] -= E::Get(in, i)"),
         ("(u >> 16) & 1)) >> 16", "(u >> 16) & 1)) >> 15"),
+        ("return v / d", "return v"),
     ],
-    ids=["added", "rounded"],
+    ids=["added", "rounded", "divided"],
 )
 def test_wrong_results_are_found(
     build_in: Path,
