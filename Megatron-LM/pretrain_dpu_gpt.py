@@ -35,7 +35,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_timers, pretrain, print_rank_0, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -55,15 +55,19 @@ def get_batch(
 ) -> list[torch.Tensor | None]:
     """The next micro-batch on this rank's device, in the order of ``_BATCH_KEYS``.
 
-    Pipeline stages between the first and the last need none of it and get ``None``.
+    With context parallelism that is this rank's part of the sequence. Pipeline stages between the
+    first and the last need none of it and get ``None``.
     """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * len(_BATCH_KEYS)
-    batch = next(data_iterator)
-    return [
-        batch[key].cuda(non_blocking=True) if batch.get(key) is not None else None
+    whole = next(data_iterator)
+    batch = {
+        key: whole[key].cuda(non_blocking=True) if whole.get(key) is not None else None
         for key in _BATCH_KEYS
-    ]
+    }
+    group = mpu.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    return [batch[key] for key in _BATCH_KEYS]
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

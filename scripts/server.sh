@@ -22,6 +22,7 @@ Runs one or more BytePS servers on this machine until the job ends. A flag wins 
                                               out)
   -h, --help                                  show this
 
+Instance i of several gets BYTEPS_LOCAL_RANK=i: its metrics are at BYTEPS_METRICS_PORT plus i.
 These three have no default: --scheduler, --workers, --servers. Every other BYTEPS_* variable is
 handed through; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 

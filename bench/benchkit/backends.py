@@ -45,11 +45,9 @@ class PushPull:
 
     def __init__(self) -> None:
         import byteps.torch as bps
-        from byteps.torch import c_lib
 
         self._bps = bps
         bps.init()
-        self._partition_bytes = int(_settings(c_lib.config())["BYTEPS_PARTITION_BYTES"])
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
         handles, partitions = [], 0
@@ -62,18 +60,12 @@ class PushPull:
                 placement=partitions,
             )
             handles.append(handle)
-            partitions += -(-tensor.nbytes // self._partition_bytes)
+            partitions += -(-tensor.nbytes // self._bps.partition_bytes(tensor.nbytes))
         for handle in handles:
             self._bps.synchronize(handle)
 
     def close(self) -> None:
         self._bps.shutdown()
-
-
-def _settings(text: str) -> dict[str, str]:
-    """The engine's own listing, ``NAME=value  # where from`` a line."""
-    pairs = (line.split("  #")[0].partition("=") for line in text.splitlines())
-    return {name: value for name, _, value in pairs}
 
 
 def make(name: str) -> Backend:

@@ -31,6 +31,7 @@ class Layout:
     name: str
     ranks: int
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     vpp: int = 1
     """Model chunks (virtual pipeline stages) on a rank."""
@@ -39,6 +40,8 @@ class Layout:
     """Tensor parallelism of the experts, where it differs from that of the rest."""
     experts: int = 0
     distributed_optimizer: bool = False
+    instances: int = 1
+    """Of the distributed optimizer: each holds the whole state, cut over its own ranks."""
     overlap: bool = False
     accumulation: int = 1
     """Micro-batches a rank adds up before its gradients are summed."""
@@ -61,8 +64,9 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Size of the data-parallel groups of everything but experts."""
-        return self.ranks // (self.tp * self.pp)
+        """Ranks with samples of their own: those that sum all but experts' gradients are ``cp``
+        times as many."""
+        return self.ranks // (self.tp * self.cp * self.pp)
 
     def megatron_arguments(self) -> list[str]:
         """Of either backend; the flag that chooses BytePS is not among them."""
@@ -79,6 +83,8 @@ class Layout:
         ]
         if self.tp > 1:
             arguments += ["--tensor-model-parallel-size", str(self.tp)]
+        if self.cp > 1:
+            arguments += ["--context-parallel-size", str(self.cp)]
         if self.pp > 1:
             arguments += ["--pipeline-model-parallel-size", str(self.pp)]
         if self.vpp > 1:
@@ -93,6 +99,8 @@ class Layout:
             arguments += ["--expert-tensor-parallel-size", str(self.etp)]
         if self.distributed_optimizer:
             arguments += ["--use-distributed-optimizer"]
+        if self.instances > 1:
+            arguments += ["--num-distributed-optimizer-instances", str(self.instances)]
         if self.overlap:
             arguments += ["--overlap-grad-reduce", "--ddp-bucket-size", str(BUCKET_ELEMENTS)]
         return [*arguments, *self.extra]
@@ -102,6 +110,10 @@ _TOKENS = ("--calculate-per-token-loss",)
 _UNTIED = ("--untie-embeddings-and-output-weights",)
 _GATHER = ("--overlap-param-gather",)
 _MASKED = ("--reset-position-ids", "--eod-mask-loss")
+# With several optimizer instances, overlap and a pipeline, Megatron's own sums are started twice
+# on all stages but the first: what was summed is scaled and summed again. Not without alignment.
+_UNALIGNED = ("--no-align-grad-reduce",)
+_PLAIN_CHECKPOINT = ("--ckpt-format", "torch")
 _IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -115,6 +127,8 @@ LAYOUTS: tuple[Layout, ...] = (
            environment=_IN_ORDER),
     Layout(name="dp3-fp16-wire", ranks=3, dtype="fp16-wire"),
     Layout(name="dp2-frozen", ranks=2, overlap=True, frozen="embedding"),
+    Layout(name="dp2-do-frozen-acc2", ranks=2, distributed_optimizer=True, frozen="embedding",
+           accumulation=2),
     Layout(name="dp2-token-loss-acc3", ranks=2, accumulation=3, extra=(*_TOKENS, *_MASKED)),
     # The distributed optimizer: a rank needs its own shard of each sum.
     Layout(name="dp2-do", ranks=2, distributed_optimizer=True),
@@ -125,6 +139,11 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp4-do-bf16-wire-acc2", ranks=4, distributed_optimizer=True, dtype="bf16-wire",
            accumulation=2),
     Layout(name="dp8-do-overlap", ranks=8, distributed_optimizer=True, overlap=True),
+    # Several instances of it: all-reduce takes two steps, within an instance and across.
+    Layout(name="dp2-do-inst2", ranks=2, distributed_optimizer=True, instances=2),
+    Layout(name="dp4-do-inst2", ranks=4, distributed_optimizer=True, instances=2, accumulation=2),
+    Layout(name="dp4-do-inst2-bf16-wire-overlap", ranks=4, distributed_optimizer=True, instances=2,
+           overlap=True, dtype="bf16-wire", extra=_GATHER),
     # Gradients that are fp32 before and after they travel as bf16.
     Layout(name="dp2-sent-as-bf16", ranks=2, wire="bf16"),
     Layout(name="dp4-do-bf16-sent-as-bf16-overlap", ranks=4, dtype="bf16", wire="bf16",
@@ -135,6 +154,15 @@ LAYOUTS: tuple[Layout, ...] = (
            dtype="bf16-wire", extra=("--sequence-parallel",)),
     Layout(name="tp2-dp4-do-overlap-acc2", ranks=8, tp=2, distributed_optimizer=True,
            overlap=True, accumulation=2),
+    # Context parallelism: the ranks that share a sequence sum gradients like those that do not.
+    Layout(name="cp2-overlap", ranks=2, cp=2, overlap=True),
+    Layout(name="cp2-dp2-tokens-acc2", ranks=4, cp=2, accumulation=2, extra=_TOKENS),
+    Layout(name="cp2-dp2-do-bf16-wire", ranks=4, cp=2, distributed_optimizer=True,
+           dtype="bf16-wire"),
+    Layout(name="cp2-tp2-dp2-do-overlap", ranks=8, cp=2, tp=2, distributed_optimizer=True,
+           overlap=True, extra=("--sequence-parallel",)),
+    Layout(name="cp2-pp2-dp2-do-inst2-overlap", ranks=8, cp=2, pp=2, accumulation=2,
+           distributed_optimizer=True, instances=2, overlap=True, extra=_UNALIGNED),
     # Pipelines; the embeddings of the first and the last stage are tied unless said otherwise.
     Layout(name="pp2-dp2-tied-acc2", ranks=4, pp=2, accumulation=2),
     Layout(name="pp2-dp2-untied-do-bf16", ranks=4, pp=2, accumulation=2, dtype="bf16",
@@ -142,11 +170,15 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="pp2-vpp2-dp2-overlap-acc4", ranks=4, pp=2, vpp=2, overlap=True, accumulation=4),
     Layout(name="pp2-vpp2-dp2-do-overlap", ranks=4, pp=2, vpp=2, overlap=True, accumulation=4,
            distributed_optimizer=True, extra=_GATHER),
+    Layout(name="pp2-vpp2-dp2-do-gather-in-step", ranks=4, pp=2, vpp=2, overlap=True,
+           accumulation=4, distributed_optimizer=True,
+           extra=(*_GATHER, "--overlap-param-gather-with-optimizer-step", *_PLAIN_CHECKPOINT)),
     Layout(name="tp2-pp2-dp2-overlap-tokens", ranks=8, tp=2, pp=2, overlap=True, accumulation=2,
            extra=_TOKENS),
     Layout(name="tp2-pp2-vpp2-dp2-do-bf16", ranks=8, tp=2, pp=2, vpp=2, overlap=True,
            accumulation=2, distributed_optimizer=True, dtype="bf16"),
     # Experts: their gradients are summed over fewer ranks than the rest.
+    Layout(name="ep1-dp2-overlap", ranks=2, experts=4, overlap=True),
     Layout(name="ep2-dp2", ranks=2, ep=2, experts=4),
     Layout(name="ep2-dp4-overlap-acc2", ranks=4, ep=2, experts=4, overlap=True, accumulation=2),
     Layout(name="ep2-dp4-do-bf16-wire", ranks=4, ep=2, experts=4, distributed_optimizer=True,
@@ -158,10 +190,15 @@ LAYOUTS: tuple[Layout, ...] = (
            distributed_optimizer=True, overlap=True),
     Layout(name="ep2-pp2-dp4-overlap-tokens", ranks=8, pp=2, ep=2, experts=4, overlap=True,
            accumulation=2, extra=_TOKENS),
+    Layout(name="ep2-pp2-dp4-do-overlap-acc2", ranks=8, pp=2, ep=2, experts=4, overlap=True,
+           accumulation=2, distributed_optimizer=True),
+    Layout(name="ep2-cp2-dp2-overlap", ranks=4, ep=2, cp=2, experts=4, overlap=True),
+    Layout(name="ep2-dp8-do-inst2-overlap", ranks=8, ep=2, experts=4, distributed_optimizer=True,
+           instances=2, overlap=True),
     # What cannot be served is refused, not trained wrongly.
-    Layout(name="do-instances2", ranks=2, distributed_optimizer=True,
-           extra=("--num-distributed-optimizer-instances", "2"),
-           refused="--num-distributed-optimizer-instances"),
+    Layout(name="do-fp32-scatter", ranks=2, distributed_optimizer=True,
+           extra=("--ddp-reduce-scatter-with-fp32-accumulation",),
+           refused="--ddp-reduce-scatter-with-fp32-accumulation"),
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, param_and_grad_bu
 from megatron.core.transformer import torch_norm
 from megatron.training import training
 
+from .attention import allow_context_parallel
 from .seen import RankSeen, Step, Sum
 
 
@@ -82,15 +83,14 @@ class Witness:
     def _chunk_done(self, chunk: Any) -> None:
         number = next((i for i, model in enumerate(self.models) if model is chunk), 0)
         sharded = chunk.ddp_config.use_distributed_optimizer
-        for name, bucket, group in _buckets(chunk):
-            members = tuple(dist.get_process_group_ranks(group))
+        for name, bucket, group, owners in _buckets(chunk):
             result, offset = bucket.grad_data, 0
             if sharded:
-                size = result.numel() // len(members)
-                offset = size * group.rank()
+                size = result.numel() // owners.size()
+                offset = size * owners.rank()
                 result = result[offset : offset + size]
             self._step.sums[f"chunk{number}/{name}"] = Sum(
-                members=members,
+                members=tuple(dist.get_process_group_ranks(group)),
                 local=self._locals[id(bucket)],
                 result=result.clone(),
                 offset=offset,
@@ -111,13 +111,17 @@ class Witness:
         )
 
 
-def _buckets(chunk: Any) -> Iterator[tuple[str, Any, dist.ProcessGroup]]:
-    """The buckets of a model chunk: name, bucket, and the group that sums it."""
-    for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
+def _buckets(chunk: Any) -> Iterator[tuple[str, Any, dist.ProcessGroup, dist.ProcessGroup]]:
+    """The buckets of a model chunk: name, bucket, the group that sums it, and the group that the
+    distributed optimizer cuts it over: a part of the former where there are several instances."""
+    for kind, group, buffers in (
+        ("dense", chunk.dp_cp_group, chunk.buffers),
+        ("expert", chunk.expt_dp_group, chunk.expert_parallel_buffers),
+    ):
         for number, buffer in enumerate(buffers):
             for bucket in buffer.buckets:
                 name = f"{kind}{number}/bucket{bucket.bucket_id}"
-                yield name, bucket, buffer.data_parallel_group
+                yield name, bucket, group, buffer.data_parallel_group
 
 
 def allow_sequence_parallel() -> None:
@@ -157,6 +161,8 @@ def run(
     witness = Witness()
     if "--sequence-parallel" in arguments:
         allow_sequence_parallel()
+    if "--context-parallel-size" in arguments:
+        allow_context_parallel()
     if broken is not None:
         broken()
     witness.watch()

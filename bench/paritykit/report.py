@@ -16,6 +16,7 @@ _FEATURES = (
     "ranks",
     "DP",
     "TP",
+    "CP",
     "PP",
     "VPP",
     "EP",
@@ -57,9 +58,16 @@ this rank owns), the loss, the gradient norm, and the parameters at the end. The
 (divides by the wrong number, exchanges two sums, returns that of the step before) is found out, also
 when it is broken on one rank only.
 
-Not in this table, because they need a GPU: context parallelism and Transformer Engine. For sequence
-parallelism the harness marks the parameters of torch's norms, under both backends: Megatron wants
-Transformer Engine's norms for it.
+Not in this table, because it needs a GPU: Transformer Engine. Two things for which Megatron wants it
+the harness does by itself, under both backends. For sequence parallelism it marks the parameters of
+torch's norms. For context parallelism it gives Megatron's attention the keys and values of the
+whole sequence, gathered over the ranks that share it; `tests/megatron/test_context_parallel.py` holds
+that against one rank with all of the sequence. Megatron does not train in fp64.
+
+With several instances of the distributed optimizer, overlap and a pipeline, all-reduce is no
+reference: Megatron 0.19.2 then starts it twice on every stage but the first, and sums what it has
+summed. This harness found that; BytePS sums once. `--no-align-grad-reduce` avoids it, and is set in
+the layout that combines them.
 """  # noqa: E501
 
 
@@ -116,9 +124,9 @@ def markdown(reports: Sequence[Report]) -> str:
             _METHOD,
             "## Layouts",
             "",
-            "DP is the size of the data-parallel groups of all but experts; acc, the micro-batches "
-            f"of {MICRO_BATCH} times {SEQUENCE} tokens that a rank adds up; DO, the distributed "
-            "optimizer; -wire, gradients summed in the half type.",
+            "Gradients of all but experts are summed over DP times CP ranks. acc: micro-batches, "
+            f"of {MICRO_BATCH} times {SEQUENCE} tokens, that a rank adds up. DO: the distributed "
+            "optimizer (x 2: in two instances). -wire: gradients summed in the half type.",
             "",
             *_pipes([_FEATURES, *(_features(r.layout) for r in reports)]),
             "",
@@ -135,14 +143,20 @@ def markdown(reports: Sequence[Report]) -> str:
 def _features(layout: Layout) -> list[str]:
     return [
         layout.name,
-        *(str(n) for n in (layout.ranks, layout.dp, layout.tp, layout.pp, layout.vpp)),
+        *(str(n) for n in (layout.ranks, layout.dp, layout.tp, layout.cp, layout.pp, layout.vpp)),
         f"{layout.ep} of {layout.experts}" if layout.experts else "-",
-        "DO" if layout.distributed_optimizer else "-",
+        _optimizer(layout),
         "yes" if layout.overlap else "-",
         str(layout.accumulation),
         layout.dtype,
         _further(layout),
     ]
+
+
+def _optimizer(layout: Layout) -> str:
+    if not layout.distributed_optimizer:
+        return "-"
+    return "DO" if layout.instances == 1 else f"DO x {layout.instances}"
 
 
 def _further(layout: Layout) -> str:

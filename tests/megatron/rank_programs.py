@@ -50,6 +50,28 @@ def train_layout(
     return run(arguments, frozen=frozen, broken=broken_reducers.BREAKS[broken])
 
 
+def _poison() -> None:
+    """Have a gradient of the second rank be no number from the second step on."""
+    finish = DistributedDataParallel.finish_grad_sync
+    steps = 0
+
+    def finish_grad_sync(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if dist.get_rank() == 1 and steps == 2:
+            self.buffers[0].grad_data[5] = torch.nan
+        finish(self, *args, **kwargs)
+
+    DistributedDataParallel.finish_grad_sync = finish_grad_sync
+
+
+def train_poisoned(
+    folder: Path, arguments: Sequence[str], environment: dict[str, str] | None = None
+) -> RankSeen:
+    """Training in which one rank comes upon a NaN."""
+    return run([*MODEL, *arguments], broken=_poison)
+
+
 # --------------------------------------------------------------------------- megatron.core alone
 
 
@@ -131,6 +153,38 @@ def core_forced(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]
         ddp(torch.full((2, 8), 1.0 + dist.get_rank())).sum().backward()
         ddp.finish_grad_sync(force_all_reduce=True)
         return {name: p.main_grad.clone() for name, p in ddp.module.named_parameters()}
+
+    return _on_core(body)
+
+
+def core_no_sync(folder: Path, config: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """How many push-pulls have been started in each of two steps: after the micro-batch without
+    sums, after the one with, and at the end of the step."""
+
+    def body() -> list[tuple[int, int, int]]:
+        import byteps.torch as bps
+
+        ddp = _wrap(Mixed(), **config, use_dpu_reduce=True)
+        push_pull, started = bps.push_pull_async_inplace, 0
+
+        def counted(*args: Any, **kwargs: Any) -> int:
+            nonlocal started
+            started += 1
+            return push_pull(*args, **kwargs)
+
+        bps.push_pull_async_inplace = counted
+        seen = []
+        for _ in range(2):
+            ddp.zero_grad_buffer()
+            started = 0
+            with ddp.no_sync():
+                ddp(torch.ones(2, 8)).sum().backward()
+            without = started
+            ddp(torch.ones(2, 8)).sum().backward()
+            during = started
+            ddp.finish_grad_sync()
+            seen.append((without, during, started))
+        return seen
 
     return _on_core(body)
 

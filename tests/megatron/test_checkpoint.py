@@ -1,4 +1,8 @@
-"""A run that is saved under one backend goes on under the other as if nothing had happened."""
+"""A run that is saved under one backend goes on under the other as if nothing had happened.
+
+With two ranks all sums are the same to the last bit, so that the run that goes on must equal the
+one that was never interrupted, whichever backend that had.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,19 @@ from training_jobs import Trained, same
 Train = Callable[..., Trained]
 
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "5000")
+TORCH = ("--ckpt-format", "torch")
+BYTEPS = ("--use-dpu-reduce",)
+
+CASES = {
+    "byteps-then-all-reduce": (BYTEPS, (), ("--bf16",)),
+    "all-reduce-then-byteps": ((), BYTEPS, TORCH),
+    "byteps-then-all-reduce-sharded": (BYTEPS, (), (*SHARDED, "--overlap-param-gather")),
+    "all-reduce-then-byteps-sharded": ((), BYTEPS, (*SHARDED, "--bf16")),
+}
 
 
-@pytest.mark.parametrize(
-    ("saves", "resumes", "arguments"),
-    [
-        (("--use-dpu-reduce",), (), ("--bf16",)),
-        ((), ("--use-dpu-reduce",), ("--ckpt-format", "torch")),
-    ],
-    ids=["byteps-then-all-reduce", "all-reduce-then-byteps"],
-)
+@pytest.mark.parametrize(("saves", "resumes", "arguments"), CASES.values(), ids=CASES)
 def test_resume(
     train: Train,
     run_dir: Path,

@@ -60,6 +60,19 @@ def test_forced_all_reduce(run_job: RunJob, overlap: bool) -> None:
     _assert_same([ours.result(1)], [theirs.result(1)])
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+def test_no_sync_starts_no_sum(run_job: RunJob, overlap: bool) -> None:
+    """Nothing moves before the last micro-batch; with overlap, from the second step on, all sums
+    start in its backward pass (in the first, Megatron learns which gradients there are)."""
+    config = {"overlap_grad_reduce": overlap, "bucket_size": 64}
+    job = run_job("core_no_sync", 2, config=config)
+    first, second = job.result(0)
+    assert [first, second] == job.result(1)
+    assert first[:2] == (0, 0)
+    assert second[:2] == (0, second[2] if overlap else 0)
+    assert first[2] == second[2] >= 3
+
+
 def test_two_models_of_one_process_have_keys_of_their_own(run_job: RunJob) -> None:
     job = run_job("core_models", 2)
     first, second = job.result(0)

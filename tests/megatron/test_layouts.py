@@ -25,7 +25,9 @@ REPRESENTATIVE = (
     "pp2-dp2-tied-acc2",
     "pp2-vpp2-dp2-do-overlap",
     "ep2-dp4-overlap-acc2",
-    "do-instances2",
+    "dp4-do-inst2-bf16-wire-overlap",
+    "cp2-dp2-do-bf16-wire",
+    "do-fp32-scatter",
 )
 
 

@@ -14,14 +14,11 @@ from megatron.training import arguments, cpu_platform
 REFUSED = {
     "--use-megatron-fsdp": (),
     "--use-torch-fsdp2": (),
-    "--num-distributed-optimizer-instances": ("2",),
-    "--overlap-param-gather-with-optimizer-step": (),
     "--fp8-param-gather": (),
     "--fp4-param-gather": (),
     "--reuse-grad-buf-for-mxfp8-param-ag": (),
     "--ddp-reduce-scatter-with-fp32-accumulation": (),
     "--use-nccl-ub": (),
-    "--context-parallel-size": ("2",),
     "--tensor-parallel-num-weight-shards": ("2",),
     "--expert-tensor-parallel-num-weight-shards": ("2",),
     "--optimizer": ("dist_muon",),
@@ -44,10 +41,14 @@ ALLOWED = (
     ("--pipeline-model-parallel-size", "2"),
     ("--expert-model-parallel-size", "2"),
     ("--expert-tensor-parallel-size", "2"),
-    ("--context-parallel-size", "1"),
+    ("--context-parallel-size", "2"),
+    ("--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "2"),
+    ("--expert-tensor-parallel-size", "2", "--expert-tensor-parallel-num-weight-shards", "2"),
     ("--use-distributed-optimizer",),
+    ("--num-distributed-optimizer-instances", "2"),
     ("--overlap-param-gather",),
     ("--dpu-reduce-wire-dtype", "bf16"),
+    ("--overlap-param-gather-with-optimizer-step",),
 )
 
 CONFIG_REFUSED = {
@@ -116,11 +117,6 @@ def test_config_refused(name: str, flag: str) -> None:
     with pytest.raises(ValueError, match=f"--use-dpu-reduce does not work with {flag}: "):
         DistributedDataParallelConfig(use_dpu_reduce=True, **{name: True})
     DistributedDataParallelConfig(**{name: True})
-
-
-def test_config_refuses_several_instances() -> None:
-    with pytest.raises(ValueError, match="--num-distributed-optimizer-instances=2"):
-        DistributedDataParallelConfig(use_dpu_reduce=True, num_distributed_optimizer_instances=2)
 
 
 def test_wire_dtype_needs_the_flag(parse: object) -> None:

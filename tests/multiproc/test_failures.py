@@ -42,6 +42,15 @@ def demand_failed(node: Spawned, *patterns: str) -> None:
         assert re.search(pattern, node.text), f"{node.title}: {pattern!r} is not in {node.text!r}"
 
 
+def wait_for_text(node: Spawned, pattern: str) -> None:
+    """Wait until the node's log has a line with the pattern (a regex)."""
+    deadline = time.monotonic() + END_S
+    while not re.search(pattern, node.text):
+        assert time.monotonic() < deadline, f"{pattern!r} is not in {node.text!r}"
+        assert node.running, node.text
+        time.sleep(0.02)
+
+
 def start_looping(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> Cluster:
     cluster = make_cluster(workers=workers, servers=servers, env=SHORT)
     cluster.start("failures:loop")
@@ -99,6 +108,29 @@ class TestLost:
             demand_failed(server, r"scheduler\b.*lost")
         cluster.scheduler.send(signal.SIGKILL)
         cluster.scheduler.wait(END_S)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGKILL, CLOSED), (signal.SIGSTOP, SILENT)], ids=["kill", "stop"]
+)
+def test_server_lost_before_any_worker_came(
+    make_cluster: Callable[..., Cluster], number: signal.Signals, kind: str
+) -> None:
+    """There is no job yet: another server takes its place, and the job runs."""
+    cluster = make_cluster(workers=1, servers=1, env={**SHORT, "PS_VERBOSE": "1"})
+    scheduler = cluster.start_scheduler()
+    lost = cluster.start_server()
+    wait_for_text(scheduler, "admitted server 0")
+    lost.send(number)
+    wait_for_text(scheduler, rf"server 0 .*lost: .*({kind}).*another server may take its place")
+    cluster.start_server()
+    cluster.start_worker(0, "failures:init_only")
+    if number == signal.SIGSTOP:
+        lost.send(signal.SIGCONT)
+        demand_failed(lost, r"(server 0|scheduler) .*was lost: ")
+    assert lost.wait(END_S) != 0
+    cluster.servers.remove(lost)
+    cluster.finish()
 
 
 def test_no_scheduler_there(make_cluster: Callable[..., Cluster]) -> None:

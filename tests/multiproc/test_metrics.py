@@ -114,8 +114,8 @@ def test_what_waits_is_seen(make_cluster: Callable[..., Cluster]) -> None:
     cluster.wait_mark("pushed", [0])
     deadline = time.monotonic() + END_S
     while True:
-        worker = of(scrape(port), "worker", 0)
         server = of(scrape(port + WORKERS), "server", 0)
+        worker = of(scrape(port), "worker", 0)
         if server["open_rounds"] == 3 or time.monotonic() > deadline:
             break
     assert server["open_rounds"] == 3

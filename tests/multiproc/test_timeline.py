@@ -136,7 +136,8 @@ def test_every_partition_and_stage_once(
         for row in worker.rows:
             there = at_server[row.identity]
             assert begin <= row.begin <= row.end <= end
-            assert row.begin - CLOCKS_US <= there.begin <= there.end <= row.end + CLOCKS_US
+            # The end of a server's row is when it has sent the sum to all: perhaps later.
+            assert row.begin - CLOCKS_US <= there.begin <= row.end + CLOCKS_US
             assert row.args["bytes"] == there.args["bytes"]
             assert "failed" not in row.args
 
@@ -167,23 +168,28 @@ def test_names_are_escaped(make_cluster: Callable[..., Cluster], run_dir: Path) 
 
 
 def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:
-    """A worker is killed: the others write what they saw, and what they waited for then."""
-    env = settings(run_dir, BYTEPS_PEER_TIMEOUT_S="3")
-    cluster = make_cluster(workers=3, servers=1, env=env)
-    cluster.start("failures:loop")
-    cluster.wait_mark("looping", range(3))
-    cluster.workers["worker 1"].send(signal.SIGKILL)
-    wait_all(cluster.everyone(), END_S)
-    workers = timelines(run_dir, "worker")
+    """A worker is lost: the others write what they had done, and what they waited for."""
+    # Silence, not a closed connection: the server has all pushes before anybody gives up.
+    cluster = make_cluster(
+        workers=WORKERS, servers=1, env=settings(run_dir, BYTEPS_PEER_TIMEOUT_S="3")
+    )
+    cluster.start("observed:waiting")
+    cluster.wait_mark("pushed", [0])
+    lost = cluster.workers["worker 1"]
+    lost.send(signal.SIGSTOP)
+    wait_all([process for process in cluster.everyone() if process is not lost], END_S)
+    (worker,) = timelines(run_dir, "worker")
     (server,) = timelines(run_dir, "server")
-    assert len(workers) == 2
-    unfinished = [row for worker in workers for row in worker.rows if row.args.get("failed")]
-    assert unfinished
-    assert {row.stages[-1] for row in unfinished} <= {"queue", "push", "server"}
-    assert any(row.args.get("failed") for row in server.rows)
-    for timeline in (*workers, server):
-        identities = [row.identity for row in timeline.rows]
-        assert len(set(identities)) == len(identities) > 15
+    large = {("large", partition, 0, 0) for partition in range(3)}
+    small = {("small", 0, 0, rank) for rank in range(WORKERS)}
+    for timeline, wanted, last in (
+        (worker, large | {("small", 0, 0, 0)}, {"push", "server"}),
+        (server, large | small, {"other workers"}),
+    ):
+        assert Counter(row.identity for row in timeline.rows) == Counter(wanted)
+        unfinished = [row for row in timeline.rows if row.args.get("failed")]
+        assert {row.identity for row in unfinished} == large
+        assert {row.stages[-1] for row in unfinished} <= last
 
 
 def test_a_file_for_each_life(make_cluster: Callable[..., Cluster], run_dir: Path) -> None:

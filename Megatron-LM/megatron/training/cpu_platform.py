@@ -183,9 +183,8 @@ class _Event:
 _STREAM = _Stream()
 
 
-@contextlib.contextmanager
-def _stream_context(stream: object) -> Iterator[None]:
-    yield
+def _stream_context(stream: object) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()  # torch's may be entered more than once too
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

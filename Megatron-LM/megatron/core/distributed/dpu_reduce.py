@@ -81,102 +81,92 @@ _WIRE_DTYPES = {"bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class _Refusal:
-    """A setting under which gradients do not take the path that this module replaces.
+    """A setting under which gradients do not take the path that this module replaces."""
 
-    ``attribute`` is looked up on the arguments and on the DDP config alike (they share names).
-    """
-
-    attribute: str
+    attributes: tuple[str, ...]
+    """Its names, on the arguments and on the DDP config."""
     flag: str
     reason: str
     allowed: tuple[Any, ...] = (False, None)
     """Values that are not refused; ignored where ``refused`` is given."""
     refused: tuple[Any, ...] = ()
     """Values that are refused, all others being allowed."""
+    allowed_like: str = ""
+    """Another attribute, whose value is not refused either."""
 
-    def applies_to(self, value: object) -> bool:
-        return value in self.refused if self.refused else value not in self.allowed
+    def applies_to(self, value: object, source: object) -> bool:
+        if self.refused:
+            return value in self.refused
+        if self.allowed_like and value == getattr(source, self.allowed_like, None):
+            return False
+        return value not in self.allowed
 
 
 _FSDP = "it shards gradients with reduce-scatters of its own, which BytePS does not replace"
 _UNTRIED = "it has not been tried with gradients that BytePS sums"
+_RESHARDED = (
+    "its weights are Transformer Engine's, cut once more and summed in part by themselves, which "
+    "has not been tried with gradients that BytePS sums"
+)
 
 _REFUSALS: tuple[_Refusal, ...] = (
-    _Refusal(attribute="use_megatron_fsdp", flag="--use-megatron-fsdp", reason=_FSDP),
-    _Refusal(attribute="use_custom_fsdp", flag="--use-custom-fsdp", reason=_FSDP),
-    _Refusal(attribute="use_torch_fsdp2", flag="--use-torch-fsdp2", reason=_FSDP),
+    _Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_FSDP),
+    _Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_FSDP),
+    _Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_FSDP),
     _Refusal(
-        attribute="optimizer",
+        attributes=("optimizer",),
         flag="--optimizer",
         reason="it shards whole layers, not buckets",
         refused=("dist_muon",),
     ),
+    _Refusal(attributes=("fp8_param_gather",), flag="--fp8-param-gather", reason=_UNTRIED),
+    _Refusal(attributes=("fp4_param_gather",), flag="--fp4-param-gather", reason=_UNTRIED),
     _Refusal(
-        attribute="num_distributed_optimizer_instances",
-        flag="--num-distributed-optimizer-instances",
-        reason="its gradients are summed in two steps, within an instance and across instances",
-        allowed=(1, None),
-    ),
-    _Refusal(attribute="fp8_param_gather", flag="--fp8-param-gather", reason=_UNTRIED),
-    _Refusal(attribute="fp4_param_gather", flag="--fp4-param-gather", reason=_UNTRIED),
-    _Refusal(
-        attribute="reuse_grad_buf_for_mxfp8_param_ag",
+        attributes=("reuse_grad_buf_for_mxfp8_param_ag",),
         flag="--reuse-grad-buf-for-mxfp8-param-ag",
         reason=_UNTRIED,
     ),
     _Refusal(
-        attribute="reduce_scatter_with_fp32_accumulation",
+        attributes=(
+            "reduce_scatter_with_fp32_accumulation",
+            "ddp_reduce_scatter_with_fp32_accumulation",
+        ),
         flag="--ddp-reduce-scatter-with-fp32-accumulation",
         reason="it replaces the sum by an all-to-all; BytePS servers already add half types in "
         "fp32",
     ),
     _Refusal(
-        attribute="ddp_reduce_scatter_with_fp32_accumulation",
-        flag="--ddp-reduce-scatter-with-fp32-accumulation",
-        reason="it replaces the sum by an all-to-all; BytePS servers already add half types in "
-        "fp32",
-    ),
-    _Refusal(
-        attribute="nccl_ub",
+        attributes=("nccl_ub",),
         flag="--use-nccl-ub",
         reason="it allocates the gradient buffers for NCCL's collectives, which would not be used",
     ),
     _Refusal(
-        attribute="overlap_param_gather_with_optimizer_step",
-        flag="--overlap-param-gather-with-optimizer-step",
-        reason=_UNTRIED,
-    ),
-    _Refusal(
-        attribute="context_parallel_size",
-        flag="--context-parallel-size",
-        reason=_UNTRIED,
-        allowed=(1, None),
-    ),
-    _Refusal(
-        attribute="tensor_parallel_num_weight_shards",
+        attributes=("tensor_parallel_num_weight_shards",),
         flag="--tensor-parallel-num-weight-shards",
-        reason=_UNTRIED,
+        reason=_RESHARDED,
         allowed=(1, None),
+        allowed_like="tensor_model_parallel_size",
     ),
     _Refusal(
-        attribute="expert_tensor_parallel_num_weight_shards",
+        attributes=("expert_tensor_parallel_num_weight_shards",),
         flag="--expert-tensor-parallel-num-weight-shards",
-        reason=_UNTRIED,
+        reason=_RESHARDED,
         allowed=(1, None),
+        allowed_like="expert_tensor_parallel_size",
     ),
     _Refusal(
-        attribute="cuda_graph_impl",
+        attributes=("cuda_graph_impl",),
         flag="--cuda-graph-impl",
         reason="it records the gradient sums in a CUDA graph, and BytePS runs on the host",
         refused=("full_iteration",),
     ),
     _Refusal(
-        attribute="inprocess_restart",
+        attributes=("inprocess_restart",),
         flag="--inprocess-restart",
         reason="BytePS cannot rejoin its servers from within a restarted training function",
     ),
     _Refusal(
-        attribute="fake_process_group",
+        attributes=("fake_process_group",),
         flag="--fake-process-group",
         reason="BytePS needs real ranks to sum over",
     ),
@@ -184,9 +174,10 @@ _REFUSALS: tuple[_Refusal, ...] = (
 
 
 def _refuse(source: object) -> None:
-    for refusal in _REFUSALS:
-        value = getattr(source, refusal.attribute, None)
-        if refusal.applies_to(value):
+    settings = ((refusal, name) for refusal in _REFUSALS for name in refusal.attributes)
+    for refusal, name in settings:
+        value = getattr(source, name, None)
+        if refusal.applies_to(value, source):
             shown = refusal.flag if value is True else f"{refusal.flag}={value}"
             raise ValueError(
                 f"--use-dpu-reduce does not work with {shown}: {refusal.reason}. "
@@ -315,7 +306,11 @@ class BucketOp:
     name: str
     """Key of the operation: the same on every rank of the group, unique in the job."""
     group: tuple[int, ...]
-    """Global ranks that sum, in the order of the process group."""
+    """Global ranks that sum, in the order of the process group: the whole data-parallel group."""
+    owners: tuple[int, ...]
+    """Global ranks among which the distributed optimizer cuts the bucket into equal shards, in
+    this order: the members of this rank's optimizer instance, which is all of the group where
+    there is one instance."""
     priority: int
     """Higher goes first. 0 for what the next forward pass needs first, negative after that."""
     placement: int
@@ -395,13 +390,13 @@ def register(ddp: DistributedDataParallel) -> None:
     """
     validate_ddp_config(ddp.ddp_config)
     chunk = _chunk_index(ddp.module)
-    plan = [("dense", buffer) for buffer in ddp.buffers]
-    plan += [("expert", buffer) for buffer in ddp.expert_parallel_buffers]
+    dense, expert = _ranks(ddp.dp_cp_group), _ranks(ddp.expt_dp_group)
+    plan = [("dense", dense, buffer) for buffer in ddp.buffers]
+    plan += [("expert", expert, buffer) for buffer in ddp.expert_parallel_buffers]
     initialize()
 
     models: dict[str, int] = {}
-    for kind, buffer in plan:
-        group = tuple(torch.distributed.get_process_group_ranks(buffer.data_parallel_group))
+    for kind, group, buffer in plan:
         if kind not in models:
             models[kind] = _registry.models[(kind, min(group), chunk)]
             _registry.models[(kind, min(group), chunk)] += 1
@@ -415,7 +410,7 @@ def register(ddp: DistributedDataParallel) -> None:
             wire_dtype=wire_dtype,
         )
 
-    names = [bucket.dpu_reduce_op.name for _, buffer in plan for bucket in buffer.buckets]
+    names = [bucket.dpu_reduce_op.name for *_, buffer in plan for bucket in buffer.buckets]
     if len(set(names)) != len(names):
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
     logger.info("gradient sums go through BytePS: %d buckets, chunk %d", len(names), chunk)
@@ -428,6 +423,10 @@ def _wire_dtype(grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConf
     return _WIRE_DTYPES[ddp_config.dpu_reduce_wire_dtype]
 
 
+def _ranks(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
+    return tuple(torch.distributed.get_process_group_ranks(group))
+
+
 def _register_buffer(
     buffer: _ParamAndGradBuffer,
     *,
@@ -438,6 +437,13 @@ def _register_buffer(
     wire_dtype: torch.dtype,
 ) -> None:
     bps = _byteps()
+    owners = _ranks(buffer.data_parallel_group)
+    instances = buffer.ddp_config.num_distributed_optimizer_instances
+    if not set(owners) <= set(group) or len(owners) * instances != len(group):
+        raise RuntimeError(
+            f"--use-dpu-reduce: the {kind} data-parallel group {group} is not {instances} "
+            f"optimizer instance(s) of ranks {owners}"
+        )
     for bucket in buffer.buckets:
         bucket.dpu_reduce_op = BucketOp(
             name=bucket_name(
@@ -450,6 +456,7 @@ def _register_buffer(
                 bucket_id=bucket.bucket_id,
             ),
             group=group,
+            owners=owners,
             priority=bucket_priority(
                 chunk=chunk, bucket_id=bucket.bucket_id, num_buckets=len(buffer.buckets)
             ),
@@ -493,10 +500,9 @@ class GradSyncHandle:
 
 
 def _wanted(bucket: _ParamAndGradBucket, op: BucketOp) -> tuple[int, int]:
-    """First and last plus one of the bucket's elements that this rank's optimizer owns: the
-    buckets of the distributed optimizer are cut into equal parts, in the order of the group."""
-    shard = bucket.grad_data.numel() // len(op.group)
-    index = op.group.index(torch.distributed.get_rank())
+    """First and last plus one of the bucket's elements that this rank's optimizer owns."""
+    shard = bucket.grad_data.numel() // len(op.owners)
+    index = op.owners.index(torch.distributed.get_rank())
     return index * shard, (index + 1) * shard
 
 
@@ -509,8 +515,9 @@ def start_grad_sync(
     accumulated and scaled. Buckets are pushed whole, in the dtype in which they are summed or that
     of ``dpu_reduce_wire_dtype``. With the distributed optimizer each rank pulls the shard that it
     owns, and the rest of its bucket keeps the local gradients; ``force_all_reduce`` pulls all of
-    it. ``average_in_collective`` asks BytePS for the average over the data-parallel group instead
-    of the sum.
+    it. Where there are several instances of that optimizer, Megatron sums within each, then across
+    them; here it is one sum over all members of all instances. ``average_in_collective`` asks
+    BytePS for the average over the data-parallel group instead of the sum.
 
     Returns:
         with ``overlap_grad_reduce`` a handle to wait for, as all-reduce does; otherwise ``None``,

@@ -232,30 +232,18 @@ bool Membership::Handle(const Message& msg) {
 }
 
 void Membership::OnDisconnect(int node_id) {
-  std::string lost;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    if (!is_scheduler_) {
-      const bool in_job = state_ == State::kActive || state_ == State::kJoining;
-      if (node_id != kScheduler || !welcomed_ || left_acknowledged_ || !in_job) return;
-      // It may have ended in good order, or told of a failure: its last word comes
-      // on another connection and may be behind this news.
-      scheduler_closed_ = true;
-      scheduler_closed_at_ = Clock::now();
-      cond_.notify_all();
-      return;
-    }
-    auto it = peers_.find(node_id);
-    if (state_ != State::kActive || it == peers_.end() || it->second.left) return;
-    lost = Describe(it->second.node);
-    // Before a worker came there is no job that could fail: another server may come.
-    if (!any_worker_) {
-      LOG(WARNING) << lost << " went away before the job began";
-      peers_.erase(it);
-      return;
-    }
+  if (is_scheduler_) {
+    OnLost(node_id, "its connection closed");
+    return;
   }
-  FailJob(lost + " was lost: its connection closed");
+  std::lock_guard<std::mutex> lock(mu_);
+  const bool in_job = state_ == State::kActive || state_ == State::kJoining;
+  if (node_id != kScheduler || !welcomed_ || left_acknowledged_ || !in_job) return;
+  // It may have ended in good order, or told of a failure: its last word comes
+  // on another connection and may be behind this news.
+  scheduler_closed_ = true;
+  scheduler_closed_at_ = Clock::now();
+  cond_.notify_all();
 }
 
 void Membership::TimerLoop() {

@@ -143,24 +143,46 @@ std::string Membership::WhoIsMissing() {
   return missing;
 }
 
+void Membership::OnLost(int node_id, const std::string& how) {
+  std::string reason;
+  bool in_job = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto it = peers_.find(node_id);
+    if (state_ != State::kActive || it == peers_.end() || it->second.left) return;
+    reason = Describe(it->second.node) + " was lost: " + how;
+    in_job = any_worker_;
+    if (!in_job) peers_.erase(it);
+  }
+  if (in_job) {
+    FailJob(reason);
+    return;
+  }
+  LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
+  // Should it be there after all, it must not wait for a job that does without it.
+  Send(Control::JOB_FAILED, node_id, reason);
+}
+
 void Membership::CheckPeers(Clock::time_point now) {
+  std::vector<int> silent;
   std::string reason;
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (const auto& entry : peers_) {
-      if (entry.second.left || now - entry.second.heard < ToDuration(peer_timeout_s_)) continue;
-      reason = Describe(entry.second.node) + " was lost: no heartbeat for " +
-               Limit(peer_timeout_s_, "BYTEPS_PEER_TIMEOUT_S");
-      break;
+      const bool heard = now - entry.second.heard < ToDuration(peer_timeout_s_);
+      if (!entry.second.left && !heard) silent.push_back(entry.first);
     }
     const std::string missing = any_worker_ ? WhoIsMissing() : "";
-    if (reason.empty() && !missing.empty() && now - first_worker_ > ToDuration(start_timeout_s_)) {
+    if (!missing.empty() && now - first_worker_ > ToDuration(start_timeout_s_)) {
       reason = "the job did not start: only " + std::to_string(Count(Node::WORKER)) + " of " +
                Plural(expected_workers_, "worker") + " and " + std::to_string(Count(Node::SERVER)) +
                " of " + Plural(expected_servers_, "server") + " registered with the " +
                SchedulerName() + " within " + Limit(start_timeout_s_, "BYTEPS_START_TIMEOUT_S") +
                "; missing: " + missing;
     }
+  }
+  for (int id : silent) {
+    OnLost(id, "no heartbeat for " + Limit(peer_timeout_s_, "BYTEPS_PEER_TIMEOUT_S"));
   }
   if (!reason.empty()) FailJob(reason);
 }

@@ -120,6 +120,9 @@ class Membership {
   // For servers, and for a worker whose launcher gave it none.
   int FirstFreeRank(Node::Role role);
   void CheckPeers(Clock::time_point now);
+  // The node is gone, or silent: the job fails.  But before a worker came there is no
+  // job that could fail: the scheduler forgets the node.
+  void OnLost(int node_id, const std::string& how);
 
   // The other nodes' part.
   void OnAdmission(const Message& msg);

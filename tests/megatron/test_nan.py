@@ -1,0 +1,37 @@
+"""A gradient that is no number: found before it is summed, or summed like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paritykit.data import data_arguments
+from paritykit.forked import Job
+from prepare_data import Dataset
+
+RunJob = Callable[..., Job]
+
+BACKENDS = {"byteps": ("--use-dpu-reduce",), "all-reduce": ()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_the_check_ends_the_job(run_job: RunJob, dataset: Dataset, backend: tuple[str]) -> None:
+    """The rank that finds it says so; the other one does not wait for it."""
+    arguments = [*data_arguments(dataset), *backend]
+    job = run_job("train_poisoned", 2, fails=True, arguments=arguments)
+    assert "found NaN in local grad norm for bucket #0" in job.log_of(1).read_text()
+    assert "found NaN" not in job.log_of(0).read_text()
+
+
+def test_without_the_check_both_backends_sum_it(run_job: RunJob, dataset: Dataset) -> None:
+    """As with all-reduce, the sum is no number in the same element, on every rank, and no other."""
+    arguments = [*data_arguments(dataset), "--no-check-for-nan-in-loss-and-grad"]
+    where = []
+    for backend in BACKENDS.values():
+        job = run_job("train_poisoned", 2, arguments=[*arguments, *backend])
+        for rank in range(2):
+            (total,) = job.result(rank).steps[1].sums.values()
+            where.append(torch.isnan(total.result).nonzero().tolist())
+    assert where == [[[5]]] * 4
