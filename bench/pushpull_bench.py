@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
+from benchkit.columns import aligned
 from benchkit.emulation import EmulationError, remove_stale
 from benchkit.gates import Gate, judge_all
 from benchkit.interrupts import become_interruptible
@@ -80,12 +81,12 @@ def report(
     print(record.header(meta, run.plan))
     if not run.quiet:
         print("# machine: too busy in every round; none is left out")
-    print(tables.aligned(tables.result_table(run)))
+    print(aligned(tables.result_table(run)))
     if len(run.plan.backends) > 1:
-        print("\n" + tables.aligned(tables.ratio_table(run)))
+        print("\n" + aligned(tables.ratio_table(run)))
     verdicts = judge_all(gates, run)
     if verdicts:
-        print("\n" + tables.aligned(tables.gate_table(verdicts)))
+        print("\n" + aligned(tables.gate_table(verdicts)))
     if options.json:
         record.write([run], meta, options.json)
     if options.plot:

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchkit import machine
+from benchkit.columns import aligned
 from benchkit.plan import DTYPE_BYTES
-from benchkit.tables import aligned
 from benchkit.units import parse_size, show_size
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,9 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchkit.checking import HEAD, compare
+from benchkit.columns import aligned
 from benchkit.prediction import Row, draw, predict, table, write_json
-from benchkit.scenario import Scenario, Workers, payload_fraction
-from benchkit.tables import aligned
+from benchkit.scenario import Scenario, Workers, engine_partition, payload_fraction
 from benchkit.units import parse_rate, parse_size, show_rate, show_size
 
 WORKERS = "8,16,32,64,128,256,512,1024"
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--server-link", type=rate, help="of every server (default: --link)")
     add("--core", type=rate, help="what the switch carries in all (default: no limit)")
     add("--mtu", type=int, default=9000, help="bytes, for the headers' part (default: 9000)")
-    add("--partition", type=size, default=4_096_000, help="default: 4096000 bytes")
+    add("--partition", type=size, help="of the tensor (default: as the engine cuts it)")
     add("--credit", type=int, default=16, help="partitions; 0: no limit (default: 16)")
     add("--socket-buffer", type=size, default=3 << 20, help="of a connection (default: 3MiB)")
     add("--staggered", action="store_true", help="each worker begins at another server")
@@ -122,7 +122,7 @@ def scenario(options: argparse.Namespace, workers: int, servers: int) -> Scenari
         server_rate=(options.server_link or options.link) * payload,
         colocated=options.colocate,
         core_rate=options.core * payload if options.core else math.inf,
-        partition=options.partition,
+        partition=options.partition or engine_partition(options.size, servers),
         credit=options.credit,
         socket_buffer=options.socket_buffer,
         staggered=options.staggered,
@@ -146,7 +146,8 @@ def _split(kinds: list[Workers], count: int, **change: float) -> list[Workers]:
 
 def headline(options: argparse.Namespace) -> str:
     link, size = show_rate(options.link), show_size(options.size)
-    return f"{size} at {link}, partitions of {show_size(options.partition)}"
+    partition = show_size(options.partition) if options.partition else "as the engine cuts them"
+    return f"{size} at {link}, partitions: {partition}"
 
 
 def check(options: argparse.Namespace) -> int:

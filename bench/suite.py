@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from benchkit import record
+from benchkit.columns import aligned
 from benchkit.driver import progress, run_plan
 from benchkit.emulation import EmulationError
 from benchkit.gates import judge_all
@@ -27,7 +28,7 @@ from benchkit.markdown import replace_results, results
 from benchkit.processes import LaunchError
 from benchkit.sets import QUICK, SETS, Experiment, choose
 from benchkit.summary import Run
-from benchkit.tables import aligned, gate_table, ratio_table, result_table
+from benchkit.tables import gate_table, ratio_table, result_table
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -30,13 +29,14 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "scripts")]
 
 import prepare_data  # noqa: E402
 import train as train_script  # noqa: E402
+from benchkit.columns import aligned  # noqa: E402
 from benchkit.driver import hosts_of, progress  # noqa: E402
 from benchkit.emulation import EmulationError  # noqa: E402
+from benchkit.interrupts import become_interruptible  # noqa: E402
 from benchkit.options import parse_hosts  # noqa: E402
 from benchkit.plan import Plan, Topology  # noqa: E402
 from benchkit.processes import LaunchError  # noqa: E402
 from benchkit.record import header, metadata  # noqa: E402
-from benchkit.tables import aligned  # noqa: E402
 from benchkit.training import Trained, Training, train  # noqa: E402
 
 SCHEMA = 1
@@ -200,8 +200,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A terminated run takes its hosts and processes down like an interrupted one; and a shell that
-    # started this in the background has Ctrl-C ignored.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    become_interruptible()
     sys.exit(main())

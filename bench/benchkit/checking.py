@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from benchkit import simulation
-from benchkit.scenario import Scenario, payload_fraction, uniform
+from benchkit.scenario import (
+    LARGEST_PARTITION,
+    SMALLEST_PARTITION,
+    Scenario,
+    engine_partition,
+    payload_fraction,
+    uniform,
+)
 from benchkit.units import show_size
 
 HEAD = ("workers", "servers", "size", "type", "backend", "measured s", "predicted s", "off by")
-_PARTITION = "BYTEPS_PARTITION_BYTES="
+_SMALLEST = "BYTEPS_MIN_PARTITION_BYTES="
+_LARGEST = "BYTEPS_PARTITION_BYTES="
 _CREDIT = "BYTEPS_SCHEDULING_CREDIT="
 
 
@@ -82,10 +90,12 @@ def _run(run: dict[str, Any], settings: str, model: Scenario) -> Iterator[Compar
             servers=links.servers,
             server_rate=rate,
             colocated=topology["colocate"],
-            # Tensors that are summed together are as partitions of one, and these no longer.
-            partition=min(
-                _setting(settings, _PARTITION, model.partition),
-                -(-case["size"] // case.get("tensors", 1)),
+            # Tensors that are summed together follow each other as parts of one do.
+            partition=engine_partition(
+                case["size"] // case.get("tensors", 1),
+                topology["servers"],
+                _setting(settings, _SMALLEST, SMALLEST_PARTITION),
+                _setting(settings, _LARGEST, LARGEST_PARTITION),
             ),
             credit=_setting(settings, _CREDIT, model.credit),
         )

@@ -86,14 +86,15 @@ def gain(workers: int, servers: int) -> float:
     return 1 + min(servers, workers) * (workers - 2) / workers**2
 
 
-def partitions_fill(servers: int, partition: float, rate: float) -> float:
-    """k*P/B: what partitions of P bytes add to M/B on servers of their own, k <= number of them.
+def partitions_fill(workers: int, servers: int, partition: float, rate: float) -> float:
+    """max(n, k)*P/B: what partitions of P bytes add to the time of servers on their own machines.
 
-    A worker sends to its k servers at B/k each, so the first sums can come back after k*P/B, and
-    the last ones, complete when all pushes are, take as long.
+    A worker sends to k servers, a server receives from n workers, at B/max(n, k) each; so the first
+    sums can come back after max(n, k)*P/B, and the last ones, which are complete when all pushes
+    are, take as long. For partitions of equal size, as many on each server.
     """
-    _check(workers=2, servers=servers, size=partition, rate=rate)
-    return servers * partition / rate
+    _check(workers=workers, servers=servers, size=partition, rate=rate)
+    return max(workers, servers) * partition / rate
 
 
 @dataclass(frozen=True, kw_only=True)

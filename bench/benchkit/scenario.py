@@ -6,6 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 _HEADERS = 52  # bytes of a packet: IPv4, TCP, and TCP's time stamps
+_PAGE = 4096
+_PARTITIONS_PER_SERVER = 64
+SMALLEST_PARTITION = 131_072
+LARGEST_PARTITION = 4_096_000
 _FRAME = 14  # bytes: what a shaper counts beside the packet
 
 
@@ -14,6 +18,22 @@ def payload_fraction(mtu: int) -> float:
     if mtu <= _HEADERS:
         raise ValueError(f"an MTU of {mtu} bytes leaves no room for payload")
     return (mtu - _HEADERS) / (mtu + _FRAME)
+
+
+def engine_partition(
+    size: int, servers: int, smallest: int = SMALLEST_PARTITION, largest: int = LARGEST_PARTITION
+) -> int:
+    """Bytes of the partitions into which the engine cuts a tensor: 64 for each server, whole pages,
+    within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/core/placement.h)."""
+    if servers < 1:
+        raise ValueError("there must be one server at least")
+    least, most = _whole_pages(smallest), _whole_pages(largest)
+    wanted = _whole_pages(size // (_PARTITIONS_PER_SERVER * servers))
+    return min(max(wanted, min(least, most)), most)
+
+
+def _whole_pages(count: int) -> int:
+    return -(-count // _PAGE) * _PAGE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +63,8 @@ class Scenario:
     core_rate: float = math.inf
     """Bytes a second that the switch carries in all: below the sum of the links, it is
     oversubscribed."""
-    partition: int = 4_096_000
-    """BYTEPS_PARTITION_BYTES."""
+    partition: int
+    """Bytes of the partitions; the last may have fewer."""
     credit: int = 16
     """BYTEPS_SCHEDULING_CREDIT: partitions a worker may have in the transport; 0: no limit."""
     socket_buffer: int = 3 << 20
@@ -106,4 +126,5 @@ def uniform(workers: int, servers: int, size: int, rate: float) -> Scenario:
         workers=(Workers(count=workers, rate=rate),),
         servers=servers,
         server_rate=rate,
+        partition=engine_partition(size, servers),
     )

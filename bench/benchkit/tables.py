@@ -17,15 +17,6 @@ RATIO_HEAD = ("size", "type", "ours", "theirs", "ratio", "min..max", "launches")
 GATE_HEAD = ("bar", "must be", "is", "min..max", "")
 
 
-def aligned(table: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, numbers to the right."""
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    )
-
-
 def _maybe(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 

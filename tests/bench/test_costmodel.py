@@ -64,7 +64,8 @@ def test_bytes_per_parameter() -> None:
 
 
 def test_fill_of_the_partitions() -> None:
-    assert costmodel.partitions_fill(4, 1e6, B) == pytest.approx(0.5)
+    assert costmodel.partitions_fill(4, 4, 1e6, B) == pytest.approx(0.5)
+    assert costmodel.partitions_fill(8, 4, 1e6, B) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

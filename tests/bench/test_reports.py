@@ -11,11 +11,12 @@ from made_up import make_run
 
 import pushpull_bench
 from benchkit import record
+from benchkit.columns import aligned
 from benchkit.markdown import BEGIN, END, replace_results, section
 from benchkit.options import parse
 from benchkit.plots import draw
 from benchkit.sets import SETS, choose
-from benchkit.tables import aligned, ratio_table, result_table
+from benchkit.tables import ratio_table, result_table
 
 
 def test_columns_are_aligned() -> None:

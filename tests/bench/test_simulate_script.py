@@ -25,7 +25,7 @@ def measurement(path: Path, *, factor: float = 1.0, link_bits: int = 800_000_000
     rows = [{"backend": b, "case": case, "p50_s": factor * s} for b, s in seconds.items()]
     content = {
         "schema": 1,
-        "meta": {"settings": f"BYTEPS_PARTITION_BYTES={MIB}"},
+        "meta": {"settings": f"BYTEPS_MIN_PARTITION_BYTES={MIB} BYTEPS_PARTITION_BYTES={MIB}"},
         "runs": [{"name": "", "plan": {"topology": topology}, "rows": rows}],
     }
     path.write_text(json.dumps(content))
@@ -39,7 +39,7 @@ def test_the_table_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words += ["--json", str(written), "--plot", str(picture)]
     assert simulate.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("# 64MiB at 800mbit, partitions of 1MiB")
+    assert lines[0].startswith("# 64MiB at 800mbit, partitions: 1MiB")
     assert [line.split()[:2] for line in lines[2:]] == [
         [workers, servers] for workers in ("4", "8") for servers in ("4", "8")
     ]
@@ -78,7 +78,7 @@ def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--workers", "0"], "there must be one worker"),
+        (["--workers", "0"], "there must be one server"),
         (["--link", "fast"], "is not understood"),
         (["--workers", "4", "--stragglers", "4:1"], "leave one at least"),
         (["--size", "x"], "is not understood"),

@@ -12,7 +12,7 @@ import pytest
 
 from benchkit import costmodel
 from benchkit.fairshare import Hop, max_min
-from benchkit.scenario import Scenario, Workers, payload_fraction, uniform
+from benchkit.scenario import Scenario, Workers, engine_partition, payload_fraction, uniform
 from benchkit.simulation import push_pull, ring
 
 MIB = 1 << 20
@@ -92,12 +92,16 @@ def test_ring(workers: int) -> None:
     assert ring(scenario(workers, 1)) == pytest.approx(closed_form)
 
 
-@pytest.mark.parametrize(("servers", "partitions"), [(4, 4), (4, 16), (8, 64)])
-def test_the_fill_of_the_partitions(servers: int, partitions: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "servers", "partitions"),
+    [(4, 4, 4), (4, 4, 16), (8, 8, 64), (8, 4, 16), (4, 8, 16)],
+)
+def test_the_fill_of_the_partitions(workers: int, servers: int, partitions: int) -> None:
     partition = SIZE // partitions
-    fill = costmodel.partitions_fill(servers, partition, RATE)
-    found = seconds(servers, servers, partition=partition)
-    assert found == pytest.approx(SIZE / RATE + fill)
+    whole = costmodel.own_machines(workers, servers, SIZE, RATE)
+    fill = costmodel.partitions_fill(workers, servers, partition, RATE)
+    found = seconds(workers, servers, partition=partition)
+    assert found == pytest.approx(whole + fill)
 
 
 # ------------------------------------------------------------------ conservation
@@ -225,6 +229,23 @@ def test_plain_sockets_as_measured_on_emulated_links(
     one = uniform(hosts, hosts, size * MIB, rate * payload_fraction(9000))
     found = push_pull(replace(one, partition=128 << 10)).seconds
     assert found / (size * MIB / rate) == pytest.approx(over_m_b, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("size", "servers", "limits", "partition"),
+    [
+        (64 * MIB, 4, {}, 256 << 10),
+        (1 * MIB, 4, {}, 128 << 10),
+        (1 << 40, 4, {}, 4_096_000),
+        (64 * MIB + 256, 4, {}, 266_240),
+        (64 * MIB, 4, {"smallest": MIB, "largest": 1000}, 4096),
+    ],
+    ids=["64-a-server", "smallest", "largest", "whole-pages", "the-largest-wins"],
+)
+def test_tensors_are_cut_as_the_engine_does(
+    size: int, servers: int, limits: dict[str, int], partition: int
+) -> None:
+    assert engine_partition(size, servers, **limits) == partition
 
 
 def test_1024_workers_are_no_trouble() -> None:
