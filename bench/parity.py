@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Shows that training through BytePS gives the gradients that all-reduce gives.
 
-Trains each layout of a table (data, tensor, pipeline and expert parallelism, distributed optimizer,
-overlap, accumulation, element types) from one seed through torch.distributed and through BytePS, on
-this machine's CPU, and compares every gradient bucket and the loss of every step on every rank.
+Trains each layout of a table (data, tensor, context, pipeline and expert parallelism, distributed
+optimizer, overlap, accumulation, element types) from one seed through torch.distributed and through
+BytePS, on this machine's CPU or (--device cuda) each rank on a GPU of its own, and compares every
+gradient bucket and the loss of every step on every rank.
 docs/correctness.md says what is required of them, and holds the table that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
@@ -18,6 +19,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paritykit.compare import Report
+    from paritykit.layouts import Layout
+    from paritykit.platforms import Platform
 
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "Megatron-LM"
@@ -31,6 +38,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="cuda: over NCCL; layouts of more ranks than GPUs are skipped (default: %(default)s)",
     )
     parser.add_argument("--list", action="store_true", help="show the layouts and stop")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the documentation")
@@ -55,18 +68,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (TREE / "pretrain_dpu_gpt.py").is_file():
         print(f"parity.py: {TREE} is not assembled: run `make setup`", file=sys.stderr)
         return 1
+    from paritykit.platforms import PLATFORMS
+
+    skipped = []
+    if options.device == "cuda":
+        gpus = count_gpus()
+        if not gpus:
+            print("parity.py: --device cuda needs a GPU, and torch sees none", file=sys.stderr)
+            return 1
+        skipped = [layout for layout in layouts if layout.ranks > gpus]
+        layouts = [layout for layout in layouts if layout.ranks <= gpus]
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         folder = options.keep or Path(scratch)
-        return compare_all(layouts, folder, options.markdown)
+        reports = compare_all(layouts, folder, PLATFORMS[options.device])
+    tell(reports, skipped, options.markdown, options.device)
+    return 1 if not reports or any(report.misses for report in reports) else 0
 
 
-def compare_all(layouts: Sequence, folder: Path, markdown: Path | None) -> int:
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def compare_all(layouts: Sequence[Layout], folder: Path, platform: Platform) -> list[Report]:
     """Run them one after the other; a failed one does not stop the rest."""
     from paritykit.compare import Report
     from paritykit.data import tiny_dataset
     from paritykit.forked import JobFailed
-    from paritykit.report import markdown as as_markdown
-    from paritykit.report import summary
     from paritykit.runs import check
 
     data = folder / "data"
@@ -77,18 +106,29 @@ def compare_all(layouts: Sequence, folder: Path, markdown: Path | None) -> int:
         start = time.monotonic()
         shutil.rmtree(folder / layout.name, ignore_errors=True)
         try:
-            report = check(layout, folder / layout.name, dataset)
+            report = check(layout, folder / layout.name, dataset, platform)
         except JobFailed as error:
             print(error, file=sys.stderr)
             report = Report(layout=layout, misses=["a rank failed"])
         reports.append(report)
         verdict = "; ".join(report.misses) or "ok"
         print(f"{layout.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
-    print("\n" + summary(reports))
+    return reports
+
+
+def tell(reports: list[Report], skipped: list[Layout], markdown: Path | None, device: str) -> None:
+    """Print the table, and write the document of this kind of device where one is asked for."""
+    from paritykit import report as text
+
+    if reports:
+        print("\n" + text.summary(reports))
+    for layout in skipped:
+        print(f"{layout.name}: skipped, needs {layout.ranks} GPUs")
     if markdown is not None:
+        on_gpus = text.markdown_on_gpus
+        document = on_gpus(reports, skipped) if device == "cuda" else text.markdown(reports)
         markdown.parent.mkdir(parents=True, exist_ok=True)
-        markdown.write_text(as_markdown(reports), encoding="utf-8")
-    return 1 if any(report.misses for report in reports) else 0
+        markdown.write_text(document, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from .platforms import CPU, Platform
+
 LIMIT_S = 240.0
 _CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
-
-# What every rank gets. The CPU also on a machine with GPUs: the results are compared bit by bit.
-_ENVIRONMENT = {"MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class JobFailed(AssertionError):
@@ -46,13 +45,16 @@ def _environment(values: Mapping[str, str]) -> Any:
                 os.environ[name] = value
 
 
-def start_fork_server(modules: Sequence[str]) -> None:
-    """Start the server that ranks are forked from, with these modules, if it is not there."""
+def start_fork_server(modules: Sequence[str], platform: Platform = CPU) -> None:
+    """Start the server that ranks are forked from, if it is not there.
+
+    It imports these modules beforehand, or those that the platform allows.
+    """
     # Some releases of Python do not hand sys.path to the server, and a module that it cannot import
     # beforehand it leaves to every child, without a word.
     path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    with _environment({**_ENVIRONMENT, **path}):
-        _CONTEXT.set_forkserver_preload(list(modules))
+    with _environment({**platform.environment, **path}):
+        _CONTEXT.set_forkserver_preload(list(platform.preloaded or modules))
         forkserver.ensure_running()
 
 
@@ -68,6 +70,7 @@ class Job:
     program: str
     ranks: int
     settings: Mapping[str, Any]
+    platform: Platform = CPU
 
     def run(self, *, fails: bool = False) -> None:
         """Run to the end. Raises JobFailed unless all ranks succeed (or none, if it ``fails``)."""
@@ -79,7 +82,7 @@ class Job:
             _CONTEXT.Process(target=_rank, args=(self._environment(rank, store.port), self, rank))
             for rank in range(self.ranks)
         ]
-        start_fork_server([self.program.partition(":")[0]])
+        start_fork_server([self.program.partition(":")[0]], self.platform)
         for process in processes:
             process.start()
         try:
@@ -111,7 +114,7 @@ class Job:
         size = str(self.ranks)
         return {
             **kept,
-            **_ENVIRONMENT,
+            **self.platform.environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": size,

@@ -91,15 +91,15 @@ class Witness:
                 result = result[offset : offset + size]
             self._step.sums[f"chunk{number}/{name}"] = Sum(
                 members=tuple(dist.get_process_group_ranks(group)),
-                local=self._locals[id(bucket)],
-                result=result.clone(),
+                local=self._locals[id(bucket)].cpu(),
+                result=result.clone().cpu(),
                 offset=offset,
             )
 
     def seen(self) -> RankSeen:
         """What there is to tell when training is over."""
         parameters = {
-            f"chunk{number}/{name}": value.detach().clone()
+            f"chunk{number}/{name}": value.detach().clone().cpu()
             for number, model in enumerate(self.models)
             for name, value in model.named_parameters()
         }
@@ -158,6 +158,8 @@ def run(
     before the witness looks, to break the reducer that it looks at.
     """
     sys.argv = ["pretrain_dpu_gpt.py", *arguments]
+    # On a GPU; what has no deterministic implementation is warned about, in the log.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     witness = Witness()
     if "--sequence-parallel" in arguments:
         allow_sequence_parallel()

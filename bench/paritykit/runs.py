@@ -11,6 +11,7 @@ from .compare import Report, compare
 from .data import data_arguments
 from .forked import Job
 from .layouts import Layout
+from .platforms import CPU, Platform
 from .seen import RankSeen
 
 PROGRAM = "paritykit.rank:train"
@@ -25,6 +26,7 @@ def train(
     data: Sequence[str],
     *,
     through_byteps: bool,
+    platform: Platform = CPU,
     program: str = PROGRAM,
     fails: bool = False,
     options: Mapping[str, object] | None = None,
@@ -34,7 +36,7 @@ def train(
     Raises:
         JobFailed: a rank failed, or with ``fails`` one did not.
     """
-    arguments = [*layout.megatron_arguments(), *data]
+    arguments = [*platform.arguments, *layout.megatron_arguments(), *data]
     environment: dict[str, str] = {}
     if through_byteps:
         arguments += layout.byteps_arguments()
@@ -45,7 +47,7 @@ def train(
         "frozen": layout.frozen,
         **(options or {}),
     }
-    job = Job(folder, program, layout.ranks, settings)
+    job = Job(folder, program, layout.ranks, settings, platform)
     job.run(fails=fails)
     return job
 
@@ -55,7 +57,7 @@ def seen_by(job: Job) -> list[RankSeen]:
     return [job.result(rank) for rank in range(job.ranks)]
 
 
-def check(layout: Layout, folder: Path, dataset: Dataset) -> Report:
+def check(layout: Layout, folder: Path, dataset: Dataset, platform: Platform = CPU) -> Report:
     """Train the layout both ways, in a new folder, and compare.
 
     Raises:
@@ -64,14 +66,14 @@ def check(layout: Layout, folder: Path, dataset: Dataset) -> Report:
     data = data_arguments(dataset)
     folder.mkdir(parents=True)
     if layout.refused:
-        return _check_refused(layout, folder, data)
-    ours = train(layout, folder / "byteps", data, through_byteps=True)
-    theirs = train(layout, folder / "all-reduce", data, through_byteps=False)
+        return _check_refused(layout, folder, data, platform)
+    ours = train(layout, folder / "byteps", data, through_byteps=True, platform=platform)
+    theirs = train(layout, folder / "all-reduce", data, through_byteps=False, platform=platform)
     return compare(layout, seen_by(ours), seen_by(theirs))
 
 
-def _check_refused(layout: Layout, folder: Path, data: Sequence[str]) -> Report:
-    job = train(layout, folder / "byteps", data, through_byteps=True, fails=True)
+def _check_refused(layout: Layout, folder: Path, data: Sequence[str], platform: Platform) -> Report:
+    job = train(layout, folder / "byteps", data, through_byteps=True, platform=platform, fails=True)
     report = Report(layout=layout)
     text = f"{FLAG} does not work with {layout.refused}"
     for rank in range(layout.ranks):

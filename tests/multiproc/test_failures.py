@@ -133,30 +133,21 @@ def test_server_lost_before_any_worker_came(
     cluster.finish()
 
 
-def test_no_scheduler_there(make_cluster: Callable[..., Cluster]) -> None:
-    """Nothing listens at the address: worker and server say so when the start timeout is over."""
-    cluster = make_cluster(workers=1, servers=1, env=SHORT)
-    with socket.create_server((LOOPBACK, 0)) as taken:
-        cluster.port = taken.getsockname()[1]
-    pattern = rf"scheduler.*{LOOPBACK}:{cluster.port}.*did not answer.*BYTEPS_START_TIMEOUT_S=3"
-    server = cluster.start_server()
-    worker = cluster.start_worker(0, "failures:init_only")
-    wait_all([server, worker], END_S)
-    demand_error(worker, pattern)
-    demand_failed(server, pattern)
-
-
-def test_scheduler_that_says_nothing(make_cluster: Callable[..., Cluster]) -> None:
-    """Something else listens there, accepts, and never answers."""
+@pytest.mark.parametrize("listening", [False, True], ids=["nothing", "mute"])
+def test_no_scheduler_there(make_cluster: Callable[..., Cluster], listening: bool) -> None:
+    """Nothing listens at the address, or something that accepts and never answers: worker and
+    server say so when the start timeout is over."""
     cluster = make_cluster(workers=1, servers=1, env=SHORT)
     with socket.create_server((LOOPBACK, 0)) as other:
         cluster.port = other.getsockname()[1]
+        if not listening:
+            other.close()
         pattern = rf"scheduler.*{LOOPBACK}:{cluster.port}.*did not answer.*BYTEPS_START_TIMEOUT_S=3"
         server = cluster.start_server()
         worker = cluster.start_worker(0, "failures:init_only")
         wait_all([server, worker], END_S)
-        demand_error(worker, pattern)
-        demand_failed(server, pattern)
+    demand_error(worker, pattern)
+    demand_failed(server, pattern)
 
 
 def test_scheduler_comes_late(make_cluster: Callable[..., Cluster]) -> None:
@@ -194,12 +185,12 @@ def test_server_missing_at_start(make_cluster: Callable[..., Cluster]) -> None:
     demand_failed(cluster.servers[0])
 
 
-@pytest.mark.parametrize("program", ["absent", "absent_amid_traffic"])
-def test_rank_that_never_calls(make_cluster: Callable[..., Cluster], program: str) -> None:
+@pytest.mark.parametrize("traffic", [False, True], ids=["idle", "amid-traffic"])
+def test_rank_that_never_calls(make_cluster: Callable[..., Cluster], traffic: bool) -> None:
     """All are alive, one does not call the operation: the others are told which."""
     env = {**SHORT, "BYTEPS_OP_TIMEOUT_S": "2", "BYTEPS_SERVER_ENGINE_THREAD": "1"}
     cluster = make_cluster(workers=3, servers=1, env=env)
-    cluster.start(f"failures:{program}", absent=2)
+    cluster.start("failures:missing", missing=2, traffic=traffic)
     waiting = [cluster.workers["worker 0"], cluster.workers["worker 1"]]
     wait_all(waiting, END_S)
     for worker in waiting:
@@ -215,7 +206,7 @@ def test_rank_that_never_calls(make_cluster: Callable[..., Cluster], program: st
 def test_worker_that_leaves_early(make_cluster: Callable[..., Cluster]) -> None:
     """A rank that left in good order will never push: no need to wait for a timeout."""
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
-    cluster.start("failures:early_leaver", leaver=1)
+    cluster.start("failures:missing", missing=1, leaves=True)
     wait_all(cluster.everyone(), END_S)
     assert cluster.workers["worker 1"].status == 0
     for rank in (0, 2):

@@ -25,46 +25,34 @@ def init_only(job: Job) -> None:
     bps.shutdown()
 
 
-def absent(job: Job) -> None:
-    """The rank in args never calls the operation, but stays in the job."""
+def missing(job: Job) -> None:
+    """Rank ``missing`` of args never calls the operation that the others wait for.
+
+    It stays in the job, or with ``leaves`` leaves it in good order. With ``traffic`` the others
+    keep the servers busy with another tensor while they wait.
+    """
     bps.init()
     bps.push_pull(torch.ones(10), average=False, name="together")
     job.mark("looping")
-    if job.rank == job.args["absent"]:
-        job.wait_go("end")
+    if job.rank == job.args["missing"]:
+        if job.args.get("leaves"):
+            time.sleep(0.5)
+        else:
+            job.wait_go("end")
         bps.shutdown()
         return
-    bps.push_pull(torch.ones(20_000), average=False, name="layer.grad")
+    handle = bps.push_pull_async(torch.ones(20_000), average=False, name="layer.grad")
+    if job.args.get("traffic"):
+        _keep_busy(job, handle)
+    bps.synchronize(handle)
 
 
-def absent_amid_traffic(job: Job) -> None:
-    """As absent, while the others keep the servers busy with another tensor."""
-    bps.init()
-    bps.push_pull(torch.ones(10), average=False, name="together")
-    job.mark("looping")
-    if job.rank == job.args["absent"]:
-        job.wait_go("end")
-        bps.shutdown()
-        return
-    others = [rank for rank in range(job.size) if rank != job.args["absent"]]
-    handle = bps.push_pull_async(torch.ones(2000), average=False, name="layer.grad")
+def _keep_busy(job: Job, handle: int) -> None:
+    others = [rank for rank in range(job.size) if rank != job.args["missing"]]
     busy = torch.ones(2000)
     deadline = time.monotonic() + 20
     while not bps.poll(handle) and time.monotonic() < deadline:
         bps.push_pull_inplace(busy, average=True, name="busy", group=others)
-    bps.synchronize(handle)
-
-
-def early_leaver(job: Job) -> None:
-    """The rank in args leaves the job in good order while the others wait for its tensor."""
-    bps.init()
-    bps.push_pull(torch.ones(10), average=False, name="together")
-    job.mark("looping")
-    if job.rank == job.args["leaver"]:
-        time.sleep(0.5)
-        bps.shutdown()
-        return
-    bps.push_pull(torch.ones(20_000), average=False, name="layer.grad")
 
 
 def steady(job: Job) -> None:
