@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,19 @@ if TYPE_CHECKING:
     from paritykit.compare import Report
     from paritykit.layouts import Layout
     from paritykit.platforms import Platform
+    from prepare_data import Dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "Megatron-LM"
 
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "scripts"), str(TREE)]
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
+    return number
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -44,6 +53,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=["cpu", "cuda"],
         default="cpu",
         help="cuda: over NCCL; layouts of more ranks than GPUs are skipped (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="layouts at once (default: 1)"
     )
     parser.add_argument("--list", action="store_true", help="show the layouts and stop")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the documentation")
@@ -80,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layouts = [layout for layout in layouts if layout.ranks <= gpus]
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         folder = options.keep or Path(scratch)
-        reports = compare_all(layouts, folder, PLATFORMS[options.device])
+        reports = compare_all(layouts, folder, PLATFORMS[options.device], options.jobs)
     tell(reports, skipped, options.markdown, options.device)
     return 1 if not reports or any(report.misses for report in reports) else 0
 
@@ -91,29 +103,37 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def compare_all(layouts: Sequence[Layout], folder: Path, platform: Platform) -> list[Report]:
-    """Run them one after the other; a failed one does not stop the rest."""
-    from paritykit.compare import Report
+def compare_all(
+    layouts: Sequence[Layout], folder: Path, platform: Platform, jobs: int = 1
+) -> list[Report]:
+    """Run so many of them at a time; a failed one does not stop the rest."""
     from paritykit.data import tiny_dataset
-    from paritykit.forked import JobFailed
-    from paritykit.runs import check
 
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     dataset = tiny_dataset(data)
-    reports = []
-    for layout in layouts:
-        start = time.monotonic()
-        shutil.rmtree(folder / layout.name, ignore_errors=True)
-        try:
-            report = check(layout, folder / layout.name, dataset, platform)
-        except JobFailed as error:
-            print(error, file=sys.stderr)
-            report = Report(layout=layout, misses=["a rank failed"])
-        reports.append(report)
-        verdict = "; ".join(report.misses) or "ok"
-        print(f"{layout.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
-    return reports
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        return list(
+            pool.map(lambda layout: compare_one(layout, folder, dataset, platform), layouts)
+        )
+
+
+def compare_one(layout: Layout, folder: Path, dataset: Dataset, platform: Platform) -> Report:
+    """Run one and say how it went."""
+    from paritykit.compare import Report
+    from paritykit.forked import JobFailed
+    from paritykit.runs import check
+
+    start = time.monotonic()
+    shutil.rmtree(folder / layout.name, ignore_errors=True)
+    try:
+        report = check(layout, folder / layout.name, dataset, platform)
+    except JobFailed as error:
+        print(error, file=sys.stderr)
+        report = Report(layout=layout, misses=["a rank failed"])
+    verdict = "; ".join(report.misses) or "ok"
+    print(f"{layout.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    return report
 
 
 def tell(reports: list[Report], skipped: list[Layout], markdown: Path | None, device: str) -> None:

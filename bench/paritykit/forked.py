@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any
 from .platforms import CPU, Platform
 
 LIMIT_S = 240.0
+_STARTING = threading.Lock()
 _CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 
 
@@ -48,12 +50,13 @@ def _environment(values: Mapping[str, str]) -> Any:
 def start_fork_server(modules: Sequence[str], platform: Platform = CPU) -> None:
     """Start the server that ranks are forked from, if it is not there.
 
-    It imports these modules beforehand, or those that the platform allows.
+    It imports these modules beforehand, or those that the platform allows. Threads may call this at
+    the same time.
     """
     # Some releases of Python do not hand sys.path to the server, and a module that it cannot import
     # beforehand it leaves to every child, without a word.
     path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    with _environment({**platform.environment, **path}):
+    with _STARTING, _environment({**platform.environment, **path}):
         _CONTEXT.set_forkserver_preload(list(platform.preloaded or modules))
         forkserver.ensure_running()
 
