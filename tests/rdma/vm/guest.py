@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,15 @@ PLUG_S = 20.0
 def address_of(number: int) -> str:
     """Of the guest of this number, from 1."""
     return f"{NETWORK}.{number}"
+
+
+def missing_tool() -> str | None:
+    """Why this machine can run no guest, if so. A kernel that cannot be fetched shows later."""
+    if platform.machine() != "x86_64":
+        return f"guests run on x86-64 only, this is {platform.machine()}"
+    if shutil.which(QEMU) is None:
+        return f"{QEMU} is not there: run 'make setup' (Debian: qemu-system-x86)"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +104,9 @@ class Guest:
         (self.folder / "start").write_text("\n".join(lines) + "\n")
 
     def _qemu(self, number: int, memory: str, link: Link | None) -> list[str]:
-        if shutil.which(QEMU) is None:
-            raise VmError(f"{QEMU} is not there: run 'make setup' (Debian: qemu-system-x86)")
+        lacking = missing_tool()
+        if lacking is not None:
+            raise VmError(lacking)
         kernel = find_kernel()
         initrd = find_initrd(kernel)
         shared = [
