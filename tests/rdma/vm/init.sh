@@ -32,7 +32,6 @@ $b mkdir -p /new/dev/shm /new/dev/pts
 $b mount -t tmpfs tmpfs /new/dev/shm
 $b mount -t devpts devpts /new/dev/pts
 $b mount -t tmpfs tmpfs /new/run
-$b mount -t tmpfs tmpfs /new/tmp
 $b mkdir -p "/new$out"
 $b mount -t 9p -o $options,rw out "/new$out"
 # depmod's view, for what asks modprobe or modinfo.
