@@ -152,11 +152,11 @@ class Nursed:
 class Nursery:
     """The process that forks workers (see nursery.py)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
         self._log = folder / "nursery.log"
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "nursery.py")],
-            env=clean_environment(folder),
+            env={**clean_environment(folder), **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log.open("wb"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,23 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     made.close()
 
 
-@pytest.fixture
-def make_cluster(run_dir: Path, nursery: Nursery) -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters, each in a folder of its own, that end with the test."""
+@contextmanager
+def cluster_maker(folder: Path, nursery: Nursery) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters, each in a folder of its own, that end with the context."""
     with ExitStack() as stack:
         made = 0
 
         def make(**settings: Any) -> Cluster:
             nonlocal made
-            folder = run_dir / f"cluster{made}"
+            own = folder / f"cluster{made}"
             made += 1
-            return stack.enter_context(Cluster(folder, nursery, **settings))
+            return stack.enter_context(Cluster(own, nursery, **settings))
 
+        yield make
+
+
+@pytest.fixture
+def make_cluster(run_dir: Path, nursery: Nursery) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters that end with the test."""
+    with cluster_maker(run_dir, nursery) as make:
         yield make
