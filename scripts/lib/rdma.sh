@@ -39,15 +39,17 @@ content() {
 }
 
 check_program() {
-  local server=$repo_root/build/venv/bin/byteps-server
+  local server=$repo_root/build/venv/bin/byteps-server libraries
   [[ -x $server ]] || server=$(command -v byteps-server || true)
+  # Not a pipe into `grep -q`: that ends early, and pipefail would take ldd's SIGPIPE for a no.
+  libraries=$(ldd "${server:-/nonexistent}" 2>/dev/null || true)
   if [[ -z $server ]]; then
     wrong "byteps-server is neither in build/venv/bin nor on PATH" "make setup"
-  elif ! ldd "$server" 2>/dev/null | grep -q librdmacm; then
+  elif [[ $libraries != *librdmacm* ]]; then
     wrong "$server was built without RDMA" \
       "apt-get install libibverbs-dev librdmacm-dev" "make setup"
-  elif ldd "$server" | grep -q "not found"; then
-    wrong "$server lacks libraries: $(ldd "$server" | awk '/not found/ {printf "%s ", $1}')" \
+  elif [[ $libraries == *"not found"* ]]; then
+    wrong "$server lacks libraries: $(awk '/not found/ {printf "%s ", $1}' <<<"$libraries")" \
       "apt-get install libibverbs1 librdmacm1"
   else
     good "byteps-server has RDMA: $server"
@@ -120,7 +122,7 @@ interface_of() {
   name=$(content "$folder/ports/$port/gid_attrs/ndevs/0")
   [[ -n $name ]] || name=$(content "$folder/parent")
   if [[ -z $name && -d $folder/device/net ]]; then
-    name=$(basename -a "$folder"/device/net/* | head -n 1)
+    name=$(basename -a "$folder"/device/net/* | sed -n 1p)
   fi
   echo "$name"
 }
@@ -139,13 +141,13 @@ own_interface() {
 # Sets `device` to the one that belongs to the job's interface, or to none.
 choose_device() {
   local wanted name pairs='' fitting=''
-  wanted=$(own_interface)
+  wanted=$(own_interface || true)
   for name in $(devices); do
     pairs+="$(interface_of "$name") (${name}) "
     [[ -z $wanted || $(interface_of "$name") != "$wanted" ]] || fitting=$name
   done
   if [[ -n $device && ! -e $root/sys/class/infiniband/$device ]]; then
-    wrong "there is no RDMA device '$device'" "export BYTEPS_RDMA_DEVICE=$(devices | head -n 1)"
+    wrong "there is no RDMA device '$device'" "export BYTEPS_RDMA_DEVICE=$(devices | sed -n 1p)"
     device=
   elif [[ -n $device && -n $fitting && $fitting != "$device" ]]; then
     wrong "interface $wanted belongs to $fitting, not to $device" \
@@ -154,11 +156,11 @@ choose_device() {
     wrong "interface $wanted has no RDMA device; these have: $pairs" \
       "export DMLC_INTERFACE=${pairs%% *}"
   elif [[ -z $device && -z $wanted && $(devices | wc -l) -gt 1 ]]; then
-    device=$(devices | head -n 1)
+    device=$(devices | sed -n 1p)
     warn "several devices and no address to choose by; looking at $device of: $pairs" \
       "export DMLC_INTERFACE=NAME, or give --node-host"
   else
-    device=${device:-${fitting:-$(devices | head -n 1)}}
+    device=${device:-${fitting:-$(devices | sed -n 1p)}}
     good "device $device, interface $(interface_of "$device")"
   fi
 }
@@ -179,7 +181,8 @@ check_access() {
     fi
   done
   if [[ -z $root ]] && command -v ibv_devices >/dev/null; then
-    ibv_devices 2>/dev/null | awk '{print $1}' | grep -qxF "$device" ||
+    node=$(ibv_devices 2>/dev/null | awk -v name="$device" '$1 == name')
+    [[ -n $node ]] ||
       wrong "libibverbs does not know $device: its user-space driver is missing" \
         "apt-get install ibverbs-providers"
   fi
@@ -231,7 +234,7 @@ check_gids() {
   local gids wanted=${BYTEPS_RDMA_GID_INDEX:--1} name
   name=$(interface_of "$device")
   if [[ $(link_layer) == InfiniBand ]]; then
-    if [[ -n $name ]] && ip -o addr show dev "$name" 2>/dev/null | grep -q 'inet'; then
+    if [[ -n $name && $(ip -o addr show dev "$name" 2>/dev/null) == *inet* ]]; then
       good "$name has an IP address (IPoIB), which connections are made by"
     else
       wrong "no interface of $device has an IP address: connections are made by address" \
@@ -307,9 +310,9 @@ check_lossless() {
     return
   fi
   if command -v mlnx_qos >/dev/null; then
-    pfc=$(mlnx_qos -i "$name" 2>/dev/null | awk '$1 == "enabled" {$1 = ""; print; exit}')
+    pfc=$(mlnx_qos -i "$name" 2>/dev/null | awk '$1 == "enabled" {$1 = ""; print}' || true)
   elif command -v dcb >/dev/null; then
-    pfc=$(dcb pfc show dev "$name" 2>/dev/null | sed -nE 's/.*prio-pfc//p' | head -n 1)
+    pfc=$(dcb pfc show dev "$name" 2>/dev/null | sed -nE 's/.*prio-pfc//p' || true)
     pfc=${pfc//on/1}
   else
     warn "cannot see whether priority flow control is on: neither mlnx_qos nor dcb is here" \
@@ -328,7 +331,7 @@ check_lossless() {
 
 # measure_link server|client HOST
 measure_link() {
-  local command=(ib_write_bw -R -d "$device" -i "$port" -s 1048576 -n 500 --report_gbits) text
+  local command=(ib_write_bw -R -d "$device" -i "$port" -s 1048576 -t 16 -D 5 --report_gbits) text
   if ! command -v ib_write_bw >/dev/null; then
     wrong "ib_write_bw is not here" "apt-get install perftest"
     return

@@ -21,6 +21,7 @@ from cluster import Cluster
 from cluster_fixtures import make_cluster, nursery
 from relay import ADDRESS_VARIABLE, REPORTS_VARIABLE, RemoteRun, Writer
 from transports import Transport, make
+from van_program import BuildError, build_van_test
 from vm.guest import missing_tool
 from vm.kernel import VmError
 
@@ -116,12 +117,13 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
     if _RUN not in config.stash:
         factory: pytest.TempPathFactory = config._tmp_path_factory
         try:
+            if any("test_van.py" in test for test in config.stash[_REMOTE]):
+                build_van_test()  # the guest cannot, and would take minutes
             run = RemoteRun(factory.mktemp("guest") / "shared", config.stash[_REMOTE])
             config.stash[_RUN] = run
             config.add_cleanup(run.close)
-        except VmError as error:
+        except (VmError, BuildError) as error:
             config.stash[_RUN] = str(error)
-            raise
     found = config.stash[_RUN]
     if isinstance(found, str):
         raise VmError(found)
