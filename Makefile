@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-idle lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-idle bench-rdma lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 
 PYTHON_ENV := build/venv/bin/python
@@ -44,6 +44,10 @@ bench: setup ## time push-pull beside all-reduce on emulated links, and hold it 
 
 bench-idle: setup ## processor time and memory of a job that sums nothing
 	@$(PYTHON_ENV) -W ignore bench/idle_bench.py $(ARGS)
+
+bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtual machine
+	@$(PYTHON_ENV) -W ignore bench/rdma_bench.py --json build/bench/rdma.json \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 lint: setup ## ruff, shellcheck, clang-format and the patch check
 	@scripts/lint.sh
