@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from relay import REPOSITORY
+from vm.guest import missing_tool
 
 DEVICE = Path("/sys/class/infiniband/rxe0/ports/1")
 
@@ -56,6 +57,9 @@ def run_in_vm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_guests_on_a_cable(tmp_path: Path) -> None:
     """Two hosts, as far as RDMA can see; output, files and exit status come back."""
+    lacking = missing_tool()
+    if lacking is not None:
+        pytest.skip(lacking)
     script = tmp_path / "both.sh"
     script.write_text(
         "echo $GUEST >$OUT/number\n"
