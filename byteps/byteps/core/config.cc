@@ -47,8 +47,9 @@ std::vector<Variable> MakeTable() {
       {"DMLC_USE_KUBERNETES", kBool, "", "0", 0, 1, "",
        "The scheduler listens on every address, for when DMLC_PS_ROOT_URI is the address of a "
        "service in front of it."},
-      {"DMLC_ENABLE_RDMA", kChoice, "", "zmq", 0, 0, "zmq|0",
-       "Transport between workers and servers: zmq (or 0) is TCP."},
+      {"DMLC_ENABLE_RDMA", kChoice, "", "zmq", 0, 0, "zmq|0|ibverbs|1",
+       "Transport, the same on all nodes: zmq (or 0) is TCP, ibverbs (or 1) is RDMA: InfiniBand or "
+       "RoCE."},
       {"RANK", kInt, "", "0", 0, kMaxInt, "", "Rank of this worker, set by torchrun."},
       {"WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "", "Workers in the job, set by torchrun."},
       {"LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "",
@@ -99,6 +100,34 @@ std::vector<Variable> MakeTable() {
        "I/O threads of ZeroMQ in each process."},
       {"BYTEPS_ZMQ_MAX_SOCKET", kInt, "sockets", "1024", 8, 1048576, "",
        "Sockets ZeroMQ may open in a process."},
+      {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",
+       "RDMA device, such as mlx5_0. Default: that of DMLC_NODE_HOST or DMLC_INTERFACE, else of "
+       "the address that leads to the scheduler."},
+      {"BYTEPS_RDMA_PORT", kInt, "", "0", 0, 255, "",
+       "Port of the RDMA device. 0: that of the address."},
+      {"BYTEPS_RDMA_GID_INDEX", kInt, "", "-1", -1, 255, "",
+       "GID of the RDMA port, which on RoCE also says the version. -1: that of the address."},
+      {"BYTEPS_RDMA_TRAFFIC_CLASS", kInt, "", "-1", -1, 255, "",
+       "Traffic class of RDMA packets, on RoCE DSCP times 4. -1: the system's."},
+      {"BYTEPS_RDMA_MTU", kChoice, "bytes", "0", 0, 0, "0|256|512|1024|2048|4096",
+       "Greatest packet of an RDMA connection; the lesser of both nodes' holds. 0: the path's."},
+      {"BYTEPS_RDMA_START_DEPTH", kInt, "requests", "64", 4, 65535, "",
+       "Sends under way on each RDMA endpoint."},
+      {"BYTEPS_RDMA_RX_DEPTH", kInt, "slots", "128", 8, 65535, "",
+       "Receives that each RDMA endpoint has posted. It takes (this + BYTEPS_RDMA_START_DEPTH) * "
+       "(1024 + BYTEPS_RDMA_INLINE_BYTES) bytes of locked memory."},
+      {"BYTEPS_RDMA_INLINE_BYTES", kInt, "bytes", "4096", 0, 1048576, "",
+       "Values of at most this many bytes are sent with their message into a slot, larger ones "
+       "are written into memory that the receiver offers. The same on all nodes."},
+      {"BYTEPS_RDMA_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
+       "Registered memory for received values that a process keeps for reuse while nobody uses "
+       "it."},
+      {"BYTEPS_RDMA_BUSY_POLL", kBool, "", "0", 0, 1, "",
+       "Threads that handle RDMA completions never sleep: less delay for two busy cores."},
+      {"BYTEPS_RDMA_DATA_PLANE", kBool, "", "1", 0, 1, "",
+       "Pushes and pulls have RDMA connections of their own. 0: they share the control plane's."},
+      {"BYTEPS_RDMA_DATA_ENDPOINTS", kInt, "endpoints", "1", 1, 64, "",
+       "RDMA data connections between a worker and a server, for links that one does not fill."},
       {"BYTEPS_METRICS_PORT", kInt, "port", "0", 0, 65535, "",
        "Serve metrics to Prometheus at this port plus the local rank: LOCAL_RANK of a worker, "
        "BYTEPS_LOCAL_RANK of a server. 0: do not."},

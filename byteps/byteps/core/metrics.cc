@@ -8,7 +8,7 @@ namespace core {
 namespace {
 
 Metric Counted(const char* name, const char* help, double value) {
-  return {name, Metric::kCounter, help, value, {}, ""};
+  return {name, Metric::kCounter, help, value, {}};
 }
 
 Metric Counted(const char* name, const char* help, const Counter& counter) {
@@ -16,18 +16,22 @@ Metric Counted(const char* name, const char* help, const Counter& counter) {
 }
 
 Metric Now(const char* name, const char* help, uint64_t value) {
-  return {name, Metric::kGauge, help, static_cast<double>(value), {}, ""};
+  return {name, Metric::kGauge, help, static_cast<double>(value), {}};
 }
 
 Metric Spread(const char* name, const char* help, const Histogram& histogram) {
-  return {name, Metric::kHistogram, help, 0, histogram.Read(), ""};
+  return {name, Metric::kHistogram, help, 0, histogram.Read()};
 }
 
 void PrintRows(std::ostringstream* out, const std::vector<Metric>& metrics) {
   static const char* const kKinds[] = {"counter", "gauge", "histogram"};
   for (const auto& metric : metrics) {
-    *out << "| `" << metric.name << "` | " << kKinds[metric.kind] << " | "
-         << (metric.engine.empty() ? "" : "`engine`") << " | " << metric.help << " |\n";
+    std::string labels;
+    for (const auto& label : metric.labels) {
+      labels += (labels.empty() ? "`" : ", `") + label.first + "`";
+    }
+    *out << "| `" << metric.name << "` | " << kKinds[metric.kind] << " | " << labels << " | "
+         << metric.help << " |\n";
   }
 }
 
@@ -124,7 +128,34 @@ std::vector<Metric> Tell(const ServerCounters& c, const ServerGauges& g) {
     metrics.push_back(Now("byteps_server_engine_queue_tasks",
                           "Pushes and notices that wait for an engine thread.",
                           g.engine_queues[i]));
-    metrics.back().engine = std::to_string(i);
+    metrics.back().labels = {{"engine", std::to_string(i)}};
+  }
+  return metrics;
+}
+
+std::vector<Metric> Tell(const std::vector<ps::EndpointReading>& endpoints) {
+  using Reading = ps::EndpointReading;
+  struct Row {
+    const char* name;
+    const char* help;
+    uint64_t Reading::* value;
+  };
+  static const Row kRows[] = {
+      {"byteps_rdma_sent_messages_total", "Messages sent by an RDMA endpoint.",
+       &Reading::messages_sent},
+      {"byteps_rdma_sent_bytes_total", "Bytes of these messages.", &Reading::bytes_sent},
+      {"byteps_rdma_received_messages_total", "Messages received by an RDMA endpoint.",
+       &Reading::messages_received},
+      {"byteps_rdma_received_bytes_total", "Bytes of these messages.", &Reading::bytes_received},
+  };
+  std::vector<Metric> metrics;
+  for (const Row& row : kRows) {
+    for (const Reading& endpoint : endpoints) {
+      metrics.push_back(Counted(row.name, row.help, static_cast<double>(endpoint.*row.value)));
+      metrics.back().labels = {{"peer", endpoint.peer},
+                               {"plane", endpoint.plane},
+                               {"index", std::to_string(endpoint.index)}};
+    }
   }
   return metrics;
 }
@@ -136,6 +167,7 @@ std::string MetricsMarkdown() {
   ServerGauges one_engine;
   one_engine.engine_queues = {0};
   PrintRows(&out, Tell(ServerCounters(), one_engine));
+  PrintRows(&out, Tell({ps::EndpointReading()}));
   return out.str();
 }
 

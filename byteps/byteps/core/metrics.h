@@ -12,7 +12,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "ps/endpoint_counters.h"
 
 namespace byteps {
 namespace core {
@@ -97,12 +100,16 @@ struct Metric {
   std::string help;
   double value = 0;              // of a counter or gauge
   Histogram::Reading histogram;  // of a histogram
-  std::string engine;            // the engine thread it is about; "" for the whole process
+  // What part of the process it is about: an engine thread, an endpoint.
+  std::vector<std::pair<std::string, std::string>> labels = {};
 };
 
 // Metrics of one name follow each other.
 std::vector<Metric> Tell(const WorkerCounters& counters, const WorkerGauges& gauges);
 std::vector<Metric> Tell(const ServerCounters& counters, const ServerGauges& gauges);
+
+// What went by each endpoint of a transport that has some.
+std::vector<Metric> Tell(const std::vector<ps::EndpointReading>& endpoints);
 
 // The table of all metrics, as Markdown.
 std::string MetricsMarkdown();

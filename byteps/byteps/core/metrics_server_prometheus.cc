@@ -40,13 +40,16 @@ class Collector : public prometheus::Collectable {
     const int rank = source_.rank();
     const std::string rank_text = rank < 0 ? "" : std::to_string(rank);
     std::vector<prometheus::MetricFamily> families;
-    for (const Metric& metric : source_.metrics()) {
+    std::vector<Metric> metrics = source_.metrics();
+    const std::vector<Metric> endpoints = Tell(ps::ReadEndpointCounters());
+    metrics.insert(metrics.end(), endpoints.begin(), endpoints.end());
+    for (const Metric& metric : metrics) {
       if (families.empty() || families.back().name != metric.name) {
         families.push_back({metric.name, metric.help, TypeOf(metric.kind), {}});
       }
       prometheus::ClientMetric sample = Convert(metric);
       sample.label = {{"role", NameOf(source_.role)}, {"rank", rank_text}};
-      if (!metric.engine.empty()) sample.label.push_back({"engine", metric.engine});
+      for (const auto& label : metric.labels) sample.label.push_back({label.first, label.second});
       families.back().metric.push_back(std::move(sample));
     }
     return families;

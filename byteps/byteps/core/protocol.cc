@@ -29,6 +29,8 @@ ps::Message MakeMessage(int op, int receiver, uint64_t key, uint64_t number) {
   msg.meta.customer_id = 0;
   msg.meta.timestamp = 0;
   msg.meta.head = op;
+  // A transport with two planes sends what moves values by that of data.
+  msg.meta.simple_app = op != kPushPull;
   msg.meta.recver = receiver;
   msg.meta.key = key;
   msg.meta.addr = number;

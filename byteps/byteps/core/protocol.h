@@ -5,6 +5,7 @@
 //   meta.key    the tensor's or partition's key
 //   meta.body   DECLARE: a Declaration; PUSH_PULL: a PushHeader; failed response: the reason
 //   meta.option of a response: 0, or 1 when it failed
+//   meta.simple_app  whether it is no PUSH_PULL, which alone goes by an RDMA van's data plane
 //   data[0]     PUSH_PULL: the values, and back the part of the sum that was asked for
 //
 // Keys.  A tensor's key is a hash of its name and of its group's lowest rank,

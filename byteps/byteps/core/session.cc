@@ -4,6 +4,8 @@
 
 #include "dmlc/logging.h"
 #include "error.h"
+#include "log.h"
+#include "ps/endpoint_counters.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
 
@@ -18,6 +20,14 @@ const char* NameOf(Role role) {
 void Session::Start(const Config& config, const SessionOptions& options, MessageHandler on_message,
                     EventHandler on_event) {
   auto settings = config.values();
+#ifndef BYTEPS_WITH_RDMA
+  const std::string& transport = settings["DMLC_ENABLE_RDMA"];
+  if (transport == "ibverbs" || transport == "1") {
+    throw UsageError("DMLC_ENABLE_RDMA=" + transport +
+                     ": byteps was built without RDMA; build it where libibverbs-dev and "
+                     "librdmacm-dev are installed");
+  }
+#endif
   settings["DMLC_ROLE"] = NameOf(options.role);
   settings["DMLC_NUM_WORKER"] = std::to_string(options.num_workers);
   settings["DMLC_NUM_SERVER"] = std::to_string(options.num_servers);
@@ -43,6 +53,12 @@ void Session::Leave(bool suspend) { ps::Postoffice::Get()->van()->membership()->
 
 void Session::Stop() {
   ps::Postoffice::Get()->Finalize(0, false);
+  for (const auto& e : ps::ReadEndpointCounters()) {
+    BPS_LOG(DEBUG) << "RDMA endpoint to " << e.peer << ", " << e.plane << " " << e.index
+                   << ": sent " << e.messages_sent << " messages, " << e.bytes_sent
+                   << " bytes; received " << e.messages_received << " messages, "
+                   << e.bytes_received << " bytes";
+  }
   ps::Membership::SetListener(nullptr);
   ps::Postoffice::Get()->SetDataHandler(nullptr);
 }

@@ -15,6 +15,7 @@
 #include "../core/metrics.h"
 #include "../core/metrics_server.h"
 #include "../core/worker.h"
+#include "ps/endpoint_counters.h"
 
 namespace py = pybind11;
 
@@ -48,6 +49,23 @@ py::dict Metrics() {
     } else {
       out[metric.name.c_str()] = static_cast<uint64_t>(metric.value);
     }
+  }
+  return out;
+}
+
+// One dictionary for each RDMA endpoint.
+py::list Endpoints() {
+  py::list out;
+  for (const auto& e : ps::ReadEndpointCounters()) {
+    py::dict endpoint;
+    endpoint["peer"] = e.peer;
+    endpoint["plane"] = e.plane;
+    endpoint["index"] = e.index;
+    endpoint["messages_sent"] = e.messages_sent;
+    endpoint["bytes_sent"] = e.bytes_sent;
+    endpoint["messages_received"] = e.messages_received;
+    endpoint["bytes_received"] = e.bytes_received;
+    out.append(endpoint);
   }
   return out;
 }
@@ -126,6 +144,7 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
   m.def("metrics", &Metrics);
+  m.def("endpoints", &Endpoints);
   m.def("built_with_prometheus", &BuiltWithPrometheus);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
   m.def(

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import torch
 from byteps.launcher import embedded
@@ -350,13 +351,30 @@ class Histogram:
     """Upper end of a bucket in seconds -> how often it took at most that."""
 
 
-def get_metrics() -> dict[str, int | Histogram]:
+class Endpoint(TypedDict):
+    """What went by one RDMA connection since the last `init`."""
+
+    peer: str
+    """"scheduler" or "server 0"."""
+    plane: str
+    """"control" or "data"."""
+    index: int
+    """Among the endpoints of its plane to this peer."""
+    messages_sent: int
+    bytes_sent: int
+    """Of messages, with their values; what the transport says to itself is not counted."""
+    messages_received: int
+    bytes_received: int
+
+
+def get_metrics() -> dict[str, Any]:
     """What this worker counted since the process began, and what its queues hold now.
 
-    The names and meanings are those of docs/observability.md, which Prometheus gets as well. Never
+    The names and meanings are those of docs/observability.md, which Prometheus gets as well: an int
+    or a `Histogram` each. "rdma_endpoints" is a list of `Endpoint`, empty where TCP is used. Never
     blocks for long, and works before `init` and after a failure.
     """
-    metrics: dict[str, int | Histogram] = {}
+    metrics: dict[str, Any] = {"rdma_endpoints": c_lib.endpoints()}
     for name, value in c_lib.metrics().items():
         if isinstance(value, tuple):
             bounds, cumulative, count, total = value

@@ -21,8 +21,11 @@ using membership::ToDuration;
 namespace {
 
 constexpr double kGoodbyeSeconds = 5.0;
-// How long after its connection closed the scheduler's last word may still come.
+// How long after its connection closed the scheduler's last word may still come, or its
+// word on a peer whose connection broke.
 constexpr double kLastWordSeconds = 0.5;
+// How long it may take the scheduler to fail the job once it is told of that.
+constexpr double kVerdictSeconds = 5.0;
 
 std::mutex listener_mu;
 Membership::Listener listener;  // guarded by listener_mu
@@ -190,7 +193,11 @@ bool Membership::Handle(const Message& msg) {
     }
     case Control::REFUSED:
     case Control::JOB_FAILED:
-      Fail(msg.meta.body);
+      if (is_scheduler_) {
+        FailJob(msg.meta.body);
+      } else {
+        Fail(msg.meta.body);
+      }
       return true;
     case Control::HEARTBEAT:
       if (is_scheduler_) Send(Control::HEARTBEAT, msg.meta.sender);
@@ -205,6 +212,11 @@ bool Membership::Handle(const Message& msg) {
         left_acknowledged_ = true;
         cond_.notify_all();
         return true;
+      }
+      {
+        std::lock_guard<std::mutex> lock(mu_);
+        auto it = peers_.find(control.node[0].id);
+        if (it != peers_.end()) it->second.left = true;
       }
       MembershipEvent event;
       event.kind = MembershipEvent::kNodeLeft;
@@ -243,7 +255,53 @@ void Membership::OnDisconnect(int node_id) {
   // on another connection and may be behind this news.
   scheduler_closed_ = true;
   scheduler_closed_at_ = Clock::now();
+  scheduler_closed_how_ = "its connection closed";
   cond_.notify_all();
+}
+
+void Membership::OnLinkLost(int node_id, const std::string& how) {
+  if (is_scheduler_) return OnLost(node_id, how);
+  if (node_id == kScheduler) {
+    bool welcomed = false;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      welcomed = welcomed_;
+    }
+    // It never was reached, or would not have this node: that is all there is to say.
+    if (!welcomed) return Fail("the " + SchedulerName() + " cannot be joined: " + how);
+    OnDisconnect(node_id);
+    std::lock_guard<std::mutex> lock(mu_);
+    scheduler_closed_how_ = how;
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mu_);
+  if (broken_link_ != Node::kEmpty) return;
+  broken_link_ = node_id;
+  broken_how_ = how;
+  broken_at_ = Clock::now();
+  broken_reported_ = false;
+  cond_.notify_all();
+}
+
+void Membership::ReportBrokenLink() {
+  std::string reason;
+  bool reported = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto peer = peers_.find(broken_link_);
+    if (peer != peers_.end() && peer->second.left) {
+      broken_link_ = Node::kEmpty;  // it went in good order
+      return;
+    }
+    const bool known = peer != peers_.end();
+    reason = (known ? Describe(peer->second.node) : "node " + std::to_string(broken_link_)) +
+             " was lost to " + Describe(van_->node()) + ": " + broken_how_;
+    reported = broken_reported_;
+    broken_reported_ = true;
+    broken_at_ = Clock::now() + ToDuration(kVerdictSeconds - kLastWordSeconds);
+  }
+  if (reported) return Fail(reason);
+  Send(Control::JOB_FAILED, kScheduler, reason);
 }
 
 void Membership::TimerLoop() {
@@ -256,16 +314,29 @@ void Membership::TimerLoop() {
       continue;
     }
     const auto now = Clock::now();
+    auto wake = next;
     const auto last_word = scheduler_closed_at_ + ToDuration(kLastWordSeconds);
-    const bool lost = scheduler_closed_ && now >= last_word;
-    if (!lost && now < next) {
-      cond_.wait_until(lock, scheduler_closed_ ? std::min(next, last_word) : next);
+    if (scheduler_closed_) wake = std::min(wake, last_word);
+    const auto link_word = broken_at_ + ToDuration(kLastWordSeconds);
+    const bool broken = broken_link_ != Node::kEmpty;
+    if (broken) wake = std::min(wake, link_word);
+    if (now < wake) {
+      cond_.wait_until(lock, wake);
       continue;
     }
+    const bool lost = scheduler_closed_ && now >= last_word;
+    const std::string how = scheduler_closed_how_;
     lock.unlock();
     if (lost) {
-      Fail(SchedulerName() + " was lost: its connection closed");
-    } else if (is_scheduler_) {
+      Fail(SchedulerName() + " was lost: " + how);
+    } else if (broken && now >= link_word) {
+      ReportBrokenLink();
+    }
+    if (now < next) {
+      lock.lock();
+      continue;
+    }
+    if (is_scheduler_) {
       CheckPeers(now);
     } else {
       CheckScheduler(now);

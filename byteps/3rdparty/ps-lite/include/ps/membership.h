@@ -12,6 +12,7 @@
 //    | <-- ADD_NODE (everyone) ------------ |  once all have registered
 //    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
+//    | -- JOB_FAILED (why) ---------------> |  a connection between two nodes broke
 //    | -- LEAVE (finish | suspend) -------> |  a worker has done its work
 //    | <-- NODE_LEFT (who) ---------------- |
 //    | <-- JOB_END (finish | suspend) ----- |  to servers, once no worker is left
@@ -79,6 +80,11 @@ class Membership {
   // The connection to `node_id` closed.  Receiving thread.
   void OnDisconnect(int node_id);
 
+  // A connection to `node_id` broke, and `how`, while the process at its other end may
+  // well live.  What the scheduler has to say of that process goes first; if it is silent,
+  // it is told, and the job fails.  Receiving thread.
+  void OnLinkLost(int node_id, const std::string& how);
+
   // "worker 1 (10.0.0.3:41234)"; without the address while it is not known.
   std::string NameOf(int node_id);
 
@@ -127,6 +133,7 @@ class Membership {
   // The other nodes' part.
   void OnAdmission(const Message& msg);
   void CheckScheduler(Clock::time_point now);
+  void ReportBrokenLink();
   std::string SchedulerName() const;
 
   Van* const van_;
@@ -147,6 +154,12 @@ class Membership {
   Clock::time_point scheduler_heard_;
   bool scheduler_closed_ = false;
   Clock::time_point scheduler_closed_at_;
+  std::string scheduler_closed_how_;
+  // The first connection to another node that broke; none: Node::kEmpty.
+  int broken_link_ = Node::kEmpty;
+  std::string broken_how_;
+  Clock::time_point broken_at_;
+  bool broken_reported_ = false;
   Clock::time_point first_worker_;  // scheduler: when the first worker came
   bool any_worker_ = false;
   std::vector<Message> parked_;  // scheduler: came while the last job was ending

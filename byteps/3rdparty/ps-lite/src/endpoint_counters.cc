@@ -1,0 +1,45 @@
+#include "ps/endpoint_counters.h"
+
+#include <mutex>
+
+#include "ps/base.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+namespace {
+
+std::mutex mu;
+// Never destroyed: threads may read it while the process ends.  Guarded by mu.
+auto* const endpoints = new std::vector<std::shared_ptr<EndpointCounters>>();
+
+std::string NameOf(int node_id) {
+  if (node_id < 0 || node_id == Node::kEmpty) return "";
+  if (node_id == kScheduler) return "scheduler";
+  return (node_id % 2 ? "worker " : "server ") + std::to_string(Postoffice::IDtoRank(node_id));
+}
+
+}  // namespace
+
+std::shared_ptr<EndpointCounters> NewEndpointCounters(const std::string& plane, int index) {
+  auto counters = std::make_shared<EndpointCounters>(plane, index);
+  std::lock_guard<std::mutex> lock(mu);
+  endpoints->push_back(counters);
+  return counters;
+}
+
+void ForgetEndpointCounters() {
+  std::lock_guard<std::mutex> lock(mu);
+  endpoints->clear();
+}
+
+std::vector<EndpointReading> ReadEndpointCounters() {
+  std::lock_guard<std::mutex> lock(mu);
+  std::vector<EndpointReading> readings;
+  for (const auto& e : *endpoints) {
+    readings.push_back({NameOf(e->peer), e->plane, e->index, e->messages_sent, e->bytes_sent,
+                        e->messages_received, e->bytes_received});
+  }
+  return readings;
+}
+
+}  // namespace ps

@@ -1,0 +1,513 @@
+#include "./connector.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "../net_address.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+constexpr int kResolveMs = 2000;
+constexpr auto kFirstPause = std::chrono::milliseconds(50);
+constexpr auto kLongestPause = std::chrono::milliseconds(1000);
+constexpr int kBacklog = 1024;
+// How the connection manager says that nobody listens, and that a listener refused.
+constexpr int kNobodyListens = 8;
+constexpr int kRefused = 28;
+
+void DontBlock(int fd) {
+  const int flags = fcntl(fd, F_GETFL);
+  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) Throw("fcntl", errno);
+}
+
+// What a peer that speaks `version` of `magic` must be told, or "".
+std::string Mismatch(uint32_t magic, uint32_t version) {
+  if (magic != kMagic) return "what it sent is not of this protocol";
+  if (version == kVersion) return "";
+  return "it speaks RDMA wire version " + std::to_string(version) + ", this node version " +
+         std::to_string(kVersion) + ": install the same byteps on every node";
+}
+
+rdma_conn_param Parameters(const void* data, size_t bytes, uint32_t queue_pair) {
+  rdma_conn_param parameters;
+  memset(&parameters, 0, sizeof(parameters));
+  parameters.private_data = data;
+  parameters.private_data_len = static_cast<uint8_t>(bytes);
+  parameters.qp_num = queue_pair;
+  parameters.responder_resources = 1;
+  parameters.initiator_depth = 1;
+  parameters.retry_count = 7;
+  parameters.rnr_retry_count = 7;
+  return parameters;
+}
+
+}  // namespace
+
+Connector::Connector(ConnectorOwner* owner, const Settings& settings, uint64_t token)
+    : owner_(owner), settings_(settings), token_(token) {
+  channel_.reset(rdma_create_event_channel());
+  if (!channel_) {
+    Throw("RDMA cannot be used on this host (no connection manager; is rdma_ucm loaded?)", errno);
+  }
+  DontBlock(channel_->fd);
+  wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (wake_fd_ < 0) Throw("eventfd", errno);
+}
+
+Connector::~Connector() {
+  stop_ = true;
+  const uint64_t one = 1;
+  if (write(wake_fd_, &one, sizeof(one)) < 0) LOG(WARNING) << "eventfd: " << strerror(errno);
+  if (thread_.joinable()) thread_.join();
+  close(wake_fd_);
+}
+
+std::shared_ptr<Transport> Connector::transport() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return transport_;
+}
+
+std::shared_ptr<Transport> Connector::TransportFor(rdma_cm_id* id) {
+  if (id->verbs == nullptr) throw dmlc::Error("no RDMA device has this address");
+  auto known = transport();
+  if (known) {
+    if (known->device->context() == id->verbs) return known;
+    throw dmlc::Error(std::string("the way leads through ") +
+                      ibv_get_device_name(id->verbs->device) + ", this process uses " +
+                      known->device->name() + " (BYTEPS_RDMA_DEVICE, DMLC_NODE_HOST)");
+  }
+  auto made = std::make_shared<Transport>();
+  made->device = std::make_shared<Device>(id->verbs, id->port_num == 0 ? 1 : id->port_num);
+  const Device& device = *made->device;
+  if (!settings_.device.empty() && settings_.device != device.name()) {
+    throw dmlc::Error("the address " + host_ + " is that of " + device.name() +
+                      ", not of BYTEPS_RDMA_DEVICE=" + settings_.device);
+  }
+  if (settings_.port != 0 && settings_.port != device.port()) {
+    throw dmlc::Error("the address " + host_ + " is that of port " + std::to_string(device.port()) +
+                      " of " + device.name() +
+                      ", not of BYTEPS_RDMA_PORT=" + std::to_string(settings_.port));
+  }
+  settings_.Check(device);
+  made->pool = std::make_shared<Pool>(made->device, settings_.pool_bytes);
+  for (auto& poller : made->pollers) {
+    poller = std::make_unique<Poller>(device, settings_.busy_poll);
+  }
+  std::lock_guard<std::mutex> lock(mu_);
+  transport_ = made;
+  return made;
+}
+
+int Connector::Listen(const std::string& host, int port) {
+  rdma_cm_id* id = nullptr;
+  if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) {
+    Throw("cannot make a listener", errno);
+  }
+  listener_.reset(id);
+  SocketAddress address = SocketAddress::Of(host.empty() ? "0.0.0.0" : host, port);
+  if (rdma_bind_addr(id, address.get()) != 0) {
+    const int error = errno;
+    if (error == ENODEV || error == EADDRNOTAVAIL) {
+      throw dmlc::Error("no RDMA device has this address (errno " + std::to_string(error) +
+                        "); `rdma link` shows which there are");
+    }
+    Throw("bind", error);
+  }
+  host_ = host;
+  if (!host.empty()) {
+    TransportFor(id);
+    ReadDeviceEvents();
+  }
+  if (settings_.traffic_class >= 0) {
+    auto tos = static_cast<uint8_t>(settings_.traffic_class);
+    if (rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof(tos)) != 0) {
+      Throw("BYTEPS_RDMA_TRAFFIC_CLASS cannot be set", errno);
+    }
+  }
+  if (rdma_listen(id, kBacklog) != 0) Throw("listen", errno);
+  return ntohs(rdma_get_src_port(id));
+}
+
+void Connector::Run() { thread_ = std::thread(&Connector::Loop, this); }
+
+void Connector::Connect(std::shared_ptr<Endpoint> endpoint, const std::string& host, int port,
+                        uint64_t receiver) {
+  auto link = std::make_shared<LinkPtr>(std::make_unique<Link>());
+  (*link)->endpoint = std::move(endpoint);
+  (*link)->active = true;
+  (*link)->host = host;
+  (*link)->port = port;
+  (*link)->receiver = receiver;
+  (*link)->pause = kFirstPause;
+  const std::chrono::duration<double> limit(settings_.start_timeout_s);
+  (*link)->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    tasks_.push_back([this, link] { Try(std::move(*link)); });
+  }
+  const uint64_t one = 1;
+  if (write(wake_fd_, &one, sizeof(one)) < 0) CHECK_EQ(errno, EAGAIN) << strerror(errno);
+}
+
+void Connector::Disconnect(std::shared_ptr<Endpoint> endpoint) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    tasks_.push_back([this, endpoint] {
+      for (auto it = links_.begin(); it != links_.end(); ++it) {
+        if (it->second->endpoint != endpoint) continue;
+        Drop(it->second.get());
+        return;
+      }
+    });
+  }
+  const uint64_t one = 1;
+  if (write(wake_fd_, &one, sizeof(one)) < 0) CHECK_EQ(errno, EAGAIN) << strerror(errno);
+}
+
+// --------------------------------------------------------------- the thread
+
+void Connector::Loop() {
+  while (!stop_) {
+    auto shared = transport();
+    pollfd items[3] = {{channel_->fd, POLLIN, 0}, {wake_fd_, POLLIN, 0}, {-1, POLLIN, 0}};
+    if (shared) items[2].fd = shared->device->context()->async_fd;
+    if (poll(items, 3, MillisecondsToWait()) < 0) CHECK_EQ(errno, EINTR) << strerror(errno);
+    uint64_t count = 0;
+    if (read(wake_fd_, &count, sizeof(count)) < 0) CHECK_EQ(errno, EAGAIN) << strerror(errno);
+    rdma_cm_event* event = nullptr;
+    while (rdma_get_cm_event(channel_.get(), &event) == 0) {
+      // A copy: while an event is not acknowledged, its id cannot be destroyed.
+      char data[256] = {0};
+      rdma_cm_event copy = *event;
+      const size_t bytes = std::min<size_t>(event->param.conn.private_data_len, sizeof(data));
+      if (event->param.conn.private_data != nullptr && bytes > 0) {
+        memcpy(data, event->param.conn.private_data, bytes);
+      }
+      copy.param.conn.private_data = data;
+      copy.param.conn.private_data_len = static_cast<uint8_t>(std::min<size_t>(bytes, 255));
+      rdma_ack_cm_event(event);
+      OnEvent(copy);
+    }
+    if (shared) ReadDeviceEvents();
+    RunTasks();
+  }
+  while (!links_.empty()) Drop(links_.begin()->second.get());
+  waiting_.clear();
+  listener_.reset();
+}
+
+int Connector::MillisecondsToWait() {
+  if (waiting_.empty()) return -1;
+  auto next = waiting_.front()->next_try;
+  for (const auto& link : waiting_) next = std::min(next, link->next_try);
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(next - Clock::now());
+  return static_cast<int>(std::max<int64_t>(left.count(), 0)) + 1;
+}
+
+void Connector::RunTasks() {
+  std::vector<std::function<void()>> tasks;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    tasks.swap(tasks_);
+  }
+  for (auto& task : tasks) task();
+  std::vector<LinkPtr> waiting;
+  waiting.swap(waiting_);
+  const auto now = Clock::now();
+  for (auto& link : waiting) {
+    if (link->next_try <= now) {
+      Try(std::move(link));
+    } else {
+      waiting_.push_back(std::move(link));
+    }
+  }
+}
+
+void Connector::ReadDeviceEvents() {
+  ibv_context* context = transport()->device->context();
+  DontBlock(context->async_fd);
+  ibv_async_event event;
+  while (ibv_get_async_event(context, &event) == 0) {
+    const std::string what = ibv_event_type_str(event.event_type);
+    std::vector<std::shared_ptr<Endpoint>> hit;
+    const bool fatal = event.event_type == IBV_EVENT_DEVICE_FATAL;
+    const bool of_queue_pair = event.event_type == IBV_EVENT_QP_FATAL ||
+                               event.event_type == IBV_EVENT_QP_REQ_ERR ||
+                               event.event_type == IBV_EVENT_QP_ACCESS_ERR;
+    for (const auto& entry : links_) {
+      Endpoint* endpoint = entry.second->endpoint.get();
+      const bool mine = of_queue_pair && event.element.qp->qp_context == endpoint;
+      if (fatal || mine) hit.push_back(entry.second->endpoint);
+    }
+    ibv_ack_async_event(&event);
+    const bool usual = of_queue_pair || event.event_type == IBV_EVENT_COMM_EST ||
+                       event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED;
+    if (!usual) LOG(WARNING) << "RDMA device " << transport()->device->name() << ": " << what;
+    for (const auto& endpoint : hit) endpoint->Fail("the RDMA device reported: " + what);
+  }
+}
+
+Connector::LinkPtr Connector::Take(rdma_cm_id* id) {
+  auto it = links_.find(id);
+  LinkPtr link = std::move(it->second);
+  links_.erase(it);
+  return link;
+}
+
+void Connector::Drop(Link* link) {
+  if (link->established) rdma_disconnect(link->id.get());
+  link->endpoint->Disconnected();
+  auto shared = transport();
+  if (shared) shared->pollers[static_cast<int>(link->endpoint->plane())]->Wake();
+  Take(link->id.get());
+}
+
+void Connector::OnEvent(const rdma_cm_event& event) {
+  if (event.id == listener_.get()) {
+    if (event.event != RDMA_CM_EVENT_DEVICE_REMOVAL) return;
+    LOG(WARNING) << "the RDMA device was removed; nobody can connect to this node any more";
+    return;
+  }
+  if (event.event == RDMA_CM_EVENT_CONNECT_REQUEST) return OnRequest(event);
+  auto it = links_.find(event.id);
+  if (it == links_.end()) return;
+  Link* link = it->second.get();
+  const std::string status = " (" + std::string(rdma_event_str(event.event)) + ", status " +
+                             std::to_string(event.status) + ")";
+  switch (event.event) {
+    case RDMA_CM_EVENT_ADDR_RESOLVED:
+    case RDMA_CM_EVENT_ROUTE_RESOLVED:
+      return OnResolved(link, event.event);
+    case RDMA_CM_EVENT_CONNECT_RESPONSE:
+      return OnResponse(link, event);
+    case RDMA_CM_EVENT_ESTABLISHED:
+      if (!link->active) link->endpoint->Open();
+      link->established = true;
+      return;
+    case RDMA_CM_EVENT_REJECTED:
+      return OnRejected(link, event);
+    case RDMA_CM_EVENT_ADDR_ERROR:
+      return TryAgain(link, "its address leads through no RDMA device" + status);
+    case RDMA_CM_EVENT_ROUTE_ERROR:
+    case RDMA_CM_EVENT_UNREACHABLE:
+    case RDMA_CM_EVENT_CONNECT_ERROR:
+      return TryAgain(link, "it could not be reached" + status);
+    case RDMA_CM_EVENT_DISCONNECTED:
+      return Drop(link);
+    case RDMA_CM_EVENT_DEVICE_REMOVAL:
+      link->endpoint->Fail("the RDMA device was removed" + status);
+      return Drop(link);
+    case RDMA_CM_EVENT_ADDR_CHANGE:
+      link->endpoint->Fail("the network address of the RDMA device changed" + status);
+      return Drop(link);
+    case RDMA_CM_EVENT_TIMEWAIT_EXIT:
+      return;
+    default:
+      LOG(WARNING) << "unexpected event of an RDMA connection" << status;
+  }
+}
+
+// ------------------------------------------------------- the passive side
+
+void Connector::OnRequest(const rdma_cm_event& event) {
+  ConnectRequest request;
+  memset(&request, 0, sizeof(request));
+  const size_t bytes = event.param.conn.private_data_len;
+  memcpy(&request, event.param.conn.private_data, std::min(bytes, sizeof(request)));
+  const std::string address = SocketAddress::Text(rdma_get_peer_addr(event.id));
+  std::string refusal = Mismatch(request.magic, request.version);
+  if (refusal.empty() && request.receiver != 0 && request.receiver != token_) {
+    refusal = "another process listens at this address now";
+  }
+  if (refusal.empty() && request.slot_bytes != settings_.slot_bytes()) {
+    refusal = "BYTEPS_RDMA_INLINE_BYTES differs: " + std::to_string(settings_.inline_bytes) +
+              " on this node; set the same on all";
+  }
+  std::shared_ptr<Endpoint> endpoint;
+  if (refusal.empty()) endpoint = owner_->OnRequest(request, address, &refusal);
+  if (refusal.empty()) {
+    try {
+      return Accept(event.id, request, endpoint);
+    } catch (const dmlc::Error& e) {
+      refusal = e.what();
+      endpoint->Fail(refusal);
+    }
+  }
+  LOG(WARNING) << "refused an RDMA connection from " << address << ": " << refusal;
+  Refuse(event.id, refusal);
+}
+
+void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request,
+                       std::shared_ptr<Endpoint> endpoint) {
+  auto shared = TransportFor(id);
+  auto& poller = shared->pollers[static_cast<int>(endpoint->plane())];
+  endpoint->Prepare(shared->pool, shared->device, poller->channel(), id);
+  endpoint->Attach(id, request.mtu);
+  endpoint->SetPeerSlots(request.slots);
+  ConnectReply reply;
+  memset(&reply, 0, sizeof(reply));
+  reply.magic = kMagic;
+  reply.version = kVersion;
+  reply.sender = token_;
+  reply.slots = settings_.receive_depth;
+  reply.slot_bytes = settings_.slot_bytes();
+  reply.mtu = settings_.path_mtu();
+  auto parameters = Parameters(&reply, sizeof(reply), endpoint->queue_pair_number());
+  poller->Add(endpoint);
+  if (rdma_accept(id, &parameters) != 0) Throw("cannot accept a connection", errno);
+  auto link = std::make_unique<Link>();
+  link->endpoint = std::move(endpoint);
+  link->id.reset(id);
+  links_[id] = std::move(link);
+  poller->Wake();
+}
+
+void Connector::Refuse(rdma_cm_id* id, const std::string& reason) {
+  Refusal refusal;
+  memset(&refusal, 0, sizeof(refusal));
+  refusal.magic = kMagic;
+  refusal.version = kVersion;
+  strncpy(refusal.reason, reason.c_str(), sizeof(refusal.reason) - 1);
+  rdma_reject(id, &refusal, sizeof(refusal));
+  rdma_destroy_id(id);
+}
+
+// -------------------------------------------------------- the active side
+
+void Connector::Try(LinkPtr link) {
+  if (link->endpoint->closed()) return;
+  try {
+    rdma_cm_id* id = nullptr;
+    if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) {
+      Throw("cannot make a connection", errno);
+    }
+    link->id.reset(id);
+    if (settings_.traffic_class >= 0) {
+      auto tos = static_cast<uint8_t>(settings_.traffic_class);
+      if (rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof(tos)) != 0) {
+        Throw("BYTEPS_RDMA_TRAFFIC_CLASS cannot be set", errno);
+      }
+    }
+    SocketAddress to = SocketAddress::Of(link->host, link->port);
+    SocketAddress from;
+    if (!host_.empty()) from = SocketAddress::Of(host_, 0);
+    Link* raw = link.get();
+    links_[id] = std::move(link);
+    // From the address at which this node listens, so that it goes by the same device.
+    const bool same_family = !host_.empty() && from.get()->sa_family == to.get()->sa_family;
+    if (rdma_resolve_addr(id, same_family ? from.get() : nullptr, to.get(), kResolveMs) != 0) {
+      const int error = errno;
+      TryAgain(raw, std::string("its address leads through no RDMA device: ") + strerror(error));
+    }
+  } catch (const dmlc::Error& e) {
+    if (link) link->endpoint->Fail(e.what());
+  }
+}
+
+void Connector::TryAgain(Link* raw, const std::string& error) {
+  LinkPtr link = Take(raw->id.get());
+  link->id.reset();
+  if (!link->active) return link->endpoint->Fail(error);  // the peer may try again
+  if (link->endpoint->closed()) return;
+  const auto now = Clock::now();
+  link->last_error = error;
+  link->next_try = now + link->pause;
+  link->pause = std::min<Clock::duration>(link->pause * 2, kLongestPause);
+  if (link->next_try < link->deadline) {
+    waiting_.push_back(std::move(link));
+    return;
+  }
+  link->endpoint->Fail(link->last_error + ", at " + JoinHostPort(link->host, link->port) +
+                       ", within " + std::to_string(static_cast<int>(settings_.start_timeout_s)) +
+                       " s (BYTEPS_START_TIMEOUT_S)");
+}
+
+ConnectRequest Connector::MakeRequest(const Link& link) {
+  ConnectRequest request;
+  memset(&request, 0, sizeof(request));
+  request.magic = kMagic;
+  request.version = kVersion;
+  request.sender = token_;
+  request.receiver = link.receiver;
+  request.node_id = owner_->NodeId();
+  request.isDataPlane = link.endpoint->plane() == Plane::kData;
+  request.index = static_cast<uint8_t>(link.endpoint->index());
+  request.mtu = static_cast<uint16_t>(settings_.path_mtu());
+  request.slots = settings_.receive_depth;
+  request.slot_bytes = settings_.slot_bytes();
+  return request;
+}
+
+void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
+  rdma_cm_id* id = link->id.get();
+  if (what == RDMA_CM_EVENT_ADDR_RESOLVED) {
+    if (rdma_resolve_route(id, kResolveMs) != 0) {
+      TryAgain(link, std::string("it could not be reached: ") + strerror(errno));
+    }
+    return;
+  }
+  try {
+    auto shared = TransportFor(id);
+    auto& poller = shared->pollers[static_cast<int>(link->endpoint->plane())];
+    if (!link->endpoint->prepared()) {
+      link->endpoint->Prepare(shared->pool, shared->device, poller->channel(), id);
+      poller->Add(link->endpoint);
+    }
+    const ConnectRequest request = MakeRequest(*link);
+    auto parameters = Parameters(&request, sizeof(request), link->endpoint->queue_pair_number());
+    if (rdma_connect(id, &parameters) != 0) Throw("cannot connect", errno);
+  } catch (const dmlc::Error& e) {
+    link->endpoint->Fail(e.what());
+    Drop(link);
+  }
+}
+
+void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
+  ConnectReply reply;
+  memset(&reply, 0, sizeof(reply));
+  const size_t bytes = event.param.conn.private_data_len;
+  memcpy(&reply, event.param.conn.private_data, std::min(bytes, sizeof(reply)));
+  std::string error = Mismatch(reply.magic, reply.version);
+  try {
+    if (!error.empty()) throw dmlc::Error(error);
+    link->endpoint->Attach(link->id.get(), static_cast<int>(reply.mtu));
+    if (rdma_establish(link->id.get()) != 0) Throw("cannot establish the connection", errno);
+    link->established = true;
+    link->endpoint->SetPeerSlots(reply.slots);
+    link->endpoint->Open();
+  } catch (const dmlc::Error& e) {
+    rdma_reject(link->id.get(), nullptr, 0);
+    link->endpoint->Fail(e.what());
+    Drop(link);
+  }
+}
+
+void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
+  if (event.status != kRefused) {
+    const bool nobody = event.status == kNobodyListens;
+    return TryAgain(
+        link, nobody ? "nobody listens there"
+                     : "it rejected the connection (status " + std::to_string(event.status) + ")");
+  }
+  Refusal refusal;
+  memset(&refusal, 0, sizeof(refusal));
+  const size_t bytes = event.param.conn.private_data_len;
+  memcpy(&refusal, event.param.conn.private_data, std::min(bytes, sizeof(refusal) - 1));
+  std::string reason = refusal.reason;
+  if (refusal.magic != kMagic || reason.empty()) reason = "it gave no reason";
+  link->endpoint->Fail("it refused the connection: " + reason);
+  Drop(link);
+}
+
+}  // namespace rdma
+}  // namespace ps

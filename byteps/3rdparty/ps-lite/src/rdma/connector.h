@@ -1,0 +1,125 @@
+// The thread that makes connections, takes them, and hears of their end.
+#ifndef PS_RDMA_CONNECTOR_H_
+#define PS_RDMA_CONNECTOR_H_
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "./endpoint.h"
+#include "./poller.h"
+
+namespace ps {
+namespace rdma {
+
+// What the endpoints of a process share.
+struct Transport {
+  std::shared_ptr<Device> device;
+  std::shared_ptr<Pool> pool;
+  std::unique_ptr<Poller> pollers[2];  // by Plane
+};
+
+class ConnectorOwner {
+ public:
+  virtual ~ConnectorOwner() = default;
+  // All in the connector's thread.
+  virtual int32_t NodeId() = 0;
+  // The endpoint to which the request, which is of our version, shall lead.  Null, with
+  // the reason, refuses it.
+  virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
+                                              const std::string& address, std::string* refusal) = 0;
+};
+
+class Connector {
+ public:
+  Connector(ConnectorOwner* owner, const Settings& settings, uint64_t token);
+  // Closes every connection.
+  ~Connector();
+  Connector(const Connector&) = delete;
+  Connector& operator=(const Connector&) = delete;
+
+  // Listens at `host` ("": every address) and `port` (0: the kernel chooses), and returns
+  // the port.  Throws dmlc::Error with the reason.
+  int Listen(const std::string& host, int port);
+  // Begins to serve; after Listen.
+  void Run();
+
+  // Connects `endpoint` to who listens at `host` and `port`.  Tries again while nobody
+  // does, for as long as BYTEPS_START_TIMEOUT_S; then the endpoint fails.  Any thread.
+  // `receiver` is the token of the process that is meant, 0 if unknown.
+  void Connect(std::shared_ptr<Endpoint> endpoint, const std::string& host, int port,
+               uint64_t receiver);
+
+  // Closes the endpoint's connection.  Any thread.
+  void Disconnect(std::shared_ptr<Endpoint> endpoint);
+
+  // Null until the device is known: when no address says which, the first connection does.
+  std::shared_ptr<Transport> transport();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // A connection, made or on its way.
+  struct Link {
+    std::shared_ptr<Endpoint> endpoint;
+    Owned<rdma_cm_id> id;
+    bool active = false;
+    bool established = false;
+    // Of an active one:
+    std::string host;
+    int port = 0;
+    uint64_t receiver = 0;
+    Clock::time_point deadline;
+    Clock::time_point next_try;
+    Clock::duration pause;
+    std::string last_error;
+  };
+  using LinkPtr = std::unique_ptr<Link>;
+
+  void Loop();
+  int MillisecondsToWait();
+  void RunTasks();
+  void ReadDeviceEvents();
+  void OnEvent(const rdma_cm_event& event);
+  void OnRequest(const rdma_cm_event& event);
+  void Accept(rdma_cm_id* id, const ConnectRequest& request, std::shared_ptr<Endpoint> endpoint);
+  void Refuse(rdma_cm_id* id, const std::string& reason);
+  void OnResolved(Link* link, rdma_cm_event_type what);
+  void OnResponse(Link* link, const rdma_cm_event& event);
+  void OnRejected(Link* link, const rdma_cm_event& event);
+  void Try(LinkPtr link);
+  void TryAgain(Link* link, const std::string& error);
+  void Drop(Link* link);
+  LinkPtr Take(rdma_cm_id* id);
+  ConnectRequest MakeRequest(const Link& link);
+  // Throws when the id belongs to another device than that in use.
+  std::shared_ptr<Transport> TransportFor(rdma_cm_id* id);
+
+  ConnectorOwner* const owner_;
+  const Settings settings_;
+  const uint64_t token_;
+  Owned<rdma_event_channel> channel_;
+  Owned<rdma_cm_id> listener_;
+  std::string host_;  // where it listens, and from where it connects
+  int wake_fd_ = -1;
+  std::atomic<bool> stop_{false};
+
+  std::mutex mu_;
+  std::vector<std::function<void()>> tasks_;  // guarded by mu_
+  std::shared_ptr<Transport> transport_;      // guarded by mu_
+
+  // The thread's own.
+  std::map<rdma_cm_id*, LinkPtr> links_;
+  std::vector<LinkPtr> waiting_;  // for their next try
+  std::thread thread_;
+};
+
+}  // namespace rdma
+}  // namespace ps
+#endif  // PS_RDMA_CONNECTOR_H_

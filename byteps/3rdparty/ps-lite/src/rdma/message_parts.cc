@@ -1,0 +1,86 @@
+#include "./message_parts.h"
+
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+namespace ps {
+namespace rdma {
+namespace {
+
+// Below this, copying is cheaper than having the kernel pin the pages and let them go.
+constexpr uint64_t kCopyBytes = 32 << 10;
+
+void CopyToPool(Outgoing* out, Pool* pool) {
+  const uint64_t before = out->meta_in_region ? AlignUp(out->meta.size(), kRegionAlign) : 0;
+  Pool::Buffer buffer = pool->Take(before + out->value_bytes);
+  char* target = buffer.bytes.data();
+  if (out->meta_in_region) memcpy(target, out->meta.data(), out->meta.size());
+  target += before;
+  for (const auto& value : out->values) {
+    if (value.size() == 0) continue;
+    memcpy(target, value.data(), value.size());
+    target += value.size();
+  }
+  out->values.clear();  // whoever waits for them to be sent need not
+  out->copy = buffer.bytes;
+  out->address = out->copy.data();
+  out->length = out->copy.size();
+  out->lkey = buffer.lkey;
+}
+
+}  // namespace
+
+std::string Outgoing::Describe() const {
+  char text[80];
+  snprintf(text, sizeof(text), "the message of key 0x%llx, %llu bytes",
+           static_cast<unsigned long long>(key), static_cast<unsigned long long>(bytes()));
+  return text;
+}
+
+OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
+                         uint32_t inline_bytes, uint32_t slot_bytes,
+                         const std::shared_ptr<Device>& device, Pool* pool) {
+  auto out = std::make_unique<Outgoing>();
+  out->meta = std::move(meta);
+  out->values = std::move(values);
+  out->key = key;
+  for (const auto& value : out->values) {
+    out->sizes.push_back(value.size());
+    out->value_bytes += value.size();
+  }
+
+  const uint64_t head = sizeof(FrameHeader) + out->values.size() * sizeof(uint64_t);
+  const bool small = out->value_bytes <= inline_bytes;
+  if (small && head + out->meta.size() + out->value_bytes <= slot_bytes) return out;
+  out->in_region = true;
+  out->meta_in_region = head + out->meta.size() > slot_bytes;
+  if (out->values.size() != 1 || out->meta_in_region) {
+    CopyToPool(out.get(), pool);
+    return out;
+  }
+  const SArray<char>& value = out->values[0];
+  out->address = value.data();
+  out->length = value.size();
+  if (pool->Find(out->address, out->length, &out->lkey)) return out;
+  if (out->length <= kCopyBytes) {
+    CopyToPool(out.get(), pool);
+    return out;
+  }
+  out->region = std::make_unique<Region>(device, out->address, out->length, 0);
+  out->lkey = out->region->lkey();
+  return out;
+}
+
+std::vector<SArray<char>> Split(const SArray<char>& region, uint64_t offset,
+                                const std::vector<uint64_t>& sizes) {
+  std::vector<SArray<char>> values;
+  for (const uint64_t size : sizes) {
+    values.push_back(region.segment(offset, offset + size));
+    offset += size;
+  }
+  return values;
+}
+
+}  // namespace rdma
+}  // namespace ps

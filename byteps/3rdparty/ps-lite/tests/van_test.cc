@@ -1,0 +1,507 @@
+// Tries a transport: one scheduler, servers and workers, each a process, that exchange
+// messages whose every byte is checked.  Values come back from where they were received, as
+// they do from a BytePS server.
+//
+//   van_test [--transport zmq|ibverbs] [--host ADDRESS] [--workers N] [--servers K]
+//            [--rounds R] [--sizes BYTES,BYTES...] [--window MESSAGES] [--ping-ms MS]
+//            [--kill ROLE:RANK:ROUND] [--break PLANE:ROUND] [--expect TEXT] [--timeout S]
+//
+//   --window   requests of a worker under way
+//   --ping-ms  each worker also sends control messages at this pace, and tells their delay
+//   --kill     that worker ends by SIGKILL in that round; or server, told by worker 0
+//   --break    worker 0 breaks its first endpoint of that plane to server 0 in that round
+//   --expect   every survivor must fail, with this in its error
+//   --timeout  for the whole run; who is not done by then is killed and has failed
+//
+// Exit status: 0 all went as expected; 1 not; 2 bad usage.  Other settings come from the
+// environment, as for byteps-server.
+#include <dirent.h>
+#include <getopt.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "ps/endpoint_counters.h"
+#include "ps/internal/env.h"
+#include "ps/internal/postoffice.h"
+#include "ps/membership.h"
+#ifdef BYTEPS_WITH_RDMA
+#include "../src/rdma/van.h"
+#endif
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+enum Op : int { kPing = 1, kEcho = 2, kDie = 3 };
+
+struct Options {
+  std::string transport = "zmq";
+  std::string host = "127.0.0.1";
+  int workers = 1;
+  int servers = 1;
+  int rounds = 10;
+  std::vector<size_t> sizes = {0, 1, 1000, 4096, 4097, 65536, 1000000};
+  size_t window = 16;
+  int ping_ms = 0;
+  std::string kill_role;
+  int kill_rank = -1;
+  int kill_round = -1;
+  std::string break_plane;
+  int break_round = -1;
+  std::string expect;
+  double timeout_s = 60;
+};
+
+Options options;
+
+double Seconds(Clock::duration d) { return std::chrono::duration<double>(d).count(); }
+
+// Differs by sender, receiver, message and place.
+uint8_t ByteAt(uint64_t seed, size_t i) {
+  return static_cast<uint8_t>((seed * 131 + i * 7 + (i >> 8) * 13) & 0xff);
+}
+
+// What the kernel says of this process: pinned and resident KiB, and open files.
+std::string Resources() {
+  std::ifstream status("/proc/self/status");
+  std::string line, pinned = "0", resident = "0";
+  while (std::getline(status, line)) {
+    std::istringstream words(line);
+    std::string name, value;
+    words >> name >> value;
+    if (name == "VmPin:") pinned = value;
+    if (name == "VmRSS:") resident = value;
+  }
+  int files = 0;
+  if (DIR* folder = opendir("/proc/self/fd")) {
+    while (readdir(folder) != nullptr) ++files;
+    closedir(folder);
+  }
+  return "pinned_kib=" + pinned + " rss_kib=" + resident + " fds=" + std::to_string(files - 3);
+}
+
+// One process's part, and how it ended.
+class Node {
+ public:
+  Node(const std::string& role, int rank, int port) : role_(role), rank_(rank) {
+    std::unordered_map<std::string, std::string> settings;
+    settings["DMLC_ROLE"] = role;
+    settings["DMLC_PS_ROOT_URI"] = options.host;
+    settings["DMLC_PS_ROOT_PORT"] = std::to_string(port);
+    settings["DMLC_NUM_WORKER"] = std::to_string(options.workers);
+    settings["DMLC_NUM_SERVER"] = std::to_string(options.servers);
+    settings["DMLC_WORKER_ID"] = std::to_string(role == "worker" ? rank : 0);
+    settings["DMLC_ENABLE_RDMA"] = options.transport;
+    if (options.transport != "zmq") settings["DMLC_NODE_HOST"] = options.host;
+    ps::Environment::Init(settings);
+    ps::Postoffice::Get()->SetDataHandler([this](ps::Message* msg) { OnMessage(msg); });
+    ps::Membership::SetListener([this](const ps::MembershipEvent& event) { OnEvent(event); });
+  }
+
+  // 0: as a job should end.
+  int Run(int port_pipe) {
+    std::string error;
+    try {
+      ps::Postoffice::Get()->Start(0, nullptr, false);
+      if (port_pipe >= 0) {
+        const int port = ps::Postoffice::Get()->van()->node().port;
+        if (write(port_pipe, &port, sizeof(port)) != sizeof(port)) return 1;
+      }
+      if (role_ == "worker") {
+        Work();
+      } else {
+        WaitForEnd();
+      }
+      error = Failure();
+      if (role_ == "worker" && error.empty()) {
+        ps::Postoffice::Get()->van()->membership()->Leave(false);
+      }
+      Tell(Resources());
+      const auto begin = Clock::now();
+      ps::Postoffice::Get()->Finalize(0, false);
+      Tell("stopped in " + std::to_string(Seconds(Clock::now() - begin)) + " s; " + Resources());
+    } catch (const dmlc::Error& e) {
+      error = e.what();
+    }
+    for (const auto& e : ps::ReadEndpointCounters()) {
+      std::ostringstream text;
+      text << "endpoint peer='" << e.peer << "' plane=" << e.plane << " index=" << e.index
+           << " sent=" << e.messages_sent << "/" << e.bytes_sent
+           << " received=" << e.messages_received << "/" << e.bytes_received;
+      Tell(text.str());
+    }
+    if (!error.empty()) Tell("error: " + error);
+    if (options.expect.empty()) return error.empty() ? 0 : 1;
+    return error.find(options.expect) != std::string::npos ? 0 : 1;
+  }
+
+ private:
+  struct Pending {
+    uint64_t seed = 0;
+    size_t size = 0;
+    Clock::time_point sent;
+  };
+
+  void Tell(const std::string& text) {
+    printf("%s %d: %s\n", role_.c_str(), rank_, text.c_str());
+    fflush(stdout);
+  }
+
+  std::string Failure() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return failure_;
+  }
+
+  void Fail(const std::string& reason) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (failure_.empty()) failure_ = reason;
+    cond_.notify_all();
+  }
+
+  void OnEvent(const ps::MembershipEvent& event) {
+    if (event.kind == ps::MembershipEvent::kFailed) Fail(event.reason);
+    std::lock_guard<std::mutex> lock(mu_);
+    if (event.kind == ps::MembershipEvent::kEnded) ended_ = true;
+    cond_.notify_all();
+  }
+
+  void WaitForEnd() {
+    std::unique_lock<std::mutex> lock(mu_);
+    cond_.wait(lock, [this] { return ended_ || !failure_.empty(); });
+  }
+
+  void OnMessage(ps::Message* msg) {
+    if (msg->meta.request) {
+      Answer(msg);
+    } else {
+      Check(*msg);
+    }
+  }
+
+  static void Answer(ps::Message* msg) {
+    if (msg->meta.head == kDie) kill(getpid(), SIGKILL);
+    ps::Message answer;
+    answer.meta = msg->meta;
+    answer.meta.request = false;
+    answer.meta.recver = msg->meta.sender;
+    for (auto& value : msg->data) {
+      for (size_t i = 0; i < value.size(); ++i) ++value.data()[i];
+    }
+    answer.data = msg->data;
+    ps::Postoffice::Get()->van()->Send(answer);
+  }
+
+  void Check(const ps::Message& msg) {
+    Pending pending;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      auto it = pending_.find(msg.meta.addr);
+      if (it == pending_.end()) return;
+      pending = it->second;
+      pending_.erase(it);
+    }
+    std::string error;
+    if (msg.meta.head == kPing) {
+      delays_.push_back(Seconds(Clock::now() - pending.sent));
+      if (msg.meta.body != std::string(pending.size, 'x')) error = "a ping's body changed";
+    } else if (msg.data.size() != 1 || msg.data[0].size() != pending.size) {
+      error = "an answer has the wrong size";
+    } else {
+      const auto* data = reinterpret_cast<const uint8_t*>(msg.data[0].data());
+      for (size_t i = 0; i < pending.size && error.empty(); ++i) {
+        if (data[i] != static_cast<uint8_t>(ByteAt(pending.seed, i) + 1)) {
+          error = "byte " + std::to_string(i) + " of " + std::to_string(pending.size) + " is wrong";
+        }
+      }
+    }
+    if (!error.empty()) Fail("WRONG: " + error);
+    std::lock_guard<std::mutex> lock(mu_);
+    --outstanding_[msg.meta.head == kPing];
+    cond_.notify_all();
+  }
+
+  // `size`: of the value, or of a ping's body.
+  void Request(int op, int server, size_t size, const ps::SArray<char>& value, uint64_t seed) {
+    ps::Message msg;
+    msg.meta.app_id = msg.meta.customer_id = msg.meta.timestamp = 0;
+    msg.meta.head = op;
+    msg.meta.request = msg.meta.push = true;
+    msg.meta.simple_app = op != kEcho;
+    msg.meta.recver = ps::Postoffice::ServerRankToID(server);
+    msg.meta.val_len = static_cast<int>(size);
+    msg.meta.option = 0;
+    msg.meta.key = seed;
+    if (op == kEcho) msg.AddData(value);
+    if (op == kPing) msg.meta.body = std::string(size, 'x');
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      msg.meta.addr = ++last_request_;
+      pending_[msg.meta.addr] = Pending{seed, size, Clock::now()};
+      ++outstanding_[op == kPing];
+    }
+    ps::Postoffice::Get()->van()->Send(msg);
+  }
+
+  // False once the job has failed.
+  bool WaitForRoom(bool ping, size_t room) {
+    std::unique_lock<std::mutex> lock(mu_);
+    cond_.wait(lock, [&] { return outstanding_[ping] < room || !failure_.empty(); });
+    return failure_.empty();
+  }
+
+  void PingLoop() {
+    for (size_t n = 0; !pings_stop_ && WaitForRoom(true, 1); ++n) {
+      Request(kPing, static_cast<int>(n % options.servers), n % 100 == 99 ? 20000 : 8, {}, n);
+      std::this_thread::sleep_for(std::chrono::milliseconds(options.ping_ms));
+    }
+  }
+
+  void Misbehave(int round) {
+    if (options.kill_round == round && options.kill_role == "worker" &&
+        options.kill_rank == rank_) {
+      kill(getpid(), SIGKILL);
+    }
+    if (rank_ != 0) return;
+    if (options.kill_round == round && options.kill_role == "server") {
+      Request(kDie, options.kill_rank, 0, {}, 0);
+    }
+#ifdef BYTEPS_WITH_RDMA
+    auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
+    if (options.break_round == round && van != nullptr) {
+      const bool data = options.break_plane == "data";
+      van->BreakEndpoint(ps::Postoffice::ServerRankToID(0),
+                         data ? ps::rdma::Plane::kData : ps::rdma::Plane::kControl, 0);
+    }
+#endif
+  }
+
+  void Work() {
+    std::thread pings;
+    if (options.ping_ms > 0) pings = std::thread([this] { PingLoop(); });
+    uint64_t bytes = 0;
+    auto begin = Clock::now();
+    for (int round = 0; round < options.rounds && Failure().empty(); ++round) {
+      if (round == 1) {  // the first one warms up
+        WaitForRoom(false, 1);
+        begin = Clock::now();
+        bytes = 0;
+      }
+      if (options.rounds >= 8 && round % (options.rounds / 4) == 1) Tell(Resources());
+      Misbehave(round);
+      for (const size_t size : options.sizes) {
+        for (int server = 0; server < options.servers; ++server) {
+          if (!WaitForRoom(false, options.window)) break;
+          const uint64_t seed = ((round * 64ull + rank_) * 64 + server) * 1000003 + size;
+          // New memory each time, so that an old registration of it would show.
+          ps::SArray<char> value;
+          value.reset(new char[size], size, [](char* p) { delete[] p; });
+          for (size_t i = 0; i < size; ++i) value.data()[i] = static_cast<char>(ByteAt(seed, i));
+          Request(kEcho, server, size, value, seed);
+          bytes += size;
+        }
+      }
+    }
+    WaitForRoom(false, 1);
+    const double seconds = Seconds(Clock::now() - begin);
+    pings_stop_ = true;
+    if (pings.joinable()) pings.join();
+    WaitForRoom(true, 1);
+    Report(bytes, seconds);
+  }
+
+  void Report(uint64_t bytes, double seconds) {
+    char text[200];
+    snprintf(text, sizeof(text), "%.3f s, %.2f MB/s each way", seconds, bytes / seconds / 1e6);
+    Tell(text);
+    if (delays_.empty()) return;
+    std::sort(delays_.begin(), delays_.end());
+    snprintf(text, sizeof(text), "%zu pings, p50 %.3f ms, p99 %.3f ms, max %.3f ms", delays_.size(),
+             delays_[delays_.size() / 2] * 1e3, delays_[delays_.size() * 99 / 100] * 1e3,
+             delays_.back() * 1e3);
+    Tell(text);
+  }
+
+  const std::string role_;
+  const int rank_;
+  std::mutex mu_;
+  std::condition_variable cond_;
+  std::string failure_;
+  bool ended_ = false;
+  std::unordered_map<uint64_t, Pending> pending_;
+  size_t outstanding_[2] = {0, 0};  // requests with values, pings
+  uint64_t last_request_ = 0;
+  std::atomic<bool> pings_stop_{false};
+  std::vector<double> delays_;  // the receiving thread's own until all have come
+};
+
+struct Child {
+  std::string name;
+  bool may_be_killed = false;  // servers get their ranks as they come
+};
+
+// The child's process id; the child itself never returns.
+pid_t Spawn(const std::string& role, int rank, int port, int port_pipe) {
+  fflush(stdout);
+  const pid_t pid = fork();
+  if (pid != 0) return pid;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  signal(SIGPIPE, SIG_IGN);
+  auto* node = new Node(role, rank, port);  // its handlers may run until the end
+  const int status = node->Run(port_pipe);
+  fflush(stdout);
+  _exit(status);
+}
+
+bool EndedWell(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == 0; }
+bool WasKilled(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL; }
+
+// Waits for all of them; the number that did not end as they should.
+int Wait(std::map<pid_t, Child> children) {
+  const auto deadline = Clock::now() + std::chrono::duration<double>(options.timeout_s);
+  int bad = 0;
+  int to_be_killed = options.kill_role.empty() ? 0 : 1;
+  while (!children.empty()) {
+    int status = 0;
+    const pid_t pid = waitpid(-1, &status, WNOHANG);
+    if (pid > 0) {
+      if (to_be_killed > 0 && children[pid].may_be_killed && WasKilled(status)) {
+        --to_be_killed;
+      } else if (!EndedWell(status)) {
+        printf("%s: FAILED, wait status %d\n", children[pid].name.c_str(), status);
+        ++bad;
+      }
+      children.erase(pid);
+      continue;
+    }
+    if (Clock::now() > deadline) {
+      for (const auto& child : children) {
+        printf("%s: FAILED, still running after %.0f s\n", child.second.name.c_str(),
+               options.timeout_s);
+        kill(child.first, SIGKILL);
+        waitpid(child.first, &status, 0);
+        ++bad;
+      }
+      return bad;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return bad + to_be_killed;
+}
+
+int RunAll() {
+  int ends[2];
+  if (pipe(ends) != 0) return 1;
+  std::map<pid_t, Child> children;
+  children[Spawn("scheduler", 0, 0, ends[1])] = {"scheduler", false};
+  close(ends[1]);
+  int port = 0;
+  if (read(ends[0], &port, sizeof(port)) != sizeof(port)) {
+    printf("the scheduler did not start\n");
+    return Wait(children) + 1;
+  }
+  for (const std::string role : {"server", "worker"}) {
+    for (int rank = 0; rank < (role == "server" ? options.servers : options.workers); ++rank) {
+      const bool dies = options.kill_role == role;
+      children[Spawn(role, rank, port, -1)] = {role + " " + std::to_string(rank), dies};
+    }
+  }
+  return Wait(children);
+}
+
+[[noreturn]] void Usage(const std::string& error) {
+  fprintf(stderr, "van_test: %s; the head of van_test.cc explains the options\n", error.c_str());
+  exit(2);
+}
+
+std::vector<std::string> Fields(const std::string& text, char separator) {
+  std::vector<std::string> fields;
+  std::istringstream in(text);
+  for (std::string field; std::getline(in, field, separator);) fields.push_back(field);
+  return fields;
+}
+
+void Parse(int argc, char** argv) {
+  const option long_options[] = {
+      {"transport", 1, nullptr, 't'}, {"host", 1, nullptr, 'h'},    {"workers", 1, nullptr, 'w'},
+      {"servers", 1, nullptr, 's'},   {"rounds", 1, nullptr, 'r'},  {"sizes", 1, nullptr, 'z'},
+      {"window", 1, nullptr, 'o'},    {"ping-ms", 1, nullptr, 'p'}, {"kill", 1, nullptr, 'k'},
+      {"break", 1, nullptr, 'b'},     {"expect", 1, nullptr, 'e'},  {"timeout", 1, nullptr, 'x'},
+      {nullptr, 0, nullptr, 0}};
+  for (int c; (c = getopt_long(argc, argv, "", long_options, nullptr)) != -1;) {
+    const std::string value = optarg == nullptr ? "" : optarg;
+    const auto fields = Fields(value, ':');
+    switch (c) {
+      case 't':
+        options.transport = value;
+        break;
+      case 'h':
+        options.host = value;
+        break;
+      case 'w':
+        options.workers = atoi(optarg);
+        break;
+      case 's':
+        options.servers = atoi(optarg);
+        break;
+      case 'r':
+        options.rounds = atoi(optarg);
+        break;
+      case 'z':
+        options.sizes.clear();
+        for (const auto& size : Fields(value, ',')) options.sizes.push_back(std::stoull(size));
+        break;
+      case 'o':
+        options.window = atoi(optarg);
+        break;
+      case 'p':
+        options.ping_ms = atoi(optarg);
+        break;
+      case 'k':
+        if (fields.size() != 3) Usage("--kill ROLE:RANK:ROUND");
+        options.kill_role = fields[0];
+        options.kill_rank = std::stoi(fields[1]);
+        options.kill_round = std::stoi(fields[2]);
+        break;
+      case 'b':
+        if (fields.size() != 2) Usage("--break PLANE:ROUND");
+        options.break_plane = fields[0];
+        options.break_round = std::stoi(fields[1]);
+        break;
+      case 'e':
+        options.expect = value;
+        break;
+      case 'x':
+        options.timeout_s = atof(optarg);
+        break;
+      default:
+        Usage("bad option");
+    }
+  }
+  if (optind < argc) Usage(std::string("unexpected argument ") + argv[optind]);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Parse(argc, argv);
+  const int bad = RunAll();
+  printf("van_test: %s\n", bad == 0 ? "ok" : "FAILED");
+  return bad == 0 ? 0 : 1;
+}
