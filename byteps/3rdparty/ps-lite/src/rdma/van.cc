@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -239,11 +240,20 @@ int RdmaVan::SendMsg(Message& msg) {
   {
     std::lock_guard<std::mutex> lock(inbox_mu_);
     if (stopped_) return -1;
-    if (msg.meta.control.cmd == Control::TERMINATE) stopped_ = stop_requested_ = true;
+    if (msg.meta.control.cmd == Control::TERMINATE) {
+      stopped_ = stop_requested_ = true;
+      inbox_cond_.notify_all();
+      return 0;
+    }
+    ++senders_;  // Stop waits for it
   }
-  inbox_cond_.notify_all();
-  if (msg.meta.control.cmd == Control::TERMINATE) return 0;
+  const int bytes = Transmit(msg);
+  std::lock_guard<std::mutex> lock(inbox_mu_);
+  if (--senders_ == 0) inbox_cond_.notify_all();
+  return bytes;
+}
 
+int RdmaVan::Transmit(const Message& msg) {
   const Plane plane = IsValidPushpull(msg) ? Plane::kData : Plane::kControl;
   const int peer = msg.meta.recver;
   std::string meta(GetPackMetaLen(msg.meta), '\0');
@@ -271,7 +281,9 @@ int RdmaVan::SendMsg(Message& msg) {
                                       settings_.inline_bytes, settings_.slot_bytes(),
                                       transport->device, transport->pool.get()));
   } catch (const dmlc::Error& e) {
-    endpoint->Fail(e.what());
+    char key[32];
+    snprintf(key, sizeof(key), "key 0x%llx: ", static_cast<unsigned long long>(msg.meta.key));
+    endpoint->Fail((plane == Plane::kData ? key : "") + std::string(e.what()));
   }
   return bytes;
 }
@@ -384,6 +396,11 @@ void RdmaVan::FlushEndpoints() {
 
 void RdmaVan::Stop() {
   Van::Stop();  // ends and joins the receiving thread
+  {
+    std::unique_lock<std::mutex> lock(inbox_mu_);
+    stopped_ = true;  // also when it never started
+    inbox_cond_.wait(lock, [this] { return senders_ == 0; });
+  }
   if (connector_) {
     FlushEndpoints();
     {
