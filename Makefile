@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test parity bench bench-idle lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-idle bench-rdma lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 
 PYTHON_ENV := build/venv/bin/python
@@ -31,6 +31,9 @@ train: setup ## train a GPT on real text, gradients summed by BytePS
 test: setup lint ## lint, then every test (or TESTS)
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) $(TESTS)
 
+test-rdma: setup ## the tests of the RDMA transport, in a virtual machine with soft-RoCE
+	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/rdma
+
 parity: setup ## compare gradients with all-reduce and exact sums, in every parallel layout
 	@$(PYTHON_ENV) -W ignore bench/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN))
@@ -41,6 +44,10 @@ bench: setup ## time push-pull beside all-reduce on emulated links, and hold it 
 
 bench-idle: setup ## processor time and memory of a job that sums nothing
 	@$(PYTHON_ENV) -W ignore bench/idle_bench.py $(ARGS)
+
+bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtual machine
+	@$(PYTHON_ENV) -W ignore bench/rdma_bench.py --json build/bench/rdma.json \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 lint: setup ## ruff, shellcheck, clang-format and the patch check
 	@scripts/lint.sh

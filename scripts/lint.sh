@@ -8,7 +8,7 @@ usage() {
   cat <<'TEXT'
 usage: scripts/lint.sh [--fix]
 
-Checks Python (ruff), shell scripts (shellcheck), the C++ files of the overlays and the benchmarks
+Checks Python (ruff), shell scripts (shellcheck), the C++ files of overlays, benchmarks and tests
 (clang-format) and the patch series. --fix rewrites what can be rewritten first.
 Needs build/venv: run scripts/setup.sh before.
 TEXT
@@ -32,7 +32,7 @@ cd "$root"
 bin="$root/build/venv/bin"
 mapfile -t shell < <(find . \( -path ./build -o -path ./.git \) -prune -o -name '*.sh' -print)
 shell+=(.ci/run)
-mapfile -t cpp < <(find bench byteps Megatron-LM -type f \
+mapfile -t cpp < <(find bench byteps Megatron-LM tests -type f \
   \( -name '*.h' -o -name '*.hpp' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cu' \) 2>/dev/null)
 
 if ((fix)); then

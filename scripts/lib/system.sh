@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced: which system packages the build needs, and their installation where that is possible.
 
-# Each line: a test (a command, or a header if it ends in .h), Debian's package, need.
+# Each line: a test (a command, a header if it ends in .h, or a file's path), Debian's package, need.
 system_needs='
 g++                    g++            required
 git                    git            required
@@ -11,6 +11,17 @@ infiniband/verbs.h     libibverbs-dev optional
 rdma/rdma_cma.h        librdmacm-dev  optional
 prometheus/exposer.h   prometheus-cpp-dev optional
 ip                     iproute2       optional
+'
+
+# What only the RDMA tests need, which run in a virtual machine (tests/rdma/vm), on x86-64 alone.
+[[ "$(uname -m)" != x86_64 ]] || system_needs+='
+qemu-system-x86_64     qemu-system-x86 optional
+/bin/busybox           busybox-static optional
+cpio                   cpio           optional
+/sbin/depmod           kmod           optional
+/etc/libibverbs.d/rxe.driver ibverbs-providers optional
+ibv_devinfo            ibverbs-utils  optional
+ib_write_bw            perftest       optional
 '
 
 has_header() {
@@ -23,6 +34,7 @@ missing_packages() {
   while read -r test package need; do
     [[ "$need" == "$1" ]] || continue
     case "$test" in
+      /*) [[ -e "$test" ]] || echo "$package" ;;
       *.h) has_header "$test" || echo "$package" ;;
       *) command -v "$test" >/dev/null 2>&1 || echo "$package" ;;
     esac

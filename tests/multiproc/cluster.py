@@ -152,11 +152,11 @@ class Nursed:
 class Nursery:
     """The process that forks workers (see nursery.py)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
         self._log = folder / "nursery.log"
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "nursery.py")],
-            env=clean_environment(folder),
+            env={**clean_environment(folder), **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log.open("wb"),
@@ -215,7 +215,10 @@ class Nursery:
 
 
 class Cluster:
-    """`workers` workers and `servers` servers around one scheduler; a context manager."""
+    """`workers` workers and `servers` servers around one scheduler; a context manager.
+
+    All listen at ``host``, an address of this machine.
+    """
 
     def __init__(
         self,
@@ -225,8 +228,10 @@ class Cluster:
         workers: int,
         servers: int = 1,
         env: Mapping[str, str] | None = None,
+        host: str = LOOPBACK,
     ) -> None:
         self.folder = folder
+        self.host = host
         self.workers_wanted = workers
         self.servers_wanted = servers
         self.port = 0
@@ -258,7 +263,7 @@ class Cluster:
     def node_environment(self) -> dict[str, str]:
         return {
             **self._env,
-            "DMLC_PS_ROOT_URI": LOOPBACK,
+            "DMLC_PS_ROOT_URI": self.host,
             "DMLC_PS_ROOT_PORT": str(self.port),
             "DMLC_NUM_WORKER": str(self.workers_wanted),
             "DMLC_NUM_SERVER": str(self.servers_wanted),

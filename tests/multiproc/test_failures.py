@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, LOOPBACK, Cluster, Nursed, Spawned, wait_all
+from cluster import END_S, LOOPBACK, Cluster, wait_all
+from endings import demand_error, demand_failed, error_of, wait_for_text
 
 PEER_TIMEOUT_S = 3
 SHORT = {
@@ -19,36 +20,6 @@ SHORT = {
 }
 CLOSED = "connection (was )?closed|connection reset"
 SILENT = f"no heartbeat.*BYTEPS_PEER_TIMEOUT_S={PEER_TIMEOUT_S}"
-
-
-def error_of(worker: Nursed) -> str:
-    """The last error that the worker raised: the line after its traceback."""
-    return worker.text.rstrip().rpartition("Error:")[2].strip()
-
-
-def demand_error(worker: Nursed, *patterns: str) -> None:
-    assert worker.wait(END_S) == 1, f"{worker.title}: exit status {worker.status}"
-    last = worker.text.rstrip().rpartition("\n")[2]
-    assert re.search(r"BytePS\w*Error:", last), f"{worker.title} did not end by BytePSError: {last}"
-    text = error_of(worker)
-    for pattern in patterns:
-        assert re.search(pattern, text), f"{worker.title}: {pattern!r} is not in {text!r}"
-
-
-def demand_failed(node: Spawned, *patterns: str) -> None:
-    """A scheduler or server ends with 1 and says why on stderr."""
-    assert node.wait(END_S) == 1, node.text
-    for pattern in patterns:
-        assert re.search(pattern, node.text), f"{node.title}: {pattern!r} is not in {node.text!r}"
-
-
-def wait_for_text(node: Spawned, pattern: str) -> None:
-    """Wait until the node's log has a line with the pattern (a regex)."""
-    deadline = time.monotonic() + END_S
-    while not re.search(pattern, node.text):
-        assert time.monotonic() < deadline, f"{pattern!r} is not in {node.text!r}"
-        assert node.running, node.text
-        time.sleep(0.02)
 
 
 def start_looping(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> Cluster:

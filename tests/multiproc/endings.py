@@ -1,0 +1,38 @@
+"""How processes of a cluster end when something is wrong: in time, with an error that says it."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from cluster import END_S, Nursed, Spawned
+
+
+def error_of(worker: Nursed) -> str:
+    """The last error that the worker raised: the line after its traceback."""
+    return worker.text.rstrip().rpartition("Error:")[2].strip()
+
+
+def demand_error(worker: Nursed, *patterns: str) -> None:
+    assert worker.wait(END_S) == 1, f"{worker.title}: exit status {worker.status}"
+    last = worker.text.rstrip().rpartition("\n")[2]
+    assert re.search(r"BytePS\w*Error:", last), f"{worker.title} did not end by BytePSError: {last}"
+    text = error_of(worker)
+    for pattern in patterns:
+        assert re.search(pattern, text), f"{worker.title}: {pattern!r} is not in {text!r}"
+
+
+def demand_failed(node: Spawned, *patterns: str) -> None:
+    """A scheduler or server ends with 1 and says why on stderr."""
+    assert node.wait(END_S) == 1, node.text
+    for pattern in patterns:
+        assert re.search(pattern, node.text), f"{node.title}: {pattern!r} is not in {node.text!r}"
+
+
+def wait_for_text(node: Spawned, pattern: str) -> None:
+    """Wait until the node's log has a line with the pattern (a regex)."""
+    deadline = time.monotonic() + END_S
+    while not re.search(pattern, node.text):
+        assert time.monotonic() < deadline, f"{pattern!r} is not in {node.text!r}"
+        assert node.running, node.text
+        time.sleep(0.02)

@@ -1,0 +1,228 @@
+"""What tests of a transport sum: sizes, many at once, for long; and what its endpoints counted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import byteps.torch as bps
+import torch
+
+from programs import values
+from programs.job import Job
+
+Endpoint = dict[str, Any]
+COUNTED = ("messages_sent", "bytes_sent", "messages_received", "bytes_received")
+
+
+def endpoints() -> list[Endpoint]:
+    return bps.get_metrics().get("rdma_endpoints", [])
+
+
+def since(before: list[Endpoint]) -> list[Endpoint]:
+    """What each endpoint counted since then."""
+    old = {(e["peer"], e["plane"], e["index"]): e for e in before}
+    zero = dict.fromkeys(COUNTED, 0)
+    return [
+        {**e, **{name: e[name] - old.get(_key(e), zero)[name] for name in COUNTED}}
+        for e in endpoints()
+    ]
+
+
+def _key(endpoint: Endpoint) -> tuple[str, str, int]:
+    return endpoint["peer"], endpoint["plane"], endpoint["index"]
+
+
+def total(found: list[Endpoint], plane: str, name: str, peers: str = "") -> int:
+    """Of one plane's endpoints to the peers whose name has `peers` in it."""
+    return sum(e[name] for e in found if e["plane"] == plane and peers in e["peer"])
+
+
+def sizes(job: Job) -> None:
+    """Bytes in every count of args["counts"], three rounds of each."""
+    bps.init()
+    ranks = list(range(job.size))
+    for count in job.args["counts"]:
+        with job.check(f"{count} bytes"):
+            name = f"sizes.{count}"
+            for round_ in range(3):
+                given = values.exact_input(count, job.rank, name, round_, "uint8")
+                bps.push_pull_inplace(given, average=False, name=name)
+                want = values.exact_sum(count, ranks, name, round_, "uint8")
+                values.demand_exact(given, want)
+    bps.shutdown()
+
+
+def many(job: Job) -> None:
+    """Hundreds of tensors in flight, of all sizes, waited for in another order."""
+    bps.init()
+    ranks = list(range(job.size))
+    counts = [1 + 97 * n % 5003 + (40_000 if n % 25 == 0 else 0) for n in range(job.args["count"])]
+    for round_ in range(3):
+        waiting = []
+        for number, count in enumerate(counts):
+            name = f"many.{number}"
+            given = values.exact_input(count, job.rank, name, round_, "float32")
+            handle = bps.push_pull_async_inplace(given, average=False, name=name, priority=-number)
+            waiting.append((handle, name, count))
+        with job.check(f"round {round_}"):
+            for handle, name, count in reversed(waiting):
+                want = values.exact_sum(count, ranks, name, round_, "float32")
+                values.demand_exact(bps.synchronize(handle), want)
+    bps.shutdown()
+
+
+def apart(job: Job) -> None:
+    """Data goes by data endpoints alone, control by control, and the counts are of what was sent.
+
+    args: data_plane (whether there is one), endpoints (of each pair), servers.
+    """
+    bps.init()
+    count, rounds = 300_000, 4
+    nbytes = 4 * count
+    servers, planes = job.args["servers"], job.args["data_plane"]
+    data = "data" if planes else "control"
+    start = endpoints()
+    with job.check("endpoints of each pair"):
+        per_server = {"control": 1, "data": job.args["endpoints"] if planes else 0}
+        for plane, wanted in per_server.items():
+            here = [e for e in start if e["plane"] == plane and "server" in e["peer"]]
+            assert len(here) == wanted * servers, start
+            assert sorted(e["index"] for e in here) == sorted(servers * list(range(wanted))), start
+        at_scheduler = [e["plane"] for e in start if "scheduler" in e["peer"]]
+        assert set(at_scheduler) <= {"control"}, start
+    tensor = torch.ones(count)
+    bps.push_pull_inplace(tensor, average=False, name="apart")
+    first = since(start)
+    with job.check("the declaration went by control"):
+        sent = [e["messages_sent"] for e in first if e["plane"] == "control"]
+        declared = [n for e, n in zip(first, sent, strict=False) if "server" in e["peer"]]
+        assert all(n >= 1 for n in declared), first
+    before = endpoints()
+    for _ in range(rounds):
+        tensor.fill_(1.0)
+        bps.push_pull_inplace(tensor, average=False, name="apart")
+        assert (tensor == job.size).all()
+    moved = since(before)
+    print(json.dumps(moved))
+    for direction in ("sent", "received"):
+        with job.check(f"values {direction} by {data}"):
+            bytes_ = total(moved, data, f"bytes_{direction}")
+            messages = total(moved, data, f"messages_{direction}")
+            assert bytes_ >= rounds * nbytes, moved
+            # Heads and rendezvous are small beside the values.
+            assert bytes_ <= rounds * nbytes + 2048 * messages, moved
+            partitions = -(-nbytes // bps.partition_bytes(nbytes))
+            assert messages >= rounds * partitions, moved
+    if planes:
+        with job.check("control is quiet meanwhile"):
+            for direction in ("sent", "received"):
+                assert total(moved, "control", f"bytes_{direction}") < 16_384, moved
+        with job.check("every data endpoint took part"):
+            idle = [e for e in moved if e["plane"] == "data" and not e["bytes_sent"]]
+            assert not idle, moved
+    bps.shutdown()
+
+
+def beats(job: Job) -> None:
+    """Nothing is summed for a while: heartbeats go by control, and nothing by data."""
+    bps.init()
+    bps.push_pull(torch.ones(1000), average=False, name="once")
+    before = endpoints()
+    job.mark("idle")
+    job.wait_go("on")
+    moved = since(before)
+    with job.check("data endpoints are still"):
+        for name in COUNTED:
+            assert total(moved, "data", name) == 0, moved
+    bps.shutdown()
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def registered(pid: int) -> dict[str, int]:
+    """Objects of RDMA that the kernel holds for a process, by kind."""
+    found = {}
+    for kind in ("mr", "qp", "cq", "pd", "cm_id"):
+        command = ["rdma", "resource", "show", kind]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        found[kind] = len(re.findall(rf"\bpid {pid}\b", shown.stdout))
+    return found
+
+
+def thousand(job: Job) -> None:
+    """A thousand rounds, each of new memory: nothing is left of it, and no round sees another's."""
+    bps.init()
+    ranks = list(range(job.size))
+    rounds = job.args.get("rounds", 1000)
+
+    def held() -> dict[str, int]:
+        gc.collect()
+        mine = {"files": _open_files()}
+        return {**mine, **(registered(os.getpid()) if job.args["rdma"] else {})}
+
+    def turn(round_: int) -> None:
+        # Sizes change places in the allocator: an address that was another tensor's comes again.
+        for number, count in enumerate((16_384, 70_001, 5)):
+            name = f"thousand.{number}"
+            given = values.exact_input(count, job.rank, name, round_, "float32")
+            result = bps.push_pull(given, average=False, name=name)
+            values.demand_exact(result, values.exact_sum(count, ranks, name, round_, "float32"))
+
+    with job.check("sums"):
+        for round_ in range(rounds // 10):
+            turn(round_)
+        before, resident = held(), _resident_bytes()
+        for round_ in range(rounds // 10, rounds):
+            turn(round_)
+        after, grown = held(), _resident_bytes() - resident
+    print(f"before {before}, after {after}, grown by {grown} bytes")
+    with job.check("registrations and files are as before"):
+        assert before == after
+    with job.check("memory is as before"):
+        assert grown < 8 << 20, grown
+    bps.shutdown()
+    if job.args["rdma"]:
+        with job.check("shutdown leaves nothing"):
+            left = registered(os.getpid())
+            assert not any(left.values()), left
+
+
+def poor(job: Job) -> None:
+    """May lock but a little memory, as a user who is not root with a low `ulimit -l`."""
+    import resource
+
+    values_bytes = job.args["limit_bytes"]
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (values_bytes, values_bytes))
+    _drop_right_to_lock()
+    bps.init()
+    bps.push_pull(torch.ones(4 << 20), average=False, name="poor")
+    bps.shutdown()
+
+
+def _drop_right_to_lock() -> None:
+    """Take CAP_IPC_LOCK, which lifts the limit, from this process."""
+    import ctypes
+
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
+    data = (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    cap_ipc_lock = 1 << 14
+    for call in ("capget", "capset"):
+        if call == "capset":
+            data[0] &= ~cap_ipc_lock
+            data[1] &= ~cap_ipc_lock
+        if getattr(libc, call)(header, data) != 0:
+            raise OSError(ctypes.get_errno(), call)

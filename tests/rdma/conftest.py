@@ -1,0 +1,136 @@
+"""Tests marked `on_rdma` run in a guest that has RDMA, and are reported here; see relay.py.
+
+On a machine with RDMA of its own, MEGATRON_BYTEPS_RDMA_ADDRESS=<an address of its device> runs them
+there instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "multiproc"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster import Cluster
+from cluster_fixtures import make_cluster, nursery
+from relay import ADDRESS_VARIABLE, REPORTS_VARIABLE, RemoteRun, Writer
+from transports import Transport, make
+from van_program import BuildError, build_van_test
+from vm.guest import missing_tool
+from vm.kernel import VmError
+
+__all__ = ["make_cluster", "nursery"]
+
+_REMOTE = pytest.StashKey[list[str]]()
+_RUN = pytest.StashKey[RemoteRun | str]()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`@pytest.mark.transports("tcp", "rdma", ...)`: the test runs once over each."""
+    mark = metafunc.definition.get_closest_marker("transports")
+    if mark is not None:
+        metafunc.parametrize(
+            "transport",
+            [
+                pytest.param(name, marks=[pytest.mark.on_rdma] if name != "tcp" else [], id=name)
+                for name in mark.args
+            ],
+            indirect=True,
+        )
+
+
+@pytest.fixture
+def transport(request: pytest.FixtureRequest) -> Transport:
+    return make(request.param)
+
+
+@pytest.fixture
+def make_over(
+    make_cluster: Callable[..., Cluster], transport: Transport
+) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters whose processes talk over the transport."""
+
+    def make_it(*, env: dict[str, str] | None = None, **settings: Any) -> Cluster:
+        full = {**transport.env, **(env or {})}
+        return make_cluster(host=transport.host, env=full, **settings)
+
+    yield make_it
+
+
+def _runs_in_guest(item: pytest.Item) -> bool:
+    return item.get_closest_marker("on_rdma") is not None and ADDRESS_VARIABLE not in os.environ
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those for the guest come last, so that it has this machine's cores for itself."""
+    remote = [item for item in items if _runs_in_guest(item)]
+    items[:] = [item for item in items if not _runs_in_guest(item)] + remote
+    config.stash[_REMOTE] = [item.nodeid for item in remote]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    if not _runs_in_guest(item):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in _remote_reports(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What pytest's own protocol would have done: leave the scopes that the next test is not in.
+    item.session._setupstate.teardown_exact(nextitem)
+    return True
+
+
+def _remote_reports(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    lacking = missing_tool()
+    if lacking is not None:
+        # No requires(): under CI this skip is a failure.
+        where = (str(item.path), 0, f"Skipped: {lacking}")
+        yield _report(item, "skipped", where)
+        return
+    try:
+        for data in _remote_run(item).reports(item.nodeid):
+            report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+            assert isinstance(report, pytest.TestReport)
+            if isinstance(report.longrepr, list):  # a skip's place; JSON knows no tuples
+                report.longrepr = tuple(report.longrepr)
+            yield report
+    except VmError as error:
+        yield _report(item, "failed", f"the virtual machine: {error}")
+
+
+def _report(item: pytest.Item, outcome: Any, longrepr: Any) -> pytest.TestReport:
+    keywords = dict.fromkeys(item.keywords, 1)
+    return pytest.TestReport(item.nodeid, item.location, keywords, outcome, longrepr, "call")
+
+
+def _remote_run(item: pytest.Item) -> RemoteRun:
+    """Of the session: started for the first test that needs it, with all of them."""
+    config = item.config
+    if _RUN not in config.stash:
+        factory: pytest.TempPathFactory = config._tmp_path_factory
+        try:
+            if any("test_van.py" in test for test in config.stash[_REMOTE]):
+                build_van_test()  # the guest cannot, and would take minutes
+            run = RemoteRun(factory.mktemp("guest") / "shared", config.stash[_REMOTE])
+            config.stash[_RUN] = run
+            config.add_cleanup(run.close)
+        except (VmError, BuildError) as error:
+            config.stash[_RUN] = str(error)
+    found = config.stash[_RUN]
+    if isinstance(found, str):
+        raise VmError(found)
+    return found
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = os.environ.get(REPORTS_VARIABLE)
+    if path is not None:
+        config.pluginmanager.register(Writer(config, Path(path)))

@@ -1,0 +1,137 @@
+"""What only RDMA can suffer: each is a named error, everywhere, in time."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import END_S, Cluster, Nursery, wait_all
+from cluster_fixtures import cluster_maker
+from endings import demand_error, demand_failed, error_of
+from meddling import build
+from transports import make
+
+RDMA = make("rdma")
+SHORT = {
+    "BYTEPS_PEER_TIMEOUT_S": "5",
+    "BYTEPS_START_TIMEOUT_S": "6",
+    "BYTEPS_PARTITION_BYTES": "4096",
+}
+Make = Callable[..., Cluster]
+
+pytestmark = pytest.mark.on_rdma
+
+
+@pytest.fixture(scope="module")
+def meddled_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Its workers can be broken from inside."""
+    folder = tmp_path_factory.mktemp("meddle")
+    made = Nursery(folder, env={"LD_PRELOAD": str(build(folder))})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_breakable(run_dir: Path, meddled_nursery: Nursery) -> Iterator[Make]:
+    with cluster_maker(run_dir, meddled_nursery) as make_it:
+
+        def make_one(*, env: dict[str, str] | None = None, **settings: int) -> Cluster:
+            return make_it(host=RDMA.host, env={**RDMA.env, **SHORT, **(env or {})}, **settings)
+
+        yield make_one
+
+
+@pytest.mark.parametrize("plane", ["data", "control"])
+def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane: str) -> None:
+    """The other plane still works; nobody waits for what cannot come."""
+    order = run_dir / "break"
+    cluster = make_breakable(workers=2, servers=2)
+    cluster.start_nodes()
+    cluster.start_worker(0, "failures:loop", env={"MEDDLE_BREAK": str(order)})
+    cluster.start_worker(1, "failures:loop")
+    cluster.wait_mark("looping", range(2))
+    part = run_dir / "break.part"
+    part.write_text(plane)
+    part.rename(order)
+    wait_all(cluster.everyone(), END_S)
+    broken, other = (cluster.workers[f"worker {rank}"] for rank in range(2))
+    demand_error(broken, r"(server \d|scheduler)\b.*lost")
+    demand_error(other, r"(worker 0|server \d)\b.*lost")
+    if plane == "data":
+        demand_error(broken, r"data plane")
+    for node in (*cluster.servers, cluster.scheduler):
+        demand_failed(node, r"(worker 0|server \d)\b.*lost")
+
+
+@pytest.mark.parametrize("version", [0, 2, 77])
+def test_another_version_is_refused(make_breakable: Make, version: int) -> None:
+    """A worker of another build: it is told why, and so is the log of who refused it."""
+    cluster = make_breakable(workers=1, servers=1)
+    cluster.start_nodes()
+    worker = cluster.start_worker(0, "failures:init_only", env={"MEDDLE_VERSION": str(version)})
+    wait_all([worker], END_S)
+    demand_error(worker, rf"version {version}\b", r"version 1\b")
+    assert re.search(rf"version {version}\b", cluster.scheduler.text), cluster.scheduler.text
+
+
+@pytest.mark.parametrize("limit_bytes", [16 << 10, 4 << 20], ids=["16K", "4M"])
+def test_too_little_locked_memory(make_breakable: Make, limit_bytes: int) -> None:
+    """At the start, and when values need more than connections did."""
+    cluster = make_breakable(workers=1, servers=1, env={"BYTEPS_PARTITION_BYTES": "16777216"})
+    cluster.start_nodes()
+    worker = cluster.start_worker(0, "planes:poor", limit_bytes=limit_bytes)
+    wait_all(cluster.everyone(), END_S)
+    demand_error(worker, r"ulimit -l", r"\d+ (bytes|KiB|KB|MB)")
+    for node in (*cluster.servers, cluster.scheduler):
+        assert not node.running
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"BYTEPS_RDMA_DEVICE": "mlx9_9"}, r"BYTEPS_RDMA_DEVICE='?mlx9_9.*rxe0"),
+        ({"BYTEPS_RDMA_PORT": "7"}, r"BYTEPS_RDMA_PORT=7"),
+        ({"BYTEPS_RDMA_GID_INDEX": "200"}, r"BYTEPS_RDMA_GID_INDEX=200"),
+        ({"BYTEPS_RDMA_START_DEPTH": "65535"}, r"BYTEPS_RDMA_START_DEPTH=65535.*rxe0.*allows"),
+        ({"BYTEPS_RDMA_RX_DEPTH": "65535"}, r"BYTEPS_RDMA_RX_DEPTH=65535.*rxe0.*allows"),
+        ({"BYTEPS_RDMA_MTU": "1000"}, r"BYTEPS_RDMA_MTU=1000"),
+        ({"DMLC_NODE_HOST": "127.0.0.1"}, r"127\.0\.0\.1.*no RDMA device has this address"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_do_not_fit(make_breakable: Make, env: dict[str, str], says: str) -> None:
+    cluster = make_breakable(workers=1, servers=1)
+    cluster.start_nodes()
+    worker = cluster.start_worker(0, "failures:init_only", env=env)
+    wait_all([worker], END_S)
+    assert worker.status == 1
+    assert re.search(says, error_of(worker)), error_of(worker)
+
+
+@pytest.fixture
+def removable() -> Iterator[None]:
+    """The guest's device, which the test takes away, is put back."""
+    shown = subprocess.run(["rdma", "link"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"rxe0/1 .*netdev (\S+)", shown)
+    assert found, shown
+    yield
+    add = ["rdma", "link", "add", "rxe0", "type", "rxe", "netdev", found[1]]
+    subprocess.run(add, timeout=30, check=True)
+
+
+def test_device_is_removed(make_breakable: Make, removable: None) -> None:
+    cluster = make_breakable(workers=2, servers=1)
+    cluster.start("failures:loop")
+    cluster.wait_mark("looping", range(2))
+    remove = subprocess.Popen(["rdma", "link", "delete", "rxe0"])
+    try:
+        wait_all(cluster.everyone(), END_S)
+        assert remove.wait(END_S) == 0
+    finally:
+        remove.kill()
+        remove.wait()
+    for worker in cluster.workers.values():
+        demand_error(worker, "lost|removed")

@@ -1,0 +1,77 @@
+"""What any transport has to do, over TCP and over RDMA alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from cluster import Cluster
+from transports import VARIANTS, Transport
+
+PAGE = 4096
+INLINE = 1024
+PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "60"}
+
+each = pytest.mark.transports("tcp", "rdma")
+each_variant = pytest.mark.transports("tcp", *VARIANTS)
+
+Make = Callable[..., Cluster]
+
+
+@each_variant
+def test_sizes_around_the_limits(make_over: Make) -> None:
+    """Around what fits a small message, a partition, and none."""
+    env = {"BYTEPS_PARTITION_BYTES": str(2 * PAGE), "BYTEPS_RDMA_INLINE_BYTES": str(INLINE)}
+    around = [*range(INLINE - 4, INLINE + 5), *range(INLINE - 400, INLINE, 37)]
+    counts = [1, 2, 3, 63, 64, 65, *around, PAGE - 1, PAGE, PAGE + 1]
+    counts += [2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1, 20 * PAGE + 5]
+    make_over(workers=2, servers=2, env={**env, **PATIENCE}).run("planes:sizes", counts=counts)
+
+
+@each_variant
+def test_many_in_flight(make_over: Make) -> None:
+    """More than any queue holds, both ways at once."""
+    env = {"BYTEPS_PARTITION_BYTES": str(PAGE), "BYTEPS_SCHEDULING_CREDIT": "0"}
+    make_over(workers=2, servers=2, env={**env, **PATIENCE}).run("planes:many", count=150)
+
+
+@each
+def test_several_peers(make_over: Make) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": str(PAGE)}
+    make_over(workers=4, servers=3, env={**env, **PATIENCE}).run("planes:many", count=60)
+
+
+@each
+def test_every_dtype_and_size(make_over: Make) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": str(PAGE)}
+    cluster = make_over(workers=2, servers=2, env={**env, **PATIENCE})
+    cluster.run("sums:every_dtype", partition_bytes=PAGE)
+
+
+@pytest.mark.transports("tcp", "rdma", "rdma-3-endpoints")
+def test_large_tensors(make_over: Make) -> None:
+    make_over(workers=2, servers=2, env=PATIENCE).run("sums:large")
+
+
+@each
+def test_wire_types(make_over: Make) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": str(PAGE)}
+    make_over(workers=2, servers=2, env={**env, **PATIENCE}).run("sums:wire")
+
+
+@each
+def test_groups(make_over: Make) -> None:
+    make_over(workers=4, servers=2, env=PATIENCE).run("groups:disjoint")
+
+
+@each
+def test_leaving_and_coming_back(make_over: Make) -> None:
+    make_over(workers=2, servers=1, env=PATIENCE).run("observed:two_lives")
+
+
+@pytest.mark.transports("tcp", "rdma", "rdma-one-plane")
+def test_a_thousand_rounds_leave_nothing(make_over: Make, transport: Transport) -> None:
+    """No registration, no file, no memory, in workers; servers are watched from outside."""
+    rounds = 1000 if transport.name != "rdma-one-plane" else 200
+    cluster = make_over(workers=2, servers=1, env=PATIENCE)
+    cluster.run("planes:thousand", rdma=transport.is_rdma, rounds=rounds, timeout_s=180)

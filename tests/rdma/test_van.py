@@ -1,0 +1,118 @@
+"""Vans that exchange messages with nothing above them, over TCP and RDMA alike.
+
+van_test starts a scheduler, servers and workers, checks every byte of every answer, and demands the
+error that it is told to expect from every process that is left.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from relay import ADDRESS_VARIABLE
+from transports import VARIANTS, Transport
+from van_program import PROGRAM, build_van_test
+
+Run = Callable[..., str]
+
+each = pytest.mark.transports("tcp", "rdma")
+each_variant = pytest.mark.transports("tcp", *VARIANTS)
+
+INLINE = 4096
+PAGE = 4096
+EDGES = [0, 1, 7, 8, 63, 64, 65, 1000, 3000, INLINE - 1, INLINE, INLINE + 1, 3 * PAGE + 5]
+LARGE = [65_536, 1_000_003, 4_096_000]
+
+
+@pytest.fixture(scope="session")
+def van_test() -> Path:
+    """In the guest it is there already: who started the guest has built it."""
+    return PROGRAM if ADDRESS_VARIABLE in os.environ else build_van_test()
+
+
+@pytest.fixture
+def run_van(van_test: Path, transport: Transport, run_dir: Path) -> Run:
+    """Runs it over the transport; returns what it printed, and demands that it liked it."""
+
+    def run(*flags: str, timeout_s: int = 90, env: dict[str, str] | None = None) -> str:
+        name = "ibverbs" if transport.is_rdma else "zmq"
+        command = [str(van_test), "--transport", name, "--host", transport.host, *flags]
+        log = run_dir / "van_test.log"
+        with log.open("wb") as out:
+            ended = subprocess.run(
+                [*command, "--timeout", str(timeout_s)],
+                env={**os.environ, **transport.env, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s + 30,
+                check=False,
+            )
+        assert ended.returncode == 0
+        return log.read_text(errors="replace")
+
+    return run
+
+
+def sizes(counts: list[int]) -> tuple[str, str]:
+    return "--sizes", ",".join(map(str, counts))
+
+
+@each_variant
+def test_sizes(run_van: Run) -> None:
+    run_van("--rounds", "5", "--workers", "2", "--servers", "2", *sizes(EDGES + LARGE))
+
+
+@pytest.mark.transports("tcp", "rdma", "rdma-one-plane", "rdma-shallow")
+def test_many_under_way(run_van: Run) -> None:
+    """Many more than any queue holds, small and large, both ways, with control between."""
+    many = ("--window", "300", "--ping-ms", "5", "--rounds", "100")
+    run_van(*many, "--workers", "2", *sizes([10, 2000, 5000, 20_000]))
+
+
+@each
+def test_many_peers(run_van: Run) -> None:
+    run_van("--workers", "4", "--servers", "4", "--rounds", "10", *sizes([100, 50_000]))
+
+
+@pytest.mark.transports("rdma", "rdma-busy-poll")
+def test_counters_know_the_planes(run_van: Run) -> None:
+    """Values by data, pings by control; and each side counts what the other does."""
+    text = run_van("--rounds", "20", "--ping-ms", "5", *sizes([100, 100_000]))
+    pattern = r"worker 0: endpoint peer='server 0' plane=(\w+) index=0 sent=\d+/(\d+) rec"
+    sent = {plane: int(count) for plane, count in re.findall(pattern, text)}
+    assert set(sent) == {"control", "data"}, text
+    assert 20 * 100_100 <= sent["data"] <= 20 * 100_100 + 40 * 2048, text
+    assert sent["control"] < 20 * 100_100 / 2, text
+
+
+@each
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_a_killed_peer_is_named(run_van: Run, role: str) -> None:
+    kill = ("--kill", f"{role}:1:20", "--expect", f"{role} 1 (")
+    run_van(*kill, "--workers", "2", "--servers", "2", "--rounds", "2000", *sizes([100, 100_000]))
+
+
+@pytest.mark.transports("rdma")
+@pytest.mark.parametrize("plane", ["data", "control"])
+def test_a_broken_plane_is_a_lost_peer(run_van: Run, plane: str) -> None:
+    broken = ("--break", f"{plane}:20", "--expect", "was lost")
+    text = run_van(*broken, "--workers", "2", "--servers", "2", "--rounds", "2000")
+    assert f"{plane} plane" in text
+
+
+@pytest.mark.transports("tcp", "rdma")
+def test_rounds_leave_nothing(run_van: Run) -> None:
+    """New memory every time: what is pinned, open or resident does not grow."""
+    text = run_van("--rounds", "1000", *sizes([64, 20_000]), timeout_s=150)
+    pattern = r"worker 0: pinned_kib=(\d+) rss_kib=(\d+) fds=(\d+)"
+    seen = [tuple(map(int, found)) for found in re.findall(pattern, text)]
+    assert len(seen) >= 4, text
+    (pinned, resident, files), (pinned_after, resident_after, files_after) = seen[1], seen[3]
+    assert pinned_after <= pinned, seen
+    assert files_after == files, seen
+    assert resident_after - resident < 8192, seen

@@ -1,0 +1,119 @@
+"""One of two machines of a job, each with a server and a worker; the first has the scheduler too.
+
+``two_hosts.py OUT NUMBER``, in each of two guests. First jobs that end well; then one in which the
+second machine dies at work, with no farewell of any kind. The first leaves what its worker and its
+nodes said of that in OUT, for the test to read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "multiproc"))
+
+import byteps.torch  # noqa: F401 # once, before the workers are forked
+from cluster import Spawned, clean_environment, server_executable
+from programs import failures, planes, sums
+from programs.job import Job
+
+NETWORK = "10.77.0"
+JOB_S = 150.0
+
+
+class Machine:
+    def __init__(self, folder: Path, number: int, port: int, env: dict[str, str]) -> None:
+        self.folder = folder / f"job{port}"
+        self.folder.mkdir()
+        self.number = number
+        self.env = {
+            **clean_environment(self.folder),
+            "DMLC_ENABLE_RDMA": "ibverbs",
+            "DMLC_PS_ROOT_URI": f"{NETWORK}.1",
+            "DMLC_PS_ROOT_PORT": str(port),
+            "DMLC_NODE_HOST": f"{NETWORK}.{number}",
+            "DMLC_NUM_WORKER": "2",
+            "DMLC_NUM_SERVER": "2",
+            # The other one may be much later: it has the same two cores.
+            "BYTEPS_START_TIMEOUT_S": "90",
+            "RANK": str(number - 1),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            **env,
+        }
+        roles = ["scheduler", "server"] if number == 1 else ["server"]
+        command = [server_executable(), "--role"]
+        self.nodes = [Spawned(role, [*command, role], self.env, self.folder) for role in roles]
+
+    def start_worker(self, program: Callable[[Job], None], **args: object) -> int:
+        """Its pid."""
+        pid = os.fork()
+        if pid != 0:
+            return pid
+        log = os.open(self.folder / "worker.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.clear()
+        os.environ.update(self.env)
+        sys.exit(Job(self.folder, args).run(program))
+
+
+def ended(pid: int, timeout_s: float = JOB_S) -> int:
+    """Its exit status. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    raise TimeoutError(f"the worker still runs after {timeout_s:g} s")
+
+
+def good_jobs(folder: Path, number: int) -> None:
+    """Planes, and sums, between machines."""
+    parts = {"BYTEPS_PARTITION_BYTES": "65536"}
+    for port, program, args in (
+        (9001, planes.apart, {"servers": 2, "data_plane": True, "endpoints": 1}),
+        (9002, sums.every_dtype, {"partition_bytes": 65536, "dtypes": ["float32", "bfloat16"]}),
+    ):
+        machine = Machine(folder, number, port, parts if program is sums.every_dtype else {})
+        status = ended(machine.start_worker(program, **args))
+        assert status == 0, f"{program.__name__}: {(machine.folder / 'worker.log').read_text()}"
+        for node in machine.nodes:
+            assert node.wait(30) == 0, node.text
+
+
+def die() -> None:
+    """As by a cut cable to the power supply."""
+    Path("/proc/sys/kernel/sysrq").write_text("1")
+    Path("/proc/sysrq-trigger").write_text("b")
+
+
+def bad_job(folder: Path, number: int) -> None:
+    machine = Machine(folder, number, 9003, {"BYTEPS_PEER_TIMEOUT_S": "6"})
+    worker = machine.start_worker(failures.loop)
+    deadline = time.monotonic() + JOB_S
+    while not (machine.folder / f"mark.looping.{number - 1}").exists():
+        assert time.monotonic() < deadline, (machine.folder / "worker.log").read_text()
+        time.sleep(0.05)
+    if number == 2:
+        time.sleep(1.0)
+        die()
+    assert ended(worker, 60) == 1
+    for node in machine.nodes:
+        assert node.wait(30) == 1, node.text
+
+
+def main(arguments: list[str]) -> int:
+    folder, number = Path(arguments[0]), int(arguments[1])
+    good_jobs(folder, number)
+    bad_job(folder, number)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

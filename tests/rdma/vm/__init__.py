@@ -1,0 +1,1 @@
+"""Virtual machines whose kernel has real RDMA verbs (soft-RoCE), for hosts that have none."""

@@ -1,0 +1,206 @@
+"""One or several guests: started, waited for with a deadline, ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from .initrd import find_initrd
+from .kernel import VmError, find_kernel
+
+HERE = Path(__file__).parent
+QEMU = "qemu-system-x86_64"
+NETWORK = "10.77.0"
+PLUG_S = 20.0
+
+
+def address_of(number: int) -> str:
+    """Of the guest of this number, from 1."""
+    return f"{NETWORK}.{number}"
+
+
+def missing_tool() -> str | None:
+    """Why this machine can run no guest, if so. A kernel that cannot be fetched shows later."""
+    if platform.machine() != "x86_64":
+        return f"guests run on x86-64 only, this is {platform.machine()}"
+    if shutil.which(QEMU) is None:
+        return f"{QEMU} is not there: run 'make setup' (Debian: qemu-system-x86)"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """An Ethernet cable to another guest: a socket of the host's. The first end listens."""
+
+    path: Path
+    listens: bool
+
+    def options(self) -> list[str]:
+        server = "on" if self.listens else "off"
+        return [
+            "-netdev",
+            f"stream,id=card,server={server},addr.type=unix,addr.path={self.path}",
+            "-device",
+            "virtio-net-pci,netdev=card,host_mtu=4200,"
+            f"mac=52:54:00:77:00:{1 if self.listens else 2:02x}",
+        ]
+
+
+class Guest:
+    """A virtual machine that runs one command as root and then ends; a context manager.
+
+    Its files are the host's, read-only. What the command writes below ``folder`` is there for the
+    host at once; everything else it writes is lost. ``command`` starts there, with a soft-RoCE
+    device (see devices.sh), and prints to ``output``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        *,
+        number: int = 1,
+        memory: str = "6G",
+        link: Link | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.folder = folder.resolve()
+        if any(letter.isspace() or letter == "," for letter in str(self.folder)):
+            raise VmError(f"the guest's folder {self.folder} has a blank or a comma in its name")
+        self.output = self.folder / "output"
+        self.console = self.folder / "console.log"
+        self._status = self.folder / "status"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._status.unlink(missing_ok=True)
+        self._write_start(command, number, env or {})
+        with self.console.open("wb") as console:
+            self._process = subprocess.Popen(
+                self._qemu(number, memory, link),
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _write_start(self, command: Sequence[str], number: int, env: dict[str, str]) -> None:
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+        lines = [
+            f"cd {shlex.quote(str(self.folder))}",
+            "exec >output 2>&1 </dev/null",
+            "set -e",
+            f"source {shlex.quote(str(HERE / 'devices.sh'))}",
+            f"bring_up {number}",
+            *exports,
+            f"exec {shlex.join(command)}",
+        ]
+        (self.folder / "start").write_text("\n".join(lines) + "\n")
+
+    def _qemu(self, number: int, memory: str, link: Link | None) -> list[str]:
+        lacking = missing_tool()
+        if lacking is not None:
+            raise VmError(lacking)
+        kernel = find_kernel()
+        initrd = find_initrd(kernel)
+        shared = [
+            *("-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"),
+            *("-device", "virtio-9p-pci,fsdev=host,mount_tag=host"),
+            *("-fsdev", f"local,id=out,path={self.folder},security_model=none"),
+            *("-device", "virtio-9p-pci,fsdev=out,mount_tag=out"),
+        ]
+        words = (
+            "console=ttyS0 quiet loglevel=3 panic=-1 net.ifnames=0 mitigations=off "
+            f"out={self.folder} host_name=guest{number} epoch={int(time.time())}"
+        )
+        return [
+            *(QEMU, "-M", "q35", "-cpu", "max", "-smp", str(os.cpu_count() or 1), "-m", memory),
+            *_accelerator(),
+            *("-display", "none", "-serial", "stdio", "-no-reboot"),
+            *("-kernel", str(kernel.image), "-initrd", str(initrd), "-append", words),
+            *shared,
+            *("-device", "virtio-rng-pci"),
+            *(link.options() if link is not None else ("-nic", "none")),
+        ]
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def status(self) -> int | None:
+        """Of the command, once it has ended."""
+        try:
+            text = self._status.read_text().strip()
+        except FileNotFoundError:
+            return None
+        return int(text) if text else None
+
+    def wait(self, timeout_s: float) -> int:
+        """The command's exit status. Raises VmError when it is late or the guest broke down."""
+        deadline = time.monotonic() + timeout_s
+        while self.status is None:
+            running = self.running
+            if not running and self.status is None:
+                raise VmError(f"the guest ended before its command did\n{self.last_words()}")
+            if time.monotonic() > deadline:
+                raise VmError(
+                    f"the guest's command runs still, after {timeout_s:g} s\n{self.last_words()}"
+                )
+            time.sleep(0.05)
+        status = self.status
+        assert status is not None
+        return status
+
+    def last_words(self, lines: int = 20) -> str:
+        """The ends of what the command and the guest's kernel printed."""
+        parts = []
+        for path in (self.output, self.console):
+            if path.exists():
+                text = path.read_text(errors="replace").splitlines()
+                parts += [f"---- the end of {path.name}", *text[-lines:]]
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """End it, running or not."""
+        if self.running:
+            self._process.kill()
+        self._process.wait()
+
+    def plugged_in(self, cable: Link) -> Guest:
+        """This guest, once the cable's other end can be plugged in: QEMU tries but once."""
+        deadline = time.monotonic() + PLUG_S
+        while not cable.path.exists():
+            if not self.running or time.monotonic() > deadline:
+                raise VmError(f"the guest has no network\n{self.last_words()}")
+            time.sleep(0.02)
+        return self
+
+    def __enter__(self) -> Guest:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _accelerator() -> list[str]:
+    """KVM where it works; it may be there and refuse, and then everything is emulated."""
+    if os.access("/dev/kvm", os.R_OK | os.W_OK) and _has_virtualization():
+        return ["-accel", "kvm", "-accel", "tcg,thread=multi"]
+    return ["-accel", "tcg,thread=multi"]
+
+
+def _has_virtualization() -> bool:
+    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    return "vmx" in flags or "svm" in flags

@@ -1,0 +1,164 @@
+"""The guest's kernel: a stock one of the distribution, whose modules hold soft-RoCE (rdma_rxe).
+
+apt fetches it and checks its signature. It is unpacked, not installed, in the project's cache, in a
+folder that its version and hash name, and stays there: later runs need no network.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+METAPACKAGES = ("linux-image-amd64", "linux-image-generic")
+"""Debian's and Ubuntu's names for their newest stock kernel; cloud flavours lack rdma_rxe."""
+
+FETCH_S = 240.0
+KERNEL_VARIABLE = "MEGATRON_BYTEPS_VM_KERNEL"
+
+
+class VmError(Exception):
+    """A virtual machine cannot be had; the text says what is missing and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    folder: Path
+    """What the package holds: boot/vmlinuz-RELEASE and lib/modules/RELEASE."""
+    release: str
+
+    @property
+    def image(self) -> Path:
+        return self.folder / "boot" / f"vmlinuz-{self.release}"
+
+
+def cache_root() -> Path:
+    """The folder that scripts/setup.sh keeps downloads in."""
+    given = os.environ.get("MEGATRON_BYTEPS_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megatron-byteps"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def find_kernel() -> Kernel:
+    """The kernel that MEGATRON_BYTEPS_VM_KERNEL names, the distribution's newest, or a kept one.
+
+    Raises VmError when there is none and none can be fetched.
+    """
+    given = os.environ.get(KERNEL_VARIABLE)
+    if given:
+        return _open(Path(given))
+    store = cache_root() / "vm"
+    with locked(store / ".lock"):
+        try:
+            packages = _wanted_packages()
+            folder = store / _name_of(packages)
+            if not folder.exists():
+                _fetch(packages, folder)
+            return _open(folder)
+        except VmError as error:
+            # Without a network the last one that worked is as good.
+            kept = sorted(store.glob("linux-*"), key=lambda path: path.stat().st_mtime)
+            if not kept:
+                raise
+            print(f"note: the guest runs {kept[-1].name}, kept from before: {error}")
+            return _open(kept[-1])
+
+
+def _open(folder: Path) -> Kernel:
+    for modules in sorted((folder / "lib" / "modules").glob("*")):
+        kernel = Kernel(folder=folder, release=modules.name)
+        if kernel.image.is_file() and any(modules.rglob("rdma_rxe.ko*")):
+            return kernel
+    raise VmError(f"{folder} holds no boot/vmlinuz-* with its lib/modules/*/**/rdma_rxe.ko")
+
+
+def _apt(*command: str, cwd: Path | None = None) -> str:
+    if shutil.which(command[0]) is None:
+        raise VmError(
+            f"{command[0]} is not there: the guest's kernel comes from Debian or Ubuntu; elsewhere "
+            f"unpack a kernel with rdma_rxe and name its folder in {KERNEL_VARIABLE}"
+        )
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=cwd,
+            env={**os.environ, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=FETCH_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise VmError(f"'{' '.join(command)}' did not end within {FETCH_S:g} s") from None
+    if ended.returncode != 0:
+        last = (ended.stderr or ended.stdout).strip().splitlines()[-1:]
+        raise VmError(f"'{' '.join(command)}' failed: {''.join(last)}")
+    return ended.stdout
+
+
+def _depends(package: str) -> list[str]:
+    text = _apt("apt-cache", "depends", "--no-recommends", "--no-suggests", package)
+    names = re.findall(r"^\s+(?:Pre)?Depends: (\S+)", text, re.MULTILINE)
+    return [name for name in names if re.match(r"linux-(image|modules|modules-extra)-\d", name)]
+
+
+def _wanted_packages() -> list[str]:
+    for metapackage in METAPACKAGES:
+        try:
+            images = _depends(metapackage)
+        except VmError:
+            continue
+        if images:
+            more = [name for image in images for name in _depends(image)]
+            return sorted({*images, *more})
+    raise VmError(
+        f"apt knows none of {', '.join(METAPACKAGES)}: run 'apt-get update' with a network, or "
+        f"unpack a kernel with rdma_rxe and name its folder in {KERNEL_VARIABLE}"
+    )
+
+
+def _name_of(packages: list[str]) -> str:
+    shown = _apt("apt-cache", "show", "--no-all-versions", packages[0])
+    version = re.search(r"^Version: (\S+)", shown, re.MULTILINE)
+    sha256 = re.search(r"^SHA256: (\S+)", shown, re.MULTILINE)
+    if version is None or sha256 is None:
+        raise VmError(f"'apt-cache show {packages[0]}' names no version or no hash")
+    return f"{packages[0]}_{version[1].replace(':', '%')}_{sha256[1][:16]}"
+
+
+def _fetch(packages: list[str], folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as made:
+        scratch = Path(made)
+        try:
+            _apt("apt-get", "-q", "download", *packages, cwd=scratch)
+        except VmError:
+            # A mirror drops a version as soon as there is a newer one: our lists may be old.
+            if os.geteuid() == 0:
+                _apt("apt-get", "-q", "update")
+            _apt("apt-get", "-q", "download", *packages, cwd=scratch)
+        for archive in scratch.glob("*.deb"):
+            _apt("dpkg", "-x", str(archive), str(scratch / "unpacked"))
+        # Debian keeps no modules of another machine in what follows the merge of /usr.
+        if not (scratch / "unpacked" / "lib").exists():
+            (scratch / "unpacked" / "lib").symlink_to("usr/lib")
+        _open(scratch / "unpacked")
+        (scratch / "unpacked").rename(folder)
