@@ -346,7 +346,6 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request,
   link->endpoint = std::move(endpoint);
   link->id.reset(id);
   links_[id] = std::move(link);
-  poller->Wake();
 }
 
 void Connector::Refuse(rdma_cm_id* id, const std::string& reason) {

@@ -58,6 +58,8 @@ Endpoint::~Endpoint() {
 
 void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> device,
                        ibv_comp_channel* channel, rdma_cm_id* id) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
   pool_ = std::move(pool);
   device_ = std::move(device);
   // A whole number of pages, so that no packet is cut short between two writes.
@@ -89,7 +91,6 @@ void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> devic
   attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
   Modify(qp_.get(), &attributes, mask);
 
-  std::lock_guard<std::mutex> lock(mu_);
   sending_.resize(settings_.send_depth);
   for (uint32_t slot = 0; slot < settings_.send_depth; ++slot) free_slots_.push_back(slot);
   for (uint32_t slot = settings_.send_depth; slot < slots; ++slot) {
@@ -98,6 +99,8 @@ void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> devic
 }
 
 void Endpoint::Attach(rdma_cm_id* id, int peer_mtu) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
   int mask = 0;
   // Once more: what the connection manager knew before may have been less.
   ibv_qp_attr attributes = AttributesFor(id, IBV_QPS_INIT, &mask);

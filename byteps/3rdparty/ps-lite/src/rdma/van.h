@@ -72,7 +72,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   struct Event {
     Message msg;
     int bytes = 0;
-    bool lost = false;
+    PeerPtr lost;  // null: a message
     int peer = Node::kEmpty;
     rdma::Plane plane = rdma::Plane::kControl;
     std::string reason;
