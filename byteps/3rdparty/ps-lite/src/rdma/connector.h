@@ -82,6 +82,12 @@ class Connector {
   };
   using LinkPtr = std::unique_ptr<Link>;
 
+  // What a peer that speaks `version` of `magic` must be told, or "".
+  static std::string Mismatch(uint32_t magic, uint32_t version);
+  static rdma_conn_param Parameters(const void* data, size_t bytes, uint32_t queue_pair);
+
+  // Has the thread do it.
+  void Post(std::function<void()> task);
   void Loop();
   int MillisecondsToWait();
   void RunTasks();

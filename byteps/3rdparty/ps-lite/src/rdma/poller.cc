@@ -42,9 +42,12 @@ Poller::~Poller() {
 }
 
 void Poller::Add(std::shared_ptr<Endpoint> endpoint) {
-  std::lock_guard<std::mutex> lock(mu_);
-  Endpoint* key = endpoint.get();
-  endpoints_[key] = std::move(endpoint);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    Endpoint* key = endpoint.get();
+    endpoints_[key] = std::move(endpoint);
+  }
+  Wake();  // an event may have come before, for an endpoint that was not known
 }
 
 size_t Poller::size() {

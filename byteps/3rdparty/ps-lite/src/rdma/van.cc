@@ -7,7 +7,6 @@
 #include <thread>
 #include <utility>
 
-#include "../meta.h"
 #include "../net_address.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
@@ -36,18 +35,6 @@ uint64_t TokenOf(const Node& node) {
   uint64_t token = 0;
   if (node.endpoint_name_len == sizeof(token)) memcpy(&token, node.endpoint_name, sizeof(token));
   return token;
-}
-
-// Whether `bytes` hold all that their own counts promise.
-bool MetaIsWhole(const std::string& bytes) {
-  if (bytes.size() < sizeof(RawMeta)) return false;
-  RawMeta raw;
-  memcpy(&raw, bytes.data(), sizeof(raw));
-  if (raw.body_size < 0 || raw.data_type_size < 0 || raw.control.node_size < 0) return false;
-  const uint64_t need = sizeof(RawMeta) + static_cast<uint64_t>(raw.body_size) +
-                        static_cast<uint64_t>(raw.data_type_size) * sizeof(int) +
-                        static_cast<uint64_t>(raw.control.node_size) * sizeof(RawNode);
-  return need <= bytes.size();
 }
 
 }  // namespace
@@ -219,156 +206,6 @@ bool RdmaVan::BreakEndpoint(int node_id, Plane plane, int index) {
   return true;
 }
 
-// ---------------------------------------------------------------- sending
-
-std::shared_ptr<Endpoint> RdmaVan::Choose(int node_id, Plane plane) {
-  std::lock_guard<std::mutex> lock(peers_mu_);
-  auto it = peers_.find(node_id);
-  if (it == peers_.end()) return nullptr;
-  const Peer& peer = *it->second;
-  if (plane == Plane::kControl || peer.data.empty()) return peer.control;
-  std::shared_ptr<Endpoint> best;
-  for (const auto& endpoint : peer.data) {
-    if (!endpoint || endpoint->closed()) continue;
-    if (!best || endpoint->queued_bytes() < best->queued_bytes()) best = endpoint;
-  }
-  return best;
-}
-
-int RdmaVan::SendMsg(Message& msg) {
-  {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
-    if (stopped_) return -1;
-    if (msg.meta.control.cmd == Control::TERMINATE) stopped_ = stop_requested_ = true;
-  }
-  inbox_cond_.notify_all();
-  if (msg.meta.control.cmd == Control::TERMINATE) return 0;
-
-  const Plane plane = IsValidPushpull(msg) ? Plane::kData : Plane::kControl;
-  const int peer = msg.meta.recver;
-  std::string meta(GetPackMetaLen(msg.meta), '\0');
-  int bytes = static_cast<int>(meta.size());
-  for (const auto& value : msg.data) bytes += static_cast<int>(value.size());
-  if (peer == my_id_) {
-    Event event;
-    event.msg = msg;
-    event.msg.meta.sender = peer;
-    Put(plane, std::move(event));
-    return bytes;
-  }
-  const auto endpoint = Choose(peer, plane);
-  if (!endpoint) {
-    // Whoever watches the peers tells those who wait for it.
-    PS_VLOG(1) << "no connection to node " << peer << "; dropped " << msg.DebugString();
-    return bytes;
-  }
-  char* buffer = &meta[0];
-  int size = bytes;
-  PackMeta(msg.meta, &buffer, &size);
-  try {
-    const auto transport = connector_->transport();
-    endpoint->Send(rdma::MakeOutgoing(std::move(meta), msg.data, msg.meta.key,
-                                      settings_.inline_bytes, settings_.slot_bytes(),
-                                      transport->device, transport->pool.get()));
-  } catch (const dmlc::Error& e) {
-    endpoint->Fail(e.what());
-  }
-  return bytes;
-}
-
-// -------------------------------------------------------------- receiving
-
-void RdmaVan::Put(Plane plane, Event event) {
-  {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
-    inbox_[static_cast<int>(plane)].push_back(std::move(event));
-  }
-  inbox_cond_.notify_one();
-}
-
-void RdmaVan::OnMessage(Endpoint* endpoint, rdma::Received received) {
-  if (!MetaIsWhole(received.meta)) {
-    throw dmlc::Error("it sent a message whose meta of " + std::to_string(received.meta.size()) +
-                      " bytes does not parse");
-  }
-  Event event;
-  UnpackMeta(received.meta.data(), static_cast<int>(received.meta.size()), &event.msg.meta);
-  event.msg.meta.sender = endpoint->counters()->peer;
-  event.msg.data = std::move(received.values);
-  event.bytes = static_cast<int>(received.bytes);
-  Put(endpoint->plane(), std::move(event));
-}
-
-void RdmaVan::OnClosed(Endpoint* endpoint, const std::string& reason, bool orderly) {
-  std::shared_ptr<Endpoint> mine;
-  const auto let_go = [&](Peer* peer) {
-    auto* slot = SlotOf(peer, endpoint->plane(), endpoint->index());
-    if (slot->get() == endpoint) mine = std::move(*slot);
-  };
-  Event event;
-  {
-    std::lock_guard<std::mutex> lock(peers_mu_);
-    if (stopping_) return;
-    for (const auto& entry : peers_) {
-      let_go(entry.second.get());
-      if (mine == nullptr) continue;
-      event.peer = entry.first;
-      break;
-    }
-    for (auto it = peers_by_token_.begin(); it != peers_by_token_.end();) {
-      let_go(it->second.get());
-      const auto& data = it->second->data;
-      const bool gone = !it->second->control && std::count(data.begin(), data.end(), nullptr) ==
-                                                    static_cast<long>(data.size());
-      it = gone ? peers_by_token_.erase(it) : std::next(it);
-    }
-  }
-  PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " endpoint of node " << event.peer
-             << " closed: " << reason;
-  if (mine) connector_->Disconnect(mine);
-  // One that comes to us, and never was there, may come again.
-  if (event.peer == Node::kEmpty || !(endpoint->was_open() || endpoint->active())) return;
-  event.lost = true;
-  event.orderly = orderly;
-  event.plane = endpoint->plane();
-  event.reason = reason;
-  Put(endpoint->plane(), std::move(event));
-}
-
-void RdmaVan::HandleLoss(const Event& event) {
-  if (event.orderly) return OnDisconnect(event.peer);
-  // With the scheduler there is but one plane.
-  const bool scheduler = is_scheduler_ || event.peer == kScheduler;
-  const std::string plane = std::string("the ") + rdma::NameOf(event.plane) + " plane: ";
-  membership()->OnLinkLost(event.peer, (scheduler ? "" : plane) + event.reason);
-}
-
-int RdmaVan::RecvMsg(Message* msg) {
-  while (true) {
-    Event event;
-    {
-      std::unique_lock<std::mutex> lock(inbox_mu_);
-      inbox_cond_.wait(
-          lock, [this] { return stop_requested_ || !inbox_[0].empty() || !inbox_[1].empty(); });
-      if (stop_requested_) {
-        *msg = Message();
-        msg->meta.control.cmd = Control::TERMINATE;
-        return 0;
-      }
-      auto& inbox = inbox_[inbox_[0].empty() ? 1 : 0];
-      event = std::move(inbox.front());
-      inbox.pop_front();
-    }
-    if (event.lost) {
-      HandleLoss(event);
-      continue;
-    }
-    *msg = std::move(event.msg);
-    msg->meta.recver = my_node_.id;
-    return event.bytes;
-  }
-}
-
 // --------------------------------------------------------------- stopping
 
 void RdmaVan::FlushEndpoints() {
@@ -384,6 +221,11 @@ void RdmaVan::FlushEndpoints() {
 
 void RdmaVan::Stop() {
   Van::Stop();  // ends and joins the receiving thread
+  {
+    std::unique_lock<std::mutex> lock(inbox_mu_);
+    stopped_ = true;  // also when it never started
+    inbox_cond_.wait(lock, [this] { return senders_ == 0; });
+  }
   if (connector_) {
     FlushEndpoints();
     {

@@ -72,7 +72,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   struct Event {
     Message msg;
     int bytes = 0;
-    bool lost = false;
+    PeerPtr lost;  // null: a message
     int peer = Node::kEmpty;
     rdma::Plane plane = rdma::Plane::kControl;
     std::string reason;
@@ -93,6 +93,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   std::shared_ptr<rdma::Endpoint> Choose(int node_id, rdma::Plane plane);
   std::vector<std::shared_ptr<rdma::Endpoint>> AllEndpoints();
   void NamePeer(uint64_t token, int node_id);
+  int Transmit(const Message& msg);
   void Put(rdma::Plane plane, Event event);
   void HandleLoss(const Event& event);
   void FlushEndpoints();
@@ -114,6 +115,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   std::deque<Event> inbox_[2];  // by plane
   bool stopped_ = true;
   bool stop_requested_ = false;
+  int senders_ = 0;  // in SendMsg
 };
 
 }  // namespace ps

@@ -1,0 +1,167 @@
+// The connector's part that asks for connections.
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "../membership_text.h"
+#include "../net_address.h"
+#include "./connector.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+constexpr int kResolveMs = 2000;
+constexpr auto kFirstPause = std::chrono::milliseconds(50);
+constexpr auto kLongestPause = std::chrono::milliseconds(1000);
+// How the connection manager says that nobody listens, and that a listener refused.
+constexpr int kNobodyListens = 8;
+constexpr int kRefused = 28;
+
+}  // namespace
+
+void Connector::Connect(std::shared_ptr<Endpoint> endpoint, const std::string& host, int port,
+                        uint64_t receiver) {
+  auto link = std::make_shared<LinkPtr>(std::make_unique<Link>());
+  (*link)->endpoint = std::move(endpoint);
+  (*link)->active = true;
+  (*link)->host = host;
+  (*link)->port = port;
+  (*link)->receiver = receiver;
+  (*link)->pause = kFirstPause;
+  const std::chrono::duration<double> limit(settings_.start_timeout_s);
+  (*link)->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+  Post([this, link] { Try(std::move(*link)); });
+}
+
+void Connector::Try(LinkPtr link) {
+  if (link->endpoint->closed()) return;
+  try {
+    rdma_cm_id* id = nullptr;
+    if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) {
+      Throw("cannot make a connection", errno);
+    }
+    link->id.reset(id);
+    if (settings_.traffic_class >= 0) {
+      auto tos = static_cast<uint8_t>(settings_.traffic_class);
+      if (rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof(tos)) != 0) {
+        Throw("BYTEPS_RDMA_TRAFFIC_CLASS cannot be set", errno);
+      }
+    }
+    SocketAddress to = SocketAddress::Of(link->host, link->port);
+    SocketAddress from;
+    if (!host_.empty()) from = SocketAddress::Of(host_, 0);
+    Link* raw = link.get();
+    links_[id] = std::move(link);
+    // From the address at which this node listens, so that it goes by the same device.
+    const bool same_family = !host_.empty() && from.get()->sa_family == to.get()->sa_family;
+    if (rdma_resolve_addr(id, same_family ? from.get() : nullptr, to.get(), kResolveMs) != 0) {
+      const int error = errno;
+      TryAgain(raw, std::string("its address leads through no RDMA device: ") + strerror(error));
+    }
+  } catch (const dmlc::Error& e) {
+    if (link) link->endpoint->Fail(e.what());
+  }
+}
+
+void Connector::TryAgain(Link* raw, const std::string& error) {
+  LinkPtr link = Take(raw->id.get());
+  link->id.reset();
+  if (!link->active) return link->endpoint->Fail(error);  // the peer may try again
+  if (link->endpoint->closed()) return;
+  const auto now = Clock::now();
+  link->last_error = error;
+  link->next_try = now + link->pause;
+  link->pause = std::min<Clock::duration>(link->pause * 2, kLongestPause);
+  if (link->next_try < link->deadline) {
+    waiting_.push_back(std::move(link));
+    return;
+  }
+  link->endpoint->Fail("it did not answer within " +
+                       membership::Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") +
+                       " at " + JoinHostPort(link->host, link->port) + ": " + link->last_error);
+}
+
+ConnectRequest Connector::MakeRequest(const Link& link) {
+  ConnectRequest request;
+  memset(&request, 0, sizeof(request));
+  request.magic = kMagic;
+  request.version = kVersion;
+  request.sender = token_;
+  request.receiver = link.receiver;
+  request.node_id = owner_->NodeId();
+  request.isDataPlane = link.endpoint->plane() == Plane::kData;
+  request.index = static_cast<uint8_t>(link.endpoint->index());
+  request.mtu = static_cast<uint16_t>(settings_.path_mtu());
+  request.slots = settings_.receive_depth;
+  request.slot_bytes = settings_.slot_bytes();
+  return request;
+}
+
+void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
+  rdma_cm_id* id = link->id.get();
+  if (what == RDMA_CM_EVENT_ADDR_RESOLVED) {
+    if (rdma_resolve_route(id, kResolveMs) != 0) {
+      TryAgain(link, std::string("it could not be reached: ") + strerror(errno));
+    }
+    return;
+  }
+  try {
+    auto shared = TransportFor(id);
+    auto& poller = shared->pollers[static_cast<int>(link->endpoint->plane())];
+    if (!link->endpoint->prepared()) {
+      link->endpoint->Prepare(shared->pool, shared->device, poller->channel(), id);
+      poller->Add(link->endpoint);
+    }
+    const ConnectRequest request = MakeRequest(*link);
+    auto parameters = Parameters(&request, sizeof(request), link->endpoint->queue_pair_number());
+    if (rdma_connect(id, &parameters) != 0) Throw("cannot connect", errno);
+  } catch (const dmlc::Error& e) {
+    link->endpoint->Fail(e.what());
+    Drop(link);
+  }
+}
+
+void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
+  ConnectReply reply;
+  memset(&reply, 0, sizeof(reply));
+  const size_t bytes = event.param.conn.private_data_len;
+  memcpy(&reply, event.param.conn.private_data, std::min(bytes, sizeof(reply)));
+  std::string error = Mismatch(reply.magic, reply.version);
+  try {
+    if (!error.empty()) throw dmlc::Error(error);
+    link->endpoint->Attach(link->id.get(), static_cast<int>(reply.mtu));
+    if (rdma_establish(link->id.get()) != 0) Throw("cannot establish the connection", errno);
+    link->established = true;
+    link->endpoint->SetPeerSlots(reply.slots);
+    link->endpoint->Open();
+  } catch (const dmlc::Error& e) {
+    rdma_reject(link->id.get(), nullptr, 0);
+    link->endpoint->Fail(e.what());
+    Drop(link);
+  }
+}
+
+void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
+  if (event.status != kRefused) {
+    const bool nobody = event.status == kNobodyListens;
+    return TryAgain(
+        link, nobody ? "nobody listens there"
+                     : "it rejected the connection (status " + std::to_string(event.status) + ")");
+  }
+  Refusal refusal;
+  memset(&refusal, 0, sizeof(refusal));
+  const size_t bytes = event.param.conn.private_data_len;
+  memcpy(&refusal, event.param.conn.private_data, std::min(bytes, sizeof(refusal) - 1));
+  std::string reason = refusal.reason;
+  if (refusal.magic != kMagic || reason.empty()) reason = "it gave no reason";
+  link->endpoint->Fail("it refused the connection: " + reason);
+  Drop(link);
+}
+
+}  // namespace rdma
+}  // namespace ps

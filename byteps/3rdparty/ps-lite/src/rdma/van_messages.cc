@@ -1,0 +1,202 @@
+// The van's part that sends messages and hands them on.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "../meta.h"
+#include "./van.h"
+#include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+
+using rdma::Endpoint;
+using rdma::Plane;
+
+namespace {
+
+// Whether `bytes` hold all that their own counts promise.
+bool MetaIsWhole(const std::string& bytes) {
+  if (bytes.size() < sizeof(RawMeta)) return false;
+  RawMeta raw;
+  memcpy(&raw, bytes.data(), sizeof(raw));
+  if (raw.body_size < 0 || raw.data_type_size < 0 || raw.control.node_size < 0) return false;
+  const uint64_t need = sizeof(RawMeta) + static_cast<uint64_t>(raw.body_size) +
+                        static_cast<uint64_t>(raw.data_type_size) * sizeof(int) +
+                        static_cast<uint64_t>(raw.control.node_size) * sizeof(RawNode);
+  return need <= bytes.size();
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- sending
+
+std::shared_ptr<Endpoint> RdmaVan::Choose(int node_id, Plane plane) {
+  std::lock_guard<std::mutex> lock(peers_mu_);
+  auto it = peers_.find(node_id);
+  if (it == peers_.end()) return nullptr;
+  const Peer& peer = *it->second;
+  if (plane == Plane::kControl || peer.data.empty()) return peer.control;
+  std::shared_ptr<Endpoint> best;
+  for (const auto& endpoint : peer.data) {
+    if (!endpoint || endpoint->closed()) continue;
+    if (!best || endpoint->queued_bytes() < best->queued_bytes()) best = endpoint;
+  }
+  return best;
+}
+
+int RdmaVan::SendMsg(Message& msg) {
+  {
+    std::lock_guard<std::mutex> lock(inbox_mu_);
+    if (stopped_) return -1;
+    if (msg.meta.control.cmd == Control::TERMINATE) {
+      stopped_ = stop_requested_ = true;
+      inbox_cond_.notify_all();
+      return 0;
+    }
+    ++senders_;  // Stop waits for it
+  }
+  const int bytes = Transmit(msg);
+  std::lock_guard<std::mutex> lock(inbox_mu_);
+  if (--senders_ == 0) inbox_cond_.notify_all();
+  return bytes;
+}
+
+int RdmaVan::Transmit(const Message& msg) {
+  const Plane plane = IsValidPushpull(msg) ? Plane::kData : Plane::kControl;
+  const int peer = msg.meta.recver;
+  std::string meta(GetPackMetaLen(msg.meta), '\0');
+  int bytes = static_cast<int>(meta.size());
+  for (const auto& value : msg.data) bytes += static_cast<int>(value.size());
+  if (peer == my_id_) {
+    Event event;
+    event.msg = msg;
+    event.msg.meta.sender = peer;
+    Put(plane, std::move(event));
+    return bytes;
+  }
+  const auto endpoint = Choose(peer, plane);
+  if (!endpoint) {
+    // Whoever watches the peers tells those who wait for it.
+    PS_VLOG(1) << "no connection to node " << peer << "; dropped " << msg.DebugString();
+    return bytes;
+  }
+  char* buffer = &meta[0];
+  int size = bytes;
+  PackMeta(msg.meta, &buffer, &size);
+  try {
+    const auto transport = connector_->transport();
+    endpoint->Send(rdma::MakeOutgoing(std::move(meta), msg.data, msg.meta.key,
+                                      settings_.inline_bytes, settings_.slot_bytes(),
+                                      transport->device, transport->pool.get()));
+  } catch (const dmlc::Error& e) {
+    char key[32];
+    snprintf(key, sizeof(key), "key 0x%llx: ", static_cast<unsigned long long>(msg.meta.key));
+    endpoint->Fail((plane == Plane::kData ? key : "") + std::string(e.what()));
+  }
+  return bytes;
+}
+
+// -------------------------------------------------------------- receiving
+
+void RdmaVan::Put(Plane plane, Event event) {
+  {
+    std::lock_guard<std::mutex> lock(inbox_mu_);
+    inbox_[static_cast<int>(plane)].push_back(std::move(event));
+  }
+  inbox_cond_.notify_one();
+}
+
+void RdmaVan::OnMessage(Endpoint* endpoint, rdma::Received received) {
+  if (!MetaIsWhole(received.meta)) {
+    throw dmlc::Error("it sent a message whose meta of " + std::to_string(received.meta.size()) +
+                      " bytes does not parse");
+  }
+  Event event;
+  UnpackMeta(received.meta.data(), static_cast<int>(received.meta.size()), &event.msg.meta);
+  event.msg.meta.sender = endpoint->counters()->peer;
+  event.msg.data = std::move(received.values);
+  event.bytes = static_cast<int>(received.bytes);
+  Put(endpoint->plane(), std::move(event));
+}
+
+void RdmaVan::OnClosed(Endpoint* endpoint, const std::string& reason, bool orderly) {
+  std::shared_ptr<Endpoint> mine;
+  const auto let_go = [&](Peer* peer) {
+    if (peer->control.get() == endpoint) mine = std::move(peer->control);
+    for (auto& data : peer->data) {
+      if (data.get() == endpoint) mine = std::move(data);
+    }
+  };
+  Event event;
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    if (stopping_) return;
+    for (const auto& entry : peers_) {
+      let_go(entry.second.get());
+      if (mine == nullptr) continue;
+      event.peer = entry.first;
+      event.lost = entry.second;
+      break;
+    }
+    for (auto it = peers_by_token_.begin(); it != peers_by_token_.end();) {
+      let_go(it->second.get());
+      const auto& data = it->second->data;
+      const bool gone = !it->second->control && std::count(data.begin(), data.end(), nullptr) ==
+                                                    static_cast<long>(data.size());
+      it = gone ? peers_by_token_.erase(it) : std::next(it);
+    }
+  }
+  PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " endpoint of node " << event.peer
+             << " closed: " << reason;
+  if (mine) connector_->Disconnect(mine);
+  // One that comes to us, and never was there, may come again.
+  if (event.peer == Node::kEmpty || !(endpoint->was_open() || endpoint->active())) return;
+  event.orderly = orderly;
+  event.plane = endpoint->plane();
+  event.reason = reason;
+  Put(endpoint->plane(), std::move(event));
+}
+
+void RdmaVan::HandleLoss(const Event& event) {
+  {
+    // Another process may have taken its place meanwhile, under the same id.
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    auto it = peers_.find(event.peer);
+    if (it == peers_.end() || it->second != event.lost) return;
+  }
+  if (event.orderly) return OnDisconnect(event.peer);
+  // With the scheduler there is but one plane.
+  const bool scheduler = is_scheduler_ || event.peer == kScheduler;
+  const std::string plane = std::string("the ") + rdma::NameOf(event.plane) + " plane: ";
+  membership()->OnLinkLost(event.peer, (scheduler ? "" : plane) + event.reason);
+}
+
+int RdmaVan::RecvMsg(Message* msg) {
+  while (true) {
+    Event event;
+    {
+      std::unique_lock<std::mutex> lock(inbox_mu_);
+      inbox_cond_.wait(
+          lock, [this] { return stop_requested_ || !inbox_[0].empty() || !inbox_[1].empty(); });
+      if (stop_requested_) {
+        *msg = Message();
+        msg->meta.control.cmd = Control::TERMINATE;
+        return 0;
+      }
+      auto& inbox = inbox_[inbox_[0].empty() ? 1 : 0];
+      event = std::move(inbox.front());
+      inbox.pop_front();
+    }
+    if (event.lost) {
+      HandleLoss(event);
+      continue;
+    }
+    *msg = std::move(event.msg);
+    msg->meta.recver = my_node_.id;
+    return event.bytes;
+  }
+}
+
+}  // namespace ps
