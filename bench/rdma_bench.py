@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/rdma"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from van_program import BuildError, build_van_test
+from vm.bytecode import compiled
 from vm.guest import Guest, address_of
 from vm.kernel import VmError
 
@@ -70,7 +71,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     (folder / "spec.json").write_text(json.dumps(spec))
     path = os.pathsep.join(map(str, (REPOSITORY / "bench", REPOSITORY / "scripts")))
     program = [sys.executable, "-m", "rdmakit.inside", "spec.json", "result.json"]
-    with Guest(folder, program, env={"PYTHONPATH": path, "PATH": os.environ["PATH"]}) as guest:
+    env = {"PYTHONPATH": path, "PATH": os.environ["PATH"], **compiled(("byteps.torch",))}
+    with Guest(folder, program, env=env) as guest:
         if guest.wait(options.timeout) != 0:
             raise VmError(f"the measurement failed\n{guest.last_words()}")
         print(guest.output.read_text(), end="")

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 from cluster import SLOWNESS_VARIABLE
+from nursery import PRELOAD
+from vm.bytecode import compiled
 from vm.guest import Guest, address_of
 from vm.kernel import VmError
 
@@ -67,7 +69,7 @@ class RemoteRun:
             ADDRESS_VARIABLE: address_of(1),
             SLOWNESS_VARIABLE: SLOWNESS,
             "PATH": os.environ["PATH"],
-            "PYTHONDONTWRITEBYTECODE": "1",
+            **compiled(("pytest", *PRELOAD), [REPOSITORY / "tests/multiproc"]),
         }
         in_repository = ["/bin/bash", "-c", 'cd "$1" && shift && exec "$@"', "-", str(REPOSITORY)]
         self._guest = Guest(folder, [*in_repository, *pytest_command], env=env)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from relay import REPOSITORY
+from vm.bytecode import compiled
 from vm.guest import Guest, Link, missing_tool
 
 LIMIT_S = 280.0
@@ -23,13 +24,14 @@ def guests(run_dir: Path) -> Iterator[list[Guest]]:
     if lacking is not None:
         pytest.skip(lacking)
     program = str(REPOSITORY / "tests/rdma/two_hosts.py")
+    bytecode = compiled(("byteps.torch",))
     with ExitStack() as stack:
         started = []
         for number in (1, 2):
             folder = run_dir / f"guest{number}"
             command = [sys.executable, program, str(folder), str(number)]
             cable = Link(path=run_dir / "cable", listens=number == 1)
-            env = {"PATH": os.environ["PATH"]}
+            env = {"PATH": os.environ["PATH"], **bytecode}
             guest = Guest(folder, command, number=number, link=cable, memory="3G", env=env)
             started.append(stack.enter_context(guest).plugged_in(cable))
         yield started
