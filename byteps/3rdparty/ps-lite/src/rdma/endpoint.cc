@@ -325,12 +325,11 @@ void Endpoint::Fail(const std::string& reason) {
   Finish(&turn);
 }
 
-void Endpoint::Close(const std::string& reason, Turn* turn) {
+void Endpoint::Close(const std::string& reason, Turn* turn, bool by_peer) {
   if (state_ == State::kClosed) return;
   state_ = State::kClosed;
   turn->closed = true;
-  turn->reason = reason;
-  turn->orderly = goodbye_received_;
+  turn->ending = {reason, goodbye_received_, by_peer};
   StopQueuePair();
   // These are known to this side alone.  What was written from, or is written to, stays
   // until the device has given the requests back.
@@ -375,7 +374,7 @@ void Endpoint::Finish(Turn* turn) {
       Fail(e.what());
     }
   }
-  if (turn->closed) owner_->OnClosed(this, turn->reason, turn->orderly);
+  if (turn->closed) owner_->OnClosed(this, turn->ending);
 }
 
 }  // namespace rdma

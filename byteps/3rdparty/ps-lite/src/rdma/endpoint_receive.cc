@@ -74,7 +74,7 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
   free_slots_.push_back(slot);
   if (wc.status != IBV_WC_SUCCESS && state_ != State::kClosed) {
     if (wc.status == IBV_WC_WR_FLUSH_ERR || disconnected_) {
-      Close(kClosed, turn);
+      Close(kClosed, turn, true);
     } else {
       static const char* const kWhat[] = {"an RDMA write", "a message",      "an offer",
                                           "a grant",       "a credit frame", "a goodbye"};
@@ -93,7 +93,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   --receives_posted_;
   if (wc.status != IBV_WC_SUCCESS) {
     if (wc.status == IBV_WC_WR_FLUSH_ERR || disconnected_) {
-      Close(kClosed, turn);
+      Close(kClosed, turn, true);
     } else {
       Close("a receive failed: " + Describe(wc), turn);
     }
