@@ -425,6 +425,9 @@ class Node {
   std::vector<double> delays_;  // the receiving thread's own until all have come
 };
 
+// How long the others may outlive one that ended badly.
+constexpr double kGraceSeconds = 10;
+
 struct Child {
   std::string name;
   bool may_be_killed = false;  // servers get their ranks as they come
@@ -448,7 +451,8 @@ bool WasKilled(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == S
 
 // Waits for all of them; the number that did not end as they should.
 int Wait(std::map<pid_t, Child> children) {
-  const auto deadline = Clock::now() + std::chrono::duration<double>(options.timeout_s);
+  const auto begin = Clock::now();
+  double limit_s = options.timeout_s;
   int bad = 0;
   int to_be_killed = options.kill_role.empty() ? 0 : 1;
   while (!children.empty()) {
@@ -460,14 +464,15 @@ int Wait(std::map<pid_t, Child> children) {
       } else if (!EndedWell(status)) {
         printf("%s: FAILED, wait status %d\n", children[pid].name.c_str(), status);
         ++bad;
+        // The others may wait for it as long as a job may take to start.
+        limit_s = std::min(limit_s, Seconds(Clock::now() - begin) + kGraceSeconds);
       }
       children.erase(pid);
       continue;
     }
-    if (Clock::now() > deadline) {
+    if (Seconds(Clock::now() - begin) > limit_s) {
       for (const auto& child : children) {
-        printf("%s: FAILED, still running after %.0f s\n", child.second.name.c_str(),
-               options.timeout_s);
+        printf("%s: FAILED, still running after %.0f s\n", child.second.name.c_str(), limit_s);
         kill(child.first, SIGKILL);
         waitpid(child.first, &status, 0);
         ++bad;

@@ -105,6 +105,9 @@ class Endpoint {
   bool Poll();
 
  private:
+  // The reason when there is none but that.
+  static constexpr char kClosed[] = "its connection closed";
+
   enum class State { kConnecting, kOpen, kClosed };
 
   // What a call has to do once the lock is released.
@@ -154,6 +157,8 @@ class Endpoint {
   void ReadImmediate(uint32_t cookie, Turn* turn);
   void Deliver(Received parts, Turn* turn);
   void Close(const std::string& reason, Turn* turn, bool by_peer = false);
+  // For a request that the device did not take.
+  void CloseFor(const char* what, int error, Turn* turn);
   void StopQueuePair();
 
   EndpointOwner* const owner_;

@@ -17,8 +17,6 @@ constexpr int kBatch = 32;
 // wr_id: the slot, and whether it is one of receives.
 constexpr uint64_t kReceiveFlag = 1ull << 63;
 
-constexpr char kClosed[] = "its connection closed";
-
 [[noreturn]] void BadFrame(const char* what) {
   throw dmlc::Error(std::string("it sent a frame that does not parse (") + what +
                     "): install the same byteps on every node");
@@ -115,7 +113,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   }
   if (state_ == State::kClosed) return;
   if (!PostReceive(slot)) {
-    return Close(std::string("a receive could not be posted: ") + strerror(errno), turn);
+    return CloseFor("a receive could not be posted", errno, turn);
   }
   ++owed_;
 }
