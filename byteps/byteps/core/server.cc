@@ -9,6 +9,7 @@
 #include "ps/internal/postoffice.h"
 #include "reducer.h"
 #include "session.h"
+#include "thread_name.h"
 
 namespace byteps {
 namespace core {
@@ -40,10 +41,13 @@ Server::Server(const Config& config)
   tracer_ = Tracer::Make(config);
   const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
   for (long i = 0; i < threads; ++i) engines_.push_back(std::make_unique<Engine>());
-  for (auto& engine : engines_) {
-    Engine* e = engine.get();
+  for (size_t i = 0; i < engines_.size(); ++i) {
+    Engine* e = engines_[i].get();
     if (tracer_) e->track = tracer_->AddThread("engine thread");
-    e->thread = std::thread([this, e] { Run(e); });
+    e->thread = std::thread([this, e, i] {
+      NameThisThread("engine", i);
+      Run(e);
+    });
   }
 }
 

@@ -11,6 +11,7 @@
 #include "log.h"
 #include "ps/internal/postoffice.h"
 #include "session.h"
+#include "thread_name.h"
 
 namespace byteps {
 namespace core {
@@ -68,10 +69,19 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers) 
       [this](const ps::MembershipEvent& event) { OnEvent(event); });
   const long loops = config.Int("BYTEPS_PUSH_THREAD");
   for (long i = 0; i < loops; ++i) {
-    threads_.emplace_back([this, track = AddTrack("push loop", i)] { PushLoop(track); });
-    threads_.emplace_back([this, track = AddTrack("pull loop", i)] { PullLoop(track); });
+    threads_.emplace_back([this, i, track = AddTrack("push loop", i)] {
+      NameThisThread("push", i);
+      PushLoop(track);
+    });
+    threads_.emplace_back([this, i, track = AddTrack("pull loop", i)] {
+      NameThisThread("pull", i);
+      PullLoop(track);
+    });
   }
-  threads_.emplace_back([this] { WatchLoop(); });
+  threads_.emplace_back([this] {
+    NameThisThread("watch");
+    WatchLoop();
+  });
   metrics_server_ = std::move(metrics_server);
   started_ = true;
 }
