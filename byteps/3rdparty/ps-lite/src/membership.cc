@@ -1,5 +1,7 @@
 #include "ps/membership.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -141,6 +143,7 @@ void Membership::Join() {
     Send(Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
   }
   timer_ = std::thread(&Membership::TimerLoop, this);
+  pthread_setname_np(timer_.native_handle(), "bps-members");
   if (is_scheduler_) return;
 
   const auto deadline = Clock::now() + ToDuration(start_timeout_s_);
