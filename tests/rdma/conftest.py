@@ -17,15 +17,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiproc"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cluster import Cluster
-from cluster_fixtures import make_cluster, nursery
+from cluster import Cluster, Nursery
+from cluster_fixtures import make_cluster
+from meddling import LIBRARY, build_meddle
 from relay import ADDRESS_VARIABLE, REPORTS_VARIABLE, RemoteRun, Writer
 from transports import Transport, make
 from van_program import BuildError, build_van_test
 from vm.guest import missing_tool
 from vm.kernel import VmError
 
-__all__ = ["make_cluster", "nursery"]
+__all__ = ["make_cluster"]
 
 _REMOTE = pytest.StashKey[list[str]]()
 _RUN = pytest.StashKey[RemoteRun | str]()
@@ -43,6 +44,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             ],
             indirect=True,
         )
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """One for all: in the guest its start takes more than a minute. There its workers can be broken
+    from inside, if their environment says so; see meddle.cc."""
+    in_guest = ADDRESS_VARIABLE in os.environ
+    env = {"LD_PRELOAD": str(LIBRARY)} if in_guest and LIBRARY.exists() else {}
+    made = Nursery(tmp_path_factory.mktemp("nursery"), env=env)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -117,6 +129,7 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
     if _RUN not in config.stash:
         factory: pytest.TempPathFactory = config._tmp_path_factory
         try:
+            build_meddle()
             if any("test_van.py" in test for test in config.stash[_REMOTE]):
                 build_van_test()  # the guest cannot, and would take minutes
             run = RemoteRun(factory.mktemp("guest") / "shared", config.stash[_REMOTE])

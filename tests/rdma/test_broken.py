@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import END_S, Cluster, Nursery, wait_all
-from cluster_fixtures import cluster_maker
+from cluster import END_S, Cluster, wait_all
 from endings import demand_error, demand_failed, error_of
-from meddling import build
 from transports import make
 
 RDMA = make("rdma")
@@ -25,23 +23,14 @@ Make = Callable[..., Cluster]
 pytestmark = pytest.mark.on_rdma
 
 
-@pytest.fixture(scope="module")
-def meddled_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Its workers can be broken from inside."""
-    folder = tmp_path_factory.mktemp("meddle")
-    made = Nursery(folder, env={"LD_PRELOAD": str(build(folder))})
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def make_breakable(run_dir: Path, meddled_nursery: Nursery) -> Iterator[Make]:
-    with cluster_maker(run_dir, meddled_nursery) as make_it:
+def make_breakable(make_cluster: Make) -> Make:
+    """Makes clusters whose workers can be broken from inside; see conftest.py's nursery."""
 
-        def make_one(*, env: dict[str, str] | None = None, **settings: int) -> Cluster:
-            return make_it(host=RDMA.host, env={**RDMA.env, **SHORT, **(env or {})}, **settings)
+    def make_one(*, env: dict[str, str] | None = None, **settings: int) -> Cluster:
+        return make_cluster(host=RDMA.host, env={**RDMA.env, **SHORT, **(env or {})}, **settings)
 
-        yield make_one
+    return make_one
 
 
 @pytest.mark.parametrize("plane", ["data", "control"])

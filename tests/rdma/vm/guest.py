@@ -120,6 +120,8 @@ class Guest:
             f"out={self.folder} host_name=guest{number} epoch={int(time.time())}"
         )
         return [
+            # However this process ends, the guest ends with it.
+            *("setpriv", "--pdeathsig", "KILL"),
             *(QEMU, "-M", "q35", "-cpu", "max", "-smp", str(os.cpu_count() or 1), "-m", memory),
             *_accelerator(),
             *("-display", "none", "-serial", "stdio", "-no-reboot"),
