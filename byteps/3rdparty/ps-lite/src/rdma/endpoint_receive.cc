@@ -17,6 +17,9 @@ constexpr int kBatch = 32;
 // wr_id: the slot, and whether it is one of receives.
 constexpr uint64_t kReceiveFlag = 1ull << 63;
 
+// The device gives requests back though nobody closed the connection.
+constexpr char kStopped[] = "the device stopped its queue pair";
+
 [[noreturn]] void BadFrame(const char* what) {
   throw dmlc::Error(std::string("it sent a frame that does not parse (") + what +
                     "): install the same byteps on every node");
@@ -71,8 +74,10 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
   Sending& sending = sending_[slot];
   free_slots_.push_back(slot);
   if (wc.status != IBV_WC_SUCCESS && state_ != State::kClosed) {
-    if (wc.status == IBV_WC_WR_FLUSH_ERR || disconnected_) {
+    if (disconnected_) {
       Close(kClosed, turn, true);
+    } else if (wc.status == IBV_WC_WR_FLUSH_ERR) {
+      Close(kStopped, turn);
     } else {
       static const char* const kWhat[] = {"an RDMA write", "a message",      "an offer",
                                           "a grant",       "a credit frame", "a goodbye"};
@@ -90,8 +95,10 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   const auto slot = static_cast<uint32_t>(wc.wr_id & ~kReceiveFlag);
   --receives_posted_;
   if (wc.status != IBV_WC_SUCCESS) {
-    if (wc.status == IBV_WC_WR_FLUSH_ERR || disconnected_) {
+    if (disconnected_) {
       Close(kClosed, turn, true);
+    } else if (wc.status == IBV_WC_WR_FLUSH_ERR) {
+      Close(kStopped, turn);
     } else {
       Close("a receive failed: " + Describe(wc), turn);
     }
