@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-idle bench-rdma lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-idle bench-reducer bench-rdma lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 
 PYTHON_ENV := build/venv/bin/python
@@ -38,12 +38,16 @@ parity: setup ## compare gradients with all-reduce and exact sums, in every para
 	@$(PYTHON_ENV) -W ignore bench/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN))
 
-bench: setup ## time push-pull beside all-reduce on emulated links, and hold it against the bars
-	@$(PYTHON_ENV) -W ignore bench/suite.py --set $(SET) --json build/bench/$(SET).json \
-		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+bench: setup ## push-pull beside all-reduce on emulated links, idle costs, sums: against the bars
+	@status=0; $(PYTHON_ENV) -W ignore bench/suite.py --set $(SET) --json build/bench/$(SET).json \
+		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS) || status=1; \
+	$(if $(ONLY),,$(MAKE) -k bench-idle bench-reducer ARGS= || status=1;) exit $$status
 
 bench-idle: setup ## processor time and memory of a job that sums nothing
-	@$(PYTHON_ENV) -W ignore bench/idle_bench.py $(ARGS)
+	@$(PYTHON_ENV) -W ignore bench/idle_bench.py --max-core 0.01 --max-worker-memory 64MiB $(ARGS)
+
+bench-reducer: setup ## the servers' additions beside plain loops over the same memory
+	@$(PYTHON_ENV) -W ignore bench/reducer_bench.py --min-of-limit 0.7 $(ARGS)
 
 bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtual machine
 	@$(PYTHON_ENV) -W ignore bench/rdma_bench.py --json build/bench/rdma.json \

@@ -4,7 +4,7 @@
 Starts a scheduler, servers and workers on loopback, sums many small tensors, and then watches the
 processes while they wait. Memory is what a process has for itself, in RAM.
 
-Exit status: 0; 1 a process failed; 2 bad usage.
+Exit status: 0 all is well; 1 a process failed, or a bar was missed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--key-size", default="4KiB", metavar="SIZE", help="of each")
     parser.add_argument("--seconds", type=float, default=10.0, help="to watch (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--max-core", type=float, metavar="PART", help="bar: of a core that any process may use"
+    )
+    parser.add_argument(
+        "--max-worker-memory", metavar="SIZE", help="bar: a worker's, beside its gradients"
+    )
     return parser.parse_args(arguments)
 
 
@@ -59,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         key_bytes = parse_size(options.key_size)
+        memory_bar = parse_size(options.max_worker_memory) if options.max_worker_memory else None
         topology = Topology(workers=options.workers, servers=options.servers)
         if options.keys < 2 or key_bytes % 4:
             raise ValueError("there must be at least 2 keys, each a multiple of 4 bytes")
@@ -77,7 +84,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(idle, options, key_bytes)
     if options.json:
         options.json.write_text(json.dumps({"schema": 1, **spec, **idle}, indent=1) + "\n")
-    return 0
+    misses = too_much(idle, options.max_core, memory_bar)
+    for miss in misses:
+        print(f"MISS: {miss}")
+    return 1 if misses else 0
+
+
+def too_much(idle: dict[str, Any], core: float | None, memory: int | None) -> list[str]:
+    """What is above a bar, in words; a bar of None holds nothing back."""
+    misses = [
+        f"an idle {what} uses {idle[f'{what}_core']:.3%} of a core, more than {core:.3%}"
+        for what in ("worker", "server", "scheduler")
+        if core is not None and idle[f"{what}_core"] > core
+    ]
+    beyond = idle["worker_bytes_beyond"]
+    if memory is not None and beyond > memory:
+        misses.append(
+            f"a worker takes {beyond / 1e6:.2f} MB beside its gradients, more than "
+            f"{memory / 1e6:.2f} MB"
+        )
+    return misses
 
 
 def show(idle: dict[str, Any], options: argparse.Namespace, key_bytes: int) -> None:

@@ -132,6 +132,8 @@ def compare_one(layout: Layout, folder: Path, dataset: Dataset, platform: Platfo
         print(error, file=sys.stderr)
         report = Report(layout=layout, misses=["a rank failed"])
     verdict = "; ".join(report.misses) or "ok"
+    if report.groups:  # a run that is interrupted has then shown what there was to see
+        verdict += f", error {report.ours.worst:.2e}, all-reduce's {report.theirs.worst:.2e}"
     print(f"{layout.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
     return report
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Runs the project's set of push-pull experiments and holds them against their bars.
 
-Experiments on emulated links need root. With --json the record grows after each experiment;
---from-json reports on an earlier record instead of measuring. --markdown writes the results into a
-document, between its marks. docs/benchmarking.md explains everything.
+Experiments on emulated links need root. With --json the record grows after each experiment; with
+--resume those that it holds are shown, not measured again. --from-json measures nothing. --markdown
+writes the results into a document, between its marks. docs/benchmarking.md explains everything.
 
 Exit status: 0 all bars are reached; 1 a bar was missed, a result was wrong, or a run failed; 2 bad
 usage.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -39,10 +40,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these experiments")
     parser.add_argument("--list", action="store_true", help="show the experiments and stop")
     parser.add_argument("--json", type=Path, metavar="FILE", help="record everything")
+    parser.add_argument("--resume", action="store_true", help="go on with the record of --json")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="report on this record")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="pictures, a folder for each")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.resume and not options.json:
+        parser.error("--resume needs the record: --json FILE")
+    return options
 
 
 def show(experiment: Experiment, run: Run) -> bool:
@@ -66,6 +71,26 @@ def measure(experiments: Sequence[Experiment], options: argparse.Namespace) -> I
             progress(f"{experiment.name} FAILED: {error}")
 
 
+def earlier(
+    meta: dict[str, str], options: argparse.Namespace
+) -> tuple[Sequence[Run], dict[str, str]]:
+    """What --resume goes on with: its runs, and the metadata of the record.
+
+    Raises:
+        ValueError: it was recorded with another version of the engine, or on another machine.
+    """
+    if not options.resume or not options.json.exists():
+        return (), meta
+    runs, before = record.read(options.json)
+    for name in ("byteps", "hardware", "settings"):
+        if before.get(name) != meta[name]:
+            raise ValueError(
+                f"{options.json} cannot be resumed: its {name} is {before.get(name)!r}, "
+                f"and now {meta[name]!r}; begin another record"
+            )
+    return runs, before
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
@@ -82,7 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.from_json:
             runs, meta = record.read(options.from_json)
             return report(experiments, runs, meta, options)
-        return report(experiments, measure(experiments, options), meta, options)
+        kept, meta = earlier(meta, options)
+        names = {run.name for run in kept}
+        new = measure([one for one in experiments if one.name not in names], options)
+        return report(experiments, chain(kept, new), meta, options, kept)
     except (OSError, ValueError) as error:
         print(f"suite.py: {error}", file=sys.stderr)
         return 1
@@ -93,11 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(
     experiments: Sequence[Experiment],
-    runs: Iterator[Run] | Sequence[Run],
+    runs: Iterable[Run],
     meta: dict[str, str],
     options: argparse.Namespace,
+    kept: Sequence[Run] = (),
 ) -> int:
-    """Show, and record, each run as it comes; the exit status."""
+    """Show each run as it comes, and record it beside those that are kept; the exit status."""
     by_name = {experiment.name: experiment for experiment in experiments}
     done: list[tuple[Experiment, Run]] = []
     good = True
@@ -111,7 +140,9 @@ def report(
         done.append((by_name[run.name], run))
         good = show(*done[-1]) and good
         if options.json:
-            record.write([run for _, run in done], meta, options.json)
+            shown = [run for _, run in done]
+            names = {run.name for run in shown}
+            record.write([*shown, *(r for r in kept if r.name not in names)], meta, options.json)
         if options.plot:
             from benchkit.plots import draw
 

@@ -126,7 +126,7 @@ def _small(launches: int, iters: int) -> Experiment:
 def _quick() -> list[Experiment]:
     return [
         _four("500mbit", ["64MiB"], launches=3, iters=3),
-        _eight("500mbit", "64MiB", launches=2, iters=3),
+        _eight("200mbit", "64MiB", launches=2, iters=3),
         *_controls(launches=2, iters=3),
         _small(launches=3, iters=200),
     ]

@@ -100,3 +100,36 @@ def test_a_record_of_another_set_is_refused(
 def test_the_documentation_has_a_place_for_the_results() -> None:
     text = DOCS.read_text(encoding="utf-8")
     assert text.index(BEGIN) < text.index(END)
+
+
+def test_a_record_is_gone_on_with(measured: list[str], tmp_path: Path) -> None:
+    words = ["--json", str(tmp_path / "record.json"), "--resume"]
+    assert suite.main([*words, "--only", "hard"]) == 1
+    assert suite.main([*words, "--only", "easy"]) == 0
+    assert measured == ["hard", "easy"]
+    assert suite.main(words) == 1
+    assert measured == ["hard", "easy"]
+    assert (
+        suite.main(["--from-json", words[1]]) == 1
+    )  # of the one that must miss, not of a lost one
+
+
+def test_another_engine_begins_another_record(
+    measured: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--json", str(tmp_path / "record.json"), "--resume", "--only", "easy"]
+    assert suite.main(words) == 0
+    monkeypatch.setattr(suite.record, "series_hash", lambda: "another")
+    assert suite.main(words) == 1
+    assert measured == ["easy"]
+    assert "cannot be resumed: its byteps is" in capsys.readouterr().err
+
+
+def test_nothing_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        suite.main(["--resume"])
+    assert stop.value.code == 2
+    assert "--resume needs the record" in capsys.readouterr().err

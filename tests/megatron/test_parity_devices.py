@@ -19,9 +19,7 @@ def test_layouts_that_need_more_gpus_are_skipped_and_named(
 ) -> None:
     ran: list[str] = []
 
-    def compare_all(
-        layouts: list, folder: Path, platform: Platform, jobs: int
-    ) -> list[Report]:
+    def compare_all(layouts: list, folder: Path, platform: Platform, jobs: int) -> list[Report]:
         assert (platform, jobs) == (CUDA, 1)
         ran.extend(layout.name for layout in layouts)
         return [Report(layout=layout) for layout in layouts]

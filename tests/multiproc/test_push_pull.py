@@ -42,6 +42,8 @@ def test_large_tensors(make_cluster: Callable[..., Cluster], env: dict[str, str]
     [
         {"BYTEPS_DETERMINISTIC": "1"},
         {"BYTEPS_SERVER_WIDE_FLOAT32": "0"},
+        {"BYTEPS_FUSED_PUSH_PULL": "0"},
+        {"BYTEPS_FUSED_PUSH_PULL": "0", "BYTEPS_DETERMINISTIC": "1"},
         {"BYTEPS_PUSH_THREAD": "4", "BYTEPS_SERVER_ENGINE_THREAD": "4"},
         {"BYTEPS_SCHEDULING_CREDIT": "16384"},
         *({"BYTEPS_KEY_HASH_FN": name} for name in ("raw", "djb2", "sdbm", "built_in", "naive")),

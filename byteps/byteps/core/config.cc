@@ -85,6 +85,9 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_DETERMINISTIC", kBool, "", "0", 0, 1, "",
        "Servers add in the order of ranks, not of arrival: runs agree bit for bit, for some "
        "waiting and memory."},
+      {"BYTEPS_FUSED_PUSH_PULL", kBool, "", "1", 0, 1, "",
+       "A partition goes to its server and comes back as a sum by one request and one response. 0: "
+       "by two of each, a push and a pull, for comparison. The same on all workers."},
       {"BYTEPS_SERVER_WIDE_FLOAT32", kBool, "", "1", 0, 1, "",
        "Servers add more than two fp32 values in fp64 and round once, so that no sum is worse than "
        "an all-reduce's. 0: in fp32, with half the memory for a sum under way."},

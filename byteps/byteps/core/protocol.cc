@@ -23,14 +23,18 @@ bool Get(const std::string& in, size_t* at, T* value) {
   return true;
 }
 
+// In the byte of a packed Declaration that holds what it says yes or no to.
+constexpr uint8_t kAverage = 1;
+constexpr uint8_t kFused = 2;
+
 ps::Message MakeMessage(int op, int receiver, uint64_t key, uint64_t number) {
   ps::Message msg;
   msg.meta.app_id = 0;
   msg.meta.customer_id = 0;
   msg.meta.timestamp = 0;
   msg.meta.head = op;
-  // A transport with two planes sends what moves values by that of data.
-  msg.meta.simple_app = op != kPushPull;
+  // A transport with two planes sends all else, which moves values, by that of data.
+  msg.meta.simple_app = op == kDeclare;
   msg.meta.recver = receiver;
   msg.meta.key = key;
   msg.meta.addr = number;
@@ -90,7 +94,7 @@ int Declaration::MemberIndex(uint32_t rank) const {
 std::string Declaration::Pack() const {
   std::string out;
   Put(&out, static_cast<uint8_t>(dtype));
-  Put(&out, static_cast<uint8_t>(average));
+  Put(&out, static_cast<uint8_t>((average ? kAverage : 0) | (fused ? kFused : 0)));
   Put(&out, bytes);
   Put(&out, partition_bytes);
   Put(&out, placement);
@@ -103,9 +107,9 @@ std::string Declaration::Pack() const {
 bool Declaration::Unpack(const std::string& text, Declaration* d) {
   size_t at = 0;
   uint8_t dtype = 0;
-  uint8_t average = 0;
+  uint8_t flags = 0;
   uint32_t members = 0;
-  if (!Get(text, &at, &dtype) || !Get(text, &at, &average) || !Get(text, &at, &d->bytes) ||
+  if (!Get(text, &at, &dtype) || !Get(text, &at, &flags) || !Get(text, &at, &d->bytes) ||
       !Get(text, &at, &d->partition_bytes) || !Get(text, &at, &d->placement) ||
       !Get(text, &at, &members)) {
     return false;
@@ -113,7 +117,8 @@ bool Declaration::Unpack(const std::string& text, Declaration* d) {
   if (dtype >= kNumDTypes || d->bytes == 0 || d->partition_bytes == 0) return false;
   if (members == 0 || members > (text.size() - at) / sizeof(uint32_t)) return false;
   d->dtype = static_cast<DType>(dtype);
-  d->average = average != 0;
+  d->average = (flags & kAverage) != 0;
+  d->fused = (flags & kFused) != 0;
   d->group.resize(members);
   for (auto& rank : d->group) Get(text, &at, &rank);
   d->name = text.substr(at);
@@ -127,12 +132,14 @@ std::string Declaration::Describe() const {
   for (uint32_t rank : group) ranks += (ranks.empty() ? "" : ",") + std::to_string(rank);
   return std::string(NameOf(dtype)) + ", " + std::to_string(bytes) + " bytes in partitions of " +
          std::to_string(partition_bytes) + ", " + (average ? "average" : "sum") + " over ranks " +
-         ranks + ", placement " + std::to_string(placement);
+         ranks + ", placement " + std::to_string(placement) +
+         (fused ? "" : ", pushed and pulled apart (BYTEPS_FUSED_PUSH_PULL=0)");
 }
 
 bool Declaration::operator==(const Declaration& o) const {
-  return name == o.name && dtype == o.dtype && average == o.average && bytes == o.bytes &&
-         partition_bytes == o.partition_bytes && placement == o.placement && group == o.group;
+  return name == o.name && dtype == o.dtype && average == o.average && fused == o.fused &&
+         bytes == o.bytes && partition_bytes == o.partition_bytes && placement == o.placement &&
+         group == o.group;
 }
 
 }  // namespace core

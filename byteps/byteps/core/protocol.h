@@ -3,10 +3,15 @@
 // Each exchange is one request and one response on a ps::Message:
 //   meta.head   the Op                meta.addr    the request's number (worker's own)
 //   meta.key    the tensor's or partition's key
-//   meta.body   DECLARE: a Declaration; PUSH_PULL: a PushHeader; failed response: the reason
+//   meta.body   DECLARE: a Declaration; all others: a PushHeader; failed response: the reason
 //   meta.option of a response: 0, or 1 when it failed
-//   meta.simple_app  whether it is no PUSH_PULL, which alone goes by an RDMA van's data plane
-//   data[0]     PUSH_PULL: the values, and back the part of the sum that was asked for
+//   meta.simple_app  of a DECLARE alone: the others go by an RDMA van's data plane
+//   data[0]     PUSH_PULL, PUSH: the values; of the response to PUSH_PULL, PULL: the part of the
+//   sum
+//               that was asked for
+//
+// A partition goes by one PUSH_PULL, which is answered when the sum is there, or by a PUSH, which
+// is answered when it has been added, and then a PULL.  Its declaration says by which.
 //
 // Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
 // shifted left by 16; a partition's adds its index.  It thus depends neither on
@@ -30,6 +35,8 @@ namespace core {
 enum Op : int {
   kDeclare = 1,
   kPushPull = 2,
+  kPush = 3,
+  kPull = 4,
 };
 
 constexpr int kPartitionBits = 16;
@@ -40,6 +47,7 @@ struct Declaration {
   std::string name;
   DType dtype = DType::kFloat32;
   bool average = false;
+  bool fused = true;  // summed by PUSH_PULL, not by PUSH and PULL
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
   uint64_t placement =

@@ -9,6 +9,7 @@
 #include "ps/internal/postoffice.h"
 #include "reducer.h"
 #include "session.h"
+#include "thread_name.h"
 
 namespace byteps {
 namespace core {
@@ -24,12 +25,21 @@ std::string Hex(uint64_t x) {
   return text;
 }
 
-// Whether a push has a header, which asks for a part of `size` bytes.
-bool AsksForAPart(const ps::Message& msg, uint64_t size) {
-  if (msg.meta.body.size() != sizeof(PushHeader)) return false;
+PushHeader HeaderOf(const ps::Message& msg) {
   PushHeader header;
   memcpy(&header, msg.meta.body.data(), sizeof(header));
+  return header;
+}
+
+// Whether a request has a header, which asks for a part of `size` bytes.
+bool AsksForAPart(const ps::Message& msg, uint64_t size) {
+  if (msg.meta.body.size() != sizeof(PushHeader)) return false;
+  const PushHeader header = HeaderOf(msg);
   return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
+}
+
+bool All(const std::vector<bool>& flags) {
+  return std::find(flags.begin(), flags.end(), false) == flags.end();
 }
 
 }  // namespace
@@ -40,10 +50,13 @@ Server::Server(const Config& config)
   tracer_ = Tracer::Make(config);
   const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
   for (long i = 0; i < threads; ++i) engines_.push_back(std::make_unique<Engine>());
-  for (auto& engine : engines_) {
-    Engine* e = engine.get();
+  for (size_t i = 0; i < engines_.size(); ++i) {
+    Engine* e = engines_[i].get();
     if (tracer_) e->track = tracer_->AddThread("engine thread");
-    e->thread = std::thread([this, e] { Run(e); });
+    e->thread = std::thread([this, e, i] {
+      NameThisThread("engine", i);
+      Run(e);
+    });
   }
 }
 
@@ -74,43 +87,39 @@ void Server::OnMessage(ps::Message* msg) {
     case kDeclare:
       return OnDeclare(*msg);
     case kPushPull:
-      return OnPush(msg);
+    case kPush:
+    case kPull:
+      return OnRequest(msg);
     default: {
-      const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender), msg->meta.addr};
-      Answer(msg->meta.head, msg->meta.key, caller,
-             "the server does not know operation " + std::to_string(msg->meta.head) +
-                 ": install the same byteps on every node",
-             nullptr);
-      counters_.refused_requests.Add();
+      Refuse(*msg, "the server does not know operation " + std::to_string(msg->meta.head) +
+                       ": install the same byteps on every node");
     }
   }
 }
 
 void Server::OnDeclare(const ps::Message& msg) {
-  const Caller caller{ps::Postoffice::IDtoRank(msg.meta.sender), msg.meta.addr};
+  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
   Declaration declaration;
   if (!Declaration::Unpack(msg.meta.body, &declaration) || declaration.Key() != msg.meta.key) {
-    return Reply(caller, msg,
-                 "the declaration of a tensor from worker " + std::to_string(caller.rank) +
-                     " does not parse");
+    return Refuse(
+        msg, "the declaration of a tensor from worker " + std::to_string(rank) + " does not parse");
   }
-  if (declaration.MemberIndex(caller.rank) < 0) {
-    return Reply(caller, msg,
-                 "worker " + std::to_string(caller.rank) + " is no member of the group of '" +
-                     declaration.name + "': " + declaration.Describe());
+  if (declaration.MemberIndex(rank) < 0) {
+    return Refuse(msg, "worker " + std::to_string(rank) + " is no member of the group of '" +
+                           declaration.name + "': " + declaration.Describe());
   }
   auto& tensor = tensors_[msg.meta.key];
   if (!tensor) {
     tensor = std::make_unique<Tensor>();
     tensor->declaration = declaration;
-    tensor->declared_by = caller.rank;
+    tensor->declared_by = rank;
     counters_.declared_tensors.Add();
   } else if (!(tensor->declaration == declaration) && tensor->refusal.empty()) {
-    tensor->refusal =
-        "workers disagree on a tensor: worker " + std::to_string(tensor->declared_by) +
-        " declared '" + tensor->declaration.name + "' (" + tensor->declaration.Describe() +
-        "), worker " + std::to_string(caller.rank) + " declared '" + declaration.name + "' (" +
-        declaration.Describe() + "), both with key " + Hex(msg.meta.key);
+    tensor->refusal = "workers disagree on a tensor: worker " +
+                      std::to_string(tensor->declared_by) + " declared '" +
+                      tensor->declaration.name + "' (" + tensor->declaration.Describe() +
+                      "), worker " + std::to_string(rank) + " declared '" + declaration.name +
+                      "' (" + declaration.Describe() + "), both with key " + Hex(msg.meta.key);
     BPS_LOG(WARNING) << tensor->refusal;
     // Those who pushed already are waiting for a sum that cannot come.
     for (auto& engine : engines_) {
@@ -121,40 +130,52 @@ void Server::OnDeclare(const ps::Message& msg) {
       engine->queue.Push(std::move(task));
     }
   }
-  Reply(caller, msg, tensor->refusal);
+  if (!tensor->refusal.empty()) return Refuse(msg, tensor->refusal);
+  Answer(Caller{rank, msg.meta.addr, msg.meta.head}, msg.meta.key, "", nullptr);
 }
 
-void Server::Reply(const Caller& caller, const ps::Message& request, const std::string& error) {
-  if (!error.empty()) counters_.refused_requests.Add();
-  Answer(request.meta.head, request.meta.key, caller, error, nullptr);
+void Server::Refuse(const ps::Message& request, const std::string& error) {
+  counters_.refused_requests.Add();
+  const Caller caller{ps::Postoffice::IDtoRank(request.meta.sender), request.meta.addr,
+                      request.meta.head};
+  Answer(caller, request.meta.key, error, nullptr);
 }
 
-void Server::OnPush(ps::Message* msg) {
-  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender), msg->meta.addr};
+std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const {
+  const std::string worker = "worker " + std::to_string(ps::Postoffice::IDtoRank(msg.meta.sender));
+  const bool pull = msg.meta.head == kPull;
+  if (tensor == nullptr || index >= tensor->declaration.NumPartitions()) {
+    return worker + (pull ? " pulled" : " pushed") + " key " + Hex(msg.meta.key) +
+           ", which nobody declared";
+  }
+  if (!tensor->refusal.empty()) return tensor->refusal;
+  const Declaration& declaration = tensor->declaration;
+  if (declaration.MemberIndex(ps::Postoffice::IDtoRank(msg.meta.sender)) < 0) {
+    return worker + " is no member of the group of '" + declaration.name + "'";
+  }
+  const uint64_t size = declaration.PartitionSize(index);
+  const bool values = pull ? msg.data.empty() : msg.data.size() == 1 && msg.data[0].size() == size;
+  if (!AsksForAPart(msg, size) || !values || declaration.fused != (msg.meta.head == kPushPull)) {
+    return std::string(pull ? "a pull" : "a push") + " of '" + declaration.name + "' from " +
+           worker + " does not have the declared form";
+  }
+  return "";
+}
+
+void Server::OnRequest(ps::Message* msg) {
   const uint64_t index = msg->meta.key & (kMaxPartitions - 1);
   const auto it = tensors_.find(msg->meta.key - index);
-  std::string error;
-  if (it == tensors_.end() || index >= it->second->declaration.NumPartitions()) {
-    error = "worker " + std::to_string(caller.rank) + " pushed key " + Hex(msg->meta.key) +
-            ", which nobody declared";
-  } else if (!it->second->refusal.empty()) {
-    error = it->second->refusal;
-  } else if (it->second->declaration.MemberIndex(caller.rank) < 0) {
-    error = "worker " + std::to_string(caller.rank) + " is no member of the group of '" +
-            it->second->declaration.name + "'";
-  } else if (!AsksForAPart(*msg, it->second->declaration.PartitionSize(index)) ||
-             msg->data.size() != 1 ||
-             msg->data[0].size() != it->second->declaration.PartitionSize(index)) {
-    error = "a push of '" + it->second->declaration.name + "' from worker " +
-            std::to_string(caller.rank) + " does not have the declared form";
-  }
-  if (!error.empty()) return Reply(caller, *msg, error);
+  const Tensor* tensor = it == tensors_.end() ? nullptr : it->second.get();
+  const std::string error = Refusal(*msg, tensor, index);
+  if (!error.empty()) return Refuse(*msg, error);
   Task task;
-  task.partition = FindOrMake(*it->second, msg->meta.key);
+  task.partition = FindOrMake(*tensor, msg->meta.key);
   task.msg = std::move(*msg);
   task.received = SteadyNs();
-  counters_.received_partitions.Add();
-  counters_.received_bytes.Add(task.msg.data[0].size());
+  if (!task.msg.data.empty()) {
+    counters_.received_partitions.Add();
+    counters_.received_bytes.Add(task.msg.data[0].size());
+  }
   engines_[task.partition->engine]->queue.Push(std::move(task));
 }
 
@@ -179,10 +200,10 @@ void Server::OnWorkerGone(int rank, const std::string& reason) {
   }
 }
 
-void Server::Answer(int op, uint64_t key, const Caller& caller, const std::string& error,
+void Server::Answer(const Caller& caller, uint64_t key, const std::string& error,
                     const ps::SArray<char>* values) {
-  ps::Message msg =
-      MakeAnswer(op, ps::Postoffice::WorkerRankToID(caller.rank), key, caller.request, error);
+  ps::Message msg = MakeAnswer(caller.op, ps::Postoffice::WorkerRankToID(caller.rank), key,
+                               caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
     AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
   }
@@ -210,8 +231,12 @@ void Server::Run(Engine* engine) {
       continue;
     }
     switch (task.kind) {
-      case Task::kPush:
-        Push(engine, task.partition, &task.msg, task.received);
+      case Task::kRequest:
+        if (task.msg.meta.head == kPull) {
+          Pull(task.partition, task.msg, task.received);
+        } else {
+          Push(engine, task.partition, &task.msg, task.received);
+        }
         break;
       case Task::kGone:
         engine->gone[task.rank] = task.reason;
@@ -231,77 +256,112 @@ void Server::Run(Engine* engine) {
   }
 }
 
-void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {
-  const int64_t taken = SteadyNs();
-  const Declaration& declaration = partition->tensor->declaration;
-  PushHeader header;
-  memcpy(&header, msg->meta.body.data(), sizeof(header));
-  const Caller caller{ps::Postoffice::IDtoRank(msg->meta.sender),
-                      msg->meta.addr,
-                      header.pull_offset,
-                      header.pull_bytes,
-                      received,
-                      taken};
-  const int member = declaration.MemberIndex(caller.rank);
+Server::Caller Server::CallerOf(const ps::Message& msg, int64_t received) {
+  const PushHeader header = HeaderOf(msg);
+  const int64_t now = SteadyNs();
+  return {ps::Postoffice::IDtoRank(msg.meta.sender),
+          msg.meta.addr,
+          msg.meta.head,
+          header.pull_offset,
+          header.pull_bytes,
+          received,
+          now,
+          now};
+}
 
+Server::Round* Server::FindRound(Engine* engine, Partition* partition, const PushHeader& header) {
   // Unsigned, so that a round before the first open one is far ahead as well.
   const uint32_t ahead = header.round - partition->first_round;
-  const bool known = ahead < kMaxRoundsAhead;
-  if (!known || (ahead < partition->rounds.size() && partition->rounds[ahead].pushed[member])) {
-    return Reply(caller, *msg,
-                 "worker " + std::to_string(caller.rank) + " pushed round " +
-                     std::to_string(header.round) + " of '" + declaration.name + "' while round " +
-                     std::to_string(partition->first_round) + " is open");
-  }
+  if (ahead >= kMaxRoundsAhead) return nullptr;
   if (partition->first_round == 0 && partition->rounds.empty())
     engine->partitions.push_back(partition);
+  const size_t members = partition->tensor->declaration.group.size();
   while (partition->rounds.size() <= ahead) {
     Round round;
     round.number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());
-    round.pushed.resize(declaration.group.size());
+    round.pushed.resize(members);
+    round.told.resize(members);
     round.started = Clock::now();
     round.timeout_s = header.timeout_ms / 1000.0;
     round.deadline = round.started + std::chrono::milliseconds(header.timeout_ms);
     partition->rounds.push_back(std::move(round));
     ++engine->open_rounds;
   }
-  Round& round = partition->rounds[ahead];
-  round.pushed[member] = true;
-  if (round.done) {  // it failed before this push came
-    Reply(caller, *msg, round.failure);
-    return DropDoneRounds(partition);
+  return &partition->rounds[ahead];
+}
+
+void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {
+  const Declaration& declaration = partition->tensor->declaration;
+  Caller caller = CallerOf(*msg, received);
+  const int member = declaration.MemberIndex(caller.rank);
+  const PushHeader header = HeaderOf(*msg);
+  Round* round = FindRound(engine, partition, header);
+  if (round == nullptr || round->pushed[member]) {
+    return Refuse(*msg, "worker " + std::to_string(caller.rank) + " pushed round " +
+                            std::to_string(header.round) + " of '" + declaration.name +
+                            "' while round " + std::to_string(partition->first_round) + " is open");
   }
-  round.callers.push_back(caller);
+  round->pushed[member] = true;
   for (const auto& gone : engine->gone) {
     const int lost = declaration.MemberIndex(gone.first);
-    if (lost < 0 || round.pushed[lost]) continue;
-    FailRound(engine, partition, &round,
+    if (round->done || lost < 0 || round->pushed[lost]) continue;
+    FailRound(engine, partition, round,
               gone.second + " while the push_pull of '" + declaration.name + "' waited for it");
+  }
+  if (round->done) {  // it failed before this push came
+    round->told[member] = true;
+    Refuse(*msg, round->failure);
     return DropDoneRounds(partition);
   }
   if (deterministic_) {
-    round.waiting.resize(declaration.group.size());
-    round.waiting[member] = std::move(msg->data[0]);
-    while (round.added < declaration.group.size() && round.pushed[round.added]) {
-      auto& next = round.waiting[round.added];
-      Accumulate(engine, declaration, &round, std::move(next));
+    round->waiting.resize(declaration.group.size());
+    round->waiting[member] = std::move(msg->data[0]);
+    while (round->added < declaration.group.size() && round->pushed[round->added]) {
+      auto& next = round->waiting[round->added];
+      Accumulate(engine, declaration, round, std::move(next));
       next = ps::SArray<char>();
     }
   } else {
-    Accumulate(engine, declaration, &round, std::move(msg->data[0]));
+    Accumulate(engine, declaration, round, std::move(msg->data[0]));
   }
-  Caller& added = round.callers.back();
-  added.added = SteadyNs();
-  counters_.adding_ns.Add(added.added - taken);
-  if (tracer_ && tracer_->Wants(round.number)) {
-    tracer_->AddSlice(Traced(*partition, round, added), engine->track, "add", taken,
+  caller.added = round->last_added = SteadyNs();
+  if (round->first_taken == 0) round->first_taken = caller.taken;
+  counters_.adding_ns.Add(caller.added - caller.taken);
+  if (tracer_ && tracer_->Wants(round->number)) {
+    tracer_->AddSlice(Traced(*partition, *round, caller), engine->track, "add", caller.taken,
                       TraceArrow::kPasses);
   }
-  if (round.added == declaration.group.size()) {
-    counters_.round_wait_seconds.Observe(added.added - round.callers.front().taken);
-    Finish(engine, partition, &round);
+  if (msg->meta.head == kPush) {
+    Answer(caller, msg->meta.key, "", nullptr);
+  } else {
+    round->callers.push_back(caller);
+  }
+  if (round->added == declaration.group.size()) {
+    Finish(engine, partition, round);
     DropDoneRounds(partition);
   }
+}
+
+void Server::Pull(Partition* partition, const ps::Message& msg, int64_t received) {
+  const Declaration& declaration = partition->tensor->declaration;
+  const Caller caller = CallerOf(msg, received);
+  const int member = declaration.MemberIndex(caller.rank);
+  const PushHeader header = HeaderOf(msg);
+  const uint32_t ahead = header.round - partition->first_round;
+  Round* round = ahead < partition->rounds.size() ? &partition->rounds[ahead] : nullptr;
+  if (round == nullptr || !round->pushed[member] || round->told[member]) {
+    return Refuse(msg, "worker " + std::to_string(caller.rank) + " pulled round " +
+                           std::to_string(header.round) + " of '" + declaration.name +
+                           "' without having pushed it, or twice");
+  }
+  if (!round->failure.empty()) {
+    round->told[member] = true;
+    Refuse(msg, round->failure);
+  } else {
+    round->callers.push_back(caller);
+    if (round->done) Deliver(partition, round);
+  }
+  DropDoneRounds(partition);
 }
 
 void Server::Accumulate(Engine* engine, const Declaration& declaration, Round* round,
@@ -334,25 +394,37 @@ bool Server::AddsWide(DType t) const {
 }
 
 void Server::Finish(Engine* engine, Partition* partition, Round* round) {
-  const uint64_t key = partition->tensor->declaration.Key() + partition->index;
   counters_.sums.Add();
+  counters_.round_wait_seconds.Observe(round->last_added - round->first_taken);
+  round->done = true;
+  --engine->open_rounds;
+  Deliver(partition, round);
+}
+
+void Server::Deliver(Partition* partition, Round* round) {
+  const Declaration& declaration = partition->tensor->declaration;
+  const uint64_t key = declaration.Key() + partition->index;
   for (const Caller& caller : round->callers) {
     counters_.answered_partitions.Add();
     counters_.answered_bytes.Add(caller.bytes);
-    Answer(kPushPull, key, caller, "", &round->sum);
+    Answer(caller, key, "", &round->sum);
+    round->told[declaration.MemberIndex(caller.rank)] = true;
   }
   TraceRound(*partition, *round, true);
-  round->sum = ps::SArray<char>();
-  round->done = true;
-  --engine->open_rounds;
+  round->callers.clear();
+  if (All(round->told)) round->sum = ps::SArray<char>();
 }
 
 void Server::FailRound(Engine* engine, Partition* partition, Round* round,
                        const std::string& reason) {
-  const uint64_t key = partition->tensor->declaration.Key() + partition->index;
+  const Declaration& declaration = partition->tensor->declaration;
+  const uint64_t key = declaration.Key() + partition->index;
   counters_.failed_sums.Add();
   TraceRound(*partition, *round, false);
-  for (const Caller& caller : round->callers) Answer(kPushPull, key, caller, reason, nullptr);
+  for (const Caller& caller : round->callers) {
+    Answer(caller, key, reason, nullptr);
+    round->told[declaration.MemberIndex(caller.rank)] = true;
+  }
   round->failure = reason;
   round->callers.clear();
   round->waiting.clear();
@@ -363,11 +435,10 @@ void Server::FailRound(Engine* engine, Partition* partition, Round* round,
 }
 
 void Server::DropDoneRounds(Partition* partition) {
-  // A failed round stays until every member has pushed it and heard of it.
+  // A round stays until every member has its sum, or has heard that there is none.
   while (!partition->rounds.empty()) {
     const Round& round = partition->rounds.front();
-    if (!round.done) return;
-    if (std::find(round.pushed.begin(), round.pushed.end(), false) != round.pushed.end()) return;
+    if (!round.done || !All(round.told)) return;
     partition->rounds.pop_front();
     ++partition->first_round;
   }
@@ -401,7 +472,7 @@ void Server::TraceRound(const Partition& partition, const Round& round, bool ans
     tracer_->AddRow(Traced(partition, round, caller), caller.received,
                     {{"receive queue", caller.taken},
                      {"add", caller.added},
-                     {"other workers", answered ? round.callers.back().added : 0},
+                     {"other workers", answered ? round.last_added : 0},
                      {"answer", now}});
   }
 }

@@ -68,6 +68,7 @@ class Server {
   struct Caller {
     int rank;
     uint64_t request;
+    int op;  // that it asked by
     uint32_t offset = 0;
     uint32_t bytes = 0;
     // When its push came, an engine thread took it, and it was added, in SteadyNs.
@@ -78,8 +79,9 @@ class Server {
 
   struct Round {
     uint32_t number = 0;
-    std::vector<Caller> callers;
+    std::vector<Caller> callers;            // who wait for the sum
     std::vector<bool> pushed;               // by member index
+    std::vector<bool> told;                 // by member index: of the sum, or why there is none
     std::vector<ps::SArray<char>> waiting;  // by member index: not yet their turn
     size_t added = 0;
     ps::SArray<char> sum;  // the first push, then the sum
@@ -87,8 +89,10 @@ class Server {
     Clock::time_point started;
     Clock::time_point deadline;
     double timeout_s = 0;
-    bool done = false;
-    std::string failure;  // why it is done without a sum
+    int64_t first_taken = 0;  // SteadyNs
+    int64_t last_added = 0;
+    bool done = false;    // there is a sum, or there will be none
+    std::string failure;  // why there will be none
   };
 
   struct Partition {
@@ -101,10 +105,10 @@ class Server {
   };
 
   struct Task {
-    enum Kind { kPush, kGone, kRefuse } kind = kPush;
+    enum Kind { kRequest, kGone, kRefuse } kind = kRequest;
     Partition* partition = nullptr;
-    ps::Message msg;                 // kPush
-    int64_t received = 0;            // kPush: when, in SteadyNs
+    ps::Message msg;                 // kRequest
+    int64_t received = 0;            // kRequest: when, in SteadyNs
     int rank = 0;                    // kGone
     const Tensor* tensor = nullptr;  // kRefuse
     std::string reason;
@@ -122,18 +126,28 @@ class Server {
 
   // Receiving thread.
   void OnDeclare(const ps::Message& msg);
-  void OnPush(ps::Message* msg);
+  // PUSH_PULL, PUSH, PULL.
+  void OnRequest(ps::Message* msg);
+  // Why it cannot be served; empty if it can.
+  std::string Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const;
   Partition* FindOrMake(const Tensor& tensor, uint64_t key);
-  void Reply(const Caller& caller, const ps::Message& request, const std::string& error);
+  void Refuse(const ps::Message& request, const std::string& error);
 
   // Engine threads.
   void Run(Engine* engine);
   void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received);
+  void Pull(Partition* partition, const ps::Message& msg, int64_t received);
+  // The caller and what it wants, from a request's header.
+  static Caller CallerOf(const ps::Message& msg, int64_t received);
+  // The round, made if it is new; null if it is out of reach.
+  Round* FindRound(Engine* engine, Partition* partition, const PushHeader& header);
   // Adds the next push; after the last one, round->sum is what is answered.
   void Accumulate(Engine* engine, const Declaration& declaration, Round* round,
                   ps::SArray<char> values);
   bool AddsWide(DType t) const;
   void Finish(Engine* engine, Partition* partition, Round* round);
+  // Sends the sum to those who wait for it; gives it up once every member has it.
+  void Deliver(Partition* partition, Round* round);
   void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason);
   void DropDoneRounds(Partition* partition);
   void FailRoundsWithout(Engine* engine, int rank, const std::string& reason);
@@ -144,7 +158,7 @@ class Server {
   void TraceRound(const Partition& partition, const Round& round, bool answered);
   std::string MissingRanks(const Partition& partition, const Round& round) const;
 
-  void Answer(int op, uint64_t key, const Caller& caller, const std::string& error,
+  void Answer(const Caller& caller, uint64_t key, const std::string& error,
               const ps::SArray<char>* values);
 
   const bool deterministic_;

@@ -11,6 +11,7 @@
 #include "log.h"
 #include "ps/internal/postoffice.h"
 #include "session.h"
+#include "thread_name.h"
 
 namespace byteps {
 namespace core {
@@ -45,6 +46,7 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers) 
   op_timeout_s_ = config.Float("BYTEPS_OP_TIMEOUT_S");
   peer_timeout_s_ = config.Float("BYTEPS_PEER_TIMEOUT_S");
   credit_limit_ = config.Int("BYTEPS_SCHEDULING_CREDIT");
+  fused_ = config.Bool("BYTEPS_FUSED_PUSH_PULL");
   {
     std::lock_guard<std::mutex> lock(mu_);
     failed_ = stopping_ = false;
@@ -68,10 +70,19 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers) 
       [this](const ps::MembershipEvent& event) { OnEvent(event); });
   const long loops = config.Int("BYTEPS_PUSH_THREAD");
   for (long i = 0; i < loops; ++i) {
-    threads_.emplace_back([this, track = AddTrack("push loop", i)] { PushLoop(track); });
-    threads_.emplace_back([this, track = AddTrack("pull loop", i)] { PullLoop(track); });
+    threads_.emplace_back([this, i, track = AddTrack("push loop", i)] {
+      NameThisThread("push", i);
+      PushLoop(track);
+    });
+    threads_.emplace_back([this, i, track = AddTrack("pull loop", i)] {
+      NameThisThread("pull", i);
+      PullLoop(track);
+    });
   }
-  threads_.emplace_back([this] { WatchLoop(); });
+  threads_.emplace_back([this] {
+    NameThisThread("watch");
+    WatchLoop();
+  });
   metrics_server_ = std::move(metrics_server);
   started_ = true;
 }
@@ -142,6 +153,7 @@ Declaration Worker::MakeDeclaration(const PushPullRequest& request) const {
   d.name = request.name;
   d.dtype = request.dtype;
   d.average = request.average;
+  d.fused = fused_;
   d.bytes = request.bytes;
   d.partition_bytes = PartitionBytes(d.bytes);
   d.group = request.group;
@@ -164,6 +176,15 @@ Declaration Worker::MakeDeclaration(const PushPullRequest& request) const {
                      " are possible: raise BYTEPS_PARTITION_BYTES");
   }
   return d;
+}
+
+std::vector<uint64_t> Worker::BytesPerServer(const PushPullRequest& request) const {
+  const Declaration d = MakeDeclaration(request);
+  std::vector<uint64_t> bytes(num_servers_);
+  for (uint64_t i = 0; i < d.NumPartitions(); ++i) {
+    bytes[ServerOf(hash_, d.Key(), d.placement, i, num_servers_)] += d.PartitionSize(i);
+  }
+  return bytes;
 }
 
 Worker::Tensor* Worker::Declare(const PushPullRequest& request) {
@@ -416,14 +437,7 @@ void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
   Times* times = TimesOf(task);
   if (times != nullptr) times->copied = now;
   const int server = ServerOf(hash_, operation.tensor->key, d.placement, task.index, num_servers_);
-  const Part wanted = WantedPart(task);
-  const PushHeader header{
-      operation.round, static_cast<uint32_t>(std::min(op_timeout_s_ * 1000, 4e9)),
-      static_cast<uint32_t>(wanted.offset), static_cast<uint32_t>(wanted.bytes)};
-  ps::Message msg =
-      MakeRequest(kPushPull, ps::Postoffice::ServerRankToID(server),
-                  operation.tensor->key + task.index, Remember(Pending{task, server, now}),
-                  std::string(reinterpret_cast<const char*>(&header), sizeof(header)));
+  ps::Message msg = MakePartitionRequest(fused_ ? kPushPull : kPush, Pending{task, server, now});
   // Until the transport has sent the message, it holds a credit, and the operation
   // with its staging memory.  Not until the answer: that waits for other workers,
   // who might hold all of their credits for partitions of which this one's wait.
@@ -440,6 +454,18 @@ void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
   counters_.pushed_partitions.Add();
   counters_.pushed_bytes.Add(size);
   Session::Send(&msg);
+}
+
+ps::Message Worker::MakePartitionRequest(int op, Pending pending) {
+  const Operation& operation = *pending.task.operation;
+  const Part wanted = WantedPart(pending.task);
+  const PushHeader header{
+      operation.round, static_cast<uint32_t>(std::min(op_timeout_s_ * 1000, 4e9)),
+      static_cast<uint32_t>(wanted.offset), static_cast<uint32_t>(wanted.bytes)};
+  const int server = ps::Postoffice::ServerRankToID(pending.server);
+  const uint64_t key = operation.tensor->key + pending.task.index;
+  return MakeRequest(op, server, key, Remember(std::move(pending)),
+                     std::string(reinterpret_cast<const char*>(&header), sizeof(header)));
 }
 
 void Worker::PullLoop(int track) {
@@ -562,6 +588,11 @@ void Worker::OnMessage(ps::Message* msg) {
   if (msg->meta.option != 0) {
     TraceRow(pending.task, 0);
     FailOperation(pending.task.operation, msg->meta.body);
+    return;
+  }
+  if (msg->meta.head == kPush) {  // it was added: ask for the sum
+    ps::Message pull = MakePartitionRequest(kPull, std::move(pending));
+    Session::Send(&pull);
     return;
   }
   const int64_t now = SteadyNs();

@@ -96,6 +96,9 @@ class Worker {
   // Bytes of the partitions into which a tensor of `bytes` bytes is cut.
   uint32_t PartitionBytes(uint64_t bytes) const;
 
+  // Bytes of each server of the tensor that `request` describes; its values are not used.
+  std::vector<uint64_t> BytesPerServer(const PushPullRequest& request) const;
+
   // What was counted since the process began, and what the queues hold now.
   std::vector<Metric> Metrics();
 
@@ -196,6 +199,8 @@ class Worker {
   void OnMessage(ps::Message* msg);
   void OnEvent(const ps::MembershipEvent& event);
   void Fail(const std::string& reason);
+  // A request about the partition of `pending`, which is remembered until the answer.
+  ps::Message MakePartitionRequest(int op, Pending pending);
   uint64_t Remember(Pending pending);
   void ReturnCredit();
 
@@ -215,6 +220,7 @@ class Worker {
   double op_timeout_s_ = 0;
   double peer_timeout_s_ = 0;
   uint64_t credit_limit_ = 0;
+  bool fused_ = true;
   std::atomic<bool> started_{false};
   SpeedMeter speed_;
   WorkerCounters counters_;

@@ -82,6 +82,18 @@ void Init(int num_servers) {
       num_servers > 0 ? num_servers : static_cast<int>(config.Int("DMLC_NUM_SERVER")));
 }
 
+std::vector<uint64_t> BytesPerServer(const std::string& name, uint64_t bytes,
+                                     std::vector<uint32_t> group,
+                                     std::optional<uint64_t> placement) {
+  PushPullRequest request;
+  request.name = name;
+  request.bytes = bytes;
+  request.group = std::move(group);
+  request.has_placement = placement.has_value();
+  request.placement = placement.value_or(0);
+  return GetWorker()->BytesPerServer(request);
+}
+
 int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
                  uintptr_t output, uint64_t bytes, bool average, int priority,
                  std::vector<uint32_t> group, std::optional<uint64_t> placement,
@@ -150,6 +162,8 @@ PYBIND11_MODULE(c_lib, m) {
   m.def(
       "partition_bytes", [](uint64_t bytes) { return GetWorker()->PartitionBytes(bytes); },
       py::arg("bytes"));
+  m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("bytes"), py::arg("group"),
+        py::arg("placement"));
   m.def("config",
         [] { return GetWorker()->started() ? settings : Config::FromEnvironment().Print(); });
   m.def("unknown_variables", &Config::UnknownVariables);

@@ -339,6 +339,23 @@ def partition_bytes(nbytes: int) -> int:
     return c_lib.partition_bytes(nbytes)
 
 
+def bytes_per_server(
+    nbytes: int, *, name: str, group: Group = None, placement: int | None = None
+) -> list[int]:
+    """Bytes that each server, in the order of their ranks, gets of a tensor of `nbytes` bytes.
+
+    The other arguments are those that it is summed with.
+
+    Raises:
+        BytePSError: byteps is not initialised.
+        ValueError: the arguments cannot be used.
+    """
+    _launched()
+    return c_lib.bytes_per_server(
+        name=name, bytes=nbytes, group=_ranks_of(group), placement=placement
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
     """How often something took how long."""

@@ -314,7 +314,7 @@ class BucketOp:
     priority: int
     """Higher goes first. 0 for what the next forward pass needs first, negative after that."""
     placement: int
-    """Index of the bucket's first partition in the round robin over the servers."""
+    """Place of the bucket's first partition in the round robin over the servers."""
     wire_dtype: torch.dtype
     """Type in which the gradients travel; that of the bucket, unless another was asked for."""
 
@@ -413,7 +413,28 @@ def register(ddp: DistributedDataParallel) -> None:
     names = [bucket.dpu_reduce_op.name for *_, buffer in plan for bucket in buffer.buckets]
     if len(set(names)) != len(names):
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
-    logger.info("gradient sums go through BytePS: %d buckets, chunk %d", len(names), chunk)
+    spread = _spread(ddp)
+    logger.info(
+        "gradient sums go through BytePS: %d buckets, chunk %d, %.1f MB from this rank; the %d "
+        "servers get %.1f to %.1f MB each",
+        *(len(names), chunk, sum(spread) / 1e6),
+        *(len(spread), min(spread) / 1e6, max(spread) / 1e6),
+    )
+
+
+def _spread(ddp: DistributedDataParallel) -> list[int]:
+    """Bytes that this rank pushes to each server in one step of a model chunk."""
+    bps = _byteps()
+    total: list[int] = []
+    for buffer in [*ddp.buffers, *ddp.expert_parallel_buffers]:
+        for bucket in buffer.buckets:
+            op: BucketOp = bucket.dpu_reduce_op
+            nbytes = bucket.grad_data.numel() * op.wire_dtype.itemsize
+            part = bps.bytes_per_server(
+                nbytes, name=op.name, group=op.group, placement=op.placement
+            )
+            total = [a + b for a, b in zip(total or [0] * len(part), part, strict=True)]
+    return total or [0]
 
 
 def _wire_dtype(grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig) -> torch.dtype:
@@ -460,7 +481,8 @@ def _register_buffer(
             priority=bucket_priority(
                 chunk=chunk, bucket_id=bucket.bucket_id, num_buckets=len(buffer.buckets)
             ),
-            placement=_registry.partitions,
+            # Groups, of which each counts its own partitions, begin at different servers.
+            placement=_registry.partitions + min(group),
             wire_dtype=wire_dtype,
         )
         nbytes = bucket.grad_data.numel() * wire_dtype.itemsize

@@ -1,5 +1,7 @@
 #include "ps/membership.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -24,6 +26,8 @@ constexpr double kGoodbyeSeconds = 5.0;
 // How long after its connection closed the scheduler's last word may still come, or its
 // word on a peer whose connection broke.
 constexpr double kLastWordSeconds = 0.5;
+// The same for the word of a peer that closed a connection.
+constexpr double kPeersWordSeconds = 1.5;
 // How long it may take the scheduler to fail the job once it is told of that.
 constexpr double kVerdictSeconds = 5.0;
 
@@ -139,6 +143,7 @@ void Membership::Join() {
     Send(Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
   }
   timer_ = std::thread(&Membership::TimerLoop, this);
+  pthread_setname_np(timer_.native_handle(), "bps-members");
   if (is_scheduler_) return;
 
   const auto deadline = Clock::now() + ToDuration(start_timeout_s_);
@@ -259,7 +264,7 @@ void Membership::OnDisconnect(int node_id) {
   cond_.notify_all();
 }
 
-void Membership::OnLinkLost(int node_id, const std::string& how) {
+void Membership::OnLinkLost(int node_id, const std::string& how, bool closed) {
   if (is_scheduler_) return OnLost(node_id, how);
   if (node_id == kScheduler) {
     bool welcomed = false;
@@ -278,7 +283,7 @@ void Membership::OnLinkLost(int node_id, const std::string& how) {
   if (broken_link_ != Node::kEmpty) return;
   broken_link_ = node_id;
   broken_how_ = how;
-  broken_at_ = Clock::now();
+  broken_deadline_ = Clock::now() + ToDuration(closed ? kPeersWordSeconds : kLastWordSeconds);
   broken_reported_ = false;
   cond_.notify_all();
 }
@@ -298,7 +303,7 @@ void Membership::ReportBrokenLink() {
              " was lost to " + Describe(van_->node()) + ": " + broken_how_;
     reported = broken_reported_;
     broken_reported_ = true;
-    broken_at_ = Clock::now() + ToDuration(kVerdictSeconds - kLastWordSeconds);
+    broken_deadline_ = Clock::now() + ToDuration(kVerdictSeconds);
   }
   if (reported) return Fail(reason);
   Send(Control::JOB_FAILED, kScheduler, reason);
@@ -317,9 +322,9 @@ void Membership::TimerLoop() {
     auto wake = next;
     const auto last_word = scheduler_closed_at_ + ToDuration(kLastWordSeconds);
     if (scheduler_closed_) wake = std::min(wake, last_word);
-    const auto link_word = broken_at_ + ToDuration(kLastWordSeconds);
     const bool broken = broken_link_ != Node::kEmpty;
-    if (broken) wake = std::min(wake, link_word);
+    const bool verdict_due = broken && now >= broken_deadline_;
+    if (broken) wake = std::min(wake, broken_deadline_);
     if (now < wake) {
       cond_.wait_until(lock, wake);
       continue;
@@ -329,7 +334,7 @@ void Membership::TimerLoop() {
     lock.unlock();
     if (lost) {
       Fail(SchedulerName() + " was lost: " + how);
-    } else if (broken && now >= link_word) {
+    } else if (verdict_due) {
       ReportBrokenLink();
     }
     if (now < next) {

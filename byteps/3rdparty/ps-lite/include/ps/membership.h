@@ -82,8 +82,9 @@ class Membership {
 
   // A connection to `node_id` broke, and `how`, while the process at its other end may
   // well live.  What the scheduler has to say of that process goes first; if it is silent,
-  // it is told, and the job fails.  Receiving thread.
-  void OnLinkLost(int node_id, const std::string& how);
+  // it is told, and the job fails.  `closed`: the other end closed it, which may have more
+  // to say of the reason and goes first as well.  Receiving thread.
+  void OnLinkLost(int node_id, const std::string& how, bool closed);
 
   // "worker 1 (10.0.0.3:41234)"; without the address while it is not known.
   std::string NameOf(int node_id);
@@ -158,7 +159,7 @@ class Membership {
   // The first connection to another node that broke; none: Node::kEmpty.
   int broken_link_ = Node::kEmpty;
   std::string broken_how_;
-  Clock::time_point broken_at_;
+  Clock::time_point broken_deadline_;  // for others to speak
   bool broken_reported_ = false;
   Clock::time_point first_worker_;  // scheduler: when the first worker came
   bool any_worker_ = false;

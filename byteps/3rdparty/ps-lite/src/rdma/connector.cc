@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -72,8 +73,9 @@ std::shared_ptr<Transport> Connector::TransportFor(rdma_cm_id* id) {
   }
   settings_.Check(device);
   made->pool = std::make_shared<Pool>(made->device, settings_.pool_bytes);
-  for (auto& poller : made->pollers) {
-    poller = std::make_unique<Poller>(device, settings_.busy_poll);
+  for (const Plane plane : {Plane::kControl, Plane::kData}) {
+    made->pollers[static_cast<int>(plane)] =
+        std::make_unique<Poller>(device, plane, settings_.busy_poll);
   }
   std::lock_guard<std::mutex> lock(mu_);
   transport_ = made;
@@ -110,7 +112,10 @@ int Connector::Listen(const std::string& host, int port) {
   return ntohs(rdma_get_src_port(id));
 }
 
-void Connector::Run() { thread_ = std::thread(&Connector::Loop, this); }
+void Connector::Run() {
+  thread_ = std::thread(&Connector::Loop, this);
+  pthread_setname_np(thread_.native_handle(), "bps-rdma-cm");
+}
 
 void Connector::Post(std::function<void()> task) {
   {

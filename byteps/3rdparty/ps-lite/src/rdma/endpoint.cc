@@ -20,6 +20,7 @@ constexpr int kReceiverNotReadyTimer = 12;  // 0.64 ms
 // without a word is noticed after some 8 s where heartbeats do not notice it first.
 constexpr int kAckTimer = 18;
 constexpr int kTries = 7;
+
 ibv_qp_attr AttributesFor(rdma_cm_id* id, ibv_qp_state state, int* mask) {
   ibv_qp_attr attributes;
   memset(&attributes, 0, sizeof(attributes));
@@ -302,7 +303,7 @@ void Endpoint::PostSend(ibv_send_wr* request, Turn* turn) {
   ibv_send_wr* bad = nullptr;
   if (int error = ibv_post_send(qp_.get(), request, &bad)) {
     free_slots_.push_back(static_cast<uint32_t>(request->wr_id));
-    Close(std::string("a send could not be posted: ") + strerror(error), turn);
+    CloseFor("a send could not be posted", error, turn);
   }
 }
 
@@ -325,12 +326,11 @@ void Endpoint::Fail(const std::string& reason) {
   Finish(&turn);
 }
 
-void Endpoint::Close(const std::string& reason, Turn* turn) {
+void Endpoint::Close(const std::string& reason, Turn* turn, bool by_peer) {
   if (state_ == State::kClosed) return;
   state_ = State::kClosed;
   turn->closed = true;
-  turn->reason = reason;
-  turn->orderly = goodbye_received_;
+  turn->ending = {reason, goodbye_received_, by_peer};
   StopQueuePair();
   // These are known to this side alone.  What was written from, or is written to, stays
   // until the device has given the requests back.
@@ -339,6 +339,11 @@ void Endpoint::Close(const std::string& reason, Turn* turn) {
   outbox_.clear();
   offered_.clear();
   grants_.clear();
+}
+
+void Endpoint::CloseFor(const char* what, int error, Turn* turn) {
+  if (disconnected_) return Close(kClosed, turn, true);
+  Close(std::string(what) + ": " + strerror(error), turn);
 }
 
 void Endpoint::StopQueuePair() {
@@ -375,7 +380,7 @@ void Endpoint::Finish(Turn* turn) {
       Fail(e.what());
     }
   }
-  if (turn->closed) owner_->OnClosed(this, turn->reason, turn->orderly);
+  if (turn->closed) owner_->OnClosed(this, turn->ending);
 }
 
 }  // namespace rdma

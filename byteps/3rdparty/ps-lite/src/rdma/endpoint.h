@@ -30,13 +30,20 @@ inline const char* NameOf(Plane plane) { return plane == Plane::kData ? "data" :
 
 class Endpoint;
 
+// Why an endpoint was closed.
+struct Ending {
+  std::string reason;
+  bool orderly = false;  // the peer had said goodbye
+  bool by_peer = false;  // and this side has nothing to say of the reason
+};
+
 class EndpointOwner {
  public:
   virtual ~EndpointOwner() = default;
   // The frame's parts; the polling thread.  Throws dmlc::Error when the meta is none.
   virtual void OnMessage(Endpoint* endpoint, Received received) = 0;
-  // Once, in any thread.  `orderly`: the peer had said goodbye.
-  virtual void OnClosed(Endpoint* endpoint, const std::string& reason, bool orderly) = 0;
+  // Once, in any thread.
+  virtual void OnClosed(Endpoint* endpoint, const Ending& ending) = 0;
 };
 
 // Any thread may call any public function, but for those that say otherwise.
@@ -98,6 +105,9 @@ class Endpoint {
   bool Poll();
 
  private:
+  // The reason when there is none but that.
+  static constexpr char kClosed[] = "its connection closed";
+
   enum class State { kConnecting, kOpen, kClosed };
 
   // What a call has to do once the lock is released.
@@ -105,8 +115,7 @@ class Endpoint {
     std::vector<Received> received;
     std::vector<OutgoingPtr> done;
     bool closed = false;
-    std::string reason;
-    bool orderly = false;
+    Ending ending;
   };
 
   // A request to the device that has not completed.
@@ -147,7 +156,9 @@ class Endpoint {
   void ReadGrant(const FrameHeader& header, const char* body, uint32_t bytes);
   void ReadImmediate(uint32_t cookie, Turn* turn);
   void Deliver(Received parts, Turn* turn);
-  void Close(const std::string& reason, Turn* turn);
+  void Close(const std::string& reason, Turn* turn, bool by_peer = false);
+  // For a request that the device did not take.
+  void CloseFor(const char* what, int error, Turn* turn);
   void StopQueuePair();
 
   EndpointOwner* const owner_;

@@ -17,7 +17,8 @@ constexpr int kBatch = 32;
 // wr_id: the slot, and whether it is one of receives.
 constexpr uint64_t kReceiveFlag = 1ull << 63;
 
-constexpr char kClosed[] = "its connection closed";
+// The device gives requests back though nobody closed the connection.
+constexpr char kStopped[] = "the device stopped its queue pair";
 
 [[noreturn]] void BadFrame(const char* what) {
   throw dmlc::Error(std::string("it sent a frame that does not parse (") + what +
@@ -73,8 +74,10 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
   Sending& sending = sending_[slot];
   free_slots_.push_back(slot);
   if (wc.status != IBV_WC_SUCCESS && state_ != State::kClosed) {
-    if (wc.status == IBV_WC_WR_FLUSH_ERR || disconnected_) {
-      Close(kClosed, turn);
+    if (disconnected_) {
+      Close(kClosed, turn, true);
+    } else if (wc.status == IBV_WC_WR_FLUSH_ERR) {
+      Close(kStopped, turn);
     } else {
       static const char* const kWhat[] = {"an RDMA write", "a message",      "an offer",
                                           "a grant",       "a credit frame", "a goodbye"};
@@ -92,8 +95,10 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   const auto slot = static_cast<uint32_t>(wc.wr_id & ~kReceiveFlag);
   --receives_posted_;
   if (wc.status != IBV_WC_SUCCESS) {
-    if (wc.status == IBV_WC_WR_FLUSH_ERR || disconnected_) {
-      Close(kClosed, turn);
+    if (disconnected_) {
+      Close(kClosed, turn, true);
+    } else if (wc.status == IBV_WC_WR_FLUSH_ERR) {
+      Close(kStopped, turn);
     } else {
       Close("a receive failed: " + Describe(wc), turn);
     }
@@ -115,7 +120,7 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   }
   if (state_ == State::kClosed) return;
   if (!PostReceive(slot)) {
-    return Close(std::string("a receive could not be posted: ") + strerror(errno), turn);
+    return CloseFor("a receive could not be posted", errno, turn);
   }
   ++owed_;
 }

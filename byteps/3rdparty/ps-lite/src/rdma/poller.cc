@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -21,7 +22,7 @@ constexpr int kBatches = 8;
 
 }  // namespace
 
-Poller::Poller(const Device& device, bool spin) : spin_(spin) {
+Poller::Poller(const Device& device, Plane plane, bool spin) : spin_(spin) {
   channel_.reset(ibv_create_comp_channel(device.context()));
   if (!channel_) Throw("cannot make a completion channel", errno);
   const int flags = fcntl(channel_->fd, F_GETFL);
@@ -31,6 +32,8 @@ Poller::Poller(const Device& device, bool spin) : spin_(spin) {
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd_ < 0) Throw("eventfd", errno);
   thread_ = std::thread(&Poller::Run, this);
+  const char* name = plane == Plane::kData ? "bps-rdma-data" : "bps-rdma-ctl";
+  pthread_setname_np(thread_.native_handle(), name);
 }
 
 Poller::~Poller() {

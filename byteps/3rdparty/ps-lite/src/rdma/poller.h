@@ -19,7 +19,7 @@ namespace rdma {
 class Poller {
  public:
   // `spin`: never sleep.
-  Poller(const Device& device, bool spin);
+  Poller(const Device& device, Plane plane, bool spin);
   // Stops.  Endpoints whose requests have not completed are let go of.
   ~Poller();
   Poller(const Poller&) = delete;

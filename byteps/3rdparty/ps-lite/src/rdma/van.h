@@ -77,6 +77,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
     rdma::Plane plane = rdma::Plane::kControl;
     std::string reason;
     bool orderly = false;
+    bool closed = false;
   };
 
   int32_t NodeId() override { return my_id_; }
@@ -84,7 +85,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
                                             const std::string& address,
                                             std::string* refusal) override;
   void OnMessage(rdma::Endpoint* endpoint, rdma::Received received) override;
-  void OnClosed(rdma::Endpoint* endpoint, const std::string& reason, bool orderly) override;
+  void OnClosed(rdma::Endpoint* endpoint, const rdma::Ending& ending) override;
 
   std::shared_ptr<rdma::Endpoint> NewEndpoint(rdma::Plane plane, int index, int peer_id,
                                               bool active);

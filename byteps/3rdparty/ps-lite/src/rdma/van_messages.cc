@@ -121,7 +121,7 @@ void RdmaVan::OnMessage(Endpoint* endpoint, rdma::Received received) {
   Put(endpoint->plane(), std::move(event));
 }
 
-void RdmaVan::OnClosed(Endpoint* endpoint, const std::string& reason, bool orderly) {
+void RdmaVan::OnClosed(Endpoint* endpoint, const rdma::Ending& ending) {
   std::shared_ptr<Endpoint> mine;
   const auto let_go = [&](Peer* peer) {
     if (peer->control.get() == endpoint) mine = std::move(peer->control);
@@ -149,13 +149,14 @@ void RdmaVan::OnClosed(Endpoint* endpoint, const std::string& reason, bool order
     }
   }
   PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " endpoint of node " << event.peer
-             << " closed: " << reason;
+             << " closed: " << ending.reason;
   if (mine) connector_->Disconnect(mine);
   // One that comes to us, and never was there, may come again.
   if (event.peer == Node::kEmpty || !(endpoint->was_open() || endpoint->active())) return;
-  event.orderly = orderly;
+  event.orderly = ending.orderly;
+  event.closed = ending.by_peer;
   event.plane = endpoint->plane();
-  event.reason = reason;
+  event.reason = ending.reason;
   Put(endpoint->plane(), std::move(event));
 }
 
@@ -170,7 +171,7 @@ void RdmaVan::HandleLoss(const Event& event) {
   // With the scheduler there is but one plane.
   const bool scheduler = is_scheduler_ || event.peer == kScheduler;
   const std::string plane = std::string("the ") + rdma::NameOf(event.plane) + " plane: ";
-  membership()->OnLinkLost(event.peer, (scheduler ? "" : plane) + event.reason);
+  membership()->OnLinkLost(event.peer, (scheduler ? "" : plane) + event.reason, event.closed);
 }
 
 int RdmaVan::RecvMsg(Message* msg) {

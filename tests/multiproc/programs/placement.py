@@ -1,0 +1,77 @@
+"""Which server gets how much."""
+
+from __future__ import annotations
+
+import byteps.torch as bps
+
+from .job import Job
+
+MB = 1_000_000
+
+# Bytes of the buckets or tensors that a worker sums in a step.
+SETS: dict[str, list[int]] = {
+    "40M elements a bucket, fp32": [160 * MB] * 8 + [57 * MB],
+    "40M elements a bucket, bf16": [80 * MB] * 8 + [28_500_000],
+    "one bucket of 7B in bf16": [14_000 * MB],
+    "a layer's tensors, each by itself": [4096 * 4, 4096 * 12 * 4, 64 * MB, 192 * MB, 256 * MB]
+    * 24,
+    "many experts": [160 * MB] * 2 + [2 * MB] * 64,
+    "small buckets": [40_000] * 500,
+    "one partition each": [4096] * 1000,
+}
+
+
+def dealt(sizes: list[int]) -> list[int]:
+    """As Megatron's buckets are placed: each begins where the one before ended."""
+    place, total = 0, [0] * servers()
+    for number, nbytes in enumerate(sizes):
+        part = bps.bytes_per_server(nbytes, name=f"dealt/{number}", placement=place)
+        assert sum(part) == nbytes
+        total = [a + b for a, b in zip(total, part, strict=True)]
+        place += -(-nbytes // bps.partition_bytes(nbytes))
+    return total
+
+
+def by_name(sizes: list[int]) -> list[int]:
+    """As tensors without a placement are."""
+    parts = [bps.bytes_per_server(size, name=f"t{i}") for i, size in enumerate(sizes)]
+    return [sum(column) for column in zip(*parts, strict=True)]
+
+
+def servers() -> int:
+    return len(bps.bytes_per_server(1, name="x"))
+
+
+def spread(job: Job) -> None:
+    """Sums that are dealt out load all servers alike, whatever the number of either."""
+    bps.init()
+    with job.check("number of servers"):
+        assert servers() == job.args["servers"]
+    for label, sizes in SETS.items():
+        with job.check(f"dealt: {label}"):
+            loads = dealt(sizes)
+            assert max(loads) <= 1.02 * sum(loads) / len(loads), loads
+        with job.check(f"by name: {label}"):
+            loads = by_name(sizes)
+            # Each server gets its part of a large tensor; small ones fall where they may.
+            largest = max(-(-size // bps.partition_bytes(size)) for size in sizes)
+            limit = 1.05 if largest >= 64 else 1.5
+            assert max(loads) <= limit * sum(loads) / len(loads), loads
+    with job.check("refused"):
+        try:
+            bps.bytes_per_server(4, name="x", group=[job.size])
+        except ValueError as error:
+            assert "group of 'x'" in str(error) or "rank" in str(error), str(error)
+        else:
+            raise AssertionError("a group of strangers was accepted")
+    bps.shutdown()
+
+
+def hashed(job: Job) -> None:
+    """Other hashes leave no server without work."""
+    bps.init()
+    for label in ("40M elements a bucket, fp32", "one partition each"):
+        with job.check(label):
+            loads = by_name(SETS[label])
+            assert min(loads) > 0, loads
+    bps.shutdown()
