@@ -41,8 +41,9 @@ class Machine:
             "BYTEPS_START_TIMEOUT_S": "90",
             "RANK": str(number - 1),
             "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            # Not so, but what programs that run on one machine expect.
+            "LOCAL_RANK": str(number - 1),
+            "LOCAL_WORLD_SIZE": "2",
             **env,
         }
         roles = ["scheduler", "server"] if number == 1 else ["server"]
@@ -75,10 +76,10 @@ def ended(pid: int, timeout_s: float = JOB_S) -> int:
 
 def good_jobs(folder: Path, number: int) -> None:
     """Planes, and sums, between machines."""
-    parts = {"BYTEPS_PARTITION_BYTES": "65536"}
+    parts = {"BYTEPS_PARTITION_BYTES": "8192"}
     for port, program, args in (
         (9001, planes.apart, {"servers": 2, "data_plane": True, "endpoints": 1}),
-        (9002, sums.every_dtype, {"partition_bytes": 65536, "dtypes": ["float32", "bfloat16"]}),
+        (9002, sums.every_dtype, {"partition_bytes": 8192, "dtypes": ["float32", "bfloat16"]}),
     ):
         machine = Machine(folder, number, port, parts if program is sums.every_dtype else {})
         status = ended(machine.start_worker(program, **args))
