@@ -18,7 +18,9 @@ def build_meddle() -> Path:
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
     part = LIBRARY.with_suffix(".part")
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
-    command += [f"-I{INCLUDES}", str(SOURCE), "-o", str(part), "-ldl", "-libverbs", "-lrdmacm"]
+    command += [f"-I{INCLUDES}", str(SOURCE), "-o", str(part)]
+    # What it asks for by name alone, a linker may take for not needed.
+    command += ["-Wl,--no-as-needed", "-ldl", "-libverbs", "-lrdmacm"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     if ended.returncode != 0:
         raise BuildError(f"{SOURCE.name} does not compile:\n{ended.stderr}")
