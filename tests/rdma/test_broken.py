@@ -47,7 +47,8 @@ def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane:
     part.rename(order)
     wait_all(cluster.everyone(), END_S)
     broken, other = (cluster.workers[f"worker {rank}"] for rank in range(2))
-    demand_error(broken, r"(server \d|scheduler)\b.*lost")
+    # Either end of the connection may be the one that is called lost.
+    demand_error(broken, r"(worker 0|server \d|scheduler)\b.*lost")
     demand_error(other, r"(worker 0|server \d)\b.*lost")
     if plane == "data":
         demand_error(broken, r"data plane")
