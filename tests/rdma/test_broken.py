@@ -73,10 +73,10 @@ def test_too_little_locked_memory(make_breakable: Make, limit_bytes: int) -> Non
     cluster = make_breakable(workers=1, servers=1, env={"BYTEPS_PARTITION_BYTES": "16777216"})
     cluster.start_nodes()
     worker = cluster.start_worker(0, "planes:poor", limit_bytes=limit_bytes)
-    wait_all(cluster.everyone(), END_S)
+    wait_all([worker], END_S)
     demand_error(worker, r"ulimit -l", r"\d+ (bytes|KiB|KB|MB)")
-    for node in (*cluster.servers, cluster.scheduler):
-        assert not node.running
+    if limit_bytes > 1 << 20:  # otherwise it never joined, and the others wait for one that does
+        wait_all(cluster.everyone(), END_S)
 
 
 @pytest.mark.parametrize(
