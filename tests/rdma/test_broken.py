@@ -47,7 +47,8 @@ def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane:
     part.rename(order)
     wait_all(cluster.everyone(), END_S)
     broken, other = (cluster.workers[f"worker {rank}"] for rank in range(2))
-    demand_error(broken, r"(server \d|scheduler)\b.*lost")
+    # Either end of the connection may be the one that is called lost.
+    demand_error(broken, r"(worker 0|server \d|scheduler)\b.*lost")
     demand_error(other, r"(worker 0|server \d)\b.*lost")
     if plane == "data":
         demand_error(broken, r"data plane")
@@ -72,10 +73,10 @@ def test_too_little_locked_memory(make_breakable: Make, limit_bytes: int) -> Non
     cluster = make_breakable(workers=1, servers=1, env={"BYTEPS_PARTITION_BYTES": "16777216"})
     cluster.start_nodes()
     worker = cluster.start_worker(0, "planes:poor", limit_bytes=limit_bytes)
-    wait_all(cluster.everyone(), END_S)
+    wait_all([worker], END_S)
     demand_error(worker, r"ulimit -l", r"\d+ (bytes|KiB|KB|MB)")
-    for node in (*cluster.servers, cluster.scheduler):
-        assert not node.running
+    if limit_bytes > 1 << 20:  # otherwise it never joined, and the others wait for one that does
+        wait_all(cluster.everyone(), END_S)
 
 
 @pytest.mark.parametrize(
