@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#include "./meta.h"
+#include "./meta_check.h"
 #include "./net_address.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
@@ -39,18 +39,6 @@ std::string ZmqError() { return zmq_strerror(zmq_errno()); }
 
 void SetOption(void* socket, int option, int value) {
   CHECK_EQ(zmq_setsockopt(socket, option, &value, sizeof(value)), 0) << ZmqError();
-}
-
-// Whether `size` bytes at `data` hold all that their own counts promise.
-bool MetaIsWhole(const char* data, size_t size) {
-  if (size < sizeof(RawMeta)) return false;
-  RawMeta raw;
-  memcpy(&raw, data, sizeof(raw));
-  if (raw.body_size < 0 || raw.data_type_size < 0 || raw.control.node_size < 0) return false;
-  const uint64_t need = sizeof(RawMeta) + static_cast<uint64_t>(raw.body_size) +
-                        static_cast<uint64_t>(raw.data_type_size) * sizeof(int) +
-                        static_cast<uint64_t>(raw.control.node_size) * sizeof(RawNode);
-  return need <= size;
 }
 
 }  // namespace

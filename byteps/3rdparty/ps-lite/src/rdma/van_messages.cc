@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "../meta.h"
+#include "../meta_check.h"
 #include "./van.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
@@ -13,22 +13,6 @@ namespace ps {
 
 using rdma::Endpoint;
 using rdma::Plane;
-
-namespace {
-
-// Whether `bytes` hold all that their own counts promise.
-bool MetaIsWhole(const std::string& bytes) {
-  if (bytes.size() < sizeof(RawMeta)) return false;
-  RawMeta raw;
-  memcpy(&raw, bytes.data(), sizeof(raw));
-  if (raw.body_size < 0 || raw.data_type_size < 0 || raw.control.node_size < 0) return false;
-  const uint64_t need = sizeof(RawMeta) + static_cast<uint64_t>(raw.body_size) +
-                        static_cast<uint64_t>(raw.data_type_size) * sizeof(int) +
-                        static_cast<uint64_t>(raw.control.node_size) * sizeof(RawNode);
-  return need <= bytes.size();
-}
-
-}  // namespace
 
 // ---------------------------------------------------------------- sending
 
@@ -109,7 +93,7 @@ void RdmaVan::Put(Plane plane, Event event) {
 }
 
 void RdmaVan::OnMessage(Endpoint* endpoint, rdma::Received received) {
-  if (!MetaIsWhole(received.meta)) {
+  if (!MetaIsWhole(received.meta.data(), received.meta.size())) {
     throw dmlc::Error("it sent a message whose meta of " + std::to_string(received.meta.size()) +
                       " bytes does not parse");
   }
