@@ -6,9 +6,8 @@
 //   meta.body   DECLARE: a Declaration; all others: a PushHeader; failed response: the reason
 //   meta.option of a response: 0, or 1 when it failed
 //   meta.simple_app  of a DECLARE alone: the others go by an RDMA van's data plane
-//   data[0]     PUSH_PULL, PUSH: the values; of the response to PUSH_PULL, PULL: the part of the
-//   sum
-//               that was asked for
+//   data[0]     of PUSH_PULL and PUSH: the values
+//               of the responses to PUSH_PULL and PULL: the part of the sum that was asked for
 //
 // A partition goes by one PUSH_PULL, which is answered when the sum is there, or by a PUSH, which
 // is answered when it has been added, and then a PULL.  Its declaration says by which.

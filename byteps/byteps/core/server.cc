@@ -184,6 +184,7 @@ Server::Partition* Server::FindOrMake(const Tensor& tensor, uint64_t key) {
   if (!partition) {
     partition = std::make_unique<Partition>();
     partition->tensor = &tensor;
+    partition->key = key;
     partition->index = key & (kMaxPartitions - 1);
     partition->engine = next_engine_++ % engines_.size();
   }
@@ -403,11 +404,10 @@ void Server::Finish(Engine* engine, Partition* partition, Round* round) {
 
 void Server::Deliver(Partition* partition, Round* round) {
   const Declaration& declaration = partition->tensor->declaration;
-  const uint64_t key = declaration.Key() + partition->index;
   for (const Caller& caller : round->callers) {
     counters_.answered_partitions.Add();
     counters_.answered_bytes.Add(caller.bytes);
-    Answer(caller, key, "", &round->sum);
+    Answer(caller, partition->key, "", &round->sum);
     round->told[declaration.MemberIndex(caller.rank)] = true;
   }
   TraceRound(*partition, *round, true);
@@ -418,11 +418,10 @@ void Server::Deliver(Partition* partition, Round* round) {
 void Server::FailRound(Engine* engine, Partition* partition, Round* round,
                        const std::string& reason) {
   const Declaration& declaration = partition->tensor->declaration;
-  const uint64_t key = declaration.Key() + partition->index;
   counters_.failed_sums.Add();
   TraceRound(*partition, *round, false);
   for (const Caller& caller : round->callers) {
-    Answer(caller, key, reason, nullptr);
+    Answer(caller, partition->key, reason, nullptr);
     round->told[declaration.MemberIndex(caller.rank)] = true;
   }
   round->failure = reason;
@@ -461,8 +460,8 @@ void Server::FailRoundsWithout(Engine* engine, int rank, const std::string& reas
 TracedPartition Server::Traced(const Partition& partition, const Round& round,
                                const Caller& caller) {
   const Declaration& d = partition.tensor->declaration;
-  return {d.name,      d.Key() + partition.index,       partition.index, round.number,
-          caller.rank, d.PartitionSize(partition.index)};
+  return {d.name,       partition.key, partition.index,
+          round.number, caller.rank,   d.PartitionSize(partition.index)};
 }
 
 void Server::TraceRound(const Partition& partition, const Round& round, bool answered) {
@@ -498,8 +497,7 @@ void Server::FailLateRounds(Engine* engine) {
                std::chrono::duration<double>(now - round.started).count(), round.timeout_s);
       FailRound(engine, partition, &round,
                 "push_pull of '" + declaration.name + "' timed out: partition " +
-                    std::to_string(partition->index) + ", key " +
-                    Hex(declaration.Key() + partition->index) + ", " +
+                    std::to_string(partition->index) + ", key " + Hex(partition->key) + ", " +
                     std::to_string(declaration.PartitionSize(partition->index)) +
                     " bytes, still lacks the push of " + MissingRanks(*partition, round) +
                     " after " + limit);

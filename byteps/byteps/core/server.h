@@ -97,6 +97,7 @@ class Server {
 
   struct Partition {
     const Tensor* tensor = nullptr;
+    uint64_t key = 0;
     uint64_t index = 0;
     size_t engine = 0;
     // Of its engine thread:

@@ -180,9 +180,10 @@ Declaration Worker::MakeDeclaration(const PushPullRequest& request) const {
 
 std::vector<uint64_t> Worker::BytesPerServer(const PushPullRequest& request) const {
   const Declaration d = MakeDeclaration(request);
+  const uint64_t key = d.Key();
   std::vector<uint64_t> bytes(num_servers_);
   for (uint64_t i = 0; i < d.NumPartitions(); ++i) {
-    bytes[ServerOf(hash_, d.Key(), d.placement, i, num_servers_)] += d.PartitionSize(i);
+    bytes[ServerOf(hash_, key, d.placement, i, num_servers_)] += d.PartitionSize(i);
   }
   return bytes;
 }
