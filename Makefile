@@ -29,8 +29,7 @@ train: setup ## train a GPT on real text, gradients summed by BytePS
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
 test: setup lint ## lint, then every test (or TESTS) that needs no virtual machine
-	@$(PYTHON_ENV) -m pytest -m "not on_rdma" $(addprefix --ignore=tests/rdma/,test_two_hosts.py test_vm.py) \
-		$(PYTEST_ARGS) $(TESTS)
+	@$(PYTHON_ENV) -m pytest -m "not on_rdma and not boots_vm" $(PYTEST_ARGS) $(TESTS)
 
 test-rdma: setup ## the tests of the RDMA transport, in a virtual machine with soft-RoCE
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/rdma
