@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable, Mapping
 
-from cluster import END_S, Nursed, Spawned
+from cluster import END_S, Cluster, Nursed, Spawned
+
+
+def start_looping(
+    make: Callable[..., Cluster], env: Mapping[str, str], *, workers: int, servers: int
+) -> Cluster:
+    """A cluster in which every worker is at work, sum after sum, until something ends it."""
+    cluster = make(workers=workers, servers=servers, env=env)
+    cluster.start("failures:loop")
+    cluster.wait_mark("looping", range(workers))
+    return cluster
 
 
 def error_of(worker: Nursed) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from cluster import END_S, LOOPBACK, Cluster, wait_all
-from endings import demand_error, demand_failed, error_of, wait_for_text
+from endings import demand_error, demand_failed, error_of, start_looping, wait_for_text
 
 PEER_TIMEOUT_S = 3
 SHORT = {
@@ -22,13 +22,6 @@ CLOSED = "connection (was )?closed|connection reset"
 SILENT = f"no heartbeat.*BYTEPS_PEER_TIMEOUT_S={PEER_TIMEOUT_S}"
 
 
-def start_looping(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> Cluster:
-    cluster = make_cluster(workers=workers, servers=servers, env=SHORT)
-    cluster.start("failures:loop")
-    cluster.wait_mark("looping", range(workers))
-    return cluster
-
-
 @pytest.mark.parametrize(
     ("number", "kind"), [(signal.SIGKILL, CLOSED), (signal.SIGSTOP, SILENT)], ids=["kill", "stop"]
 )
@@ -38,7 +31,7 @@ class TestLost:
     def test_worker(
         self, make_cluster: Callable[..., Cluster], number: signal.Signals, kind: str
     ) -> None:
-        cluster = start_looping(make_cluster, workers=3, servers=2)
+        cluster = start_looping(make_cluster, SHORT, workers=3, servers=2)
         cluster.workers["worker 1"].send(number)
         survivors = [cluster.workers["worker 0"], cluster.workers["worker 2"]]
         nodes = [*cluster.servers, cluster.scheduler]
@@ -53,7 +46,7 @@ class TestLost:
     def test_server(
         self, make_cluster: Callable[..., Cluster], number: signal.Signals, kind: str
     ) -> None:
-        cluster = start_looping(make_cluster, workers=2, servers=2)
+        cluster = start_looping(make_cluster, SHORT, workers=2, servers=2)
         lost = cluster.servers[1]
         lost.send(number)
         survivors = list(cluster.workers.values())
@@ -69,7 +62,7 @@ class TestLost:
     def test_scheduler(
         self, make_cluster: Callable[..., Cluster], number: signal.Signals, kind: str
     ) -> None:
-        cluster = start_looping(make_cluster, workers=2, servers=2)
+        cluster = start_looping(make_cluster, SHORT, workers=2, servers=2)
         cluster.scheduler.send(number)
         survivors = list(cluster.workers.values())
         wait_all([*survivors, *cluster.servers], END_S)

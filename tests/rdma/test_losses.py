@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from cluster import END_S, Cluster, wait_all
-from endings import demand_error, demand_failed
+from endings import demand_error, demand_failed, start_looping
 
 PEER_TIMEOUT_S = 4
 SHORT = {
@@ -21,17 +21,10 @@ each = pytest.mark.transports("tcp", "rdma", "rdma-one-plane")
 signals = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 
 
-def start_looping(make_over: Make, workers: int, servers: int) -> Cluster:
-    cluster = make_over(workers=workers, servers=servers, env=SHORT)
-    cluster.start("failures:loop")
-    cluster.wait_mark("looping", range(workers))
-    return cluster
-
-
 @each
 @signals
 def test_worker(make_over: Make, number: signal.Signals) -> None:
-    cluster = start_looping(make_over, workers=3, servers=2)
+    cluster = start_looping(make_over, SHORT, workers=3, servers=2)
     cluster.workers["worker 1"].send(number)
     survivors = [cluster.workers["worker 0"], cluster.workers["worker 2"]]
     nodes = [*cluster.servers, cluster.scheduler]
@@ -45,7 +38,7 @@ def test_worker(make_over: Make, number: signal.Signals) -> None:
 @each
 @signals
 def test_server(make_over: Make, number: signal.Signals) -> None:
-    cluster = start_looping(make_over, workers=2, servers=2)
+    cluster = start_looping(make_over, SHORT, workers=2, servers=2)
     cluster.servers[1].send(number)
     survivors = list(cluster.workers.values())
     wait_all([*survivors, cluster.servers[0], cluster.scheduler], END_S)
@@ -58,7 +51,7 @@ def test_server(make_over: Make, number: signal.Signals) -> None:
 @each
 @signals
 def test_scheduler(make_over: Make, number: signal.Signals) -> None:
-    cluster = start_looping(make_over, workers=2, servers=1)
+    cluster = start_looping(make_over, SHORT, workers=2, servers=1)
     cluster.scheduler.send(number)
     survivors = list(cluster.workers.values())
     wait_all([*survivors, *cluster.servers], END_S)
