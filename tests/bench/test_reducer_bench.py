@@ -38,8 +38,8 @@ def test_every_type_is_measured_and_right(
     ("right", "broken"),
     [
         ("wide[i] += E::Get(in, i)", "wide[i] -= E::Get(in, i)"),
-        ("(u >> 16) & 1)) >> 16", "(u >> 16) & 1)) >> 15"),
-        ("return v / d", "return v"),
+        ("? nan : rounded", "? nan : ~rounded"),
+        ("inverse = 1 / d", "inverse = 2 / d"),
     ],
     ids=["added", "rounded", "divided"],
 )

@@ -11,8 +11,10 @@
 //
 // No pass only converts: each reads a value that has just come.  Counts are in
 // elements.  Values need no alignment; the memory that is passed must not overlap.
-// A divisor of 1 gives the sum, the size of the group the average; integers are
-// rounded towards minus infinity, as torch.floor_divide does, and wrap.
+// A divisor of 1 gives the sum, the size of the group the average, rounded as a
+// division rounds it (but for subnormal quotients of fp32, which may differ by
+// 2^-149); integers are rounded towards minus infinity, as torch.floor_divide
+// does, and wrap.
 #ifndef BYTEPS_CORE_REDUCER_H_
 #define BYTEPS_CORE_REDUCER_H_
 
