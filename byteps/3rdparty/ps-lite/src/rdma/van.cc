@@ -139,9 +139,12 @@ void RdmaVan::NamePeer(uint64_t token, int node_id) {
     }
     return;
   }
-  it->second->id = node_id;
-  peers_[node_id] = it->second;
-  it->second->control->counters()->peer = node_id;
+  const PeerPtr& peer = it->second;
+  peer->id = node_id;
+  peers_[node_id] = peer;
+  // Of the connections of a worker, which come in any order, some may be missing yet; they
+  // will say whose they are.
+  if (peer->control) peer->control->counters()->peer = node_id;
 }
 
 std::shared_ptr<Endpoint>* RdmaVan::SlotOf(Peer* peer, Plane plane, int index) {
