@@ -31,3 +31,9 @@ def test_heartbeats_go_by_control(make_over: Make) -> None:
     time.sleep(4.0)  # several heartbeats
     cluster.go("on")
     cluster.finish()
+
+
+@pytest.mark.transports("rdma")
+def test_lasting_memory_is_registered_once(make_over: Make) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_MIN_PARTITION_BYTES": "65536"}
+    make_over(workers=2, servers=2, env=env).run("planes:once")

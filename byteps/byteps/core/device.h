@@ -3,6 +3,7 @@
 #define BYTEPS_CORE_DEVICE_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 namespace byteps {
@@ -26,6 +27,7 @@ class StagingBuffer {
 
  private:
   char* data_ = nullptr;
+  uint64_t lasting_ = 0;  // as lasting memory: a transport may register it once
 };
 
 // The point in a stream's work at which a tensor's values are there.

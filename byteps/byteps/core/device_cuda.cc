@@ -4,6 +4,7 @@
 
 #include "device.h"
 #include "error.h"
+#include "ps/lasting_memory.h"
 
 namespace byteps {
 namespace core {
@@ -24,10 +25,13 @@ StagingBuffer::StagingBuffer(int device, size_t bytes) {
   Check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable),
         ("pinning " + std::to_string(bytes) + " bytes of host memory").c_str());
   data_ = static_cast<char*>(memory);
+  lasting_ = ps::LastingMemory::Add(data_, bytes);
 }
 
-// An error while freeing means that the driver is gone already, at exit.
-StagingBuffer::~StagingBuffer() { (void)cudaFreeHost(data_); }
+StagingBuffer::~StagingBuffer() {
+  ps::LastingMemory::Remove(lasting_);
+  (void)cudaFreeHost(data_);  // an error means that the driver is gone already, at exit
+}
 
 ReadyEvent::ReadyEvent(int device, void* stream) : device_(device) {
   Check(cudaSetDevice(device), "cudaSetDevice");

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <sstream>
 
+#include "ps/lasting_memory.h"
+
 namespace byteps {
 namespace core {
 namespace {
@@ -91,6 +93,9 @@ std::vector<Metric> Tell(const WorkerCounters& c, const WorkerGauges& g) {
              "From handing a partition to the transport to its answer.", c.partition_seconds),
       Spread("byteps_worker_operation_seconds",
              "From the call to the last sum of operations that ended well.", c.operation_seconds),
+      Counted("byteps_worker_memory_registrations_total",
+              "Times that memory was registered with an RDMA device.",
+              static_cast<double>(ps::LastingMemory::Registrations())),
   };
 }
 

@@ -67,6 +67,8 @@ bool Session::Send(ps::Message* message) {
   return ps::Postoffice::Get()->van()->Send(*message) >= 0;
 }
 
+bool Session::RegistersMemory() { return ps::Postoffice::Get()->van()->GetType() == "ibverbs"; }
+
 std::string Session::host() { return ps::Postoffice::Get()->van()->node().hostname; }
 int Session::rank() { return ps::Postoffice::IDtoRank(ps::Postoffice::Get()->van()->node().id); }
 int Session::port() { return ps::Postoffice::Get()->van()->node().port; }

@@ -46,6 +46,9 @@ class Session {
   // False when this process has closed its connections.
   static bool Send(ps::Message* message);
 
+  // Whether what is sent is registered with a device first: see ps/lasting_memory.h.
+  static bool RegistersMemory();
+
   // "host:port" at which this node listens.
   static std::string host();
   static int port();

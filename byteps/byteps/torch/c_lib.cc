@@ -14,8 +14,10 @@
 #include "../core/error.h"
 #include "../core/metrics.h"
 #include "../core/metrics_server.h"
+#include "../core/session.h"
 #include "../core/worker.h"
 #include "ps/endpoint_counters.h"
+#include "ps/lasting_memory.h"
 
 namespace py = pybind11;
 
@@ -155,6 +157,16 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("stream"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
+  m.def("registers_memory", &Session::RegistersMemory, "Of a worker that was started.");
+  m.def(
+      "add_memory",
+      [](uintptr_t address, uint64_t bytes) {
+        return ps::LastingMemory::Add(reinterpret_cast<const void*>(address), bytes);
+      },
+      py::arg("address"), py::arg("bytes"), Unlocked());
+  m.def(
+      "remove_memory", [](uint64_t number) { ps::LastingMemory::Remove(number); },
+      py::arg("number"), Unlocked());
   m.def("metrics", &Metrics);
   m.def("endpoints", &Endpoints);
   m.def("built_with_prometheus", &BuiltWithPrometheus);

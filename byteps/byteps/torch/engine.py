@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 from byteps.launcher import embedded
-from byteps.torch import c_lib
+from byteps.torch import c_lib, memory
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class _InFlight:
 
 
 _launch: _Launch | None = None
+# Whether the transport registers what it sends.
+_registers_memory = False
 _lock = threading.Lock()
 # By handle.
 _in_flight: dict[int, _InFlight] = {}
@@ -90,7 +92,7 @@ def init(lazy: bool = True) -> None:
         BytePSError: the scheduler does not answer or refuses, nodes stay away, a bad setting.
     """
     del lazy
-    global _launch
+    global _launch, _registers_memory
     with _lock:
         if c_lib.is_initialized():
             return
@@ -105,6 +107,7 @@ def init(lazy: bool = True) -> None:
         except BaseException:
             embedded.stop(graceful=False)
             raise
+        _registers_memory = c_lib.registers_memory()
         atexit.register(shutdown)
 
 
@@ -285,7 +288,9 @@ def start(
         operation = _InFlight(sent=copy, received=copy, output=output, elements=elements)
     sent, size = operation.sent, operation.sent.element_size()
     device, stream = -1, 0
-    if tensor.device.type == "cuda":
+    if tensor.device.type == "cpu" and _registers_memory:
+        memory.will_be_sent(sent)
+    elif tensor.device.type == "cuda":
         device = tensor.device.index
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
     handle = c_lib.push_pull(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -152,14 +151,28 @@ def _resident_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def _resources(kind: str) -> list[dict[str, Any]]:
+    command = ["rdma", "-j", "resource", "show", kind]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return json.loads(shown.stdout)
+
+
 def registered(pid: int) -> dict[str, int]:
-    """Objects of RDMA that the kernel holds for a process, by kind."""
-    found = {}
-    for kind in ("mr", "qp", "cq", "pd", "cm_id"):
-        command = ["rdma", "resource", "show", kind]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        found[kind] = len(re.findall(rf"\bpid {pid}\b", shown.stdout))
-    return found
+    """Objects of RDMA that the kernel holds for a process, by kind.
+
+    It names the thread that made each, which may have ended. The device's context is the main
+    thread's, and is never closed; all else is found by it.
+    """
+    threads = {int(name) for name in os.listdir(f"/proc/{pid}/task")}
+    contexts = {entry["ctxn"] for entry in _resources("ctx") if entry.get("pid") in threads}
+    assert contexts, "the kernel knows of no use of RDMA by this process"
+    pds = {entry["pdn"] for entry in _resources("pd") if entry.get("ctxn") in contexts}
+    return {
+        "pd": len(pds),
+        "cq": sum(entry.get("ctxn") in contexts for entry in _resources("cq")),
+        "mr": sum(entry.get("pdn") in pds for entry in _resources("mr")),
+        "qp": sum(entry.get("pdn") in pds for entry in _resources("qp")),
+    }
 
 
 def thousand(job: Job) -> None:
@@ -185,6 +198,7 @@ def thousand(job: Job) -> None:
         for round_ in range(rounds // 10):
             turn(round_)
         before, resident = held(), _resident_bytes()
+        assert not job.args["rdma"] or before["mr"], before
         for round_ in range(rounds // 10, rounds):
             turn(round_)
         after, grown = held(), _resident_bytes() - resident
@@ -200,6 +214,52 @@ def thousand(job: Job) -> None:
         with job.check("shutdown leaves nothing"):
             left = registered(os.getpid())
             assert not any(left.values()), left
+
+
+def once(job: Job) -> None:
+    """Memory that is sent from every round is registered once; other memory at its place, anew."""
+
+    def made() -> int:
+        return bps.get_metrics()["byteps_worker_memory_registrations_total"]
+
+    bps.init()
+    count, ranks = 300_000, list(range(job.size))
+    buffer = torch.zeros(3 * count)
+
+    def turn(tensor: torch.Tensor, name: str, round_: int) -> None:
+        tensor.copy_(values.exact_input(count, job.rank, name, round_, "float32"))
+        bps.push_pull_inplace(tensor, average=False, name=name)
+        values.demand_exact(tensor, values.exact_sum(count, ranks, name, round_, "float32"))
+
+    buckets = [buffer[begin : begin + count] for begin in range(0, 3 * count, count)]
+    for number, bucket in enumerate(buckets):
+        turn(bucket, f"once.{number}", 0)
+    before = made()
+    with job.check("rounds in the same memory"):
+        for round_ in range(1, 6):
+            for number, bucket in enumerate(buckets):
+                turn(bucket, f"once.{number}", round_)
+        # The pool may register a buffer more; each round has dozens of partitions.
+        assert made() - before <= 4, made() - before
+    with job.check("memory that is freed is let go of"):
+        held = registered(os.getpid())["mr"]
+        del bucket, buckets, buffer
+        gc.collect()
+        left = registered(os.getpid())["mr"]
+        assert left == held - 1, (held, left)
+    with job.check("other memory at the same place"):
+        # So large that it is mapped for itself, and a later one often takes its place.
+        places: list[int] = []
+        for round_ in range(6, 46):
+            fresh = torch.empty(count + 4_000_000)
+            places.append(fresh.data_ptr())
+            turn(fresh[:count], "once.0", round_)
+            del fresh
+        assert len(set(places)) < len(places), "no address came twice: this shows nothing"
+    bps.shutdown()
+    with job.check("shutdown leaves nothing"):
+        left = registered(os.getpid())
+        assert not any(left.values()), left
 
 
 def poor(job: Job) -> None:

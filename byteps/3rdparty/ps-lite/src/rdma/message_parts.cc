@@ -4,6 +4,9 @@
 #include <cstring>
 #include <utility>
 
+#include "dmlc/logging.h"
+#include "ps/lasting_memory.h"
+
 namespace ps {
 namespace rdma {
 namespace {
@@ -27,6 +30,21 @@ void CopyToPool(Outgoing* out, Pool* pool) {
   out->address = out->copy.data();
   out->length = out->copy.size();
   out->lkey = buffer.lkey;
+}
+
+// Null when the memory is not lasting, or too much to be registered at once.
+std::shared_ptr<Region> LastingRegion(const void* address, uint64_t bytes,
+                                      const std::shared_ptr<Device>& device) {
+  auto found = LastingMemory::Find(
+      address, bytes, [&device](const void* begin, size_t size) -> LastingMemory::Registration {
+        try {
+          return std::make_shared<Region>(device, begin, size, 0);
+        } catch (const dmlc::Error& e) {
+          LOG(WARNING) << e.what() << "; now each message registers its own part of it";
+          return nullptr;
+        }
+      });
+  return std::static_pointer_cast<Region>(found);
 }
 
 }  // namespace
@@ -67,7 +85,8 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
     CopyToPool(out.get(), pool);
     return out;
   }
-  out->region = std::make_unique<Region>(device, out->address, out->length, 0);
+  out->region = LastingRegion(out->address, out->length, device);
+  if (!out->region) out->region = std::make_shared<Region>(device, out->address, out->length, 0);
   out->lkey = out->region->lkey();
   return out;
 }

@@ -28,7 +28,7 @@ struct Outgoing {
   const char* address = nullptr;
   uint64_t length = 0;
   uint32_t lkey = 0;
-  std::unique_ptr<Region> region;  // of the value where it lies; goes before it does
+  std::shared_ptr<Region> region;  // of the value where it lies; goes before it does
   SArray<char> copy;               // or a copy of all
 
   // Where the receiver wants it, and how much is on its way.
@@ -44,8 +44,8 @@ struct Outgoing {
 using OutgoingPtr = std::unique_ptr<Outgoing>;
 
 // Values that are not sent with the message are sent from where they lie: out of the pool,
-// or registered for as long as it takes.  Small or scattered ones are copied, which is
-// cheaper.  Throws dmlc::Error when memory cannot be registered.
+// out of lasting memory, or registered for as long as it takes.  Small or scattered ones
+// are copied, which is cheaper.  Throws dmlc::Error when memory cannot be registered.
 OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
                          uint32_t inline_bytes, uint32_t slot_bytes,
                          const std::shared_ptr<Device>& device, Pool* pool);

@@ -10,6 +10,7 @@
 #include "../net_address.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
+#include "ps/lasting_memory.h"
 
 namespace ps {
 
@@ -54,6 +55,11 @@ void RdmaVan::SetNode(const Node& node) {
 void RdmaVan::Start(int customer_id, bool standalone) {
   CHECK(!standalone) << "the RDMA van joins a job";
   settings_ = rdma::Settings::Get();
+  // Before anything is registered.  A process that forks (data loaders do) would else write
+  // into copies of pages that the device goes on reading; newer kernels see to it themselves.
+  if (int error = ibv_fork_init()) {
+    LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
+  }
   token_ = NewToken();
   ForgetEndpointCounters();
   {
@@ -252,6 +258,7 @@ void RdmaVan::Stop() {
         if (poller->size() > 0) LOG(WARNING) << "an RDMA device keeps requests after their end";
       }
     }
+    LastingMemory::ForgetRegistrations();
     connector_.reset();  // and the transport, but for memory that somebody still holds
   }
   std::lock_guard<std::mutex> lock(inbox_mu_);

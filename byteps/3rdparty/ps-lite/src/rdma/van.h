@@ -12,8 +12,8 @@
 // while there is nothing to do (unless BYTEPS_RDMA_BUSY_POLL=1).
 //
 // Memory.  Values are sent from where they lie and received into registered memory, which
-// is reused when the last copy of the SArray is gone.  No registration outlives the message
-// for which it was made, but for those of the pool's own memory.
+// is reused when the last copy of the SArray is gone.  A registration is for one message,
+// but for those of the pool's own memory and of memory that lasts (ps/lasting_memory.h).
 //
 // Who is who.  A node's token, a random number in Node::endpoint_name, tells which process
 // a connection belongs to, also before it has an id.

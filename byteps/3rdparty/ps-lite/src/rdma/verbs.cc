@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "dmlc/logging.h"
+#include "ps/lasting_memory.h"
 
 namespace ps {
 namespace rdma {
@@ -63,6 +64,7 @@ Region::Region(std::shared_ptr<Device> device, const void* address, size_t bytes
   }
   device_->registered_bytes_ += bytes_;
   ++device_->registrations_;
+  LastingMemory::CountRegistration();
 }
 
 Region::~Region() {

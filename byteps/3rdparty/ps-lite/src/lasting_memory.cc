@@ -1,0 +1,105 @@
+#include "ps/lasting_memory.h"
+
+#include <atomic>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace ps {
+namespace {
+
+struct Allocation {
+  uint64_t number = 0;
+  uintptr_t begin = 0;
+  size_t bytes = 0;
+  std::mutex mu;  // registering takes long, and others need not wait for it
+  // Guarded by mu:
+  LastingMemory::Registration registration;
+  bool tried = false;
+};
+using AllocationPtr = std::shared_ptr<Allocation>;
+
+// Never destroyed: memory may be freed while the process ends.
+std::mutex* const mu = new std::mutex();
+// Guarded by mu; by address; none overlaps another.
+auto* const allocations = new std::map<uintptr_t, AllocationPtr>();
+uint64_t last_number = 0;
+
+std::atomic<uint64_t> registrations{0};
+
+// The first allocation that ends after `address`.
+std::map<uintptr_t, AllocationPtr>::iterator FirstBeyond(uintptr_t address) {
+  auto it = allocations->upper_bound(address);
+  if (it == allocations->begin()) return it;
+  auto before = std::prev(it);
+  return before->first + before->second->bytes > address ? before : it;
+}
+
+}  // namespace
+
+uint64_t LastingMemory::Add(const void* address, size_t bytes) {
+  auto added = std::make_shared<Allocation>();
+  added->begin = reinterpret_cast<uintptr_t>(address);
+  added->bytes = bytes;
+  std::vector<AllocationPtr> forgotten;  // deregistered without the lock
+  std::lock_guard<std::mutex> lock(*mu);
+  added->number = ++last_number;
+  if (bytes == 0) return added->number;
+  auto it = FirstBeyond(added->begin);
+  while (it != allocations->end() && it->first < added->begin + bytes) {
+    forgotten.push_back(std::move(it->second));
+    it = allocations->erase(it);
+  }
+  (*allocations)[added->begin] = added;
+  return added->number;
+}
+
+void LastingMemory::Remove(uint64_t number) {
+  AllocationPtr removed;
+  std::lock_guard<std::mutex> lock(*mu);
+  for (auto it = allocations->begin(); it != allocations->end(); ++it) {
+    if (it->second->number != number) continue;
+    removed = std::move(it->second);
+    allocations->erase(it);
+    return;
+  }
+}
+
+LastingMemory::Registration LastingMemory::Find(const void* address, size_t bytes,
+                                                const Register& make) {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  AllocationPtr found;
+  {
+    std::lock_guard<std::mutex> lock(*mu);
+    const auto it = FirstBeyond(begin);
+    if (it == allocations->end() || it->first > begin) return nullptr;
+    found = it->second;
+  }
+  const size_t offset = begin - found->begin;
+  if (bytes > found->bytes - offset) return nullptr;
+  std::lock_guard<std::mutex> lock(found->mu);
+  if (!found->tried) {
+    found->tried = true;
+    found->registration = make(reinterpret_cast<const void*>(found->begin), found->bytes);
+  }
+  return found->registration;
+}
+
+void LastingMemory::ForgetRegistrations() {
+  std::vector<AllocationPtr> all;
+  {
+    std::lock_guard<std::mutex> lock(*mu);
+    for (const auto& entry : *allocations) all.push_back(entry.second);
+  }
+  for (const auto& allocation : all) {
+    std::lock_guard<std::mutex> lock(allocation->mu);
+    allocation->registration.reset();
+    allocation->tried = false;
+  }
+}
+
+uint64_t LastingMemory::Registrations() { return registrations; }
+void LastingMemory::CountRegistration() { ++registrations; }
+
+}  // namespace ps
