@@ -40,7 +40,11 @@ VARIANTS: dict[str, dict[str, str]] = {
     "rdma-3-endpoints": {"BYTEPS_RDMA_DATA_ENDPOINTS": "3"},
     "rdma-busy-poll": {"BYTEPS_RDMA_BUSY_POLL": "1"},
     # As few as can work: what waits for credit shows here.
-    "rdma-shallow": {"BYTEPS_RDMA_START_DEPTH": "4", "BYTEPS_RDMA_RX_DEPTH": "8"},
+    "rdma-shallow": {
+        "BYTEPS_RDMA_START_DEPTH": "4",
+        "BYTEPS_RDMA_RX_DEPTH": "8",
+        "BYTEPS_RDMA_WINDOW_BYTES": "16384",
+    },
     "rdma-ipv6": {},
 }
 TRANSPORTS = ("tcp", *VARIANTS)

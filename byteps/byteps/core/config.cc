@@ -125,6 +125,10 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_RDMA_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
        "Registered memory for received values that a process keeps for reuse while nobody uses "
        "it."},
+      {"BYTEPS_RDMA_WINDOW_BYTES", kInt, "bytes", "1048576", 16384, 1e9, "",
+       "Values that a data endpoint has handed to the device and that have not arrived yet, at "
+       "most: enough to keep the link busy, and no more, since what lets the peer send waits "
+       "behind them."},
       {"BYTEPS_RDMA_BUSY_POLL", kBool, "", "0", 0, 1, "",
        "Threads that handle RDMA completions never sleep: less delay for two busy cores."},
       {"BYTEPS_RDMA_DATA_PLANE", kBool, "", "1", 0, 1, "",

@@ -21,6 +21,9 @@ constexpr int kReceiverNotReadyTimer = 12;  // 0.64 ms
 constexpr int kAckTimer = 18;
 constexpr int kTries = 7;
 
+// Values are written in pieces, so many of which make the window.
+constexpr uint64_t kPieces = 4;
+
 ibv_qp_attr AttributesFor(rdma_cm_id* id, ibv_qp_state state, int* mask) {
   ibv_qp_attr attributes;
   memset(&attributes, 0, sizeof(attributes));
@@ -64,7 +67,8 @@ void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> devic
   pool_ = std::move(pool);
   device_ = std::move(device);
   // A whole number of pages, so that no packet is cut short between two writes.
-  max_write_ = std::min(device_->max_message_bytes(), 1u << 30) / 4096 * 4096;
+  const uint64_t piece = std::min<uint64_t>(settings_.window_bytes / kPieces, 1u << 30);
+  max_write_ = std::min<uint32_t>(device_->max_message_bytes(), piece) / 4096 * 4096;
   const uint32_t slots = settings_.send_depth + settings_.receive_depth;
   const size_t bytes = AlignUp(static_cast<uint64_t>(slots) * slot_bytes_, 4096);
   slots_.reset(static_cast<char*>(aligned_alloc(4096, bytes)));
@@ -186,13 +190,15 @@ size_t Endpoint::queued_bytes() {
 
 void Endpoint::Pump(Turn* turn) {
   if (state_ != State::kOpen) return;
-  // What lets the peer go on goes first, new messages last.
+  // What lets the peer go on goes first, new messages last.  What is posted leaves in
+  // order, however long it takes: so no more is than keeps the link busy.  A grant behind
+  // all values that wait would let the other direction run dry.
   while (!grants_.empty() && CanSend() && state_ == State::kOpen) {
     const Grant grant = grants_.front();
     grants_.pop_front();
     SendFrame(kGrant, grant.id, nullptr, &grant.body, turn);
   }
-  while (!writes_.empty() && CanSend() && state_ == State::kOpen) WriteNext(turn);
+  while (MayWrite() && CanSend() && state_ == State::kOpen) WriteNext(turn);
   while (!outbox_.empty() && CanSend() && state_ == State::kOpen) SendNext(turn);
   const bool silent = outbox_.empty() && offered_.empty() && writes_.empty();
   if (goodbye_wanted_ && !goodbye_sent_ && silent && CanSend() && state_ == State::kOpen) {
@@ -251,6 +257,7 @@ void Endpoint::SendFrame(FrameType type, uint32_t id, const Outgoing* content,
   memcpy(frame, &header, sizeof(header));
   sending_[slot].type = type;
   sending_[slot].key = content == nullptr ? 0 : content->key;
+  sending_[slot].bytes = 0;
 
   ibv_sge piece;
   piece.addr = reinterpret_cast<uintptr_t>(frame);
@@ -286,6 +293,8 @@ void Endpoint::WriteNext(Turn* turn) {
   request.wr.rdma.remote_addr = message->remote_address + message->written;
   request.wr.rdma.rkey = message->remote_key;
   message->written += piece.length;
+  posted_bytes_ += piece.length;
+  sending_[slot].bytes = piece.length;
   sending_[slot].type = 0;
   sending_[slot].key = message->key;
   if (last) {

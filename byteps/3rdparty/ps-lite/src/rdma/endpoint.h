@@ -123,6 +123,7 @@ class Endpoint {
     OutgoingPtr message;  // to be let go of then
     uint8_t type = 0;     // a FrameType; 0: a write
     uint64_t key = 0;     // of the message
+    uint32_t bytes = 0;   // of a write
   };
 
   struct Incoming {
@@ -139,6 +140,10 @@ class Endpoint {
 
   void Finish(Turn* turn);
   void Pump(Turn* turn);
+  bool MayWrite() const {
+    return !writes_.empty() &&
+           (posted_bytes_ == 0 || posted_bytes_ + max_write_ <= settings_.window_bytes);
+  }
   bool CanSend() const { return !free_slots_.empty() && credits_ > 1; }
   char* SlotOf(uint32_t slot) { return slots_.get() + static_cast<size_t>(slot) * slot_bytes_; }
   bool PostReceive(uint32_t slot);
@@ -202,6 +207,7 @@ class Endpoint {
   uint32_t last_id_ = 0;
   uint32_t last_cookie_ = 0;
   size_t queued_bytes_ = 0;
+  uint64_t posted_bytes_ = 0;  // of writes that have not completed
 };
 
 }  // namespace rdma

@@ -73,6 +73,7 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
   const auto slot = static_cast<uint32_t>(wc.wr_id);
   Sending& sending = sending_[slot];
   free_slots_.push_back(slot);
+  posted_bytes_ -= sending.bytes;
   if (wc.status != IBV_WC_SUCCESS && state_ != State::kClosed) {
     if (disconnected_) {
       Close(kClosed, turn, true);

@@ -75,6 +75,7 @@ Settings Settings::Get() {
   s.receive_depth = GetEnv("BYTEPS_RDMA_RX_DEPTH", 128);
   s.inline_bytes = GetEnv("BYTEPS_RDMA_INLINE_BYTES", 4096);
   s.pool_bytes = strtoull(GetEnv("BYTEPS_RDMA_POOL_BYTES", "1073741824"), nullptr, 10);
+  s.window_bytes = strtoull(GetEnv("BYTEPS_RDMA_WINDOW_BYTES", "1048576"), nullptr, 10);
   s.busy_poll = GetEnv("BYTEPS_RDMA_BUSY_POLL", 0) != 0;
   s.data_plane = GetEnv("BYTEPS_RDMA_DATA_PLANE", 1) != 0;
   s.data_endpoints = GetEnv("BYTEPS_RDMA_DATA_ENDPOINTS", 1);

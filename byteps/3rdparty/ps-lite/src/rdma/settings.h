@@ -22,6 +22,7 @@ struct Settings {
   uint32_t receive_depth = 0;
   uint32_t inline_bytes = 0;
   uint64_t pool_bytes = 0;
+  uint64_t window_bytes = 0;
   bool busy_poll = false;
   bool data_plane = true;
   int data_endpoints = 1;
