@@ -28,10 +28,10 @@ train: setup ## train a GPT on real text, gradients summed by BytePS
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
-test: setup lint ## lint, then every test (or TESTS) that needs no virtual machine
-	@$(PYTHON_ENV) -m pytest -m "not on_rdma and not boots_vm" $(PYTEST_ARGS) $(TESTS)
+test: setup lint ## lint, then every test (or TESTS), RDMA in a virtual machine
+	@$(PYTHON_ENV) -m pytest -m "not thorough" $(PYTEST_ARGS) $(TESTS)
 
-test-rdma: setup ## the tests of the RDMA transport, in a virtual machine with soft-RoCE
+test-rdma: setup ## the transports' tests with every setting, between two machines too
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/rdma
 
 parity: setup ## compare gradients with all-reduce and exact sums, in every parallel layout

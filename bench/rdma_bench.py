@@ -48,6 +48,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of a run (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--writes", type=int, default=200, help="perftest's (default: %(default)s)")
+    parser.add_argument(
+        "--window", default="512KiB", help="BYTEPS_RDMA_WINDOW_BYTES (default: %(default)s)"
+    )
     parser.add_argument("--ping-ms", type=int, default=10, help="(default: %(default)s)")
     parser.add_argument("--idle-s", type=float, default=10.0, help="(default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=900.0, metavar="S")
@@ -56,6 +59,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         options.size = parse_size(options.size)
+        options.window = parse_size(options.window)
     except ValueError as error:
         parser.error(str(error))
     if options.size % 4096 or min(options.partitions, options.rounds, options.repetitions) < 1:
@@ -65,9 +69,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Raises VmError, BuildError."""
-    names = ("size", "partitions", "rounds", "repetitions", "writes", "ping_ms", "idle_s")
+    names = ("size", "partitions", "rounds", "repetitions", "writes", "window", "ping_ms")
     spec = {name: getattr(options, name) for name in names}
-    spec |= {"address": address_of(1), "van_test": str(build_van_test())}
+    spec |= {"idle_s": options.idle_s, "address": address_of(1), "van_test": str(build_van_test())}
     (folder / "spec.json").write_text(json.dumps(spec))
     path = os.pathsep.join(map(str, (REPOSITORY / "bench", REPOSITORY / "scripts")))
     program = [sys.executable, "-m", "rdmakit.inside", "spec.json", "result.json"]

@@ -95,7 +95,7 @@ def titled(result: Mapping[str, Any]) -> list[tuple[str, Table]]:
     """Every table, under what it shows."""
     spec = result["spec"]
     size, runs = show_size(spec["size"]), spec["repetitions"]
-    amount = f"{spec['partitions']} partitions of {size}"
+    amount = f"{spec['partitions']} partitions of {size}, a window of {show_size(spec['window'])}"
     return [
         (
             f"Both ways together, 1 worker and 1 server, {amount}; {runs} runs of each, in turn",

@@ -28,6 +28,12 @@ from vm.kernel import VmError
 
 __all__ = ["make_cluster"]
 
+# By transport. The others are RDMA with another setting.
+_MARKS = {
+    "tcp": [],
+    "rdma": [pytest.mark.on_rdma],
+    "others": [pytest.mark.on_rdma, pytest.mark.thorough],
+}
 _REMOTE = pytest.StashKey[list[str]]()
 _RUN = pytest.StashKey[RemoteRun | str]()
 
@@ -39,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             "transport",
             [
-                pytest.param(name, marks=[pytest.mark.on_rdma] if name != "tcp" else [], id=name)
+                pytest.param(name, marks=_MARKS.get(name, _MARKS["others"]), id=name)
                 for name in mark.args
             ],
             indirect=True,

@@ -37,7 +37,7 @@ def guests(run_dir: Path) -> Iterator[list[Guest]]:
         yield started
 
 
-@pytest.mark.boots_vm
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_jobs_between_machines(guests: list[Guest]) -> None:
     """Two that end well; then the second machine dies, and all on the first say so in time."""

@@ -55,7 +55,7 @@ def run_in_vm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run(command, 200.0)
 
 
-@pytest.mark.boots_vm
+@pytest.mark.thorough
 def test_two_guests_on_a_cable(tmp_path: Path) -> None:
     """Two hosts, as far as RDMA can see; output, files and exit status come back."""
     lacking = missing_tool()
