@@ -239,8 +239,8 @@ def once(job: Job) -> None:
         for round_ in range(1, 6):
             for number, bucket in enumerate(buckets):
                 turn(bucket, f"once.{number}", round_)
-        # The pool may register a buffer more; each round has dozens of partitions.
-        assert made() - before <= 4, made() - before
+        # The pool may find that it needs some more buffers. Hundreds of partitions were sent.
+        assert made() - before < 40, made() - before
     with job.check("memory that is freed is let go of"):
         held = registered(os.getpid())["mr"]
         del bucket, buckets, buffer
