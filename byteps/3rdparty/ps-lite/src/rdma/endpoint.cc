@@ -67,8 +67,8 @@ void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> devic
   pool_ = std::move(pool);
   device_ = std::move(device);
   // A whole number of pages, so that no packet is cut short between two writes.
-  const uint64_t piece = std::min<uint64_t>(settings_.window_bytes / kPieces, 1u << 30);
-  max_write_ = std::min<uint32_t>(device_->max_message_bytes(), piece) / 4096 * 4096;
+  const uint64_t piece = settings_.window_bytes / kPieces;
+  max_write_ = std::min<uint64_t>(device_->max_message_bytes(), piece) / 4096 * 4096;
   const uint32_t slots = settings_.send_depth + settings_.receive_depth;
   const size_t bytes = AlignUp(static_cast<uint64_t>(slots) * slot_bytes_, 4096);
   slots_.reset(static_cast<char*>(aligned_alloc(4096, bytes)));

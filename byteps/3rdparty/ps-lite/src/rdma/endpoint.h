@@ -141,8 +141,7 @@ class Endpoint {
   void Finish(Turn* turn);
   void Pump(Turn* turn);
   bool MayWrite() const {
-    return !writes_.empty() &&
-           (posted_bytes_ == 0 || posted_bytes_ + max_write_ <= settings_.window_bytes);
+    return !writes_.empty() && posted_bytes_ + max_write_ <= settings_.window_bytes;
   }
   bool CanSend() const { return !free_slots_.empty() && credits_ > 1; }
   char* SlotOf(uint32_t slot) { return slots_.get() + static_cast<size_t>(slot) * slot_bytes_; }
