@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ HALVES = (torch.bfloat16, torch.float16)
 DIVISORS = (1, 2, 3, 4, 6, 7, 12, 24, 1000, 4095, 2_097_151, 2_097_153)
 # As it ships, choosing for this machine; for the oldest machine; and for one in between.
 BUILDS = {"shipped": [], "oldest": ["-DBYTEPS_MULTIVERSION="]}
-if platform.machine() == "x86_64":
+if {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
     BUILDS["v3"] = ["-DBYTEPS_MULTIVERSION=", "-march=x86-64-v3"]
 
 # Exports what is tested under names that ctypes finds.
@@ -36,16 +34,11 @@ extern "C" void Three(int t, void* last, const void* a, const void* b, void* wid
 }
 """
 
-Reducer = Callable[..., torch.Tensor]
-
 
 @pytest.fixture(scope="module", params=BUILDS)
 def library(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ctypes.CDLL:
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    if request.param == "v3" and not {"avx2", "fma"} <= flags:
-        pytest.skip("this processor has no AVX2")
     folder = tmp_path_factory.mktemp("reducer")
     (folder / "exports.cc").write_text(EXPORTS)
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O3", "-fPIC", "-shared"]
