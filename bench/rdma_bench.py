@@ -69,9 +69,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Raises VmError, BuildError."""
-    names = ("size", "partitions", "rounds", "repetitions", "writes", "window", "ping_ms")
+    names = ("size", "partitions", "rounds", "repetitions", "writes", "window", "ping_ms", "idle_s")
     spec = {name: getattr(options, name) for name in names}
-    spec |= {"idle_s": options.idle_s, "address": address_of(1), "van_test": str(build_van_test())}
+    spec |= {"address": address_of(1), "van_test": str(build_van_test())}
     (folder / "spec.json").write_text(json.dumps(spec))
     path = os.pathsep.join(map(str, (REPOSITORY / "bench", REPOSITORY / "scripts")))
     program = [sys.executable, "-m", "rdmakit.inside", "spec.json", "result.json"]
