@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times the additions that a server makes, each beside a plain loop over the same memory.
 
-Compiles byteps/byteps/core/reducer.cc as the wheel does, and a program that runs each of its
+Compiles byteps/byteps/server/reducer.cc as the wheel does, and a program that runs each of its
 functions in one thread: over a working set that no cache holds ("memory"), and over one partition
 again and again ("partition"). The limit is a loop that reads and writes the same lines of memory
 and adds them up as integers. What counts is the thread's time on a processor, and of that the
@@ -155,7 +155,7 @@ def build(folder: Path) -> Path:
     common += ["-I", str(OVERLAY)]
     reducer, program = folder / "reducer.o", folder / "reducer_bench"
     # The reducer as it ships, for any machine; the plain loop is the best that this one can.
-    source = OVERLAY / "byteps" / "core" / "reducer.cc"
+    source = OVERLAY / "byteps" / "server" / "reducer.cc"
     run([*common, "-c", str(source), "-o", str(reducer)])
     run([*common, native, str(SOURCE), str(reducer), "-o", str(program)])
     return program

@@ -24,7 +24,7 @@ def engine_partition(
     size: int, servers: int, smallest: int = SMALLEST_PARTITION, largest: int = LARGEST_PARTITION
 ) -> int:
     """Bytes of the partitions into which the engine cuts a tensor: 64 for each server, whole pages,
-    within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/core/placement.h)."""
+    within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/engine/placement.h)."""
     if servers < 1:
         raise ValueError("there must be one server at least")
     least, most = _whole_pages(smallest), _whole_pages(largest)

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/core/dtype.h"
-#include "byteps/core/reducer.h"
+#include "byteps/base/dtype.h"
+#include "byteps/server/reducer.h"
 #include "streams.h"
 
 namespace bench {

@@ -1,4 +1,4 @@
-// Times every addition of byteps/core/reducer.h in one thread, each beside a plain
+// Times every addition of byteps/server/reducer.h in one thread, each beside a plain
 // loop that reads and writes the same memory and computes nothing to speak of.
 //
 // usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS [TYPE...]

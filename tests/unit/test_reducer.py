@@ -1,4 +1,4 @@
-"""core/reducer.cc: sums and averages of every half value, against PyTorch, to the last bit."""
+"""server/reducer.cc: sums and averages of every half value, against PyTorch, to the last bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 OVERLAY = Path(__file__).parents[2] / "byteps"
 LIMIT_S = 120.0
-NUMBERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 7}  # of core/dtype.h
+NUMBERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 7}  # of base/dtype.h
 HALVES = (torch.bfloat16, torch.float16)
 DIVISORS = (1, 2, 3, 4, 6, 7, 12, 24, 1000, 4095, 2_097_151, 2_097_153)
 # As it ships, choosing for this machine; for the oldest machine; and for one in between.
@@ -22,7 +22,7 @@ if {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
 
 # Exports what is tested under names that ctypes finds.
 EXPORTS = """
-#include "byteps/core/reducer.h"
+#include "byteps/server/reducer.h"
 using byteps::core::DType;
 extern "C" void Add(int t, void* sum, const void* in, int divisor, size_t n) {
   byteps::core::Add(static_cast<DType>(t), sum, in, divisor, n);
@@ -43,7 +43,7 @@ def library(
     (folder / "exports.cc").write_text(EXPORTS)
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O3", "-fPIC", "-shared"]
     command += [*BUILDS[request.param], "-I", str(OVERLAY), str(folder / "exports.cc")]
-    command += [str(OVERLAY / "byteps" / "core" / "reducer.cc"), "-o", str(folder / "reducer.so")]
+    command += [str(OVERLAY / "byteps" / "server" / "reducer.cc"), "-o", str(folder / "reducer.so")]
     subprocess.run(command, check=True, timeout=LIMIT_S)
     return ctypes.CDLL(str(folder / "reducer.so"))
 

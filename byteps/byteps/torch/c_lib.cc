@@ -9,13 +9,13 @@
 #include <utility>
 #include <vector>
 
-#include "../core/config.h"
-#include "../core/device.h"
-#include "../core/error.h"
-#include "../core/metrics.h"
-#include "../core/metrics_server.h"
-#include "../core/session.h"
-#include "../core/worker.h"
+#include "byteps/base/config.h"
+#include "byteps/base/error.h"
+#include "byteps/cluster/session.h"
+#include "byteps/device/device.h"
+#include "byteps/engine/worker.h"
+#include "byteps/observe/metrics.h"
+#include "byteps/observe/metrics_server.h"
 #include "ps/endpoint_counters.h"
 #include "ps/lasting_memory.h"
 

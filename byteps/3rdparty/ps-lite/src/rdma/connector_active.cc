@@ -6,7 +6,7 @@
 #include <cstring>
 #include <utility>
 
-#include "../membership_text.h"
+#include "../membership/text.h"
 #include "../net_address.h"
 #include "./connector.h"
 #include "dmlc/logging.h"

@@ -1,0 +1,252 @@
+// The scheduler's part of the membership: who is admitted, lost, or has left.
+#include <algorithm>
+#include <utility>
+
+#include "./text.h"
+#include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
+#include "ps/internal/van.h"
+#include "ps/membership.h"
+
+namespace ps {
+
+using membership::Describe;
+using membership::kProtocol;
+using membership::Limit;
+using membership::Plural;
+using membership::ToDuration;
+
+int Membership::Count(Node::Role role) {
+  return static_cast<int>(std::count_if(peers_.begin(), peers_.end(), [role](const auto& entry) {
+    return entry.second.node.role == role;
+  }));
+}
+
+int Membership::FirstFreeRank(Node::Role role) {
+  const auto id = [role](int rank) {
+    return role == Node::WORKER ? Postoffice::WorkerRankToID(rank)
+                                : Postoffice::ServerRankToID(rank);
+  };
+  int rank = 0;
+  while (peers_.count(id(rank))) ++rank;
+  return rank;
+}
+
+std::string Membership::ReasonToRefuse(const Node& node, const Claim& claim) {
+  if (claim.protocol != kProtocol) {
+    return "it speaks membership protocol " + std::to_string(claim.protocol) + ", the scheduler " +
+           std::to_string(kProtocol) + ": install the same byteps on every node";
+  }
+  const bool worker = node.role == Node::WORKER;
+  if (expected_workers_ < 0 && worker) expected_workers_ = claim.workers;
+  if (expected_servers_ < 0 && worker) expected_servers_ = claim.servers;
+  if (claim.workers >= 0 && expected_workers_ >= 0 && claim.workers != expected_workers_) {
+    return "it was started for " + Plural(claim.workers, "worker") + ", the scheduler for " +
+           Plural(expected_workers_, "worker") + " (WORLD_SIZE, DMLC_NUM_WORKER)";
+  }
+  if (claim.servers >= 0 && expected_servers_ >= 0 && claim.servers != expected_servers_) {
+    return "it was started for " + Plural(claim.servers, "server") + ", the scheduler for " +
+           Plural(expected_servers_, "server") + " (DMLC_NUM_SERVER)";
+  }
+  if (!worker) {
+    if (expected_servers_ >= 0 && Count(Node::SERVER) >= expected_servers_) {
+      return "the job has its " + Plural(expected_servers_, "server") + " already";
+    }
+    return "";
+  }
+  if (node.aux_id < 0 || node.aux_id >= expected_workers_) {
+    return "its rank " + std::to_string(node.aux_id) + " is not below the number of workers, " +
+           std::to_string(expected_workers_) + " (RANK, DMLC_WORKER_ID)";
+  }
+  auto it = peers_.find(Postoffice::WorkerRankToID(node.aux_id));
+  if (it != peers_.end()) {
+    return "the job has a " + Describe(it->second.node) +
+           " already; does another job use this scheduler?";
+  }
+  return "";
+}
+
+void Membership::Register(const Message& msg) {
+  if (msg.meta.control.node.size() != 1) return;
+  Node node = msg.meta.control.node[0];
+  Claim claim;
+  if (!ParseClaim(msg.meta.body, &claim)) claim.protocol = -1;
+  std::string refusal;
+  bool complete = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ == State::kFailed) {
+      refusal = "the job has failed: " + failure_;
+    } else if (std::any_of(peers_.begin(), peers_.end(),
+                           [](const auto& entry) { return entry.second.left_to_suspend; })) {
+      // The job before is being suspended and this node is early for the next.
+      parked_.push_back(msg);
+      return;
+    } else {
+      if (node.role == Node::WORKER && node.aux_id < 0) node.aux_id = FirstFreeRank(Node::WORKER);
+      refusal = ReasonToRefuse(node, claim);
+    }
+    if (refusal.empty()) {
+      node.id = node.role == Node::WORKER ? Postoffice::WorkerRankToID(node.aux_id)
+                                          : Postoffice::ServerRankToID(FirstFreeRank(Node::SERVER));
+      Peer peer;
+      peer.node = node;
+      peer.heard = Clock::now();
+      peers_[node.id] = peer;
+      if (node.role == Node::WORKER && !any_worker_) {
+        any_worker_ = true;
+        first_worker_ = peer.heard;
+      }
+      complete = expected_workers_ >= 0 && expected_servers_ >= 0 &&
+                 Count(Node::WORKER) == expected_workers_ &&
+                 Count(Node::SERVER) == expected_servers_;
+    }
+  }
+  if (!refusal.empty()) {
+    Refuse(node, Describe(node) + " was refused by the " + SchedulerName() + ": " + refusal);
+    return;
+  }
+  van_->Connect(node);
+  Send(Control::WELCOME, node.id, "", {node});
+  PS_VLOG(1) << "admitted " << Describe(node);
+  if (complete) AdmitAll();
+}
+
+void Membership::Refuse(const Node& node, const std::string& reason) {
+  LOG(WARNING) << reason;
+  Node target = node;
+  target.id = membership::kRefusedBase + refused_++;
+  van_->Connect(target);
+  Send(Control::REFUSED, target.id, reason);
+}
+
+void Membership::AdmitAll() {
+  std::vector<Node> everyone;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const auto& entry : peers_) everyone.push_back(entry.second.node);
+  }
+  everyone.push_back(van_->node());
+  for (const Node& node : everyone) {
+    if (node.role != Node::SCHEDULER) Send(Control::ADD_NODE, node.id, "", everyone);
+  }
+}
+
+std::string Membership::WhoIsMissing() {
+  std::string missing;
+  for (int rank = 0; rank < expected_workers_; ++rank) {
+    if (peers_.count(Postoffice::WorkerRankToID(rank))) continue;
+    missing += (missing.empty() ? "worker " : ", worker ") + std::to_string(rank);
+  }
+  const int servers = expected_servers_ - Count(Node::SERVER);
+  if (servers > 0) missing += (missing.empty() ? "" : ", ") + Plural(servers, "server");
+  return missing;
+}
+
+void Membership::OnLost(int node_id, const std::string& how) {
+  std::string reason;
+  bool in_job = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto it = peers_.find(node_id);
+    if (state_ != State::kActive || it == peers_.end() || it->second.left) return;
+    reason = Describe(it->second.node) + " was lost: " + how;
+    in_job = any_worker_;
+    if (!in_job) peers_.erase(it);
+  }
+  if (in_job) {
+    FailJob(reason);
+    return;
+  }
+  LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
+  // Should it be there after all, it must not wait for a job that does without it.
+  Send(Control::JOB_FAILED, node_id, reason);
+}
+
+void Membership::CheckPeers(Clock::time_point now) {
+  std::vector<int> silent;
+  std::string reason;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const auto& entry : peers_) {
+      const bool heard = now - entry.second.heard < ToDuration(peer_timeout_s_);
+      if (!entry.second.left && !heard) silent.push_back(entry.first);
+    }
+    const std::string missing = any_worker_ ? WhoIsMissing() : "";
+    if (!missing.empty() && now - first_worker_ > ToDuration(start_timeout_s_)) {
+      reason = "the job did not start: only " + std::to_string(Count(Node::WORKER)) + " of " +
+               Plural(expected_workers_, "worker") + " and " + std::to_string(Count(Node::SERVER)) +
+               " of " + Plural(expected_servers_, "server") + " registered with the " +
+               SchedulerName() + " within " + Limit(start_timeout_s_, "BYTEPS_START_TIMEOUT_S") +
+               "; missing: " + missing;
+    }
+  }
+  for (int id : silent) {
+    OnLost(id, "no heartbeat for " + Limit(peer_timeout_s_, "BYTEPS_PEER_TIMEOUT_S"));
+  }
+  if (!reason.empty()) FailJob(reason);
+}
+
+void Membership::FailJob(const std::string& reason) {
+  std::vector<int> receivers;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ != State::kActive) return;
+    for (const auto& entry : peers_) {
+      if (!entry.second.left) receivers.push_back(entry.first);
+    }
+  }
+  for (int id : receivers) Send(Control::JOB_FAILED, id, reason);
+  Fail(reason);
+}
+
+void Membership::OnLeave(int node_id, bool suspend) {
+  std::vector<int> receivers;
+  Node who;
+  bool all_left = true;
+  bool suspended = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto it = peers_.find(node_id);
+    if (it == peers_.end()) return;
+    it->second.left = true;
+    it->second.left_to_suspend = suspend;
+    who = it->second.node;
+    for (const auto& entry : peers_) {
+      const bool worker = entry.second.node.role == Node::WORKER;
+      if (entry.first == node_id || !entry.second.left) receivers.push_back(entry.first);
+      if (worker) {
+        all_left = all_left && entry.second.left;
+        suspended = suspended || entry.second.left_to_suspend;
+      }
+    }
+    all_left = all_left && Count(Node::WORKER) == expected_workers_;
+  }
+  for (int id : receivers) Send(Control::NODE_LEFT, id, "", {who});
+  if (!all_left) return;
+
+  std::vector<Message> waiting;
+  std::vector<int> servers;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const auto& entry : peers_) {
+      if (entry.second.node.role == Node::SERVER) servers.push_back(entry.first);
+    }
+    peers_.clear();
+    any_worker_ = false;
+    if (suspended) {
+      expected_workers_ = expected_servers_ = -1;
+      waiting.swap(parked_);
+    } else {
+      state_ = State::kEnded;
+    }
+  }
+  for (int id : servers) Send(Control::JOB_END, id, suspended ? "suspend" : "finish");
+  for (const auto& msg : waiting) Register(msg);
+  MembershipEvent event;
+  event.kind = MembershipEvent::kEnded;
+  event.suspended = suspended;
+  Emit(event);
+}
+
+}  // namespace ps

@@ -1,0 +1,44 @@
+#include "./text.h"
+
+#include <cstdio>
+
+#include "../net_address.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+namespace membership {
+namespace {
+
+const char* RoleName(Node::Role role) {
+  if (role == Node::SCHEDULER) return "scheduler";
+  return role == Node::WORKER ? "worker" : "server";
+}
+
+}  // namespace
+
+std::string Limit(double seconds, const char* variable) {
+  char text[128];
+  snprintf(text, sizeof(text), "%.1f s (%s=%g)", seconds, variable, seconds);
+  return text;
+}
+
+std::string Plural(int n, const char* noun) {
+  return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
+}
+
+std::chrono::steady_clock::duration ToDuration(double seconds) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+      std::chrono::duration<double>(seconds));
+}
+
+std::string Describe(const Node& node) {
+  std::string name = RoleName(node.role);
+  if (node.role == Node::WORKER && node.aux_id >= 0) name += " " + std::to_string(node.aux_id);
+  if (node.role == Node::SERVER && node.id != Node::kEmpty && node.id < kRefusedBase) {
+    name += " " + std::to_string(Postoffice::IDtoRank(node.id));
+  }
+  return name + " (" + JoinHostPort(node.hostname, node.port) + ")";
+}
+
+}  // namespace membership
+}  // namespace ps

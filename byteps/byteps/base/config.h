@@ -1,0 +1,81 @@
+// Every setting, in one table, read from the environment once.
+//
+// The table is what the program parses by, what `byteps-server --print-config`
+// prints and what docs/configuration.md is made from.
+#ifndef BYTEPS_BASE_CONFIG_H_
+#define BYTEPS_BASE_CONFIG_H_
+
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace byteps {
+namespace core {
+
+struct Variable {
+  enum Type { kInt, kFloat, kBool, kString, kChoice };
+  const char* name;
+  Type type;
+  const char* unit;      // "" for none
+  const char* fallback;  // the default, as text; "" for none
+  double low;            // numbers: least and greatest allowed value
+  double high;
+  const char* choices;  // kChoice: the values, separated by '|'
+  const char* doc;
+};
+
+// One process's settings: a checked snapshot of the environment.
+class Config {
+ public:
+  static const std::vector<Variable>& Table();
+
+  // Parses every variable of the table, whole-string.  Throws UsageError naming
+  // the first bad variable, its value and what is allowed.
+  static Config FromEnvironment();
+
+  // Each asks for a name of the table with the matching type; anything else is a
+  // mistake of the program and throws std::logic_error.
+  long Int(const std::string& name) const;
+  double Float(const std::string& name) const;
+  bool Bool(const std::string& name) const;
+  const std::string& String(const std::string& name) const;  // also kChoice
+  // Whether the environment sets it.
+  bool IsSet(const std::string& name) const;
+
+  // One "NAME=value" line each, with "# default" behind those that are not set.
+  std::string Print() const;
+
+  // A line for each BYTEPS_* or DMLC_* variable of the environment that the table
+  // does not know, with the nearest name that it does.
+  static std::vector<std::string> UnknownVariables();
+
+  // The reference manual, as Markdown.
+  static std::string Markdown();
+
+  // All values as text, for ps-lite, which looks its settings up by name.
+  const std::unordered_map<std::string, std::string>& values() const { return values_; }
+
+ private:
+  const std::string& Value(const std::string& name, Variable::Type type) const;
+
+  std::unordered_map<std::string, std::string> values_;
+  std::unordered_map<std::string, bool> set_;
+};
+
+// This process's place among the workers.
+struct Launch {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  int local_size = 1;
+
+  // From RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, else from
+  // DMLC_WORKER_ID, DMLC_NUM_WORKER, BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE, else
+  // 0 of 1.  Throws UsageError when both are set and disagree, or the rank is not
+  // below the size.
+  static Launch From(const Config& config);
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_BASE_CONFIG_H_

@@ -1,0 +1,65 @@
+// Element types that can be summed.
+#ifndef BYTEPS_BASE_DTYPE_H_
+#define BYTEPS_BASE_DTYPE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace byteps {
+namespace core {
+
+// The values are part of the wire format.
+enum class DType : uint8_t {
+  kFloat32 = 0,
+  kFloat64 = 1,
+  kFloat16 = 2,
+  kUInt8 = 3,
+  kInt32 = 4,
+  kInt8 = 5,
+  kInt64 = 6,
+  kBFloat16 = 7,
+};
+constexpr int kNumDTypes = 8;
+
+inline size_t SizeOf(DType t) {
+  switch (t) {
+    case DType::kUInt8:
+    case DType::kInt8:
+      return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+  }
+  return 0;
+}
+
+inline const char* NameOf(DType t) {
+  static const char* const names[kNumDTypes] = {"float32", "float64", "float16", "uint8",
+                                                "int32",   "int8",    "int64",   "bfloat16"};
+  return names[static_cast<int>(t)];
+}
+
+// False if no element type has this name.
+inline bool ParseDType(const std::string& name, DType* t) {
+  for (int i = 0; i < kNumDTypes; ++i) {
+    if (name == NameOf(static_cast<DType>(i))) {
+      *t = static_cast<DType>(i);
+      return true;
+    }
+  }
+  return false;
+}
+
+// Types that are summed in fp32 and rounded once.
+inline bool IsHalf(DType t) { return t == DType::kFloat16 || t == DType::kBFloat16; }
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_BASE_DTYPE_H_

@@ -1,0 +1,15 @@
+// Upstream's logging, BPS_LOG(severity) << ..., for this namespace.
+#ifndef BYTEPS_BASE_LOG_H_
+#define BYTEPS_BASE_LOG_H_
+
+#include "byteps/common/logging.h"
+
+namespace byteps {
+namespace core {
+
+using common::LogLevel;
+using common::LogMessage;
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_BASE_LOG_H_

@@ -1,0 +1,92 @@
+// What workers and servers say to each other.
+//
+// Each exchange is one request and one response on a ps::Message:
+//   meta.head   the Op                meta.addr    the request's number (worker's own)
+//   meta.key    the tensor's or partition's key
+//   meta.body   DECLARE: a Declaration; all others: a PushHeader; failed response: the reason
+//   meta.option of a response: 0, or 1 when it failed
+//   meta.simple_app  of a DECLARE alone: the others go by an RDMA van's data plane
+//   data[0]     of PUSH_PULL and PUSH: the values
+//               of the responses to PUSH_PULL and PULL: the part of the sum that was asked for
+//
+// A partition goes by one PUSH_PULL, which is answered when the sum is there, or by a PUSH, which
+// is answered when it has been added, and then a PULL.  Its declaration says by which.
+//
+// Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
+// shifted left by 16; a partition's adds its index.  It thus depends neither on
+// the order in which ranks declare tensors nor on their number, and members that
+// disagree on anything else, or two names with one hash, meet on the server,
+// which compares their declarations and refuses.
+#ifndef BYTEPS_BASE_PROTOCOL_H_
+#define BYTEPS_BASE_PROTOCOL_H_
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "byteps/base/dtype.h"
+#include "ps/internal/message.h"
+
+namespace byteps {
+namespace core {
+
+enum Op : int {
+  kDeclare = 1,
+  kPushPull = 2,
+  kPush = 3,
+  kPull = 4,
+};
+
+constexpr int kPartitionBits = 16;
+constexpr uint64_t kMaxPartitions = 1ull << kPartitionBits;
+
+// What the members of a group must agree on before they sum a tensor.
+struct Declaration {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  bool average = false;
+  bool fused = true;  // summed by PUSH_PULL, not by PUSH and PULL
+  uint64_t bytes = 0;
+  uint32_t partition_bytes = 0;
+  uint64_t placement =
+      0;  // the server of partition p is (placement + p) mod servers, when hashed raw
+  std::vector<uint32_t> group;  // ranks, ascending
+
+  uint64_t Key() const;
+  uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
+  // Bytes of partition `index`.
+  uint64_t PartitionSize(uint64_t index) const;
+  // Position of `rank` in the group, or -1.
+  int MemberIndex(uint32_t rank) const;
+
+  std::string Pack() const;
+  // False if `text` is no declaration.
+  static bool Unpack(const std::string& text, Declaration* declaration);
+
+  // "float32, 400 bytes, sum over ranks 0,1"
+  std::string Describe() const;
+  bool operator==(const Declaration& other) const;
+};
+
+struct PushHeader {
+  uint32_t round;        // how often this tensor was pushed before by this worker
+  uint32_t timeout_ms;   // for how long the worker will wait
+  uint32_t pull_offset;  // the part of the partition's sum that it wants back,
+  uint32_t pull_bytes;   // perhaps nothing
+};
+
+// A request of a worker (`op` is an Op), and the answer to it, without values.
+// `number` is what the worker calls the request; an answer with an `error` says that
+// it failed.
+ps::Message MakeRequest(int op, int receiver, uint64_t key, uint64_t number, std::string body);
+ps::Message MakeAnswer(int op, int receiver, uint64_t key, uint64_t number,
+                       const std::string& error);
+void AddValues(ps::Message* msg, const ps::SArray<char>& values);
+
+// FNV-1a, 64 bits.
+uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_BASE_PROTOCOL_H_

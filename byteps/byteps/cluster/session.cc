@@ -1,0 +1,85 @@
+#include "byteps/cluster/session.h"
+
+#include <utility>
+
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
+#include "dmlc/logging.h"
+#include "ps/endpoint_counters.h"
+#include "ps/internal/env.h"
+#include "ps/internal/postoffice.h"
+
+namespace byteps {
+namespace core {
+
+const char* NameOf(Role role) {
+  if (role == Role::kScheduler) return "scheduler";
+  return role == Role::kServer ? "server" : "worker";
+}
+
+void Session::Start(const Config& config, const SessionOptions& options, MessageHandler on_message,
+                    EventHandler on_event) {
+  auto settings = config.values();
+#ifndef BYTEPS_WITH_RDMA
+  const std::string& transport = settings["DMLC_ENABLE_RDMA"];
+  if (transport == "ibverbs" || transport == "1") {
+    throw UsageError("DMLC_ENABLE_RDMA=" + transport +
+                     ": byteps was built without RDMA; build it where libibverbs-dev and "
+                     "librdmacm-dev are installed");
+  }
+#endif
+  settings["DMLC_ROLE"] = NameOf(options.role);
+  settings["DMLC_NUM_WORKER"] = std::to_string(options.num_workers);
+  settings["DMLC_NUM_SERVER"] = std::to_string(options.num_servers);
+  settings["DMLC_WORKER_ID"] = std::to_string(options.rank);
+  settings["BYTEPS_REJOIN"] = options.rejoin ? "1" : "0";
+  // ps-lite takes "set" for "given": these two are given only when they say something.
+  for (const char* name : {"DMLC_NODE_HOST", "DMLC_INTERFACE"}) {
+    if (settings[name].empty()) settings.erase(name);
+  }
+  ps::Environment::Init(settings);
+  ps::Postoffice::Get()->SetDataHandler(std::move(on_message));
+  ps::Membership::SetListener(std::move(on_event));
+  try {
+    ps::Postoffice::Get()->Start(0, nullptr, false);
+  } catch (const dmlc::Error& e) {
+    ps::Membership::SetListener(nullptr);
+    ps::Postoffice::Get()->SetDataHandler(nullptr);
+    throw Error(e.what());
+  }
+}
+
+void Session::Leave(bool suspend) { ps::Postoffice::Get()->van()->membership()->Leave(suspend); }
+
+void Session::Stop() {
+  ps::Postoffice::Get()->Finalize(0, false);
+  for (const auto& e : ps::ReadEndpointCounters()) {
+    BPS_LOG(DEBUG) << "RDMA endpoint to " << e.peer << ", " << e.plane << " " << e.index
+                   << ": sent " << e.messages_sent << " messages, " << e.bytes_sent
+                   << " bytes; received " << e.messages_received << " messages, "
+                   << e.bytes_received << " bytes";
+  }
+  ps::Membership::SetListener(nullptr);
+  ps::Postoffice::Get()->SetDataHandler(nullptr);
+}
+
+bool Session::Send(ps::Message* message) {
+  return ps::Postoffice::Get()->van()->Send(*message) >= 0;
+}
+
+bool Session::RegistersMemory() { return ps::Postoffice::Get()->van()->GetType() == "ibverbs"; }
+
+std::string Session::host() { return ps::Postoffice::Get()->van()->node().hostname; }
+int Session::rank() { return ps::Postoffice::IDtoRank(ps::Postoffice::Get()->van()->node().id); }
+int Session::port() { return ps::Postoffice::Get()->van()->node().port; }
+
+std::string Session::NameOfServer(int rank) {
+  return ps::Postoffice::Get()->van()->membership()->NameOf(ps::Postoffice::ServerRankToID(rank));
+}
+
+std::string Session::NameOfWorker(int rank) {
+  return ps::Postoffice::Get()->van()->membership()->NameOf(ps::Postoffice::WorkerRankToID(rank));
+}
+
+}  // namespace core
+}  // namespace byteps

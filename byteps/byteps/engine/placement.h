@@ -1,0 +1,38 @@
+// How tensors are cut, and which server sums which partition.
+#ifndef BYTEPS_ENGINE_PLACEMENT_H_
+#define BYTEPS_ENGINE_PLACEMENT_H_
+
+#include <cstdint>
+#include <string>
+
+namespace byteps {
+namespace core {
+
+// BYTEPS_KEY_HASH_FN.
+enum class KeyHash { kRaw, kNaive, kBuiltIn, kDjb2, kSdbm };
+
+// `name` is one of the table's choices.
+KeyHash ParseKeyHash(const std::string& name);
+
+// The server, 0..num_servers-1, of partition `index` of the tensor with `key`
+// (Declaration::Key).
+//
+// kRaw deals partitions round robin from the tensor's `placement`: a caller that
+// gives each tensor the number of partitions before it spreads small tensors and
+// the parts of large ones evenly over any number of servers.  The others hash the
+// partition's key and know nothing of its neighbours.
+int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int num_servers);
+
+// Bytes of the partitions of a tensor of `bytes` bytes.
+//
+// All workers push a partition at the same time, so a server has its sum only when
+// it has received it from all, and the links back idle until then.  To keep that
+// time small beside the whole, a server gets many partitions of a tensor,
+// kPartitionsPerServer of them, as long as they are neither smaller nor larger
+// than the given limits.  Limits are whole pages, and so is the result.
+constexpr uint64_t kPartitionsPerServer = 64;
+uint32_t PartitionBytes(uint64_t bytes, int num_servers, uint32_t smallest, uint32_t largest);
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_PLACEMENT_H_

@@ -1,0 +1,180 @@
+#include "byteps/observe/metrics.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "ps/lasting_memory.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+Metric Counted(const char* name, const char* help, double value) {
+  return {name, Metric::kCounter, help, value, {}};
+}
+
+Metric Counted(const char* name, const char* help, const Counter& counter) {
+  return Counted(name, help, static_cast<double>(counter.Get()));
+}
+
+Metric Now(const char* name, const char* help, uint64_t value) {
+  return {name, Metric::kGauge, help, static_cast<double>(value), {}};
+}
+
+Metric Spread(const char* name, const char* help, const Histogram& histogram) {
+  return {name, Metric::kHistogram, help, 0, histogram.Read()};
+}
+
+void PrintRows(std::ostringstream* out, const std::vector<Metric>& metrics) {
+  static const char* const kKinds[] = {"counter", "gauge", "histogram"};
+  for (const auto& metric : metrics) {
+    std::string labels;
+    for (const auto& label : metric.labels) {
+      labels += (labels.empty() ? "`" : ", `") + label.first + "`";
+    }
+    *out << "| `" << metric.name << "` | " << kKinds[metric.kind] << " | " << labels << " | "
+         << metric.help << " |\n";
+  }
+}
+
+}  // namespace
+
+void Histogram::Observe(int64_t nanoseconds) {
+  const double seconds = static_cast<double>(nanoseconds) * 1e-9;
+  const auto bound = std::lower_bound(kBounds.begin(), kBounds.end(), seconds);
+  buckets_[bound - kBounds.begin()].Add();
+  sum_.Add(nanoseconds);
+}
+
+Histogram::Reading Histogram::Read() const {
+  Reading reading;
+  for (const auto& bucket : buckets_) {
+    reading.count += bucket.Get();
+    reading.cumulative.push_back(reading.count);
+  }
+  reading.cumulative.pop_back();
+  reading.sum = static_cast<double>(sum_.Get()) * 1e-9;
+  return reading;
+}
+
+std::vector<Metric> Tell(const WorkerCounters& c, const WorkerGauges& g) {
+  return {
+      Counted("byteps_worker_pushed_bytes_total", "Bytes of partitions handed to the transport.",
+              c.pushed_bytes),
+      Counted("byteps_worker_pushed_partitions_total", "Partitions handed to the transport.",
+              c.pushed_partitions),
+      Counted("byteps_worker_pulled_bytes_total", "Bytes of sums that were answered.",
+              c.pulled_bytes),
+      Counted("byteps_worker_pulled_partitions_total",
+              "Partitions that were answered with their sum, or the wanted part of it.",
+              c.pulled_partitions),
+      Counted("byteps_worker_operations_total", "Operations (push_pull calls) that ended well.",
+              c.operations),
+      Counted("byteps_worker_failed_operations_total", "Operations that failed.",
+              c.failed_operations),
+      Counted("byteps_worker_failed_requests_total",
+              "Requests, pushes or declarations, that a server refused or failed.",
+              c.failed_requests),
+      Now("byteps_worker_declared_tensors", "Names that this worker sums, declared to the servers.",
+          g.declared_tensors),
+      Now("byteps_worker_running_operations", "Operations that have neither ended nor failed.",
+          g.running_operations),
+      Now("byteps_worker_push_queue_partitions",
+          "Partitions that wait for a push loop or for credit (BYTEPS_SCHEDULING_CREDIT).",
+          g.push_queue),
+      Now("byteps_worker_transport_partitions",
+          "Partitions that a push loop has taken and the transport has not sent yet.",
+          g.in_transport),
+      Now("byteps_worker_unanswered_requests", "Requests that no server has answered yet.",
+          g.unanswered),
+      Now("byteps_worker_pull_queue_partitions", "Answers that wait for a pull loop.",
+          g.pull_queue),
+      Spread("byteps_worker_partition_seconds",
+             "From handing a partition to the transport to its answer.", c.partition_seconds),
+      Spread("byteps_worker_operation_seconds",
+             "From the call to the last sum of operations that ended well.", c.operation_seconds),
+      Counted("byteps_worker_memory_registrations_total",
+              "Times that memory was registered with an RDMA device.",
+              static_cast<double>(ps::LastingMemory::Registrations())),
+  };
+}
+
+std::vector<Metric> Tell(const ServerCounters& c, const ServerGauges& g) {
+  std::vector<Metric> metrics = {
+      Counted("byteps_server_received_bytes_total", "Bytes of partitions that workers pushed.",
+              c.received_bytes),
+      Counted("byteps_server_received_partitions_total", "Partitions that workers pushed.",
+              c.received_partitions),
+      Counted("byteps_server_answered_bytes_total", "Bytes of sums sent to workers.",
+              c.answered_bytes),
+      Counted("byteps_server_answered_partitions_total",
+              "Pushes that were answered with the sum, or the wanted part of it.",
+              c.answered_partitions),
+      Counted("byteps_server_sums_total",
+              "Rounds of a partition that every member of its group pushed.", c.sums),
+      Counted("byteps_server_failed_sums_total",
+              "Rounds of a partition that failed: a member was lost, late or disagreed.",
+              c.failed_sums),
+      Counted("byteps_server_refused_requests_total",
+              "Requests that were refused: undeclared, malformed, or of workers that disagree.",
+              c.refused_requests),
+      Counted("byteps_server_adding_seconds_total",
+              "Time that engine threads spent adding, all together.",
+              static_cast<double>(c.adding_ns.Get()) * 1e-9),
+      Now("byteps_server_declared_tensors", "Tensors that workers declared.",
+          c.declared_tensors.Get()),
+      Now("byteps_server_open_rounds",
+          "Rounds of partitions that some members have pushed and others have not.", g.open_rounds),
+      Spread("byteps_server_round_wait_seconds",
+             "From the first push of a round to its last: how far apart the workers are.",
+             c.round_wait_seconds),
+  };
+  for (size_t i = 0; i < g.engine_queues.size(); ++i) {
+    metrics.push_back(Now("byteps_server_engine_queue_tasks",
+                          "Pushes and notices that wait for an engine thread.",
+                          g.engine_queues[i]));
+    metrics.back().labels = {{"engine", std::to_string(i)}};
+  }
+  return metrics;
+}
+
+std::vector<Metric> Tell(const std::vector<ps::EndpointReading>& endpoints) {
+  using Reading = ps::EndpointReading;
+  struct Row {
+    const char* name;
+    const char* help;
+    uint64_t Reading::* value;
+  };
+  static const Row kRows[] = {
+      {"byteps_rdma_sent_messages_total", "Messages sent by an RDMA endpoint.",
+       &Reading::messages_sent},
+      {"byteps_rdma_sent_bytes_total", "Bytes of these messages.", &Reading::bytes_sent},
+      {"byteps_rdma_received_messages_total", "Messages received by an RDMA endpoint.",
+       &Reading::messages_received},
+      {"byteps_rdma_received_bytes_total", "Bytes of these messages.", &Reading::bytes_received},
+  };
+  std::vector<Metric> metrics;
+  for (const Row& row : kRows) {
+    for (const Reading& endpoint : endpoints) {
+      metrics.push_back(Counted(row.name, row.help, static_cast<double>(endpoint.*row.value)));
+      metrics.back().labels = {{"peer", endpoint.peer},
+                               {"plane", endpoint.plane},
+                               {"index", std::to_string(endpoint.index)}};
+    }
+  }
+  return metrics;
+}
+
+std::string MetricsMarkdown() {
+  std::ostringstream out;
+  out << "| metric | type | labels besides `role`, `rank` | meaning |\n|---|---|---|---|\n";
+  PrintRows(&out, Tell(WorkerCounters(), WorkerGauges()));
+  ServerGauges one_engine;
+  one_engine.engine_queues = {0};
+  PrintRows(&out, Tell(ServerCounters(), one_engine));
+  PrintRows(&out, Tell({ps::EndpointReading()}));
+  return out.str();
+}
+
+}  // namespace core
+}  // namespace byteps

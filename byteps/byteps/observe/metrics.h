@@ -1,0 +1,119 @@
+// What a worker and a server count, and the names under which they tell it.
+//
+// Counting is an addition to an atomic, in any thread and with no lock; the figures of
+// one reading may be a few operations apart.  What a queue holds is not counted but
+// looked up when somebody asks.  The tables in metrics.cc are the one list of metrics:
+// Prometheus, bps.get_metrics() and the documentation are made from them.
+#ifndef BYTEPS_OBSERVE_METRICS_H_
+#define BYTEPS_OBSERVE_METRICS_H_
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ps/endpoint_counters.h"
+
+namespace byteps {
+namespace core {
+
+// A number that only grows.
+class Counter {
+ public:
+  void Add(uint64_t n = 1) { value_.fetch_add(n, std::memory_order_relaxed); }
+  uint64_t Get() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> value_{0};
+};
+
+// How often something took how long.
+class Histogram {
+ public:
+  // Upper ends of the buckets, in seconds; one more has no end.
+  static constexpr std::array<double, 16> kBounds = {0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005,
+                                                     0.01,   0.025,   0.05,   0.1,   0.25,   0.5,
+                                                     1,      2.5,     5,      10};
+
+  struct Reading {
+    std::vector<uint64_t> cumulative;  // at most kBounds[i] seconds
+    uint64_t count = 0;
+    double sum = 0;  // seconds
+  };
+
+  void Observe(int64_t nanoseconds);
+  Reading Read() const;
+
+ private:
+  std::array<Counter, kBounds.size() + 1> buckets_;
+  Counter sum_;  // nanoseconds
+};
+
+struct WorkerCounters {
+  Counter pushed_bytes;
+  Counter pushed_partitions;
+  Counter pulled_bytes;
+  Counter pulled_partitions;
+  Counter operations;
+  Counter failed_operations;
+  Counter failed_requests;
+  Histogram partition_seconds;
+  Histogram operation_seconds;
+};
+
+// How much there is now.
+struct WorkerGauges {
+  uint64_t declared_tensors = 0;
+  uint64_t running_operations = 0;
+  uint64_t push_queue = 0;
+  uint64_t in_transport = 0;
+  uint64_t unanswered = 0;
+  uint64_t pull_queue = 0;
+};
+
+struct ServerCounters {
+  Counter received_bytes;
+  Counter received_partitions;
+  Counter answered_bytes;
+  Counter answered_partitions;
+  Counter sums;
+  Counter failed_sums;
+  Counter refused_requests;
+  Counter adding_ns;
+  Counter declared_tensors;
+  Histogram round_wait_seconds;
+};
+
+struct ServerGauges {
+  uint64_t open_rounds = 0;
+  std::vector<uint64_t> engine_queues;  // tasks, by engine thread
+};
+
+// One metric with its value now.
+struct Metric {
+  enum Kind { kCounter, kGauge, kHistogram };
+  std::string name;
+  Kind kind;
+  std::string help;
+  double value = 0;              // of a counter or gauge
+  Histogram::Reading histogram;  // of a histogram
+  // What part of the process it is about: an engine thread, an endpoint.
+  std::vector<std::pair<std::string, std::string>> labels = {};
+};
+
+// Metrics of one name follow each other.
+std::vector<Metric> Tell(const WorkerCounters& counters, const WorkerGauges& gauges);
+std::vector<Metric> Tell(const ServerCounters& counters, const ServerGauges& gauges);
+
+// What went by each endpoint of a transport that has some.
+std::vector<Metric> Tell(const std::vector<ps::EndpointReading>& endpoints);
+
+// The table of all metrics, as Markdown.
+std::string MetricsMarkdown();
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_OBSERVE_METRICS_H_

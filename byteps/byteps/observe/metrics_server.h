@@ -1,0 +1,48 @@
+// Metrics for Prometheus, over HTTP, when built with prometheus-cpp.
+#ifndef BYTEPS_OBSERVE_METRICS_SERVER_H_
+#define BYTEPS_OBSERVE_METRICS_SERVER_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "byteps/base/config.h"
+#include "byteps/cluster/session.h"
+#include "byteps/observe/metrics.h"
+
+namespace byteps {
+namespace core {
+
+// Whether this build has the library.
+bool BuiltWithPrometheus();
+
+// What is served.  Both functions are called by the server's thread, at any time.
+struct MetricsSource {
+  Role role = Role::kWorker;
+  std::function<int()> rank;  // less than 0: not known yet
+  std::function<std::vector<Metric>()> metrics;
+};
+
+// Answers GET /metrics until it is destroyed, which waits for the requests under way.
+class MetricsServer {
+ public:
+  // Listens at BYTEPS_METRICS_PORT plus `local_rank`, which keeps the processes of one
+  // host apart, of BYTEPS_METRICS_HOST.  None when the port is 0.  Throws UsageError when
+  // it cannot listen there or the build lacks the library.
+  static std::unique_ptr<MetricsServer> Make(const Config& config, int local_rank,
+                                             MetricsSource source);
+  ~MetricsServer();
+  MetricsServer(const MetricsServer&) = delete;
+  MetricsServer& operator=(const MetricsServer&) = delete;
+
+ private:
+  class Impl;
+  explicit MetricsServer(std::unique_ptr<Impl> impl);
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_OBSERVE_METRICS_SERVER_H_

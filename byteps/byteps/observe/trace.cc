@@ -1,0 +1,231 @@
+#include "byteps/observe/trace.h"
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+#include <utility>
+
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
+#include "byteps/base/protocol.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+int64_t RealMinusSteady() {
+  int64_t difference = 0;
+  int64_t least = INT64_MAX;
+  // The reading that took the least time is the one that nothing came between.
+  for (int i = 0; i < 20; ++i) {
+    const int64_t before = SteadyNs();
+    const auto real = std::chrono::system_clock::now().time_since_epoch();
+    const int64_t took = SteadyNs() - before;
+    if (took >= least) continue;
+    least = took;
+    difference =
+        std::chrono::duration_cast<std::chrono::nanoseconds>(real).count() - (before + took / 2);
+  }
+  return difference;
+}
+
+// As a JSON string.
+std::string Quoted(const std::string& text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') {
+      out += std::string("\\") + c;
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      char code[8];
+      snprintf(code, sizeof(code), "\\u%04x", c);
+      out += code;
+    } else {
+      out += c;
+    }
+  }
+  return out + "\"";
+}
+
+// Writes the events of one process.  Times come in SteadyNs.
+class EventWriter {
+ public:
+  // No two processes of a job have the same number in the viewer.
+  EventWriter(Role role, int rank, int64_t real_minus_steady)
+      : process_(std::to_string((role == Role::kServer ? 1000001 : 1) + rank)),
+        real_minus_steady_(real_minus_steady) {}
+
+  void Name(const char* what, int thread, const std::string& name) {
+    Event("M", what, thread, "\"args\":{\"name\":" + Quoted(name) + "}");
+  }
+
+  // One end ("b" or "e") of a slice of the row with this number.
+  void RowEnd(const char* phase, size_t row, const std::string& name, int64_t time,
+              const std::string& args) {
+    Event(phase, name, 0,
+          At(time) + ",\"cat\":\"partition\",\"id2\":{\"local\":\"" + std::to_string(row) + "\"}" +
+              args);
+  }
+
+  void Slice(const char* name, int thread, int64_t begin, int64_t end, const std::string& args) {
+    Event("X", name, thread,
+          At(begin) + ",\"dur\":" + Microseconds(end - begin) + ",\"cat\":\"thread\"" + args);
+  }
+
+  void Arrow(TraceArrow arrow, int thread, int64_t time, uint64_t number) {
+    const char phase[] = {static_cast<char>(arrow), '\0'};
+    const std::string ends = arrow == TraceArrow::kEnds ? ",\"bp\":\"e\"" : "";
+    Event(phase, "partition", thread,
+          At(time) + ",\"cat\":\"flow\",\"id\":\"" + std::to_string(number) + "\"" + ends);
+  }
+
+  std::string TakeEvents() { return std::move(events_); }
+
+ private:
+  static std::string Microseconds(int64_t nanoseconds) {
+    char text[40];
+    snprintf(text, sizeof(text), "%.3f", static_cast<double>(nanoseconds) / 1000);
+    return text;
+  }
+
+  std::string At(int64_t time) const {
+    const int64_t real = time + real_minus_steady_;
+    char text[48];
+    snprintf(text, sizeof(text), "\"ts\":%lld.%03lld", static_cast<long long>(real / 1000),
+             static_cast<long long>(real % 1000));
+    return text;
+  }
+
+  void Event(const char* phase, const std::string& name, int thread, const std::string& rest) {
+    events_ += events_.empty() ? "" : ",\n";
+    events_ += std::string("{\"ph\":\"") + phase + "\",\"name\":" + Quoted(name) +
+               ",\"pid\":" + process_ + ",\"tid\":" + std::to_string(thread) + "," + rest + "}";
+  }
+
+  const std::string process_;
+  const int64_t real_minus_steady_;
+  std::string events_;
+};
+
+std::string Arguments(const TracedPartition& p, bool failed) {
+  return ",\"args\":{\"tensor\":" + Quoted(p.tensor) + ",\"partition\":" + std::to_string(p.index) +
+         ",\"round\":" + std::to_string(p.round) + ",\"worker\":" + std::to_string(p.worker) +
+         ",\"bytes\":" + std::to_string(p.bytes) + (failed ? ",\"failed\":true}" : "}");
+}
+
+// The same number in the worker's file and in the server's.
+uint64_t ArrowNumber(const TracedPartition& p) {
+  const uint64_t parts[] = {p.key, p.round, static_cast<uint64_t>(p.worker)};
+  return HashBytes(parts, sizeof(parts), 0);
+}
+
+// Readers see the whole file or none.
+bool WriteFile(const std::string& path, const std::string& text) {
+  const std::string part = path + ".part";
+  std::ofstream out(part, std::ios::binary);
+  out << text;
+  out.close();
+  return out && rename(part.c_str(), path.c_str()) == 0;
+}
+
+}  // namespace
+
+std::unique_ptr<Tracer> Tracer::Make(const Config& config) {
+  if (!config.Bool("BYTEPS_TRACE_ON")) return nullptr;
+  return std::unique_ptr<Tracer>(new Tracer(config));
+}
+
+Tracer::Tracer(const Config& config)
+    : folder_(config.String("BYTEPS_TRACE_DIR")),
+      first_round_(static_cast<uint32_t>(config.Int("BYTEPS_TRACE_START_STEP"))),
+      last_round_(static_cast<uint32_t>(config.Int("BYTEPS_TRACE_END_STEP"))),
+      limit_(config.Int("BYTEPS_TRACE_LIMIT")),
+      real_minus_steady_(RealMinusSteady()) {
+  std::error_code error;
+  std::filesystem::create_directories(folder_, error);
+  if (!std::filesystem::is_directory(folder_) || access(folder_.c_str(), W_OK) != 0) {
+    throw UsageError("BYTEPS_TRACE_DIR='" + folder_ +
+                     "' is no folder that this process can write to" +
+                     (error ? ": " + error.message() : ""));
+  }
+}
+
+int Tracer::AddThread(const std::string& name) {
+  std::lock_guard<std::mutex> lock(mu_);
+  threads_.push_back(name);
+  return static_cast<int>(threads_.size());
+}
+
+void Tracer::AddRow(const TracedPartition& partition, int64_t begin,
+                    const std::vector<TraceStage>& stages) {
+  Row row{partition, begin, {}, false};
+  for (TraceStage stage : stages) {
+    row.failed = stage.end == 0;
+    if (row.failed) stage.end = SteadyNs();
+    row.stages.push_back(stage);
+    if (row.failed) break;
+  }
+  std::lock_guard<std::mutex> lock(mu_);
+  if (rows_.size() < limit_) {
+    rows_.push_back(std::move(row));
+  } else {
+    ++dropped_;
+  }
+}
+
+void Tracer::AddSlice(const TracedPartition& partition, int thread, const char* name, int64_t begin,
+                      TraceArrow arrow) {
+  const Slice slice{partition, thread, name, begin, SteadyNs(), arrow};
+  std::lock_guard<std::mutex> lock(mu_);
+  if (slices_.size() < limit_) slices_.push_back(slice);
+}
+
+std::string Tracer::Json(Role role, int rank) const {
+  EventWriter events(role, rank, real_minus_steady_);
+  events.Name("process_name", 0, std::string(NameOf(role)) + " " + std::to_string(rank));
+  for (size_t i = 0; i < threads_.size(); ++i) {
+    events.Name("thread_name", static_cast<int>(i) + 1, threads_[i]);
+  }
+  for (size_t number = 0; number < rows_.size(); ++number) {
+    const Row& row = rows_[number];
+    const std::string& title = row.partition.tensor;
+    events.RowEnd("b", number, title, row.begin, Arguments(row.partition, row.failed));
+    int64_t begin = row.begin;
+    for (const TraceStage& stage : row.stages) {
+      events.RowEnd("b", number, stage.name, begin, "");
+      events.RowEnd("e", number, stage.name, stage.end, "");
+      begin = stage.end;
+    }
+    events.RowEnd("e", number, title, begin, "");
+  }
+  for (const Slice& s : slices_) {
+    events.Slice(s.name, s.thread, s.begin, s.end, Arguments(s.partition, false));
+    if (s.arrow == TraceArrow::kNone) continue;
+    // Where the slice begins: readers that round (a double has quarters of a microsecond here)
+    // find any other moment of a short one outside of it.
+    events.Arrow(s.arrow, s.thread, s.begin, ArrowNumber(s.partition));
+  }
+  return "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"dropped_partitions\":" +
+         std::to_string(dropped_) + "},\"traceEvents\":[\n" + events.TakeEvents() + "\n]}\n";
+}
+
+void Tracer::Write(Role role, int rank) {
+  static int written_before = 0;  // by this process; its jobs end one after the other
+  std::lock_guard<std::mutex> lock(mu_);
+  if (written_) return;
+  written_ = true;
+  const int number = ++written_before;
+  const std::string path = folder_ + "/byteps-" + NameOf(role) + "-" + std::to_string(rank) +
+                           (number > 1 ? "." + std::to_string(number) : "") + ".json";
+  if (!WriteFile(path, Json(role, rank))) {
+    BPS_LOG(ERROR) << "cannot write the timeline to " << path << " (BYTEPS_TRACE_DIR)";
+  } else if (dropped_ > 0) {
+    BPS_LOG(WARNING) << "the timeline " << path << " lacks the last " << dropped_
+                     << " partitions (BYTEPS_TRACE_LIMIT=" << limit_ << ")";
+  }
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,287 @@
+// byteps-server: the scheduler and the servers of a cluster, without Python.
+#include <getopt.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <mutex>
+#include <string>
+
+#include "byteps/base/config.h"
+#include "byteps/base/error.h"
+#include "byteps/cluster/session.h"
+#include "byteps/observe/metrics_server.h"
+#include "byteps/server/sum_server.h"
+
+#ifndef BYTEPS_VERSION
+#error "the build passes BYTEPS_VERSION"
+#endif
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr int kExitFailure = 1;
+constexpr int kExitUsage = 2;
+
+const char kUsage[] =
+    "usage: byteps-server [--role scheduler|server] [--port-file PATH] [--die-with-parent]\n"
+    "       byteps-server --print-config | --config-markdown | --metrics-markdown | --version | "
+    "-h\n"
+    "\n"
+    "Runs the scheduler or one server of a BytePS cluster until its job ends.\n"
+    "\n"
+    "  --role ROLE         scheduler or server; default: DMLC_ROLE\n"
+    "  --port-file PATH    write \"HOST PORT\" there once this process listens\n"
+    "  --die-with-parent   end when the process that started this one ends\n"
+    "  --print-config      print the settings in force and exit\n"
+    "  --config-markdown   print the reference of all settings and exit\n"
+    "  --metrics-markdown  print the reference of all metrics and exit\n"
+    "\n"
+    "Settings come from the environment, at least DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,\n"
+    "DMLC_NUM_WORKER and DMLC_NUM_SERVER.\n"
+    "\n"
+    "Exit status: 0 the job ended well; 1 it failed; 2 bad usage or settings;\n"
+    "128+n ended by signal n.\n";
+
+struct Arguments {
+  std::string role;
+  std::string port_file;
+  bool die_with_parent = false;
+};
+
+// What the handlers tell the main thread, which sleeps on `fd`.
+struct Outcome {
+  std::mutex mu;
+  bool ended = false;
+  bool suspended = false;
+  std::string failure;
+};
+
+int wake_fd = -1;
+volatile sig_atomic_t caught_signal = 0;
+
+void Wake() {
+  const uint64_t one = 1;
+  // A full counter (EAGAIN) has woken the reader already.
+  if (write(wake_fd, &one, sizeof(one)) < 0 && errno != EAGAIN) abort();
+}
+
+void OnSignal(int number) {
+  caught_signal = number;
+  Wake();
+}
+
+// Joining blocks until the cluster is complete and looks at no flag: until then a
+// signal ends the process by itself (SIG_DFL).
+void SetSignalHandlers(void (*handler)(int)) {
+  struct sigaction action;
+  memset(&action, 0, sizeof(action));
+  action.sa_handler = handler;
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  action.sa_handler = SIG_IGN;
+  sigaction(SIGPIPE, &action, nullptr);
+}
+
+// Readers see the whole file or none.
+void WritePortFile(const std::string& path) {
+  const std::string part = path + ".part";
+  std::ofstream out(part);
+  out << Session::host() << " " << Session::port() << "\n";
+  out.close();
+  if (!out || rename(part.c_str(), path.c_str()) != 0) {
+    throw Error("cannot write --port-file " + path + ": " + strerror(errno));
+  }
+}
+
+// Sleeps until the job has an outcome or a signal came.
+void WaitForOutcome(Outcome* outcome) {
+  while (true) {
+    {
+      std::lock_guard<std::mutex> lock(outcome->mu);
+      if (outcome->ended || !outcome->failure.empty() || caught_signal != 0) return;
+    }
+    pollfd item{wake_fd, POLLIN, 0};
+    if (poll(&item, 1, -1) > 0) {
+      uint64_t count;
+      if (read(wake_fd, &count, sizeof(count)) < 0 && errno != EAGAIN) abort();
+    }
+  }
+}
+
+// Serves one job.  Throws Error when it fails.
+void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file,
+               Outcome* outcome) {
+  std::unique_ptr<Server> server;
+  std::unique_ptr<MetricsServer> metrics_server;
+  if (role == Role::kServer) {
+    server = std::make_unique<Server>(config);
+    const MetricsSource source{Role::kServer, [&server] { return server->rank(); },
+                               [&server] { return server->Metrics(); }};
+    const int local_rank = static_cast<int>(config.Int("BYTEPS_LOCAL_RANK"));
+    metrics_server = MetricsServer::Make(config, local_rank, source);
+  }
+  SessionOptions options;
+  options.role = role;
+  options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
+  options.num_servers = static_cast<int>(config.Int("DMLC_NUM_SERVER"));
+  options.rejoin = rejoin;
+  auto on_message = [&server](ps::Message* msg) {
+    if (server) server->OnMessage(msg);
+  };
+  auto on_event = [&server, role, outcome](const ps::MembershipEvent& event) {
+    if (event.kind == ps::MembershipEvent::kNodeLeft && server) {
+      server->OnWorkerGone(event.rank, event.reason);
+      return;
+    }
+    std::lock_guard<std::mutex> lock(outcome->mu);
+    if (event.kind == ps::MembershipEvent::kFailed && outcome->failure.empty())
+      outcome->failure = event.reason;
+    // The scheduler stays for those who come back.
+    if (event.kind == ps::MembershipEvent::kEnded &&
+        !(role == Role::kScheduler && event.suspended)) {
+      outcome->ended = true;
+      outcome->suspended = event.suspended;
+    }
+    Wake();
+  };
+  SetSignalHandlers(SIG_DFL);
+  Session::Start(config, options, on_message, on_event);
+  if (server) server->SetRank(Session::rank());
+  SetSignalHandlers(OnSignal);
+  try {
+    if (!port_file.empty()) WritePortFile(port_file);
+    WaitForOutcome(outcome);
+  } catch (...) {
+    Session::Stop();
+    throw;
+  }
+  std::string failure;
+  {
+    std::lock_guard<std::mutex> lock(outcome->mu);
+    failure = outcome->failure;
+  }
+  Session::Stop();
+  if (!failure.empty()) throw Error(failure);
+}
+
+Role ChooseRole(const Arguments& arguments, const Config& config) {
+  const std::string name = arguments.role.empty() ? config.String("DMLC_ROLE") : arguments.role;
+  if (name == "scheduler") return Role::kScheduler;
+  if (name == "server") return Role::kServer;
+  if (arguments.role.empty()) {
+    throw UsageError("say --role scheduler or --role server, or set DMLC_ROLE to one of them");
+  }
+  throw UsageError("--role " + name + " is not allowed: it must be scheduler or server");
+}
+
+void CheckAddress(const Config& config, Role role) {
+  for (const char* name :
+       {"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"}) {
+    if (!config.IsSet(name)) throw UsageError(std::string(name) + " is not set");
+  }
+  if (config.String("DMLC_PS_ROOT_URI").empty()) throw UsageError("DMLC_PS_ROOT_URI is empty");
+  if (role == Role::kServer && config.Int("DMLC_PS_ROOT_PORT") == 0) {
+    throw UsageError(
+        "DMLC_PS_ROOT_PORT=0 is for the scheduler alone; give the server the port it listens on");
+  }
+}
+
+void WarnOfUnknownVariables() {
+  for (const auto& warning : Config::UnknownVariables()) {
+    std::cerr << "byteps-server: warning: " << warning << "\n";
+  }
+}
+
+int Serve(const Arguments& arguments) {
+  const Config config = Config::FromEnvironment();
+  WarnOfUnknownVariables();
+  const Role role = ChooseRole(arguments, config);
+  CheckAddress(config, role);
+  wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (wake_fd < 0) throw Error(std::string("eventfd: ") + strerror(errno));
+  for (bool rejoin = false;; rejoin = true) {
+    Outcome outcome;
+    ServeOnce(config, role, rejoin, arguments.port_file, &outcome);
+    if (caught_signal != 0) return 128 + caught_signal;
+    if (!outcome.suspended) return 0;
+  }
+}
+
+int Main(int argc, char** argv) {
+  enum { kRole = 1, kPortFile, kDie, kPrint, kMarkdown, kMetrics, kVersion };
+  const option options[] = {{"role", required_argument, nullptr, kRole},
+                            {"port-file", required_argument, nullptr, kPortFile},
+                            {"die-with-parent", no_argument, nullptr, kDie},
+                            {"print-config", no_argument, nullptr, kPrint},
+                            {"config-markdown", no_argument, nullptr, kMarkdown},
+                            {"metrics-markdown", no_argument, nullptr, kMetrics},
+                            {"version", no_argument, nullptr, kVersion},
+                            {"help", no_argument, nullptr, 'h'},
+                            {nullptr, 0, nullptr, 0}};
+  Arguments arguments;
+  const pid_t parent = getppid();
+  try {
+    for (int c; (c = getopt_long(argc, argv, "h", options, nullptr)) != -1;) {
+      switch (c) {
+        case kRole:
+          arguments.role = optarg;
+          break;
+        case kPortFile:
+          arguments.port_file = optarg;
+          break;
+        case kDie:
+          arguments.die_with_parent = true;
+          break;
+        case kPrint:
+          WarnOfUnknownVariables();
+          std::cout << Config::FromEnvironment().Print();
+          return 0;
+        case kMarkdown:
+          std::cout << Config::Markdown();
+          return 0;
+        case kMetrics:
+          std::cout << MetricsMarkdown();
+          return 0;
+        case kVersion:
+          std::cout << "byteps-server " << BYTEPS_VERSION << "\n";
+          return 0;
+        case 'h':
+          std::cout << kUsage;
+          return 0;
+        default:
+          std::cerr << kUsage;
+          return kExitUsage;
+      }
+    }
+    if (optind < argc) throw UsageError(std::string("unexpected argument '") + argv[optind] + "'");
+    if (arguments.die_with_parent) {
+      prctl(PR_SET_PDEATHSIG, SIGTERM);
+      // It may have ended before the kernel was asked to tell.
+      if (getppid() != parent) return 128 + SIGTERM;
+    }
+    return Serve(arguments);
+  } catch (const UsageError& e) {
+    std::cerr << "byteps-server: " << e.what() << "\n";
+    return kExitUsage;
+  } catch (const std::exception& e) {
+    if (caught_signal != 0) return 128 + caught_signal;
+    std::cerr << "byteps-server: " << e.what() << "\n";
+    return kExitFailure;
+  }
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps
+
+int main(int argc, char** argv) { return byteps::core::Main(argc, argv); }

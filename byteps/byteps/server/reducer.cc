@@ -1,0 +1,336 @@
+#include "byteps/server/reducer.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+// The loops below are plain so that the compiler vectorises them; where it can,
+// it does so for several instruction sets and picks one when the program starts.
+#if defined(BYTEPS_MULTIVERSION)  // as whoever compiles this likes it
+#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define BYTEPS_MULTIVERSION \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define BYTEPS_MULTIVERSION
+#endif
+
+// What a loop calls must become a part of it: a function of its own would be
+// compiled once, for the oldest of those instruction sets.
+#define BYTEPS_INLINE __attribute__((always_inline))
+
+namespace byteps {
+namespace core {
+namespace {
+
+// An element at any address.
+template <typename T>
+inline T Load(const void* p, size_t i) {
+  T v;
+  memcpy(&v, static_cast<const char*>(p) + i * sizeof(T), sizeof(T));
+  return v;
+}
+
+template <typename T>
+inline void Store(void* p, size_t i, T v) {
+  memcpy(static_cast<char*>(p) + i * sizeof(T), &v, sizeof(T));
+}
+
+inline uint32_t Bits(float f) {
+  uint32_t u;
+  memcpy(&u, &f, sizeof(u));
+  return u;
+}
+
+inline float Float(uint32_t u) {
+  float f;
+  memcpy(&f, &u, sizeof(f));
+  return f;
+}
+
+// How the values of an element type are stored, for sums in a wider one.
+
+struct Float32 {
+  using Accumulator = double;
+  static double Get(const void* p, size_t i) { return Load<float>(p, i); }
+  static void Put(void* p, size_t i, double v) { Store<float>(p, i, static_cast<float>(v)); }
+};
+
+// A half type is worked on in the upper half of a word; below it there is anything
+// when it has been rounded, and nothing when it is read.
+
+template <typename Format>
+struct Half {
+  using Accumulator = float;
+  static float Get(const void* p, size_t i) {
+    return Format::FromWord(static_cast<uint32_t>(Load<uint16_t>(p, i)) << 16);
+  }
+  static void Put(void* p, size_t i, float v) {
+    Store<uint16_t>(p, i, static_cast<uint16_t>(Format::ToWord(v) >> 16));
+  }
+};
+
+struct BFloat16 : Half<BFloat16> {
+  static float FromWord(uint32_t u) { return Float(u); }
+
+  static uint32_t ToWord(float f) {
+    const uint32_t u = Bits(f);
+    // Adding half of the last kept place, less one when that place is even, rounds
+    // to nearest even; a NaN would turn into infinity and is kept apart.
+    const uint32_t rounded = u + 0x7fff + ((u >> 16) & 1);
+    const uint32_t nan = u | 0x400000;
+    return (u & 0x7fffffff) > 0x7f800000 ? nan : rounded;
+  }
+};
+
+struct Float16 : Half<Float16> {
+  static float FromWord(uint32_t h) {
+    const uint32_t sign = h & 0x80000000;
+    const uint32_t magnitude = (h & 0x7fff0000) >> 3;
+    const uint32_t exponent = magnitude & (0x1fu << 23);
+    const uint32_t normal = magnitude + (112u << 23);
+    const uint32_t special = magnitude + (224u << 23);  // infinity and NaN
+    // A subnormal is its mantissa times 2^-24: put it below the implicit bit of
+    // 2^-14 and take that bit away again.
+    const float subnormal = Float(magnitude + (113u << 23)) - Float(113u << 23);
+    uint32_t u = exponent == (0x1fu << 23) ? special : normal;
+    u = exponent == 0 ? Bits(subnormal) : u;
+    return Float(u | sign);
+  }
+
+  static uint32_t ToWord(float f) {
+    const uint32_t u = Bits(f);
+    const uint32_t sign = u & 0x80000000;
+    const uint32_t a = u & 0x7fffffff;
+    // From 65536 on: infinity, or a quiet NaN.  (65520..65536 overflow by rounding.)
+    const uint32_t special = a > 0x7f800000 ? 0x7e00 : 0x7c00;
+    // Below 2^-14 the sum with 0.5 has its last place at 2^-24, the last place of a
+    // subnormal, so the addition itself rounds to nearest even.
+    const uint32_t subnormal = Bits(Float(a) + 0.5f) - Bits(0.5f);
+    const uint32_t normal = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
+    uint32_t r = a >= (143u << 23) ? special : normal;
+    r = a < (113u << 23) ? subnormal : r;
+    return r << 16 | sign;
+  }
+};
+
+// Whether a * b + c of one rounding is an instruction, not a call.
+inline bool HasFma() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  return __builtin_cpu_supports("fma");
+#else
+  return true;
+#endif
+}
+
+// Runs `loop` with the cheapest function that divides by `divisor` as a division
+// would, to the last bit of every normal quotient: nothing, the product with the
+// inverse of a power of two, or the product with an inverse and one correction.
+template <typename A, typename Loop>
+BYTEPS_INLINE inline void WithDivision(int divisor, Loop loop) {
+  const A d = static_cast<A>(divisor);
+  const A inverse = 1 / d;
+  if (divisor == 1) return loop([](A v) BYTEPS_INLINE { return v; });
+  if ((divisor & (divisor - 1)) == 0) {
+    return loop([inverse](A v) BYTEPS_INLINE { return v * inverse; });
+  }
+  // With a divisor of 21 bits no quotient is so near to the middle between two
+  // numbers that the error left by the correction could move it across.
+  if (HasFma() && divisor < (1 << 21)) {
+    return loop([d, inverse](A v) BYTEPS_INLINE {
+      const A q = v * inverse;
+      const A corrected = std::fma(std::fma(-q, d, v), inverse, q);
+      if (q == 0) return q;  // with its sign
+      return std::abs(q) <= std::numeric_limits<A>::max() ? corrected : q;
+    });
+  }
+  loop([d](A v) BYTEPS_INLINE { return v / d; });
+}
+
+template <typename T>
+BYTEPS_INLINE inline void AddLoop(void* __restrict sum, const void* __restrict in, int divisor,
+                                  size_t n) {
+  WithDivision<T>(divisor, [=](auto divide) BYTEPS_INLINE {
+    for (size_t i = 0; i < n; ++i) Store<T>(sum, i, divide(Load<T>(sum, i) + Load<T>(in, i)));
+  });
+}
+
+// The arithmetic of half types fills the window in which a processor looks ahead, so
+// that it would meet the next memory late: it is fetched, block by block.
+constexpr size_t kBlock = 256;
+constexpr size_t kAhead = 2 * kBlock;
+constexpr size_t kLine = 64;
+
+// `p` holds elements of `size` bytes; block `begin` is about to be read.
+BYTEPS_INLINE inline void FetchAhead(const void* p, size_t begin, size_t size) {
+  const char* next = static_cast<const char*>(p) + (begin + kAhead) * size;
+  for (size_t i = 0; i < kBlock * size; i += kLine) __builtin_prefetch(next + i);
+}
+
+// Two elements of a half type as they lie in a word: no value has to change its place.
+template <typename E>
+struct Pair {
+  float low, high;
+  static Pair Get(const void* p, size_t i) {
+    const uint32_t u = Load<uint32_t>(p, i);
+    return {E::FromWord(u << 16), E::FromWord(u & 0xffff0000)};
+  }
+  void Put(void* p, size_t i) const {
+    Store<uint32_t>(p, i, E::ToWord(low) >> 16 | (E::ToWord(high) & 0xffff0000));
+  }
+};
+
+template <typename E>
+BYTEPS_INLINE inline void AddHalvesLoop(void* __restrict sum, const void* __restrict in,
+                                        int divisor, size_t n) {
+  WithDivision<float>(divisor, [=](auto divide) BYTEPS_INLINE {
+    size_t i = 0;
+    for (; i + kBlock <= n; i += kBlock) {
+      FetchAhead(sum, i, sizeof(uint16_t));
+      FetchAhead(in, i, sizeof(uint16_t));
+      for (size_t j = i / 2; j < (i + kBlock) / 2; ++j) {
+        const auto a = Pair<E>::Get(sum, j), b = Pair<E>::Get(in, j);
+        Pair<E>{divide(a.low + b.low), divide(a.high + b.high)}.Put(sum, j);
+      }
+    }
+    for (; i < n; ++i) E::Put(sum, i, divide(E::Get(sum, i) + E::Get(in, i)));
+  });
+}
+
+// T is unsigned, since signed overflow is undefined; the bits are the same.
+template <typename T>
+BYTEPS_INLINE inline void AddIntegerLoop(void* __restrict sum, const void* __restrict in,
+                                         size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    Store<T>(sum, i, static_cast<T>(Load<T>(sum, i) + Load<T>(in, i)));
+  }
+}
+
+template <typename T>
+void DivideIntegers(void* sum, int divisor, size_t n) {
+  if (divisor == 1) return;
+  for (size_t i = 0; i < n; ++i) {
+    // In 64 bits: a group may have more members than a small type can count.
+    const int64_t wide = Load<T>(sum, i);
+    int64_t q = wide / divisor;
+    if (wide < 0 && q * divisor != wide) --q;
+    Store<T>(sum, i, static_cast<T>(q));
+  }
+}
+
+template <typename E>
+BYTEPS_INLINE inline void BeginLoop(typename E::Accumulator* __restrict wide,
+                                    const void* __restrict a, const void* __restrict b, size_t n) {
+  for (size_t i = 0; i < n; ++i) wide[i] = E::Get(a, i) + E::Get(b, i);
+}
+
+template <typename E>
+BYTEPS_INLINE inline void WideAddLoop(typename E::Accumulator* __restrict wide,
+                                      const void* __restrict in, size_t n) {
+  for (size_t i = 0; i < n; ++i) wide[i] += E::Get(in, i);
+}
+
+BYTEPS_INLINE inline void EndLoop(Float32, void* __restrict last, const double* __restrict wide,
+                                  int divisor, size_t n) {
+  WithDivision<double>(divisor, [=](auto divide) BYTEPS_INLINE {
+    for (size_t i = 0; i < n; ++i) Float32::Put(last, i, divide(wide[i] + Float32::Get(last, i)));
+  });
+}
+
+template <typename E>
+BYTEPS_INLINE inline void EndLoop(E, void* __restrict last, const float* __restrict wide,
+                                  int divisor, size_t n) {
+  WithDivision<float>(divisor, [=](auto divide) BYTEPS_INLINE {
+    size_t i = 0;
+    for (; i + kBlock <= n; i += kBlock) {
+      FetchAhead(last, i, sizeof(uint16_t));
+      FetchAhead(wide, i, sizeof(float));
+      for (size_t j = i; j < i + kBlock; ++j) E::Put(last, j, divide(wide[j] + E::Get(last, j)));
+    }
+    for (; i < n; ++i) E::Put(last, i, divide(wide[i] + E::Get(last, i)));
+  });
+}
+
+// A template cannot have clones; these are their instances.
+#define BYTEPS_ADD(Name, Loop)                                                           \
+  BYTEPS_MULTIVERSION void Add##Name(void* sum, const void* in, int divisor, size_t n) { \
+    Loop(sum, in, divisor, n);                                                           \
+  }
+#define BYTEPS_ADD_INTEGERS(Name, T)                                        \
+  BYTEPS_MULTIVERSION void Add##Name(void* sum, const void* in, size_t n) { \
+    AddIntegerLoop<T>(sum, in, n);                                          \
+  }
+#define BYTEPS_WIDE(Name)                                                                    \
+  BYTEPS_MULTIVERSION void Begin##Name(void* wide, const void* a, const void* b, size_t n) { \
+    BeginLoop<Name>(static_cast<Name::Accumulator*>(wide), a, b, n);                         \
+  }                                                                                          \
+  BYTEPS_MULTIVERSION void WideAdd##Name(void* wide, const void* in, size_t n) {             \
+    WideAddLoop<Name>(static_cast<Name::Accumulator*>(wide), in, n);                         \
+  }                                                                                          \
+  BYTEPS_MULTIVERSION void End##Name(void* last, const void* wide, int divisor, size_t n) {  \
+    EndLoop(Name{}, last, static_cast<const Name::Accumulator*>(wide), divisor, n);          \
+  }
+
+BYTEPS_ADD(Float32, AddLoop<float>)
+BYTEPS_ADD(Float64, AddLoop<double>)
+BYTEPS_ADD(BFloat16, AddHalvesLoop<BFloat16>)
+BYTEPS_ADD(Float16, AddHalvesLoop<Float16>)
+BYTEPS_ADD_INTEGERS(Int8, uint8_t)
+BYTEPS_ADD_INTEGERS(Int32, uint32_t)
+BYTEPS_ADD_INTEGERS(Int64, uint64_t)
+BYTEPS_WIDE(Float32)
+BYTEPS_WIDE(BFloat16)
+BYTEPS_WIDE(Float16)
+
+#undef BYTEPS_ADD
+#undef BYTEPS_ADD_INTEGERS
+#undef BYTEPS_WIDE
+
+}  // namespace
+
+DType AccumulatorOf(DType t) {
+  if (IsHalf(t)) return DType::kFloat32;
+  return t == DType::kFloat32 ? DType::kFloat64 : t;
+}
+
+void Add(DType t, void* sum, const void* in, int divisor, size_t n) {
+  switch (t) {
+    case DType::kFloat32:
+      return AddFloat32(sum, in, divisor, n);
+    case DType::kFloat64:
+      return AddFloat64(sum, in, divisor, n);
+    case DType::kBFloat16:
+      return AddBFloat16(sum, in, divisor, n);
+    case DType::kFloat16:
+      return AddFloat16(sum, in, divisor, n);
+    case DType::kUInt8:
+      AddInt8(sum, in, n);
+      return DivideIntegers<uint8_t>(sum, divisor, n);
+    case DType::kInt8:
+      AddInt8(sum, in, n);
+      return DivideIntegers<int8_t>(sum, divisor, n);
+    case DType::kInt32:
+      AddInt32(sum, in, n);
+      return DivideIntegers<int32_t>(sum, divisor, n);
+    case DType::kInt64:
+      AddInt64(sum, in, n);
+      return DivideIntegers<int64_t>(sum, divisor, n);
+  }
+}
+
+void WideBegin(DType t, void* wide, const void* a, const void* b, size_t n) {
+  if (t == DType::kFloat32) return BeginFloat32(wide, a, b, n);
+  t == DType::kBFloat16 ? BeginBFloat16(wide, a, b, n) : BeginFloat16(wide, a, b, n);
+}
+
+void WideAdd(DType t, void* wide, const void* in, size_t n) {
+  if (t == DType::kFloat32) return WideAddFloat32(wide, in, n);
+  t == DType::kBFloat16 ? WideAddBFloat16(wide, in, n) : WideAddFloat16(wide, in, n);
+}
+
+void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n) {
+  if (t == DType::kFloat32) return EndFloat32(last, wide, divisor, n);
+  t == DType::kBFloat16 ? EndBFloat16(last, wide, divisor, n) : EndFloat16(last, wide, divisor, n);
+}
+
+}  // namespace core
+}  // namespace byteps

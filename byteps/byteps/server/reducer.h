@@ -1,0 +1,45 @@
+// The additions that a server makes.
+//
+// Values are added in their accumulator type and rounded to their own type once,
+// at the end: half types in fp32; fp32 in fp64 when there are more than two values
+// (the sum of two is rounded once either way) and the server was not told
+// otherwise; fp64 and integers in their own type.
+//
+//   two values:   Add(first, second)                      first is the sum
+//   more:         WideBegin(wide, first, second), WideAdd(wide, third) ..., and
+//                 WideEnd(last, wide)                     last is the sum
+//
+// No pass only converts: each reads a value that has just come.  Counts are in
+// elements.  Values need no alignment; the memory that is passed must not overlap.
+// A divisor of 1 gives the sum, the size of the group the average, rounded as a
+// division rounds it (but for subnormal quotients of fp32, which may differ by
+// 2^-149); integers are rounded towards minus infinity, as torch.floor_divide
+// does, and wrap.
+#ifndef BYTEPS_SERVER_REDUCER_H_
+#define BYTEPS_SERVER_REDUCER_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "byteps/base/dtype.h"
+
+namespace byteps {
+namespace core {
+
+// The type in which values of type `t` are accumulated by the Wide functions: a
+// wider one for half types and fp32, else `t` itself, for which there are none.
+DType AccumulatorOf(DType t);
+
+// sum[i] = (sum[i] + in[i]) / divisor, half types by way of fp32.
+void Add(DType t, void* sum, const void* in, int divisor, size_t n);
+
+// wide[i] = a[i] + b[i]
+void WideBegin(DType t, void* wide, const void* a, const void* b, size_t n);
+// wide[i] += in[i]
+void WideAdd(DType t, void* wide, const void* in, size_t n);
+// last[i] = (wide[i] + last[i]) / divisor, rounded to nearest even.
+void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n);
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_SERVER_REDUCER_H_

@@ -1,0 +1,57 @@
+// Memory for accumulators, used again instead of being asked of the system anew.
+#ifndef BYTEPS_SERVER_SCRATCH_H_
+#define BYTEPS_SERVER_SCRATCH_H_
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace byteps {
+namespace core {
+
+// A stack of blocks that are not in use.  One thread's own.
+class Scratch {
+ public:
+  // Uninitialised bytes, or nothing.
+  class Block {
+   public:
+    Block() = default;
+    explicit Block(size_t size) : bytes_(new char[size]), size_(size) {}
+    char* data() { return bytes_.get(); }
+    size_t size() const { return size_; }
+
+   private:
+    std::unique_ptr<char[]> bytes_;
+    size_t size_ = 0;
+  };
+
+  // At least `size` bytes.
+  Block Take(size_t size) {
+    while (!spare_.empty()) {
+      Block block = std::move(spare_.back());
+      spare_.pop_back();
+      kept_ -= block.size();
+      if (block.size() >= size) return block;  // else it is too small now: let it go
+    }
+    return Block(size);
+  }
+
+  // Gives a block back, or lets it go when enough are spare.
+  void Return(Block block) {
+    if (block.size() == 0 || kept_ + block.size() > kMaxKept) return;
+    kept_ += block.size();
+    spare_.push_back(std::move(block));
+  }
+
+ private:
+  // What a few partitions under way need; all keys' worth would double a server.
+  static constexpr size_t kMaxKept = 64 << 20;
+
+  std::vector<Block> spare_;
+  size_t kept_ = 0;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_SERVER_SCRATCH_H_

@@ -1,0 +1,510 @@
+#include "byteps/server/sum_server.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "byteps/base/log.h"
+#include "byteps/base/thread_name.h"
+#include "byteps/cluster/session.h"
+#include "byteps/server/reducer.h"
+#include "ps/internal/postoffice.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// A worker that is further ahead than this has lost count.
+constexpr uint32_t kMaxRoundsAhead = 4096;
+constexpr auto kScanInterval = std::chrono::milliseconds(250);
+
+std::string Hex(uint64_t x) {
+  char text[32];
+  snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(x));
+  return text;
+}
+
+PushHeader HeaderOf(const ps::Message& msg) {
+  PushHeader header;
+  memcpy(&header, msg.meta.body.data(), sizeof(header));
+  return header;
+}
+
+// Whether a request has a header, which asks for a part of `size` bytes.
+bool AsksForAPart(const ps::Message& msg, uint64_t size) {
+  if (msg.meta.body.size() != sizeof(PushHeader)) return false;
+  const PushHeader header = HeaderOf(msg);
+  return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
+}
+
+bool All(const std::vector<bool>& flags) {
+  return std::find(flags.begin(), flags.end(), false) == flags.end();
+}
+
+}  // namespace
+
+Server::Server(const Config& config)
+    : deterministic_(config.Bool("BYTEPS_DETERMINISTIC")),
+      wide_float32_(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")) {
+  tracer_ = Tracer::Make(config);
+  const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
+  for (long i = 0; i < threads; ++i) engines_.push_back(std::make_unique<Engine>());
+  for (size_t i = 0; i < engines_.size(); ++i) {
+    Engine* e = engines_[i].get();
+    if (tracer_) e->track = tracer_->AddThread("engine thread");
+    e->thread = std::thread([this, e, i] {
+      NameThisThread("engine", i);
+      Run(e);
+    });
+  }
+}
+
+Server::~Server() {
+  for (auto& engine : engines_) engine->queue.Close();
+  for (auto& engine : engines_) engine->thread.join();
+  if (!tracer_ || rank_ < 0) return;
+  for (const auto& entry : partitions_) {
+    for (const Round& round : entry.second->rounds) TraceRound(*entry.second, round, false);
+  }
+  tracer_->Write(Role::kServer, rank_);
+}
+
+std::vector<Metric> Server::Metrics() {
+  ServerGauges gauges;
+  for (auto& engine : engines_) {
+    gauges.open_rounds += engine->open_rounds;
+    gauges.engine_queues.push_back(engine->queue.Size());
+  }
+  return Tell(counters_, gauges);
+}
+
+// -------------------------------------------------------- receiving thread
+
+void Server::OnMessage(ps::Message* msg) {
+  if (!msg->meta.request) return;
+  switch (msg->meta.head) {
+    case kDeclare:
+      return OnDeclare(*msg);
+    case kPushPull:
+    case kPush:
+    case kPull:
+      return OnRequest(msg);
+    default: {
+      Refuse(*msg, "the server does not know operation " + std::to_string(msg->meta.head) +
+                       ": install the same byteps on every node");
+    }
+  }
+}
+
+void Server::OnDeclare(const ps::Message& msg) {
+  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+  Declaration declaration;
+  if (!Declaration::Unpack(msg.meta.body, &declaration) || declaration.Key() != msg.meta.key) {
+    return Refuse(
+        msg, "the declaration of a tensor from worker " + std::to_string(rank) + " does not parse");
+  }
+  if (declaration.MemberIndex(rank) < 0) {
+    return Refuse(msg, "worker " + std::to_string(rank) + " is no member of the group of '" +
+                           declaration.name + "': " + declaration.Describe());
+  }
+  auto& tensor = tensors_[msg.meta.key];
+  if (!tensor) {
+    tensor = std::make_unique<Tensor>();
+    tensor->declaration = declaration;
+    tensor->declared_by = rank;
+    counters_.declared_tensors.Add();
+  } else if (!(tensor->declaration == declaration) && tensor->refusal.empty()) {
+    tensor->refusal = "workers disagree on a tensor: worker " +
+                      std::to_string(tensor->declared_by) + " declared '" +
+                      tensor->declaration.name + "' (" + tensor->declaration.Describe() +
+                      "), worker " + std::to_string(rank) + " declared '" + declaration.name +
+                      "' (" + declaration.Describe() + "), both with key " + Hex(msg.meta.key);
+    BPS_LOG(WARNING) << tensor->refusal;
+    // Those who pushed already are waiting for a sum that cannot come.
+    for (auto& engine : engines_) {
+      Task task;
+      task.kind = Task::kRefuse;
+      task.tensor = tensor.get();
+      task.reason = tensor->refusal;
+      engine->queue.Push(std::move(task));
+    }
+  }
+  if (!tensor->refusal.empty()) return Refuse(msg, tensor->refusal);
+  Answer(Caller{rank, msg.meta.addr, msg.meta.head}, msg.meta.key, "", nullptr);
+}
+
+void Server::Refuse(const ps::Message& request, const std::string& error) {
+  counters_.refused_requests.Add();
+  const Caller caller{ps::Postoffice::IDtoRank(request.meta.sender), request.meta.addr,
+                      request.meta.head};
+  Answer(caller, request.meta.key, error, nullptr);
+}
+
+std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const {
+  const std::string worker = "worker " + std::to_string(ps::Postoffice::IDtoRank(msg.meta.sender));
+  const bool pull = msg.meta.head == kPull;
+  if (tensor == nullptr || index >= tensor->declaration.NumPartitions()) {
+    return worker + (pull ? " pulled" : " pushed") + " key " + Hex(msg.meta.key) +
+           ", which nobody declared";
+  }
+  if (!tensor->refusal.empty()) return tensor->refusal;
+  const Declaration& declaration = tensor->declaration;
+  if (declaration.MemberIndex(ps::Postoffice::IDtoRank(msg.meta.sender)) < 0) {
+    return worker + " is no member of the group of '" + declaration.name + "'";
+  }
+  const uint64_t size = declaration.PartitionSize(index);
+  const bool values = pull ? msg.data.empty() : msg.data.size() == 1 && msg.data[0].size() == size;
+  if (!AsksForAPart(msg, size) || !values || declaration.fused != (msg.meta.head == kPushPull)) {
+    return std::string(pull ? "a pull" : "a push") + " of '" + declaration.name + "' from " +
+           worker + " does not have the declared form";
+  }
+  return "";
+}
+
+void Server::OnRequest(ps::Message* msg) {
+  const uint64_t index = msg->meta.key & (kMaxPartitions - 1);
+  const auto it = tensors_.find(msg->meta.key - index);
+  const Tensor* tensor = it == tensors_.end() ? nullptr : it->second.get();
+  const std::string error = Refusal(*msg, tensor, index);
+  if (!error.empty()) return Refuse(*msg, error);
+  Task task;
+  task.partition = FindOrMake(*tensor, msg->meta.key);
+  task.msg = std::move(*msg);
+  task.received = SteadyNs();
+  if (!task.msg.data.empty()) {
+    counters_.received_partitions.Add();
+    counters_.received_bytes.Add(task.msg.data[0].size());
+  }
+  engines_[task.partition->engine]->queue.Push(std::move(task));
+}
+
+Server::Partition* Server::FindOrMake(const Tensor& tensor, uint64_t key) {
+  auto& partition = partitions_[key];
+  if (!partition) {
+    partition = std::make_unique<Partition>();
+    partition->tensor = &tensor;
+    partition->key = key;
+    partition->index = key & (kMaxPartitions - 1);
+    partition->engine = next_engine_++ % engines_.size();
+  }
+  return partition.get();
+}
+
+void Server::OnWorkerGone(int rank, const std::string& reason) {
+  for (auto& engine : engines_) {
+    Task task;
+    task.kind = Task::kGone;
+    task.rank = rank;
+    task.reason = reason;
+    engine->queue.Push(std::move(task));
+  }
+}
+
+void Server::Answer(const Caller& caller, uint64_t key, const std::string& error,
+                    const ps::SArray<char>* values) {
+  ps::Message msg = MakeAnswer(caller.op, ps::Postoffice::WorkerRankToID(caller.rank), key,
+                               caller.request, error);
+  if (values != nullptr && caller.bytes > 0) {
+    AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
+  }
+  Session::Send(&msg);
+}
+
+// ---------------------------------------------------------- engine threads
+
+void Server::Run(Engine* engine) {
+  Task task;
+  auto next_scan = Clock::now() + kScanInterval;
+  while (true) {
+    bool timed_out = false;
+    // By the clock: there may be no moment without work.
+    if (engine->open_rounds > 0 && Clock::now() >= next_scan) {
+      FailLateRounds(engine);
+      next_scan = Clock::now() + kScanInterval;
+    }
+    // Nothing can be late while no round is open: sleep until there is work.
+    const bool got = engine->open_rounds > 0
+                         ? engine->queue.PopFor(&task, kScanInterval, &timed_out)
+                         : engine->queue.Pop(&task);
+    if (!got) {
+      if (!timed_out) return;
+      continue;
+    }
+    switch (task.kind) {
+      case Task::kRequest:
+        if (task.msg.meta.head == kPull) {
+          Pull(task.partition, task.msg, task.received);
+        } else {
+          Push(engine, task.partition, &task.msg, task.received);
+        }
+        break;
+      case Task::kGone:
+        engine->gone[task.rank] = task.reason;
+        FailRoundsWithout(engine, task.rank, task.reason);
+        break;
+      case Task::kRefuse:
+        for (Partition* partition : engine->partitions) {
+          if (partition->tensor != task.tensor) continue;
+          for (auto& round : partition->rounds) {
+            if (!round.done) FailRound(engine, partition, &round, task.reason);
+          }
+          DropDoneRounds(partition);
+        }
+        break;
+    }
+    task = Task();
+  }
+}
+
+Server::Caller Server::CallerOf(const ps::Message& msg, int64_t received) {
+  const PushHeader header = HeaderOf(msg);
+  const int64_t now = SteadyNs();
+  return {ps::Postoffice::IDtoRank(msg.meta.sender),
+          msg.meta.addr,
+          msg.meta.head,
+          header.pull_offset,
+          header.pull_bytes,
+          received,
+          now,
+          now};
+}
+
+Server::Round* Server::FindRound(Engine* engine, Partition* partition, const PushHeader& header) {
+  // Unsigned, so that a round before the first open one is far ahead as well.
+  const uint32_t ahead = header.round - partition->first_round;
+  if (ahead >= kMaxRoundsAhead) return nullptr;
+  if (partition->first_round == 0 && partition->rounds.empty())
+    engine->partitions.push_back(partition);
+  const size_t members = partition->tensor->declaration.group.size();
+  while (partition->rounds.size() <= ahead) {
+    Round round;
+    round.number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());
+    round.pushed.resize(members);
+    round.told.resize(members);
+    round.started = Clock::now();
+    round.timeout_s = header.timeout_ms / 1000.0;
+    round.deadline = round.started + std::chrono::milliseconds(header.timeout_ms);
+    partition->rounds.push_back(std::move(round));
+    ++engine->open_rounds;
+  }
+  return &partition->rounds[ahead];
+}
+
+void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {
+  const Declaration& declaration = partition->tensor->declaration;
+  Caller caller = CallerOf(*msg, received);
+  const int member = declaration.MemberIndex(caller.rank);
+  const PushHeader header = HeaderOf(*msg);
+  Round* round = FindRound(engine, partition, header);
+  if (round == nullptr || round->pushed[member]) {
+    return Refuse(*msg, "worker " + std::to_string(caller.rank) + " pushed round " +
+                            std::to_string(header.round) + " of '" + declaration.name +
+                            "' while round " + std::to_string(partition->first_round) + " is open");
+  }
+  round->pushed[member] = true;
+  for (const auto& gone : engine->gone) {
+    const int lost = declaration.MemberIndex(gone.first);
+    if (round->done || lost < 0 || round->pushed[lost]) continue;
+    FailRound(engine, partition, round,
+              gone.second + " while the push_pull of '" + declaration.name + "' waited for it");
+  }
+  if (round->done) {  // it failed before this push came
+    round->told[member] = true;
+    Refuse(*msg, round->failure);
+    return DropDoneRounds(partition);
+  }
+  if (deterministic_) {
+    round->waiting.resize(declaration.group.size());
+    round->waiting[member] = std::move(msg->data[0]);
+    while (round->added < declaration.group.size() && round->pushed[round->added]) {
+      auto& next = round->waiting[round->added];
+      Accumulate(engine, declaration, round, std::move(next));
+      next = ps::SArray<char>();
+    }
+  } else {
+    Accumulate(engine, declaration, round, std::move(msg->data[0]));
+  }
+  caller.added = round->last_added = SteadyNs();
+  if (round->first_taken == 0) round->first_taken = caller.taken;
+  counters_.adding_ns.Add(caller.added - caller.taken);
+  if (tracer_ && tracer_->Wants(round->number)) {
+    tracer_->AddSlice(Traced(*partition, *round, caller), engine->track, "add", caller.taken,
+                      TraceArrow::kPasses);
+  }
+  if (msg->meta.head == kPush) {
+    Answer(caller, msg->meta.key, "", nullptr);
+  } else {
+    round->callers.push_back(caller);
+  }
+  if (round->added == declaration.group.size()) {
+    Finish(engine, partition, round);
+    DropDoneRounds(partition);
+  }
+}
+
+void Server::Pull(Partition* partition, const ps::Message& msg, int64_t received) {
+  const Declaration& declaration = partition->tensor->declaration;
+  const Caller caller = CallerOf(msg, received);
+  const int member = declaration.MemberIndex(caller.rank);
+  const PushHeader header = HeaderOf(msg);
+  const uint32_t ahead = header.round - partition->first_round;
+  Round* round = ahead < partition->rounds.size() ? &partition->rounds[ahead] : nullptr;
+  if (round == nullptr || !round->pushed[member] || round->told[member]) {
+    return Refuse(msg, "worker " + std::to_string(caller.rank) + " pulled round " +
+                           std::to_string(header.round) + " of '" + declaration.name +
+                           "' without having pushed it, or twice");
+  }
+  if (!round->failure.empty()) {
+    round->told[member] = true;
+    Refuse(msg, round->failure);
+  } else {
+    round->callers.push_back(caller);
+    if (round->done) Deliver(partition, round);
+  }
+  DropDoneRounds(partition);
+}
+
+void Server::Accumulate(Engine* engine, const Declaration& declaration, Round* round,
+                        ps::SArray<char> values) {
+  const DType t = declaration.dtype;
+  const size_t n = values.size() / SizeOf(t);
+  const size_t members = declaration.group.size();
+  const size_t added = ++round->added;
+  const bool last = added == members;
+  const int divisor = declaration.average && last ? static_cast<int>(members) : 1;
+  if (added == 1) {
+    round->sum = std::move(values);
+  } else if (members == 2 || !AddsWide(t)) {
+    Add(t, round->sum.data(), values.data(), divisor, n);
+  } else if (added == 2) {
+    round->wide = engine->scratch.Take(n * SizeOf(AccumulatorOf(t)));
+    WideBegin(t, round->wide.data(), round->sum.data(), values.data(), n);
+    round->sum = ps::SArray<char>();
+  } else if (!last) {
+    WideAdd(t, round->wide.data(), values.data(), n);
+  } else {
+    WideEnd(t, values.data(), round->wide.data(), divisor, n);
+    round->sum = std::move(values);
+    engine->scratch.Return(std::move(round->wide));
+  }
+}
+
+bool Server::AddsWide(DType t) const {
+  return IsHalf(t) || (t == DType::kFloat32 && wide_float32_);
+}
+
+void Server::Finish(Engine* engine, Partition* partition, Round* round) {
+  counters_.sums.Add();
+  counters_.round_wait_seconds.Observe(round->last_added - round->first_taken);
+  round->done = true;
+  --engine->open_rounds;
+  Deliver(partition, round);
+}
+
+void Server::Deliver(Partition* partition, Round* round) {
+  const Declaration& declaration = partition->tensor->declaration;
+  for (const Caller& caller : round->callers) {
+    counters_.answered_partitions.Add();
+    counters_.answered_bytes.Add(caller.bytes);
+    Answer(caller, partition->key, "", &round->sum);
+    round->told[declaration.MemberIndex(caller.rank)] = true;
+  }
+  TraceRound(*partition, *round, true);
+  round->callers.clear();
+  if (All(round->told)) round->sum = ps::SArray<char>();
+}
+
+void Server::FailRound(Engine* engine, Partition* partition, Round* round,
+                       const std::string& reason) {
+  const Declaration& declaration = partition->tensor->declaration;
+  counters_.failed_sums.Add();
+  TraceRound(*partition, *round, false);
+  for (const Caller& caller : round->callers) {
+    Answer(caller, partition->key, reason, nullptr);
+    round->told[declaration.MemberIndex(caller.rank)] = true;
+  }
+  round->failure = reason;
+  round->callers.clear();
+  round->waiting.clear();
+  engine->scratch.Return(std::move(round->wide));
+  round->sum = ps::SArray<char>();
+  round->done = true;
+  --engine->open_rounds;
+}
+
+void Server::DropDoneRounds(Partition* partition) {
+  // A round stays until every member has its sum, or has heard that there is none.
+  while (!partition->rounds.empty()) {
+    const Round& round = partition->rounds.front();
+    if (!round.done || !All(round.told)) return;
+    partition->rounds.pop_front();
+    ++partition->first_round;
+  }
+}
+
+void Server::FailRoundsWithout(Engine* engine, int rank, const std::string& reason) {
+  for (Partition* partition : engine->partitions) {
+    const Declaration& declaration = partition->tensor->declaration;
+    const int member = declaration.MemberIndex(rank);
+    if (member < 0) continue;
+    for (auto& round : partition->rounds) {
+      if (round.done || round.pushed[member]) continue;
+      FailRound(engine, partition, &round,
+                reason + " while the push_pull of '" + declaration.name + "' waited for it");
+    }
+    DropDoneRounds(partition);
+  }
+}
+
+TracedPartition Server::Traced(const Partition& partition, const Round& round,
+                               const Caller& caller) {
+  const Declaration& d = partition.tensor->declaration;
+  return {d.name,       partition.key, partition.index,
+          round.number, caller.rank,   d.PartitionSize(partition.index)};
+}
+
+void Server::TraceRound(const Partition& partition, const Round& round, bool answered) {
+  if (!tracer_ || !tracer_->Wants(round.number)) return;
+  const int64_t now = SteadyNs();
+  for (const Caller& caller : round.callers) {
+    tracer_->AddRow(Traced(partition, round, caller), caller.received,
+                    {{"receive queue", caller.taken},
+                     {"add", caller.added},
+                     {"other workers", answered ? round.last_added : 0},
+                     {"answer", now}});
+  }
+}
+
+std::string Server::MissingRanks(const Partition& partition, const Round& round) const {
+  const auto& group = partition.tensor->declaration.group;
+  std::string missing;
+  for (size_t i = 0; i < group.size(); ++i) {
+    if (round.pushed[i]) continue;
+    missing += (missing.empty() ? "worker " : ", worker ") + std::to_string(group[i]);
+  }
+  return missing;
+}
+
+void Server::FailLateRounds(Engine* engine) {
+  const auto now = Clock::now();
+  for (Partition* partition : engine->partitions) {
+    const Declaration& declaration = partition->tensor->declaration;
+    for (auto& round : partition->rounds) {
+      if (round.done || now < round.deadline) continue;
+      char limit[96];
+      snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_OP_TIMEOUT_S=%g)",
+               std::chrono::duration<double>(now - round.started).count(), round.timeout_s);
+      FailRound(engine, partition, &round,
+                "push_pull of '" + declaration.name + "' timed out: partition " +
+                    std::to_string(partition->index) + ", key " + Hex(partition->key) + ", " +
+                    std::to_string(declaration.PartitionSize(partition->index)) +
+                    " bytes, still lacks the push of " + MissingRanks(*partition, round) +
+                    " after " + limit);
+    }
+    DropDoneRounds(partition);
+  }
+}
+
+}  // namespace core
+}  // namespace byteps

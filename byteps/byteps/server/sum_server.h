@@ -1,0 +1,178 @@
+// The server: adds what the workers push and answers with the sums.
+//
+// The receiving thread checks each request and hands it to the engine thread that
+// owns the partition.  An engine thread owns its partitions alone, so no lock is
+// held while it adds.  Pushes are added from where they were received, and the sum
+// is sent to all from where one of them was received.  Where there are more than two
+// of a half type or of fp32, they meet in a wider accumulator and are rounded once
+// (reducer.h).
+//
+// Rounds.  A worker numbers its pushes of a tensor.  A round is complete when every
+// member of the tensor's group has pushed it; rounds never mix, however far one
+// worker is ahead of another.
+#ifndef BYTEPS_SERVER_SUM_SERVER_H_
+#define BYTEPS_SERVER_SUM_SERVER_H_
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "byteps/base/blocking_queue.h"
+#include "byteps/base/config.h"
+#include "byteps/base/protocol.h"
+#include "byteps/observe/metrics.h"
+#include "byteps/observe/trace.h"
+#include "byteps/server/scratch.h"
+#include "ps/internal/message.h"
+
+namespace byteps {
+namespace core {
+
+class Server {
+ public:
+  explicit Server(const Config& config);
+  // Joins the engine threads; what they had not answered stays unanswered.  Writes the
+  // timeline.
+  ~Server();
+
+  // Its rank among the servers, once it is known; -1 until then.  Any thread.
+  void SetRank(int rank) { rank_ = rank; }
+  int rank() const { return rank_; }
+
+  // What was counted so far, and what is under way now.  Any thread.
+  std::vector<Metric> Metrics();
+
+  // Takes a request over.  Receiving thread; does not block.
+  void OnMessage(ps::Message* msg);
+
+  // The worker of `rank` will push nothing more: rounds that lack its push fail,
+  // now and later, for `reason`.  Receiving thread.
+  void OnWorkerGone(int rank, const std::string& reason);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Tensor {
+    Declaration declaration;
+    int declared_by = 0;
+    std::string refusal;  // why its operations fail; empty as long as they do not
+  };
+
+  // To whom an answer is owed, and what part of the sum, in bytes.
+  struct Caller {
+    int rank;
+    uint64_t request;
+    int op;  // that it asked by
+    uint32_t offset = 0;
+    uint32_t bytes = 0;
+    // When its push came, an engine thread took it, and it was added, in SteadyNs.
+    int64_t received = 0;
+    int64_t taken = 0;
+    int64_t added = 0;
+  };
+
+  struct Round {
+    uint32_t number = 0;
+    std::vector<Caller> callers;            // who wait for the sum
+    std::vector<bool> pushed;               // by member index
+    std::vector<bool> told;                 // by member index: of the sum, or why there is none
+    std::vector<ps::SArray<char>> waiting;  // by member index: not yet their turn
+    size_t added = 0;
+    ps::SArray<char> sum;  // the first push, then the sum
+    Scratch::Block wide;   // or the sum, while it is accumulated in a wider type
+    Clock::time_point started;
+    Clock::time_point deadline;
+    double timeout_s = 0;
+    int64_t first_taken = 0;  // SteadyNs
+    int64_t last_added = 0;
+    bool done = false;    // there is a sum, or there will be none
+    std::string failure;  // why there will be none
+  };
+
+  struct Partition {
+    const Tensor* tensor = nullptr;
+    uint64_t key = 0;
+    uint64_t index = 0;
+    size_t engine = 0;
+    // Of its engine thread:
+    uint32_t first_round = 0;
+    std::deque<Round> rounds;
+  };
+
+  struct Task {
+    enum Kind { kRequest, kGone, kRefuse } kind = kRequest;
+    Partition* partition = nullptr;
+    ps::Message msg;                 // kRequest
+    int64_t received = 0;            // kRequest: when, in SteadyNs
+    int rank = 0;                    // kGone
+    const Tensor* tensor = nullptr;  // kRefuse
+    std::string reason;
+  };
+
+  struct Engine {
+    BlockingQueue<Task> queue;
+    std::vector<Partition*> partitions;
+    std::map<int, std::string> gone;  // rank -> why
+    std::atomic<size_t> open_rounds{0};
+    Scratch scratch;
+    int track = 0;  // of the timeline
+    std::thread thread;
+  };
+
+  // Receiving thread.
+  void OnDeclare(const ps::Message& msg);
+  // PUSH_PULL, PUSH, PULL.
+  void OnRequest(ps::Message* msg);
+  // Why it cannot be served; empty if it can.
+  std::string Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const;
+  Partition* FindOrMake(const Tensor& tensor, uint64_t key);
+  void Refuse(const ps::Message& request, const std::string& error);
+
+  // Engine threads.
+  void Run(Engine* engine);
+  void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received);
+  void Pull(Partition* partition, const ps::Message& msg, int64_t received);
+  // The caller and what it wants, from a request's header.
+  static Caller CallerOf(const ps::Message& msg, int64_t received);
+  // The round, made if it is new; null if it is out of reach.
+  Round* FindRound(Engine* engine, Partition* partition, const PushHeader& header);
+  // Adds the next push; after the last one, round->sum is what is answered.
+  void Accumulate(Engine* engine, const Declaration& declaration, Round* round,
+                  ps::SArray<char> values);
+  bool AddsWide(DType t) const;
+  void Finish(Engine* engine, Partition* partition, Round* round);
+  // Sends the sum to those who wait for it; gives it up once every member has it.
+  void Deliver(Partition* partition, Round* round);
+  void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason);
+  void DropDoneRounds(Partition* partition);
+  void FailRoundsWithout(Engine* engine, int rank, const std::string& reason);
+  void FailLateRounds(Engine* engine);
+  static TracedPartition Traced(const Partition& partition, const Round& round,
+                                const Caller& caller);
+  // Tells the timeline of a round's pushes, which were answered now or never.
+  void TraceRound(const Partition& partition, const Round& round, bool answered);
+  std::string MissingRanks(const Partition& partition, const Round& round) const;
+
+  void Answer(const Caller& caller, uint64_t key, const std::string& error,
+              const ps::SArray<char>* values);
+
+  const bool deterministic_;
+  const bool wide_float32_;
+  std::atomic<int> rank_{-1};
+  ServerCounters counters_;
+  std::unique_ptr<Tracer> tracer_;                                       // null: nothing is traced
+  std::unordered_map<uint64_t, std::unique_ptr<Tensor>> tensors_;        // by tensor key
+  std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_;  // by partition key
+  std::vector<std::unique_ptr<Engine>> engines_;
+  size_t next_engine_ = 0;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_SERVER_SUM_SERVER_H_
