@@ -12,14 +12,13 @@
 namespace byteps {
 namespace core {
 
-const char* NameOf(Role role) {
-  if (role == Role::kScheduler) return "scheduler";
-  return role == Role::kServer ? "server" : "worker";
-}
+Session::Session(const Config& config, const SessionOptions& options)
+    : config_(config), options_(options) {}
 
-void Session::Start(const Config& config, const SessionOptions& options, MessageHandler on_message,
-                    EventHandler on_event) {
-  auto settings = config.values();
+Session::~Session() { Stop(); }
+
+void Session::Start(ChannelUser* user) {
+  auto settings = config_.values();
 #ifndef BYTEPS_WITH_RDMA
   const std::string& transport = settings["DMLC_ENABLE_RDMA"];
   if (transport == "ibverbs" || transport == "1") {
@@ -28,18 +27,18 @@ void Session::Start(const Config& config, const SessionOptions& options, Message
                      "librdmacm-dev are installed");
   }
 #endif
-  settings["DMLC_ROLE"] = NameOf(options.role);
-  settings["DMLC_NUM_WORKER"] = std::to_string(options.num_workers);
-  settings["DMLC_NUM_SERVER"] = std::to_string(options.num_servers);
-  settings["DMLC_WORKER_ID"] = std::to_string(options.rank);
-  settings["BYTEPS_REJOIN"] = options.rejoin ? "1" : "0";
+  settings["DMLC_ROLE"] = NameOf(options_.role);
+  settings["DMLC_NUM_WORKER"] = std::to_string(options_.num_workers);
+  settings["DMLC_NUM_SERVER"] = std::to_string(options_.num_servers);
+  settings["DMLC_WORKER_ID"] = std::to_string(options_.rank);
+  settings["BYTEPS_REJOIN"] = options_.rejoin ? "1" : "0";
   // ps-lite takes "set" for "given": these two are given only when they say something.
   for (const char* name : {"DMLC_NODE_HOST", "DMLC_INTERFACE"}) {
     if (settings[name].empty()) settings.erase(name);
   }
   ps::Environment::Init(settings);
-  ps::Postoffice::Get()->SetDataHandler(std::move(on_message));
-  ps::Membership::SetListener(std::move(on_event));
+  ps::Postoffice::Get()->SetDataHandler([user](ps::Message* msg) { user->OnMessage(msg); });
+  ps::Membership::SetListener([user](const ps::MembershipEvent& event) { user->OnEvent(event); });
   try {
     ps::Postoffice::Get()->Start(0, nullptr, false);
   } catch (const dmlc::Error& e) {
@@ -47,11 +46,14 @@ void Session::Start(const Config& config, const SessionOptions& options, Message
     ps::Postoffice::Get()->SetDataHandler(nullptr);
     throw Error(e.what());
   }
+  started_ = true;
 }
 
 void Session::Leave(bool suspend) { ps::Postoffice::Get()->van()->membership()->Leave(suspend); }
 
 void Session::Stop() {
+  if (!started_) return;
+  started_ = false;
   ps::Postoffice::Get()->Finalize(0, false);
   for (const auto& e : ps::ReadEndpointCounters()) {
     BPS_LOG(DEBUG) << "RDMA endpoint to " << e.peer << ", " << e.plane << " " << e.index
@@ -67,11 +69,18 @@ bool Session::Send(ps::Message* message) {
   return ps::Postoffice::Get()->van()->Send(*message) >= 0;
 }
 
-bool Session::RegistersMemory() { return ps::Postoffice::Get()->van()->GetType() == "ibverbs"; }
+// Nothing is received into a place of the user's yet.
+void Session::Abandon(const void* /*begin*/, size_t /*bytes*/) {}
 
-std::string Session::host() { return ps::Postoffice::Get()->van()->node().hostname; }
-int Session::rank() { return ps::Postoffice::IDtoRank(ps::Postoffice::Get()->van()->node().id); }
-int Session::port() { return ps::Postoffice::Get()->van()->node().port; }
+bool Session::RegistersMemory() const {
+  return ps::Postoffice::Get()->van()->GetType() == "ibverbs";
+}
+
+std::string Session::host() const { return ps::Postoffice::Get()->van()->node().hostname; }
+int Session::rank() const {
+  return ps::Postoffice::IDtoRank(ps::Postoffice::Get()->van()->node().id);
+}
+int Session::port() const { return ps::Postoffice::Get()->van()->node().port; }
 
 std::string Session::NameOfServer(int rank) {
   return ps::Postoffice::Get()->van()->membership()->NameOf(ps::Postoffice::ServerRankToID(rank));

@@ -2,19 +2,14 @@
 #ifndef BYTEPS_CLUSTER_SESSION_H_
 #define BYTEPS_CLUSTER_SESSION_H_
 
-#include <functional>
 #include <string>
 
 #include "byteps/base/config.h"
-#include "ps/internal/message.h"
-#include "ps/membership.h"
+#include "byteps/base/role.h"
+#include "byteps/cluster/channel.h"
 
 namespace byteps {
 namespace core {
-
-enum class Role { kScheduler, kServer, kWorker };
-
-const char* NameOf(Role role);
 
 struct SessionOptions {
   Role role = Role::kWorker;
@@ -24,39 +19,31 @@ struct SessionOptions {
   bool rejoin = false;  // of a server whose last job was suspended
 };
 
-// Wraps ps-lite, whose state is one per process: so is the session.
-class Session {
+// The channel of a real job.  It wraps ps-lite, whose state is one per process: one session
+// may be started at a time.
+class Session : public Channel {
  public:
-  // Both are called in ps-lite's receiving thread (events also in its timer
-  // thread) and must not block.
-  using MessageHandler = std::function<void(ps::Message*)>;
-  using EventHandler = std::function<void(const ps::MembershipEvent&)>;
+  Session(const Config& config, const SessionOptions& options);
+  ~Session() override;
 
-  // Joins; blocks until every node is there (the scheduler returns once it
-  // listens).  Throws Error, and leaves nothing behind, when that fails in time.
-  static void Start(const Config& config, const SessionOptions& options, MessageHandler on_message,
-                    EventHandler on_event);
+  void Start(ChannelUser* user) override;
+  void Leave(bool suspend) override;
+  void Stop() override;
+  bool Send(ps::Message* message) override;
+  void Abandon(const void* begin, size_t bytes) override;
+  bool RegistersMemory() const override;
+  int rank() const override;
+  std::string NameOfServer(int rank) override;
+  std::string NameOfWorker(int rank) override;
 
-  // A worker tells that it will send nothing more.  See Membership::Leave.
-  static void Leave(bool suspend);
+  // The address at which this node listens.
+  std::string host() const;
+  int port() const;
 
-  // Closes all connections; no handler runs after it returned.
-  static void Stop();
-
-  // False when this process has closed its connections.
-  static bool Send(ps::Message* message);
-
-  // Whether what is sent is registered with a device first: see ps/lasting_memory.h.
-  static bool RegistersMemory();
-
-  // "host:port" at which this node listens.
-  static std::string host();
-  static int port();
-  // This node's among those of its role, once it has joined.
-  static int rank();
-  // "server 0 (10.0.0.2:40123)"
-  static std::string NameOfServer(int rank);
-  static std::string NameOfWorker(int rank);
+ private:
+  const Config config_;
+  const SessionOptions options_;
+  bool started_ = false;
 };
 
 }  // namespace core

@@ -10,7 +10,6 @@
 #include "byteps/base/error.h"
 #include "byteps/base/log.h"
 #include "byteps/base/thread_name.h"
-#include "byteps/cluster/session.h"
 #include "ps/internal/postoffice.h"
 
 namespace byteps {
@@ -36,7 +35,8 @@ uint32_t WholePages(uint64_t bytes) {
 
 Worker::~Worker() { Stop(false); }
 
-void Worker::Start(const Config& config, const Launch& launch, int num_servers) {
+void Worker::Start(const Config& config, const Launch& launch, int num_servers,
+                   std::unique_ptr<Channel> channel) {
   if (started_) return;
   launch_ = launch;
   num_servers_ = num_servers;
@@ -52,11 +52,6 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers) 
     failed_ = stopping_ = false;
     failure_.clear();
   }
-  SessionOptions options;
-  options.role = Role::kWorker;
-  options.rank = launch.rank;
-  options.num_workers = launch.size;
-  options.num_servers = num_servers;
   {
     std::lock_guard<std::mutex> lock(mu_);
     pull_queue_ = std::make_unique<BlockingQueue<Received>>();
@@ -65,9 +60,8 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers) 
   const MetricsSource source{Role::kWorker, [rank = launch.rank] { return rank; },
                              [this] { return Metrics(); }};
   auto metrics_server = MetricsServer::Make(config, launch.local_rank, source);
-  Session::Start(
-      config, options, [this](ps::Message* msg) { OnMessage(msg); },
-      [this](const ps::MembershipEvent& event) { OnEvent(event); });
+  channel_ = std::move(channel);
+  channel_->Start(this);
   const long loops = config.Int("BYTEPS_PUSH_THREAD");
   for (long i = 0; i < loops; ++i) {
     threads_.emplace_back([this, i, track = AddTrack("push loop", i)] {
@@ -96,7 +90,7 @@ void Worker::Stop(bool suspend) {
     done_cond_.wait_for(lock, limit, [this] { return failed_ || running_.empty(); });
     failed = failed_;
   }
-  if (!failed) Session::Leave(suspend);
+  if (!failed) channel_->Leave(suspend);
   Fail("byteps was shut down");
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -106,7 +100,7 @@ void Worker::Stop(bool suspend) {
   pull_queue_->Close();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
-  Session::Stop();
+  channel_->Stop();
   metrics_server_.reset();
   std::lock_guard<std::mutex> lock(mu_);
   tensors_.clear();
@@ -225,7 +219,7 @@ void Worker::SendDeclaration(Tensor* tensor) {
     requests.push_back(Remember(std::move(pending)));
     ps::Message msg = MakeRequest(kDeclare, ps::Postoffice::ServerRankToID(server), tensor->key,
                                   requests.back(), tensor->declaration.Pack());
-    Session::Send(&msg);
+    channel_->Send(&msg);
   }
   std::unique_lock<std::mutex> lock(mu_);
   const auto limit = std::chrono::duration<double>(op_timeout_s_);
@@ -242,7 +236,7 @@ void Worker::SendDeclaration(Tensor* tensor) {
       auto it = pending_.find(r);
       if (it == pending_.end()) continue;
       error = "declaring '" + tensor->declaration.name +
-              "' timed out: " + Session::NameOfServer(it->second.server) +
+              "' timed out: " + channel_->NameOfServer(it->second.server) +
               " did not answer within " + Seconds(op_timeout_s_) + " (BYTEPS_OP_TIMEOUT_S)";
     }
   }
@@ -454,7 +448,7 @@ void Worker::PushPartition(DeviceCopier* copier, const Task& task) {
                  << " bytes, priority " << operation.request.priority;
   counters_.pushed_partitions.Add();
   counters_.pushed_bytes.Add(size);
-  Session::Send(&msg);
+  channel_->Send(&msg);
 }
 
 ps::Message Worker::MakePartitionRequest(int op, Pending pending) {
@@ -539,7 +533,7 @@ void Worker::WatchLoop() {
       lock.unlock();
       std::string servers;
       for (int server : silent)
-        servers += (servers.empty() ? "" : ", ") + Session::NameOfServer(server);
+        servers += (servers.empty() ? "" : ", ") + channel_->NameOfServer(server);
       FailOperation(operation,
                     "push_pull of '" + operation->request.name + "' timed out: no answer from " +
                         (servers.empty() ? "the push queue" : servers) + " after " +
@@ -593,7 +587,7 @@ void Worker::OnMessage(ps::Message* msg) {
   }
   if (msg->meta.head == kPush) {  // it was added: ask for the sum
     ps::Message pull = MakePartitionRequest(kPull, std::move(pending));
-    Session::Send(&pull);
+    channel_->Send(&pull);
     return;
   }
   const int64_t now = SteadyNs();
@@ -603,7 +597,7 @@ void Worker::OnMessage(ps::Message* msg) {
   counters_.pulled_bytes.Add(WantedPart(pending.task).bytes);
   if (msg->data.size() != (WantedPart(pending.task).bytes > 0 ? 1 : 0)) {
     FailOperation(pending.task.operation,
-                  "an answer from " + Session::NameOfServer(pending.server) +
+                  "an answer from " + channel_->NameOfServer(pending.server) +
                       " to a push_pull of '" + pending.task.operation->request.name +
                       "' does not parse");
     return;

@@ -27,6 +27,7 @@
 #include "byteps/base/blocking_queue.h"
 #include "byteps/base/config.h"
 #include "byteps/base/protocol.h"
+#include "byteps/cluster/channel.h"
 #include "byteps/device/device.h"
 #include "byteps/engine/placement.h"
 #include "byteps/engine/speed.h"
@@ -63,19 +64,24 @@ struct PushPullRequest {
 
 // All public functions may be called by any thread; Start and Stop by one at a
 // time.  Errors are thrown as Error (the job failed) or UsageError (bad call).
-class Worker {
+class Worker : public ChannelUser {
  public:
   Worker() = default;
-  ~Worker();
+  ~Worker() override;
 
-  // Joins the cluster; blocks until every node has.
-  void Start(const Config& config, const Launch& launch, int num_servers);
+  // Joins the cluster by `channel`; blocks until every node has.
+  void Start(const Config& config, const Launch& launch, int num_servers,
+             std::unique_ptr<Channel> channel);
 
   // Waits for what is under way (no longer than BYTEPS_PEER_TIMEOUT_S), says
   // goodbye, and closes.  Does nothing when not started.
   void Stop(bool suspend);
 
   bool started() const { return started_; }
+
+  // Whether what is pushed should lie in memory that the transport knows: see
+  // ps/lasting_memory.h.  Of a worker that was started.
+  bool RegistersMemory() const { return channel_->RegistersMemory(); }
 
   // Whether the job failed; the worker is of no use then but to be stopped.
   bool failed();
@@ -196,8 +202,8 @@ class Worker {
   void FinishPartition(const OperationPtr& operation);
   void FailOperation(const OperationPtr& operation, const std::string& error);
 
-  void OnMessage(ps::Message* msg);
-  void OnEvent(const ps::MembershipEvent& event);
+  void OnMessage(ps::Message* msg) override;
+  void OnEvent(const ps::MembershipEvent& event) override;
   void Fail(const std::string& reason);
   // A request about the partition of `pending`, which is remembered until the answer.
   ps::Message MakePartitionRequest(int op, Pending pending);
@@ -212,6 +218,7 @@ class Worker {
   void TraceRow(const Task& task, int64_t done);
   void TraceUnfinished();  // mu_ is held
 
+  std::unique_ptr<Channel> channel_;
   Launch launch_;
   int num_servers_ = 0;
   uint32_t smallest_partition_ = 0;

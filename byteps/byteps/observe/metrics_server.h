@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "byteps/base/config.h"
-#include "byteps/cluster/session.h"
+#include "byteps/base/role.h"
 #include "byteps/observe/metrics.h"
 
 namespace byteps {

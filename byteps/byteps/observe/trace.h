@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "byteps/base/config.h"
+#include "byteps/base/role.h"
 #include "byteps/base/steady_time.h"
-#include "byteps/cluster/session.h"
 
 namespace byteps {
 namespace core {

@@ -93,10 +93,10 @@ void SetSignalHandlers(void (*handler)(int)) {
 }
 
 // Readers see the whole file or none.
-void WritePortFile(const std::string& path) {
+void WritePortFile(const std::string& path, const Session& session) {
   const std::string part = path + ".part";
   std::ofstream out(part);
-  out << Session::host() << " " << Session::port() << "\n";
+  out << session.host() << " " << session.port() << "\n";
   out.close();
   if (!out || rename(part.c_str(), path.c_str()) != 0) {
     throw Error("cannot write --port-file " + path + ": " + strerror(errno));
@@ -118,60 +118,71 @@ void WaitForOutcome(Outcome* outcome) {
   }
 }
 
+// What the scheduler or a server hears of its job, for the main thread.
+class Node : public ChannelUser {
+ public:
+  // `server` is null on the scheduler.
+  Node(Server* server, Outcome* outcome) : server_(server), outcome_(outcome) {}
+
+  void OnMessage(ps::Message* msg) override {
+    if (server_ != nullptr) server_->OnMessage(msg);
+  }
+
+  void OnEvent(const ps::MembershipEvent& event) override {
+    if (event.kind == ps::MembershipEvent::kNodeLeft && server_ != nullptr) {
+      server_->OnWorkerGone(event.rank, event.reason);
+      return;
+    }
+    const bool is_scheduler = server_ == nullptr;
+    std::lock_guard<std::mutex> lock(outcome_->mu);
+    if (event.kind == ps::MembershipEvent::kFailed && outcome_->failure.empty())
+      outcome_->failure = event.reason;
+    // The scheduler stays for those who come back.
+    if (event.kind == ps::MembershipEvent::kEnded && !(is_scheduler && event.suspended)) {
+      outcome_->ended = true;
+      outcome_->suspended = event.suspended;
+    }
+    Wake();
+  }
+
+ private:
+  Server* const server_;
+  Outcome* const outcome_;
+};
+
 // Serves one job.  Throws Error when it fails.
 void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file,
                Outcome* outcome) {
-  std::unique_ptr<Server> server;
-  std::unique_ptr<MetricsServer> metrics_server;
-  if (role == Role::kServer) {
-    server = std::make_unique<Server>(config);
-    const MetricsSource source{Role::kServer, [&server] { return server->rank(); },
-                               [&server] { return server->Metrics(); }};
-    const int local_rank = static_cast<int>(config.Int("BYTEPS_LOCAL_RANK"));
-    metrics_server = MetricsServer::Make(config, local_rank, source);
-  }
   SessionOptions options;
   options.role = role;
   options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
   options.num_servers = static_cast<int>(config.Int("DMLC_NUM_SERVER"));
   options.rejoin = rejoin;
-  auto on_message = [&server](ps::Message* msg) {
-    if (server) server->OnMessage(msg);
-  };
-  auto on_event = [&server, role, outcome](const ps::MembershipEvent& event) {
-    if (event.kind == ps::MembershipEvent::kNodeLeft && server) {
-      server->OnWorkerGone(event.rank, event.reason);
-      return;
-    }
-    std::lock_guard<std::mutex> lock(outcome->mu);
-    if (event.kind == ps::MembershipEvent::kFailed && outcome->failure.empty())
-      outcome->failure = event.reason;
-    // The scheduler stays for those who come back.
-    if (event.kind == ps::MembershipEvent::kEnded &&
-        !(role == Role::kScheduler && event.suspended)) {
-      outcome->ended = true;
-      outcome->suspended = event.suspended;
-    }
-    Wake();
-  };
+  Session session(config, options);
+  std::unique_ptr<Server> server;
+  std::unique_ptr<MetricsServer> metrics_server;
+  if (role == Role::kServer) {
+    server = std::make_unique<Server>(config, &session);
+    const MetricsSource source{Role::kServer, [&server] { return server->rank(); },
+                               [&server] { return server->Metrics(); }};
+    const int local_rank = static_cast<int>(config.Int("BYTEPS_LOCAL_RANK"));
+    metrics_server = MetricsServer::Make(config, local_rank, source);
+  }
+  Node node(server.get(), outcome);
   SetSignalHandlers(SIG_DFL);
-  Session::Start(config, options, on_message, on_event);
-  if (server) server->SetRank(Session::rank());
+  session.Start(&node);
+  if (server) server->SetRank(session.rank());
   SetSignalHandlers(OnSignal);
   try {
-    if (!port_file.empty()) WritePortFile(port_file);
+    if (!port_file.empty()) WritePortFile(port_file, session);
     WaitForOutcome(outcome);
   } catch (...) {
-    Session::Stop();
+    session.Stop();
     throw;
   }
-  std::string failure;
-  {
-    std::lock_guard<std::mutex> lock(outcome->mu);
-    failure = outcome->failure;
-  }
-  Session::Stop();
-  if (!failure.empty()) throw Error(failure);
+  session.Stop();
+  std::lock_guard<std::mutex> lock(outcome->mu);
+  if (!outcome->failure.empty()) throw Error(outcome->failure);
 }
 
 Role ChooseRole(const Arguments& arguments, const Config& config) {

@@ -7,7 +7,6 @@
 
 #include "byteps/base/log.h"
 #include "byteps/base/thread_name.h"
-#include "byteps/cluster/session.h"
 #include "byteps/server/reducer.h"
 #include "ps/internal/postoffice.h"
 
@@ -44,8 +43,9 @@ bool All(const std::vector<bool>& flags) {
 
 }  // namespace
 
-Server::Server(const Config& config)
-    : deterministic_(config.Bool("BYTEPS_DETERMINISTIC")),
+Server::Server(const Config& config, Channel* channel)
+    : channel_(channel),
+      deterministic_(config.Bool("BYTEPS_DETERMINISTIC")),
       wide_float32_(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")) {
   tracer_ = Tracer::Make(config);
   const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
@@ -208,7 +208,7 @@ void Server::Answer(const Caller& caller, uint64_t key, const std::string& error
   if (values != nullptr && caller.bytes > 0) {
     AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
   }
-  Session::Send(&msg);
+  channel_->Send(&msg);
 }
 
 // ---------------------------------------------------------- engine threads

@@ -26,6 +26,7 @@
 #include "byteps/base/blocking_queue.h"
 #include "byteps/base/config.h"
 #include "byteps/base/protocol.h"
+#include "byteps/cluster/channel.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/trace.h"
 #include "byteps/server/scratch.h"
@@ -36,7 +37,8 @@ namespace core {
 
 class Server {
  public:
-  explicit Server(const Config& config);
+  // Answers by `channel`, which outlives this.
+  Server(const Config& config, Channel* channel);
   // Joins the engine threads; what they had not answered stays unanswered.  Writes the
   // timeline.
   ~Server();
@@ -162,6 +164,7 @@ class Server {
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
               const ps::SArray<char>* values);
 
+  Channel* const channel_;
   const bool deterministic_;
   const bool wide_float32_;
   std::atomic<int> rank_{-1};

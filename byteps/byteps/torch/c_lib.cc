@@ -79,9 +79,14 @@ void Init(int num_servers) {
   if (!config.IsSet("DMLC_PS_ROOT_URI") || config.Int("DMLC_PS_ROOT_PORT") == 0) {
     throw UsageError("DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT must give the scheduler's address");
   }
-  GetWorker()->Start(
-      config, launch,
-      num_servers > 0 ? num_servers : static_cast<int>(config.Int("DMLC_NUM_SERVER")));
+  SessionOptions options;
+  options.role = Role::kWorker;
+  options.rank = launch.rank;
+  options.num_workers = launch.size;
+  options.num_servers =
+      num_servers > 0 ? num_servers : static_cast<int>(config.Int("DMLC_NUM_SERVER"));
+  GetWorker()->Start(config, launch, options.num_servers,
+                     std::make_unique<Session>(config, options));
 }
 
 std::vector<uint64_t> BytesPerServer(const std::string& name, uint64_t bytes,
@@ -157,7 +162,9 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("stream"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
-  m.def("registers_memory", &Session::RegistersMemory, "Of a worker that was started.");
+  m.def(
+      "registers_memory", [] { return GetWorker()->RegistersMemory(); },
+      "Of a worker that was started.");
   m.def(
       "add_memory",
       [](uintptr_t address, uint64_t bytes) {

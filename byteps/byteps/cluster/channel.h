@@ -1,0 +1,70 @@
+// How a worker or a server reaches the other nodes of its job.
+//
+// Worker and server know nothing of transports and membership: they are handed a Channel, and
+// hear through ChannelUser.  A Session is the real one; tests hand in others.
+#ifndef BYTEPS_CLUSTER_CHANNEL_H_
+#define BYTEPS_CLUSTER_CHANNEL_H_
+
+#include <cstddef>
+#include <string>
+
+#include "ps/internal/message.h"
+#include "ps/membership.h"
+
+namespace byteps {
+namespace core {
+
+// Called by the channel's threads, several at a time.  No call may block.
+class ChannelUser {
+ public:
+  virtual ~ChannelUser() = default;
+
+  // A message came.  May move from it.  Messages from one node may overtake each other.
+  virtual void OnMessage(ps::Message* msg) = 0;
+
+  // Where the `bytes` bytes of values that follow `meta` belong.  They are received there, and
+  // OnMessage gets the message with them.  Null: into memory of the channel's.  The memory must
+  // stay until OnMessage was called for the message, or Abandon, Stop or OnEvent(kFailed)'s
+  // end has come for it.
+  virtual char* PlaceFor(const ps::Meta& /*meta*/, size_t /*bytes*/) { return nullptr; }
+
+  // Something happened to the job.
+  virtual void OnEvent(const ps::MembershipEvent& event) = 0;
+};
+
+class Channel {
+ public:
+  virtual ~Channel() = default;
+
+  // Joins the job; blocks until every node is there (the scheduler returns once it listens).
+  // `user` outlives the channel.  Throws Error, and leaves nothing behind, when that fails.
+  virtual void Start(ChannelUser* user) = 0;
+
+  // A worker tells that it will send nothing more.  See ps::Membership::Leave.
+  virtual void Leave(bool suspend) = 0;
+
+  // Closes all connections; the user is not called any more when it has returned.
+  virtual void Stop() = 0;
+
+  // Never blocks.  The values of the message are read until the last copy of their SArray is
+  // gone.  False when the channel is closed.
+  virtual bool Send(ps::Message* message) = 0;
+
+  // Values on their way into these bytes (PlaceFor) are received elsewhere: when this has
+  // returned, nothing is written there any more.
+  virtual void Abandon(const void* begin, size_t bytes) = 0;
+
+  // Whether what is sent is registered with a device first: see ps/lasting_memory.h.
+  virtual bool RegistersMemory() const = 0;
+
+  // This node's rank among those of its role, once it has joined.
+  virtual int rank() const = 0;
+
+  // "server 0 (10.0.0.2:40123)"
+  virtual std::string NameOfServer(int rank) = 0;
+  virtual std::string NameOfWorker(int rank) = 0;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_CLUSTER_CHANNEL_H_
