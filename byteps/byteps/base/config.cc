@@ -47,9 +47,9 @@ std::vector<Variable> MakeTable() {
       {"DMLC_USE_KUBERNETES", kBool, "", "0", 0, 1, "",
        "The scheduler listens on every address, for when DMLC_PS_ROOT_URI is the address of a "
        "service in front of it."},
-      {"DMLC_ENABLE_RDMA", kChoice, "", "zmq", 0, 0, "zmq|0|ibverbs|1",
-       "Transport, the same on all nodes: zmq (or 0) is TCP, ibverbs (or 1) is RDMA: InfiniBand or "
-       "RoCE."},
+      {"DMLC_ENABLE_RDMA", kChoice, "", "tcp", 0, 0, "tcp|0|ibverbs|1",
+       "Transport, the same on all nodes: tcp (or 0), or ibverbs (or 1), which is RDMA: InfiniBand "
+       "or RoCE."},
       {"RANK", kInt, "", "0", 0, kMaxInt, "", "Rank of this worker, set by torchrun."},
       {"WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "", "Workers in the job, set by torchrun."},
       {"LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "",
@@ -95,14 +95,21 @@ std::vector<Variable> MakeTable() {
        "A peer that is silent for so long is lost and the job fails. (A closed connection is "
        "noticed at once.)"},
       {"BYTEPS_START_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
-       "The scheduler must answer within this time, and all nodes must have registered so long "
-       "after the first worker."},
+       "The scheduler must answer within this time. Once a worker has registered, all nodes must, "
+       "each within this time of the one before."},
       {"BYTEPS_OP_TIMEOUT_S", kFloat, "s", "600", 0.1, 604800, "",
        "A push_pull that is not complete by then fails, naming the ranks that did not push."},
-      {"BYTEPS_ZMQ_NTHREADS", kInt, "threads", "2", 1, 64, "",
-       "I/O threads of ZeroMQ in each process."},
-      {"BYTEPS_ZMQ_MAX_SOCKET", kInt, "sockets", "1024", 8, 1048576, "",
-       "Sockets ZeroMQ may open in a process."},
+      {"BYTEPS_NODE_PORT", kInt, "port", "0", 0, 65535, "",
+       "Port at which a server listens, the only one that a firewall has to let workers reach. 0: "
+       "the kernel chooses. Workers listen nowhere (over RDMA they do, at such a port)."},
+      {"BYTEPS_IO_THREADS", kInt, "threads", "0", 0, 64, "",
+       "Threads of each process that move bytes over TCP. 0: a quarter of the processors that each "
+       "worker of the host has, at most 8."},
+      {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
+       "TCP connections between a worker and each server. 0: twice BYTEPS_IO_THREADS over all "
+       "servers, at most 4 to each (8 to a single one)."},
+      {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
+       "Memory for values received over TCP that a process keeps for reuse while nobody uses it."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",
        "RDMA device, such as mlx5_0. Default: that of DMLC_NODE_HOST or DMLC_INTERFACE, else of "
        "the address that leads to the scheduler."},

@@ -37,13 +37,17 @@ void Session::Start(ChannelUser* user) {
     if (settings[name].empty()) settings.erase(name);
   }
   ps::Environment::Init(settings);
-  ps::Postoffice::Get()->SetDataHandler([user](ps::Message* msg) { user->OnMessage(msg); });
-  ps::Membership::SetListener([user](const ps::MembershipEvent& event) { user->OnEvent(event); });
+  ps::Postoffice::Handlers handlers;
+  handlers.on_message = [user](ps::Message* msg) { user->OnMessage(msg); };
+  handlers.place_for = [user](const ps::Meta& meta, size_t bytes) {
+    return user->PlaceFor(meta, bytes);
+  };
+  handlers.on_event = [user](const ps::MembershipEvent& event) { user->OnEvent(event); };
+  ps::Postoffice::Get()->SetHandlers(handlers);
   try {
     ps::Postoffice::Get()->Start(0, nullptr, false);
   } catch (const dmlc::Error& e) {
-    ps::Membership::SetListener(nullptr);
-    ps::Postoffice::Get()->SetDataHandler(nullptr);
+    ps::Postoffice::Get()->SetHandlers({});
     throw Error(e.what());
   }
   started_ = true;
@@ -61,16 +65,16 @@ void Session::Stop() {
                    << " bytes; received " << e.messages_received << " messages, "
                    << e.bytes_received << " bytes";
   }
-  ps::Membership::SetListener(nullptr);
-  ps::Postoffice::Get()->SetDataHandler(nullptr);
+  ps::Postoffice::Get()->SetHandlers({});
 }
 
 bool Session::Send(ps::Message* message) {
   return ps::Postoffice::Get()->van()->Send(*message) >= 0;
 }
 
-// Nothing is received into a place of the user's yet.
-void Session::Abandon(const void* /*begin*/, size_t /*bytes*/) {}
+void Session::Abandon(const void* begin, size_t bytes) {
+  ps::Postoffice::Get()->van()->Abandon(begin, bytes);
+}
 
 bool Session::RegistersMemory() const {
   return ps::Postoffice::Get()->van()->GetType() == "ibverbs";

@@ -79,7 +79,7 @@ std::vector<Metric> Server::Metrics() {
   return Tell(counters_, gauges);
 }
 
-// -------------------------------------------------------- receiving thread
+// ---------------------------------------------------- the channel's threads
 
 void Server::OnMessage(ps::Message* msg) {
   if (!msg->meta.request) return;
@@ -108,6 +108,7 @@ void Server::OnDeclare(const ps::Message& msg) {
     return Refuse(msg, "worker " + std::to_string(rank) + " is no member of the group of '" +
                            declaration.name + "': " + declaration.Describe());
   }
+  std::unique_lock<std::shared_mutex> lock(mu_);
   auto& tensor = tensors_[msg.meta.key];
   if (!tensor) {
     tensor = std::make_unique<Tensor>();
@@ -130,7 +131,9 @@ void Server::OnDeclare(const ps::Message& msg) {
       engine->queue.Push(std::move(task));
     }
   }
-  if (!tensor->refusal.empty()) return Refuse(msg, tensor->refusal);
+  const std::string refusal = tensor->refusal;
+  lock.unlock();
+  if (!refusal.empty()) return Refuse(msg, refusal);
   Answer(Caller{rank, msg.meta.addr, msg.meta.head}, msg.meta.key, "", nullptr);
 }
 
@@ -164,12 +167,21 @@ std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64
 
 void Server::OnRequest(ps::Message* msg) {
   const uint64_t index = msg->meta.key & (kMaxPartitions - 1);
-  const auto it = tensors_.find(msg->meta.key - index);
-  const Tensor* tensor = it == tensors_.end() ? nullptr : it->second.get();
-  const std::string error = Refusal(*msg, tensor, index);
-  if (!error.empty()) return Refuse(*msg, error);
   Task task;
-  task.partition = FindOrMake(*tensor, msg->meta.key);
+  {
+    std::shared_lock<std::shared_mutex> lock(mu_);
+    const auto it = tensors_.find(msg->meta.key - index);
+    const Tensor* tensor = it == tensors_.end() ? nullptr : it->second.get();
+    const std::string error = Refusal(*msg, tensor, index);
+    const auto partition = partitions_.find(msg->meta.key);
+    if (partition != partitions_.end()) task.partition = partition->second.get();
+    lock.unlock();
+    if (!error.empty()) return Refuse(*msg, error);
+    if (task.partition == nullptr) {
+      std::unique_lock<std::shared_mutex> alone(mu_);
+      task.partition = FindOrMake(*tensor, msg->meta.key);
+    }
+  }
   task.msg = std::move(*msg);
   task.received = SteadyNs();
   if (!task.msg.data.empty()) {

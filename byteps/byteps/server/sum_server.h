@@ -1,6 +1,6 @@
 // The server: adds what the workers push and answers with the sums.
 //
-// The receiving thread checks each request and hands it to the engine thread that
+// The channel's threads check each request and hand it to the engine thread that
 // owns the partition.  An engine thread owns its partitions alone, so no lock is
 // held while it adds.  Pushes are added from where they were received, and the sum
 // is sent to all from where one of them was received.  Where there are more than two
@@ -18,6 +18,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -50,11 +51,11 @@ class Server {
   // What was counted so far, and what is under way now.  Any thread.
   std::vector<Metric> Metrics();
 
-  // Takes a request over.  Receiving thread; does not block.
+  // Takes a request over.  Any thread, several at a time; does not block.
   void OnMessage(ps::Message* msg);
 
   // The worker of `rank` will push nothing more: rounds that lack its push fail,
-  // now and later, for `reason`.  Receiving thread.
+  // now and later, for `reason`.  Any thread.
   void OnWorkerGone(int rank, const std::string& reason);
 
  private:
@@ -127,12 +128,13 @@ class Server {
     std::thread thread;
   };
 
-  // Receiving thread.
+  // The channel's threads.
   void OnDeclare(const ps::Message& msg);
   // PUSH_PULL, PUSH, PULL.
   void OnRequest(ps::Message* msg);
   // Why it cannot be served; empty if it can.
   std::string Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const;
+  // mu_ is held.
   Partition* FindOrMake(const Tensor& tensor, uint64_t key);
   void Refuse(const ps::Message& request, const std::string& error);
 
@@ -170,10 +172,13 @@ class Server {
   std::atomic<int> rank_{-1};
   ServerCounters counters_;
   std::unique_ptr<Tracer> tracer_;                                       // null: nothing is traced
+  std::shared_mutex mu_;
+  // Guarded by mu_; what they point to stays.  A tensor changes with mu_ held alone, a partition
+  // in its engine thread.
   std::unordered_map<uint64_t, std::unique_ptr<Tensor>> tensors_;        // by tensor key
   std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_;  // by partition key
-  std::vector<std::unique_ptr<Engine>> engines_;
   size_t next_engine_ = 0;
+  std::vector<std::unique_ptr<Engine>> engines_;
 };
 
 }  // namespace core

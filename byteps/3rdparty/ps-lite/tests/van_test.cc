@@ -2,7 +2,7 @@
 // messages whose every byte is checked.  Values come back from where they were received, as
 // they do from a BytePS server.
 //
-//   van_test [--transport zmq|ibverbs] [--host ADDRESS] [--workers N] [--servers K]
+//   van_test [--transport tcp|ibverbs] [--host ADDRESS] [--workers N] [--servers K]
 //            [--rounds R] [--sizes BYTES,BYTES...] [--window MESSAGES] [--ping-ms MS]
 //            [--kill ROLE:RANK:ROUND] [--break PLANE:ROUND] [--expect TEXT] [--timeout S]
 //
@@ -54,7 +54,7 @@ using Clock = std::chrono::steady_clock;
 enum Op : int { kPing = 1, kEcho = 2, kDie = 3 };
 
 struct Options {
-  std::string transport = "zmq";
+  std::string transport = "tcp";
   std::string host = "127.0.0.1";
   int workers = 1;
   int servers = 1;
@@ -146,10 +146,12 @@ class Node {
     settings["DMLC_NUM_SERVER"] = std::to_string(options.servers);
     settings["DMLC_WORKER_ID"] = std::to_string(role == "worker" ? rank : 0);
     settings["DMLC_ENABLE_RDMA"] = options.transport;
-    if (options.transport != "zmq") settings["DMLC_NODE_HOST"] = options.host;
+    if (options.transport != "tcp") settings["DMLC_NODE_HOST"] = options.host;
     ps::Environment::Init(settings);
-    ps::Postoffice::Get()->SetDataHandler([this](ps::Message* msg) { OnMessage(msg); });
-    ps::Membership::SetListener([this](const ps::MembershipEvent& event) { OnEvent(event); });
+    ps::Postoffice::Handlers handlers;
+    handlers.on_message = [this](ps::Message* msg) { OnMessage(msg); };
+    handlers.on_event = [this](const ps::MembershipEvent& event) { OnEvent(event); };
+    ps::Postoffice::Get()->SetHandlers(handlers);
   }
 
   // 0: as a job should end.

@@ -9,12 +9,13 @@
 //   node                              scheduler
 //    | -- ADD_NODE (role, rank, counts) --> |  checks, gives an id
 //    | <-- WELCOME (id) or REFUSED (why) -- |
-//    | <-- ADD_NODE (everyone) ------------ |  once all have registered
+//    | <-- ADD_NODE (servers, to workers) - |  once all have registered
 //    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
 //    | -- JOB_FAILED (why) ---------------> |  a connection between two nodes broke
 //    | -- LEAVE (finish | suspend) -------> |  a worker has done its work
-//    | <-- NODE_LEFT (who) ---------------- |
+//    | <-- NODE_LEFT (who) ---------------- |  to the worker itself at once; to servers, those
+//    |                                      |  of some moments together
 //    | <-- JOB_END (finish | suspend) ----- |  to servers, once no worker is left
 //
 // After a suspended job the scheduler forgets the nodes and admits those of the
@@ -35,7 +36,35 @@
 
 namespace ps {
 
-class Van;
+// How membership reaches other nodes.  A van is behind it, or a test.
+class MembershipLinks {
+ public:
+  virtual ~MembershipLinks() = default;
+  virtual const Node& self() const = 0;
+  virtual const Node& scheduler() const = 0;
+  // The scheduler has given this node its id.
+  virtual void SetSelf(const Node& node) = 0;
+  // Makes a connection to `node`, or names the one that came from it.
+  virtual void Connect(const Node& node) = 0;
+  // Closes it when what was sent before has left.
+  virtual void Disconnect(int node_id) = 0;
+  // Never blocks.  What cannot be sent is dropped: OnLinkLost tells why.
+  virtual void Send(Message* msg) = 0;
+};
+
+struct MembershipSettings {
+  bool is_scheduler = false;
+  double peer_timeout_s = 30;
+  double start_timeout_s = 30;
+  int workers = -1;  // that the job should have; -1: whatever the scheduler says
+  int servers = -1;
+  int rank = -1;        // of a worker; -1: the scheduler chooses
+  bool rejoin = false;  // a server that outlived a suspended job takes what the next one brings
+
+  // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
+  // DMLC_NUM_SERVER, DMLC_WORKER_ID and BYTEPS_REJOIN.
+  static MembershipSettings FromEnvironment();
+};
 
 struct MembershipEvent {
   enum Kind {
@@ -55,12 +84,8 @@ class Membership {
   // not block and must not stop the van.
   using Listener = std::function<void(const MembershipEvent&)>;
 
-  // Takes the listener of the vans started from now on in this process.
-  static void SetListener(Listener listener);
-
-  // `van` outlives this.  Reads BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S,
-  // DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_WORKER_ID and BYTEPS_REJOIN.
-  explicit Membership(Van* van);
+  // `links` outlives this.
+  Membership(MembershipLinks* links, const MembershipSettings& settings, Listener listener);
   ~Membership();
 
   // On the scheduler: begins to admit nodes, and returns.  On another node:
@@ -121,6 +146,8 @@ class Membership {
   void Refuse(const Node& node, const std::string& reason);
   void AdmitAll();
   void OnLeave(int node_id, bool suspend);
+  void TellOfDepartures();
+  void EndJob();
   void FailJob(const std::string& reason);
   std::string WhoIsMissing();
   int Count(Node::Role role);
@@ -133,14 +160,14 @@ class Membership {
 
   // The other nodes' part.
   void OnAdmission(const Message& msg);
+  void OnNodeLeft(const Node& node);
   void CheckScheduler(Clock::time_point now);
   void ReportBrokenLink();
   std::string SchedulerName() const;
 
-  Van* const van_;
-  const bool is_scheduler_;
-  const double peer_timeout_s_;
-  const double start_timeout_s_;
+  MembershipLinks* const links_;
+  const MembershipSettings settings_;
+  const Listener listener_;
 
   std::mutex mu_;
   std::condition_variable cond_;
@@ -161,8 +188,10 @@ class Membership {
   std::string broken_how_;
   Clock::time_point broken_deadline_;  // for others to speak
   bool broken_reported_ = false;
-  Clock::time_point first_worker_;  // scheduler: when the first worker came
+  Clock::time_point last_arrival_;  // scheduler: when the last node came
   bool any_worker_ = false;
+  std::vector<Node> departed_;  // scheduler: servers do not know yet
+  Clock::time_point departed_due_;
   std::vector<Message> parked_;  // scheduler: came while the last job was ending
   int refused_ = 0;
   std::thread timer_;

@@ -12,12 +12,12 @@
 #include "./text.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
-#include "ps/internal/van.h"
 
 namespace ps {
 
 using membership::Describe;
 using membership::Limit;
+using membership::RoleAndRank;
 using membership::ToDuration;
 
 namespace {
@@ -31,9 +31,6 @@ constexpr double kPeersWordSeconds = 1.5;
 // How long it may take the scheduler to fail the job once it is told of that.
 constexpr double kVerdictSeconds = 5.0;
 
-std::mutex listener_mu;
-Membership::Listener listener;  // guarded by listener_mu
-
 double Seconds(const char* name, double fallback) {
   const char* text = Environment::Get()->find(name);
   return text == nullptr ? fallback : atof(text);
@@ -41,19 +38,25 @@ double Seconds(const char* name, double fallback) {
 
 }  // namespace
 
-void Membership::SetListener(Listener new_listener) {
-  std::lock_guard<std::mutex> lock(listener_mu);
-  listener = std::move(new_listener);
+MembershipSettings MembershipSettings::FromEnvironment() {
+  MembershipSettings settings;
+  settings.is_scheduler = std::string(GetEnv("DMLC_ROLE", "")) == "scheduler";
+  settings.peer_timeout_s = Seconds("BYTEPS_PEER_TIMEOUT_S", settings.peer_timeout_s);
+  settings.start_timeout_s = Seconds("BYTEPS_START_TIMEOUT_S", settings.start_timeout_s);
+  settings.workers = GetEnv("DMLC_NUM_WORKER", -1);
+  settings.servers = GetEnv("DMLC_NUM_SERVER", -1);
+  settings.rank = GetEnv("DMLC_WORKER_ID", -1);
+  settings.rejoin = GetEnv("BYTEPS_REJOIN", 0) != 0;
+  return settings;
 }
 
-Membership::Membership(Van* van)
-    : van_(van),
-      is_scheduler_(Postoffice::Get()->is_scheduler()),
-      peer_timeout_s_(Seconds("BYTEPS_PEER_TIMEOUT_S", 30)),
-      start_timeout_s_(Seconds("BYTEPS_START_TIMEOUT_S", 30)) {
-  expected_workers_ = GetEnv("DMLC_NUM_WORKER", -1);
-  expected_servers_ = GetEnv("DMLC_NUM_SERVER", -1);
-}
+Membership::Membership(MembershipLinks* links, const MembershipSettings& settings,
+                       Listener listener)
+    : links_(links),
+      settings_(settings),
+      listener_(std::move(listener)),
+      expected_workers_(settings.workers),
+      expected_servers_(settings.servers) {}
 
 Membership::~Membership() { Stop(); }
 
@@ -85,17 +88,11 @@ void Membership::Send(Control::Command command, int recver, const std::string& b
   msg.meta.control.cmd = command;
   msg.meta.control.node = nodes;
   msg.meta.body = body;
-  msg.meta.timestamp = van_->GetTimestamp();
-  van_->Send(msg);
+  links_->Send(&msg);
 }
 
 void Membership::Emit(const MembershipEvent& event) {
-  Listener target;
-  {
-    std::lock_guard<std::mutex> lock(listener_mu);
-    target = listener;
-  }
-  if (target) target(event);
+  if (listener_) listener_(event);
 }
 
 void Membership::Fail(const std::string& reason) {
@@ -113,7 +110,7 @@ void Membership::Fail(const std::string& reason) {
 }
 
 std::string Membership::SchedulerName() const {
-  return "scheduler (" + JoinHostPort(van_->scheduler().hostname, van_->scheduler().port) + ")";
+  return "scheduler (" + JoinHostPort(links_->scheduler().hostname, links_->scheduler().port) + ")";
 }
 
 std::string Membership::NameOf(int node_id) {
@@ -121,37 +118,34 @@ std::string Membership::NameOf(int node_id) {
   if (node_id == kScheduler) return SchedulerName();
   auto it = peers_.find(node_id);
   if (it != peers_.end()) return Describe(it->second.node);
-  return std::string(node_id % 2 ? "worker " : "server ") +
-         std::to_string(Postoffice::IDtoRank(node_id));
+  return RoleAndRank(node_id);
 }
 
 void Membership::Join() {
   {
     std::lock_guard<std::mutex> lock(mu_);
     scheduler_heard_ = Clock::now();
-    if (is_scheduler_) state_ = State::kActive;
+    if (settings_.is_scheduler) state_ = State::kActive;
   }
-  if (!is_scheduler_) {
-    Node self = van_->node();
-    self.aux_id = self.role == Node::WORKER ? GetEnv("DMLC_WORKER_ID", -1) : -1;
+  if (!settings_.is_scheduler) {
+    Node self = links_->self();
+    self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
     Claim claim;
     claim.protocol = membership::kProtocol;
-    // A server that outlived a suspended job takes what the next one brings.
-    const bool rejoin = GetEnv("BYTEPS_REJOIN", 0) != 0;
-    claim.workers = rejoin ? -1 : expected_workers_;
-    claim.servers = rejoin ? -1 : expected_servers_;
+    claim.workers = settings_.rejoin ? -1 : expected_workers_;
+    claim.servers = settings_.rejoin ? -1 : expected_servers_;
     Send(Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
   }
   timer_ = std::thread(&Membership::TimerLoop, this);
   pthread_setname_np(timer_.native_handle(), "bps-members");
-  if (is_scheduler_) return;
+  if (settings_.is_scheduler) return;
 
-  const auto deadline = Clock::now() + ToDuration(start_timeout_s_);
+  const auto deadline = Clock::now() + ToDuration(settings_.start_timeout_s);
   std::unique_lock<std::mutex> lock(mu_);
   cond_.wait_until(lock, deadline, [this] { return welcomed_ || state_ != State::kJoining; });
   if (state_ == State::kJoining && !welcomed_) {
     throw dmlc::Error("the " + SchedulerName() + " did not answer within " +
-                      Limit(start_timeout_s_, "BYTEPS_START_TIMEOUT_S"));
+                      Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S"));
   }
   // The scheduler answers; it also gives up when nodes stay away, and says who.
   // Should it vanish meanwhile, the timer thread notices.
@@ -173,24 +167,28 @@ void Membership::Leave(bool suspend) {
 
 bool Membership::Handle(const Message& msg) {
   const auto& control = msg.meta.control;
-  if (is_scheduler_ && msg.meta.sender != Node::kEmpty) {
+  // The scheduler is the one authority; and who is in the job has nothing to register.
+  const bool registers = control.cmd == Control::ADD_NODE;
+  if (!settings_.is_scheduler && msg.meta.sender != kScheduler) return false;
+  if (settings_.is_scheduler && (msg.meta.sender == Node::kEmpty) != registers) return false;
+  if (settings_.is_scheduler && msg.meta.sender != Node::kEmpty) {
     std::lock_guard<std::mutex> lock(mu_);
     auto it = peers_.find(msg.meta.sender);
     if (it != peers_.end()) it->second.heard = Clock::now();
-  } else if (!is_scheduler_ && msg.meta.sender == kScheduler) {
+  } else if (!settings_.is_scheduler && msg.meta.sender == kScheduler) {
     std::lock_guard<std::mutex> lock(mu_);
     scheduler_heard_ = Clock::now();
   }
   switch (control.cmd) {
     case Control::ADD_NODE:
-      if (is_scheduler_) {
+      if (settings_.is_scheduler) {
         Register(msg);
       } else {
         OnAdmission(msg);
       }
       return true;
     case Control::WELCOME: {
-      if (control.node.size() == 1) van_->SetNode(control.node[0]);
+      if (control.node.size() == 1) links_->SetSelf(control.node[0]);
       std::lock_guard<std::mutex> lock(mu_);
       welcomed_ = true;
       cond_.notify_all();
@@ -198,38 +196,21 @@ bool Membership::Handle(const Message& msg) {
     }
     case Control::REFUSED:
     case Control::JOB_FAILED:
-      if (is_scheduler_) {
+      if (settings_.is_scheduler) {
         FailJob(msg.meta.body);
       } else {
         Fail(msg.meta.body);
       }
       return true;
     case Control::HEARTBEAT:
-      if (is_scheduler_) Send(Control::HEARTBEAT, msg.meta.sender);
+      if (settings_.is_scheduler) Send(Control::HEARTBEAT, msg.meta.sender);
       return true;
     case Control::LEAVE:
-      if (is_scheduler_) OnLeave(msg.meta.sender, msg.meta.body == "suspend");
+      if (settings_.is_scheduler) OnLeave(msg.meta.sender, msg.meta.body == "suspend");
       return true;
-    case Control::NODE_LEFT: {
-      if (control.node.empty()) return true;
-      if (control.node[0].id == van_->node().id) {
-        std::lock_guard<std::mutex> lock(mu_);
-        left_acknowledged_ = true;
-        cond_.notify_all();
-        return true;
-      }
-      {
-        std::lock_guard<std::mutex> lock(mu_);
-        auto it = peers_.find(control.node[0].id);
-        if (it != peers_.end()) it->second.left = true;
-      }
-      MembershipEvent event;
-      event.kind = MembershipEvent::kNodeLeft;
-      event.rank = Postoffice::IDtoRank(control.node[0].id);
-      event.reason = Describe(control.node[0]) + " left the job";
-      Emit(event);
+    case Control::NODE_LEFT:
+      for (const Node& node : control.node) OnNodeLeft(node);
       return true;
-    }
     case Control::JOB_END: {
       {
         std::lock_guard<std::mutex> lock(mu_);
@@ -248,8 +229,28 @@ bool Membership::Handle(const Message& msg) {
   }
 }
 
+void Membership::OnNodeLeft(const Node& node) {
+  if (node.id == links_->self().id) {
+    std::lock_guard<std::mutex> lock(mu_);
+    left_acknowledged_ = true;
+    cond_.notify_all();
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    Peer& peer = peers_[node.id];
+    peer.node = node;
+    peer.left = true;
+  }
+  MembershipEvent event;
+  event.kind = MembershipEvent::kNodeLeft;
+  event.rank = Postoffice::IDtoRank(node.id);
+  event.reason = Describe(node) + " left the job";
+  Emit(event);
+}
+
 void Membership::OnDisconnect(int node_id) {
-  if (is_scheduler_) {
+  if (settings_.is_scheduler) {
     OnLost(node_id, "its connection closed");
     return;
   }
@@ -265,7 +266,7 @@ void Membership::OnDisconnect(int node_id) {
 }
 
 void Membership::OnLinkLost(int node_id, const std::string& how, bool closed) {
-  if (is_scheduler_) return OnLost(node_id, how);
+  if (settings_.is_scheduler) return OnLost(node_id, how);
   if (node_id == kScheduler) {
     bool welcomed = false;
     {
@@ -291,6 +292,7 @@ void Membership::OnLinkLost(int node_id, const std::string& how, bool closed) {
 void Membership::ReportBrokenLink() {
   std::string reason;
   bool reported = false;
+  const std::string self = Describe(links_->self());
   {
     std::lock_guard<std::mutex> lock(mu_);
     auto peer = peers_.find(broken_link_);
@@ -299,8 +301,8 @@ void Membership::ReportBrokenLink() {
       return;
     }
     const bool known = peer != peers_.end();
-    reason = (known ? Describe(peer->second.node) : "node " + std::to_string(broken_link_)) +
-             " was lost to " + Describe(van_->node()) + ": " + broken_how_;
+    reason = (known ? Describe(peer->second.node) : RoleAndRank(broken_link_)) + " was lost to " +
+             self + ": " + broken_how_;
     reported = broken_reported_;
     broken_reported_ = true;
     broken_deadline_ = Clock::now() + ToDuration(kVerdictSeconds);
@@ -310,7 +312,7 @@ void Membership::ReportBrokenLink() {
 }
 
 void Membership::TimerLoop() {
-  const auto interval = ToDuration(std::min(std::max(peer_timeout_s_ / 6, 0.05), 5.0));
+  const auto interval = ToDuration(std::min(std::max(settings_.peer_timeout_s / 6, 0.05), 5.0));
   auto next = Clock::now() + interval;
   std::unique_lock<std::mutex> lock(mu_);
   while (state_ != State::kStopped) {
@@ -322,6 +324,8 @@ void Membership::TimerLoop() {
     auto wake = next;
     const auto last_word = scheduler_closed_at_ + ToDuration(kLastWordSeconds);
     if (scheduler_closed_) wake = std::min(wake, last_word);
+    const bool departures = !departed_.empty();
+    if (departures) wake = std::min(wake, departed_due_);
     const bool broken = broken_link_ != Node::kEmpty;
     const bool verdict_due = broken && now >= broken_deadline_;
     if (broken) wake = std::min(wake, broken_deadline_);
@@ -331,7 +335,9 @@ void Membership::TimerLoop() {
     }
     const bool lost = scheduler_closed_ && now >= last_word;
     const std::string how = scheduler_closed_how_;
+    const bool tell = departures && now >= departed_due_;
     lock.unlock();
+    if (tell) TellOfDepartures();
     if (lost) {
       Fail(SchedulerName() + " was lost: " + how);
     } else if (verdict_due) {
@@ -341,7 +347,7 @@ void Membership::TimerLoop() {
       lock.lock();
       continue;
     }
-    if (is_scheduler_) {
+    if (settings_.is_scheduler) {
       CheckPeers(now);
     } else {
       CheckScheduler(now);
@@ -356,7 +362,7 @@ void Membership::TimerLoop() {
 void Membership::OnAdmission(const Message& msg) {
   for (const auto& node : msg.meta.control.node) {
     if (node.role == Node::SCHEDULER) continue;
-    van_->Connect(node);
+    links_->Connect(node);
     std::lock_guard<std::mutex> lock(mu_);
     peers_[node.id].node = node;
   }
@@ -374,12 +380,12 @@ void Membership::CheckScheduler(Clock::time_point now) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     welcomed = welcomed_;
-    silent = now - scheduler_heard_ > ToDuration(peer_timeout_s_);
+    silent = now - scheduler_heard_ > ToDuration(settings_.peer_timeout_s);
   }
   if (!welcomed) return;  // Join has its own deadline
   if (silent) {
     Fail(SchedulerName() + " was lost: no heartbeat for " +
-         Limit(peer_timeout_s_, "BYTEPS_PEER_TIMEOUT_S"));
+         Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S"));
     return;
   }
   Send(Control::HEARTBEAT, kScheduler);

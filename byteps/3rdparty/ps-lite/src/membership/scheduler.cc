@@ -5,7 +5,6 @@
 #include "./text.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
-#include "ps/internal/van.h"
 #include "ps/membership.h"
 
 namespace ps {
@@ -15,6 +14,15 @@ using membership::kProtocol;
 using membership::Limit;
 using membership::Plural;
 using membership::ToDuration;
+
+namespace {
+
+// Those that stay away are named up to this many: a thousand names help nobody.
+constexpr int kNamedWorkers = 16;
+// Workers that leave within so long are told of by one message to each server.
+constexpr double kDepartureSeconds = 0.02;
+
+}  // namespace
 
 int Membership::Count(Node::Role role) {
   return static_cast<int>(std::count_if(peers_.begin(), peers_.end(), [role](const auto& entry) {
@@ -37,6 +45,7 @@ std::string Membership::ReasonToRefuse(const Node& node, const Claim& claim) {
     return "it speaks membership protocol " + std::to_string(claim.protocol) + ", the scheduler " +
            std::to_string(kProtocol) + ": install the same byteps on every node";
   }
+  if (node.role == Node::SCHEDULER) return "it says that it is a scheduler";
   const bool worker = node.role == Node::WORKER;
   if (expected_workers_ < 0 && worker) expected_workers_ = claim.workers;
   if (expected_servers_ < 0 && worker) expected_servers_ = claim.servers;
@@ -93,10 +102,8 @@ void Membership::Register(const Message& msg) {
       peer.node = node;
       peer.heard = Clock::now();
       peers_[node.id] = peer;
-      if (node.role == Node::WORKER && !any_worker_) {
-        any_worker_ = true;
-        first_worker_ = peer.heard;
-      }
+      last_arrival_ = peer.heard;
+      any_worker_ = any_worker_ || node.role == Node::WORKER;
       complete = expected_workers_ >= 0 && expected_servers_ >= 0 &&
                  Count(Node::WORKER) == expected_workers_ &&
                  Count(Node::SERVER) == expected_servers_;
@@ -106,7 +113,7 @@ void Membership::Register(const Message& msg) {
     Refuse(node, Describe(node) + " was refused by the " + SchedulerName() + ": " + refusal);
     return;
   }
-  van_->Connect(node);
+  links_->Connect(node);
   Send(Control::WELCOME, node.id, "", {node});
   PS_VLOG(1) << "admitted " << Describe(node);
   if (complete) AdmitAll();
@@ -116,28 +123,41 @@ void Membership::Refuse(const Node& node, const std::string& reason) {
   LOG(WARNING) << reason;
   Node target = node;
   target.id = membership::kRefusedBase + refused_++;
-  van_->Connect(target);
+  links_->Connect(target);
   Send(Control::REFUSED, target.id, reason);
+  links_->Disconnect(target.id);
 }
 
 void Membership::AdmitAll() {
-  std::vector<Node> everyone;
+  // Only workers connect to others, and only to servers: nobody else needs addresses.
+  std::vector<Node> servers;
+  std::vector<int> everyone;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    for (const auto& entry : peers_) everyone.push_back(entry.second.node);
+    for (const auto& entry : peers_) {
+      everyone.push_back(entry.first);
+      if (entry.second.node.role == Node::SERVER) servers.push_back(entry.second.node);
+    }
   }
-  everyone.push_back(van_->node());
-  for (const Node& node : everyone) {
-    if (node.role != Node::SCHEDULER) Send(Control::ADD_NODE, node.id, "", everyone);
+  for (const int id : everyone) {
+    const bool worker = id % 2 == Postoffice::WorkerRankToID(0) % 2;
+    Send(Control::ADD_NODE, id, "", worker ? servers : std::vector<Node>());
   }
 }
 
 std::string Membership::WhoIsMissing() {
   std::string missing;
+  int unnamed = 0, named = 0;
   for (int rank = 0; rank < expected_workers_; ++rank) {
     if (peers_.count(Postoffice::WorkerRankToID(rank))) continue;
+    if (named == kNamedWorkers) {
+      ++unnamed;
+      continue;
+    }
+    ++named;
     missing += (missing.empty() ? "worker " : ", worker ") + std::to_string(rank);
   }
+  if (unnamed > 0) missing += ", " + Plural(unnamed, "more worker");
   const int servers = expected_servers_ - Count(Node::SERVER);
   if (servers > 0) missing += (missing.empty() ? "" : ", ") + Plural(servers, "server");
   return missing;
@@ -169,20 +189,21 @@ void Membership::CheckPeers(Clock::time_point now) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (const auto& entry : peers_) {
-      const bool heard = now - entry.second.heard < ToDuration(peer_timeout_s_);
+      const bool heard = now - entry.second.heard < ToDuration(settings_.peer_timeout_s);
       if (!entry.second.left && !heard) silent.push_back(entry.first);
     }
     const std::string missing = any_worker_ ? WhoIsMissing() : "";
-    if (!missing.empty() && now - first_worker_ > ToDuration(start_timeout_s_)) {
+    if (!missing.empty() && now - last_arrival_ > ToDuration(settings_.start_timeout_s)) {
       reason = "the job did not start: only " + std::to_string(Count(Node::WORKER)) + " of " +
                Plural(expected_workers_, "worker") + " and " + std::to_string(Count(Node::SERVER)) +
                " of " + Plural(expected_servers_, "server") + " registered with the " +
-               SchedulerName() + " within " + Limit(start_timeout_s_, "BYTEPS_START_TIMEOUT_S") +
+               SchedulerName() + ", and nobody else within " +
+               Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") +
                "; missing: " + missing;
     }
   }
   for (int id : silent) {
-    OnLost(id, "no heartbeat for " + Limit(peer_timeout_s_, "BYTEPS_PEER_TIMEOUT_S"));
+    OnLost(id, "no heartbeat for " + Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S"));
   }
   if (!reason.empty()) FailJob(reason);
 }
@@ -201,38 +222,53 @@ void Membership::FailJob(const std::string& reason) {
 }
 
 void Membership::OnLeave(int node_id, bool suspend) {
-  std::vector<int> receivers;
   Node who;
   bool all_left = true;
-  bool suspended = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
     auto it = peers_.find(node_id);
-    if (it == peers_.end()) return;
+    if (it == peers_.end() || it->second.left) return;
     it->second.left = true;
     it->second.left_to_suspend = suspend;
     who = it->second.node;
+    if (departed_.empty()) departed_due_ = Clock::now() + ToDuration(kDepartureSeconds);
+    departed_.push_back(who);
     for (const auto& entry : peers_) {
       const bool worker = entry.second.node.role == Node::WORKER;
-      if (entry.first == node_id || !entry.second.left) receivers.push_back(entry.first);
-      if (worker) {
-        all_left = all_left && entry.second.left;
-        suspended = suspended || entry.second.left_to_suspend;
-      }
+      all_left = all_left && (!worker || entry.second.left);
     }
     all_left = all_left && Count(Node::WORKER) == expected_workers_;
   }
-  for (int id : receivers) Send(Control::NODE_LEFT, id, "", {who});
-  if (!all_left) return;
+  Send(Control::NODE_LEFT, node_id, "", {who});
+  if (all_left) return EndJob();
+  cond_.notify_all();  // the timer has something to do soon
+}
 
-  std::vector<Message> waiting;
+void Membership::TellOfDepartures() {
+  std::vector<Node> departed;
   std::vector<int> servers;
   {
     std::lock_guard<std::mutex> lock(mu_);
+    departed.swap(departed_);
     for (const auto& entry : peers_) {
       if (entry.second.node.role == Node::SERVER) servers.push_back(entry.first);
     }
+  }
+  for (const int id : servers) Send(Control::NODE_LEFT, id, "", departed);
+}
+
+void Membership::EndJob() {
+  std::vector<Message> waiting;
+  std::vector<int> servers;
+  bool suspended = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const auto& entry : peers_) {
+      suspended = suspended || entry.second.left_to_suspend;
+      if (entry.second.node.role == Node::SERVER) servers.push_back(entry.first);
+    }
     peers_.clear();
+    departed_.clear();
     any_worker_ = false;
     if (suspended) {
       expected_workers_ = expected_servers_ = -1;

@@ -31,13 +31,20 @@ std::chrono::steady_clock::duration ToDuration(double seconds) {
       std::chrono::duration<double>(seconds));
 }
 
+std::string RoleAndRank(int node_id) {
+  return std::string(node_id % 2 ? "worker " : "server ") +
+         std::to_string(Postoffice::IDtoRank(node_id));
+}
+
 std::string Describe(const Node& node) {
   std::string name = RoleName(node.role);
   if (node.role == Node::WORKER && node.aux_id >= 0) name += " " + std::to_string(node.aux_id);
   if (node.role == Node::SERVER && node.id != Node::kEmpty && node.id < kRefusedBase) {
     name += " " + std::to_string(Postoffice::IDtoRank(node.id));
   }
-  return name + " (" + JoinHostPort(node.hostname, node.port) + ")";
+  // A worker listens nowhere.
+  return name + " (" +
+         (node.port > 0 ? JoinHostPort(node.hostname, node.port) : node.hostname) + ")";
 }
 
 }  // namespace membership

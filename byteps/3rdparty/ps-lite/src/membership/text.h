@@ -10,7 +10,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 1;
+constexpr int kProtocol = 2;
 // Ids of nodes that are refused: far from those that are admitted.
 constexpr int kRefusedBase = 1 << 24;
 
@@ -22,7 +22,10 @@ std::string Limit(double seconds, const char* variable);
 // "1 worker", "2 workers"
 std::string Plural(int n, const char* noun);
 
-// "worker 1 (10.0.0.3:41234)"
+// "worker 1", from a node id
+std::string RoleAndRank(int node_id);
+
+// "worker 1 (10.0.0.3)", "server 0 (10.0.0.2:40123)"
 std::string Describe(const Node& node);
 
 }  // namespace membership

@@ -94,7 +94,7 @@ ConnectRequest Connector::MakeRequest(const Link& link) {
   request.sender = token_;
   request.receiver = link.receiver;
   request.node_id = owner_->NodeId();
-  request.isDataPlane = link.endpoint->plane() == Plane::kData;
+  request.is_data_plane = link.endpoint->plane() == Plane::kData;
   request.index = static_cast<uint8_t>(link.endpoint->index());
   request.mtu = static_cast<uint16_t>(settings_.path_mtu());
   request.slots = settings_.receive_depth;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../net_address.h"
+#include "../node_token.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 #include "ps/lasting_memory.h"
@@ -25,19 +26,6 @@ constexpr auto kLinger = std::chrono::seconds(1);
 constexpr auto kLastCompletions = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::milliseconds(1);
 
-uint64_t NewToken() {
-  std::random_device source;
-  uint64_t token = 0;
-  while (token == 0) token = (static_cast<uint64_t>(source()) << 32) | source();
-  return token;
-}
-
-uint64_t TokenOf(const Node& node) {
-  uint64_t token = 0;
-  if (node.endpoint_name_len == sizeof(token)) memcpy(&token, node.endpoint_name, sizeof(token));
-  return token;
-}
-
 }  // namespace
 
 RdmaVan::~RdmaVan() = default;
@@ -45,10 +33,7 @@ RdmaVan::~RdmaVan() = default;
 void RdmaVan::SetNode(const Node& node) {
   Van::SetNode(node);
   // The scheduler gives an id back with the rest of what this node told of itself.
-  if (token_ != 0) {
-    memcpy(my_node_.endpoint_name, &token_, sizeof(token_));
-    my_node_.endpoint_name_len = sizeof(token_);
-  }
+  if (token_ != 0) SetToken(token_, &my_node_);
   my_id_ = node.id;
 }
 
@@ -78,7 +63,7 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
   const bool every_address = scheduler && GetEnv("DMLC_USE_KUBERNETES", 0) > 0;
   const bool given =
       scheduler || GetEnv("DMLC_NODE_HOST", "")[0] != 0 || GetEnv("DMLC_INTERFACE", "")[0] != 0;
-  const int port = scheduler ? node.port : 0;
+  const int port = node.port;  // 0: the kernel chooses
   std::string host = node.hostname;
   try {
     if (!scheduler) host = rdma::AddressOfDevice(settings_, host, given);
@@ -95,7 +80,7 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     throw dmlc::Error(std::string(scheduler ? "the scheduler" : "this node") +
                       " cannot listen on " + JoinHostPort(host, port) + " by RDMA: " + e.what() +
                       (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
-                                 : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_RDMA_DEVICE)"));
+                                 : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT, BYTEPS_RDMA_DEVICE)"));
   }
 }
 
@@ -161,7 +146,7 @@ std::shared_ptr<Endpoint>* RdmaVan::SlotOf(Peer* peer, Plane plane, int index) {
 
 std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request,
                                              const std::string& /*address*/, std::string* refusal) {
-  const Plane plane = request.isDataPlane ? Plane::kData : Plane::kControl;
+  const Plane plane = request.is_data_plane ? Plane::kData : Plane::kControl;
   auto endpoint = NewEndpoint(plane, request.index, request.node_id, false);
   std::shared_ptr<Endpoint> superseded;
   {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "../meta_check.h"
+#include "../meta_codec.h"
 #include "./van.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
@@ -50,7 +50,7 @@ int RdmaVan::SendMsg(Message& msg) {
 int RdmaVan::Transmit(const Message& msg) {
   const Plane plane = IsValidPushpull(msg) ? Plane::kData : Plane::kControl;
   const int peer = msg.meta.recver;
-  std::string meta(GetPackMetaLen(msg.meta), '\0');
+  std::string meta = EncodeMeta(msg.meta);
   int bytes = static_cast<int>(meta.size());
   for (const auto& value : msg.data) bytes += static_cast<int>(value.size());
   if (peer == my_id_) {
@@ -66,9 +66,6 @@ int RdmaVan::Transmit(const Message& msg) {
     PS_VLOG(1) << "no connection to node " << peer << "; dropped " << msg.DebugString();
     return bytes;
   }
-  char* buffer = &meta[0];
-  int size = bytes;
-  PackMeta(msg.meta, &buffer, &size);
   try {
     const auto transport = connector_->transport();
     endpoint->Send(rdma::MakeOutgoing(std::move(meta), msg.data, msg.meta.key,
@@ -93,12 +90,11 @@ void RdmaVan::Put(Plane plane, Event event) {
 }
 
 void RdmaVan::OnMessage(Endpoint* endpoint, rdma::Received received) {
-  if (!MetaIsWhole(received.meta.data(), received.meta.size())) {
+  Event event;
+  if (!DecodeMeta(received.meta.data(), received.meta.size(), &event.msg.meta)) {
     throw dmlc::Error("it sent a message whose meta of " + std::to_string(received.meta.size()) +
                       " bytes does not parse");
   }
-  Event event;
-  UnpackMeta(received.meta.data(), static_cast<int>(received.meta.size()), &event.msg.meta);
   event.msg.meta.sender = endpoint->counters()->peer;
   event.msg.data = std::move(received.values);
   event.bytes = static_cast<int>(received.bytes);

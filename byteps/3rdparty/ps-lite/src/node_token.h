@@ -1,0 +1,40 @@
+// A random number that names a process among all that have ever been in its place, carried in
+// Node::endpoint_name.
+#ifndef PS_NODE_TOKEN_H_
+#define PS_NODE_TOKEN_H_
+
+#include <cstdint>
+#include <cstring>
+#include <random>
+
+#include "ps/internal/message.h"
+
+namespace ps {
+
+inline uint64_t NewToken() {
+  std::random_device source;
+  uint64_t token = 0;
+  while (token == 0) token = (static_cast<uint64_t>(source()) << 32) | source();
+  return token;
+}
+
+// 0 if it has none.  Byte by byte, so that it means the same on every processor.
+inline uint64_t TokenOf(const Node& node) {
+  uint64_t token = 0;
+  if (node.endpoint_name_len != sizeof(token)) return 0;
+  for (size_t i = 0; i < sizeof(token); ++i) {
+    token |= static_cast<uint64_t>(static_cast<unsigned char>(node.endpoint_name[i])) << (8 * i);
+  }
+  return token;
+}
+
+inline void SetToken(uint64_t token, Node* node) {
+  memset(node->endpoint_name, 0, sizeof(node->endpoint_name));
+  for (size_t i = 0; i < sizeof(token); ++i) {
+    node->endpoint_name[i] = static_cast<char>(token >> (8 * i) & 0xff);
+  }
+  node->endpoint_name_len = sizeof(token);
+}
+
+}  // namespace ps
+#endif  // PS_NODE_TOKEN_H_

@@ -1,0 +1,224 @@
+// What a connection reads.
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "../meta_codec.h"
+#include "./connection.h"
+#include "dmlc/logging.h"
+#include "ps/wire_bytes.h"
+
+namespace ps {
+namespace tcp {
+namespace {
+
+// Read from one connection before the others of its thread have their turn.
+constexpr size_t kTurnBytes = 4 << 20;
+// What a peer that is no member of the job may say at once.
+constexpr size_t kStrangersMetaBytes = 65536;
+
+}  // namespace
+
+bool Connection::Receive() {
+  for (size_t turn = 0; turn < kTurnBytes;) {
+    std::unique_lock<std::mutex> lock(receive_mu_);
+    const ssize_t n = Read();
+    if (n < 0) {
+      const int error = errno;
+      lock.unlock();
+      if (error == EINTR) continue;
+      if (error == EAGAIN || error == EWOULDBLOCK) return false;
+      const std::string reason = error == ECONNRESET ? "its connection was reset"
+                                 : error == ETIMEDOUT
+                                     ? "its connection timed out"
+                                     : std::string("its connection failed: ") + strerror(error);
+      const bool greeting = phase_ == Phase::kReply;
+      if (greeting) TryAgain(reason);
+      if (!greeting) Close({reason, true, false});
+      return false;
+    }
+    if (n == 0) {
+      const bool greeting = phase_ == Phase::kReply;
+      lock.unlock();
+      if (greeting) TryAgain("it closed the connection");
+      if (!greeting) Close({"its connection closed", true, false});
+      return false;
+    }
+    turn += n;
+    Message msg;
+    bool drop = false;
+    while (Parse(&msg, &drop)) {
+      const size_t bytes = message_bytes_;
+      lock.unlock();  // the owner may call Abandon
+      if (!drop) owner_->OnMessage(this, &msg, bytes);
+      msg = Message();
+      if (closed()) return false;
+      lock.lock();
+    }
+    lock.unlock();
+    if (closed()) return false;
+  }
+  return true;
+}
+
+ssize_t Connection::Read() {
+  iovec vector[2];
+  int count = 0;
+  const size_t missing = phase_ == Phase::kValues ? place_bytes_ - place_done_ : 0;
+  if (missing > 0) vector[count++] = {place_ + place_done_, missing};
+  if (buffer_begin_ == buffer_end_) buffer_begin_ = buffer_end_ = 0;
+  vector[count++] = {buffer_.data() + buffer_end_, buffer_.size() - buffer_end_};
+  int fd = -1;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    fd = fd_.get();
+  }
+  const ssize_t n = readv(fd, vector, count);
+  if (n <= 0) return n;
+  const size_t placed = std::min<size_t>(n, missing);
+  place_done_ += placed;
+  buffer_end_ += n - placed;
+  return n;
+}
+
+const char* Connection::Peek(size_t bytes) {
+  if (buffer_end_ - buffer_begin_ >= bytes) return buffer_.data() + buffer_begin_;
+  Need(bytes);
+  return nullptr;
+}
+
+// Makes room, so that the next reads can complete what begins at buffer_begin_.
+void Connection::Need(size_t bytes) {
+  if (buffer_begin_ > 0) {
+    memmove(buffer_.data(), buffer_.data() + buffer_begin_, buffer_end_ - buffer_begin_);
+    buffer_end_ -= buffer_begin_;
+    buffer_begin_ = 0;
+  }
+  if (buffer_.size() < bytes) buffer_.resize(bytes);
+}
+
+void Connection::Skip(size_t bytes) {
+  buffer_begin_ += bytes;
+  message_bytes_ += bytes;
+}
+
+bool Connection::Parse(Message* msg, bool* drop) {
+  while (true) {
+    switch (phase_) {
+      case Phase::kHello:
+        if (!ReadHello()) return false;
+        break;
+      case Phase::kReply:
+        if (!ReadReply()) return false;
+        break;
+      case Phase::kHead:
+        if (!ParseHead()) return false;
+        break;
+      case Phase::kMeta:
+        if (!ParseMeta()) return false;
+        break;
+      case Phase::kValues:
+        if (!ParseValues()) return false;
+        *msg = std::move(incoming_);
+        *drop = drop_;
+        incoming_ = Message();
+        phase_ = Phase::kHead;
+        return true;
+    }
+  }
+}
+
+bool Connection::ParseHead() {
+  const char* data = Peek(kFrameHeaderBytes);
+  if (data == nullptr) return false;
+  message_bytes_ = 0;
+  if (!DecodeFrameHeader(data, &header_)) throw dmlc::Error("it sent what is no message");
+  Skip(kFrameHeaderBytes);
+  if (header_.type == kGoodbye) {
+    goodbye_received_ = true;
+    return true;
+  }
+  const bool stranger = peer == Node::kEmpty;
+  if (stranger && (header_.meta_bytes > kStrangersMetaBytes || header_.values > 0)) {
+    throw dmlc::Error("it sent values, or a long message, before it was a member of the job");
+  }
+  phase_ = Phase::kMeta;
+  return true;
+}
+
+bool Connection::ParseMeta() {
+  const size_t sizes_bytes = header_.values * sizeof(uint64_t);
+  const char* data = Peek(sizes_bytes + header_.meta_bytes);
+  if (data == nullptr) return false;
+  ByteReader in(data, sizes_bytes);
+  sizes_.resize(header_.values);
+  for (uint64_t& size : sizes_) {
+    in.Int(&size);
+    if (size > kMaxValueBytes) throw dmlc::Error("it sent a message of impossible size");
+  }
+  if (!DecodeMeta(data + sizes_bytes, header_.meta_bytes, &incoming_.meta)) {
+    throw dmlc::Error("it sent a message whose meta of " + std::to_string(header_.meta_bytes) +
+                      " bytes does not parse");
+  }
+  Skip(sizes_bytes + header_.meta_bytes);
+  if (buffer_.size() > kReadBytes && buffer_end_ - buffer_begin_ <= kReadBytes) {
+    Need(0);
+    buffer_.resize(kReadBytes);
+    buffer_.shrink_to_fit();
+  }
+  drop_ = false;
+  value_ = 0;
+  phase_ = Phase::kValues;
+  BeginValue();
+  return true;
+}
+
+// Sets where the next value is read to.
+void Connection::BeginValue() {
+  place_ = nullptr;
+  place_bytes_ = place_done_ = 0;
+  if (value_ == sizes_.size()) return;
+  place_bytes_ = sizes_[value_];
+  SArray<char> values;
+  if (place_bytes_ > 0 && sizes_.size() == 1) {
+    place_ = owner_->PlaceFor(incoming_.meta, place_bytes_);
+    if (place_ != nullptr) values.reset(place_, place_bytes_, [](char*) {});
+  }
+  if (place_bytes_ > 0 && place_ == nullptr) {
+    values = pool_->Take(place_bytes_);
+    place_ = values.data();
+  }
+  incoming_.data.push_back(values);
+}
+
+bool Connection::ParseValues() {
+  while (value_ < sizes_.size()) {
+    const size_t there =
+        std::min(place_bytes_ - place_done_, buffer_end_ - buffer_begin_);  // came with the meta
+    if (there > 0) {
+      memcpy(place_ + place_done_, buffer_.data() + buffer_begin_, there);
+      place_done_ += there;
+      buffer_begin_ += there;
+    }
+    if (place_done_ < place_bytes_) return false;
+    message_bytes_ += place_bytes_;
+    ++value_;
+    BeginValue();
+  }
+  return true;
+}
+
+void Connection::Abandon(const void* begin, size_t bytes) {
+  std::lock_guard<std::mutex> lock(receive_mu_);
+  if (phase_ != Phase::kValues || place_ == nullptr) return;
+  const char* first = static_cast<const char*>(begin);
+  if (place_ >= first + bytes || place_ + place_bytes_ <= first) return;
+  SArray<char> elsewhere = pool_->Take(place_bytes_);
+  place_ = elsewhere.data();
+  incoming_.data.back() = elsewhere;
+  drop_ = true;
+}
+
+}  // namespace tcp
+}  // namespace ps

@@ -1,0 +1,45 @@
+#include "./listener.h"
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace tcp {
+namespace {
+
+// Who connects while no file can be opened waits in the kernel's queue for so long.
+constexpr auto kPause = std::chrono::milliseconds(100);
+
+}  // namespace
+
+Listener::Listener(Poller* poller, Fd fd, OnAccept on_accept)
+    : poller_(poller), fd_(std::move(fd)), on_accept_(std::move(on_accept)) {}
+
+void Listener::Start() { poller_->Watch(fd_.get(), shared_from_this()); }
+
+void Listener::Stop() { poller_->Forget(fd_.get()); }
+
+bool Listener::OnReady(uint32_t /*events*/) {
+  while (true) {
+    Fd fd(accept4(fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (fd) {
+      on_accept_(std::move(fd));
+      continue;
+    }
+    if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
+    if (errno == EINTR || errno == ECONNABORTED || errno == EPROTO) continue;
+    if (!complained_) {
+      complained_ = true;
+      LOG(WARNING) << "a connection cannot be accepted: " << strerror(errno)
+                   << "; raise the limit of open files (ulimit -n)";
+    }
+    poller_->At(Poller::Clock::now() + kPause, [self = shared_from_this()] { self->OnReady(0); });
+    return false;
+  }
+}
+
+}  // namespace tcp
+}  // namespace ps

@@ -1,0 +1,35 @@
+// A socket at which peers connect.
+#ifndef PS_TCP_LISTENER_H_
+#define PS_TCP_LISTENER_H_
+
+#include <functional>
+#include <memory>
+
+#include "./poller.h"
+#include "./socket.h"
+
+namespace ps {
+namespace tcp {
+
+class Listener : public Pollable, public std::enable_shared_from_this<Listener> {
+ public:
+  // Called in the poller's thread with each connection that came.
+  using OnAccept = std::function<void(Fd)>;
+
+  Listener(Poller* poller, Fd fd, OnAccept on_accept);
+
+  void Start();
+  void Stop();
+
+  bool OnReady(uint32_t events) override;
+
+ private:
+  Poller* const poller_;
+  const Fd fd_;
+  const OnAccept on_accept_;
+  bool complained_ = false;
+};
+
+}  // namespace tcp
+}  // namespace ps
+#endif  // PS_TCP_LISTENER_H_

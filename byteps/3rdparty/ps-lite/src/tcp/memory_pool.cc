@@ -1,0 +1,57 @@
+#include "./memory_pool.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace ps {
+namespace tcp {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+}  // namespace
+
+MemoryPool::~MemoryPool() {
+  for (auto& entry : free_) {
+    for (char* block : entry.second) free(block);
+  }
+}
+
+size_t MemoryPool::Rounded(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+SArray<char> MemoryPool::Take(size_t bytes) {
+  const size_t size = Rounded(bytes);
+  char* block = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto& blocks = free_[size];
+    if (!blocks.empty()) {
+      block = blocks.back();
+      blocks.pop_back();
+      free_bytes_ -= size;
+    }
+  }
+  if (block == nullptr) block = static_cast<char*>(aligned_alloc(kPage, size));
+  if (block == nullptr) throw std::bad_alloc();
+  SArray<char> values;
+  // Holds the pool: values may outlive the connections.
+  values.reset(block, bytes, [self = shared_from_this(), size](char* memory) {
+    self->Return(memory, size);
+  });
+  return values;
+}
+
+void MemoryPool::Return(char* block, size_t size) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (free_bytes_ + size <= limit_) {
+      free_[size].push_back(block);
+      free_bytes_ += size;
+      return;
+    }
+  }
+  free(block);
+}
+
+}  // namespace tcp
+}  // namespace ps

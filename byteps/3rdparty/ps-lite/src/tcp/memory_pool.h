@@ -1,0 +1,39 @@
+// Memory for received values, used again: fresh pages cost as much as receiving into them.
+#ifndef PS_TCP_MEMORY_POOL_H_
+#define PS_TCP_MEMORY_POOL_H_
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "ps/sarray.h"
+
+namespace ps {
+namespace tcp {
+
+class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
+ public:
+  // Keeps at most `limit` bytes that nobody uses.
+  explicit MemoryPool(size_t limit) : limit_(limit) {}
+  ~MemoryPool();
+
+  // `bytes` bytes, aligned to pages.  They come back when the last copy is gone, in any thread.
+  // Throws std::bad_alloc.
+  SArray<char> Take(size_t bytes);
+
+ private:
+  static size_t Rounded(size_t bytes);
+  void Return(char* block, size_t size);
+
+  const size_t limit_;
+  std::mutex mu_;
+  // Guarded by mu_:
+  std::map<size_t, std::vector<char*>> free_;  // by size
+  size_t free_bytes_ = 0;
+};
+
+}  // namespace tcp
+}  // namespace ps
+#endif  // PS_TCP_MEMORY_POOL_H_

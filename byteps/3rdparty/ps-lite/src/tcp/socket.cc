@@ -1,0 +1,131 @@
+#include "./socket.h"
+
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "../net_address.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace tcp {
+namespace {
+
+constexpr int kBacklog = 4096;
+// Keep-alive probes in the time after which a silent peer is lost.
+constexpr int kProbes = 3;
+// Files that a process opens beside its connections.
+constexpr size_t kUsualFiles = 1024;
+
+void Set(int fd, int level, int option, int value) {
+  // Options make a connection better, none makes it right: an old kernel may lack some.
+  (void)setsockopt(fd, level, option, &value, sizeof(value));
+}
+
+}  // namespace
+
+void Fd::Reset(int fd) {
+  if (fd_ >= 0) close(fd_);
+  fd_ = fd;
+}
+
+std::string Address::Text() const {
+  char host[NI_MAXHOST];
+  char port[NI_MAXSERV];
+  if (getnameinfo(get(), length, host, sizeof(host), port, sizeof(port),
+                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    return "?";
+  }
+  return JoinHostPort(host, atoi(port));
+}
+
+std::vector<Address> Resolve(const std::string& host, int port) {
+  addrinfo hints;
+  memset(&hints, 0, sizeof(hints));
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV | (host.empty() ? AI_PASSIVE : 0);
+  addrinfo* list = nullptr;
+  const int rc = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
+                             &hints, &list);
+  if (rc != 0) throw dmlc::Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
+  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
+  std::vector<Address> addresses;
+  for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
+    if (a->ai_family != AF_INET && a->ai_family != AF_INET6) continue;
+    Address address;
+    memcpy(&address.storage, a->ai_addr, a->ai_addrlen);
+    address.length = a->ai_addrlen;
+    addresses.push_back(address);
+  }
+  if (addresses.empty()) {
+    throw dmlc::Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
+  }
+  return addresses;
+}
+
+Fd Listen(const Address& address, int* port) {
+  Fd fd(socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd) throw dmlc::Error(strerror(errno));
+  Set(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
+  // IPv4 has a listener of its own.
+  if (address.storage.ss_family == AF_INET6) Set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
+  if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0) {
+    throw dmlc::Error(strerror(errno));
+  }
+  Address bound;
+  bound.length = sizeof(bound.storage);
+  if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.length) != 0) {
+    throw dmlc::Error(strerror(errno));
+  }
+  // The port lies at the same place for both families.
+  *port = ntohs(reinterpret_cast<const sockaddr_in*>(&bound.storage)->sin_port);
+  return fd;
+}
+
+Fd BeginConnect(const Address& address) {
+  Fd fd(socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd) return fd;
+  if (connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
+    const int error = errno;
+    fd.Reset(-1);
+    errno = error;
+  }
+  return fd;
+}
+
+int ConnectError(int fd) {
+  int error = 0;
+  socklen_t length = sizeof(error);
+  if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) return errno;
+  return error;
+}
+
+void SetOptions(int fd, double timeout_s) {
+  const int seconds = std::max(1, static_cast<int>(timeout_s));
+  Set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, seconds / 2));
+  Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, seconds / 2 / kProbes));
+  Set(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
+  Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, seconds * 1000);
+}
+
+size_t MakeRoomForFiles(size_t connections) {
+  rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kUsualFiles;
+  const rlim_t wanted = std::min<rlim_t>(connections + kUsualFiles, limit.rlim_max);
+  if (limit.rlim_cur < wanted) {
+    limit.rlim_cur = wanted;
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) getrlimit(RLIMIT_NOFILE, &limit);
+  }
+  return limit.rlim_cur;
+}
+
+}  // namespace tcp
+}  // namespace ps

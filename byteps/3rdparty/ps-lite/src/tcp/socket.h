@@ -1,0 +1,73 @@
+// Sockets: owned descriptors, addresses, options.
+#ifndef PS_TCP_SOCKET_H_
+#define PS_TCP_SOCKET_H_
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <string>
+#include <vector>
+
+namespace ps {
+namespace tcp {
+
+// Owns a file descriptor.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(other.Release()) {}
+  Fd& operator=(Fd&& other) noexcept {
+    Reset(other.Release());
+    return *this;
+  }
+  ~Fd() { Reset(-1); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int Release() {
+    const int fd = fd_;
+    fd_ = -1;
+    return fd;
+  }
+  void Reset(int fd);
+
+ private:
+  int fd_ = -1;
+};
+
+struct Address {
+  sockaddr_storage storage;
+  socklen_t length = 0;
+
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+  // "10.0.0.1:9000", "[::1]:9000"
+  std::string Text() const;
+};
+
+// All addresses of `host`; "" stands for every address of this host.  Throws dmlc::Error
+// when it does not resolve.
+std::vector<Address> Resolve(const std::string& host, int port);
+
+// Listens at `address`; with port 0 the kernel chooses, and `port` tells.  Throws
+// dmlc::Error with the reason.
+Fd Listen(const Address& address, int* port);
+
+// Begins to connect; the socket is writable when that has ended.  Empty when it failed at
+// once, with errno set.
+Fd BeginConnect(const Address& address);
+
+// What became of it: 0, or an errno.
+int ConnectError(int fd);
+
+// For a connection: no delay of small messages; a peer that is silent below TCP for
+// `timeout_s` is lost.
+void SetOptions(int fd, double timeout_s);
+
+// Raises the soft limit of open files so that `connections` more fit, as far as the hard
+// limit allows.  Returns how many files may be open.
+size_t MakeRoomForFiles(size_t connections);
+
+}  // namespace tcp
+}  // namespace ps
+#endif  // PS_TCP_SOCKET_H_

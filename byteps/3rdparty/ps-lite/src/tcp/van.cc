@@ -1,0 +1,490 @@
+#include "./van.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <thread>
+#include <utility>
+
+#include "../net_address.h"
+#include "../node_token.h"
+#include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+
+using tcp::Connection;
+using tcp::ConnectionPtr;
+using tcp::Ending;
+
+namespace {
+
+// How long closing waits for queued messages (a goodbye, a failure) to leave.
+constexpr auto kLinger = std::chrono::seconds(1);
+constexpr auto kLook = std::chrono::milliseconds(1);
+// One thread moves some gigabytes a second; more than this many find nothing left to do.
+constexpr int kMaxThreads = 8;
+
+double Seconds(const char* name, double fallback) {
+  const char* text = Environment::Get()->find(name);
+  return text == nullptr ? fallback : atof(text);
+}
+
+size_t Bytes(const char* name, size_t fallback) {
+  const char* text = Environment::Get()->find(name);
+  return text == nullptr ? fallback : strtoull(text, nullptr, 10);
+}
+
+int Processors() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  return CPU_COUNT(&set);
+}
+
+// A quarter of the processors that each of this host's workers has: the others belong to
+// the framework, or to the server's additions.
+int DefaultThreads() {
+  const int local = std::max(GetEnv("BYTEPS_LOCAL_SIZE", 1), GetEnv("LOCAL_WORLD_SIZE", 1));
+  return std::clamp(Processors() / local / 4, 1, kMaxThreads);
+}
+
+// As many flows in all as keep the threads busy; four carry what one pair of hosts can.
+int DefaultConnections(int threads, int servers) {
+  return std::clamp(2 * threads / std::max(servers, 1), 1, servers == 1 ? kMaxThreads : 4);
+}
+
+}  // namespace
+
+TcpVan::~TcpVan() = default;
+
+void TcpVan::SetNode(const Node& node) {
+  Van::SetNode(node);
+  // The scheduler gives an id back with the rest of what this node told of itself.
+  if (token_ != 0) SetToken(token_, &my_node_);
+  my_id_ = node.id;
+}
+
+void TcpVan::Start(int customer_id, bool standalone) {
+  CHECK(!standalone) << "the TCP van joins a job";
+  const Postoffice* post = Postoffice::Get();
+  peer_timeout_s_ = Seconds("BYTEPS_PEER_TIMEOUT_S", 30);
+  start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
+  int threads = GetEnv("BYTEPS_IO_THREADS", 0);
+  if (threads == 0) threads = post->is_scheduler() ? 1 : DefaultThreads();
+  connections_per_server_ = GetEnv("BYTEPS_TCP_CONNECTIONS", 0);
+  if (connections_per_server_ == 0) {
+    connections_per_server_ = DefaultConnections(threads, post->num_servers());
+  }
+  // Of the connections that a worker makes only the worker knows how many there will be.
+  const size_t peers = post->is_scheduler() ? post->num_workers() + post->num_servers()
+                       : post->is_server()  ? kMaxThreads * post->num_workers()
+                                            : connections_per_server_ * post->num_servers();
+  tcp::MakeRoomForFiles(peers);
+  token_ = NewToken();
+  job_ = post->is_scheduler() ? NewToken() : 0;
+  pool_ = std::make_shared<tcp::MemoryPool>(Bytes("BYTEPS_RECEIVE_POOL_BYTES", 1 << 30));
+  pollers_.clear();
+  for (int i = 0; i < threads; ++i) pollers_.push_back(std::make_shared<tcp::Poller>(i));
+  {
+    std::lock_guard<std::mutex> lock(inbox_mu_);
+    stopped_ = stop_requested_ = false;
+  }
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    stopping_ = false;
+  }
+  Van::Start(customer_id, false);
+}
+
+int TcpVan::Bind(const Node& node, int /*max_retry*/) {
+  // A worker is answered along the connections that it made.
+  if (node.role == Node::WORKER) return 0;
+  const bool scheduler = node.role == Node::SCHEDULER;
+  const bool every_address = scheduler && GetEnv("DMLC_USE_KUBERNETES", 0) > 0;
+  int port = node.port;
+  try {
+    // A name may stand for an IPv4 and an IPv6 address: who connects may choose either.
+    for (auto& address : tcp::Resolve(every_address ? "" : node.hostname, port)) {
+      // Both in_port fields lie at the same place.
+      reinterpret_cast<sockaddr_in*>(&address.storage)->sin_port = htons(port);
+      tcp::Fd fd;
+      try {
+        fd = tcp::Listen(address, &port);
+      } catch (const dmlc::Error&) {
+        if (listeners_.empty()) throw;
+        continue;  // such as "::1" in a container without IPv6
+      }
+      listeners_.push_back(std::make_shared<tcp::Listener>(
+          pollers_[0].get(), std::move(fd), [this](tcp::Fd accepted) {
+            OnAccepted(std::move(accepted));
+          }));
+    }
+  } catch (const dmlc::Error& e) {
+    listeners_.clear();
+    throw dmlc::Error(std::string(scheduler ? "the scheduler" : "this node") +
+                      " cannot listen on " + JoinHostPort(node.hostname, node.port) + ": " +
+                      e.what() +
+                      (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
+                                 : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT)"));
+  }
+  for (auto& listener : listeners_) listener->Start();
+  return port;
+}
+
+// -------------------------------------------------------------- connections
+
+ConnectionPtr TcpVan::NewConnection() {
+  const auto& poller = pollers_[next_poller_++ % pollers_.size()];
+  return std::make_shared<Connection>(this, poller, pool_, peer_timeout_s_);
+}
+
+void TcpVan::OnAccepted(tcp::Fd fd) {
+  const ConnectionPtr connection = NewConnection();
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    if (stopping_) return;
+    greeting_[connection.get()] = connection;
+  }
+  try {
+    connection->Accept(std::move(fd));
+  } catch (const dmlc::Error& e) {
+    connection->Close({e.what(), false, false});
+  }
+}
+
+void TcpVan::Connect(const Node& node) {
+  CHECK_NE(node.id, Node::kEmpty);
+  if (node.role == my_node_.role) return;
+  // A node comes to the scheduler, and a worker to a server, by itself.
+  if (my_node_.role == Node::SCHEDULER) return NamePeer(node);
+  if (my_node_.role == Node::SERVER && node.role == Node::WORKER) return;
+
+  auto peer = std::make_shared<Peer>();
+  peer->id = node.id;
+  const int count = node.role == Node::SCHEDULER ? 1 : connections_per_server_;
+  for (int i = 0; i < count; ++i) {
+    peer->connections.push_back(NewConnection());
+    peer->connections.back()->peer = node.id;
+  }
+  const auto connections = peer->connections;
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    peers_[node.id] = peer;
+  }
+  const auto limit = std::chrono::duration<double>(start_timeout_s_);
+  const auto deadline = Connection::Clock::now() +
+                        std::chrono::duration_cast<Connection::Clock::duration>(limit);
+  tcp::Hello hello;
+  hello.job = job_;
+  hello.sender = token_;
+  hello.receiver = TokenOf(node);
+  hello.node_id = my_id_;
+  for (int i = 0; i < count; ++i) {
+    hello.index = i;
+    connections[i]->Dial(node.hostname, node.port, hello, deadline);
+  }
+}
+
+void TcpVan::NamePeer(const Node& node) {
+  std::lock_guard<std::mutex> lock(peers_mu_);
+  auto it = peers_by_token_.find(TokenOf(node));
+  if (it == peers_by_token_.end()) {  // it came, and has gone already
+    Event event;
+    event.is_loss = true;
+    event.lost_id = node.id;
+    event.ending.reason = "its connection closed";
+    Put(std::move(event));
+    return;
+  }
+  it->second->id = node.id;
+  peers_[node.id] = it->second;
+  for (const auto& connection : it->second->connections) {
+    if (connection) connection->peer = node.id;
+  }
+}
+
+tcp::HelloReply TcpVan::OnHello(const ConnectionPtr& connection, const tcp::Hello& hello) {
+  tcp::HelloReply reply;
+  reply.job = job_;
+  reply.sender = token_;
+  const bool scheduler = my_node_.role == Node::SCHEDULER;
+  ConnectionPtr superseded;
+  std::lock_guard<std::mutex> lock(peers_mu_);
+  if (stopping_) {
+    reply.refusal = "this node is leaving the job";
+  } else if (hello.receiver != 0 && hello.receiver != token_) {
+    reply.refusal = "the process that is meant is not here any more";
+  } else if (hello.sender == 0 || hello.index >= 1024) {
+    reply.refusal = "its hello does not parse";
+  } else if (scheduler ? hello.job != 0 : hello.job != job_ || job_ == 0) {
+    reply.refusal = "it belongs to another job";
+  } else if (!scheduler && (hello.node_id < 8 || hello.node_id % 2 == 0)) {
+    reply.refusal = "it is no worker";
+  } else {
+    PeerPtr& peer = peers_by_token_[hello.sender];
+    if (!peer) peer = std::make_shared<Peer>();
+    if (!scheduler) {
+      const auto known = peers_.find(hello.node_id);
+      const bool taken = known != peers_.end() && known->second != peer;
+      if (taken || (peer->id != Node::kEmpty && peer->id != hello.node_id)) {
+        reply.refusal = "another process is connected under its node id";
+        return reply;
+      }
+      peer->id = hello.node_id;
+      peers_[hello.node_id] = peer;
+      connection->peer = hello.node_id;
+    }
+    if (peer->connections.size() <= hello.index) peer->connections.resize(hello.index + 1);
+    superseded = std::move(peer->connections[hello.index]);
+    peer->connections[hello.index] = connection;
+    connection->token = hello.sender;
+    greeting_.erase(connection.get());
+    // The peer has given it up, or it would not connect again.
+    if (superseded) superseded->Close({"the peer connected again", false, true});
+  }
+  return reply;
+}
+
+std::string TcpVan::OnReply(const ConnectionPtr& connection, const tcp::HelloReply& reply) {
+  if (reply.job == 0) return "it is in no job";
+  if (connection->peer == kScheduler) {
+    job_ = reply.job;
+  } else if (reply.job != job_) {
+    return "it belongs to another job";
+  }
+  return "";
+}
+
+ConnectionPtr TcpVan::Choose(int node_id) {
+  std::lock_guard<std::mutex> lock(peers_mu_);
+  auto it = peers_.find(node_id);
+  if (it == peers_.end()) return nullptr;
+  ConnectionPtr best;
+  for (const auto& connection : it->second->connections) {
+    if (!connection) continue;
+    if (!best || connection->queued_bytes() < best->queued_bytes()) best = connection;
+  }
+  return best;
+}
+
+std::vector<ConnectionPtr> TcpVan::AllConnections() {
+  std::lock_guard<std::mutex> lock(peers_mu_);
+  std::vector<ConnectionPtr> all;
+  const auto add = [&all](const Peer& peer) {
+    for (const auto& connection : peer.connections) {
+      if (connection) all.push_back(connection);
+    }
+  };
+  for (const auto& entry : peers_) add(*entry.second);
+  for (const auto& entry : peers_by_token_) {
+    if (entry.second->id == Node::kEmpty) add(*entry.second);
+  }
+  for (const auto& entry : greeting_) all.push_back(entry.second);
+  return all;
+}
+
+bool TcpVan::IsEmpty(const Peer& peer) {
+  return std::none_of(peer.connections.begin(), peer.connections.end(),
+                      [](const auto& connection) { return connection != nullptr; });
+}
+
+void TcpVan::Disconnect(int node_id) {
+  std::vector<ConnectionPtr> connections;
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    auto it = peers_.find(node_id);
+    if (it == peers_.end()) return;
+    connections = it->second->connections;
+  }
+  for (const auto& connection : connections) {
+    if (!connection) continue;
+    connection->SayGoodbye();
+    connection->CloseWhenFlushed();
+  }
+}
+
+void TcpVan::OnClosed(const ConnectionPtr& connection, const Ending& ending) {
+  PS_VLOG(1) << "the connection of node " << connection->peer << " (" << connection->address()
+             << ") closed: " << ending.reason;
+  Event event;
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    if (stopping_) return;
+    greeting_.erase(connection.get());
+    const auto let_go = [&](Peer* peer) {
+      for (auto& mine : peer->connections) {
+        if (mine != connection) continue;
+        mine.reset();
+        return true;
+      }
+      return false;
+    };
+    bool found = false;
+    for (auto it = peers_by_token_.begin(); it != peers_by_token_.end(); ++it) {
+      if (!let_go(it->second.get())) continue;
+      found = it->second->id != Node::kEmpty;
+      if (IsEmpty(*it->second)) peers_by_token_.erase(it);
+      break;
+    }
+    auto named = peers_.find(connection->peer);
+    if (named != peers_.end()) {
+      found = let_go(named->second.get()) || found;
+      if (IsEmpty(*named->second)) peers_.erase(named);
+    }
+    if (!found) return;
+  }
+  event.is_loss = true;
+  event.lost_id = connection->peer;
+  event.ending = ending;
+  Put(std::move(event));
+}
+
+// ----------------------------------------------------------------- messages
+
+int TcpVan::SendMsg(Message& msg) {
+  size_t bytes = 0;
+  for (const auto& value : msg.data) bytes += value.size();
+  {
+    std::lock_guard<std::mutex> lock(inbox_mu_);
+    if (stopped_) return -1;
+    if (msg.meta.control.cmd == Control::TERMINATE) {
+      stopped_ = stop_requested_ = true;
+      inbox_cond_.notify_all();
+      return 0;
+    }
+    if (msg.meta.recver == my_id_) {
+      Event event;
+      event.msg = msg;
+      event.msg.meta.sender = my_id_;
+      inbox_.push_back(std::move(event));
+      inbox_cond_.notify_all();
+      return 0;
+    }
+  }
+  const ConnectionPtr connection = Choose(msg.meta.recver);
+  if (!connection || !connection->Send(msg)) {
+    // Whoever watches the peers tells those who wait for it.
+    PS_VLOG(1) << "no connection to node " << msg.meta.recver << "; dropped "
+               << msg.DebugString();
+  }
+  return static_cast<int>(std::min<size_t>(bytes, 1 << 30));
+}
+
+char* TcpVan::PlaceFor(const Meta& meta, size_t bytes) {
+  const auto& finder = Postoffice::Get()->handlers().place_for;
+  return meta.control.empty() && finder ? finder(meta, bytes) : nullptr;
+}
+
+void TcpVan::OnMessage(Connection* connection, Message* msg, size_t bytes) {
+  msg->meta.sender = connection->peer;
+  msg->meta.recver = my_id_;
+  if (!msg->meta.control.empty()) {
+    const auto& control = msg->meta.control;
+    if (connection->peer == Node::kEmpty && control.cmd != Control::ADD_NODE) {
+      throw dmlc::Error("it is no member of the job and sent more than that it wants to join");
+    }
+    // It cannot speak for another process.
+    if (control.cmd == Control::ADD_NODE && is_scheduler_ &&
+        (control.node.size() != 1 || TokenOf(control.node[0]) != connection->token)) {
+      throw dmlc::Error("it wants to join as another process");
+    }
+    Event event;
+    event.msg = std::move(*msg);
+    event.bytes = bytes;
+    event.from = connection->shared_from_this();
+    return Put(std::move(event));
+  }
+  if (connection->peer == Node::kEmpty) throw dmlc::Error("it is no member of the job");
+  const auto& handler = Postoffice::Get()->handlers().on_message;
+  if (handler) handler(msg);
+}
+
+void TcpVan::Put(Event event) {
+  {
+    std::lock_guard<std::mutex> lock(inbox_mu_);
+    inbox_.push_back(std::move(event));
+  }
+  inbox_cond_.notify_one();
+}
+
+void TcpVan::HandleLoss(const Event& event) {
+  if (event.ending.orderly) return OnDisconnect(event.lost_id);
+  membership()->OnLinkLost(event.lost_id, event.ending.reason, event.ending.by_peer);
+}
+
+int TcpVan::RecvMsg(Message* msg) {
+  while (true) {
+    Event event;
+    {
+      std::unique_lock<std::mutex> lock(inbox_mu_);
+      inbox_cond_.wait(lock, [this] { return stop_requested_ || !inbox_.empty(); });
+      if (stop_requested_) {
+        *msg = Message();
+        msg->meta.control.cmd = Control::TERMINATE;
+        return 0;
+      }
+      event = std::move(inbox_.front());
+      inbox_.pop_front();
+    }
+    if (event.is_loss) {
+      HandleLoss(event);
+      continue;
+    }
+    *msg = std::move(event.msg);
+    // Only now: a message before may have given this node, or the peer, its id.
+    if (event.from) msg->meta.sender = event.from->peer;
+    msg->meta.recver = my_id_;
+    return static_cast<int>(std::min<size_t>(event.bytes, 1 << 30));
+  }
+}
+
+void TcpVan::Abandon(const void* begin, size_t bytes) {
+  for (const auto& connection : AllConnections()) connection->Abandon(begin, bytes);
+}
+
+// ----------------------------------------------------------------- stopping
+
+void TcpVan::FlushConnections() {
+  const auto connections = AllConnections();
+  for (const auto& connection : connections) connection->SayGoodbye();
+  const auto deadline = std::chrono::steady_clock::now() + kLinger;
+  for (const auto& connection : connections) {
+    while (!connection->flushed() && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(kLook);
+    }
+  }
+}
+
+void TcpVan::Stop() {
+  Van::Stop();  // ends and joins the receiving thread
+  {
+    std::lock_guard<std::mutex> lock(inbox_mu_);
+    stopped_ = true;  // also when it never started
+  }
+  for (auto& listener : listeners_) listener->Stop();
+  FlushConnections();
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    stopping_ = true;
+  }
+  for (const auto& connection : AllConnections()) {
+    connection->Close({"this node closed it", false, true});
+  }
+  for (auto& poller : pollers_) poller->Stop();
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    peers_.clear();
+    peers_by_token_.clear();
+    greeting_.clear();
+  }
+  {
+    std::lock_guard<std::mutex> lock(inbox_mu_);
+    inbox_.clear();
+  }
+  listeners_.clear();
+  pollers_.clear();
+}
+
+}  // namespace ps

@@ -1,0 +1,123 @@
+// A van over TCP.
+//
+// Connections.  The scheduler and each server listen, at one port each.  Everybody connects to
+// the scheduler, and a worker to each server, by BYTEPS_TCP_CONNECTIONS connections; who was
+// connected to answers along the same connections.  Nobody else is connected, and a worker
+// listens nowhere.  A message takes the connection on which the fewest bytes wait.
+//
+// Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not.  Data messages
+// are handed to the data handler by the poller that read them; control messages, and the news
+// of lost peers, by Van's receiving thread.
+//
+// Who is who.  The scheduler makes a random number that names the job, and tells it to who
+// connects; servers take connections of that job alone.  A node's token, a random number in
+// Node::endpoint_name, tells which process a connection belongs to.  What a message says of
+// its sender is not looked at: the connection knows.
+#ifndef PS_TCP_VAN_H_
+#define PS_TCP_VAN_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "./connection.h"
+#include "./listener.h"
+#include "./memory_pool.h"
+#include "./poller.h"
+#include "ps/internal/van.h"
+
+namespace ps {
+
+class TcpVan : public Van, public tcp::ConnectionOwner {
+ public:
+  TcpVan() = default;
+  ~TcpVan() override;
+
+  std::string GetType() const override { return "tcp"; }
+  void SetNode(const Node& node) override;
+  void Abandon(const void* begin, size_t bytes) override;
+  void Disconnect(int node_id) override;
+
+ protected:
+  void Start(int customer_id, bool standalone) override;
+  void Stop() override;
+
+  // Listens, but on a worker.  Returns the port, 0 on a worker.  Throws dmlc::Error naming the
+  // address and the reason.
+  int Bind(const Node& node, int max_retry) override;
+  void Connect(const Node& node) override;
+
+  // Never blocks.  Returns the message's size in bytes, or -1 after Stop.
+  int SendMsg(Message& msg) override;
+  int RecvMsg(Message* msg) override;
+
+ private:
+  // A process at the other end of connections.
+  struct Peer {
+    int id = Node::kEmpty;
+    std::vector<tcp::ConnectionPtr> connections;  // by index; null: not there
+  };
+  using PeerPtr = std::shared_ptr<Peer>;
+
+  // What the receiving thread has to do: hand on a message, or hear of a loss.
+  struct Event {
+    Message msg;
+    size_t bytes = 0;
+    tcp::ConnectionPtr from;  // null: a message to itself, or a loss
+    bool is_loss = false;
+    int lost_id = Node::kEmpty;
+    tcp::Ending ending;
+  };
+
+  // In poller threads.
+  tcp::HelloReply OnHello(const tcp::ConnectionPtr& connection, const tcp::Hello& hello) override;
+  std::string OnReply(const tcp::ConnectionPtr& connection, const tcp::HelloReply& reply) override;
+  char* PlaceFor(const Meta& meta, size_t bytes) override;
+  void OnMessage(tcp::Connection* connection, Message* msg, size_t bytes) override;
+  void OnClosed(const tcp::ConnectionPtr& connection, const tcp::Ending& ending) override;
+  void OnAccepted(tcp::Fd fd);
+
+  // The next poller's, in turn.
+  tcp::ConnectionPtr NewConnection();
+  static bool IsEmpty(const Peer& peer);
+  void NamePeer(const Node& node);
+  // Null when there is none.
+  tcp::ConnectionPtr Choose(int node_id);
+  std::vector<tcp::ConnectionPtr> AllConnections();
+  void Put(Event event);
+  void HandleLoss(const Event& event);
+  void FlushConnections();
+
+  double peer_timeout_s_ = 0;
+  double start_timeout_s_ = 0;
+  int connections_per_server_ = 1;
+  uint64_t token_ = 0;
+  std::atomic<uint64_t> job_{0};
+  std::atomic<int> my_id_{Node::kEmpty};
+  std::shared_ptr<tcp::MemoryPool> pool_;
+  std::vector<std::shared_ptr<tcp::Poller>> pollers_;
+  std::vector<std::shared_ptr<tcp::Listener>> listeners_;
+  std::atomic<size_t> next_poller_{0};
+
+  std::mutex peers_mu_;
+  // Guarded by peers_mu_:
+  std::unordered_map<uint64_t, PeerPtr> peers_by_token_;
+  std::unordered_map<int, PeerPtr> peers_;  // by node id
+  std::unordered_map<tcp::Connection*, tcp::ConnectionPtr> greeting_;  // nobody's yet
+  bool stopping_ = false;
+
+  std::mutex inbox_mu_;
+  std::condition_variable inbox_cond_;
+  // Guarded by inbox_mu_:
+  std::deque<Event> inbox_;
+  bool stopped_ = true;
+  bool stop_requested_ = false;
+};
+
+}  // namespace ps
+#endif  // PS_TCP_VAN_H_
