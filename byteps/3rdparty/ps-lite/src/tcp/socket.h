@@ -60,8 +60,8 @@ Fd BeginConnect(const Address& address);
 // What became of it: 0, or an errno.
 int ConnectError(int fd);
 
-// For a connection: no delay of small messages; a peer that is silent below TCP for
-// `timeout_s` is lost.
+// For a connection: no delay of small messages; it breaks when the peer's host is silent for
+// about twice `timeout_s`.
 void SetOptions(int fd, double timeout_s);
 
 // Raises the soft limit of open files so that `connections` more fit, as far as the hard
