@@ -280,8 +280,10 @@ class Cluster:
         return self.scheduler
 
     def start_server(self) -> Spawned:
-        command = [server_executable(), "--role", "server"]
+        """Its address is in the file ``server N.port`` once the job is complete."""
         title = f"server {len(self.servers)}"
+        port_file = str(self.folder / f"{title}.port")
+        command = [server_executable(), "--role", "server", "--port-file", port_file]
         server = Spawned(title, command, self.node_environment(), self.folder)
         self.servers.append(server)
         return server

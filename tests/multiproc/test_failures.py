@@ -250,17 +250,3 @@ class TestWrongCluster:
         wait_all(cluster.everyone(), END_S)
         told = [error_of(twin) for twin in twins]
         assert any(re.search(r"(?i)(worker|rank)\W*0\b", text) for text in told), told
-
-    def test_garbage_at_the_scheduler_and_servers(
-        self, make_cluster: Callable[..., Cluster]
-    ) -> None:
-        """A port scanner, a browser: what does not speak the protocol is dropped."""
-        cluster = make_cluster(workers=2, servers=1, env=SHORT)
-        cluster.start("failures:steady")
-        cluster.wait_mark("looping", range(2))
-        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"\x00" * 64):
-            with socket.create_connection((LOOPBACK, cluster.port), timeout=5) as stranger:
-                stranger.sendall(garbage)
-        time.sleep(0.5)
-        cluster.go("end")
-        cluster.finish()

@@ -39,7 +39,7 @@ def run_van(van_test: Path, transport: Transport, run_dir: Path) -> Run:
     """Runs it over the transport; returns what it printed, and demands that it liked it."""
 
     def run(*flags: str, timeout_s: int = 90, env: dict[str, str] | None = None) -> str:
-        name = "ibverbs" if transport.is_rdma else "zmq"
+        name = "ibverbs" if transport.is_rdma else "tcp"
         command = [str(van_test), "--transport", name, "--host", transport.host, *flags]
         log = run_dir / "van_test.log"
         with log.open("wb") as out:

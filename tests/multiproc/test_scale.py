@@ -1,0 +1,40 @@
+"""One scheduler serves a job of two thousand nodes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from cluster import LOOPBACK, Cluster
+from compiled import BuildError, build
+
+WORKERS = SERVERS = 1000
+PATIENCE_S = 200
+"""Against hangs: it takes seconds."""
+MESSAGES_A_NODE = 6
+"""Welcome, the servers or the start, a farewell, its workers' departures, and an end; heartbeats
+are far apart. A list of all nodes that each hears of one by one would be thousands."""
+
+
+def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster]) -> None:
+    try:
+        program = build("swarm")
+    except BuildError as error:
+        pytest.fail(str(error))
+    patience = {"BYTEPS_START_TIMEOUT_S": "120", "BYTEPS_PEER_TIMEOUT_S": "120"}
+    cluster = make_cluster(workers=WORKERS, servers=SERVERS, env=patience)
+    scheduler = cluster.start_scheduler()
+    swarm = subprocess.run(
+        [
+            *(program, "--host", LOOPBACK, "--port", str(cluster.port)),
+            *("--workers", str(WORKERS), "--servers", str(SERVERS), "--timeout", "120"),
+        ],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert swarm.returncode == 0, swarm.stdout + swarm.stderr
+    told = re.search(r"([\d.]+) for each node", swarm.stdout)
+    assert told is not None, swarm.stdout
+    assert float(told[1]) <= MESSAGES_A_NODE
+    assert scheduler.wait(PATIENCE_S) == 0, scheduler.text
