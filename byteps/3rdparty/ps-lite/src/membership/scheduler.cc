@@ -181,6 +181,7 @@ void Membership::OnLost(int node_id, const std::string& how) {
   LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
   // Should it be there after all, it must not wait for a job that does without it.
   Send(Control::JOB_FAILED, node_id, reason);
+  links_->Disconnect(node_id);
 }
 
 void Membership::CheckPeers(Clock::time_point now) {

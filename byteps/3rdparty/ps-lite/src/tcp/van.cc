@@ -199,9 +199,13 @@ void TcpVan::NamePeer(const Node& node) {
     return;
   }
   it->second->id = node.id;
-  peers_[node.id] = it->second;
+  const PeerPtr before = std::exchange(peers_[node.id], it->second);
   for (const auto& connection : it->second->connections) {
     if (connection) connection->peer = node.id;
+  }
+  if (!before || before == it->second) return;
+  for (const auto& connection : before->connections) {
+    if (connection) connection->Close({"another process has its place", false, true});
   }
 }
 
@@ -321,19 +325,19 @@ void TcpVan::OnClosed(const ConnectionPtr& connection, const Ending& ending) {
       }
       return false;
     };
-    bool found = false;
     for (auto it = peers_by_token_.begin(); it != peers_by_token_.end(); ++it) {
       if (!let_go(it->second.get())) continue;
-      found = it->second->id != Node::kEmpty;
+      event.lost = it->second;
       if (IsEmpty(*it->second)) peers_by_token_.erase(it);
       break;
     }
     auto named = peers_.find(connection->peer);
     if (named != peers_.end()) {
-      found = let_go(named->second.get()) || found;
-      if (IsEmpty(*named->second)) peers_.erase(named);
+      if (let_go(named->second.get())) event.lost = named->second;
+      if (named->second == event.lost && IsEmpty(*event.lost)) peers_.erase(named);
     }
-    if (!found) return;
+    // One that never was more than a connection is nobody's loss.
+    if (!event.lost || event.lost->id == Node::kEmpty) return;
   }
   event.is_loss = true;
   event.lost_id = connection->peer;
@@ -410,6 +414,12 @@ void TcpVan::Put(Event event) {
 }
 
 void TcpVan::HandleLoss(const Event& event) {
+  {
+    // Another process may have its place by now.
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    auto it = peers_.find(event.lost_id);
+    if (it != peers_.end() && it->second != event.lost) return;
+  }
   if (event.ending.orderly) return OnDisconnect(event.lost_id);
   membership()->OnLinkLost(event.lost_id, event.ending.reason, event.ending.by_peer);
 }

@@ -71,6 +71,7 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
     tcp::ConnectionPtr from;  // null: a message to itself, or a loss
     bool is_loss = false;
     int lost_id = Node::kEmpty;
+    PeerPtr lost;  // null: one that had gone before it was named
     tcp::Ending ending;
   };
 
