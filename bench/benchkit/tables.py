@@ -11,7 +11,7 @@ from benchkit.units import show_size
 
 RESULT_HEAD = (
     *("size", "count", "type", "backend", "workers", "servers", "p50 ms", "p99 ms"),
-    *("algbw GB/s", "busbw GB/s", "of-limit", "cpu_s/GB", "#wrong"),
+    *("algbw GB/s", "busbw GB/s", "of-limit", "of-sockets", "cpu_s/GB", "#wrong"),
 )
 RATIO_HEAD = ("size", "type", "ours", "theirs", "ratio", "min..max", "launches")
 GATE_HEAD = ("bar", "must be", "is", "min..max", "")
@@ -34,6 +34,7 @@ def result_cells(row: Row) -> list[str]:
         f"{row.algbw / 1e9:.4f}",
         _maybe(None if row.busbw is None else row.busbw / 1e9, ".4f"),
         _maybe(row.of_limit, ".3f"),
+        _maybe(row.of_sockets, ".3f"),
         _maybe(row.cpu_s_per_gb, ".2f"),
         str(row.wrong),
     ]
