@@ -108,7 +108,7 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // `run` sends or receives; Wait() says whether it did.
+  // `run` sends or receives; Wait() says whether it did, with errno of this thread.
   void Give(bool (*run)(int, char*, size_t), int fd, char* data, size_t bytes) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -122,7 +122,8 @@ class Worker {
   bool Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return run_ == nullptr; });
-    return good_;
+    if (error_ != 0) errno = error_;
+    return error_ == 0;
   }
 
  private:
@@ -133,9 +134,9 @@ class Worker {
       if (run_ == nullptr) return;
       const auto run = run_;
       lock.unlock();
-      const bool good = run(fd_, data_, bytes_);
+      const int error = run(fd_, data_, bytes_) ? 0 : errno;
       lock.lock();
-      good_ = good;
+      error_ = error;
       run_ = nullptr;
       changed_.notify_all();
     }
@@ -147,7 +148,7 @@ class Worker {
   int fd_ = -1;
   char* data_ = nullptr;
   size_t bytes_ = 0;
-  bool good_ = true;
+  int error_ = 0;
   bool stopping_ = false;
   std::thread thread_;  // last: it uses all of the above
 };
