@@ -74,9 +74,6 @@ class Outcome:
     longest_queue: int
     """Bytes: of any port, at any time."""
 
-    def over(self, limit: float) -> float:
-        return self.seconds / limit
-
 
 def push(scenario: Incast, *, seed: int = 1) -> Outcome:
     """Simulate one push; ``seed`` decides who is first where several bursts come at once."""
@@ -138,7 +135,7 @@ class _Switch:
             busy += len(workers)
             longest = max(longest, int(self._length.max()))
             passed += self._drain(slot)
-            slot += 1
+            slot = self._next_slot(slot, idle=not len(workers))
         return Outcome(
             seconds=slot * self._slot,
             lost=lost / total,
@@ -153,6 +150,14 @@ class _Switch:
         if self._scenario.order == "turned":
             return (places + np.arange(n)[:, None]) % k
         return self._random.permuted(places, axis=1) if self._scenario.order == "random" else places
+
+    def _next_slot(self, slot: int, *, idle: bool) -> int:
+        """The next one, or where nothing is sent, queued or about to be known, the next timeout."""
+        if idle and not self._length.any() and all((one < 0).all() for one in self._known):
+            waiting = self._not_before[self._given > 0]
+            if waiting.size and waiting.min() > slot:
+                return int(waiting.min())
+        return slot + 1
 
     # -- what the engine gives the transport
 
