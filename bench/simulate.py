@@ -97,7 +97,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--mtu", type=int, default=9000, help="bytes, for the headers' part (default: 9000)")
     add("--partition", type=size, help="of the tensor (default: as the engine cuts it)")
     add("--credit", type=int, help="partitions; 0: no limit (default: 16, with --window 0)")
-    add("--window", type=argument(window), help="bytes for each server, or auto (default: no limit)")
+    add(
+        "--window", type=argument(window), help="bytes for each server, or auto (default: no limit)"
+    )
     add("--credit-delay-us", type=float, default=0.0, help="until either returns (default: 0)")
     add("--socket-buffer", type=size, default=3 << 20, help="of a connection (default: 3MiB)")
     add("--staggered", action="store_true", help="each worker begins at another server")

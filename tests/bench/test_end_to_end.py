@@ -109,7 +109,7 @@ def test_plain_sockets_beside_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch)
     large = lines_of(output, "sockets")[1]
     assert large[4:6] == ["2", "2"] and large[11] == "1.000"
     rows = json.loads(record.read_text())["runs"][0]["rows"]
-    assert all(0 < row["of_sockets"] for row in rows)
+    assert all(row["of_sockets"] > 0 for row in rows)
     assert (run_dir / "seen").exists()
 
 

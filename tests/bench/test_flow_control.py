@@ -217,9 +217,7 @@ def test_incast_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main([*LINKS, "--incast", "--port", "4MiB"]) == 0
     found = rows(capsys)
     assert {(line[1], line[2]) for line in found} == {
-        (switch, order)
-        for switch in ("pauses", "drops")
-        for order in ("same", "random", "turned")
+        (switch, order) for switch in ("pauses", "drops") for order in ("same", "random", "turned")
     }
 
 

@@ -66,9 +66,7 @@ def test_servers_answer_with_bytes_of_their_own(program: Program, tmp_path: Path
 
 def test_two_workers(program: Program, tmp_path: Path) -> None:
     with servers(program, tmp_path, 2, 2 * 3) as places:
-        workers = [
-            Sockets(library=str(program.library), servers=places, flows=3) for _ in range(2)
-        ]
+        workers = [Sockets(library=str(program.library), servers=places, flows=3) for _ in range(2)]
         for worker in workers:
             worker.reduce([torch.empty(1 << 20, dtype=torch.uint8)], "t")
         for worker in workers:
