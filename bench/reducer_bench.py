@@ -8,10 +8,11 @@ and adds them up as integers. What counts is the thread's time on a processor, a
 fastest sample, for both: whatever else a machine does only adds to it. Every operation's results
 are compared with values worked out in another way.
 
-The bar is a part of the speed at which the plain loop goes over memory, out of the cache too: a server
-sums what the network has just written, so that this is what it is fed with. A cache may feed a core
-many times as fast; then the arithmetic of bf16, some 18 vector instructions for 32 sums, is the limit,
-and how far below that loop it is says more of the processor than of the program. of-limit shows it.
+The bar is a part of the speed at which the plain loop goes over memory, out of the cache too: a
+server sums what the network has just written, so that this is what it is fed with. A cache may feed
+a core many times as fast; then the arithmetic of bf16, some 18 vector instructions for 32 sums, is
+the limit, and how far below that loop it is says more of the processor than of the program; the
+column of-limit shows it.
 
 Exit status: 0 all is well; 1 a wrong result, a gated operation below --min-of-limit, or a program
 that does not build; 2 bad usage.

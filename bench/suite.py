@@ -5,8 +5,8 @@ Experiments on emulated links need root. With --json the record grows after each
 --resume those that it holds are shown, not measured again. --from-json measures nothing. --markdown
 writes the results into a document, between its marks. docs/benchmarking.md explains everything.
 
-Where time is short: --launches takes fewer of each, --budget begins nothing new after so many seconds,
-and --brief prints one line for each figure and each bar, after all is done.
+Where time is short: --launches takes fewer of each, --budget begins nothing new after so many
+seconds, and --brief prints one line for each figure and each bar, after all is done.
 
 Exit status: 0 all bars are reached; 1 a bar was missed, a result was wrong, or a run failed; 2 bad
 usage.

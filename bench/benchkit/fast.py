@@ -1,7 +1,7 @@
 """The experiments of fast links: beside plain sockets and NCCL's or gloo's ring, in one run.
 
-Thresholds are what links of 10 to 100 Gbit/s must give; shares are of what plain sockets carry in the
-same pattern, in turn with the engine.
+Thresholds are what links of 10 to 100 Gbit/s must give; shares are of what plain sockets carry in
+the same pattern, in turn with the engine.
 """
 
 from __future__ import annotations

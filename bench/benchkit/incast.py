@@ -1,10 +1,10 @@
 """Pushes through a switch whose ports have little memory, burst by burst.
 
-The fluid simulation (``simulation``) shares links perfectly and has no queues. Here every host sends
-bursts, one in the time that a link takes for it (a slot), to one of its connections in turn, and each
-port of the switch is a queue of so many bytes that lets one burst go in a slot. What does not fit is
-lost, or held back, as ``Incast.lossless`` says. Only pushes are simulated: answers are the same with
-the hosts' parts exchanged.
+The fluid simulation (``simulation``) shares links perfectly and has no queues. Here every host
+sends bursts, one in the time that a link takes for it (a slot), to one of its connections in turn,
+and each port of the switch is a queue of so many bytes that lets one burst go in a slot. What does
+not fit is lost, or held back, as ``Incast.lossless`` says. Only pushes are simulated: answers are
+the same with the hosts' parts exchanged.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Incast:
     port_bytes: int
     """Memory of a port of the switch."""
     lossless: bool
-    """Priority flow control: a host waits while the port that its next burst goes to is full, and so
-    does all that it would send to others after it. Otherwise a burst that finds the port full is
+    """Priority flow control: a host waits while the port that its next burst goes to is full, and
+    so does all that it would send to others after it. Otherwise a burst that finds the port full is
     lost."""
     delay: float
     """Seconds from when a burst has passed the switch until its sender knows."""
@@ -45,11 +45,11 @@ class Incast:
     window: int = 0
     """Bytes that a worker may have under way for each server, one burst at least; 0: no limit."""
     timeout: float = 0.2
-    """Seconds after which the last burst of a connection is sent again if it was lost. One that others
-    follow on its connection is sent again after ``delay``."""
+    """Seconds after which the last burst of a connection is sent again if it was lost. One that
+    others follow on its connection is sent again after ``delay``."""
     order: str = "same"
-    """In which workers turn to the servers: the ``same`` for all, in step; ``turned``, each beginning
-    with another server; ``random``, each in an order of its own."""
+    """In which workers turn to the servers: the ``same`` for all, in step; ``turned``, each
+    beginning with another server; ``random``, each in an order of its own."""
 
     def __post_init__(self) -> None:
         sizes = [self.workers, self.servers, self.size, self.burst, self.port_bytes, self.partition]

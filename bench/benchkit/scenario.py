@@ -36,9 +36,9 @@ WINDOW_OF_ALL_SERVERS = 8 << 20
 
 
 def engine_window(partition: int, servers: int) -> int:
-    """Bytes that a worker should have under way for each server: two partitions, so that one follows
-    the other without a pause, and where those are small, 8 MiB over all servers, the rate times the
-    delay of 200 Gbit/s and 300 us."""
+    """Bytes that a worker should have under way for each server: two partitions, so that one
+    follows the other without a pause, and where those are small, 8 MiB over all servers, the rate
+    times the delay of 200 Gbit/s and 300 us."""
     return max(2 * partition, WINDOW_OF_ALL_SERVERS // servers)
 
 

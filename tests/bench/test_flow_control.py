@@ -1,4 +1,4 @@
-"""Limits on what a worker has under way: by count, by bytes for each server, and on a real switch."""
+"""Limits on what a worker has under way, in all or for each server, and switches in between."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_server_that_dies(program: Program, tmp_path: Path) -> None:
         sockets = Sockets(library=str(program.library), servers=[place], flows=1)
         process.kill()
         process.wait()
-        with pytest.raises(SocketsError, match="reset|Broken pipe"):
+        with pytest.raises(SocketsError, match=r"reset|Broken pipe"):
             sockets.reduce([torch.empty(1 << 20, dtype=torch.uint8)], "t")
         sockets.close()
     finally:
