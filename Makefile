@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-idle bench-reducer bench-rdma lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-idle bench-reducer bench-rdma bundle lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 
 PYTHON_ENV := build/venv/bin/python
@@ -52,6 +52,9 @@ bench-reducer: setup ## the servers' additions beside plain loops over the same 
 bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtual machine
 	@$(PYTHON_ENV) -W ignore bench/rdma_bench.py --json build/bench/rdma.json \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
+bundle: setup ## build/bundle: what benchmarks need on a machine without network access
+	@scripts/bundle.sh
 
 lint: setup ## ruff, shellcheck, clang-format and the patch check
 	@scripts/lint.sh

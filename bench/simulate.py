@@ -4,7 +4,9 @@
 Simulates the engine's protocol for 8 to 1,024 workers by default, servers on machines of their own,
 as many as workers, and prints for each number of workers the seconds, those over M/B, what the
 closed form says, and the ring. docs/cost-model.md says what is modelled and how well it agrees
-with measurements. --check compares with what bench/pushpull_bench.py --json measured instead.
+with measurements. --check compares with what bench/pushpull_bench.py --json measured instead;
+--compare-rules shows what limits on the bytes under way do, and --incast what a switch does whose
+ports have little memory.
 
 Exit status: 0 done; 1 --check found a difference above --tolerance, or nothing to compare; 2 bad
 usage.
@@ -21,10 +23,22 @@ from pathlib import Path
 
 from benchkit.checking import HEAD, compare
 from benchkit.columns import aligned
+from benchkit.flowcontrol import HEAD as RULES_HEAD
+from benchkit.flowcontrol import INCAST_HEAD, compare_incast, compare_rules
 from benchkit.prediction import Row, draw, predict, table, write_json
-from benchkit.scenario import Scenario, Workers, engine_partition, payload_fraction
+from benchkit.scenario import (
+    Scenario,
+    Workers,
+    engine_partition,
+    engine_window,
+    payload_fraction,
+)
 from benchkit.units import parse_rate, parse_size, show_rate, show_size
 
+_NO_SETTINGS = {
+    *("scenarios", "json", "plot", "check", "tolerance"),
+    *("compare_rules", "incast", "port", "burst"),
+}
 WORKERS = "8,16,32,64,128,256,512,1024"
 
 
@@ -53,6 +67,11 @@ def stragglers(text: str) -> tuple[int, float]:
     return int(count), float(seconds)
 
 
+def window(text: str) -> int | None:
+    """Bytes; None for what ``engine_window`` says."""
+    return None if text == "auto" else parse_size(text)
+
+
 def slow(text: str) -> tuple[int, int]:
     count, _, rate = text.partition("@")
     return int(count), parse_rate(rate)
@@ -77,7 +96,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--core", type=rate, help="what the switch carries in all (default: no limit)")
     add("--mtu", type=int, default=9000, help="bytes, for the headers' part (default: 9000)")
     add("--partition", type=size, help="of the tensor (default: as the engine cuts it)")
-    add("--credit", type=int, default=16, help="partitions; 0: no limit (default: 16)")
+    add("--credit", type=int, help="partitions; 0: no limit (default: 16, with --window 0)")
+    add(
+        "--window", type=argument(window), help="bytes for each server, or auto (default: no limit)"
+    )
+    add("--credit-delay-us", type=float, default=0.0, help="until either returns (default: 0)")
     add("--socket-buffer", type=size, default=3 << 20, help="of a connection (default: 3MiB)")
     add("--staggered", action="store_true", help="each worker begins at another server")
     add("--colocate", action="store_true", help="servers on the workers' hosts")
@@ -85,12 +108,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--add-rate", type=float, metavar="GB/S", help="of such a thread (default: no limit)")
     add("--latency-us", type=float, default=0.0, help="of each message (default: 0)")
     add("--stragglers", type=argument(stragglers), metavar="N:SECONDS", help="so many begin late")
+    add("--slow-servers", type=argument(slow), metavar="N@RATE", help="so many have this link")
     add("--slow", type=argument(slow), metavar="N@RATE", help="so many workers have this link")
+    add("--compare-rules", action="store_true", help="limits on what is under way, compared")
+    add("--incast", action="store_true", help="pushes through a switch with finite ports")
+    add("--port", type=size, default="1MiB", help="memory of such a port (default: 1MiB)")
+    add("--burst", type=size, default="64KiB", help="that a host sends at once (default: 64KiB)")
     add("--json", type=Path, metavar="FILE", help="write all rows")
     add("--plot", type=Path, metavar="FILE", help="draw time against workers (PNG)")
     add("--check", type=Path, metavar="FILE", help="compare with this of bench/pushpull_bench.py")
     add("--tolerance", type=float, default=0.05, help="for --check, relative (default: 0.05)")
+    parser.set_defaults(window=0)
     options = parser.parse_args(arguments)
+    if options.credit is None:
+        options.credit = 16 if options.window == 0 else 0
     try:
         options.scenarios = scenarios(options)
     except ValueError as error:
@@ -115,6 +146,8 @@ def scenario(options: argparse.Namespace, workers: int, servers: int) -> Scenari
         kinds = _split(kinds, options.stragglers[0], start=options.stragglers[1])
     if options.slow:
         kinds = _split(kinds, options.slow[0], rate=options.slow[1] * payload)
+    partition = options.partition or engine_partition(options.size, servers)
+    slow_servers, slow_rate = options.slow_servers or (0, math.inf)
     return Scenario(
         size=options.size,
         workers=tuple(kinds),
@@ -122,7 +155,11 @@ def scenario(options: argparse.Namespace, workers: int, servers: int) -> Scenari
         server_rate=(options.server_link or options.link) * payload,
         colocated=options.colocate,
         core_rate=options.core * payload if options.core else math.inf,
-        partition=options.partition or engine_partition(options.size, servers),
+        partition=partition,
+        window=engine_window(partition, servers) if options.window is None else options.window,
+        credit_delay=options.credit_delay_us * 1e-6,
+        slow_servers=slow_servers,
+        slow_server_rate=slow_rate * payload,
         credit=options.credit,
         socket_buffer=options.socket_buffer,
         staggered=options.staggered,
@@ -170,17 +207,44 @@ def check(options: argparse.Namespace) -> int:
     return 1 if worst > options.tolerance else 0
 
 
+def incast(options: argparse.Namespace) -> int:
+    """Pushes through a switch, one table for all numbers of workers."""
+    print(
+        f"# {headline(options)}, bursts of {show_size(options.burst)}, "
+        f"{show_size(options.port)} a port"
+    )
+    lines = [
+        row
+        for one in options.scenarios
+        for row in compare_incast(
+            one,
+            burst=options.burst,
+            port_bytes=options.port,
+            delay=max(options.credit_delay_us, 1.0) * 1e-6,
+        )
+    ]
+    print(aligned([INCAST_HEAD, *lines]))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.check:
         return check(options)
+    if options.compare_rules:
+        print(f"# {headline(options)}, {options.latency_us:g} us a message")
+        lines = [row for one in options.scenarios for row in compare_rules(one, options.link / 8)]
+        print(aligned([RULES_HEAD, *lines]))
+        return 0
+    if options.incast:
+        return incast(options)
     rows: list[Row] = [predict(one, options.link / 8) for one in options.scenarios]
     print(f"# {headline(options)}, credit {options.credit}, {options.latency_us:g} us a message")
     print(aligned(table(rows)))
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()
-        if name not in ("scenarios", "json", "plot", "check", "tolerance")
+        if name not in _NO_SETTINGS
     }
     if options.json:
         write_json(options.json, rows, settings)

@@ -5,6 +5,9 @@ Experiments on emulated links need root. With --json the record grows after each
 --resume those that it holds are shown, not measured again. --from-json measures nothing. --markdown
 writes the results into a document, between its marks. docs/benchmarking.md explains everything.
 
+Where time is short: --launches takes fewer of each, --budget begins nothing new after so many
+seconds, and --brief prints one line for each figure and each bar, after all is done.
+
 Exit status: 0 all bars are reached; 1 a bar was missed, a result was wrong, or a run failed; 2 bad
 usage.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -23,13 +27,14 @@ from benchkit import record
 from benchkit.columns import aligned
 from benchkit.driver import progress, run_plan
 from benchkit.emulation import EmulationError
+from benchkit.experiment import Experiment, demand_hardware
 from benchkit.gates import judge_all
 from benchkit.interrupts import become_interruptible
 from benchkit.markdown import replace_results, results
 from benchkit.processes import LaunchError
-from benchkit.sets import QUICK, SETS, Experiment, choose
+from benchkit.sets import QUICK, SETS, choose
 from benchkit.summary import Run
-from benchkit.tables import gate_table, ratio_table, result_table
+from benchkit.tables import brief_tables, gate_table, ratio_table, result_table
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -44,29 +49,42 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="report on this record")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="pictures, a folder for each")
+    parser.add_argument("--launches", type=int, metavar="N", help="of each backend, not as the set")
+    parser.add_argument("--budget", type=float, metavar="S", help="begin nothing new after so long")
+    parser.add_argument("--brief", action="store_true", help="one compact table at the end")
     options = parser.parse_args(arguments)
     if options.resume and not options.json:
         parser.error("--resume needs the record: --json FILE")
+    if options.launches is not None and options.launches < 1:
+        parser.error("--launches must be 1 at least")
+    options.begun = time.monotonic()
     return options
 
 
-def show(experiment: Experiment, run: Run) -> bool:
+def show(experiment: Experiment, run: Run, *, brief: bool) -> bool:
     """Print what an experiment came to; whether it is as it must be."""
     verdicts = judge_all(experiment.gates, run)
+    good = run.wrong == 0 and all(verdict.ok for verdict in verdicts)
+    if brief:
+        return good
     print(f"\n## {experiment.name}: {experiment.why}")
     print(f"# topology: {record.topology_text(run.plan.topology)}")
     if not run.quiet:
         print("# machine: too busy in every round; none is left out")
     for table in (result_table(run), ratio_table(run), gate_table(verdicts)):
         print(aligned(table) + "\n", flush=True)
-    return run.wrong == 0 and all(verdict.ok for verdict in verdicts)
+    return good
 
 
 def measure(experiments: Sequence[Experiment], options: argparse.Namespace) -> Iterator[Run]:
     """Run them one after the other; one that fails does not stop the rest."""
+    deadline = None if options.budget is None else options.begun + options.budget
     for experiment in experiments:
+        if deadline is not None and time.monotonic() > deadline:
+            progress(f"{experiment.name}: not begun, since --budget is used up")
+            continue
         try:
-            yield run_plan(experiment.plan, experiment.name)
+            yield run_plan(experiment.plan, experiment.name, deadline)
         except (LaunchError, EmulationError) as error:
             progress(f"{experiment.name} FAILED: {error}")
 
@@ -102,6 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for experiment in experiments:
             print(f"{experiment.name}: {experiment.why}")
         return 0
+    if options.launches is not None:
+        experiments = [one.of_launches(options.launches) for one in experiments]
+    try:
+        if not options.from_json:
+            demand_hardware(experiments)
+    except ValueError as error:
+        print(f"suite.py: {error}", file=sys.stderr)
+        return 2
     meta = record.metadata(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.from_json:
@@ -138,7 +164,7 @@ def report(
         if run.plan != by_name[run.name].plan:
             raise ValueError(f"{run.name} was recorded for another set, or another version of it")
         done.append((by_name[run.name], run))
-        good = show(*done[-1]) and good
+        good = show(*done[-1], brief=options.brief) and good
         if options.json:
             shown = [run for _, run in done]
             names = {run.name for run in shown}
@@ -147,6 +173,9 @@ def report(
             from benchkit.plots import draw
 
             draw(run, options.plot / run.name)
+    if options.brief:
+        judged = [(run, judge_all(one.gates, run)) for one, run in done]
+        print("\n".join(aligned(table) for table in brief_tables(judged) if len(table) > 1))
     missing = [name for name in by_name if name not in {run.name for _, run in done}]
     if missing:
         print(f"no results of: {', '.join(missing)}", file=sys.stderr)

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> list[Trained]:
     plan: Plan = options.plan
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     what = Training(
-        tree=options.tree,
+        tree=options.tree.resolve(),
         arguments=train_script.megatron_arguments(options, dataset.prefix),
         warmup=options.warmup,
     )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from benchkit.sockets import Sockets
+
 
 class Backend(Protocol):
     """Sums tensors over all ranks, in place."""
+
+    sums: bool
+    """False where bytes are only moved: there are no results to verify."""
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
         """Start all sums, then wait until every one is done.
@@ -28,6 +33,8 @@ class Backend(Protocol):
 class AllReduce:
     """torch.distributed's all_reduce, by gloo or NCCL."""
 
+    sums = True
+
     def __init__(self, name: str) -> None:
         self._group = dist.new_group(backend=name)
 
@@ -42,6 +49,8 @@ class AllReduce:
 
 class PushPull:
     """BytePS; tensors are dealt to the servers as Megatron's buckets are, one after the other."""
+
+    sums = True
 
     def __init__(self) -> None:
         import byteps.torch as bps
@@ -68,6 +77,11 @@ class PushPull:
         self._bps.shutdown()
 
 
-def make(name: str) -> Backend:
-    """The backend of that name, connected to the other ranks."""
+def make(name: str, sockets: Mapping[str, Any] | None = None) -> Backend:
+    """The backend of that name, connected to the other ranks.
+
+    ``sockets`` says to what the backend ``sockets`` connects: the arguments of its class.
+    """
+    if name == "sockets":
+        return Sockets(**(sockets or {}))
     return PushPull() if name == "byteps" else AllReduce(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,10 +23,11 @@ def hosts_of(plan: Plan) -> Iterator[Sequence[Host]]:
         yield emulation.hosts
 
 
-def run_plan(plan: Plan, name: str = "") -> Run:
+def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
     """Launch every backend in turn, ``plan.launches`` times.
 
-    A round in which the machine was too busy is repeated, ``plan.retries`` times in all.
+    A round in which the machine was too busy is repeated, ``plan.retries`` times in all. After
+    ``deadline``, of the monotonic clock, no other round begins.
 
     Raises:
         LaunchError: a process failed.
@@ -48,6 +50,9 @@ def run_plan(plan: Plan, name: str = "") -> Run:
                 )
             quiet += all(one.kept for one in done)
             if quiet == plan.launches:
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                progress(f"{name}: no more launches, since the time is used up")
                 break
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from typing import Any
 from benchkit.emulation import Host
 from benchkit.measure import Measured
 from benchkit.plan import Case, Plan, Topology
-from benchkit.processes import Processes, plain_environment, server_executable
+from benchkit.processes import LaunchError, Processes, plain_environment, server_executable
+from benchkit.sockets import SocketsError, build
 
 _START_S = 60.0
 _PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
@@ -66,7 +68,10 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
         if backend == "byteps":
             pids, job = start_nodes(placement, processes, environment)
             environment |= job
-        spec = {
+        spec: dict[str, Any] = {}
+        if backend == "sockets":
+            pids, spec["sockets"] = start_sockets(plan, placement, processes, environment)
+        spec |= {
             "plan": plan.as_json(),
             "backend": backend,
             "node_pids": pids,
@@ -107,6 +112,24 @@ def start_nodes(
     return pids, job
 
 
+def start_sockets(
+    plan: Plan, placement: Placement, processes: Processes, environment: dict[str, str]
+) -> tuple[list[int], dict[str, Any]]:
+    """Start servers of plain sockets; return their pids, and what workers need to reach them."""
+    try:
+        program = build()
+    except SocketsError as error:
+        raise LaunchError(str(error)) from error
+    connections = str(len(placement.workers) * plan.flows)
+    pids, files = [], []
+    for index, host in enumerate(placement.servers):
+        files.append(processes.folder / f"sockets-{index}.port")
+        command = [str(program.server), host.address, str(files[-1]), connections]
+        pids.append(processes.start(f"sockets-{index}", command, host, environment))
+    servers = [processes.wait_file(file, _START_S).strip() for file in files]
+    return pids, {"library": str(program.library), "servers": servers, "flows": plan.flows}
+
+
 def start_workers(
     program: str,
     spec: dict[str, Any],
@@ -118,7 +141,9 @@ def start_workers(
     """Start every rank: a module, called with the files of the specification and the result."""
     spec_file = processes.folder / "spec.json"
     spec_file.write_text(json.dumps(spec))
-    environment = {**environment, "PYTHONPATH": str(_PACKAGE_FOLDER)}
+    # Before what the user has there: the packages of a bundle, say.
+    paths = [str(_PACKAGE_FOLDER), environment.get("PYTHONPATH", "")]
+    environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     for rank, host in enumerate(placement.workers):
         variables = rank_variables(rank, placement)
         command = [sys.executable, "-m", program, str(spec_file), str(result)]

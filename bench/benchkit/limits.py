@@ -11,13 +11,13 @@ With n workers, k servers, M bytes and links of B bytes a second each way:
 
 from __future__ import annotations
 
-from benchkit.plan import Topology
+from benchkit.plan import Topology, through_servers
 
 
 def busiest_link(backend: str, topology: Topology) -> float:
     """Bytes each way over the busiest link, for each byte that a worker has summed."""
     n, k = topology.workers, topology.servers
-    if backend != "byteps":
+    if not through_servers(backend):
         return 2 * (n - 1) / n
     if not topology.colocate:
         return max(1.0, n / k)

@@ -91,8 +91,9 @@ def measure(
     seen, node_cpu_ns, busy = _Seen(), 0, machine.Ticks(busy=0, all=0)
     for iteration in range(case.warmup + case.iters):
         round_ = first_round + iteration
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            pattern.fill(tensor, round_, offset)
+        if backend.sums:
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                pattern.fill(tensor, round_, offset)
         _finish(device)
         nodes, ticks = machine.total_cpu_ns(node_pids), machine.ticks()
         dist.barrier()
@@ -106,6 +107,8 @@ def measure(
             seen.cpu_ns += cpu
             node_cpu_ns += machine.total_cpu_ns(node_pids) - nodes
             busy += machine.ticks() - ticks
+        if not backend.sums:
+            continue
         for tensor, offset in zip(tensors, offsets, strict=True):
             seen.wrong += pattern.count_wrong(tensor, round_, offset)
     everyone: list[_Seen | None] | None = [None] * ranks if rank == 0 else None

@@ -36,6 +36,9 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     how.add_argument(
         "--backends", default="byteps,gloo", metavar="LIST", help=f"of {', '.join(BACKENDS)}"
     )
+    how.add_argument(
+        "--flows", type=int, default=4, help="of sockets, between two processes (default: 4)"
+    )
     how.add_argument("--iters", type=int, default=20, help="timed iterations (default: 20)")
     how.add_argument("--warmup", type=int, default=2, help="iterations before them (default: 2)")
     how.add_argument("--launches", type=int, default=1, help="of each backend, in turn")
@@ -147,6 +150,7 @@ def make_plan(options: argparse.Namespace, environment: Mapping[str, str]) -> Pl
         max_busy=max_busy,
         retries=options.launches if options.retries is None else options.retries,
         timeout_s=options.timeout,
+        flows=options.flows,
     )
 
 

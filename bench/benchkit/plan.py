@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-BACKENDS = ("byteps", "gloo", "nccl")
+BACKENDS = ("byteps", "gloo", "nccl", "sockets")
+_THROUGH_SERVERS = ("byteps", "sockets")
 DTYPE_BYTES = {
     "float32": 4,
     "float64": 8,
@@ -16,6 +17,11 @@ DTYPE_BYTES = {
     "int32": 4,
     "int64": 8,
 }
+
+
+def through_servers(backend: str) -> bool:
+    """Whether a backend's bytes go to servers and back; otherwise they go round a ring."""
+    return backend in _THROUGH_SERVERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +109,8 @@ class Plan:
     """Rounds that may be repeated because of that."""
     timeout_s: float = 600.0
     """For one launch, against hangs."""
+    flows: int = 4
+    """Connections between a worker and a server, for the backend ``sockets``."""
 
     def __post_init__(self) -> None:
         for backend in self.backends:
@@ -112,6 +120,10 @@ class Plan:
             raise ValueError("name each backend once, and at least one")
         if "nccl" in self.backends and self.device != "cuda":
             raise ValueError("nccl sums GPU memory: add --device cuda")
+        if "sockets" in self.backends and self.topology.in_job:
+            raise ValueError("sockets needs servers of its own: run it without a launcher")
+        if self.flows < 1:
+            raise ValueError("there must be at least one flow")
         if self.launches < 1 or self.retries < 0:
             raise ValueError("there must be at least one launch, and no fewer than 0 retries")
 

@@ -10,7 +10,7 @@ from benchkit.summary import Row, Run, rows
 from benchkit.tables import ratio_pairs
 from benchkit.units import show_size
 
-_COLOURS = {"byteps": "tab:blue", "gloo": "tab:orange", "nccl": "tab:green"}
+_COLOURS = {"byteps": "tab:blue", "gloo": "tab:orange", "nccl": "tab:green", "sockets": "tab:gray"}
 _DASHES = ("-", "--", ":", "-.")
 
 

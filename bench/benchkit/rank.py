@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         timeout=timedelta(seconds=plan.timeout_s),
     )
     choose_device(plan)
-    backend = backends.make(spec["backend"])
+    backend = backends.make(spec["backend"], spec.get("sockets"))
     outcomes = measure_cases(plan, backend, one_clock=True, node_pids=spec["node_pids"])
     backend.close()
     if dist.get_rank() == 0:

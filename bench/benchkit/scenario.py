@@ -32,6 +32,16 @@ def engine_partition(
     return min(max(wanted, min(least, most)), most)
 
 
+WINDOW_OF_ALL_SERVERS = 8 << 20
+
+
+def engine_window(partition: int, servers: int) -> int:
+    """Bytes that a worker should have under way for each server: two partitions, so that one
+    follows the other without a pause, and where those are small, 8 MiB over all servers, the rate
+    times the delay of 200 Gbit/s and 300 us."""
+    return max(2 * partition, WINDOW_OF_ALL_SERVERS // servers)
+
+
 def _whole_pages(count: int) -> int:
     return -(-count // _PAGE) * _PAGE
 
@@ -71,6 +81,20 @@ class Scenario:
     """Bytes that the kernel takes from the engine ahead of the link, for each connection: a
     partition gives its credit back when all but these are sent. About what is left for payload of
     the 4 MiB to which Linux lets a socket grow, unless told otherwise (net.ipv4.tcp_wmem)."""
+    window: int = 0
+    """Bytes that a worker may have in the transport for each server, one partition at least; 0: no
+    limit. A server whose window is full keeps no other from its turn."""
+    credit_delay: float = 0.0
+    """Seconds from when a partition has left until its credit, or its part of the window, returns:
+    the round trip after which an RDMA device reports a write."""
+    slow_servers: int = 0
+    """So many of the servers, the first ones, have links of ``slow_server_rate``."""
+    slow_server_rate: float = math.inf
+    """Bytes of payload a second, each way."""
+    urgent_size: int = 0
+    """Bytes of a second tensor whose partitions go before all others; 0: there is none."""
+    urgent_start: float = 0.0
+    """When all workers have it, in seconds."""
     placement: int = 0
     """Partition p goes to server (placement + p) mod servers."""
     staggered: bool = False
@@ -90,12 +114,19 @@ class Scenario:
             raise ValueError("there must be one server at least, with one thread at least")
         if self.size < 1 or self.partition < 1:
             raise ValueError("the tensor and its partitions must have one byte at least")
-        waits = [self.credit, self.socket_buffer, self.latency, *(w.start for w in self.workers)]
-        if min(waits) < 0:
-            raise ValueError("credit, buffer, latency and starting times may not be negative")
-        rates = [self.server_rate, self.core_rate, self.add_rate, *(w.rate for w in self.workers)]
-        if not all(rate > 0 for rate in rates):
+        waits = [self.credit, self.window, self.credit_delay, self.socket_buffer, self.latency]
+        starts = [self.urgent_size, self.urgent_start, *(w.start for w in self.workers)]
+        if min(*waits, *starts) < 0:
+            raise ValueError(
+                "credit, window, buffer, latency, sizes and starting times may not be negative"
+            )
+        rates = [self.server_rate, self.core_rate, self.add_rate, self.slow_server_rate]
+        if not all(rate > 0 for rate in [*rates, *(w.rate for w in self.workers)]):
             raise ValueError("rates must be above 0")
+        if not 0 <= self.slow_servers <= self.servers:
+            raise ValueError(f"{self.slow_servers} of {self.servers} servers cannot be slow")
+        if self.slow_servers and self.colocated:
+            raise ValueError("colocated servers have their workers' links: none can be slow")
 
     @property
     def count(self) -> int:
@@ -106,9 +137,27 @@ class Scenario:
     def partitions(self) -> int:
         return -(-self.size // self.partition)
 
+    @property
+    def urgent_partition(self) -> int:
+        """Bytes of the partitions of the urgent tensor, which is cut as the engine cuts it."""
+        return engine_partition(self.urgent_size, self.servers)
+
+    @property
+    def urgent_partitions(self) -> int:
+        return -(-self.urgent_size // self.urgent_partition) if self.urgent_size else 0
+
     def partition_size(self, index: int) -> int:
-        """Bytes: the last partition may be shorter."""
+        """Bytes: the last partition may be shorter. Those of the urgent tensor are numbered after
+        those of the first."""
+        if index >= self.partitions:
+            sent = (index - self.partitions) * self.urgent_partition
+            return min(self.urgent_partition, self.urgent_size - sent)
         return min(self.partition, self.size - index * self.partition)
+
+    def server_rates(self) -> list[float]:
+        """Bytes of payload a second of each server's link."""
+        usual = self.servers - self.slow_servers
+        return [self.slow_server_rate] * self.slow_servers + [self.server_rate] * usual
 
     def server_of(self, index: int) -> int:
         return (self.placement + index) % self.servers

@@ -1,28 +1,19 @@
-"""The project's own experiments and their bars: a quick set, and the whole."""
+"""The project's own experiments and their bars: a quick set, the whole, and those of fast links."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from benchkit import fast
+from benchkit.experiment import Experiment
 from benchkit.gates import Gate
 from benchkit.options import MAX_BUSY
 from benchkit.plan import Case, Plan, Topology
 from benchkit.units import parse_rate, parse_size
 
 BACKENDS = ("byteps", "gloo")
-QUICK, FULL = "quick", "full"
+QUICK, FULL, FAST, FAST_GPU = "quick", "full", "fast", "fast-gpu"
 _FEW = 3  # launches
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """A plan, why it is run, and what it must show."""
-
-    name: str
-    why: str
-    plan: Plan
-    gates: Sequence[Gate]
 
 
 def _case(size: str, dtype: str = "float32", *, iters: int, warmup: int = 1) -> Case:
@@ -141,7 +132,12 @@ def _full() -> list[Experiment]:
     ]
 
 
-SETS: dict[str, Callable[[], list[Experiment]]] = {QUICK: _quick, FULL: _full}
+SETS: dict[str, Callable[[], list[Experiment]]] = {
+    QUICK: _quick,
+    FULL: _full,
+    FAST: lambda: fast.experiments("gloo"),
+    FAST_GPU: lambda: fast.experiments("nccl"),
+}
 
 
 def choose(set_name: str, names: Sequence[str] = ()) -> list[Experiment]:

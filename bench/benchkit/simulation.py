@@ -32,6 +32,10 @@ class Prediction:
     worker_sent: tuple[float, ...]
     """Bytes that one worker of each group sent over its link."""
     worker_received: tuple[float, ...]
+    server_seconds: tuple[float, ...]
+    """When the last worker had the last sum of each server; 0 where a server sums nothing."""
+    urgent_seconds: float
+    """From the start of the urgent tensor until the last worker has its sums; 0 without one."""
     server_sent: tuple[float, ...]
     """Bytes that each server sent to other hosts."""
     server_received: tuple[float, ...]
@@ -94,22 +98,33 @@ class _PushPull:
         # Of each worker's connection: bytes handed to it, the ends of the messages that hold a
         # credit, and how many bytes are sent when the first of those gives it back.
         self._handed = np.zeros(self._pairs)
-        self._holding: list[deque[float]] = [deque() for _ in range(self._pairs)]
+        self._holding: list[deque[tuple[float, int]]] = [deque() for _ in range(self._pairs)]
         self._returns = np.full(flows, np.inf)
+        self._outstanding = [0] * self._pairs  # bytes that take part in the window
 
         self._now = 0.0
         self._later: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
-        self._orders = [deque(_order(scenario, group)) for group in range(self._groups)]
+        # What waits for the transport: of each worker's connection, the partitions with their
+        # places in the worker's order, and of each worker, the first of those whose windows are
+        # open. An entry that is no longer the first of its connection is ignored.
+        self._waiting: list[deque[tuple[int, int]]] = [deque() for _ in range(self._pairs)]
+        self._ready: list[list[tuple[int, int]]] = [[] for _ in range(self._groups)]
         self._in_transport = [0] * self._groups
-        self._arrived = [0] * scenario.partitions
+        every = scenario.partitions + scenario.urgent_partitions
+        self._arrived = [0] * every
         self._engine_free = np.zeros((scenario.servers, scenario.engine_threads))
-        self._missing = [scenario.partitions] * self._groups
+        self._missing = [every] * self._groups
         self._finished = [0.0] * self._groups
+        self._server_finished = [0.0] * scenario.servers
+        self._urgent_finished = 0.0
 
     def run(self) -> Prediction:
         for group, workers in enumerate(self._scenario.workers):
             self._at(workers.start, "start", group, 0)
+            if self._scenario.urgent_partitions:
+                late = max(workers.start, self._scenario.urgent_start)
+                self._at(late, "urgent", group, 0)
         while any(self._missing):
             self._advance()
         k, pairs = self._scenario.servers, self._pairs
@@ -121,6 +136,8 @@ class _PushPull:
             worker_seconds=tuple(self._finished),
             worker_sent=tuple(pushed.sum(1)),
             worker_received=tuple(pulled.sum(1)),
+            server_seconds=tuple(self._server_finished),
+            urgent_seconds=self._urgent_finished,
             server_sent=tuple(counts @ pulled),
             server_received=tuple(counts @ pushed),
         )
@@ -177,21 +194,39 @@ class _PushPull:
 
     def _hold_credit(self, flow: int, size: int) -> None:
         self._handed[flow] += size
-        self._holding[flow].append(self._handed[flow])
+        self._holding[flow].append((self._handed[flow], size))
         self._in_transport[flow // self._scenario.servers] += 1
+        self._outstanding[flow] += size
         self._return_credits(flow, start=False)
 
     def _return_credits(self, flow: int, *, start: bool = True) -> None:
         """Give back the credits of the messages that the kernel has taken; push on with them."""
-        holding, group = self._holding[flow], flow // self._scenario.servers
-        taken = self._moved[flow] + self._scenario.socket_buffer + _REST
-        while holding and holding[0] <= taken:
-            holding.popleft()
-            self._in_transport[group] -= 1
-        first = holding[0] - self._scenario.socket_buffer if holding else np.inf
+        holding, scenario = self._holding[flow], self._scenario
+        taken = self._moved[flow] + scenario.socket_buffer + _REST
+        returned = False
+        while holding and holding[0][0] <= taken:
+            _, size = holding.popleft()
+            if scenario.credit_delay:
+                self._at(self._now + scenario.credit_delay, "credit", flow, size)
+            else:
+                self._give_back(flow, size)
+                returned = True
+        first = holding[0][0] - scenario.socket_buffer if holding else np.inf
         self._returns[flow] = first
-        if start:
-            self._start(group, 0)
+        if start and returned:
+            self._hand_over(flow // scenario.servers)
+
+    def _credit(self, flow: int, size: int) -> None:
+        self._give_back(flow, size)
+        self._hand_over(flow // self._scenario.servers)
+
+    def _give_back(self, flow: int, size: int) -> None:
+        group, server = divmod(flow, self._scenario.servers)
+        self._in_transport[group] -= 1
+        was_open = self._is_open(flow)
+        self._outstanding[flow] -= size
+        if not was_open and self._is_open(flow):
+            self._is_ready(group, server)
 
     def _is_local(self, group: int, server: int) -> bool:
         return self._scenario.colocated and server % self._groups == group
@@ -199,20 +234,63 @@ class _PushPull:
     # -- workers
 
     def _start(self, group: int, _: int) -> None:
-        """Hand partitions to the transport, as long as there are credits."""
-        scenario, order = self._scenario, self._orders[group]
-        while order and not 0 < scenario.credit <= self._in_transport[group]:
-            index = order.popleft()
+        scenario = self._scenario
+        for place, index in enumerate(_order(scenario, group)):
             server = scenario.server_of(index)
+            self._waiting[group * scenario.servers + server].append((place, index))
+        for server in range(scenario.servers):
+            self._is_ready(group, server)
+        self._hand_over(group)
+
+    def _urgent(self, group: int, _: int) -> None:
+        """The urgent tensor goes before all that the transport does not have yet."""
+        scenario = self._scenario
+        for index in reversed(range(scenario.urgent_partitions)):
+            number = scenario.partitions + index
+            flow = group * scenario.servers + scenario.server_of(number)
+            self._waiting[flow].appendleft((index - scenario.urgent_partitions, number))
+        for server in range(scenario.servers):
+            self._is_ready(group, server)
+        self._hand_over(group)
+
+    def _is_open(self, flow: int) -> bool:
+        """Whether the window of a connection admits the partition that is next."""
+        waiting, window = self._waiting[flow], self._scenario.window
+        if not waiting:
+            return False
+        outstanding = self._outstanding[flow]
+        size = self._scenario.partition_size(waiting[0][1])
+        return not window or not outstanding or outstanding + size <= window
+
+    def _is_ready(self, group: int, server: int) -> None:
+        """Let a connection take part in the worker's choice, if its window is open."""
+        flow = group * self._scenario.servers + server
+        if self._is_open(flow):
+            heapq.heappush(self._ready[group], (self._waiting[flow][0][0], server))
+
+    def _hand_over(self, group: int) -> None:
+        """Hand partitions to the transport, as long as there are credits and open windows."""
+        scenario, ready = self._scenario, self._ready[group]
+        while ready and not 0 < scenario.credit <= self._in_transport[group]:
+            place, server = heapq.heappop(ready)
+            flow = group * scenario.servers + server
+            waiting = self._waiting[flow]
+            if not waiting or waiting[0][0] != place or not self._is_open(flow):
+                continue  # handed over already, or an urgent one came before it
+            _, index = waiting.popleft()
             if self._is_local(group, server):
                 self._at(self._now + scenario.latency, "push_arrived", group, index)
             else:
-                flow = group * scenario.servers + server
                 self._enqueue(flow, index)
                 self._hold_credit(flow, scenario.partition_size(index))
+            self._is_ready(group, server)
 
-    def _answered(self, group: int, _: int) -> None:
+    def _answered(self, group: int, index: int) -> None:
         self._missing[group] -= 1
+        server = self._scenario.server_of(index)
+        self._server_finished[server] = self._now
+        if index >= self._scenario.partitions:
+            self._urgent_finished = self._now - self._scenario.urgent_start
         if not self._missing[group]:
             self._finished[group] = self._now
 
@@ -267,7 +345,7 @@ def _links(scenario: Scenario) -> tuple[np.ndarray, list[Hop]]:
     switch = np.full(2 * len(group), 2 * groups + 2 * k)
     both, one = np.concatenate([many, many]), np.ones(2 * len(group))
     links = np.array([workers.rate for workers in scenario.workers])
-    servers = np.full(2 * k, scenario.server_rate)
+    servers = np.array(2 * scenario.server_rates())
     return np.concatenate([links, links, servers, [scenario.core_rate]]), [
         Hop(link=np.concatenate([up, down]), weight=one),
         Hop(link=np.concatenate([server_down, server_up]), weight=both),

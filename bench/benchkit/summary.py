@@ -11,7 +11,7 @@ from typing import Any
 from benchkit.launch import Launch
 from benchkit.limits import busiest_link, least_seconds
 from benchkit.measure import Measured
-from benchkit.plan import Case, Plan
+from benchkit.plan import Case, Plan, through_servers
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
@@ -72,6 +72,8 @@ class Row:
     """What each link carries each way, a second; for all-reduce, as nccl-tests has it."""
     of_limit: float | None
     """The least time that the links allow, over p50."""
+    of_sockets: float | None
+    """The time of plain sockets in the same run, over p50; None where they were not measured."""
     cpu_s_per_gb: float | None
     """Processor seconds of the whole job for each 1e9 bytes that a worker has summed."""
     wrong: int
@@ -82,7 +84,7 @@ class Row:
 
 def cpu_s_per_gb(outcomes: Sequence[Measured], backend: str) -> float | None:
     """Median over launches; None where a part of the job runs out of sight."""
-    if backend == "byteps" and any(one.node_cpu_s is None for one in outcomes):
+    if through_servers(backend) and any(one.node_cpu_s is None for one in outcomes):
         return None
     return statistics.median(
         (one.worker_cpu_s + (one.node_cpu_s or 0.0)) * 1e9 / (one.case.size * one.case.iters)
@@ -99,17 +101,19 @@ def row(run: Run, backend: str, case: Case) -> Row:
     outcomes = run.of(backend, case)
     topology, middle = run.plan.topology, p50_s(outcomes)
     limit = least_seconds(backend, topology, case.size)
-    through_servers = backend == "byteps"
+    to_servers = through_servers(backend)
+    sockets = run.of("sockets", case) if "sockets" in run.plan.backends else []
     return Row(
         backend=backend,
         case=case,
         workers=topology.workers,
-        servers=topology.servers if through_servers else None,
+        servers=topology.servers if to_servers else None,
         p50_s=middle,
         p99_s=percentile([sample for one in outcomes for sample in one.samples_s], 99),
         algbw=case.size / middle,
-        busbw=None if through_servers else busiest_link(backend, topology) * case.size / middle,
+        busbw=None if to_servers else busiest_link(backend, topology) * case.size / middle,
         of_limit=None if limit is None else limit / middle,
+        of_sockets=p50_s(sockets) / middle if sockets else None,
         cpu_s_per_gb=cpu_s_per_gb(outcomes, backend),
         wrong=sum(one.wrong for one in outcomes),
     )

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from benchkit.gates import Verdict
 from benchkit.plan import Case
-from benchkit.summary import Ratio, Row, Run, ratio, rows
+from benchkit.summary import Ratio, Row, Run, percentile, ratio, rows
 from benchkit.units import show_size
 
 RESULT_HEAD = (
     *("size", "count", "type", "backend", "workers", "servers", "p50 ms", "p99 ms"),
-    *("algbw GB/s", "busbw GB/s", "of-limit", "cpu_s/GB", "#wrong"),
+    *("algbw GB/s", "busbw GB/s", "of-limit", "of-sockets", "cpu_s/GB", "#wrong"),
 )
 RATIO_HEAD = ("size", "type", "ours", "theirs", "ratio", "min..max", "launches")
 GATE_HEAD = ("bar", "must be", "is", "min..max", "")
@@ -34,6 +34,7 @@ def result_cells(row: Row) -> list[str]:
         f"{row.algbw / 1e9:.4f}",
         _maybe(None if row.busbw is None else row.busbw / 1e9, ".4f"),
         _maybe(row.of_limit, ".3f"),
+        _maybe(row.of_sockets, ".3f"),
         _maybe(row.cpu_s_per_gb, ".2f"),
         str(row.wrong),
     ]
@@ -86,3 +87,30 @@ def gate_cells(verdict: Verdict) -> list[str]:
 
 def gate_table(verdicts: Sequence[Verdict]) -> list[Sequence[str]]:
     return [GATE_HEAD, *map(gate_cells, verdicts)]
+
+
+BRIEF_HEAD = (
+    *("experiment", "backend", "size", "p50 ms", "min..max", "GB/s", "of-limit", "of-sockets"),
+    *("cpu_s/GB", "#wrong"),
+)
+
+
+def _brief_cells(run: Run, row: Row) -> list[str]:
+    """The spread is that of the launches' medians."""
+    medians = [percentile(one.samples_s, 50) * 1e3 for one in run.of(row.backend, row.case)]
+    return [
+        *(run.name, row.backend, show_size(row.case.size), f"{row.p50_s * 1e3:.3f}"),
+        *(f"{min(medians):.3f}..{max(medians):.3f}", f"{row.algbw / 1e9:.3f}"),
+        *(_maybe(row.of_limit, ".3f"), _maybe(row.of_sockets, ".3f")),
+        *(_maybe(row.cpu_s_per_gb, ".2f"), str(row.wrong)),
+    ]
+
+
+def brief_tables(runs: Sequence[tuple[Run, Sequence[Verdict]]]) -> list[list[Sequence[str]]]:
+    """One table of all figures of several runs, and one of their bars."""
+    figures: list[Sequence[str]] = [BRIEF_HEAD]
+    bars: list[Sequence[str]] = [("experiment", *GATE_HEAD)]
+    for run, verdicts in runs:
+        figures += [_brief_cells(run, row) for row in rows(run)]
+        bars += [[run.name, *gate_cells(verdict)] for verdict in verdicts]
+    return [figures, bars]

@@ -124,6 +124,17 @@ std::string List(const std::vector<double>& samples) {
   return "[" + text + "]";
 }
 
+// Which of the reducer's clones runs here; it makes the same choice.
+const char* Level() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
+  if (__builtin_cpu_supports("x86-64-v3")) return "x86-64-v3";
+  return "x86-64";
+#else
+  return "as compiled";
+#endif
+}
+
 struct Settings {
   size_t partition_bytes;
   size_t working_set;
@@ -165,9 +176,9 @@ void Measure(const Operation& operation, DType t, const Settings& settings, size
   printf(
       "{\"operation\": \"%s\", \"type\": \"%s\", \"set\": \"%s\", \"read\": %zu, "
       "\"written\": %zu, \"bytes\": %zu, \"seconds\": %s, \"plain_seconds\": %s, "
-      "\"wrong\": %zu}\n",
+      "\"wrong\": %zu, \"level\": \"%s\"}\n",
       operation.name, byteps::core::NameOf(t), set, read, written, pass * passes,
-      List(ours).c_str(), List(plain).c_str(), wrong);
+      List(ours).c_str(), List(plain).c_str(), wrong, Level());
   fflush(stdout);
 }
 

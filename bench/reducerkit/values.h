@@ -12,10 +12,11 @@
 namespace bench {
 
 // Small multiples of every divisor: exact in every type, also after an addition and
-// a division, and other ones in each buffer and at each index, up to a period.
+// a division, and other ones in each buffer and at each index, up to a period.  None
+// is 0: what is divided again and again would become subnormal, which is slow.
 constexpr size_t kPeriod = 5;
 inline int Value(int buffer, size_t i) {
-  return 12 * static_cast<int>((i * 7 + buffer * 3) % kPeriod);
+  return 12 * (1 + static_cast<int>((i * 7 + buffer * 3) % kPeriod));
 }
 
 template <typename T>

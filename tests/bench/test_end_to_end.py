@@ -92,6 +92,28 @@ def test_two_workers_and_a_server_on_emulated_hosts(run_dir: Path) -> None:
 
 
 @pytest.mark.requires("root")
+def test_plain_sockets_beside_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the user has on PYTHONPATH reaches the ranks: this file is imported at their start.
+    (run_dir / "sitecustomize.py").write_text(
+        f"import pathlib; pathlib.Path({str(run_dir)!r}, 'seen').touch()"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(run_dir))
+    record = run_dir / "run.json"
+    status, output = run_tool(
+        run_dir,
+        *("--sizes", "4KiB,1MiB", "--emulate", "4@200mbit", "--servers", "2", "--iters", "2"),
+        *("--backends", "byteps,sockets", "--flows", "2", "--max-busy", "1"),
+        *("--json", str(record)),
+    )
+    assert status == 0, output
+    large = lines_of(output, "sockets")[1]
+    assert large[4:6] == ["2", "2"] and large[11] == "1.000"
+    rows = json.loads(record.read_text())["runs"][0]["rows"]
+    assert all(row["of_sockets"] > 0 for row in rows)
+    assert (run_dir / "seen").exists()
+
+
+@pytest.mark.requires("root")
 def test_a_missed_bar_is_an_exit_status(run_dir: Path) -> None:
     status, output = run_tool(
         run_dir,

@@ -93,6 +93,7 @@ def test_a_launcher_says_how_many_workers_there_are() -> None:
         (["--backends", "byteps,mpi"], "backend 'mpi' is none of"),
         (["--backends", "gloo,gloo"], "each backend once"),
         (["--backends", "nccl"], "--device cuda"),
+        (["--backends", "sockets", "--flows", "0"], "at least one flow"),
         (["--dtype", "float8"], "dtype 'float8' is none of"),
         (["--sizes", "6B"], "no whole number of float32"),
         (["--sizes", "8B", "--tensors", "3"], "cannot be split"),
@@ -106,6 +107,11 @@ def test_a_launcher_says_how_many_workers_there_are() -> None:
 def test_bad_use_is_named(arguments: list[str], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         plan_of(*arguments)
+
+
+def test_plain_sockets_are_not_for_a_rank() -> None:
+    with pytest.raises(ValueError, match="without a launcher"):
+        plan_of("--backends", "sockets", RANK="0", WORLD_SIZE="2")
 
 
 def test_emulation_is_not_for_a_rank() -> None:

@@ -73,29 +73,50 @@ def test_a_reducer_that_does_not_compile(
     assert "install g++, or set CXX" in capsys.readouterr().err
 
 
-def result(seconds: list[float], plain: list[float], *, type: str = "float32") -> object:
+def result(
+    seconds: list[float],
+    plain: list[float],
+    *,
+    type: str = "float32",
+    set: str = "memory",
+    operation: str = "sum += in",
+) -> reducer_bench.Result:
     return reducer_bench.Result(
-        operation="sum += in",
+        operation=operation,
         type=type,
-        set="memory",
+        set=set,
         read=8,
         written=4,
         bytes=12_000_000_000,
         seconds=seconds,
         plain_seconds=plain,
         wrong=0,
+        level="x86-64-v3",
     )
 
 
 def test_the_bar_holds_for_gated_types_alone(capsys: pytest.CaptureFixture[str]) -> None:
     options = reducer_bench.parse(["--min-of-limit", "0.7"])
-    fast, slow = result([2.0, 1.0], [0.8, 3.0]), result([2.0], [1.0])
+    fast = result([2.0, 1.0], [0.8, 3.0])
+    slow = result([2.0], [1.0], operation="wide += in")
     other = result([2.0], [1.0], type="int64")
     assert reducer_bench.report([fast, other], options, {"hardware": "x"}) == 0
     assert reducer_bench.report([fast, slow], options, {"hardware": "x"}) == 1
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
-    assert lines[1][-5:] == ["12.00", "15.00", "0.80", "ok", "0"]
+    assert lines[1][-6:] == ["12.00", "15.00", "0.80", "0.80", "ok", "0"]
     assert [line[-2] for line in lines] == ["gate", "ok", "-", "gate", "ok", "MISS"]
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(1.2, "ok"), (1.6, "MISS")])
+def test_out_of_the_cache_memory_is_the_limit_too(
+    seconds: float, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = reducer_bench.parse(["--min-of-limit", "0.7"])
+    # The cache feeds the plain loop five times as fast as memory does.
+    cached = result([seconds], [0.2], set="partition")
+    reducer_bench.report([result([1.0], [1.0]), cached], options, {"hardware": "x"})
+    line = capsys.readouterr().out.splitlines()[-1].split()
+    assert line[-4:] == [f"{0.2 / seconds:.2f}", f"{1 / seconds:.2f}", verdict, "0"]
 
 
 @pytest.mark.parametrize("words", [["--types", "float8"], ["--repeats", "0"], ["--partition", "x"]])

@@ -9,10 +9,12 @@ import pytest
 from made_up import make_run
 
 import suite
+from benchkit.experiment import Experiment
 from benchkit.gates import Gate
 from benchkit.markdown import BEGIN, END
+from benchkit.plan import Plan
 from benchkit.processes import LaunchError
-from benchkit.sets import SETS, Experiment
+from benchkit.sets import SETS
 from benchkit.summary import Run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarking.md"
@@ -29,10 +31,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Two experiments, 1.5 times as fast as gloo; the names of those that ran."""
     names: list[str] = []
 
-    def run_plan(plan: object, name: str) -> Run:
+    def run_plan(plan: Plan, name: str, deadline: float | None) -> Run:
         names.append(name)
         run = make_run()
-        run.name = name
+        run.name, run.plan = name, plan
         return run
 
     set_up = [experiment("easy", 1.4), experiment("hard", 1.6)]
@@ -53,10 +55,10 @@ def test_a_failed_launch_does_not_stop_the_rest(
 ) -> None:
     works: Callable[..., Run] = suite.run_plan
 
-    def run_plan(plan: object, name: str) -> Run:
+    def run_plan(plan: Plan, name: str, deadline: float | None) -> Run:
         if name == "easy":
             raise LaunchError("server-0 fell over")
-        return works(plan, name)
+        return works(plan, name, deadline)
 
     monkeypatch.setattr(suite, "run_plan", run_plan)
     assert suite.main([]) == 1
@@ -133,3 +135,47 @@ def test_nothing_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
         suite.main(["--resume"])
     assert stop.value.code == 2
     assert "--resume needs the record" in capsys.readouterr().err
+
+
+def test_fewer_launches_are_a_plan_of_their_own(measured: list[str], tmp_path: Path) -> None:
+    words = ["--json", str(tmp_path / "record.json"), "--only", "easy", "--launches", "1"]
+    assert suite.main(words) == 0
+    from_json = ["--only", "easy", "--from-json", words[1]]
+    assert suite.main([*from_json, "--launches", "1"]) == 0
+    assert suite.main([*from_json, "--launches", "3"]) == 1  # recorded for another plan
+
+
+def test_a_budget_that_is_used_up_begins_nothing(
+    measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert suite.main(["--budget", "-1"]) == 1
+    assert measured == []
+    assert "easy: not begun, since --budget is used up" in capsys.readouterr().err
+
+
+def test_the_brief_tables_come_last(
+    measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert suite.main(["--brief"]) == 1
+    out = capsys.readouterr().out
+    assert "##" not in out
+    figures, bars = (line.split() for line in out.splitlines() if line.split()[0] == "experiment")
+    assert figures[1] == "backend" and bars[1] == "bar"
+    assert [line.split()[-1] for line in out.splitlines()[-2:]] == ["ok", "MISS"]
+
+
+@pytest.mark.parametrize("name", ["fast", "fast-gpu"])
+def test_fast_links_need_processors_and_gpus(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(15))
+    assert suite.main(["--set", name]) == 2
+    assert "1+1-loopback needs 16 processors, and there are 15" in capsys.readouterr().err
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refused = suite.demand_hardware
+    if name == "fast":
+        refused(SETS[name]())
+    else:
+        with pytest.raises(ValueError, match="4\\+4-10gbit needs a GPU"):
+            refused(SETS[name]())

@@ -100,6 +100,11 @@ def test_all_rounds_count_when_none_was_quiet() -> None:
         ("of-limit", 0.95, None, 1.0, True),
         ("cpu", None, 3.0, 4 / 3, True),
         ("cpu", None, 1.2, 4 / 3, False),
+        # 1 MiB in a second; 0.4 processor seconds for three times 1 MiB.
+        ("speed", 0.001, None, 1.048576e-3, True),
+        ("speed", 0.002, None, 1.048576e-3, False),
+        ("cpu-seconds", None, 128.0, 0.4 / 3 / 1.048576e-3, True),
+        ("cpu-seconds", None, 127.0, 0.4 / 3 / 1.048576e-3, False),
     ],
 )
 def test_bars(kind: str, low: float | None, high: float | None, value: float, ok: bool) -> None:
@@ -112,3 +117,11 @@ def test_bars(kind: str, low: float | None, high: float | None, value: float, ok
 def test_a_bar_on_what_is_not_known_is_missed() -> None:
     run = make_run({"byteps": [[1.0]], "gloo": [[1.5]]}, link_bits=0)
     assert not judge(Gate(kind="of-limit", case=CASE, low=0.1), run).ok
+
+
+def test_the_share_of_plain_sockets() -> None:
+    run = make_run({"byteps": [[1.0]], "sockets": [[0.8]]})
+    assert row(run, "byteps", CASE).of_sockets == pytest.approx(0.8)
+    assert row(run, "sockets", CASE).of_sockets == 1.0
+    assert row(run, "sockets", CASE).servers == 4
+    assert row(make_run(), "byteps", CASE).of_sockets is None

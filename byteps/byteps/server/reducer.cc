@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 // The loops below are plain so that the compiler vectorises them; where it can,
 // it does so for several instruction sets and picks one when the program starts.
@@ -78,7 +77,7 @@ struct BFloat16 : Half<BFloat16> {
     // to nearest even; a NaN would turn into infinity and is kept apart.
     const uint32_t rounded = u + 0x7fff + ((u >> 16) & 1);
     const uint32_t nan = u | 0x400000;
-    return (u & 0x7fffffff) > 0x7f800000 ? nan : rounded;
+    return f != f ? nan : rounded;
   }
 };
 
@@ -138,9 +137,10 @@ BYTEPS_INLINE inline void WithDivision(int divisor, Loop loop) {
   if (HasFma() && divisor < (1 << 21)) {
     return loop([d, inverse](A v) BYTEPS_INLINE {
       const A q = v * inverse;
-      const A corrected = std::fma(std::fma(-q, d, v), inverse, q);
-      if (q == 0) return q;  // with its sign
-      return std::abs(q) <= std::numeric_limits<A>::max() ? corrected : q;
+      const A rest = std::fma(-q, d, v);
+      // There is no rest of an infinity.
+      const A corrected = rest == rest ? std::fma(rest, inverse, q) : q;
+      return std::copysign(corrected, v);  // which a zero has lost
     });
   }
   loop([d](A v) BYTEPS_INLINE { return v / d; });

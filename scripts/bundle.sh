@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# Collects what the benchmarks need on a machine without network access; see usage below.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+folder="$root/build/bundle"
+
+usage() {
+  cat <<'TEXT'
+usage: scripts/bundle.sh [-h] [FOLDER]
+
+Collects in one folder (default: build/bundle; it is made anew) what benchmarks and training need
+beside this checkout, Python, PyTorch, NumPy and a C++ compiler: the byteps package and
+byteps-server, the patched Megatron-LM and the small packages that it imports, the programs that make
+emulated links (ip, tc, sysctl), and the shared libraries of all of these but those of the C and C++
+compilers' run time. About 25 MB.
+
+Copy the checkout and the folder to a machine of the same architecture and Python version, whose C
+library is as new as this one's, and use them there:
+
+  . FOLDER/activate
+  python3 bench/pushpull_bench.py --workers 4 --servers 4 --emulate 8@10gbit --sizes 256MiB
+  python3 bench/train_bench.py --tree FOLDER/Megatron-LM --workers 2 --servers 1
+
+Run `make setup` first.
+TEXT
+}
+
+case "${1:-}" in
+  -h | --help)
+    usage
+    exit 0
+    ;;
+  -*)
+    echo "error: bundle.sh has no option $1" >&2
+    usage >&2
+    exit 2
+    ;;
+esac
+if (($# > 1)); then
+  echo "error: bundle.sh takes one folder, got: $*" >&2
+  usage >&2
+  exit 2
+fi
+folder="${1:-$folder}"
+
+fail() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+python="$root/build/venv/bin/python"
+[[ -x $python && -x $root/build/venv/bin/byteps-server ]] || fail "there is no build: run make setup"
+packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
+
+# Nothing but an earlier bundle is overwritten.
+if [[ -e $folder && ! -e $folder/activate ]] && [[ -n "$(ls -A "$folder")" ]]; then
+  fail "$folder is not empty, and no bundle: name another folder"
+fi
+part="$(mktemp -d "${TMPDIR:-/tmp}/bundle.XXXXXX")"
+trap 'rm -rf "$part"' EXIT
+mkdir -p "$part/bin" "$part/lib" "$part/python" "$part/Megatron-LM"
+
+# ---------------------------------------------------------------- programs and packages
+
+cp "$root/build/venv/bin/byteps-server" "$part/bin/"
+for program in ip tc sysctl; do
+  path="$(PATH="$PATH:/usr/sbin:/sbin" command -v "$program")" ||
+    fail "$program is missing: install iproute2 and procps"
+  cp -L "$path" "$part/bin/"
+done
+cp -r "$packages"/byteps "$packages"/byteps-*.dist-info "$part/python/"
+# What megatron.training imports, as requirements.lock has it.
+for package in packaging omegaconf yaml psutil einops; do
+  [[ -e $packages/$package ]] || fail "$packages has no $package: run make setup"
+  cp -r "$packages/$package" "$part/python/"
+done
+cp -r "$root"/build/Megatron-LM/{megatron,pyproject.toml} "$part/Megatron-LM/"
+for entry in "$root"/build/Megatron-LM/*.py; do
+  if [[ -e $entry ]]; then cp "$entry" "$part/Megatron-LM/"; fi
+done
+find "$part" -name __pycache__ -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------- shared libraries
+
+# Those of the C library and of the compilers belong to the machine: newer ones run what was
+# linked with older ones.
+is_the_machines() {
+  case "$1" in
+    libc.so.* | libm.so.* | libdl.so.* | libpthread.so.* | librt.so.* | libresolv.so.*) return 0 ;;
+    ld-linux* | libstdc++.so.* | libgcc_s.so.* | libpython*) return 0 ;;
+    # The GPU's driver, and what comes with PyTorch.
+    libcuda.so.* | libnvidia* | libcudart.so.* | libnccl.so.* | libtorch* | libc10*) return 0 ;;
+    *) return 1 ;;
+  esac
+}
+
+while read -r name path; do
+  if ! is_the_machines "$name"; then cp -L "$path" "$part/lib/$name"; fi
+done < <(
+  {
+    find "$part/bin" -type f
+    find "$part/python" "$part/Megatron-LM" -name '*.so'
+  } | xargs -n 1 ldd | awk '$2 == "=>" && $3 ~ /^\// {print $1, $3}' | sort -u
+)
+
+# ---------------------------------------------------------------- activate
+
+cat >"$part/activate" <<'TEXT'
+# To be read by a shell: `. FOLDER/activate`. Prepends this folder to what the shell has.
+bundle="$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")" && pwd)"
+export PATH="$bundle/bin:$PATH"
+export PYTHONPATH="$bundle/python:$bundle/Megatron-LM${PYTHONPATH:+:$PYTHONPATH}"
+export LD_LIBRARY_PATH="$bundle/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+unset bundle
+TEXT
+
+mkdir -p "$(dirname "$folder")"
+rm -rf "$folder"
+cp -r "$part" "$folder"
+chmod -R u+w,go+rX "$folder"
+"$python" -c 'import sys; print("Python %d.%d" % sys.version_info[:2])' >"$folder/python-version"
+echo "$folder: $(du -sm "$folder" | cut -f1) MB, for $(uname -m), $(<"$folder/python-version"), glibc" \
+  "$(getconf GNU_LIBC_VERSION | cut -d' ' -f2) or later"
