@@ -74,6 +74,8 @@ class Job:
     ranks: int
     settings: Mapping[str, Any]
     platform: Platform = CPU
+    per_host: int = 1
+    """Consecutive ranks that take themselves to share a host."""
 
     def run(self, *, fails: bool = False) -> None:
         """Run to the end. Raises JobFailed unless all ranks succeed (or none, if it ``fails``)."""
@@ -122,6 +124,7 @@ class Job:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
+            "BYTEPS_HOST_ID": f"host{rank // self.per_host}",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchkit import costmodel
+from byteps import cost_model as costmodel
 
 M, B = 64e6, 8e6
 M_OVER_B = 8.0

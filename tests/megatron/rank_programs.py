@@ -40,7 +40,15 @@ def train(
     """
     if hide_byteps:
         sys.modules["byteps"] = None  # type: ignore[assignment]
-    return run([*MODEL, *arguments], broken=broken_reducers.BREAKS[broken] if broken else None)
+    broken_by = broken_reducers.BREAKS[broken] if broken else None
+    return run([*MODEL, *_through_servers(arguments)], broken=broken_by)
+
+
+def _through_servers(arguments: Sequence[str]) -> list[str]:
+    """The ranks share this machine, where nothing would go to servers unless asked for."""
+    if "--use-dpu-reduce" in arguments and "--dpu-reduce-route" not in arguments:
+        return [*arguments, "--dpu-reduce-route", "flat"]
+    return list(arguments)
 
 
 def train_layout(
@@ -69,7 +77,7 @@ def train_poisoned(
     folder: Path, arguments: Sequence[str], environment: dict[str, str] | None = None
 ) -> RankSeen:
     """Training in which one rank comes upon a NaN."""
-    return run([*MODEL, *arguments], broken=_poison)
+    return run([*MODEL, *_through_servers(arguments)], broken=_poison)
 
 
 # --------------------------------------------------------------------------- megatron.core alone
@@ -107,6 +115,8 @@ def _on_core(body: Callable[[], Any]) -> Any:
 
 def _wrap(module: torch.nn.Module, **config: Any) -> DistributedDataParallel:
     transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    if config.get("use_dpu_reduce"):
+        config.setdefault("dpu_reduce_route", "flat")
     return DistributedDataParallel(transformer, DistributedDataParallelConfig(**config), module)
 
 

@@ -1,17 +1,20 @@
 """What a sum over workers costs on the links, in closed form; docs/cost-model.md derives it.
 
-Everything here is arithmetic: links that carry their rate in each direction at once, a switch that
-is never the limit, additions and messages that cost nothing. ``benchkit.simulation`` predicts what
-partitions, credits, latency and the servers' additions cost on top.
+Training decides by these functions how each bucket of gradients is summed, and the benchmark holds
+what it measures against them. Everything here is arithmetic and needs no other module: links that
+carry their rate in each direction at once, a switch that is never the limit, additions and messages
+that cost nothing. ``bench/simulate.py`` predicts what partitions, credits, latency and the servers'
+additions cost on top.
 
-In all functions ``workers`` (n) are the members of the sum, ``servers`` (k) the machines that add,
-``size`` (M) the bytes of the tensor on one worker and ``rate`` (B) the bytes per second that a link
-carries each way. Times are in seconds.
+Where not said otherwise ``workers`` (n) are the members of the sum, each with a network card of its
+own, ``servers`` (k) the machines that add, ``size`` (M) the bytes of the tensor on one worker and
+``rate`` (B) the bytes per second that a link carries each way. Times are in seconds.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -120,7 +123,99 @@ SCHEMES = (
     Scheme(name="parameter servers, bf16", passes=(2,), through_servers=True),
 )
 """Gradients reduced and gathered in fp32; gradients reduced and parameters gathered in bf16;
-gradients pushed, while sums are pulled in the other direction, in fp32 or bf16."""
+gradients pushed, while sums are pulled in the other direction, in fp32 or bf16. The second shards
+the optimizer, the others do not."""
+
+
+# ------------------------------------------------------------- several ranks behind one card
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Bytes that the busiest card of each kind carries in its busier direction."""
+
+    host: float
+    """Of a host with workers, and the servers on it."""
+    server: float = 0.0
+    """Of a server on a machine of its own."""
+
+    def seconds(self, host_rate: float, server_rate: float) -> float:
+        """When the last byte has passed, for cards of so many bytes a second each way."""
+        return max(self.host / host_rate, self.server / server_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """The servers of a job, and how bytes are dealt to them."""
+
+    hosts: int
+    """With workers. All of them push at the same time."""
+    extra: int
+    """Servers on machines of their own."""
+    local: int = 0
+    """Servers on each of the hosts with workers."""
+    weighted: bool = False
+    """Bytes are dealt by :func:`best_shares`; else every server gets as many."""
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.extra < 0 or self.local < 0 or self.extra + self.local < 1:
+            raise ValueError(f"there must be a host and a server at least: {self}")
+
+    def shares(self) -> Shares:
+        """``beside`` is for all servers of a host together."""
+        if not self.local:
+            return Shares(extra=1 / self.extra, beside=0.0)
+        if self.weighted:
+            return best_shares(self.hosts, self.extra)
+        count = self.extra + self.local * self.hosts
+        return Shares(extra=1 / count, beside=self.local / count)
+
+
+def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:
+    """The load of a push-pull, of which the ranks of each host together push and pull so many bytes.
+
+    A server with the part x of the tensor receives x * pushed from every host and sends
+    x * pulled to each. What a worker and a server on one host exchange does not pass its card.
+    """
+    shares, others = servers.shares(), servers.hosts - 1
+    own = shares.beside
+    out = pushed * (1 - own) + pulled * own * others
+    into = pulled * (1 - own) + pushed * own * others
+    extra = servers.hosts * shares.extra * max(pushed, pulled) if servers.extra else 0.0
+    return Load(host=max(out, into), server=extra)
+
+
+def reduce_scatters(groups: Iterable[Sequence[int]], size: float) -> Load:
+    """The load of reduce-scatters of torch.distributed (or all-gathers), all at the same time.
+
+    A ring visits the members of a host one after the other, so that (m-1)/m of the tensor leaves
+    each host, for m members; nothing does where all are on one host.
+
+    Args:
+        groups: of each ring, the host of every member.
+        size: bytes of the tensor on one member.
+    """
+    return _leaving(groups, size, lambda members: (len(members) - 1) / len(members))
+
+
+def all_reduces(groups: Iterable[Sequence[int]], size: float) -> Load:
+    """The load of all-reduces of torch.distributed, all at the same time; arguments as above.
+
+    2(h-1)/h of the tensor leaves each of h hosts: what NCCL needs at its best, by trees or by rings
+    that sum inside the host first. A flat ring (gloo's) needs 2(m-1)/m.
+    """
+    return _leaving(groups, size, lambda members: 2 * (len(set(members)) - 1) / len(set(members)))
+
+
+def _leaving(
+    groups: Iterable[Sequence[int]], size: float, part: Callable[[Sequence[int]], float]
+) -> Load:
+    sent: dict[int, float] = {}
+    for members in groups:
+        if len(set(members)) > 1:
+            for host in set(members):
+                sent[host] = sent.get(host, 0.0) + part(members) * size
+    return Load(host=max(sent.values(), default=0.0))
 
 
 def _check(*, workers: int, servers: int | None, size: float, rate: float) -> None:
