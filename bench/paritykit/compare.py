@@ -92,9 +92,7 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
     return report
 
 
-def errors(
-    ranks: Sequence[RankSeen], wire: torch.dtype | None = None, per_host: int = 1
-) -> Errors:
+def errors(ranks: Sequence[RankSeen], wire: torch.dtype | None = None, per_host: int = 1) -> Errors:
     """Hold each sum of a run against the parts that its members put in.
 
     With ``wire`` fp32 parts were sent as that: the sum is of the parts so rounded, and itself

@@ -172,7 +172,7 @@ class Servers:
 
 
 def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:
-    """The load of a push-pull, of which the ranks of each host together push and pull so many bytes.
+    """The load of a push-pull: the ranks of each host together push and pull so many bytes.
 
     A server with the part x of the tensor receives x * pushed from every host and sends
     x * pulled to each. What a worker and a server on one host exchange does not pass its card.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from byteps import cost_model as costmodel
 
 M, B = 64e6, 8e6

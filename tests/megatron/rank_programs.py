@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform
 
@@ -113,11 +114,14 @@ def _on_core(body: Callable[[], Any]) -> Any:
         dist.destroy_process_group()
 
 
-def _wrap(module: torch.nn.Module, **config: Any) -> DistributedDataParallel:
+def _wrap(
+    module: torch.nn.Module, pg_collection: Any = None, **config: Any
+) -> DistributedDataParallel:
     transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     if config.get("use_dpu_reduce"):
         config.setdefault("dpu_reduce_route", "flat")
-    return DistributedDataParallel(transformer, DistributedDataParallelConfig(**config), module)
+    ddp_config = DistributedDataParallelConfig(**config)
+    return DistributedDataParallel(transformer, ddp_config, module, pg_collection=pg_collection)
 
 
 def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> dict[str, Any]:
@@ -149,7 +153,39 @@ def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> d
             for buffer in ddp.buffers + ddp.expert_parallel_buffers
             for bucket in buffer.buckets
         ]
-        return {"gradients": gradients, "ops": ops}
+        return {"gradients": gradients, "ops": ops, "pushed": _pushed_bytes()}
+
+    return _on_core(body)
+
+
+def _pushed_bytes() -> int:
+    """What this rank has sent to servers, as the engine counts it; 0 without BytePS."""
+    bps = sys.modules.get("byteps.torch")
+    return bps.get_metrics()["byteps_worker_pushed_bytes_total"] if bps is not None else 0
+
+
+def core_one_more(folder: Path, environment: dict[str, str]) -> tuple[list[Any], list[Any]]:
+    """The gradients and operations of the second of two models that all ranks wrap, after rank 0
+    has wrapped another one in a group of its own, whose lowest rank is that of the others."""
+
+    def body() -> tuple[list[Any], list[Any]]:
+        alone = dist.new_group([0])
+        _wrap(Mixed(), use_dpu_reduce=True)
+        if dist.get_rank() == 0:
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            groups.dp = groups.dp_cp = groups.expt_dp = alone
+            groups.intra_dp_cp = groups.intra_expt_dp = alone
+            _wrap(Mixed(), pg_collection=groups, use_dpu_reduce=True)
+        ddp = _wrap(Mixed(), use_dpu_reduce=True)
+        ddp.zero_grad_buffer()
+        for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+            buffer.grad_data.fill_(2.0 + 2.0 * dist.get_rank())
+        ddp.finish_grad_sync()
+        buffers = ddp.buffers + ddp.expert_parallel_buffers
+        return (
+            [p.main_grad.clone() for p in ddp.module.parameters()],
+            [bucket.dpu_reduce_op for buffer in buffers for bucket in buffer.buckets],
+        )
 
     return _on_core(body)
 

@@ -23,9 +23,7 @@ def _name(**changed: object) -> str:
 
 
 def test_name() -> None:
-    assert _name() == (
-        "dpu_reduce/dense/dp0x2-9fc81a7857d8/model0/chunk0/bf16-fp32/bucket3"
-    )
+    assert _name() == ("dpu_reduce/dense/dp0x2-9fc81a7857d8/model0/chunk0/bf16-fp32/bucket3")
     assert _name(group=(1, 0)) == _name()
 
 

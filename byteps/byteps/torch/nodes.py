@@ -15,6 +15,7 @@ once. On the CPU the sum inside the host is done when it returns.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ def whole_pieces(elements: int, per_host: int, pieces: int) -> list[Piece]:
     for begin, end in zip(begins, [*begins[1:], elements], strict=True):
         part = -(-(end - begin) // per_host)
         edges = [min(begin + index * part, end) for index in range(per_host + 1)]
-        ranges = tuple(zip(edges[:-1], edges[1:], strict=True))
+        ranges = tuple(itertools.pairwise(edges))
         cut.append(Piece(scatters=(ranges,), wanted=None, gather=True))
     return cut
 
@@ -186,7 +187,7 @@ def shard_pieces(
     return [
         _slab_piece(parts, (slab,), edge, size, local, mine)
         for slab in range(slabs)
-        for edge in zip(edges[:-1], edges[1:], strict=True)
+        for edge in itertools.pairwise(edges)
     ]
 
 
@@ -463,7 +464,7 @@ def _are_even(ranges: Sequence[Range]) -> bool:
 
 def _side_by_side(flat: torch.Tensor, ranges: Sequence[Range], length: int) -> torch.Tensor:
     """The ranges one after the other, each filled up with zeros: a view where they lie so."""
-    adjacent = all(a[1] == b[0] for a, b in zip(ranges[:-1], ranges[1:], strict=True))
+    adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
     if adjacent and _are_even(ranges):
         return flat[ranges[0][0] : ranges[-1][1]]
     copy = flat.new_zeros(length * len(ranges))
@@ -474,12 +475,3 @@ def _side_by_side(flat: torch.Tensor, ranges: Sequence[Range], length: int) -> t
 
 def _is_view(part: torch.Tensor, flat: torch.Tensor) -> bool:
     return part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-
-
-def world_hosts() -> list[str]:
-    """The host of every rank of torch.distributed's default group; all ranks call this together."""
-    names: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, host_name())
-    return [str(name) for name in names]
-
-

@@ -280,9 +280,7 @@ def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) 
     rates = "link rates not known (BYTEPS_LINK_GBPS): bytes are compared"
     if network.host_rate:
         server = network.server_rate or network.host_rate
-        rates = (
-            f"{network.host_rate / _GBPS:g} Gbit/s a host, {server / _GBPS:g} Gbit/s a server"
-        )
+        rates = f"{network.host_rate / _GBPS:g} Gbit/s a host, {server / _GBPS:g} Gbit/s a server"
     lines = [
         f"dpu_reduce: {kind} gradients over {len(first.hosts)} ranks, {each} on each of "
         f"{len(set(first.hosts))} hosts; {servers.extra} servers on machines of their own, "
@@ -447,9 +445,7 @@ def _node_sums(
             f"--use-dpu-reduce: rank {rank} is not shard {mine} of the owners {op.owners} in the "
             f"data-parallel group {op.group}"
         )
-    cut = node.shard_pieces(
-        elements, owned, layout.host_of(rank), layout.local_index(rank), pieces
-    )
+    cut = node.shard_pieces(elements, owned, layout.host_of(rank), layout.local_index(rank), pieces)
     if cut is None:
         # Several instances on one host: its ranks own the same shards, and gather more than these.
         return whole, None

@@ -147,9 +147,7 @@ def _check_route(source: object) -> None:
     """``source`` is the arguments or a DDP config."""
     name = getattr(source, "dpu_reduce_route", None) or "auto"
     if name not in ROUTES:
-        raise ValueError(
-            f"--dpu-reduce-route={name} is not known; it can be {', '.join(ROUTES)}"
-        )
+        raise ValueError(f"--dpu-reduce-route={name} is not known; it can be {', '.join(ROUTES)}")
     if name != "auto" and not getattr(source, "use_dpu_reduce", False):
         raise ValueError(
             f"--dpu-reduce-route={name} needs --use-dpu-reduce: without it no gradient goes "
