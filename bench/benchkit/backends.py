@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-
 _NODES = "-nodes"
 
 
@@ -137,9 +136,7 @@ class PushPull:
                 name=f"{label}.{index}",
                 layout=self._layout,
                 node=self._node,
-                pieces=tuple(
-                    self._nodes.whole_pieces(tensor.numel(), self._node.size, pieces)
-                ),
+                pieces=tuple(self._nodes.whole_pieces(tensor.numel(), self._node.size, pieces)),
                 priority=-index,
                 placement=partitions,
             )

@@ -13,8 +13,9 @@ Where several workers share a host they are taken to sum inside it first.
 
 from __future__ import annotations
 
-from benchkit.plan import Topology
 from byteps import cost_model
+
+from benchkit.plan import Topology
 
 
 def busiest_link(backend: str, topology: Topology) -> float:

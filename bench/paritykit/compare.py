@@ -15,6 +15,8 @@ from .seen import RankSeen, Sum
 # Largest relative difference of a step's loss where the order of additions may differ.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "bf16-wire": 2e-2, "fp16-wire": 5e-3}
 SENT_AS_BF16_TOLERANCE = 2e-2
+# Of the bytes that go to servers, against the cost model's: padding and nothing else.
+BYTES_TOLERANCE = 0.02
 
 
 @dataclass(kw_only=True)
@@ -82,6 +84,7 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
         _note(report, f"{who}: not the rounded sum of two values", found.inexact)
         _note(report, f"{who}: members got different sums", found.split)
     _check_errors(report)
+    _check_bytes(report, ours)
 
     differences = list(_differences(ours, theirs))
     report.same_bits = not differences
@@ -181,6 +184,42 @@ def _spread(members: Sequence[int], layout: Layout) -> str:
         return "collective"
     even = len(set(counts.values())) == 1 and min(counts.values()) > 1
     return "node-first" if layout.route == "node-first" and even else "flat"
+
+
+def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
+    """The ranks of each host push and pull as many bytes as the cost model says."""
+    layout = report.layout
+    pushed: Counter[int] = Counter()
+    pulled: Counter[int] = Counter()
+    for rank, seen in enumerate(ours):
+        for step in seen.steps:
+            for total in step.sums.values():
+                up, down = _model_bytes(rank, total, layout)
+                pushed[rank // layout.per_host] += up
+                pulled[rank // layout.per_host] += down
+    for host in range(-(-len(ours) // layout.per_host)):
+        members = ours[host * layout.per_host : (host + 1) * layout.per_host]
+        for what, counted, expected in (
+            ("pushed", sum(one.pushed_bytes for one in members), pushed[host]),
+            ("pulled", sum(one.pulled_bytes for one in members), pulled[host]),
+        ):
+            if abs(counted - expected) > BYTES_TOLERANCE * expected:
+                report.misses.append(f"host {host} {what} {counted} bytes, not {expected:.0f}")
+
+
+def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
+    """What a rank pushes and pulls for a sum: its part of what the cost model has for its host."""
+    way = _spread(total.members, layout)
+    if way == "collective":
+        return 0.0, 0.0
+    element = 2 if layout.wire else total.local.element_size()
+    whole = total.local.numel() * element
+    wanted = total.result.numel() * element
+    if way == "flat":
+        return whole, wanted
+    beside = sum(member // layout.per_host == rank // layout.per_host for member in total.members)
+    # With a shard owned by several ranks of a host, each pulls its part, and they exchange them.
+    return whole / beside, min(wanted, whole / beside)
 
 
 def _check_errors(report: Report) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -149,13 +150,18 @@ def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> d
                 ddp.offload_grad_buffers()
                 ddp.restore_grad_buffers()
         ops = [
-            getattr(bucket, "dpu_reduce_op", None)
+            _told(getattr(bucket, "dpu_reduce_op", None))
             for buffer in ddp.buffers + ddp.expert_parallel_buffers
             for bucket in buffer.buckets
         ]
         return {"gradients": gradients, "ops": ops, "pushed": _pushed_bytes()}
 
     return _on_core(body)
+
+
+def _told(op: Any) -> Any:
+    """An operation without what cannot leave the process."""
+    return op and dataclasses.replace(op, node_whole=None, node_shards=None)
 
 
 def _pushed_bytes() -> int:
