@@ -49,7 +49,9 @@ class Placement:
         self.workers = [hosts[self.host_of(i) % len(hosts)] for i in range(topology.workers)]
         first = 0 if topology.colocate else used
         around = used if topology.colocate else len(hosts)
-        self.servers = [hosts[(first + i) % around % len(hosts)] for i in range(topology.servers)]
+        machines = [hosts[(first + i) % around % len(hosts)] for i in range(topology.servers)]
+        self.servers = machines * topology.servers_per_machine
+        self.servers_per_machine = topology.servers_per_machine
         self.local_servers = topology.local_servers
         self.servers += [hosts[i % len(hosts)] for i in range(used)] * topology.local_servers
         # It moves no gradients: beside worker 0 it costs no host.
@@ -146,6 +148,7 @@ def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(min(placement.ranks_per_host, size - first)),
         "BYTEPS_HOST_ID": f"bench-host-{number}",
         "BYTEPS_LOCAL_SERVERS": str(placement.local_servers),
+        "BYTEPS_SERVERS_PER_MACHINE": str(placement.servers_per_machine),
         "GLOO_SOCKET_IFNAME": host.interface,
         **(_as_hosts_of_their_own(host, placement.ranks_per_host) if host.namespace else {}),
     }

@@ -28,8 +28,12 @@ def busiest_link(backend: str, topology: Topology) -> float:
     if topology.colocate:
         most = -(-k // hosts)
         return max(0.0, (k + most * (hosts - 2)) / k)
-    local = topology.local_servers
-    servers = cost_model.Servers(hosts=hosts, extra=k, local=local, weighted=bool(local))
+    servers = cost_model.Servers(
+        hosts=hosts,
+        extra=k,
+        local=topology.local_servers,
+        per_machine=topology.servers_per_machine,
+    )
     load = cost_model.push_pull(servers, 1.0, 1.0)
     return max(load.host, load.server)
 

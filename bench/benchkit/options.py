@@ -60,6 +60,13 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         "--ranks-per-host", type=int, default=1, metavar="R", help="workers that share a host"
     )
     where.add_argument(
+        "--servers-per-machine",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes on each of --servers: their weight beside --local-servers",
+    )
+    where.add_argument(
         "--local-servers",
         type=int,
         default=0,
@@ -124,6 +131,7 @@ def _topology(options: argparse.Namespace, environment: Mapping[str, str]) -> To
         servers=servers,
         ranks_per_host=options.ranks_per_host,
         colocate=options.colocate,
+        servers_per_machine=options.servers_per_machine,
         local_servers=options.local_servers,
         in_job=in_cluster(environment),
         emulated_hosts=hosts,

@@ -60,7 +60,10 @@ class Topology:
 
     workers: int
     servers: int
-    """Of BytePS, besides ``local_servers``; all-reduce has none."""
+    """Of BytePS, besides ``local_servers``: machines of their own, unless they are colocated;
+    all-reduce has none."""
+    servers_per_machine: int = 1
+    """Processes on each of these."""
     ranks_per_host: int = 1
     """Workers that share a host and its link; the last host may have fewer."""
     colocate: bool = False
@@ -81,9 +84,9 @@ class Topology:
     def __post_init__(self) -> None:
         if self.workers < 1 or self.servers < 1:
             raise ValueError("there must be at least one worker and one server")
-        if self.ranks_per_host < 1 or self.local_servers < 0:
+        if self.ranks_per_host < 1 or self.local_servers < 0 or self.servers_per_machine < 1:
             raise ValueError("a host has at least one rank, and no fewer than 0 servers")
-        if self.local_servers and self.colocate:
+        if (self.local_servers or self.servers_per_machine > 1) and self.colocate:
             raise ValueError("--colocate puts all servers on the workers' hosts already")
         if self.emulated_hosts and self.emulated_hosts < self.hosts_needed:
             raise ValueError(

@@ -63,6 +63,8 @@ def topology_text(topology: Topology) -> str:
     if topology.ranks_per_host > 1:
         what += f" on {topology.worker_hosts} hosts"
     what += f", {topology.servers} servers"
+    if topology.servers_per_machine > 1:
+        what += f" of {topology.servers_per_machine} processes each"
     if topology.local_servers:
         where += f" and {topology.local_servers} on each of the workers'"
     if not topology.emulated_hosts:

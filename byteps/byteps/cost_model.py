@@ -151,24 +151,47 @@ class Servers:
     hosts: int
     """With workers. All of them push at the same time."""
     extra: int
-    """Servers on machines of their own."""
+    """Machines of their own with servers."""
     local: int = 0
-    """Servers on each of the hosts with workers."""
-    weighted: bool = False
-    """Bytes are dealt by :func:`best_shares`; else every server gets as many."""
+    """Server processes on each of the hosts with workers."""
+    per_machine: int = 1
+    """Server processes on each machine of its own."""
 
     def __post_init__(self) -> None:
-        if self.hosts < 1 or self.extra < 0 or self.local < 0 or self.extra + self.local < 1:
+        counts = (self.hosts - 1, self.extra, self.local, self.per_machine - 1)
+        if min(counts) < 0 or not self.count:
             raise ValueError(f"there must be a host and a server at least: {self}")
 
+    @property
+    def count(self) -> int:
+        """Server processes. Each gets as many bytes."""
+        return self.extra * self.per_machine + self.local * self.hosts
+
     def shares(self) -> Shares:
-        """``beside`` is for all servers of a host together."""
-        if not self.local:
-            return Shares(extra=1 / self.extra, beside=0.0)
-        if self.weighted:
-            return best_shares(self.hosts, self.extra)
-        count = self.extra + self.local * self.hosts
-        return Shares(extra=1 / count, beside=self.local / count)
+        """What a machine and a host get, with all processes on it."""
+        return Shares(extra=self.per_machine / self.count, beside=self.local / self.count)
+
+
+def best_servers(hosts: int, extra: int, within: float = 1.02) -> Servers:
+    """How many server processes to start on each machine, so that every card is busy.
+
+    A process gets as many bytes as any other, so that their numbers on the two kinds of machine
+    stand for :func:`best_shares`. The fewest processes are taken that are within that part of the
+    best time: 3 on each of 2 machines and 1 on each of 4 hosts, for example.
+    """
+    best = both_kinds(hosts, extra, 1.0, 1.0) if extra else ring(hosts, 1.0, 1.0)
+    choices = [
+        Servers(hosts=hosts, extra=extra, local=local, per_machine=per_machine)
+        for per_machine in range(1, 17 if extra else 2)
+        for local in range(0 if extra else 1, 9)
+    ]
+    good = [
+        one for one in choices if push_pull(one, 1.0, 1.0).seconds(1.0, 1.0) <= within * best + 1e-9
+    ]
+    return min(
+        good or choices,
+        key=lambda one: one.count if good else push_pull(one, 1.0, 1.0).seconds(1.0, 1.0),
+    )
 
 
 def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:

@@ -119,7 +119,10 @@ def test_the_table_tells_bytes_times_and_the_choice() -> None:
     what = Sum(hosts=hosts_of(4, 2), gradient_bytes=10**9, wire_bytes=10**9)
     rates = network(4, 4, gbps=10)
     text = plan.describe("dense", [(what, decide(what, rates))] * 3, rates)
-    assert "8 ranks, 2 on each of 4 hosts; 4 servers" in text and "10 Gbit/s a host" in text
+    assert (
+        "8 ranks, 2 on each of 4 hosts; servers: 1 on each of 4 machines" in text
+        and "10 Gbit/s a host" in text
+    )
     rows = [line.split() for line in text.splitlines()[2:]]
     assert rows[0] == ["3", "3000.0", "all-reduce", "4500.0", "-", "3600.0"]
     assert rows[1][:5] == ["BytePS", "flat", "6000.0", "6000.0", "4800.0"]

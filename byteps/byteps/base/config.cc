@@ -77,6 +77,9 @@ std::vector<Variable> MakeTable() {
        "Servers on each worker's host, which share its network card, for the cost model; the "
        "others are on machines of their own. In embedded mode all servers are local. The same on "
        "all workers."},
+      {"BYTEPS_SERVERS_PER_MACHINE", kInt, "servers", "1", 1, 256, "",
+       "Servers on each machine of their own, for the cost model. Bytes are dealt to servers in "
+       "equal parts: more of them on one kind of machine are its weight. The same on all workers."},
       {"BYTEPS_PARTITION_BYTES", kInt, "bytes", "4096000", 1, 1073741824, "",
        "Tensors are cut into partitions of at most this many bytes, rounded up to whole pages. The "
        "same on all workers."},

@@ -117,17 +117,22 @@ def _meet() -> _Job:
         float(node.setting("BYTEPS_LINK_GBPS")) or _card_gbps(node.setting("DMLC_INTERFACE")),
         float(node.setting("BYTEPS_SERVER_LINK_GBPS")),
         -1 if _embedded() else int(node.setting("BYTEPS_LOCAL_SERVERS")),
+        int(node.setting("BYTEPS_SERVERS_PER_MACHINE")),
     )
     told: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(told, mine)
-    names, rates, server_rates, local = zip(*told, strict=True)
+    names, rates, server_rates, local, per_machine = zip(*told, strict=True)
     numbers = {name: index for index, name in enumerate(dict.fromkeys(names))}
-    if len(set(local)) > 1:
-        raise RuntimeError(
-            f"--use-dpu-reduce: ranks disagree on BYTEPS_LOCAL_SERVERS: {sorted(set(local))}"
-        )
+    for variable, values in (
+        ("BYTEPS_LOCAL_SERVERS", local),
+        ("BYTEPS_SERVERS_PER_MACHINE", per_machine),
+    ):
+        if len(set(values)) > 1:
+            raise RuntimeError(
+                f"--use-dpu-reduce: ranks disagree on {variable}: {sorted(set(values))}"
+            )
     count = len(bps.bytes_per_server(1, name="count"))
-    servers = _servers(len(numbers), count, local[0])
+    servers = _servers(len(numbers), count, local[0], per_machine[0])
     # One plan for all ranks: the slowest card decides, and a rate that a rank does not know is not
     # known.
     host, server = min(rates), min(server_rates)
@@ -141,7 +146,7 @@ def _meet() -> _Job:
     )
 
 
-def _servers(hosts: int, count: int, local: int) -> Any:
+def _servers(hosts: int, count: int, local: int, per_machine: int) -> Any:
     """``local`` servers on each host, out of ``count``; -1: all of them are."""
     from byteps import cost_model
 
@@ -153,7 +158,15 @@ def _servers(hosts: int, count: int, local: int) -> Any:
             f"--use-dpu-reduce: BYTEPS_LOCAL_SERVERS={local} on {hosts} hosts are more than the "
             f"job's {count} servers"
         )
-    return cost_model.Servers(hosts=hosts, extra=count - local * hosts, local=local)
+    extra = count - local * hosts
+    if extra % per_machine:
+        raise RuntimeError(
+            f"--use-dpu-reduce: {extra} servers on machines of their own are no whole number of "
+            f"machines with BYTEPS_SERVERS_PER_MACHINE={per_machine}"
+        )
+    return cost_model.Servers(
+        hosts=hosts, extra=extra // per_machine, local=local, per_machine=per_machine
+    )
 
 
 def _embedded() -> bool:
@@ -283,8 +296,9 @@ def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) 
         rates = f"{network.host_rate / _GBPS:g} Gbit/s a host, {server / _GBPS:g} Gbit/s a server"
     lines = [
         f"dpu_reduce: {kind} gradients over {len(first.hosts)} ranks, {each} on each of "
-        f"{len(set(first.hosts))} hosts; {servers.extra} servers on machines of their own, "
-        f"{servers.local} on each of {servers.hosts} hosts; {rates}"
+        f"{len(set(first.hosts))} hosts; servers: {servers.per_machine if servers.extra else 0} on "
+        f"each of {servers.extra} machines of their own, {servers.local} on each of "
+        f"{servers.hosts} hosts; {rates}"
     ]
     rows = [("buckets", "MB", "way", "MB a host's card", "MB a server's card", "ms", "chosen")]
     by_plan: dict[tuple[str, str], list[tuple[Sum, Decision]]] = {}
