@@ -172,7 +172,7 @@ class Servers:
         return Shares(extra=self.per_machine / self.count, beside=self.local / self.count)
 
 
-def best_servers(hosts: int, extra: int, within: float = 1.02) -> Servers:
+def best_servers(hosts: int, extra: int, within: float = 1.03) -> Servers:
     """How many server processes to start on each machine, so that every card is busy.
 
     A process gets as many bytes as any other, so that their numbers on the two kinds of machine

@@ -84,8 +84,8 @@ def test_numbers_that_make_no_sense(call: object) -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "extra", "per_machine", "local"),
-    # x : y = 2(n-1) : n-k, as few processes as that takes within 2 %.
-    [(4, 2, 3, 1), (4, 4, 1, 0), (4, 6, 1, 0), (4, 1, 2, 1), (8, 2, 2, 1), (4, 0, 1, 1)],
+    # x : y = 2(n-1) : n-k, as few processes as that takes within 3 %.
+    [(4, 2, 3, 1), (4, 4, 1, 0), (4, 6, 1, 0), (4, 1, 2, 1), (8, 2, 2, 1), (4, 0, 1, 1), (8, 4, 3, 1)],
 )
 def test_numbers_of_processes_stand_for_shares(
     hosts: int, extra: int, per_machine: int, local: int
@@ -95,12 +95,12 @@ def test_numbers_of_processes_stand_for_shares(
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 8, 16, 64])
-def test_every_number_of_machines_is_within_two_percent_of_the_best(hosts: int) -> None:
+def test_every_number_of_machines_is_within_three_percent_of_the_best(hosts: int) -> None:
     for extra in range(1, hosts + 2):
         servers = costmodel.best_servers(hosts, extra)
         seconds = costmodel.push_pull(servers, M, M).seconds(B, B)
-        assert seconds <= 1.021 * costmodel.both_kinds(hosts, extra, M, B)
-        assert seconds <= costmodel.ring(hosts, M, B) * 1.021
+        assert seconds <= 1.031 * costmodel.both_kinds(hosts, extra, M, B)
+        assert seconds <= costmodel.ring(hosts, M, B) * 1.031
 
 
 def test_the_load_of_a_push_pull_that_pulls_less() -> None:
