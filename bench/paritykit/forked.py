@@ -116,7 +116,11 @@ class Job:
             for name, value in os.environ.items()
             if not name.startswith(("DMLC_", "BYTEPS_", "MEGATRON_", "TORCHELASTIC_"))
         }
-        size = str(self.ranks)
+        size, host = str(self.ranks), rank // self.per_host
+        own: dict[str, str] = {}
+        if self.per_host > 1 and self.platform.shares_devices:
+            # Each host has the same GPUs, and NCCL must not see that it is one machine.
+            own = {"LOCAL_RANK": str(rank % self.per_host), "NCCL_HOSTID": f"host{host}"}
         return {
             **kept,
             **self.platform.environment,
@@ -124,11 +128,12 @@ class Job:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
-            "BYTEPS_HOST_ID": f"host{rank // self.per_host}",
+            "BYTEPS_HOST_ID": f"host{host}",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
+            **own,
             **dict(self.settings.get("environment", {})),
         }
 

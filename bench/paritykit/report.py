@@ -84,7 +84,8 @@ _METHOD_ON_GPUS = """# Correctness on GPUs
 
 The comparison of [correctness.md](correctness.md), with the same requirements, on {machine}: every
 rank has a GPU of its own, all-reduce is NCCL's ring, and BytePS copies gradients to servers on the
-host. Without Transformer Engine and Apex, and with PyTorch's deterministic kernels, so that two
+host. Where several ranks share a host, each has one of the host's GPUs, and hosts share them.
+Without Transformer Engine and Apex, and with PyTorch's deterministic kernels, so that two
 runs may be held against each other bit by bit.
 """
 
@@ -160,10 +161,11 @@ def markdown(reports: Sequence[Report]) -> str:
 
 def markdown_on_gpus(reports: Sequence[Report], skipped: Sequence[Layout]) -> str:
     """A page about the machine that it is written on."""
-    names = [f"{layout.name} ({layout.ranks})" for layout in skipped]
+    needed = [(one.name, one.per_host if one.per_host > 1 else one.ranks) for one in skipped]
+    names = [f"{name} ({gpus})" for name, gpus in needed]
     parts = [_METHOD_ON_GPUS.format(machine=_gpus()), *_pipes([_HEAD, *map(cells, reports)]), ""]
     if names:
-        parts += [f"Skipped, with the number of ranks they need: {', '.join(names)}.", ""]
+        parts += [f"Skipped, with the number of GPUs they need: {', '.join(names)}.", ""]
     return "\n".join(parts)
 
 

@@ -85,7 +85,15 @@ def test_numbers_that_make_no_sense(call: object) -> None:
 @pytest.mark.parametrize(
     ("hosts", "extra", "per_machine", "local"),
     # x : y = 2(n-1) : n-k, as few processes as that takes within 3 %.
-    [(4, 2, 3, 1), (4, 4, 1, 0), (4, 6, 1, 0), (4, 1, 2, 1), (8, 2, 2, 1), (4, 0, 1, 1), (8, 4, 3, 1)],
+    [
+        (4, 2, 3, 1),
+        (4, 4, 1, 0),
+        (4, 6, 1, 0),
+        (4, 1, 2, 1),
+        (8, 2, 2, 1),
+        (4, 0, 1, 1),
+        (8, 4, 3, 1),
+    ],
 )
 def test_numbers_of_processes_stand_for_shares(
     hosts: int, extra: int, per_machine: int, local: int

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from megatron.core.distributed import dpu_reduce
+from megatron.core.distributed.dpu_reduce import naming
 
 
 def _name(**changed: object) -> str:
@@ -69,3 +70,18 @@ def test_what_the_next_forward_needs_first_has_the_highest_priority() -> None:
 )
 def test_partition_count(nbytes: int, partitions: int) -> None:
     assert dpu_reduce.partition_count(nbytes, 100) == partitions
+
+
+def test_what_is_built_for_other_groups_changes_neither_names_nor_placements() -> None:
+    """Not even for a group with the same lowest rank: its members alone know of it."""
+    everywhere, here = naming.Named(), naming.Named()
+    group, alone = (0, 1), (0,)
+    seen = []
+    for named in (everywhere, here):
+        first = named.next_model("dense", group, 0), named.next_placement(group, 7)
+        if named is here:
+            assert named.next_model("dense", alone, 0) == 0
+            assert named.next_placement(alone, 3) == 0
+        seen.append((first, named.next_model("dense", group, 0), named.next_placement(group, 5)))
+    assert seen[0] == seen[1] == ((0, 0), 1, 7)
+    assert _name(group=alone) != _name(group=group)
