@@ -50,7 +50,7 @@ def test_the_table_and_the_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[s
     options = train_bench.parse(["--launches", "2", "--json", str(written)])
     assert train_bench.report(LAUNCHES, options, []) == 0
     lines = capsys.readouterr().out.splitlines()
-    ours = next(line for line in lines if line.startswith(" byteps "))
+    ours = next(line for line in lines if line.split()[:1] == ["byteps"])
     # Medians 100 and 200 ms: 150 ms for 1,000 tokens.
     assert ours.split()[3:] == ["150.0", "100.0..200.0", "6,667", "4.0000", "2", "50%"]
     assert "byteps over all-reduce: 1.500 (1.250..2.000) times as fast" in lines
