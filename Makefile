@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-idle bench-reducer bench-rdma bundle lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 
 PYTHON_ENV := build/venv/bin/python
@@ -41,7 +41,15 @@ parity: setup ## compare gradients with all-reduce and exact sums, in every para
 bench: setup ## push-pull beside all-reduce on emulated links, idle costs, sums: against the bars
 	@status=0; $(PYTHON_ENV) -W ignore bench/suite.py --set $(SET) --json build/bench/$(SET).json \
 		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS) || status=1; \
-	$(if $(ONLY),,$(MAKE) -k bench-idle bench-reducer ARGS= || status=1;) exit $$status
+	$(if $(ONLY),,$(MAKE) -k bench-sharded bench-idle bench-reducer ARGS= || status=1;) exit $$status
+
+SHARDED := --workers 4 --servers 4 --emulate 8@100mbit --route auto --steps 12 --warmup 3 --launches 3
+
+bench-sharded: setup ## whole steps with the distributed optimizer, beside torch.distributed alone
+	@status=0; $(PYTHON_ENV) -W ignore bench/train_bench.py $(SHARDED) --min-ratio 1.25 \
+		--ways byteps-sharded-wire-bf16,sharded --json build/bench/sharded-bf16.json $(ARGS) || status=1; \
+	$(PYTHON_ENV) -W ignore bench/train_bench.py $(SHARDED) --min-ratio 0.98 \
+		--ways byteps-sharded,sharded --json build/bench/sharded.json $(ARGS) || status=1; exit $$status
 
 bench-idle: setup ## processor time and memory of a job that sums nothing
 	@$(PYTHON_ENV) -W ignore bench/idle_bench.py --max-core 0.01 --max-worker-memory 64MiB $(ARGS)

@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="cuda: over NCCL; layouts of more ranks than GPUs are skipped (default: %(default)s)",
+        help="cuda: over NCCL; layouts that need more GPUs are skipped (default: %(default)s)",
     )
     parser.add_argument(
         "--jobs", type=positive, default=1, metavar="N", help="layouts at once (default: 1)"
@@ -88,13 +88,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not gpus:
             print("parity.py: --device cuda needs a GPU, and torch sees none", file=sys.stderr)
             return 1
-        skipped = [layout for layout in layouts if layout.ranks > gpus]
-        layouts = [layout for layout in layouts if layout.ranks <= gpus]
+        skipped = [layout for layout in layouts if gpus_needed(layout) > gpus]
+        layouts = [layout for layout in layouts if gpus_needed(layout) <= gpus]
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         folder = options.keep or Path(scratch)
         reports = compare_all(layouts, folder, PLATFORMS[options.device], options.jobs)
     tell(reports, skipped, options.markdown, options.device)
     return 1 if not reports or any(report.misses for report in reports) else 0
+
+
+def gpus_needed(layout: Layout) -> int:
+    """Hosts of several ranks share the GPUs of this machine; others have one a rank."""
+    return layout.per_host if layout.per_host > 1 else layout.ranks
 
 
 def count_gpus() -> int:
@@ -145,7 +150,7 @@ def tell(reports: list[Report], skipped: list[Layout], markdown: Path | None, de
     if reports:
         print("\n" + text.summary(reports))
     for layout in skipped:
-        print(f"{layout.name}: skipped, needs {layout.ranks} GPUs")
+        print(f"{layout.name}: skipped, needs {gpus_needed(layout)} GPUs")
     if markdown is not None:
         on_gpus = text.markdown_on_gpus
         document = on_gpus(reports, skipped) if device == "cuda" else text.markdown(reports)

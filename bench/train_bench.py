@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Times whole training steps of Megatron, its gradients summed by BytePS or by all-reduce.
+"""Times whole training steps of Megatron, its gradients summed by BytePS or torch.distributed.
 
-Trains the GPT of scripts/train.py with both backends in turn, --launches times: BytePS with
-servers, and torch.distributed with gloo (NCCL on GPUs). All processes run on this machine's
-loopback or, with --emulate, in network namespaces with a rate-limited link each. A launch's figure
-is the median of its steps after --warmup; a backend's, the median over launches. The losses of all
-launches must agree: to the last bit with two workers, where both add two values once.
+Trains the GPT of scripts/train.py in several ways in turn, --launches times: through BytePS with
+servers, and through gloo (NCCL on GPUs), by all-reduce or with the optimizer sharded over all ranks
+or inside each host. All processes run on this machine's loopback or, with --emulate, in network
+namespaces with a rate-limited link each, --ranks-per-host of them in each. A launch's figure is the
+median of its steps after --warmup; a way's, the median over launches. The first way is compared
+with each other one. The losses of all launches must agree: to the last bit with two workers, where
+BytePS and all-reduce add two values once.
 
   bench/train_bench.py                                             two workers on loopback
   bench/train_bench.py --workers 4 --servers 4 --emulate 8@500mbit -- --hidden-size 256
+  bench/train_bench.py --workers 8 --ranks-per-host 2 --servers 4 --emulate 8@10gbit \\
+      --ways byteps-by-host-bf16,by-host-bf16,sharded-bf16,sharded -- --bf16 --overlap-grad-reduce
 
 Exit status: 0 all is well; 1 losses that differ, --min-ratio missed, or a process that failed; 2
 bad usage.
@@ -37,12 +41,13 @@ from benchkit.options import parse_hosts  # noqa: E402
 from benchkit.plan import Plan, Topology  # noqa: E402
 from benchkit.processes import LaunchError  # noqa: E402
 from benchkit.record import header, metadata  # noqa: E402
-from benchkit.training import Trained, Training, train  # noqa: E402
+from benchkit.training import WAYS, Trained, Training, Way, train  # noqa: E402
 
 SCHEMA = 1
 LOSS_TOLERANCE = 1e-3
+HALF_LOSS_TOLERANCE = 2e-2
 HEAD = (
-    *("backend", "workers", "servers", "ms/step", "min..max", "tokens/s", "last loss"),
+    *("way", "workers", "servers", "ms/step", "min..max", "tokens/s", "last loss"),
     *("launches", "busy"),
 )
 
@@ -55,6 +60,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workers", type=positive, default=2, help="default: 2")
     add("--servers", type=positive, default=1, help="default: 1")
+    add("--ranks-per-host", type=positive, default=1, metavar="R", help="default: 1")
+    add("--ways", default="byteps,all-reduce", metavar="LIST", help=f"of {', '.join(WAYS)}")
+    add(
+        "--route",
+        choices=("auto", "flat", "node-first", "collective"),
+        help="--dpu-reduce-route (default: flat with one rank a host, else node-first)",
+    )
     add("--colocate", action="store_true", help="servers on the workers' hosts")
     add("--emulate", metavar="HOSTS@RATE", help="such as 8@500mbit; needs root")
     add("--steps", type=positive, default=30, help="of a launch (default: 30)")
@@ -67,14 +79,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
     add("--tree", type=Path, default=ROOT / "build" / "Megatron-LM", help="patched Megatron-LM")
     add("--json", type=Path, metavar="FILE", help="everything, with the time of each step")
-    add("--min-ratio", type=float, metavar="X", help="bar: speed over all-reduce's")
+    add("--min-ratio", type=float, metavar="X", help="bar: speed of the first over each other")
     add("megatron", nargs="*", metavar="-- ARGUMENTS", help="for Megatron; they win")
     options = parser.parse_args(arguments)
     try:
         options.plan = make_plan(options)
+        options.ways = choose_ways(options.ways)
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def choose_ways(text: str) -> list[Way]:
+    """Raises ValueError."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in WAYS]
+    if unknown or len(set(names)) != len(names):
+        raise ValueError(f"--ways {text}: name each once, of {', '.join(WAYS)}")
+    return [WAYS[name] for name in names]
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -88,6 +110,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         topology=Topology(
             workers=options.workers,
             servers=options.servers,
+            ranks_per_host=options.ranks_per_host,
             colocate=options.colocate,
             emulated_hosts=hosts,
             link_bits=bits,
@@ -111,25 +134,26 @@ def run(options: argparse.Namespace) -> list[Trained]:
     done = []
     with hosts_of(plan) as hosts:
         for index in range(plan.launches):
-            for backend in plan.backends:
-                one = train(plan, what, backend, index, hosts)
+            for way in options.ways:
+                route = options.route or ("flat" if options.ranks_per_host == 1 else "node-first")
+                one = train(plan, what, way, index, hosts, route)
                 done.append(one)
                 progress(
-                    f"launch {index} {backend}: {one.median_s * 1e3:.1f} ms a step; "
+                    f"launch {index} {way.name}: {one.median_s * 1e3:.1f} ms a step; "
                     f"machine {one.busy:.0%} busy"
                 )
     return done
 
 
-def row(backend: str, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
-    """A backend's line of the table."""
-    mine = [one for one in done if one.backend == backend]
+def row(way: Way, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
+    """A way's line of the table."""
+    mine = [one for one in done if one.backend == way.name]
     medians = [one.median_s for one in mine]
     middle = statistics.median(medians)
     return (
-        backend,
+        way.name,
         str(topology.workers),
-        str(topology.servers) if backend == "byteps" else "-",
+        str(topology.servers) if way.through_servers else "-",
         f"{middle * 1e3:.1f}",
         f"{min(medians) * 1e3:.1f}..{max(medians) * 1e3:.1f}",
         f"{mine[0].tokens / middle:,.0f}",
@@ -150,14 +174,22 @@ def ratio(done: Sequence[Trained], backends: Sequence[str]) -> tuple[float, floa
 def complaint(done: Sequence[Trained], workers: int) -> str | None:
     """How the launches disagree on what was learnt, if they do."""
     first, *others = done
+    exact = ("byteps", "all-reduce")
     for other in others:
         name = f"launch {other.index} of {other.backend}"
-        if workers <= train_script.EXACT_WORKERS and first.checksum != other.checksum:
-            return f"{name}: parameters differ from those of byteps; with two workers they may not"
+        few = workers <= train_script.EXACT_WORKERS
+        same = {first.backend, other.backend} <= set(exact)
+        if few and same and first.checksum != other.checksum:
+            return (
+                f"{name}: parameters differ from those of {first.backend}; "
+                "with two workers they may not"
+            )
+        half = WAYS[first.backend].half or WAYS[other.backend].half
+        tolerance = HALF_LOSS_TOLERANCE if half else LOSS_TOLERANCE
         # Not by the largest difference: max() may pass over what is no number.
         for step, (a, b) in enumerate(zip(first.losses, other.losses, strict=True), 1):
             apart = abs(a - b) / abs(a)
-            if not apart <= LOSS_TOLERANCE:
+            if not apart <= tolerance:
                 return f"{name}: the loss of step {step} differs by {apart:.1e} of it"
     return None
 
@@ -167,18 +199,23 @@ def report(done: Sequence[Trained], options: argparse.Namespace, words: Sequence
     plan: Plan = options.plan
     meta = {**metadata(words), "steps": f"{options.steps}, {options.warmup} of them not timed"}
     print(header(meta, plan))
-    print(aligned([HEAD, *(row(name, done, plan.topology) for name in plan.backends)]))
-    value, low, high = ratio(done, plan.backends)
-    print(f"\nbyteps over {plan.backends[1]}: {value:.3f} ({low:.3f}..{high:.3f}) times as fast")
+    print(aligned([HEAD, *(row(way, done, plan.topology) for way in options.ways)]) + "\n")
+    ours, *others = (way.name for way in options.ways)
+    ratios = {other: ratio(done, (ours, other)) for other in others}
+    for other, (value, low, high) in ratios.items():
+        print(f"{ours} over {other}: {value:.3f} ({low:.3f}..{high:.3f}) times as fast")
     wrong = complaint(done, plan.topology.workers)
     if wrong:
         print(f"train_bench.py: {wrong}", file=sys.stderr)
-    missed = options.min_ratio is not None and value < options.min_ratio
-    if missed:
-        print(f"train_bench.py: {value:.3f} is below --min-ratio {options.min_ratio:g}")
+    missed = False
+    for other, (value, _, _) in ratios.items():
+        if options.min_ratio is not None and value < options.min_ratio:
+            missed = True
+            print(f"train_bench.py: {value:.3f} over {other} is below {options.min_ratio:g}")
     if options.json:
         whole = {"schema": SCHEMA, "meta": meta, "plan": plan.as_json()}
-        whole |= {"ratio": value, "launches": [asdict(one) for one in done]}
+        whole |= {"ratios": {other: value for other, (value, _, _) in ratios.items()}}
+        whole |= {"launches": [asdict(one) for one in done]}
         options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong or missed else 0
 

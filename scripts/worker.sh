@@ -19,6 +19,11 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
   --servers N            with a scheduler: DMLC_NUM_SERVER, server processes of the job (no default)
                          without: BYTEPS_EMBEDDED_SERVERS, servers to start on each machine
                          (default: 1)
+  --local-servers N      BYTEPS_LOCAL_SERVERS  with a scheduler: of these, start so many on this
+                         machine, and as many on each other one with workers (default: 0). They end
+                         with the workers. Beside a few machines of their own
+                         (server.sh --instances) they let every network card work: docs/cost-model.md
+                         has the best numbers
   --node-host HOST       DMLC_NODE_HOST  this machine's own address (default: found out)
   --interface NAME       DMLC_INTERFACE  take that address from this interface (default: found out)
   -h, --help             show this
@@ -35,8 +40,32 @@ TEXT
 }
 
 servers=
+local_servers=${BYTEPS_LOCAL_SERVERS:-0}
+nnodes=1
+nproc=1
 launcher=()
 script=()
+
+# set_size FLAG VALUE: torchrun's, which the local servers have to know too.
+set_size() {
+  launcher+=("$1=$2")
+  if [[ $1 == --nnodes ]]; then nnodes=$2; else nproc=$2; fi
+}
+
+# start_local_servers starts them beside this process, which becomes torchrun: they end when it does.
+start_local_servers() {
+  local workers=${DMLC_NUM_WORKER:-} server i
+  if [[ -z $workers ]]; then
+    [[ $nnodes =~ ^[0-9]{1,5}$ && $nproc =~ ^[0-9]{1,5}$ ]] || die_usage \
+      "--local-servers needs DMLC_NUM_WORKER, or numbers for --nnodes and --nproc-per-node"
+    workers=$((10#$nnodes * 10#$nproc))
+  fi
+  server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
+  for ((i = 0; i < 10#$local_servers; i++)); do
+    DMLC_ROLE=server DMLC_NUM_WORKER=$workers "$server" --die-with-parent --role server &
+  done
+}
+
 while (($#)); do
   case $1 in
     -h | --help) usage; exit 0 ;;
@@ -44,11 +73,14 @@ while (($#)); do
     --servers) need_argument "$1" "$@"; servers=$2; shift 2 ;;
     --node-host) need_argument "$1" "$@"; set_node_host "$2"; shift 2 ;;
     --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
-    --nnodes | --nproc-per-node | --node-rank | --master-addr | --master-port | --rdzv-backend | \
+    --local-servers) need_argument "$1" "$@"; local_servers=$2; shift 2 ;;
+    --nnodes | --nproc-per-node) need_argument "$1" "$@"; set_size "$1" "$2"; shift 2 ;;
+    --nnodes=* | --nproc-per-node=*) set_size "${1%%=*}" "${1#*=}"; shift ;;
+    --node-rank | --master-addr | --master-port | --rdzv-backend | \
       --rdzv-endpoint | --rdzv-id | --rdzv-conf | --max-restarts | --local-addr | --log-dir | \
       --redirects | --tee)
       need_argument "$1" "$@"; launcher+=("$1=$2"); shift 2 ;;
-    --nnodes=* | --nproc-per-node=* | --node-rank=* | --master-addr=* | --master-port=* | --rdzv-*=*)
+    --node-rank=* | --master-addr=* | --master-port=* | --rdzv-*=*)
       launcher+=("$1"); shift ;;
     -m | --module) launcher+=(--module); shift ;;
     --) shift; script=("$@"); break ;;
@@ -61,7 +93,13 @@ if [[ -n ${DMLC_PS_ROOT_URI:-} ]]; then
   need_scheduler
   DMLC_NUM_SERVER=${servers:-${DMLC_NUM_SERVER:-}}
   need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "$DMLC_NUM_SERVER" 1 65535
-  export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_SERVER
+  need_integer "the number of local servers (--local-servers or BYTEPS_LOCAL_SERVERS)" \
+    "$local_servers" 0 256
+  ((10#$local_servers <= 10#$DMLC_NUM_SERVER)) || die_usage \
+    "--local-servers $local_servers is more than the job's --servers $DMLC_NUM_SERVER"
+  export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_SERVER BYTEPS_LOCAL_SERVERS=$local_servers
+elif ((local_servers)); then
+  die_usage "--local-servers needs --scheduler; without it --servers are all on the workers' machines"
 elif [[ -n $servers ]]; then
   need_integer "the number of servers (--servers)" "$servers" 1 256
   export BYTEPS_EMBEDDED_SERVERS=$servers
@@ -69,5 +107,8 @@ fi
 export DMLC_ROLE=worker
 
 python=$(find_program python "run 'make setup'")
+if [[ -n ${DMLC_PS_ROOT_URI:-} ]] && ((10#$local_servers)); then
+  start_local_servers
+fi
 # exec: torchrun itself gets the signals and ends its ranks; its exit status is ours.
 exec "$python" -m torch.distributed.run ${launcher[@]+"${launcher[@]}"} "${script[@]}"

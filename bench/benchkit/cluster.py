@@ -25,7 +25,7 @@ def run_in_cluster(plan: Plan) -> Run | None:
     one_host = os.environ.get("LOCAL_WORLD_SIZE") == size
     dist.init_process_group("gloo", timeout=timedelta(seconds=plan.timeout_s))
     choose_device(plan)
-    made = {name: backends.make(name) for name in plan.backends}
+    made = {name: backends.make(name, plan.device) for name in plan.backends}
     run = Run(plan=plan)
     for index in range(plan.launches):
         for name, backend in made.items():

@@ -45,12 +45,22 @@ class Placement:
     """Which host each process of a topology runs on."""
 
     def __init__(self, topology: Topology, hosts: Sequence[Host]) -> None:
-        self.workers = [hosts[i % len(hosts)] for i in range(topology.workers)]
-        first = 0 if topology.colocate else topology.workers
-        around = topology.workers if topology.colocate else len(hosts)
-        self.servers = [hosts[(first + i) % around % len(hosts)] for i in range(topology.servers)]
+        self.ranks_per_host = topology.ranks_per_host
+        used = topology.worker_hosts
+        self.workers = [hosts[self.host_of(i) % len(hosts)] for i in range(topology.workers)]
+        first = 0 if topology.colocate else used
+        around = used if topology.colocate else len(hosts)
+        machines = [hosts[(first + i) % around % len(hosts)] for i in range(topology.servers)]
+        self.servers = machines * topology.servers_per_machine
+        self.servers_per_machine = topology.servers_per_machine
+        self.local_servers = topology.local_servers
+        self.servers += [hosts[i % len(hosts)] for i in range(used)] * topology.local_servers
         # It moves no gradients: beside worker 0 it costs no host.
         self.scheduler = self.workers[0]
+
+    def host_of(self, rank: int) -> int:
+        """Which of the workers' hosts a rank is on."""
+        return rank // self.ranks_per_host
 
 
 def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launch:
@@ -152,24 +162,29 @@ def start_workers(
 
 def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
     """What a launcher would tell a rank of itself."""
-    size, host = str(len(placement.workers)), placement.workers[rank]
+    size, host, number = len(placement.workers), placement.workers[rank], placement.host_of(rank)
+    first = number * placement.ranks_per_host
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "LOCAL_RANK": str(rank - first),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(min(placement.ranks_per_host, size - first)),
+        "BYTEPS_HOST_ID": f"bench-host-{number}",
+        "BYTEPS_LOCAL_SERVERS": str(placement.local_servers),
+        "BYTEPS_SERVERS_PER_MACHINE": str(placement.servers_per_machine),
         "GLOO_SOCKET_IFNAME": host.interface,
-        **(_as_hosts_of_their_own(host) if host.namespace else {}),
+        **(_as_hosts_of_their_own(host, placement.ranks_per_host) if host.namespace else {}),
     }
 
 
-def _as_hosts_of_their_own(host: Host) -> dict[str, str]:
-    """Keep NCCL from seeing that its ranks share a machine."""
-    return {
+def _as_hosts_of_their_own(host: Host, ranks: int) -> dict[str, str]:
+    """Keep NCCL from seeing that ranks of different hosts share a machine."""
+    variables = {
         "NCCL_HOSTID": str(host.namespace),
         "NCCL_SOCKET_IFNAME": host.interface,
         "NCCL_IB_DISABLE": "1",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
     }
+    if ranks == 1:  # else those of one host are to use what they have
+        variables |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    return variables

@@ -59,6 +59,23 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     )
     where.add_argument("--workers", type=int, default=2)
     where.add_argument("--servers", type=int, default=1)
+    where.add_argument(
+        "--ranks-per-host", type=int, default=1, metavar="R", help="workers that share a host"
+    )
+    where.add_argument(
+        "--servers-per-machine",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes on each of --servers: their weight beside --local-servers",
+    )
+    where.add_argument(
+        "--local-servers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="on each of the workers' hosts, beside --servers on hosts of their own",
+    )
     where.add_argument("--colocate", action="store_true", help="servers on the workers' hosts")
     where.add_argument("--emulate", metavar="HOSTS@RATE", help="such as 8@500mbit; needs root")
     where.add_argument("--link", metavar="RATE", help="of real links, to compute their limit")
@@ -115,7 +132,10 @@ def _topology(options: argparse.Namespace, environment: Mapping[str, str]) -> To
     return Topology(
         workers=workers,
         servers=servers,
+        ranks_per_host=options.ranks_per_host,
         colocate=options.colocate,
+        servers_per_machine=options.servers_per_machine,
+        local_servers=options.local_servers,
         in_job=in_cluster(environment),
         emulated_hosts=hosts,
         link_bits=bits,

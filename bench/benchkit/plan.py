@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-BACKENDS = ("byteps", "gloo", "nccl", "sockets")
+BACKENDS = ("byteps", "gloo", "nccl", "gloo-nodes", "nccl-nodes", "sockets")
+"""Those that end in ``-nodes`` sum in two levels: inside each host, then between hosts."""
 _THROUGH_SERVERS = ("byteps", "sockets")
 DTYPE_BYTES = {
     "float32": 4,
@@ -65,9 +66,16 @@ class Topology:
 
     workers: int
     servers: int
-    """Of BytePS; all-reduce has none."""
+    """Of BytePS, besides ``local_servers``: machines of their own, unless they are colocated;
+    all-reduce has none."""
+    servers_per_machine: int = 1
+    """Processes on each of these."""
+    ranks_per_host: int = 1
+    """Workers that share a host and its link; the last host may have fewer."""
     colocate: bool = False
-    """Servers run on the workers' hosts, server i beside worker i mod workers."""
+    """Servers run on the workers' hosts, server i on host i mod hosts."""
+    local_servers: int = 0
+    """Servers on each of the workers' hosts, beside those on machines of their own."""
     in_job: bool = False
     """The processes are those of a job that something else started, wherever they are."""
     emulated_hosts: int = 0
@@ -82,6 +90,10 @@ class Topology:
     def __post_init__(self) -> None:
         if self.workers < 1 or self.servers < 1:
             raise ValueError("there must be at least one worker and one server")
+        if self.ranks_per_host < 1 or self.local_servers < 0 or self.servers_per_machine < 1:
+            raise ValueError("a host has at least one rank, and no fewer than 0 servers")
+        if (self.local_servers or self.servers_per_machine > 1) and self.colocate:
+            raise ValueError("--colocate puts all servers on the workers' hosts already")
         if self.emulated_hosts and self.emulated_hosts < self.hosts_needed:
             raise ValueError(
                 f"{self.workers} workers and {self.servers} servers need {self.hosts_needed} "
@@ -90,7 +102,12 @@ class Topology:
 
     @property
     def hosts_needed(self) -> int:
-        return self.workers + (0 if self.colocate else self.servers)
+        return self.worker_hosts + (0 if self.colocate else self.servers)
+
+    @property
+    def worker_hosts(self) -> int:
+        """Hosts with workers."""
+        return -(-self.workers // self.ranks_per_host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +135,7 @@ class Plan:
                 raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
         if len(set(self.backends)) != len(self.backends) or not self.backends:
             raise ValueError("name each backend once, and at least one")
-        if "nccl" in self.backends and self.device != "cuda":
+        if any(name.startswith("nccl") for name in self.backends) and self.device != "cuda":
             raise ValueError("nccl sums GPU memory: add --device cuda")
         if "sockets" in self.backends and self.topology.in_job:
             raise ValueError("sockets needs servers of its own: run it without a launcher")

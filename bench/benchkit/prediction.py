@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchkit import costmodel, simulation
+from byteps import cost_model as costmodel
+
+from benchkit import simulation
 from benchkit.scenario import Scenario
 
 SCHEMA = 1

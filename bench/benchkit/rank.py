@@ -24,7 +24,9 @@ from benchkit.plan import Plan, plan_from_json
 def choose_device(plan: Plan) -> str:
     """Where this rank's tensors go: ``cpu``, or ``cuda`` with its own GPU made the current one."""
     if plan.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        # Emulated hosts take the GPUs of this machine in turn, and share them if need be.
+        number = os.environ["LOCAL_RANK" if plan.topology.in_job else "RANK"]
+        torch.cuda.set_device(int(number) % torch.cuda.device_count())
     return plan.device
 
 
@@ -66,7 +68,7 @@ def main(arguments: list[str]) -> int:
         timeout=timedelta(seconds=plan.timeout_s),
     )
     choose_device(plan)
-    backend = backends.make(spec["backend"], spec.get("sockets"))
+    backend = backends.make(spec["backend"], plan.device, spec.get("sockets"))
     outcomes = measure_cases(plan, backend, one_clock=True, node_pids=spec["node_pids"])
     backend.close()
     if dist.get_rank() == 0:

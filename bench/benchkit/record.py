@@ -59,7 +59,14 @@ def metadata(arguments: Sequence[str]) -> dict[str, str]:
 def topology_text(topology: Topology) -> str:
     """Hosts and links in words."""
     where = "on the workers' hosts" if topology.colocate else "on hosts of their own"
-    what = f"{topology.workers} workers, {topology.servers} servers"
+    what = f"{topology.workers} workers"
+    if topology.ranks_per_host > 1:
+        what += f" on {topology.worker_hosts} hosts"
+    what += f", {topology.servers} servers"
+    if topology.servers_per_machine > 1:
+        what += f" of {topology.servers_per_machine} processes each"
+    if topology.local_servers:
+        where += f" and {topology.local_servers} on each of the workers'"
     if not topology.emulated_hosts:
         link = f", links of {show_rate(topology.link_bits)}" if topology.link_bits else ""
         place = "as the job was started" if topology.in_job else "on this machine's loopback"

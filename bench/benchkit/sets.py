@@ -1,8 +1,12 @@
-"""The project's own experiments and their bars: a quick set, the whole, and those of fast links."""
+"""The project's own experiments and their bars: a quick set, the whole, those of fast links, and
+one for GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from byteps import cost_model
 
 from benchkit import fast
 from benchkit.experiment import Experiment
@@ -12,7 +16,7 @@ from benchkit.plan import Case, Plan, Topology
 from benchkit.units import parse_rate, parse_size
 
 BACKENDS = ("byteps", "gloo")
-QUICK, FULL, FAST, FAST_GPU = "quick", "full", "fast", "fast-gpu"
+QUICK, FULL, GPU, FAST, FAST_GPU = "quick", "full", "gpu", "fast", "fast-gpu"
 _FEW = 3  # launches
 
 
@@ -114,11 +118,80 @@ def _small(launches: int, iters: int) -> Experiment:
     )
 
 
+def _node_topology(hosts: int, servers: int, ranks: int, rate: str) -> Topology:
+    return Topology(
+        workers=hosts * ranks,
+        ranks_per_host=ranks,
+        servers=servers,
+        emulated_hosts=hosts + servers,
+        link_bits=parse_rate(rate),
+    )
+
+
+def _nodes(ranks: int, rate: str, size: str, launches: int, iters: int) -> Experiment:
+    """Four hosts of several ranks, and four servers."""
+    case = _case(size, iters=iters)
+    plan = _plan(_node_topology(4, 4, ranks, rate), [case], launches)
+    return Experiment(
+        name=f"nodes-{ranks}-a-host-{rate}",
+        why="a host's card carries a tensor once, however many ranks it has",
+        plan=replace(plan, backends=("byteps", "gloo-nodes", "gloo")),
+        gates=[
+            Gate(kind="ratio", case=case, base="gloo-nodes", low=1.45),
+            Gate(kind="ratio", case=case, base="gloo", low=1.6),
+        ],
+    )
+
+
+def _nodes_on_gpus(hosts: int, gates: Sequence[tuple[str, float]]) -> Experiment:
+    """Two GPUs a host, as many servers as hosts. Hosts share this machine's GPUs."""
+    case = _case("256MiB", iters=5, warmup=2)
+    plan = _plan(_node_topology(hosts, hosts, 2, "10gbit"), [case], launches=5)
+    return Experiment(
+        name=f"nodes-2-gpus-{hosts}+{hosts}-10gbit",
+        why="GPUs of a host sum over NVLink before anything goes to servers",
+        plan=replace(plan, backends=("byteps", "nccl"), device="cuda"),
+        gates=[Gate(kind=kind, case=case, base="nccl", low=low) for kind, low in gates],
+    )
+
+
+def _few_servers(
+    workers: int, machines: int, rate: str, low: float, launches: int, iters: int
+) -> Experiment:
+    """Fewer machines for servers than workers: servers beside the workers do the rest."""
+    best = cost_model.best_servers(workers, machines)
+    topology = Topology(
+        workers=workers,
+        servers=machines,
+        servers_per_machine=best.per_machine,
+        local_servers=best.local,
+        emulated_hosts=workers + machines,
+        link_bits=parse_rate(rate),
+    )
+    case = _case("64MiB", iters=iters)
+    gain = cost_model.gain(workers, machines)
+    return Experiment(
+        name=f"few-servers-{workers}+{machines}-{rate}",
+        why=f"servers of both kinds can be {gain:.3f} times as fast as a ring",
+        plan=_plan(topology, [case], launches),
+        gates=[Gate(kind="ratio", case=case, low=low)],
+    )
+
+
+def _gpu() -> list[Experiment]:
+    return [
+        _nodes_on_gpus(4, [("of-limit", 0.93), ("ratio", 2.1)]),
+        _nodes_on_gpus(2, [("ratio", 0.98)]),
+    ]
+
+
 def _quick() -> list[Experiment]:
     return [
         _four("500mbit", ["64MiB"], launches=3, iters=3),
         _eight("200mbit", "64MiB", launches=2, iters=3),
         *_controls(launches=2, iters=3),
+        _nodes(2, "200mbit", "64MiB", launches=2, iters=3),
+        _few_servers(4, 2, "500mbit", 1.2, launches=2, iters=3),
         _small(launches=3, iters=200),
     ]
 
@@ -128,6 +201,9 @@ def _full() -> list[Experiment]:
         *(_four(rate, ["64MiB", "256MiB"], launches=5, iters=5) for rate in ("500mbit", "1gbit")),
         *(_eight(rate, "256MiB", launches=5, iters=3) for rate in ("200mbit", "500mbit")),
         *_controls(launches=5, iters=5),
+        *(_nodes(ranks, "500mbit", "64MiB", launches=5, iters=3) for ranks in (2, 4)),
+        _few_servers(4, 2, "500mbit", 1.2, launches=5, iters=5),
+        _few_servers(8, 2, "200mbit", 1.13, launches=5, iters=3),
         _small(launches=5, iters=1000),
     ]
 
@@ -135,6 +211,7 @@ def _full() -> list[Experiment]:
 SETS: dict[str, Callable[[], list[Experiment]]] = {
     QUICK: _quick,
     FULL: _full,
+    GPU: _gpu,
     FAST: lambda: fast.experiments("gloo"),
     FAST_GPU: lambda: fast.experiments("nccl"),
 }

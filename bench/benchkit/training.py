@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from benchkit import machine
 from benchkit.emulation import Host
@@ -31,11 +34,59 @@ class Training:
     """Steps at the beginning that are not timed."""
 
 
+_SHARDED = ("--use-distributed-optimizer",)
+_HALF = ("--grad-reduce-in-bf16",)
+_OVERLAP = "--overlap-grad-reduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to sum gradients and to hold the optimizer's state."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    """Of the entry script, besides those of all ways. ``{hosts}`` is the number of hosts."""
+    through_servers: bool = False
+    half: bool = False
+    """Gradients are summed, or travel, in bf16."""
+
+    def megatron_arguments(self, hosts: int, common: Sequence[str]) -> list[str]:
+        """With parameters gathered during the forward pass, where gradients overlap too."""
+        own = [word.format(hosts=hosts) for word in self.arguments]
+        if _SHARDED[0] in own and _OVERLAP in common:
+            own.append("--overlap-param-gather")
+        return own
+
+
+def _ways() -> Iterator[Way]:
+    """Each layout by torch.distributed and, named ``byteps-...``, with ``--use-dpu-reduce``."""
+    inside = (*_SHARDED, "--num-distributed-optimizer-instances", "{hosts}")
+    for name, arguments, half in (
+        ("all-reduce", (), False),
+        ("sharded", _SHARDED, False),
+        ("sharded-bf16", (*_SHARDED, *_HALF), True),
+        # The optimizer sharded inside each host.
+        ("by-host", inside, False),
+        ("by-host-bf16", (*inside, *_HALF), True),
+    ):
+        yield Way(name=name, arguments=arguments, half=half)
+        short = "byteps" if name == "all-reduce" else f"byteps-{name}"
+        asked = ("--use-dpu-reduce",)
+        yield Way(name=short, arguments=(*arguments, *asked), through_servers=True, half=half)
+        if not half:
+            sent = (*arguments, *asked, "--dpu-reduce-wire-dtype", "bf16")
+            yield Way(name=f"{short}-wire-bf16", arguments=sent, through_servers=True, half=True)
+
+
+WAYS = {way.name: way for way in _ways()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """One launch."""
 
     backend: str
+    """The name of the way."""
     index: int
     step_s: list[float]
     """Each timed step."""
@@ -63,7 +114,9 @@ def step_seconds(record: Record, warmup: int) -> list[float]:
     return spans
 
 
-def train(plan: Plan, what: Training, backend: str, index: int, hosts: Sequence[Host]) -> Trained:
+def train(
+    plan: Plan, what: Training, way: Way, index: int, hosts: Sequence[Host], route: str = "auto"
+) -> Trained:
     """Start scheduler, servers and ranks, wait for their end, and read the record of the steps.
 
     Raises:
@@ -76,9 +129,12 @@ def train(plan: Plan, what: Training, backend: str, index: int, hosts: Sequence[
         placement = Placement(plan.topology, hosts)
         record_file = Path(folder) / "steps.jsonl"
         environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
-        arguments = [*what.arguments, "--record-steps", str(record_file)]
-        if backend == "byteps":
-            arguments.append("--use-dpu-reduce")
+        own = way.megatron_arguments(plan.topology.worker_hosts, what.arguments)
+        arguments = [*what.arguments, *own, "--record-steps", str(record_file)]
+        if way.through_servers:
+            arguments += ["--dpu-reduce-route", route]
+            if plan.topology.link_bits:
+                environment["BYTEPS_LINK_GBPS"] = str(plan.topology.link_bits / 1e9)
             environment |= start_nodes(placement, processes, environment)[1]
         environment |= {
             "MASTER_ADDR": placement.workers[0].address,
@@ -88,6 +144,8 @@ def train(plan: Plan, what: Training, backend: str, index: int, hosts: Sequence[
         for rank, host in enumerate(placement.workers):
             command = [sys.executable, str(what.tree / ENTRY), *arguments]
             variables = rank_variables(rank, placement)
+            if plan.device == "cuda":
+                variables["CUDA_VISIBLE_DEVICES"] = gpus_of(rank, plan.topology.ranks_per_host)
             processes.start(f"worker-{rank}", command, host, {**environment, **variables})
         processes.wait_all(plan.timeout_s)
         busy = (machine.ticks() - before).fraction
@@ -95,7 +153,7 @@ def train(plan: Plan, what: Training, backend: str, index: int, hosts: Sequence[
         if not record.checksum:
             raise LaunchError(f"training ended without its record\n{processes.logs()}")
     return Trained(
-        backend=backend,
+        backend=way.name,
         index=index,
         step_s=step_seconds(record, what.warmup),
         tokens=record.steps[-1].tokens,
@@ -103,6 +161,21 @@ def train(plan: Plan, what: Training, backend: str, index: int, hosts: Sequence[
         checksum=record.checksum,
         busy=busy,
     )
+
+
+def gpus_of(rank: int, ranks_per_host: int) -> str:
+    """The GPUs that the host of a rank has, by CUDA_VISIBLE_DEVICES: all of this machine's, from
+    another one on for each host, so that hosts that outnumber GPUs share them evenly.
+
+    Raises:
+        LaunchError: a host has more ranks than there are GPUs.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    if ranks_per_host > len(gpus):
+        raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {len(gpus)}")
+    first = rank // ranks_per_host * ranks_per_host % len(gpus)
+    return ",".join(gpus[first:] + gpus[:first])
 
 
 def _free_port() -> int:

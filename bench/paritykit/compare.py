@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from .seen import RankSeen, Sum
 # Largest relative difference of a step's loss where the order of additions may differ.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "bf16-wire": 2e-2, "fp16-wire": 5e-3}
 SENT_AS_BF16_TOLERANCE = 2e-2
+# Of the bytes that go to servers, against the cost model's: padding and nothing else.
+BYTES_TOLERANCE = 0.02
 
 
 @dataclass(kw_only=True)
@@ -75,11 +78,13 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
     report.groups = sorted({len(members) for members, _ in distinct})
 
     wire = torch.bfloat16 if layout.wire else None
-    report.ours, report.theirs = errors(ours, wire), errors(theirs)
+    together = layout.per_host if layout.route == "node-first" else 1
+    report.ours, report.theirs = errors(ours, wire, together), errors(theirs)
     for who, found in (("BytePS", report.ours), ("all-reduce", report.theirs)):
         _note(report, f"{who}: not the rounded sum of two values", found.inexact)
         _note(report, f"{who}: members got different sums", found.split)
     _check_errors(report)
+    _check_bytes(report, ours)
 
     differences = list(_differences(ours, theirs))
     report.same_bits = not differences
@@ -90,11 +95,11 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
     return report
 
 
-def errors(ranks: Sequence[RankSeen], wire: torch.dtype | None = None) -> Errors:
+def errors(ranks: Sequence[RankSeen], wire: torch.dtype | None = None, per_host: int = 1) -> Errors:
     """Hold each sum of a run against the parts that its members put in.
 
     With ``wire`` fp32 parts were sent as that: the sum is of the parts so rounded, and itself
-    rounded to it.
+    rounded to it. What was sent is the sum of each host's ranks, ``per_host`` of them.
     """
     found = Errors()
     for step in range(len(ranks[0].steps)):
@@ -102,19 +107,27 @@ def errors(ranks: Sequence[RankSeen], wire: torch.dtype | None = None) -> Errors
             for name, total in seen.steps[step].sums.items():
                 where = f"step {step + 1}, rank {rank}, {name}"
                 parts = [ranks[m].steps[step].sums[name] for m in total.members]
-                _measure(found, where, total, parts, wire)
+                hosts = [member // per_host for member in total.members]
+                _measure(found, where, total, parts, wire, hosts)
     return found
 
 
 def _measure(
-    found: Errors, where: str, total: Sum, parts: Sequence[Sum], wire: torch.dtype | None
+    found: Errors,
+    where: str,
+    total: Sum,
+    parts: Sequence[Sum],
+    wire: torch.dtype | None,
+    hosts: Sequence[int],
 ) -> None:
     lead = parts[0]
     if total.offset == lead.offset and not torch.equal(total.result, lead.result):
         found.split.append(where)
     end = total.offset + total.result.numel()
     values = [part.local[total.offset : end] for part in parts]
-    sent = wire if wire is not None and len(values) > 1 else total.result.dtype
+    sent = wire if wire is not None and len(set(hosts)) > 1 else total.result.dtype
+    if sent != total.result.dtype:
+        values = _by_host(values, hosts)
     values = [value.to(sent) for value in values]
     if len(values) <= 2:
         expected = values[0] if len(values) == 1 else values[0] + values[1]
@@ -131,6 +144,14 @@ def _measure(
     found.relative[kind] = _larger(error, found.relative.get(kind, 0.0))
 
 
+def _by_host(values: Sequence[torch.Tensor], hosts: Sequence[int]) -> list[torch.Tensor]:
+    """The sums of the values of each host, in their own type."""
+    sums: dict[int, torch.Tensor] = {}
+    for value, host in zip(values, hosts, strict=True):
+        sums[host] = value if host not in sums else sums[host] + value
+    return list(sums.values())
+
+
 def _check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
     """Both ran to the end, summed the same buckets, and BytePS made the sums of one of them."""
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -142,9 +163,63 @@ def _check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[Rank
         for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=True)):
             if a.sums.keys() != b.sums.keys():
                 report.misses.append(f"rank {rank}, step {step + 1}: other buckets")
-        sums = sum(len(s.members) > 1 for step in one.steps for s in step.sums.values())
-        if len(one.names) != sums:
-            report.misses.append(f"rank {rank}: {len(one.names)} push-pulls for {sums} sums")
+        spread = [
+            _spread(s.members, report.layout) for step in one.steps for s in step.sums.values()
+        ]
+        for way in ("flat", "node-first"):
+            # Node first, a sum is pushed in pieces.
+            mark = "/piece0" if way == "node-first" else ""
+            begun = sum(
+                name.endswith(mark) and ("/piece" in name) == bool(mark) for name in one.names
+            )
+            if begun != spread.count(way):
+                wanted = f"{spread.count(way)} sums"
+                report.misses.append(f"rank {rank}: {begun} {way} push-pulls for {wanted}")
+
+
+def _spread(members: Sequence[int], layout: Layout) -> str:
+    """How the members of a sum ought to sum, from how they are spread over hosts."""
+    counts = Counter(member // layout.per_host for member in members)
+    if len(counts) == 1:
+        return "collective"
+    even = len(set(counts.values())) == 1 and min(counts.values()) > 1
+    return "node-first" if layout.route == "node-first" and even else "flat"
+
+
+def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
+    """The ranks of each host push and pull as many bytes as the cost model says."""
+    layout = report.layout
+    pushed: Counter[int] = Counter()
+    pulled: Counter[int] = Counter()
+    for rank, seen in enumerate(ours):
+        for step in seen.steps:
+            for total in step.sums.values():
+                up, down = _model_bytes(rank, total, layout)
+                pushed[rank // layout.per_host] += up
+                pulled[rank // layout.per_host] += down
+    for host in range(-(-len(ours) // layout.per_host)):
+        members = ours[host * layout.per_host : (host + 1) * layout.per_host]
+        for what, counted, expected in (
+            ("pushed", sum(one.pushed_bytes for one in members), pushed[host]),
+            ("pulled", sum(one.pulled_bytes for one in members), pulled[host]),
+        ):
+            if abs(counted - expected) > BYTES_TOLERANCE * expected:
+                report.misses.append(f"host {host} {what} {counted} bytes, not {expected:.0f}")
+
+
+def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
+    """What a rank pushes and pulls for a sum: its part of what the cost model has for its host."""
+    way = _spread(total.members, layout)
+    if way == "collective":
+        return 0.0, 0.0
+    element = 2 if layout.wire else total.local.element_size()
+    whole = total.local.numel() * element
+    wanted = total.result.numel() * element
+    if way == "flat":
+        return whole, wanted
+    beside = sum(member // layout.per_host == rank // layout.per_host for member in total.members)
+    # With a shard owned by several ranks of a host, each pulls its part, and they exchange them.
+    return whole / beside, min(wanted, whole / beside)
 
 
 def _check_errors(report: Report) -> None:

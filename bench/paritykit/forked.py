@@ -74,6 +74,8 @@ class Job:
     ranks: int
     settings: Mapping[str, Any]
     platform: Platform = CPU
+    per_host: int = 1
+    """Consecutive ranks that take themselves to share a host."""
 
     def run(self, *, fails: bool = False) -> None:
         """Run to the end. Raises JobFailed unless all ranks succeed (or none, if it ``fails``)."""
@@ -114,7 +116,11 @@ class Job:
             for name, value in os.environ.items()
             if not name.startswith(("DMLC_", "BYTEPS_", "MEGATRON_", "TORCHELASTIC_"))
         }
-        size = str(self.ranks)
+        size, host = str(self.ranks), rank // self.per_host
+        own: dict[str, str] = {}
+        if self.per_host > 1 and self.platform.shares_devices:
+            # Each host has the same GPUs, and NCCL must not see that it is one machine.
+            own = {"LOCAL_RANK": str(rank % self.per_host), "NCCL_HOSTID": f"host{host}"}
         return {
             **kept,
             **self.platform.environment,
@@ -122,10 +128,12 @@ class Job:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
+            "BYTEPS_HOST_ID": f"host{host}",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
+            **own,
             **dict(self.settings.get("environment", {})),
         }
 

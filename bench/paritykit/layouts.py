@@ -30,6 +30,10 @@ class Layout:
 
     name: str
     ranks: int
+    per_host: int = 1
+    """Consecutive ranks that are taken to share a host; the last host may have fewer."""
+    route: str = "flat"
+    """Of the run through BytePS: ``--dpu-reduce-route``."""
     tp: int = 1
     cp: int = 1
     pp: int = 1
@@ -60,7 +64,7 @@ class Layout:
     def byteps_arguments(self) -> list[str]:
         """What is added for the run through BytePS."""
         wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
-        return ["--use-dpu-reduce", *wire]
+        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *wire]
 
     @property
     def dp(self) -> int:
@@ -114,6 +118,7 @@ _MASKED = ("--reset-position-ids", "--eod-mask-loss")
 # on all stages but the first: what was summed is scaled and summed again. Not without alignment.
 _UNALIGNED = ("--no-align-grad-reduce",)
 _PLAIN_CHECKPOINT = ("--ckpt-format", "torch")
+_NODE = "node-first"
 _IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -195,6 +200,60 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="ep2-cp2-dp2-overlap", ranks=4, ep=2, cp=2, experts=4, overlap=True),
     Layout(name="ep2-dp8-do-inst2-overlap", ranks=8, ep=2, experts=4, distributed_optimizer=True,
            instances=2, overlap=True),
+    # Several ranks a host: they sum first, then hosts do. Where all ranks of a group share a host,
+    # nothing goes to servers.
+    Layout(name="node2-dp2", ranks=2, per_host=2, route=_NODE),
+    Layout(name="node2-dp4", ranks=4, per_host=2, route=_NODE),
+    Layout(name="node2-dp4-overlap-acc2", ranks=4, per_host=2, route=_NODE, overlap=True,
+           accumulation=2),
+    Layout(name="node2-dp4-bf16-wire-overlap", ranks=4, per_host=2, route=_NODE, overlap=True,
+           dtype="bf16-wire"),
+    Layout(name="node2-dp4-fp16-wire", ranks=4, per_host=2, route=_NODE, dtype="fp16-wire"),
+    Layout(name="node2-dp4-sent-as-bf16-overlap", ranks=4, per_host=2, route=_NODE, wire="bf16",
+           overlap=True),
+    Layout(name="node2-dp6-tokens", ranks=6, per_host=2, route=_NODE, extra=_TOKENS),
+    Layout(name="node2-dp4-frozen", ranks=4, per_host=2, route=_NODE, overlap=True,
+           frozen="embedding"),
+    Layout(name="node2-dp4-do-overlap", ranks=4, per_host=2, route=_NODE, overlap=True,
+           distributed_optimizer=True),
+    Layout(name="node2-dp4-do-bf16-wire-acc2", ranks=4, per_host=2, route=_NODE,
+           distributed_optimizer=True, dtype="bf16-wire", accumulation=2),
+    Layout(name="node2-dp8-do-gather", ranks=8, per_host=2, route=_NODE, overlap=True,
+           distributed_optimizer=True, extra=_GATHER),
+    # The recommended layout: the optimizer sharded inside each host.
+    Layout(name="node2-dp4-do-inst2-overlap", ranks=4, per_host=2, route=_NODE, overlap=True,
+           distributed_optimizer=True, instances=2, extra=_GATHER),
+    Layout(name="node2-dp4-do-inst2-sent-as-bf16-acc2", ranks=4, per_host=2, route=_NODE,
+           distributed_optimizer=True, instances=2, dtype="bf16", wire="bf16", accumulation=2),
+    Layout(name="node2-dp8-do-inst4-bf16-wire", ranks=8, per_host=2, route=_NODE, overlap=True,
+           distributed_optimizer=True, instances=4, dtype="bf16-wire"),
+    Layout(name="node4-dp8-do-inst2-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
+           distributed_optimizer=True, instances=2),
+    # An instance on two hosts; two instances on a host, whose ranks own the same shards.
+    Layout(name="node2-dp8-do-inst2", ranks=8, per_host=2, route=_NODE,
+           distributed_optimizer=True, instances=2),
+    Layout(name="node4-dp8-do-inst4-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
+           distributed_optimizer=True, instances=4),
+    Layout(name="node4-dp8-overlap", ranks=8, per_host=4, route=_NODE, overlap=True),
+    Layout(name="node4-dp8-do-bf16-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
+           distributed_optimizer=True, dtype="bf16"),
+    # Other parallelism decides which ranks of a group share a host.
+    Layout(name="node2-tp2-dp2-overlap", ranks=4, per_host=2, route=_NODE, tp=2, overlap=True),
+    Layout(name="node4-tp2-dp4-do-inst2", ranks=8, per_host=4, route=_NODE, tp=2,
+           distributed_optimizer=True, instances=2, overlap=True),
+    Layout(name="node4-pp2-dp4-overlap-acc2", ranks=8, per_host=4, route=_NODE, pp=2, overlap=True,
+           accumulation=2),
+    Layout(name="node2-pp2-vpp2-dp4-do-acc4", ranks=8, per_host=2, route=_NODE, pp=2, vpp=2,
+           distributed_optimizer=True, overlap=True, accumulation=4),
+    Layout(name="node4-cp2-dp4-do-inst2", ranks=8, per_host=4, route=_NODE, cp=2,
+           distributed_optimizer=True, instances=2, overlap=True),
+    Layout(name="node2-ep2-dp4-do", ranks=4, per_host=2, route=_NODE, ep=2, experts=4,
+           distributed_optimizer=True, overlap=True),
+    Layout(name="node4-ep2-dp8-do-inst2-overlap", ranks=8, per_host=4, route=_NODE, ep=2,
+           experts=4, distributed_optimizer=True, instances=2, overlap=True),
+    # Uneven hosts fall back to whole pushes.
+    Layout(name="node3-dp4-do-overlap", ranks=4, per_host=3, route=_NODE, overlap=True,
+           distributed_optimizer=True),
     # What cannot be served is refused, not trained wrongly.
     Layout(name="do-fp32-scatter", ranks=2, distributed_optimizer=True,
            extra=("--ddp-reduce-scatter-with-fp32-accumulation",),

@@ -15,6 +15,8 @@ class Platform:
     """Of every rank."""
     arguments: tuple[str, ...] = ()
     """Of Megatron, under either backend."""
+    shares_devices: bool = False
+    """Ranks have GPUs; where several share a host, hosts that are taken to differ share them."""
     preloaded: tuple[str, ...] | None = None
     """Modules that the process has imported from which ranks are forked; None: the program's, with
     all that it needs."""
@@ -36,6 +38,7 @@ CUDA = Platform(
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "Ring",
     },
+    shares_devices=True,
     # What works without Transformer Engine and Apex, and needs no compiler while it runs.
     arguments=(
         *("--transformer-impl", "local", "--attention-backend", "unfused"),

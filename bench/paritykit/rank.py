@@ -108,7 +108,15 @@ class Witness:
             parameters=parameters,
             names=self.names,
             byteps_imported="byteps.torch" in sys.modules,
+            pushed_bytes=_counted("byteps_worker_pushed_bytes_total"),
+            pulled_bytes=_counted("byteps_worker_pulled_bytes_total"),
         )
+
+
+def _counted(name: str) -> int:
+    """One of the engine's counters; 0 without BytePS."""
+    bps = sys.modules.get("byteps.torch")
+    return 0 if bps is None else int(bps.get_metrics()[name])
 
 
 def _buckets(chunk: Any) -> Iterator[tuple[str, Any, dist.ProcessGroup, dist.ProcessGroup]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .compare import LOSS_TOLERANCE, SENT_AS_BF16_TOLERANCE, Report
+from .compare import BYTES_TOLERANCE, LOSS_TOLERANCE, SENT_AS_BF16_TOLERANCE, Report
 from .layouts import MICRO_BATCH, SEQUENCE, STEPS, Layout
 
 _HEAD = (
@@ -48,13 +48,17 @@ this rank owns), the loss, the gradient norm, and the parameters at the end. The
   (6.0e-08 in fp32, 4.9e-04 in fp16, 3.9e-03 in bf16). Servers add half types in fp32 and fp32 in fp64,
   and round once; an all-reduce rounds after every addition.
 - **What is sent in another type** (`--dpu-reduce-wire-dtype bf16`) is held against the sum of the parts
-  as they were sent, each rounded once.
+  as they were sent, each rounded once; where several ranks share a host, what is sent is their sum.
 - **All members of a group hold the same sum**, where they hold all of it.
 - **The two runs against each other.** Where no group has more than two members, all that was recorded
   must be the same to the last bit. Otherwise the local gradients and the loss of the first step must
   be, and later losses may differ by a relative {", ".join(f"{v:g} ({k})" for k, v in LOSS_TOLERANCE.items())}, {SENT_AS_BF16_TOLERANCE:g}
   (sent as bf16).
-- **BytePS made the sums**: as many push-pulls as sums of more than one value, and none in the other run.
+- **BytePS made the sums**: as many push-pulls as sums over several hosts, and none in the other run. The
+  bytes that the ranks of each host pushed and pulled are the cost model's, within {BYTES_TOLERANCE:.0%}.
+
+Every rank is taken to be a host of its own, except in the layouts that say how many ranks share one:
+those sum inside the host by torch.distributed first, and sums inside one host use no servers.
 
 `tests/megatron/test_layouts.py` runs a part of the table and shows that a reducer that is broken
 (divides by the wrong number, exchanges two sums, returns that of the step before) is found out, also
@@ -80,7 +84,8 @@ _METHOD_ON_GPUS = """# Correctness on GPUs
 
 The comparison of [correctness.md](correctness.md), with the same requirements, on {machine}: every
 rank has a GPU of its own, all-reduce is NCCL's ring, and BytePS copies gradients to servers on the
-host. Without Transformer Engine and Apex, and with PyTorch's deterministic kernels, so that two
+host. Where several ranks share a host, each has one of the host's GPUs, and hosts share them.
+Without Transformer Engine and Apex, and with PyTorch's deterministic kernels, so that two
 runs may be held against each other bit by bit.
 """
 
@@ -156,10 +161,11 @@ def markdown(reports: Sequence[Report]) -> str:
 
 def markdown_on_gpus(reports: Sequence[Report], skipped: Sequence[Layout]) -> str:
     """A page about the machine that it is written on."""
-    names = [f"{layout.name} ({layout.ranks})" for layout in skipped]
+    needed = [(one.name, one.per_host if one.per_host > 1 else one.ranks) for one in skipped]
+    names = [f"{name} ({gpus})" for name, gpus in needed]
     parts = [_METHOD_ON_GPUS.format(machine=_gpus()), *_pipes([_HEAD, *map(cells, reports)]), ""]
     if names:
-        parts += [f"Skipped, with the number of ranks they need: {', '.join(names)}.", ""]
+        parts += [f"Skipped, with the number of GPUs they need: {', '.join(names)}.", ""]
     return "\n".join(parts)
 
 
@@ -190,10 +196,12 @@ def _optimizer(layout: Layout) -> str:
 
 def _further(layout: Layout) -> str:
     parts = [
-        *layout.byteps_arguments()[1:],
+        *layout.byteps_arguments()[3:],
         *layout.extra,
         *("=".join(pair) for pair in layout.environment),
     ]
+    if layout.per_host > 1:
+        parts.append(f"{layout.per_host} ranks a host")
     if layout.etp is not None:
         parts.append(f"expert TP {layout.etp}")
     if layout.experts and layout.tp > 1:

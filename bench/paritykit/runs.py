@@ -17,7 +17,12 @@ from .seen import RankSeen
 PROGRAM = "paritykit.rank:train"
 FLAG = "--use-dpu-reduce"
 # Two servers and small partitions: it matters which server sums what, and which part is pulled.
-_SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_PARTITION_BYTES": "4096"}
+# So with pieces: those of a bucket are summed inside the host and between hosts at the same time.
+_SERVERS = {
+    "BYTEPS_EMBEDDED_SERVERS": "2",
+    "BYTEPS_PARTITION_BYTES": "4096",
+    "BYTEPS_NODE_PIECE_BYTES": "2048",
+}
 
 
 def train(
@@ -47,7 +52,7 @@ def train(
         "frozen": layout.frozen,
         **(options or {}),
     }
-    job = Job(folder, program, layout.ranks, settings, platform)
+    job = Job(folder, program, layout.ranks, settings, platform, layout.per_host)
     job.run(fails=fails)
     return job
 

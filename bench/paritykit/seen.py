@@ -41,3 +41,6 @@ class RankSeen:
     names: list[str]
     """Of the BytePS operations that this rank started, in that order; empty without."""
     byteps_imported: bool
+    pushed_bytes: int = 0
+    """To servers, as the engine counts them, in the whole run."""
+    pulled_bytes: int = 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from benchkit import costmodel
+from byteps import cost_model as costmodel
 
 M, B = 64e6, 8e6
 M_OVER_B = 8.0
@@ -81,3 +80,53 @@ def test_fill_of_the_partitions() -> None:
 def test_numbers_that_make_no_sense(call: object) -> None:
     with pytest.raises(ValueError, match=r"there must be one|neither may be"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "extra", "per_machine", "local"),
+    # x : y = 2(n-1) : n-k, as few processes as that takes within 3 %.
+    [
+        (4, 2, 3, 1),
+        (4, 4, 1, 0),
+        (4, 6, 1, 0),
+        (4, 1, 2, 1),
+        (8, 2, 2, 1),
+        (4, 0, 1, 1),
+        (8, 4, 3, 1),
+    ],
+)
+def test_numbers_of_processes_stand_for_shares(
+    hosts: int, extra: int, per_machine: int, local: int
+) -> None:
+    servers = costmodel.best_servers(hosts, extra)
+    assert (servers.per_machine, servers.local) == (per_machine, local)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 8, 16, 64])
+def test_every_number_of_machines_is_within_three_percent_of_the_best(hosts: int) -> None:
+    for extra in range(1, hosts + 2):
+        servers = costmodel.best_servers(hosts, extra)
+        seconds = costmodel.push_pull(servers, M, M).seconds(B, B)
+        assert seconds <= 1.031 * costmodel.both_kinds(hosts, extra, M, B)
+        assert seconds <= costmodel.ring(hosts, M, B) * 1.031
+
+
+def test_the_load_of_a_push_pull_that_pulls_less() -> None:
+    """A sharded optimizer: all is pushed, a quarter comes back to each host."""
+    own = costmodel.Servers(hosts=4, extra=2)
+    assert costmodel.push_pull(own, 8.0, 2.0) == costmodel.Load(host=8.0, server=16.0)
+    # One server on each host: 6 of a host's 8 leave it, and 2 * 3 / 4 of its server's answers.
+    beside = costmodel.Servers(hosts=4, extra=0, local=1)
+    assert costmodel.push_pull(beside, 8.0, 2.0).host == pytest.approx(6 + 1.5)
+    assert costmodel.push_pull(beside, 8.0, 8.0).host == pytest.approx(12.0), "as a ring's"
+
+
+def test_collectives_load_the_card_once_for_all_ranks_of_a_host() -> None:
+    hosts = (0, 0, 1, 1, 2, 2, 3, 3)
+    assert costmodel.reduce_scatters([hosts], 8.0).host == pytest.approx(7.0)
+    assert costmodel.all_reduces([hosts], 8.0).host == pytest.approx(12.0)
+    assert costmodel.all_reduces([(0, 0), (1, 1)], 8.0).host == 0.0
+    # Two rings through the same hosts.
+    assert costmodel.all_reduces([(0, 1), (0, 1)], 4.0).host == pytest.approx(8.0)
+    with pytest.raises(ValueError, match="a host and a server at least"):
+        costmodel.Servers(hosts=1, extra=0)

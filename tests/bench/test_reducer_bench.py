@@ -50,9 +50,10 @@ def test_wrong_results_are_found(
     right: str,
     broken: str,
 ) -> None:
-    core = build_in / "overlay" / "byteps" / "core"
-    shutil.copytree(reducer_bench.OVERLAY / "byteps" / "core", core)
-    source = core / "reducer.cc"
+    overlay = build_in / "overlay" / "byteps"
+    for folder in ("base", "server"):
+        shutil.copytree(reducer_bench.OVERLAY / "byteps" / folder, overlay / folder)
+    source = overlay / "server" / "reducer.cc"
     text = source.read_text()
     assert right in text
     source.write_text(text.replace(right, broken))

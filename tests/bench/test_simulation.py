@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byteps import cost_model as costmodel
 
-from benchkit import costmodel
 from benchkit.fairshare import Hop, max_min
 from benchkit.scenario import Scenario, Workers, engine_partition, payload_fraction, uniform
 from benchkit.simulation import push_pull, ring

@@ -49,6 +49,22 @@ def test_the_busiest_link(
     assert busiest_link(backend, topology) == pytest.approx(share)
 
 
+@pytest.mark.parametrize(
+    ("backend", "share"),
+    # Four hosts of two ranks: 2 * 7/8 in a flat ring, 2 * 3/4 in two levels, once through servers.
+    [("gloo", 1.75), ("gloo-nodes", 1.5), ("nccl", 1.5), ("byteps", 1.0)],
+)
+def test_the_busiest_link_of_hosts_with_two_ranks(backend: str, share: float) -> None:
+    topology = Topology(workers=8, ranks_per_host=2, servers=4)
+    assert busiest_link(backend, topology) == pytest.approx(share)
+
+
+def test_the_busiest_link_with_servers_of_both_kinds() -> None:
+    """x = 3/10 on each machine, y = 1/10 beside each worker: 4 * 3/10 = 1 + 2 * 1/10."""
+    both = Topology(workers=4, servers=2, servers_per_machine=3, local_servers=1)
+    assert busiest_link("byteps", both) == pytest.approx(1.2)
+
+
 def test_no_limit_without_a_link() -> None:
     assert least_seconds("byteps", Topology(workers=2, servers=1), 4096) is None
 

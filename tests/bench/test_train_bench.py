@@ -10,7 +10,7 @@ import pytest
 
 import train_bench
 from benchkit.processes import LaunchError
-from benchkit.training import Trained, step_seconds
+from benchkit.training import WAYS, Trained, gpus_of, step_seconds
 from trainkit.job import Record, Step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,9 +39,9 @@ def trained(backend: str, index: int, step_s: list[float], **changes: Any) -> Tr
 
 LAUNCHES = [
     trained("byteps", 0, [0.1, 0.1, 9.0]),
-    trained("gloo", 0, [0.2]),
+    trained("all-reduce", 0, [0.2]),
     trained("byteps", 1, [0.2]),
-    trained("gloo", 1, [0.25]),
+    trained("all-reduce", 1, [0.25]),
 ]
 
 
@@ -50,12 +50,12 @@ def test_the_table_and_the_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[s
     options = train_bench.parse(["--launches", "2", "--json", str(written)])
     assert train_bench.report(LAUNCHES, options, []) == 0
     lines = capsys.readouterr().out.splitlines()
-    ours = next(line for line in lines if line.startswith(" byteps "))
+    ours = next(line for line in lines if line.split()[:1] == ["byteps"])
     # Medians 100 and 200 ms: 150 ms for 1,000 tokens.
     assert ours.split()[3:] == ["150.0", "100.0..200.0", "6,667", "4.0000", "2", "50%"]
-    assert "byteps over gloo: 1.500 (1.250..2.000) times as fast" in lines
+    assert "byteps over all-reduce: 1.500 (1.250..2.000) times as fast" in lines
     content = json.loads(written.read_text())
-    assert content["ratio"] == pytest.approx(1.5) and len(content["launches"]) == 4
+    assert content["ratios"] == {"all-reduce": pytest.approx(1.5)} and len(content["launches"]) == 4
 
 
 def test_a_bar() -> None:
@@ -65,9 +65,9 @@ def test_a_bar() -> None:
 
 def test_launches_that_learnt_something_else() -> None:
     first = LAUNCHES[0]
-    other = trained("gloo", 0, [0.2], checksum="b")
-    apart = trained("gloo", 0, [0.2], losses=[5.0, 4.1], checksum="b")
-    broken = trained("gloo", 0, [0.2], losses=[5.0, float("nan")], checksum="b")
+    other = trained("all-reduce", 0, [0.2], checksum="b")
+    apart = trained("all-reduce", 0, [0.2], losses=[5.0, 4.1], checksum="b")
+    broken = trained("all-reduce", 0, [0.2], losses=[5.0, float("nan")], checksum="b")
     assert "with two workers they may not" in str(train_bench.complaint([first, other], 2))
     assert train_bench.complaint([first, other], 4) is None
     assert "the loss of step 2 differs by 2.5e-02" in str(train_bench.complaint([first, apart], 4))
@@ -82,6 +82,9 @@ def test_launches_that_learnt_something_else() -> None:
         (["--steps", "5"], "leaves none after --warmup 5"),
         (["--emulate", "8"], "write it like 8@500mbit"),
         (["--emulate", "2@1gbit"], "need 3 hosts"),
+        (["--workers", "4", "--ranks-per-host", "2", "--emulate", "2@1gbit"], "need 3 hosts"),
+        (["--ways", "byteps,ring"], "name each once, of all-reduce, byteps"),
+        (["--ways", "byteps,byteps"], "name each once"),
     ],
 )
 def test_bad_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +108,38 @@ def test_a_short_training(
     code = train_bench.main([*words(run_dir), "--", *SMALL])
     said = capsys.readouterr()
     assert code == 0, said.err
-    assert "byteps over gloo: " in said.out and "times as fast" in said.out
+    assert "byteps over all-reduce: " in said.out and "times as fast" in said.out
+
+
+def test_ways_name_their_arguments() -> None:
+    ours = WAYS["byteps-by-host-bf16"].megatron_arguments(4, ["--overlap-grad-reduce"])
+    assert ours == [
+        *("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "4"),
+        *("--grad-reduce-in-bf16", "--use-dpu-reduce", "--overlap-param-gather"),
+    ]
+    assert WAYS["sharded"].megatron_arguments(4, []) == ["--use-distributed-optimizer"]
+    assert WAYS["byteps"].through_servers and not WAYS["sharded"].through_servers
+
+
+def test_hosts_that_outnumber_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert [gpus_of(rank, 2) for rank in range(6)] == ["4,5,6", "4,5,6", "6,4,5", "6,4,5"] + [
+        "5,6,4"
+    ] * 2
+    assert [gpus_of(rank, 1).split(",")[0] for rank in range(5)] == ["4", "5", "6", "4", "5"]
+    with pytest.raises(LaunchError, match="4 ranks a host need as many GPUs, not 3"):
+        gpus_of(0, 4)
+
+
+def test_two_ranks_a_host(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_CPU", "1")
+    nodes = ["--workers", "4", "--ranks-per-host", "2", "--ways", "byteps-by-host,by-host"]
+    code = train_bench.main([*words(run_dir), *nodes, "--", *SMALL])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "byteps-by-host over by-host: " in said.out
 
 
 def test_a_rank_that_fails_is_shown(

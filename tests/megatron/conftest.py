@@ -47,9 +47,12 @@ def run_job(fork_server: None, run_dir: Path) -> Callable[..., Job]:
     """Runs a program of rank_programs.py on a number of ranks, in a folder of its own."""
     count = 0
 
-    def run(program: str, ranks: int, *, fails: bool = False, **settings: object) -> Job:
+    def run(
+        program: str, ranks: int, *, fails: bool = False, per_host: int = 1, **settings: object
+    ) -> Job:
         nonlocal count
-        job = Job(run_dir / f"job{count}-{program}", f"rank_programs:{program}", ranks, settings)
+        folder = run_dir / f"job{count}-{program}"
+        job = Job(folder, f"rank_programs:{program}", ranks, settings, per_host=per_host)
         count += 1
         job.run(fails=fails)
         return job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform
 
@@ -40,7 +42,15 @@ def train(
     """
     if hide_byteps:
         sys.modules["byteps"] = None  # type: ignore[assignment]
-    return run([*MODEL, *arguments], broken=broken_reducers.BREAKS[broken] if broken else None)
+    broken_by = broken_reducers.BREAKS[broken] if broken else None
+    return run([*MODEL, *_through_servers(arguments)], broken=broken_by)
+
+
+def _through_servers(arguments: Sequence[str]) -> list[str]:
+    """The ranks share this machine, where nothing would go to servers unless asked for."""
+    if "--use-dpu-reduce" in arguments and "--dpu-reduce-route" not in arguments:
+        return [*arguments, "--dpu-reduce-route", "flat"]
+    return list(arguments)
 
 
 def train_layout(
@@ -69,7 +79,7 @@ def train_poisoned(
     folder: Path, arguments: Sequence[str], environment: dict[str, str] | None = None
 ) -> RankSeen:
     """Training in which one rank comes upon a NaN."""
-    return run([*MODEL, *arguments], broken=_poison)
+    return run([*MODEL, *_through_servers(arguments)], broken=_poison)
 
 
 # --------------------------------------------------------------------------- megatron.core alone
@@ -105,9 +115,14 @@ def _on_core(body: Callable[[], Any]) -> Any:
         dist.destroy_process_group()
 
 
-def _wrap(module: torch.nn.Module, **config: Any) -> DistributedDataParallel:
+def _wrap(
+    module: torch.nn.Module, pg_collection: Any = None, **config: Any
+) -> DistributedDataParallel:
     transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    return DistributedDataParallel(transformer, DistributedDataParallelConfig(**config), module)
+    if config.get("use_dpu_reduce"):
+        config.setdefault("dpu_reduce_route", "flat")
+    ddp_config = DistributedDataParallelConfig(**config)
+    return DistributedDataParallel(transformer, ddp_config, module, pg_collection=pg_collection)
 
 
 def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> dict[str, Any]:
@@ -135,11 +150,48 @@ def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> d
                 ddp.offload_grad_buffers()
                 ddp.restore_grad_buffers()
         ops = [
-            getattr(bucket, "dpu_reduce_op", None)
+            _told(getattr(bucket, "dpu_reduce_op", None))
             for buffer in ddp.buffers + ddp.expert_parallel_buffers
             for bucket in buffer.buckets
         ]
-        return {"gradients": gradients, "ops": ops}
+        return {"gradients": gradients, "ops": ops, "pushed": _pushed_bytes()}
+
+    return _on_core(body)
+
+
+def _told(op: Any) -> Any:
+    """An operation without what cannot leave the process."""
+    return op and dataclasses.replace(op, node_whole=None, node_shards=None)
+
+
+def _pushed_bytes() -> int:
+    """What this rank has sent to servers, as the engine counts it; 0 without BytePS."""
+    bps = sys.modules.get("byteps.torch")
+    return bps.get_metrics()["byteps_worker_pushed_bytes_total"] if bps is not None else 0
+
+
+def core_one_more(folder: Path, environment: dict[str, str]) -> tuple[list[Any], list[Any]]:
+    """The gradients and operations of the second of two models that all ranks wrap, after rank 0
+    has wrapped another one in a group of its own, whose lowest rank is that of the others."""
+
+    def body() -> tuple[list[Any], list[Any]]:
+        alone = dist.new_group([0])
+        _wrap(Mixed(), use_dpu_reduce=True)
+        if dist.get_rank() == 0:
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            groups.dp = groups.dp_cp = groups.expt_dp = alone
+            groups.intra_dp_cp = groups.intra_expt_dp = alone
+            _wrap(Mixed(), pg_collection=groups, use_dpu_reduce=True)
+        ddp = _wrap(Mixed(), use_dpu_reduce=True)
+        ddp.zero_grad_buffer()
+        for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+            buffer.grad_data.fill_(2.0 + 2.0 * dist.get_rank())
+        ddp.finish_grad_sync()
+        buffers = ddp.buffers + ddp.expert_parallel_buffers
+        return (
+            [p.main_grad.clone() for p in ddp.module.parameters()],
+            [bucket.dpu_reduce_op for buffer in buffers for bucket in buffer.buckets],
+        )
 
     return _on_core(body)
 

@@ -82,6 +82,72 @@ def test_two_models_of_one_process_have_keys_of_their_own(run_job: RunJob) -> No
     assert min(op.placement for op in second) > max(op.placement for op in first)
 
 
+def test_a_rank_that_wraps_one_more_model_alone_does_not_change_the_others_names(
+    run_job: RunJob,
+) -> None:
+    """Rank 0 wraps a model of its own, for a group of itself, before the second common one."""
+    job = run_job("core_one_more", 2, environment={"BYTEPS_OP_TIMEOUT_S": "20"})
+    for rank in range(2):
+        gradients, ops = job.result(rank)
+        assert all(torch.equal(value, torch.full_like(value, 3.0)) for value in gradients)
+        assert [(op.name, op.placement) for op in ops] == [
+            (op.name, op.placement) for op in job.result(0)[1]
+        ]
+
+
+NODE_FIRST = {"use_dpu_reduce": True, "dpu_reduce_route": "node-first"}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_node_first_with_several_dtypes_and_experts(
+    run_job: RunJob, config: dict[str, Any]
+) -> None:
+    ours = run_job("core_steps", 4, config={**config, **NODE_FIRST}, per_host=2)
+    theirs = run_job("core_steps", 4, config=config)
+    for rank in range(4):
+        assert all(op.route == "node-first" for op in ours.result(rank)["ops"])
+        for step, twin in zip(
+            ours.result(rank)["gradients"], theirs.result(rank)["gradients"], strict=True
+        ):
+            for name, value in step.items():
+                half = value.dtype == torch.bfloat16
+                torch.testing.assert_close(
+                    value, twin[name], rtol=2e-2 if half else 1e-5, atol=2e-2 if half else 1e-6
+                )
+    for rank in range(1, 4):
+        _assert_same(ours.result(rank)["gradients"], ours.result(0)["gradients"])
+
+
+def test_node_first_buffers_may_move_between_steps(run_job: RunJob) -> None:
+    config = {"overlap_grad_reduce": True, "bucket_size": 64, **NODE_FIRST}
+    moved = run_job("core_steps", 4, config=config, offload=True, per_host=2)
+    still = run_job("core_steps", 4, config=config, per_host=2)
+    _assert_same(moved.result(0)["gradients"], still.result(0)["gradients"])
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_node_first_forced_all_reduce(run_job: RunJob, sharded: bool) -> None:
+    """Every rank gets all of it, also where it would want a shard."""
+    config = {"overlap_grad_reduce": True, "use_distributed_optimizer": sharded}
+    ours = run_job("core_forced", 4, config={**config, **NODE_FIRST}, per_host=2)
+    theirs = run_job("core_forced", 4, config=config)
+    for rank in range(4):
+        for name, value in ours.result(rank).items():
+            torch.testing.assert_close(value, theirs.result(rank)[name], rtol=1e-2, atol=1e-2)
+
+
+def test_inside_one_host_nothing_is_pushed(run_job: RunJob) -> None:
+    config = {"overlap_grad_reduce": True, "bucket_size": 64}
+    auto = {**config, "use_dpu_reduce": True, "dpu_reduce_route": "auto"}
+    ours = run_job("core_steps", 2, config=auto, per_host=2)
+    theirs = run_job("core_steps", 2, config=config)
+    _assert_same(ours.result(0)["gradients"], theirs.result(0)["gradients"])
+    assert {op.route for op in ours.result(0)["ops"]} == {"collective"}
+    assert ours.result(0)["pushed"] == 0
+    log = ours.log_of(0).read_text()
+    assert "all ranks are on one host" in log and log.count("dpu_reduce: dense gradients") == 1
+
+
 def test_refusals_where_ddp_is_built(run_job: RunJob) -> None:
     seen = run_job("core_refused", 2).result(0)
     assert "--use-dpu-reduce" in seen["changed"] and "--fp8-param-gather" in seen["changed"]

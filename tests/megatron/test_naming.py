@@ -7,12 +7,13 @@ import itertools
 import pytest
 import torch
 from megatron.core.distributed import dpu_reduce
+from megatron.core.distributed.dpu_reduce import naming
 
 
 def _name(**changed: object) -> str:
     identity = {
         "kind": "dense",
-        "lowest_rank": 0,
+        "group": (0, 1),
         "model": 0,
         "chunk": 0,
         "param_dtype": torch.bfloat16,
@@ -23,29 +24,30 @@ def _name(**changed: object) -> str:
 
 
 def test_name() -> None:
-    assert _name() == "dpu_reduce/dense/dp0/model0/chunk0/bf16-fp32/bucket3"
-    assert _name() == _name()
+    assert _name() == ("dpu_reduce/dense/dp0x2-9fc81a7857d8/model0/chunk0/bf16-fp32/bucket3")
+    assert _name(group=(1, 0)) == _name()
 
 
 def test_every_part_of_the_identity_counts() -> None:
-    kinds, ranks, models, chunks = ("dense", "expert"), (0, 1, 10), (0, 1), (0, 1, 10)
+    kinds, models, chunks = ("dense", "expert"), (0, 1), (0, 1, 10)
+    groups = ((0,), (0, 1), (0, 2), (0, 1, 2), (1, 2), (10, 11))
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64)
     buckets = (0, 1, 10, 11)
     names = {
         _name(
             kind=kind,
-            lowest_rank=rank,
+            group=group,
             model=model,
             chunk=chunk,
             param_dtype=param,
             grad_dtype=grad,
             bucket_id=bucket,
         )
-        for kind, rank, model, chunk, param, grad, bucket in itertools.product(
-            kinds, ranks, models, chunks, dtypes, dtypes, buckets
+        for kind, group, model, chunk, param, grad, bucket in itertools.product(
+            kinds, groups, models, chunks, dtypes, dtypes, buckets
         )
     }
-    assert len(names) == 2 * 3 * 2 * 3 * 5 * 5 * 4
+    assert len(names) == 2 * 6 * 2 * 3 * 5 * 5 * 4
 
 
 def test_an_unusual_dtype_has_a_name() -> None:
@@ -68,3 +70,18 @@ def test_what_the_next_forward_needs_first_has_the_highest_priority() -> None:
 )
 def test_partition_count(nbytes: int, partitions: int) -> None:
     assert dpu_reduce.partition_count(nbytes, 100) == partitions
+
+
+def test_what_is_built_for_other_groups_changes_neither_names_nor_placements() -> None:
+    """Not even for a group with the same lowest rank: its members alone know of it."""
+    everywhere, here = naming.Named(), naming.Named()
+    group, alone = (0, 1), (0,)
+    seen = []
+    for named in (everywhere, here):
+        first = named.next_model("dense", group, 0), named.next_placement(group, 7)
+        if named is here:
+            assert named.next_model("dense", alone, 0) == 0
+            assert named.next_placement(alone, 3) == 0
+        seen.append((first, named.next_model("dense", group, 0), named.next_placement(group, 5)))
+    assert seen[0] == seen[1] == ((0, 0), 1, 7)
+    assert _name(group=alone) != _name(group=group)

@@ -53,6 +53,14 @@ def test_average_in_collective(train: Train) -> None:
     assert_same_run(averaged, train(*BUCKETS))
 
 
+def test_average_in_collective_node_first(train: Train) -> None:
+    """Divided by two inside the host and by two on the servers, which is exact."""
+    node = ("--use-dpu-reduce", "--dpu-reduce-route", "node-first", *BUCKETS)
+    averaged = train(*node, "--ddp-average-in-collective", ranks=4, per_host=2)
+    assert_same_run(averaged, train(*node, ranks=4, per_host=2))
+    assert all("/part" in name for name in averaged.names)
+
+
 def test_three_ranks_are_within_rounding_of_the_exact_sum(train: Train) -> None:
     """Two additions in fp32 are off by no more than 2 u (|a| + |b| + |c|), to first order."""
     unit = 2.0**-24

@@ -48,6 +48,7 @@ ALLOWED = (
     ("--num-distributed-optimizer-instances", "2"),
     ("--overlap-param-gather",),
     ("--dpu-reduce-wire-dtype", "bf16"),
+    ("--dpu-reduce-route", "node-first"),
     ("--overlap-param-gather-with-optimizer-step",),
 )
 
@@ -130,6 +131,15 @@ def test_wire_dtype_needs_the_flag(parse: object) -> None:
 def test_unknown_wire_dtype() -> None:
     with pytest.raises(ValueError, match=r"--dpu-reduce-wire-dtype=int8 is not known; .* bf16"):
         DistributedDataParallelConfig(use_dpu_reduce=True, dpu_reduce_wire_dtype="int8")
+
+
+def test_a_route_needs_the_flag_and_must_be_known(parse: object) -> None:
+    with pytest.raises(ValueError, match="--dpu-reduce-route=flat needs --use-dpu-reduce"):
+        arguments.validate_args(parse("--dpu-reduce-route", "flat"))
+    with pytest.raises(ValueError, match="--dpu-reduce-route=node-first needs --use-dpu-reduce"):
+        DistributedDataParallelConfig(dpu_reduce_route="node-first")
+    with pytest.raises(ValueError, match=r"--dpu-reduce-route=ring is not known; .* node-first"):
+        DistributedDataParallelConfig(use_dpu_reduce=True, dpu_reduce_route="ring")
 
 
 def test_fully_sharded_wrappers_refuse() -> None:

@@ -124,6 +124,9 @@ def test_bad_number(run_dir: Path, role: str, flag: str, value: str) -> None:
         ("server", ["stray"], "stray"),
         ("worker", ["--scheduler", "host:99999"], "65535"),
         ("worker", ["train.py"], "after --"),
+        ("worker", ["--local-servers", "x"], "--local-servers"),
+        ("worker", ["--local-servers", "2"], "more than the job's --servers 1"),
+        ("worker", ["--local-servers", "1", "--nnodes", "1:4"], "needs DMLC_NUM_WORKER"),
     ],
 )
 def test_bad_setting(run_dir: Path, role: str, arguments: list[str], pattern: str) -> None:
@@ -212,6 +215,34 @@ def test_cluster_of_scripts(scripted: Scripted) -> None:
     for rank in range(2):
         assert f"rank {rank} of 2: sums are right" in worker.text
     scripted.demand_no_process()
+
+
+def test_servers_beside_the_workers(scripted: Scripted) -> None:
+    """One server on a machine of its own, two that worker.sh starts."""
+    port_file = scripted.folder / "port"
+    sizes = ["--workers", "2", "--servers", "3"]
+    where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
+    scheduler = scripted.start("scheduler", *where, *sizes)
+    port = int(wait_for_file(port_file, START_S, [scheduler]).split()[1])
+    address = ["--scheduler", f"{LOOPBACK}:{port}"]
+    server = scripted.start("server", *address, *sizes)
+    worker = scripted.start(
+        "worker",
+        *(*address, "--servers", "3", "--local-servers", "2", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0"),
+        *("--", str(HERE / "jobs" / "scripts_job.py"), "once", str(scripted.folder)),
+    )
+    wait_all([worker, server, scheduler], RUN_S)
+    for process in (worker, server, scheduler):
+        assert process.wait(0) == 0, process.text
+    assert "rank 1 of 2: sums are right" in worker.text
+    scripted.demand_no_process()
+
+
+def test_local_servers_need_a_scheduler(run_dir: Path) -> None:
+    said = ask(run_dir, "worker", "--local-servers", "1", "--", "script.py")
+    assert said.returncode == 2
+    assert "--local-servers needs --scheduler" in said.stderr
 
 
 def test_embedded_mode_of_worker_sh(scripted: Scripted) -> None:

@@ -62,6 +62,24 @@ std::vector<Variable> MakeTable() {
        "As LOCAL_WORLD_SIZE, for launchers other than torchrun."},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
        "Embedded mode: servers started on each host."},
+      {"BYTEPS_HOST_ID", kString, "", "", 0, 0, "",
+       "Name of this host. Workers with the same name are taken to share a network card and to "
+       "reach each other without it. Default: the host's name and the kernel's boot id."},
+      {"BYTEPS_NODE_PIECE_BYTES", kInt, "bytes", "1048576", 1, 1073741824, "",
+       "Where the ranks of a host sum first, a tensor is cut into at most 8 pieces, of which each "
+       "rank pushes at least this much. The same on all workers."},
+      {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
+       "Rate of the network card of a worker's host, each way, for the cost model. 0: that of the "
+       "interface, if it is a real one that tells."},
+      {"BYTEPS_SERVER_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
+       "Rate of a server's network card, each way, for the cost model. 0: as BYTEPS_LINK_GBPS."},
+      {"BYTEPS_LOCAL_SERVERS", kInt, "servers", "0", 0, 256, "",
+       "Servers on each worker's host, which share its network card, for the cost model; the "
+       "others are on machines of their own. In embedded mode all servers are local. The same on "
+       "all workers."},
+      {"BYTEPS_SERVERS_PER_MACHINE", kInt, "servers", "1", 1, 256, "",
+       "Servers on each machine of their own, for the cost model. Bytes are dealt to servers in "
+       "equal parts: more of them on one kind of machine are its weight. The same on all workers."},
       {"BYTEPS_PARTITION_BYTES", kInt, "bytes", "4096000", 1, 1073741824, "",
        "Tensors are cut into partitions of at most this many bytes, rounded up to whole pages. The "
        "same on all workers."},

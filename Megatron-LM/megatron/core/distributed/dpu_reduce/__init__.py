@@ -1,0 +1,70 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Data-parallel gradient sums through BytePS parameter servers.
+
+With ``--use-dpu-reduce`` the buckets of ``DistributedDataParallel`` are summed by BytePS
+(push to servers that add, pull the sum back) where that needs less time on the links than the
+collectives of ``torch.distributed``. Everything else of Megatron is untouched: which gradients form
+a bucket, when a bucket is ready, how gradients are scaled before, and what the optimizer reads
+after, stay as they are.
+
+Megatron calls this module at these places, each a hook of a line or two:
+
+==========================  =======================================================
+``validate_args``           the parsed arguments: refuse what is not supported
+``validate_ddp_config``     a ``DistributedDataParallelConfig`` is made
+``refuse_fsdp``             a fully sharded wrapper is built
+``initialize``              torch.distributed is up: start BytePS once
+``register``                a ``DistributedDataParallel`` was built: plan its buckets
+``takes``                   a bucket group is ready: does BytePS sum it?
+``start_grad_sync``         it does: sum it
+``shutdown``                training is done
+==========================  =======================================================
+
+=============  ====================================================================
+``refusals``   what cannot be served
+``naming``     names, priorities and placements of buckets
+``routes``     the ways to sum a bucket, and which is the fastest
+``plan``       hosts and links of the job; the operation of each bucket
+``sums``       the sums under way
+``bytepslib``  BytePS, imported when it is first needed
+=============  ====================================================================
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .naming import bucket_name, bucket_priority, group_name, partition_count
+from .plan import BucketOp, forget, initialize, register
+from .refusals import refuse_fsdp, validate_args, validate_ddp_config
+from .sums import GradSyncHandle, start_grad_sync, takes
+
+__all__ = [
+    "BucketOp",
+    "GradSyncHandle",
+    "bucket_name",
+    "bucket_priority",
+    "group_name",
+    "initialize",
+    "partition_count",
+    "refuse_fsdp",
+    "register",
+    "shutdown",
+    "start_grad_sync",
+    "takes",
+    "validate_args",
+    "validate_ddp_config",
+]
+
+
+def shutdown() -> None:
+    """Leave the BytePS job, if this process is in it. The other ranks may train on until they
+    leave too. Safe to call more than once, and where BytePS was never started."""
+    forget()
+    nodes = sys.modules.get("byteps.torch.nodes")
+    if nodes is not None:
+        nodes.groups.forget()
+    bps = sys.modules.get("byteps.torch")
+    if bps is not None and bps.is_initialized():
+        bps.shutdown()

@@ -1,0 +1,141 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""The ways in which a bucket can be summed, and which of them needs the least time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from byteps.cost_model import Load, Servers
+
+COLLECTIVE, FLAT, NODE_FIRST, AUTO = "collective", "flat", "node-first", "auto"
+ROUTES = (AUTO, FLAT, NODE_FIRST, COLLECTIVE)
+"""What ``--dpu-reduce-route`` may name.
+
+``collective``: torch.distributed's reduce-scatter or all-reduce, as without BytePS. ``flat``: every
+rank pushes its whole bucket. ``node-first``: the ranks of a host sum first, then each pushes a
+part. ``auto``: whichever needs the least time on the links."""
+
+MARGIN = 0.97
+"""Servers are chosen where they need at most this part of the collective's time: at even bytes a
+ring is the faster, by a few hundredths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What the sums of a job share."""
+
+    servers: Servers
+    host_rate: float | None
+    """Bytes a second each way of a worker host's card; None: not known, so that only bytes are
+    compared, as if all cards were alike."""
+    server_rate: float | None
+    """Of a server's card; None: as the host's."""
+
+    def seconds(self, load: Load) -> float:
+        """Time of a load; in units of a byte's time where rates are not known."""
+        host = self.host_rate or 1.0
+        return load.seconds(host, (self.server_rate if self.host_rate else None) or host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """What has to be summed: one bucket group's gradients, over one data-parallel group."""
+
+    hosts: tuple[int, ...]
+    """The host of each member, in the order of the group."""
+    gradient_bytes: int
+    """In the type in which they are summed."""
+    wire_bytes: int
+    """In the type in which BytePS sends them."""
+    sharded: bool = False
+    """The distributed optimizer: each rank needs its own shard."""
+    instances: int = 1
+    """Of that optimizer: consecutive members, equally many, hold all shards once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """How a bucket group is summed."""
+
+    route: str
+    why: str
+    loads: Mapping[str, Load]
+    """Bytes over the cards, of each route that is possible."""
+    seconds: Mapping[str, float]
+    """As :meth:`Network.seconds` has it."""
+
+
+def per_host(hosts: Sequence[int]) -> dict[int, int]:
+    """Members on each host."""
+    return {host: list(hosts).count(host) for host in set(hosts)}
+
+
+def can_be_node_first(hosts: Sequence[int]) -> bool:
+    """Whether there are several hosts, with equally many members each, and more than one."""
+    counts = set(per_host(hosts).values())
+    return len(set(hosts)) > 1 and len(counts) == 1 and max(counts) > 1
+
+
+def loads_of(what: Sum, servers: Servers) -> dict[str, Load]:
+    """Bytes over the cards by each route that is possible."""
+    from byteps import cost_model
+
+    hosts, members = what.hosts, max(per_host(what.hosts).values())
+    shards = len(hosts) // what.instances
+    loads = {COLLECTIVE: _collective(what)}
+    pulled = what.wire_bytes / shards if what.sharded else what.wire_bytes
+    loads[FLAT] = cost_model.push_pull(servers, members * what.wire_bytes, members * pulled)
+    if can_be_node_first(hosts):
+        wanted = members * pulled if what.sharded else what.wire_bytes
+        loads[NODE_FIRST] = cost_model.push_pull(
+            servers, what.wire_bytes, min(wanted, what.wire_bytes)
+        )
+    return loads
+
+
+def _collective(what: Sum) -> Load:
+    """As Megatron does it: with the distributed optimizer a reduce-scatter within each instance,
+    then an all-reduce of each shard across them."""
+    from byteps import cost_model
+
+    hosts, shards = what.hosts, len(what.hosts) // what.instances
+    if not what.sharded:
+        return cost_model.all_reduces([hosts], what.gradient_bytes)
+    within = [hosts[first : first + shards] for first in range(0, len(hosts), shards)]
+    across = [hosts[shard::shards] for shard in range(shards)]
+    scatter = cost_model.reduce_scatters(within, what.gradient_bytes)
+    reduce = cost_model.all_reduces(across, what.gradient_bytes / shards)
+    return cost_model.Load(host=scatter.host + reduce.host)
+
+
+def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
+    """The route of a sum: the one that was asked for, if it is possible, else the fastest."""
+    loads = loads_of(what, network.servers)
+    seconds = {route: network.seconds(load) for route, load in loads.items()}
+
+    def decision(route: str, why: str) -> Decision:
+        return Decision(route=route, why=why, loads=loads, seconds=seconds)
+
+    one_host = len(set(what.hosts)) == 1
+    if asked == COLLECTIVE or (asked == FLAT and len(what.hosts) > 1):
+        return decision(asked, "asked for")
+    if len(what.hosts) == 1:
+        return decision(COLLECTIVE, "a single rank")
+    if one_host:
+        return decision(COLLECTIVE, "all ranks are on one host")
+    if asked == NODE_FIRST:
+        if NODE_FIRST in loads:
+            return decision(NODE_FIRST, "asked for")
+        counts = sorted(set(per_host(what.hosts).values()))
+        if counts == [1]:
+            return decision(FLAT, "asked for, with one rank a host")
+        return decision(FLAT, f"hosts have {' or '.join(map(str, counts))} ranks: not node first")
+    ours = min((route for route in loads if route != COLLECTIVE), key=seconds.__getitem__)
+    gain = seconds[COLLECTIVE] / seconds[ours]
+    if gain * MARGIN >= 1:
+        return decision(ours, f"{gain:.2f} x as fast as the collective")
+    return decision(COLLECTIVE, f"{ours} would be {gain:.2f} x as fast")

@@ -1,0 +1,477 @@
+"""Sums over ranks of which several share a host: inside the host first, then between the hosts.
+
+A host whose r ranks each push a whole tensor sends r times its bytes through one network card. Here
+the ranks of a host reduce-scatter the tensor among themselves (NVLink, or shared memory), each
+pushes and pulls the sum of its part together with the ranks of the same local index on the other
+hosts, and an all-gather inside the host puts the parts together. The card then carries the tensor
+once each way. With a sharded optimizer a part consists of the shards that the ranks of one local
+index own, each rank pulls its own shard, and nothing is gathered.
+
+A tensor is cut into a few pieces, so that one piece is summed inside the host while others are on
+the network. On a GPU all work is queued on a stream of its own and :meth:`NodeSum.start` returns at
+once. On the CPU the sum inside the host is done when it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import byteps.torch as bps
+import torch
+import torch.distributed as dist
+from byteps.torch import c_lib
+
+Range = tuple[int, int]
+"""First element, and last plus one."""
+
+PIECES = 8
+"""A tensor is cut into at most so many pieces, each of BYTEPS_NODE_PIECE_BYTES at least."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_name() -> str:
+    """What tells this host from others: BYTEPS_HOST_ID, or the host name and the kernel's boot id.
+
+    Ranks with the same name are taken to share a network card and to reach each other without it.
+    """
+    given = setting("BYTEPS_HOST_ID")
+    if given:
+        return given
+    try:
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{platform.node()} {boot}".strip()
+
+
+def setting(name: str) -> str:
+    """The value in force of a setting of byteps/base/config.cc, as text.
+
+    Raises:
+        BytePSError: a setting has a value that it may not have.
+    """
+    prefix = f"{name}="
+    for line in c_lib.config().splitlines():
+        if line.startswith(prefix):
+            return line.removeprefix(prefix).removesuffix("  # default")
+    raise KeyError(name)
+
+
+# ----------------------------------------------------------------------------- ranks and hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLayout:
+    """How the ranks of a group are spread over hosts."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    """Global ranks of each host, in the order of the group; hosts by their first rank's place."""
+
+    @staticmethod
+    def of(ranks: Sequence[int], names: Sequence[str]) -> HostLayout:
+        """The layout of these ranks, of which each is on the host of the same place in `names`."""
+        hosts: dict[str, list[int]] = {}
+        for rank, name in zip(ranks, names, strict=True):
+            hosts.setdefault(name, []).append(rank)
+        return HostLayout(hosts=tuple(tuple(members) for members in hosts.values()))
+
+    @property
+    def per_host(self) -> int | None:
+        """Ranks on each host; None where hosts have different numbers."""
+        sizes = {len(members) for members in self.hosts}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def host_of(self, rank: int) -> int:
+        """Which of `hosts` a rank is on. Raises ValueError for a rank that is no member."""
+        for index, members in enumerate(self.hosts):
+            if rank in members:
+                return index
+        raise ValueError(f"rank {rank} is none of {self.hosts}")
+
+    def beside(self, rank: int) -> tuple[int, ...]:
+        """The ranks of its host, itself among them."""
+        return self.hosts[self.host_of(rank)]
+
+    def local_index(self, rank: int) -> int:
+        """Its place among the ranks of its host."""
+        return self.beside(rank).index(rank)
+
+    def across(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the same local index, one a host. Only where `per_host` is not None."""
+        index = self.local_index(rank)
+        return tuple(members[index] for members in self.hosts)
+
+
+# ----------------------------------------------------------------------------- pieces of a tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a tensor that is summed by itself. The same on all ranks, but for `wanted`."""
+
+    scatters: tuple[tuple[Range, ...], ...]
+    """Reduce-scatters inside the host: of each, the elements that local index 0, 1, ... gets."""
+    wanted: Range | None
+    """Of what this rank pushes, all scatters' elements one after the other, what it wants the sum
+    of; None: all."""
+    gather: bool
+    """Whether all ranks of the host want all of it."""
+
+    @property
+    def length(self) -> int:
+        """Elements that a rank pushes."""
+        return sum(_longest(ranges) for ranges in self.scatters)
+
+
+def _longest(ranges: Sequence[Range]) -> int:
+    return max(end - begin for begin, end in ranges)
+
+
+def piece_count(part_bytes: int) -> int:
+    """Into how many pieces a tensor is cut of which each rank pushes so many bytes."""
+    return max(1, min(PIECES, part_bytes // int(setting("BYTEPS_NODE_PIECE_BYTES"))))
+
+
+def whole_pieces(elements: int, per_host: int, pieces: int) -> list[Piece]:
+    """Cut a tensor that every rank wants all of, into at most `pieces`.
+
+    Only the last piece may be no multiple of `per_host`: its last ranges are then shorter.
+    """
+    each = max(1, elements // pieces // per_host) * per_host
+    begins = [index * each for index in range(min(pieces, -(-elements // each)))]
+    cut = []
+    for begin, end in zip(begins, [*begins[1:], elements], strict=True):
+        part = -(-(end - begin) // per_host)
+        edges = [min(begin + index * part, end) for index in range(per_host + 1)]
+        ranges = tuple(itertools.pairwise(edges))
+        cut.append(Piece(scatters=(ranges,), wanted=None, gather=True))
+    return cut
+
+
+def shard_pieces(
+    elements: int, owned: Sequence[Sequence[int]], host: int, local: int, pieces: int
+) -> list[Piece] | None:
+    """Cut a tensor of which each rank wants one of several equal shards.
+
+    Args:
+        elements: of the tensor, a multiple of the number of shards.
+        owned: for each host, the shard that each of its ranks owns.
+        host, local: which of these this rank is.
+        pieces: about so many are made.
+
+    Returns:
+        None where ranks of different local indices own the same shard, or not all shards have an
+        owner: the parts that they push would overlap, or leave something out.
+    """
+    per_host = len(owned[0])
+    parts = [sorted({shards[index] for shards in owned}) for index in range(per_host)]
+    shards = sum(len(part) for part in parts)
+    if len({len(part) for part in parts}) != 1 or {s for part in parts for s in part} != set(
+        range(shards)
+    ):
+        return None
+    size, slabs, mine = elements // shards, len(parts[0]), owned[host][local]
+    if slabs >= pieces:
+        groups = [range(slabs * p // pieces, slabs * (p + 1) // pieces) for p in range(pieces)]
+        return [_slab_piece(parts, group, (0, size), size, local, mine) for group in groups]
+    cuts = max(1, min(pieces // slabs, size))
+    edges = [size * c // cuts for c in range(cuts + 1)]
+    return [
+        _slab_piece(parts, (slab,), edge, size, local, mine)
+        for slab in range(slabs)
+        for edge in itertools.pairwise(edges)
+    ]
+
+
+def _slab_piece(
+    parts: Sequence[Sequence[int]],
+    slabs: Sequence[int],
+    cut: Range,
+    size: int,
+    local: int,
+    mine: int,
+) -> Piece:
+    """The same cut of some shards of each local index; slab t holds everybody's t-th shard."""
+    begin, end = cut
+    scatters = [
+        tuple((part[slab] * size + begin, part[slab] * size + end) for part in parts)
+        for slab in slabs
+    ]
+    wanted = (0, 0)
+    for place, slab in enumerate(slabs):
+        if parts[local][slab] == mine:
+            wanted = (place * (end - begin), (place + 1) * (end - begin))
+    return Piece(scatters=tuple(scatters), wanted=wanted, gather=False)
+
+
+# ----------------------------------------------------------------------------- inside the host
+
+
+class NodeGroup:
+    """Collectives among the ranks of a host."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        """`group` is a ProcessGroup or a backend of one, with so many ranks."""
+        self._group = group
+        self.size = size
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Put the sum of every rank's part of `source` that belongs to this rank into `output`."""
+        self._group._reduce_scatter_base(output, source, dist.ReduceScatterOptions()).wait()
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
+        """Put every rank's part into `output`, one after the other."""
+        self._group._allgather_base(output, part).wait()
+
+
+class NodeGroups:
+    """Makes the groups of a process, each once.
+
+    ``torch.distributed.new_group`` would have to be called by all ranks of the job in one order, or
+    by ranks that have made equally many groups before; ranks that wrap different models do neither.
+    So the members meet in torch.distributed's store under names of their own.
+    """
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._made: dict[tuple[int, ...], NodeGroup] = {}
+        self._counts: dict[tuple[int, ...], int] = {}
+
+    def get(
+        self,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        known: Sequence[dist.ProcessGroup] = (),
+    ) -> NodeGroup:
+        """The group of these ranks, one of `known` if it has them. All its members call this.
+
+        Blocks until they have. Collectives run by NCCL for a CUDA device, else by gloo.
+
+        Raises:
+            RuntimeError: the others did not come within BYTEPS_OP_TIMEOUT_S.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        if store is not self._store:  # torch.distributed was started anew
+            self._store, self._made, self._counts = store, {}, {}
+        if ranks not in self._made:
+            for group in known:
+                if tuple(dist.get_process_group_ranks(group)) == ranks:
+                    self._made[ranks] = NodeGroup(group, len(ranks))
+                    return self._made[ranks]
+            count = self._counts[ranks] = self._counts.get(ranks, 0) + 1
+            name = f"byteps/node/{'-'.join(map(str, ranks))}/{count}"
+            self._made[ranks] = NodeGroup(_backend(ranks, device, name, store), len(ranks))
+        return self._made[ranks]
+
+    def forget(self) -> None:
+        """Let go of all groups; later calls make new ones."""
+        self._made.clear()
+
+
+def _backend(ranks: tuple[int, ...], device: torch.device, name: str, store: Any) -> Any:
+    place, timeout = ranks.index(dist.get_rank()), timedelta(seconds=_op_timeout_s())
+    own = dist.PrefixStore(name, store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(own, place, len(ranks), options)
+    return dist.ProcessGroupGloo(own, place, len(ranks), timeout)
+
+
+def _op_timeout_s() -> float:
+    return float(setting("BYTEPS_OP_TIMEOUT_S"))
+
+
+groups = NodeGroups()
+"""Those of this process."""
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+@contextlib.contextmanager
+def _beside_the_caller(tensor: torch.Tensor) -> Iterator[None]:
+    """On a GPU, queue work on a stream of ours, after what the caller's stream has by now."""
+    if not tensor.is_cuda:
+        yield
+        return
+    index = tensor.device.index
+    if index not in _streams:
+        _streams[index] = torch.cuda.Stream(tensor.device)
+    stream = _streams[index]
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+# ----------------------------------------------------------------------------- the sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """A push-pull of one rank."""
+
+    name: str
+    nbytes: int
+    group: tuple[int, ...]
+    placement: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSum:
+    """The sum of one tensor over a group of ranks on several hosts, as often as wanted."""
+
+    name: str
+    """Another one for each tensor, the same on all ranks."""
+    layout: HostLayout
+    """With several hosts, and as many ranks on each."""
+    node: NodeGroup
+    """The ranks of this host, in the order of the layout."""
+    pieces: tuple[Piece, ...]
+    average: bool = False
+    """Over all ranks of the layout, instead of the sum. Values are divided by the number of ranks
+    on a host before they are added, and by the number of hosts after."""
+    priority: int = 0
+    placement: int = 0
+    wire_dtype: torch.dtype | None = None
+    """Type in which an fp32 or fp64 tensor travels between hosts; None: its own. Values inside the
+    host are added in the tensor's own."""
+
+    def pushes(self, rank: int, element_size: int) -> list[Push]:
+        """What a rank sends to servers, a push-pull for each piece."""
+        local, across = self.layout.local_index(rank), self.layout.across(rank)
+        size = element_size if self.wire_dtype is None else self.wire_dtype.itemsize
+        place, pushes = self.placement + local, []
+        for index, piece in enumerate(self.pieces):
+            name = f"{self.name}/part{local}of{self.node.size}/piece{index}"
+            nbytes = piece.length * size
+            pushes.append(Push(name=name, nbytes=nbytes, group=across, placement=place))
+            place += -(-nbytes // bps.partition_bytes(nbytes))
+        return pushes
+
+    def start(self, tensor: torch.Tensor) -> PendingNodeSum:
+        """Start summing a contiguous tensor in place.
+
+        Called by all ranks of a host in the same order. Where this rank does not want the sum of an
+        element, the element's value is undefined afterwards.
+
+        Raises:
+            BytePSError: the job failed, or members disagree about the tensor.
+            RuntimeError: a rank of the host was lost.
+        """
+        flat, rank = tensor.view(-1), dist.get_rank()
+        local, pending = self.layout.local_index(rank), []
+        pushes = self.pushes(rank, flat.element_size())
+        with torch.no_grad(), _beside_the_caller(flat):
+            if self.average:
+                flat.div_(self.node.size)
+            for piece, push in zip(self.pieces, pushes, strict=True):
+                part = self._scatter(flat, piece, local)
+                handle = bps.push_pull_async_inplace(
+                    part,
+                    average=self.average,
+                    name=push.name,
+                    priority=self.priority,
+                    placement=push.placement,
+                    group=push.group,
+                    pull=piece.wanted,
+                    wire_dtype=self.wire_dtype,
+                )
+                pending.append((piece, part, handle))
+        return PendingNodeSum(flat=flat, node=self.node, local=local, pending=pending)
+
+    def _scatter(self, flat: torch.Tensor, piece: Piece, local: int) -> torch.Tensor:
+        """Sum a piece inside the host; return what this rank pushes, in `flat` if it can be."""
+        lengths = [_longest(ranges) for ranges in piece.scatters]
+        in_place = len(lengths) == 1 and _are_even(piece.scatters[0])
+        if in_place:
+            begin, end = piece.scatters[0][local]
+            part = flat[begin:end]
+        else:
+            part = flat.new_empty(sum(lengths))
+        offset = 0
+        for ranges, length in zip(piece.scatters, lengths, strict=True):
+            source = _side_by_side(flat, ranges, length)
+            self.node.reduce_scatter(part[offset : offset + length], source)
+            offset += length
+        return part
+
+
+@dataclass(kw_only=True)
+class PendingNodeSum:
+    """A sum under way, and the tensors that must live as long."""
+
+    flat: torch.Tensor
+    node: NodeGroup
+    local: int
+    pending: list[tuple[Piece, torch.Tensor, int]]
+
+    def wait(self) -> None:
+        """Wait until the sums are there, on a GPU for the current stream. Again: do nothing.
+
+        Called by all ranks of a host in the same order.
+
+        Raises:
+            BytePSError: a push-pull failed; the text names the peer.
+            RuntimeError: a rank of the host was lost.
+        """
+        pending, self.pending = self.pending, []
+        if not pending:
+            return
+        with torch.no_grad(), _beside_the_caller(self.flat):
+            for piece, part, handle in pending:
+                bps.synchronize(handle)
+                if piece.gather:
+                    self._gather(piece, part)
+                elif piece.wanted is not None and not _is_view(part, self.flat):
+                    self._keep(piece, part)
+        if self.flat.is_cuda:
+            stream = _streams[self.flat.device.index]
+            torch.cuda.current_stream(self.flat.device).wait_stream(stream)
+
+    def _gather(self, piece: Piece, part: torch.Tensor) -> None:
+        (ranges,) = piece.scatters
+        if _are_even(ranges):
+            self.node.all_gather(self.flat[ranges[0][0] : ranges[-1][1]], part)
+            return
+        whole = part.new_empty(len(part) * len(ranges))
+        self.node.all_gather(whole, part)
+        for index, (begin, end) in enumerate(ranges):
+            first = index * len(part)
+            self.flat[begin:end].copy_(whole[first : first + end - begin])
+
+    def _keep(self, piece: Piece, part: torch.Tensor) -> None:
+        """Copy the wanted elements to where they belong."""
+        assert piece.wanted is not None
+        offset = 0
+        for ranges in piece.scatters:
+            begin, end = ranges[self.local]
+            if piece.wanted == (offset, offset + end - begin) and end > begin:
+                self.flat[begin:end].copy_(part[offset : offset + end - begin])
+            offset += _longest(ranges)
+
+
+def _are_even(ranges: Sequence[Range]) -> bool:
+    return len({end - begin for begin, end in ranges}) == 1
+
+
+def _side_by_side(flat: torch.Tensor, ranges: Sequence[Range], length: int) -> torch.Tensor:
+    """The ranges one after the other, each filled up with zeros: a view where they lie so."""
+    adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+    if adjacent and _are_even(ranges):
+        return flat[ranges[0][0] : ranges[-1][1]]
+    copy = flat.new_zeros(length * len(ranges))
+    for index, (begin, end) in enumerate(ranges):
+        copy[index * length : index * length + end - begin].copy_(flat[begin:end])
+    return copy
+
+
+def _is_view(part: torch.Tensor, flat: torch.Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()

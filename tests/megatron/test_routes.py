@@ -1,0 +1,147 @@
+"""Which way a bucket is summed: a pure function of groups, hosts, servers, types and rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from byteps.cost_model import Servers
+from megatron.core.distributed.dpu_reduce import plan
+from megatron.core.distributed.dpu_reduce.routes import (
+    COLLECTIVE,
+    FLAT,
+    NODE_FIRST,
+    Decision,
+    Network,
+    Sum,
+    decide,
+)
+
+M = 1 << 30
+
+
+def hosts_of(hosts: int, per_host: int = 1) -> tuple[int, ...]:
+    return tuple(host for host in range(hosts) for _ in range(per_host))
+
+
+def network(hosts: int, extra: int, local: int = 0, gbps: float | None = None) -> Network:
+    rate = None if gbps is None else gbps * 1e9 / 8
+    servers = Servers(hosts=hosts, extra=extra, local=local)
+    return Network(servers=servers, host_rate=rate, server_rate=None)
+
+
+def decided(
+    hosts: int, per_host: int, servers: int, *, asked: str = "auto", half: bool = False, **what: int
+) -> Decision:
+    one = Sum(
+        hosts=hosts_of(hosts, per_host),
+        gradient_bytes=M,
+        wire_bytes=M // 2 if half else M,
+        sharded=bool(what.get("instances")),
+        instances=what.get("instances", 1),
+    )
+    return decide(one, network(hosts, servers), asked)
+
+
+def test_inside_one_host_nothing_goes_to_servers() -> None:
+    assert decided(1, 8, 4).route == COLLECTIVE
+    assert decided(1, 8, 4, asked=NODE_FIRST).route == COLLECTIVE
+    assert decided(1, 1, 4, asked=NODE_FIRST).route == COLLECTIVE
+    assert decided(1, 8, 4, asked=FLAT).route == FLAT, "unless it is asked for"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "servers", "options", "route", "host_bytes"),
+    [
+        # One rank a host: 2(n-1)/n in a ring, 1 through as many servers.
+        (4, 1, 4, {}, FLAT, 1.0),
+        (8, 1, 8, {}, FLAT, 1.0),
+        # Two workers send as much either way, and a few servers are the bottleneck.
+        (2, 1, 2, {}, COLLECTIVE, 1.0),
+        (4, 1, 2, {}, COLLECTIVE, 1.5),
+        # Several ranks: the host's card carries the tensor once, not once a rank.
+        (4, 2, 4, {}, NODE_FIRST, 1.0),
+        (4, 8, 4, {}, NODE_FIRST, 1.0),
+        (2, 2, 2, {}, COLLECTIVE, 1.0),
+        # The fully sharded optimizer: a reduce-scatter needs (n-1)/n, less than a push.
+        (4, 1, 4, {"instances": 1}, COLLECTIVE, 0.75),
+        (4, 2, 4, {"instances": 1}, COLLECTIVE, 0.875),
+        # Half the bytes on the wire are less again.
+        (4, 1, 4, {"instances": 1, "half": True}, FLAT, 0.5),
+        (4, 2, 4, {"instances": 1, "half": True}, NODE_FIRST, 0.5),
+        # The optimizer sharded inside each host: 2(h-1)/h by torch.distributed, 1 through servers.
+        (4, 2, 4, {"instances": 4}, NODE_FIRST, 1.0),
+        (8, 8, 8, {"instances": 8}, NODE_FIRST, 1.0),
+        (2, 8, 2, {"instances": 2}, COLLECTIVE, 1.0),
+    ],
+)
+def test_the_fewest_bytes_win(
+    hosts: int, per_host: int, servers: int, options: dict, route: str, host_bytes: float
+) -> None:
+    decision = decided(hosts, per_host, servers, **options)
+    assert decision.route == route
+    assert decision.loads[route].host == pytest.approx(host_bytes * M)
+    slower = [decision.seconds[other] for other in decision.seconds if other != route]
+    assert all(decision.seconds[route] <= other for other in slower)
+
+
+def test_a_setting_forces_the_way() -> None:
+    for asked in (FLAT, NODE_FIRST, COLLECTIVE):
+        assert decided(4, 2, 4, asked=asked).route == asked
+    one_a_host = decided(4, 1, 4, asked=NODE_FIRST)
+    assert (one_a_host.route, one_a_host.why) == (FLAT, "asked for, with one rank a host")
+
+
+def test_uneven_hosts_are_summed_flat_and_the_reason_is_said() -> None:
+    uneven = Sum(hosts=(0, 0, 0, 1), gradient_bytes=M, wire_bytes=M)
+    decision = decide(uneven, network(2, 2), NODE_FIRST)
+    assert decision.route == FLAT and "1 or 3 ranks" in decision.why
+    assert NODE_FIRST not in decide(uneven, network(2, 2)).loads
+
+
+def test_slow_servers_are_left_out_where_rates_are_known() -> None:
+    what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
+    servers = Servers(hosts=4, extra=4)
+    for server_gbps, route in ((100, FLAT), (90, FLAT), (50, COLLECTIVE)):
+        rates = Network(servers=servers, host_rate=100e9 / 8, server_rate=server_gbps * 1e9 / 8)
+        assert decide(what, rates).route == route
+    assert decide(what, rates).seconds[FLAT] == pytest.approx(M * 8 / 50e9)
+
+
+def test_servers_on_the_workers_hosts_gain_nothing_by_themselves() -> None:
+    what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
+    decision = decide(what, network(4, extra=0, local=1))
+    assert decision.route == COLLECTIVE
+    assert decision.loads[FLAT].host == pytest.approx(1.5 * M)
+
+
+def test_the_table_tells_bytes_times_and_the_choice() -> None:
+    what = Sum(hosts=hosts_of(4, 2), gradient_bytes=10**9, wire_bytes=10**9)
+    rates = network(4, 4, gbps=10)
+    text = plan.describe("dense", [(what, decide(what, rates))] * 3, rates)
+    assert (
+        "8 ranks, 2 on each of 4 hosts; servers: 1 on each of 4 machines" in text
+        and "10 Gbit/s a host" in text
+    )
+    rows = [line.split() for line in text.splitlines()[2:]]
+    assert rows[0] == ["3", "3000.0", "all-reduce", "4500.0", "-", "3600.0"]
+    assert rows[1][:5] == ["BytePS", "flat", "6000.0", "6000.0", "4800.0"]
+    assert rows[2][:6] == ["BytePS", "node-first", "3000.0", "3000.0", "2400.0", "yes:"]
+
+
+def test_only_real_cards_are_asked_for_their_rate(tmp_path: Path) -> None:
+    for name, speed, state, real in (
+        ("eth0", "25000", "up", True),
+        ("eth1", "100000", "up", True),
+        ("eth2", "1000", "down", True),
+        ("veth0", "10000", "up", False),
+        ("virtio", "-1", "up", True),
+    ):
+        folder = tmp_path / name
+        (folder / "device" if real else folder).mkdir(parents=True)
+        (folder / "speed").write_text(speed + "\n")
+        (folder / "operstate").write_text(state + "\n")
+    assert plan._card_gbps("", tmp_path) == 25
+    assert plan._card_gbps("eth1", tmp_path) == 100
+    assert plan._card_gbps("veth0", tmp_path) == 0
+    assert plan._card_gbps("missing", tmp_path) == 0
