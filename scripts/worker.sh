@@ -21,7 +21,8 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
                          (default: 1)
   --local-servers N      BYTEPS_LOCAL_SERVERS  with a scheduler: of these, start so many on this
                          machine, and as many on each other one with workers (default: 0). They end
-                         with the workers. Beside a few machines of their own
+                         with the workers, whose number is DMLC_NUM_WORKER (default: --nnodes times
+                         --nproc-per-node). Beside a few machines of their own
                          (server.sh --instances) they let every network card work: docs/cost-model.md
                          has the best numbers
   --node-host HOST       DMLC_NODE_HOST  this machine's own address (default: found out)
