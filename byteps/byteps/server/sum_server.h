@@ -129,6 +129,8 @@ class Server {
 
   // Receiving thread.
   void OnDeclare(const ps::Message& msg);
+  // Takes what the worker of `rank` declares.  Why the tensor cannot be summed; empty if it can.
+  std::string Declare(int rank, const Declaration& declaration);
   // PUSH_PULL, PUSH, PULL.
   void OnRequest(ps::Message* msg);
   // Why it cannot be served; empty if it can.
