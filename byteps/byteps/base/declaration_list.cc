@@ -1,6 +1,7 @@
 #include "byteps/base/declaration_list.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <type_traits>
 #include <utility>
