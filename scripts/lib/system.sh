@@ -11,6 +11,7 @@ infiniband/verbs.h     libibverbs-dev optional
 rdma/rdma_cma.h        librdmacm-dev  optional
 prometheus/exposer.h   prometheus-cpp-dev optional
 ip                     iproute2       optional
+gtest/gtest.h          libgtest-dev   optional
 '
 
 # What only the RDMA tests need, which run in a virtual machine (tests/rdma/vm), on x86-64 alone.

@@ -20,6 +20,6 @@ def test_every_order_with_many_threads(make_cluster: Callable[..., Cluster]) -> 
         "BYTEPS_OP_TIMEOUT_S": "20",
         "BYTEPS_PUSH_THREAD": "4",
         "BYTEPS_SERVER_ENGINE_THREAD": "8",
-        "BYTEPS_SCHEDULING_CREDIT": "8192",
+        "BYTEPS_SERVER_WINDOW_BYTES": "1000000000",
     }
     make_cluster(workers=2, servers=2, env=env).run("handles:every_order")

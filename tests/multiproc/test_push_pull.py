@@ -45,7 +45,7 @@ def test_large_tensors(make_cluster: Callable[..., Cluster], env: dict[str, str]
         {"BYTEPS_FUSED_PUSH_PULL": "0"},
         {"BYTEPS_FUSED_PUSH_PULL": "0", "BYTEPS_DETERMINISTIC": "1"},
         {"BYTEPS_PUSH_THREAD": "4", "BYTEPS_SERVER_ENGINE_THREAD": "4"},
-        {"BYTEPS_SCHEDULING_CREDIT": "16384"},
+        {"BYTEPS_SERVER_WINDOW_BYTES": "1000000000"},
         *({"BYTEPS_KEY_HASH_FN": name} for name in ("raw", "djb2", "sdbm", "built_in", "naive")),
     ],
     ids=lambda env: ",".join(f"{name[7:]}={value}" for name, value in env.items()),

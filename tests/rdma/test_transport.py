@@ -31,7 +31,7 @@ def test_sizes_around_the_limits(make_over: Make) -> None:
 @pytest.mark.transports("tcp", "rdma", "rdma-one-plane", "rdma-shallow")
 def test_many_in_flight(make_over: Make) -> None:
     """More than any queue holds, both ways at once."""
-    env = {"BYTEPS_PARTITION_BYTES": str(PAGE), "BYTEPS_SCHEDULING_CREDIT": "0"}
+    env = {"BYTEPS_PARTITION_BYTES": str(PAGE), "BYTEPS_SERVER_WINDOW_BYTES": "1000000000"}
     make_over(workers=2, servers=2, env={**env, **PATIENCE}).run("planes:many", count=150)
 
 

@@ -90,11 +90,17 @@ std::vector<Variable> MakeTable() {
        "that "
        "is less. The same on all workers."},
       {"BYTEPS_PUSH_THREAD", kInt, "threads", "2", 1, 64, "",
-       "Push loops of a worker, and as many pull loops. Each takes partitions by priority, copies "
-       "from and to the GPU, and sends."},
-      {"BYTEPS_SCHEDULING_CREDIT", kInt, "partitions", "16", 0, 1048576, "",
-       "Partitions that a worker hands to the transport before it has sent them; the others wait "
-       "where one of higher priority overtakes them. 0: no limit."},
+       "Push loops of a worker, which take partitions by priority, enqueue copies from the GPU and "
+       "send, and as many pull loops, which copy sums that did not arrive in their place, and "
+       "enqueue copies to the GPU."},
+      {"BYTEPS_SERVER_WINDOW_BYTES", kInt, "bytes", "0", 0, 1e12, "",
+       "Partitions that a worker may have on their way to each server and not sent yet; the others "
+       "wait where one of higher priority overtakes them. 0: twice the partition, and no less than "
+       "8 MiB over all servers."},
+      {"BYTEPS_PINNED_BYTES", kInt, "bytes", "268435456", 1, 1e15, "",
+       "Pinned host memory of a worker whose tensors are on a GPU: partitions pass through it. As "
+       "much as the declared tensors need, at most this much, at least one partition of "
+       "BYTEPS_PARTITION_BYTES."},
       {"BYTEPS_KEY_HASH_FN", kChoice, "", "raw", 0, 0, "raw|naive|built_in|djb2|sdbm",
        "How partitions are dealt to servers. raw: round robin from the tensor's placement. The "
        "same on all workers."},

@@ -1,31 +1,11 @@
 #include "byteps/base/protocol.h"
 
 #include <algorithm>
-#include <type_traits>
 #include <utility>
 
 namespace byteps {
 namespace core {
 namespace {
-
-template <typename T>
-void Put(std::string* out, T value) {
-  static_assert(std::is_trivially_copyable<T>::value, "plain values only");
-  out->append(reinterpret_cast<const char*>(&value), sizeof(value));
-}
-
-// Reads `value` at *at and moves on; false past the end.
-template <typename T>
-bool Get(const std::string& in, size_t* at, T* value) {
-  if (in.size() - *at < sizeof(T)) return false;
-  memcpy(value, in.data() + *at, sizeof(T));
-  *at += sizeof(T);
-  return true;
-}
-
-// In the byte of a packed Declaration that holds what it says yes or no to.
-constexpr uint8_t kAverage = 1;
-constexpr uint8_t kFused = 2;
 
 ps::Message MakeMessage(int op, int receiver, uint64_t key, uint64_t number) {
   ps::Message msg;
@@ -75,6 +55,11 @@ uint64_t HashBytes(const void* data, size_t size, uint64_t seed) {
   return hash;
 }
 
+const char* NameOf(KeyHash hash) {
+  static const char* const kNames[] = {"raw", "naive", "built_in", "djb2", "sdbm"};
+  return kNames[static_cast<size_t>(hash)];
+}
+
 uint64_t Declaration::Key() const {
   const uint32_t lowest = group.empty() ? 0 : group.front();
   const uint64_t hash = HashBytes(name.data(), name.size(), HashBytes(&lowest, sizeof(lowest), 0));
@@ -91,55 +76,22 @@ int Declaration::MemberIndex(uint32_t rank) const {
   return static_cast<int>(it - group.begin());
 }
 
-std::string Declaration::Pack() const {
-  std::string out;
-  Put(&out, static_cast<uint8_t>(dtype));
-  Put(&out, static_cast<uint8_t>((average ? kAverage : 0) | (fused ? kFused : 0)));
-  Put(&out, bytes);
-  Put(&out, partition_bytes);
-  Put(&out, placement);
-  Put(&out, static_cast<uint32_t>(group.size()));
-  for (uint32_t rank : group) Put(&out, rank);
-  out += name;
-  return out;
-}
-
-bool Declaration::Unpack(const std::string& text, Declaration* d) {
-  size_t at = 0;
-  uint8_t dtype = 0;
-  uint8_t flags = 0;
-  uint32_t members = 0;
-  if (!Get(text, &at, &dtype) || !Get(text, &at, &flags) || !Get(text, &at, &d->bytes) ||
-      !Get(text, &at, &d->partition_bytes) || !Get(text, &at, &d->placement) ||
-      !Get(text, &at, &members)) {
-    return false;
-  }
-  if (dtype >= kNumDTypes || d->bytes == 0 || d->partition_bytes == 0) return false;
-  if (members == 0 || members > (text.size() - at) / sizeof(uint32_t)) return false;
-  d->dtype = static_cast<DType>(dtype);
-  d->average = (flags & kAverage) != 0;
-  d->fused = (flags & kFused) != 0;
-  d->group.resize(members);
-  for (auto& rank : d->group) Get(text, &at, &rank);
-  d->name = text.substr(at);
-  return d->NumPartitions() <= kMaxPartitions && d->bytes % SizeOf(d->dtype) == 0 &&
-         d->partition_bytes % SizeOf(d->dtype) == 0 &&
-         std::is_sorted(d->group.begin(), d->group.end());
-}
-
 std::string Declaration::Describe() const {
   std::string ranks;
   for (uint32_t rank : group) ranks += (ranks.empty() ? "" : ",") + std::to_string(rank);
   return std::string(NameOf(dtype)) + ", " + std::to_string(bytes) + " bytes in partitions of " +
          std::to_string(partition_bytes) + ", " + (average ? "average" : "sum") + " over ranks " +
          ranks + ", placement " + std::to_string(placement) +
-         (fused ? "" : ", pushed and pulled apart (BYTEPS_FUSED_PUSH_PULL=0)");
+         (fused ? "" : ", pushed and pulled apart (BYTEPS_FUSED_PUSH_PULL=0)") +
+         (hash == KeyHash::kRaw
+              ? ""
+              : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash));
 }
 
 bool Declaration::operator==(const Declaration& o) const {
   return name == o.name && dtype == o.dtype && average == o.average && fused == o.fused &&
          bytes == o.bytes && partition_bytes == o.partition_bytes && placement == o.placement &&
-         group == o.group;
+         hash == o.hash && group == o.group;
 }
 
 }  // namespace core

@@ -3,7 +3,7 @@
 // Each exchange is one request and one response on a ps::Message:
 //   meta.head   the Op                meta.addr    the request's number (worker's own)
 //   meta.key    the tensor's or partition's key
-//   meta.body   DECLARE: a Declaration; all others: a PushHeader; failed response: the reason
+//   meta.body   DECLARE: a DeclarationList; all others: a PushHeader; failed response: the reason
 //   meta.option of a response: 0, or 1 when it failed
 //   meta.simple_app  of a DECLARE alone: the others go by an RDMA van's data plane
 //   data[0]     of PUSH_PULL and PUSH: the values
@@ -38,6 +38,13 @@ enum Op : int {
   kPull = 4,
 };
 
+// BYTEPS_KEY_HASH_FN.  The numbers are part of the protocol.
+enum class KeyHash : uint8_t { kRaw = 0, kNaive = 1, kBuiltIn = 2, kDjb2 = 3, kSdbm = 4 };
+constexpr uint8_t kNumKeyHashes = 5;
+
+// As BYTEPS_KEY_HASH_FN spells it.
+const char* NameOf(KeyHash hash);
+
 constexpr int kPartitionBits = 16;
 constexpr uint64_t kMaxPartitions = 1ull << kPartitionBits;
 
@@ -51,7 +58,8 @@ struct Declaration {
   uint32_t partition_bytes = 0;
   uint64_t placement =
       0;  // the server of partition p is (placement + p) mod servers, when hashed raw
-  std::vector<uint32_t> group;  // ranks, ascending
+  KeyHash hash = KeyHash::kRaw;  // how partitions are dealt to servers
+  std::vector<uint32_t> group;   // ranks, ascending
 
   uint64_t Key() const;
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
@@ -59,10 +67,6 @@ struct Declaration {
   uint64_t PartitionSize(uint64_t index) const;
   // Position of `rank` in the group, or -1.
   int MemberIndex(uint32_t rank) const;
-
-  std::string Pack() const;
-  // False if `text` is no declaration.
-  static bool Unpack(const std::string& text, Declaration* declaration);
 
   // "float32, 400 bytes, sum over ranks 0,1"
   std::string Describe() const;

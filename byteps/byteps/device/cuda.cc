@@ -1,10 +1,11 @@
 #include <cuda_runtime_api.h>
 
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "byteps/base/error.h"
 #include "byteps/device/device.h"
-#include "ps/lasting_memory.h"
 
 namespace byteps {
 namespace core {
@@ -15,67 +16,82 @@ void Check(cudaError_t status, const char* what) {
   throw Error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
+cudaStream_t Stream(DeviceStream stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t Event(DeviceEvent event) { return static_cast<cudaEvent_t>(event); }
+
+void CUDART_CB CallAndDelete(void* function) {
+  const std::unique_ptr<std::function<void()>> then(static_cast<std::function<void()>*>(function));
+  (*then)();
+}
+
 }  // namespace
 
 bool BuiltWithCuda() { return true; }
 
-StagingBuffer::StagingBuffer(int device, size_t bytes) {
+CurrentDevice::CurrentDevice(int device) {
+  int now = kCpu;
+  Check(cudaGetDevice(&now), "cudaGetDevice");
+  if (now == device) return;
   Check(cudaSetDevice(device), "cudaSetDevice");
-  void* memory = nullptr;
-  Check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable),
-        ("pinning " + std::to_string(bytes) + " bytes of host memory").c_str());
-  data_ = static_cast<char*>(memory);
-  lasting_ = ps::LastingMemory::Add(data_, bytes);
+  before_ = now;
 }
 
-StagingBuffer::~StagingBuffer() {
-  ps::LastingMemory::Remove(lasting_);
-  (void)cudaFreeHost(data_);  // an error means that the driver is gone already, at exit
+CurrentDevice::~CurrentDevice() {
+  if (before_ != kCpu) (void)cudaSetDevice(before_);
 }
 
-ReadyEvent::ReadyEvent(int device, void* stream) : device_(device) {
-  Check(cudaSetDevice(device), "cudaSetDevice");
+DeviceStream MakeStream() {
+  cudaStream_t stream = nullptr;
+  Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  return stream;
+}
+
+DeviceEvent MakeEvent() {
   cudaEvent_t event = nullptr;
   Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
-  event_ = event;
-  Check(cudaEventRecord(event, static_cast<cudaStream_t>(stream)), "cudaEventRecord");
+  return event;
 }
 
-ReadyEvent::~ReadyEvent() { (void)cudaEventDestroy(static_cast<cudaEvent_t>(event_)); }
-
-DeviceCopier::~DeviceCopier() {
-  if (stream_ != nullptr) (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream_));
+void RecordEvent(DeviceEvent event, DeviceStream stream) {
+  Check(cudaEventRecord(Event(event), Stream(stream)), "cudaEventRecord");
 }
 
-void* DeviceCopier::StreamOf(int device) {
-  Check(cudaSetDevice(device), "cudaSetDevice");
-  if (stream_ != nullptr && device_ == device) return stream_;
-  if (stream_ != nullptr)
-    Check(cudaStreamDestroy(static_cast<cudaStream_t>(stream_)), "cudaStreamDestroy");
-  cudaStream_t stream = nullptr;
-  // Not the legacy default stream's follower: copies must overlap with kernels.
-  Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  device_ = device;
-  stream_ = stream;
-  return stream_;
+bool EventIsDone(DeviceEvent event) {
+  const cudaError_t status = cudaEventQuery(Event(event));
+  if (status == cudaErrorNotReady) return false;
+  Check(status, "work on the GPU");
+  return true;
 }
 
-void DeviceCopier::ToHost(const ReadyEvent& ready, void* host, const void* device_pointer,
-                          size_t bytes) {
-  auto stream = static_cast<cudaStream_t>(StreamOf(ready.device()));
-  Check(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(ready.event()), 0),
-        "cudaStreamWaitEvent");
-  Check(cudaMemcpyAsync(host, device_pointer, bytes, cudaMemcpyDeviceToHost, stream),
+void WaitForEvent(DeviceStream stream, DeviceEvent event) {
+  Check(cudaStreamWaitEvent(Stream(stream), Event(event), 0), "cudaStreamWaitEvent");
+}
+
+void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream) {
+  Check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, Stream(stream)),
         "copy to the host");
-  Check(cudaStreamSynchronize(stream), "copy to the host");
 }
 
-void DeviceCopier::ToDevice(int device, void* device_pointer, const void* host, size_t bytes) {
-  auto stream = static_cast<cudaStream_t>(StreamOf(device));
-  Check(cudaMemcpyAsync(device_pointer, host, bytes, cudaMemcpyHostToDevice, stream),
+void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream stream) {
+  Check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, Stream(stream)),
         "copy to the device");
-  Check(cudaStreamSynchronize(stream), "copy to the device");
 }
+
+void CallWhenDone(DeviceStream stream, std::function<void()> then) {
+  auto function = std::make_unique<std::function<void()>>(std::move(then));
+  Check(cudaLaunchHostFunc(Stream(stream), CallAndDelete, function.get()), "cudaLaunchHostFunc");
+  (void)function.release();  // CallAndDelete's now
+}
+
+void* PinMemory(size_t bytes) {
+  void* memory = nullptr;
+  Check(
+      cudaHostAlloc(&memory, bytes, cudaHostAllocPortable),
+      ("pinning " + std::to_string(bytes) + " bytes of host memory (BYTEPS_PINNED_BYTES)").c_str());
+  return memory;
+}
+
+void UnpinMemory(void* memory) { (void)cudaFreeHost(memory); }
 
 }  // namespace core
 }  // namespace byteps

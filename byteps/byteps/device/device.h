@@ -1,10 +1,13 @@
-// Copies between a GPU and the host, when built with CUDA.
+// The few things that are asked of a GPU and its driver.  device/cuda.cc answers with CUDA,
+// device/none.cc refuses, device/fake.cc plays a GPU for tests.
+//
+// Every function may be called by any thread and throws Error with CUDA's words.  Streams and
+// events belong to the device that was current when they were made.
 #ifndef BYTEPS_DEVICE_DEVICE_H_
 #define BYTEPS_DEVICE_DEVICE_H_
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
+#include <functional>
 
 namespace byteps {
 namespace core {
@@ -14,57 +17,44 @@ constexpr int kCpu = -1;  // the device number of host memory
 // Whether this build can copy from and to GPUs.
 bool BuiltWithCuda();
 
-// Pinned host memory for one tensor that lives on a GPU.
-class StagingBuffer {
- public:
-  // Throws Error when the memory cannot be pinned.
-  StagingBuffer(int device, size_t bytes);
-  ~StagingBuffer();
-  StagingBuffer(const StagingBuffer&) = delete;
-  StagingBuffer& operator=(const StagingBuffer&) = delete;
+using DeviceStream = void*;  // cudaStream_t
+using DeviceEvent = void*;   // cudaEvent_t
 
-  char* data() { return data_; }
+// Makes a device the calling thread's current one, and the one before again at its end.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device);
+  ~CurrentDevice();
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
 
  private:
-  char* data_ = nullptr;
-  uint64_t lasting_ = 0;  // as lasting memory: a transport may register it once
+  int before_ = kCpu;  // kCpu: it was current already
 };
 
-// The point in a stream's work at which a tensor's values are there.
-class ReadyEvent {
- public:
-  // `stream` is a cudaStream_t of `device`; throws Error when CUDA does.
-  ReadyEvent(int device, void* stream);
-  ~ReadyEvent();
-  ReadyEvent(const ReadyEvent&) = delete;
-  ReadyEvent& operator=(const ReadyEvent&) = delete;
+// Does not wait for the default stream, so that copies overlap with kernels.
+DeviceStream MakeStream();
+DeviceEvent MakeEvent();
 
-  int device() const { return device_; }
-  void* event() const { return event_; }
+// The event stands for all work that `stream` has now.
+void RecordEvent(DeviceEvent event, DeviceStream stream);
+// Whether that work is done.
+bool EventIsDone(DeviceEvent event);
+// What `stream` is given from now on waits for what `event` stands for now.
+void WaitForEvent(DeviceStream stream, DeviceEvent event);
 
- private:
-  int device_;
-  void* event_ = nullptr;
-};
+// Enqueue a copy; the host memory is pinned.
+void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream);
+void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream stream);
 
-// One thread's stream of copies.  Both calls return when the bytes are there.
-class DeviceCopier {
- public:
-  DeviceCopier() = default;
-  ~DeviceCopier();
-  DeviceCopier(const DeviceCopier&) = delete;
-  DeviceCopier& operator=(const DeviceCopier&) = delete;
+// Calls `then` once, on a thread of the driver's, when all work that `stream` has now is done.
+// `then` must neither call anything of this file nor block.  It is not called, and is lost, if
+// the device fails.
+void CallWhenDone(DeviceStream stream, std::function<void()> then);
 
-  // After `ready`.
-  void ToHost(const ReadyEvent& ready, void* host, const void* device_pointer, size_t bytes);
-  void ToDevice(int device, void* device_pointer, const void* host, size_t bytes);
-
- private:
-  void* StreamOf(int device);
-
-  int device_ = kCpu;
-  void* stream_ = nullptr;
-};
+// Host memory that every device can copy from and to.
+void* PinMemory(size_t bytes);
+void UnpinMemory(void* memory);
 
 }  // namespace core
 }  // namespace byteps

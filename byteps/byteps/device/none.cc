@@ -15,14 +15,18 @@ namespace {
 }  // namespace
 
 bool BuiltWithCuda() { return false; }
-StagingBuffer::StagingBuffer(int, size_t) { Refuse(); }
-StagingBuffer::~StagingBuffer() = default;
-ReadyEvent::ReadyEvent(int, void*) : device_(kCpu) { Refuse(); }
-ReadyEvent::~ReadyEvent() = default;
-DeviceCopier::~DeviceCopier() = default;
-void* DeviceCopier::StreamOf(int) { Refuse(); }
-void DeviceCopier::ToHost(const ReadyEvent&, void*, const void*, size_t) { Refuse(); }
-void DeviceCopier::ToDevice(int, void*, const void*, size_t) { Refuse(); }
+CurrentDevice::CurrentDevice(int) { Refuse(); }
+CurrentDevice::~CurrentDevice() = default;
+DeviceStream MakeStream() { Refuse(); }
+DeviceEvent MakeEvent() { Refuse(); }
+void RecordEvent(DeviceEvent, DeviceStream) { Refuse(); }
+bool EventIsDone(DeviceEvent) { Refuse(); }
+void WaitForEvent(DeviceStream, DeviceEvent) { Refuse(); }
+void CopyToHost(void*, const void*, size_t, DeviceStream) { Refuse(); }
+void CopyToDevice(void*, const void*, size_t, DeviceStream) { Refuse(); }
+void CallWhenDone(DeviceStream, std::function<void()>) { Refuse(); }
+void* PinMemory(size_t) { Refuse(); }
+void UnpinMemory(void*) { Refuse(); }
 
 }  // namespace core
 }  // namespace byteps

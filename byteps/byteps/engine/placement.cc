@@ -3,10 +3,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <functional>
 
 namespace byteps {
 namespace core {
+namespace {
+
+// The same in every build: std::hash is another one in each C++ library.
+uint64_t HashOfText(const std::string& text) { return HashBytes(text.data(), text.size(), 0); }
+
+}  // namespace
 
 KeyHash ParseKeyHash(const std::string& name) {
   if (name == "naive") return KeyHash::kNaive;
@@ -28,7 +33,7 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
       h = ((partition_key >> 16) + (partition_key & 0xffff)) * 9973;
       break;
     case KeyHash::kBuiltIn:
-      h = std::hash<std::string>()(std::to_string(partition_key));
+      h = HashOfText(std::to_string(partition_key));
       break;
     case KeyHash::kDjb2:
       h = 5381;
@@ -43,8 +48,9 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 
 uint32_t PartitionBytes(uint64_t bytes, int num_servers, uint32_t smallest, uint32_t largest) {
   const uint64_t page = sysconf(_SC_PAGESIZE);
-  const uint64_t pieces = kPartitionsPerServer * static_cast<uint64_t>(num_servers);
-  const uint64_t wanted = (bytes / pieces + page - 1) / page * page;
+  const uint64_t pieces =
+      std::min(kPartitionsPerServer * static_cast<uint64_t>(num_servers), kMaxPartitions);
+  const uint64_t wanted = ((bytes + pieces - 1) / pieces + page - 1) / page * page;
   const uint64_t least = std::min(smallest, largest);
   return static_cast<uint32_t>(std::min<uint64_t>(std::max(wanted, least), largest));
 }

@@ -5,11 +5,10 @@
 #include <cstdint>
 #include <string>
 
+#include "byteps/base/protocol.h"
+
 namespace byteps {
 namespace core {
-
-// BYTEPS_KEY_HASH_FN.
-enum class KeyHash { kRaw, kNaive, kBuiltIn, kDjb2, kSdbm };
 
 // `name` is one of the table's choices.
 KeyHash ParseKeyHash(const std::string& name);
@@ -29,7 +28,8 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 // it has received it from all, and the links back idle until then.  To keep that
 // time small beside the whole, a server gets many partitions of a tensor,
 // kPartitionsPerServer of them, as long as they are neither smaller nor larger
-// than the given limits.  Limits are whole pages, and so is the result.
+// than the given limits.  No more than kMaxPartitions, if the greatest size allows it.
+// Limits are whole pages, and so is the result.
 constexpr uint64_t kPartitionsPerServer = 64;
 uint32_t PartitionBytes(uint64_t bytes, int num_servers, uint32_t smallest, uint32_t largest);
 

@@ -57,6 +57,8 @@ struct WorkerCounters {
   Counter pushed_partitions;
   Counter pulled_bytes;
   Counter pulled_partitions;
+  Counter placed_bytes;
+  Counter copied_bytes;
   Counter operations;
   Counter failed_operations;
   Counter failed_requests;

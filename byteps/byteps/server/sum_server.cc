@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "byteps/base/declaration_list.h"
 #include "byteps/base/log.h"
 #include "byteps/base/thread_name.h"
 #include "byteps/server/reducer.h"
@@ -99,17 +100,27 @@ void Server::OnMessage(ps::Message* msg) {
 
 void Server::OnDeclare(const ps::Message& msg) {
   const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
-  Declaration declaration;
-  if (!Declaration::Unpack(msg.meta.body, &declaration) || declaration.Key() != msg.meta.key) {
-    return Refuse(
-        msg, "the declaration of a tensor from worker " + std::to_string(rank) + " does not parse");
+  std::vector<Declaration> declarations;
+  std::string error;
+  if (!UnpackDeclarations(msg.meta.body, &declarations, &error)) {
+    return Refuse(msg, "the declaration of worker " + std::to_string(rank) + " " + error);
   }
+  for (const auto& declaration : declarations) {
+    const std::string refusal = Declare(rank, declaration);
+    if (error.empty()) error = refusal;
+  }
+  if (!error.empty()) return Refuse(msg, error);
+  Answer(Caller{rank, msg.meta.addr, msg.meta.head}, msg.meta.key, "", nullptr);
+}
+
+std::string Server::Declare(int rank, const Declaration& declaration) {
   if (declaration.MemberIndex(rank) < 0) {
-    return Refuse(msg, "worker " + std::to_string(rank) + " is no member of the group of '" +
-                           declaration.name + "': " + declaration.Describe());
+    return "worker " + std::to_string(rank) + " is no member of the group of '" + declaration.name +
+           "': " + declaration.Describe();
   }
+  const uint64_t key = declaration.Key();
   std::unique_lock<std::shared_mutex> lock(mu_);
-  auto& tensor = tensors_[msg.meta.key];
+  auto& tensor = tensors_[key];
   if (!tensor) {
     tensor = std::make_unique<Tensor>();
     tensor->declaration = declaration;
@@ -120,7 +131,7 @@ void Server::OnDeclare(const ps::Message& msg) {
                       std::to_string(tensor->declared_by) + " declared '" +
                       tensor->declaration.name + "' (" + tensor->declaration.Describe() +
                       "), worker " + std::to_string(rank) + " declared '" + declaration.name +
-                      "' (" + declaration.Describe() + "), both with key " + Hex(msg.meta.key);
+                      "' (" + declaration.Describe() + "), both with key " + Hex(key);
     BPS_LOG(WARNING) << tensor->refusal;
     // Those who pushed already are waiting for a sum that cannot come.
     for (auto& engine : engines_) {
@@ -131,10 +142,7 @@ void Server::OnDeclare(const ps::Message& msg) {
       engine->queue.Push(std::move(task));
     }
   }
-  const std::string refusal = tensor->refusal;
-  lock.unlock();
-  if (!refusal.empty()) return Refuse(msg, refusal);
-  Answer(Caller{rank, msg.meta.addr, msg.meta.head}, msg.meta.key, "", nullptr);
+  return tensor->refusal;
 }
 
 void Server::Refuse(const ps::Message& request, const std::string& error) {

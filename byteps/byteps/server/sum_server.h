@@ -130,6 +130,8 @@ class Server {
 
   // The channel's threads.
   void OnDeclare(const ps::Message& msg);
+  // Takes what the worker of `rank` declares.  Why the tensor cannot be summed; empty if it can.
+  std::string Declare(int rank, const Declaration& declaration);
   // PUSH_PULL, PUSH, PULL.
   void OnRequest(ps::Message* msg);
   // Why it cannot be served; empty if it can.
@@ -171,7 +173,7 @@ class Server {
   const bool wide_float32_;
   std::atomic<int> rank_{-1};
   ServerCounters counters_;
-  std::unique_ptr<Tracer> tracer_;                                       // null: nothing is traced
+  std::unique_ptr<Tracer> tracer_;  // null: nothing is traced
   std::shared_mutex mu_;
   // Guarded by mu_; what they point to stays.  A tensor changes with mu_ held alone, a partition
   // in its engine thread.

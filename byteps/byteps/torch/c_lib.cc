@@ -3,9 +3,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -89,42 +91,66 @@ void Init(int num_servers) {
                      std::make_unique<Session>(config, options));
 }
 
+TensorSpec Spec(const std::string& name, const std::string& dtype, uint64_t bytes, bool average,
+                std::vector<uint32_t> group, std::optional<uint64_t> placement, int device) {
+  TensorSpec spec;
+  if (!ParseDType(dtype, &spec.dtype))
+    throw UsageError("tensors of " + dtype + " cannot be summed");
+  spec.name = name;
+  spec.bytes = bytes;
+  spec.average = average;
+  spec.group = std::move(group);
+  spec.placement = placement;
+  spec.device = device;
+  return spec;
+}
+
 std::vector<uint64_t> BytesPerServer(const std::string& name, uint64_t bytes,
                                      std::vector<uint32_t> group,
                                      std::optional<uint64_t> placement) {
-  PushPullRequest request;
-  request.name = name;
-  request.bytes = bytes;
-  request.group = std::move(group);
-  request.has_placement = placement.has_value();
-  request.placement = placement.value_or(0);
-  return GetWorker()->BytesPerServer(request);
+  return GetWorker()->BytesPerServer(
+      Spec(name, "float32", bytes, true, std::move(group), placement, kCpu));
+}
+
+// (name, dtype, bytes, average, group, placement, device)
+using SpecTuple = std::tuple<std::string, std::string, uint64_t, bool, std::vector<uint32_t>,
+                             std::optional<uint64_t>, int>;
+
+void Declare(const std::vector<SpecTuple>& tuples) {
+  std::vector<TensorSpec> specs;
+  for (const auto& tuple : tuples) specs.push_back(std::apply(Spec, tuple));
+  GetWorker()->Declare(specs);
 }
 
 int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
                  uintptr_t output, uint64_t bytes, bool average, int priority,
                  std::vector<uint32_t> group, std::optional<uint64_t> placement,
                  std::optional<std::pair<uint64_t, uint64_t>> pull, int device, uintptr_t stream) {
-  if (!GetWorker()->started()) throw Error("byteps is not initialized; call bps.init() first");
   PushPullRequest request;
-  if (!ParseDType(dtype, &request.dtype))
-    throw UsageError("tensors of " + dtype + " cannot be summed");
-  request.name = name;
+  request.tensor = Spec(name, dtype, bytes, average, std::move(group), placement, device);
   request.input = reinterpret_cast<const void*>(input);
   request.output = reinterpret_cast<void*>(output);
-  request.bytes = bytes;
-  request.average = average;
   request.priority = priority;
-  request.group = std::move(group);
-  request.has_placement = placement.has_value();
-  request.placement = placement.value_or(0);
   if (pull) {
     request.pull_begin = pull->first;
     request.pull_end = pull->second;
   }
-  request.device = device;
-  request.stream = reinterpret_cast<void*>(stream);
+  request.stream = reinterpret_cast<DeviceStream>(stream);
   return GetWorker()->PushPull(request);
+}
+
+// Lets Python handle signals, such as Ctrl-C, while it waits: what a handler raises is raised
+// here, and the handle stays.
+void Wait(int64_t handle, uintptr_t stream) {
+  constexpr auto kLookEvery = std::chrono::milliseconds(100);
+  while (true) {
+    {
+      py::gil_scoped_release unlocked;
+      auto* const worker = GetWorker();
+      if (worker->WaitFor(handle, reinterpret_cast<DeviceStream>(stream), kLookEvery)) return;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
 }
 
 }  // namespace
@@ -161,7 +187,8 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("group"), py::arg("placement"), py::arg("pull"), py::arg("device"),
         py::arg("stream"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
-  m.def("wait", [](int64_t handle) { GetWorker()->Wait(handle); }, Unlocked());
+  m.def("wait", &Wait, py::arg("handle"), py::arg("stream") = 0);
+  m.def("declare", &Declare, py::arg("tensors"), Unlocked());
   m.def(
       "registers_memory", [] { return GetWorker()->RegistersMemory(); },
       "Of a worker that was started.");

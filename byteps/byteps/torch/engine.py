@@ -58,13 +58,26 @@ class _InFlight:
     """The caller's."""
     elements: tuple[int, int]
     """First and last plus one of the flattened elements that are wanted."""
+    name: str
+    stream: torch.cuda.Stream | None
+    """The stream in which it was started; None on the CPU."""
 
     def finish(self) -> torch.Tensor:
-        """The caller's output, with the sums in its own type."""
+        """The caller's output, with the sums in its own type: on a GPU, for the current stream."""
         if self.received is not self.output:
             part = slice(*self.elements)
             self.output.view(-1)[part].copy_(self.received.view(-1)[part])
+            self._give_back()
         return self.output
+
+    def _give_back(self) -> None:
+        """The copy in the type of the wire is free for its next use."""
+        if self.stream is not None:
+            now = torch.cuda.current_stream(self.received.device)
+            if now != self.stream:  # torch would hand the memory out again to the other stream
+                self.received.record_stream(now)
+        elif _registers_memory:
+            _wire_buffers[self.name] = self.received
 
 
 _launch: _Launch | None = None
@@ -75,6 +88,9 @@ _lock = threading.Lock()
 _in_flight: dict[int, _InFlight] = {}
 # Failed operations: the transport may read their tensors until it is shut down.
 _orphans: list[_InFlight] = []
+# By name: copies in the type of the wire that nobody uses, kept where the transport registers what
+# it sends, so that it does so once.
+_wire_buffers: dict[str, torch.Tensor] = {}
 
 
 def init(lazy: bool = True) -> None:
@@ -140,6 +156,7 @@ def _stop(*, suspend: bool) -> None:
         c_lib.shutdown(suspend)
         _in_flight.clear()
         _orphans.clear()
+        _wire_buffers.clear()
         _launch = None
 
 
@@ -227,11 +244,87 @@ def _check(tensor: torch.Tensor, what: str) -> None:
         raise ValueError(f"{what} is on {tensor.device}; only CPU and CUDA tensors can be summed")
 
 
-def _check_wire(tensor: torch.Tensor, wire_dtype: torch.dtype) -> None:
+def _check_wire(dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
     if wire_dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"wire_dtype is {wire_dtype}; it can be torch.bfloat16 or torch.float16")
-    if tensor.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"a tensor of {tensor.dtype} cannot be sent as {wire_dtype}")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"a tensor of {dtype} cannot be sent as {wire_dtype}")
+
+
+def _wire_copy(tensor: torch.Tensor, wire_dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The tensor in the type of the wire; on a GPU it is made in the current stream."""
+    _check_wire(tensor.dtype, wire_dtype)
+    if tensor.is_cuda or not _registers_memory:
+        return tensor.to(wire_dtype)
+    buffer = _wire_buffers.pop(name, None)
+    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != wire_dtype:
+        buffer = torch.empty_like(tensor, dtype=wire_dtype)
+    return buffer.copy_(tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDeclaration:
+    """What the members of a group agree on before they sum a tensor: see `declare`."""
+
+    name: str
+    """As push_pull has it."""
+    dtype: torch.dtype
+    """Of the tensor."""
+    numel: int
+    """Its elements."""
+    average: bool = True
+    group: Group = None
+    """The ranks that sum, or their ProcessGroup; None for all workers."""
+    placement: int | None = None
+    wire_dtype: torch.dtype | None = None
+    """As push_pull has it."""
+    device: torch.device | str = "cpu"
+    """Where the tensor is; for one on a GPU, pinned memory is reserved now."""
+
+
+_Spec = tuple[str, str, int, bool, list[int], int | None, int]
+
+
+def _spec_of(tensor: TensorDeclaration) -> _Spec:
+    """The arguments of c_lib.declare."""
+    dtype = tensor.wire_dtype or tensor.dtype
+    if not tensor.name:
+        raise ValueError("a tensor needs a name, the same on all workers")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{tensor.name!r} is {tensor.dtype}, which cannot be summed")
+    if dtype != tensor.dtype:
+        _check_wire(tensor.dtype, dtype)
+    if tensor.numel < 1:
+        raise ValueError(f"{tensor.name!r} has {tensor.numel} elements: nothing to sum")
+    if tensor.placement is not None and tensor.placement < 0:
+        raise ValueError(f"placement of {tensor.name!r} must not be negative")
+    device = torch.device(tensor.device)
+    number = -1
+    if device.type == "cuda":
+        number = torch.cuda.current_device() if device.index is None else device.index
+    return (
+        tensor.name,
+        DTYPES[dtype],
+        tensor.numel * dtype.itemsize,
+        bool(tensor.average),
+        _ranks_of(tensor.group),
+        tensor.placement,
+        number,
+    )
+
+
+def declare(tensors: Sequence[TensorDeclaration]) -> None:
+    """Tell the servers of many tensors by one message to each; return when all have answered.
+
+    A name that is not declared declares itself at its first push_pull, which then waits for the
+    servers. All members of a group may declare its tensors, in any order and in lists of their own.
+
+    Raises:
+        BytePSError: a server does not answer, or members disagree about a tensor.
+        ValueError: a tensor cannot be summed so, or its name was declared otherwise.
+    """
+    _launched()
+    c_lib.declare([_spec_of(tensor) for tensor in tensors])
 
 
 def start(
@@ -281,33 +374,38 @@ def start(
     elements = (0, tensor.numel()) if pull is None else pull
     if not 0 <= elements[0] <= elements[1] <= tensor.numel():
         raise ValueError(f"pull={pull} is no range of {tensor.numel()} elements")
-    operation = _InFlight(sent=tensor, received=output, output=output, elements=elements)
+    received = output
     if wire_dtype is not None and wire_dtype != tensor.dtype:
-        _check_wire(tensor, wire_dtype)
-        copy = tensor.to(wire_dtype)
-        operation = _InFlight(sent=copy, received=copy, output=output, elements=elements)
-    sent, size = operation.sent, operation.sent.element_size()
-    device, stream = -1, 0
-    if tensor.device.type == "cpu" and _registers_memory:
-        memory.will_be_sent(sent)
-    elif tensor.device.type == "cuda":
-        device = tensor.device.index
-        stream = torch.cuda.current_stream(tensor.device).cuda_stream
+        tensor = received = _wire_copy(tensor, wire_dtype, name)
+    device, stream = -1, None
+    if tensor.is_cuda:
+        device, stream = tensor.device.index, torch.cuda.current_stream(tensor.device)
+    elif _registers_memory:
+        memory.will_be_sent(tensor)
+        memory.will_be_sent(received)
+    size = tensor.element_size()
     handle = c_lib.push_pull(
         name=name,
-        dtype=DTYPES[sent.dtype],
-        input=sent.data_ptr(),
-        output=operation.received.data_ptr(),
-        bytes=sent.numel() * size,
+        dtype=DTYPES[tensor.dtype],
+        input=tensor.data_ptr(),
+        output=received.data_ptr(),
+        bytes=tensor.numel() * size,
         average=bool(average),
         priority=int(priority),
         group=_ranks_of(group),
         placement=placement,
         pull=None if pull is None else (elements[0] * size, elements[1] * size),
         device=device,
+        stream=0 if stream is None else stream.cuda_stream,
+    )
+    _in_flight[handle] = _InFlight(
+        sent=tensor,
+        received=received,
+        output=output,
+        elements=elements,
+        name=name,
         stream=stream,
     )
-    _in_flight[handle] = operation
     return handle
 
 
@@ -319,13 +417,23 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> torch.Tensor:
     """Block until the sum is there; return the output tensor and forget the handle.
 
+    The host waits for the servers' answers only. Of a CUDA tensor the sums are there for what the
+    current stream is given from now on, as after `wait` of torch.distributed.
+
+    An exception of a signal handler, such as KeyboardInterrupt, is raised at once; the sum goes on,
+    and the handle may be synchronised again.
+
     Raises:
-        BytePSError: the sum failed; the text says why.
+        BytePSError: the sum failed; the text says why. Nothing writes into the output any more.
         ValueError: there is no such handle, or it was synchronised already.
     """
+    operation = _in_flight.get(handle)
+    stream = 0
+    if operation is not None and operation.received.is_cuda:
+        stream = torch.cuda.current_stream(operation.received.device).cuda_stream
     try:
-        c_lib.wait(handle)
-    except BaseException:
+        c_lib.wait(handle, stream)
+    except BytePSError:
         operation = _in_flight.pop(handle, None)
         if operation is not None:
             _orphans.append(operation)

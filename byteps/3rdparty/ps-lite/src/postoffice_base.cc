@@ -33,8 +33,6 @@ void Postoffice::Start(int customer_id, const char* /*argv0*/, const bool /*do_b
   }
 }
 
-void Postoffice::Finalize(const int /*customer_id*/, const bool /*do_barrier*/) {
-  van_->Stop();
-}
+void Postoffice::Finalize(const int /*customer_id*/, const bool /*do_barrier*/) { van_->Stop(); }
 
 }  // namespace ps

@@ -70,8 +70,8 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   }
   SetNode(self);
   links_ = std::make_unique<VanLinks>(this);
-  membership_ = std::make_unique<Membership>(
-      links_.get(), MembershipSettings::FromEnvironment(), post->handlers().on_event);
+  membership_ = std::make_unique<Membership>(links_.get(), MembershipSettings::FromEnvironment(),
+                                             post->handlers().on_event);
   my_node_.port = Bind(my_node_, 0);
   if (is_scheduler_) scheduler_.port = my_node_.port;
   Connect(scheduler_);

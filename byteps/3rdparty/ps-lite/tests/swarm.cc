@@ -51,8 +51,8 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
     scheduler_.hostname = options.host;
     scheduler_.port = options.port;
     self_.role = worker ? Node::WORKER : Node::SERVER;
-    self_.hostname = "10." + std::to_string(rank / 65536) + "." +
-                     std::to_string(rank / 256 % 256) + "." + std::to_string(rank % 256);
+    self_.hostname = "10." + std::to_string(rank / 65536) + "." + std::to_string(rank / 256 % 256) +
+                     "." + std::to_string(rank % 256);
     self_.port = worker ? 0 : 9000;
     token_ = ps::NewToken();
     ps::SetToken(token_, &self_);
@@ -150,8 +150,7 @@ int Run() {
   std::vector<std::unique_ptr<SwarmNode>> nodes;
   for (int i = 0; i < options.servers + options.workers; ++i) {
     const bool worker = i >= options.servers;
-    nodes.push_back(
-        std::make_unique<SwarmNode>(worker, worker ? i - options.servers : i, poller));
+    nodes.push_back(std::make_unique<SwarmNode>(worker, worker ? i - options.servers : i, poller));
   }
   std::atomic<int> refused{0};
   auto begin = Clock::now();
@@ -185,12 +184,10 @@ int Run() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const option known[] = {{"host", required_argument, nullptr, 'h'},
-                          {"port", required_argument, nullptr, 'p'},
-                          {"workers", required_argument, nullptr, 'w'},
-                          {"servers", required_argument, nullptr, 's'},
-                          {"timeout", required_argument, nullptr, 't'},
-                          {nullptr, 0, nullptr, 0}};
+  const option known[] = {
+      {"host", required_argument, nullptr, 'h'},    {"port", required_argument, nullptr, 'p'},
+      {"workers", required_argument, nullptr, 'w'}, {"servers", required_argument, nullptr, 's'},
+      {"timeout", required_argument, nullptr, 't'}, {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", known, nullptr)) != -1;) {
     if (c == 'h') options.host = optarg;
     if (c == 'p') options.port = atoi(optarg);

@@ -25,9 +25,7 @@ class ByteWriter {
   }
 
   void Bytes(const std::string& bytes) { out_->append(bytes); }
-  void Bytes(const void* data, size_t size) {
-    out_->append(static_cast<const char*>(data), size);
-  }
+  void Bytes(const void* data, size_t size) { out_->append(static_cast<const char*>(data), size); }
 
  private:
   std::string* const out_;

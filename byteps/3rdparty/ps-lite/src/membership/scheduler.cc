@@ -199,8 +199,7 @@ void Membership::CheckPeers(Clock::time_point now) {
                Plural(expected_workers_, "worker") + " and " + std::to_string(Count(Node::SERVER)) +
                " of " + Plural(expected_servers_, "server") + " registered with the " +
                SchedulerName() + ", and nobody else within " +
-               Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") +
-               "; missing: " + missing;
+               Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") + "; missing: " + missing;
     }
   }
   for (int id : silent) {

@@ -43,8 +43,8 @@ std::string Describe(const Node& node) {
     name += " " + std::to_string(Postoffice::IDtoRank(node.id));
   }
   // A worker listens nowhere.
-  return name + " (" +
-         (node.port > 0 ? JoinHostPort(node.hostname, node.port) : node.hostname) + ")";
+  return name + " (" + (node.port > 0 ? JoinHostPort(node.hostname, node.port) : node.hostname) +
+         ")";
 }
 
 }  // namespace membership

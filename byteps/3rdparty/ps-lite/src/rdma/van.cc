@@ -77,10 +77,11 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     return bound;
   } catch (const dmlc::Error& e) {
     connector_.reset();
-    throw dmlc::Error(std::string(scheduler ? "the scheduler" : "this node") +
-                      " cannot listen on " + JoinHostPort(host, port) + " by RDMA: " + e.what() +
-                      (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
-                                 : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT, BYTEPS_RDMA_DEVICE)"));
+    throw dmlc::Error(
+        std::string(scheduler ? "the scheduler" : "this node") + " cannot listen on " +
+        JoinHostPort(host, port) + " by RDMA: " + e.what() +
+        (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
+                   : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT, BYTEPS_RDMA_DEVICE)"));
   }
 }
 

@@ -33,13 +33,13 @@ constexpr uint32_t kVersion = 1;
 struct ConnectRequest {
   uint32_t magic;
   uint32_t version;
-  uint64_t sender;      // names the process that asks
-  uint64_t receiver;    // names the process that is meant; 0: not known yet
-  int32_t node_id;      // of the sender; Node::kEmpty before it has joined
+  uint64_t sender;        // names the process that asks
+  uint64_t receiver;      // names the process that is meant; 0: not known yet
+  int32_t node_id;        // of the sender; Node::kEmpty before it has joined
   uint8_t is_data_plane;  // 0: control
-  uint8_t index;        // among the endpoints of its plane
-  uint16_t mtu;         // greatest path MTU, as an ibv_mtu; 0: any
-  uint32_t slots;       // that the sender has posted
+  uint8_t index;          // among the endpoints of its plane
+  uint16_t mtu;           // greatest path MTU, as an ibv_mtu; 0: any
+  uint32_t slots;         // that the sender has posted
   uint32_t slot_bytes;
 };
 static_assert(sizeof(ConnectRequest) == 40, "at most 56 bytes fit into a request");

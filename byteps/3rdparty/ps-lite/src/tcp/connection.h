@@ -168,9 +168,9 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   std::string address_;
   OutgoingList urgent_;  // few bytes
   OutgoingList bulk_;
-  bool writing_ = false;       // somebody is in Drain
-  bool blocked_ = false;       // the socket took no more: the poller will tell
-  bool writable_ = false;      // it told while somebody was writing
+  bool writing_ = false;   // somebody is in Drain
+  bool blocked_ = false;   // the socket took no more: the poller will tell
+  bool writable_ = false;  // it told while somebody was writing
   bool close_when_flushed_ = false;
   bool goodbye_sent_ = false;
   Ending ending_;

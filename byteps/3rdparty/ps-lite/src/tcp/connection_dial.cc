@@ -23,8 +23,8 @@ void Connection::Accept(Fd fd) {
   SetOptions(fd.get(), timeout_s_);
   Address address;
   address.length = sizeof(address.storage);
-  const bool known = getpeername(fd.get(), reinterpret_cast<sockaddr*>(&address.storage),
-                                 &address.length) == 0;
+  const bool known =
+      getpeername(fd.get(), reinterpret_cast<sockaddr*>(&address.storage), &address.length) == 0;
   const int number = fd.get();
   {
     std::lock_guard<std::mutex> lock(mu_);

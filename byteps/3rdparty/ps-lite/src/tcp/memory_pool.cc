@@ -35,9 +35,8 @@ SArray<char> MemoryPool::Take(size_t bytes) {
   if (block == nullptr) throw std::bad_alloc();
   SArray<char> values;
   // Holds the pool: values may outlive the connections.
-  values.reset(block, bytes, [self = shared_from_this(), size](char* memory) {
-    self->Return(memory, size);
-  });
+  values.reset(block, bytes,
+               [self = shared_from_this(), size](char* memory) { self->Return(memory, size); });
   return values;
 }
 

@@ -143,9 +143,8 @@ void Poller::Loop() {
     }
     for (const uint64_t number : unfinished) {
       // Served just now: it says itself whether it has more.
-      const bool served = std::any_of(events, events + std::max(count, 0), [&](const auto& event) {
-        return event.data.u64 == number;
-      });
+      const bool served = std::any_of(events, events + std::max(count, 0),
+                                      [&](const auto& event) { return event.data.u64 == number; });
       if (!served) serve(number, 0);
     }
     unfinished = std::move(again);

@@ -117,9 +117,8 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
         continue;  // such as "::1" in a container without IPv6
       }
       listeners_.push_back(std::make_shared<tcp::Listener>(
-          pollers_[0].get(), std::move(fd), [this](tcp::Fd accepted) {
-            OnAccepted(std::move(accepted));
-          }));
+          pollers_[0].get(), std::move(fd),
+          [this](tcp::Fd accepted) { OnAccepted(std::move(accepted)); }));
     }
   } catch (const dmlc::Error& e) {
     listeners_.clear();
@@ -174,8 +173,8 @@ void TcpVan::Connect(const Node& node) {
     peers_[node.id] = peer;
   }
   const auto limit = std::chrono::duration<double>(start_timeout_s_);
-  const auto deadline = Connection::Clock::now() +
-                        std::chrono::duration_cast<Connection::Clock::duration>(limit);
+  const auto deadline =
+      Connection::Clock::now() + std::chrono::duration_cast<Connection::Clock::duration>(limit);
   tcp::Hello hello;
   hello.job = job_;
   hello.sender = token_;
@@ -370,8 +369,7 @@ int TcpVan::SendMsg(Message& msg) {
   const ConnectionPtr connection = Choose(msg.meta.recver);
   if (!connection || !connection->Send(msg)) {
     // Whoever watches the peers tells those who wait for it.
-    PS_VLOG(1) << "no connection to node " << msg.meta.recver << "; dropped "
-               << msg.DebugString();
+    PS_VLOG(1) << "no connection to node " << msg.meta.recver << "; dropped " << msg.DebugString();
   }
   return static_cast<int>(std::min<size_t>(bytes, 1 << 30));
 }

@@ -108,7 +108,7 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   std::mutex peers_mu_;
   // Guarded by peers_mu_:
   std::unordered_map<uint64_t, PeerPtr> peers_by_token_;
-  std::unordered_map<int, PeerPtr> peers_;  // by node id
+  std::unordered_map<int, PeerPtr> peers_;                             // by node id
   std::unordered_map<tcp::Connection*, tcp::ConnectionPtr> greeting_;  // nobody's yet
   bool stopping_ = false;
 

@@ -1,0 +1,119 @@
+#include "byteps/device/copies.h"
+
+#include <iterator>
+#include <utility>
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Callers' streams that have a stream of their own for calls; further ones share these.
+constexpr size_t kMaxCallers = 32;
+
+}  // namespace
+
+// Events that nobody uses.
+class DeviceCopies::Events : public std::enable_shared_from_this<DeviceCopies::Events> {
+ public:
+  DeviceMoment Take() {
+    DeviceEvent event = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (!idle_.empty()) {
+        event = idle_.back();
+        idle_.pop_back();
+      }
+    }
+    if (event == nullptr) event = MakeEvent();
+    return DeviceMoment(event, [all = shared_from_this()](DeviceEvent unused) {
+      std::lock_guard<std::mutex> lock(all->mu_);
+      all->idle_.push_back(unused);
+    });
+  }
+
+ private:
+  std::mutex mu_;
+  std::vector<DeviceEvent> idle_;
+};
+
+DeviceCopies* DeviceCopies::Of(int device) {
+  static std::mutex mu;
+  static auto* all = new std::map<int, std::unique_ptr<DeviceCopies>>();
+  std::lock_guard<std::mutex> lock(mu);
+  auto& copies = (*all)[device];
+  if (!copies) copies = std::make_unique<DeviceCopies>(device);
+  return copies.get();
+}
+
+DeviceCopies::DeviceCopies(int device) : device_(device), events_(std::make_shared<Events>()) {
+  const CurrentDevice current(device);
+  for (Lane* lane : {&to_host_, &to_device_}) {
+    lane->work = MakeStream();
+    lane->calls = MakeStream();
+  }
+}
+
+DeviceMoment DeviceCopies::MomentOf(DeviceStream stream) {
+  DeviceMoment moment = events_->Take();
+  RecordEvent(moment.get(), stream);
+  return moment;
+}
+
+DeviceMoment DeviceCopies::Now(DeviceStream stream) {
+  const CurrentDevice current(device_);
+  return MomentOf(stream);
+}
+
+bool DeviceCopies::IsDone(const DeviceMoment& moment) { return EventIsDone(moment.get()); }
+
+DeviceStream DeviceCopies::CallsFor(DeviceStream stream) {
+  std::lock_guard<std::mutex> lock(mu_);
+  const auto it = callers_.find(stream);
+  if (it != callers_.end()) return it->second;
+  const DeviceStream calls =
+      callers_.size() < kMaxCallers
+          ? MakeStream()
+          : std::next(callers_.begin(), callers_.size() % kMaxCallers)->second;
+  return callers_[stream] = calls;
+}
+
+void DeviceCopies::CallAfter(const DeviceMoment& moment, DeviceStream stream,
+                             std::function<void()> then) {
+  const CurrentDevice current(device_);
+  const DeviceStream calls = CallsFor(stream);
+  WaitForEvent(calls, moment.get());
+  CallWhenDone(calls, std::move(then));
+}
+
+void DeviceCopies::CallFrom(DeviceStream calls, DeviceStream work, std::function<void()> then) {
+  // The event may serve again at once: the stream waits for what it stands for now.
+  WaitForEvent(calls, MomentOf(work).get());
+  CallWhenDone(calls, std::move(then));
+}
+
+void DeviceCopies::ToHost(void* host, const void* device, size_t bytes,
+                          std::function<void()> then) {
+  const CurrentDevice current(device_);
+  CopyToHost(host, device, bytes, to_host_.work);
+  CallFrom(to_host_.calls, to_host_.work, std::move(then));
+}
+
+void DeviceCopies::ToDevice(void* device, const void* host, size_t bytes,
+                            std::function<void()> then) {
+  const CurrentDevice current(device_);
+  CopyToDevice(device, host, bytes, to_device_.work);
+  CallFrom(to_device_.calls, to_device_.work, std::move(then));
+}
+
+DeviceMoment DeviceCopies::CopiedToDevice() {
+  const CurrentDevice current(device_);
+  return MomentOf(to_device_.work);
+}
+
+void DeviceCopies::MakeWait(DeviceStream stream, const DeviceMoment& moment) {
+  const CurrentDevice current(device_);
+  WaitForEvent(stream, moment.get());
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,76 @@
+// Copies between one GPU and pinned host memory, of which the host only hears.
+//
+// Each direction has one stream: a GPU moves the copies of one direction one after the other
+// anyway, and copies of a partition are long enough to fill PCIe.  What is to happen when a copy
+// is done is called from another stream, which waits for an event behind the copy: a callback
+// holds up the stream that it is in, and the next copy must not wait for it.  Nothing polls, and
+// no thread sleeps in the driver, so that none is stuck there when the GPU's work never ends
+// (an NCCL kernel whose peer was lost).
+#ifndef BYTEPS_DEVICE_COPIES_H_
+#define BYTEPS_DEVICE_COPIES_H_
+
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "byteps/device/device.h"
+
+namespace byteps {
+namespace core {
+
+// A moment in the work of a stream.  When the last copy goes, it is kept for reuse: that may be
+// inside a callback of the driver's, where no event may be destroyed.
+using DeviceMoment = std::shared_ptr<void>;
+
+// Any thread may call anything.  Each function throws Error when the device fails.
+// Callbacks are as CallWhenDone has them: on the driver's thread, not to block.
+class DeviceCopies {
+ public:
+  // That of `device`, made at its first use.  It lives as long as the process.
+  static DeviceCopies* Of(int device);
+
+  explicit DeviceCopies(int device);
+  DeviceCopies(const DeviceCopies&) = delete;
+  DeviceCopies& operator=(const DeviceCopies&) = delete;
+
+  // All that the caller's `stream` has been given so far.
+  DeviceMoment Now(DeviceStream stream);
+  static bool IsDone(const DeviceMoment& moment);
+  // Calls `then` when all that `stream` was given before `moment` is done.
+  void CallAfter(const DeviceMoment& moment, DeviceStream stream, std::function<void()> then);
+
+  // Enqueue a copy and call `then` when it is done.
+  void ToHost(void* host, const void* device, size_t bytes, std::function<void()> then);
+  void ToDevice(void* device, const void* host, size_t bytes, std::function<void()> then);
+  // All copies to the device so far.
+  DeviceMoment CopiedToDevice();
+  // What the caller's `stream` is given from now on waits for `moment`.
+  void MakeWait(DeviceStream stream, const DeviceMoment& moment);
+
+ private:
+  // A stream, and the one from which is called.
+  struct Lane {
+    DeviceStream work = nullptr;
+    DeviceStream calls = nullptr;
+  };
+  class Events;
+
+  DeviceMoment MomentOf(DeviceStream stream);
+  void CallFrom(DeviceStream calls, DeviceStream work, std::function<void()> then);
+  // One for each stream of the caller's, so that none waits for what another one computes.
+  DeviceStream CallsFor(DeviceStream stream);
+
+  const int device_;
+  const std::shared_ptr<Events> events_;
+  Lane to_host_;
+  Lane to_device_;
+  std::mutex mu_;
+  std::map<DeviceStream, DeviceStream> callers_;  // guarded by mu_
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_DEVICE_COPIES_H_

@@ -1,0 +1,236 @@
+#include "byteps/device/fake.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "byteps/base/error.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+using Work = std::function<void()>;
+using Done = std::shared_future<void>;
+
+thread_local int current_device = 0;
+thread_local bool in_callback = false;
+std::atomic<bool> broken{false};
+std::atomic<int> copy_us{0};
+
+class Stream {
+ public:
+  explicit Stream(int device) : device_(device), thread_([this] { Run(); }) { thread_.detach(); }
+
+  int device() const { return device_; }
+
+  void Enqueue(Work work) {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      work_.push_back(std::move(work));
+    }
+    cond_.notify_one();
+  }
+
+ private:
+  void Run() {
+    while (true) {
+      Work work;
+      {
+        std::unique_lock<std::mutex> lock(mu_);
+        cond_.wait(lock, [this] { return !work_.empty(); });
+        work = std::move(work_.front());
+        work_.pop_front();
+      }
+      work();
+    }
+  }
+
+  const int device_;
+  std::mutex mu_;
+  std::condition_variable cond_;
+  std::deque<Work> work_;
+  std::thread thread_;
+};
+
+struct Event {
+  int device;
+  std::mutex mu;
+  Done recorded;  // invalid: nothing was
+};
+
+std::mutex pinned_mu;
+std::map<const char*, size_t> pinned;
+
+void Enter() {
+  if (in_callback) {
+    fprintf(stderr, "the device was called from a callback\n");
+    abort();
+  }
+  if (broken) throw Error("the fake device is broken");
+}
+
+Stream* Of(DeviceStream stream) {
+  static std::mutex mu;
+  static auto* defaults = new std::map<int, Stream*>();  // by device
+  if (stream == nullptr) {
+    std::lock_guard<std::mutex> lock(mu);
+    auto& own = (*defaults)[current_device];
+    if (own == nullptr) own = new Stream(current_device);
+    return own;
+  }
+  auto* const given = static_cast<Stream*>(stream);
+  if (given->device() != current_device) throw Error("another device is current");
+  return given;
+}
+
+Event* Of(DeviceEvent event, bool on_current) {
+  auto* const given = static_cast<Event*>(event);
+  if (on_current && given->device != current_device) throw Error("another device is current");
+  return given;
+}
+
+void DemandPinned(const void* memory, size_t bytes) {
+  const char* const begin = static_cast<const char*>(memory);
+  std::lock_guard<std::mutex> lock(pinned_mu);
+  const auto after = pinned.upper_bound(begin);
+  if (after == pinned.begin()) throw Error("the host memory is not pinned");
+  const auto slab = std::prev(after);
+  if (begin + bytes > slab->first + slab->second) throw Error("the host memory is not pinned");
+}
+
+void Copy(void* to, const void* from, size_t bytes, DeviceStream stream) {
+  Of(stream)->Enqueue([to, from, bytes] {
+    if (copy_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(copy_us));
+    memcpy(to, from, bytes);
+  });
+}
+
+}  // namespace
+
+bool BuiltWithCuda() { return true; }
+
+CurrentDevice::CurrentDevice(int device) {
+  Enter();
+  if (current_device == device) return;
+  before_ = current_device;
+  current_device = device;
+}
+
+CurrentDevice::~CurrentDevice() {
+  if (before_ != kCpu) current_device = before_;
+}
+
+DeviceStream MakeStream() {
+  Enter();
+  return new Stream(current_device);
+}
+
+DeviceEvent MakeEvent() {
+  Enter();
+  return new Event{current_device, {}, {}};
+}
+
+void RecordEvent(DeviceEvent event, DeviceStream stream) {
+  Enter();
+  auto promise = std::make_shared<std::promise<void>>();
+  Event* const given = Of(event, true);
+  {
+    std::lock_guard<std::mutex> lock(given->mu);
+    given->recorded = promise->get_future().share();
+  }
+  Of(stream)->Enqueue([promise] { promise->set_value(); });
+}
+
+bool EventIsDone(DeviceEvent event) {
+  Enter();
+  Event* const given = Of(event, false);
+  std::lock_guard<std::mutex> lock(given->mu);
+  return !given->recorded.valid() ||
+         given->recorded.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+void WaitForEvent(DeviceStream stream, DeviceEvent event) {
+  Enter();
+  Event* const given = Of(event, false);
+  std::lock_guard<std::mutex> lock(given->mu);
+  if (!given->recorded.valid()) return;
+  Of(stream)->Enqueue([recorded = given->recorded] { recorded.wait(); });
+}
+
+void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream) {
+  Enter();
+  DemandPinned(host, bytes);
+  Copy(host, device, bytes, stream);
+}
+
+void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream stream) {
+  Enter();
+  DemandPinned(host, bytes);
+  Copy(device, host, bytes, stream);
+}
+
+void CallWhenDone(DeviceStream stream, std::function<void()> then) {
+  Enter();
+  Of(stream)->Enqueue([then = std::move(then)] {
+    if (broken) return;
+    in_callback = true;
+    then();
+    in_callback = false;
+  });
+}
+
+void* PinMemory(size_t bytes) {
+  Enter();
+  char* const memory = static_cast<char*>(aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
+  memset(memory, 0xa5, bytes);
+  std::lock_guard<std::mutex> lock(pinned_mu);
+  pinned[memory] = bytes;
+  return memory;
+}
+
+void UnpinMemory(void* memory) {
+  Enter();
+  std::lock_guard<std::mutex> lock(pinned_mu);
+  pinned.erase(static_cast<const char*>(memory));
+  free(memory);
+}
+
+namespace fake {
+
+std::shared_ptr<std::promise<void>> Hold(DeviceStream stream) {
+  auto promise = std::make_shared<std::promise<void>>();
+  Of(stream)->Enqueue([released = promise->get_future().share()] { released.wait(); });
+  return promise;
+}
+
+void Synchronize(DeviceStream stream) {
+  auto promise = std::make_shared<std::promise<void>>();
+  auto done = promise->get_future();
+  Of(stream)->Enqueue([promise] { promise->set_value(); });
+  done.wait();
+}
+
+int CurrentDeviceNumber() { return current_device; }
+void SetCurrentDevice(int device) { current_device = device; }
+void SetCopyTime(int microseconds) { copy_us = microseconds; }
+void SetBroken(bool now) { broken = now; }
+
+uint64_t PinnedBytes() {
+  std::lock_guard<std::mutex> lock(pinned_mu);
+  uint64_t bytes = 0;
+  for (const auto& slab : pinned) bytes += slab.second;
+  return bytes;
+}
+
+}  // namespace fake
+}  // namespace core
+}  // namespace byteps

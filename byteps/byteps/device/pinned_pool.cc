@@ -1,0 +1,162 @@
+#include "byteps/device/pinned_pool.h"
+
+#include <algorithm>
+
+#include "byteps/device/device.h"
+#include "ps/lasting_memory.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr uint64_t kSmallestBlock = 4096;
+constexpr uint64_t kLargestSlab = 64 << 20;
+
+uint64_t PowerOfTwo(uint64_t at_least) {
+  uint64_t size = kSmallestBlock;
+  while (size < at_least) size *= 2;
+  return size;
+}
+
+}  // namespace
+
+PinnedPool::PinnedPool(uint64_t limit, uint64_t largest, Allocate allocate)
+    : top_(PowerOfTwo(largest)), allocate_(std::move(allocate)), limit_(limit) {}
+
+PinnedPool* PinnedPool::Shared(uint64_t limit, uint64_t largest) {
+  static std::mutex mu;
+  static auto* pools = new std::map<uint64_t, std::unique_ptr<PinnedPool>>();  // by top_
+  std::lock_guard<std::mutex> lock(mu);
+  auto& pool = (*pools)[PowerOfTwo(largest)];
+  if (!pool) {
+    pool = std::make_unique<PinnedPool>(limit, largest, [](size_t bytes) {
+      void* memory = PinMemory(bytes);
+      ps::LastingMemory::Add(memory, bytes);  // a transport may register it once
+      return memory;
+    });
+  }
+  pool->SetLimit(limit);
+  return pool.get();
+}
+
+void PinnedPool::SetLimit(uint64_t limit) {
+  std::lock_guard<std::mutex> lock(grow_mu_);
+  limit_ = limit;
+  wanted_ = 0;
+}
+
+uint64_t PinnedPool::Growth(uint64_t wanted) {
+  const uint64_t pinned = pinned_bytes();
+  const uint64_t most = std::max(limit_ / top_ * top_, top_);
+  const uint64_t target = std::min((wanted + top_ - 1) / top_ * top_, most);
+  if (target <= pinned) return 0;
+  return std::min(target - pinned, std::max(kLargestSlab / top_ * top_, top_));
+}
+
+void PinnedPool::Reserve(uint64_t bytes) {
+  std::lock_guard<std::mutex> growing(grow_mu_);
+  wanted_ += bytes;
+  while (const uint64_t size = Growth(wanted_)) {
+    char* slab = static_cast<char*>(allocate_(size));
+    std::lock_guard<std::mutex> lock(mu_);
+    slabs_[slab] = size;
+    pinned_ += size;
+    for (uint64_t at = 0; at < size; at += top_) free_[top_].insert(slab + at);
+  }
+  ServeWaiters();
+}
+
+uint64_t PinnedPool::SizeFor(uint64_t bytes) const { return std::min(PowerOfTwo(bytes), top_); }
+
+char* PinnedPool::Cut(uint64_t size) {
+  // The smallest free block that is large enough.
+  auto it = free_.lower_bound(size);
+  while (it != free_.end() && it->second.empty()) ++it;
+  if (it == free_.end()) return nullptr;
+  uint64_t have = it->first;
+  char* data = *it->second.begin();
+  it->second.erase(it->second.begin());
+  while (have > size) {
+    have /= 2;
+    free_[have].insert(data + have);
+  }
+  in_use_ += size;
+  return data;
+}
+
+void PinnedPool::PutBack(char* data, uint64_t size) {
+  in_use_ -= size;
+  char* const slab = std::prev(slabs_.upper_bound(data))->first;
+  while (size < top_) {
+    char* const other = slab + ((data - slab) ^ size);
+    if (free_[size].erase(other) == 0) break;
+    data = std::min(data, other);
+    size *= 2;
+  }
+  free_[size].insert(data);
+}
+
+PinnedBlock PinnedPool::Wrap(char* data, uint64_t size) {
+  return PinnedBlock(data, [this, size](char* block) { Return(block, size); });
+}
+
+PinnedBlock PinnedPool::TryTake(uint64_t bytes) {
+  const uint64_t size = SizeFor(bytes);
+  char* data = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    data = Cut(size);
+  }
+  return data == nullptr ? nullptr : Wrap(data, size);
+}
+
+PinnedBlock PinnedPool::TakeOrCall(uint64_t bytes, Then then) {
+  const uint64_t size = SizeFor(bytes);
+  char* data = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (waiters_.empty()) data = Cut(size);
+    if (data == nullptr) waiters_.push_back({size, std::move(then)});
+  }
+  return data == nullptr ? nullptr : Wrap(data, size);
+}
+
+void PinnedPool::Return(char* data, uint64_t size) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    PutBack(data, size);
+  }
+  ServeWaiters();
+}
+
+void PinnedPool::ServeWaiters() {
+  std::unique_lock<std::mutex> lock(mu_);
+  // One thread at a time, which takes another look after each call: so a call that gives its
+  // block back at once, or many of them, do not call each other ever deeper.
+  if (serving_) return;
+  serving_ = true;
+  while (!waiters_.empty()) {
+    char* data = Cut(waiters_.front().size);
+    if (data == nullptr) break;
+    Waiter waiter = std::move(waiters_.front());
+    waiters_.pop_front();
+    lock.unlock();
+    waiter.then(Wrap(data, waiter.size));
+    waiter = Waiter();
+    lock.lock();
+  }
+  serving_ = false;
+}
+
+uint64_t PinnedPool::pinned_bytes() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return pinned_;
+}
+
+uint64_t PinnedPool::bytes_in_use() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return in_use_;
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,95 @@
+// Pinned host memory for the partitions of tensors on GPUs, bounded and used again and again.
+//
+// Blocks are powers of two, cut from slabs by halving.  Slabs are pinned when tensors are
+// declared, outside of any lock that the sums need: pinning takes long.  They stay with the
+// process: unpinning waits for all of the GPU's work, which may never end when a peer was lost.
+//
+// Nobody ever waits here.  Who finds no block is called when there is one, so that no thread is
+// held up which others need to give their blocks back.  That cannot go on for ever either: a
+// block is held while a partition is copied from the GPU and sent, or while its sum is received
+// and copied to the GPU.  None of this waits for another block, for the window of a server, or
+// for another worker: a push gives its block back before its answer comes, and an answer that
+// finds no block is received elsewhere.
+#ifndef BYTEPS_DEVICE_PINNED_POOL_H_
+#define BYTEPS_DEVICE_PINNED_POOL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace byteps {
+namespace core {
+
+// Who drops the last copy gives it back; any thread may, also the driver's.
+using PinnedBlock = std::shared_ptr<char>;
+
+// Any thread may call anything.
+class PinnedPool {
+ public:
+  using Allocate = std::function<void*(size_t)>;
+  using Then = std::function<void(PinnedBlock)>;
+
+  // Of at most `limit` bytes, but at least one block of `largest` bytes.  `allocate` may throw.
+  PinnedPool(uint64_t limit, uint64_t largest, Allocate allocate);
+  PinnedPool(const PinnedPool&) = delete;
+  PinnedPool& operator=(const PinnedPool&) = delete;
+
+  // This process's, for blocks of up to `largest` bytes.  Whoever asked last sets its limit;
+  // what is there already stays.
+  static PinnedPool* Shared(uint64_t limit, uint64_t largest);
+
+  // Makes room for `bytes` more bytes under way, as far as the limit allows.
+  void Reserve(uint64_t bytes);
+
+  // A block of at least `bytes` (at most `largest`) bytes, or null: all are in use.
+  PinnedBlock TryTake(uint64_t bytes);
+  // As TryTake; but after those who wait already.  When it returns null, `then` will be called
+  // with a block, by whoever gives one back; it must not block.
+  PinnedBlock TakeOrCall(uint64_t bytes, Then then);
+
+  uint64_t pinned_bytes();
+  uint64_t bytes_in_use();
+
+ private:
+  struct Waiter {
+    uint64_t size;
+    Then then;
+  };
+
+  uint64_t SizeFor(uint64_t bytes) const;
+  uint64_t Growth(uint64_t wanted);  // grow_mu_ is held
+  void SetLimit(uint64_t limit);
+  char* Cut(uint64_t size);                 // mu_ is held; null: there is none
+  void PutBack(char* data, uint64_t size);  // mu_ is held; joins it with its free other half
+  void Return(char* data, uint64_t size);
+  // Calls those who wait, as long as there are blocks for them.
+  void ServeWaiters();
+  PinnedBlock Wrap(char* data, uint64_t size);
+
+  const uint64_t top_;  // bytes of the largest block
+  const Allocate allocate_;
+
+  std::mutex grow_mu_;  // while a slab is pinned
+  uint64_t limit_;      // guarded by grow_mu_
+  uint64_t wanted_ = 0;
+
+  std::mutex mu_;
+  // Guarded by mu_:
+  std::map<char*, uint64_t> slabs_;           // and their bytes
+  std::map<uint64_t, std::set<char*>> free_;  // by size
+  std::deque<Waiter> waiters_;
+  bool serving_ = false;  // a thread is in ServeWaiters
+  uint64_t pinned_ = 0;
+  uint64_t in_use_ = 0;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_DEVICE_PINNED_POOL_H_

@@ -1,0 +1,38 @@
+#include "byteps/engine/context.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "byteps/base/protocol.h"
+#include "ps/internal/postoffice.h"
+
+namespace byteps {
+namespace core {
+
+Context::Context(const Config& config, const Launch& launch, int num_servers,
+                 std::unique_ptr<Channel> how, WorkerCounters* counted, SpeedMeter* speed)
+    : plan(config, launch, num_servers),
+      op_timeout_s(config.Float("BYTEPS_OP_TIMEOUT_S")),
+      pinned_bytes(config.Int("BYTEPS_PINNED_BYTES")),
+      channel(std::move(how)),
+      counters(counted),
+      operations(counted, speed),
+      scheduler(
+          std::make_shared<PushScheduler>(num_servers, config.Int("BYTEPS_SERVER_WINDOW_BYTES"))),
+      trace(std::make_shared<OperationTrace>(Tracer::Make(config), launch.rank)) {}
+
+ps::Message Context::MakeRequestMessage(int op, Request request) {
+  const Operation& operation = *request.operation;
+  const Operation::Part wanted = operation.Wanted(request.index);
+  const uint64_t start = operation.Whole(request.index).offset;
+  const PushHeader header{
+      operation.round, static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9)),
+      static_cast<uint32_t>(wanted.offset - start), static_cast<uint32_t>(wanted.bytes)};
+  const int server = ps::Postoffice::ServerRankToID(request.server);
+  const uint64_t key = operation.tensor->key + request.index;
+  return MakeRequest(op, server, key, requests.Remember(std::move(request)),
+                     std::string(reinterpret_cast<const char*>(&header), sizeof(header)));
+}
+
+}  // namespace core
+}  // namespace byteps

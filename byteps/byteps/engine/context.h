@@ -1,0 +1,44 @@
+// What the parts of one engine share.
+#ifndef BYTEPS_ENGINE_CONTEXT_H_
+#define BYTEPS_ENGINE_CONTEXT_H_
+
+#include <memory>
+#include <string>
+
+#include "byteps/cluster/channel.h"
+#include "byteps/device/pinned_pool.h"
+#include "byteps/engine/operation_trace.h"
+#include "byteps/engine/operations.h"
+#include "byteps/engine/plan.h"
+#include "byteps/engine/push_scheduler.h"
+#include "byteps/engine/requests.h"
+#include "byteps/observe/metrics.h"
+
+namespace byteps {
+namespace core {
+
+struct Context {
+  Context(const Config& config, const Launch& launch, int num_servers, std::unique_ptr<Channel> how,
+          WorkerCounters* counted, SpeedMeter* speed);
+
+  // A request about the partition of `request`, which is remembered until the answer.
+  ps::Message MakeRequestMessage(int op, Request request);
+
+  // The pool for tensors on GPUs.
+  PinnedPool* pool() { return PinnedPool::Shared(pinned_bytes, plan.largest_partition()); }
+
+  const Plan plan;
+  const double op_timeout_s;
+  const uint64_t pinned_bytes;
+  const std::unique_ptr<Channel> channel;
+  WorkerCounters* const counters;
+  Operations operations;
+  Requests requests;
+  // Shared with callbacks of the device's and of the transport's, which may outlive the engine.
+  const std::shared_ptr<PushScheduler> scheduler;
+  const std::shared_ptr<OperationTrace> trace;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_CONTEXT_H_

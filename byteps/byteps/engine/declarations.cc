@@ -1,0 +1,177 @@
+#include "byteps/engine/declarations.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "byteps/base/declaration_list.h"
+#include "byteps/base/error.h"
+#include "byteps/base/text.h"
+#include "ps/internal/postoffice.h"
+
+namespace byteps {
+namespace core {
+
+Declarations::Declarations(const Plan* plan, Channel* channel, double timeout_s)
+    : plan_(plan), channel_(channel), timeout_s_(timeout_s) {}
+
+std::vector<TensorPtr> Declarations::Declare(const std::vector<TensorSpec>& specs) {
+  std::vector<Entry*> entries;
+  for (const auto& spec : specs) entries.push_back(Find(spec));
+  do {
+    const std::vector<Entry*> mine = ClaimNew(entries);
+    if (!mine.empty()) Tell(mine);
+    // Others who tried in vain leave theirs new: the next turn tries again, and says why.
+  } while (!AwaitOthers(entries));
+  std::vector<TensorPtr> tensors;
+  for (const Entry* entry : entries) tensors.push_back(entry->tensor);
+  return tensors;
+}
+
+Declarations::Entry* Declarations::Find(const TensorSpec& spec) {
+  const Declaration declaration = plan_->Declare(spec);
+  const std::string id = std::to_string(declaration.group.front()) + "/" + spec.name;
+  Entry* entry = nullptr;
+  bool is_new = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    entry = &entries_[id];
+    is_new = !entry->tensor;
+  }
+  if (is_new) {
+    auto tensor = std::make_shared<Tensor>();
+    tensor->declaration = declaration;
+    tensor->key = declaration.Key();
+    tensor->layout = plan_->LayOut(declaration);
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!entry->tensor) entry->tensor = std::move(tensor);
+  }
+  const Declaration& before = entry->tensor->declaration;
+  if (before == declaration) return entry;
+  throw UsageError("'" + spec.name + "' was " + before.Describe() + " before and is " +
+                   declaration.Describe() + " now: give different tensors different names");
+}
+
+std::vector<Declarations::Entry*> Declarations::ClaimNew(const std::vector<Entry*>& entries) {
+  std::vector<Entry*> mine;
+  std::lock_guard<std::mutex> lock(mu_);
+  if (!failure_.empty()) throw Error(failure_);
+  for (Entry* entry : entries) {
+    if (entry->state != State::kNew) continue;
+    entry->state = State::kAsked;
+    mine.push_back(entry);
+  }
+  return mine;
+}
+
+void Declarations::Tell(const std::vector<Entry*>& entries) {
+  auto exchange = std::make_shared<Exchange>();
+  exchange->first_name = entries.front()->tensor->declaration.name;
+  exchange->count = entries.size();
+  try {
+    Send(exchange, entries);
+    AwaitAnswers(exchange);
+  } catch (...) {
+    SetState(entries, State::kNew);
+    throw;
+  }
+  SetState(entries, State::kDeclared);
+}
+
+void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
+                        const std::vector<Entry*>& entries) {
+  std::vector<Declaration> declarations;
+  for (const Entry* entry : entries) declarations.push_back(entry->tensor->declaration);
+  const std::string body = PackDeclarations(declarations);
+  uint64_t first = 0;
+  const int servers = plan_->num_servers();
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    exchange->unanswered = servers;
+    first = last_message_ + 1;
+    last_message_ += servers;
+    for (int server = 0; server < servers; ++server) messages_[first + server] = {exchange, server};
+  }
+  // To every server, also to those that will get none of the partitions: members
+  // that disagree on the placement would otherwise wait at different servers.
+  for (int server = 0; server < servers; ++server) {
+    ps::Message msg = MakeRequest(kDeclare, ps::Postoffice::ServerRankToID(server),
+                                  entries.front()->tensor->key, first + server, body);
+    channel_->Send(&msg);
+  }
+}
+
+void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
+  std::unique_lock<std::mutex> lock(mu_);
+  cond_.wait_for(lock, std::chrono::duration<double>(timeout_s_),
+                 [&] { return !failure_.empty() || exchange->unanswered == 0; });
+  std::vector<int> silent;
+  for (auto it = messages_.begin(); it != messages_.end();) {
+    const bool ours = it->second.first == exchange;
+    if (ours) silent.push_back(it->second.second);
+    it = ours ? messages_.erase(it) : std::next(it);
+  }
+  if (!failure_.empty()) throw Error(failure_);
+  if (!exchange->error.empty()) throw Error(exchange->error);
+  if (silent.empty()) return;
+  lock.unlock();
+  std::sort(silent.begin(), silent.end());
+  const std::string more =
+      exchange->count > 1 ? " and " + std::to_string(exchange->count - 1) + " more" : "";
+  throw Error("declaring '" + exchange->first_name + "'" + more +
+              " timed out: " + channel_->NameOfServer(silent.front()) + " did not answer within " +
+              Seconds(timeout_s_) + " (BYTEPS_OP_TIMEOUT_S)");
+}
+
+void Declarations::SetState(const std::vector<Entry*>& entries, State state) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (Entry* entry : entries) entry->state = state;
+  }
+  cond_.notify_all();
+}
+
+bool Declarations::AwaitOthers(const std::vector<Entry*>& entries) {
+  std::unique_lock<std::mutex> lock(mu_);
+  const auto is_asked = [](const Entry* entry) { return entry->state == State::kAsked; };
+  // Whoever asks gives up in time.
+  cond_.wait(lock, [&] {
+    return !failure_.empty() || std::none_of(entries.begin(), entries.end(), is_asked);
+  });
+  if (!failure_.empty()) throw Error(failure_);
+  return std::all_of(entries.begin(), entries.end(),
+                     [](const Entry* entry) { return entry->state == State::kDeclared; });
+}
+
+void Declarations::OnAnswer(uint64_t number, const std::string& error) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    const auto it = messages_.find(number);
+    if (it == messages_.end()) return;  // given up already
+    Exchange* exchange = it->second.first.get();
+    if (exchange->error.empty()) exchange->error = error;
+    --exchange->unanswered;
+    messages_.erase(it);
+  }
+  cond_.notify_all();
+}
+
+void Declarations::Fail(const std::string& reason) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (failure_.empty()) failure_ = reason;
+  }
+  cond_.notify_all();
+}
+
+size_t Declarations::size() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return entries_.size();
+}
+
+size_t Declarations::unanswered() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return messages_.size();
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,93 @@
+// The tensors that this worker sums, and what it told the servers of them.
+#ifndef BYTEPS_ENGINE_DECLARATIONS_H_
+#define BYTEPS_ENGINE_DECLARATIONS_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/protocol.h"
+#include "byteps/cluster/channel.h"
+#include "byteps/engine/plan.h"
+
+namespace byteps {
+namespace core {
+
+// A name that is summed.  Of what follows only the atomics change.
+struct Tensor {
+  Declaration declaration;
+  uint64_t key = 0;
+  Plan::Layout layout;
+  std::atomic<uint32_t> rounds{0};    // that this worker has begun
+  std::atomic<bool> has_room{false};  // in pinned memory, for a tensor on a GPU
+};
+using TensorPtr = std::shared_ptr<Tensor>;
+
+// Any thread may call anything.  No lock is held while anything is sent.
+class Declarations {
+ public:
+  // `plan` and `channel` outlive this.
+  Declarations(const Plan* plan, Channel* channel, double timeout_s);
+
+  // The tensors of these specs, in their order.  What the servers do not know yet is told to
+  // them by one message to each; blocks until all have answered.  Throws UsageError when a name
+  // was declared otherwise, Error when the servers refuse or do not answer in time.
+  std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
+
+  // A server answered message `number`; `error` says why it refused, if it did.
+  void OnAnswer(uint64_t number, const std::string& error);
+
+  // Nothing more can be declared.
+  void Fail(const std::string& reason);
+
+  size_t size();
+  // Answers that are awaited.
+  size_t unanswered();
+
+ private:
+  enum class State { kNew, kAsked, kDeclared };
+  struct Entry {
+    TensorPtr tensor;
+    State state = State::kNew;
+  };
+  // One list, on its way to all servers.
+  struct Exchange {
+    std::string first_name;
+    size_t count = 0;
+    size_t unanswered = 0;
+    std::string error;
+  };
+
+  Entry* Find(const TensorSpec& spec);
+  // Of these, the ones that nobody has told the servers of; they count as asked from now on.
+  std::vector<Entry*> ClaimNew(const std::vector<Entry*>& entries);
+  void Tell(const std::vector<Entry*>& entries);
+  void Send(const std::shared_ptr<Exchange>& exchange, const std::vector<Entry*>& entries);
+  void AwaitAnswers(const std::shared_ptr<Exchange>& exchange);
+  void SetState(const std::vector<Entry*>& entries, State state);
+  // Whether all are declared, once nobody is telling the servers of any of them.
+  bool AwaitOthers(const std::vector<Entry*>& entries);
+
+  const Plan* const plan_;
+  Channel* const channel_;
+  const double timeout_s_;
+
+  std::mutex mu_;
+  std::condition_variable cond_;  // an answer came, a state changed, or all failed
+  // Guarded by mu_:
+  std::string failure_;
+  std::map<std::string, Entry> entries_;  // by lowest rank and name; never erased
+  std::unordered_map<uint64_t, std::pair<std::shared_ptr<Exchange>, int>> messages_;  // and server
+  uint64_t last_message_ = 0;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_DECLARATIONS_H_

@@ -1,0 +1,164 @@
+#include "byteps/engine/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "byteps/base/error.h"
+#include "byteps/base/protocol.h"
+#include "byteps/base/thread_name.h"
+
+namespace byteps {
+namespace core {
+
+Engine::Engine(const Config& config, const Launch& launch, int num_servers,
+               std::unique_ptr<Channel> channel, WorkerCounters* counters, SpeedMeter* speed)
+    : peer_timeout_s_(config.Float("BYTEPS_PEER_TIMEOUT_S")),
+      loops_(config.Int("BYTEPS_PUSH_THREAD")),
+      context_(config, launch, num_servers, std::move(channel), counters, speed),
+      declarations_(&context_.plan, context_.channel.get(), context_.op_timeout_s),
+      pusher_(&context_),
+      puller_(&context_) {}
+
+Engine::~Engine() { Stop(false); }
+
+void Engine::Start() {
+  context_.channel->Start(this);
+  for (long i = 0; i < loops_; ++i) {
+    const std::string number = std::to_string(i);
+    const int push = context_.trace->AddTrack("push loop " + number);
+    const int pull = context_.trace->AddTrack("pull loop " + number);
+    threads_.emplace_back([this, i, push] {
+      NameThisThread("push", i);
+      pusher_.Loop(push);
+    });
+    threads_.emplace_back([this, i, pull] {
+      NameThisThread("pull", i);
+      puller_.Loop(pull);
+    });
+  }
+  threads_.emplace_back([this] {
+    NameThisThread("watch");
+    Watch();
+  });
+}
+
+void Engine::Stop(bool suspend) {
+  if (threads_.empty()) return;
+  context_.operations.AwaitIdle(peer_timeout_s_);
+  if (!failed()) context_.channel->Leave(suspend);
+  Fail("byteps was shut down");
+  context_.scheduler->Close();
+  puller_.Close();
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+  context_.channel->Stop();
+  // Only now does nobody receive into memory that requests hold.
+  context_.requests.Clear();
+}
+
+std::vector<TensorPtr> Engine::Declare(const std::vector<TensorSpec>& specs) {
+  std::vector<TensorPtr> tensors = declarations_.Declare(specs);
+  for (size_t i = 0; i < specs.size(); ++i) {
+    if (specs[i].device == kCpu || tensors[i]->has_room.exchange(true)) continue;
+    context_.pool()->Reserve(specs[i].bytes);
+  }
+  return tensors;
+}
+
+int64_t Engine::PushPull(const PushPullRequest& request) {
+  const TensorSpec& spec = request.tensor;
+  if (failed()) throw Error(context_.operations.failure());
+  if (request.pull_begin > std::min(request.pull_end, spec.bytes)) {
+    throw UsageError("the wanted part of '" + spec.name + "' ends before it begins");
+  }
+  if (spec.bytes == 0) {  // nothing to sum, nobody to ask
+    auto nothing = std::make_shared<Operation>(request, nullptr);
+    const int64_t handle = context_.operations.Begin(nothing);
+    context_.operations.Finish(nothing, nullptr);
+    return handle;
+  }
+  DeviceMoment ready;
+  if (spec.device != kCpu) ready = DeviceCopies::Of(spec.device)->Now(request.stream);
+  auto operation = std::make_shared<Operation>(request, Declare({spec}).front());
+  operation->ready = std::move(ready);
+  const int64_t handle = context_.operations.Begin(operation);
+  context_.trace->Begin(operation.get());
+  try {
+    pusher_.Add(operation);
+  } catch (const Error& e) {  // Wait says so
+    context_.operations.Fail(operation, e.what());
+  }
+  return handle;
+}
+
+bool Engine::Poll(int64_t handle) { return context_.operations.Find(handle)->is_done(); }
+
+bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit) {
+  const OperationPtr operation = context_.operations.Find(handle);
+  if (!operation->AwaitEnd(limit)) return false;
+  context_.operations.Forget(handle);
+  if (!operation->error().empty()) ThrowFailure(operation, stream);
+  if (const DeviceMoment landed = operation->landed()) {
+    DeviceCopies::Of(operation->request.tensor.device)->MakeWait(stream, landed);
+  }
+  return true;
+}
+
+void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
+  const std::string error = operation->error();
+  operation->AwaitWriters();
+  if (!operation->on_gpu()) {
+    const Operation::Part wanted = operation->WantedOutput();
+    const char* begin = static_cast<const char*>(operation->request.output) + wanted.offset;
+    if (wanted.bytes > 0) context_.channel->Abandon(begin, wanted.bytes);
+    throw Error(error);
+  }
+  try {
+    DeviceCopies* const copies = DeviceCopies::Of(operation->request.tensor.device);
+    copies->MakeWait(stream, copies->CopiedToDevice());
+  } catch (const Error&) {
+    // The device failed, and writes nowhere.
+  }
+  throw Error(error);
+}
+
+void Engine::Fail(const std::string& reason) {
+  if (!context_.operations.FailAll(reason)) return;
+  declarations_.Fail(reason);
+  for (const Task& task : context_.scheduler->Clear()) {
+    context_.trace->Row(*task.operation, task.index, 0);
+  }
+  for (const Request& request : context_.requests.All()) {
+    context_.trace->Row(*request.operation, request.index, 0);
+  }
+}
+
+WorkerGauges Engine::Gauges() {
+  WorkerGauges gauges;
+  gauges.declared_tensors = declarations_.size();
+  gauges.running_operations = context_.operations.num_running();
+  gauges.push_queue = context_.scheduler->queued();
+  gauges.in_transport = context_.scheduler->under_way();
+  gauges.unanswered = context_.requests.size() + declarations_.unanswered();
+  gauges.pull_queue = puller_.queued();
+  return gauges;
+}
+
+void Engine::OnMessage(ps::Message* msg) {
+  if (msg->meta.request) return;
+  if (msg->meta.head != kDeclare) return puller_.OnAnswer(msg);
+  const bool refused = msg->meta.option != 0;
+  if (refused) context_.counters->failed_requests.Add();
+  declarations_.OnAnswer(msg->meta.addr, refused ? msg->meta.body : "");
+}
+
+char* Engine::PlaceFor(const ps::Meta& meta, size_t bytes) {
+  return meta.request || meta.head == kDeclare ? nullptr : puller_.PlaceFor(meta, bytes);
+}
+
+void Engine::OnEvent(const ps::MembershipEvent& event) {
+  if (event.kind == ps::MembershipEvent::kFailed) Fail(event.reason);
+}
+
+}  // namespace core
+}  // namespace byteps

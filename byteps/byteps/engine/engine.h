@@ -1,0 +1,76 @@
+// A worker while it is in one job: its declarations, its sums, and the threads that move them.
+//
+//   PushPull ─▶ Declarations ─▶ Pusher ─▶ channel ─▶ server
+//                                                      │
+//   Wait ◀── Operations ◀── Puller ◀── channel ◀───────┘
+//
+// Each part has a lock of its own, which is held for bookkeeping only: never while values are
+// copied, memory is pinned, or anything is sent.
+#ifndef BYTEPS_ENGINE_ENGINE_H_
+#define BYTEPS_ENGINE_ENGINE_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "byteps/cluster/channel.h"
+#include "byteps/engine/context.h"
+#include "byteps/engine/declarations.h"
+#include "byteps/engine/puller.h"
+#include "byteps/engine/pusher.h"
+
+namespace byteps {
+namespace core {
+
+// All public functions may be called by any thread, also after Stop; Start and Stop once, by one
+// at a time.  Errors are thrown as Error (the job failed) or UsageError (bad call).
+class Engine : public ChannelUser {
+ public:
+  // `counters` and `speed` outlive this.
+  Engine(const Config& config, const Launch& launch, int num_servers,
+         std::unique_ptr<Channel> channel, WorkerCounters* counters, SpeedMeter* speed);
+  ~Engine() override;
+
+  void Start();
+  void Stop(bool suspend);
+
+  std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
+  int64_t PushPull(const PushPullRequest& request);
+  bool Poll(int64_t handle);
+  bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
+
+  bool failed() { return context_.operations.failed(); }
+  bool RegistersMemory() const { return context_.channel->RegistersMemory(); }
+  const Plan& plan() const { return context_.plan; }
+  WorkerGauges Gauges();
+
+  void OnMessage(ps::Message* msg) override;
+  char* PlaceFor(const ps::Meta& meta, size_t bytes) override;
+  void OnEvent(const ps::MembershipEvent& event) override;
+
+ private:
+  void Fail(const std::string& reason);
+  // Throws what a failed operation ended with, once nothing writes into its output any more.
+  [[noreturn]] void ThrowFailure(const OperationPtr& operation, DeviceStream stream);
+
+  // engine_watch.cc: fails operations that nobody else will.
+  void Watch();
+  // Why it has to fail now; empty if it has not.
+  std::string Verdict(const OperationPtr& operation);
+  std::string Silence(const OperationPtr& operation);
+
+  const double peer_timeout_s_;
+  const long loops_;
+  Context context_;
+  Declarations declarations_;
+  Pusher pusher_;
+  Puller puller_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_ENGINE_H_

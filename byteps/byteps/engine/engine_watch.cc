@@ -1,0 +1,76 @@
+// What becomes of operations that nobody answers.
+#include <set>
+
+#include "byteps/base/error.h"
+#include "byteps/base/text.h"
+#include "byteps/engine/engine.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// The servers give up on a late operation first, since they know whom it lacks; the worker does
+// so itself when none of them says anything.  So long, too, the scheduler has to tell why a
+// connection is gone.
+constexpr double kGraceSeconds = 5.0;
+constexpr double kLookEverySeconds = 1.0;
+
+double SecondsSince(Operation::Clock::time_point then) {
+  return std::chrono::duration<double>(Operation::Clock::now() - then).count();
+}
+
+}  // namespace
+
+void Engine::Watch() {
+  while (context_.operations.AwaitWork()) {
+    if (!context_.operations.Sleep(kLookEverySeconds)) break;
+    for (const auto& operation : context_.operations.Running()) {
+      const std::string verdict = Verdict(operation);
+      if (!verdict.empty()) context_.operations.Fail(operation, verdict);
+    }
+  }
+  // At once after a failure too: the process may be killed soon.
+  context_.trace->Write();
+}
+
+std::string Engine::Verdict(const OperationPtr& operation) {
+  try {
+    // Callbacks of a device that failed never come.
+    if (operation->ready) (void)DeviceCopies::IsDone(operation->ready);
+  } catch (const Error& e) {
+    return "push_pull of '" + operation->name() + "' failed: " + e.what();
+  }
+  std::chrono::nanoseconds unsent_for{};
+  const int unsent = operation->unsent(&unsent_for);
+  if (unsent >= 0 && unsent_for > std::chrono::duration<double>(kGraceSeconds)) {
+    return "push_pull of '" + operation->name() + "' could not be sent to " +
+           context_.channel->NameOfServer(unsent) + ": its connection is closed";
+  }
+  const double age = SecondsSince(operation->started);
+  if (age <= context_.op_timeout_s + kGraceSeconds) return "";
+  return "push_pull of '" + operation->name() + "' timed out: no answer from " +
+         Silence(operation) + " after " + Seconds(age) +
+         " (BYTEPS_OP_TIMEOUT_S=" + std::to_string(context_.op_timeout_s) + ")";
+}
+
+std::string Engine::Silence(const OperationPtr& operation) {
+  std::set<int> silent;
+  for (const Request& request : context_.requests.All()) {
+    if (request.operation == operation) silent.insert(request.server);
+  }
+  std::string names;
+  for (const int server : silent) {
+    names += (names.empty() ? "" : ", ") + context_.channel->NameOfServer(server);
+  }
+  if (!names.empty()) return names;
+  try {
+    if (operation->ready && !DeviceCopies::IsDone(operation->ready)) {
+      return "the GPU, which still computes its values,";
+    }
+  } catch (const Error&) {
+  }
+  return "the push queue";
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,100 @@
+#include "byteps/engine/operation.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace byteps {
+namespace core {
+
+Operation::Operation(PushPullRequest what, TensorPtr which)
+    : request(std::move(what)),
+      tensor(std::move(which)),
+      partitions_left_(tensor ? tensor->declaration.NumPartitions() : 0) {}
+
+Operation::Part Operation::Whole(uint64_t index) const {
+  const Declaration& d = tensor->declaration;
+  return {index * d.partition_bytes, d.PartitionSize(index)};
+}
+
+Operation::Part Operation::Wanted(uint64_t index) const {
+  const Part whole = Whole(index);
+  const uint64_t end = whole.offset + whole.bytes;
+  const uint64_t from = std::min(std::max(request.pull_begin, whole.offset), end);
+  const uint64_t to = std::max(std::min(request.pull_end, end), from);
+  return {from, to - from};
+}
+
+char* Operation::Target(uint64_t index) const {
+  return static_cast<char*>(request.output) + Wanted(index).offset;
+}
+
+Operation::Part Operation::WantedOutput() const {
+  const uint64_t end = std::min(request.pull_end, request.tensor.bytes);
+  return {request.pull_begin, end - std::min(end, request.pull_begin)};
+}
+
+bool Operation::is_done() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return done_;
+}
+
+std::string Operation::error() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return error_;
+}
+
+void Operation::End(const std::string& error, DeviceMoment moment) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    done_ = true;
+    error_ = error;
+    landed_ = std::move(moment);
+  }
+  cond_.notify_all();
+}
+
+bool Operation::AwaitEnd(std::chrono::nanoseconds limit) {
+  std::unique_lock<std::mutex> lock(mu_);
+  return cond_.wait_for(lock, limit, [this] { return done_; });
+}
+
+bool Operation::BeginWriting() {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (done_) return false;
+  ++writers_;
+  return true;
+}
+
+void Operation::EndWriting() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    --writers_;
+  }
+  cond_.notify_all();
+}
+
+void Operation::AwaitWriters() {
+  std::unique_lock<std::mutex> lock(mu_);
+  cond_.wait(lock, [this] { return writers_ == 0; });
+}
+
+DeviceMoment Operation::landed() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return landed_;
+}
+
+void Operation::SetUnsent(int server) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (unsent_ >= 0) return;
+  unsent_ = server;
+  unsent_since_ = Clock::now();
+}
+
+int Operation::unsent(std::chrono::nanoseconds* since) {
+  std::lock_guard<std::mutex> lock(mu_);
+  *since = Clock::now() - unsent_since_;
+  return unsent_;
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,149 @@
+// One sum under way, and its partitions.
+#ifndef BYTEPS_ENGINE_OPERATION_H_
+#define BYTEPS_ENGINE_OPERATION_H_
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "byteps/device/copies.h"
+#include "byteps/device/pinned_pool.h"
+#include "byteps/engine/declarations.h"
+#include "byteps/engine/plan.h"
+
+namespace byteps {
+namespace core {
+
+// One sum to be made.  The memory belongs to the caller, who keeps it alive and leaves it alone
+// until Wait has returned.  After a failed Wait nothing is written into `output` any more, but
+// the transport may still read `input` until Stop.
+struct PushPullRequest {
+  TensorSpec tensor;  // input and output are on tensor.device
+  const void* input = nullptr;
+  void* output = nullptr;  // may be `input`
+  // The part of the sum that is wanted, in bytes; the rest of `output` stays as it
+  // is.  Equal ends: nothing is.
+  uint64_t pull_begin = 0;
+  uint64_t pull_end = UINT64_MAX;  // to the end of the tensor
+  int priority = 0;                // higher goes first
+  DeviceStream stream = nullptr;   // of the GPU: after whose work so far input is ready
+};
+
+// When a partition that is traced came to the end of a stage, in SteadyNs; 0: it has
+// not.  Who holds the partition writes it, but for the transport, which tells of `sent`
+// when it likes.
+struct PartitionTimes {
+  int64_t queued = 0;
+  int64_t ready = 0;  // on the GPU
+  int64_t taken = 0;
+  int64_t copied = 0;  // from the GPU
+  std::atomic<int64_t> sent{0};
+  int64_t answered = 0;
+  int64_t pulling = 0;
+};
+
+class Operation {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // Bytes of the tensor, from its start.
+  struct Part {
+    uint64_t offset;
+    uint64_t bytes;
+  };
+
+  Operation(PushPullRequest what, TensorPtr which);
+
+  const PushPullRequest request;
+  const TensorPtr tensor;  // null: nothing is summed
+  const Clock::time_point started = Clock::now();
+  int64_t handle = 0;                 // set once, before anybody else knows of this
+  uint32_t round = 0;                 // likewise
+  DeviceMoment ready;                 // likewise; of a tensor on a GPU: when its values are there
+  std::vector<PartitionTimes> times;  // by partition; empty when it is not traced
+
+  const std::string& name() const { return request.tensor.name; }
+  bool on_gpu() const { return request.tensor.device != kCpu; }
+
+  // Of partition `index`: all of it, and what of its sum is wanted.
+  Part Whole(uint64_t index) const;
+  Part Wanted(uint64_t index) const;
+  // Where the wanted sum of partition `index` belongs.
+  char* Target(uint64_t index) const;
+  // All that is wanted, in `output`.
+  Part WantedOutput() const;
+
+  // ----- any thread
+
+  bool is_done();
+  // Whether it failed, and why; of one that is done.
+  std::string error();
+  // One of its partitions is through.  True for the last one: the operation has to be ended.
+  bool CountPartition() { return partitions_left_.fetch_sub(1) == 1; }
+  // True for the first who asks, who then has to end it.
+  bool ClaimEnd() { return !claimed_.exchange(true); }
+  // Ends it, well when `error` is empty.  `moment`: when its sums are on the GPU.
+  void End(const std::string& error, DeviceMoment moment);
+  // Whether it ended within this time.
+  bool AwaitEnd(std::chrono::nanoseconds limit);
+
+  // Around whatever writes into `output`.  Not to be begun when it returns false: the operation
+  // failed, and the memory may be another's.
+  bool BeginWriting();
+  void EndWriting();
+  // Blocks until all who began have ended.
+  void AwaitWriters();
+
+  // When its sums are on the GPU: of one that ended well.
+  DeviceMoment landed();
+
+  // That a request could not be handed to the connection with this server.  It fails
+  // when nobody says soon what happened to the server.
+  void SetUnsent(int server);
+  // The server, or -1; and for how long.
+  int unsent(std::chrono::nanoseconds* since);
+
+ private:
+  std::atomic<uint64_t> partitions_left_;
+  std::atomic<bool> claimed_{false};
+
+  std::mutex mu_;
+  std::condition_variable cond_;
+  // Guarded by mu_:
+  bool done_ = false;
+  std::string error_;
+  int writers_ = 0;
+  DeviceMoment landed_;
+  int unsent_ = -1;
+  Clock::time_point unsent_since_;
+};
+using OperationPtr = std::shared_ptr<Operation>;
+
+// One partition of an operation, on its way to its server.
+struct Task {
+  enum Stage {
+    kTake,  // it has its place in the server's window, and nothing else yet
+    kCopy,  // it has pinned memory, to be copied to
+    kSend,  // its values can be sent
+  };
+  OperationPtr operation;
+  uint64_t index = 0;
+  int server = 0;
+  uint64_t bytes = 0;
+  Stage stage = kTake;
+  PinnedBlock block;  // of a tensor on a GPU
+
+  // Null when it is not traced.
+  PartitionTimes* times() const {
+    return operation->times.empty() ? nullptr : &operation->times[index];
+  }
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_OPERATION_H_

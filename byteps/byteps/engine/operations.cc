@@ -1,0 +1,140 @@
+#include "byteps/engine/operations.h"
+
+#include <atomic>
+#include <chrono>
+#include <utility>
+
+#include "byteps/base/error.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Of this process: a handle of a job that ended never stands for one of the next job.
+int64_t NextHandle() {
+  static std::atomic<int64_t> last{0};
+  return ++last;
+}
+
+[[noreturn]] void ThrowNoSuchHandle(int64_t handle) {
+  throw UsageError("there is no handle " + std::to_string(handle) +
+                   "; was it synchronized already?");
+}
+
+}  // namespace
+
+Operations::Operations(WorkerCounters* counters, SpeedMeter* speed)
+    : counters_(counters), speed_(speed) {}
+
+int64_t Operations::Begin(const OperationPtr& operation) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (failed_) throw Error(failure_);
+    operation->handle = NextHandle();
+    if (operation->tensor) {
+      operation->round = operation->tensor->rounds++;
+      running_.insert(operation);
+    }
+    by_handle_[operation->handle] = operation;
+  }
+  cond_.notify_all();
+  return operation->handle;
+}
+
+OperationPtr Operations::Find(int64_t handle) {
+  std::lock_guard<std::mutex> lock(mu_);
+  const auto it = by_handle_.find(handle);
+  if (it == by_handle_.end()) ThrowNoSuchHandle(handle);
+  return it->second;
+}
+
+void Operations::Forget(int64_t handle) {
+  OperationPtr last;  // goes without the lock
+  std::lock_guard<std::mutex> lock(mu_);
+  const auto it = by_handle_.find(handle);
+  if (it == by_handle_.end()) ThrowNoSuchHandle(handle);
+  last = std::move(it->second);
+  by_handle_.erase(it);
+}
+
+void Operations::Finish(const OperationPtr& operation, DeviceMoment landed) {
+  if (!operation->ClaimEnd()) return;
+  // Before anybody learns of the end, who may then ask for the figures.
+  const std::chrono::nanoseconds took = Operation::Clock::now() - operation->started;
+  speed_->Record(operation->request.tensor.bytes, operation->started);
+  counters_->operations.Add();
+  counters_->operation_seconds.Observe(took.count());
+  Remove(operation);
+  operation->End("", std::move(landed));
+}
+
+void Operations::Fail(const OperationPtr& operation, const std::string& error) {
+  if (!operation->ClaimEnd()) return;
+  counters_->failed_operations.Add();
+  Remove(operation);
+  operation->End(error, nullptr);
+}
+
+void Operations::Remove(const OperationPtr& operation) {
+  bool idle = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    running_.erase(operation);
+    idle = running_.empty();
+  }
+  if (idle) cond_.notify_all();
+}
+
+bool Operations::FailAll(const std::string& reason) {
+  std::set<OperationPtr> running;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (failed_) return false;
+    failed_ = true;
+    failure_ = reason;
+    running.swap(running_);
+  }
+  cond_.notify_all();
+  for (const auto& operation : running) Fail(operation, reason);
+  return true;
+}
+
+bool Operations::failed() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return failed_;
+}
+
+std::string Operations::failure() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return failure_;
+}
+
+std::vector<OperationPtr> Operations::Running() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return {running_.begin(), running_.end()};
+}
+
+size_t Operations::num_running() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return running_.size();
+}
+
+void Operations::AwaitIdle(double limit_s) {
+  std::unique_lock<std::mutex> lock(mu_);
+  cond_.wait_for(lock, std::chrono::duration<double>(limit_s),
+                 [this] { return failed_ || running_.empty(); });
+}
+
+bool Operations::AwaitWork() {
+  std::unique_lock<std::mutex> lock(mu_);
+  cond_.wait(lock, [this] { return failed_ || !running_.empty(); });
+  return !failed_;
+}
+
+bool Operations::Sleep(double seconds) {
+  std::unique_lock<std::mutex> lock(mu_);
+  return !cond_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return failed_; });
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,71 @@
+// The sums that this worker has begun: handles, their ends, and failure.
+#ifndef BYTEPS_ENGINE_OPERATIONS_H_
+#define BYTEPS_ENGINE_OPERATIONS_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "byteps/engine/operation.h"
+#include "byteps/engine/speed.h"
+#include "byteps/observe/metrics.h"
+
+namespace byteps {
+namespace core {
+
+// Any thread may call anything.
+class Operations {
+ public:
+  // Both outlive this.
+  Operations(WorkerCounters* counters, SpeedMeter* speed);
+
+  // Gives it a handle, a positive number that this process has not used before, and a round.
+  // Throws Error when the job failed.
+  int64_t Begin(const OperationPtr& operation);
+
+  // Throws UsageError when there is no such handle.
+  OperationPtr Find(int64_t handle);
+  // Likewise.  The handle stands for nothing from now on.
+  void Forget(int64_t handle);
+
+  // Ends an operation; nothing happens when it has ended already.
+  void Finish(const OperationPtr& operation, DeviceMoment landed);
+  void Fail(const OperationPtr& operation, const std::string& error);
+
+  // The job failed: every operation does, now and later.  False when it had failed before.
+  bool FailAll(const std::string& reason);
+  bool failed();
+  std::string failure();
+
+  // Those that have not ended.
+  std::vector<OperationPtr> Running();
+  size_t num_running();
+  // Blocks until none is running, or the job failed, or the time is up.
+  void AwaitIdle(double limit_s);
+  // Blocks until some are running (true) or the job failed (false).
+  bool AwaitWork();
+  // Blocks for that long; false at once when the job fails.
+  bool Sleep(double seconds);
+
+ private:
+  void Remove(const OperationPtr& operation);
+
+  WorkerCounters* const counters_;
+  SpeedMeter* const speed_;
+
+  std::mutex mu_;
+  std::condition_variable cond_;  // something began, the last one ended, or the job failed
+  // Guarded by mu_:
+  bool failed_ = false;
+  std::string failure_;
+  std::unordered_map<int64_t, OperationPtr> by_handle_;  // until waited for
+  std::set<OperationPtr> running_;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_OPERATIONS_H_

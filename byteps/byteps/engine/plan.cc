@@ -1,0 +1,93 @@
+#include "byteps/engine/plan.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "byteps/base/error.h"
+#include "byteps/engine/placement.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+uint32_t WholePages(uint64_t bytes) {
+  const uint64_t page = sysconf(_SC_PAGESIZE);
+  return static_cast<uint32_t>((bytes + page - 1) / page * page);
+}
+
+}  // namespace
+
+Plan::Plan(const Config& config, const Launch& launch, int num_servers)
+    : launch_(launch),
+      num_servers_(num_servers),
+      smallest_partition_(WholePages(config.Int("BYTEPS_MIN_PARTITION_BYTES"))),
+      largest_partition_(WholePages(config.Int("BYTEPS_PARTITION_BYTES"))),
+      hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))),
+      fused_(config.Bool("BYTEPS_FUSED_PUSH_PULL")) {}
+
+uint32_t Plan::PartitionBytes(uint64_t bytes) const {
+  return core::PartitionBytes(bytes, num_servers_, smallest_partition_, largest_partition_);
+}
+
+Declaration Plan::Declare(const TensorSpec& spec) const {
+  Declaration d;
+  d.name = spec.name;
+  d.dtype = spec.dtype;
+  d.average = spec.average;
+  d.fused = fused_;
+  d.hash = hash_;
+  d.bytes = spec.bytes;
+  d.partition_bytes = PartitionBytes(d.bytes);
+  d.group = spec.group;
+  if (d.group.empty()) {
+    d.group.resize(launch_.size);
+    std::iota(d.group.begin(), d.group.end(), 0);
+  }
+  d.placement = spec.placement.value_or(d.Key() >> kPartitionBits);
+  if (d.MemberIndex(launch_.rank) < 0) {
+    throw UsageError("rank " + std::to_string(launch_.rank) + " is no member of the group of '" +
+                     d.name + "': " + d.Describe());
+  }
+  if (static_cast<int>(d.group.back()) >= launch_.size) {
+    throw UsageError("the group of '" + d.name + "' has rank " + std::to_string(d.group.back()) +
+                     ", there are " + std::to_string(launch_.size) + " workers");
+  }
+  if (d.NumPartitions() > kMaxPartitions) {  // the greatest size is too small: see PartitionBytes
+    throw UsageError("'" + d.name + "' of " + std::to_string(d.bytes) + " bytes has " +
+                     std::to_string(d.NumPartitions()) + " partitions, at most " +
+                     std::to_string(kMaxPartitions) +
+                     " are possible: raise BYTEPS_PARTITION_BYTES");
+  }
+  return d;
+}
+
+Plan::Layout Plan::LayOut(const Declaration& d) const {
+  Layout layout;
+  const uint64_t key = d.Key();
+  const int k = num_servers_;
+  std::vector<int> distance(d.NumPartitions());  // of its server, from the one to begin with
+  for (uint64_t i = 0; i < distance.size(); ++i) {
+    layout.servers.push_back(ServerOf(hash_, key, d.placement, i, k));
+    layout.order.push_back(static_cast<uint32_t>(i));
+    distance[i] = (layout.servers.back() + k - launch_.rank % k) % k;
+  }
+  for (auto begin = layout.order.begin(); begin != layout.order.end();) {
+    const auto end = layout.order.end() - begin > k ? begin + k : layout.order.end();
+    std::stable_sort(begin, end, [&](auto a, auto b) { return distance[a] < distance[b]; });
+    begin = end;
+  }
+  return layout;
+}
+
+std::vector<uint64_t> Plan::BytesPerServer(const TensorSpec& spec) const {
+  const Declaration d = Declare(spec);
+  const Layout layout = LayOut(d);
+  std::vector<uint64_t> bytes(num_servers_);
+  for (uint64_t i = 0; i < d.NumPartitions(); ++i) bytes[layout.servers[i]] += d.PartitionSize(i);
+  return bytes;
+}
+
+}  // namespace core
+}  // namespace byteps

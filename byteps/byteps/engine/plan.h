@@ -1,0 +1,69 @@
+// What a worker decides about a tensor before anything is sent: how it is cut, and which
+// server sums which partition.
+#ifndef BYTEPS_ENGINE_PLAN_H_
+#define BYTEPS_ENGINE_PLAN_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "byteps/base/config.h"
+#include "byteps/base/protocol.h"
+#include "byteps/device/device.h"
+
+namespace byteps {
+namespace core {
+
+// A tensor as its owner describes it.
+struct TensorSpec {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  uint64_t bytes = 0;
+  bool average = true;
+  std::vector<uint32_t> group;        // ranks that sum, ascending; empty: all workers
+  std::optional<uint64_t> placement;  // none: from the key
+  int device = kCpu;                  // where it lies
+};
+
+// Never changes; any thread.
+class Plan {
+ public:
+  Plan(const Config& config, const Launch& launch, int num_servers);
+
+  int num_servers() const { return num_servers_; }
+  const Launch& launch() const { return launch_; }
+  bool fused() const { return fused_; }
+  // Bytes of the largest partition that any tensor can have.
+  uint32_t largest_partition() const { return largest_partition_; }
+
+  // Bytes of the partitions of a tensor of `bytes` bytes.
+  uint32_t PartitionBytes(uint64_t bytes) const;
+
+  // What this worker tells the servers.  Throws UsageError when the tensor cannot be summed.
+  Declaration Declare(const TensorSpec& spec) const;
+
+  // Where the partitions go, and when.
+  struct Layout {
+    std::vector<int> servers;     // by partition
+    std::vector<uint32_t> order;  // in which this worker pushes them
+  };
+
+  // Among the partitions that one round of dealing gives to the servers, each worker begins
+  // with a server of its own: else all would send to the same one at once.
+  Layout LayOut(const Declaration& declaration) const;
+
+  std::vector<uint64_t> BytesPerServer(const TensorSpec& spec) const;
+
+ private:
+  const Launch launch_;
+  const int num_servers_;
+  const uint32_t smallest_partition_;
+  const uint32_t largest_partition_;
+  const KeyHash hash_;
+  const bool fused_;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_PLAN_H_

@@ -1,0 +1,179 @@
+#include "byteps/engine/puller.h"
+
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "byteps/base/error.h"
+#include "byteps/base/protocol.h"
+#include "byteps/base/steady_time.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Values of at most so many bytes are copied by the thread that received them: waking another
+// one would take longer.
+constexpr uint64_t kCopiedByReceiver = 64 << 10;
+
+}  // namespace
+
+Puller::Puller(Context* context)
+    : context_(context),
+      receive_track_(context->trace->AddTrack("receive")),
+      queue_(std::make_shared<Queue>()) {}
+
+char* Puller::PlaceFor(const ps::Meta& meta, size_t bytes) {
+  Request request;
+  if (meta.option != 0 || meta.head == kPush || bytes == 0) return nullptr;
+  if (!context_->requests.Peek(meta.addr, &request)) return nullptr;
+  Operation& operation = *request.operation;
+  // Nothing is placed into the memory of an operation that ended: Wait makes the channel abandon
+  // what was placed before.
+  if (operation.is_done() || operation.Wanted(request.index).bytes != bytes) return nullptr;
+  if (!operation.on_gpu()) return operation.Target(request.index);
+  if (!request.block) {
+    request.block = context_->pool()->TryTake(bytes);
+    if (!request.block || !context_->requests.KeepBlock(meta.addr, request.block)) return nullptr;
+  }
+  return request.block.get();
+}
+
+void Puller::OnAnswer(ps::Message* msg) {
+  Request request;
+  if (!context_->requests.Take(msg->meta.addr, &request)) return;  // given up already
+  if (msg->meta.option != 0) {
+    context_->counters->failed_requests.Add();
+    return Fail(request, msg->meta.body);
+  }
+  if (msg->meta.head == kPush) {  // it was added: ask for the sum
+    const OperationPtr operation = request.operation;
+    const int server = request.server;
+    ps::Message pull = context_->MakeRequestMessage(kPull, std::move(request));
+    if (!context_->channel->Send(&pull)) operation->SetUnsent(server);
+    return;
+  }
+  OnSum(msg, std::move(request));
+}
+
+std::string Puller::Refusal(const ps::Message& msg, const Request& request) {
+  const uint64_t wanted = request.operation->Wanted(request.index).bytes;
+  const uint64_t got = msg.data.empty() ? 0 : msg.data[0].size();
+  if (msg.data.size() <= 1 && got == wanted) return "";
+  return "the answer of " + context_->channel->NameOfServer(request.server) +
+         " to a push_pull of '" + request.operation->name() + "' has " + std::to_string(got) +
+         " bytes instead of " + std::to_string(wanted);
+}
+
+void Puller::OnSum(ps::Message* msg, Request request) {
+  const std::string refusal = Refusal(*msg, request);
+  if (!refusal.empty()) return Fail(request, refusal);
+  const int64_t now = SteadyNs();
+  const uint64_t bytes = request.operation->Wanted(request.index).bytes;
+  if (PartitionTimes* times = request.times()) times->answered = now;
+  WorkerCounters* const counters = context_->counters;
+  counters->partition_seconds.Observe(now - request.sent);
+  counters->pulled_partitions.Add();
+  counters->pulled_bytes.Add(bytes);
+
+  Arrived arrived;
+  arrived.request = std::move(request);
+  const bool on_gpu = arrived.request.operation->on_gpu();
+  const char* place = on_gpu ? arrived.request.block.get()
+                             : arrived.request.operation->Target(arrived.request.index);
+  const bool landed = bytes == 0 || msg->data[0].data() == place;
+  if (landed) {
+    counters->placed_bytes.Add(bytes);
+  } else {
+    arrived.values = std::move(msg->data[0]);
+    arrived.request.block.reset();
+  }
+  if (bytes == 0 || (!on_gpu && (landed || bytes <= kCopiedByReceiver))) {
+    Handle(&arrived, receive_track_);
+  } else {
+    queue_->Push(std::move(arrived));
+  }
+}
+
+void Puller::Fail(const Request& request, const std::string& error) {
+  context_->trace->Row(*request.operation, request.index, 0);
+  context_->operations.Fail(request.operation, error);
+}
+
+void Puller::Loop(int track) {
+  Arrived arrived;
+  while (queue_->Pop(&arrived)) {
+    Handle(&arrived, track);
+    arrived = Arrived();
+  }
+}
+
+void Puller::Handle(Arrived* arrived, int track) {
+  const Request& request = arrived->request;
+  PartitionTimes* const times = request.times();
+  if (times != nullptr && times->pulling == 0) times->pulling = SteadyNs();
+  if (request.operation->on_gpu() && (request.block || !arrived->values.empty())) {
+    return MoveToDevice(arrived, track);
+  }
+  if (!CopyToOutput(*arrived)) return;
+  context_->trace->Slice(*request.operation, request.index, track, "pull",
+                         times == nullptr ? 0 : times->pulling, TraceArrow::kEnds);
+  context_->trace->Row(*request.operation, request.index, SteadyNs());
+  if (request.operation->CountPartition()) context_->operations.Finish(request.operation, nullptr);
+}
+
+bool Puller::CopyToOutput(const Arrived& arrived) {
+  if (arrived.values.empty()) return true;  // it landed there
+  Operation& operation = *arrived.request.operation;
+  if (!operation.BeginWriting()) return false;  // it failed meanwhile
+  memcpy(operation.Target(arrived.request.index), arrived.values.data(), arrived.values.size());
+  operation.EndWriting();
+  context_->counters->copied_bytes.Add(arrived.values.size());
+  return true;
+}
+
+void Puller::MoveToDevice(Arrived* arrived, int track) {
+  Request& request = arrived->request;
+  if (!request.block) {
+    request.block = context_->pool()->TakeOrCall(
+        arrived->values.size(), [waiting = *arrived, queue = queue_](PinnedBlock block) {
+          Arrived ready = waiting;
+          ready.request.block = std::move(block);
+          queue->Push(std::move(ready));
+        });
+    if (!request.block) return;
+  }
+  if (!arrived->values.empty()) {
+    memcpy(request.block.get(), arrived->values.data(), arrived->values.size());
+    context_->counters->copied_bytes.Add(arrived->values.size());
+  }
+  Operation& operation = *request.operation;
+  if (!operation.BeginWriting()) return;  // it failed meanwhile
+  try {
+    EnqueueCopy(request, track);
+  } catch (const Error& e) {
+    // The device may have taken the copy, and still read here: nobody gets this block again.
+    (void)new PinnedBlock(request.block);
+    Fail(request, e.what());
+  }
+  operation.EndWriting();
+}
+
+void Puller::EnqueueCopy(const Request& request, int track) {
+  Operation& operation = *request.operation;
+  DeviceCopies* const copies = DeviceCopies::Of(operation.request.tensor.device);
+  const int64_t enqueued = SteadyNs();
+  const auto& trace = context_->trace;
+  trace->BeginCopy(operation);
+  copies->ToDevice(operation.Target(request.index), request.block.get(),
+                   operation.Wanted(request.index).bytes, [request, enqueued, trace] {
+                     trace->Row(*request.operation, request.index, SteadyNs());
+                     trace->CopySlice(*request.operation, request.index, false, enqueued);
+                   });
+  trace->Slice(operation, request.index, track, "pull", enqueued, TraceArrow::kEnds);
+  if (!operation.CountPartition()) return;
+  context_->operations.Finish(request.operation, copies->CopiedToDevice());
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,58 @@
+// The way of a sum from its server.
+//
+// Values of a tensor on the CPU are received straight into it, and the thread that received them
+// only counts; those of a tensor on a GPU are received into pinned memory, from which a pull loop
+// enqueues the copy.  What was received elsewhere, since the transport cannot do better or no
+// pinned memory was free, is copied by a pull loop.
+#ifndef BYTEPS_ENGINE_PULLER_H_
+#define BYTEPS_ENGINE_PULLER_H_
+
+#include <memory>
+
+#include "byteps/base/blocking_queue.h"
+#include "byteps/engine/context.h"
+
+namespace byteps {
+namespace core {
+
+class Puller {
+ public:
+  // `context` outlives this.
+  explicit Puller(Context* context);
+
+  // As ChannelUser has them, of what is no declaration.
+  char* PlaceFor(const ps::Meta& meta, size_t bytes);
+  void OnAnswer(ps::Message* msg);
+
+  // One of BYTEPS_PUSH_THREAD loops; returns when this is closed and nothing is left to do.
+  void Loop(int track);
+  void Close() { queue_->Close(); }
+
+  size_t queued() { return queue_->Size(); }
+
+ private:
+  struct Arrived {
+    Request request;
+    ps::SArray<char> values;  // empty when they are in request.block
+  };
+  using Queue = BlockingQueue<Arrived>;
+
+  // Why an answer cannot be used; empty if it can.
+  std::string Refusal(const ps::Message& msg, const Request& request);
+  void OnSum(ps::Message* msg, Request request);
+  void Fail(const Request& request, const std::string& error);
+  void Handle(Arrived* arrived, int track);
+  // Of a tensor on the CPU.  False when the operation failed, and nothing may be written.
+  bool CopyToOutput(const Arrived& arrived);
+  // Of a tensor on a GPU: once there is pinned memory, enqueues the copy from there.
+  void MoveToDevice(Arrived* arrived, int track);
+  void EnqueueCopy(const Request& request, int track);
+
+  Context* const context_;
+  const int receive_track_;             // of the timeline: what needs no pull loop
+  const std::shared_ptr<Queue> queue_;  // shared with those who wait for pinned memory
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_PULLER_H_

@@ -1,0 +1,151 @@
+#include "byteps/engine/push_scheduler.h"
+
+#include <algorithm>
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr uint64_t kLeastWindows = 8 << 20;  // of all servers together
+
+}  // namespace
+
+PushScheduler::PushScheduler(int num_servers, uint64_t window)
+    : window_(window), least_window_(kLeastWindows / num_servers), servers_(num_servers) {}
+
+bool PushScheduler::HasRoom(const Server& server, uint64_t bytes) const {
+  const uint64_t window = window_ > 0 ? window_ : std::max(2 * bytes, least_window_);
+  return server.under_way == 0 || server.under_way + bytes <= window;
+}
+
+void PushScheduler::Update(int number) {
+  Server& server = servers_[number];
+  if (server.listed) going_.erase({*server.listed, number});
+  server.listed.reset();
+  if (server.queue.empty()) return;
+  const auto& first = *server.queue.begin();
+  if (!HasRoom(server, first.second.bytes)) return;
+  server.listed = first.first;
+  going_.insert({first.first, number});
+}
+
+void PushScheduler::Count(const Task& task) {
+  servers_[task.server].under_way += task.bytes;
+  ++under_way_;
+}
+
+void PushScheduler::Add(int priority, std::vector<Task> tasks) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::set<int> touched;
+    for (auto& task : tasks) {
+      const int server = task.server;
+      touched.insert(server);
+      servers_[server].queue.emplace(Order{priority, sequence_++}, std::move(task));
+      ++queued_;
+    }
+    for (const int server : touched) Update(server);
+  }
+  cond_.notify_all();
+}
+
+bool PushScheduler::AddOrTake(int priority, Task task) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    const int number = task.server;
+    Server& server = servers_[number];
+    const Order order{priority, sequence_++};
+    const bool is_first = going_.empty() || order < going_.begin()->first;
+    const bool overtakes = server.queue.empty() || order < server.queue.begin()->first;
+    if (is_first && overtakes && HasRoom(server, task.bytes)) {
+      Count(task);
+      Update(number);
+      return true;
+    }
+    server.queue.emplace(order, std::move(task));
+    ++queued_;
+    Update(number);
+  }
+  cond_.notify_one();
+  return false;
+}
+
+void PushScheduler::Resume(Task task) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    const int priority = task.operation ? task.operation->request.priority : 0;
+    resumed_.emplace(priority, std::move(task));
+  }
+  cond_.notify_one();
+}
+
+Task PushScheduler::TakeFirst() {
+  const int number = going_.begin()->second;
+  auto& queue = servers_[number].queue;
+  Task task = std::move(queue.begin()->second);
+  queue.erase(queue.begin());
+  --queued_;
+  Count(task);
+  Update(number);
+  return task;
+}
+
+bool PushScheduler::Take(Task* task) {
+  std::unique_lock<std::mutex> lock(mu_);
+  cond_.wait(lock, [this] { return closed_ || !going_.empty() || !resumed_.empty(); });
+  if (closed_) return false;
+  // New ones first: to begin a copy takes no time, and it goes on while another one is sent.
+  if (!going_.empty()) {
+    *task = TakeFirst();
+  } else {
+    *task = std::move(resumed_.begin()->second);
+    resumed_.erase(resumed_.begin());
+  }
+  if (!going_.empty() || !resumed_.empty()) cond_.notify_one();
+  return true;
+}
+
+void PushScheduler::Return(int server, uint64_t bytes) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    servers_[server].under_way -= bytes;
+    --under_way_;
+    Update(server);
+    if (!servers_[server].listed) return;
+  }
+  cond_.notify_one();
+}
+
+std::vector<Task> PushScheduler::Clear() {
+  std::vector<Task> tasks;
+  std::lock_guard<std::mutex> lock(mu_);
+  for (auto& server : servers_) {
+    for (auto& entry : server.queue) tasks.push_back(std::move(entry.second));
+    server.queue.clear();
+    server.listed.reset();
+  }
+  going_.clear();
+  queued_ = 0;
+  return tasks;
+}
+
+void PushScheduler::Close() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    closed_ = true;
+  }
+  cond_.notify_all();
+}
+
+size_t PushScheduler::queued() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return queued_;
+}
+
+size_t PushScheduler::under_way() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return under_way_;
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,104 @@
+// Which partition goes next, and when.
+//
+// Partitions wait in one queue for each server, by priority and then in the order in which they
+// came.  A server may have so many bytes on their way to it, its window; the first of those
+// partitions whose servers have room goes next, so that a slow server holds up nobody else's
+// partitions.  A partition counts until the transport has sent it, not until its answer comes:
+// answers wait for other workers, and workers that hold their windows for sums that wait for each
+// other would never go on.
+//
+// The window of a server: BYTEPS_SERVER_WINDOW_BYTES, or by itself twice the partition that wants
+// to go, and no less than 8 MiB over all servers together.  Two partitions keep a link busy while
+// a completion is on its way; more only makes what is urgent wait.  The 8 MiB are for few servers
+// and small partitions: they cover 200 Gbit/s times 300 us.  An idle server takes a partition of
+// any size.
+#ifndef BYTEPS_ENGINE_PUSH_SCHEDULER_H_
+#define BYTEPS_ENGINE_PUSH_SCHEDULER_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "byteps/engine/operation.h"
+
+namespace byteps {
+namespace core {
+
+// Any thread may call anything.
+class PushScheduler {
+ public:
+  // `window`: bytes for each server; 0: the rule above.
+  PushScheduler(int num_servers, uint64_t window);
+
+  // Queues tasks of one priority, in this order.
+  void Add(int priority, std::vector<Task> tasks);
+  // Queues one task, unless it could go at once: then it has its place in the server's window,
+  // and the caller has to send it (true).
+  bool AddOrTake(int priority, Task task);
+  // Puts back a task that was taken and is now ready for its next stage.
+  void Resume(Task task);
+
+  // Blocks until there is a task to go on with (true), or Close was called (false).
+  bool Take(Task* task);
+
+  // So many bytes for this server have left, or will never.
+  void Return(int server, uint64_t bytes);
+
+  // Empties the queues; what was taken stays taken.
+  std::vector<Task> Clear();
+  void Close();
+
+  size_t queued();
+  // Partitions that were taken and have not left.
+  size_t under_way();
+
+ private:
+  // By priority, then first come.
+  struct Order {
+    int priority;
+    uint64_t sequence;
+    bool operator<(const Order& o) const {
+      return priority != o.priority ? priority > o.priority : sequence < o.sequence;
+    }
+  };
+  // Those of one priority come in any order.
+  struct HigherFirst {
+    bool operator()(int a, int b) const { return a > b; }
+  };
+
+  struct Server {
+    std::map<Order, Task> queue;
+    uint64_t under_way = 0;       // bytes
+    std::optional<Order> listed;  // its first task is in going_
+  };
+
+  // mu_ is held in all of these.
+  bool HasRoom(const Server& server, uint64_t bytes) const;
+  // Lists the server in going_ when its first task may go, and not otherwise.
+  void Update(int number);
+  Task TakeFirst();
+  void Count(const Task& task);
+
+  const uint64_t window_;
+  const uint64_t least_window_;
+
+  std::mutex mu_;
+  std::condition_variable cond_;  // there may be something to take
+  // Guarded by mu_:
+  std::vector<Server> servers_;
+  std::set<std::pair<Order, int>> going_;  // the first tasks of servers that have room for them
+  std::multimap<int, Task, HigherFirst> resumed_;
+  bool closed_ = false;
+  uint64_t sequence_ = 0;
+  size_t queued_ = 0;
+  size_t under_way_ = 0;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_PUSH_SCHEDULER_H_

@@ -1,0 +1,160 @@
+#include "byteps/engine/pusher.h"
+
+#include <utility>
+#include <vector>
+
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
+#include "byteps/base/protocol.h"
+#include "byteps/base/steady_time.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// A partition of at most so many bytes is sent by whoever calls push_pull, where nothing of
+// higher priority waits: waking another thread would take longer.
+constexpr uint64_t kSentByCaller = 64 << 10;
+
+std::vector<Task> TasksOf(const OperationPtr& operation) {
+  const Plan::Layout& layout = operation->tensor->layout;
+  std::vector<Task> tasks;
+  tasks.reserve(layout.order.size());
+  for (const uint32_t index : layout.order) {
+    Task task;
+    task.operation = operation;
+    task.index = index;
+    task.server = layout.servers[index];
+    task.bytes = operation->Whole(index).bytes;
+    tasks.push_back(std::move(task));
+  }
+  return tasks;
+}
+
+void MarkReady(const OperationPtr& operation) {
+  const int64_t now = SteadyNs();
+  for (PartitionTimes& times : operation->times) times.ready = now;
+}
+
+}  // namespace
+
+Pusher::Pusher(Context* context)
+    : context_(context), callers_track_(context->trace->AddTrack("callers")) {}
+
+void Pusher::Add(const OperationPtr& operation) {
+  std::vector<Task> tasks = TasksOf(operation);
+  const int priority = operation->request.priority;
+  if (operation->on_gpu() && !DeviceCopies::IsDone(operation->ready)) {
+    DeviceCopies::Of(operation->request.tensor.device)
+        ->CallAfter(operation->ready, operation->request.stream,
+                    [operation, priority, tasks, scheduler = context_->scheduler] {
+                      MarkReady(operation);
+                      scheduler->Add(priority, tasks);
+                    });
+    return;
+  }
+  MarkReady(operation);
+  if (operation->on_gpu() || tasks.size() > 1 || tasks.front().bytes > kSentByCaller) {
+    return context_->scheduler->Add(priority, std::move(tasks));
+  }
+  if (context_->scheduler->AddOrTake(priority, tasks.front())) {
+    Advance(std::move(tasks.front()), callers_track_);
+  }
+}
+
+void Pusher::Loop(int track) {
+  Task task;
+  while (context_->scheduler->Take(&task)) Advance(std::move(task), track);
+}
+
+void Pusher::Advance(Task task, int track) {
+  const OperationPtr operation = task.operation;
+  if (operation->is_done()) return Drop(task);  // it failed meanwhile
+  if (task.stage == Task::kTake) {
+    if (PartitionTimes* times = task.times()) times->taken = SteadyNs();
+  }
+  try {
+    if (!operation->on_gpu() || task.stage == Task::kSend) {
+      Send(task, track);
+    } else if (task.stage == Task::kTake) {
+      PrepareFromDevice(std::move(task));
+    } else {
+      StartCopy(std::move(task));
+    }
+  } catch (const Error& e) {
+    context_->trace->Row(*operation, task.index, 0);
+    context_->operations.Fail(operation, e.what());
+    Drop(task);
+  }
+}
+
+void Pusher::Drop(const Task& task) { context_->scheduler->Return(task.server, task.bytes); }
+
+void Pusher::PrepareFromDevice(Task task) {
+  task.stage = Task::kCopy;
+  task.block =
+      context_->pool()->TakeOrCall(task.bytes, [task, scheduler = context_->scheduler](auto block) {
+        Task ready = task;
+        ready.block = std::move(block);
+        scheduler->Resume(std::move(ready));
+      });
+  if (task.block) StartCopy(std::move(task));
+}
+
+void Pusher::StartCopy(Task task) {
+  const Operation& operation = *task.operation;
+  const char* source =
+      static_cast<const char*>(operation.request.input) + operation.Whole(task.index).offset;
+  char* const target = task.block.get();
+  const uint64_t bytes = task.bytes;
+  task.stage = Task::kSend;
+  const int64_t enqueued = SteadyNs();
+  context_->trace->BeginCopy(operation);
+  auto then = [task, enqueued, scheduler = context_->scheduler, trace = context_->trace] {
+    if (PartitionTimes* times = task.times()) times->copied = SteadyNs();
+    trace->CopySlice(*task.operation, task.index, true, enqueued);
+    scheduler->Resume(task);
+  };
+  try {
+    DeviceCopies::Of(operation.request.tensor.device)
+        ->ToHost(target, source, bytes, std::move(then));
+  } catch (const Error&) {
+    // The device may have taken the copy, and still write here: nobody gets this block again.
+    (void)new PinnedBlock(task.block);
+    throw;
+  }
+}
+
+void Pusher::Send(const Task& task, int track) {
+  const Operation& operation = *task.operation;
+  PartitionTimes* const times = task.times();
+  const char* source =
+      static_cast<const char*>(operation.request.input) + operation.Whole(task.index).offset;
+  if (task.block) source = task.block.get();
+  const int64_t now = SteadyNs();
+  if (times != nullptr && times->copied == 0) times->copied = now;
+  ps::Message msg =
+      context_->MakeRequestMessage(context_->plan.fused() ? kPushPull : kPush,
+                                   Request{task.operation, task.index, task.server, now, nullptr});
+  // Until the transport has sent the values, they hold their place in the window, and `task`
+  // holds the operation and the pinned memory.
+  ps::SArray<char> values;
+  values.reset(const_cast<char*>(source), task.bytes,
+               [task, times, scheduler = context_->scheduler](char*) {
+                 if (times != nullptr) times->sent = SteadyNs();
+                 scheduler->Return(task.server, task.bytes);
+               });
+  AddValues(&msg, values);
+  values = ps::SArray<char>();
+  BPS_LOG(DEBUG) << "PUSH '" << operation.name() << "' partition " << task.index << " round "
+                 << operation.round << " to server " << task.server << ", " << task.bytes
+                 << " bytes, priority " << operation.request.priority;
+  context_->counters->pushed_partitions.Add();
+  context_->counters->pushed_bytes.Add(task.bytes);
+  const bool sent = context_->channel->Send(&msg);
+  context_->trace->Slice(operation, task.index, track, "push", now, TraceArrow::kBegins);
+  if (!sent) task.operation->SetUnsent(task.server);
+}
+
+}  // namespace core
+}  // namespace byteps

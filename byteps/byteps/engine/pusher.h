@@ -1,0 +1,45 @@
+// The way of a partition to its server.
+//
+//   Add ─▶ [the GPU has computed it] ─▶ scheduler ─▶ push loop ─▶ server
+//                                         ▲   │ take: pinned memory, or wait for some
+//                                         │   │ copy: enqueue it, and go on with another
+//                                         └───┘ send: when it is copied
+//
+// A tensor on a GPU enters the scheduler when its values are there, so that one that is still
+// computed holds neither a window nor the stream of copies.  A tensor on the CPU is sent from
+// where it lies.
+#ifndef BYTEPS_ENGINE_PUSHER_H_
+#define BYTEPS_ENGINE_PUSHER_H_
+
+#include "byteps/engine/context.h"
+
+namespace byteps {
+namespace core {
+
+class Pusher {
+ public:
+  // `context` outlives this.
+  explicit Pusher(Context* context);
+
+  // Queues all partitions of an operation that has begun.  One that is small may be sent before
+  // this returns.  Throws Error when the device fails.
+  void Add(const OperationPtr& operation);
+
+  // One of BYTEPS_PUSH_THREAD loops; returns when the scheduler is closed.
+  void Loop(int track);
+
+ private:
+  // Takes a task one or more stages further.  Never throws: the operation fails instead.
+  void Advance(Task task, int track);
+  void PrepareFromDevice(Task task);
+  void StartCopy(Task task);
+  void Send(const Task& task, int track);
+  void Drop(const Task& task);
+
+  Context* const context_;
+  const int callers_track_;  // of the timeline: what is sent by whoever called
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_PUSHER_H_

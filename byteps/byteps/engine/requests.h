@@ -1,0 +1,51 @@
+// The requests about partitions that no server has answered yet.
+#ifndef BYTEPS_ENGINE_REQUESTS_H_
+#define BYTEPS_ENGINE_REQUESTS_H_
+
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "byteps/engine/operation.h"
+
+namespace byteps {
+namespace core {
+
+struct Request {
+  OperationPtr operation;
+  uint64_t index = 0;
+  int server = 0;
+  int64_t sent = 0;   // SteadyNs
+  PinnedBlock block;  // into which the answer is being received
+
+  PartitionTimes* times() const {
+    return operation->times.empty() ? nullptr : &operation->times[index];
+  }
+};
+
+// Any thread may call anything.
+class Requests {
+ public:
+  // Returns its number, by which the answer will name it.
+  uint64_t Remember(Request request);
+  // Takes it out.  False when there is none of this number.
+  bool Take(uint64_t number, Request* request);
+  // As Take, and leaves it in.
+  bool Peek(uint64_t number, Request* request);
+  // Keeps the memory that the answer is received into.  False when there is no such request.
+  bool KeepBlock(uint64_t number, PinnedBlock block);
+
+  std::vector<Request> All();
+  size_t size();
+  void Clear();
+
+ private:
+  std::mutex mu_;
+  uint64_t last_ = 0;                                // guarded by mu_
+  std::unordered_map<uint64_t, Request> by_number_;  // likewise
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_REQUESTS_H_

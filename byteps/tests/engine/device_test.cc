@@ -1,0 +1,176 @@
+// Pinned memory, and copies of a GPU that device/fake.cc plays.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <future>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "byteps/base/error.h"
+#include "byteps/device/copies.h"
+#include "byteps/device/fake.h"
+#include "byteps/device/pinned_pool.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Pools of these tests take their memory from the heap.
+class Heap {
+ public:
+  PinnedPool::Allocate allocate() {
+    return [this](size_t bytes) {
+      slabs_.emplace_back(bytes);
+      return slabs_.back().data();
+    };
+  }
+
+ private:
+  std::vector<std::vector<char>> slabs_;
+};
+
+TEST(PinnedPool, IsBounded) {
+  Heap heap;
+  PinnedPool pool(40 << 10, 16 << 10, heap.allocate());
+  EXPECT_EQ(pool.TryTake(1), nullptr) << "nothing was reserved";
+  pool.Reserve(1);
+  EXPECT_EQ(pool.pinned_bytes(), 16u << 10);
+  pool.Reserve(1 << 30);
+  EXPECT_EQ(pool.pinned_bytes(), 32u << 10);
+  std::vector<PinnedBlock> blocks;
+  while (PinnedBlock block = pool.TryTake(4096)) blocks.push_back(std::move(block));
+  EXPECT_EQ(blocks.size(), 8u);
+  EXPECT_EQ(pool.bytes_in_use(), 32u << 10);
+}
+
+TEST(PinnedPool, AlwaysHasRoomForOnePartition) {
+  Heap heap;
+  PinnedPool pool(1, 1 << 20, heap.allocate());
+  pool.Reserve(10);
+  EXPECT_EQ(pool.pinned_bytes(), 1u << 20);
+  EXPECT_NE(pool.TryTake(1 << 20), nullptr);
+}
+
+TEST(PinnedPool, HalvesAreJoinedAgain) {
+  Heap heap;
+  PinnedPool pool(64 << 10, 64 << 10, heap.allocate());
+  pool.Reserve(1);
+  std::mt19937 random(3);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<PinnedBlock> blocks;
+    while (PinnedBlock block = pool.TryTake(1 + random() % 16000)) blocks.push_back(block);
+    std::shuffle(blocks.begin(), blocks.end(), random);
+    blocks.clear();
+    ASSERT_EQ(pool.bytes_in_use(), 0u);
+    ASSERT_NE(pool.TryTake(64 << 10), nullptr) << "round " << round;
+  }
+}
+
+TEST(PinnedPool, BlocksDoNotOverlap) {
+  Heap heap;
+  PinnedPool pool(1 << 20, 64 << 10, heap.allocate());
+  pool.Reserve(1 << 20);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937 random(t);
+      for (int i = 0; i < 3000; ++i) {
+        const size_t bytes = 1 + random() % 40000;
+        const PinnedBlock block = pool.TryTake(bytes);
+        if (!block) continue;
+        memset(block.get(), t, bytes);
+        std::this_thread::yield();
+        for (size_t at = 0; at < bytes; at += 97) wrong += block.get()[at] != t;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+  EXPECT_EQ(pool.bytes_in_use(), 0u);
+}
+
+TEST(PinnedPool, WaitersAreServedInTheirOrder) {
+  Heap heap;
+  PinnedPool pool(4096, 4096, heap.allocate());
+  pool.Reserve(1);
+  PinnedBlock held = pool.TakeOrCall(10, nullptr);
+  ASSERT_NE(held, nullptr);
+  std::vector<int> order;
+  std::vector<PinnedBlock> kept;
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(pool.TakeOrCall(10,
+                              [&, i](PinnedBlock block) {
+                                order.push_back(i);
+                                kept.push_back(std::move(block));
+                              }),
+              nullptr);
+  }
+  held.reset();
+  EXPECT_EQ(order, std::vector<int>({0}));
+  kept.clear();
+  EXPECT_EQ(order, std::vector<int>({0, 1}));
+}
+
+TEST(PinnedPool, ManyWhoGiveUpAtOnceDoNotNest) {
+  Heap heap;
+  PinnedPool pool(4096, 4096, heap.allocate());
+  pool.Reserve(1);
+  PinnedBlock held = pool.TryTake(10);
+  int called = 0;
+  for (int i = 0; i < 500'000; ++i) {
+    EXPECT_EQ(pool.TakeOrCall(10, [&](const PinnedBlock&) { ++called; }), nullptr);
+  }
+  held.reset();  // nested calls would use up the stack
+  EXPECT_EQ(called, 500'000);
+}
+
+TEST(DeviceCopies, KeepTheCallersDevice) {
+  fake::SetCurrentDevice(0);
+  auto* const pool = PinnedPool::Shared(1 << 20, 4096);
+  pool->Reserve(4096);
+  DeviceCopies* const copies = DeviceCopies::Of(1);
+  const PinnedBlock block = pool->TryTake(100);
+  char data[100] = {}, back[100] = {};
+  std::promise<void> here, there;
+  memset(data, 7, sizeof(data));
+  EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
+  copies->ToHost(block.get(), data, 100, [&] { here.set_value(); });
+  EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
+  here.get_future().wait();
+  copies->ToDevice(back, block.get(), 100, [&] { there.set_value(); });
+  EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
+  there.get_future().wait();
+  EXPECT_EQ(memcmp(data, back, 100), 0);
+  EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
+}
+
+TEST(DeviceCopies, StreamsOfTheCallersWaitForThemselvesOnly) {
+  fake::SetCurrentDevice(0);
+  DeviceCopies* const copies = DeviceCopies::Of(0);
+  const DeviceStream busy = MakeStream(), idle = MakeStream();
+  const auto hold = fake::Hold(busy);
+  const DeviceMoment late = copies->Now(busy), early = copies->Now(idle);
+  std::promise<void> after_busy, after_idle;
+  copies->CallAfter(late, busy, [&] { after_busy.set_value(); });
+  copies->CallAfter(early, idle, [&] { after_idle.set_value(); });
+  after_idle.get_future().wait();  // would not come if it stood behind the other
+  EXPECT_FALSE(DeviceCopies::IsDone(late));
+  hold->set_value();
+  after_busy.get_future().wait();
+  EXPECT_TRUE(DeviceCopies::IsDone(late));
+}
+
+TEST(DeviceCopies, FailuresAreErrors) {
+  DeviceCopies* const copies = DeviceCopies::Of(0);
+  fake::SetBroken(true);
+  EXPECT_THROW(copies->Now(nullptr), Error);
+  EXPECT_THROW(copies->CopiedToDevice(), Error);
+  fake::SetBroken(false);
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps

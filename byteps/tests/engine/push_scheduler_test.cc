@@ -1,0 +1,152 @@
+// Which partition goes next.
+#include "byteps/engine/push_scheduler.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <climits>
+#include <thread>
+
+namespace byteps {
+namespace core {
+namespace {
+
+Task TaskOf(int server, uint64_t bytes, uint64_t index) {
+  Task task;
+  task.server = server;
+  task.bytes = bytes;
+  task.index = index;
+  return task;
+}
+
+// Takes a task that has to be there.
+uint64_t TakeIndex(PushScheduler* scheduler) {
+  Task task;
+  EXPECT_TRUE(scheduler->Take(&task));
+  return task.index;
+}
+
+// Whether nothing that waits can go: then the least urgent of all, for the last server, which
+// tests leave idle, is next.
+bool NothingGoes(PushScheduler* scheduler, int last_server) {
+  constexpr uint64_t kLast = 999;
+  scheduler->Add(INT_MIN, {TaskOf(last_server, 1, kLast)});
+  return TakeIndex(scheduler) == kLast;
+}
+
+TEST(PushScheduler, PriorityThenOrder) {
+  PushScheduler scheduler(2, 1000);
+  scheduler.Add(0, {TaskOf(0, 10, 1), TaskOf(1, 10, 2), TaskOf(0, 10, 3)});
+  scheduler.Add(5, {TaskOf(1, 10, 4), TaskOf(0, 10, 5)});
+  scheduler.Add(-3, {TaskOf(0, 10, 6)});
+  EXPECT_EQ(scheduler.queued(), 6u);
+  for (const uint64_t wanted : {4, 5, 1, 2, 3, 6}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
+  EXPECT_EQ(scheduler.queued(), 0u);
+  EXPECT_EQ(scheduler.under_way(), 6u);
+}
+
+TEST(PushScheduler, FullServerHoldsUpNobodyElse) {
+  PushScheduler scheduler(4, 20);
+  scheduler.Add(9, {TaskOf(0, 10, 1), TaskOf(0, 10, 2), TaskOf(0, 10, 3), TaskOf(0, 10, 4)});
+  scheduler.Add(0, {TaskOf(1, 10, 5), TaskOf(2, 10, 6)});
+  for (const uint64_t wanted : {1, 2, 5, 6}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
+  scheduler.Return(0, 10);
+  EXPECT_EQ(TakeIndex(&scheduler), 3u);
+  EXPECT_EQ(scheduler.queued(), 1u);
+  EXPECT_TRUE(NothingGoes(&scheduler, 3));
+}
+
+TEST(PushScheduler, WindowIsInBytes) {
+  PushScheduler scheduler(2, 100);
+  scheduler.Add(0, {TaskOf(0, 60, 1), TaskOf(0, 41, 2), TaskOf(0, 40, 3)});
+  EXPECT_EQ(TakeIndex(&scheduler), 1u);
+  scheduler.Add(1, {TaskOf(0, 40, 4)});
+  EXPECT_EQ(TakeIndex(&scheduler), 4u) << "what is urgent overtakes, and fits";
+  EXPECT_TRUE(NothingGoes(&scheduler, 1));
+}
+
+TEST(PushScheduler, IdleServerTakesAnySize) {
+  PushScheduler scheduler(2, 100);
+  scheduler.Add(0, {TaskOf(0, 5000, 1), TaskOf(0, 1, 2)});
+  EXPECT_EQ(TakeIndex(&scheduler), 1u);
+  EXPECT_TRUE(NothingGoes(&scheduler, 1));
+}
+
+TEST(PushScheduler, WindowByItself) {
+  // 8 MiB over 4 servers; or twice the partition.
+  PushScheduler small(4, 0);
+  small.Add(0, {TaskOf(0, 2 << 20, 1), TaskOf(0, 1, 2)});
+  EXPECT_EQ(TakeIndex(&small), 1u);
+  EXPECT_TRUE(NothingGoes(&small, 3));
+  PushScheduler large(64, 0);
+  large.Add(0, {TaskOf(0, 4096000, 1), TaskOf(0, 4096000, 2), TaskOf(0, 4096000, 3)});
+  EXPECT_EQ(TakeIndex(&large), 1u);
+  EXPECT_EQ(TakeIndex(&large), 2u);
+  EXPECT_TRUE(NothingGoes(&large, 63));
+}
+
+TEST(PushScheduler, CallerTakesOnlyWhatWouldGoFirst) {
+  PushScheduler scheduler(2, 20);
+  EXPECT_TRUE(scheduler.AddOrTake(0, TaskOf(0, 10, 1)));
+  scheduler.Add(3, {TaskOf(1, 10, 2)});
+  EXPECT_FALSE(scheduler.AddOrTake(1, TaskOf(0, 10, 3))) << "one of higher priority can go";
+  EXPECT_EQ(TakeIndex(&scheduler), 2u);
+  EXPECT_EQ(TakeIndex(&scheduler), 3u);
+  EXPECT_FALSE(scheduler.AddOrTake(9, TaskOf(0, 10, 4))) << "its server's window is full";
+  EXPECT_EQ(scheduler.under_way(), 3u);
+}
+
+TEST(PushScheduler, WhatIsResumedGoesOn) {
+  PushScheduler scheduler(1, 10);
+  scheduler.Add(0, {TaskOf(0, 10, 1), TaskOf(0, 10, 2)});
+  Task task;
+  ASSERT_TRUE(scheduler.Take(&task));
+  task.stage = Task::kSend;
+  scheduler.Resume(task);
+  ASSERT_TRUE(scheduler.Take(&task));
+  EXPECT_EQ(task.index, 1u);
+  EXPECT_EQ(task.stage, Task::kSend);
+  EXPECT_EQ(scheduler.under_way(), 1u) << "it is counted once";
+  scheduler.Return(0, 10);
+  EXPECT_EQ(TakeIndex(&scheduler), 2u);
+}
+
+TEST(PushScheduler, ClearEmptiesTheQueues) {
+  PushScheduler scheduler(3, 10);
+  scheduler.Add(0, {TaskOf(0, 10, 1), TaskOf(1, 10, 2), TaskOf(1, 10, 3)});
+  EXPECT_EQ(TakeIndex(&scheduler), 1u);
+  EXPECT_EQ(scheduler.Clear().size(), 2u);
+  scheduler.Return(0, 10);
+  EXPECT_EQ(scheduler.under_way(), 0u);
+  EXPECT_TRUE(NothingGoes(&scheduler, 2));
+}
+
+TEST(PushScheduler, ManyThreadsKeepToTheWindows) {
+  constexpr int kServers = 7, kTasks = 3000, kBytes = 10, kWindow = 35;
+  PushScheduler scheduler(kServers, kWindow);
+  std::atomic<int> under_way[kServers] = {}, most{0}, taken{0};
+  std::vector<std::thread> takers;
+  for (int i = 0; i < 4; ++i) {
+    takers.emplace_back([&] {
+      Task task;
+      while (scheduler.Take(&task)) {
+        const int now = under_way[task.server] += kBytes;
+        for (int seen = most; now > seen && !most.compare_exchange_weak(seen, now);) {
+        }
+        std::this_thread::yield();
+        under_way[task.server] -= kBytes;
+        scheduler.Return(task.server, kBytes);
+        if (++taken == kTasks) scheduler.Close();
+      }
+    });
+  }
+  for (int i = 0; i < kTasks; ++i) scheduler.Add(i % 5, {TaskOf(i % kServers, kBytes, i)});
+  for (auto& taker : takers) taker.join();
+  EXPECT_EQ(taken, kTasks);
+  EXPECT_LE(most, kWindow);
+  EXPECT_EQ(scheduler.under_way(), 0u);
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps
