@@ -1,4 +1,6 @@
 // How tensors are cut and dealt, and what is told of them.
+#include "byteps/engine/plan.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,7 +10,6 @@
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/error.h"
 #include "byteps/engine/placement.h"
-#include "byteps/engine/plan.h"
 #include "settings.h"
 
 namespace byteps {
