@@ -114,15 +114,16 @@ def within(slices: list[Slice], begin: float | None, end: float | None) -> list[
 
 def draw(slices: list[Slice], title: str, output: Path) -> None:
     """Write the picture; its type is that of the file's name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    # Here, because matplotlib takes a second.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     tracks = sorted({s.track for s in slices}, key=lambda track: (":" not in track, track))
     origin = min(s.begin for s in slices)
-    figure, axes = pyplot.subplots(figsize=(14, 1.5 + 0.32 * len(tracks)), layout="constrained")
+    figure = Figure(figsize=(14, 1.5 + 0.32 * len(tracks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
     for row, track in enumerate(tracks):
         for kind, color in COLORS.items():
             bars = [
@@ -139,7 +140,6 @@ def draw(slices: list[Slice], title: str, output: Path) -> None:
     patches = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in seen]
     axes.legend(handles=patches, loc="upper right", fontsize=8, ncols=len(patches))
     figure.savefig(output, dpi=120)
-    pyplot.close(figure)
 
 
 def main() -> int:
