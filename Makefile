@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 
 PYTHON_ENV := build/venv/bin/python
@@ -30,6 +30,9 @@ train: setup ## train a GPT on real text, gradients summed by BytePS
 
 test: setup lint ## lint, then every test (or TESTS), RDMA in a virtual machine
 	@$(PYTHON_ENV) -m pytest -m "not thorough" $(PYTEST_ARGS) $(TESTS)
+
+test-gpu: setup ## sums of tensors on GPUs, where there are any
+	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/gpu
 
 test-rdma: setup ## the transports' tests with every setting, between two machines too
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/rdma

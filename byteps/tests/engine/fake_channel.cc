@@ -67,8 +67,9 @@ bool FakeChannel::Send(ps::Message* message) {
     } else {
       pushes_.push_back({message->meta.key, server});
     }
-    const auto it = std::max(held_servers_.find(server), held_servers_.find(-1),
-                             [this](auto a, auto) { return a == held_servers_.end(); });
+    auto it = held_servers_.find(server);
+    if (it == held_servers_.end()) it = held_servers_.find(-1);
+    if (message->meta.head == kDeclare) it = held_servers_.end();
     ps::Message copy = *message;
     if (it == held_servers_.end()) {
       requests_.push_back(std::move(copy));

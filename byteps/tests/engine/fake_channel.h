@@ -53,7 +53,7 @@ class FakeChannel : public Channel {
   // ----- the script goes on
 
   void Change(const std::function<void(Script*)>& change);
-  // Requests that this server gets are not answered, nor counted as sent when `unsent`, until
+  // Pushes that this server gets are not answered, nor counted as sent when `unsent`, until
   // Release.  -1: any server.
   void HoldServer(int server, bool unsent);
   void Release();

@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Draw a timeline as a picture: what each thread of a worker did, and when.
+
+Takes the files that BYTEPS_TRACE_ON=1 writes (or what scripts/merge_traces.py made of them). With
+--profile, a trace of torch.profiler of the same process is laid above: its kernels, by CUDA stream,
+so that backward, copies, pushes and pulls are seen beside each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COLORS = {
+    "push": "tab:blue",
+    "pull": "tab:green",
+    "copy": "tab:orange",
+    "add": "tab:purple",
+    "kernel": "tab:gray",
+    "server": "tab:cyan",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Work of one track."""
+
+    track: str
+    kind: str
+    """A key of COLORS."""
+    begin: float
+    """Milliseconds since the epoch."""
+    end: float
+
+
+def _names(events: list[dict[str, Any]], what: str) -> dict[tuple[int, int], str]:
+    return {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["ph"] == "M" and event["name"] == what
+    }
+
+
+def read_timeline(text: str) -> list[Slice]:
+    """The threads' slices, and the time that each partition was with the servers.
+
+    Raises:
+        ValueError: the text is no timeline.
+    """
+    try:
+        events = json.loads(text)["traceEvents"]
+        threads = _names(events, "thread_name")
+        processes = {pid: name for (pid, _), name in _names(events, "process_name").items()}
+        slices = []
+        waiting: dict[tuple[int, str], float] = {}
+        for event in events:
+            if event["ph"] == "X":
+                track = f"{processes[event['pid']]}: {threads[event['pid'], event['tid']]}"
+                begin, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
+                slices.append(Slice(track=track, kind=event["name"], begin=begin, end=end))
+            elif event["ph"] in "be" and event["name"] == "server":
+                row = event["pid"], event["id2"]["local"]
+                if event["ph"] == "b":
+                    waiting[row] = event["ts"] / 1e3
+                else:
+                    track = f"{processes[event['pid']]}: on the network and with the servers"
+                    slices.append(
+                        Slice(
+                            track=track,
+                            kind="server",
+                            begin=waiting.pop(row),
+                            end=event["ts"] / 1e3,
+                        )
+                    )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"no timeline of BytePS: {error!r}") from error
+    return slices
+
+
+def read_profile(text: str) -> list[Slice]:
+    """The kernels of a trace of torch.profiler, by CUDA stream.
+
+    Raises:
+        ValueError: the text is no such trace.
+    """
+    try:
+        trace = json.loads(text)
+        base = trace.get("baseTimeNanoseconds", 0) / 1e6
+        return [
+            Slice(
+                track=f"GPU {event['args']['device']}, stream {event['args']['stream']}: kernels",
+                kind="kernel",
+                begin=base + event["ts"] / 1e3,
+                end=base + (event["ts"] + event["dur"]) / 1e3,
+            )
+            for event in trace["traceEvents"]
+            if event.get("cat") == "kernel"
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"no trace of torch.profiler: {error!r}") from error
+
+
+def within(slices: list[Slice], begin: float | None, end: float | None) -> list[Slice]:
+    """What happened between these milliseconds after the first slice; None: no limit."""
+    origin = min((s.begin for s in slices), default=0.0)
+    first = origin + (begin or 0.0)
+    last = float("inf") if end is None else origin + end
+    return [s for s in slices if s.end >= first and s.begin <= last]
+
+
+def draw(slices: list[Slice], title: str, output: Path) -> None:
+    """Write the picture; its type is that of the file's name."""
+    # Here, because matplotlib takes a second.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    tracks = sorted({s.track for s in slices}, key=lambda track: (":" not in track, track))
+    origin = min(s.begin for s in slices)
+    figure = Figure(figsize=(14, 1.5 + 0.32 * len(tracks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for row, track in enumerate(tracks):
+        for kind, color in COLORS.items():
+            bars = [
+                (s.begin - origin, s.end - s.begin)
+                for s in slices
+                if s.track == track and s.kind == kind
+            ]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, alpha=0.7)
+    axes.set_yticks(range(len(tracks)), tracks, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(title)
+    seen = {s.kind for s in slices}
+    patches = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in seen]
+    axes.legend(handles=patches, loc="upper right", fontsize=8, ncols=len(patches))
+    figure.savefig(output, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="byteps-*.json of BYTEPS_TRACE_DIR")
+    parser.add_argument("--profile", type=Path, action="append", default=[], help="torch's trace")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="picture to write (.png)")
+    parser.add_argument("--begin-ms", type=float, help="leave out what was before (default: none)")
+    parser.add_argument("--end-ms", type=float, help="leave out what came later (default: none)")
+    parser.add_argument("--title", default="", help="above the picture")
+    arguments = parser.parse_args()
+    slices: list[Slice] = []
+    for files, read in ((arguments.files, read_timeline), (arguments.profile, read_profile)):
+        for file in files:
+            try:
+                slices += read(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                print(f"error: {file}: {error}", file=sys.stderr)
+                return 1
+    slices = within(slices, arguments.begin_ms, arguments.end_ms)
+    if not slices:
+        print("error: nothing happened in that time", file=sys.stderr)
+        return 1
+    draw(slices, arguments.title, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
