@@ -15,7 +15,14 @@ from paritykit.seen import RankSeen, Step, Sum
 Run = list[RankSeen]
 
 
-def made_up(ranks: int, dtype: torch.dtype, *, byteps: bool, sharded: bool = False) -> Run:
+def made_up(
+    ranks: int,
+    dtype: torch.dtype,
+    *,
+    byteps: bool,
+    sharded: bool = False,
+    wire_size: int | None = None,
+) -> Run:
     """A run of one group and one bucket whose sums are rounded once."""
     steps: list[list[Step]] = [[] for _ in range(ranks)]
     members = tuple(range(ranks))
@@ -31,8 +38,16 @@ def made_up(ranks: int, dtype: torch.dtype, *, byteps: bool, sharded: bool = Fal
             loss = 5.0 - number if rank == 0 else None
             steps[rank].append(Step(sums={"bucket": bucket}, loss=loss, grad_norm=1.0))
     names = ["bucket"] * STEPS if byteps else []
+    pushed = 8 * ranks * (wire_size or dtype.itemsize) * STEPS if byteps else 0
     return [
-        RankSeen(steps=one, parameters={"p": torch.ones(3)}, names=names, byteps_imported=byteps)
+        RankSeen(
+            steps=one,
+            parameters={"p": torch.ones(3)},
+            names=names,
+            byteps_imported=byteps,
+            pushed_bytes=pushed,
+            pulled_bytes=pushed // ranks if sharded else pushed,
+        )
         for one in steps
     ]
 
@@ -78,7 +93,12 @@ CHANGES: dict[str, tuple[Callable[[Run], object], str]] = {
     "nan": (lambda run: result(run).fill_(float("nan")), "bfloat16: error nan"),
     "shard of another": (lambda run: result(run).copy_(result(run, rank=2)), "bfloat16: error"),
     "last step's": (lambda run: result(run).copy_(result(run, step=1)), "bfloat16: error"),
-    "no push-pulls": (lambda run: run[1].names.clear(), "0 push-pulls for 4 sums"),
+    "no push-pulls": (lambda run: run[1].names.clear(), "0 flat push-pulls for 4 sums"),
+    "more pushed": (
+        lambda run: setattr(run[2], "pushed_bytes", 300),
+        "host 2 pushed 300 bytes, not 256",
+    ),
+    "more pulled": (lambda run: setattr(run[2], "pulled_bytes", 68), "host 2 pulled 68 bytes"),
     "fewer steps": (lambda run: run[1].steps.pop(), "rank 1: 3 and 4 steps"),
     "other bucket": (lambda run: run[0].steps[0].sums.clear(), "rank 0, step 1: other buckets"),
     "first loss": (lambda run: setattr(run[0].steps[0], "loss", 5.1), "the first losses differ"),
@@ -103,7 +123,7 @@ def test_sent_as_bf16(ranks: int) -> None:
     theirs = made_up(ranks, torch.float32, byteps=False)
 
     def misses_of(*, rounded_parts: bool, rounded_sum: bool) -> str:
-        ours = made_up(ranks, torch.float32, byteps=True)
+        ours = made_up(ranks, torch.float32, byteps=True, wire_size=2)
         for step in range(STEPS):
             sums = [rank.steps[step].sums["bucket"] for rank in ours]
             parts = [s.local.bfloat16() if rounded_parts else s.local for s in sums]
@@ -117,6 +137,40 @@ def test_sent_as_bf16(ranks: int) -> None:
         said = "not the rounded sum of two values"
         assert said in misses_of(rounded_parts=True, rounded_sum=False)
         assert said in misses_of(rounded_parts=False, rounded_sum=True)
+
+
+def node_first(run: Run, names: list[str]) -> None:
+    """As two hosts of two ranks do it: the bytes of each rank are half of a push of all."""
+    for seen in run:
+        seen.names = names * STEPS
+        seen.pushed_bytes //= 2
+        seen.pulled_bytes //= 2
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["b/part0of2/piece0", "b/part0of2/piece1"], ""),
+        (["bucket"], "4 flat push-pulls for 0 sums"),
+        (["b/part0of2/piece1"], "0 node-first push-pulls for 4 sums"),
+    ],
+)
+def test_hosts_that_sum_first(names: list[str], said: str) -> None:
+    layout = Layout(name="x", ranks=4, per_host=2, route="node-first")
+    ours = made_up(4, torch.float32, byteps=True)
+    node_first(ours, names)
+    found = compare(layout, ours, made_up(4, torch.float32, byteps=False)).misses
+    assert (said in "; ".join(found)) if said else found == []
+
+
+def test_every_rank_of_a_host_pushes_all() -> None:
+    layout = Layout(name="x", ranks=4, per_host=2, route="node-first")
+    ours = made_up(4, torch.float32, byteps=True)
+    for seen in ours:
+        seen.names = ["b/part0of2/piece0"] * STEPS
+    found = "; ".join(compare(layout, ours, made_up(4, torch.float32, byteps=False)).misses)
+    # 32 elements of 4 bytes, in 4 steps, from each of two ranks, where the host should send one.
+    assert "host 0 pushed 1024 bytes, not 512" in found
 
 
 def test_parameters_of_two_members() -> None:
