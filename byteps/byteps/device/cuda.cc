@@ -1,8 +1,7 @@
-#include <cuda_runtime_api.h>
-
 #include <string>
 
 #include "byteps/base/error.h"
+#include "byteps/device/cuda_api.h"
 #include "byteps/device/device.h"
 #include "ps/lasting_memory.h"
 
@@ -10,51 +9,58 @@ namespace byteps {
 namespace core {
 namespace {
 
-void Check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  throw Error(std::string(what) + ": " + cudaGetErrorString(status));
+// For destructors: an error means that the driver is gone already, at exit.
+template <typename Release>
+void ReleaseOn(int device, const Release& release) {
+  try {
+    const CudaDeviceScope scope(device);
+    (void)release();
+  } catch (const Error&) {
+  }
 }
 
 }  // namespace
 
-bool BuiltWithCuda() { return true; }
-
-StagingBuffer::StagingBuffer(int device, size_t bytes) {
-  Check(cudaSetDevice(device), "cudaSetDevice");
+StagingBuffer::StagingBuffer(int device, size_t bytes) : device_(device) {
+  const CudaDeviceScope scope(device);
   void* memory = nullptr;
-  Check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable),
-        ("pinning " + std::to_string(bytes) + " bytes of host memory").c_str());
+  CheckCuda(Cuda().cuMemHostAlloc(&memory, bytes, kCudaHostAllocPortable),
+            ("pinning " + std::to_string(bytes) + " bytes of host memory").c_str());
   data_ = static_cast<char*>(memory);
   lasting_ = ps::LastingMemory::Add(data_, bytes);
 }
 
 StagingBuffer::~StagingBuffer() {
   ps::LastingMemory::Remove(lasting_);
-  (void)cudaFreeHost(data_);  // an error means that the driver is gone already, at exit
+  ReleaseOn(device_, [this] { return Cuda().cuMemFreeHost(data_); });
 }
 
 ReadyEvent::ReadyEvent(int device, void* stream) : device_(device) {
-  Check(cudaSetDevice(device), "cudaSetDevice");
-  cudaEvent_t event = nullptr;
-  Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  const CudaDeviceScope scope(device);
+  CudaEvent event = nullptr;
+  CheckCuda(Cuda().cuEventCreate(&event, kCudaEventDisableTiming), "cuEventCreate");
   event_ = event;
-  Check(cudaEventRecord(event, static_cast<cudaStream_t>(stream)), "cudaEventRecord");
+  CheckCuda(Cuda().cuEventRecord(event, static_cast<CudaStream>(stream)), "cuEventRecord");
 }
 
-ReadyEvent::~ReadyEvent() { (void)cudaEventDestroy(static_cast<cudaEvent_t>(event_)); }
+ReadyEvent::~ReadyEvent() {
+  ReleaseOn(device_, [this] { return Cuda().cuEventDestroy(static_cast<CudaEvent>(event_)); });
+}
 
-DeviceCopier::~DeviceCopier() {
-  if (stream_ != nullptr) (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream_));
+DeviceCopier::~DeviceCopier() { ReleaseStream(); }
+
+void DeviceCopier::ReleaseStream() {
+  if (stream_ == nullptr) return;
+  ReleaseOn(device_, [this] { return Cuda().cuStreamDestroy(static_cast<CudaStream>(stream_)); });
+  stream_ = nullptr;
 }
 
 void* DeviceCopier::StreamOf(int device) {
-  Check(cudaSetDevice(device), "cudaSetDevice");
   if (stream_ != nullptr && device_ == device) return stream_;
-  if (stream_ != nullptr)
-    Check(cudaStreamDestroy(static_cast<cudaStream_t>(stream_)), "cudaStreamDestroy");
-  cudaStream_t stream = nullptr;
+  ReleaseStream();
+  CudaStream stream = nullptr;
   // Not the legacy default stream's follower: copies must overlap with kernels.
-  Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  CheckCuda(Cuda().cuStreamCreate(&stream, kCudaStreamNonBlocking), "cuStreamCreate");
   device_ = device;
   stream_ = stream;
   return stream_;
@@ -62,19 +68,23 @@ void* DeviceCopier::StreamOf(int device) {
 
 void DeviceCopier::ToHost(const ReadyEvent& ready, void* host, const void* device_pointer,
                           size_t bytes) {
-  auto stream = static_cast<cudaStream_t>(StreamOf(ready.device()));
-  Check(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(ready.event()), 0),
-        "cudaStreamWaitEvent");
-  Check(cudaMemcpyAsync(host, device_pointer, bytes, cudaMemcpyDeviceToHost, stream),
-        "copy to the host");
-  Check(cudaStreamSynchronize(stream), "copy to the host");
+  const CudaDeviceScope scope(ready.device());
+  const auto stream = static_cast<CudaStream>(StreamOf(ready.device()));
+  CheckCuda(Cuda().cuStreamWaitEvent(stream, static_cast<CudaEvent>(ready.event()), 0),
+            "cuStreamWaitEvent");
+  CheckCuda(
+      Cuda().cuMemcpyDtoHAsync(host, reinterpret_cast<CudaPointer>(device_pointer), bytes, stream),
+      "copy to the host");
+  CheckCuda(Cuda().cuStreamSynchronize(stream), "copy to the host");
 }
 
 void DeviceCopier::ToDevice(int device, void* device_pointer, const void* host, size_t bytes) {
-  auto stream = static_cast<cudaStream_t>(StreamOf(device));
-  Check(cudaMemcpyAsync(device_pointer, host, bytes, cudaMemcpyHostToDevice, stream),
-        "copy to the device");
-  Check(cudaStreamSynchronize(stream), "copy to the device");
+  const CudaDeviceScope scope(device);
+  const auto stream = static_cast<CudaStream>(StreamOf(device));
+  CheckCuda(
+      Cuda().cuMemcpyHtoDAsync(reinterpret_cast<CudaPointer>(device_pointer), host, bytes, stream),
+      "copy to the device");
+  CheckCuda(Cuda().cuStreamSynchronize(stream), "copy to the device");
 }
 
 }  // namespace core

@@ -1,4 +1,4 @@
-// Copies between a GPU and the host, when built with CUDA.
+// Copies between a GPU and the host.
 #ifndef BYTEPS_DEVICE_DEVICE_H_
 #define BYTEPS_DEVICE_DEVICE_H_
 
@@ -10,9 +10,6 @@ namespace byteps {
 namespace core {
 
 constexpr int kCpu = -1;  // the device number of host memory
-
-// Whether this build can copy from and to GPUs.
-bool BuiltWithCuda();
 
 // Pinned host memory for one tensor that lives on a GPU.
 class StagingBuffer {
@@ -26,6 +23,7 @@ class StagingBuffer {
   char* data() { return data_; }
 
  private:
+  const int device_;
   char* data_ = nullptr;
   uint64_t lasting_ = 0;  // as lasting memory: a transport may register it once
 };
@@ -33,7 +31,7 @@ class StagingBuffer {
 // The point in a stream's work at which a tensor's values are there.
 class ReadyEvent {
  public:
-  // `stream` is a cudaStream_t of `device`; throws Error when CUDA does.
+  // `stream` is a cudaStream_t of `device`; throws Error when the driver does.
   ReadyEvent(int device, void* stream);
   ~ReadyEvent();
   ReadyEvent(const ReadyEvent&) = delete;
@@ -60,7 +58,9 @@ class DeviceCopier {
   void ToDevice(int device, void* device_pointer, const void* host, size_t bytes);
 
  private:
+  // With `device` the current one.
   void* StreamOf(int device);
+  void ReleaseStream();
 
   int device_ = kCpu;
   void* stream_ = nullptr;
