@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the scheduler of a BytePS cluster: the one address that servers and workers are given.
 set -euo pipefail
-# shellcheck source=scripts/lib.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source=scripts/lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 usage() {
   cat <<TEXT

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the workers of one machine: torchrun, with what BytePS must know.
 set -euo pipefail
-# shellcheck source=scripts/lib.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source=scripts/lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 usage() {
   cat <<TEXT

@@ -20,7 +20,11 @@
 #include "byteps/cluster/session.h"
 #include "byteps/observe/metrics_server.h"
 #include "byteps/server/health.h"
+#include "byteps/server/reducer.h"
 #include "byteps/server/sum_server.h"
+#ifdef BYTEPS_WITH_RDMA
+#include "ps/verbs_library.h"
+#endif
 
 #ifndef BYTEPS_VERSION
 #error "the build passes BYTEPS_VERSION"
@@ -37,8 +41,8 @@ constexpr double kHealthTimeoutS = 3.0;
 const char kUsage[] =
     "usage: byteps-server [--role scheduler|server] [--port-file PATH] [--die-with-parent]\n"
     "       byteps-server --health\n"
-    "       byteps-server --print-config | --config-markdown | --metrics-markdown | --version | "
-    "-h\n"
+    "       byteps-server --print-config | --config-markdown | --metrics-markdown |\n"
+    "                     --features | --version | -h\n"
     "\n"
     "Runs the scheduler or one server of a BytePS cluster until its job ends.\n"
     "\n"
@@ -50,6 +54,7 @@ const char kUsage[] =
     "  --print-config      print the settings in force and exit\n"
     "  --config-markdown   print the reference of all settings and exit\n"
     "  --metrics-markdown  print the reference of all metrics and exit\n"
+    "  --features          print what this build has, and can use on this machine, and exit\n"
     "\n"
     "Settings come from the environment, at least DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,\n"
     "DMLC_NUM_WORKER and DMLC_NUM_SERVER.\n"
@@ -287,8 +292,23 @@ int Serve(const Arguments& arguments) {
   }
 }
 
+// One line each: what this build has and, as far as that matters, what it finds here.
+std::string Features() {
+  std::string rdma = "not compiled in";
+#ifdef BYTEPS_WITH_RDMA
+  rdma = "yes";
+  try {
+    ps::rdma::LoadVerbsLibraries();
+  } catch (const std::exception& e) {
+    rdma = std::string("no: ") + e.what();
+  }
+#endif
+  return std::string("additions: ") + InstructionSet() + "\nrdma: " + rdma +
+         "\nprometheus: " + (BuiltWithPrometheus() ? "yes" : "not compiled in") + "\n";
+}
+
 int Main(int argc, char** argv) {
-  enum { kRole = 1, kPortFile, kDie, kHealth, kPrint, kMarkdown, kMetrics, kVersion };
+  enum { kRole = 1, kPortFile, kDie, kHealth, kPrint, kMarkdown, kMetrics, kFeatures, kVersion };
   const option options[] = {{"role", required_argument, nullptr, kRole},
                             {"port-file", required_argument, nullptr, kPortFile},
                             {"die-with-parent", no_argument, nullptr, kDie},
@@ -296,6 +316,7 @@ int Main(int argc, char** argv) {
                             {"print-config", no_argument, nullptr, kPrint},
                             {"config-markdown", no_argument, nullptr, kMarkdown},
                             {"metrics-markdown", no_argument, nullptr, kMetrics},
+                            {"features", no_argument, nullptr, kFeatures},
                             {"version", no_argument, nullptr, kVersion},
                             {"help", no_argument, nullptr, 'h'},
                             {nullptr, 0, nullptr, 0}};
@@ -328,6 +349,9 @@ int Main(int argc, char** argv) {
           return 0;
         case kMetrics:
           std::cout << MetricsMarkdown();
+          return 0;
+        case kFeatures:
+          std::cout << Features();
           return 0;
         case kVersion:
           std::cout << "byteps-server " << BYTEPS_VERSION << "\n";

@@ -1,18 +1,18 @@
 #include "./van.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <random>
 #include <thread>
 #include <utility>
 
 #include "../net_address.h"
 #include "../node_token.h"
-#include "./verbs_library.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 #include "ps/lasting_memory.h"
+#include "ps/verbs_library.h"
 
 namespace ps {
 

@@ -1,4 +1,4 @@
-#include "./verbs_library.h"
+#include "ps/verbs_library.h"
 
 #include <dlfcn.h>
 #include <infiniband/verbs.h>

@@ -3,7 +3,7 @@
 
 readonly EXIT_USAGE=2
 
-repo_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+repo_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 
 # Ends the script: a setting is missing or bad.
 die_usage() {

@@ -1,7 +1,7 @@
 // libibverbs and librdmacm, found at run time: a machine without them runs what does not
 // ask for RDMA.
-#ifndef PS_RDMA_VERBS_LIBRARY_H_
-#define PS_RDMA_VERBS_LIBRARY_H_
+#ifndef PS_VERBS_LIBRARY_H_
+#define PS_VERBS_LIBRARY_H_
 
 namespace ps {
 namespace rdma {
@@ -13,4 +13,4 @@ void LoadVerbsLibraries();
 
 }  // namespace rdma
 }  // namespace ps
-#endif  // PS_RDMA_VERBS_LIBRARY_H_
+#endif  // PS_VERBS_LIBRARY_H_
