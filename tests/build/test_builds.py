@@ -67,7 +67,6 @@ def test_builds_without_and_with_what_is_optional(tmp_path: Path) -> None:
     assert "Prometheus: left out" in without
     build(tmp_path)
     libraries = run("ldd", tmp_path / "byteps-server")
-    assert "libzmq" in libraries
     for absent in ("libpython", "libcuda", "libtorch", "libibverbs", "libnccl", "libprometheus"):
         assert absent not in libraries
     refuse_to_serve_metrics(tmp_path)
