@@ -120,7 +120,7 @@ build() {
   else
     # The format that keeps the health check.
     buildah bud --format docker --platform "$platform" --file "$root/docker/$name.Dockerfile" \
-      --tag "$tag" --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" ${BUILDAH_ARGS:-} "$@" \
+      --tag "$tag" --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" "$@" \
       "$work/$name"
   fi
 }

@@ -21,6 +21,7 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
                          (default: 1)
   --node-host HOST       DMLC_NODE_HOST  this machine's own address (default: found out)
   --interface NAME       DMLC_INTERFACE  take that address from this interface (default: found out)
+  --dry-run              print the settings and the command, and do nothing
   -h, --help             show this
 
 Handed to torchrun as they are ('python -m torch.distributed.run -h' explains them and has their
@@ -35,6 +36,7 @@ TEXT
 }
 
 servers=
+dry_run=0
 launcher=()
 script=()
 while (($#)); do
@@ -51,6 +53,7 @@ while (($#)); do
     --nnodes=* | --nproc-per-node=* | --node-rank=* | --master-addr=* | --master-port=* | --rdzv-*=*)
       launcher+=("$1"); shift ;;
     -m | --module) launcher+=(--module); shift ;;
+    --dry-run) dry_run=1; shift ;;
     --) shift; script=("$@"); break ;;
     *) die_usage "unknown setting: $1 (the script and its arguments stand after --)" ;;
   esac
@@ -69,5 +72,9 @@ fi
 export DMLC_ROLE=worker
 
 python=$(find_program python "run 'make setup'")
+if ((dry_run)); then
+  show_command "$python" -m torch.distributed.run ${launcher[@]+"${launcher[@]}"} "${script[@]}"
+  exit
+fi
 # exec: torchrun itself gets the signals and ends its ranks; its exit status is ours.
 exec "$python" -m torch.distributed.run ${launcher[@]+"${launcher[@]}"} "${script[@]}"

@@ -33,7 +33,7 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "prometheus": lambda: find_library("prometheus-cpp-pull") is not None,
     "root": lambda: os.geteuid() == 0,
     "arm64": lambda: None not in map(shutil.which, ("qemu-aarch64-static", "aarch64-linux-gnu-g++")),
-    "docker": lambda: shutil.which("docker") is not None or shutil.which("buildah") is not None,
+    "images": lambda: None not in map(shutil.which, ("buildah", "debootstrap", "qemu-aarch64-static")),
 }
 """What `requires` may name, and how its presence is seen."""
 
