@@ -7,8 +7,9 @@ set -euo pipefail
 platform=$1 name=$2 cache=$3
 arch=${platform#linux/}
 tarball="$cache/debian-bookworm-$arch.tar"
-mirror=$(sed -nE 's/^(URIs: |deb (\[[^]]*\] )?)(\S+debian)\/? .*$|^URIs: (\S+)$/\3\4/p' \
-  /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/null | head -n 1)
+# Where this machine has its own packages from.
+mirror=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Codename: bookworm' 2>/dev/null |
+  head -n 1 || true)
 
 if [[ ! -s $tarball ]]; then
   mkdir -p "$cache"
