@@ -44,6 +44,9 @@ wheel: setup ## wheels for other machines, x86-64 and arm64, and archives with t
 images: wheel ## container images: the server for x86-64 and arm64, the worker
 	@scripts/images.sh $(ARGS)
 
+site: setup ## the documentation as a site, in build/site, its links checked
+	@scripts/site.sh
+
 parity: setup ## compare gradients with all-reduce and exact sums, in every parallel layout
 	@$(PYTHON_ENV) -W ignore bench/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN))

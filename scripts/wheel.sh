@@ -5,6 +5,8 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # shellcheck source=scripts/lib/system.sh
 source "$root/scripts/lib/system.sh"
+# shellcheck source=scripts/lib/ship_tools.sh
+source "$root/scripts/lib/ship_tools.sh"
 # shellcheck source=scripts/lib/prometheus_source.sh
 source "$root/scripts/lib/prometheus_source.sh"
 
@@ -55,23 +57,6 @@ work=$(mktemp -d "$root/build/wheel.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
 say() { echo "wheel: $*" >&2; }
-
-hash_of() { sha256sum | cut -c -16; }
-
-# install_tools: build/venv-ship, with auditwheel.
-install_tools() {
-  local tools="$root/build/venv-ship" key
-  key=$(hash_of <"$root/requirements-ship.lock")
-  if [[ ! -f $tools/.key || $(<"$tools/.key") != "$key" ]]; then
-    say "installing auditwheel"
-    rm -rf "$tools"
-    "$venv/bin/python" -m venv "$tools"
-    "$tools/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
-      -r "$root/requirements-ship.lock"
-    echo "$key" >"$tools/.key"
-  fi
-  PATH="$tools/bin:$PATH"
-}
 
 # configure_for ARCH sets `options`, what CMake is told.
 configure_for() {
@@ -125,7 +110,7 @@ pack_server() {
 
 prometheus="$cache/prometheus-cpp-$(. /etc/os-release && echo "$ID-$VERSION_ID")"
 fetch_prometheus_source "$prometheus"
-((server_only)) || install_tools
+((server_only)) || install_ship_tools "$root"
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$source_tree/pyproject.toml")
 
 for arch in "${architectures[@]}"; do
