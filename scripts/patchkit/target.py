@@ -33,8 +33,9 @@ def read_version(upstream: Upstream, checkout: Path) -> str:
 def apply(upstream: Upstream, checkout: Path, parts: Collection[str] = ()) -> None:
     """Applies overlay and series to the working tree of `checkout`, all or nothing.
 
-    Of what belongs to a part, only that of `parts`. Git's index and history are left alone. Raises PatchError, changing nothing, for a version
-    that is not listed, a patch that does not apply, or a file in an overlay file's place.
+    Of what belongs to a part, only that of `parts`. Git's index and history are left alone. Raises
+    PatchError, changing nothing, for a version that is not listed, a patch that does not apply, or
+    a file in an overlay file's place.
     """
     wanted = fingerprint(upstream)
     record = _load(checkout)

@@ -1,7 +1,7 @@
 """The server's image, built for both platforms, and its arm64 one as the server of x86-64 workers.
 
-Needs no Docker engine: buildah builds in a chroot, on a base made with debootstrap, and arm64 runs on
-an emulated processor. Slow, and so not a part of `make test`: `make test-images`.
+Needs no Docker engine: buildah builds in a chroot, on a base made with debootstrap, and arm64 runs
+on an emulated processor. Slow, and so not a part of `make test`: `make test-images`.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class ImageCluster(Cluster):
 def test_arm64_servers_of_x86_workers(
     container: str,
     storage: dict[str, str],
-    nursery: object,  # noqa: F811
+    nursery: object,
     run_dir: Path,
 ) -> None:
     env = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "120"}
