@@ -21,7 +21,8 @@ Runs one or more BytePS servers on this machine until the job ends. A flag wins 
   --node-host HOST       DMLC_NODE_HOST       this machine's own address (default: found out)
   --interface NAME       DMLC_INTERFACE       take that address from this interface (default: found
                                               out)
-  --check                                     look whether a server could run here, and do nothing
+  --check                                     look whether a server could run here (with
+                                              DMLC_ENABLE_RDMA, over RDMA), and do nothing
   --dry-run                                   print the settings and the command, and do nothing
   -h, --help                                  show this
 

@@ -86,16 +86,17 @@ detect_node() {
   node_interface=${DMLC_INTERFACE:-} node_address=${DMLC_NODE_HOST:-} node_numa='' node_rdma=''
   command -v ip >/dev/null || return 0
   if [[ -z $node_interface && -n $node_address ]]; then
-    node_interface=$(ip -o address show to "$node_address" 2>/dev/null | awk 'NR == 1 {print $2}')
+    node_interface=$(ip -o address show to "$node_address" 2>/dev/null |
+      awk 'NR == 1 {print $2}' || true)
   elif [[ -z $node_interface && -n $destination ]]; then
-    destination=$(getent ahosts "$destination" 2>/dev/null | awk 'NR == 1 {print $1}')
+    destination=$(getent ahosts "$destination" 2>/dev/null | awk 'NR == 1 {print $1}' || true)
     route=$(ip -o route get "${destination:-/}" 2>/dev/null || true)
     [[ ! $route =~ \ dev\ ([^ ]+) ]] || node_interface=${BASH_REMATCH[1]}
     [[ ! $route =~ \ src\ ([^ ]+) ]] || node_address=${BASH_REMATCH[1]}
   fi
   [[ -n $node_interface ]] || return 0
   [[ -n $node_address ]] || node_address=$(ip -o address show dev "$node_interface" scope global \
-    2>/dev/null | awk 'NR == 1 {sub("/.*", "", $4); print $4}')
+    2>/dev/null | awk 'NR == 1 {sub("/.*", "", $4); print $4}' || true)
   node_numa=$(first_line "/sys/class/net/$node_interface/device/numa_node")
   [[ $node_numa != -* ]] || node_numa=''  # the kernel's word for a machine that has no such nodes
   for device in /sys/class/infiniband/*; do

@@ -36,7 +36,7 @@ def wait_for(socket: Path, text: str, process: Spawned) -> str:
 
 
 def test_from_waiting_to_serving_to_gone(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster(workers=1, servers=1)
+    cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_PARTITION_BYTES": "4096"})
     cluster.start_scheduler()
     socket = cluster.folder / "health"
     server = start(cluster, "server", "--role", "server", socket=socket)
