@@ -133,8 +133,8 @@ for arch in "${architectures[@]}"; do
     build="$root/build/cmake-ship-server-$arch"
     [[ -x $executable ]] || {
       "$venv/bin/cmake" -G Ninja -S "$source_tree" -B "$build" "${options[@]}" \
-        "-DCMAKE_MAKE_PROGRAM=$venv/bin/ninja" -DBYTEPS_BUILD_PYTHON=OFF "-DBYTEPS_VERSION=$version"
-      "$venv/bin/cmake" --build "$build" --target byteps-server --parallel "$(nproc)"
+        "-DCMAKE_MAKE_PROGRAM=$venv/bin/ninja" -DBYTEPS_BUILD_PYTHON=OFF "-DBYTEPS_VERSION=$version" &&
+      "$venv/bin/cmake" --build "$build" --target byteps-server --parallel "$(nproc)" &&
       "$venv/bin/cmake" --install "$build" --strip --prefix "$work/prefix-$arch"
     } >"$work/build.log" 2>&1 || { cat "$work/build.log" >&2; exit 1; }
     # A test that wants it again, or a fresh checkout, need not build it.

@@ -1,4 +1,4 @@
-"""The wheel that is shipped: what it needs, what is in it, and that it works when it is installed."""
+"""The wheel that is shipped: what it needs, what is in it, and that it works installed."""
 
 from __future__ import annotations
 
