@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-images wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 
 PYTHON_ENV := build/venv/bin/python
@@ -36,6 +36,19 @@ test-gpu: setup ## sums of tensors on GPUs, where there are any
 
 test-rdma: setup ## the transports' tests with every setting, between two machines too
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/rdma
+
+test-images: setup ## build the server's image for both platforms, and let x86 workers use the arm64 one
+	@bash -c 'source scripts/lib/system.sh; command -v buildah >/dev/null && command -v debootstrap >/dev/null || apt_install buildah debootstrap qemu-user-static >/dev/null'
+	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/images
+
+wheel: setup ## wheels for other machines, x86-64 and arm64, and archives with the server alone
+	@scripts/wheel.sh $(ARGS)
+
+images: wheel ## container images: the server for x86-64 and arm64, the worker
+	@scripts/images.sh $(ARGS)
+
+site: setup ## the documentation as a site, in build/site, its links checked
+	@scripts/site.sh
 
 parity: setup ## compare gradients with all-reduce and exact sums, in every parallel layout
 	@$(PYTHON_ENV) -W ignore bench/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Says what is wrong with this machine's RDMA before a job is started on it.
 set -euo pipefail
-# shellcheck source=scripts/lib.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source=scripts/lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 # shellcheck source=scripts/lib/rdma.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/rdma.sh"
 

@@ -9,7 +9,8 @@ usage() {
 usage: scripts/lint.sh [--fix]
 
 Checks Python (ruff), shell scripts (shellcheck), the C++ files of overlays, benchmarks and tests
-(clang-format) and the patch series. --fix rewrites what can be rewritten first.
+(clang-format), the container files (hadolint), the Kubernetes manifests (against its schemas), their
+versions against docker/versions.env, and the patch series. --fix rewrites what can be rewritten first.
 Needs build/venv: run scripts/setup.sh before.
 TEXT
 }
@@ -61,6 +62,32 @@ run "shellcheck (${#shell[@]} files)" "$bin/shellcheck" -x "${shell[@]}"
 if ((${#cpp[@]} > 0)); then
   run "clang-format (${#cpp[@]} files)" "$bin/clang-format" --dry-run -Werror "${cpp[@]}"
 fi
+# check_versions: images name no version but those of docker/versions.env.
+check_versions() {
+  local name value status=0
+  while IFS='=' read -r name value; do
+    [[ $name == *_IMAGE ]] || continue
+    if ! grep -qx "ARG $name=$value" docker/*.Dockerfile; then
+      echo "no Dockerfile says ARG $name=$value"
+      status=1
+    fi
+  done <docker/versions.env
+  value=$(sed -n 's/^IMAGE_TAG=//p' docker/versions.env)
+  if grep -nE '^ *image: ' docker/kubernetes/*.yaml | grep -v ":$value\$"; then
+    echo "IMAGE_TAG is $value"
+    status=1
+  fi
+  name=$(sed -n 's/^version = "\(.*\)"/\1/p' byteps/pyproject.toml)
+  if [[ $value != "${name/+/-}" ]]; then
+    echo "IMAGE_TAG is $value, and byteps is $name"
+    status=1
+  fi
+  return "$status"
+}
+
+run "hadolint" "$bin/hadolint" docker/*.Dockerfile
+run "kubernetes" "$bin/kubernetes-validate" --strict --quiet -k 1.33 docker/kubernetes/*.yaml
+run "image versions" check_versions
 run "patches" "$root/scripts/apply_patches.sh" --check
 
 if ((${#failed[@]} > 0)); then

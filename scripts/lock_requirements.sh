@@ -27,4 +27,5 @@ options=("${upgrade[@]}" --quiet --universal --python-version 3.12 --generate-ha
   --no-annotate
   --no-emit-index-url --no-emit-find-links)
 "$uv" pip compile "${options[@]}" -o "$root/requirements.lock" "$root/requirements.in"
+"$uv" pip compile "${options[@]}" -o "$root/requirements-ship.lock" "$root/requirements-ship.in"
 echo uv | "$uv" pip compile "${options[@]}" -o "$root/requirements-uv.lock" -

@@ -53,6 +53,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="apply the Megatron overlay and series to this Megatron-LM checkout instead",
     )  # fmt: skip
     apply.add_argument("--reverse", action="store_true", help="undo --target DIR exactly")
+    apply.add_argument(
+        "--cpu", action="store_true",
+        help="with --target: also what training on a CPU needs (MEGATRON_CPU=1 then asks for it)",
+    )  # fmt: skip
 
     exporting = commands.add_parser(
         "export", prog="export_patches.sh",
@@ -72,6 +76,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.command == "apply" and options.reverse and not options.target:
         apply.error("--reverse goes with --target DIR")
+    if options.command == "apply" and options.cpu and (options.reverse or not options.target):
+        apply.error("--cpu goes with --target DIR, without --reverse")
     if options.command == "apply" and options.target and (options.only or options.force):
         apply.error("--target takes neither --only nor --force")
     if options.command == "apply" and options.force and (options.check or options.overlay_only):
@@ -104,11 +110,14 @@ def locked(root: Path) -> Iterator[None]:
 def run(options: argparse.Namespace) -> None:
     root = options.root.resolve()
     if options.command == "apply" and options.target:
-        action = target.reverse if options.reverse else target.apply
         able = [upstream for upstream in load_lock(root) if upstream.compatible]
         if not able:
             raise PatchError("no upstream in upstream.lock lists compatible versions")
-        action(able[0], options.target.resolve())
+        checkout = options.target.resolve()
+        if options.reverse:
+            target.reverse(able[0], checkout)
+        else:
+            target.apply(able[0], checkout, ["cpu"] if options.cpu else [])
         return
     if options.command == "guard":
         for upstream in load_lock(root):

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the scheduler of a BytePS cluster: the one address that servers and workers are given.
 set -euo pipefail
-# shellcheck source=scripts/lib.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source=scripts/lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 usage() {
   cat <<TEXT
@@ -15,8 +15,7 @@ Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its 
   --workers N        DMLC_NUM_WORKER    workers of the job: one for each rank
   --servers N        DMLC_NUM_SERVER    server processes of the job
   --port-file PATH   (default: none)    write "HOST PORT" here once it listens
-  --node-host HOST   DMLC_NODE_HOST     this machine's own address (default: found out)
-  --interface NAME   DMLC_INTERFACE     take that address from this interface (default: found out)
+  --dry-run                             print the settings and the command, and do nothing
   -h, --help                            show this
 
 These four have no default: --host, --port, --workers, --servers. Every other BYTEPS_* variable is
@@ -28,6 +27,7 @@ TEXT
 }
 
 port_file=
+dry_run=0
 while (($#)); do
   case $1 in
     -h | --help) usage; exit 0 ;;
@@ -36,8 +36,7 @@ while (($#)); do
     --workers) need_argument "$1" "$@"; DMLC_NUM_WORKER=$2; shift 2 ;;
     --servers) need_argument "$1" "$@"; DMLC_NUM_SERVER=$2; shift 2 ;;
     --port-file) need_argument "$1" "$@"; port_file=$2; shift 2 ;;
-    --node-host) need_argument "$1" "$@"; set_node_host "$2"; shift 2 ;;
-    --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
+    --dry-run) dry_run=1; shift ;;
     *) die_usage "unknown setting: $1" ;;
   esac
 done
@@ -54,5 +53,9 @@ export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_WORKER DMLC_NUM_SERVER DMLC_R
 server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
 command=("$server" --role scheduler)
 [[ -z $port_file ]] || command+=(--port-file "$port_file")
+if ((dry_run)); then
+  show_command "${command[@]}"
+  exit
+fi
 # exec: signals and the exit status are the scheduler's own, and nothing can stay behind.
 exec "${command[@]}"

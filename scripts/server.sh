@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the servers of one machine of a BytePS cluster.
 set -euo pipefail
-# shellcheck source=scripts/lib.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source=scripts/lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 usage() {
   cat <<TEXT
@@ -15,11 +15,15 @@ Runs one or more BytePS servers on this machine until the job ends. A flag wins 
   --servers N            DMLC_NUM_SERVER      server processes of the whole job, all machines
   --instances N          SERVER_INSTANCES     server processes to run here (default: 1)
   --numa-nodes LIST      SERVER_NUMA_NODES    bind instance i, threads and memory, to the i-th NUMA
-                                              node of LIST, such as 0,1, and around again
-                                              (default: not bound; needs numactl)
+                                              node of LIST, such as 0,1, and around again; auto:
+                                              to that of the network card (default: not bound;
+                                              needs numactl)
   --node-host HOST       DMLC_NODE_HOST       this machine's own address (default: found out)
   --interface NAME       DMLC_INTERFACE       take that address from this interface (default: found
                                               out)
+  --check                                     look whether a server could run here (with
+                                              DMLC_ENABLE_RDMA, over RDMA), and do nothing
+  --dry-run                                   print the settings and the command, and do nothing
   -h, --help                                  show this
 
 Instance i of several gets BYTEPS_LOCAL_RANK=i: its metrics are at BYTEPS_METRICS_PORT plus i.
@@ -34,6 +38,8 @@ TEXT
 
 instances=${SERVER_INSTANCES:-1}
 numa_nodes=${SERVER_NUMA_NODES:-}
+dry_run=0
+check=0
 while (($#)); do
   case $1 in
     -h | --help) usage; exit 0 ;;
@@ -44,6 +50,8 @@ while (($#)); do
     --numa-nodes) need_argument "$1" "$@"; numa_nodes=$2; shift 2 ;;
     --node-host) need_argument "$1" "$@"; set_node_host "$2"; shift 2 ;;
     --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
+    --check) check=1; shift ;;
+    --dry-run) dry_run=1; shift ;;
     *) die_usage "unknown setting: $1" ;;
   esac
 done
@@ -54,7 +62,12 @@ need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "${DMLC_NUM_
 need_integer "the number of instances (--instances or SERVER_INSTANCES)" "$instances" 1 1024
 ((10#$instances <= 10#$DMLC_NUM_SERVER)) \
   || die_usage "--instances $instances is more than the job's --servers $DMLC_NUM_SERVER"
+detect_node "$DMLC_PS_ROOT_URI"
 nodes=()
+if [[ $numa_nodes == auto ]]; then
+  # A machine with one NUMA node, or a card that belongs to none: nothing to bind to.
+  numa_nodes=$node_numa
+fi
 if [[ -n $numa_nodes ]]; then
   [[ $numa_nodes =~ ^[0-9]+(,[0-9]+)*$ ]] \
     || die_usage "--numa-nodes is '$numa_nodes', not a list of node numbers such as 0,1"
@@ -73,6 +86,50 @@ set_command() {
     command=(numactl --cpunodebind="$node" --membind="$node" "${command[@]}")
   fi
 }
+
+# check_machine prints what is wrong, a line each, and ends with 1 if anything is.
+check_machine() {
+  local wrong=0 scheduler locked
+  scheduler=$(join_host_port "$DMLC_PS_ROOT_URI" "$DMLC_PS_ROOT_PORT")
+  if ! getent ahosts "$DMLC_PS_ROOT_URI" >/dev/null; then
+    echo "WRONG the scheduler's host '$DMLC_PS_ROOT_URI' does not resolve here"
+    wrong=1
+  elif ! answers "$DMLC_PS_ROOT_URI" "$DMLC_PS_ROOT_PORT"; then
+    echo "WRONG nothing answers at $scheduler: start the scheduler first, or look at the firewall"
+    wrong=1
+  else
+    echo "ok    the scheduler answers at $scheduler"
+  fi
+  if [[ -n ${DMLC_NODE_HOST:-} && -z $node_interface ]]; then
+    echo "WRONG no interface of this machine has the address $DMLC_NODE_HOST (--node-host)"
+    wrong=1
+  fi
+  echo "ok    $("$server" --version)"
+  if [[ ${DMLC_ENABLE_RDMA:-} == ibverbs || ${DMLC_ENABLE_RDMA:-} == 1 ]]; then
+    if ! "$server" --features | grep -qx "rdma: yes"; then
+      echo "WRONG $("$server" --features | grep "^rdma:")"
+      wrong=1
+    fi
+    locked=$(ulimit -l)
+    [[ $locked == unlimited ]] ||
+      echo "note  locked memory is limited to $locked KiB (ulimit -l); check_rdma.sh says more"
+  fi
+  return "$wrong"
+}
+
+show_node
+if ((check)); then
+  check_machine || exit 1
+  exit
+fi
+if ((dry_run)); then
+  for ((i = 0; i < 10#$instances; i++)); do
+    set_command "$i"
+    ((10#$instances == 1)) || command=(env "BYTEPS_LOCAL_RANK=$i" "${command[@]}" --die-with-parent)
+    show_command "${command[@]}"
+  done
+  exit
+fi
 
 if ((10#$instances == 1)); then
   set_command 0

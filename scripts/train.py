@@ -113,6 +113,8 @@ def environment(workers: int, servers: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     values = {"OMP_NUM_THREADS": str(max(1, cores // (workers + servers)))}
     values |= {"BYTEPS_EMBEDDED_SERVERS": str(servers), "PYTHONWARNINGS": "ignore"}
+    # Megatron trains on the CPU only when asked: here, where there is nothing else.
+    values |= {} if on_gpu() else {"MEGATRON_CPU": "1"}
     # What the user set wins, but for the number of servers, which came as a flag.
     return {k: v for k, v in values.items() if k not in os.environ or k.startswith("BYTEPS")}
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the workers of one machine: torchrun, with what BytePS must know.
 set -euo pipefail
-# shellcheck source=scripts/lib.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source=scripts/lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 usage() {
   cat <<TEXT
@@ -27,6 +27,7 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
                          has the best numbers
   --node-host HOST       DMLC_NODE_HOST  this machine's own address (default: found out)
   --interface NAME       DMLC_INTERFACE  take that address from this interface (default: found out)
+  --dry-run              print the settings and the command, and do nothing
   -h, --help             show this
 
 Handed to torchrun as they are ('python -m torch.distributed.run -h' explains them and has their
@@ -44,6 +45,7 @@ servers=
 local_servers=${BYTEPS_LOCAL_SERVERS:-0}
 nnodes=1
 nproc=1
+dry_run=0
 launcher=()
 script=()
 
@@ -84,6 +86,7 @@ while (($#)); do
     --node-rank=* | --master-addr=* | --master-port=* | --rdzv-*=*)
       launcher+=("$1"); shift ;;
     -m | --module) launcher+=(--module); shift ;;
+    --dry-run) dry_run=1; shift ;;
     --) shift; script=("$@"); break ;;
     *) die_usage "unknown setting: $1 (the script and its arguments stand after --)" ;;
   esac
@@ -108,6 +111,10 @@ fi
 export DMLC_ROLE=worker
 
 python=$(find_program python "run 'make setup'")
+if ((dry_run)); then
+  show_command "$python" -m torch.distributed.run ${launcher[@]+"${launcher[@]}"} "${script[@]}"
+  exit
+fi
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]] && ((10#$local_servers)); then
   start_local_servers
 fi

@@ -26,13 +26,18 @@ def _holds_any(folder: str) -> bool:
     return Path(folder).is_dir() and any(Path(folder).iterdir())
 
 
+def _has(*programs: str) -> bool:
+    return all(shutil.which(program) is not None for program in programs)
+
+
 REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "gpu": lambda: Path("/dev/nvidiactl").exists(),
     "nvcc": lambda: shutil.which("nvcc") is not None,
     "rdma": lambda: _holds_any("/sys/class/infiniband"),
     "prometheus": lambda: find_library("prometheus-cpp-pull") is not None,
     "root": lambda: os.geteuid() == 0,
-    "docker": lambda: shutil.which("docker") is not None or shutil.which("buildah") is not None,
+    "arm64": lambda: _has("qemu-aarch64-static", "aarch64-linux-gnu-g++"),
+    "images": lambda: _has("buildah", "debootstrap", "qemu-aarch64-static"),
 }
 """What `requires` may name, and how its presence is seen."""
 

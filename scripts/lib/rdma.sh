@@ -39,21 +39,20 @@ content() {
 }
 
 check_program() {
-  local server=$repo_root/build/venv/bin/byteps-server libraries
+  local server=$repo_root/build/venv/bin/byteps-server rdma
   [[ -x $server ]] || server=$(command -v byteps-server || true)
-  # Not a pipe into `grep -q`: that ends early, and pipefail would take ldd's SIGPIPE for a no.
-  libraries=$(ldd "${server:-/nonexistent}" 2>/dev/null || true)
   if [[ -z $server ]]; then
     wrong "byteps-server is neither in build/venv/bin nor on PATH" "make setup"
-  elif [[ $libraries != *librdmacm* ]]; then
-    wrong "$server was built without RDMA" \
-      "apt-get install libibverbs-dev librdmacm-dev" "make setup"
-  elif [[ $libraries == *"not found"* ]]; then
-    wrong "$server lacks libraries: $(awk '/not found/ {printf "%s ", $1}' <<<"$libraries")" \
-      "apt-get install libibverbs1 librdmacm1"
-  else
-    good "byteps-server has RDMA: $server"
+    return
   fi
+  rdma=$("$server" --features 2>/dev/null | sed -n 's/^rdma: //p' || true)
+  case $rdma in
+    yes) good "byteps-server has RDMA: $server" ;;
+    no:*) wrong "$server: ${rdma#no: }" \
+      "apt-get install libibverbs1 librdmacm1 ibverbs-providers" ;;
+    *) wrong "$server was built without RDMA" \
+      "apt-get install libibverbs-dev librdmacm-dev" "make setup" ;;
+  esac
 }
 
 check_modules() {

@@ -6,12 +6,17 @@ system_needs='
 g++                    g++            required
 git                    git            required
 pkg-config             pkg-config     required
-zmq.h                  libzmq3-dev    required
 infiniband/verbs.h     libibverbs-dev optional
 rdma/rdma_cma.h        librdmacm-dev  optional
 prometheus/exposer.h   prometheus-cpp-dev optional
 ip                     iproute2       optional
 gtest/gtest.h          libgtest-dev   optional
+'
+
+# Cross-compiling for arm64, and running what comes out.
+[[ "$(uname -m)" != x86_64 ]] || system_needs+='
+aarch64-linux-gnu-g++  g++-aarch64-linux-gnu optional
+qemu-aarch64-static    qemu-user-static optional
 '
 
 # What only the RDMA tests need, which run in a virtual machine (tests/rdma/vm), on x86-64 alone.

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,6 +40,9 @@ class Upstream:
     """Versions of a user's own checkout that --target accepts; empty: --target is refused."""
     version_file: str
     """Where such a checkout states its version; relative to it."""
+    parts: Mapping[str, tuple[str, ...]]
+    """What --target leaves out unless it is asked for, by the name of its option: the overlay's
+    files that belong to it. Patches say `Part: NAME` in their message."""
 
     def shown(self, path: Path) -> str:
         """`path` as a user knows it: relative to the project where it lies inside."""
@@ -61,6 +65,7 @@ def load_lock(root: Path) -> list[Upstream]:
                 patches=root / entry["patches"],
                 compatible=tuple(entry.get("compatible", ())),
                 version_file=entry.get("version_file", ""),
+                parts={name: tuple(files) for name, files in entry.get("parts", {}).items()},
             )
             for entry in entries
         ]
@@ -94,6 +99,23 @@ def read_series(upstream: Upstream) -> list[Path]:
             f"{upstream.shown(folder / extra[0])} is not named in {upstream.shown(series)}"
         )
     return [folder / name for name in names]
+
+
+def part_of(upstream: Upstream, patch: Path) -> str | None:
+    """The part that a patch's message names; None: it is always applied.
+
+    Raises PatchError for a part that upstream.lock does not know.
+    """
+    message = patch.read_text(encoding="utf-8", errors="replace").split("\n---\n", 1)[0]
+    named = re.findall(r"^Part: (.*)$", message, re.M)
+    if not named:
+        return None
+    if len(named) > 1 or named[0] not in upstream.parts:
+        known = ", ".join(upstream.parts) or "none"
+        raise PatchError(
+            f"{upstream.shown(patch)} says Part: {', '.join(named)}; upstream.lock has {known}"
+        )
+    return named[0]
 
 
 def is_junk(name: str) -> bool:

@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from .common import PatchError, reason_of, say, sha256_file, try_git
-from .lock import Upstream, fingerprint, is_junk, overlay_files, read_series
+from .lock import Upstream, fingerprint, is_junk, overlay_files, part_of, read_series
 
 RECORD = ".megatron-byteps"
 """Folder in the checkout: what was done, and the originals of the patched files."""
@@ -29,18 +30,20 @@ def read_version(upstream: Upstream, checkout: Path) -> str:
     return "{MAJOR}.{MINOR}.{PATCH}".format(**fields) + fields.get("PRE_RELEASE", "")
 
 
-def apply(upstream: Upstream, checkout: Path) -> None:
+def apply(upstream: Upstream, checkout: Path, parts: Collection[str] = ()) -> None:
     """Applies overlay and series to the working tree of `checkout`, all or nothing.
 
-    Git's index and history are left alone. Raises PatchError, changing nothing, for a version
-    that is not listed, a patch that does not apply, or a file in an overlay file's place.
+    Of what belongs to a part, only that of `parts`. Git's index and history are left alone. Raises
+    PatchError, changing nothing, for a version that is not listed, a patch that does not apply, or
+    a file in an overlay file's place.
     """
     wanted = fingerprint(upstream)
     record = _load(checkout)
     if record:
-        if record["fingerprint"] != wanted:
+        if record["fingerprint"] != wanted or record.get("parts", []) != sorted(parts):
             raise PatchError(
-                f"{checkout} carries another state of the series: undo it first with --reverse"
+                f"{checkout} carries another state of the series, or other parts of it: undo it "
+                "first with --reverse"
             )
         changed = _changed(checkout, record["files"])
         note = f"; changed since: {', '.join(changed)}" if changed else ""
@@ -52,13 +55,17 @@ def apply(upstream: Upstream, checkout: Path) -> None:
             f"{checkout} is Megatron-LM {version}; the patches are for "
             f"{', '.join(upstream.compatible)}"
         )
-    overlay = overlay_files(upstream)
+    left_out = {
+        path for part, paths in upstream.parts.items() if part not in parts for path in paths
+    }
+    overlay = {p: s for p, s in overlay_files(upstream).items() if p not in left_out}
     for relative, source in overlay.items():
         if os.path.lexists(checkout / relative):
             raise PatchError(
                 f"overlay file {upstream.shown(source)} would overwrite {checkout / relative}"
             )
-    patches = read_series(upstream)
+    series = ((patch, part_of(upstream, patch)) for patch in read_series(upstream))
+    patches = [patch for patch, part in series if part is None or part in parts]
     with tempfile.TemporaryDirectory(prefix="patchset-target-") as temporary:
         aside = Path(temporary)
         touched = _apply_aside(upstream, checkout, patches, aside)
@@ -79,7 +86,10 @@ def apply(upstream: Upstream, checkout: Path) -> None:
                 shutil.copy2(checkout / path, kept)
         (checkout / RECORD).mkdir(exist_ok=True)
         (checkout / RECORD / ".gitignore").write_text("*\n", encoding="utf-8")
-        _save(checkout, {"fingerprint": wanted, "files": files, "folders": folders})
+        _save(
+            checkout,
+            {"fingerprint": wanted, "parts": sorted(parts), "files": files, "folders": folders},
+        )
         for path in files:
             if path in contents:
                 (checkout / path).parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = ["apply_patches.sh", "export_patches.sh", "setup.sh", "lint.sh", "clean.sh"]
-SCRIPTS += ["lock_requirements.sh"]
+SCRIPTS += ["lock_requirements.sh", "wheel.sh", "images.sh", "site.sh"]
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

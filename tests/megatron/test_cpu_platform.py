@@ -42,9 +42,10 @@ def parse(
 @pytest.mark.parametrize(
     ("variable", "has_gpu", "wanted"),
     [
-        (None, False, True),
+        (None, False, False),
         (None, True, False),
         ("", True, False),
+        ("", False, False),
         ("1", True, True),
         ("1", False, True),
         ("0", False, False),
@@ -80,26 +81,27 @@ def test_every_default_is_an_argument_of_megatron() -> None:
 
 def test_defaults_on_the_cpu(
     parse: Callable[..., Namespace],
-    gpu: Callable[[bool], None],
+    clean_environment: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    gpu(False)
+    clean_environment.setenv("MEGATRON_CPU", "1")
     args = parse()
     assert cpu_platform.is_active()
     assert (args.distributed_backend, args.transformer_impl) == ("gloo", "local")
     assert args.attention_backend == AttnBackend.unfused
     assert not args.gradient_accumulation_fusion
     lines = [line for line in capsys.readouterr().out.splitlines() if "training on the CPU" in line]
-    assert len(lines) == 1 and "PyTorch sees no GPU" in lines[0]
+    assert len(lines) == 1 and "MEGATRON_CPU=1" in lines[0]
     assert "distributed_backend=gloo" in lines[0]
     parse()
     assert "training on the CPU" not in capsys.readouterr().out, "said once"
 
 
-def test_nothing_happens_with_a_gpu(
-    parse: Callable[..., Namespace], gpu: Callable[[bool], None]
+@pytest.mark.parametrize("has_gpu", [True, False], ids=["gpu", "broken driver"])
+def test_nothing_happens_unasked(
+    parse: Callable[..., Namespace], gpu: Callable[[bool], None], has_gpu: bool
 ) -> None:
-    gpu(True)
+    gpu(has_gpu)
     factory, device = torch.zeros, torch.cuda.current_device
     args = parse()
     assert not cpu_platform.is_active()
@@ -118,24 +120,24 @@ def test_nothing_happens_with_a_gpu(
     ids=lambda words: words[0],
 )
 def test_a_contradiction_is_an_error(
-    parse: Callable[..., Namespace], gpu: Callable[[bool], None], words: tuple[str, str]
+    parse: Callable[..., Namespace], clean_environment: pytest.MonkeyPatch, words: tuple[str, str]
 ) -> None:
-    gpu(False)
+    clean_environment.setenv("MEGATRON_CPU", "1")
     with pytest.raises(ValueError, match=f"{words[0]} {words[1]} needs a GPU"):
         parse(*words)
     assert not cpu_platform.is_active()
 
 
 def test_saying_what_is_set_anyway_is_no_contradiction(
-    parse: Callable[..., Namespace], gpu: Callable[[bool], None]
+    parse: Callable[..., Namespace], clean_environment: pytest.MonkeyPatch
 ) -> None:
-    gpu(False)
+    clean_environment.setenv("MEGATRON_CPU", "1")
     parse("--distributed-backend", "gloo", "--no-rope-fusion", "--use-cpu-initialization")
 
 
 @pytest.fixture
-def active(parse: Callable[..., Namespace], gpu: Callable[[bool], None]) -> None:
-    gpu(False)
+def active(parse: Callable[..., Namespace], clean_environment: pytest.MonkeyPatch) -> None:
+    clean_environment.setenv("MEGATRON_CPU", "1")
     parse()
 
 
@@ -209,6 +211,6 @@ def test_switched_off_megatron_says_that_it_needs_cuda(
         1,
         fails=True,
         arguments=["--data-path", str(dataset.prefix)],
-        environment={"MEGATRON_CPU": "0"},
+        environment={"MEGATRON_CPU": ""},
     )
     assert "Megatron requires CUDA" in job.log_of(0).read_text()

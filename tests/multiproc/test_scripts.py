@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,7 +61,9 @@ def test_help_names_every_setting(run_dir: Path, role: str, flag: str) -> None:
     assert said.stdout.startswith("Usage:")
     source = (SCRIPTS / f"{role}.sh").read_text()
     options = set(re.findall(r"^ *(--[a-z-]+)\)", source, re.MULTILINE)) - {"--"}
-    assert options >= {"--servers", "--node-host", "--interface"}
+    assert "--servers" in options
+    # The scheduler listens where --host says: an address of its own would have no effect.
+    assert ({"--node-host", "--interface"} <= options) == (role != "scheduler")
     variables = set(re.findall(r"\b((?:DMLC|BYTEPS|SERVER)_[A-Z_]+)\b", source)) - {"DMLC_ROLE"}
     for setting in options | variables:
         assert setting in said.stdout, f"{setting} is not in the help"
@@ -307,3 +310,60 @@ def test_one_failed_instance_ends_the_others(scripted: Scripted) -> None:
     os.kill(instances[1], signal.SIGKILL)
     assert server.wait(END_S) == 128 + signal.SIGKILL
     assert "ending the others" in server.text
+
+
+@pytest.mark.parametrize("role", list(GOOD))
+def test_dry_run_prints_what_a_shell_can_run(run_dir: Path, role: str) -> None:
+    arguments = ["--dry-run", *GOOD[role]]
+    said = ask(run_dir, role, *arguments)
+    assert said.returncode == 0, said.stderr
+    shown = said.stdout.replace("\\\n", "").split()
+    assert f"DMLC_ROLE={role}" in shown
+    assert f"DMLC_PS_ROOT_URI={LOOPBACK}" in shown
+    program = "torch.distributed.run" if role == "worker" else "byteps-server"
+    assert any(word.endswith(program) for word in shown)
+
+
+def test_dry_run_shows_each_instance(run_dir: Path) -> None:
+    wanted = ["--servers", "2", "--instances", "2", "--dry-run"]
+    said = ask(run_dir, "server", *without(GOOD["server"], "--servers"), *wanted)
+    assert said.returncode == 0, said.stderr
+    assert re.findall(r"env BYTEPS_LOCAL_RANK=(\d)", said.stdout) == ["0", "1"]
+    assert "interface lo (--interface), address 127.0.0.1 (--node-host)" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "host"), [("[::1]:9", "::1"), ("[fe80::1%lo]:9", "fe80::1%lo")]
+)
+def test_ipv6_stands_in_brackets(run_dir: Path, scheduler: str, host: str) -> None:
+    rest = without(GOOD["server"], "--scheduler")
+    said = ask(run_dir, "server", "--scheduler", scheduler, *rest, "--dry-run")
+    assert said.returncode == 0, said.stderr
+    assert f"DMLC_PS_ROOT_URI={host} " in said.stdout
+    assert "DMLC_PS_ROOT_PORT=9 " in said.stdout
+
+
+def test_ipv6_without_brackets_is_refused(run_dir: Path) -> None:
+    rest = without(GOOD["server"], "--scheduler")
+    said = ask(run_dir, "server", "--scheduler", "::1:9", *rest, "--dry-run")
+    assert said.returncode == 2
+    assert "[IPV6]:PORT" in said.stderr
+
+
+def test_check_tells_of_a_scheduler_that_is_not_there(run_dir: Path) -> None:
+    rest = without(GOOD["server"], "--scheduler")
+    said = ask(run_dir, "server", "--check", "--scheduler", "127.0.0.1:9", *rest)
+    assert said.returncode == 1
+    assert "WRONG nothing answers at 127.0.0.1:9" in said.stdout
+    said = ask(run_dir, "server", "--check", "--scheduler", "no.such.host.invalid:9", *rest)
+    assert said.returncode == 1
+    assert "'no.such.host.invalid' does not resolve" in said.stdout
+
+
+def test_check_finds_a_scheduler(run_dir: Path) -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        scheduler = f"{LOOPBACK}:{listener.getsockname()[1]}"
+        rest = without(GOOD["server"], "--scheduler")
+        said = ask(run_dir, "server", "--check", "--scheduler", scheduler, *rest)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert f"ok    the scheduler answers at {scheduler}" in said.stdout

@@ -33,7 +33,21 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
     before = contents(tree)
     assert before != patched_files
 
+    # By itself, nothing of what a CPU needs: a node whose driver is broken must fail.
     result = run_script("--root", str(root), "apply", "--target", str(tree))
+    assert result.status == 0, result.output
+    assert "(2 patches)" in result.output
+    assert (tree / "megatron/core/distributed/dpu_reduce.py").exists()
+    assert not (tree / "megatron/training/cpu_platform.py").exists()
+    assert not any(b"cpu_platform" in content for content, _ in contents(tree).values())
+    result = run_script("--root", str(root), "apply", "--target", str(tree), "--cpu")
+    assert result.status == 1
+    assert "other parts" in result.output and "--reverse" in result.output
+    result = run_script("--root", str(root), "apply", "--target", str(tree), "--reverse")
+    assert result.status == 0, result.output
+    assert contents(tree) == before
+
+    result = run_script("--root", str(root), "apply", "--target", str(tree), "--cpu")
     assert result.status == 0, result.output
     after = contents(tree)
     assert {name for name in after if not name.startswith(".megatron-byteps")} == set(patched_files)
@@ -163,3 +177,15 @@ def test_folder_that_is_no_checkout_is_refused(patched: Project, tmp_path: Path)
     assert "no Megatron-LM checkout" in patched.fails(
         "apply", "--target", str(tmp_path), "--reverse"
     )
+
+
+def test_part_that_the_lock_does_not_know(patched: Project, checkout: Path) -> None:
+    patch = next(patched.patch_folder("trainer").glob("*.patch"))
+    patch.write_text(patch.read_text().replace("\n---\n", "\nPart: gpu\n---\n", 1))
+    before = contents(checkout)
+    assert "Part: gpu" in patched.fails("apply", "--target", str(checkout))
+    assert contents(checkout) == before
+
+
+def test_cpu_goes_with_target(patched: Project) -> None:
+    assert "--cpu goes with --target" in patched.run("apply", "--cpu").output

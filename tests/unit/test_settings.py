@@ -204,3 +204,18 @@ def test_committed_table_of_metrics_is_the_generated_one(ask: Ask) -> None:
     table = ask("--metrics-markdown").stdout
     assert table.count("\n") > 20
     assert table in DOCUMENT.with_name("observability.md").read_text()
+
+
+@pytest.mark.parametrize("value", ["1", "2", "yes"])
+def test_asynchronous_training_is_refused(ask: Ask, value: str) -> None:
+    said = ask("--print-config", BYTEPS_ENABLE_ASYNC=value)
+    assert said.returncode == 2
+    assert f"BYTEPS_ENABLE_ASYNC='{value}'" in said.stderr
+    assert "asynchronous training is not supported" in said.stderr
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_asynchronous_training_may_be_switched_off(ask: Ask, value: str) -> None:
+    said = ask("--print-config", BYTEPS_ENABLE_ASYNC=value)
+    assert said.returncode == 0
+    assert not said.stderr

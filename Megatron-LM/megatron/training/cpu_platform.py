@@ -8,9 +8,9 @@ streams, memory statistics and the random number generator, and makes small tens
 nearest meaning on the CPU, and gives the arguments that choose CUDA-only code defaults that work
 there. What is trained is Megatron's own model, data, optimizer and loop, over gloo.
 
-It is on where PyTorch sees no GPU, off where it sees one. ``MEGATRON_CPU`` decides otherwise:
-``1`` runs on the CPU of a machine with GPUs, ``0`` never stands in for anything (Megatron then
-stops with its own message about CUDA).
+It is on where ``MEGATRON_CPU=1`` asks for it, and off otherwise: on a node whose driver is broken
+Megatron stops with its own message about CUDA, instead of training alone on its CPU while the
+other nodes wait.
 
 Called at two places, both in ``megatron.training.arguments.parse_args``: :func:`set_defaults`
 before the command line is parsed, :func:`start` after.
@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 
 
 def is_wanted() -> bool:
-    """Whether training is to run on the CPU: no GPU is present, or the variable asks for it.
+    """Whether the variable asks for training on the CPU.
 
     Raises:
         ValueError: the variable holds something else than 0 or 1.
@@ -50,10 +50,9 @@ def is_wanted() -> bool:
     text = os.environ.get(VARIABLE, "")
     if text not in ("", "0", "1"):
         raise ValueError(
-            f"{VARIABLE}={text!r}: use 1 (train on the CPU), 0 (never), or leave it unset "
-            "(on the CPU where there is no GPU)"
+            f"{VARIABLE}={text!r}: use 1 to train on the CPU, and 0 or nothing to train on GPUs"
         )
-    return text == "1" or (text == "" and not torch.cuda.is_available())
+    return text == "1"
 
 
 def is_active() -> bool:
@@ -120,7 +119,7 @@ def start(args: Namespace) -> None:
             shown = getattr(value, "name", value)
             raise ValueError(
                 f"{default.flag} {shown} needs a GPU, and training runs on the CPU "
-                f"({_why()}): leave it out"
+                f"({VARIABLE}=1): leave it out"
             )
     if not is_active():
         _install()
@@ -128,11 +127,7 @@ def start(args: Namespace) -> None:
             chosen = " ".join(
                 f"{d.attribute}={getattr(d.value, 'name', d.value)}" for d in _required_defaults()
             )
-            print(f"> training on the CPU ({_why()}), with {chosen}", flush=True)
-
-
-def _why() -> str:
-    return f"{VARIABLE}=1" if os.environ.get(VARIABLE) == "1" else "PyTorch sees no GPU"
+            print(f"> training on the CPU ({VARIABLE}=1), with {chosen}", flush=True)
 
 
 # --------------------------------------------------------------------------- stand-ins

@@ -171,6 +171,10 @@ std::vector<Variable> MakeTable() {
        "BYTEPS_LOCAL_RANK of a server. 0: do not."},
       {"BYTEPS_METRICS_HOST", kString, "", "", 0, 0, "",
        "Address of this host at which metrics are served. Default: all of them."},
+      {"BYTEPS_HEALTH_SOCKET", kString, "", "", 0, 0, "",
+       "Path of a Unix socket at which a scheduler or server says how it is: `byteps-server "
+       "--health` "
+       "asks there. Default: none."},
       {"BYTEPS_TRACE_ON", kBool, "", "0", 0, 1, "",
        "Record what happens to each partition, and write it for Perfetto when the job ends."},
       {"BYTEPS_TRACE_START_STEP", kInt, "", "0", 0, kMaxInt, "",
@@ -275,6 +279,15 @@ size_t EditDistance(const std::string& a, const std::string& b) {
   return row[b.size()];
 }
 
+// Upstream's, which would corrupt a training here: workers push the differences of their
+// parameters, and our servers answer the sum of one round, not the parameters so far.
+void RefuseAsync() {
+  const char* text = getenv("BYTEPS_ENABLE_ASYNC");
+  if (text == nullptr || *text == '\0' || strcmp(text, "0") == 0) return;
+  throw UsageError(std::string("BYTEPS_ENABLE_ASYNC='") + text +
+                   "' is not allowed: asynchronous training is not supported here; unset it");
+}
+
 }  // namespace
 
 const std::vector<Variable>& Config::Table() {
@@ -283,6 +296,7 @@ const std::vector<Variable>& Config::Table() {
 }
 
 Config Config::FromEnvironment() {
+  RefuseAsync();
   Config config;
   for (const auto& v : Table()) {
     const char* text = getenv(v.name);
@@ -332,7 +346,7 @@ std::vector<std::string> Config::UnknownVariables() {
     if (equals == nullptr) continue;
     const std::string name(*entry, equals - *entry);
     const bool ours = name.rfind("BYTEPS_", 0) == 0 || name.rfind("DMLC_", 0) == 0;
-    if (!ours || Find(name) != nullptr) continue;
+    if (!ours || Find(name) != nullptr || name == "BYTEPS_ENABLE_ASYNC") continue;
     const Variable* nearest = nullptr;
     size_t least = name.size();
     for (const auto& v : Table()) {

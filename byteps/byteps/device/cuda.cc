@@ -1,97 +1,82 @@
-#include <cuda_runtime_api.h>
-
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "byteps/base/error.h"
+#include "byteps/device/cuda_api.h"
 #include "byteps/device/device.h"
 
 namespace byteps {
 namespace core {
 namespace {
 
-void Check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  throw Error(std::string(what) + ": " + cudaGetErrorString(status));
-}
+CudaStream Stream(DeviceStream stream) { return static_cast<CudaStream>(stream); }
+CudaEvent Event(DeviceEvent event) { return static_cast<CudaEvent>(event); }
+CudaPointer Pointer(const void* memory) { return reinterpret_cast<CudaPointer>(memory); }
 
-cudaStream_t Stream(DeviceStream stream) { return static_cast<cudaStream_t>(stream); }
-cudaEvent_t Event(DeviceEvent event) { return static_cast<cudaEvent_t>(event); }
-
-void CUDART_CB CallAndDelete(void* function) {
+void CallAndDelete(void* function) {
   const std::unique_ptr<std::function<void()>> then(static_cast<std::function<void()>*>(function));
   (*then)();
 }
 
 }  // namespace
 
-bool BuiltWithCuda() { return true; }
+CurrentDevice::CurrentDevice(int device) { PushCudaDevice(device); }
 
-CurrentDevice::CurrentDevice(int device) {
-  int now = kCpu;
-  Check(cudaGetDevice(&now), "cudaGetDevice");
-  if (now == device) return;
-  Check(cudaSetDevice(device), "cudaSetDevice");
-  before_ = now;
-}
-
-CurrentDevice::~CurrentDevice() {
-  if (before_ != kCpu) (void)cudaSetDevice(before_);
-}
+CurrentDevice::~CurrentDevice() { PopCudaDevice(); }
 
 DeviceStream MakeStream() {
-  cudaStream_t stream = nullptr;
-  Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  CudaStream stream = nullptr;
+  CheckCuda(Cuda().cuStreamCreate(&stream, kCudaStreamNonBlocking), "cuStreamCreate");
   return stream;
 }
 
 DeviceEvent MakeEvent() {
-  cudaEvent_t event = nullptr;
-  Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  CudaEvent event = nullptr;
+  CheckCuda(Cuda().cuEventCreate(&event, kCudaEventDisableTiming), "cuEventCreate");
   return event;
 }
 
 void RecordEvent(DeviceEvent event, DeviceStream stream) {
-  Check(cudaEventRecord(Event(event), Stream(stream)), "cudaEventRecord");
+  CheckCuda(Cuda().cuEventRecord(Event(event), Stream(stream)), "cuEventRecord");
 }
 
 bool EventIsDone(DeviceEvent event) {
-  const cudaError_t status = cudaEventQuery(Event(event));
-  if (status == cudaErrorNotReady) return false;
-  Check(status, "work on the GPU");
+  const CudaResult result = Cuda().cuEventQuery(Event(event));
+  if (result == kCudaNotReady) return false;
+  CheckCuda(result, "work on the GPU");
   return true;
 }
 
 void WaitForEvent(DeviceStream stream, DeviceEvent event) {
-  Check(cudaStreamWaitEvent(Stream(stream), Event(event), 0), "cudaStreamWaitEvent");
+  CheckCuda(Cuda().cuStreamWaitEvent(Stream(stream), Event(event), 0), "cuStreamWaitEvent");
 }
 
 void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream) {
-  Check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, Stream(stream)),
-        "copy to the host");
+  CheckCuda(Cuda().cuMemcpyDtoHAsync(host, Pointer(device), bytes, Stream(stream)),
+            "copy to the host");
 }
 
 void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream stream) {
-  Check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, Stream(stream)),
-        "copy to the device");
+  CheckCuda(Cuda().cuMemcpyHtoDAsync(Pointer(device), host, bytes, Stream(stream)),
+            "copy to the device");
 }
 
 void CallWhenDone(DeviceStream stream, std::function<void()> then) {
   auto function = std::make_unique<std::function<void()>>(std::move(then));
-  Check(cudaLaunchHostFunc(Stream(stream), CallAndDelete, function.get()), "cudaLaunchHostFunc");
+  CheckCuda(Cuda().cuLaunchHostFunc(Stream(stream), CallAndDelete, function.get()),
+            "cuLaunchHostFunc");
   (void)function.release();  // CallAndDelete's now
 }
 
 void* PinMemory(size_t bytes) {
   void* memory = nullptr;
-  Check(
-      cudaHostAlloc(&memory, bytes, cudaHostAllocPortable),
+  CheckCuda(
+      Cuda().cuMemHostAlloc(&memory, bytes, kCudaHostAllocPortable),
       ("pinning " + std::to_string(bytes) + " bytes of host memory (BYTEPS_PINNED_BYTES)").c_str());
   return memory;
 }
-
-void UnpinMemory(void* memory) { (void)cudaFreeHost(memory); }
 
 }  // namespace core
 }  // namespace byteps

@@ -1,8 +1,9 @@
-// The few things that are asked of a GPU and its driver.  device/cuda.cc answers with CUDA,
-// device/none.cc refuses, device/fake.cc plays a GPU for tests.
+// The few things that are asked of a GPU and its driver.  device/cuda.cc asks the driver, which
+// it finds at run time; device/fake.cc plays a GPU for tests.
 //
-// Every function may be called by any thread and throws Error with CUDA's words.  Streams and
-// events belong to the device that was current when they were made.
+// Every function may be called by any thread and throws Error with the driver's words.  Streams
+// and events belong to the device that was current when they were made; but for EventIsDone, that
+// device has to be current for what is called with them, and some device to pin memory.
 #ifndef BYTEPS_DEVICE_DEVICE_H_
 #define BYTEPS_DEVICE_DEVICE_H_
 
@@ -14,9 +15,6 @@ namespace core {
 
 constexpr int kCpu = -1;  // the device number of host memory
 
-// Whether this build can copy from and to GPUs.
-bool BuiltWithCuda();
-
 using DeviceStream = void*;  // cudaStream_t
 using DeviceEvent = void*;   // cudaEvent_t
 
@@ -27,9 +25,6 @@ class CurrentDevice {
   ~CurrentDevice();
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
-
- private:
-  int before_ = kCpu;  // kCpu: it was current already
 };
 
 // Does not wait for the default stream, so that copies overlap with kernels.
@@ -54,7 +49,6 @@ void CallWhenDone(DeviceStream stream, std::function<void()> then);
 
 // Host memory that every device can copy from and to.
 void* PinMemory(size_t bytes);
-void UnpinMemory(void* memory);
 
 }  // namespace core
 }  // namespace byteps

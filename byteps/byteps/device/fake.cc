@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "byteps/base/error.h"
 
@@ -22,6 +23,7 @@ using Work = std::function<void()>;
 using Done = std::shared_future<void>;
 
 thread_local int current_device = 0;
+thread_local std::vector<int> devices_before;  // of the scopes that are open
 thread_local bool in_callback = false;
 std::atomic<bool> broken{false};
 std::atomic<int> copy_us{0};
@@ -116,17 +118,15 @@ void Copy(void* to, const void* from, size_t bytes, DeviceStream stream) {
 
 }  // namespace
 
-bool BuiltWithCuda() { return true; }
-
 CurrentDevice::CurrentDevice(int device) {
   Enter();
-  if (current_device == device) return;
-  before_ = current_device;
+  devices_before.push_back(current_device);
   current_device = device;
 }
 
 CurrentDevice::~CurrentDevice() {
-  if (before_ != kCpu) current_device = before_;
+  current_device = devices_before.back();
+  devices_before.pop_back();
 }
 
 DeviceStream MakeStream() {
@@ -195,13 +195,6 @@ void* PinMemory(size_t bytes) {
   std::lock_guard<std::mutex> lock(pinned_mu);
   pinned[memory] = bytes;
   return memory;
-}
-
-void UnpinMemory(void* memory) {
-  Enter();
-  std::lock_guard<std::mutex> lock(pinned_mu);
-  pinned.erase(static_cast<const char*>(memory));
-  free(memory);
 }
 
 namespace fake {

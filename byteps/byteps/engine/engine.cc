@@ -60,6 +60,7 @@ std::vector<TensorPtr> Engine::Declare(const std::vector<TensorSpec>& specs) {
   std::vector<TensorPtr> tensors = declarations_.Declare(specs);
   for (size_t i = 0; i < specs.size(); ++i) {
     if (specs[i].device == kCpu || tensors[i]->has_room.exchange(true)) continue;
+    const CurrentDevice current(specs[i].device);
     context_.pool()->Reserve(specs[i].bytes);
   }
   return tensors;

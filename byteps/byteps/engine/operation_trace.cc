@@ -16,9 +16,9 @@ constexpr auto kCopiesTake = std::chrono::seconds(1);
 
 OperationTrace::OperationTrace(std::unique_ptr<Tracer> tracer, int rank)
     : tracer_(std::move(tracer)), rank_(rank) {
-  if (!tracer_ || !BuiltWithCuda()) return;
-  to_host_.track = AddTrack("copies from the GPU");
-  to_device_.track = AddTrack("copies to the GPU");
+  if (!tracer_) return;
+  to_host_.name = "copies from the GPU";
+  to_device_.name = "copies to the GPU";
 }
 
 int OperationTrace::AddTrack(const std::string& name) {
@@ -59,6 +59,8 @@ void OperationTrace::CopySlice(const Operation& operation, uint64_t index, bool 
   if (operation.times.empty()) return;
   Copies& copies = to_host ? to_host_ : to_device_;
   const int64_t before = copies.last_done.exchange(SteadyNs());
+  // A worker of CPU tensors has no such track.
+  std::call_once(copies.made, [&] { copies.track = AddTrack(copies.name); });
   tracer_->AddSlice(Traced(operation, index), copies.track, "copy", std::max(enqueued, before),
                     TraceArrow::kNone);
   std::lock_guard<std::mutex> lock(mu_);

@@ -43,6 +43,8 @@ class OperationTrace {
 
  private:
   struct Copies {
+    const char* name = "";
+    std::once_flag made;
     int track = 0;
     std::atomic<int64_t> last_done{0};
   };

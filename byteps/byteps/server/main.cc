@@ -19,7 +19,12 @@
 #include "byteps/base/error.h"
 #include "byteps/cluster/session.h"
 #include "byteps/observe/metrics_server.h"
+#include "byteps/server/health.h"
+#include "byteps/server/reducer.h"
 #include "byteps/server/sum_server.h"
+#ifdef BYTEPS_WITH_RDMA
+#include "ps/verbs_library.h"
+#endif
 
 #ifndef BYTEPS_VERSION
 #error "the build passes BYTEPS_VERSION"
@@ -31,20 +36,25 @@ namespace {
 
 constexpr int kExitFailure = 1;
 constexpr int kExitUsage = 2;
+constexpr double kHealthTimeoutS = 3.0;
 
 const char kUsage[] =
     "usage: byteps-server [--role scheduler|server] [--port-file PATH] [--die-with-parent]\n"
-    "       byteps-server --print-config | --config-markdown | --metrics-markdown | --version | "
-    "-h\n"
+    "       byteps-server --health\n"
+    "       byteps-server --print-config | --config-markdown | --metrics-markdown |\n"
+    "                     --features | --version | -h\n"
     "\n"
     "Runs the scheduler or one server of a BytePS cluster until its job ends.\n"
     "\n"
     "  --role ROLE         scheduler or server; default: DMLC_ROLE\n"
     "  --port-file PATH    write \"HOST PORT\" there once this process listens\n"
     "  --die-with-parent   end when the process that started this one ends\n"
+    "  --health            ask the process at BYTEPS_HEALTH_SOCKET how it is: prints its answer\n"
+    "                      and exits with 0, or with 1 if there is none within 3 s\n"
     "  --print-config      print the settings in force and exit\n"
     "  --config-markdown   print the reference of all settings and exit\n"
     "  --metrics-markdown  print the reference of all metrics and exit\n"
+    "  --features          print what this build has, and can use on this machine, and exit\n"
     "\n"
     "Settings come from the environment, at least DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,\n"
     "DMLC_NUM_WORKER and DMLC_NUM_SERVER.\n"
@@ -103,6 +113,50 @@ void WritePortFile(const std::string& path, const Session& session) {
   }
 }
 
+// What a server or scheduler says when it is asked how it is.  Thread-safe.
+class HealthReport {
+ public:
+  explicit HealthReport(Role role) : role_(role) {}
+
+  // `server`: null of a scheduler.
+  void Joined(int rank, Server* server) {
+    std::lock_guard<std::mutex> lock(mu_);
+    rank_ = rank;
+    joined_ = true;
+    server_ = server;
+  }
+  // To be called before the server is destroyed.
+  void Left() {
+    std::lock_guard<std::mutex> lock(mu_);
+    joined_ = false;
+    server_ = nullptr;
+  }
+
+  std::string Describe() {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::string text = NameOf(role_);
+    if (!joined_) return text + " waits for the job to gather";
+    if (role_ == Role::kServer) text += " " + std::to_string(rank_);
+    text += " serves";
+    if (server_ == nullptr) return text;
+    // Reading these takes the server's locks: one that is stuck does not answer.
+    for (const Metric& metric : server_->Metrics()) {
+      if (metric.kind == Metric::kHistogram || !metric.labels.empty()) continue;
+      char value[32];
+      snprintf(value, sizeof(value), "%.15g", metric.value);
+      text += " " + metric.name + "=" + value;
+    }
+    return text;
+  }
+
+ private:
+  const Role role_;
+  std::mutex mu_;
+  int rank_ = -1;
+  bool joined_ = false;
+  Server* server_ = nullptr;
+};
+
 // Sleeps until the job has an outcome or a signal came.
 void WaitForOutcome(Outcome* outcome) {
   while (true) {
@@ -152,7 +206,7 @@ class Node : public ChannelUser {
 
 // Serves one job.  Throws Error when it fails.
 void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file,
-               Outcome* outcome) {
+               HealthReport* health, Outcome* outcome) {
   SessionOptions options;
   options.role = role;
   options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
@@ -172,6 +226,11 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
   SetSignalHandlers(SIG_DFL);
   session.Start(&node);
   if (server) server->SetRank(session.rank());
+  health->Joined(session.rank(), server.get());
+  const struct Leaver {
+    HealthReport* health;
+    ~Leaver() { health->Left(); }
+  } leaver{health};
   SetSignalHandlers(OnSignal);
   try {
     if (!port_file.empty()) WritePortFile(port_file, session);
@@ -220,22 +279,44 @@ int Serve(const Arguments& arguments) {
   CheckAddress(config, role);
   wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd < 0) throw Error(std::string("eventfd: ") + strerror(errno));
+  HealthReport health(role);
+  std::unique_ptr<HealthServer> health_server;
+  if (const std::string& path = config.String("BYTEPS_HEALTH_SOCKET"); !path.empty()) {
+    health_server = std::make_unique<HealthServer>(path, [&health] { return health.Describe(); });
+  }
   for (bool rejoin = false;; rejoin = true) {
     Outcome outcome;
-    ServeOnce(config, role, rejoin, arguments.port_file, &outcome);
+    ServeOnce(config, role, rejoin, arguments.port_file, &health, &outcome);
     if (caught_signal != 0) return 128 + caught_signal;
     if (!outcome.suspended) return 0;
   }
 }
 
+// One line each: what this build has and, as far as that matters, what it finds here.
+std::string Features() {
+  std::string rdma = "not compiled in";
+#ifdef BYTEPS_WITH_RDMA
+  rdma = "yes";
+  try {
+    ps::rdma::LoadVerbsLibraries();
+  } catch (const std::exception& e) {
+    rdma = std::string("no: ") + e.what();
+  }
+#endif
+  return std::string("additions: ") + InstructionSet() + "\nrdma: " + rdma +
+         "\nprometheus: " + (BuiltWithPrometheus() ? "yes" : "not compiled in") + "\n";
+}
+
 int Main(int argc, char** argv) {
-  enum { kRole = 1, kPortFile, kDie, kPrint, kMarkdown, kMetrics, kVersion };
+  enum { kRole = 1, kPortFile, kDie, kHealth, kPrint, kMarkdown, kMetrics, kFeatures, kVersion };
   const option options[] = {{"role", required_argument, nullptr, kRole},
                             {"port-file", required_argument, nullptr, kPortFile},
                             {"die-with-parent", no_argument, nullptr, kDie},
+                            {"health", no_argument, nullptr, kHealth},
                             {"print-config", no_argument, nullptr, kPrint},
                             {"config-markdown", no_argument, nullptr, kMarkdown},
                             {"metrics-markdown", no_argument, nullptr, kMetrics},
+                            {"features", no_argument, nullptr, kFeatures},
                             {"version", no_argument, nullptr, kVersion},
                             {"help", no_argument, nullptr, 'h'},
                             {nullptr, 0, nullptr, 0}};
@@ -253,6 +334,12 @@ int Main(int argc, char** argv) {
         case kDie:
           arguments.die_with_parent = true;
           break;
+        case kHealth: {
+          const std::string path = Config::FromEnvironment().String("BYTEPS_HEALTH_SOCKET");
+          if (path.empty()) throw UsageError("--health needs BYTEPS_HEALTH_SOCKET");
+          std::cout << AskHealth(path, kHealthTimeoutS) << "\n";
+          return 0;
+        }
         case kPrint:
           WarnOfUnknownVariables();
           std::cout << Config::FromEnvironment().Print();
@@ -262,6 +349,9 @@ int Main(int argc, char** argv) {
           return 0;
         case kMetrics:
           std::cout << MetricsMarkdown();
+          return 0;
+        case kFeatures:
+          std::cout << Features();
           return 0;
         case kVersion:
           std::cout << "byteps-server " << BYTEPS_VERSION << "\n";

@@ -9,6 +9,7 @@
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define BYTEPS_MULTIVERSION \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define BYTEPS_CHOOSES_CLONES
 #else
 #define BYTEPS_MULTIVERSION
 #endif
@@ -286,6 +287,21 @@ BYTEPS_WIDE(Float16)
 #undef BYTEPS_WIDE
 
 }  // namespace
+
+const char* InstructionSet() {
+#ifdef BYTEPS_CHOOSES_CLONES
+  // In the order in which the clones are tried.
+  if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
+  if (__builtin_cpu_supports("x86-64-v3")) return "x86-64-v3";
+#endif
+#if defined(__x86_64__)
+  return "x86-64";
+#elif defined(__aarch64__)
+  return "armv8-a";
+#else
+  return "plain";
+#endif
+}
 
 DType AccumulatorOf(DType t) {
   if (IsHalf(t)) return DType::kFloat32;

@@ -40,6 +40,10 @@ void WideAdd(DType t, void* wide, const void* in, size_t n);
 // last[i] = (wide[i] + last[i]) / divisor, rounded to nearest even.
 void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n);
 
+// The instructions that the additions use on this machine: "x86-64-v4" (AVX-512), "x86-64-v3"
+// (AVX2), "x86-64" (SSE2), "armv8-a" (NEON), or "plain".
+const char* InstructionSet();
+
 }  // namespace core
 }  // namespace byteps
 #endif  // BYTEPS_SERVER_REDUCER_H_

@@ -213,7 +213,6 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("config",
         [] { return GetWorker()->started() ? settings : Config::FromEnvironment().Print(); });
   m.def("unknown_variables", &Config::UnknownVariables);
-  m.def("built_with_cuda", &BuiltWithCuda);
 }
 
 }  // namespace core

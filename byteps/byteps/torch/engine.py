@@ -237,10 +237,7 @@ def _check(tensor: torch.Tensor, what: str) -> None:
         raise ValueError(f"{what} is {tensor.dtype}; what can be summed is {known}")
     if not tensor.is_contiguous():
         raise ValueError(f"{what} must be contiguous; call .contiguous() first")
-    if tensor.device.type == "cuda":
-        if not c_lib.built_with_cuda():
-            raise ValueError(f"{what} is on {tensor.device}, but byteps was built without CUDA")
-    elif tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{what} is on {tensor.device}; only CPU and CUDA tensors can be summed")
 
 

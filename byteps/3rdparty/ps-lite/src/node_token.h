@@ -3,18 +3,25 @@
 #ifndef PS_NODE_TOKEN_H_
 #define PS_NODE_TOKEN_H_
 
+#include <sys/random.h>
+
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <random>
 
+#include "dmlc/logging.h"
 #include "ps/internal/message.h"
 
 namespace ps {
 
 inline uint64_t NewToken() {
-  std::random_device source;
+  // From the kernel: the C++ library's source of random numbers needs a newer C library than
+  // the rest of us.
   uint64_t token = 0;
-  while (token == 0) token = (static_cast<uint64_t>(source()) << 32) | source();
+  while (token == 0) {
+    CHECK_EQ(getrandom(&token, sizeof(token), 0), static_cast<ssize_t>(sizeof(token)))
+        << "getrandom: " << strerror(errno);
+  }
   return token;
 }
 

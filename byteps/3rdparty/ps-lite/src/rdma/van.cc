@@ -1,9 +1,9 @@
 #include "./van.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <random>
 #include <thread>
 #include <utility>
 
@@ -12,6 +12,7 @@
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 #include "ps/lasting_memory.h"
+#include "ps/verbs_library.h"
 
 namespace ps {
 
@@ -39,6 +40,7 @@ void RdmaVan::SetNode(const Node& node) {
 
 void RdmaVan::Start(int customer_id, bool standalone) {
   CHECK(!standalone) << "the RDMA van joins a job";
+  rdma::LoadVerbsLibraries();
   settings_ = rdma::Settings::Get();
   // Before anything is registered.  A process that forks (data loaders do) would else write
   // into copies of pages that the device goes on reading; newer kernels see to it themselves.

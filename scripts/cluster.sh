@@ -1,0 +1,198 @@
+#!/usr/bin/env bash
+# Starts, shows and ends a whole job on a list of hosts, over ssh.
+set -euo pipefail
+# shellcheck source=scripts/lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
+
+usage() {
+  cat <<TEXT
+Usage: cluster.sh up HOSTS [options] -- SCRIPT [ARGUMENTS]
+       cluster.sh status | logs | down HOSTS [options]
+
+Runs a job on hosts that ssh reaches without a password. The file HOSTS has a line for each:
+
+  scheduler 10.0.0.1
+  server    10.0.0.2
+  server    10.0.0.3 2        # two server processes
+  worker    10.0.0.10         # the first worker's host is torchrun's master
+  worker    10.0.0.11
+
+A host may be an address, a name, or user@name; the name must be one at which the others reach it.
+
+  up      starts scheduler, servers and workers, in this order; nothing keeps running here
+  status  says of each whether it runs, and how it ended
+  logs    prints the end of each log, every line with its role and host
+  down    ends them all, workers first, and removes what they left on the hosts
+
+  --checkout DIR        where this project lies on the hosts (default: where it lies here)
+  --port PORT           the scheduler's port (default: 9000)
+  --master-port PORT    torchrun's port (default: 29500)
+  --nproc-per-node N    ranks on each worker's host (default: 1)
+  --name NAME           the job's name, one for each at a time (default: that of the file)
+  --lines N             lines of each log (default: 20)
+  --dry-run             print what would be run, and where, and do nothing
+  -h, --help            show this
+
+CLUSTER_SSH (default: ssh -o BatchMode=yes -o ConnectTimeout=10) is what reaches a host: it is given
+the host and a command, like ssh.
+
+Exit status: 0 all went well; 1 something failed on a host, or (status) does not run; 2 bad use.
+TEXT
+}
+
+(($#)) || die_usage "missing: up, status, logs or down"
+action=$1
+shift
+case $action in
+  -h | --help) usage; exit 0 ;;
+  up | status | logs | down) ;;
+  *) die_usage "'$action' is none of up, status, logs, down" ;;
+esac
+
+hosts_file=
+checkout=$repo_root
+port=9000
+master_port=29500
+nproc=1
+name=
+lines=20
+dry_run=0
+script=()
+while (($#)); do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    --checkout) need_argument "$1" "$@"; checkout=$2; shift 2 ;;
+    --port) need_argument "$1" "$@"; port=$2; shift 2 ;;
+    --master-port) need_argument "$1" "$@"; master_port=$2; shift 2 ;;
+    --nproc-per-node) need_argument "$1" "$@"; nproc=$2; shift 2 ;;
+    --name) need_argument "$1" "$@"; name=$2; shift 2 ;;
+    --lines) need_argument "$1" "$@"; lines=$2; shift 2 ;;
+    --dry-run) dry_run=1; shift ;;
+    --) shift; script=("$@"); break ;;
+    -*) die_usage "unknown setting: $1 (the script and its arguments stand after --)" ;;
+    *) [[ -z $hosts_file ]] || die_usage "one file of hosts, not also '$1'"; hosts_file=$1; shift ;;
+  esac
+done
+[[ -n $hosts_file ]] || die_usage "missing: the file of hosts"
+[[ -r $hosts_file ]] || die_usage "cannot read the file of hosts '$hosts_file'"
+need_integer "--port" "$port" 1 65535
+need_integer "--master-port" "$master_port" 1 65535
+need_integer "--nproc-per-node" "$nproc" 1 1024
+need_integer "--lines" "$lines" 1 100000
+[[ $action != up ]] || ((${#script[@]})) || die_usage "missing: -- SCRIPT"
+[[ $action == up ]] || ((!${#script[@]})) || die_usage "'$action' takes no script"
+if [[ -z $name ]]; then
+  name=${hosts_file##*/}
+  name=${name%.*}
+fi
+[[ $name =~ ^[A-Za-z0-9_.-]+$ ]] || die_usage "the job's name '$name' has other than letters, digits, _ . -"
+read -ra reach <<<"${CLUSTER_SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}"
+
+# One entry a process: role, host, and how many servers it runs.
+roles=()
+hosts=()
+counts=()
+number=0
+while read -r role host count rest; do
+  number=$((number + 1))
+  [[ -n $role && $role != \#* ]] || continue
+  [[ ! ${count:-} == \#* ]] || { count=''; rest=''; }
+  [[ ! ${rest:-} == \#* ]] || rest=''
+  case $role in
+    scheduler | server | worker) ;;
+    *) die_usage "$hosts_file, line $number: '$role' is none of scheduler, server, worker" ;;
+  esac
+  [[ -n $host && -z $rest ]] || die_usage "$hosts_file, line $number: not ROLE HOST [NUMBER]"
+  [[ -z $count || $role == server ]] || die_usage "$hosts_file, line $number: only servers have a number"
+  need_integer "$hosts_file, line $number: the number of servers" "${count:-1}" 1 1024
+  roles+=("$role")
+  hosts+=("$host")
+  counts+=("${count:-1}")
+done <"$hosts_file"
+
+# of ROLE prints the indices of its entries.
+of() {
+  local i
+  for i in "${!roles[@]}"; do [[ ${roles[i]} != "$1" ]] || echo "$i"; done
+}
+mapfile -t schedulers < <(of scheduler)
+mapfile -t server_entries < <(of server)
+mapfile -t workers < <(of worker)
+((${#schedulers[@]} == 1)) || die_usage "$hosts_file has ${#schedulers[@]} schedulers, not one"
+((${#server_entries[@]})) || die_usage "$hosts_file has no server"
+((${#workers[@]})) || die_usage "$hosts_file has no worker"
+servers=0
+for i in "${server_entries[@]}"; do servers=$((servers + 10#${counts[i]})); done
+ranks=$((${#workers[@]} * 10#$nproc))
+address=${hosts[${schedulers[0]}]##*@}
+master=${hosts[${workers[0]}]##*@}
+
+# remote INDEX ACTION ARGUMENT...: runs cluster_remote.sh on that entry's host.
+remote() {
+  local i=$1 what=$2
+  shift 2
+  local quoted
+  printf -v quoted '%q ' bash -s -- "$what" "$name" "$i-${roles[i]}" "$@"
+  "${reach[@]}" "${hosts[i]}" "$quoted" <"$repo_root/scripts/lib/cluster_remote.sh" 2>&1
+}
+
+# command_of INDEX sets the array `command`, what runs there.
+command_of() {
+  local i=$1 rank
+  case ${roles[i]} in
+    scheduler)
+      command=(scripts/scheduler.sh --host "$address" --port "$port" --workers "$ranks"
+        --servers "$servers") ;;
+    server)
+      command=(scripts/server.sh --scheduler "$(join_host_port "$address" "$port")"
+        --workers "$ranks" --servers "$servers" --instances "${counts[i]}"
+        --node-host "${hosts[i]##*@}") ;;
+    worker)
+      for rank in "${!workers[@]}"; do [[ ${workers[rank]} != "$i" ]] || break; done
+      command=(scripts/worker.sh --scheduler "$(join_host_port "$address" "$port")"
+        --servers "$servers" --nnodes "${#workers[@]}" --node-rank "$rank"
+        --nproc-per-node "$nproc" --master-addr "$master" --master-port "$master_port"
+        --node-host "${hosts[i]##*@}" -- "${script[@]}") ;;
+  esac
+}
+
+case $action in
+  up) order=("${schedulers[@]}" "${server_entries[@]}" "${workers[@]}") ;;
+  down) order=("${workers[@]}" "${server_entries[@]}" "${schedulers[@]}") ;;
+  *) order=("${!roles[@]}") ;;
+esac
+
+failed=0
+started=()
+for i in "${order[@]}"; do
+  label="${roles[i]} ${hosts[i]}"
+  arguments=()
+  case $action in
+    up)
+      command_of "$i"
+      if ((dry_run)); then
+        printf '%s:' "$label"
+        printf ' %q' "${command[@]}"
+        echo
+        continue
+      fi
+      arguments=("$checkout" "${command[@]}")
+      ;;
+    logs) arguments=("$lines") ;;
+    down) arguments=(15) ;;
+  esac
+  status=0
+  said=$(remote "$i" "$action" "${arguments[@]}") || status=$?
+  while IFS= read -r line; do echo "$label: $line"; done <<<"${said:-(nothing)}"
+  if ((status == 0)); then
+    started+=("$i")
+    continue
+  fi
+  failed=1
+  if [[ $action == up ]]; then
+    echo "cluster.sh: could not start $label; ending what was started" >&2
+    for other in ${started[@]+"${started[@]}"}; do remote "$other" down 5 >/dev/null || true; done
+    exit 1
+  fi
+done
+exit "$failed"

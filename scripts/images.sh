@@ -1,0 +1,141 @@
+#!/usr/bin/env bash
+# Builds the container images; see usage below.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+usage() {
+  cat <<'TEXT'
+usage: scripts/images.sh [server] [worker] [--platform linux/amd64,linux/arm64] [--context FOLDER]
+
+Builds the images byteps-server (both platforms) and megatron-byteps-worker (this machine's), or the
+one named, with docker or else buildah, whichever is there. Versions come from docker/versions.env; a
+variable of the same name wins, for example DEBIAN_IMAGE=my.registry/debian:bookworm-slim. Archives
+and wheels are taken from build/dist (scripts/wheel.sh).
+
+  --platform LIST   platforms of the server's image
+  --context FOLDER  only lay out the build contexts there: server/ and worker/
+
+Building for another platform needs qemu-user-static and its binfmt_misc entry. With buildah,
+BUILDAH_ISOLATION=chroot builds where containers cannot be started.
+TEXT
+}
+
+images=()
+platforms=linux/amd64,linux/arm64
+context=
+while (($#)); do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    server | worker) images+=("$1"); shift ;;
+    --platform | --context)
+      [[ -n ${2:-} ]] || { echo "error: $1 needs a value" >&2; exit 2; }
+      if [[ $1 == --platform ]]; then platforms=$2; else context=$2; fi
+      shift 2 ;;
+    *) echo "error: unknown argument: $1" >&2; usage >&2; exit 2 ;;
+  esac
+done
+((${#images[@]})) || images=(server worker)
+
+# A variable of the caller's wins over the file.
+while IFS='=' read -r name value; do
+  [[ $name =~ ^[A-Z_]+$ ]] || continue
+  [[ -n ${!name:-} ]] || declare "$name=$value"
+done <"$root/docker/versions.env"
+
+say() { echo "images: $*" >&2; }
+
+fail() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+work="$root/build/images"
+[[ -z $context ]] || work=$context
+mkdir -p "$work"
+
+# architecture PLATFORM prints the machine's name for it.
+architecture() {
+  case $1 in
+    linux/amd64) echo x86_64 ;;
+    linux/arm64) echo aarch64 ;;
+    *) fail "--platform is '$1'; the server is built for linux/amd64 and linux/arm64" ;;
+  esac
+}
+
+# server_context PLATFORM...: an unpacked archive for each.
+server_context() {
+  local platform arch archive
+  rm -rf "$work/server"
+  for platform in "$@"; do
+    arch=$(architecture "$platform")
+    archive=$(compgen -G "$root/build/dist/byteps-server-*-linux-$arch.tar.gz" | tail -n 1) ||
+      fail "no server archive for $arch in build/dist: run make wheel (or scripts/wheel.sh --server-only)"
+    mkdir -p "$work/server/$platform"
+    tar -xzf "$archive" -C "$work/server/$platform" --strip-components=1
+  done
+}
+
+worker_context() {
+  local wheel
+  wheel=$(compgen -G "$root/build/dist/byteps-*-manylinux*_$(uname -m).whl" | tail -n 1) ||
+    fail "no wheel for $(uname -m) in build/dist: run make wheel"
+  rm -rf "$work/worker"
+  mkdir -p "$work/worker/wheels" "$work/worker/scripts/lib"
+  cp "$wheel" "$work/worker/wheels/"
+  cp "$root/requirements.lock" "$work/worker/"
+  cp "$root"/scripts/worker.sh "$work/worker/scripts/"
+  cp "$root"/scripts/lib/launch.sh "$work/worker/scripts/lib/"
+  # As patched, without its history and what was built in it.
+  mkdir -p "$work/worker/Megatron-LM"
+  git -C "$root/build/Megatron-LM" archive HEAD | tar -x -C "$work/worker/Megatron-LM"
+}
+
+IFS=, read -ra list <<<"$platforms"
+revision=$(git -C "$root" rev-parse HEAD 2>/dev/null || echo unknown)
+labels=(--build-arg "VERSION=$IMAGE_TAG" --build-arg "REVISION=$revision")
+
+for image in "${images[@]}"; do
+  say "laying out the context of $image"
+  if [[ $image == server ]]; then server_context "${list[@]}"; else worker_context; fi
+done
+[[ -z $context ]] || exit 0
+
+if command -v docker >/dev/null && docker info >/dev/null 2>&1; then
+  engine=docker
+elif command -v buildah >/dev/null; then
+  engine=buildah
+else
+  fail "neither a running docker nor buildah is here (Debian: apt-get install buildah)"
+fi
+
+# build NAME TAG PLATFORM ARGUMENT...
+build() {
+  local name=$1 tag=$2 platform=$3
+  shift 3
+  say "building $tag for $platform with $engine"
+  if [[ $engine == docker ]]; then
+    docker build --platform "$platform" --file "$root/docker/$name.Dockerfile" --tag "$tag" \
+      "${labels[@]}" "$@" "$work/$name"
+  else
+    # The format that keeps the health check.
+    buildah bud --format docker --platform "$platform" --file "$root/docker/$name.Dockerfile" \
+      --tag "$tag" --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" "$@" \
+      "$work/$name"
+  fi
+}
+
+for image in "${images[@]}"; do
+  if [[ $image == server ]]; then
+    for platform in "${list[@]}"; do
+      build server "byteps-server:$IMAGE_TAG-${platform#linux/}" "$platform" \
+        --build-arg "DEBIAN_IMAGE=$DEBIAN_IMAGE"
+    done
+  else
+    platform=linux/amd64
+    [[ $(uname -m) == x86_64 ]] || platform=linux/arm64
+    build worker "megatron-byteps-worker:$IMAGE_TAG" "$platform" \
+      --build-arg "CUDA_IMAGE=$CUDA_IMAGE"
+  fi
+done
+say "done"

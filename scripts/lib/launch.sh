@@ -1,0 +1,143 @@
+# shellcheck shell=bash
+# What scheduler.sh, server.sh and worker.sh share. To be sourced, not run.
+
+readonly EXIT_USAGE=2
+
+repo_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
+
+# Ends the script: a setting is missing or bad.
+die_usage() {
+  echo "${0##*/}: $*" >&2
+  echo "Try '${0##*/} -h' for all settings." >&2
+  exit "$EXIT_USAGE"
+}
+
+# need_argument FLAG "$@": the flag must be followed by a value.
+need_argument() {
+  (($# >= 3)) || die_usage "$1 needs a value"
+}
+
+# need_integer WHAT VALUE LOW HIGH
+need_integer() {
+  local what=$1 value=$2 low=$3 high=$4
+  [[ -n $value ]] || die_usage "missing: $what"
+  # Ten digits fit bash's arithmetic; 10# keeps a leading zero from meaning octal.
+  if ! [[ $value =~ ^[0-9]{1,10}$ ]] || ((10#$value < low || 10#$value > high)); then
+    die_usage "$what is '$value', not a whole number from $low to $high"
+  fi
+}
+
+# need_text WHAT VALUE: there, and without blanks.
+need_text() {
+  [[ -n $2 ]] || die_usage "missing: $1"
+  [[ $2 != *[[:space:]]* ]] || die_usage "$1 is '$2', which has a blank in it"
+}
+
+# set_scheduler HOST:PORT sets DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT. An IPv6 address stands in
+# brackets: [fd00::1]:9000.
+set_scheduler() {
+  if [[ $1 =~ ^\[([0-9a-fA-F:.]+(%[^][:space:]]+)?)\]:([0-9]+)$ ]]; then
+    DMLC_PS_ROOT_URI=${BASH_REMATCH[1]}
+    DMLC_PS_ROOT_PORT=${BASH_REMATCH[3]}
+  elif [[ $1 =~ ^([^:[:space:]]+):([0-9]+)$ ]]; then
+    DMLC_PS_ROOT_URI=${BASH_REMATCH[1]}
+    DMLC_PS_ROOT_PORT=${BASH_REMATCH[2]}
+  else
+    die_usage "--scheduler is '$1', not HOST:PORT or [IPV6]:PORT"
+  fi
+}
+
+need_scheduler() {
+  need_text "the scheduler's host (--scheduler or DMLC_PS_ROOT_URI)" "${DMLC_PS_ROOT_URI:-}"
+  need_integer "the scheduler's port (--scheduler or DMLC_PS_ROOT_PORT)" \
+    "${DMLC_PS_ROOT_PORT:-}" 1 65535
+}
+
+# What every node may be told about its own address.
+set_node_host() {
+  need_text "--node-host" "$1"
+  export DMLC_NODE_HOST=$1
+}
+
+set_interface() {
+  need_text "--interface" "$1"
+  [[ -e /sys/class/net/$1 ]] || die_usage "--interface is '$1', and this machine has no such interface"
+  export DMLC_INTERFACE=$1
+}
+
+# join_host_port HOST PORT prints the two as one word.
+join_host_port() {
+  if [[ $1 == *:* ]]; then echo "[$1]:$2"; else echo "$1:$2"; fi
+}
+
+# first_line FILE prints its first line, or nothing.
+first_line() {
+  local line=
+  { read -r line <"$1"; } 2>/dev/null || true
+  echo "$line"
+}
+
+# detect_node [DESTINATION] finds the interface, address, NUMA node and RDMA device that this
+# machine's part of the job will use: those of DMLC_NODE_HOST or DMLC_INTERFACE where they are set,
+# else of the way to DESTINATION. Sets node_interface, node_address, node_numa and node_rdma; what
+# cannot be found stays empty.
+detect_node() {
+  local destination=${1:-} route device
+  node_interface=${DMLC_INTERFACE:-} node_address=${DMLC_NODE_HOST:-} node_numa='' node_rdma=''
+  command -v ip >/dev/null || return 0
+  if [[ -z $node_interface && -n $node_address ]]; then
+    node_interface=$(ip -o address show to "$node_address" 2>/dev/null |
+      awk 'NR == 1 {print $2}' || true)
+  elif [[ -z $node_interface && -n $destination ]]; then
+    destination=$(getent ahosts "$destination" 2>/dev/null | awk 'NR == 1 {print $1}' || true)
+    route=$(ip -o route get "${destination:-/}" 2>/dev/null || true)
+    [[ ! $route =~ \ dev\ ([^ ]+) ]] || node_interface=${BASH_REMATCH[1]}
+    [[ ! $route =~ \ src\ ([^ ]+) ]] || node_address=${BASH_REMATCH[1]}
+  fi
+  [[ -n $node_interface ]] || return 0
+  [[ -n $node_address ]] || node_address=$(ip -o address show dev "$node_interface" scope global \
+    2>/dev/null | awk 'NR == 1 {sub("/.*", "", $4); print $4}' || true)
+  node_numa=$(first_line "/sys/class/net/$node_interface/device/numa_node")
+  [[ $node_numa != -* ]] || node_numa=''  # the kernel's word for a machine that has no such nodes
+  for device in /sys/class/infiniband/*; do
+    [[ -e $device/device/net/$node_interface ]] || continue
+    node_rdma=${device##*/}
+    break
+  done
+}
+
+# show_node says on the error output what was detected, and how to override it.
+show_node() {
+  echo "${0##*/}: interface ${node_interface:-unknown} (--interface)," \
+    "address ${node_address:-unknown} (--node-host), NUMA node ${node_numa:-none}," \
+    "RDMA device ${node_rdma:-none} (BYTEPS_RDMA_DEVICE)" >&2
+}
+
+# answers HOST PORT: whether something takes connections there, within 3 s.
+answers() {
+  # shellcheck disable=SC2016 # the inner shell's
+  timeout 3 bash -c 'exec 3<>"/dev/tcp/$1/$2"' _ "$1" "$2" 2>/dev/null
+}
+
+# show_command COMMAND...: what would be run, with the settings it would get, to be pasted.
+show_command() {
+  local name
+  for name in $(compgen -e | grep -E '^(DMLC|BYTEPS|SERVER)_' | LC_ALL=C sort); do
+    printf '%s=%q \\\n' "$name" "${!name}"
+  done
+  printf '%q ' "$@"
+  echo
+}
+
+# find_program NAME HINT prints its path: build/venv of this checkout, or bin of an unpacked archive,
+# before PATH.
+find_program() {
+  local folder
+  for folder in build/venv/bin bin; do
+    if [[ -x $repo_root/$folder/$1 ]]; then
+      echo "$repo_root/$folder/$1"
+      return
+    fi
+  done
+  command -v -- "$1" || die_usage "$1 is neither in $repo_root/build/venv/bin nor on PATH: $2"
+}
