@@ -24,6 +24,7 @@ namespace {
 // How long closing waits for queued messages (a goodbye, a failure) to leave.
 constexpr auto kLinger = std::chrono::seconds(1);
 constexpr auto kLook = std::chrono::milliseconds(1);
+constexpr double kPatience = 5.0;  // seconds
 // One thread moves some gigabytes a second; more than this many find nothing left to do.
 constexpr int kMaxThreads = 8;
 
@@ -172,7 +173,8 @@ void TcpVan::Connect(const Node& node) {
     std::lock_guard<std::mutex> lock(peers_mu_);
     peers_[node.id] = peer;
   }
-  const auto limit = std::chrono::duration<double>(start_timeout_s_);
+  // Longer than who waits for the scheduler does, whose error says more.
+  const auto limit = std::chrono::duration<double>(start_timeout_s_ + kPatience);
   const auto deadline =
       Connection::Clock::now() + std::chrono::duration_cast<Connection::Clock::duration>(limit);
   tcp::Hello hello;
