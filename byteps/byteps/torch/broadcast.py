@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 import torch
-
 from byteps.torch import ops
 
 __all__ = ["broadcast_optimizer_state"]
