@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -56,18 +57,18 @@ def test_what_it_needs_and_has(wheel: Path, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
-    installed = tmp_path / "installed"
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
-    subprocess.run([sys.executable, *install, installed, wheel], check=True, timeout=300)
-    # Before what the environment has; the server is the wheel's, beside it.
-    env = {
-        "PATH": f"{installed}/bin:/usr/bin:/bin",
-        "PYTHONPATH": str(installed),
-        "HOME": str(tmp_path),
-    }
+    # An environment of its own, which borrows torch: the server is found beside its Python.
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
+    python = environment / "bin/python"
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run([python, *install], check=True, timeout=300)
+    (site,) = environment.glob("lib/python3*/site-packages")
+    (site / "torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [python, "-c", PROGRAM],
         env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert f"summed by {installed}" in done.stdout
+    assert f"summed by {site}" in done.stdout
