@@ -89,7 +89,7 @@ std::vector<Variable> MakeTable() {
        "than this (and the last), rounded up to whole pages, or than BYTEPS_PARTITION_BYTES if "
        "that "
        "is less. The same on all workers."},
-      {"BYTEPS_PUSH_THREAD", kInt, "threads", "2", 1, 64, "",
+      {"BYTEPS_PUSH_THREAD", kInt, "threads", "4", 1, 64, "",
        "Push loops of a worker, which take partitions by priority, enqueue copies from the GPU and "
        "send, and as many pull loops, which copy sums that did not arrive in their place, and "
        "enqueue copies to the GPU."},
@@ -130,8 +130,8 @@ std::vector<Variable> MakeTable() {
        "Threads of each process that move bytes over TCP. 0: a quarter of the processors that each "
        "worker of the host has, at most 8."},
       {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
-       "TCP connections between a worker and each server. 0: twice BYTEPS_IO_THREADS over all "
-       "servers, at most 4 to each (8 to a single one)."},
+       "TCP connections between a worker and each server. 0: one, but with fewer than four servers "
+       "8 over all of them, and to each at most BYTEPS_IO_THREADS."},
       {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
        "Memory for values received over TCP that a process keeps for reuse while nobody uses it."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",

@@ -27,6 +27,7 @@ constexpr auto kLook = std::chrono::milliseconds(1);
 constexpr double kPatience = 5.0;  // seconds
 // One thread moves some gigabytes a second; more than this many find nothing left to do.
 constexpr int kMaxThreads = 8;
+constexpr int kManyServers = 4;
 
 double Seconds(const char* name, double fallback) {
   const char* text = Environment::Get()->find(name);
@@ -51,9 +52,11 @@ int DefaultThreads() {
   return std::clamp(Processors() / local / 4, 1, kMaxThreads);
 }
 
-// As many flows in all as keep the threads busy; four carry what one pair of hosts can.
+// A connection carries some 40 Gbit/s, so that four servers fill any card by one each; more would
+// only share a slow link less evenly, and what is late holds up a sum.
 int DefaultConnections(int threads, int servers) {
-  return std::clamp(2 * threads / std::max(servers, 1), 1, servers == 1 ? kMaxThreads : 4);
+  if (servers >= kManyServers) return 1;
+  return std::clamp(kMaxThreads / std::max(servers, 1), 1, threads);
 }
 
 }  // namespace
