@@ -81,8 +81,11 @@ def test_many_peers(run_van: Run) -> None:
 
 def received(text: str, role: str) -> dict[str, int]:
     """Values that the role's data endpoints received, by where the device wrote them."""
-    found = re.findall(rf"{role} \d+: endpoint .* plane=data .* in_place=(\d+)/\d+ "
-                       r"in_pool=(\d+)/\d+ in_frames=(\d+)/\d+", text)
+    found = re.findall(
+        rf"{role} \d+: endpoint .* plane=data .* in_place=(\d+)/\d+ "
+        r"in_pool=(\d+)/\d+ in_frames=(\d+)/\d+",
+        text,
+    )
     assert found, text
     sums = [sum(map(int, column)) for column in zip(*found, strict=True)]
     return dict(zip(("in_place", "in_pool", "in_frames"), sums, strict=True))

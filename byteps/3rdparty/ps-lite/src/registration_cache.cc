@@ -67,7 +67,7 @@ void RegistrationCache::Remove(uint64_t number) {
 }
 
 RegistrationCache::Registration RegistrationCache::Find(const void* address, size_t bytes,
-                                                const Register& make) {
+                                                        const Register& make) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   AllocationPtr found;
   {

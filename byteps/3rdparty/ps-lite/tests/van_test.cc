@@ -233,10 +233,12 @@ class Node {
       Tell(text.str());
     }
     if (!error.empty()) Tell("error: " + error);
-    if (role_ == "worker" && rank_ >= options.workers) {  // it was to be refused; it goes when it is killed
+    if (role_ == "worker" &&
+        rank_ >= options.workers) {  // it was to be refused; it goes when it is killed
       while (error.find("was refused") != std::string::npos) pause();
       return 1;
     }
+    if (wrong_) return 1;
     if (options.expect.empty()) return error.empty() ? 0 : 1;
     return error.find(options.expect) != std::string::npos ? 0 : 1;
   }
@@ -266,6 +268,13 @@ class Node {
   std::string Failure() {
     std::lock_guard<std::mutex> lock(mu_);
     return failure_;
+  }
+
+  // What no failure of the job excuses.
+  void FailWrong(const std::string& what) {
+    wrong_ = true;
+    Tell("WRONG: " + what);
+    Fail("WRONG: " + what);
   }
 
   void Fail(const std::string& reason) {
@@ -357,7 +366,7 @@ class Node {
             "byte " + std::to_string(wrong) + " of " + std::to_string(pending.size) + " is wrong";
       }
     }
-    if (!error.empty()) Fail("WRONG: " + error);
+    if (!error.empty()) FailWrong(error);
     std::lock_guard<std::mutex> lock(mu_);
     --outstanding_[msg.meta.head == kPing];
     cond_.notify_all();
@@ -428,7 +437,7 @@ class Node {
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     for (const Pending& one : given_up) {
       if (FirstWrong(one.memory->data(), one.size, one.seed + 1, 0) >= 0) {
-        Fail("WRONG: a value that was given up was written");
+        FailWrong("a value that was given up was written");
       }
     }
   }
@@ -536,6 +545,7 @@ class Node {
   std::mutex mu_;
   std::condition_variable cond_;
   std::string failure_;
+  std::atomic<bool> wrong_{false};
   bool ended_ = false;
   std::unordered_map<uint64_t, Pending> pending_;
   std::thread engine_;
@@ -582,7 +592,8 @@ int Wait(std::map<pid_t, Child> children) {
   int to_be_killed = options.kill_role.empty() ? 0 : 1;
   while (!children.empty()) {
     int status = 0;
-    if (std::all_of(children.begin(), children.end(), [](const auto& c) { return c.second.stays; })) {
+    if (std::all_of(children.begin(), children.end(),
+                    [](const auto& c) { return c.second.stays; })) {
       for (const auto& child : children) {
         kill(child.first, SIGKILL);
         waitpid(child.first, &status, 0);
@@ -660,8 +671,7 @@ void Parse(int argc, char** argv) {
       {"window", 1, nullptr, 'o'},    {"ping-ms", 1, nullptr, 'p'}, {"kill", 1, nullptr, 'k'},
       {"break", 1, nullptr, 'b'},     {"expect", 1, nullptr, 'e'},  {"timeout", 1, nullptr, 'x'},
       {"places", 1, nullptr, 'l'},    {"abandon", 1, nullptr, 'a'}, {"stall", 1, nullptr, 'y'},
-      {"refused", 1, nullptr, 'f'},
-      {nullptr, 0, nullptr, 0}};
+      {"refused", 1, nullptr, 'f'},   {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", long_options, nullptr)) != -1;) {
     const std::string value = optarg == nullptr ? "" : optarg;
     const auto fields = Fields(value, ':');

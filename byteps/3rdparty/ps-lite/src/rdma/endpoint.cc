@@ -256,8 +256,8 @@ void Endpoint::SendCts(Turn* turn) {
   SendFrame(kCts, incoming.id, nullptr, &target, turn);
 }
 
-void Endpoint::SendFrame(FrameType type, uint32_t id, const Outgoing* content,
-                         const Target* target, Turn* turn) {
+void Endpoint::SendFrame(FrameType type, uint32_t id, const Outgoing* content, const Target* target,
+                         Turn* turn) {
   const uint32_t slot = free_slots_.back();
   free_slots_.pop_back();
   char* const frame = SlotOf(slot);

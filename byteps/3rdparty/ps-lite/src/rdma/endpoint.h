@@ -268,10 +268,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::deque<OutgoingPtr> writes_;                       // the peer has said where to
   std::unordered_map<uint32_t, OutgoingPtr> requested_;  // by id
   std::deque<Incoming> waiting_;                         // for memory
-  bool clearing_ = false;             // a thread is at the first of them, which stays the first
-  std::deque<uint32_t> ctss_;         // cookies that the peer is to be told
-  std::unordered_map<uint32_t, Incoming> incoming_;      // with memory; by cookie
-  uint64_t incoming_bytes_ = 0;                          // of these
+  bool clearing_ = false;      // a thread is at the first of them, which stays the first
+  std::deque<uint32_t> ctss_;  // cookies that the peer is to be told
+  std::unordered_map<uint32_t, Incoming> incoming_;  // with memory; by cookie
+  uint64_t incoming_bytes_ = 0;                      // of these
   uint32_t last_id_ = 0;
   uint32_t last_cookie_ = 0;
   size_t queued_bytes_ = 0;

@@ -98,9 +98,8 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
     } else if (wc.status == IBV_WC_WR_FLUSH_ERR) {
       Close(kStopped, turn);
     } else {
-      static const char* const kWhat[] = {"an RDMA write", "a message",
-                                          "an RTS",        "a CTS",
-                                          "a credit frame", "a goodbye"};
+      static const char* const kWhat[] = {"an RDMA write", "a message",      "an RTS",
+                                          "a CTS",         "a credit frame", "a goodbye"};
       char key[40] = "";
       if (sending.key != 0) {
         snprintf(key, sizeof(key), " of key 0x%llx", static_cast<unsigned long long>(sending.key));

@@ -151,8 +151,7 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   std::unique_lock<std::mutex> lock(mu_);
   place_lock.unlock();  // whoever is asked from now on knows that they are given up
   const auto is_meant = [&](const Incoming& incoming) {
-    return incoming.place != nullptr &&
-           Overlap(incoming.place, incoming.value_bytes, first, bytes);
+    return incoming.place != nullptr && Overlap(incoming.place, incoming.value_bytes, first, bytes);
   };
   for (Incoming& incoming : waiting_) {
     if (!is_meant(incoming)) continue;

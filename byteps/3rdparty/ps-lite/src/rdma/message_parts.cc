@@ -82,9 +82,9 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
   }
 
   if (out->value_bytes > kMaxValueBytes || out->values.size() > kMaxValues) {
-    throw dmlc::Error(out->Describe() + ", is larger than any that a peer takes: " +
-                      std::to_string(kMaxValueBytes) + " bytes in " + std::to_string(kMaxValues) +
-                      " values");
+    throw dmlc::Error(out->Describe() +
+                      ", is larger than any that a peer takes: " + std::to_string(kMaxValueBytes) +
+                      " bytes in " + std::to_string(kMaxValues) + " values");
   }
   const uint64_t head = kFrameHeaderBytes + out->values.size() * sizeof(uint64_t);
   const bool small = out->value_bytes <= inline_bytes;

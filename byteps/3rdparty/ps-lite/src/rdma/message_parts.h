@@ -58,7 +58,7 @@ std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, boo
 
 struct Received {
   Message msg;
-  uint64_t bytes = 0;  // of its meta and values
+  uint64_t bytes = 0;      // of its meta and values
   bool is_inline = false;  // the values came in the message's frame
 };
 

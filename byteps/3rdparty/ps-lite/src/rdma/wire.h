@@ -45,8 +45,8 @@ struct ConnectRequest {
   uint32_t slots = 0;     // that the sender has posted
   uint32_t slot_bytes = 0;
   bool is_data_plane = false;
-  uint8_t index = 0;      // among the endpoints of its plane
-  uint8_t mtu = 0;        // greatest path MTU, as an ibv_mtu; 0: any
+  uint8_t index = 0;  // among the endpoints of its plane
+  uint8_t mtu = 0;    // greatest path MTU, as an ibv_mtu; 0: any
 
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
