@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,23 @@ def test_a_refused_node_keeps_no_endpoint(run_van: Run, transport: Transport) ->
         left = re.search(r"scheduler 0: endpoints left: (\d+)", text)
         assert left, text
         assert int(left[1]) <= 3, text
+
+
+@each
+def test_a_server_listens_where_it_is_told(run_van: Run, transport: Transport) -> None:
+    family = socket.AF_INET6 if ":" in transport.host else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((transport.host, 0))
+        port = free.getsockname()[1]
+    told = ("--kill", "server:0:20", "--expect", f"server 0 ({transport.host}:{port})")
+    run_van(*told, "--rounds", "2000", *sizes([100]), env={"BYTEPS_NODE_PORT": str(port)})
+
+
+@pytest.mark.transports("rdma")
+def test_no_memory_is_kept(run_van: Run) -> None:
+    """Each value's is registered and let go of, by a thread that nobody waits for."""
+    many = ("--window", "100", "--rounds", "10", "--workers", "2")
+    run_van(*many, *sizes([10, 5000, 20_000, 300_000]), env={"BYTEPS_RDMA_POOL_BYTES": "0"})
 
 
 @pytest.mark.transports("rdma", "rdma-busy-poll")
