@@ -1,6 +1,9 @@
 // Breaks RDMA from inside a process, for tests; loaded by LD_PRELOAD.
 //
 //   MEDDLE_VERSION=N    connection requests claim wire version N
+//   MEDDLE_JOB=N        those to servers claim job N
+//   MEDDLE_NODE_ID=N    those to servers claim node id N
+//   MEDDLE_CLAIM=BYTES  every value that is requested to be sent claims this size
 //   MEDDLE_BREAK=FILE   once FILE is there, the queue pairs of the plane that its text names
 //                       ("data" or "control") fail, as they do when a card gives up on a peer
 //
@@ -19,6 +22,7 @@
 #include <string>
 #include <thread>
 
+#include "ps/wire_bytes.h"
 #include "rdma/wire.h"
 
 namespace {
@@ -69,11 +73,27 @@ void Watch(const std::string& path) {
 
 void Remember(const ConnectRequest& request, uint32_t number) {
   std::lock_guard<std::mutex> lock(seen().mu);
-  seen().by_plane.emplace(request.isDataPlane ? "data" : "control", number);
+  seen().by_plane.emplace(request.is_data_plane ? "data" : "control", number);
   const char* path = getenv("MEDDLE_BREAK");
   if (path == nullptr || seen().watches) return;
   seen().watches = true;
   std::thread(Watch, std::string(path)).detach();
+}
+
+int (*next_post_send)(ibv_qp*, ibv_send_wr*, ibv_send_wr**);
+
+// A frame lies in memory of the sender's until it has been sent.
+int PostSend(ibv_qp* qp, ibv_send_wr* request, ibv_send_wr** bad) {
+  char* frame = reinterpret_cast<char*>(request->sg_list->addr);
+  ps::rdma::FrameHeader header;
+  if (request->opcode == IBV_WR_SEND && header.Decode(frame, request->sg_list->length) &&
+      header.type == ps::rdma::kRts && header.values > 0) {
+    const uint64_t claim = std::stoull(getenv("MEDDLE_CLAIM"));
+    std::string size;
+    ps::ByteWriter(&size).Int(claim);
+    memcpy(frame + ps::rdma::kFrameHeaderBytes, size.data(), size.size());
+  }
+  return next_post_send(qp, request, bad);
 }
 
 }  // namespace
@@ -84,6 +104,11 @@ extern "C" ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
   if (made != nullptr) {
     std::lock_guard<std::mutex> lock(seen().mu);
     seen().by_number[made->qp_num] = made;
+    auto& post_send = made->context->ops.post_send;
+    if (getenv("MEDDLE_CLAIM") != nullptr && post_send != PostSend) {
+      next_post_send = post_send;
+      post_send = PostSend;
+    }
   }
   return made;
 }
@@ -91,12 +116,20 @@ extern "C" ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
 extern "C" int rdma_connect(rdma_cm_id* id, rdma_conn_param* parameters) {
   static const auto next = Next<decltype(&rdma_connect)>("rdma_connect", "RDMACM_1.0");
   ConnectRequest request;
-  if (parameters->private_data_len < sizeof(request)) return next(id, parameters);
-  memcpy(&request, parameters->private_data, sizeof(request));
+  if (!request.Decode(static_cast<const char*>(parameters->private_data),
+                      parameters->private_data_len)) {
+    return next(id, parameters);
+  }
   Remember(request, parameters->qp_num);
+  const char* job = getenv("MEDDLE_JOB");
+  const char* node_id = getenv("MEDDLE_NODE_ID");
+  const bool to_server = request.job != 0;
+  if (to_server && job != nullptr) request.job = std::stoull(job);
+  if (to_server && node_id != nullptr) request.node_id = std::stoi(node_id);
+  std::string data = request.Encode();
+  if (const char* version = getenv("MEDDLE_VERSION")) data[4] = static_cast<char>(atoi(version));
   rdma_conn_param changed = *parameters;
-  if (const char* version = getenv("MEDDLE_VERSION")) request.version = atoi(version);
-  changed.private_data = &request;
-  changed.private_data_len = sizeof(request);
+  changed.private_data = data.data();
+  changed.private_data_len = static_cast<uint8_t>(data.size());
   return next(id, &changed);
 }

@@ -56,15 +56,45 @@ def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane:
         demand_failed(node, r"(worker 0|server \d)\b.*lost")
 
 
-@pytest.mark.parametrize("version", [0, 2, 77])
+@pytest.mark.parametrize("version", [0, 1, 77])
 def test_another_version_is_refused(make_breakable: Make, version: int) -> None:
     """A worker of another build: it is told why, and so is the log of who refused it."""
     cluster = make_breakable(workers=1, servers=1)
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:init_only", env={"MEDDLE_VERSION": str(version)})
     wait_all([worker], END_S)
-    demand_error(worker, rf"version {version}\b", r"version 1\b")
+    demand_error(worker, rf"version {version}\b", r"version 2\b")
     assert re.search(rf"version {version}\b", cluster.scheduler.text), cluster.scheduler.text
+
+
+def test_another_job_is_refused(make_breakable: Make) -> None:
+    """A worker of a job before, at a server's address that the new job's has now."""
+    cluster = make_breakable(workers=1, servers=1)
+    cluster.start_nodes()
+    worker = cluster.start_worker(0, "failures:loop", env={"MEDDLE_JOB": "12345"})
+    wait_all(cluster.everyone(), END_S)
+    demand_error(worker, r"it belongs to another job")
+
+
+def test_another_processes_id_is_refused(make_breakable: Make) -> None:
+    """Worker 1 says that it is worker 0."""
+    cluster = make_breakable(workers=2, servers=1)
+    cluster.start_nodes()
+    other = cluster.start_worker(0, "failures:loop")
+    worker = cluster.start_worker(1, "failures:loop", env={"MEDDLE_NODE_ID": "9"})
+    wait_all(cluster.everyone(), END_S)
+    errors = error_of(worker) + error_of(other)
+    assert "another process is connected under its node id" in errors, errors
+
+
+def test_impossible_claim_is_refused(make_breakable: Make) -> None:
+    """A value of 8 TiB: no memory is looked for."""
+    partition = {"BYTEPS_PARTITION_BYTES": "65536"}  # too large for a frame
+    cluster = make_breakable(workers=1, servers=1, env=partition)
+    cluster.start_nodes()
+    worker = cluster.start_worker(0, "failures:loop", env={"MEDDLE_CLAIM": str(8 << 40)})
+    wait_all(cluster.everyone(), END_S)
+    demand_error(worker, r"worker 0 was lost to server 0\b.*data plane", r"the size of a value")
 
 
 @pytest.mark.parametrize("limit_bytes", [16 << 10, 4 << 20], ids=["16K", "4M"])

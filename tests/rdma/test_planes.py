@@ -34,6 +34,6 @@ def test_heartbeats_go_by_control(make_over: Make) -> None:
 
 
 @pytest.mark.transports("rdma")
-def test_lasting_memory_is_registered_once(make_over: Make) -> None:
+def test_memory_in_the_cache_is_registered_once(make_over: Make) -> None:
     env = {"BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_MIN_PARTITION_BYTES": "65536"}
     make_over(workers=2, servers=2, env=env).run("planes:once")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,94 @@ def test_many_under_way(run_van: Run) -> None:
 @each
 def test_many_peers(run_van: Run) -> None:
     run_van("--workers", "4", "--servers", "4", "--rounds", "10", *sizes([100, 50_000]))
+
+
+def received(text: str, role: str) -> dict[str, int]:
+    """Values that the role's data endpoints received, by where the device wrote them."""
+    found = re.findall(
+        rf"{role} \d+: endpoint .* plane=data .* in_place=(\d+)/\d+ "
+        r"in_pool=(\d+)/\d+ in_frames=(\d+)/\d+",
+        text,
+    )
+    assert found, text
+    sums = [sum(map(int, column)) for column in zip(*found, strict=True)]
+    return dict(zip(("in_place", "in_pool", "in_frames"), sums, strict=True))
+
+
+@pytest.mark.transports("rdma", "rdma-3-endpoints", "rdma-shallow")
+def test_values_land_where_they_belong(run_van: Run) -> None:
+    """None of a worker's is copied: the memory is in the cache, and the device writes there."""
+    rounds = 10
+    counts = [100, INLINE + 1, 20_000, 1_000_003]
+    text = run_van(
+        *("--places", "cached", "--rounds", str(rounds), "--workers", "2"), *sizes(counts)
+    )
+    large = 2 * rounds * (len(counts) - 1)
+    assert received(text, "worker") == {
+        "in_place": large,
+        "in_pool": 0,
+        "in_frames": 2 * rounds,
+    }, text
+    assert received(text, "server")["in_pool"] == large, text
+
+
+@pytest.mark.transports("tcp", "rdma")
+def test_places_that_are_not_in_the_cache(run_van: Run) -> None:
+    """Large ones are registered for a message, the others copied there: they come all the same."""
+    run_van("--places", "plain", "--rounds", "10", "--workers", "2", *sizes(EDGES + LARGE))
+
+
+@pytest.mark.transports("tcp", "rdma", "rdma-one-plane", "rdma-shallow")
+def test_what_is_given_up_is_not_written(run_van: Run) -> None:
+    """Whatever has become of the values by then."""
+    for window in ("1", "64"):
+        text = run_van(
+            *("--places", "cached", "--abandon", "3", "--rounds", "8", "--workers", "2"),
+            *("--window", window),
+            *sizes([100, 20_000, 300_000, 1_000_003] * 4),
+        )
+        given_up = [int(found) for found in re.findall(r"gave up (\d+) values", text)]
+        assert len(given_up) == 2, text
+        assert all(given_up), text
+
+
+@pytest.mark.transports("rdma")
+def test_what_a_stopped_peer_writes_is_given_up(run_van: Run) -> None:
+    """The endpoint is broken, after a second: nothing else would keep the peer from writing."""
+    text = run_van(
+        *("--places", "cached", "--stall", "2", "--rounds", "2000"),
+        *("--expect", "was lost"),
+        *sizes([100, 20_000]),
+    )
+    assert "given up did not come in time" in text
+
+
+@pytest.mark.transports("tcp", "rdma")
+def test_a_refused_node_keeps_no_endpoint(run_van: Run, transport: Transport) -> None:
+    """The scheduler closes it, though the node is still there."""
+    text = run_van("--refused", "3", "--workers", "2", "--rounds", "300", *sizes([100, 20_000]))
+    assert text.count("was refused by the scheduler") >= 3, text
+    if transport.is_rdma:
+        left = re.search(r"scheduler 0: endpoints left: (\d+)", text)
+        assert left, text
+        assert int(left[1]) <= 3, text
+
+
+@each
+def test_a_server_listens_where_it_is_told(run_van: Run, transport: Transport) -> None:
+    family = socket.AF_INET6 if ":" in transport.host else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((transport.host, 0))
+        port = free.getsockname()[1]
+    told = ("--kill", "server:0:20", "--expect", f"server 0 ({transport.host}:{port})")
+    run_van(*told, "--rounds", "2000", *sizes([100]), env={"BYTEPS_NODE_PORT": str(port)})
+
+
+@pytest.mark.transports("rdma")
+def test_no_memory_is_kept(run_van: Run) -> None:
+    """Each value's is registered and let go of, by a thread that nobody waits for."""
+    many = ("--window", "100", "--rounds", "10", "--workers", "2")
+    run_van(*many, *sizes([10, 5000, 20_000, 300_000]), env={"BYTEPS_RDMA_POOL_BYTES": "0"})
 
 
 @pytest.mark.transports("rdma", "rdma-busy-poll")

@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "BYTEPS_RDMA_START_DEPTH": "4",
         "BYTEPS_RDMA_RX_DEPTH": "8",
         "BYTEPS_RDMA_WINDOW_BYTES": "16384",
+        "BYTEPS_RDMA_RECEIVE_WINDOW_BYTES": "0",  # one value at a time
     },
     "rdma-ipv6": {},
 }

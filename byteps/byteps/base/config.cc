@@ -125,7 +125,7 @@ std::vector<Variable> MakeTable() {
        "A push_pull that is not complete by then fails, naming the ranks that did not push."},
       {"BYTEPS_NODE_PORT", kInt, "port", "0", 0, 65535, "",
        "Port at which a server listens, the only one that a firewall has to let workers reach. 0: "
-       "the kernel chooses. Workers listen nowhere (over RDMA they do, at such a port)."},
+       "the kernel chooses. Workers listen nowhere."},
       {"BYTEPS_IO_THREADS", kInt, "threads", "0", 0, 64, "",
        "Threads of each process that move bytes over TCP. 0: a quarter of the processors that each "
        "worker of the host has, at most 8."},
@@ -160,6 +160,9 @@ std::vector<Variable> MakeTable() {
        "Values that a data endpoint has handed to the device and that have not arrived yet, at "
        "most: enough to keep the link busy, and no more, since what lets the peer send waits "
        "behind them."},
+      {"BYTEPS_RDMA_RECEIVE_WINDOW_BYTES", kInt, "bytes", "16777216", 0, 1e15, "",
+       "Values that each RDMA endpoint lets its peer have on their way to it, at most, or one if "
+       "that is larger; others wait. It bounds the memory that a server needs for each worker."},
       {"BYTEPS_RDMA_BUSY_POLL", kBool, "", "0", 0, 1, "",
        "Threads that handle RDMA completions never sleep: less delay for two busy cores."},
       {"BYTEPS_RDMA_DATA_PLANE", kBool, "", "1", 0, 1, "",

@@ -54,7 +54,7 @@ class Channel {
   // returned, nothing is written there any more.
   virtual void Abandon(const void* begin, size_t bytes) = 0;
 
-  // Whether what is sent is registered with a device first: see ps/lasting_memory.h.
+  // Whether what is sent is registered with a device first: see ps/registration_cache.h.
   virtual bool RegistersMemory() const = 0;
 
   // This node's rank among those of its role, once it has joined.

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "byteps/device/device.h"
-#include "ps/lasting_memory.h"
+#include "ps/registration_cache.h"
 
 namespace byteps {
 namespace core {
@@ -31,7 +31,7 @@ PinnedPool* PinnedPool::Shared(uint64_t limit, uint64_t largest) {
   if (!pool) {
     pool = std::make_unique<PinnedPool>(limit, largest, [](size_t bytes) {
       void* memory = PinMemory(bytes);
-      ps::LastingMemory::Add(memory, bytes);  // a transport may register it once
+      ps::RegistrationCache::Add(memory, bytes);  // a transport may register it once
       return memory;
     });
   }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "ps/lasting_memory.h"
+#include "ps/registration_cache.h"
 
 namespace byteps {
 namespace core {
@@ -104,7 +104,7 @@ std::vector<Metric> Tell(const WorkerCounters& c, const WorkerGauges& g) {
              "From the call to the last sum of operations that ended well.", c.operation_seconds),
       Counted("byteps_worker_memory_registrations_total",
               "Times that memory was registered with an RDMA device.",
-              static_cast<double>(ps::LastingMemory::Registrations())),
+              static_cast<double>(ps::RegistrationCache::Registrations())),
   };
 }
 
@@ -161,6 +161,16 @@ std::vector<Metric> Tell(const std::vector<ps::EndpointReading>& endpoints) {
       {"byteps_rdma_received_messages_total", "Messages received by an RDMA endpoint.",
        &Reading::messages_received},
       {"byteps_rdma_received_bytes_total", "Bytes of these messages.", &Reading::bytes_received},
+      {"byteps_rdma_in_place_bytes_total",
+       "Bytes of received values that the device wrote where they belong.",
+       &Reading::bytes_in_place},
+      {"byteps_rdma_in_pool_bytes_total",
+       "Bytes of received values that it wrote into the transport's memory: a worker copies them, "
+       "a server adds from there.",
+       &Reading::bytes_in_pool},
+      {"byteps_rdma_in_frames_bytes_total",
+       "Bytes of received values so small that they came in their message's frame.",
+       &Reading::bytes_in_frames},
   };
   std::vector<Metric> metrics;
   for (const Row& row : kRows) {

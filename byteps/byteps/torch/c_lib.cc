@@ -19,7 +19,7 @@
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/metrics_server.h"
 #include "ps/endpoint_counters.h"
-#include "ps/lasting_memory.h"
+#include "ps/registration_cache.h"
 
 namespace py = pybind11;
 
@@ -69,6 +69,12 @@ py::list Endpoints() {
     endpoint["bytes_sent"] = e.bytes_sent;
     endpoint["messages_received"] = e.messages_received;
     endpoint["bytes_received"] = e.bytes_received;
+    endpoint["values_in_place"] = e.values_in_place;
+    endpoint["bytes_in_place"] = e.bytes_in_place;
+    endpoint["values_in_pool"] = e.values_in_pool;
+    endpoint["bytes_in_pool"] = e.bytes_in_pool;
+    endpoint["values_in_frames"] = e.values_in_frames;
+    endpoint["bytes_in_frames"] = e.bytes_in_frames;
     out.append(endpoint);
   }
   return out;
@@ -195,11 +201,11 @@ PYBIND11_MODULE(c_lib, m) {
   m.def(
       "add_memory",
       [](uintptr_t address, uint64_t bytes) {
-        return ps::LastingMemory::Add(reinterpret_cast<const void*>(address), bytes);
+        return ps::RegistrationCache::Add(reinterpret_cast<const void*>(address), bytes);
       },
       py::arg("address"), py::arg("bytes"), Unlocked());
   m.def(
-      "remove_memory", [](uint64_t number) { ps::LastingMemory::Remove(number); },
+      "remove_memory", [](uint64_t number) { ps::RegistrationCache::Remove(number); },
       py::arg("number"), Unlocked());
   m.def("metrics", &Metrics);
   m.def("endpoints", &Endpoints);

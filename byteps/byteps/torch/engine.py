@@ -492,6 +492,15 @@ class Endpoint(TypedDict):
     """Of messages, with their values; what the transport says to itself is not counted."""
     messages_received: int
     bytes_received: int
+    values_in_place: int
+    bytes_in_place: int
+    """Of the values received, those that the device wrote into the tensor, or its pinned buffer."""
+    values_in_pool: int
+    bytes_in_pool: int
+    """Those that it wrote into memory of the transport's, from which they were copied."""
+    values_in_frames: int
+    bytes_in_frames: int
+    """Those so small that they came in their message's frame."""
 
 
 def get_metrics() -> dict[str, Any]:

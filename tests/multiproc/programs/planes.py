@@ -16,7 +16,10 @@ from programs import values
 from programs.job import Job
 
 Endpoint = dict[str, Any]
-COUNTED = ("messages_sent", "bytes_sent", "messages_received", "bytes_received")
+COUNTED = (
+    *("messages_sent", "bytes_sent", "messages_received", "bytes_received"),
+    *("values_in_place", "values_in_pool", "values_in_frames"),
+)
 
 
 def endpoints() -> list[Endpoint]:
@@ -118,6 +121,9 @@ def apart(job: Job) -> None:
             assert bytes_ <= rounds * nbytes + 2048 * messages, moved
             partitions = -(-nbytes // bps.partition_bytes(nbytes))
             assert messages >= rounds * partitions, moved
+    with job.check("every value that came is counted where it landed"):
+        landed = sum(total(moved, data, name) for name in COUNTED[4:])
+        assert landed >= rounds * partitions, moved
     if planes:
         with job.check("control is quiet meanwhile"):
             for direction in ("sent", "received"):

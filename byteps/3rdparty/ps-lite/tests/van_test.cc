@@ -4,10 +4,16 @@
 //
 //   van_test [--transport tcp|ibverbs] [--host ADDRESS] [--workers N] [--servers K]
 //            [--rounds R] [--sizes BYTES,BYTES...] [--window MESSAGES] [--ping-ms MS]
+//            [--places cached|plain] [--abandon ROUND] [--stall ROUND] [--refused N]
 //            [--kill ROLE:RANK:ROUND] [--break PLANE:ROUND] [--expect TEXT] [--timeout S]
 //
 //   --window   requests of a worker under way
 //   --ping-ms  each worker also sends control messages at this pace, and tells their delay
+//   --places   workers say where answers belong: in the memory of the request, which is in
+//              the registration cache, or not
+//   --abandon  in that round workers give up all that they wait for, and write to its memory
+//   --stall    worker 0 gives up a value of 64 MiB in that round, while server 0 does nothing
+//   --refused  as many processes want to join that the scheduler refuses, and stay
 //   --kill     that worker ends by SIGKILL in that round; or server, told by worker 0
 //   --break    worker 0 breaks its first endpoint of that plane to server 0 in that round
 //   --expect   every survivor must fail, with this in its error
@@ -32,6 +38,7 @@
 #include <deque>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <sstream>
 #include <string>
@@ -43,6 +50,7 @@
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
 #include "ps/membership.h"
+#include "ps/registration_cache.h"
 #ifdef BYTEPS_WITH_RDMA
 #include "../src/rdma/van.h"
 #endif
@@ -51,7 +59,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-enum Op : int { kPing = 1, kEcho = 2, kDie = 3 };
+enum Op : int { kPing = 1, kEcho = 2, kDie = 3, kStall = 4 };
 
 struct Options {
   std::string transport = "tcp";
@@ -62,6 +70,10 @@ struct Options {
   std::vector<size_t> sizes = {0, 1, 1000, 4096, 4097, 65536, 1000000};
   size_t window = 16;
   int ping_ms = 0;
+  std::string places;
+  int abandon_round = -1;
+  int stall_round = -1;
+  int refused = 0;
   std::string kill_role;
   int kill_rank = -1;
   int kill_round = -1;
@@ -106,10 +118,10 @@ void Mark(char* data, size_t bytes) {
 }
 
 // The place of the first byte that is not as it should be, or -1.
-int64_t FirstWrong(const char* data, size_t bytes, uint64_t seed) {
+int64_t FirstWrong(const char* data, size_t bytes, uint64_t seed, uint64_t mark = kMark) {
   int64_t wrong = -1;
   ForWords(bytes, [&](size_t at, size_t n) {
-    const uint64_t word = WordAt(seed, at) ^ kMark;
+    const uint64_t word = WordAt(seed, at) ^ mark;
     if (wrong < 0 && memcmp(data + at, &word, n) != 0) wrong = static_cast<int64_t>(at);
   });
   return wrong;
@@ -134,6 +146,23 @@ std::string Resources() {
   return "pinned_kib=" + pinned + " rss_kib=" + resident + " fds=" + std::to_string(files - 3);
 }
 
+// What a worker's values lie in.
+class Memory {
+ public:
+  explicit Memory(size_t bytes) : bytes_(new char[bytes]) {
+    if (options.places == "cached") number_ = ps::RegistrationCache::Add(bytes_.get(), bytes);
+  }
+  ~Memory() { ps::RegistrationCache::Remove(number_); }
+  char* data() { return bytes_.get(); }
+
+ private:
+  std::unique_ptr<char[]> bytes_;
+  uint64_t number_ = 0;
+};
+
+constexpr size_t kStallBytes = 64 << 20;
+constexpr uint64_t kStallSeed = 77;
+
 // One process's part, and how it ended.
 class Node {
  public:
@@ -150,6 +179,11 @@ class Node {
     ps::Environment::Init(settings);
     ps::Postoffice::Handlers handlers;
     handlers.on_message = [this](ps::Message* msg) { OnMessage(msg); };
+    if (!options.places.empty() && role == "worker") {
+      handlers.place_for = [this](const ps::Meta& meta, size_t bytes) {
+        return PlaceFor(meta, bytes);
+      };
+    }
     handlers.on_event = [this](const ps::MembershipEvent& event) { OnEvent(event); };
     ps::Postoffice::Get()->SetHandlers(handlers);
   }
@@ -174,6 +208,11 @@ class Node {
         ps::Postoffice::Get()->van()->membership()->Leave(false);
       }
       Tell(Resources());
+#ifdef BYTEPS_WITH_RDMA
+      if (auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van())) {
+        Tell("endpoints left: " + std::to_string(van->CountEndpoints()));
+      }
+#endif
       const auto begin = Clock::now();
       StopEngine();
       ps::Postoffice::Get()->Finalize(0, false);
@@ -187,10 +226,19 @@ class Node {
       std::ostringstream text;
       text << "endpoint peer='" << e.peer << "' plane=" << e.plane << " index=" << e.index
            << " sent=" << e.messages_sent << "/" << e.bytes_sent
-           << " received=" << e.messages_received << "/" << e.bytes_received;
+           << " received=" << e.messages_received << "/" << e.bytes_received
+           << " in_place=" << e.values_in_place << "/" << e.bytes_in_place
+           << " in_pool=" << e.values_in_pool << "/" << e.bytes_in_pool
+           << " in_frames=" << e.values_in_frames << "/" << e.bytes_in_frames;
       Tell(text.str());
     }
     if (!error.empty()) Tell("error: " + error);
+    if (role_ == "worker" &&
+        rank_ >= options.workers) {  // it was to be refused; it goes when it is killed
+      while (error.find("was refused") != std::string::npos) pause();
+      return 1;
+    }
+    if (wrong_) return 1;
     if (options.expect.empty()) return error.empty() ? 0 : 1;
     return error.find(options.expect) != std::string::npos ? 0 : 1;
   }
@@ -200,6 +248,7 @@ class Node {
     uint64_t seed = 0;
     size_t size = 0;
     Clock::time_point sent;
+    std::shared_ptr<Memory> memory;  // of its value
   };
 
   void StopEngine() {
@@ -219,6 +268,13 @@ class Node {
   std::string Failure() {
     std::lock_guard<std::mutex> lock(mu_);
     return failure_;
+  }
+
+  // What no failure of the job excuses.
+  void FailWrong(const std::string& what) {
+    wrong_ = true;
+    Tell("WRONG: " + what);
+    Fail("WRONG: " + what);
   }
 
   void Fail(const std::string& reason) {
@@ -242,6 +298,10 @@ class Node {
   // Values are looked at by a thread of their own, as a BytePS server's engine does: a ping
   // must not wait for that.
   void OnMessage(ps::Message* msg) {
+    if (msg->meta.head == kStall && msg->meta.request) {  // nothing is sent on from here
+      std::this_thread::sleep_for(std::chrono::seconds(4));
+      return;
+    }
     if (msg->meta.head != kEcho) return Handle(msg);
     std::lock_guard<std::mutex> lock(mu_);
     received_.push_back(std::move(*msg));
@@ -296,6 +356,9 @@ class Node {
       if (msg.meta.body != std::string(pending.size, 'x')) error = "a ping's body changed";
     } else if (msg.data.size() != 1 || msg.data[0].size() != pending.size) {
       error = "an answer has the wrong size";
+    } else if (!options.places.empty() && pending.size > 0 &&
+               msg.data[0].data() != pending.memory->data()) {
+      error = "an answer is not in its place";
     } else {
       const int64_t wrong = FirstWrong(msg.data[0].data(), pending.size, pending.seed);
       if (wrong >= 0) {
@@ -303,32 +366,101 @@ class Node {
             "byte " + std::to_string(wrong) + " of " + std::to_string(pending.size) + " is wrong";
       }
     }
-    if (!error.empty()) Fail("WRONG: " + error);
+    if (!error.empty()) FailWrong(error);
     std::lock_guard<std::mutex> lock(mu_);
     --outstanding_[msg.meta.head == kPing];
     cond_.notify_all();
   }
 
   // `size`: of the value, or of a ping's body.
-  void Request(int op, int server, size_t size, const ps::SArray<char>& value, uint64_t seed) {
+  void Request(int op, int server, size_t size, std::shared_ptr<Memory> memory, uint64_t seed) {
     ps::Message msg;
     msg.meta.app_id = msg.meta.customer_id = msg.meta.timestamp = 0;
     msg.meta.head = op;
     msg.meta.request = msg.meta.push = true;
-    msg.meta.simple_app = op != kEcho;
+    msg.meta.simple_app = op != kEcho && op != kStall;
     msg.meta.recver = ps::Postoffice::ServerRankToID(server);
     msg.meta.val_len = static_cast<int>(size);
     msg.meta.option = 0;
     msg.meta.key = seed;
-    if (op == kEcho) msg.AddData(value);
+    if (op == kEcho) {
+      ps::SArray<char> value;
+      value.reset(memory->data(), size, [memory](char*) {});
+      msg.AddData(value);
+    }
     if (op == kPing) msg.meta.body = std::string(size, 'x');
     {
       std::lock_guard<std::mutex> lock(mu_);
       msg.meta.addr = ++last_request_;
-      pending_[msg.meta.addr] = Pending{seed, size, Clock::now()};
-      ++outstanding_[op == kPing];
+      if (op == kPing || op == kEcho) {
+        pending_[msg.meta.addr] = Pending{seed, size, Clock::now(), std::move(memory)};
+        ++outstanding_[op == kPing];
+      }
     }
     ps::Postoffice::Get()->van()->Send(msg);
+  }
+
+  char* PlaceFor(const ps::Meta& meta, size_t bytes) {
+    if (meta.request || meta.head != kEcho) return nullptr;
+    std::lock_guard<std::mutex> lock(mu_);
+    auto it = pending_.find(meta.addr);
+    if (it == pending_.end() || it->second.size != bytes) return nullptr;
+    asked_seed_ = it->second.seed;
+    cond_.notify_all();
+    return it->second.memory->data();
+  }
+
+  // Gives up what it waits for: when Abandon has returned, nothing is written there.
+  void AbandonAll(int round) {
+    std::vector<Pending> given_up;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      for (auto it = pending_.begin(); it != pending_.end();) {
+        if (it->second.memory == nullptr) {  // a ping
+          ++it;
+          continue;
+        }
+        given_up.push_back(it->second);
+        it = pending_.erase(it);
+        --outstanding_[false];
+      }
+    }
+    size_t bytes = 0;
+    for (const Pending& one : given_up) {
+      ps::Postoffice::Get()->van()->Abandon(one.memory->data(), one.size);
+      Fill(one.memory->data(), one.size, one.seed + 1);
+      bytes += one.size;
+    }
+    Tell("gave up " + std::to_string(given_up.size()) + " values in round " +
+         std::to_string(round) + ", " + std::to_string(bytes) + " bytes");
+    // What would still be written comes within this time, or the test shows nothing.
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    for (const Pending& one : given_up) {
+      if (FirstWrong(one.memory->data(), one.size, one.seed + 1, 0) >= 0) {
+        FailWrong("a value that was given up was written");
+      }
+    }
+  }
+
+  // The peer has begun to write and stops: there is nothing but to break the endpoint.
+  void AbandonStalled() {
+    Request(kEcho, 0, kStallBytes, MakeValue(kStallBytes, kStallSeed), kStallSeed);
+    {
+      std::unique_lock<std::mutex> lock(mu_);
+      cond_.wait(lock, [this] { return asked_seed_ == kStallSeed || !failure_.empty(); });
+    }
+    Request(kStall, 0, 0, nullptr, 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    const auto begin = Clock::now();
+    AbandonAll(options.stall_round);
+    Tell("Abandon took " + std::to_string(Seconds(Clock::now() - begin)) + " s");
+  }
+
+  // New memory each time, so that an old registration of it would show.
+  static std::shared_ptr<Memory> MakeValue(size_t size, uint64_t seed) {
+    auto memory = std::make_shared<Memory>(size);
+    Fill(memory->data(), size, seed);
+    return memory;
   }
 
   // False once the job has failed.
@@ -340,7 +472,7 @@ class Node {
 
   void PingLoop() {
     for (size_t n = 0; !pings_stop_ && WaitForRoom(true, 1); ++n) {
-      Request(kPing, static_cast<int>(n % options.servers), n % 100 == 99 ? 20000 : 8, {}, n);
+      Request(kPing, static_cast<int>(n % options.servers), n % 100 == 99 ? 20000 : 8, nullptr, n);
       std::this_thread::sleep_for(std::chrono::milliseconds(options.ping_ms));
     }
   }
@@ -352,7 +484,7 @@ class Node {
     }
     if (rank_ != 0) return;
     if (options.kill_round == round && options.kill_role == "server") {
-      Request(kDie, options.kill_rank, 0, {}, 0);
+      Request(kDie, options.kill_rank, 0, nullptr, 0);
     }
 #ifdef BYTEPS_WITH_RDMA
     auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
@@ -377,18 +509,16 @@ class Node {
       }
       if (options.rounds >= 8 && round % (options.rounds / 4) == 1) Tell(Resources());
       Misbehave(round);
+      if (round == options.stall_round && rank_ == 0) AbandonStalled();
       for (const size_t size : options.sizes) {
         for (int server = 0; server < options.servers; ++server) {
           if (!WaitForRoom(false, options.window)) break;
           const uint64_t seed = ((round * 64ull + rank_) * 64 + server) * 1000003 + size;
-          // New memory each time, so that an old registration of it would show.
-          ps::SArray<char> value;
-          value.reset(new char[size], size, [](char* p) { delete[] p; });
-          Fill(value.data(), size, seed);
-          Request(kEcho, server, size, value, seed);
+          Request(kEcho, server, size, MakeValue(size, seed), seed);
           bytes += size;
         }
       }
+      if (round == options.abandon_round) AbandonAll(round);
     }
     WaitForRoom(false, 1);
     const double seconds = Seconds(Clock::now() - begin);
@@ -415,6 +545,7 @@ class Node {
   std::mutex mu_;
   std::condition_variable cond_;
   std::string failure_;
+  std::atomic<bool> wrong_{false};
   bool ended_ = false;
   std::unordered_map<uint64_t, Pending> pending_;
   std::thread engine_;
@@ -423,6 +554,7 @@ class Node {
   bool engine_stop_ = false;
   size_t outstanding_[2] = {0, 0};  // requests with values, pings
   uint64_t last_request_ = 0;
+  uint64_t asked_seed_ = 0;  // of the last value for which a place was asked
   std::atomic<bool> pings_stop_{false};
   std::vector<double> delays_;  // the receiving thread's own until all have come
 };
@@ -433,6 +565,7 @@ constexpr double kGraceSeconds = 10;
 struct Child {
   std::string name;
   bool may_be_killed = false;  // servers get their ranks as they come
+  bool stays = false;          // until it is killed
 };
 
 // The child's process id; the child itself never returns.
@@ -459,6 +592,15 @@ int Wait(std::map<pid_t, Child> children) {
   int to_be_killed = options.kill_role.empty() ? 0 : 1;
   while (!children.empty()) {
     int status = 0;
+    if (std::all_of(children.begin(), children.end(),
+                    [](const auto& c) { return c.second.stays; })) {
+      for (const auto& child : children) {
+        kill(child.first, SIGKILL);
+        waitpid(child.first, &status, 0);
+        if (!WasKilled(status)) ++bad;
+      }
+      break;
+    }
     const pid_t pid = waitpid(-1, &status, WNOHANG);
     if (pid > 0) {
       if (to_be_killed > 0 && children[pid].may_be_killed && WasKilled(status)) {
@@ -503,6 +645,10 @@ int RunAll() {
       children[Spawn(role, rank, port, -1)] = {role + " " + std::to_string(rank), dies};
     }
   }
+  for (int n = 0; n < options.refused; ++n) {
+    const int rank = options.workers + n;
+    children[Spawn("worker", rank, port, -1)] = {"refused " + std::to_string(n), false, true};
+  }
   return Wait(children);
 }
 
@@ -524,7 +670,8 @@ void Parse(int argc, char** argv) {
       {"servers", 1, nullptr, 's'},   {"rounds", 1, nullptr, 'r'},  {"sizes", 1, nullptr, 'z'},
       {"window", 1, nullptr, 'o'},    {"ping-ms", 1, nullptr, 'p'}, {"kill", 1, nullptr, 'k'},
       {"break", 1, nullptr, 'b'},     {"expect", 1, nullptr, 'e'},  {"timeout", 1, nullptr, 'x'},
-      {nullptr, 0, nullptr, 0}};
+      {"places", 1, nullptr, 'l'},    {"abandon", 1, nullptr, 'a'}, {"stall", 1, nullptr, 'y'},
+      {"refused", 1, nullptr, 'f'},   {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", long_options, nullptr)) != -1;) {
     const std::string value = optarg == nullptr ? "" : optarg;
     const auto fields = Fields(value, ':');
@@ -553,6 +700,19 @@ void Parse(int argc, char** argv) {
         break;
       case 'p':
         options.ping_ms = atoi(optarg);
+        break;
+      case 'l':
+        if (value != "cached" && value != "plain") Usage("--places cached|plain");
+        options.places = value;
+        break;
+      case 'a':
+        options.abandon_round = atoi(optarg);
+        break;
+      case 'y':
+        options.stall_round = atoi(optarg);
+        break;
+      case 'f':
+        options.refused = atoi(optarg);
         break;
       case 'k':
         if (fields.size() != 3) Usage("--kill ROLE:RANK:ROUND");

@@ -11,7 +11,9 @@
 namespace ps {
 
 // Counts whole messages, and the bytes of their meta and values; what a transport says
-// to itself (credits, rendezvous) is not among them.
+// to itself (credits, rendezvous) is not among them.  Of the values received it tells where
+// the device wrote them: where they belong, in memory of the transport's, from which somebody
+// copies them, or in a message's frame, as small ones are.
 struct EndpointCounters {
   EndpointCounters(std::string plane, int index) : plane(std::move(plane)), index(index) {}
 
@@ -22,6 +24,12 @@ struct EndpointCounters {
   std::atomic<uint64_t> bytes_sent{0};
   std::atomic<uint64_t> messages_received{0};
   std::atomic<uint64_t> bytes_received{0};
+  std::atomic<uint64_t> values_in_place{0};
+  std::atomic<uint64_t> bytes_in_place{0};
+  std::atomic<uint64_t> values_in_pool{0};
+  std::atomic<uint64_t> bytes_in_pool{0};
+  std::atomic<uint64_t> values_in_frames{0};
+  std::atomic<uint64_t> bytes_in_frames{0};
 };
 
 struct EndpointReading {
@@ -32,6 +40,12 @@ struct EndpointReading {
   uint64_t bytes_sent = 0;
   uint64_t messages_received = 0;
   uint64_t bytes_received = 0;
+  uint64_t values_in_place = 0;
+  uint64_t bytes_in_place = 0;
+  uint64_t values_in_pool = 0;
+  uint64_t bytes_in_pool = 0;
+  uint64_t values_in_frames = 0;
+  uint64_t bytes_in_frames = 0;
 };
 
 // The counters of this process's endpoints live on after these are closed, until the next

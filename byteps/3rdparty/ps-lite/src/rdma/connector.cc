@@ -26,6 +26,11 @@ void DontBlock(int fd) {
 
 }  // namespace
 
+Transport::~Transport() {
+  // First: what it still has to do may hold endpoints, which go before their pollers.
+  if (registrar) registrar->Stop();
+}
+
 Connector::Connector(ConnectorOwner* owner, const Settings& settings, uint64_t token)
     : owner_(owner), settings_(settings), token_(token) {
   channel_.reset(rdma_create_event_channel());
@@ -72,7 +77,8 @@ std::shared_ptr<Transport> Connector::TransportFor(rdma_cm_id* id) {
                       ", not of BYTEPS_RDMA_PORT=" + std::to_string(settings_.port));
   }
   settings_.Check(device);
-  made->pool = std::make_shared<Pool>(made->device, settings_.pool_bytes);
+  made->registrar = std::make_shared<Registrar>();
+  made->pool = std::make_shared<Pool>(made->device, made->registrar, settings_.pool_bytes);
   for (const Plane plane : {Plane::kControl, Plane::kData}) {
     made->pollers[static_cast<int>(plane)] =
         std::make_unique<Poller>(device, plane, settings_.busy_poll);
@@ -82,12 +88,12 @@ std::shared_ptr<Transport> Connector::TransportFor(rdma_cm_id* id) {
   return made;
 }
 
-int Connector::Listen(const std::string& host, int port) {
+Owned<rdma_cm_id> Connector::BindTo(const std::string& host, int port) {
   rdma_cm_id* id = nullptr;
   if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) {
-    Throw("cannot make a listener", errno);
+    Throw("cannot make a connection", errno);
   }
-  listener_.reset(id);
+  Owned<rdma_cm_id> bound(id);
   SocketAddress address = SocketAddress::Of(host.empty() ? "0.0.0.0" : host, port);
   if (rdma_bind_addr(id, address.get()) != 0) {
     const int error = errno;
@@ -102,6 +108,14 @@ int Connector::Listen(const std::string& host, int port) {
     TransportFor(id);
     ReadDeviceEvents();
   }
+  return bound;
+}
+
+void Connector::UseDeviceOf(const std::string& host) { BindTo(host, 0); }
+
+int Connector::Listen(const std::string& host, int port) {
+  listener_ = BindTo(host, port);
+  rdma_cm_id* const id = listener_.get();
   if (settings_.traffic_class >= 0) {
     auto tos = static_cast<uint8_t>(settings_.traffic_class);
     if (rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof(tos)) != 0) {
@@ -126,6 +140,11 @@ void Connector::Post(std::function<void()> task) {
   if (write(wake_fd_, &one, sizeof(one)) < 0) CHECK_EQ(errno, EAGAIN) << strerror(errno);
 }
 
+void Connector::FailLater(std::shared_ptr<Endpoint> endpoint, std::chrono::seconds after) {
+  const auto when = Clock::now() + after;
+  Post([this, endpoint, when] { failing_.emplace_back(when, endpoint); });
+}
+
 void Connector::Disconnect(std::shared_ptr<Endpoint> endpoint) {
   Post([this, endpoint] {
     for (auto it = links_.begin(); it != links_.end(); ++it) {
@@ -136,18 +155,11 @@ void Connector::Disconnect(std::shared_ptr<Endpoint> endpoint) {
   });
 }
 
-std::string Connector::Mismatch(uint32_t magic, uint32_t version) {
-  if (magic != kMagic) return "what it sent is not of this protocol";
-  if (version == kVersion) return "";
-  return "it speaks RDMA wire version " + std::to_string(version) + ", this node version " +
-         std::to_string(kVersion) + ": install the same byteps on every node";
-}
-
-rdma_conn_param Connector::Parameters(const void* data, size_t bytes, uint32_t queue_pair) {
+rdma_conn_param Connector::Parameters(const std::string& data, uint32_t queue_pair) {
   rdma_conn_param parameters;
   memset(&parameters, 0, sizeof(parameters));
-  parameters.private_data = data;
-  parameters.private_data_len = static_cast<uint8_t>(bytes);
+  parameters.private_data = data.data();
+  parameters.private_data_len = static_cast<uint8_t>(data.size());
   parameters.qp_num = queue_pair;
   parameters.responder_resources = 1;
   parameters.initiator_depth = 1;
@@ -166,32 +178,41 @@ void Connector::Loop() {
     if (poll(items, 3, MillisecondsToWait()) < 0) CHECK_EQ(errno, EINTR) << strerror(errno);
     uint64_t count = 0;
     if (read(wake_fd_, &count, sizeof(count)) < 0) CHECK_EQ(errno, EAGAIN) << strerror(errno);
-    rdma_cm_event* event = nullptr;
-    while (rdma_get_cm_event(channel_.get(), &event) == 0) {
-      // A copy: while an event is not acknowledged, its id cannot be destroyed.
-      char data[256] = {0};
-      rdma_cm_event copy = *event;
-      const size_t bytes = std::min<size_t>(event->param.conn.private_data_len, sizeof(data));
-      if (event->param.conn.private_data != nullptr && bytes > 0) {
-        memcpy(data, event->param.conn.private_data, bytes);
-      }
-      copy.param.conn.private_data = data;
-      copy.param.conn.private_data_len = static_cast<uint8_t>(std::min<size_t>(bytes, 255));
-      rdma_ack_cm_event(event);
-      OnEvent(copy);
+    try {
+      TakeEvents();
+      if (shared) ReadDeviceEvents();
+      RunTasks();
+    } catch (const std::exception& e) {  // what one peer causes, others need not suffer from
+      LOG(WARNING) << "RDMA connections: " << e.what();
     }
-    if (shared) ReadDeviceEvents();
-    RunTasks();
   }
   while (!links_.empty()) Drop(links_.begin()->second.get());
   waiting_.clear();
+  failing_.clear();
   listener_.reset();
 }
 
+void Connector::TakeEvents() {
+  rdma_cm_event* event = nullptr;
+  while (rdma_get_cm_event(channel_.get(), &event) == 0) {
+    // A copy: while an event is not acknowledged, its id cannot be destroyed.
+    char data[256] = {0};
+    rdma_cm_event copy = *event;
+    size_t bytes = std::min<size_t>(event->param.conn.private_data_len, sizeof(data) - 1);
+    if (event->param.conn.private_data == nullptr) bytes = 0;
+    if (bytes > 0) memcpy(data, event->param.conn.private_data, bytes);
+    copy.param.conn.private_data = data;
+    copy.param.conn.private_data_len = static_cast<uint8_t>(bytes);
+    rdma_ack_cm_event(event);
+    OnEvent(copy);
+  }
+}
+
 int Connector::MillisecondsToWait() {
-  if (waiting_.empty()) return -1;
-  auto next = waiting_.front()->next_try;
+  if (waiting_.empty() && failing_.empty()) return -1;
+  auto next = Clock::time_point::max();
   for (const auto& link : waiting_) next = std::min(next, link->next_try);
+  for (const auto& entry : failing_) next = std::min(next, entry.first);
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(next - Clock::now());
   return static_cast<int>(std::max<int64_t>(left.count(), 0)) + 1;
 }
@@ -213,6 +234,12 @@ void Connector::RunTasks() {
       waiting_.push_back(std::move(link));
     }
   }
+  for (const auto& entry : failing_) {
+    if (entry.first <= now) entry.second->Fail("it did not take what was left to be sent");
+  }
+  failing_.erase(std::remove_if(failing_.begin(), failing_.end(),
+                                [](const auto& entry) { return entry.second->closed(); }),
+                 failing_.end());
 }
 
 void Connector::ReadDeviceEvents() {
@@ -303,11 +330,11 @@ void Connector::OnEvent(const rdma_cm_event& event) {
 
 void Connector::OnRequest(const rdma_cm_event& event) {
   ConnectRequest request;
-  memset(&request, 0, sizeof(request));
+  const auto* data = static_cast<const char*>(event.param.conn.private_data);
   const size_t bytes = event.param.conn.private_data_len;
-  memcpy(&request, event.param.conn.private_data, std::min(bytes, sizeof(request)));
   const std::string address = SocketAddress::Text(rdma_get_peer_addr(event.id));
-  std::string refusal = Mismatch(request.magic, request.version);
+  std::string refusal = Mismatch(data, bytes);
+  if (refusal.empty() && !request.Decode(data, bytes)) refusal = "its request does not parse";
   if (refusal.empty() && request.receiver != 0 && request.receiver != token_) {
     refusal = "another process listens at this address now";
   }
@@ -320,7 +347,7 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   if (refusal.empty()) {
     try {
       return Accept(event.id, request, endpoint);
-    } catch (const dmlc::Error& e) {
+    } catch (const std::exception& e) {
       refusal = e.what();
       endpoint->Fail(refusal);
     }
@@ -333,18 +360,17 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request,
                        std::shared_ptr<Endpoint> endpoint) {
   auto shared = TransportFor(id);
   auto& poller = shared->pollers[static_cast<int>(endpoint->plane())];
-  endpoint->Prepare(shared->pool, shared->device, poller->channel(), id);
+  endpoint->Prepare(shared->pool, shared->device, shared->registrar, poller->channel(), id);
   endpoint->Attach(id, request.mtu);
   endpoint->SetPeerSlots(request.slots);
   ConnectReply reply;
-  memset(&reply, 0, sizeof(reply));
-  reply.magic = kMagic;
-  reply.version = kVersion;
+  reply.job = owner_->Job();
   reply.sender = token_;
   reply.slots = settings_.receive_depth;
   reply.slot_bytes = settings_.slot_bytes();
-  reply.mtu = settings_.path_mtu();
-  auto parameters = Parameters(&reply, sizeof(reply), endpoint->queue_pair_number());
+  reply.mtu = static_cast<uint8_t>(settings_.path_mtu());
+  const std::string data = reply.Encode();
+  auto parameters = Parameters(data, endpoint->queue_pair_number());
   poller->Add(endpoint);
   if (rdma_accept(id, &parameters) != 0) Throw("cannot accept a connection", errno);
   auto link = std::make_unique<Link>();
@@ -355,11 +381,9 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request,
 
 void Connector::Refuse(rdma_cm_id* id, const std::string& reason) {
   Refusal refusal;
-  memset(&refusal, 0, sizeof(refusal));
-  refusal.magic = kMagic;
-  refusal.version = kVersion;
-  strncpy(refusal.reason, reason.c_str(), sizeof(refusal.reason) - 1);
-  rdma_reject(id, &refusal, sizeof(refusal));
+  refusal.reason = reason;
+  const std::string data = refusal.Encode();
+  rdma_reject(id, data.data(), static_cast<uint8_t>(data.size()));
   rdma_destroy_id(id);
 }
 

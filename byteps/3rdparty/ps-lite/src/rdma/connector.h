@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "./endpoint.h"
@@ -20,7 +21,10 @@ namespace rdma {
 
 // What the endpoints of a process share.
 struct Transport {
+  ~Transport();
+
   std::shared_ptr<Device> device;
+  std::shared_ptr<Registrar> registrar;
   std::shared_ptr<Pool> pool;
   std::unique_ptr<Poller> pollers[2];  // by Plane
 };
@@ -30,10 +34,14 @@ class ConnectorOwner {
   virtual ~ConnectorOwner() = default;
   // All in the connector's thread.
   virtual int32_t NodeId() = 0;
+  // What names the job; 0 while it is not known.
+  virtual uint64_t Job() = 0;
   // The endpoint to which the request, which is of our version, shall lead.  Null, with
   // the reason, refuses it.
   virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
                                               const std::string& address, std::string* refusal) = 0;
+  // Who was asked has taken the endpoint.  A reason is returned to give it up.
+  virtual std::string OnReply(Endpoint* endpoint, const ConnectReply& reply) = 0;
 };
 
 class Connector {
@@ -47,7 +55,10 @@ class Connector {
   // Listens at `host` ("": every address) and `port` (0: the kernel chooses), and returns
   // the port.  Throws dmlc::Error with the reason.
   int Listen(const std::string& host, int port);
-  // Begins to serve; after Listen.
+  // Instead of Listen: connects by the device that has the address `host`, and listens
+  // nowhere.  Throws dmlc::Error with the reason.
+  void UseDeviceOf(const std::string& host);
+  // Begins to serve; after one of these.
   void Run();
 
   // Connects `endpoint` to who listens at `host` and `port`.  Tries again while nobody
@@ -58,6 +69,8 @@ class Connector {
 
   // Closes the endpoint's connection.  Any thread.
   void Disconnect(std::shared_ptr<Endpoint> endpoint);
+  // Has it fail if it is not closed by then.  Any thread.
+  void FailLater(std::shared_ptr<Endpoint> endpoint, std::chrono::seconds after);
 
   // Null until the device is known: when no address says which, the first connection does.
   std::shared_ptr<Transport> transport();
@@ -82,15 +95,16 @@ class Connector {
   };
   using LinkPtr = std::unique_ptr<Link>;
 
-  // What a peer that speaks `version` of `magic` must be told, or "".
-  static std::string Mismatch(uint32_t magic, uint32_t version);
-  static rdma_conn_param Parameters(const void* data, size_t bytes, uint32_t queue_pair);
+  // `data` is borrowed.
+  static rdma_conn_param Parameters(const std::string& data, uint32_t queue_pair);
 
   // Has the thread do it.
   void Post(std::function<void()> task);
   void Loop();
   int MillisecondsToWait();
   void RunTasks();
+  void TakeEvents();
+  Owned<rdma_cm_id> BindTo(const std::string& host, int port);
   void ReadDeviceEvents();
   void OnEvent(const rdma_cm_event& event);
   void OnRequest(const rdma_cm_event& event);
@@ -123,6 +137,7 @@ class Connector {
   // The thread's own.
   std::map<rdma_cm_id*, LinkPtr> links_;
   std::vector<LinkPtr> waiting_;  // for their next try
+  std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;  // by then
   std::thread thread_;
 };
 

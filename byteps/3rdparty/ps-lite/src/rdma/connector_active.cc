@@ -88,15 +88,13 @@ void Connector::TryAgain(Link* raw, const std::string& error) {
 
 ConnectRequest Connector::MakeRequest(const Link& link) {
   ConnectRequest request;
-  memset(&request, 0, sizeof(request));
-  request.magic = kMagic;
-  request.version = kVersion;
+  request.job = owner_->Job();
   request.sender = token_;
   request.receiver = link.receiver;
   request.node_id = owner_->NodeId();
   request.is_data_plane = link.endpoint->plane() == Plane::kData;
   request.index = static_cast<uint8_t>(link.endpoint->index());
-  request.mtu = static_cast<uint16_t>(settings_.path_mtu());
+  request.mtu = static_cast<uint8_t>(settings_.path_mtu());
   request.slots = settings_.receive_depth;
   request.slot_bytes = settings_.slot_bytes();
   return request;
@@ -114,11 +112,12 @@ void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
     auto shared = TransportFor(id);
     auto& poller = shared->pollers[static_cast<int>(link->endpoint->plane())];
     if (!link->endpoint->prepared()) {
-      link->endpoint->Prepare(shared->pool, shared->device, poller->channel(), id);
+      link->endpoint->Prepare(shared->pool, shared->device, shared->registrar, poller->channel(),
+                              id);
       poller->Add(link->endpoint);
     }
-    const ConnectRequest request = MakeRequest(*link);
-    auto parameters = Parameters(&request, sizeof(request), link->endpoint->queue_pair_number());
+    const std::string request = MakeRequest(*link).Encode();
+    auto parameters = Parameters(request, link->endpoint->queue_pair_number());
     if (rdma_connect(id, &parameters) != 0) Throw("cannot connect", errno);
   } catch (const dmlc::Error& e) {
     link->endpoint->Fail(e.what());
@@ -128,16 +127,21 @@ void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
 
 void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
   ConnectReply reply;
-  memset(&reply, 0, sizeof(reply));
+  const auto* data = static_cast<const char*>(event.param.conn.private_data);
   const size_t bytes = event.param.conn.private_data_len;
-  memcpy(&reply, event.param.conn.private_data, std::min(bytes, sizeof(reply)));
-  std::string error = Mismatch(reply.magic, reply.version);
+  std::string error = Mismatch(data, bytes);
+  if (error.empty() && !reply.Decode(data, bytes)) error = "its reply does not parse";
+  if (error.empty() && link->receiver != 0 && reply.sender != link->receiver) {
+    error = "another process listens at this address now";
+  }
   try {
+    if (error.empty()) error = owner_->OnReply(link->endpoint.get(), reply);
     if (!error.empty()) throw dmlc::Error(error);
-    link->endpoint->Attach(link->id.get(), static_cast<int>(reply.mtu));
+    link->endpoint->Attach(link->id.get(), reply.mtu);
+    // Before the peer can send: what it sends has this side answer.
+    link->endpoint->SetPeerSlots(reply.slots);
     if (rdma_establish(link->id.get()) != 0) Throw("cannot establish the connection", errno);
     link->established = true;
-    link->endpoint->SetPeerSlots(reply.slots);
     link->endpoint->Open();
   } catch (const dmlc::Error& e) {
     rdma_reject(link->id.get(), nullptr, 0);
@@ -154,12 +158,11 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
                      : "it rejected the connection (status " + std::to_string(event.status) + ")");
   }
   Refusal refusal;
-  memset(&refusal, 0, sizeof(refusal));
-  const size_t bytes = event.param.conn.private_data_len;
-  memcpy(&refusal, event.param.conn.private_data, std::min(bytes, sizeof(refusal) - 1));
-  std::string reason = refusal.reason;
-  if (refusal.magic != kMagic || reason.empty()) reason = "it gave no reason";
-  link->endpoint->Fail("it refused the connection: " + reason);
+  const auto* data = static_cast<const char*>(event.param.conn.private_data);
+  if (!refusal.Decode(data, event.param.conn.private_data_len)) {
+    refusal.reason = "it gave no reason";
+  }
+  link->endpoint->Fail("it refused the connection: " + refusal.reason);
   Drop(link);
 }
 

@@ -1,5 +1,7 @@
 #include "./endpoint.h"
 
+#include <arpa/inet.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
@@ -8,6 +10,7 @@
 #include <utility>
 
 #include "dmlc/logging.h"
+#include "ps/wire_bytes.h"
 
 namespace ps {
 namespace rdma {
@@ -61,11 +64,13 @@ Endpoint::~Endpoint() {
 // ------------------------------------------------------------- connecting
 
 void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> device,
-                       ibv_comp_channel* channel, rdma_cm_id* id) {
+                       std::shared_ptr<Registrar> registrar, ibv_comp_channel* channel,
+                       rdma_cm_id* id) {
   std::lock_guard<std::mutex> lock(mu_);
   if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
   pool_ = std::move(pool);
   device_ = std::move(device);
+  registrar_ = std::move(registrar);
   // A whole number of pages, so that no packet is cut short between two writes.
   const uint64_t piece = settings_.window_bytes / kPieces;
   max_write_ = std::min<uint64_t>(device_->max_message_bytes(), piece) / 4096 * 4096;
@@ -145,7 +150,8 @@ void Endpoint::Open() {
   Turn turn;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (state_ != State::kConnecting) return;
+    if (state_ == State::kClosed) return;
+    // What the peer sent may have come before the news that it is there.
     state_ = State::kOpen;
     was_open_ = true;
     Pump(&turn);
@@ -177,6 +183,22 @@ void Endpoint::SayGoodbye() {
   Finish(&turn);
 }
 
+void Endpoint::CloseWhenFlushed() {
+  Turn turn;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    goodbye_wanted_ = close_when_flushed_ = true;
+    Pump(&turn);
+    CloseIfFlushed(&turn);
+  }
+  Finish(&turn);
+}
+
+void Endpoint::CloseIfFlushed(Turn* turn) {
+  if (!close_when_flushed_ || state_ != State::kOpen || !goodbye_sent_) return;
+  if (free_slots_.size() == sending_.size()) Close("this node closed it", turn);
+}
+
 bool Endpoint::flushed() {
   std::lock_guard<std::mutex> lock(mu_);
   if (state_ != State::kOpen) return true;
@@ -191,16 +213,12 @@ size_t Endpoint::queued_bytes() {
 void Endpoint::Pump(Turn* turn) {
   if (state_ != State::kOpen) return;
   // What lets the peer go on goes first, new messages last.  What is posted leaves in
-  // order, however long it takes: so no more is than keeps the link busy.  A grant behind
+  // order, however long it takes: so no more is than keeps the link busy.  A CTS behind
   // all values that wait would let the other direction run dry.
-  while (!grants_.empty() && CanSend() && state_ == State::kOpen) {
-    const Grant grant = grants_.front();
-    grants_.pop_front();
-    SendFrame(kGrant, grant.id, nullptr, &grant.body, turn);
-  }
+  while (!ctss_.empty() && CanSend() && state_ == State::kOpen) SendCts(turn);
   while (MayWrite() && CanSend() && state_ == State::kOpen) WriteNext(turn);
   while (!outbox_.empty() && CanSend() && state_ == State::kOpen) SendNext(turn);
-  const bool silent = outbox_.empty() && offered_.empty() && writes_.empty();
+  const bool silent = outbox_.empty() && requested_.empty() && writes_.empty();
   if (goodbye_wanted_ && !goodbye_sent_ && silent && CanSend() && state_ == State::kOpen) {
     goodbye_sent_ = true;
     SendFrame(kGoodbye, 0, nullptr, nullptr, turn);
@@ -216,8 +234,8 @@ void Endpoint::SendNext(Turn* turn) {
   outbox_.pop_front();
   if (message->in_region) {
     const uint32_t id = ++last_id_;
-    SendFrame(kOffer, id, message.get(), nullptr, turn);
-    offered_[id] = std::move(message);
+    SendFrame(kRts, id, message.get(), nullptr, turn);
+    requested_[id] = std::move(message);
     return;
   }
   queued_bytes_ -= message->bytes();
@@ -227,34 +245,49 @@ void Endpoint::SendNext(Turn* turn) {
   turn->done.push_back(std::move(message));  // all of it was copied
 }
 
-void Endpoint::SendFrame(FrameType type, uint32_t id, const Outgoing* content,
-                         const GrantBody* grant, Turn* turn) {
+void Endpoint::SendCts(Turn* turn) {
+  Incoming& incoming = incoming_.at(ctss_.front());
+  Target target;
+  target.address = reinterpret_cast<uintptr_t>(incoming.memory.bytes.data());
+  target.rkey = incoming.memory.rkey;
+  target.cookie = ctss_.front();
+  ctss_.pop_front();
+  incoming.is_cleared = true;
+  SendFrame(kCts, incoming.id, nullptr, &target, turn);
+}
+
+void Endpoint::SendFrame(FrameType type, uint32_t id, const Outgoing* content, const Target* target,
+                         Turn* turn) {
   const uint32_t slot = free_slots_.back();
   free_slots_.pop_back();
   char* const frame = SlotOf(slot);
-  char* at = frame + sizeof(FrameHeader);
+  char* at = frame;
   const auto append = [&at](const void* data, size_t bytes) {
     if (bytes > 0) memcpy(at, data, bytes);
     at += bytes;
   };
   FrameHeader header;
-  memset(&header, 0, sizeof(header));
   header.type = type;
   header.id = id;
   header.credits = owed_;
   owed_ = 0;
-  if (grant != nullptr) append(grant, sizeof(*grant));
+  std::string head;
+  if (target != nullptr) head = target->Encode();
   if (content != nullptr) {
-    header.values = static_cast<uint16_t>(content->sizes.size());
+    header.values = static_cast<uint8_t>(content->sizes.size());
     header.meta_bytes = static_cast<uint32_t>(content->meta.size());
     header.meta_in_region = content->meta_in_region;
-    append(content->sizes.data(), content->sizes.size() * sizeof(uint64_t));
+    ByteWriter sizes(&head);
+    for (const uint64_t size : content->sizes) sizes.Int(size);
+  }
+  head = header.Encode() + head;
+  append(head.data(), head.size());
+  if (content != nullptr) {
     if (!content->meta_in_region) append(content->meta.data(), content->meta.size());
     if (type == kMessage) {
       for (const auto& value : content->values) append(value.data(), value.size());
     }
   }
-  memcpy(frame, &header, sizeof(header));
   sending_[slot].type = type;
   sending_[slot].key = content == nullptr ? 0 : content->key;
   sending_[slot].bytes = 0;
@@ -289,7 +322,7 @@ void Endpoint::WriteNext(Turn* turn) {
   request.sg_list = &piece;
   request.num_sge = 1;
   request.opcode = last ? IBV_WR_RDMA_WRITE_WITH_IMM : IBV_WR_RDMA_WRITE;
-  request.imm_data = message->cookie;
+  request.imm_data = htonl(message->cookie);
   request.wr.rdma.remote_addr = message->remote_address + message->written;
   request.wr.rdma.rkey = message->remote_key;
   message->written += piece.length;
@@ -344,10 +377,10 @@ void Endpoint::Close(const std::string& reason, Turn* turn, bool by_peer) {
   // These are known to this side alone.  What was written from, or is written to, stays
   // until the device has given the requests back.
   for (auto& message : outbox_) turn->done.push_back(std::move(message));
-  for (auto& offer : offered_) turn->done.push_back(std::move(offer.second));
+  for (auto& request : requested_) turn->done.push_back(std::move(request.second));
   outbox_.clear();
-  offered_.clear();
-  grants_.clear();
+  requested_.clear();
+  ctss_.clear();
 }
 
 void Endpoint::CloseFor(const char* what, int error, Turn* turn) {
@@ -377,15 +410,15 @@ bool Endpoint::was_open() {
 
 bool Endpoint::finished() {
   std::lock_guard<std::mutex> lock(mu_);
-  if (state_ != State::kClosed) return false;
-  return receives_posted_ == 0 && free_slots_.size() == sending_.size();
+  return Finished();
 }
 
 void Endpoint::Finish(Turn* turn) {
   for (auto& parts : turn->received) {
     try {
+      if (parts.is_inline) PutInPlace(&parts);
       owner_->OnMessage(this, std::move(parts));
-    } catch (const dmlc::Error& e) {
+    } catch (const std::exception& e) {
       Fail(e.what());
     }
   }

@@ -1,20 +1,31 @@
 // One connection: a queue pair, its slots, its credits, and what waits for them.
 //
-// Whoever sends queues a message; it leaves at once if there is room.  The rest happens in
-// the plane's polling thread, which hands completions in.  No thread ever waits in here.
+// Sending.  Whoever sends queues a message; it leaves at once if there is room.  The rest
+// happens in the plane's polling thread, which hands completions in.
+//
+// Receiving.  A peer that requests to send a value is cleared to write it where the owner
+// says that it belongs, or into the pool's memory.  Those under way at a time are bounded by
+// BYTEPS_RDMA_RECEIVE_WINDOW_BYTES; others wait.  Memory that has to be registered first is
+// found by the registrar's thread.
+//
+// No thread waits in here, but for Abandon.
 #ifndef PS_RDMA_ENDPOINT_H_
 #define PS_RDMA_ENDPOINT_H_
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "./message_parts.h"
 #include "./pool.h"
+#include "./registrar.h"
 #include "./settings.h"
 #include "./verbs.h"
 #include "./wire.h"
@@ -40,15 +51,20 @@ struct Ending {
 class EndpointOwner {
  public:
   virtual ~EndpointOwner() = default;
-  // The frame's parts; the polling thread.  Throws dmlc::Error when the meta is none.
+  // Where a value belongs, or null.  The polling or the registrar's thread, with a lock of
+  // the endpoint's held: see Abandon.
+  virtual char* PlaceFor(Endpoint* endpoint, const Meta& meta, size_t bytes) = 0;
+  // The polling thread.  Throws dmlc::Error when the peer may not send this.
   virtual void OnMessage(Endpoint* endpoint, Received received) = 0;
   // Once, in any thread.
   virtual void OnClosed(Endpoint* endpoint, const Ending& ending) = 0;
 };
 
 // Any thread may call any public function, but for those that say otherwise.
-class Endpoint {
+class Endpoint : public std::enable_shared_from_this<Endpoint> {
  public:
+  using Clock = std::chrono::steady_clock;
+
   // `active`: this side connects.
   Endpoint(EndpointOwner* owner, Plane plane, int index, bool active, const Settings& settings,
            std::shared_ptr<EndpointCounters> counters);
@@ -61,13 +77,18 @@ class Endpoint {
   int index() const { return index_; }
   bool active() const { return active_; }
   EndpointCounters* counters() { return counters_.get(); }
+  // The peer's node id, or Node::kEmpty.
+  int peer() const { return counters_->peer; }
+
+  // The token of the process at the other end: the owner's to set, before there is one.
+  uint64_t token = 0;
 
   // ----- making the connection; one thread, before Open
 
   // Makes the queue pair for the connection `id` and posts all receives.  Completions are
   // told through `channel`.
   void Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> device,
-               ibv_comp_channel* channel, rdma_cm_id* id);
+               std::shared_ptr<Registrar> registrar, ibv_comp_channel* channel, rdma_cm_id* id);
   // Takes the queue pair to where it sends; `peer_mtu` is an ibv_mtu or 0.
   void Attach(rdma_cm_id* id, int peer_mtu);
   bool prepared() const { return qp_ != nullptr; }
@@ -82,9 +103,19 @@ class Endpoint {
   void Send(OutgoingPtr message);
   // Tells the peer that nothing more will come, after all that was sent.
   void SayGoodbye();
+  // The same, and closes when the peer has received it all.
+  void CloseWhenFlushed();
   // Whether all that was to be sent has been received.
   bool flushed();
   size_t queued_bytes();
+
+  // ----- receiving
+
+  // Values on their way into these bytes are received elsewhere, and their message is
+  // dropped.  Waits until `deadline` for those that the peer is writing there, and then
+  // breaks the endpoint: when this has returned, nothing is written there any more.  Must
+  // not be called with a lock held that PlaceFor takes, nor by PlaceFor.
+  void Abandon(const void* begin, size_t bytes, Clock::time_point deadline);
 
   // ----- ending
 
@@ -126,19 +157,31 @@ class Endpoint {
     uint32_t bytes = 0;   // of a write
   };
 
-  struct Incoming {
-    Received parts;
-    uint32_t meta_in_region = 0;  // bytes
-    std::vector<uint64_t> sizes;
-    SArray<char> region;
+  // Where the device writes.
+  struct Memory {
+    SArray<char> bytes;
+    uint32_t rkey = 0;
+    std::shared_ptr<Region> region;  // of the place; null: it is the pool's memory
   };
 
-  struct Grant {
-    uint32_t id;
-    GrantBody body;
+  // A message whose values wait for memory, or are being written into it.
+  struct Incoming {
+    uint32_t id = 0;  // the sender's number of it
+    Received parts;
+    std::vector<uint64_t> sizes;
+    uint64_t value_bytes = 0;
+    uint32_t meta_in_region = 0;  // bytes
+    bool asked = false;           // the owner, for the place
+    char* place = nullptr;        // where the value belongs; null: wherever there is memory
+    bool drop = false;            // it was abandoned
+    Memory memory;
+    bool is_cleared = false;  // the peer has been told where to write
+
+    uint64_t bytes() const { return AlignUp(meta_in_region, kRegionAlign) + value_bytes; }
   };
 
   void Finish(Turn* turn);
+  void CloseIfFlushed(Turn* turn);
   void Pump(Turn* turn);
   bool MayWrite() const {
     return !writes_.empty() && posted_bytes_ + max_write_ <= settings_.window_bytes;
@@ -146,8 +189,9 @@ class Endpoint {
   bool CanSend() const { return !free_slots_.empty() && credits_ > 1; }
   char* SlotOf(uint32_t slot) { return slots_.get() + static_cast<size_t>(slot) * slot_bytes_; }
   bool PostReceive(uint32_t slot);
-  void SendFrame(FrameType type, uint32_t id, const Outgoing* content, const GrantBody* grant,
+  void SendFrame(FrameType type, uint32_t id, const Outgoing* content, const Target* target,
                  Turn* turn);
+  void SendCts(Turn* turn);
   void SendNext(Turn* turn);
   void WriteNext(Turn* turn);
   void PostSend(ibv_send_wr* request, Turn* turn);
@@ -157,9 +201,26 @@ class Endpoint {
   void ReadFrame(const char* frame, uint32_t bytes, Turn* turn);
   // These throw dmlc::Error when the peer says what it may not.
   void ReadContent(const FrameHeader& header, const char* body, uint32_t bytes, Turn* turn);
-  void ReadGrant(const FrameHeader& header, const char* body, uint32_t bytes);
+  void ReadCts(const FrameHeader& header, const char* body, uint32_t bytes);
   void ReadImmediate(uint32_t cookie, Turn* turn);
   void Deliver(Received parts, Turn* turn);
+  void PutInPlace(Received* received);
+  bool Finished() const {
+    return state_ == State::kClosed && receives_posted_ == 0 &&
+           free_slots_.size() == sending_.size();
+  }
+
+  // ----- endpoint_rendezvous.cc
+  void ClearWaiting();
+  void ClearSlowly();
+  bool MayClear() const;
+  // Finds memory for the first that waits and has the peer told.  False: the registrar must.
+  bool ClearFirst(bool may_block);
+  bool FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory);
+  bool IsWrittenTo(const char* begin, size_t bytes) const;
+  // Waits until done() or `deadline`, and returns done().
+  template <typename Done>
+  bool Await(std::unique_lock<std::mutex>* lock, Clock::time_point deadline, Done done);
   void Close(const std::string& reason, Turn* turn, bool by_peer = false);
   // For a request that the device did not take.
   void CloseFor(const char* what, int error, Turn* turn);
@@ -176,6 +237,7 @@ class Endpoint {
   // Made by Prepare.  Members go in the reverse order: the queue pair first.
   std::shared_ptr<Pool> pool_;
   std::shared_ptr<Device> device_;
+  std::shared_ptr<Registrar> registrar_;
   uint32_t max_write_ = 0;
   struct FreeSlots {
     void operator()(char* memory) const;
@@ -185,7 +247,11 @@ class Endpoint {
   Owned<ibv_cq> cq_;
   Owned<ibv_qp> qp_;
 
+  // Held while the owner says where a value belongs, until that is noted; before mu_.
+  std::mutex place_mu_;
+
   std::mutex mu_;
+  std::condition_variable cond_;  // something has completed
   // All below is guarded by mu_.
   State state_ = State::kConnecting;
   bool was_open_ = false;
@@ -199,14 +265,20 @@ class Endpoint {
   std::vector<uint32_t> free_slots_;
   std::vector<Sending> sending_;  // by slot
   std::deque<OutgoingPtr> outbox_;
-  std::deque<Grant> grants_;
-  std::deque<OutgoingPtr> writes_;                     // granted
-  std::unordered_map<uint32_t, OutgoingPtr> offered_;  // by id
-  std::unordered_map<uint32_t, Incoming> incoming_;    // by cookie
+  std::deque<OutgoingPtr> writes_;                       // the peer has said where to
+  std::unordered_map<uint32_t, OutgoingPtr> requested_;  // by id
+  std::deque<Incoming> waiting_;                         // for memory
+  bool clearing_ = false;      // a thread is at the first of them, which stays the first
+  std::deque<uint32_t> ctss_;  // cookies that the peer is to be told
+  std::unordered_map<uint32_t, Incoming> incoming_;  // with memory; by cookie
+  uint64_t incoming_bytes_ = 0;                      // of these
   uint32_t last_id_ = 0;
   uint32_t last_cookie_ = 0;
   size_t queued_bytes_ = 0;
   uint64_t posted_bytes_ = 0;  // of writes that have not completed
+  bool close_when_flushed_ = false;
+  std::thread::id polling_thread_;
+  Turn later_;  // what the polling thread saw while it waited in Abandon
 };
 
 }  // namespace rdma

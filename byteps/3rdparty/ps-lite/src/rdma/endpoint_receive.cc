@@ -1,11 +1,15 @@
 // The endpoint's part that handles completions and what the peer sent.
+#include <arpa/inet.h>
+
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <utility>
 
+#include "../meta_codec.h"
 #include "./endpoint.h"
 #include "dmlc/logging.h"
+#include "ps/wire_bytes.h"
 
 namespace ps {
 namespace rdma {
@@ -23,6 +27,12 @@ constexpr char kStopped[] = "the device stopped its queue pair";
 [[noreturn]] void BadFrame(const char* what) {
   throw dmlc::Error(std::string("it sent a frame that does not parse (") + what +
                     "): install the same byteps on every node");
+}
+
+void ReadMeta(const char* data, size_t bytes, Meta* meta) {
+  if (DecodeMeta(data, bytes, meta)) return;
+  throw dmlc::Error("it sent a message whose meta of " + std::to_string(bytes) +
+                    " bytes does not parse");
 }
 
 }  // namespace
@@ -49,14 +59,22 @@ bool Endpoint::PostReceive(uint32_t slot) {
 bool Endpoint::Poll() {
   ibv_wc completions[kBatch];
   const int count = ibv_poll_cq(cq_.get(), kBatch, completions);
-  if (count == 0) return false;
   Turn turn;
+  bool any_waits = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
+    polling_thread_ = std::this_thread::get_id();
+    std::swap(turn, later_);
     if (count < 0) Close("its completion queue cannot be read", &turn);
     for (int i = 0; i < count; ++i) Complete(completions[i], &turn);
-    Pump(&turn);
+    if (count > 0) {
+      Pump(&turn);
+      CloseIfFlushed(&turn);
+    }
+    any_waits = !waiting_.empty();
   }
+  if (count > 0) cond_.notify_all();
+  if (any_waits) ClearWaiting();
   Finish(&turn);
   return count > 0;
 }
@@ -80,8 +98,8 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
     } else if (wc.status == IBV_WC_WR_FLUSH_ERR) {
       Close(kStopped, turn);
     } else {
-      static const char* const kWhat[] = {"an RDMA write", "a message",      "an offer",
-                                          "a grant",       "a credit frame", "a goodbye"};
+      static const char* const kWhat[] = {"an RDMA write", "a message",      "an RTS",
+                                          "a CTS",         "a credit frame", "a goodbye"};
       char key[40] = "";
       if (sending.key != 0) {
         snprintf(key, sizeof(key), " of key 0x%llx", static_cast<unsigned long long>(sending.key));
@@ -112,11 +130,11 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   }
   try {
     if (wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
-      ReadImmediate(wc.imm_data, turn);
+      ReadImmediate(ntohl(wc.imm_data), turn);
     } else {
       ReadFrame(SlotOf(slot), wc.byte_len, turn);
     }
-  } catch (const dmlc::Error& e) {
+  } catch (const std::exception& e) {
     return Close(e.what(), turn);
   }
   if (state_ == State::kClosed) return;
@@ -128,18 +146,16 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
 
 void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
   FrameHeader header;
-  if (bytes < sizeof(header)) BadFrame("short");
-  memcpy(&header, frame, sizeof(header));
-  const char* body = frame + sizeof(header);
-  bytes -= sizeof(header);
-  if (header.credits > 1u << 24) BadFrame("credits");
+  if (!header.Decode(frame, bytes)) BadFrame("its header");
+  const char* body = frame + kFrameHeaderBytes;
+  bytes -= kFrameHeaderBytes;
   credits_ += header.credits;
   switch (header.type) {
     case kMessage:
-    case kOffer:
+    case kRts:
       return ReadContent(header, body, bytes, turn);
-    case kGrant:
-      return ReadGrant(header, body, bytes);
+    case kCts:
+      return ReadCts(header, body, bytes);
     case kCredit:
       return;
     case kGoodbye:
@@ -152,68 +168,82 @@ void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
 
 void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t bytes,
                            Turn* turn) {
-  const uint32_t meta_here = header.meta_in_region ? 0 : header.meta_bytes;
-  const uint64_t sizes_bytes = header.values * sizeof(uint64_t);
-  if (header.values > kMaxValues || bytes < sizes_bytes || bytes - sizes_bytes < meta_here) {
-    BadFrame("sizes");
+  if (peer() == Node::kEmpty && (header.meta_bytes > kStrangersMetaBytes || header.values > 0)) {
+    throw dmlc::Error("it sent values, or a long message, before it was a member of the job");
   }
+  const uint32_t meta_here = header.meta_in_region ? 0 : header.meta_bytes;
+  const uint32_t sizes_bytes = header.values * sizeof(uint64_t);
+  if (bytes < sizes_bytes || bytes - sizes_bytes < meta_here) BadFrame("its length");
   std::vector<uint64_t> sizes(header.values);
-  memcpy(sizes.data(), body, sizes_bytes);
-  body += sizes_bytes;
-  bytes -= static_cast<uint32_t>(sizes_bytes) + meta_here;
+  ByteReader in(body, sizes_bytes);
   uint64_t total = 0;
-  for (const uint64_t size : sizes) {
-    if (size > kMaxValueBytes) BadFrame("a value");
+  for (uint64_t& size : sizes) {
+    in.Int(&size);
+    if (size > kMaxValueBytes) BadFrame("the size of a value");
     total += size;
   }
+  if (total > kMaxValueBytes) BadFrame("the size of its values");
+  body += sizes_bytes;
+  bytes -= sizes_bytes + meta_here;
   Received parts;
-  parts.meta.assign(body, meta_here);
   parts.bytes = header.meta_bytes + total;
+  if (!header.meta_in_region) ReadMeta(body, meta_here, &parts.msg.meta);
   body += meta_here;
   if (header.type == kMessage) {
-    if (header.meta_in_region || bytes != total) BadFrame("values");
+    if (bytes != total) BadFrame("the length of its values");
     SArray<char> values;
     values.CopyFrom(body, total);
-    parts.values = Split(values, 0, sizes);
-    Deliver(std::move(parts), turn);
-    return;
+    parts.msg.data = Split(values, 0, sizes);
+    parts.is_inline = true;
+    counters_->values_in_frames += sizes.size();
+    counters_->bytes_in_frames += total;
+    return Deliver(std::move(parts), turn);
   }
+  if (bytes != 0) BadFrame("its length");
   Incoming incoming;
+  incoming.id = header.id;
   incoming.parts = std::move(parts);
-  incoming.meta_in_region = header.meta_in_region ? header.meta_bytes : 0;
   incoming.sizes = std::move(sizes);
-  const Pool::Buffer buffer = pool_->Take(AlignUp(incoming.meta_in_region, kRegionAlign) + total);
-  incoming.region = buffer.bytes;
-  Grant grant;
-  grant.id = header.id;
-  grant.body.address = reinterpret_cast<uintptr_t>(buffer.bytes.data());
-  grant.body.rkey = buffer.rkey;
-  grant.body.cookie = ++last_cookie_;
-  grants_.push_back(grant);
-  incoming_[grant.body.cookie] = std::move(incoming);
+  incoming.value_bytes = total;
+  incoming.meta_in_region = header.meta_in_region ? header.meta_bytes : 0;
+  if (incoming.bytes() == 0) BadFrame("it requests to send nothing");
+  waiting_.push_back(std::move(incoming));
 }
 
-void Endpoint::ReadGrant(const FrameHeader& header, const char* body, uint32_t bytes) {
-  GrantBody grant;
-  if (bytes < sizeof(grant)) BadFrame("grant");
-  memcpy(&grant, body, sizeof(grant));
-  auto it = offered_.find(header.id);
-  if (it == offered_.end()) BadFrame("a grant of what was not offered");
-  it->second->remote_address = grant.address;
-  it->second->remote_key = grant.rkey;
-  it->second->cookie = grant.cookie;
+void Endpoint::ReadCts(const FrameHeader& header, const char* body, uint32_t bytes) {
+  Target target;
+  if (!target.Decode(body, bytes)) BadFrame("a CTS");
+  auto it = requested_.find(header.id);
+  if (it == requested_.end()) BadFrame("a CTS that was not asked for");
+  it->second->remote_address = target.address;
+  it->second->remote_key = target.rkey;
+  it->second->cookie = target.cookie;
   writes_.push_back(std::move(it->second));
-  offered_.erase(it);
+  requested_.erase(it);
 }
 
 void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
   auto it = incoming_.find(cookie);
-  if (it == incoming_.end()) BadFrame("a write to what was not granted");
+  if (it == incoming_.end() || !it->second.is_cleared) BadFrame("a write that was not cleared");
   Incoming incoming = std::move(it->second);
   incoming_.erase(it);
+  incoming_bytes_ -= incoming.bytes();
+  if (incoming.drop) return;
+  SArray<char> values = incoming.memory.bytes;
   const uint32_t meta = incoming.meta_in_region;
-  if (meta > 0) incoming.parts.meta.assign(incoming.region.data(), meta);
-  incoming.parts.values = Split(incoming.region, AlignUp(meta, kRegionAlign), incoming.sizes);
+  if (meta > 0) ReadMeta(values.data(), meta, &incoming.parts.msg.meta);
+  if (incoming.memory.region) {
+    counters_->values_in_place += incoming.sizes.size();
+    counters_->bytes_in_place += incoming.value_bytes;
+  } else {
+    counters_->values_in_pool += incoming.sizes.size();
+    counters_->bytes_in_pool += incoming.value_bytes;
+    if (incoming.place != nullptr) {  // the device could not write there
+      memcpy(incoming.place, values.data(), incoming.value_bytes);
+      values.reset(incoming.place, incoming.value_bytes, [](char*) {});
+    }
+  }
+  incoming.parts.msg.data = Split(values, AlignUp(meta, kRegionAlign), incoming.sizes);
   Deliver(std::move(incoming.parts), turn);
 }
 
@@ -221,6 +251,18 @@ void Endpoint::Deliver(Received parts, Turn* turn) {
   ++counters_->messages_received;
   counters_->bytes_received += parts.bytes;
   turn->received.push_back(std::move(parts));
+}
+
+// So that whoever receives finds all values where they belong, the small ones too.
+void Endpoint::PutInPlace(Received* received) {
+  auto& values = received->msg.data;
+  if (values.size() != 1 || values[0].size() == 0) return;
+  const size_t bytes = values[0].size();
+  std::lock_guard<std::mutex> lock(place_mu_);
+  char* place = owner_->PlaceFor(this, received->msg.meta, bytes);
+  if (place == nullptr) return;
+  memcpy(place, values[0].data(), bytes);
+  values[0].reset(place, bytes, [](char*) {});
 }
 
 }  // namespace rdma

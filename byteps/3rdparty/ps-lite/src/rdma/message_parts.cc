@@ -5,7 +5,8 @@
 #include <utility>
 
 #include "dmlc/logging.h"
-#include "ps/lasting_memory.h"
+#include "ps/internal/postoffice.h"
+#include "ps/registration_cache.h"
 
 namespace ps {
 namespace rdma {
@@ -32,19 +33,31 @@ void CopyToPool(Outgoing* out, Pool* pool) {
   out->lkey = buffer.lkey;
 }
 
-// Null when the memory is not lasting, or too much to be registered at once.
-std::shared_ptr<Region> LastingRegion(const void* address, uint64_t bytes,
-                                      const std::shared_ptr<Device>& device) {
-  auto found = LastingMemory::Find(
-      address, bytes, [&device](const void* begin, size_t size) -> LastingMemory::Registration {
-        try {
-          return std::make_shared<Region>(device, begin, size, 0);
-        } catch (const dmlc::Error& e) {
-          LOG(WARNING) << e.what() << "; now each message registers its own part of it";
-          return nullptr;
-        }
-      });
-  return std::static_pointer_cast<Region>(found);
+// What a cache may hold: memory that is sent from is often received into as well.
+constexpr int kReadAndWrite = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+
+RegistrationCache::Registration RegisterAll(const std::shared_ptr<Device>& device,
+                                            const void* begin, size_t bytes) {
+  try {
+    return std::make_shared<Region>(device, begin, bytes, kReadAndWrite);
+  } catch (const dmlc::Error&) {  // it may be memory that cannot be written to
+  }
+  try {
+    return std::make_shared<Region>(device, begin, bytes, 0);
+  } catch (const dmlc::Error& e) {
+    LOG(WARNING) << e.what() << "; now each message registers its own part of it";
+    return nullptr;
+  }
+}
+
+// Null when the memory is not in the cache, or too much to be registered at once.
+std::shared_ptr<Region> CachedRegion(const void* address, uint64_t bytes, bool may_block,
+                                     const std::shared_ptr<Device>& device) {
+  RegistrationCache::Register make;
+  if (may_block) {
+    make = [&device](const void* begin, size_t size) { return RegisterAll(device, begin, size); };
+  }
+  return std::static_pointer_cast<Region>(RegistrationCache::Find(address, bytes, make));
 }
 
 }  // namespace
@@ -68,7 +81,12 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
     out->value_bytes += value.size();
   }
 
-  const uint64_t head = sizeof(FrameHeader) + out->values.size() * sizeof(uint64_t);
+  if (out->value_bytes > kMaxValueBytes || out->values.size() > kMaxValues) {
+    throw dmlc::Error(out->Describe() +
+                      ", is larger than any that a peer takes: " + std::to_string(kMaxValueBytes) +
+                      " bytes in " + std::to_string(kMaxValues) + " values");
+  }
+  const uint64_t head = kFrameHeaderBytes + out->values.size() * sizeof(uint64_t);
   const bool small = out->value_bytes <= inline_bytes;
   if (small && head + out->meta.size() + out->value_bytes <= slot_bytes) return out;
   out->in_region = true;
@@ -85,10 +103,23 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
     CopyToPool(out.get(), pool);
     return out;
   }
-  out->region = LastingRegion(out->address, out->length, device);
+  out->region = CachedRegion(out->address, out->length, true, device);
   if (!out->region) out->region = std::make_shared<Region>(device, out->address, out->length, 0);
   out->lkey = out->region->lkey();
   return out;
+}
+
+std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
+                                        const std::shared_ptr<Device>& device) {
+  auto region = CachedRegion(address, bytes, may_block, device);
+  if (region) return region->writable() ? region : nullptr;
+  if (!may_block || bytes <= kCopyBytes) return nullptr;
+  try {
+    return std::make_shared<Region>(device, address, bytes, kReadAndWrite);
+  } catch (const dmlc::Error& e) {
+    PS_VLOG(1) << e.what() << "; the value is received elsewhere and copied";
+    return nullptr;
+  }
 }
 
 std::vector<SArray<char>> Split(const SArray<char>& region, uint64_t offset,

@@ -9,6 +9,7 @@
 
 #include "./pool.h"
 #include "./wire.h"
+#include "ps/internal/message.h"
 #include "ps/sarray.h"
 
 namespace ps {
@@ -50,10 +51,15 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
                          uint32_t inline_bytes, uint32_t slot_bytes,
                          const std::shared_ptr<Device>& device, Pool* pool);
 
+// The registration of memory for receiving.  `may_block`: it is made if there is none yet,
+// and otherwise not waited for.  Null: there is none, or it cannot be had.
+std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
+                                        const std::shared_ptr<Device>& device);
+
 struct Received {
-  std::string meta;
-  std::vector<SArray<char>> values;
-  uint64_t bytes = 0;
+  Message msg;
+  uint64_t bytes = 0;      // of its meta and values
+  bool is_inline = false;  // the values came in the message's frame
 };
 
 // Cuts `region` into values of these sizes, from `offset` on.

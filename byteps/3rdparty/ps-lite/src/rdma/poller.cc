@@ -73,7 +73,13 @@ void Poller::Run() {
     for (auto it = ready.begin(); it != ready.end();) {
       // By name: it may be gone since the event was told.
       const auto endpoint = Find(*it);
-      it = endpoint && Serve(endpoint) ? std::next(it) : ready.erase(it);
+      bool more = false;
+      try {
+        more = endpoint && Serve(endpoint);
+      } catch (const std::exception& e) {  // it alone suffers
+        endpoint->Fail(e.what());
+      }
+      it = more ? std::next(it) : ready.erase(it);
     }
   }
 }

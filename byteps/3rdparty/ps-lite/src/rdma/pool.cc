@@ -42,25 +42,35 @@ size_t Pool::ClassOf(size_t bytes) {
   return AlignUp(bytes < kPage ? kPage : bytes, power / 4 < kPage ? kPage : power / 4);
 }
 
-Pool::Buffer Pool::Take(size_t bytes) {
+bool Pool::TakeIdle(size_t bytes, Buffer* buffer) {
   const size_t size = ClassOf(bytes);
   Block* block = nullptr;
   {
     std::lock_guard<std::mutex> lock(mu_);
     auto spare = idle_.find(size);
-    if (spare != idle_.end() && !spare->second.empty()) {
-      block = spare->second.back();
-      spare->second.pop_back();
-      idle_bytes_ -= size;
-    }
+    if (spare == idle_.end() || spare->second.empty()) return false;
+    block = spare->second.back();
+    spare->second.pop_back();
+    idle_bytes_ -= size;
   }
-  if (block == nullptr) {
-    // Without the lock: pinning pages takes long.
-    auto made = std::make_unique<Block>(device_, size);
-    block = made.get();
+  *buffer = BufferOf(block, bytes);
+  return true;
+}
+
+Pool::Buffer Pool::Take(size_t bytes) {
+  Buffer buffer;
+  if (TakeIdle(bytes, &buffer)) return buffer;
+  // Without the lock: pinning pages takes long.
+  auto made = std::make_unique<Block>(device_, ClassOf(bytes));
+  Block* const block = made.get();
+  {
     std::lock_guard<std::mutex> lock(mu_);
     blocks_[reinterpret_cast<uintptr_t>(block->memory)] = std::move(made);
   }
+  return BufferOf(block, bytes);
+}
+
+Pool::Buffer Pool::BufferOf(Block* block, size_t bytes) {
   Buffer buffer;
   buffer.lkey = block->region->lkey();
   buffer.rkey = block->region->rkey();
@@ -82,16 +92,20 @@ bool Pool::Find(const void* address, size_t bytes, uint32_t* lkey) {
 }
 
 void Pool::Return(Block* block) {
-  std::unique_ptr<Block> surplus;  // let go of without the lock
-  std::lock_guard<std::mutex> lock(mu_);
-  if (idle_bytes_ + block->size <= max_idle_) {
-    idle_[block->size].push_back(block);
-    idle_bytes_ += block->size;
-    return;
+  std::shared_ptr<Block> surplus;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (idle_bytes_ + block->size <= max_idle_) {
+      idle_[block->size].push_back(block);
+      idle_bytes_ += block->size;
+      return;
+    }
+    auto it = blocks_.find(reinterpret_cast<uintptr_t>(block->memory));
+    surplus = std::move(it->second);
+    blocks_.erase(it);
   }
-  auto it = blocks_.find(reinterpret_cast<uintptr_t>(block->memory));
-  surplus = std::move(it->second);
-  blocks_.erase(it);
+  // It goes with the task, in the registrar's thread as long as there is one.
+  registrar_->Post([held = std::move(surplus)] {});
 }
 
 }  // namespace rdma

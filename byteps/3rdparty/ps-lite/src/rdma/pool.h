@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "./registrar.h"
 #include "./verbs.h"
 #include "ps/sarray.h"
 
@@ -24,13 +25,16 @@ class Pool : public std::enable_shared_from_this<Pool> {
     uint32_t rkey = 0;
   };
 
-  // Keeps at most `max_idle` bytes that nobody uses.
-  Pool(std::shared_ptr<Device> device, size_t max_idle)
-      : device_(std::move(device)), max_idle_(max_idle) {}
+  // Keeps at most `max_idle` bytes that nobody uses; more is let go of by the registrar.
+  Pool(std::shared_ptr<Device> device, std::shared_ptr<Registrar> registrar, size_t max_idle)
+      : device_(std::move(device)), registrar_(std::move(registrar)), max_idle_(max_idle) {}
 
   // Exactly `bytes` bytes, uninitialised.  Throws dmlc::Error when they cannot be had.
-  // What it hands out may outlive everything but the process.
+  // What it hands out may outlive everything but the process.  Blocks while memory is
+  // registered.
   Buffer Take(size_t bytes);
+  // The same of memory that is there already; false if there is none.  Never blocks.
+  bool TakeIdle(size_t bytes, Buffer* buffer);
 
   // Whether all of this memory is in one buffer that was taken; then its key.
   bool Find(const void* address, size_t bytes, uint32_t* lkey);
@@ -49,9 +53,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // Four sizes between each power of two and the next: a fifth is wasted at worst.
   static size_t ClassOf(size_t bytes);
+  Buffer BufferOf(Block* block, size_t bytes);
   void Return(Block* block);
 
   const std::shared_ptr<Device> device_;
+  const std::shared_ptr<Registrar> registrar_;
   const size_t max_idle_;
   std::mutex mu_;
   // Guarded by mu_:

@@ -76,6 +76,8 @@ Settings Settings::Get() {
   s.inline_bytes = GetEnv("BYTEPS_RDMA_INLINE_BYTES", 4096);
   s.pool_bytes = strtoull(GetEnv("BYTEPS_RDMA_POOL_BYTES", "1073741824"), nullptr, 10);
   s.window_bytes = strtoull(GetEnv("BYTEPS_RDMA_WINDOW_BYTES", "1048576"), nullptr, 10);
+  s.receive_window_bytes =
+      strtoull(GetEnv("BYTEPS_RDMA_RECEIVE_WINDOW_BYTES", "16777216"), nullptr, 10);
   s.busy_poll = GetEnv("BYTEPS_RDMA_BUSY_POLL", 0) != 0;
   s.data_plane = GetEnv("BYTEPS_RDMA_DATA_PLANE", 1) != 0;
   s.data_endpoints = GetEnv("BYTEPS_RDMA_DATA_ENDPOINTS", 1);

@@ -26,6 +26,7 @@ struct Settings {
   bool busy_poll = false;
   bool data_plane = true;
   int data_endpoints = 1;
+  uint64_t receive_window_bytes = 0;
   double start_timeout_s = 30;
 
   // From ps-lite's Environment, which Config has checked.

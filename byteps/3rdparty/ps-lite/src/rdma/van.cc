@@ -9,9 +9,10 @@
 
 #include "../net_address.h"
 #include "../node_token.h"
+#include "../who_connects.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
-#include "ps/lasting_memory.h"
+#include "ps/registration_cache.h"
 #include "ps/verbs_library.h"
 
 namespace ps {
@@ -26,6 +27,10 @@ namespace {
 constexpr auto kLinger = std::chrono::seconds(1);
 constexpr auto kLastCompletions = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::milliseconds(1);
+// How long a peer may take to receive what was sent before its endpoints are closed.
+constexpr auto kFarewell = std::chrono::seconds(5);
+// How long values may go on coming into memory that is given up.
+constexpr auto kAbandonTime = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -48,6 +53,7 @@ void RdmaVan::Start(int customer_id, bool standalone) {
     LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
   token_ = NewToken();
+  job_ = Postoffice::Get()->is_scheduler() ? NewToken() : 0;
   ForgetEndpointCounters();
   {
     std::lock_guard<std::mutex> lock(inbox_mu_);
@@ -70,7 +76,12 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
   try {
     if (!scheduler) host = rdma::AddressOfDevice(settings_, host, given);
     connector_ = std::make_unique<rdma::Connector>(this, settings_, token_);
-    const int bound = connector_->Listen(every_address ? "" : NumericAddress(host), port);
+    int bound = 0;
+    if (Listens(node.role)) {
+      bound = connector_->Listen(every_address ? "" : NumericAddress(host), port);
+    } else {
+      connector_->UseDeviceOf(NumericAddress(host));
+    }
     Node self = node;
     self.hostname = host;
     self.port = bound;
@@ -79,11 +90,15 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     return bound;
   } catch (const dmlc::Error& e) {
     connector_.reset();
-    throw dmlc::Error(
-        std::string(scheduler ? "the scheduler" : "this node") + " cannot listen on " +
-        JoinHostPort(host, port) + " by RDMA: " + e.what() +
-        (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
-                   : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT, BYTEPS_RDMA_DEVICE)"));
+    if (!Listens(node.role)) {
+      throw dmlc::Error("this node cannot use RDMA from " + host + ": " + e.what() +
+                        " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_RDMA_DEVICE)");
+    }
+    throw dmlc::Error(std::string(scheduler ? "the scheduler" : "this node") +
+                      " cannot listen on " + JoinHostPort(host, port) + " by RDMA: " + e.what() +
+                      (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
+                                 : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT, "
+                                   "BYTEPS_RDMA_DEVICE)"));
   }
 }
 
@@ -95,13 +110,11 @@ std::shared_ptr<Endpoint> RdmaVan::NewEndpoint(Plane plane, int index, int peer_
 
 void RdmaVan::Connect(const Node& node) {
   CHECK_NE(node.id, Node::kEmpty);
-  const bool self =
-      node.id == my_node_.id || (node.role == my_node_.role && node.role == Node::SCHEDULER);
-  if (self || node.role == my_node_.role) return;
-  // A node comes to the scheduler, and a worker to a server, by itself.
-  const bool comes = my_node_.role == Node::SCHEDULER ||
-                     (my_node_.role == Node::SERVER && node.role == Node::WORKER);
-  if (comes) return NamePeer(TokenOf(node), node.id);
+  if (!ConnectsTo(my_node_.role, node.role)) {
+    // Only the scheduler gives names to who comes; to a server a worker says its own.
+    if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
+    return;
+  }
 
   auto peer = std::make_shared<Peer>();
   peer->id = node.id;
@@ -122,23 +135,32 @@ void RdmaVan::Connect(const Node& node) {
   }
 }
 
-void RdmaVan::NamePeer(uint64_t token, int node_id) {
+void RdmaVan::NamePeer(const Node& node) {
   std::lock_guard<std::mutex> lock(peers_mu_);
-  auto it = peers_by_token_.find(token);
-  if (it == peers_by_token_.end()) {
-    // A worker that has not connected yet will say who it is.
-    if (my_node_.role == Node::SCHEDULER) {
-      LOG(WARNING) << "no RDMA connection came from node " << node_id
-                   << ", which wants to join: is DMLC_ENABLE_RDMA the same on every node?";
-    }
-    return;
+  PeerPtr& named = peers_[node.id];
+  auto it = peers_by_token_.find(TokenOf(node));
+  if (it == peers_by_token_.end()) {  // it came, and has gone already
+    named = std::make_shared<Peer>();
+    named->id = node.id;
+    Event event;
+    event.peer = node.id;
+    event.lost = named;
+    event.reason = "its connection closed";
+    event.closed = true;
+    return Put(std::move(event));
   }
-  const PeerPtr& peer = it->second;
-  peer->id = node_id;
-  peers_[node_id] = peer;
-  // Of the connections of a worker, which come in any order, some may be missing yet; they
-  // will say whose they are.
-  if (peer->control) peer->control->counters()->peer = node_id;
+  named = it->second;
+  named->id = node.id;
+  for (const auto& endpoint : EndpointsOf(*named)) endpoint->counters()->peer = node.id;
+}
+
+std::vector<std::shared_ptr<Endpoint>> RdmaVan::EndpointsOf(const Peer& peer) {
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  if (peer.control) endpoints.push_back(peer.control);
+  for (const auto& data : peer.data) {
+    if (data) endpoints.push_back(data);
+  }
+  return endpoints;
 }
 
 std::shared_ptr<Endpoint>* RdmaVan::SlotOf(Peer* peer, Plane plane, int index) {
@@ -147,23 +169,42 @@ std::shared_ptr<Endpoint>* RdmaVan::SlotOf(Peer* peer, Plane plane, int index) {
   return &peer->data[index];
 }
 
+std::string RdmaVan::ReasonToRefuse(const rdma::ConnectRequest& request) {
+  if (stopping_) return "this node is leaving the job";
+  if (is_scheduler_) {
+    if (request.job != 0) return "it belongs to another job";
+    return request.is_data_plane ? "the scheduler has no data plane" : "";
+  }
+  if (request.job != job_ || job_ == 0) return "it belongs to another job";
+  if (!IsWorkerId(request.node_id)) return "it is no worker";
+  const auto named = peers_.find(request.node_id);
+  const auto mine = peers_by_token_.find(request.sender);
+  const bool is_new = mine == peers_by_token_.end();
+  // Who has lost all its endpoints is not there any more.
+  const bool taken = named != peers_.end() && (is_new || named->second != mine->second) &&
+                     !EndpointsOf(*named->second).empty();
+  const bool renamed =
+      !is_new && mine->second->id != Node::kEmpty && mine->second->id != request.node_id;
+  return taken || renamed ? "another process is connected under its node id" : "";
+}
+
 std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request,
                                              const std::string& /*address*/, std::string* refusal) {
   const Plane plane = request.is_data_plane ? Plane::kData : Plane::kControl;
-  auto endpoint = NewEndpoint(plane, request.index, request.node_id, false);
+  std::shared_ptr<Endpoint> endpoint;
   std::shared_ptr<Endpoint> superseded;
   {
     std::lock_guard<std::mutex> lock(peers_mu_);
-    if (stopping_) {
-      *refusal = "this node is leaving the job";
-      return nullptr;
-    }
+    *refusal = ReasonToRefuse(request);
+    if (!refusal->empty()) return nullptr;
     PeerPtr& peer = peers_by_token_[request.sender];
     if (!peer) peer = std::make_shared<Peer>();
-    if (request.node_id != Node::kEmpty) {
+    if (!is_scheduler_) {
       peer->id = request.node_id;
       peers_[request.node_id] = peer;
     }
+    endpoint = NewEndpoint(plane, request.index, peer->id, false);
+    endpoint->token = request.sender;
     auto* slot = SlotOf(peer.get(), plane, request.index);
     superseded = std::move(*slot);
     *slot = endpoint;
@@ -173,21 +214,48 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   return endpoint;
 }
 
+std::string RdmaVan::OnReply(Endpoint* endpoint, const rdma::ConnectReply& reply) {
+  if (reply.job == 0) return "it is in no job";
+  if (endpoint->peer() == kScheduler) {
+    job_ = reply.job;
+  } else if (reply.job != job_) {
+    return "it belongs to another job";
+  }
+  return "";
+}
+
 std::vector<std::shared_ptr<Endpoint>> RdmaVan::AllEndpoints() {
   std::lock_guard<std::mutex> lock(peers_mu_);
   std::vector<std::shared_ptr<Endpoint>> all;
-  const auto add = [&all](const PeerPtr& peer) {
-    if (peer->control) all.push_back(peer->control);
-    for (const auto& data : peer->data) {
-      if (data) all.push_back(data);
-    }
+  const auto add = [&all](const Peer& peer) {
+    for (auto& endpoint : EndpointsOf(peer)) all.push_back(std::move(endpoint));
   };
-  for (const auto& entry : peers_) add(entry.second);
+  for (const auto& entry : peers_) add(*entry.second);
   for (const auto& entry : peers_by_token_) {
     const auto named = peers_.find(entry.second->id);
-    if (named == peers_.end() || named->second != entry.second) add(entry.second);
+    if (named == peers_.end() || named->second != entry.second) add(*entry.second);
   }
   return all;
+}
+
+void RdmaVan::Disconnect(int node_id) {
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    auto it = peers_.find(node_id);
+    if (it != peers_.end()) endpoints = EndpointsOf(*it->second);
+  }
+  for (const auto& endpoint : endpoints) {
+    endpoint->CloseWhenFlushed();
+    connector_->FailLater(endpoint, kFarewell);
+  }
+}
+
+void RdmaVan::Abandon(const void* begin, size_t bytes) {
+  if (!BeginUse()) return;
+  const auto deadline = Endpoint::Clock::now() + kAbandonTime;
+  for (const auto& endpoint : AllEndpoints()) endpoint->Abandon(begin, bytes, deadline);
+  EndUse();
 }
 
 bool RdmaVan::BreakEndpoint(int node_id, Plane plane, int index) {
@@ -221,7 +289,7 @@ void RdmaVan::Stop() {
   {
     std::unique_lock<std::mutex> lock(inbox_mu_);
     stopped_ = true;  // also when it never started
-    inbox_cond_.wait(lock, [this] { return senders_ == 0; });
+    inbox_cond_.wait(lock, [this] { return users_ == 0; });
   }
   if (connector_) {
     FlushEndpoints();
@@ -246,11 +314,11 @@ void RdmaVan::Stop() {
         if (poller->size() > 0) LOG(WARNING) << "an RDMA device keeps requests after their end";
       }
     }
-    LastingMemory::ForgetRegistrations();
+    RegistrationCache::ForgetRegistrations();
     connector_.reset();  // and the transport, but for memory that somebody still holds
   }
   std::lock_guard<std::mutex> lock(inbox_mu_);
-  for (auto& inbox : inbox_) inbox.clear();
+  inbox_.clear();
 }
 
 }  // namespace ps

@@ -1,22 +1,25 @@
 // A van over RDMA with a plane for control and one for data.
 //
-// Connections.  Each node listens.  A node connects to the scheduler, and a worker to every
-// server: one control endpoint each, and to a server BYTEPS_RDMA_DATA_ENDPOINTS data
-// endpoints.  Who was connected to answers along the same connections.  Pushes, pulls and
+// Connections.  See who_connects.h: one control endpoint each, and from a worker to a server
+// BYTEPS_RDMA_DATA_ENDPOINTS data endpoints; a worker listens nowhere.  Pushes, pulls and
 // what answers them go by the data plane, everything else by the control plane; so a
 // heartbeat or a declaration never waits behind values.  BYTEPS_RDMA_DATA_PLANE=0 leaves
 // one endpoint for both.
 //
-// Threads.  One for each plane handles completions; one makes connections and hears of
-// their end; Van's receiving thread hands messages on, control messages first.  All sleep
-// while there is nothing to do (unless BYTEPS_RDMA_BUSY_POLL=1).
+// Threads.  One for each plane handles completions, and hands messages to the data handler;
+// one makes connections and hears of their end; one registers memory.  Messages of
+// membership, and the news of lost peers, are handed on by Van's receiving thread.  All
+// sleep while there is nothing to do (unless BYTEPS_RDMA_BUSY_POLL=1).
 //
-// Memory.  Values are sent from where they lie and received into registered memory, which
-// is reused when the last copy of the SArray is gone.  A registration is for one message,
-// but for those of the pool's own memory and of memory that lasts (ps/lasting_memory.h).
+// Memory.  Values are sent from where they lie and received where they belong
+// (Handlers::place_for), or into registered memory that is reused when the last copy of the
+// SArray is gone.  A registration is for one message, but for those of the pool's own memory
+// and of memory in the registration cache (ps/registration_cache.h).
 //
-// Who is who.  A node's token, a random number in Node::endpoint_name, tells which process
-// a connection belongs to, also before it has an id.
+// Who is who.  The scheduler makes a random number that names the job, and tells it to who
+// connects; servers take connections of that job alone.  A node's token, a random number in
+// Node::endpoint_name, tells which process a connection belongs to, also before it has an
+// id.  What a message says of its sender is not looked at: the connection knows.
 #ifndef PS_RDMA_VAN_H_
 #define PS_RDMA_VAN_H_
 
@@ -43,16 +46,20 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
 
   std::string GetType() const override { return "ibverbs"; }
   void SetNode(const Node& node) override;
+  void Abandon(const void* begin, size_t bytes) override;
+  void Disconnect(int node_id) override;
 
   // Breaks an endpoint to `node_id`, as a fault of the network would.  For tests.
   bool BreakEndpoint(int node_id, rdma::Plane plane, int index);
+  // How many there are, to anybody.  For tests.
+  size_t CountEndpoints() { return AllEndpoints().size(); }
 
  protected:
   void Start(int customer_id, bool standalone) override;
   void Stop() override;
 
-  // Listens on `node`'s host, or the address that the settings choose.  Returns the port.
-  // Throws dmlc::Error naming the address and the reason.
+  // Listens, but on a worker, at `node`'s host or the address that the settings choose.
+  // Returns the port, 0 on a worker.  Throws dmlc::Error naming the address and the reason.
   int Bind(const Node& node, int max_retry) override;
   void Connect(const Node& node) override;
 
@@ -72,7 +79,8 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   struct Event {
     Message msg;
     int bytes = 0;
-    PeerPtr lost;  // null: a message
+    std::shared_ptr<rdma::Endpoint> from;  // null: a message to itself, or a loss
+    PeerPtr lost;                          // null: a message
     int peer = Node::kEmpty;
     rdma::Plane plane = rdma::Plane::kControl;
     std::string reason;
@@ -81,26 +89,35 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   };
 
   int32_t NodeId() override { return my_id_; }
+  uint64_t Job() override { return job_; }
   std::shared_ptr<rdma::Endpoint> OnRequest(const rdma::ConnectRequest& request,
                                             const std::string& address,
                                             std::string* refusal) override;
+  std::string OnReply(rdma::Endpoint* endpoint, const rdma::ConnectReply& reply) override;
+  char* PlaceFor(rdma::Endpoint* endpoint, const Meta& meta, size_t bytes) override;
   void OnMessage(rdma::Endpoint* endpoint, rdma::Received received) override;
   void OnClosed(rdma::Endpoint* endpoint, const rdma::Ending& ending) override;
 
   std::shared_ptr<rdma::Endpoint> NewEndpoint(rdma::Plane plane, int index, int peer_id,
                                               bool active);
+  static std::vector<std::shared_ptr<rdma::Endpoint>> EndpointsOf(const Peer& peer);
   std::shared_ptr<rdma::Endpoint>* SlotOf(Peer* peer, rdma::Plane plane, int index);
   // Null when there is none.
   std::shared_ptr<rdma::Endpoint> Choose(int node_id, rdma::Plane plane);
   std::vector<std::shared_ptr<rdma::Endpoint>> AllEndpoints();
-  void NamePeer(uint64_t token, int node_id);
+  void NamePeer(const Node& node);
+  std::string ReasonToRefuse(const rdma::ConnectRequest& request);
+  // False once stopped.  Otherwise endpoints stay until EndUse.
+  bool BeginUse();
+  void EndUse();
   int Transmit(const Message& msg);
-  void Put(rdma::Plane plane, Event event);
+  void Put(Event event);
   void HandleLoss(const Event& event);
   void FlushEndpoints();
 
   rdma::Settings settings_;
   uint64_t token_ = 0;
+  std::atomic<uint64_t> job_{0};
   std::atomic<int> my_id_{Node::kEmpty};
   std::unique_ptr<rdma::Connector> connector_;
 
@@ -113,10 +130,10 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   std::mutex inbox_mu_;
   std::condition_variable inbox_cond_;
   // Guarded by inbox_mu_:
-  std::deque<Event> inbox_[2];  // by plane
+  std::deque<Event> inbox_;
   bool stopped_ = true;
   bool stop_requested_ = false;
-  int senders_ = 0;  // in SendMsg
+  int users_ = 0;  // in SendMsg or Abandon
 };
 
 }  // namespace ps

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../meta_codec.h"
+#include "../node_token.h"
 #include "./van.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
@@ -30,20 +31,28 @@ std::shared_ptr<Endpoint> RdmaVan::Choose(int node_id, Plane plane) {
   return best;
 }
 
-int RdmaVan::SendMsg(Message& msg) {
-  {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
-    if (stopped_) return -1;
-    if (msg.meta.control.cmd == Control::TERMINATE) {
-      stopped_ = stop_requested_ = true;
-      inbox_cond_.notify_all();
-      return 0;
-    }
-    ++senders_;  // Stop waits for it
-  }
-  const int bytes = Transmit(msg);
+bool RdmaVan::BeginUse() {
   std::lock_guard<std::mutex> lock(inbox_mu_);
-  if (--senders_ == 0) inbox_cond_.notify_all();
+  if (stopped_) return false;
+  ++users_;
+  return true;
+}
+
+void RdmaVan::EndUse() {
+  std::lock_guard<std::mutex> lock(inbox_mu_);
+  if (--users_ == 0) inbox_cond_.notify_all();
+}
+
+int RdmaVan::SendMsg(Message& msg) {
+  if (msg.meta.control.cmd == Control::TERMINATE) {
+    std::lock_guard<std::mutex> lock(inbox_mu_);
+    stopped_ = stop_requested_ = true;
+    inbox_cond_.notify_all();
+    return 0;
+  }
+  if (!BeginUse()) return -1;
+  const int bytes = Transmit(msg);
+  EndUse();
   return bytes;
 }
 
@@ -51,13 +60,14 @@ int RdmaVan::Transmit(const Message& msg) {
   const Plane plane = IsValidPushpull(msg) ? Plane::kData : Plane::kControl;
   const int peer = msg.meta.recver;
   std::string meta = EncodeMeta(msg.meta);
-  int bytes = static_cast<int>(meta.size());
-  for (const auto& value : msg.data) bytes += static_cast<int>(value.size());
+  uint64_t total = meta.size();
+  for (const auto& value : msg.data) total += value.size();
+  const int bytes = static_cast<int>(std::min<uint64_t>(total, 1 << 30));
   if (peer == my_id_) {
     Event event;
     event.msg = msg;
     event.msg.meta.sender = peer;
-    Put(plane, std::move(event));
+    Put(std::move(event));
     return bytes;
   }
   const auto endpoint = Choose(peer, plane);
@@ -81,24 +91,44 @@ int RdmaVan::Transmit(const Message& msg) {
 
 // -------------------------------------------------------------- receiving
 
-void RdmaVan::Put(Plane plane, Event event) {
+void RdmaVan::Put(Event event) {
   {
     std::lock_guard<std::mutex> lock(inbox_mu_);
-    inbox_[static_cast<int>(plane)].push_back(std::move(event));
+    inbox_.push_back(std::move(event));
   }
-  inbox_cond_.notify_one();
+  inbox_cond_.notify_all();
+}
+
+char* RdmaVan::PlaceFor(Endpoint* /*endpoint*/, const Meta& meta, size_t bytes) {
+  const auto& finder = Postoffice::Get()->handlers().place_for;
+  return meta.control.empty() && finder ? finder(meta, bytes) : nullptr;
 }
 
 void RdmaVan::OnMessage(Endpoint* endpoint, rdma::Received received) {
-  Event event;
-  if (!DecodeMeta(received.meta.data(), received.meta.size(), &event.msg.meta)) {
-    throw dmlc::Error("it sent a message whose meta of " + std::to_string(received.meta.size()) +
-                      " bytes does not parse");
+  Message& msg = received.msg;
+  msg.meta.sender = endpoint->peer();
+  msg.meta.recver = my_id_;
+  const bool is_stranger = endpoint->peer() == Node::kEmpty;
+  if (msg.meta.control.empty()) {
+    if (is_stranger) throw dmlc::Error("it is no member of the job");
+    const auto& handler = Postoffice::Get()->handlers().on_message;
+    if (handler) handler(&msg);
+    return;
   }
-  event.msg.meta.sender = endpoint->counters()->peer;
-  event.msg.data = std::move(received.values);
-  event.bytes = static_cast<int>(received.bytes);
-  Put(endpoint->plane(), std::move(event));
+  const auto& control = msg.meta.control;
+  if (is_stranger && control.cmd != Control::ADD_NODE) {
+    throw dmlc::Error("it is no member of the job and sent more than that it wants to join");
+  }
+  // It cannot speak for another process.
+  if (control.cmd == Control::ADD_NODE && is_scheduler_ &&
+      (control.node.size() != 1 || TokenOf(control.node[0]) != endpoint->token)) {
+    throw dmlc::Error("it wants to join as another process");
+  }
+  Event event;
+  event.msg = std::move(msg);
+  event.bytes = static_cast<int>(std::min<uint64_t>(received.bytes, 1 << 30));
+  event.from = endpoint->shared_from_this();
+  Put(std::move(event));
 }
 
 void RdmaVan::OnClosed(Endpoint* endpoint, const rdma::Ending& ending) {
@@ -137,7 +167,7 @@ void RdmaVan::OnClosed(Endpoint* endpoint, const rdma::Ending& ending) {
   event.closed = ending.by_peer;
   event.plane = endpoint->plane();
   event.reason = ending.reason;
-  Put(endpoint->plane(), std::move(event));
+  Put(std::move(event));
 }
 
 void RdmaVan::HandleLoss(const Event& event) {
@@ -146,6 +176,7 @@ void RdmaVan::HandleLoss(const Event& event) {
     std::lock_guard<std::mutex> lock(peers_mu_);
     auto it = peers_.find(event.peer);
     if (it == peers_.end() || it->second != event.lost) return;
+    if (EndpointsOf(*it->second).empty()) peers_.erase(it);
   }
   if (event.orderly) return OnDisconnect(event.peer);
   // With the scheduler there is but one plane.
@@ -159,23 +190,23 @@ int RdmaVan::RecvMsg(Message* msg) {
     Event event;
     {
       std::unique_lock<std::mutex> lock(inbox_mu_);
-      inbox_cond_.wait(
-          lock, [this] { return stop_requested_ || !inbox_[0].empty() || !inbox_[1].empty(); });
+      inbox_cond_.wait(lock, [this] { return stop_requested_ || !inbox_.empty(); });
       if (stop_requested_) {
         *msg = Message();
         msg->meta.control.cmd = Control::TERMINATE;
         return 0;
       }
-      auto& inbox = inbox_[inbox_[0].empty() ? 1 : 0];
-      event = std::move(inbox.front());
-      inbox.pop_front();
+      event = std::move(inbox_.front());
+      inbox_.pop_front();
     }
     if (event.lost) {
       HandleLoss(event);
       continue;
     }
     *msg = std::move(event.msg);
-    msg->meta.recver = my_node_.id;
+    // Only now: a message before may have given this node, or the peer, its id.
+    if (event.from) msg->meta.sender = event.from->peer();
+    msg->meta.recver = my_id_;
     return event.bytes;
   }
 }

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "dmlc/logging.h"
-#include "ps/lasting_memory.h"
+#include "ps/registration_cache.h"
 
 namespace ps {
 namespace rdma {
@@ -48,7 +48,9 @@ Device::Device(ibv_context* context, int port) : context_(context), port_(port) 
 }
 
 Region::Region(std::shared_ptr<Device> device, const void* address, size_t bytes, int access)
-    : device_(std::move(device)), bytes_(bytes) {
+    : device_(std::move(device)),
+      bytes_(bytes),
+      writable_((access & IBV_ACCESS_REMOTE_WRITE) != 0) {
   mr_.reset(ibv_reg_mr(device_->pd(), const_cast<void*>(address), bytes, access));
   if (!mr_) {
     const int error = errno;
@@ -64,7 +66,7 @@ Region::Region(std::shared_ptr<Device> device, const void* address, size_t bytes
   }
   device_->registered_bytes_ += bytes_;
   ++device_->registrations_;
-  LastingMemory::CountRegistration();
+  RegistrationCache::CountRegistration();
 }
 
 Region::~Region() {

@@ -71,10 +71,13 @@ class Region {
 
   uint32_t lkey() const { return mr_->lkey; }
   uint32_t rkey() const { return mr_->rkey; }
+  // Whether a peer may write to it.
+  bool writable() const { return writable_; }
 
  private:
   const std::shared_ptr<Device> device_;
   const size_t bytes_;
+  const bool writable_;
   Owned<ibv_mr> mr_;
 };
 

@@ -1,19 +1,20 @@
-// What two endpoints say to each other, byte for byte.
+// What two endpoints say to each other, byte for byte.  All fields are little endian.
 //
 // A connection request carries a ConnectRequest, its acceptance a ConnectReply, its
-// refusal a Refusal.  All begin with the same two fields, in every version.
+// refusal a Refusal.  All begin with the same eight bytes in every version; what follows,
+// and all that is said on the connection, is of that version.
 //
 // On the connection, each send is a frame into one of the receiver's slots:
 //
-//   FrameHeader | sizes of the values, uint64 each | meta | values
+//   FrameHeader | bytes of each value u64 ... | meta | values
 //
 // A small message is one such frame.  The values of a larger one are written into memory
-// that the receiver offers (and so is a meta that no slot could hold):
+// of the receiver's (and so is a meta that no slot could hold):
 //
-//   sender                                   receiver
-//     | -- kOffer (id, sizes, meta) ---------> |  takes registered memory
-//     | <-- kGrant (id, address, rkey) ------- |
-//     | == RDMA WRITE, last with immediate ==> |  the message is there
+//   sender                                        receiver
+//     | -- RTS, request to send (id, meta) -------> |  finds memory
+//     | <-- CTS, clear to send (id, where) -------- |
+//     | == RDMA WRITE, last with an immediate ====> |  the message is there
 //
 // Credits.  A receiver posts as many slots as it told when the connection was made; each
 // frame, and each immediate, uses one up.  Every frame gives back those that are free
@@ -22,75 +23,94 @@
 #ifndef PS_RDMA_WIRE_H_
 #define PS_RDMA_WIRE_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace ps {
 namespace rdma {
 
-constexpr uint32_t kMagic = 0x444d5242;  // "BRMD", little endian
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kMagic = 0x444d5242;  // "BRMD"
+constexpr uint32_t kVersion = 2;
 
+// What a peer that begins so must be told; "" if it speaks as we do.
+std::string Mismatch(const char* data, size_t bytes);
+
+// Decoding tells false where bytes are missing, or say what nobody says.
 struct ConnectRequest {
-  uint32_t magic;
-  uint32_t version;
-  uint64_t sender;        // names the process that asks
-  uint64_t receiver;      // names the process that is meant; 0: not known yet
-  int32_t node_id;        // of the sender; Node::kEmpty before it has joined
-  uint8_t is_data_plane;  // 0: control
-  uint8_t index;          // among the endpoints of its plane
-  uint16_t mtu;           // greatest path MTU, as an ibv_mtu; 0: any
-  uint32_t slots;         // that the sender has posted
-  uint32_t slot_bytes;
+  uint64_t job = 0;       // 0: not known yet, to the scheduler alone
+  uint64_t sender = 0;    // names the process that asks
+  uint64_t receiver = 0;  // names the process that is meant; 0: not known yet
+  int32_t node_id = 0;    // of the sender; Node::kEmpty before it has joined
+  uint32_t slots = 0;     // that the sender has posted
+  uint32_t slot_bytes = 0;
+  bool is_data_plane = false;
+  uint8_t index = 0;  // among the endpoints of its plane
+  uint8_t mtu = 0;    // greatest path MTU, as an ibv_mtu; 0: any
+
+  std::string Encode() const;
+  bool Decode(const char* data, size_t bytes);
 };
-static_assert(sizeof(ConnectRequest) == 40, "at most 56 bytes fit into a request");
+constexpr size_t kConnectRequestBytes = 48;
+static_assert(kConnectRequestBytes <= 56, "more does not fit into a request");
 
 struct ConnectReply {
-  uint32_t magic;
-  uint32_t version;
-  uint64_t sender;
-  uint32_t slots;
-  uint32_t slot_bytes;
-  uint32_t mtu;
-  uint32_t reserved;
+  uint64_t job = 0;
+  uint64_t sender = 0;
+  uint32_t slots = 0;
+  uint32_t slot_bytes = 0;
+  uint8_t mtu = 0;
+
+  std::string Encode() const;
+  bool Decode(const char* data, size_t bytes);
 };
-static_assert(sizeof(ConnectReply) == 32, "packed");
 
 struct Refusal {
-  uint32_t magic;
-  uint32_t version;
-  char reason[140];  // ends with a 0
+  std::string reason;
+
+  // At most 148 bytes: a longer reason is cut.
+  std::string Encode() const;
+  bool Decode(const char* data, size_t bytes);
 };
-static_assert(sizeof(Refusal) == 148, "at most 148 bytes fit into a refusal");
 
 enum FrameType : uint8_t {
   kMessage = 1,
-  kOffer = 2,
-  kGrant = 3,
+  kRts = 2,
+  kCts = 3,
   kCredit = 4,
   kGoodbye = 5,  // nothing follows; the connection will be closed
 };
 
 struct FrameHeader {
-  uint8_t type;
-  uint8_t meta_in_region;  // kOffer: the meta is written as well, before the values
-  uint16_t values;         // how many
-  uint32_t credits;        // given back
-  uint32_t id;             // kOffer, kGrant: the sender's number of the message
-  uint32_t meta_bytes;
-};
-static_assert(sizeof(FrameHeader) == 16, "packed");
+  FrameType type = kMessage;
+  bool meta_in_region = false;  // RTS: the meta is written as well, before the values
+  uint8_t values = 0;           // how many
+  uint32_t credits = 0;         // given back
+  uint32_t id = 0;              // RTS, CTS: the sender's number of the message
+  uint32_t meta_bytes = 0;
 
-// Follows the header of a kGrant.
-struct GrantBody {
-  uint64_t address;
-  uint32_t rkey;
-  uint32_t cookie;  // the immediate that ends the write
+  std::string Encode() const;
+  bool Decode(const char* data, size_t bytes);
 };
-static_assert(sizeof(GrantBody) == 16, "packed");
+constexpr size_t kFrameHeaderBytes = 16;
 
-// More than any message of ours; a frame that claims more is not believed.
-constexpr uint64_t kMaxValueBytes = 1ull << 32;
-constexpr uint32_t kMaxValues = 64;
+// Follows the header of a CTS.
+struct Target {
+  uint64_t address = 0;
+  uint32_t rkey = 0;
+  uint32_t cookie = 0;  // the immediate that ends the write; sent in network order
+
+  std::string Encode() const;
+  bool Decode(const char* data, size_t bytes);
+};
+
+// More than any message of ours has (BYTEPS_PARTITION_BYTES is 1 GiB at most); one that
+// claims more is refused.
+constexpr uint64_t kMaxValueBytes = (1ull << 30) + (1ull << 20);
+constexpr uint32_t kMaxValues = 16;
+constexpr uint32_t kMaxEndpoints = 64;  // of a plane, of a pair
+// What a peer that is no member of the job may say at once.
+constexpr uint32_t kStrangersMetaBytes = 65536;
 // Room in a slot beside small values: header, sizes and a usual meta.
 constexpr uint32_t kHeadRoom = 1024;
 // A meta in a region takes whole units, so that the values behind it are aligned.

@@ -10,6 +10,7 @@
 
 #include "../net_address.h"
 #include "../node_token.h"
+#include "../who_connects.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
@@ -104,7 +105,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
 
 int TcpVan::Bind(const Node& node, int /*max_retry*/) {
   // A worker is answered along the connections that it made.
-  if (node.role == Node::WORKER) return 0;
+  if (!Listens(node.role)) return 0;
   const bool scheduler = node.role == Node::SCHEDULER;
   const bool every_address = scheduler && GetEnv("DMLC_USE_KUBERNETES", 0) > 0;
   int port = node.port;
@@ -159,10 +160,11 @@ void TcpVan::OnAccepted(tcp::Fd fd) {
 
 void TcpVan::Connect(const Node& node) {
   CHECK_NE(node.id, Node::kEmpty);
-  if (node.role == my_node_.role) return;
-  // A node comes to the scheduler, and a worker to a server, by itself.
-  if (my_node_.role == Node::SCHEDULER) return NamePeer(node);
-  if (my_node_.role == Node::SERVER && node.role == Node::WORKER) return;
+  if (!ConnectsTo(my_node_.role, node.role)) {
+    // Only the scheduler gives names to who comes; to a server a worker says its own.
+    if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
+    return;
+  }
 
   auto peer = std::make_shared<Peer>();
   peer->id = node.id;
@@ -228,7 +230,7 @@ tcp::HelloReply TcpVan::OnHello(const ConnectionPtr& connection, const tcp::Hell
     reply.refusal = "its hello does not parse";
   } else if (scheduler ? hello.job != 0 : hello.job != job_ || job_ == 0) {
     reply.refusal = "it belongs to another job";
-  } else if (!scheduler && (hello.node_id < 8 || hello.node_id % 2 == 0)) {
+  } else if (!scheduler && !IsWorkerId(hello.node_id)) {
     reply.refusal = "it is no worker";
   } else {
     PeerPtr& peer = peers_by_token_[hello.sender];

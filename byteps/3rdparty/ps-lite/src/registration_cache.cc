@@ -1,4 +1,4 @@
-#include "ps/lasting_memory.h"
+#include "ps/registration_cache.h"
 
 #include <atomic>
 #include <iterator>
@@ -15,7 +15,7 @@ struct Allocation {
   size_t bytes = 0;
   std::mutex mu;  // registering takes long, and others need not wait for it
   // Guarded by mu:
-  LastingMemory::Registration registration;
+  RegistrationCache::Registration registration;
   bool tried = false;
 };
 using AllocationPtr = std::shared_ptr<Allocation>;
@@ -38,7 +38,7 @@ std::map<uintptr_t, AllocationPtr>::iterator FirstBeyond(uintptr_t address) {
 
 }  // namespace
 
-uint64_t LastingMemory::Add(const void* address, size_t bytes) {
+uint64_t RegistrationCache::Add(const void* address, size_t bytes) {
   auto added = std::make_shared<Allocation>();
   added->begin = reinterpret_cast<uintptr_t>(address);
   added->bytes = bytes;
@@ -55,7 +55,7 @@ uint64_t LastingMemory::Add(const void* address, size_t bytes) {
   return added->number;
 }
 
-void LastingMemory::Remove(uint64_t number) {
+void RegistrationCache::Remove(uint64_t number) {
   AllocationPtr removed;
   std::lock_guard<std::mutex> lock(*mu);
   for (auto it = allocations->begin(); it != allocations->end(); ++it) {
@@ -66,8 +66,8 @@ void LastingMemory::Remove(uint64_t number) {
   }
 }
 
-LastingMemory::Registration LastingMemory::Find(const void* address, size_t bytes,
-                                                const Register& make) {
+RegistrationCache::Registration RegistrationCache::Find(const void* address, size_t bytes,
+                                                        const Register& make) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   AllocationPtr found;
   {
@@ -78,7 +78,12 @@ LastingMemory::Registration LastingMemory::Find(const void* address, size_t byte
   }
   const size_t offset = begin - found->begin;
   if (bytes > found->bytes - offset) return nullptr;
-  std::lock_guard<std::mutex> lock(found->mu);
+  std::unique_lock<std::mutex> lock(found->mu, std::defer_lock);
+  if (!make) {
+    // Who holds it may be registering.
+    return lock.try_lock() ? found->registration : nullptr;
+  }
+  lock.lock();
   if (!found->tried) {
     found->tried = true;
     found->registration = make(reinterpret_cast<const void*>(found->begin), found->bytes);
@@ -86,7 +91,7 @@ LastingMemory::Registration LastingMemory::Find(const void* address, size_t byte
   return found->registration;
 }
 
-void LastingMemory::ForgetRegistrations() {
+void RegistrationCache::ForgetRegistrations() {
   std::vector<AllocationPtr> all;
   {
     std::lock_guard<std::mutex> lock(*mu);
@@ -99,7 +104,7 @@ void LastingMemory::ForgetRegistrations() {
   }
 }
 
-uint64_t LastingMemory::Registrations() { return registrations; }
-void LastingMemory::CountRegistration() { ++registrations; }
+uint64_t RegistrationCache::Registrations() { return registrations; }
+void RegistrationCache::CountRegistration() { ++registrations; }
 
 }  // namespace ps

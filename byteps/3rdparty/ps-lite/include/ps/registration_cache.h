@@ -1,15 +1,15 @@
-// Memory that is sent from again and again.
+// The registration cache: memory that is sent from, or received into, again and again.
 //
-// Some transports have to register memory with a device before it may be sent from, which
-// takes as long as sending it.  Who owns memory that will be used more than once says so
-// here; a transport registers all of it at its first use, and not for each message.
+// Some transports have to register memory with a device before it may be used, which takes as
+// long as sending it.  Who owns memory that will be used more than once adds it here; a
+// transport registers all of it at its first use, and not for each message.
 //
 // A registration is of pages, not of addresses: were one used for other memory that came to
-// lie at the same address, old pages would be sent.  So all memory from which values are
-// sent has to be added, by its owner and again for each allocation; what it overlaps has
-// been freed, and is forgotten.
-#ifndef PS_LASTING_MEMORY_H_
-#define PS_LASTING_MEMORY_H_
+// lie at the same address, old pages would be sent.  So all memory from which values are sent,
+// and in which they are received, has to be added, by its owner and again for each allocation;
+// what it overlaps has been freed, and is forgotten.
+#ifndef PS_REGISTRATION_CACHE_H_
+#define PS_REGISTRATION_CACHE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -19,7 +19,7 @@
 namespace ps {
 
 // Any thread may call anything.
-class LastingMemory {
+class RegistrationCache {
  public:
   // These bytes are one allocation, until Remove is called with the number that is
   // returned, which is to be before they are freed.
@@ -35,15 +35,16 @@ class LastingMemory {
   using Register = std::function<Registration(const void* address, size_t bytes)>;
 
   // The registration of the memory in which all these bytes lie.  Null when they lie in
-  // none, or it could not be registered, which is tried once.
+  // none, or it could not be registered, which is tried once.  With no `make` the answer
+  // comes at once, and is null too when the memory is not registered yet.
   static Registration Find(const void* address, size_t bytes, const Register& make);
   // Lets go of every registration.  The memory stays known.
   static void ForgetRegistrations();
 
-  // Registrations that this process has ever made, of lasting memory or other.
+  // Registrations that this process has ever made, of memory in the cache or other.
   static uint64_t Registrations();
   static void CountRegistration();
 };
 
 }  // namespace ps
-#endif  // PS_LASTING_MEMORY_H_
+#endif  // PS_REGISTRATION_CACHE_H_

@@ -1,0 +1,157 @@
+#include "./wire.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../meta_codec.h"
+#include "ps/wire_bytes.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+constexpr size_t kPreambleBytes = 8;
+constexpr size_t kRefusalBytes = 148;  // what the connection manager carries
+constexpr uint8_t kMetaInRegion = 1;
+// No device posts more in a queue, and none gives back more than were posted.
+constexpr uint32_t kMaxSlots = 65535;
+constexpr uint8_t kMaxMtu = 5;  // IBV_MTU_4096
+
+std::string Preamble() {
+  std::string bytes;
+  ByteWriter out(&bytes);
+  out.Int(kMagic);
+  out.Int(kVersion);
+  return bytes;
+}
+
+}  // namespace
+
+std::string Mismatch(const char* data, size_t bytes) {
+  ByteReader in(data, bytes);
+  uint32_t magic = 0, version = 0;
+  if (!in.Int(&magic) || !in.Int(&version) || magic != kMagic) {
+    return "what it sent is not of this protocol";
+  }
+  if (version == kVersion) return "";
+  return "it speaks RDMA wire version " + std::to_string(version) + ", this node version " +
+         std::to_string(kVersion) + ": install the same byteps on every node";
+}
+
+std::string ConnectRequest::Encode() const {
+  std::string bytes = Preamble();
+  ByteWriter out(&bytes);
+  out.Int(job);
+  out.Int(sender);
+  out.Int(receiver);
+  out.Int(node_id);
+  out.Int(slots);
+  out.Int(slot_bytes);
+  out.Int<uint8_t>(is_data_plane);
+  out.Int(index);
+  out.Int(mtu);
+  out.Int<uint8_t>(0);
+  return bytes;
+}
+
+bool ConnectRequest::Decode(const char* data, size_t bytes) {
+  if (bytes < kConnectRequestBytes) return false;
+  ByteReader in(data + kPreambleBytes, bytes - kPreambleBytes);
+  uint8_t plane = 0;
+  in.Int(&job);
+  in.Int(&sender);
+  in.Int(&receiver);
+  in.Int(&node_id);
+  in.Int(&slots);
+  in.Int(&slot_bytes);
+  in.Int(&plane);
+  in.Int(&index);
+  if (!in.Int(&mtu) || plane > 1 || mtu > kMaxMtu || sender == 0) return false;
+  is_data_plane = plane == 1;
+  return slots > 1 && slots <= kMaxSlots && index < kMaxEndpoints && (is_data_plane || index == 0);
+}
+
+std::string ConnectReply::Encode() const {
+  std::string bytes = Preamble();
+  ByteWriter out(&bytes);
+  out.Int(job);
+  out.Int(sender);
+  out.Int(slots);
+  out.Int(slot_bytes);
+  out.Int(mtu);
+  return bytes;
+}
+
+bool ConnectReply::Decode(const char* data, size_t bytes) {
+  if (bytes < kPreambleBytes) return false;
+  ByteReader in(data + kPreambleBytes, bytes - kPreambleBytes);
+  in.Int(&job);
+  in.Int(&sender);
+  in.Int(&slots);
+  in.Int(&slot_bytes);
+  return in.Int(&mtu) && mtu <= kMaxMtu && slots > 1 && slots <= kMaxSlots;
+}
+
+std::string Refusal::Encode() const {
+  std::string bytes = Preamble() + reason.substr(0, kRefusalBytes - kPreambleBytes - 1);
+  bytes.resize(kRefusalBytes);  // zeros end the reason
+  return bytes;
+}
+
+bool Refusal::Decode(const char* data, size_t bytes) {
+  ByteReader in(data, bytes);
+  uint32_t magic = 0, version = 0;
+  if (!in.Int(&magic) || !in.Int(&version) || magic != kMagic) return false;
+  // Of any version: so who is of another one is told that.
+  reason.assign(data + kPreambleBytes, strnlen(data + kPreambleBytes, bytes - kPreambleBytes));
+  return !reason.empty();
+}
+
+std::string FrameHeader::Encode() const {
+  std::string bytes;
+  ByteWriter out(&bytes);
+  out.Int<uint8_t>(type);
+  out.Int<uint8_t>(meta_in_region ? kMetaInRegion : 0);
+  out.Int(values);
+  out.Int<uint8_t>(0);
+  out.Int(credits);
+  out.Int(id);
+  out.Int(meta_bytes);
+  return bytes;
+}
+
+bool FrameHeader::Decode(const char* data, size_t bytes) {
+  ByteReader in(data, bytes);
+  uint8_t what = 0, flags = 0, zero = 0;
+  in.Int(&what);
+  in.Int(&flags);
+  in.Int(&values);
+  in.Int(&zero);
+  in.Int(&credits);
+  in.Int(&id);
+  if (!in.Int(&meta_bytes)) return false;
+  if (what < kMessage || what > kGoodbye || flags > kMetaInRegion || zero != 0) return false;
+  type = static_cast<FrameType>(what);
+  meta_in_region = flags != 0;
+  if (meta_in_region && type != kRts) return false;
+  return values <= kMaxValues && credits <= kMaxSlots && meta_bytes <= kMaxMetaBytes;
+}
+
+std::string Target::Encode() const {
+  std::string bytes;
+  ByteWriter out(&bytes);
+  out.Int(address);
+  out.Int(rkey);
+  out.Int(cookie);
+  return bytes;
+}
+
+bool Target::Decode(const char* data, size_t bytes) {
+  ByteReader in(data, bytes);
+  in.Int(&address);
+  in.Int(&rkey);
+  return in.Int(&cookie) && in.left() == 0;
+}
+
+}  // namespace rdma
+}  // namespace ps
