@@ -60,7 +60,7 @@ Region::Region(std::shared_ptr<Device> device, const void* address, size_t bytes
                        " regions are registered)";
     if (error == ENOMEM) {
       what += "; the limit of locked memory (ulimit -l) is " + LockedLimit() +
-              ": raise it, or lower BYTEPS_RDMA_RX_DEPTH or BYTEPS_SCHEDULING_CREDIT";
+              ": raise it, or lower BYTEPS_RDMA_RX_DEPTH or BYTEPS_SERVER_WINDOW_BYTES";
     }
     Throw(what, error);
   }
