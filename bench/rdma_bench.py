@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/rdma"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/multiproc"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from van_program import BuildError, build_van_test
