@@ -37,7 +37,7 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
     result = run_script("--root", str(root), "apply", "--target", str(tree))
     assert result.status == 0, result.output
     assert "(2 patches)" in result.output
-    assert (tree / "megatron/core/distributed/dpu_reduce.py").exists()
+    assert (tree / "megatron/core/distributed/dpu_reduce/__init__.py").exists()
     assert not (tree / "megatron/training/cpu_platform.py").exists()
     assert not any(b"cpu_platform" in content for content, _ in contents(tree).values())
     result = run_script("--root", str(root), "apply", "--target", str(tree), "--cpu")
