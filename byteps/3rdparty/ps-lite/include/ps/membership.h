@@ -137,6 +137,7 @@ class Membership {
   void Send(Control::Command command, int recver, const std::string& body = "",
             const std::vector<Node>& nodes = {});
   void Emit(const MembershipEvent& event);
+  void EmitFailure(const std::string& reason);
   void Fail(const std::string& reason);
   void TimerLoop();
 

@@ -103,6 +103,10 @@ void Membership::Fail(const std::string& reason) {
     failure_ = reason;
   }
   cond_.notify_all();
+  EmitFailure(reason);
+}
+
+void Membership::EmitFailure(const std::string& reason) {
   MembershipEvent event;
   event.kind = MembershipEvent::kFailed;
   event.reason = reason;

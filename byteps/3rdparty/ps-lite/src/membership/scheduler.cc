@@ -213,12 +213,16 @@ void Membership::FailJob(const std::string& reason) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ != State::kActive) return;
+    // Before anybody is told: who ends for this reason must not become another one.
+    state_ = State::kFailed;
+    failure_ = reason;
     for (const auto& entry : peers_) {
       if (!entry.second.left) receivers.push_back(entry.first);
     }
   }
+  cond_.notify_all();
   for (int id : receivers) Send(Control::JOB_FAILED, id, reason);
-  Fail(reason);
+  EmitFailure(reason);
 }
 
 void Membership::OnLeave(int node_id, bool suspend) {
