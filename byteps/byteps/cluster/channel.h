@@ -23,9 +23,9 @@ class ChannelUser {
   virtual void OnMessage(ps::Message* msg) = 0;
 
   // Where the `bytes` bytes of values that follow `meta` belong.  They are received there, and
-  // OnMessage gets the message with them.  Null: into memory of the channel's.  The memory must
-  // stay until OnMessage was called for the message, or Abandon, Stop or OnEvent(kFailed)'s
-  // end has come for it.
+  // OnMessage gets the message with them.  Null: the channel receives them into memory of its
+  // own.  The memory must stay until OnMessage was called for the message, or Abandon or Stop
+  // has returned.
   virtual char* PlaceFor(const ps::Meta& /*meta*/, size_t /*bytes*/) { return nullptr; }
 
   // Something happened to the job.
