@@ -11,6 +11,8 @@ from transports import VARIANTS, Transport
 PAGE = 4096
 INLINE = 1024
 PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "60"}
+ROUNDS = 300
+"""A leak of one registration, file or tensor a round stands far above what is allowed."""
 
 each = pytest.mark.transports("tcp", "rdma")
 each_variant = pytest.mark.transports("tcp", *VARIANTS)
@@ -70,8 +72,7 @@ def test_leaving_and_coming_back(make_over: Make) -> None:
 
 
 @pytest.mark.transports("tcp", "rdma", "rdma-one-plane")
-def test_a_thousand_rounds_leave_nothing(make_over: Make, transport: Transport) -> None:
+def test_many_rounds_leave_nothing(make_over: Make, transport: Transport) -> None:
     """No registration, no file, no memory, in workers; servers are watched from outside."""
-    rounds = 1000 if transport.name != "rdma-one-plane" else 200
     cluster = make_over(workers=2, servers=1, env=PATIENCE)
-    cluster.run("planes:thousand", rdma=transport.is_rdma, rounds=rounds, timeout_s=180)
+    cluster.run("planes:rounds", rdma=transport.is_rdma, rounds=ROUNDS, timeout_s=600)

@@ -75,8 +75,13 @@ class Job:
 
     def wait_go(self, name: str, timeout_s: float = 60.0) -> None:
         """Wait for the test's sign."""
+        sign = self.folder / f"go.{name}"
+        self.wait_until(f"the test's sign {name!r}", sign.exists, timeout_s)
+
+    def wait_until(self, what: str, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Wait until `holds()` is true; `what` is named if it never is."""
         deadline = time.monotonic() + timeout_s
-        while not (self.folder / f"go.{name}").exists():
+        while not holds():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the test gave no sign {name!r}")
+                raise TimeoutError(f"waited {timeout_s:g} s for: {what}")
             time.sleep(0.01)

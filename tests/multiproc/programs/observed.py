@@ -12,6 +12,8 @@ LARGE = 2500
 """Elements of fp32: 10,000 bytes, three partitions of at most 4096."""
 SMALL = 100
 """Elements: one partition."""
+PARTITIONS = 4
+"""Of both tensors."""
 
 
 def known(job: Job) -> None:
@@ -45,6 +47,8 @@ def waiting(job: Job) -> None:
     tensor = torch.ones(LARGE)
     if job.rank == 0:
         handle = bps.push_pull_async_inplace(tensor, average=False, name="large")
+        pushed = "byteps_worker_pushed_partitions_total"
+        job.wait_until("all pushes", lambda: bps.get_metrics()[pushed] == PARTITIONS)
         job.mark("pushed")
         bps.synchronize(handle)
     else:

@@ -181,11 +181,11 @@ def registered(pid: int) -> dict[str, int]:
     }
 
 
-def thousand(job: Job) -> None:
-    """A thousand rounds, each of new memory: nothing is left of it, and no round sees another's."""
+def rounds(job: Job) -> None:
+    """Many rounds, each of new memory: nothing is left of it, and no round sees another's."""
     bps.init()
     ranks = list(range(job.size))
-    rounds = job.args.get("rounds", 1000)
+    rounds = job.args["rounds"]
 
     def held() -> dict[str, int]:
         gc.collect()
@@ -195,7 +195,7 @@ def thousand(job: Job) -> None:
     def turn(round_: int) -> None:
         # Sizes change places in the allocator: an address that was another tensor's comes again.
         for number, count in enumerate((16_384, 70_001, 5)):
-            name = f"thousand.{number}"
+            name = f"rounds.{number}"
             given = values.exact_input(count, job.rank, name, round_, "float32")
             result = bps.push_pull(given, average=False, name=name)
             values.demand_exact(result, values.exact_sum(count, ranks, name, round_, "float32"))
