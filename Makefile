@@ -3,6 +3,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-images wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
+# torch is compiled once, not by each of the hundreds of processes that import it.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON_ENV := build/venv/bin/python
 LAYOUTS ?=
@@ -29,6 +31,7 @@ train: setup ## train a GPT on real text, gradients summed by BytePS
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
 test: setup lint ## lint, then every test (or TESTS), RDMA in a virtual machine
+	@$(PYTHON_ENV) tests/native.py
 	@$(PYTHON_ENV) -m pytest -m "not thorough" $(PYTEST_ARGS) $(TESTS)
 
 test-gpu: setup ## sums of tensors on GPUs, where there are any

@@ -48,7 +48,7 @@ if [[ -s /etc/ssl/certs/ca-certificates.crt ]]; then
   export UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" # the older name
 fi
 # An activated environment of the user's must not redirect any of this.
-unset VIRTUAL_ENV PYTHONPATH PYTHONHOME
+unset VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 mkdir -p "$root/build" "$logs" "$cache"
 
 # step NAME COMMAND...: runs the command with its output in a log, shown when it fails, and prints
