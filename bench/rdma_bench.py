@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/rdma"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/multiproc"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-from van_program import BuildError, build_van_test
+import native
 from vm.bytecode import compiled
 from vm.guest import Guest, address_of
 from vm.kernel import VmError
@@ -69,10 +69,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Raises VmError, BuildError."""
+    """Raises VmError, native.BuildError."""
     names = ("size", "partitions", "rounds", "repetitions", "writes", "window", "ping_ms", "idle_s")
     spec = {name: getattr(options, name) for name in names}
-    spec |= {"address": address_of(1), "van_test": str(build_van_test())}
+    spec |= {"address": address_of(1), "van_test": str(native.build("van_test") / "van_test")}
     (folder / "spec.json").write_text(json.dumps(spec))
     path = os.pathsep.join(map(str, (REPOSITORY / "bench", REPOSITORY / "scripts")))
     program = [sys.executable, "-m", "rdmakit.inside", "spec.json", "result.json"]
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rdma-bench-") as folder:
         try:
             result = run(options, Path(folder))
-        except (VmError, BuildError) as error:
+        except (VmError, native.BuildError) as error:
             print(f"rdma_bench.py: {error}", file=sys.stderr)
             return 1
     meta = metadata(options)

@@ -11,6 +11,7 @@ rdma/rdma_cma.h        librdmacm-dev  optional
 prometheus/exposer.h   prometheus-cpp-dev optional
 ip                     iproute2       optional
 gtest/gtest.h          libgtest-dev   optional
+ccache                 ccache         optional
 '
 
 # Cross-compiling for arm64, and running what comes out.

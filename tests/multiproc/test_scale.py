@@ -6,9 +6,8 @@ import re
 import subprocess
 from collections.abc import Callable
 
-import pytest
+import native
 from cluster import LOOPBACK, Cluster
-from compiled import BuildError, build
 
 WORKERS = SERVERS = 1000
 PATIENCE_S = 200
@@ -19,10 +18,7 @@ are far apart. A list of all nodes that each hears of one by one would be thousa
 
 
 def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster]) -> None:
-    try:
-        program = build("swarm")
-    except BuildError as error:
-        pytest.fail(str(error))
+    program = native.build("swarm") / "swarm"
     patience = {"BYTEPS_START_TIMEOUT_S": "120", "BYTEPS_PEER_TIMEOUT_S": "120"}
     cluster = make_cluster(workers=WORKERS, servers=SERVERS, env=patience)
     scheduler = cluster.start_scheduler()

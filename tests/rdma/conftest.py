@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import native
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiproc"))
@@ -22,7 +23,6 @@ from cluster_fixtures import make_cluster
 from meddling import LIBRARY, build_meddle
 from relay import ADDRESS_VARIABLE, REPORTS_VARIABLE, RemoteRun, Writer
 from transports import Transport, make
-from van_program import BuildError, build_van_test
 from vm.guest import missing_tool
 from vm.kernel import VmError
 
@@ -137,11 +137,11 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
         try:
             build_meddle()
             if any("test_van.py" in test for test in config.stash[_REMOTE]):
-                build_van_test()  # the guest cannot, and would take minutes
+                native.build("van_test")  # the guest cannot, and would take minutes
             run = RemoteRun(factory.mktemp("guest") / "shared", config.stash[_REMOTE])
             config.stash[_RUN] = run
             config.add_cleanup(run.close)
-        except (VmError, BuildError) as error:
+        except (VmError, native.BuildError) as error:
             config.stash[_RUN] = str(error)
     found = config.stash[_RUN]
     if isinstance(found, str):

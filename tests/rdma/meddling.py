@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from van_program import BuildError
+from native import FOLDER, BuildError
 
 SOURCE = Path(__file__).parent / "meddle.cc"
 PSLITE = SOURCE.parents[2] / "build/byteps/3rdparty/ps-lite"
 SOURCES = [SOURCE, PSLITE / "src/rdma/wire.cc"]
-LIBRARY = SOURCE.parents[2] / "build/cmake-van-test/meddle.so"
+LIBRARY = FOLDER / "meddle.so"
 """To preload. It does nothing to a process whose environment does not ask for it."""
 
 

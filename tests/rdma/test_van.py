@@ -13,10 +13,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import native
 import pytest
 from relay import ADDRESS_VARIABLE
 from transports import VARIANTS, Transport
-from van_program import PROGRAM, build_van_test
 
 Run = Callable[..., str]
 
@@ -32,7 +32,8 @@ LARGE = [65_536, 1_000_003, 4_096_000]
 @pytest.fixture(scope="session")
 def van_test() -> Path:
     """In the guest it is there already: who started the guest has built it."""
-    return PROGRAM if ADDRESS_VARIABLE in os.environ else build_van_test()
+    folder = native.FOLDER if ADDRESS_VARIABLE in os.environ else native.build("van_test")
+    return folder / "van_test"
 
 
 @pytest.fixture

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
+import native
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_program import build_engine_test
 
 SUITES = (
     "DeclarationList",
@@ -21,6 +17,7 @@ SUITES = (
     "Gpu",
     "PinnedPool",
     "Plan",
+    "PushHeader",
     "PushScheduler",
 )
 LIMIT_S = 240
@@ -28,7 +25,7 @@ LIMIT_S = 240
 
 @pytest.fixture(scope="session")
 def engine_test() -> Path:
-    return build_engine_test()
+    return native.build("engine_test") / "engine_test"
 
 
 def test_every_suite_is_run(engine_test: Path) -> None:

@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Builds the C++ programs of the tests, in one folder: `make test` does so before it runs any.
+
+What is built already is left alone, so a test may call :func:`build` too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SOURCE = REPOSITORY / "build/byteps"
+FOLDER = REPOSITORY / "build/cmake-tests"
+PROGRAMS = {
+    "engine_test": "the worker, with a channel and a GPU that tests play",
+    "swarm": "thousands of nodes in one process, for a scheduler",
+    "van_test": "a transport without the engine above it",
+}
+LIMIT_S = 1200
+"""For a machine on which others build as well."""
+
+
+class BuildError(Exception):
+    """It could not be built; the text has the compiler's last words."""
+
+
+def build(*programs: str) -> Path:
+    """Compile what has changed of these PROGRAMS; return the folder they are in.
+
+    Raises:
+        BuildError: a tool is missing, or the compiler refuses.
+    """
+    unknown = set(programs) - set(PROGRAMS)
+    if unknown:
+        raise ValueError(f"no programs of the tests: {sorted(unknown)}")
+    scripts = Path(sysconfig.get_path("scripts"))
+    cmake = str(scripts / "cmake") if (scripts / "cmake").exists() else shutil.which("cmake")
+    if cmake is None or not SOURCE.is_dir():
+        raise BuildError(f"cmake or {SOURCE} is not there: run 'make setup'")
+    _run(
+        *(cmake, "-G", "Ninja", "-S", SOURCE, "-B", FOLDER),
+        *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF"),
+        # As the wheel's build calls it: ccache looks at the name too.
+        f"-DCMAKE_CXX_COMPILER={os.environ.get('CXX', 'g++')}",
+        *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
+    )
+    _run(cmake, "--build", FOLDER, "--parallel", "2", "--target", *programs)
+    return FOLDER
+
+
+def _run(*command: str | Path) -> None:
+    words = [str(word) for word in command]
+    try:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"'{' '.join(words[:2])}' still ran after {LIMIT_S} s") from error
+    if ended.returncode != 0:
+        said = f"{ended.stdout[-4000:]}{ended.stderr[-4000:]}"
+        raise BuildError(f"'{' '.join(words[:2])}' failed:\n{said}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=", ".join(PROGRAMS))
+    chosen = parser.parse_args().programs or list(PROGRAMS)
+    try:
+        build(*chosen)
+    except (BuildError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
