@@ -356,6 +356,24 @@ class NodeSum:
             place += -(-nbytes // bps.partition_bytes(nbytes))
         return pushes
 
+    def declarations(
+        self, rank: int, dtype: torch.dtype, device: torch.device
+    ) -> list[bps.TensorDeclaration]:
+        """What a rank tells the servers, for `bps.declare`, of a tensor of this type and place."""
+        return [
+            bps.TensorDeclaration(
+                name=push.name,
+                dtype=dtype,
+                numel=piece.length,
+                average=self.average,
+                group=push.group,
+                placement=push.placement,
+                wire_dtype=self.wire_dtype,
+                device=device,
+            )
+            for piece, push in zip(self.pieces, self.pushes(rank, dtype.itemsize), strict=True)
+        ]
+
     def start(self, tensor: torch.Tensor) -> PendingNodeSum:
         """Start summing a contiguous tensor in place.
 

@@ -222,6 +222,7 @@ def register(ddp: DistributedDataParallel) -> None:
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
     if len(set(names)) != len(names):
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
+    _declare(buckets, ddp.ddp_config)
     through = [bucket for bucket in buckets if bucket.dpu_reduce_op.route != COLLECTIVE]
     spread = _spread(through)
     logger.info(
@@ -230,6 +231,37 @@ def register(ddp: DistributedDataParallel) -> None:
         *(len(through), len(names), chunk, sum(spread) / 1e6),
         *(len(spread), min(spread) / 1e6, max(spread) / 1e6),
     )
+
+
+def _declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParallelConfig) -> None:
+    """Tell the servers of all sums by one message to each, so that no first step waits for them."""
+    bps, rank, declarations = byteps(), torch.distributed.get_rank(), []
+    average = config.average_in_collective
+    for bucket in buckets:
+        op: BucketOp = bucket.dpu_reduce_op
+        grads = bucket.grad_data
+        if op.route == COLLECTIVE or len(op.group) == 1 or grads.numel() == 0:
+            continue
+        # Only these are summed at every step. The whole of a bucket that the optimizer shards is
+        # summed when somebody asks for it, and declares itself then.
+        sums = op.node_shards or op.node_whole
+        if sums is not None:
+            declarations += sums.declarations(rank, grads.dtype, grads.device)
+            continue
+        declarations.append(
+            bps.TensorDeclaration(
+                name=op.name,
+                dtype=grads.dtype,
+                numel=grads.numel(),
+                average=average,
+                group=op.group,
+                placement=op.placement,
+                wire_dtype=op.wire_dtype,
+                device=grads.device,
+            )
+        )
+    if declarations:
+        bps.declare(declarations)
 
 
 _Group = torch.distributed.ProcessGroup
