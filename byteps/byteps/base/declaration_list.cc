@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <functional>
 #include <map>
-#include <type_traits>
 #include <utility>
+
+#include "byteps/base/wire.h"
 
 namespace byteps {
 namespace core {
@@ -15,70 +16,9 @@ constexpr uint8_t kAverage = 1;
 // A tensor without its name.
 constexpr size_t kTensorBytes = 1 + 1 + 8 + 4 + 8 + 4 + 4;
 
-class Writer {
- public:
-  template <typename T>
-  void Put(T value) {
-    static_assert(std::is_unsigned<T>::value, "fixed-width unsigned numbers only");
-    for (size_t i = 0; i < sizeof(T); ++i) {
-      out_.push_back(static_cast<char>(static_cast<uint64_t>(value) >> (8 * i)));
-    }
-  }
-  void PutSize(size_t size) { Put(static_cast<uint32_t>(size)); }
-  void PutText(const std::string& text) {
-    PutSize(text.size());
-    out_ += text;
-  }
-  std::string Take() { return std::move(out_); }
-
- private:
-  std::string out_;
-};
-
-// Reads past the end are zero, and make ok() false.
-class Reader {
- public:
-  explicit Reader(const std::string& in) : in_(in) {}
-
-  template <typename T>
-  T Get() {
-    if (!Has(sizeof(T))) return 0;
-    uint64_t value = 0;
-    for (size_t i = 0; i < sizeof(T); ++i) {
-      value |= static_cast<uint64_t>(static_cast<unsigned char>(in_[at_++])) << (8 * i);
-    }
-    return static_cast<T>(value);
-  }
-
-  // A count of things that take at least `each` bytes; 0 when so many cannot follow.
-  uint32_t GetCount(size_t each) {
-    const uint32_t count = Get<uint32_t>();
-    return Has(static_cast<uint64_t>(count) * each) ? count : 0;
-  }
-
-  std::string GetText() {
-    const uint32_t size = GetCount(1);
-    at_ += size;
-    return in_.substr(at_ - size, size);
-  }
-
-  bool ok() const { return ok_; }
-  bool at_end() const { return at_ == in_.size(); }
-
- private:
-  bool Has(uint64_t bytes) {
-    ok_ = ok_ && bytes <= in_.size() - at_;
-    return ok_;
-  }
-
-  const std::string& in_;
-  size_t at_ = 0;
-  bool ok_ = true;
-};
-
 using Groups = std::vector<std::vector<uint32_t>>;
 
-Groups ReadGroups(Reader* in) {
+Groups ReadGroups(WireReader* in) {
   Groups groups(in->GetCount(sizeof(uint32_t)));
   for (auto& group : groups) {
     group.resize(in->GetCount(sizeof(uint32_t)));
@@ -100,7 +40,7 @@ bool IsWhole(const Declaration& d) {
 }
 
 // False when it cannot be a tensor.
-bool ReadTensor(Reader* in, const Groups& groups, Declaration* d) {
+bool ReadTensor(WireReader* in, const Groups& groups, Declaration* d) {
   const uint8_t dtype = in->Get<uint8_t>();
   const uint8_t flags = in->Get<uint8_t>();
   d->bytes = in->Get<uint64_t>();
@@ -118,7 +58,7 @@ bool ReadTensor(Reader* in, const Groups& groups, Declaration* d) {
 }  // namespace
 
 std::string PackDeclarations(const std::vector<Declaration>& declarations) {
-  Writer out;
+  WireWriter out;
   const Declaration any = declarations.empty() ? Declaration() : declarations.front();
   out.Put(kDeclarationVersion);
   out.Put(static_cast<uint8_t>(any.hash));
@@ -148,7 +88,7 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
 
 bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* declarations,
                         std::string* error) {
-  Reader in(text);
+  WireReader in(text);
   const uint8_t version = in.Get<uint8_t>();
   if (in.ok() && version != kDeclarationVersion) {
     *error = "is of version " + std::to_string(version) + ", this server knows version " +

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "byteps/base/wire.h"
+
 namespace byteps {
 namespace core {
 namespace {
@@ -86,6 +88,21 @@ std::string Declaration::Describe() const {
          (hash == KeyHash::kRaw
               ? ""
               : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash));
+}
+
+std::string PushHeader::Pack() const {
+  WireWriter out;
+  for (uint32_t field : {round, timeout_ms, pull_offset, pull_bytes}) out.Put(field);
+  return out.Take();
+}
+
+bool PushHeader::Unpack(const std::string& text, PushHeader* header) {
+  WireReader in(text);
+  for (uint32_t* field :
+       {&header->round, &header->timeout_ms, &header->pull_offset, &header->pull_bytes}) {
+    *field = in.Get<uint32_t>();
+  }
+  return in.ok() && in.at_end();
 }
 
 bool Declaration::operator==(const Declaration& o) const {

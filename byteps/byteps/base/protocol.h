@@ -21,7 +21,6 @@
 #define BYTEPS_BASE_PROTOCOL_H_
 
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -73,11 +72,16 @@ struct Declaration {
   bool operator==(const Declaration& other) const;
 };
 
+// On the wire its fields, little-endian, in this order.
 struct PushHeader {
-  uint32_t round;        // how often this tensor was pushed before by this worker
-  uint32_t timeout_ms;   // for how long the worker will wait
-  uint32_t pull_offset;  // the part of the partition's sum that it wants back,
-  uint32_t pull_bytes;   // perhaps nothing
+  uint32_t round = 0;        // how often this tensor was pushed before by this worker
+  uint32_t timeout_ms = 0;   // for how long the worker will wait
+  uint32_t pull_offset = 0;  // the part of the partition's sum that it wants back,
+  uint32_t pull_bytes = 0;   // perhaps nothing
+
+  std::string Pack() const;
+  // False when `text` is no header.
+  static bool Unpack(const std::string& text, PushHeader* header);
 };
 
 // A request of a worker (`op` is an Op), and the answer to it, without values.

@@ -25,13 +25,14 @@ ps::Message Context::MakeRequestMessage(int op, Request request) {
   const Operation& operation = *request.operation;
   const Operation::Part wanted = operation.Wanted(request.index);
   const uint64_t start = operation.Whole(request.index).offset;
-  const PushHeader header{
-      operation.round, static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9)),
-      static_cast<uint32_t>(wanted.offset - start), static_cast<uint32_t>(wanted.bytes)};
+  PushHeader header;
+  header.round = operation.round;
+  header.timeout_ms = static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9));
+  header.pull_offset = static_cast<uint32_t>(wanted.offset - start);
+  header.pull_bytes = static_cast<uint32_t>(wanted.bytes);
   const int server = ps::Postoffice::ServerRankToID(request.server);
   const uint64_t key = operation.tensor->key + request.index;
-  return MakeRequest(op, server, key, requests.Remember(std::move(request)),
-                     std::string(reinterpret_cast<const char*>(&header), sizeof(header)));
+  return MakeRequest(op, server, key, requests.Remember(std::move(request)), header.Pack());
 }
 
 }  // namespace core

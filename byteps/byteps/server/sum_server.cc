@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <utility>
 
 #include "byteps/base/declaration_list.h"
@@ -25,16 +24,17 @@ std::string Hex(uint64_t x) {
   return text;
 }
 
+// Of a request that AsksForAPart() found whole.
 PushHeader HeaderOf(const ps::Message& msg) {
   PushHeader header;
-  memcpy(&header, msg.meta.body.data(), sizeof(header));
+  PushHeader::Unpack(msg.meta.body, &header);
   return header;
 }
 
 // Whether a request has a header, which asks for a part of `size` bytes.
 bool AsksForAPart(const ps::Message& msg, uint64_t size) {
-  if (msg.meta.body.size() != sizeof(PushHeader)) return false;
-  const PushHeader header = HeaderOf(msg);
+  PushHeader header;
+  if (!PushHeader::Unpack(msg.meta.body, &header)) return false;
   return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
 }
 

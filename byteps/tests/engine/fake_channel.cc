@@ -1,5 +1,7 @@
 #include "fake_channel.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -21,7 +23,7 @@ int ServerOfMessage(const ps::Message& message) {
 // What the caller asks for, of the values times `ranks`.
 std::vector<char> SumOf(const ps::Message& request, float ranks) {
   PushHeader header;
-  memcpy(&header, request.meta.body.data(), sizeof(header));
+  EXPECT_TRUE(PushHeader::Unpack(request.meta.body, &header));
   std::vector<char> sum(request.data[0].begin(), request.data[0].end());
   auto* const values = reinterpret_cast<float*>(sum.data());
   for (size_t i = 0; i < sum.size() / sizeof(float); ++i) values[i] *= ranks;

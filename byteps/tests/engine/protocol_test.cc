@@ -1,0 +1,127 @@
+// What workers and servers say to each other, byte for byte.
+#include "byteps/base/protocol.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "byteps/base/declaration_list.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+std::vector<Declaration> SomeDeclarations() {
+  std::vector<Declaration> all;
+  for (int i = 0; i < 7; ++i) {
+    Declaration d;
+    d.name = std::string(i, 'x') + "\0\xff" + std::to_string(i);
+    d.dtype = static_cast<DType>(i);
+    d.average = i % 2 == 0;
+    d.fused = false;
+    d.hash = KeyHash::kSdbm;
+    d.bytes = 800 * (i + 1);
+    d.partition_bytes = 4096;
+    d.placement = 0x1122334455667788 + i;
+    d.group = i % 3 == 0 ? std::vector<uint32_t>{0, 1, 70000} : std::vector<uint32_t>{5, 6};
+    all.push_back(d);
+  }
+  return all;
+}
+
+TEST(DeclarationList, ComesBackAsItWas) {
+  const auto all = SomeDeclarations();
+  std::vector<Declaration> back;
+  std::string error;
+  ASSERT_TRUE(UnpackDeclarations(PackDeclarations(all), &back, &error)) << error;
+  ASSERT_EQ(back.size(), all.size());
+  for (size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(back[i] == all[i]) << i;
+}
+
+TEST(DeclarationList, IsLittleEndianAndHasEachGroupOnce) {
+  auto all = SomeDeclarations();
+  const std::string text = PackDeclarations(all);
+  EXPECT_EQ(text[0], 1);                                            // version
+  EXPECT_EQ(text[1], 4);                                            // sdbm
+  EXPECT_EQ(text.substr(3, 4), std::string("\2\0\0\0", 4));         // groups
+  EXPECT_EQ(text.substr(7, 4), std::string("\3\0\0\0", 4));         // members of the first
+  EXPECT_EQ(text.substr(19, 4), std::string("\x70\x11\x01\0", 4));  // 70000
+}
+
+TEST(DeclarationList, EveryTruncationAndAdditionIsRefused) {
+  const std::string text = PackDeclarations(SomeDeclarations());
+  std::vector<Declaration> back;
+  std::string error;
+  for (size_t size = 0; size < text.size(); ++size) {
+    EXPECT_FALSE(UnpackDeclarations(text.substr(0, size), &back, &error)) << size;
+    EXPECT_EQ(error, "does not parse");
+  }
+  EXPECT_FALSE(UnpackDeclarations(text + "x", &back, &error));
+}
+
+TEST(DeclarationList, AnotherVersionIsNamed) {
+  std::string text = PackDeclarations(SomeDeclarations());
+  text[0] = 9;
+  std::vector<Declaration> back;
+  std::string error;
+  EXPECT_FALSE(UnpackDeclarations(text, &back, &error));
+  EXPECT_NE(error.find("version 9"), std::string::npos) << error;
+}
+
+TEST(DeclarationList, AnyBytesAreTakenOrRefused) {
+  const std::string good = PackDeclarations(SomeDeclarations());
+  std::mt19937 random(7);
+  std::vector<Declaration> back;
+  std::string error;
+  int refused = 0;
+  for (int i = 0; i < 20000; ++i) {
+    std::string text = good;
+    for (int flips = 1 + random() % 4; flips > 0; --flips) {
+      text[random() % text.size()] = static_cast<char>(random());
+    }
+    if (!UnpackDeclarations(text, &back, &error)) {
+      ++refused;
+      continue;
+    }
+    for (const auto& d : back) {
+      EXPECT_LE(d.NumPartitions(), kMaxPartitions);
+      EXPECT_TRUE(std::is_sorted(d.group.begin(), d.group.end()));
+      EXPECT_FALSE(d.group.empty());
+    }
+  }
+  EXPECT_GT(refused, 1000);
+}
+
+PushHeader SomeHeader() {
+  PushHeader header;
+  header.round = 0x01020304;
+  header.timeout_ms = 600'000;
+  header.pull_offset = 0xfffffffe;
+  header.pull_bytes = 7;
+  return header;
+}
+
+TEST(PushHeader, IsFourLittleEndianNumbers) {
+  const std::string wire("\4\3\2\1\xc0\x27\x09\0\xfe\xff\xff\xff\7\0\0\0", 16);
+  EXPECT_EQ(SomeHeader().Pack(), wire);
+  PushHeader back;
+  ASSERT_TRUE(PushHeader::Unpack(wire, &back));
+  EXPECT_EQ(back.round, 0x01020304u);
+  EXPECT_EQ(back.timeout_ms, 600'000u);
+  EXPECT_EQ(back.pull_offset, 0xfffffffeu);
+  EXPECT_EQ(back.pull_bytes, 7u);
+}
+
+TEST(PushHeader, AnyOtherLengthIsRefused) {
+  const std::string wire = SomeHeader().Pack();
+  PushHeader back;
+  for (size_t size = 0; size < wire.size(); ++size) {
+    EXPECT_FALSE(PushHeader::Unpack(wire.substr(0, size), &back)) << size;
+  }
+  EXPECT_FALSE(PushHeader::Unpack(wire + "x", &back));
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps
