@@ -17,7 +17,7 @@ from benchkit.plan import Case, Plan, Topology
 from benchkit.processes import LaunchError, Processes, plain_environment, server_executable
 from benchkit.sockets import SocketsError, build
 
-_START_S = 60.0
+_START_S = 150.0
 _PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 
 

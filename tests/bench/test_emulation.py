@@ -33,7 +33,7 @@ with Emulation(Topology(workers=1, servers=1, emulated_hosts=2, link_bits=10**8)
 
 def on(host: Host, *command: str) -> str:
     return subprocess.run(
-        host.command(command), capture_output=True, text=True, check=True, timeout=30
+        host.command(command), capture_output=True, text=True, check=True, timeout=120
     ).stdout
 
 
@@ -56,7 +56,7 @@ def test_hosts_reach_each_other_and_nothing_is_left(fair: bool) -> None:
     )
     call = (
         "import socket, sys; "
-        "socket.create_connection((sys.argv[1], 7000), timeout=20).sendall(b'hello')"
+        "socket.create_connection((sys.argv[1], 7000), timeout=60).sendall(b'hello')"
     )
     with Emulation(topology) as made:
         one, two, _ = made.hosts
@@ -66,7 +66,7 @@ def test_hosts_reach_each_other_and_nothing_is_left(fair: bool) -> None:
             assert listening.stdout is not None
             listening.stdout.readline()
             on(one, sys.executable, "-c", call, two.address)
-            output, _ = listening.communicate(timeout=30)
+            output, _ = listening.communicate(timeout=120)
         assert output == f"{one.address} hello\n"
         shaper = on(one, "tc", *(("class",) if fair else ("qdisc",)), "show", "dev", one.interface)
         assert ("htb 1:ff00 root rate 100Mbit" if fair else "tbf") in shaper

@@ -13,7 +13,7 @@ import torch
 
 from benchkit.sockets import Program, Sockets, SocketsError, build
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")

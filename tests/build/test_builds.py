@@ -53,7 +53,7 @@ def refuse_to_serve_metrics(folder: Path) -> None:
         env={**os.environ, **cluster, "DMLC_NUM_SERVER": "1", "BYTEPS_METRICS_PORT": "9400"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 2, done
     assert "BYTEPS_METRICS_PORT=9400" in done.stderr

@@ -22,7 +22,7 @@ def run(*command: str, env: dict[str, str] | None = None) -> subprocess.Complete
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

@@ -135,7 +135,7 @@ def test_command_line(tmp_path: Path) -> None:
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         script = str(ROOT / "scripts" / "prepare_data.py")
         return subprocess.run(
-            [sys.executable, script, *arguments], capture_output=True, text=True, timeout=60
+            [sys.executable, script, *arguments], capture_output=True, text=True, timeout=240
         )
 
     source = tmp_path / "text.txt"

@@ -22,13 +22,11 @@ from typing import Any, Protocol
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 LOOPBACK = "127.0.0.1"
-# Generous bounds against hangs: a loaded machine with two cores must meet them. Where the processor
-# itself is emulated, all of it takes some times as long.
-SLOWNESS_VARIABLE = "MEGATRON_BYTEPS_TEST_SLOWNESS"
-_SLOWNESS = float(os.environ.get(SLOWNESS_VARIABLE, "1"))
-START_S = 30.0 * _SLOWNESS
-RUN_S = 120.0 * _SLOWNESS
-END_S = 30.0 * _SLOWNESS
+# Bounds against hangs alone: a busy machine with two cores must meet them, and one whose processor
+# is emulated.
+START_S = 150.0
+RUN_S = 400.0
+END_S = 150.0
 
 _OURS = ("DMLC_", "BYTEPS_", "TORCHELASTIC_")
 _LAUNCHER = {

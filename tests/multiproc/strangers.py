@@ -68,7 +68,7 @@ def refusal(said: bytes) -> str:
 
 def job_of(address: tuple[str, int]) -> int:
     """The job's number, which the scheduler tells whoever connects."""
-    with socket.create_connection(address, timeout=10) as stranger:
+    with socket.create_connection(address, timeout=60) as stranger:
         stranger.sendall(Hello(sender=0x77).encode())
         reply = stranger.recv(REPLY_BYTES, socket.MSG_WAITALL)
     return struct.unpack_from("<Q", reply, 8)[0]

@@ -65,7 +65,7 @@ class Started:
             time.sleep(0.05)
 
     def demand_nothing_left(self) -> None:
-        self.demand_no_process(timeout_s=5)
+        self.demand_no_process(timeout_s=60)
         # torchrun and torch keep files of their own there.
         left = [path.name for path in self.temporary.iterdir() if "byteps" in path.name.lower()]
         assert not left

@@ -10,7 +10,7 @@ import native
 from cluster import LOOPBACK, Cluster
 
 WORKERS = SERVERS = 1000
-PATIENCE_S = 200
+PATIENCE_S = 400
 """Against hangs: it takes seconds."""
 MESSAGES_A_NODE = 6
 """Welcome, the servers or the start, a farewell, its workers' departures, and an end; heartbeats

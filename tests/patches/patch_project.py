@@ -129,7 +129,7 @@ def git(folder: Path, *arguments: str) -> str:
         env=variables | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     ).stdout
 

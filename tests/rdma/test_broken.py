@@ -140,7 +140,7 @@ def removable() -> Iterator[None]:
     assert found, shown
     yield
     add = ["rdma", "link", "add", "rxe0", "type", "rxe", "netdev", found[1]]
-    subprocess.run(add, timeout=30, check=True)
+    subprocess.run(add, timeout=120, check=True)
 
 
 def test_device_is_removed(make_breakable: Make, removable: None) -> None:

@@ -175,7 +175,7 @@ class TestChild:
 
 def test_import_needs_neither_torch_nor_the_engine() -> None:
     code = "import sys, byteps.launcher.embedded; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_interface_address_matches_the_kernel() -> None:

@@ -73,12 +73,12 @@ class Job:
         part.write_text(text)
         part.rename(self.folder / f"{name}.{self.rank}")
 
-    def wait_go(self, name: str, timeout_s: float = 60.0) -> None:
+    def wait_go(self, name: str, timeout_s: float = 200.0) -> None:
         """Wait for the test's sign."""
         sign = self.folder / f"go.{name}"
         self.wait_until(f"the test's sign {name!r}", sign.exists, timeout_s)
 
-    def wait_until(self, what: str, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_until(self, what: str, holds: Callable[[], bool], timeout_s: float = 200.0) -> None:
         """Wait until `holds()` is true; `what` is named if it never is."""
         deadline = time.monotonic() + timeout_s
         while not holds():

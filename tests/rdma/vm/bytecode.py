@@ -14,7 +14,7 @@ from pathlib import Path
 from .kernel import VmError
 
 FOLDER = Path(__file__).resolve().parents[3] / "build/vm-bytecode"
-IMPORT_S = 200.0
+IMPORT_S = 400.0
 
 
 def compiled(modules: Sequence[str], path: Sequence[Path] = ()) -> dict[str, str]:

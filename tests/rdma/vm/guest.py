@@ -19,7 +19,7 @@ from .kernel import VmError, find_kernel
 HERE = Path(__file__).parent
 QEMU = "qemu-system-x86_64"
 NETWORK = "10.77.0"
-PLUG_S = 20.0
+PLUG_S = 120.0
 
 
 def address_of(number: int) -> str:
