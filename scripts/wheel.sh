@@ -111,10 +111,10 @@ build_wheel() {
   tag=$("${builder[@]}" -c 'import sys; print("cpython-%d%d" % sys.version_info[:2])')
   kept="$cache/ship/$(build_key "$1" "wheel $tag $(sha256sum <"$root/requirements.lock")")"
   if ! compgen -G "$kept/*.whl" >/dev/null; then
-    # One folder for all versions of Python: most of what is in it does not depend on them.
-    # Names the extension and the wheel after the machine that they are for.
-    PATH="$venv/bin:$PATH" SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]}")" \
-      _PYTHON_HOST_PLATFORM="linux-$1" SETUPTOOLS_EXT_SUFFIX=".$tag-$1-linux-gnu.so" \
+    # The wheel and the module are named after the machine that they are for: Python looks for
+    # nothing else. One folder for all versions of Python: most of it does not depend on them.
+    PATH="$venv/bin:$PATH" _PYTHON_HOST_PLATFORM="linux-$1" \
+      SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]};-DBYTEPS_MODULE_SUFFIX=.$tag-$1-linux-gnu.so")" \
       "${builder[@]}" -m pip wheel --quiet --no-deps --no-build-isolation \
       --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-ship-$1" \
       --wheel-dir "$work/$1" "$source_tree" >&2

@@ -58,6 +58,9 @@ def demand_portable(wheel: Path, machine: str, folder: Path) -> None:
         archive.extractall(folder)
     binaries = [name for name in names if name.endswith((".so", "/byteps-server"))]
     assert len(binaries) == 2, binaries
+    # Python finds a module by this name alone.
+    (module,) = [name for name in binaries if name.endswith(".so")]
+    assert module.endswith(f".cpython-{wheel.name.split('-cp')[1][:3]}-{machine}-linux-gnu.so")
     for name in binaries:
         found = needs(folder / name)
         assert found.machine == machine

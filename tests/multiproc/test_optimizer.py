@@ -12,8 +12,9 @@ from cluster import Cluster, Spawned
 PROGRAMS = ("distributed", "clipped", "passes", "compressed", "state")
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(
+    ("workers", "program"), [(4, "distributed"), *((2, program) for program in PROGRAMS)]
+)
 def test_on_the_cpu(make_cluster: Callable[..., Cluster], workers: int, program: str) -> None:
     cluster = make_cluster(workers=workers, servers=1, env={"BYTEPS_OP_TIMEOUT_S": "20"})
     cluster.run(f"optimizer:{program}", device="cpu")
