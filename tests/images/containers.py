@@ -87,7 +87,7 @@ class Buildah:
     @property
     def env(self) -> dict[str, str]:
         # Where buildah keeps what a build's steps download: it takes uv's own for granted.
-        downloads = self.folder / "buildah-cache-0"
+        downloads = self.folder / "buildah-cache"
         if not downloads.exists():
             downloads.mkdir()
             (CACHE / "uv").mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""The arm64 wheel, installed by pip in a bare arm64 Debian, in a worker beside an x86-64 one.
+"""The wheels, installed by pip in a Debian with Python and nothing that anybody builds with.
 
-Of torch's requirements those come from this machine that are Python alone.
+torch comes from elsewhere: for x86-64 out of the worker's image; for arm64 out of its own wheel,
+with what it imports, which is Python alone, from this machine.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sysconfig
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,22 @@ from containers import CACHE, Buildah, python_of, run
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE.parent / "multiproc"
+SUITE = "trixie"
 PURE = (
     *("typing_extensions.py", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath"),
     *("networkx", "sympy"),
 )
 """What torch imports."""
-PROGRAM = """
+ALONE = """
+import torch, byteps.torch as bps
+bps.init()
+tensor = torch.arange(100_000, dtype=torch.float32)
+assert torch.equal(bps.push_pull(tensor, average=False, name="t"), tensor)
+bps.shutdown()
+print("summed by", bps.__file__)
+"""
+"""One worker, in embedded mode: the wheel's own scheduler and server."""
+BESIDE_ANOTHER = """
 import pathlib, sys
 from programs import sums
 from programs.job import Job
@@ -58,38 +70,57 @@ def torch() -> Path:
     return folder
 
 
-@pytest.fixture
-def bare(buildah: Buildah, emulator: None) -> Iterator[str]:
-    """A container of Debian for arm64 with Python and nothing that anybody builds with."""
-    image = buildah.base("trixie", "arm64", "python3", "python3-venv")
-    with buildah.container(image, "arm64") as container:
-        look = "! command -v g++ gcc cc make; ! ldconfig -p | grep -E 'zmq|verbs|rdmacm|prometheus'"
-        buildah("run", container, "--", "sh", "-ec", look)
+@contextmanager
+def bare(buildah: Buildah, arch: str, wheel: Path) -> Iterator[str]:
+    """A container with the wheel in an environment of its own, /opt/venv."""
+    with buildah.container(buildah.base(SUITE, arch, "python3", "python3-venv"), arch) as container:
+        buildah("copy", container, wheel, f"/tmp/{wheel.name}")
+        said = buildah(
+            "run", container, "--", "sh", "-ec",
+            f"""
+            for tool in gcc g++ cc make; do if command -v $tool; then exit 1; fi; done
+            if ldconfig -p | grep -E 'zmq|verbs|rdmacm|prometheus|cuda'; then exit 1; fi
+            python3 -m venv /opt/venv
+            /opt/venv/bin/pip install --quiet --no-deps --no-index /tmp/{wheel.name}
+            mkdir /opt/pure /opt/programs /opt/torch /run/job
+            /opt/venv/bin/byteps-server --features""",
+        )  # fmt: skip
+        assert "prometheus: yes" in said
+        # Compiled in, and the system's libraries are not there to be loaded.
+        assert "rdma: no: " in said
         yield container
 
 
-def test_a_worker_beside_one_of_x86(
-    bare: str,
+def test_a_job_on_x86(
+    worker_image: str, wheel_for: Callable[[str], Path], buildah: Buildah
+) -> None:
+    with buildah.container(worker_image, "amd64") as worker:
+        torch = Path(buildah("mount", worker).strip()) / "opt/venv/lib/python3.13/site-packages"
+        with bare(buildah, "amd64", wheel_for("x86_64")) as container:
+            # After the environment's own packages: byteps is the one that was installed there.
+            late = "echo /opt/torch >/opt/venv/lib/python3.13/site-packages/late.pth"
+            buildah("run", container, "--", "sh", "-ec", late)
+            said = buildah(
+                "run", "--volume", f"{torch}:/opt/torch:ro", container, "--",
+                "/opt/venv/bin/python", "-c", ALONE,
+            )  # fmt: skip
+    assert "summed by /opt/venv/" in said
+
+
+@pytest.mark.usefixtures("emulator")
+def test_an_arm64_worker_beside_one_of_x86(
     torch: Path,
     wheel_for: Callable[[str], Path],
     buildah: Buildah,
     nursery: Nursery,
     run_dir: Path,
 ) -> None:
-    wheel = wheel_for("aarch64")
-    buildah("copy", bare, wheel, f"/tmp/{wheel.name}")
-    install = f"""
-        python3 -m venv /opt/venv
-        /opt/venv/bin/pip install --quiet --no-deps --no-index /tmp/{wheel.name}
-        /opt/venv/bin/byteps-server --features
-        mkdir /opt/pure /opt/programs /opt/torch /run/job"""
-    said = buildah("run", bare, "--", "sh", "-ec", install)
-    assert "additions: armv8-a" in said
-    assert "rdma: no" in said, "the system's libraries are not there to be loaded"
-
     env = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "300"}
     env |= {"BYTEPS_START_TIMEOUT_S": "600"}
-    with Cluster(run_dir / "cluster", nursery, workers=2, servers=1, env=env) as cluster:
+    with (
+        bare(buildah, "arm64", wheel_for("aarch64")) as container,
+        Cluster(run_dir / "cluster", nursery, workers=2, servers=1, env=env) as cluster,
+    ):
         cluster.start_nodes()
         volumes = {torch: "/opt/torch", PROGRAMS: "/opt/programs"}
         pure = Path(sysconfig.get_path("purelib"))
@@ -107,8 +138,8 @@ def test_a_worker_beside_one_of_x86(
         job = ["--volume", f"{cluster.folder}:/run/job"]
         arm = Spawned(
             "arm64 worker",
-            ["buildah", "run", *mounts, *job, *words, bare, "--",
-             "/opt/venv/bin/python", "-c", PROGRAM],
+            ["buildah", "run", *mounts, *job, *words, container, "--",
+             "/opt/venv/bin/python", "-c", BESIDE_ANOTHER],
             {**cluster.node_environment(), **buildah.env},
             cluster.folder,
         )  # fmt: skip
