@@ -40,8 +40,8 @@ test-gpu: setup ## sums of tensors on GPUs, where there are any
 test-rdma: setup ## the transports' tests with every setting, between two machines too
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/rdma
 
-test-images: setup ## build the server's image for both platforms, and let x86 workers use the arm64 one
-	@bash -c 'source scripts/lib/system.sh; command -v buildah >/dev/null && command -v debootstrap >/dev/null || apt_install buildah debootstrap qemu-user-static >/dev/null'
+test-images: setup ## build the images, train from the compose file, wheels on other machines
+	@bash -c 'source scripts/lib/system.sh; setup_images'
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/images
 
 wheel: setup ## wheels for other machines, x86-64 and arm64, and archives with the server alone

@@ -1,7 +1,8 @@
-# A worker: patched Megatron-LM and BytePS on a CUDA base. torch's default build runs on CPUs as well,
-# so that --build-arg CUDA_IMAGE=ubuntu:24.04 makes one for machines without GPUs. The build context
-# is a folder with wheels/ (byteps), Megatron-LM/ (patched), scripts/ and requirements.lock;
-# `make images` makes it.
+# A worker: patched Megatron-LM and BytePS on a CUDA base. torch's default build runs on CPUs as well:
+# --build-arg CUDA_IMAGE=ubuntu:24.04 or debian:trixie-slim makes one for machines without GPUs. The
+# base's Python decides which of the wheels is installed (3.12 or later). The build context is a
+# folder with wheels/ (byteps), Megatron-LM/ (patched), scripts/, requirements.lock and
+# requirements-uv.lock; `make images` makes it.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
 # hadolint ignore=DL3006
 FROM ${CUDA_IMAGE}
@@ -9,7 +10,7 @@ FROM ${CUDA_IMAGE}
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
-        g++ ibverbs-providers libibverbs1 librdmacm1 numactl \
+        g++ ibverbs-providers iproute2 libibverbs1 librdmacm1 numactl \
         python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
@@ -19,14 +20,19 @@ RUN groupadd --gid 10001 byteps \
 ENV VIRTUAL_ENV=/opt/venv \
     PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 # Its own layer: a new version of ours does not load torch anew.
-COPY requirements.lock /tmp/requirements.lock
-RUN python3 -m venv "$VIRTUAL_ENV" \
-    && pip install --no-cache-dir --require-hashes --requirement /tmp/requirements.lock \
-    && rm /tmp/requirements.lock
+COPY requirements-uv.lock requirements.lock /tmp/
+RUN --mount=type=cache,id=uv,target=/root/.cache/uv \
+    python3 -m venv "$VIRTUAL_ENV" \
+    && python3 -m venv /tmp/uv \
+    && /tmp/uv/bin/pip install --no-cache-dir --require-hashes --requirement /tmp/requirements-uv.lock \
+    && UV_LINK_MODE=copy /tmp/uv/bin/uv pip sync --require-hashes /tmp/requirements.lock \
+    && rm -rf /tmp/uv /tmp/requirements*.lock
 
 COPY wheels/ /tmp/wheels/
 COPY Megatron-LM/ /opt/Megatron-LM/
-RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl \
+# There is one version in that folder, for each Python one wheel.
+# hadolint ignore=DL3013
+RUN pip install --no-cache-dir --no-index --no-deps --find-links /tmp/wheels byteps \
     && pip install --no-cache-dir --no-deps --no-build-isolation --editable /opt/Megatron-LM \
     && rm -rf /tmp/wheels \
     && python -c 'import byteps.torch, megatron.core.datasets.helpers_cpp'

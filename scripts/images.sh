@@ -10,8 +10,9 @@ usage: scripts/images.sh [server] [worker] [--platform linux/amd64,linux/arm64] 
 
 Builds the images byteps-server (both platforms) and megatron-byteps-worker (this machine's), or the
 one named, with docker or else buildah, whichever is there. Versions come from docker/versions.env; a
-variable of the same name wins, for example DEBIAN_IMAGE=my.registry/debian:bookworm-slim. Archives
-and wheels are taken from build/dist (scripts/wheel.sh).
+variable of the same name wins, for example DEBIAN_IMAGE=my.registry/debian:bookworm-slim, or
+CUDA_IMAGE=ubuntu:24.04 for a worker without CUDA's base. Archives and wheels are taken from build/dist
+(scripts/wheel.sh); the base of the worker has to have a Python that one of the wheels is for.
 
   --platform LIST   platforms of the server's image
   --context FOLDER  only lay out the build contexts there: server/ and worker/
@@ -63,13 +64,20 @@ architecture() {
   esac
 }
 
+# package_version prints that of the byteps package.
+package_version() {
+  sed -n 's/^version = "\(.*\)"/\1/p' "$root/byteps/pyproject.toml"
+}
+
 # server_context PLATFORM...: an unpacked archive for each.
 server_context() {
-  local platform arch archive
+  local platform arch archive version
+  version=$(package_version)
   rm -rf "$work/server"
   for platform in "$@"; do
     arch=$(architecture "$platform")
-    archive=$(compgen -G "$root/build/dist/byteps-server-*-linux-$arch.tar.gz" | tail -n 1) ||
+    archive="$root/build/dist/byteps-server-$version-linux-$arch.tar.gz"
+    [[ -f $archive ]] ||
       fail "no server archive for $arch in build/dist: run make wheel (or scripts/wheel.sh --server-only)"
     mkdir -p "$work/server/$platform"
     tar -xzf "$archive" -C "$work/server/$platform" --strip-components=1
@@ -77,13 +85,14 @@ server_context() {
 }
 
 worker_context() {
-  local wheel
-  wheel=$(compgen -G "$root/build/dist/byteps-*-manylinux*_$(uname -m).whl" | tail -n 1) ||
-    fail "no wheel for $(uname -m) in build/dist: run make wheel"
+  local wheels version
+  version=$(package_version)
+  mapfile -t wheels < <(compgen -G "$root/build/dist/byteps-$version-*-manylinux*_$(uname -m).whl")
+  ((${#wheels[@]})) || fail "no wheel of $version for $(uname -m) in build/dist: run make wheel"
   rm -rf "$work/worker"
   mkdir -p "$work/worker/wheels" "$work/worker/scripts/lib"
-  cp "$wheel" "$work/worker/wheels/"
-  cp "$root/requirements.lock" "$work/worker/"
+  cp "${wheels[@]}" "$work/worker/wheels/"
+  cp "$root"/{requirements,requirements-uv}.lock "$work/worker/"
   cp "$root"/scripts/worker.sh "$work/worker/scripts/"
   cp "$root"/scripts/lib/launch.sh "$work/worker/scripts/lib/"
   # As patched, without its history and what was built in it.

@@ -5,6 +5,8 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # shellcheck source=scripts/lib/system.sh
 source "$root/scripts/lib/system.sh"
+# shellcheck source=scripts/lib/python.sh
+source "$root/scripts/lib/python.sh"
 # shellcheck source=scripts/lib/ship_tools.sh
 source "$root/scripts/lib/ship_tools.sh"
 # shellcheck source=scripts/lib/prometheus_source.sh
@@ -12,22 +14,25 @@ source "$root/scripts/lib/prometheus_source.sh"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/wheel.sh [--arch x86_64|aarch64]... [--server-only] [--out FOLDER]
+usage: scripts/wheel.sh [--arch x86_64|aarch64]... [--python PYTHON] [--server-only] [--out FOLDER]
 
 Builds, in build/dist (or FOLDER), for x86-64 and arm64 (or the architectures named):
 
   byteps-VERSION-cp312-cp312-manylinux_2_34_ARCH.whl   for pip install, where Python trains
   byteps-server-VERSION-linux-ARCH.tar.gz              the server alone, where there is no Python
 
-The other architecture is cross-compiled. Both need no library but the C library (glibc 2.34: Debian
+The other architecture is cross-compiled. --python names another Python (3.12 or later) to build the
+wheel for, which has to run here: the wheel is for its version, cp313 for example. Both need no library but the C library (glibc 2.34: Debian
 12, Ubuntu 22.04, RHEL 9): torch is not linked; libibverbs, librdmacm and the NVIDIA driver are
 loaded when a job asks for them; the rest is inside. --server-only leaves the wheels out, and needs
-no Python environment of that architecture. Needs build/venv: run scripts/setup.sh before.
+no Python environment of that architecture. Needs build/venv: run scripts/setup.sh before. What was
+built is kept in ~/.cache/megatron-byteps (MEGATRON_BYTEPS_CACHE) and taken from there the next time.
 TEXT
 }
 
 architectures=()
 server_only=0
+python=
 out="$root/build/dist"
 while (($#)); do
   case $1 in
@@ -38,6 +43,10 @@ while (($#)); do
         *) echo "error: --arch is '${2:-}', not x86_64 or aarch64" >&2; exit 2 ;;
       esac
       shift 2 ;;
+    --python)
+      python_works "${2:-}" ||
+        { echo "error: --python is '${2:-}', not a Python >= 3.12 that runs" >&2; exit 2; }
+      python=$2; shift 2 ;;
     --server-only) server_only=1; shift ;;
     --out)
       [[ -n ${2:-} ]] || { echo "error: --out needs a folder" >&2; exit 2; }
@@ -76,31 +85,65 @@ configure_for() {
   options+=("${extra[@]}")
 }
 
-# server_key ARCH: whatever can change the outcome of building the server alone.
-server_key() {
+# build_key ARCH WHAT: whatever can change the outcome of building WHAT.
+build_key() {
   local compiler=g++
   [[ $1 == "$(uname -m)" ]] || compiler=$1-linux-gnu-g++
   {
     "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
     "$compiler" --version | head -n 1
-    echo "$1 $prometheus ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
-    cat "$root/scripts/wheel.sh"
+    echo "$* $prometheus ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
+    declare -f configure_for build_server build_wheel
   } | sha256sum | cut -c -32
+}
+
+# find_builder sets `builder`, the command that is the Python to build for. What builds wheels is
+# Python alone and lies in build/venv: another version takes it from there.
+find_builder() {
+  builder=("$venv/bin/python")
+  [[ -z $python ]] ||
+    builder=(env "PYTHONPATH=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$python")
 }
 
 # build_wheel ARCH: prints the path of the wheel, fit for others.
 build_wheel() {
-  local tag
-  tag=$("$venv/bin/python" -c 'import sys; print("cpython-%d%d" % sys.version_info[:2])')
-  # Names the extension and the wheel after the machine that they are for.
-  PATH="$venv/bin:$PATH" SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]}")" \
-    _PYTHON_HOST_PLATFORM="linux-$1" SETUPTOOLS_EXT_SUFFIX=".$tag-$1-linux-gnu.so" \
-    "$venv/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation \
-    --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-ship-$1" \
-    --wheel-dir "$work/$1" "$source_tree" >&2
-  auditwheel --verbose repair --only-plat --wheel-dir "$work/$1/fit" "$work/$1"/*.whl >"$work/audit.log" 2>&1 ||
-    { cat "$work/audit.log" >&2; exit 1; }
-  echo "$work/$1/fit"/*.whl
+  local tag kept
+  tag=$("${builder[@]}" -c 'import sys; print("cpython-%d%d" % sys.version_info[:2])')
+  kept="$cache/ship/$(build_key "$1" "wheel $tag $(sha256sum <"$root/requirements.lock")")"
+  if ! compgen -G "$kept/*.whl" >/dev/null; then
+    # The wheel and the module are named after the machine that they are for: Python looks for
+    # nothing else. One folder for all versions of Python: most of it does not depend on them.
+    PATH="$venv/bin:$PATH" _PYTHON_HOST_PLATFORM="linux-$1" \
+      SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]};-DBYTEPS_MODULE_SUFFIX=.$tag-$1-linux-gnu.so")" \
+      "${builder[@]}" -m pip wheel --quiet --no-deps --no-build-isolation \
+      --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-ship-$1" \
+      --wheel-dir "$work/$1" "$source_tree" >&2
+    auditwheel --verbose repair --only-plat --wheel-dir "$work/$1/fit" "$work/$1"/*.whl \
+      >"$work/audit.log" 2>&1 || { cat "$work/audit.log" >&2; exit 1; }
+    mkdir -p "$cache/ship"
+    rm -rf "$kept"
+    mv "$work/$1/fit" "$kept"
+  fi
+  echo "$kept"/*.whl
+}
+
+# build_server ARCH: prints the path of the server alone.
+build_server() {
+  local kept build
+  kept="$cache/servers/$(build_key "$1" server)"
+  build="$root/build/cmake-ship-server-$1"
+  # A test that wants it again, or a fresh checkout, need not build it.
+  if [[ ! -x $kept/byteps-server ]]; then
+    {
+      "$venv/bin/cmake" -G Ninja -S "$source_tree" -B "$build" "${options[@]}" \
+        "-DCMAKE_MAKE_PROGRAM=$venv/bin/ninja" -DBYTEPS_BUILD_PYTHON=OFF "-DBYTEPS_VERSION=$version" &&
+      "$venv/bin/cmake" --build "$build" --target byteps-server --parallel "$(nproc)" &&
+      "$venv/bin/cmake" --install "$build" --strip --prefix "$work/prefix-$1"
+    } >"$work/build.log" 2>&1 || { cat "$work/build.log" >&2; exit 1; }
+    mkdir -p "$kept"
+    mv "$work/prefix-$1/bin/byteps-server" "$kept/byteps-server"
+  fi
+  echo "$kept/byteps-server"
 }
 
 # pack_server ARCH EXECUTABLE: the archive, with the scripts that run it.
@@ -122,28 +165,19 @@ pack_server() {
 
 prometheus="$cache/prometheus-cpp-$(. /etc/os-release && echo "$ID-$VERSION_ID")"
 fetch_prometheus_source "$prometheus"
-((server_only)) || install_ship_tools "$root"
+if ! ((server_only)); then
+  install_ship_tools "$root"
+  find_builder
+fi
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$source_tree/pyproject.toml")
 
 for arch in "${architectures[@]}"; do
   configure_for "$arch"
   if ((server_only)); then
     say "building byteps-server for $arch"
-    executable="$cache/servers/$(server_key "$arch")/byteps-server"
-    build="$root/build/cmake-ship-server-$arch"
-    [[ -x $executable ]] || {
-      "$venv/bin/cmake" -G Ninja -S "$source_tree" -B "$build" "${options[@]}" \
-        "-DCMAKE_MAKE_PROGRAM=$venv/bin/ninja" -DBYTEPS_BUILD_PYTHON=OFF "-DBYTEPS_VERSION=$version" &&
-      "$venv/bin/cmake" --build "$build" --target byteps-server --parallel "$(nproc)" &&
-      "$venv/bin/cmake" --install "$build" --strip --prefix "$work/prefix-$arch"
-    } >"$work/build.log" 2>&1 || { cat "$work/build.log" >&2; exit 1; }
-    # A test that wants it again, or a fresh checkout, need not build it.
-    if [[ ! -x $executable ]]; then
-      mkdir -p "${executable%/*}"
-      mv "$work/prefix-$arch/bin/byteps-server" "$executable"
-    fi
+    executable=$(build_server "$arch")
   else
-    say "building the wheel for $arch"
+    say "building the wheel for $arch, $("${builder[@]}" -V)"
     wheel=$(build_wheel "$arch")
     mkdir -p "$work/unpacked-$arch"
     "$venv/bin/python" -m zipfile -e "$wheel" "$work/unpacked-$arch"

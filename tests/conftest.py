@@ -37,7 +37,7 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "prometheus": lambda: find_library("prometheus-cpp-pull") is not None,
     "root": lambda: os.geteuid() == 0,
     "arm64": lambda: _has("qemu-aarch64-static", "aarch64-linux-gnu-g++"),
-    "images": lambda: _has("buildah", "debootstrap", "qemu-aarch64-static"),
+    "images": lambda: _has("buildah", "mmdebstrap", "qemu-aarch64-static", "podman", "crun"),
 }
 """What `requires` may name, and how its presence is seen."""
 

@@ -31,6 +31,19 @@ ibv_devinfo            ibverbs-utils  optional
 ib_write_bw            perftest       optional
 '
 
+# What building and running images without a Docker engine needs (tests/images).
+image_needs='
+buildah                buildah        required
+mmdebstrap             mmdebstrap     required
+arch-test              arch-test      required
+qemu-aarch64-static    qemu-user-static required
+podman                 podman         required
+crun                   crun           required
+/usr/lib/podman/netavark netavark     required
+/usr/lib/podman/aardvark-dns aardvark-dns required
+iptables               iptables       required
+'
+
 has_header() {
   echo "#include <$1>" | g++ -E -x c++ - >/dev/null 2>&1
 }
@@ -81,6 +94,21 @@ setup_system() {
   fi
   if ((${#required[@]} > 0)); then
     echo "error: please install (Debian's names): ${required[*]}" >&2
+    return 1
+  fi
+}
+
+# setup_images: installs what image_needs names, and fails without it.
+setup_images() {
+  local system_needs="$image_needs"
+  local -a missing
+  mapfile -t missing < <(missing_packages required)
+  ((${#missing[@]} > 0)) || return 0
+  echo "setup: installing ${missing[*]}"
+  apt_install "${missing[@]}" >/dev/null || true
+  mapfile -t missing < <(missing_packages required)
+  if ((${#missing[@]} > 0)); then
+    echo "error: please install (Debian's names): ${missing[*]}" >&2
     return 1
   fi
 }

@@ -39,6 +39,12 @@ def test_settings(make_cluster: Callable[..., Cluster], env: dict[str, str]) -> 
     cluster.run("devices:rounds_in_flight", device="cuda")
 
 
+@pytest.mark.parametrize("program", ["distributed", "clipped", "passes", "compressed", "state"])
+def test_optimizer(make_cluster: Callable[..., Cluster], program: str) -> None:
+    """Upstream's DistributedOptimizer and broadcasts."""
+    make_cluster(workers=2, servers=1, env=SMALL).run(f"optimizer:{program}", device="cuda")
+
+
 def test_partitions_of_the_default_size(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=2).run("devices:rounds_in_flight", device="cuda")
 

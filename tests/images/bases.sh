@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Makes debian:bookworm-slim for one platform out of Debian's packages, in buildah's storage, where no
+# Makes an image of a small Debian, as debian:SUITE-slim is, out of Debian's packages, where no
 # registry can be reached.
-#   bases.sh linux/amd64|linux/arm64 NAME CACHE
+#   bases.sh SUITE amd64|arm64 CACHE [PACKAGE...]
+# Prints the image's name in buildah's storage. CACHE is the folder where its files are kept for the
+# next time.
 set -euo pipefail
 
-platform=$1 name=$2 cache=$3
-arch=${platform#linux/}
-tarball="$cache/debian-bookworm-$arch.tar"
+suite=$1 arch=$2 cache=$3
+shift 3
+packages=("$@")
+tarball="$cache/debian-$suite-$arch${packages[*]:+-$(sha256sum <<<"${packages[*]}" | cut -c -8)}.tar"
 # Where this machine has its own packages from.
 # apt fills in $(SITE), not the shell.
 # shellcheck disable=SC2016
@@ -15,17 +18,30 @@ mirror=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Codenam
 
 if [[ ! -s $tarball ]]; then
   mkdir -p "$cache"
-  folder=$(mktemp -d "$cache/base-$arch.XXXXXX")
-  trap 'rm -rf "$folder"' EXIT
+  part=$(mktemp -d "$cache/base.XXXXXX")
+  trap 'rm -rf "$part"' EXIT
   # The slim image leaves documentation out; so do we.
-  debootstrap --variant=minbase --arch="$arch" bookworm "$folder/root" "$mirror" >"$folder/log" 2>&1 ||
-    { tail -n 30 "$folder/log" >&2; exit 1; }
-  rm -rf "$folder"/root/usr/share/{doc,man,info,locale,lintian}/* "$folder"/root/var/cache/apt/* \
-    "$folder"/root/var/lib/apt/lists/* "$folder"/root/var/log/*.log "$folder/root/debootstrap"
-  tar -C "$folder/root" -cf "$tarball.part" .
-  mv "$tarball.part" "$tarball"
+  options=(--variant=minbase --architectures="$arch")
+  for folder in doc info locale man; do
+    options+=("--dpkgopt=path-exclude=/usr/share/$folder/*")
+  done
+  ((${#packages[@]} == 0)) || options+=("--include=$(IFS=,; echo "${packages[*]}")")
+  mmdebstrap "${options[@]}" "$suite" "$part/base.tar" "$mirror" >"$part/log" 2>&1 ||
+    { tail -n 30 "$part/log" >&2; exit 1; }
+  mv "$part/base.tar" "$tarball"
 fi
-container=$(buildah from --arch "$arch" scratch)
-buildah add --quiet "$container" "$tarball" / >/dev/null
-buildah config --arch "$arch" --os linux --cmd '["bash"]' "$container"
-buildah commit --quiet --rm --format docker "$container" "$name" >/dev/null
+# The same files are the same image: what was built on it before need not be built again.
+name="localhost/debian-$suite-$arch:$(sha256sum "$tarball" | cut -c -16)"
+if [[ -z $(buildah images --quiet "$name" 2>/dev/null) ]]; then
+  container=$(buildah from --arch "$arch" scratch)
+  buildah add --quiet "$container" "$tarball" / >/dev/null
+  buildah config --arch "$arch" --os linux --cmd '["bash"]' "$container"
+  # A machine may know authorities that Debian does not.
+  authorities=/etc/ssl/certs/ca-certificates.crt
+  if [[ -s $authorities ]]; then
+    buildah add --quiet "$container" "$authorities" "$authorities" >/dev/null
+    buildah config --env "SSL_CERT_FILE=$authorities" --env "PIP_CERT=$authorities" "$container"
+  fi
+  buildah commit --quiet --rm --format docker "$container" "$name" >/dev/null
+fi
+echo "$name"

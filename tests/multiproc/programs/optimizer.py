@@ -1,36 +1,50 @@
-"""Upstream's optimizer interface, over our engine."""
+"""Upstream's optimizer interface, over our engine; the argument ``device`` is "cpu" or "cuda"."""
 
 from __future__ import annotations
 
 import byteps.torch as bps
 import torch
 
+from programs.devices import device_of
 from programs.job import Job
 
 STEPS = 5
 RATE = 0.125  # powers of two: every value below is exact in fp32
 
 
-def model(seed: int) -> torch.nn.Linear:
+def model(job: Job, seed: int) -> torch.nn.Linear:
     torch.manual_seed(seed)
     made = torch.nn.Linear(3, 2)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.round(parameter * 16) / 16)
-    return made
+    return made.to(device_of(job))
 
 
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.tensor([[rank + 1.0, step - 1.0, 2.0 * rank - step]])
+def batch(job: Job, rank: int, step: int) -> torch.Tensor:
+    return torch.tensor([[rank + 1.0, step - 1.0, 2.0 * rank - step]], device=device_of(job))
+
+
+def mean_batch(job: Job, step: int) -> torch.Tensor:
+    total = sum(batch(job, rank, step) for rank in range(job.size))
+    assert isinstance(total, torch.Tensor)
+    return total / job.size
+
+
+def demand_gradients(trained: torch.nn.Linear, weight: torch.Tensor, bias: float) -> None:
+    """The gradient of a sum: each row of the weight gets the input, the bias gets one."""
+    assert trained.weight.grad is not None and trained.bias.grad is not None
+    assert torch.equal(trained.weight.grad, weight.expand(2, 3)), trained.weight.grad
+    assert torch.equal(trained.bias.grad, torch.full_like(trained.bias, bias)), trained.bias.grad
 
 
 def distributed(job: Job) -> None:
     """Each rank has its own data; the parameters follow the mean of all ranks' gradients."""
     bps.init()
-    trained = model(job.rank)
+    trained = model(job, job.rank)
     with job.check("broadcast_parameters"):
         bps.broadcast_parameters(trained.state_dict(), root_rank=1)
-        for mine, root in zip(trained.parameters(), model(1).parameters(), strict=True):
+        for mine, root in zip(trained.parameters(), model(job, 1).parameters(), strict=True):
             assert torch.equal(mine, root)
     expected = [p.detach().clone() for p in trained.parameters()]
     optimizer = bps.DistributedOptimizer(
@@ -39,11 +53,9 @@ def distributed(job: Job) -> None:
     )
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=False)
-        trained(batch(job.rank, step)).sum().backward()
+        trained(batch(job, job.rank, step)).sum().backward()
         optimizer.step()
-        # The gradient of a sum: each row of the weight gets the input, the bias gets one.
-        mean = sum(batch(rank, step) for rank in range(job.size)) / job.size
-        expected[0] -= RATE * mean.expand(2, 3)
+        expected[0] -= RATE * mean_batch(job, step).expand(2, 3)
         expected[1] -= RATE
         with job.check(f"step {step}"):
             for mine, wanted in zip(trained.parameters(), expected, strict=True):
@@ -54,37 +66,75 @@ def distributed(job: Job) -> None:
 def clipped(job: Job) -> None:
     """synchronize() before step(): what is in .grad then is the mean."""
     bps.init()
-    trained = model(0)
+    trained = model(job, 0)
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(trained.parameters(), lr=RATE),
         named_parameters=trained.named_parameters(),
     )
-    trained(batch(job.rank, 1)).sum().backward()
+    trained(batch(job, job.rank, 1)).sum().backward()
     optimizer.synchronize()
-    mean = sum(batch(rank, 1) for rank in range(job.size)) / job.size
     with job.check("gradients after synchronize()"):
-        assert torch.equal(trained.weight.grad, mean.expand(2, 3)), trained.weight.grad
-        assert torch.equal(trained.bias.grad, torch.ones(2)), trained.bias.grad
+        demand_gradients(trained, mean_batch(job, 1), 1.0)
     with optimizer.skip_synchronize():
         optimizer.step()
+    bps.shutdown()
+
+
+def passes(job: Job) -> None:
+    """backward_passes_per_step: gradients add up on the rank before they are summed."""
+    bps.init()
+    trained = model(job, 0)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(trained.parameters(), lr=RATE),
+        named_parameters=trained.named_parameters(),
+        backward_passes_per_step=2,
+    )
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        for part in (0, 1):
+            trained(batch(job, job.rank, 2 * step + part)).sum().backward()
+        optimizer.synchronize()
+        with job.check(f"step {step}"):
+            total = mean_batch(job, 2 * step) + mean_batch(job, 2 * step + 1)
+            demand_gradients(trained, total, 2.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    bps.shutdown()
+
+
+def compressed(job: Job) -> None:
+    """Compression.fp16: gradients travel in half precision and come back in their own type."""
+    bps.init()
+    trained = model(job, 0)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(trained.parameters(), lr=RATE),
+        named_parameters=trained.named_parameters(),
+        compression=bps.Compression.fp16,
+    )
+    # 1/1024 more than a value of fp16 in this range can tell: it is lost on the way.
+    trained((batch(job, job.rank, 1) + 16) * (1 + 2.0**-12)).sum().backward()
+    optimizer.synchronize()
+    with job.check("the mean of what fp16 holds"):
+        assert trained.weight.grad is not None and trained.weight.grad.dtype == torch.float32
+        demand_gradients(trained, mean_batch(job, 1) + 16, 1.0)
     bps.shutdown()
 
 
 def state(job: Job) -> None:
     """broadcast_optimizer_state: every rank goes on with the root's moments and learning rate."""
     bps.init()
-    trained = model(0)
+    trained = model(job, 0)
     rate = 0.5 if job.rank == 0 else 0.25
     optimizer = torch.optim.Adam(trained.parameters(), lr=rate)
-    (trained(batch(job.rank, 0)) ** 2).sum().backward()
+    (trained(batch(job, job.rank, 0)) ** 2).sum().backward()
     optimizer.step()
     own = [s["exp_avg"].clone() for s in optimizer.state.values()]
     bps.broadcast_optimizer_state(optimizer, root_rank=0)
     with job.check("the root's learning rate"):
         assert optimizer.param_groups[0]["lr"] == 0.5
-    reference = model(0)
+    reference = model(job, 0)
     root = torch.optim.Adam(reference.parameters(), lr=0.5)
-    (reference(batch(0, 0)) ** 2).sum().backward()
+    (reference(batch(job, 0, 0)) ** 2).sum().backward()
     root.step()
     with job.check("the root's moments"):
         for mine, wanted in zip(optimizer.state.values(), root.state.values(), strict=True):

@@ -1,0 +1,91 @@
+"""What is built once for all of these tests: bases, images, wheels."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    str(Path(__file__).resolve().parents[1] / "build"),
+    str(Path(__file__).resolve().parents[1] / "multiproc"),
+]
+
+from cluster_fixtures import nursery  # noqa: E402
+from containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, python_of, run  # noqa: E402
+
+__all__ = ["nursery"]
+
+PLATFORMS = ("linux/amd64", "linux/arm64")
+SUITE, PYTHON = "trixie", "3.13"
+"""The Debian of workers, and its Python."""
+
+
+@pytest.fixture(scope="session")
+def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
+    """One session at a time: the images' names are the same for all."""
+    (CACHE / "images").mkdir(parents=True, exist_ok=True)
+    with (CACHE / "images/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = Buildah(folder=tmp_path_factory.mktemp("buildah"))
+        yield made
+        # What earlier versions of the images left, and nothing that these stand on.
+        made("rmi", "--prune")
+
+
+@pytest.fixture(scope="session")
+def emulator() -> None:
+    let_arm64_run()
+
+
+@pytest.fixture(scope="session")
+def server_images(buildah: Buildah, emulator: None) -> dict[str, str]:
+    """The server's image for each platform, as scripts/images.sh builds it."""
+    # Of this machine's architecture there are tests of the wheel too.
+    run(ROOT / "scripts/wheel.sh", "--arch", "x86_64")
+    run(ROOT / "scripts/wheel.sh", "--arch", "aarch64", "--server-only")
+    names = {}
+    for platform in PLATFORMS:
+        arch = platform.removeprefix("linux/")
+        base = buildah.base("bookworm", arch)
+        buildah.image("server", "--platform", platform, DEBIAN_IMAGE=base)
+        names[platform] = f"byteps-server:{TAG}-{arch}"
+    return names
+
+
+@pytest.fixture(scope="session")
+def wheel_for() -> Callable[[str], Path]:
+    """Builds the wheel for the workers' Python and a machine, "x86_64" or "aarch64"."""
+    made: dict[str, Path] = {}
+
+    def build(machine: str) -> Path:
+        if machine not in made:
+            run(ROOT / "scripts/wheel.sh", "--arch", machine, "--python", python_of(PYTHON))
+            short = PYTHON.replace(".", "")
+            (made[machine],) = (ROOT / "build/dist").glob(f"byteps-*-cp{short}-*_{machine}.whl")
+        return made[machine]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def worker_image(buildah: Buildah, wheel_for: Callable[[str], Path]) -> str:
+    """The workers' image on a base without CUDA, as scripts/images.sh builds it."""
+    wheel_for(subprocess.run(["uname", "-m"], capture_output=True, text=True).stdout.strip())
+    base = buildah.base(SUITE, "amd64", "python3", "python3-venv")
+    buildah.image("worker", CUDA_IMAGE=base)
+    return f"megatron-byteps-worker:{TAG}"
+
+
+@pytest.fixture
+def podman(buildah: Buildah, tmp_path: Path) -> Iterator[Podman]:
+    folder = tmp_path / "podman"
+    folder.mkdir()
+    made = Podman(folder, buildah.storage_conf())
+    yield made
+    made.close()

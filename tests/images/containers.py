@@ -1,0 +1,193 @@
+"""Images and containers without a Docker engine: buildah builds them, podman runs compose files.
+
+buildah builds in a chroot, on bases made out of Debian's packages; arm64 runs on an emulated
+processor. podman's containers get namespaces of their own, with everything that podman sets up on a
+network, so that nothing of them is left when the test is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path(
+    os.environ.get("MEGATRON_BYTEPS_CACHE")
+    or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megatron-byteps")
+)
+VERSIONS = dict(
+    line.split("=", 1)
+    for line in (ROOT / "docker/versions.env").read_text().splitlines()
+    if line[:1].isupper()
+)
+TAG = VERSIONS["IMAGE_TAG"]
+
+_BINFMT = Path("/proc/sys/fs/binfmt_misc")
+_EMULATOR = Path("/usr/lib/binfmt.d/qemu-aarch64.conf")
+_HYBRID = Path("/sys/fs/cgroup/unified")
+
+
+def run(*command: str | Path, timeout_s: float = 3000, **env: str) -> str:
+    """What the command prints; the assertion that it succeeds shows all of it."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=timeout_s,
+    )
+    said = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{said[-6000:]}"
+    return done.stdout
+
+
+def let_arm64_run() -> None:
+    """The kernel starts arm64 programs under qemu from now on, in a container too."""
+    if not (_BINFMT / "register").exists():
+        run("mount", "-t", "binfmt_misc", "binfmt_misc", _BINFMT)
+    if not (_BINFMT / "qemu-aarch64").exists():
+        # Bytes that are escaped there: the kernel reads the escapes itself.
+        (_BINFMT / "register").write_text(_EMULATOR.read_text().strip())
+
+
+def python_of(version: str) -> Path:
+    """An interpreter of this machine, by its version: "3.13"."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return Path(sys.executable)
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    candidates = [
+        shutil.which(f"python{version}"),
+        *pyenv.glob(f"versions/{version}.*/bin/python3"),
+    ]
+    for candidate in filter(None, candidates):
+        asked = subprocess.run([candidate, "-V"], capture_output=True, text=True, check=False)
+        if asked.stdout.startswith(f"Python {version}."):
+            return Path(candidate)
+    raise FileNotFoundError(f"no Python {version} is here, on PATH or under pyenv; install it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buildah:
+    """Images, in storage that outlives the tests: a step built before is not built again."""
+
+    folder: Path
+    """For settings and what is no use later."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        # Where buildah keeps what a build's steps download: it takes uv's own for granted.
+        downloads = self.folder / "buildah-cache"
+        if not downloads.exists():
+            downloads.mkdir()
+            (CACHE / "uv").mkdir(parents=True, exist_ok=True)
+            (downloads / "uv").symlink_to(CACHE / "uv")
+        return {
+            "BUILDAH_ISOLATION": "chroot",
+            "BUILDAH_LAYERS": "true",
+            "CONTAINERS_STORAGE_CONF": str(self.storage_conf()),
+            "TMPDIR": str(self.folder),
+        }
+
+    def storage_conf(self) -> Path:
+        config = self.folder / "storage.conf"
+        config.write_text(
+            f'[storage]\ndriver = "overlay"\ngraphroot = "{CACHE}/images/storage"\n'
+            f'runroot = "{self.folder}/run"\n'
+        )
+        return config
+
+    def __call__(self, *arguments: str | Path) -> str:
+        return run("buildah", *arguments, **self.env)
+
+    def base(self, suite: str, arch: str, *packages: str) -> str:
+        """The name of an image of a small Debian with these packages."""
+        script = ROOT / "tests/images/bases.sh"
+        return run(script, suite, arch, CACHE / "images", *packages, **self.env).strip()
+
+    def image(self, *arguments: str, **env: str) -> None:
+        """Runs scripts/images.sh."""
+        run(ROOT / "scripts/images.sh", *arguments, **self.env, **env)
+
+    @contextmanager
+    def container(self, image: str, arch: str) -> Iterator[str]:
+        name = self("from", "--pull-never", "--arch", arch, image).strip()
+        try:
+            yield name
+        finally:
+            self("rm", name)
+
+    def size(self, image: str) -> int:
+        """Bytes of the image's files, without compression."""
+        listed: list[dict[str, Any]] = json.loads(self("images", "--json", image))
+        number, unit = listed[0]["size"].split()
+        return int(float(number) * {"KB": 1e3, "MB": 1e6, "GB": 1e9}[unit])
+
+
+class Podman:
+    """podman in namespaces of its own: mounts, network and processes, which end with it."""
+
+    def __init__(self, folder: Path, storage_conf: Path) -> None:
+        self.folder = folder
+        config = folder / "containers.conf"
+        # No control groups, which need rights to /sys/fs/cgroup; no limits above this process's.
+        config.write_text(f"""
+[containers]
+cgroups = "disabled"
+default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
+log_driver = "k8s-file"
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+static_dir = "{folder}/static"
+tmp_dir = "{folder}/tmp"
+volume_path = "{folder}/volumes"
+[network]
+network_backend = "netavark"
+network_config_dir = "{folder}/networks"
+""")
+        self.env = {"CONTAINERS_CONF": str(config), "CONTAINERS_STORAGE_CONF": str(storage_conf)}
+        # crun knows one kind of control groups or the other, not both at once.
+        ready = folder / "ready"
+        prepare = f"ip link set lo up; ! mountpoint -q {_HYBRID} || umount {_HYBRID}; : >{ready};"
+        self._init = subprocess.Popen(
+            ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child",
+             "sh", "-c", f"{prepare} sleep infinity & wait"],
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while not ready.exists():
+            assert self._init.poll() is None, "unshare failed"
+            assert time.monotonic() < deadline, "no namespaces after 60 s"
+            time.sleep(0.05)
+
+    @property
+    def full_env(self) -> dict[str, str]:
+        return {**os.environ, **self.env}
+
+    def command(self, *arguments: str | Path) -> list[str]:
+        """The command line that runs another inside."""
+        children = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children")
+        first = children.read_text().split()[0]
+        enter = ["nsenter", "--target", first, "--mount", "--net", "--pid"]
+        return [*enter, *map(str, arguments)]
+
+    def run(self, *command: str | Path) -> str:
+        return run(*self.command(*command), timeout_s=1500, **self.env)
+
+    def __call__(self, *arguments: str | Path) -> str:
+        return self.run("podman", *arguments)
+
+    def close(self) -> None:
+        self._init.kill()
+        self._init.wait()

@@ -1,0 +1,77 @@
+"""docker/compose.yaml, as it is: a scheduler, two servers, and two workers that train."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from containers import ROOT, Podman, run
+
+NODES = ("scheduler", "server-0", "server-1")
+WORKERS = ("worker-0", "worker-1")
+PROJECT = "trial"
+LATEST_S = 900.0
+
+pytestmark = [
+    pytest.mark.requires("root", "images"),
+    pytest.mark.thorough,
+    pytest.mark.timeout(3600),
+]
+
+
+@pytest.fixture(scope="module")
+def compose() -> list[str | Path]:
+    """The command that runs docker/compose.yaml."""
+    install = f"source {ROOT}/scripts/lib/ship_tools.sh; install_ship_tools {ROOT}"
+    run("bash", "-euo", "pipefail", "-c", install)
+    docker = ROOT / "docker"
+    return [
+        ROOT / "build/venv-ship/bin/podman-compose", "--no-ansi", "--project-name", PROJECT,
+        "--env-file", docker / "versions.env", "--file", docker / "compose.yaml",
+    ]  # fmt: skip
+
+
+def container(service: str) -> str:
+    return f"{PROJECT}_{service}_1"
+
+
+def losses(log: str) -> list[float]:
+    return [float(found) for found in re.findall(r"lm loss: (\S+)", log)]
+
+
+@pytest.mark.usefixtures("server_images", "worker_image")
+def test_it_trains(podman: Podman, compose: list[str | Path], run_dir: Path) -> None:
+    def healthy(node: str) -> bool:
+        """What the image's health check says, which Docker runs by itself."""
+        check = podman.command("podman", "healthcheck", "run", container(node))
+        return subprocess.run(check, env=podman.full_env, capture_output=True).returncode == 0
+
+    try:
+        # They wait for their workers as long as it takes.
+        podman.run(*compose, "up", "--detach", *NODES)
+        deadline = time.monotonic() + LATEST_S
+        while not all(healthy(node) for node in NODES):
+            assert time.monotonic() < deadline, podman("ps", "--all")
+            time.sleep(0.5)
+        said = podman("exec", container("server-1"), "byteps-server", "--health")
+        assert "server waits for the job to gather" in said
+        (run_dir / "workers.log").write_text(podman.run(*compose, "up", *WORKERS))
+        podman("wait", *map(container, (*NODES, *WORKERS)))
+        told = json.loads(podman("inspect", *map(container, (*NODES, *WORKERS))))
+        ended = {one["Name"]: one["State"]["ExitCode"] for one in told}
+        assert set(ended.values()) == {0}, ended
+        # What compose.yaml asks for is what the containers had.
+        for one in told:
+            assert one["EffectiveCaps"] in (None, []), one["Name"]
+            assert one["Config"]["User"] == "10001:10001", one["Name"]
+        # The last rank prints the loss, of each fifth step.
+        said = podman("logs", container("worker-1"))
+        assert "iteration       20/      20" in said, said[-4000:]
+        fell = losses(said)
+        assert len(fell) == 4 and fell[-1] < fell[0], fell
+    finally:
+        podman.run(*compose, "down", "--timeout", "5")
