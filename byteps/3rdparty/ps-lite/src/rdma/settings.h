@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <string>
 
+#include "ps/auth.h"
+
 #include "./verbs.h"
 
 namespace ps {
@@ -28,6 +30,7 @@ struct Settings {
   int data_endpoints = 1;
   uint64_t receive_window_bytes = 0;
   double start_timeout_s = 30;
+  auth::Secret secret;
 
   // From ps-lite's Environment, which Config has checked.
   static Settings Get();
