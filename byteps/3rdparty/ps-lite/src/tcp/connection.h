@@ -48,9 +48,11 @@ struct Ending {
   bool orderly = false;  // the peer said goodbye
 };
 
-// Reasons that tell more than that a socket broke: its other end was closed, which the kernel
-// does for a process that ends, and its other end was silent for ConnectionSettings::silence_s.
+// Reasons that tell more than that a socket broke.  The kernel closes the sockets of a process
+// that ends, and resets those that it had not read to the end.
 constexpr char kClosedByPeer[] = "its connection closed";
+constexpr char kReset[] = "its connection was reset";
+// The other end was silent for ConnectionSettings::silence_s.
 constexpr char kTimedOut[] = "its connection timed out";
 
 class Connection;
@@ -67,8 +69,7 @@ class ConnectionOwner {
   virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
   // The socket broke.  For how long the connection may be without one: 0 closes it.
-  // `closed`: see kClosedByPeer.
-  virtual Poller::Clock::duration Patience(Connection* connection, bool closed) = 0;
+  virtual Poller::Clock::duration Patience(Connection* connection, const std::string& reason) = 0;
   // It has a socket again, after so long; so many messages are sent again.
   virtual void OnResumed(Connection* connection, Poller::Clock::duration after,
                          size_t again) = 0;
@@ -257,6 +258,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   bool was_open_ = false;
   uint64_t outages_ = 0;
   Ending broken_;               // how its socket broke
+  bool briefly_ = false;        // it has less time than BYTEPS_RECONNECT_TIMEOUT_S
   Clock::time_point broken_at_;
   bool listener_gone_ = false;  // nobody listens any more where it connects to
   Clock::time_point listener_gone_at_;

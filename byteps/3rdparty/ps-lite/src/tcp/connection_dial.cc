@@ -14,10 +14,10 @@ namespace tcp {
 namespace {
 
 constexpr auto kFirstPause = std::chrono::milliseconds(20);
-constexpr auto kLongestPause = std::chrono::seconds(1);
+constexpr auto kLongestPause = std::chrono::milliseconds(500);
 // A socket that is not connected by then, or over which no answer came: perhaps its packets were
 // lost, and the kernel would wait ever longer to send them again.
-constexpr auto kConnectTime = std::chrono::seconds(5);
+constexpr auto kConnectTime = std::chrono::seconds(2);
 constexpr auto kAnswerTime = std::chrono::seconds(5);
 // A process whose port is closed for so long has ended.
 constexpr auto kGoneTime = std::chrono::milliseconds(250);

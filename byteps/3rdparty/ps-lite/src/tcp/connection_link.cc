@@ -30,12 +30,12 @@ void Connection::Break(uint64_t epoch, const Ending& ending) {
     if (epoch != epoch_ || state_ != State::kOpen) return;
     in_order = in_order || goodbye_sent_ || close_when_flushed_;
   }
-  const bool closed = ending.reason == kClosedByPeer;
-  const auto patience = in_order ? Clock::duration::zero() : owner_->Patience(this, closed);
+  const auto patience = in_order ? Clock::duration::zero() : owner_->Patience(this, ending.reason);
   if (patience <= Clock::duration::zero()) return Close(ending);
   broken_ = ending;
   broken_at_ = Clock::now();
   deadline_ = broken_at_ + patience;
+  briefly_ = patience < std::chrono::duration<double>(settings_->reconnect_s);
   // That it was silent for so long has counted already.
   if (ending.reason == kTimedOut) {
     deadline_ -= std::chrono::duration_cast<Clock::duration>(
@@ -57,10 +57,8 @@ void Connection::Break(uint64_t epoch, const Ending& ending) {
 }
 
 std::string Connection::GivenUp() const {
-  const auto limit = std::chrono::duration<double>(settings_->reconnect_s);
-  // Who closed it was given less time to come back.
-  const bool brief = broken_.reason == kClosedByPeer && deadline_ < broken_at_ + limit;
-  if (brief || listener_gone_) return broken_.reason;
+  if (listener_gone_ || (briefly_ && broken_.reason == kClosedByPeer)) return broken_.reason;
+  if (briefly_) return broken_.reason + ", and it did not connect again";
   return broken_.reason + ", and could not be made again within " +
          membership::Limit(settings_->reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S") +
          (active_ && !last_error_.empty() ? ": " + last_error_ : "");
@@ -123,6 +121,7 @@ void Connection::AdoptHere(Fd fd, const Hello& hello) {
   }
   poller_->Watch(number, shared_from_this());
   Resume(hello.received);
+  arrived_.clear();
 }
 
 void Connection::Resume(uint64_t received) {

@@ -32,7 +32,7 @@ bool Connection::Receive() {
       if (n < 0 && (error == EAGAIN || error == EWOULDBLOCK)) break;
       const std::string reason =
           n == 0                ? kClosedByPeer
-          : error == ECONNRESET ? "its connection was reset"
+          : error == ECONNRESET ? kReset
           : error == ETIMEDOUT  ? kTimedOut
                                 : std::string("its connection failed: ") + strerror(error);
       // Nothing was said yet, so that nothing is lost.

@@ -27,9 +27,12 @@ namespace {
 constexpr auto kLinger = std::chrono::seconds(1);
 constexpr auto kLook = std::chrono::milliseconds(1);
 constexpr double kPatience = 5.0;  // seconds
-// What the scheduler gives a node whose kernel has closed its connection: the process has ended,
-// unless something in between closed it.
+// What the scheduler gives a node whose connection was closed: the process has ended, unless
+// something in between closed it.
 constexpr auto kClosedPatience = std::chrono::milliseconds(500);
+// And one whose connection was reset: either is likely.  A node that lives sends a packet each
+// 1.5 s to connect.
+constexpr auto kResetPatience = std::chrono::milliseconds(2500);
 // Who has not proved to be of this job: so many at once, and beyond that the oldest one goes, if
 // it has had this time.
 constexpr size_t kGreeters = 128;
@@ -320,7 +323,7 @@ std::string TcpVan::OnChallenge(const ConnectionPtr& connection,
   return "";
 }
 
-Connection::Clock::duration TcpVan::Patience(Connection* connection, bool closed) {
+Connection::Clock::duration TcpVan::Patience(Connection* connection, const std::string& reason) {
   const auto limit = std::chrono::duration_cast<Connection::Clock::duration>(
       std::chrono::duration<double>(settings_.reconnect_s));
   // Nobody waits for one that is not of the job yet, or not any more.
@@ -330,8 +333,10 @@ Connection::Clock::duration TcpVan::Patience(Connection* connection, bool closed
                << ") broke; waiting for another one";
   }
   // Of the processes that end the scheduler alone must hear soon; it tells the others.
-  if (closed && is_scheduler_) return std::min<Connection::Clock::duration>(limit, kClosedPatience);
-  return limit;
+  if (!is_scheduler_ || reason == tcp::kTimedOut) return limit;
+  const Connection::Clock::duration patience =
+      reason == tcp::kClosedByPeer ? kClosedPatience : kResetPatience;
+  return std::min(limit, patience);
 }
 
 void TcpVan::OnResumed(Connection* connection, Connection::Clock::duration after, size_t again) {
