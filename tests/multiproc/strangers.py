@@ -41,7 +41,9 @@ class Hello:
         head = struct.pack("<IHH", MAGIC, self.version, self.index)
         flags = self.authenticates | self.resumes << 1
         who = struct.pack("<QQQii", self.job, self.sender, self.receiver, self.node_id, self.rank)
-        return head + who + struct.pack("<BBHIQ", self.role, flags, 0, 0, self.received) + self.nonce
+        return (
+            head + who + struct.pack("<BBHIQ", self.role, flags, 0, 0, self.received) + self.nonce
+        )
 
 
 def proof(secret: str, who: str, said: bytes) -> bytes:

@@ -139,8 +139,8 @@ def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
     for worker in survivors:
         demand_error(
             worker,
-            r"server 0 \(.*\) was lost to worker [01] \(.*\): its connection (was reset|timed out), "
-            r"and could not be made again within 2(\.0)? s \(BYTEPS_RECONNECT_TIMEOUT_S=2\)",
+            r"server 0 \(.*\) was lost to worker [01] \(.*\): its connection (was reset|timed out)"
+            r", and could not be made again within 2(\.0)? s \(BYTEPS_RECONNECT_TIMEOUT_S=2\)",
         )
     server.send(signal.SIGCONT)
     demand_failed(server, "was lost to worker [01]")

@@ -117,9 +117,7 @@ def test_a_server_takes_its_own_job_alone(steady: Cluster, hello: Hello, reason:
     ],
     ids=["route", "rank", "role", "node-id", "far", "resumes", "index", "nobody"],
 )
-def test_no_one_takes_a_workers_place(
-    steady: Cluster, change: dict[str, int], reason: str
-) -> None:
+def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, int], reason: str) -> None:
     """Not even one that has the secret: the worker is connected, and stays so."""
     nodes = nodes_of(steady)
     hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})
@@ -178,7 +176,11 @@ def test_those_who_wait_do_not_keep_others_out(steady: Cluster, words: str) -> N
 @pytest.mark.parametrize(
     ("change", "told", "status"),
     [
-        ({"BYTEPS_SECRET": "another secret, as long"}, "has not this job's secret.*BYTEPS_SECRET", 1),
+        (
+            {"BYTEPS_SECRET": "another secret, as long"},
+            "has not this job's secret.*BYTEPS_SECRET",
+            1,
+        ),
         ({"BYTEPS_AUTH": "0"}, "has a secret, and the peer has none.*BYTEPS_AUTH=0", 1),
         ({"BYTEPS_SECRET": ""}, "has no secret.*--new-secret.*BYTEPS_AUTH=0", 2),
         ({"BYTEPS_SECRET": "short"}, "BYTEPS_SECRET has 5 bytes and needs 16", 2),

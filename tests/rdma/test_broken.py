@@ -73,7 +73,9 @@ def test_a_changed_request_proves_nothing(make_breakable: Make, what: str) -> No
     cluster = make_breakable(workers=2, servers=1)
     cluster.start_nodes()
     cluster.start_worker(0, "failures:loop")
-    worker = cluster.start_worker(1, "failures:loop", env={what: "0" if "RANK" in what else "12345"})
+    worker = cluster.start_worker(
+        1, "failures:loop", env={what: "0" if "RANK" in what else "12345"}
+    )
     wait_all(cluster.everyone(), END_S)
     demand_error(worker, r"has not this job's secret")
 

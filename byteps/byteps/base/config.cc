@@ -127,7 +127,8 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_OP_TIMEOUT_S", kFloat, "s", "600", 0.1, 604800, "",
        "A push_pull that is not complete by then fails, naming the ranks that did not push."},
       {"BYTEPS_AUTH", kBool, "", "1", 0, 1, "",
-       "Nodes prove to each other that they have the job's secret. 0: whoever reaches a node's port "
+       "Nodes prove to each other that they have the job's secret. 0: whoever reaches a node's "
+       "port "
        "may speak to it. The same on all nodes."},
       {"BYTEPS_SECRET_FILE", kString, "", "", 0, 0, "",
        "File with the job's secret, the same on all nodes; `byteps-server --new-secret FILE` makes "

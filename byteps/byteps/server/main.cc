@@ -324,7 +324,18 @@ std::string Features() {
 }
 
 int Main(int argc, char** argv) {
-  enum { kRole = 1, kPortFile, kDie, kSecret, kHealth, kPrint, kMarkdown, kMetrics, kFeatures, kVersion };
+  enum {
+    kRole = 1,
+    kPortFile,
+    kDie,
+    kSecret,
+    kHealth,
+    kPrint,
+    kMarkdown,
+    kMetrics,
+    kFeatures,
+    kVersion
+  };
   const option options[] = {{"role", required_argument, nullptr, kRole},
                             {"port-file", required_argument, nullptr, kPortFile},
                             {"die-with-parent", no_argument, nullptr, kDie},

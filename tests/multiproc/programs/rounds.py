@@ -1,4 +1,4 @@
-"""Workers that sum, round after round, and check every value; for tests that break what is below."""
+"""Workers that sum, round after round, and check every value, while a test breaks what is below."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def checked(job: Job) -> None:
             handles = []
             for index, (name, count) in enumerate(TENSORS.items()):
                 tensor = _values(job.rank, round_, index, count)
-                handles.append((bps.push_pull_async_inplace(tensor, average=False, name=name), tensor))
+                handles.append(
+                    (bps.push_pull_async_inplace(tensor, average=False, name=name), tensor)
+                )
             for index, (handle, tensor) in enumerate(handles):
                 bps.synchronize(handle)
                 wanted = _sum(job.size, round_, index, len(tensor))

@@ -86,8 +86,8 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
   void SetSelf(const Node& node) override { self_.id = node.id; }
   void Connect(const Node& node) override {
     if (node.role != Node::SCHEDULER) return;
-    connection_ = std::make_shared<ps::tcp::Connection>(
-        this, &settings_, poller_, std::make_shared<ps::tcp::MemoryPool>(0));
+    connection_ = std::make_shared<ps::tcp::Connection>(this, &settings_, poller_,
+                                                        std::make_shared<ps::tcp::MemoryPool>(0));
     connection_->peer = ps::kScheduler;
     ps::tcp::Hello hello;
     hello.sender = token_;

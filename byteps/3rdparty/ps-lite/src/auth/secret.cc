@@ -1,5 +1,3 @@
-#include "ps/auth.h"
-
 #include <sodium/crypto_auth_hmacsha256.h>
 #include <sodium/utils.h>
 #include <sys/random.h>
@@ -11,6 +9,7 @@
 #include <sstream>
 
 #include "dmlc/logging.h"
+#include "ps/auth.h"
 #include "ps/base.h"
 
 namespace ps {
@@ -44,8 +43,8 @@ std::string ReadFile(const std::string& path) {
   }
   struct stat about;
   if (stat(path.c_str(), &about) == 0 && (about.st_mode & S_IROTH) != 0) {
-    LOG(WARNING) << "every user of this host can read BYTEPS_SECRET_FILE=" << path
-                 << ": chmod o-r " << path;
+    LOG(WARNING) << "every user of this host can read BYTEPS_SECRET_FILE=" << path << ": chmod o-r "
+                 << path;
   }
   return text.str();
 }
@@ -91,10 +90,10 @@ Secret Secret::FromEnvironment() {
   // What an editor or a shell put behind it.
   bytes.erase(bytes.find_last_not_of(" \t\r\n") + 1);
   if (bytes.size() < kLeastSecretBytes) {
-    throw dmlc::Error((path.empty() ? "BYTEPS_SECRET" : "the secret in BYTEPS_SECRET_FILE=" + path) +
-                      std::string(" has ") + std::to_string(bytes.size()) + " bytes and needs " +
-                      std::to_string(kLeastSecretBytes) +
-                      ": make one by `byteps-server --new-secret FILE`");
+    throw dmlc::Error(
+        (path.empty() ? "BYTEPS_SECRET" : "the secret in BYTEPS_SECRET_FILE=" + path) +
+        std::string(" has ") + std::to_string(bytes.size()) + " bytes and needs " +
+        std::to_string(kLeastSecretBytes) + ": make one by `byteps-server --new-secret FILE`");
   }
   Secret secret(bytes);
   sodium_memzero(bytes.data(), bytes.size());

@@ -150,7 +150,7 @@ class Connector {
 
   // The thread's own.
   std::map<rdma_cm_id*, LinkPtr> links_;
-  std::vector<LinkPtr> waiting_;  // for their next try
+  std::vector<LinkPtr> waiting_;                // for their next try
   std::map<std::string, int64_t> used_proofs_;  // each is of use once; with its period
   std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;  // by then
   std::thread thread_;

@@ -7,9 +7,8 @@
 #include <cstdint>
 #include <string>
 
-#include "ps/auth.h"
-
 #include "./verbs.h"
+#include "ps/auth.h"
 
 namespace ps {
 namespace rdma {

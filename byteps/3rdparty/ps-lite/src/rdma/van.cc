@@ -194,8 +194,7 @@ std::string RdmaVan::ReasonToRefuse(const rdma::ConnectRequest& request) {
   // Who has lost all its endpoints is not there any more.
   const bool taken = named != peers_.end() && (is_new || named->second != mine->second) &&
                      !EndpointsOf(*named->second).empty();
-  const bool renamed =
-      !is_new && mine->second->id != Node::kEmpty && mine->second->id != node_id;
+  const bool renamed = !is_new && mine->second->id != Node::kEmpty && mine->second->id != node_id;
   return taken || renamed ? "another process is connected under its node id" : "";
 }
 

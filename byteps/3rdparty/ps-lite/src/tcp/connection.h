@@ -31,11 +31,11 @@
 #include <string>
 #include <vector>
 
-#include "ps/auth.h"
 #include "./memory_pool.h"
 #include "./poller.h"
 #include "./socket.h"
 #include "./wire.h"
+#include "ps/auth.h"
 #include "ps/internal/message.h"
 
 namespace ps {
@@ -71,8 +71,7 @@ class ConnectionOwner {
   // The socket broke.  For how long the connection may be without one: 0 closes it.
   virtual Poller::Clock::duration Patience(Connection* connection, const std::string& reason) = 0;
   // It has a socket again, after so long; so many messages are sent again.
-  virtual void OnResumed(Connection* connection, Poller::Clock::duration after,
-                         size_t again) = 0;
+  virtual void OnResumed(Connection* connection, Poller::Clock::duration after, size_t again) = 0;
   virtual void OnClosed(const ConnectionPtr& connection, const Ending& ending) = 0;
 };
 
@@ -224,10 +223,10 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   Socket socket_;
   uint64_t epoch_ = 0;  // counts sockets: what is about the last one is not about this one
   std::string address_;
-  OutgoingList urgent_;   // few bytes
+  OutgoingList urgent_;  // few bytes
   OutgoingList bulk_;
-  OutgoingList again_;    // were sent over a socket that broke: before all others
-  OutgoingList flying_;   // messages that were taken to be written, and did not arrive yet
+  OutgoingList again_;   // were sent over a socket that broke: before all others
+  OutgoingList flying_;  // messages that were taken to be written, and did not arrive yet
   uint64_t last_number_ = 0;
   bool writing_ = false;   // somebody is in Drain
   bool blocked_ = false;   // the socket took no more: the poller will tell
@@ -257,8 +256,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Of the poller's thread, of a connection that was open:
   bool was_open_ = false;
   uint64_t outages_ = 0;
-  Ending broken_;               // how its socket broke
-  bool briefly_ = false;        // it has less time than BYTEPS_RECONNECT_TIMEOUT_S
+  Ending broken_;         // how its socket broke
+  bool briefly_ = false;  // it has less time than BYTEPS_RECONNECT_TIMEOUT_S
   Clock::time_point broken_at_;
   bool listener_gone_ = false;  // nobody listens any more where it connects to
   Clock::time_point listener_gone_at_;

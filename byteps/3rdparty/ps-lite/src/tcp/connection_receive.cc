@@ -30,11 +30,11 @@ bool Connection::Receive() {
       lock.unlock();
       if (n < 0 && error == EINTR) continue;
       if (n < 0 && (error == EAGAIN || error == EWOULDBLOCK)) break;
-      const std::string reason =
-          n == 0                ? kClosedByPeer
-          : error == ECONNRESET ? kReset
-          : error == ETIMEDOUT  ? kTimedOut
-                                : std::string("its connection failed: ") + strerror(error);
+      const std::string reason = n == 0                ? kClosedByPeer
+                                 : error == ECONNRESET ? kReset
+                                 : error == ETIMEDOUT
+                                     ? kTimedOut
+                                     : std::string("its connection failed: ") + strerror(error);
       // Nothing was said yet, so that nothing is lost.
       greeting ? TryAgain(reason) : Break(Epoch(), {reason, true, false});
       return false;

@@ -102,7 +102,8 @@ void Greeter::OnHello() {
   Challenge challenge = host_->challenge();
   challenge.authenticates = host_->secret->is_there();
   if (challenge.authenticates && !hello_.authenticates) {
-    challenge.refusal = std::string("this job has a secret, and the peer has none: ") + auth::kAdvice;
+    challenge.refusal =
+        std::string("this job has a secret, and the peer has none: ") + auth::kAdvice;
     return Refuse(challenge.Encode(), "it has no secret");
   }
   challenge.nonce = auth::NewNonce();

@@ -11,10 +11,10 @@
 #include <mutex>
 #include <string>
 
-#include "ps/auth.h"
 #include "./poller.h"
 #include "./socket.h"
 #include "./wire.h"
+#include "ps/auth.h"
 
 namespace ps {
 namespace tcp {

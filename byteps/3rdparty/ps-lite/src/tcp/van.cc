@@ -221,7 +221,8 @@ void TcpVan::Connect(const Node& node) {
   hello.node_id = my_id_;
   hello.role = my_node_.role;
   if (my_node_.role == Node::WORKER) {
-    hello.rank = my_id_ == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(my_id_);
+    hello.rank =
+        my_id_ == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(my_id_);
   }
   for (int i = 0; i < count; ++i) {
     hello.index = i;
@@ -266,7 +267,8 @@ std::string TcpVan::ReasonToRefuse(const tcp::Hello& hello) const {
   if (!ConnectsTo(role, my_node_.role)) return "its role has nothing to say to this node";
   if (scheduler) return "";
   if (!IsWorkerId(hello.node_id)) return "it is no worker";
-  if (Postoffice::IDtoRank(hello.node_id) != hello.rank) return "its rank is not that of its node id";
+  if (Postoffice::IDtoRank(hello.node_id) != hello.rank)
+    return "its rank is not that of its node id";
   return "";
 }
 
@@ -289,7 +291,8 @@ std::string TcpVan::Admit(tcp::Fd* fd, const tcp::Hello& hello) {
     }
     if (peer && peer->connections.size() > hello.index) connection = peer->connections[hello.index];
     if (connection && connection->closed()) return "this node has closed the connection";
-    if (connection && (connection->hello.role != hello.role || connection->hello.rank != hello.rank)) {
+    if (connection &&
+        (connection->hello.role != hello.role || connection->hello.rank != hello.rank)) {
       return "it was another role or rank before";
     }
     if (!connection) {
@@ -312,8 +315,7 @@ std::string TcpVan::Admit(tcp::Fd* fd, const tcp::Hello& hello) {
   return "";
 }
 
-std::string TcpVan::OnChallenge(const ConnectionPtr& connection,
-                                const tcp::Challenge& challenge) {
+std::string TcpVan::OnChallenge(const ConnectionPtr& connection, const tcp::Challenge& challenge) {
   if (challenge.job == 0) return "it is in no job";
   if (connection->peer == kScheduler) {
     job_ = challenge.job;

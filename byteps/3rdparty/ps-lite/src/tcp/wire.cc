@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "ps/auth.h"
 #include "../meta_codec.h"
+#include "ps/auth.h"
 #include "ps/wire_bytes.h"
 
 namespace ps {

@@ -39,9 +39,9 @@ struct Hello {
   uint8_t role = 0;       // a Node::Role, of the sender
   uint16_t index = 0;     // among the connections of the pair
   bool authenticates = false;
-  bool resumes = false;     // this connection was there before, and broke
-  uint64_t received = 0;    // messages that came whole over it
-  std::string nonce;        // auth::kNonceBytes
+  bool resumes = false;   // this connection was there before, and broke
+  uint64_t received = 0;  // messages that came whole over it
+  std::string nonce;      // auth::kNonceBytes
 
   std::string Encode() const;
 };
