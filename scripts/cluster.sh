@@ -33,6 +33,9 @@ A host may be an address, a name, or user@name; the name must be one at which th
   --dry-run             print what would be run, and where, and do nothing
   -h, --help            show this
 
+"up" makes a secret for the job and hands it to each host, unless BYTEPS_SECRET_FILE or
+BYTEPS_SECRET is set here; with BYTEPS_AUTH=0 the job goes without.
+
 CLUSTER_SSH (default: ssh -o BatchMode=yes -o ConnectTimeout=10) is what reaches a host: it is given
 the host and a command, like ssh.
 
@@ -88,6 +91,17 @@ fi
 [[ $name =~ ^[A-Za-z0-9_.-]+$ ]] || die_usage "the job's name '$name' has other than letters, digits, _ . -"
 read -ra reach <<<"${CLUSTER_SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}"
 
+# The job's secret: the caller's, or a new one.
+secret=
+if [[ $action == up && ${BYTEPS_AUTH:-} != 0 ]]; then
+  if [[ -n ${BYTEPS_SECRET_FILE:-} ]]; then
+    [[ -r $BYTEPS_SECRET_FILE ]] || die_usage "cannot read BYTEPS_SECRET_FILE=$BYTEPS_SECRET_FILE"
+    secret=$(<"$BYTEPS_SECRET_FILE")
+  else
+    secret=${BYTEPS_SECRET:-$(od -An -N 32 -t x8 /dev/urandom | tr -d ' \n')}
+  fi
+fi
+
 # One entry a process: role, host, and how many servers it runs.
 roles=()
 hosts=()
@@ -133,7 +147,9 @@ remote() {
   shift 2
   local quoted
   printf -v quoted '%q ' bash -s -- "$what" "$name" "$i-${roles[i]}" "$@"
-  "${reach[@]}" "${hosts[i]}" "$quoted" <"$repo_root/scripts/lib/cluster_remote.sh" 2>&1
+  # The secret goes by the input: arguments can be seen by everybody on the host.
+  { printf 'secret=%q\n' "$secret" && cat "$repo_root/scripts/lib/cluster_remote.sh"; } |
+    "${reach[@]}" "${hosts[i]}" "$quoted" 2>&1
 }
 
 # command_of INDEX sets the array `command`, what runs there.

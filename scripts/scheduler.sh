@@ -14,6 +14,8 @@ Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its 
   --port PORT        DMLC_PS_ROOT_PORT  port to listen on; 0: the kernel chooses (see --port-file)
   --workers N        DMLC_NUM_WORKER    workers of the job: one for each rank
   --servers N        DMLC_NUM_SERVER    server processes of the job
+  --secret-file FILE BYTEPS_SECRET_FILE the job's secret, the same on every machine (required, unless
+                                        BYTEPS_SECRET is set, or BYTEPS_AUTH=0)
   --port-file PATH   (default: none)    write "HOST PORT" here once it listens
   --dry-run                             print the settings and the command, and do nothing
   -h, --help                            show this
@@ -35,6 +37,7 @@ while (($#)); do
     --port) need_argument "$1" "$@"; DMLC_PS_ROOT_PORT=$2; shift 2 ;;
     --workers) need_argument "$1" "$@"; DMLC_NUM_WORKER=$2; shift 2 ;;
     --servers) need_argument "$1" "$@"; DMLC_NUM_SERVER=$2; shift 2 ;;
+    --secret-file) need_argument "$1" "$@"; export BYTEPS_SECRET_FILE=$2; shift 2 ;;
     --port-file) need_argument "$1" "$@"; port_file=$2; shift 2 ;;
     --dry-run) dry_run=1; shift ;;
     *) die_usage "unknown setting: $1" ;;
@@ -45,6 +48,7 @@ need_text "the scheduler's host (--host or DMLC_PS_ROOT_URI)" "${DMLC_PS_ROOT_UR
 need_integer "the scheduler's port (--port or DMLC_PS_ROOT_PORT)" "${DMLC_PS_ROOT_PORT:-}" 0 65535
 need_integer "the number of workers (--workers or DMLC_NUM_WORKER)" "${DMLC_NUM_WORKER:-}" 1 65535
 need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "${DMLC_NUM_SERVER:-}" 1 65535
+need_secret
 if [[ $DMLC_PS_ROOT_PORT =~ ^0+$ && -z $port_file ]]; then
   die_usage "--port 0 needs --port-file: nobody would learn the port"
 fi

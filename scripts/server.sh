@@ -18,6 +18,8 @@ Runs one or more BytePS servers on this machine until the job ends. A flag wins 
                                               node of LIST, such as 0,1, and around again; auto:
                                               to that of the network card (default: not bound;
                                               needs numactl)
+  --secret-file FILE     BYTEPS_SECRET_FILE   the job's secret, the same on every machine (required,
+                                              unless BYTEPS_SECRET is set, or BYTEPS_AUTH=0)
   --node-host HOST       DMLC_NODE_HOST       this machine's own address (default: found out)
   --interface NAME       DMLC_INTERFACE       take that address from this interface (default: found
                                               out)
@@ -48,6 +50,7 @@ while (($#)); do
     --servers) need_argument "$1" "$@"; DMLC_NUM_SERVER=$2; shift 2 ;;
     --instances) need_argument "$1" "$@"; instances=$2; shift 2 ;;
     --numa-nodes) need_argument "$1" "$@"; numa_nodes=$2; shift 2 ;;
+    --secret-file) need_argument "$1" "$@"; export BYTEPS_SECRET_FILE=$2; shift 2 ;;
     --node-host) need_argument "$1" "$@"; set_node_host "$2"; shift 2 ;;
     --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
     --check) check=1; shift ;;
@@ -60,6 +63,7 @@ need_scheduler
 need_integer "the number of workers (--workers or DMLC_NUM_WORKER)" "${DMLC_NUM_WORKER:-}" 1 65535
 need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "${DMLC_NUM_SERVER:-}" 1 65535
 need_integer "the number of instances (--instances or SERVER_INSTANCES)" "$instances" 1 1024
+need_secret
 ((10#$instances <= 10#$DMLC_NUM_SERVER)) \
   || die_usage "--instances $instances is more than the job's --servers $DMLC_NUM_SERVER"
 detect_node "$DMLC_PS_ROOT_URI"

@@ -9,8 +9,8 @@ source "$root/scripts/lib/system.sh"
 source "$root/scripts/lib/python.sh"
 # shellcheck source=scripts/lib/ship_tools.sh
 source "$root/scripts/lib/ship_tools.sh"
-# shellcheck source=scripts/lib/prometheus_source.sh
-source "$root/scripts/lib/prometheus_source.sh"
+# shellcheck source=scripts/lib/library_sources.sh
+source "$root/scripts/lib/library_sources.sh"
 
 usage() {
   cat <<'TEXT'
@@ -70,7 +70,7 @@ say() { echo "wheel: $*" >&2; }
 # configure_for ARCH sets `options`, what CMake is told.
 configure_for() {
   options=(-DBYTEPS_STATIC_RUNTIME=ON -DBYTEPS_WITH_RDMA=ON -DBYTEPS_WITH_PROMETHEUS=ON
-    "-DBYTEPS_PROMETHEUS_SOURCE=$prometheus")
+    "-DBYTEPS_PROMETHEUS_SOURCE=$prometheus" "-DBYTEPS_SODIUM_SOURCE=$sodium")
   if [[ $1 != "$(uname -m)" ]]; then
     [[ $1 == aarch64 ]] || {
       echo "error: only arm64 can be cross-compiled; build for $1 on such a machine" >&2
@@ -92,7 +92,7 @@ build_key() {
   {
     "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
     "$compiler" --version | head -n 1
-    echo "$* $prometheus ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
+    echo "$* $prometheus $sodium ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
     declare -f configure_for build_server build_wheel
   } | sha256sum | cut -c -32
 }
@@ -163,8 +163,11 @@ pack_server() {
   say "$out/$name.tar.gz, $(du -h "$out/$name.tar.gz" | cut -f 1)"
 }
 
-prometheus="$cache/prometheus-cpp-$(. /etc/os-release && echo "$ID-$VERSION_ID")"
+release=$(. /etc/os-release && echo "$ID-$VERSION_ID")
+prometheus="$cache/prometheus-cpp-$release"
 fetch_prometheus_source "$prometheus"
+sodium="$cache/libsodium-$release"
+fetch_sodium_source "$sodium"
 if ! ((server_only)); then
   install_ship_tools "$root"
   find_builder

@@ -25,6 +25,9 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
                          --nproc-per-node). Beside a few machines of their own
                          (server.sh --instances) they let every network card work: docs/cost-model.md
                          has the best numbers
+  --secret-file FILE     BYTEPS_SECRET_FILE  the job's secret, the same on every machine (with a
+                         scheduler required, unless BYTEPS_SECRET is set, or BYTEPS_AUTH=0; the
+                         embedded mode makes one)
   --node-host HOST       DMLC_NODE_HOST  this machine's own address (default: found out)
   --interface NAME       DMLC_INTERFACE  take that address from this interface (default: found out)
   --dry-run              print the settings and the command, and do nothing
@@ -74,6 +77,7 @@ while (($#)); do
     -h | --help) usage; exit 0 ;;
     --scheduler) need_argument "$1" "$@"; set_scheduler "$2"; shift 2 ;;
     --servers) need_argument "$1" "$@"; servers=$2; shift 2 ;;
+    --secret-file) need_argument "$1" "$@"; export BYTEPS_SECRET_FILE=$2; shift 2 ;;
     --node-host) need_argument "$1" "$@"; set_node_host "$2"; shift 2 ;;
     --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
     --local-servers) need_argument "$1" "$@"; local_servers=$2; shift 2 ;;
@@ -95,6 +99,7 @@ done
 
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]]; then
   need_scheduler
+  need_secret
   DMLC_NUM_SERVER=${servers:-${DMLC_NUM_SERVER:-}}
   need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "$DMLC_NUM_SERVER" 1 65535
   need_integer "the number of local servers (--local-servers or BYTEPS_LOCAL_SERVERS)" \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ _JOB_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
 }
+# Of every job that this process launches.
+_SECRET = secrets.token_hex(32)
 
 
 class LaunchError(Exception):
@@ -48,6 +51,8 @@ def plain_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in _JOB_VARIABLES and not name.startswith(("DMLC_", "TORCHELASTIC_"))
     }
+    if not kept.keys() & {"BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_AUTH"}:
+        kept["BYTEPS_SECRET"] = _SECRET
     # One thread each: on an emulated cluster many processes share few cores.
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
 # Sent to each host by cluster.sh, and run there: bash -s -- ACTION JOB PROCESS ARGUMENT...
+# Before it comes a line that sets `secret`, the job's; empty: it goes without.
 # What one process of a job leaves there lies in a folder of its own: log, and pid, the leader of its
 # process group.
 set -euo pipefail
@@ -31,6 +32,14 @@ case $action in
       exit 1
     }
     mkdir "$folder"
+    unset BYTEPS_SECRET
+    # shellcheck disable=SC2154 # see above
+    if [[ -n $secret ]]; then
+      (umask 077 && echo "$secret" >"$folder/secret")
+      export BYTEPS_SECRET_FILE=$folder/secret
+    else
+      export BYTEPS_AUTH=0
+    fi
     MEGATRON_BYTEPS_RUN=$folder setsid "$@" >"$folder/log" 2>&1 </dev/null &
     echo $! >"$folder/pid"
     echo "started (pid $!)"

@@ -53,6 +53,16 @@ need_scheduler() {
     "${DMLC_PS_ROOT_PORT:-}" 1 65535
 }
 
+# need_secret: the job has a secret that this machine can read, or says that it goes without.
+need_secret() {
+  [[ ${BYTEPS_AUTH:-} != 0 && -z ${BYTEPS_SECRET:-} ]] || return 0
+  [[ -n ${BYTEPS_SECRET_FILE:-} ]] || die_usage "missing: the job's secret (--secret-file," \
+    "BYTEPS_SECRET_FILE or BYTEPS_SECRET): 'byteps-server --new-secret FILE' makes one;" \
+    "BYTEPS_AUTH=0 goes without"
+  [[ -r $BYTEPS_SECRET_FILE ]] || die_usage "cannot read the job's secret '$BYTEPS_SECRET_FILE'" \
+    "(--secret-file or BYTEPS_SECRET_FILE)"
+}
+
 # What every node may be told about its own address.
 set_node_host() {
   need_text "--node-host" "$1"
@@ -119,10 +129,12 @@ answers() {
   timeout 3 bash -c 'exec 3<>"/dev/tcp/$1/$2"' _ "$1" "$2" 2>/dev/null
 }
 
-# show_command COMMAND...: what would be run, with the settings it would get, to be pasted.
+# show_command COMMAND...: what would be run, with the settings it would get but for a secret, to be
+# pasted.
 show_command() {
   local name
   for name in $(compgen -e | grep -E '^(DMLC|BYTEPS|SERVER)_' | LC_ALL=C sort); do
+    [[ $name != BYTEPS_SECRET ]] || continue # it is nobody's to read
     printf '%s=%q \\\n' "$name" "${!name}"
   done
   printf '%q ' "$@"

@@ -10,6 +10,7 @@ infiniband/verbs.h     libibverbs-dev optional
 rdma/rdma_cma.h        librdmacm-dev  optional
 prometheus/exposer.h   prometheus-cpp-dev optional
 ip                     iproute2       optional
+sodium.h               libsodium-dev  required
 gtest/gtest.h          libgtest-dev   optional
 ccache                 ccache         optional
 '

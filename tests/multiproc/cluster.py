@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,10 @@ _LAUNCHER = {
 }
 
 
+SECRET = secrets.token_hex(32)
+"""Of every job of this session of tests."""
+
+
 class Late(AssertionError):
     """Something did not happen by its deadline."""
 
@@ -47,14 +52,15 @@ def server_executable() -> str:
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    """This process's environment without anything that configures a job."""
+    """This process's environment without anything that configures a job, but for its secret."""
     env = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_OURS) and name not in _LAUNCHER
     }
     # One thread each: the processes of a cluster share few cores.
-    return {**env, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    plain = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    return {**env, **plain, "BYTEPS_SECRET": SECRET}
 
 
 class Process(Protocol):
@@ -260,6 +266,10 @@ class Cluster:
     def everyone(self) -> list[Process]:
         nodes: list[Process] = [*self.workers.values(), *self.servers]
         return [*nodes, self.scheduler] if self.scheduler is not None else nodes
+
+    def set_env(self, env: Mapping[str, str]) -> None:
+        """For the processes that start from now on, beside what was set before."""
+        self._env.update(env)
 
     def node_environment(self) -> dict[str, str]:
         return {

@@ -5,16 +5,21 @@ Written from the description in src/tcp/wire.h and src/meta_codec.cc, on purpose
 
 from __future__ import annotations
 
+import hmac
 import socket
 import struct
 from dataclasses import dataclass
 
+from cluster import SECRET
+
 MAGIC = 0x5350424D
-VERSION = 2
+VERSION = 3
 EMPTY = 2**31 - 1
 """A node id that has not been given yet."""
 ADD_NODE, JOB_FAILED = 2, 13
-REPLY_BYTES = 24
+SERVER, WORKER, SCHEDULER = 0, 1, 2
+CHALLENGE_BYTES, REPLY_BYTES, PROOF_BYTES = 96, 16, 32
+_PURPOSE = b"Megatron-BytePS: authentication of connections, 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +28,46 @@ class Hello:
     sender: int = 0x1234
     receiver: int = 0
     node_id: int = EMPTY
+    rank: int = 0
+    role: int = WORKER
     index: int = 0
     version: int = VERSION
+    authenticates: bool = True
+    resumes: bool = False
+    received: int = 0
+    nonce: bytes = b"n" * 32
 
     def encode(self) -> bytes:
         head = struct.pack("<IHH", MAGIC, self.version, self.index)
-        return head + struct.pack("<QQQiI", self.job, self.sender, self.receiver, self.node_id, 0)
+        flags = self.authenticates | self.resumes << 1
+        who = struct.pack("<QQQii", self.job, self.sender, self.receiver, self.node_id, self.rank)
+        return (
+            head + who + struct.pack("<BBHIQ", self.role, flags, 0, 0, self.received) + self.nonce
+        )
+
+
+def proof(secret: str, who: str, said: bytes) -> bytes:
+    """What shows that `who` ("connects" or "listens") has the secret, after `said` was said."""
+    key = hmac.digest(secret.encode(), _PURPOSE, "sha256")
+    return hmac.digest(key, who.encode() + b"\0" + said, "sha256")
+
+
+def greet(stranger: socket.socket, hello: Hello, secret: str) -> str:
+    """Say hello and prove the secret, and demand a proof; the refusal, or ""."""
+    stranger.sendall(hello.encode())
+    challenge = stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+    if text := refusal(challenge + read_refusal(stranger, challenge), CHALLENGE_BYTES):
+        return text
+    said = hello.encode() + challenge[8 : CHALLENGE_BYTES - PROOF_BYTES]
+    assert challenge[-PROOF_BYTES:] == proof(SECRET, "listens", said)
+    stranger.sendall(proof(secret, "connects", said))
+    reply = stranger.recv(REPLY_BYTES, socket.MSG_WAITALL)
+    return refusal(reply + read_refusal(stranger, reply), REPLY_BYTES)
+
+
+def read_refusal(stranger: socket.socket, answer: bytes) -> bytes:
+    (length,) = struct.unpack_from("<H", answer, 6)
+    return stranger.recv(length, socket.MSG_WAITALL) if length else b""
 
 
 def meta(*, command: int = 0, head: int = 0, key: int = 0, body: bytes = b"") -> bytes:
@@ -37,10 +76,10 @@ def meta(*, command: int = 0, head: int = 0, key: int = 0, body: bytes = b"") ->
     return fixed + struct.pack("<QQII", key, 1, len(body), 0) + body
 
 
-def frame(packed_meta: bytes, value: bytes | None = None) -> bytes:
+def frame(packed_meta: bytes, value: bytes | None = None, received: int = 0) -> bytes:
     sizes = b"" if value is None else struct.pack("<Q", len(value))
     values = 0 if value is None else 1
-    head = struct.pack("<BBHI", 1, values, 0, len(packed_meta))
+    head = struct.pack("<BBHIQ", 1, values, 0, len(packed_meta), received)
     return head + sizes + packed_meta + (value or b"")
 
 
@@ -57,18 +96,18 @@ def read_all(stranger: socket.socket) -> bytes:
         said += part
 
 
-def refusal(said: bytes) -> str:
-    """The reason in a reply to a hello; "" if it was taken or there was no reply."""
-    if len(said) < REPLY_BYTES:
+def refusal(said: bytes, fixed: int = CHALLENGE_BYTES) -> str:
+    """The reason in an answer of `fixed` bytes and a reason; "" if there is none."""
+    if len(said) < fixed:
         return ""
     magic, _, length = struct.unpack_from("<IHH", said)
     assert magic == MAGIC
-    return said[REPLY_BYTES : REPLY_BYTES + length].decode()
+    return said[fixed : fixed + length].decode()
 
 
 def job_of(address: tuple[str, int]) -> int:
     """The job's number, which the scheduler tells whoever connects."""
     with socket.create_connection(address, timeout=60) as stranger:
         stranger.sendall(Hello(sender=0x77).encode())
-        reply = stranger.recv(REPLY_BYTES, socket.MSG_WAITALL)
-    return struct.unpack_from("<Q", reply, 8)[0]
+        challenge = stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+    return struct.unpack_from("<Q", challenge, 8)[0]

@@ -40,6 +40,8 @@ class Job:
         self.ssh.write_text(SSH)
         self.ssh.chmod(0o755)
         self.env = {**clean_environment(folder), "CLUSTER_SSH": str(self.ssh), "TMPDIR": "/tmp"}
+        # The script makes one.
+        del self.env["BYTEPS_SECRET"]
 
     @property
     def left(self) -> Path:
@@ -93,6 +95,9 @@ def test_a_job_from_up_to_down(job: Job, run_dir: Path) -> None:
     assert [line.split()[0] for line in said.stdout.splitlines()] == [
         "scheduler", "server", "worker", "worker",
     ]  # fmt: skip
+    secrets = list(job.left.glob("*/secret"))
+    assert len({path.read_text() for path in secrets}) == 1 and len(secrets) == 4
+    assert {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
     assert f"me@{LOOPBACK}" in Path(f"{job.ssh}.hosts").read_text().split()
     # The job is over by itself: all of them ended.
     wait_for(job, r": ended", 4)

@@ -18,7 +18,7 @@ SHORT = {
     "BYTEPS_START_TIMEOUT_S": "3",
     "BYTEPS_PARTITION_BYTES": "4096",
 }
-CLOSED = "connection (was )?closed|connection reset"
+CLOSED = "connection (was )?(closed|reset)"
 SILENT = f"no heartbeat.*BYTEPS_PEER_TIMEOUT_S={PEER_TIMEOUT_S}"
 
 

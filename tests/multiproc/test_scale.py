@@ -28,6 +28,7 @@ def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster])
             *("--workers", str(WORKERS), "--servers", str(SERVERS), "--timeout", "120"),
         ],
         capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        env=cluster.node_environment(),
     )  # fmt: skip
     assert swarm.returncode == 0, swarm.stdout + swarm.stderr
     told = re.search(r"([\d.]+) for each node", swarm.stdout)

@@ -90,6 +90,30 @@ def test_missing_setting(run_dir: Path, role: str, flag: str) -> None:
     assert flag in said.stderr
 
 
+@pytest.mark.parametrize("role", list(GOOD))
+def test_secret(run_dir: Path, role: str) -> None:
+    """It must be there, or it must be said that there is none; and it is never shown."""
+    command = ["bash", str(SCRIPTS / f"{role}.sh"), "--dry-run", *GOOD[role]]
+    env = environment(run_dir)
+    secret = env.pop("BYTEPS_SECRET")
+
+    def ask_with(**settings: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env={**env, **settings}, capture_output=True, text=True, timeout=START_S
+        )
+
+    said = ask_with()
+    assert said.returncode == 2
+    assert "--secret-file" in said.stderr and "--new-secret" in said.stderr
+    said = ask_with(BYTEPS_SECRET_FILE="/nowhere")
+    assert said.returncode == 2
+    assert "'/nowhere'" in said.stderr
+    said = ask_with(BYTEPS_SECRET=secret)
+    assert said.returncode == 0
+    assert secret not in said.stdout + said.stderr
+    assert ask_with(BYTEPS_AUTH="0").returncode == 0
+
+
 @pytest.mark.parametrize("value", ["", "x", "1x", "0", "-1", "1.5", "99999999999", "0x10", "1 2"])
 @pytest.mark.parametrize(
     ("role", "flag"),

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import struct
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from cluster import END_S, LOOPBACK, Cluster, wait_for_file
-from strangers import ADD_NODE, JOB_FAILED, Hello, frame, job_of, meta, read_all, refusal
+from cluster import (
+    END_S,
+    LOOPBACK,
+    SECRET,
+    Cluster,
+    server_executable,
+    wait_all,
+    wait_for_file,
+)
+from endings import demand_error
+from strangers import (
+    ADD_NODE,
+    JOB_FAILED,
+    SCHEDULER,
+    Hello,
+    frame,
+    greet,
+    job_of,
+    meta,
+    read_all,
+    refusal,
+)
 
 WORKER_0 = 9
 """Its node id."""
@@ -59,9 +83,9 @@ def test_who_says_nothing_is_closed(steady: Cluster) -> None:
 def test_another_version_is_named(steady: Cluster) -> None:
     for address in nodes_of(steady).values():
         with connected(address) as stranger:
-            stranger.sendall(Hello(version=3).encode())
+            stranger.sendall(Hello(version=9).encode())
             text = refusal(read_all(stranger))
-            assert "wire version 3" in text
+            assert "wire version 9" in text
             assert "install the same byteps" in text
 
 
@@ -76,16 +100,150 @@ def test_another_version_is_named(steady: Cluster) -> None:
 )
 def test_a_server_takes_its_own_job_alone(steady: Cluster, hello: Hello, reason: str) -> None:
     with connected(nodes_of(steady)["server"]) as stranger:
-        stranger.sendall(hello.encode())
-        assert reason in refusal(read_all(stranger))
+        assert reason in greet(stranger, hello, SECRET)
 
 
-def test_no_one_takes_a_workers_route(steady: Cluster) -> None:
-    """Not even one that knows the job: the worker is connected, and stays so."""
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, "another process is connected"),
+        ({"rank": 1}, "rank"),
+        ({"role": SCHEDULER}, "role"),
+        ({"node_id": 10}, "no worker"),
+        ({"node_id": 2**31 - 3, "rank": 2**30}, "rank|no worker"),
+        ({"resumes": True, "sender": 5, "node_id": 13, "rank": 2}, "given the connection up"),
+        ({"index": 60000}, "does not parse"),
+        ({"sender": 0}, "does not parse"),
+    ],
+    ids=["route", "rank", "role", "node-id", "far", "resumes", "index", "nobody"],
+)
+def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, int], reason: str) -> None:
+    """Not even one that has the secret: the worker is connected, and stays so."""
     nodes = nodes_of(steady)
+    hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})
     with connected(nodes["server"]) as stranger:
-        stranger.sendall(Hello(job=job_of(nodes["scheduler"]), node_id=WORKER_0).encode())
-        assert "another process is connected" in refusal(read_all(stranger))
+        assert re.search(reason, greet(stranger, hello, SECRET))
+
+
+def test_who_has_not_the_secret_is_told_and_closed(steady: Cluster) -> None:
+    nodes = nodes_of(steady)
+    hello = Hello(job=job_of(nodes["scheduler"]), node_id=WORKER_0)
+    for address in nodes.values():
+        with connected(address) as stranger:
+            text = greet(stranger, hello, "another secret, as long")
+            assert "has not this job's secret" in text and "BYTEPS_SECRET_FILE" in text
+        with connected(address) as stranger:
+            stranger.sendall(Hello(authenticates=False).encode())
+            text = refusal(read_all(stranger))
+            assert "has a secret" in text and "BYTEPS_AUTH=0" in text
+
+
+def test_a_proof_is_of_use_once(steady: Cluster) -> None:
+    """What was overheard on one connection proves nothing on the next."""
+    address = nodes_of(steady)["scheduler"]
+    heard = []
+    for _ in range(2):
+        with connected(address) as stranger:
+            stranger.sendall(Hello().encode())
+            heard.append(stranger.recv(96, socket.MSG_WAITALL))
+    assert heard[0][24:] != heard[1][24:]
+
+
+@pytest.mark.parametrize("words", ["none", "hello"])
+def test_those_who_wait_do_not_keep_others_out(steady: Cluster, words: str) -> None:
+    """A thousand connections that prove nothing are closed soon, also while more come; one that
+    has the secret is answered, and nothing of a node's is used up."""
+    address = nodes_of(steady)["scheduler"]
+    strangers = []
+    for _ in range(400):
+        stranger = socket.create_connection(address, timeout=END_S)
+        strangers.append(stranger)
+        if words == "hello":
+            stranger.sendall(Hello().encode())
+    deadline = time.monotonic() + END_S
+    while True:
+        with connected(address) as friend:
+            try:
+                assert greet(friend, Hello(sender=0x99, rank=1), SECRET) == ""
+                break
+            except (ConnectionError, struct.error):  # it was the oldest of too many
+                assert time.monotonic() < deadline
+    for stranger in strangers:
+        read_all(stranger)
+        stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "status"),
+    [
+        (
+            {"BYTEPS_SECRET": "another secret, as long"},
+            "has not this job's secret.*BYTEPS_SECRET",
+            1,
+        ),
+        ({"BYTEPS_AUTH": "0"}, "has a secret, and the peer has none.*BYTEPS_AUTH=0", 1),
+        ({"BYTEPS_SECRET": ""}, "has no secret.*--new-secret.*BYTEPS_AUTH=0", 2),
+        ({"BYTEPS_SECRET": "short"}, "BYTEPS_SECRET has 5 bytes and needs 16", 2),
+        ({"BYTEPS_SECRET_FILE": "/nowhere"}, "both set", 2),
+        (
+            {"BYTEPS_SECRET": "", "BYTEPS_SECRET_FILE": "/nowhere"},
+            "/nowhere cannot be read: No such file",
+            2,
+        ),
+    ],
+    ids=["another", "without", "none", "short", "both", "no-file"],
+)
+def test_a_node_that_has_not_the_secret(
+    make_cluster: Callable[..., Cluster], change: dict[str, str], told: str, status: int
+) -> None:
+    """It says what to do."""
+    cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_START_TIMEOUT_S": "20"})
+    cluster.start_scheduler()
+    worker = cluster.start_worker(0, "failures:init_only", env=change)
+    wait_all([worker], END_S)
+    demand_error(worker, told)
+    cluster.set_env(change)
+    server = cluster.start_server()
+    assert server.wait(END_S) == status
+    assert re.search(told, server.text), server.text
+
+
+def test_a_scheduler_without_the_secret(make_cluster: Callable[..., Cluster]) -> None:
+    """It is not believed."""
+    cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_AUTH": "0"})
+    cluster.start_scheduler()
+    worker = cluster.start_worker(0, "failures:init_only", env={"BYTEPS_AUTH": "1"})
+    wait_all([worker], END_S)
+    demand_error(worker, "goes without a secret.*BYTEPS_SECRET_FILE")
+
+
+def test_a_secret_in_a_file(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_SECRET": ""})
+    path = cluster.folder / "secret"
+    for expected in (0, 1):  # the second time it would overwrite one that is in use
+        made = subprocess.run(
+            [server_executable(), "--new-secret", path], capture_output=True, check=False
+        )
+        assert made.returncode == expected
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(path.read_text().strip()) == 64
+    cluster.set_env({"BYTEPS_SECRET_FILE": str(path)})
+    cluster.run("failures:init_only")
+
+
+def test_a_job_that_goes_without(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1, env={"BYTEPS_AUTH": "0", "BYTEPS_SECRET": ""}).run(
+        "failures:init_only"
+    )
+
+
+def test_a_secret_is_not_printed() -> None:
+    env = {**os.environ, "BYTEPS_SECRET": "a secret that nobody may see"}
+    said = subprocess.run(
+        [server_executable(), "--print-config"], env=env, capture_output=True, text=True, check=True
+    )
+    assert "nobody may see" not in said.stdout + said.stderr
+    assert "BYTEPS_SECRET=(hidden)" in said.stdout
 
 
 @pytest.mark.parametrize(
@@ -96,13 +254,18 @@ def test_no_one_takes_a_workers_route(steady: Cluster) -> None:
         frame(meta(command=ADD_NODE)),
         frame(meta(command=200)),
         frame(b"\x02" * 7),
-        struct.pack("<BBHI", 1, 255, 0, 2**32 - 1),
-        struct.pack("<BBHI", 9, 0, 0, 0),
+        frame(meta(command=ADD_NODE), received=1),
+        struct.pack("<BBHIQ", 1, 255, 0, 2**32 - 1, 0),
+        struct.pack("<BBHIQ", 9, 0, 0, 0, 0),
     ],
-    ids=["fails-the-job", "pushes", "joins-as-nobody", "command", "meta", "sizes", "type"],
+    ids=[
+        *("fails-the-job", "pushes", "joins-as-nobody", "command", "meta"),
+        *("received", "sizes", "type"),
+    ],
 )
 def test_who_has_not_joined_has_nothing_to_say(steady: Cluster, said: bytes) -> None:
     """At the scheduler, which has to let anybody ask to join."""
     with connected(nodes_of(steady)["scheduler"]) as stranger:
-        stranger.sendall(Hello().encode() + said)
+        assert greet(stranger, Hello(), SECRET) == ""
+        stranger.sendall(said)
         assert refusal(read_all(stranger)) == ""

@@ -2,7 +2,7 @@
 //
 //   MEDDLE_VERSION=N    connection requests claim wire version N
 //   MEDDLE_JOB=N        those to servers claim job N
-//   MEDDLE_NODE_ID=N    those to servers claim node id N
+//   MEDDLE_RANK=N       those to servers claim rank N
 //   MEDDLE_CLAIM=BYTES  every value that is requested to be sent claims this size
 //   MEDDLE_BREAK=FILE   once FILE is there, the queue pairs of the plane that its text names
 //                       ("data" or "control") fail, as they do when a card gives up on a peer
@@ -122,10 +122,10 @@ extern "C" int rdma_connect(rdma_cm_id* id, rdma_conn_param* parameters) {
   }
   Remember(request, parameters->qp_num);
   const char* job = getenv("MEDDLE_JOB");
-  const char* node_id = getenv("MEDDLE_NODE_ID");
+  const char* rank = getenv("MEDDLE_RANK");
   const bool to_server = request.job != 0;
   if (to_server && job != nullptr) request.job = std::stoull(job);
-  if (to_server && node_id != nullptr) request.node_id = std::stoi(node_id);
+  if (to_server && rank != nullptr) request.rank = std::stoi(rank);
   std::string data = request.Encode();
   if (const char* version = getenv("MEDDLE_VERSION")) data[4] = static_cast<char>(atoi(version));
   rdma_conn_param changed = *parameters;

@@ -63,13 +63,42 @@ def test_another_version_is_refused(make_breakable: Make, version: int) -> None:
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:init_only", env={"MEDDLE_VERSION": str(version)})
     wait_all([worker], END_S)
-    demand_error(worker, rf"version {version}\b", r"version 2\b")
+    demand_error(worker, rf"version {version}\b", r"version 3\b")
     assert re.search(rf"version {version}\b", cluster.scheduler.text), cluster.scheduler.text
+
+
+@pytest.mark.parametrize("what", ["MEDDLE_JOB", "MEDDLE_RANK"])
+def test_a_changed_request_proves_nothing(make_breakable: Make, what: str) -> None:
+    """The proof is bound to the job and the rank."""
+    cluster = make_breakable(workers=2, servers=1)
+    cluster.start_nodes()
+    cluster.start_worker(0, "failures:loop")
+    worker = cluster.start_worker(
+        1, "failures:loop", env={what: "0" if "RANK" in what else "12345"}
+    )
+    wait_all(cluster.everyone(), END_S)
+    demand_error(worker, r"has not this job's secret")
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"BYTEPS_SECRET": "another secret, as long"}, r"has not this job's secret.*BYTEPS_SECRET"),
+        ({"BYTEPS_AUTH": "0"}, r"has a secret, the peer none.*BYTEPS_AUTH=0"),
+    ],
+    ids=["another", "none"],
+)
+def test_another_secret_is_refused(make_breakable: Make, env: dict[str, str], says: str) -> None:
+    cluster = make_breakable(workers=1, servers=1)
+    cluster.start_nodes()
+    worker = cluster.start_worker(0, "failures:init_only", env=env)
+    wait_all([worker], END_S)
+    demand_error(worker, says)
 
 
 def test_another_job_is_refused(make_breakable: Make) -> None:
     """A worker of a job before, at a server's address that the new job's has now."""
-    cluster = make_breakable(workers=1, servers=1)
+    cluster = make_breakable(workers=1, servers=1, env={"BYTEPS_AUTH": "0"})
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:loop", env={"MEDDLE_JOB": "12345"})
     wait_all(cluster.everyone(), END_S)
@@ -78,10 +107,10 @@ def test_another_job_is_refused(make_breakable: Make) -> None:
 
 def test_another_processes_id_is_refused(make_breakable: Make) -> None:
     """Worker 1 says that it is worker 0."""
-    cluster = make_breakable(workers=2, servers=1)
+    cluster = make_breakable(workers=2, servers=1, env={"BYTEPS_AUTH": "0"})
     cluster.start_nodes()
     other = cluster.start_worker(0, "failures:loop")
-    worker = cluster.start_worker(1, "failures:loop", env={"MEDDLE_NODE_ID": "9"})
+    worker = cluster.start_worker(1, "failures:loop", env={"MEDDLE_RANK": "0"})
     wait_all(cluster.everyone(), END_S)
     errors = error_of(worker) + error_of(other)
     assert "another process is connected under its node id" in errors, errors

@@ -31,6 +31,8 @@ class Machine:
         self.number = number
         self.env = {
             **clean_environment(self.folder),
+            # The other guest's is this one too.
+            "BYTEPS_SECRET": "the secret of two guests",
             "DMLC_ENABLE_RDMA": "ibverbs",
             "DMLC_PS_ROOT_URI": f"{NETWORK}.1",
             "DMLC_PS_ROOT_PORT": str(port),

@@ -121,8 +121,20 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_START_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
        "The scheduler must answer within this time. Once a worker has registered, all nodes must, "
        "each within this time of the one before."},
+      {"BYTEPS_RECONNECT_TIMEOUT_S", kFloat, "s", "30", 0, 86400, "",
+       "A TCP connection that breaks is made again, and what was under way is sent again. After so "
+       "long without success the peer is lost and the job fails. 0: at once."},
       {"BYTEPS_OP_TIMEOUT_S", kFloat, "s", "600", 0.1, 604800, "",
        "A push_pull that is not complete by then fails, naming the ranks that did not push."},
+      {"BYTEPS_AUTH", kBool, "", "1", 0, 1, "",
+       "Nodes prove to each other that they have the job's secret. 0: whoever reaches a node's "
+       "port "
+       "may speak to it. The same on all nodes."},
+      {"BYTEPS_SECRET_FILE", kString, "", "", 0, 0, "",
+       "File with the job's secret, the same on all nodes; `byteps-server --new-secret FILE` makes "
+       "one."},
+      {"BYTEPS_SECRET", kString, "", "", 0, 0, "",
+       "The job's secret itself, at least 16 bytes, instead of a file. Never printed."},
       {"BYTEPS_NODE_PORT", kInt, "port", "0", 0, 65535, "",
        "Port at which a server listens, the only one that a firewall has to let workers reach. 0: "
        "the kernel chooses. Workers listen nowhere."},
@@ -337,7 +349,9 @@ bool Config::IsSet(const std::string& name) const { return set_.at(name); }
 std::string Config::Print() const {
   std::ostringstream out;
   for (const auto& v : Table()) {
-    out << v.name << "=" << values_.at(v.name) << (set_.at(v.name) ? "" : "  # default") << "\n";
+    const bool hidden = v.name == std::string("BYTEPS_SECRET") && !values_.at(v.name).empty();
+    out << v.name << "=" << (hidden ? "(hidden)" : values_.at(v.name))
+        << (set_.at(v.name) ? "" : "  # default") << "\n";
   }
   return out.str();
 }

@@ -5,6 +5,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/log.h"
 #include "dmlc/logging.h"
+#include "ps/auth.h"
 #include "ps/endpoint_counters.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
@@ -37,6 +38,11 @@ void Session::Start(ChannelUser* user) {
     if (settings[name].empty()) settings.erase(name);
   }
   ps::Environment::Init(settings);
+  try {
+    (void)ps::auth::Secret::FromEnvironment();
+  } catch (const dmlc::Error& e) {
+    throw UsageError(e.what());
+  }
   ps::Postoffice::Handlers handlers;
   handlers.on_message = [user](ps::Message* msg) { user->OnMessage(msg); };
   handlers.place_for = [user](const ps::Meta& meta, size_t bytes) {

@@ -3,8 +3,8 @@
 ``bps.init()`` calls :func:`start_if_needed` first. With ``DMLC_PS_ROOT_URI`` set the job joins
 that cluster and nothing happens here. Without it, global rank 0 starts the scheduler on a port that
 the kernel chooses, local rank 0 of every host starts ``BYTEPS_EMBEDDED_SERVERS`` servers, and the
-address travels to every rank through torch.distributed's default store. ``bps.shutdown()`` calls
-:func:`stop` last.
+address travels to every rank through torch.distributed's default store, with a secret that rank 0
+makes unless BYTEPS_SECRET or BYTEPS_SECRET_FILE is set. ``bps.shutdown()`` calls :func:`stop` last.
 
 No child outlives its rank: ``--die-with-parent`` makes the kernel end it, also when the rank is
 killed.
@@ -16,6 +16,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -26,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -71,14 +72,17 @@ class Address:
     host: str
     port: int
     servers: int
+    secret: str
+    """Empty: the environment has one, or the job goes without."""
 
     def environment(self, ranks: Ranks) -> dict[str, str]:
-        return {
+        plain = {
             "DMLC_PS_ROOT_URI": self.host,
             "DMLC_PS_ROOT_PORT": str(self.port),
             "DMLC_NUM_SERVER": str(self.servers),
             "DMLC_NUM_WORKER": str(ranks.world_size),
         }
+        return {**plain, "BYTEPS_SECRET": self.secret} if self.secret else plain
 
 
 def _error(text: str) -> RuntimeError:
@@ -153,6 +157,12 @@ def find_executable() -> str:
             "DMLC_PS_ROOT_PORT to join a cluster that runs already"
         )
     return found
+
+
+def _new_secret(env: Mapping[str, str]) -> str:
+    """A secret for the job; empty where the environment says which, or that there is none."""
+    given = env.get("BYTEPS_SECRET") or env.get("BYTEPS_SECRET_FILE")
+    return "" if given or env.get("BYTEPS_AUTH") == "0" else secrets.token_hex(32)
 
 
 def _interface_address(name: str) -> str:
@@ -441,7 +451,7 @@ def _start_scheduler(
     assert state.folder is not None
     host = scheduler_host(os.environ, ranks)
     port_file = state.folder / "scheduler.port"
-    asked = Address(host=host, port=0, servers=servers)
+    asked = Address(host=host, port=0, servers=servers, secret=_new_secret(os.environ))
     scheduler = _start_child(
         state,
         "scheduler",
@@ -463,7 +473,7 @@ def _start_scheduler(
             )
     port = int(port_file.read_text().split()[1])
     port_file.unlink()
-    return Address(host=host, port=port, servers=servers)
+    return replace(asked, port=port)
 
 
 @dataclass(frozen=True, kw_only=True)

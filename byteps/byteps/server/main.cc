@@ -1,9 +1,11 @@
 // byteps-server: the scheduler and the servers of a cluster, without Python.
+#include <fcntl.h>
 #include <getopt.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -22,6 +24,7 @@
 #include "byteps/server/health.h"
 #include "byteps/server/reducer.h"
 #include "byteps/server/sum_server.h"
+#include "ps/auth.h"
 #ifdef BYTEPS_WITH_RDMA
 #include "ps/verbs_library.h"
 #endif
@@ -40,6 +43,7 @@ constexpr double kHealthTimeoutS = 3.0;
 
 const char kUsage[] =
     "usage: byteps-server [--role scheduler|server] [--port-file PATH] [--die-with-parent]\n"
+    "       byteps-server --new-secret PATH\n"
     "       byteps-server --health\n"
     "       byteps-server --print-config | --config-markdown | --metrics-markdown |\n"
     "                     --features | --version | -h\n"
@@ -49,6 +53,8 @@ const char kUsage[] =
     "  --role ROLE         scheduler or server; default: DMLC_ROLE\n"
     "  --port-file PATH    write \"HOST PORT\" there once this process listens\n"
     "  --die-with-parent   end when the process that started this one ends\n"
+    "  --new-secret PATH   write a random secret for a job there, which this user alone may read;\n"
+    "                      the file must not exist\n"
     "  --health            ask the process at BYTEPS_HEALTH_SOCKET how it is: prints its answer\n"
     "                      and exits with 0, or with 1 if there is none within 3 s\n"
     "  --print-config      print the settings in force and exit\n"
@@ -57,7 +63,7 @@ const char kUsage[] =
     "  --features          print what this build has, and can use on this machine, and exit\n"
     "\n"
     "Settings come from the environment, at least DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,\n"
-    "DMLC_NUM_WORKER and DMLC_NUM_SERVER.\n"
+    "DMLC_NUM_WORKER, DMLC_NUM_SERVER and BYTEPS_SECRET_FILE.\n"
     "\n"
     "Exit status: 0 the job ended well; 1 it failed; 2 bad usage or settings;\n"
     "128+n ended by signal n.\n";
@@ -110,6 +116,16 @@ void WritePortFile(const std::string& path, const Session& session) {
   out.close();
   if (!out || rename(part.c_str(), path.c_str()) != 0) {
     throw Error("cannot write --port-file " + path + ": " + strerror(errno));
+  }
+}
+
+void WriteNewSecret(const std::string& path) {
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, S_IRUSR | S_IWUSR);
+  if (fd < 0) throw Error("cannot make --new-secret " + path + ": " + strerror(errno));
+  const std::string text = ps::auth::NewSecret() + "\n";
+  const bool written = write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size());
+  if (close(fd) != 0 || !written) {
+    throw Error("cannot write --new-secret " + path + ": " + strerror(errno));
   }
 }
 
@@ -308,10 +324,22 @@ std::string Features() {
 }
 
 int Main(int argc, char** argv) {
-  enum { kRole = 1, kPortFile, kDie, kHealth, kPrint, kMarkdown, kMetrics, kFeatures, kVersion };
+  enum {
+    kRole = 1,
+    kPortFile,
+    kDie,
+    kSecret,
+    kHealth,
+    kPrint,
+    kMarkdown,
+    kMetrics,
+    kFeatures,
+    kVersion
+  };
   const option options[] = {{"role", required_argument, nullptr, kRole},
                             {"port-file", required_argument, nullptr, kPortFile},
                             {"die-with-parent", no_argument, nullptr, kDie},
+                            {"new-secret", required_argument, nullptr, kSecret},
                             {"health", no_argument, nullptr, kHealth},
                             {"print-config", no_argument, nullptr, kPrint},
                             {"config-markdown", no_argument, nullptr, kMarkdown},
@@ -334,6 +362,9 @@ int Main(int argc, char** argv) {
         case kDie:
           arguments.die_with_parent = true;
           break;
+        case kSecret:
+          WriteNewSecret(optarg);
+          return 0;
         case kHealth: {
           const std::string path = Config::FromEnvironment().String("BYTEPS_HEALTH_SOCKET");
           if (path.empty()) throw UsageError("--health needs BYTEPS_HEALTH_SOCKET");

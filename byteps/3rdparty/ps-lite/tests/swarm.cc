@@ -45,7 +45,8 @@ double SecondsSince(Clock::time_point begin) {
 class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
  public:
   SwarmNode(bool worker, int rank, std::shared_ptr<ps::tcp::Poller> poller)
-      : is_worker_(worker), poller_(std::move(poller)) {
+      : is_worker_(worker), rank_(rank), poller_(std::move(poller)) {
+    settings_.secret = ps::auth::Secret::FromEnvironment();
     scheduler_.role = Node::SCHEDULER;
     scheduler_.id = ps::kScheduler;
     scheduler_.hostname = options.host;
@@ -85,12 +86,14 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
   void SetSelf(const Node& node) override { self_.id = node.id; }
   void Connect(const Node& node) override {
     if (node.role != Node::SCHEDULER) return;
-    connection_ = std::make_shared<ps::tcp::Connection>(
-        this, poller_, std::make_shared<ps::tcp::MemoryPool>(0), options.timeout_s);
+    connection_ = std::make_shared<ps::tcp::Connection>(this, &settings_, poller_,
+                                                        std::make_shared<ps::tcp::MemoryPool>(0));
     connection_->peer = ps::kScheduler;
     ps::tcp::Hello hello;
     hello.sender = token_;
     hello.node_id = Node::kEmpty;
+    hello.role = self_.role;
+    hello.rank = is_worker_ ? rank_ : -1;
     const auto limit = std::chrono::duration<double>(options.timeout_s);
     connection_->Dial(node.hostname, node.port, hello,
                       Clock::now() + std::chrono::duration_cast<Clock::duration>(limit));
@@ -99,14 +102,11 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
   void Send(ps::Message* msg) override { connection_->Send(*msg); }
 
   // ConnectionOwner
-  ps::tcp::HelloReply OnHello(const ps::tcp::ConnectionPtr&, const ps::tcp::Hello&) override {
-    ps::tcp::HelloReply reply;
-    reply.refusal = "a node of a swarm listens nowhere";
-    return reply;
-  }
-  std::string OnReply(const ps::tcp::ConnectionPtr&, const ps::tcp::HelloReply&) override {
+  std::string OnChallenge(const ps::tcp::ConnectionPtr&, const ps::tcp::Challenge&) override {
     return "";
   }
+  Clock::duration Patience(ps::tcp::Connection*, const std::string&) override { return {}; }
+  void OnResumed(ps::tcp::Connection*, Clock::duration, size_t) override {}
   char* PlaceFor(const ps::Meta&, size_t) override { return nullptr; }
   void OnMessage(ps::tcp::Connection*, ps::Message* msg, size_t) override {
     ++messages_;
@@ -125,6 +125,8 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
   }
 
   const bool is_worker_;
+  const int rank_;
+  ps::tcp::ConnectionSettings settings_;
   const std::shared_ptr<ps::tcp::Poller> poller_;
   Node scheduler_;
   Node self_;

@@ -176,6 +176,7 @@ class Node {
     settings["DMLC_WORKER_ID"] = std::to_string(role == "worker" ? rank : 0);
     settings["DMLC_ENABLE_RDMA"] = options.transport;
     if (options.transport != "tcp") settings["DMLC_NODE_HOST"] = options.host;
+    settings["BYTEPS_SECRET"] = "what the nodes of this test know";
     ps::Environment::Init(settings);
     ps::Postoffice::Handlers handlers;
     handlers.on_message = [this](ps::Message* msg) { OnMessage(msg); };

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "dmlc/logging.h"
@@ -18,6 +19,13 @@ namespace rdma {
 namespace {
 
 constexpr int kBacklog = 1024;
+// A challenge is good in the period in which it was made, and in the next.
+constexpr int64_t kPeriodS = 5;
+
+int64_t Period() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::seconds>(now).count() / kPeriodS;
+}
 
 void DontBlock(int fd) {
   const int flags = fcntl(fd, F_GETFL);
@@ -335,9 +343,8 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   const std::string address = SocketAddress::Text(rdma_get_peer_addr(event.id));
   std::string refusal = Mismatch(data, bytes);
   if (refusal.empty() && !request.Decode(data, bytes)) refusal = "its request does not parse";
-  if (refusal.empty() && request.receiver != 0 && request.receiver != token_) {
-    refusal = "another process listens at this address now";
-  }
+  std::string said;
+  if (refusal.empty() && !IsProved(event.id, request, &said, &refusal) && refusal.empty()) return;
   if (refusal.empty() && request.slot_bytes != settings_.slot_bytes()) {
     refusal = "BYTEPS_RDMA_INLINE_BYTES differs: " + std::to_string(settings_.inline_bytes) +
               " on this node; set the same on all";
@@ -346,7 +353,7 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   if (refusal.empty()) endpoint = owner_->OnRequest(request, address, &refusal);
   if (refusal.empty()) {
     try {
-      return Accept(event.id, request, endpoint);
+      return Accept(event.id, request, said, endpoint);
     } catch (const std::exception& e) {
       refusal = e.what();
       endpoint->Fail(refusal);
@@ -356,7 +363,41 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   Refuse(event.id, refusal);
 }
 
-void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request,
+std::string Connector::ChallengeTo(const ConnectRequest& request, int64_t period) const {
+  Challenge challenge;
+  challenge.sender = token_;
+  challenge.nonce = challenges_.Prove(std::to_string(period), request.Claims());
+  return challenge.Encode();
+}
+
+bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::string* said,
+                         std::string* refusal) {
+  const auth::Secret& secret = settings_.secret;
+  if (!secret.is_there()) return true;
+  if (!request.authenticates) {
+    *refusal = std::string("the job has a secret, the peer none: ") + auth::kAdvice;
+    return false;
+  }
+  const int64_t now = Period();
+  if (!request.has_proof()) {
+    Reject(id, ChallengeTo(request, now));
+    return false;
+  }
+  for (const int64_t period : {now, now - 1}) {
+    *said = request.Claims() + ChallengeTo(request, period);
+    if (!secret.Proves(request.proof.data(), "connects", *said, kRequestProofBytes)) continue;
+    for (auto it = used_proofs_.begin(); it != used_proofs_.end();) {
+      it = it->second < now - 1 ? used_proofs_.erase(it) : std::next(it);
+    }
+    // Heard by somebody else, and said again.
+    if (!used_proofs_.emplace(request.proof, period).second) break;
+    return true;
+  }
+  *refusal = std::string("the peer has not this job's secret: ") + auth::kAdvice;
+  return false;
+}
+
+void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request, const std::string& said,
                        std::shared_ptr<Endpoint> endpoint) {
   auto shared = TransportFor(id);
   auto& poller = shared->pollers[static_cast<int>(endpoint->plane())];
@@ -369,6 +410,7 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request,
   reply.slots = settings_.receive_depth;
   reply.slot_bytes = settings_.slot_bytes();
   reply.mtu = static_cast<uint8_t>(settings_.path_mtu());
+  reply.proof = settings_.secret.Prove("listens", said);
   const std::string data = reply.Encode();
   auto parameters = Parameters(data, endpoint->queue_pair_number());
   poller->Add(endpoint);
@@ -382,7 +424,10 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request,
 void Connector::Refuse(rdma_cm_id* id, const std::string& reason) {
   Refusal refusal;
   refusal.reason = reason;
-  const std::string data = refusal.Encode();
+  Reject(id, refusal.Encode());
+}
+
+void Connector::Reject(rdma_cm_id* id, const std::string& data) {
   rdma_reject(id, data.data(), static_cast<uint8_t>(data.size()));
   rdma_destroy_id(id);
 }

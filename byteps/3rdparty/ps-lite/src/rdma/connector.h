@@ -33,7 +33,9 @@ class ConnectorOwner {
  public:
   virtual ~ConnectorOwner() = default;
   // All in the connector's thread.
-  virtual int32_t NodeId() = 0;
+  virtual uint8_t Role() = 0;
+  // A worker's; -1 where the scheduler is to choose it.
+  virtual int32_t Rank() = 0;
   // What names the job; 0 while it is not known.
   virtual uint64_t Job() = 0;
   // The endpoint to which the request, which is of our version, shall lead.  Null, with
@@ -88,6 +90,8 @@ class Connector {
     std::string host;
     int port = 0;
     uint64_t receiver = 0;
+    std::string challenge;  // empty: none yet
+    std::string said;       // what the last proof was over
     Clock::time_point deadline;
     Clock::time_point next_try;
     Clock::duration pause;
@@ -108,8 +112,15 @@ class Connector {
   void ReadDeviceEvents();
   void OnEvent(const rdma_cm_event& event);
   void OnRequest(const rdma_cm_event& event);
-  void Accept(rdma_cm_id* id, const ConnectRequest& request, std::shared_ptr<Endpoint> endpoint);
+  // False: the request has not proved that it is of this job.  Without a `refusal` it was
+  // asked to.
+  bool IsProved(rdma_cm_id* id, const ConnectRequest& request, std::string* said,
+                std::string* refusal);
+  std::string ChallengeTo(const ConnectRequest& request, int64_t period) const;
+  void Accept(rdma_cm_id* id, const ConnectRequest& request, const std::string& said,
+              std::shared_ptr<Endpoint> endpoint);
   void Refuse(rdma_cm_id* id, const std::string& reason);
+  static void Reject(rdma_cm_id* id, const std::string& data);
   void OnResolved(Link* link, rdma_cm_event_type what);
   void OnResponse(Link* link, const rdma_cm_event& event);
   void OnRejected(Link* link, const rdma_cm_event& event);
@@ -117,13 +128,16 @@ class Connector {
   void TryAgain(Link* link, const std::string& error);
   void Drop(Link* link);
   LinkPtr Take(rdma_cm_id* id);
-  ConnectRequest MakeRequest(const Link& link);
+  ConnectRequest MakeRequest(Link* link);
+  void OnChallenge(Link* link, const Challenge& challenge);
   // Throws when the id belongs to another device than that in use.
   std::shared_ptr<Transport> TransportFor(rdma_cm_id* id);
 
   ConnectorOwner* const owner_;
   const Settings settings_;
   const uint64_t token_;
+  // Known to this process alone: by it, it knows its challenges again.
+  const auth::Secret challenges_{auth::NewNonce()};
   Owned<rdma_event_channel> channel_;
   Owned<rdma_cm_id> listener_;
   std::string host_;  // where it listens, and from where it connects
@@ -136,7 +150,8 @@ class Connector {
 
   // The thread's own.
   std::map<rdma_cm_id*, LinkPtr> links_;
-  std::vector<LinkPtr> waiting_;  // for their next try
+  std::vector<LinkPtr> waiting_;                // for their next try
+  std::map<std::string, int64_t> used_proofs_;  // each is of use once; with its period
   std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;  // by then
   std::thread thread_;
 };

@@ -86,18 +86,35 @@ void Connector::TryAgain(Link* raw, const std::string& error) {
                        " at " + JoinHostPort(link->host, link->port) + ": " + link->last_error);
 }
 
-ConnectRequest Connector::MakeRequest(const Link& link) {
+ConnectRequest Connector::MakeRequest(Link* link) {
   ConnectRequest request;
   request.job = owner_->Job();
   request.sender = token_;
-  request.receiver = link.receiver;
-  request.node_id = owner_->NodeId();
-  request.is_data_plane = link.endpoint->plane() == Plane::kData;
-  request.index = static_cast<uint8_t>(link.endpoint->index());
+  request.role = owner_->Role();
+  request.rank = owner_->Rank();
+  request.authenticates = settings_.secret.is_there();
+  request.is_data_plane = link->endpoint->plane() == Plane::kData;
+  request.index = static_cast<uint8_t>(link->endpoint->index());
   request.mtu = static_cast<uint8_t>(settings_.path_mtu());
   request.slots = settings_.receive_depth;
   request.slot_bytes = settings_.slot_bytes();
+  if (link->challenge.empty()) return request;
+  link->said = request.Claims() + link->challenge;
+  request.proof = settings_.secret.Prove("connects", link->said).substr(0, kRequestProofBytes);
   return request;
+}
+
+void Connector::OnChallenge(Link* raw, const Challenge& challenge) {
+  if (raw->receiver != 0 && challenge.sender != raw->receiver) {
+    raw->endpoint->Fail("another process listens at this address now");
+    return Drop(raw);
+  }
+  const bool first = raw->challenge.empty();
+  raw->challenge = challenge.Encode();
+  if (!first) return TryAgain(raw, "it asked for a proof once more");
+  LinkPtr link = Take(raw->id.get());
+  link->id.reset();
+  Try(std::move(link));
 }
 
 void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
@@ -116,7 +133,7 @@ void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
                               id);
       poller->Add(link->endpoint);
     }
-    const std::string request = MakeRequest(*link).Encode();
+    const std::string request = MakeRequest(link).Encode();
     auto parameters = Parameters(request, link->endpoint->queue_pair_number());
     if (rdma_connect(id, &parameters) != 0) Throw("cannot connect", errno);
   } catch (const dmlc::Error& e) {
@@ -133,6 +150,11 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
   if (error.empty() && !reply.Decode(data, bytes)) error = "its reply does not parse";
   if (error.empty() && link->receiver != 0 && reply.sender != link->receiver) {
     error = "another process listens at this address now";
+  }
+  const auth::Secret& secret = settings_.secret;
+  if (error.empty() && secret.is_there() &&
+      (link->said.empty() || !secret.Proves(reply.proof.data(), "listens", link->said))) {
+    error = std::string("it has not this job's secret: ") + auth::kAdvice;
   }
   try {
     if (error.empty()) error = owner_->OnReply(link->endpoint.get(), reply);
@@ -157,8 +179,12 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
         link, nobody ? "nobody listens there"
                      : "it rejected the connection (status " + std::to_string(event.status) + ")");
   }
+  Challenge challenge;
   Refusal refusal;
   const auto* data = static_cast<const char*>(event.param.conn.private_data);
+  if (settings_.secret.is_there() && challenge.Decode(data, event.param.conn.private_data_len)) {
+    return OnChallenge(link, challenge);
+  }
   if (!refusal.Decode(data, event.param.conn.private_data_len)) {
     refusal.reason = "it gave no reason";
   }

@@ -80,8 +80,11 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // The peer's node id, or Node::kEmpty.
   int peer() const { return counters_->peer; }
 
-  // The token of the process at the other end: the owner's to set, before there is one.
+  // The token of the process at the other end, and the role and rank that it proved to have:
+  // the owner's to set, before there is one.
   uint64_t token = 0;
+  int role = -1;
+  int rank = -1;
 
   // ----- making the connection; one thread, before Open
 

@@ -66,6 +66,7 @@ std::string AddressAt(ibv_context* context, int port, int index) {
 
 Settings Settings::Get() {
   Settings s;
+  s.secret = auth::Secret::FromEnvironment();
   s.device = GetEnv("BYTEPS_RDMA_DEVICE", "");
   s.port = GetEnv("BYTEPS_RDMA_PORT", 0);
   s.gid_index = GetEnv("BYTEPS_RDMA_GID_INDEX", -1);

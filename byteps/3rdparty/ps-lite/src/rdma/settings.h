@@ -8,6 +8,7 @@
 #include <string>
 
 #include "./verbs.h"
+#include "ps/auth.h"
 
 namespace ps {
 namespace rdma {
@@ -28,6 +29,7 @@ struct Settings {
   int data_endpoints = 1;
   uint64_t receive_window_bytes = 0;
   double start_timeout_s = 30;
+  auth::Secret secret;
 
   // From ps-lite's Environment, which Config has checked.
   static Settings Get();

@@ -31,6 +31,8 @@ constexpr auto kLook = std::chrono::milliseconds(1);
 constexpr auto kFarewell = std::chrono::seconds(5);
 // How long values may go on coming into memory that is given up.
 constexpr auto kAbandonTime = std::chrono::seconds(1);
+// Of a worker: its node id must be a number.
+constexpr int kMaxRank = 1 << 24;
 
 }  // namespace
 
@@ -169,6 +171,12 @@ std::shared_ptr<Endpoint>* RdmaVan::SlotOf(Peer* peer, Plane plane, int index) {
   return &peer->data[index];
 }
 
+int32_t RdmaVan::Rank() {
+  if (my_node_.role != Node::WORKER) return -1;
+  const int id = my_id_;
+  return id == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(id);
+}
+
 std::string RdmaVan::ReasonToRefuse(const rdma::ConnectRequest& request) {
   if (stopping_) return "this node is leaving the job";
   if (is_scheduler_) {
@@ -176,15 +184,17 @@ std::string RdmaVan::ReasonToRefuse(const rdma::ConnectRequest& request) {
     return request.is_data_plane ? "the scheduler has no data plane" : "";
   }
   if (request.job != job_ || job_ == 0) return "it belongs to another job";
-  if (!IsWorkerId(request.node_id)) return "it is no worker";
-  const auto named = peers_.find(request.node_id);
+  if (request.role != Node::WORKER || request.rank < 0 || request.rank >= kMaxRank) {
+    return "it is no worker";
+  }
+  const int node_id = Postoffice::WorkerRankToID(request.rank);
+  const auto named = peers_.find(node_id);
   const auto mine = peers_by_token_.find(request.sender);
   const bool is_new = mine == peers_by_token_.end();
   // Who has lost all its endpoints is not there any more.
   const bool taken = named != peers_.end() && (is_new || named->second != mine->second) &&
                      !EndpointsOf(*named->second).empty();
-  const bool renamed =
-      !is_new && mine->second->id != Node::kEmpty && mine->second->id != request.node_id;
+  const bool renamed = !is_new && mine->second->id != Node::kEmpty && mine->second->id != node_id;
   return taken || renamed ? "another process is connected under its node id" : "";
 }
 
@@ -200,11 +210,13 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
     PeerPtr& peer = peers_by_token_[request.sender];
     if (!peer) peer = std::make_shared<Peer>();
     if (!is_scheduler_) {
-      peer->id = request.node_id;
-      peers_[request.node_id] = peer;
+      peer->id = Postoffice::WorkerRankToID(request.rank);
+      peers_[peer->id] = peer;
     }
     endpoint = NewEndpoint(plane, request.index, peer->id, false);
     endpoint->token = request.sender;
+    endpoint->role = request.role;
+    endpoint->rank = request.rank;
     auto* slot = SlotOf(peer.get(), plane, request.index);
     superseded = std::move(*slot);
     *slot = endpoint;

@@ -16,8 +16,9 @@
 // SArray is gone.  A registration is for one message, but for those of the pool's own memory
 // and of memory in the registration cache (ps/registration_cache.h).
 //
-// Who is who.  The scheduler makes a random number that names the job, and tells it to who
-// connects; servers take connections of that job alone.  A node's token, a random number in
+// Who is who.  Who connects proves that it has the job's secret, and so does who is connected
+// to.  The scheduler makes a random number that names the job, and tells it to who connects;
+// servers take connections of that job alone.  A node's token, a random number in
 // Node::endpoint_name, tells which process a connection belongs to, also before it has an
 // id.  What a message says of its sender is not looked at: the connection knows.
 #ifndef PS_RDMA_VAN_H_
@@ -88,7 +89,8 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
     bool closed = false;
   };
 
-  int32_t NodeId() override { return my_id_; }
+  uint8_t Role() override { return my_node_.role; }
+  int32_t Rank() override;
   uint64_t Job() override { return job_; }
   std::shared_ptr<rdma::Endpoint> OnRequest(const rdma::ConnectRequest& request,
                                             const std::string& address,

@@ -121,8 +121,9 @@ void RdmaVan::OnMessage(Endpoint* endpoint, rdma::Received received) {
   }
   // It cannot speak for another process.
   if (control.cmd == Control::ADD_NODE && is_scheduler_ &&
-      (control.node.size() != 1 || TokenOf(control.node[0]) != endpoint->token)) {
-    throw dmlc::Error("it wants to join as another process");
+      (control.node.size() != 1 || TokenOf(control.node[0]) != endpoint->token ||
+       control.node[0].role != endpoint->role || control.node[0].aux_id != endpoint->rank)) {
+    throw dmlc::Error("it wants to join as another process, or in another role or rank");
   }
   Event event;
   event.msg = std::move(msg);

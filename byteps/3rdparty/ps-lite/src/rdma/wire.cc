@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "../meta_codec.h"
+#include "ps/auth.h"
 #include "ps/wire_bytes.h"
 
 namespace ps {
@@ -16,6 +17,9 @@ constexpr uint8_t kMetaInRegion = 1;
 // No device posts more in a queue, and none gives back more than were posted.
 constexpr uint32_t kMaxSlots = 65535;
 constexpr uint8_t kMaxMtu = 5;  // IBV_MTU_4096
+constexpr uint8_t kDataPlane = 1;
+constexpr uint8_t kAuthenticates = 2;
+constexpr uint32_t kChallengeMagic = 0x434d5242;  // "BRMC"
 
 std::string Preamble() {
   std::string bytes;
@@ -38,37 +42,53 @@ std::string Mismatch(const char* data, size_t bytes) {
          std::to_string(kVersion) + ": install the same byteps on every node";
 }
 
-std::string ConnectRequest::Encode() const {
+std::string ConnectRequest::Claims() const {
   std::string bytes = Preamble();
   ByteWriter out(&bytes);
   out.Int(job);
   out.Int(sender);
-  out.Int(receiver);
-  out.Int(node_id);
-  out.Int(slots);
+  out.Int(rank);
   out.Int(slot_bytes);
-  out.Int<uint8_t>(is_data_plane);
+  out.Int<uint16_t>(slots);
+  out.Int<uint8_t>((is_data_plane ? kDataPlane : 0) | (authenticates ? kAuthenticates : 0));
   out.Int(index);
   out.Int(mtu);
-  out.Int<uint8_t>(0);
+  out.Int(role);
+  out.Int<uint16_t>(0);
+  return bytes;
+}
+
+bool ConnectRequest::has_proof() const {
+  return proof.find_first_not_of('\0') != std::string::npos;
+}
+
+std::string ConnectRequest::Encode() const {
+  std::string bytes = Claims() + proof;
+  bytes.resize(kConnectRequestBytes, '\0');
   return bytes;
 }
 
 bool ConnectRequest::Decode(const char* data, size_t bytes) {
   if (bytes < kConnectRequestBytes) return false;
   ByteReader in(data + kPreambleBytes, bytes - kPreambleBytes);
-  uint8_t plane = 0;
+  uint8_t flags = 0;
+  uint16_t few_slots = 0, zero = 0;
   in.Int(&job);
   in.Int(&sender);
-  in.Int(&receiver);
-  in.Int(&node_id);
-  in.Int(&slots);
+  in.Int(&rank);
   in.Int(&slot_bytes);
-  in.Int(&plane);
+  in.Int(&few_slots);
+  in.Int(&flags);
   in.Int(&index);
-  if (!in.Int(&mtu) || plane > 1 || mtu > kMaxMtu || sender == 0) return false;
-  is_data_plane = plane == 1;
-  return slots > 1 && slots <= kMaxSlots && index < kMaxEndpoints && (is_data_plane || index == 0);
+  in.Int(&mtu);
+  in.Int(&role);
+  in.Int(&zero);
+  if (!in.Bytes(kRequestProofBytes, &proof)) return false;
+  if (flags > (kDataPlane | kAuthenticates) || mtu > kMaxMtu || sender == 0) return false;
+  slots = few_slots;
+  is_data_plane = (flags & kDataPlane) != 0;
+  authenticates = (flags & kAuthenticates) != 0;
+  return slots > 1 && index < kMaxEndpoints && (is_data_plane || index == 0);
 }
 
 std::string ConnectReply::Encode() const {
@@ -79,6 +99,9 @@ std::string ConnectReply::Encode() const {
   out.Int(slots);
   out.Int(slot_bytes);
   out.Int(mtu);
+  std::string fixed = proof;
+  fixed.resize(auth::kProofBytes, '\0');
+  out.Bytes(fixed);
   return bytes;
 }
 
@@ -89,7 +112,27 @@ bool ConnectReply::Decode(const char* data, size_t bytes) {
   in.Int(&sender);
   in.Int(&slots);
   in.Int(&slot_bytes);
-  return in.Int(&mtu) && mtu <= kMaxMtu && slots > 1 && slots <= kMaxSlots;
+  in.Int(&mtu);
+  return in.Bytes(auth::kProofBytes, &proof) && mtu <= kMaxMtu && slots > 1 && slots <= kMaxSlots;
+}
+
+std::string Challenge::Encode() const {
+  std::string bytes;
+  ByteWriter out(&bytes);
+  out.Int(kChallengeMagic);
+  out.Int(kVersion);
+  out.Int(sender);
+  out.Bytes(nonce);
+  return bytes;
+}
+
+bool Challenge::Decode(const char* data, size_t bytes) {
+  ByteReader in(data, bytes);
+  uint32_t magic = 0, version = 0;
+  if (!in.Int(&magic) || !in.Int(&version) || magic != kChallengeMagic || version != kVersion) {
+    return false;
+  }
+  return in.Int(&sender) && in.Bytes(auth::kNonceBytes, &nonce);
 }
 
 std::string Refusal::Encode() const {

@@ -4,6 +4,10 @@
 // refusal a Refusal.  All begin with the same eight bytes in every version; what follows,
 // and all that is said on the connection, is of that version.
 //
+// In a job with a secret the first request is rejected with a Challenge, and the second one,
+// the same but for that, has a proof (ps/auth.h) over request and challenge; the reply has
+// another one.  Who listens keeps nothing meanwhile: it knows its challenge again.
+//
 // On the connection, each send is a frame into one of the receiver's slots:
 //
 //   FrameHeader | bytes of each value u64 ... | meta | values
@@ -31,27 +35,33 @@ namespace ps {
 namespace rdma {
 
 constexpr uint32_t kMagic = 0x444d5242;  // "BRMD"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 
 // What a peer that begins so must be told; "" if it speaks as we do.
 std::string Mismatch(const char* data, size_t bytes);
 
 // Decoding tells false where bytes are missing, or say what nobody says.
 struct ConnectRequest {
-  uint64_t job = 0;       // 0: not known yet, to the scheduler alone
-  uint64_t sender = 0;    // names the process that asks
-  uint64_t receiver = 0;  // names the process that is meant; 0: not known yet
-  int32_t node_id = 0;    // of the sender; Node::kEmpty before it has joined
-  uint32_t slots = 0;     // that the sender has posted
+  uint64_t job = 0;     // 0: not known yet, to the scheduler alone
+  uint64_t sender = 0;  // names the process that asks
+  int32_t rank = -1;    // of a worker; -1: whatever the scheduler says
+  uint8_t role = 0;     // a Node::Role, of the sender
+  uint32_t slots = 0;   // that the sender has posted
   uint32_t slot_bytes = 0;
   bool is_data_plane = false;
+  bool authenticates = false;
   uint8_t index = 0;  // among the endpoints of its plane
   uint8_t mtu = 0;    // greatest path MTU, as an ibv_mtu; 0: any
+  std::string proof;  // kRequestProofBytes; zeros: none yet
 
+  // What the proofs are over.
+  std::string Claims() const;
+  bool has_proof() const;
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
-constexpr size_t kConnectRequestBytes = 48;
+constexpr size_t kRequestProofBytes = 16;
+constexpr size_t kConnectRequestBytes = 56;
 static_assert(kConnectRequestBytes <= 56, "more does not fit into a request");
 
 struct ConnectReply {
@@ -60,6 +70,16 @@ struct ConnectReply {
   uint32_t slots = 0;
   uint32_t slot_bytes = 0;
   uint8_t mtu = 0;
+  std::string proof;  // auth::kProofBytes
+
+  std::string Encode() const;
+  bool Decode(const char* data, size_t bytes);
+};
+
+// In the place of a Refusal: ask again, with a proof.
+struct Challenge {
+  uint64_t sender = 0;
+  std::string nonce;  // auth::kNonceBytes
 
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);

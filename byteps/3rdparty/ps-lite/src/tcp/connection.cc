@@ -22,12 +22,12 @@ constexpr size_t kMaxVectors = 64;
 
 }  // namespace
 
-Connection::Connection(ConnectionOwner* owner, std::shared_ptr<Poller> poller,
-                       std::shared_ptr<MemoryPool> pool, double timeout_s)
+Connection::Connection(ConnectionOwner* owner, const ConnectionSettings* settings,
+                       std::shared_ptr<Poller> poller, std::shared_ptr<MemoryPool> pool)
     : owner_(owner),
+      settings_(settings),
       poller_(std::move(poller)),
       pool_(std::move(pool)),
-      timeout_s_(timeout_s),
       buffer_(kReadBytes) {}
 
 Connection::~Connection() = default;
@@ -46,18 +46,18 @@ bool Connection::closed() {
 
 bool Connection::Send(const Message& msg) {
   const std::string meta = EncodeMeta(msg.meta);
-  Outgoing outgoing;
-  outgoing.head.reserve(kFrameHeaderBytes + 8 * msg.data.size() + meta.size());
-  ByteWriter head(&outgoing.head);
-  head.Int<uint8_t>(kMessage);
-  head.Int<uint8_t>(msg.data.size());
-  head.Int<uint16_t>(0);
-  head.Int<uint32_t>(meta.size());
+  auto outgoing = std::make_shared<Outgoing>();
+  FrameHeader header;
+  header.values = static_cast<uint8_t>(msg.data.size());
+  header.meta_bytes = static_cast<uint32_t>(meta.size());
+  outgoing->head.reserve(kFrameHeaderBytes + 8 * msg.data.size() + meta.size());
+  ByteWriter head(&outgoing->head);
+  head.Bytes(header.Encode());
   for (const auto& value : msg.data) head.Int<uint64_t>(value.size());
   head.Bytes(meta);
-  outgoing.values = msg.data;
-  outgoing.bytes = outgoing.head.size();
-  for (const auto& value : msg.data) outgoing.bytes += value.size();
+  outgoing->values = msg.data;
+  outgoing->bytes = outgoing->head.size();
+  for (const auto& value : msg.data) outgoing->bytes += value.size();
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ == State::kClosed) return false;
@@ -66,26 +66,26 @@ bool Connection::Send(const Message& msg) {
   return true;
 }
 
-void Connection::SayGoodbye() {
-  Outgoing outgoing;
-  ByteWriter head(&outgoing.head);
-  head.Int<uint8_t>(kGoodbye);
-  head.Int<uint8_t>(0);
-  head.Int<uint16_t>(0);
-  head.Int<uint32_t>(0);
-  outgoing.bytes = outgoing.head.size();
-  outgoing.is_goodbye = true;
-  Enqueue(std::move(outgoing));
+Connection::OutgoingPtr Connection::Frame(FrameType type) {
+  auto outgoing = std::make_shared<Outgoing>();
+  FrameHeader header;
+  header.type = outgoing->type = type;
+  outgoing->head = header.Encode();
+  outgoing->bytes = outgoing->head.size();
+  return outgoing;
 }
 
-void Connection::Enqueue(Outgoing outgoing) {
+void Connection::SayGoodbye() { Enqueue(Frame(kGoodbye)); }
+
+void Connection::Enqueue(OutgoingPtr outgoing) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ == State::kClosed || goodbye_sent_) return;
-    if (outgoing.is_goodbye && state_ != State::kOpen) return;
-    goodbye_sent_ = outgoing.is_goodbye;
-    queued_bytes_ += outgoing.bytes;
-    const bool urgent = outgoing.bytes <= kUrgentBytes && !outgoing.is_goodbye;
+    // Of use for this socket alone.
+    if (outgoing->type != kMessage && state_ != State::kOpen) return;
+    goodbye_sent_ = outgoing->type == kGoodbye;
+    queued_bytes_ += outgoing->bytes;
+    const bool urgent = outgoing->bytes <= kUrgentBytes && outgoing->type != kGoodbye;
     (urgent ? urgent_ : bulk_).push_back(std::move(outgoing));
     if (state_ != State::kOpen || writing_ || blocked_) return;
     writing_ = true;
@@ -95,22 +95,34 @@ void Connection::Enqueue(Outgoing outgoing) {
 
 bool Connection::TakeBatch() {
   size_t bytes = 0, vectors = 0;
-  while (vectors < kMaxVectors && (!urgent_.empty() || !bulk_.empty())) {
-    auto& queue = urgent_.empty() ? bulk_ : urgent_;
+  const uint64_t received = received_;
+  while (vectors < kMaxVectors) {
+    auto& queue = !again_.empty() ? again_ : !urgent_.empty() ? urgent_ : bulk_;
+    if (queue.empty()) break;
     // A large message goes alone, or last, so that urgent ones need not wait for several.
-    if (bytes > 0 && bytes + queue.front().bytes > kBatchBytes) break;
-    bytes += queue.front().bytes;
-    vectors += 1 + queue.front().values.size();
-    batch_.push_back(std::move(queue.front()));
+    if (bytes > 0 && bytes + queue.front()->bytes > kBatchBytes) break;
+    const OutgoingPtr next = std::move(queue.front());
     queue.pop_front();
+    bytes += next->bytes;
+    vectors += 1 + next->values.size();
+    if (next->type == kMessage && next->number == 0) {
+      next->number = ++last_number_;
+      flying_.push_back(next);
+    }
+    std::string told;
+    ByteWriter(&told).Int<uint64_t>(received);
+    next->head.replace(kReceivedOffset, told.size(), told);
+    batch_.push_back(next);
   }
   batch_done_ = 0;
-  return !batch_.empty();
+  if (batch_.empty()) return false;
+  told_ = received;
+  return true;
 }
 
-size_t Connection::BytesOf(const OutgoingList& batch) {
+size_t Connection::BytesOf(const OutgoingList& list) {
   size_t bytes = 0;
-  for (const auto& outgoing : batch) bytes += outgoing.bytes;
+  for (const auto& outgoing : list) bytes += outgoing->bytes;
   return bytes;
 }
 
@@ -122,26 +134,50 @@ std::vector<iovec> Connection::VectorOf(const OutgoingList& batch, size_t done) 
     if (size > skipped) vector.push_back({const_cast<char*>(data) + skipped, size - skipped});
   };
   for (const auto& outgoing : batch) {
-    add(outgoing.head.data(), outgoing.head.size());
-    for (const auto& value : outgoing.values) add(value.data(), value.size());
+    add(outgoing->head.data(), outgoing->head.size());
+    for (const auto& value : outgoing->values) add(value.data(), value.size());
   }
   return vector;
 }
 
 void Connection::Drain() {
-  // The socket stays while this object does: its descriptor cannot become another's.
   const ConnectionPtr keep = shared_from_this();
   OutgoingList sent;  // let go of without a lock: its owners may call Send
+  ssize_t written = 0;
+  int error = 0;
   while (true) {
     sent.clear();
-    int fd = -1;
+    Socket socket;
     {
       std::unique_lock<std::mutex> lock(mu_);
-      if (state_ == State::kClosed) {
+      if (batch_epoch_ != epoch_) {  // meanwhile there is another socket, or none
         sent.swap(batch_);
+        batch_epoch_ = epoch_;
+        error = 0;
+      } else if (written > 0) {
+        queued_bytes_ -= written;
+        batch_done_ += written;
+        if (batch_done_ == BytesOf(batch_)) sent.swap(batch_);
+      }
+      written = 0;
+      if (state_ != State::kOpen) {
+        if (sent.empty()) sent.swap(batch_);
         writing_ = false;
-        lock.unlock();
         return;
+      }
+      if (error == EAGAIN || error == EWOULDBLOCK) {
+        if (!writable_) {
+          writing_ = false;
+          blocked_ = true;
+          return;
+        }
+        writable_ = false;  // since then it has room
+      } else if (error != 0) {
+        writing_ = false;
+        blocked_ = true;  // as long as there is this socket
+        const uint64_t epoch = epoch_;
+        lock.unlock();
+        return SendingFailed(epoch, std::string("sending failed: ") + strerror(error));
       }
       if (batch_.empty() && !TakeBatch()) {
         writing_ = false;
@@ -150,44 +186,24 @@ void Connection::Drain() {
         if (close) Close({"this node closed it", false, true});
         return;
       }
-      fd = fd_.get();
+      socket = socket_;
     }
     const auto vector = VectorOf(batch_, batch_done_);
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(vector.data());
     message.msg_iovlen = vector.size();
-    const ssize_t n = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n >= 0) {
-      queued_bytes_ -= n;
-      batch_done_ += n;
-      if (batch_done_ == BytesOf(batch_)) sent.swap(batch_);
-      continue;
-    }
-    if (errno == EINTR) continue;
-    if (errno != EAGAIN && errno != EWOULDBLOCK) {
-      return SendingFailed(std::string("sending failed: ") + strerror(errno));
-    }
-    std::lock_guard<std::mutex> lock(mu_);
-    if (writable_) {  // since then it has room
-      writable_ = false;
-      continue;
-    }
-    writing_ = false;
-    blocked_ = true;
-    return;
+    do {
+      written = sendmsg(socket->get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      error = written < 0 ? errno : 0;
+    } while (error == EINTR);
   }
 }
 
 // The peer may have said why, or goodbye, before it closed: that is read first.
-void Connection::SendingFailed(const std::string& reason) {
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    writing_ = false;
-    blocked_ = true;  // for ever
-  }
-  poller_->Post([self = shared_from_this(), reason] {
+void Connection::SendingFailed(uint64_t epoch, const std::string& reason) {
+  poller_->Post([self = shared_from_this(), epoch, reason] {
     while (self->OnReady(0)) continue;
-    self->Close({reason, true, false});
+    self->Break(epoch, {reason, true, false});
   });
 }
 
@@ -208,14 +224,20 @@ void Connection::OnWritable() {
 
 bool Connection::flushed() {
   std::lock_guard<std::mutex> lock(mu_);
-  if (state_ == State::kClosed || state_ == State::kDialing) return true;
-  return urgent_.empty() && bulk_.empty() && !writing_ && !blocked_;
+  if (state_ == State::kClosed || state_ == State::kDialing || state_ == State::kWaiting) {
+    return true;
+  }
+  return again_.empty() && urgent_.empty() && bulk_.empty() && !writing_ && !blocked_;
 }
 
 void Connection::CloseWhenFlushed() {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    std::unique_lock<std::mutex> lock(mu_);
     close_when_flushed_ = true;
+    if (state_ == State::kWaiting) {  // nothing will flush it
+      lock.unlock();
+      return Close({"this node closed it", false, true});
+    }
     if (writing_ || blocked_ || state_ != State::kOpen) return;
     writing_ = true;
   }
@@ -225,7 +247,7 @@ void Connection::CloseWhenFlushed() {
 // ------------------------------------------------------------------ closing
 
 void Connection::Close(const Ending& ending) {
-  OutgoingList urgent, bulk, batch;  // let go of without a lock
+  OutgoingList urgent, bulk, again, flying, batch;  // let go of without a lock
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ == State::kClosed) return;
@@ -233,19 +255,23 @@ void Connection::Close(const Ending& ending) {
     ending_ = ending;
     urgent.swap(urgent_);
     bulk.swap(bulk_);
+    again.swap(again_);
+    flying.swap(flying_);
     // Who is writing sees that it is closed, and lets go of the batch.
     if (!writing_) batch.swap(batch_);
     queued_bytes_ = 0;
-    if (fd_) shutdown(fd_.get(), SHUT_RDWR);
+    if (socket_) shutdown(socket_->get(), SHUT_RDWR);
   }
   poller_->Post([self = shared_from_this()] { self->Finish(); });
 }
 
 void Connection::Finish() {
   Ending ending;
+  Socket socket;  // closed without a lock
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (fd_) poller_->Forget(fd_.get());
+    socket.swap(socket_);
+    if (socket) poller_->Forget(socket->get());
     ending = ending_;
   }
   {
@@ -265,7 +291,7 @@ bool Connection::OnReady(uint32_t events) {
     state = state_;
   }
   try {
-    if (state == State::kClosed) return false;
+    if (state == State::kClosed || state == State::kWaiting) return false;
     if (state == State::kDialing) {
       if (events != 0) OnConnected();
       return false;

@@ -1,4 +1,4 @@
-// One TCP connection to a peer.
+// One connection to a peer, over as many sockets as it takes.
 //
 // Sending.  Whoever calls Send writes to the socket himself, as long as it takes bytes; what
 // is left waits in a queue, from which the poller's thread sends when the socket has room, or
@@ -8,8 +8,16 @@
 // Receiving.  The poller's thread reads.  What follows a message's meta is read straight to
 // where the owner wants it; a few KiB that came along with the meta are copied there.
 //
+// A socket that breaks.  Each side counts the messages that it has sent, in the order in which
+// it writes them, and those that it has received whole.  It tells the other what it has
+// received, with each frame that it sends anyway or by one of its own, and keeps what it has
+// sent until the other has told so.  When the socket breaks, who had connected connects again
+// and both say what they have received; what is missing is sent again, in the same order.  So
+// each message comes exactly once.  After BYTEPS_RECONNECT_TIMEOUT_S without a socket the
+// connection closes.
+//
 // Life.  Closed once, by either side, an error, or Close; the owner hears of it once, in the
-// poller's thread.  The descriptor is closed with the object.
+// poller's thread.
 #ifndef PS_TCP_CONNECTION_H_
 #define PS_TCP_CONNECTION_H_
 
@@ -27,17 +35,25 @@
 #include "./poller.h"
 #include "./socket.h"
 #include "./wire.h"
+#include "ps/auth.h"
 #include "ps/internal/message.h"
 
 namespace ps {
 namespace tcp {
 
-// How a connection ended.
+// How a connection ended, or its socket.
 struct Ending {
   std::string reason;
   bool by_peer = false;
   bool orderly = false;  // the peer said goodbye
 };
+
+// Reasons that tell more than that a socket broke.  The kernel closes the sockets of a process
+// that ends, and resets those that it had not read to the end.
+constexpr char kClosedByPeer[] = "its connection closed";
+constexpr char kReset[] = "its connection was reset";
+// The other end was silent for ConnectionSettings::silence_s.
+constexpr char kTimedOut[] = "its connection timed out";
 
 class Connection;
 using ConnectionPtr = std::shared_ptr<Connection>;
@@ -47,27 +63,39 @@ class ConnectionOwner {
   virtual ~ConnectionOwner() = default;
   // All in the connection's poller thread.
 
-  // Who connected to us says who it is.
-  virtual HelloReply OnHello(const ConnectionPtr& connection, const Hello& hello) = 0;
-  // Who we connected to has taken us.  A reason is returned to give it up.
-  virtual std::string OnReply(const ConnectionPtr& connection, const HelloReply& reply) = 0;
+  // Who we connected to says who it is, and has proved it.  A reason is returned to give it up.
+  virtual std::string OnChallenge(const ConnectionPtr& connection, const Challenge& challenge) = 0;
   // Where values belong, or null.  Called with a lock of the connection's held: see Abandon.
   virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
+  // The socket broke.  For how long the connection may be without one: 0 closes it.
+  virtual Poller::Clock::duration Patience(Connection* connection, const std::string& reason) = 0;
+  // It has a socket again, after so long; so many messages are sent again.
+  virtual void OnResumed(Connection* connection, Poller::Clock::duration after, size_t again) = 0;
   virtual void OnClosed(const ConnectionPtr& connection, const Ending& ending) = 0;
+};
+
+// What the connections of a process share.
+struct ConnectionSettings {
+  // A socket over which the other end's host acknowledges nothing for so long is given up.
+  double silence_s = 15;
+  // BYTEPS_RECONNECT_TIMEOUT_S
+  double reconnect_s = 30;
+  auth::Secret secret;
 };
 
 class Connection : public Pollable, public std::enable_shared_from_this<Connection> {
  public:
   using Clock = Poller::Clock;
 
-  // `owner` outlives the poller's thread.  `timeout_s`: see SetOptions.
-  Connection(ConnectionOwner* owner, std::shared_ptr<Poller> poller,
-             std::shared_ptr<MemoryPool> pool, double timeout_s);
+  // `owner` and `settings` outlive the poller's thread.
+  Connection(ConnectionOwner* owner, const ConnectionSettings* settings,
+             std::shared_ptr<Poller> poller, std::shared_ptr<MemoryPool> pool);
   ~Connection() override;
 
-  // Takes what a listener accepted, which has to say hello soon.  Throws dmlc::Error.
-  void Accept(Fd fd);
+  // Goes on over `fd`, whose other end has said `hello` and proved it, and is told that it is
+  // taken.  Any thread.
+  void Adopt(Fd fd, const Hello& hello);
 
   // Connects to who listens at `host` and `port`, and says `hello`.  Tries again while nobody
   // does, until `deadline`.  Blocks for no longer than it takes to resolve the name.
@@ -95,8 +123,10 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
 
   size_t queued_bytes() const { return queued_bytes_; }
 
-  // Both are the owner's to set.  `token`: what the peer's hello called it.
+  // These are the owner's to set.  `token`: what the peer's hello called it.  `hello`: what it
+  // said, where it connected to us.
   uint64_t token = 0;
+  Hello hello;
   // The peer's node id, or Node::kEmpty.
   std::atomic<int> peer{Node::kEmpty};
   // "10.0.0.3:41234"; empty before it is known.
@@ -105,17 +135,26 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   bool OnReady(uint32_t events) override;
 
  private:
-  enum class State { kDialing, kGreeting, kOpen, kClosed };
-  enum class Phase { kHello, kReply, kHead, kMeta, kValues };
+  enum class State {
+    kDialing,   // who connects: has no socket, or one that is being connected
+    kGreeting,  // who connects: says hello
+    kWaiting,   // who was connected to: for the other end to connect, again or at last
+    kOpen,
+    kClosed,
+  };
+  enum class Phase { kChallenge, kReply, kHead, kMeta, kValues };
+  using Socket = std::shared_ptr<Fd>;  // stays open while somebody writes to it
 
   // A message on its way out.
   struct Outgoing {
     std::string head;  // all that is not a value
     std::vector<SArray<char>> values;
     size_t bytes = 0;
-    bool is_goodbye = false;
+    FrameType type = kMessage;
+    uint64_t number = 0;  // of a message, from 1, in the order in which they are written
   };
-  using OutgoingList = std::deque<Outgoing>;
+  using OutgoingPtr = std::shared_ptr<Outgoing>;
+  using OutgoingList = std::deque<OutgoingPtr>;
 
   // Read at once beside a value: several small messages, or the next one's meta and little
   // of its values, which has to be copied.
@@ -124,27 +163,44 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // ----- connection.cc
   void Finish();
   void OnWritable();
-  void SendingFailed(const std::string& reason);
-  void Enqueue(Outgoing outgoing);
+  void SendingFailed(uint64_t epoch, const std::string& reason);
+  static OutgoingPtr Frame(FrameType type);
+  void Enqueue(OutgoingPtr outgoing);
   // Writes until the socket takes no more or nothing is left.  The caller has set writing_.
   void Drain();
-  // Moves what may be written by one call from the queues to writing; false if there is none.
+  // Moves what may be written by one call from the queues to the batch; false if there is none.
   bool TakeBatch();
   std::vector<iovec> VectorOf(const OutgoingList& batch, size_t done) const;
-  static size_t BytesOf(const OutgoingList& batch);
+  static size_t BytesOf(const OutgoingList& list);
 
   // ----- connection_dial.cc
+  void Redial();
   void TryNext();
-  void TryAgain(const std::string& error);
+  void TryAgain(const std::string& error, bool nobody_listens = false);
+  void GiveUpAttempt(Clock::duration after, const std::string& complaint);
   void OnConnected();
-  void ExpectGreeting(Clock::time_point deadline, const std::string& complaint);
-  void SendGreeting(const std::string& bytes);
-  bool ReadHello();
+  // The first bytes on a socket: the kernel has room for them.
+  static void SendGreeting(int fd, const std::string& bytes);
+  bool ReadChallenge();
   bool ReadReply();
-  void Open();
+
+  // ----- connection_link.cc
+  // The socket of this epoch broke: what becomes of the connection?
+  void Break(uint64_t epoch, const Ending& ending);
+  // Lets go of the socket, and of what came by half.  `state` is the new one.
+  void Detach(State state);
+  void AdoptHere(Fd fd, const Hello& hello);
+  // The socket is there, and the other end has received so much.
+  void Resume(uint64_t received);
+  std::string GivenUp() const;
+  // The other end has received so many messages.
+  void OnReceived(uint64_t received);
+  // Tells the other end what has come, soon or when there is enough of it.
+  void TellReceived();
 
   // ----- connection_receive.cc
   bool Receive();
+  uint64_t Epoch();
   ssize_t Read();
   // A message that is complete.  False: more bytes are needed.
   bool Parse(Message* msg, bool* drop);
@@ -157,17 +213,21 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void Need(size_t bytes);
 
   ConnectionOwner* const owner_;
+  const ConnectionSettings* const settings_;
   const std::shared_ptr<Poller> poller_;
   const std::shared_ptr<MemoryPool> pool_;
-  const double timeout_s_;
 
   std::mutex mu_;
   // Guarded by mu_:
-  State state_ = State::kDialing;
-  Fd fd_;
+  State state_ = State::kWaiting;
+  Socket socket_;
+  uint64_t epoch_ = 0;  // counts sockets: what is about the last one is not about this one
   std::string address_;
   OutgoingList urgent_;  // few bytes
   OutgoingList bulk_;
+  OutgoingList again_;   // were sent over a socket that broke: before all others
+  OutgoingList flying_;  // messages that were taken to be written, and did not arrive yet
+  uint64_t last_number_ = 0;
   bool writing_ = false;   // somebody is in Drain
   bool blocked_ = false;   // the socket took no more: the poller will tell
   bool writable_ = false;  // it told while somebody was writing
@@ -178,22 +238,43 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
 
   // Of who is writing:
   OutgoingList batch_;
-  size_t batch_done_ = 0;  // bytes of it that are written
+  size_t batch_done_ = 0;     // bytes of it that are written
+  uint64_t batch_epoch_ = 0;  // it was taken for the socket of this epoch
 
   // Dialing; of the poller's thread:
   bool active_ = false;
   std::string host_;
   int port_ = 0;
   Hello hello_;
+  std::string said_;  // what a proof is over
   std::vector<Address> addresses_;
   size_t next_address_ = 0;
+  uint64_t attempt_ = 0;
   Clock::time_point deadline_;
   Clock::duration pause_{};
   std::string last_error_;
+  // Of the poller's thread, of a connection that was open:
+  bool was_open_ = false;
+  uint64_t outages_ = 0;
+  Ending broken_;         // how its socket broke
+  bool briefly_ = false;  // it has less time than BYTEPS_RECONNECT_TIMEOUT_S
+  Clock::time_point broken_at_;
+  bool listener_gone_ = false;  // nobody listens any more where it connects to
+  Clock::time_point listener_gone_at_;
+
+  // Messages of ours that have arrived; let go of without a lock.  Of the poller's thread.
+  OutgoingList arrived_;
+  uint64_t arrived_number_ = 0;
+
+  // What came whole, and what of it the other end was told.
+  std::atomic<uint64_t> received_{0};
+  std::atomic<uint64_t> told_{0};
+  size_t untold_bytes_ = 0;     // of the poller's thread
+  bool telling_later_ = false;  // likewise
 
   std::mutex receive_mu_;
   // Guarded by receive_mu_; of the poller's thread, but for place_ and drop_:
-  Phase phase_ = Phase::kHello;
+  Phase phase_ = Phase::kHead;
   std::vector<char> buffer_;
   size_t buffer_begin_ = 0;
   size_t buffer_end_ = 0;

@@ -1,4 +1,4 @@
-// How a connection begins: dialing, and the hello of both sides.
+// The side of a connection that connects: dialing, and what is said before the first message.
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -13,28 +13,16 @@ namespace ps {
 namespace tcp {
 namespace {
 
-constexpr auto kHelloTime = std::chrono::seconds(5);
 constexpr auto kFirstPause = std::chrono::milliseconds(20);
-constexpr auto kLongestPause = std::chrono::seconds(1);
+constexpr auto kLongestPause = std::chrono::milliseconds(500);
+// A socket that is not connected by then, or over which no answer came: perhaps its packets were
+// lost, and the kernel would wait ever longer to send them again.
+constexpr auto kConnectTime = std::chrono::seconds(2);
+constexpr auto kAnswerTime = std::chrono::seconds(5);
+// A process whose port is closed for so long has ended.
+constexpr auto kGoneTime = std::chrono::milliseconds(250);
 
 }  // namespace
-
-void Connection::Accept(Fd fd) {
-  SetOptions(fd.get(), timeout_s_);
-  Address address;
-  address.length = sizeof(address.storage);
-  const bool known =
-      getpeername(fd.get(), reinterpret_cast<sockaddr*>(&address.storage), &address.length) == 0;
-  const int number = fd.get();
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    state_ = State::kGreeting;
-    fd_ = std::move(fd);
-    if (known) address_ = address.Text();
-  }
-  poller_->Watch(number, shared_from_this());
-  ExpectGreeting(Clock::now() + kHelloTime, "it connected and said nothing");
-}
 
 void Connection::Dial(const std::string& host, int port, const Hello& hello,
                       Clock::time_point deadline) {
@@ -44,6 +32,10 @@ void Connection::Dial(const std::string& host, int port, const Hello& hello,
   hello_ = hello;
   deadline_ = deadline;
   pause_ = kFirstPause;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    state_ = State::kDialing;
+  }
   try {
     addresses_ = Resolve(host, port);
   } catch (const dmlc::Error& e) {
@@ -52,22 +44,33 @@ void Connection::Dial(const std::string& host, int port, const Hello& hello,
   poller_->Post([self = shared_from_this()] { self->TryNext(); });
 }
 
-void Connection::ExpectGreeting(Clock::time_point deadline, const std::string& complaint) {
+// Poller's thread, like all below.
+void Connection::Redial() {
+  hello_.resumes = true;
+  last_error_.clear();
+  listener_gone_ = false;
+  next_address_ = 0;
+  pause_ = kFirstPause;
+  TryNext();
+}
+
+void Connection::GiveUpAttempt(Clock::duration after, const std::string& complaint) {
   std::weak_ptr<Connection> weak = shared_from_this();
-  poller_->At(deadline, [weak, complaint] {
+  const uint64_t attempt = attempt_;
+  poller_->At(Clock::now() + after, [weak, attempt, complaint] {
     const ConnectionPtr self = weak.lock();
-    if (!self) return;
+    if (!self || self->attempt_ != attempt) return;
     {
       std::lock_guard<std::mutex> lock(self->mu_);
       if (self->state_ != State::kGreeting && self->state_ != State::kDialing) return;
     }
-    self->Close({complaint, false, false});
+    self->TryAgain(complaint);
   });
 }
 
-// Poller's thread, like all below.
 void Connection::TryNext() {
   if (closed()) return;
+  ++attempt_;
   if (addresses_.empty()) {  // the name may be known later
     try {
       addresses_ = Resolve(host_, port_);
@@ -77,34 +80,38 @@ void Connection::TryNext() {
   }
   const Address& address = addresses_[next_address_];
   Fd fd = BeginConnect(address);
-  if (!fd) return TryAgain(address.Text() + ": " + strerror(errno));
+  if (!fd) return TryAgain(address.Text() + ": " + strerror(errno), errno == ECONNREFUSED);
   const int number = fd.get();
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kDialing;
-    fd_ = std::move(fd);
+    socket_ = std::make_shared<Fd>(std::move(fd));
     address_ = address.Text();
   }
   try {
     poller_->Watch(number, shared_from_this());
   } catch (const dmlc::Error& e) {
-    TryAgain(e.what());
+    return TryAgain(e.what());
   }
+  GiveUpAttempt(kConnectTime, address.Text() + ": no answer");
 }
 
-void Connection::TryAgain(const std::string& error) {
+void Connection::TryAgain(const std::string& error, bool nobody_listens) {
   last_error_ = error;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    if (state_ == State::kClosed) return;
-    state_ = State::kDialing;
-    if (fd_) poller_->Forget(fd_.get());
-    fd_.Reset(-1);
-  }
+  ++attempt_;
+  Detach(State::kDialing);
+  if (closed()) return;
   const auto now = Clock::now();
+  if (was_open_) {
+    if (nobody_listens && !listener_gone_) listener_gone_at_ = now;
+    listener_gone_ = nobody_listens;
+    if (listener_gone_ && now - listener_gone_at_ >= kGoneTime) {
+      return Close({GivenUp(), broken_.by_peer, false});
+    }
+  }
   if (now >= deadline_) {
-    return Close({"it cannot be reached: " + last_error_, false, false});
+    return Close({was_open_ ? GivenUp() : "it cannot be reached: " + last_error_, false, false});
   }
   // Another address of the same host at once, and the first again after a while.
   next_address_ = addresses_.empty() ? 0 : (next_address_ + 1) % addresses_.size();
@@ -113,104 +120,101 @@ void Connection::TryAgain(const std::string& error) {
     when += pause_;
     pause_ = std::min<Clock::duration>(pause_ * 2, kLongestPause);
   }
-  poller_->At(std::min(when, deadline_), [self = shared_from_this()] { self->TryNext(); });
+  poller_->At(std::min(when, deadline_), [self = shared_from_this(), attempt = attempt_] {
+    if (self->attempt_ == attempt) self->TryNext();
+  });
 }
 
 void Connection::OnConnected() {
-  int number = -1;
+  Socket socket;
   std::string address;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (!fd_) return;
-    number = fd_.get();
+    if (!socket_) return;
+    socket = socket_;
     address = address_;
   }
-  if (const int error = ConnectError(number)) {
-    return TryAgain(address + ": " + strerror(error));
+  if (const int error = ConnectError(socket->get())) {
+    return TryAgain(address + ": " + strerror(error), error == ECONNREFUSED);
   }
-  SetOptions(number, timeout_s_);
+  SetOptions(socket->get(), settings_->silence_s);
   {
     std::lock_guard<std::mutex> lock(receive_mu_);
-    phase_ = Phase::kReply;
+    phase_ = Phase::kChallenge;
     buffer_begin_ = buffer_end_ = 0;
   }
   {
     std::lock_guard<std::mutex> lock(mu_);
+    if (state_ == State::kClosed) return;
     state_ = State::kGreeting;
   }
-  ExpectGreeting(std::max(deadline_, Clock::now() + kHelloTime),
-                 "it took the connection and said nothing");
-  SendGreeting(hello_.Encode());
+  ++attempt_;
+  GiveUpAttempt(kAnswerTime, address + ": it took the connection and said nothing");
+  hello_.authenticates = settings_->secret.is_there();
+  hello_.received = received_;
+  hello_.nonce = auth::NewNonce();
+  said_ = hello_.Encode();
+  SendGreeting(socket->get(), said_);
 }
 
-// The first bytes on a connection: the kernel has room for them.
-void Connection::SendGreeting(const std::string& bytes) {
-  int fd = -1;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    fd = fd_.get();
-  }
+void Connection::SendGreeting(int fd, const std::string& bytes) {
   const ssize_t n = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (n == static_cast<ssize_t>(bytes.size())) return;
   // That it is closed is read soon.
   DLOG(INFO) << "a hello could not be sent: " << strerror(errno);
 }
 
-bool Connection::ReadHello() {
-  const size_t there = buffer_end_ - buffer_begin_;
-  if (there >= kPreambleBytes) {
-    const std::string mismatch = Mismatch(buffer_.data() + buffer_begin_);
-    if (!mismatch.empty()) {
-      HelloReply reply;
-      reply.refusal = "its peer " + mismatch;
-      SendGreeting(reply.Encode());
-      throw dmlc::Error(mismatch);
-    }
-  }
-  const char* data = Peek(kHelloBytes);
-  if (data == nullptr) return false;
-  const Hello hello = DecodeHello(data);
-  Skip(kHelloBytes);
-  phase_ = Phase::kHead;
-  const HelloReply reply = owner_->OnHello(shared_from_this(), hello);
-  SendGreeting(reply.Encode());
-  if (!reply.refusal.empty()) throw dmlc::Error("it was refused: " + reply.refusal);
-  Open();
-  return true;
-}
-
-bool Connection::ReadReply() {
+bool Connection::ReadChallenge() {
   const size_t there = buffer_end_ - buffer_begin_;
   if (there >= kPreambleBytes) {
     const std::string mismatch = Mismatch(buffer_.data() + buffer_begin_);
     if (!mismatch.empty()) throw dmlc::Error(mismatch);
   }
-  const char* data = Peek(kHelloReplyBytes);
+  const char* data = Peek(kChallengeBytes);
   if (data == nullptr) return false;
   size_t refusal_bytes = 0;
-  HelloReply reply = DecodeHelloReply(data, &refusal_bytes);
-  data = Peek(kHelloReplyBytes + refusal_bytes);
+  const Challenge challenge = DecodeChallenge(data, &refusal_bytes);
+  data = Peek(kChallengeBytes + refusal_bytes);
   if (data == nullptr) return false;
-  reply.refusal.assign(data + kHelloReplyBytes, refusal_bytes);
-  Skip(kHelloReplyBytes + refusal_bytes);
-  phase_ = Phase::kHead;
-  if (!reply.refusal.empty()) throw dmlc::Error("it refused the connection: " + reply.refusal);
-  const std::string complaint = owner_->OnReply(shared_from_this(), reply);
+  const std::string refusal(data + kChallengeBytes, refusal_bytes);
+  Skip(kChallengeBytes + refusal_bytes);
+  if (!refusal.empty()) throw dmlc::Error("it refused the connection: " + refusal);
+  const auth::Secret& secret = settings_->secret;
+  if (secret.is_there() && !challenge.authenticates) {
+    throw dmlc::Error(std::string("it goes without a secret, and this node has one: ") +
+                      auth::kAdvice);
+  }
+  said_ += challenge.Claims();
+  if (!secret.Proves(challenge.proof.data(), kWhoListens, said_)) {
+    throw dmlc::Error(std::string("it has not this job's secret: ") + auth::kAdvice);
+  }
+  const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);
   if (!complaint.empty()) throw dmlc::Error(complaint);
-  Open();
+  // Should the connection break, it is this very process that is meant.
+  hello_.receiver = challenge.sender;
+  phase_ = Phase::kReply;
+  Socket socket;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    socket = socket_;
+  }
+  SendGreeting(socket->get(), secret.Prove(kWhoConnects, said_));
   return true;
 }
 
-void Connection::Open() {
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    if (state_ != State::kGreeting) return;
-    state_ = State::kOpen;
-    if (writing_) return;
-    writing_ = true;
-    blocked_ = writable_ = false;
-  }
-  Drain();
+bool Connection::ReadReply() {
+  const char* data = Peek(kReplyBytes);
+  if (data == nullptr) return false;
+  size_t refusal_bytes = 0;
+  const Reply reply = DecodeReply(data, &refusal_bytes);
+  data = Peek(kReplyBytes + refusal_bytes);
+  if (data == nullptr) return false;
+  const std::string refusal(data + kReplyBytes, refusal_bytes);
+  Skip(kReplyBytes + refusal_bytes);
+  if (!refusal.empty()) throw dmlc::Error("it refused the connection: " + refusal);
+  phase_ = Phase::kHead;
+  Resume(reply.received);
+  return true;
 }
 
 }  // namespace tcp

@@ -24,25 +24,19 @@ bool Connection::Receive() {
   for (size_t turn = 0; turn < kTurnBytes;) {
     std::unique_lock<std::mutex> lock(receive_mu_);
     const ssize_t n = Read();
-    if (n < 0) {
+    if (n <= 0) {
       const int error = errno;
+      const bool greeting = phase_ == Phase::kChallenge || phase_ == Phase::kReply;
       lock.unlock();
-      if (error == EINTR) continue;
-      if (error == EAGAIN || error == EWOULDBLOCK) return false;
-      const std::string reason = error == ECONNRESET ? "its connection was reset"
+      if (n < 0 && error == EINTR) continue;
+      if (n < 0 && (error == EAGAIN || error == EWOULDBLOCK)) break;
+      const std::string reason = n == 0                ? kClosedByPeer
+                                 : error == ECONNRESET ? kReset
                                  : error == ETIMEDOUT
-                                     ? "its connection timed out"
+                                     ? kTimedOut
                                      : std::string("its connection failed: ") + strerror(error);
-      const bool greeting = phase_ == Phase::kReply;
-      if (greeting) TryAgain(reason);
-      if (!greeting) Close({reason, true, false});
-      return false;
-    }
-    if (n == 0) {
-      const bool greeting = phase_ == Phase::kReply;
-      lock.unlock();
-      if (greeting) TryAgain("it closed the connection");
-      if (!greeting) Close({"its connection closed", true, false});
+      // Nothing was said yet, so that nothing is lost.
+      greeting ? TryAgain(reason) : Break(Epoch(), {reason, true, false});
       return false;
     }
     turn += n;
@@ -51,15 +45,29 @@ bool Connection::Receive() {
     while (Parse(&msg, &drop)) {
       const size_t bytes = message_bytes_;
       lock.unlock();  // the owner may call Abandon
+      ++received_;
+      untold_bytes_ += bytes;
       if (!drop) owner_->OnMessage(this, &msg, bytes);
       msg = Message();
+      arrived_.clear();
       if (closed()) return false;
       lock.lock();
     }
     lock.unlock();
+    arrived_.clear();
     if (closed()) return false;
+    if (turn >= kTurnBytes) {
+      TellReceived();
+      return true;
+    }
   }
-  return true;
+  TellReceived();
+  return false;
+}
+
+uint64_t Connection::Epoch() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return epoch_;
 }
 
 ssize_t Connection::Read() {
@@ -69,12 +77,16 @@ ssize_t Connection::Read() {
   if (missing > 0) vector[count++] = {place_ + place_done_, missing};
   if (buffer_begin_ == buffer_end_) buffer_begin_ = buffer_end_ = 0;
   vector[count++] = {buffer_.data() + buffer_end_, buffer_.size() - buffer_end_};
-  int fd = -1;
+  Socket socket;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    fd = fd_.get();
+    socket = socket_;
   }
-  const ssize_t n = readv(fd, vector, count);
+  if (!socket) {  // it was closed, or another one is on its way
+    errno = EAGAIN;
+    return -1;
+  }
+  const ssize_t n = readv(socket->get(), vector, count);
   if (n <= 0) return n;
   const size_t placed = std::min<size_t>(n, missing);
   place_done_ += placed;
@@ -106,8 +118,8 @@ void Connection::Skip(size_t bytes) {
 bool Connection::Parse(Message* msg, bool* drop) {
   while (true) {
     switch (phase_) {
-      case Phase::kHello:
-        if (!ReadHello()) return false;
+      case Phase::kChallenge:
+        if (!ReadChallenge()) return false;
         break;
       case Phase::kReply:
         if (!ReadReply()) return false;
@@ -135,10 +147,9 @@ bool Connection::ParseHead() {
   message_bytes_ = 0;
   if (!DecodeFrameHeader(data, &header_)) throw dmlc::Error("it sent what is no message");
   Skip(kFrameHeaderBytes);
-  if (header_.type == kGoodbye) {
-    goodbye_received_ = true;
-    return true;
-  }
+  OnReceived(header_.received);
+  if (header_.type == kGoodbye) goodbye_received_ = true;
+  if (header_.type != kMessage) return true;
   const bool stranger = peer == Node::kEmpty;
   if (stranger && (header_.meta_bytes > kStrangersMetaBytes || header_.values > 0)) {
     throw dmlc::Error("it sent values, or a long message, before it was a member of the job");

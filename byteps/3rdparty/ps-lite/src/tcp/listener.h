@@ -15,8 +15,10 @@ class Listener : public Pollable, public std::enable_shared_from_this<Listener> 
  public:
   // Called in the poller's thread with each connection that came.
   using OnAccept = std::function<void(Fd)>;
+  // Likewise, before each: while it says false, who connects waits in the kernel's queue.
+  using MayAccept = std::function<bool()>;
 
-  Listener(Poller* poller, Fd fd, OnAccept on_accept);
+  Listener(Poller* poller, Fd fd, MayAccept may_accept, OnAccept on_accept);
 
   void Start();
   void Stop();
@@ -24,9 +26,13 @@ class Listener : public Pollable, public std::enable_shared_from_this<Listener> 
   bool OnReady(uint32_t events) override;
 
  private:
+  void Pause(Poller::Clock::duration pause);
+
   Poller* const poller_;
   const Fd fd_;
+  const MayAccept may_accept_;
   const OnAccept on_accept_;
+  bool paused_ = false;
   bool complained_ = false;
 };
 

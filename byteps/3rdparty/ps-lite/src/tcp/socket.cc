@@ -109,13 +109,12 @@ int ConnectError(int fd) {
   return error;
 }
 
-void SetOptions(int fd, double timeout_s) {
-  // Later than the heartbeats, which know more of who is silent.
-  const int seconds = static_cast<int>(2 * timeout_s) + 2;
+void SetOptions(int fd, double silence_s) {
+  const int seconds = std::max(2, static_cast<int>(silence_s));
   Set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   Set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kUnsentBytes);
   Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, seconds / 2);
+  Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, seconds / 2));
   Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, seconds / 2 / kProbes));
   Set(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
   Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, seconds * 1000);

@@ -61,8 +61,8 @@ Fd BeginConnect(const Address& address);
 int ConnectError(int fd);
 
 // For a connection: no delay of small messages; it breaks when the peer's host is silent for
-// about twice `timeout_s`.
-void SetOptions(int fd, double timeout_s);
+// about `silence_s`.
+void SetOptions(int fd, double silence_s);
 
 // Raises the soft limit of open files so that `connections` more fit, as far as the hard
 // limit allows.  Returns how many files may be open.

@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "../membership/text.h"
 #include "../net_address.h"
 #include "../node_token.h"
 #include "../who_connects.h"
@@ -26,6 +27,18 @@ namespace {
 constexpr auto kLinger = std::chrono::seconds(1);
 constexpr auto kLook = std::chrono::milliseconds(1);
 constexpr double kPatience = 5.0;  // seconds
+// What the scheduler gives a node whose connection was closed: the process has ended, unless
+// something in between closed it.
+constexpr auto kClosedPatience = std::chrono::milliseconds(500);
+// And one whose connection was reset: either is likely.  A node that lives sends a packet each
+// 1.5 s to connect.
+constexpr auto kResetPatience = std::chrono::milliseconds(2500);
+// Who has not proved to be of this job: so many at once, and beyond that the oldest one goes, if
+// it has had this time.
+constexpr size_t kGreeters = 128;
+constexpr auto kGreetersTime = std::chrono::milliseconds(200);
+// Of the pair of a worker and a server, or of a node and the scheduler.
+constexpr int kMaxConnections = 64;
 // One thread moves some gigabytes a second; more than this many find nothing left to do.
 constexpr int kMaxThreads = 8;
 constexpr int kManyServers = 4;
@@ -74,7 +87,22 @@ void TcpVan::SetNode(const Node& node) {
 void TcpVan::Start(int customer_id, bool standalone) {
   CHECK(!standalone) << "the TCP van joins a job";
   const Postoffice* post = Postoffice::Get();
-  peer_timeout_s_ = Seconds("BYTEPS_PEER_TIMEOUT_S", 30);
+  settings_.secret = auth::Secret::FromEnvironment();
+  settings_.reconnect_s = Seconds("BYTEPS_RECONNECT_TIMEOUT_S", 30);
+  // So that half of the time to reconnect is left.  Where nobody reconnects: later than the
+  // heartbeats, which know more of who is silent.
+  const double peer_timeout_s = Seconds("BYTEPS_PEER_TIMEOUT_S", 30);
+  settings_.silence_s =
+      settings_.reconnect_s > 0 ? settings_.reconnect_s / 2 : 2 * peer_timeout_s + 2;
+  host_.secret = &settings_.secret;
+  host_.challenge = [this] {
+    tcp::Challenge challenge;
+    challenge.job = job_;
+    challenge.sender = token_;
+    return challenge;
+  };
+  host_.admit = [this](tcp::Fd* fd, const tcp::Hello& hello) { return Admit(fd, hello); };
+  host_.done = [this](const tcp::Greeter::Ptr& greeter) { greeters_.remove(greeter); };
   start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
   int threads = GetEnv("BYTEPS_IO_THREADS", 0);
   if (threads == 0) threads = post->is_scheduler() ? 1 : DefaultThreads();
@@ -122,7 +150,7 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
         continue;  // such as "::1" in a container without IPv6
       }
       listeners_.push_back(std::make_shared<tcp::Listener>(
-          pollers_[0].get(), std::move(fd),
+          pollers_[0].get(), std::move(fd), [this] { return MayAccept(); },
           [this](tcp::Fd accepted) { OnAccepted(std::move(accepted)); }));
     }
   } catch (const dmlc::Error& e) {
@@ -141,20 +169,24 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
 
 ConnectionPtr TcpVan::NewConnection() {
   const auto& poller = pollers_[next_poller_++ % pollers_.size()];
-  return std::make_shared<Connection>(this, poller, pool_, peer_timeout_s_);
+  return std::make_shared<Connection>(this, &settings_, poller, pool_);
+}
+
+bool TcpVan::MayAccept() {
+  if (greeters_.size() < kGreeters) return true;
+  const tcp::Greeter::Ptr oldest = greeters_.front();
+  if (Connection::Clock::now() - oldest->began() < kGreetersTime) return false;
+  oldest->End("too many connect and do not say who they are");
+  return true;
 }
 
 void TcpVan::OnAccepted(tcp::Fd fd) {
-  const ConnectionPtr connection = NewConnection();
-  {
-    std::lock_guard<std::mutex> lock(peers_mu_);
-    if (stopping_) return;
-    greeting_[connection.get()] = connection;
-  }
+  const auto greeter = std::make_shared<tcp::Greeter>(&host_, pollers_[0], std::move(fd));
+  greeters_.push_back(greeter);
   try {
-    connection->Accept(std::move(fd));
+    greeter->Start();
   } catch (const dmlc::Error& e) {
-    connection->Close({e.what(), false, false});
+    greeter->End(e.what());
   }
 }
 
@@ -187,6 +219,11 @@ void TcpVan::Connect(const Node& node) {
   hello.sender = token_;
   hello.receiver = TokenOf(node);
   hello.node_id = my_id_;
+  hello.role = my_node_.role;
+  if (my_node_.role == Node::WORKER) {
+    hello.rank =
+        my_id_ == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(my_id_);
+  }
   for (int i = 0; i < count; ++i) {
     hello.index = i;
     connections[i]->Dial(node.hostname, node.port, hello, deadline);
@@ -215,56 +252,102 @@ void TcpVan::NamePeer(const Node& node) {
   }
 }
 
-tcp::HelloReply TcpVan::OnHello(const ConnectionPtr& connection, const tcp::Hello& hello) {
-  tcp::HelloReply reply;
-  reply.job = job_;
-  reply.sender = token_;
+std::string TcpVan::ReasonToRefuse(const tcp::Hello& hello) const {
   const bool scheduler = my_node_.role == Node::SCHEDULER;
-  ConnectionPtr superseded;
-  std::lock_guard<std::mutex> lock(peers_mu_);
-  if (stopping_) {
-    reply.refusal = "this node is leaving the job";
-  } else if (hello.receiver != 0 && hello.receiver != token_) {
-    reply.refusal = "the process that is meant is not here any more";
-  } else if (hello.sender == 0 || hello.index >= 1024) {
-    reply.refusal = "its hello does not parse";
-  } else if (scheduler ? hello.job != 0 : hello.job != job_ || job_ == 0) {
-    reply.refusal = "it belongs to another job";
-  } else if (!scheduler && !IsWorkerId(hello.node_id)) {
-    reply.refusal = "it is no worker";
-  } else {
-    PeerPtr& peer = peers_by_token_[hello.sender];
-    if (!peer) peer = std::make_shared<Peer>();
-    if (!scheduler) {
-      const auto known = peers_.find(hello.node_id);
-      const bool taken = known != peers_.end() && known->second != peer;
-      if (taken || (peer->id != Node::kEmpty && peer->id != hello.node_id)) {
-        reply.refusal = "another process is connected under its node id";
-        return reply;
-      }
-      peer->id = hello.node_id;
-      peers_[hello.node_id] = peer;
-      connection->peer = hello.node_id;
-    }
-    if (peer->connections.size() <= hello.index) peer->connections.resize(hello.index + 1);
-    superseded = std::move(peer->connections[hello.index]);
-    peer->connections[hello.index] = connection;
-    connection->token = hello.sender;
-    greeting_.erase(connection.get());
-    // The peer has given it up, or it would not connect again.
-    if (superseded) superseded->Close({"the peer connected again", false, true});
+  const auto role = static_cast<Node::Role>(hello.role);
+  if (hello.receiver != 0 && hello.receiver != token_) {
+    return "the process that is meant is not here any more";
   }
-  return reply;
+  if (hello.sender == 0 || hello.index >= kMaxConnections || hello.role > Node::SCHEDULER) {
+    return "its hello does not parse";
+  }
+  if (scheduler ? hello.job != 0 : hello.job != job_ || job_ == 0) {
+    return "it belongs to another job";
+  }
+  if (!ConnectsTo(role, my_node_.role)) return "its role has nothing to say to this node";
+  if (scheduler) return "";
+  if (!IsWorkerId(hello.node_id)) return "it is no worker";
+  if (Postoffice::IDtoRank(hello.node_id) != hello.rank)
+    return "its rank is not that of its node id";
+  return "";
 }
 
-std::string TcpVan::OnReply(const ConnectionPtr& connection, const tcp::HelloReply& reply) {
-  if (reply.job == 0) return "it is in no job";
+// The first poller's thread.
+std::string TcpVan::Admit(tcp::Fd* fd, const tcp::Hello& hello) {
+  const std::string refusal = ReasonToRefuse(hello);
+  if (!refusal.empty()) return refusal;
+  ConnectionPtr connection;
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    if (stopping_) return "this node is leaving the job";
+    const auto by_token = peers_by_token_.find(hello.sender);
+    PeerPtr peer = by_token == peers_by_token_.end() ? nullptr : by_token->second;
+    if (my_node_.role != Node::SCHEDULER) {
+      const auto known = peers_.find(hello.node_id);
+      const bool taken = known != peers_.end() && known->second != peer;
+      if (taken || (peer && peer->id != Node::kEmpty && peer->id != hello.node_id)) {
+        return "another process is connected under its node id";
+      }
+    }
+    if (peer && peer->connections.size() > hello.index) connection = peer->connections[hello.index];
+    if (connection && connection->closed()) return "this node has closed the connection";
+    if (connection &&
+        (connection->hello.role != hello.role || connection->hello.rank != hello.rank)) {
+      return "it was another role or rank before";
+    }
+    if (!connection) {
+      if (hello.resumes) return "this node has given the connection up";
+      if (!peer) peer = peers_by_token_[hello.sender] = std::make_shared<Peer>();
+      connection = NewConnection();
+      connection->token = hello.sender;
+      connection->hello = hello;
+      if (my_node_.role != Node::SCHEDULER) {
+        peer->id = hello.node_id;
+        peers_[hello.node_id] = peer;
+      }
+      // Who comes once more to the scheduler, over another connection, has its name already.
+      connection->peer = peer->id;
+      if (peer->connections.size() <= hello.index) peer->connections.resize(hello.index + 1);
+      peer->connections[hello.index] = connection;
+    }
+  }
+  connection->Adopt(std::move(*fd), hello);
+  return "";
+}
+
+std::string TcpVan::OnChallenge(const ConnectionPtr& connection, const tcp::Challenge& challenge) {
+  if (challenge.job == 0) return "it is in no job";
   if (connection->peer == kScheduler) {
-    job_ = reply.job;
-  } else if (reply.job != job_) {
+    job_ = challenge.job;
+  } else if (challenge.job != job_) {
     return "it belongs to another job";
   }
   return "";
+}
+
+Connection::Clock::duration TcpVan::Patience(Connection* connection, const std::string& reason) {
+  const auto limit = std::chrono::duration_cast<Connection::Clock::duration>(
+      std::chrono::duration<double>(settings_.reconnect_s));
+  // Nobody waits for one that is not of the job yet, or not any more.
+  if (connection->peer == Node::kEmpty || connection->peer >= membership::kRefusedBase) return {};
+  if (limit > Connection::Clock::duration::zero()) {
+    PS_VLOG(1) << "the connection with node " << connection->peer << " (" << connection->address()
+               << ") broke; waiting for another one";
+  }
+  // Of the processes that end the scheduler alone must hear soon; it tells the others.
+  if (!is_scheduler_ || reason == tcp::kTimedOut) return limit;
+  const Connection::Clock::duration patience =
+      reason == tcp::kClosedByPeer ? kClosedPatience : kResetPatience;
+  return std::min(limit, patience);
+}
+
+void TcpVan::OnResumed(Connection* connection, Connection::Clock::duration after, size_t again) {
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(after).count();
+  LOG(WARNING) << "the connection with "
+               << (connection->peer == kScheduler ? "the scheduler"
+                                                  : membership::RoleAndRank(connection->peer))
+               << " (" << connection->address() << ") broke, and was made again after " << ms
+               << " ms; messages sent again: " << again;
 }
 
 ConnectionPtr TcpVan::Choose(int node_id) {
@@ -291,7 +374,6 @@ std::vector<ConnectionPtr> TcpVan::AllConnections() {
   for (const auto& entry : peers_by_token_) {
     if (entry.second->id == Node::kEmpty) add(*entry.second);
   }
-  for (const auto& entry : greeting_) all.push_back(entry.second);
   return all;
 }
 
@@ -322,7 +404,6 @@ void TcpVan::OnClosed(const ConnectionPtr& connection, const Ending& ending) {
   {
     std::lock_guard<std::mutex> lock(peers_mu_);
     if (stopping_) return;
-    greeting_.erase(connection.get());
     const auto let_go = [&](Peer* peer) {
       for (auto& mine : peer->connections) {
         if (mine != connection) continue;
@@ -396,8 +477,10 @@ void TcpVan::OnMessage(Connection* connection, Message* msg, size_t bytes) {
     }
     // It cannot speak for another process.
     if (control.cmd == Control::ADD_NODE && is_scheduler_ &&
-        (control.node.size() != 1 || TokenOf(control.node[0]) != connection->token)) {
-      throw dmlc::Error("it wants to join as another process");
+        (control.node.size() != 1 || TokenOf(control.node[0]) != connection->token ||
+         control.node[0].role != connection->hello.role ||
+         control.node[0].aux_id != connection->hello.rank)) {
+      throw dmlc::Error("it wants to join as another process, or in another role or rank");
     }
     Event event;
     event.msg = std::move(*msg);
@@ -488,11 +571,11 @@ void TcpVan::Stop() {
     connection->Close({"this node closed it", false, true});
   }
   for (auto& poller : pollers_) poller->Stop();
+  greeters_.clear();
   {
     std::lock_guard<std::mutex> lock(peers_mu_);
     peers_.clear();
     peers_by_token_.clear();
-    greeting_.clear();
   }
   {
     std::lock_guard<std::mutex> lock(inbox_mu_);

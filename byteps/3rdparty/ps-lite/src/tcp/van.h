@@ -9,7 +9,8 @@
 // are handed to the data handler by the poller that read them; control messages, and the news
 // of lost peers, by Van's receiving thread.
 //
-// Who is who.  The scheduler makes a random number that names the job, and tells it to who
+// Who is who.  Who connects proves that it has the job's secret (greeter.h), and so does who is
+// connected to.  The scheduler makes a random number that names the job, and tells it to who
 // connects; servers take connections of that job alone.  A node's token, a random number in
 // Node::endpoint_name, tells which process a connection belongs to.  What a message says of
 // its sender is not looked at: the connection knows.
@@ -19,6 +20,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -26,6 +28,7 @@
 #include <vector>
 
 #include "./connection.h"
+#include "./greeter.h"
 #include "./listener.h"
 #include "./memory_pool.h"
 #include "./poller.h"
@@ -76,12 +79,20 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   };
 
   // In poller threads.
-  tcp::HelloReply OnHello(const tcp::ConnectionPtr& connection, const tcp::Hello& hello) override;
-  std::string OnReply(const tcp::ConnectionPtr& connection, const tcp::HelloReply& reply) override;
+  std::string OnChallenge(const tcp::ConnectionPtr& connection,
+                          const tcp::Challenge& challenge) override;
   char* PlaceFor(const Meta& meta, size_t bytes) override;
   void OnMessage(tcp::Connection* connection, Message* msg, size_t bytes) override;
+  tcp::Poller::Clock::duration Patience(tcp::Connection* connection,
+                                        const std::string& reason) override;
+  void OnResumed(tcp::Connection* connection, tcp::Poller::Clock::duration after,
+                 size_t again) override;
   void OnClosed(const tcp::ConnectionPtr& connection, const tcp::Ending& ending) override;
   void OnAccepted(tcp::Fd fd);
+  bool MayAccept();
+  std::string Admit(tcp::Fd* fd, const tcp::Hello& hello);
+  // Empty: it may connect.
+  std::string ReasonToRefuse(const tcp::Hello& hello) const;
 
   // The next poller's, in turn.
   tcp::ConnectionPtr NewConnection();
@@ -94,7 +105,8 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   void HandleLoss(const Event& event);
   void FlushConnections();
 
-  double peer_timeout_s_ = 0;
+  tcp::ConnectionSettings settings_;
+  tcp::Greeter::Host host_;
   double start_timeout_s_ = 0;
   int connections_per_server_ = 1;
   uint64_t token_ = 0;
@@ -104,12 +116,14 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   std::vector<std::shared_ptr<tcp::Poller>> pollers_;
   std::vector<std::shared_ptr<tcp::Listener>> listeners_;
   std::atomic<size_t> next_poller_{0};
+  // Those that have not proved anything yet, in the order in which they came.  Of the first
+  // poller's thread.
+  std::list<tcp::Greeter::Ptr> greeters_;
 
   std::mutex peers_mu_;
   // Guarded by peers_mu_:
   std::unordered_map<uint64_t, PeerPtr> peers_by_token_;
-  std::unordered_map<int, PeerPtr> peers_;                             // by node id
-  std::unordered_map<tcp::Connection*, tcp::ConnectionPtr> greeting_;  // nobody's yet
+  std::unordered_map<int, PeerPtr> peers_;  // by node id
   bool stopping_ = false;
 
   std::mutex inbox_mu_;

@@ -1,18 +1,22 @@
 # shellcheck shell=bash
-# Sourced: the sources of prometheus-cpp and its HTTP server, for what is shipped. They come from
-# the distribution's signed source packages, so that no address stands here.
+# Sourced: the sources of libraries that are compiled into what is shipped: prometheus-cpp and its HTTP
+# server, and libsodium. They come from the distribution's signed source packages, so that no address
+# stands here.
 
-# fetch_prometheus_source FOLDER: makes FOLDER with prometheus-cpp-VERSION/ and civetweb-VERSION/,
-# unless it is there.
-fetch_prometheus_source() {
-  local folder=$1 work archive status=0
+fetch_prometheus_source() { fetch_sources "$1" prometheus-cpp civetweb; }
+fetch_sodium_source() { fetch_sources "$1" libsodium; }
+
+# fetch_sources FOLDER PACKAGE...: makes FOLDER with PACKAGE-VERSION/ for each, unless it is there.
+fetch_sources() {
+  local folder=$1 work archive package status=0
   [[ -d $folder ]] && return 0
+  shift
   command -v apt-get >/dev/null 2>&1 || {
-    echo "error: the sources of prometheus-cpp come from Debian's or Ubuntu's archive, and there" \
+    echo "error: the sources of $* come from Debian's or Ubuntu's archive, and there" \
       "is no apt-get here" >&2
     return 1
   }
-  work=$(mktemp -d "$(dirname "$folder")/prometheus.XXXXXX")
+  work=$(mktemp -d "$(dirname "$folder")/sources.XXXXXX")
   (
     set -e
     mkdir -p "$work"/{lists/partial,cache/archives/partial,parts,tree}
@@ -27,17 +31,17 @@ fetch_prometheus_source() {
       -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache" -o "APT::Sandbox::User=root")
     "${apt[@]}" update
     cd "$work/tree"
-    "${apt[@]}" source --download-only prometheus-cpp civetweb
+    "${apt[@]}" source --download-only "$@"
     for archive in *.orig.tar.*; do tar -xf "$archive"; done
     rm -f -- *.dsc *.tar.*
     # dfsg and the like mark a repacked archive, not another version.
     for archive in */; do
       [[ $archive == *+* ]] && mv "$archive" "${archive%%+*}"
     done
-    [[ -d $(echo prometheus-cpp-*) && -d $(echo civetweb-*) ]]
+    for package; do [[ -d $(echo "$package"-*) ]]; done
   ) || status=1
   ((status != 0)) || mv -T "$work/tree" "$folder" 2>/dev/null || [[ -d $folder ]] || status=1
   rm -rf "$work"
-  ((status == 0)) || echo "error: could not fetch the sources of prometheus-cpp and civetweb" >&2
+  ((status == 0)) || echo "error: could not fetch the sources of $*" >&2
   return "$status"
 }

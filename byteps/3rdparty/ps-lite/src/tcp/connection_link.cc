@@ -1,0 +1,196 @@
+// What becomes of a connection whose socket broke.
+#include <algorithm>
+#include <utility>
+
+#include "../membership/text.h"
+#include "./connection.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace tcp {
+namespace {
+
+// What has come is told at once when it is so much, and soon otherwise: the other end keeps it
+// until then, and may wait for that to send more.
+constexpr size_t kTellBytes = 64 << 10;
+constexpr uint64_t kTellMessages = 64;
+constexpr auto kTellSoon = std::chrono::milliseconds(20);
+
+}  // namespace
+
+// Poller's thread, like all below but Adopt.
+void Connection::Break(uint64_t epoch, const Ending& ending) {
+  bool in_order = false;
+  {
+    std::lock_guard<std::mutex> lock(receive_mu_);
+    in_order = goodbye_received_;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (epoch != epoch_ || state_ != State::kOpen) return;
+    in_order = in_order || goodbye_sent_ || close_when_flushed_;
+  }
+  const auto patience = in_order ? Clock::duration::zero() : owner_->Patience(this, ending.reason);
+  if (patience <= Clock::duration::zero()) return Close(ending);
+  broken_ = ending;
+  broken_at_ = Clock::now();
+  deadline_ = broken_at_ + patience;
+  briefly_ = patience < std::chrono::duration<double>(settings_->reconnect_s);
+  // That it was silent for so long has counted already.
+  if (ending.reason == kTimedOut) {
+    deadline_ -= std::chrono::duration_cast<Clock::duration>(
+        std::chrono::duration<double>(std::min(settings_->silence_s, settings_->reconnect_s / 2)));
+  }
+  const uint64_t outage = ++outages_;
+  Detach(active_ ? State::kDialing : State::kWaiting);
+  std::weak_ptr<Connection> weak = shared_from_this();
+  poller_->At(deadline_, [weak, outage] {
+    const ConnectionPtr self = weak.lock();
+    if (!self || self->outages_ != outage) return;
+    {
+      std::lock_guard<std::mutex> lock(self->mu_);
+      if (self->state_ == State::kOpen) return;
+    }
+    self->Close({self->GivenUp(), self->broken_.by_peer, false});
+  });
+  if (active_) Redial();
+}
+
+std::string Connection::GivenUp() const {
+  if (listener_gone_ || (briefly_ && broken_.reason == kClosedByPeer)) return broken_.reason;
+  if (briefly_) return broken_.reason + ", and it did not connect again";
+  return broken_.reason + ", and could not be made again within " +
+         membership::Limit(settings_->reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S") +
+         (active_ && !last_error_.empty() ? ": " + last_error_ : "");
+}
+
+void Connection::Detach(State state) {
+  Socket socket;  // closed without a lock
+  Message half;   // likewise
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ == State::kClosed) return;
+    socket.swap(socket_);
+    ++epoch_;
+    state_ = state;
+  }
+  if (socket) {
+    poller_->Forget(socket->get());
+    // Whoever still writes to it is told.
+    shutdown(socket->get(), SHUT_RDWR);
+  }
+  std::lock_guard<std::mutex> lock(receive_mu_);
+  // What came by half comes again.
+  std::swap(half, incoming_);
+  place_ = nullptr;
+  phase_ = Phase::kHead;
+  buffer_begin_ = buffer_end_ = 0;
+}
+
+void Connection::Adopt(Fd fd, const Hello& hello) {
+  auto shared = std::make_shared<Fd>(std::move(fd));
+  poller_->Post([self = shared_from_this(), shared, hello] {
+    try {
+      self->AdoptHere(std::move(*shared), hello);
+    } catch (const std::exception& e) {
+      self->Close({e.what(), false, false});
+    }
+  });
+}
+
+void Connection::AdoptHere(Fd fd, const Hello& hello) {
+  Reply reply;
+  if (closed()) {
+    reply.refusal = "this node has closed the connection";
+    return SendGreeting(fd.get(), reply.Encode());
+  }
+  Detach(State::kWaiting);
+  SetOptions(fd.get(), settings_->silence_s);
+  reply.received = received_;
+  SendGreeting(fd.get(), reply.Encode());
+  const int number = fd.get();
+  Address address;
+  address.length = sizeof(address.storage);
+  const bool known =
+      getpeername(number, reinterpret_cast<sockaddr*>(&address.storage), &address.length) == 0;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ == State::kClosed) return;
+    socket_ = std::make_shared<Fd>(std::move(fd));
+    if (known) address_ = address.Text();
+  }
+  poller_->Watch(number, shared_from_this());
+  Resume(hello.received);
+  arrived_.clear();
+}
+
+void Connection::Resume(uint64_t received) {
+  size_t again = 0;
+  bool writes = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ == State::kClosed) return;
+    const uint64_t gone = flying_.empty() ? last_number_ : flying_.front()->number - 1;
+    if (received < gone || received > last_number_) {
+      throw dmlc::Error("it says that it has received " + std::to_string(received) +
+                        " messages over this connection, which is impossible: it told of " +
+                        std::to_string(gone) + ", and " + std::to_string(last_number_) +
+                        " were sent");
+    }
+    while (!flying_.empty() && flying_.front()->number <= received) {
+      arrived_.push_back(std::move(flying_.front()));
+      flying_.pop_front();
+    }
+    again_ = flying_;
+    again = again_.size();
+    queued_bytes_ = BytesOf(again_) + BytesOf(urgent_) + BytesOf(bulk_);
+    state_ = State::kOpen;
+    blocked_ = writable_ = false;
+    writes = !writing_;  // else who wrote to the last socket goes on with this one
+    writing_ = true;
+  }
+  arrived_number_ = received;
+  if (was_open_) owner_->OnResumed(this, Clock::now() - broken_at_, again);
+  was_open_ = true;
+  listener_gone_ = false;
+  if (writes) Drain();
+}
+
+void Connection::OnReceived(uint64_t received) {
+  if (received == arrived_number_) return;
+  std::lock_guard<std::mutex> lock(mu_);
+  if (received < arrived_number_ || received > last_number_) {
+    throw dmlc::Error("it says that it has received " + std::to_string(received) +
+                      " messages, where " + std::to_string(last_number_) + " were sent");
+  }
+  arrived_number_ = received;
+  while (!flying_.empty() && flying_.front()->number <= received) {
+    arrived_.push_back(std::move(flying_.front()));
+    flying_.pop_front();
+  }
+}
+
+void Connection::TellReceived() {
+  const uint64_t untold = received_ - told_;
+  if (untold == 0) {
+    untold_bytes_ = 0;
+    return;
+  }
+  if (untold_bytes_ >= kTellBytes || untold >= kTellMessages) {
+    untold_bytes_ = 0;
+    return Enqueue(Frame(kReceived));
+  }
+  if (telling_later_) return;
+  telling_later_ = true;
+  std::weak_ptr<Connection> weak = shared_from_this();
+  poller_->At(Clock::now() + kTellSoon, [weak] {
+    const ConnectionPtr self = weak.lock();
+    if (!self) return;
+    self->telling_later_ = false;
+    self->untold_bytes_ = 0;
+    if (self->received_ != self->told_) self->Enqueue(Frame(kReceived));
+  });
+}
+
+}  // namespace tcp
+}  // namespace ps

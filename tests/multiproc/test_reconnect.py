@@ -1,0 +1,158 @@
+"""A connection that breaks while both its processes live costs time, and no sum and not the job."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from cluster import END_S, Cluster, wait_all, wait_for_file
+from endings import demand_error, demand_failed, start_looping, wait_for_text
+from sockets import Socket, connections_of
+
+RESETS = 12
+"""Of each kind of link, at whatever moments they come."""
+SETTINGS = {"BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_TCP_CONNECTIONS": "2"}
+
+
+def between(pid: int, port: int) -> list[Socket]:
+    """The sockets of a process with whoever listens at a port."""
+    return [one for one in connections_of(pid) if one.remote == port]
+
+
+def server_port(cluster: Cluster, index: int) -> int:
+    return int(wait_for_file(cluster.folder / f"server {index}.port", END_S).split()[1])
+
+
+def resent(cluster: Cluster) -> bool:
+    text = "".join(process.text for process in cluster.everyone())
+    return re.search(r"messages sent again: [1-9]", text) is not None
+
+
+def rounds_of(cluster: Cluster) -> int:
+    path = cluster.folder / "rounds.0"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def wait_for_rounds(cluster: Cluster, more: int) -> None:
+    target = rounds_of(cluster) + more
+    deadline = time.monotonic() + END_S
+    while rounds_of(cluster) < target:
+        assert time.monotonic() < deadline, "the job stands still"
+        assert all(worker.running for worker in cluster.workers.values())
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("fused", ["1", "0"])
+@pytest.mark.parametrize("how", ["reset", "close"])
+def test_data_connections(make_cluster: Callable[..., Cluster], how: str, fused: str) -> None:
+    """Those of workers with servers, amid rounds."""
+    env = {**SETTINGS, "BYTEPS_FUSED_PUSH_PULL": fused}
+    cluster = make_cluster(workers=2, servers=2, env=env)
+    cluster.start("rounds:checked")
+    cluster.wait_mark("looping", range(2))
+    broken = 0
+    deadline = time.monotonic() + END_S
+    # Until one has broken while something was under way.
+    while broken < RESETS or not resent(cluster):
+        assert time.monotonic() < deadline, "whenever a connection broke, nothing was under way"
+        worker = cluster.workers[f"worker {broken % 2}"]
+        for one in between(worker.pid, server_port(cluster, broken // 2 % 2)):
+            getattr(one, how)()
+        broken += 1
+        wait_for_rounds(cluster, 1)
+    cluster.go("end")
+    cluster.finish()
+
+
+def test_the_servers_end_of_it(make_cluster: Callable[..., Cluster]) -> None:
+    """The server's kernel forgets a connection; the worker hears when it next sends."""
+    cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
+    cluster.start("rounds:checked")
+    cluster.wait_mark("looping", range(2))
+    port = server_port(cluster, 0)
+    for _ in range(RESETS):
+        for one in connections_of(cluster.servers[0].pid):
+            if one.local == port:
+                one.reset()
+        wait_for_rounds(cluster, 1)
+    cluster.go("end")
+    cluster.finish()
+
+
+def test_connections_with_the_scheduler(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
+    cluster.start("rounds:checked")
+    cluster.wait_mark("looping", range(2))
+    assert cluster.scheduler is not None
+    for number, process in enumerate([*cluster.workers.values(), *cluster.servers]):
+        (one,) = between(process.pid, cluster.port)
+        one.reset()
+        # One line for each, so far.
+        wait_for_text(cluster.scheduler, rf"(?s)(made again after.*){{{number + 1}}}")
+    cluster.go("end")
+    cluster.finish()
+
+
+def test_everything_at_once(make_cluster: Callable[..., Cluster]) -> None:
+    """A firewall that starts anew forgets all of them."""
+    cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
+    cluster.start("rounds:checked")
+    cluster.wait_mark("looping", range(2))
+    for _ in range(3):
+        for process in cluster.everyone():
+            for one in connections_of(process.pid):
+                one.reset()
+        wait_for_rounds(cluster, 2)
+    cluster.go("end")
+    cluster.finish()
+
+
+def test_a_server_that_is_silent_meanwhile(make_cluster: Callable[..., Cluster]) -> None:
+    """The connection cannot be made again at once: it is made when that is possible."""
+    cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
+    cluster.start("rounds:checked")
+    cluster.wait_mark("looping", range(2))
+    cluster.servers[0].send(signal.SIGSTOP)
+    for worker in cluster.workers.values():
+        for one in between(worker.pid, server_port(cluster, 0)):
+            one.reset()
+    time.sleep(2)
+    cluster.servers[0].send(signal.SIGCONT)
+    wait_for_rounds(cluster, 2)
+    cluster.go("end")
+    cluster.finish()
+
+
+def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
+    """Then it is a loss, which names the link, both its ends and the limit."""
+    env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "2"}
+    cluster = start_looping(make_cluster, env, workers=2, servers=1)
+    (server,) = cluster.servers
+    server.send(signal.SIGSTOP)
+    for one in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):
+        one.reset()
+    survivors = list(cluster.workers.values())
+    wait_all(survivors, END_S)
+    for worker in survivors:
+        demand_error(
+            worker,
+            r"server 0 \(.*\) was lost to worker [01] \(.*\): its connection (was reset|timed out)"
+            r", and could not be made again within 2(\.0)? s \(BYTEPS_RECONNECT_TIMEOUT_S=2\)",
+        )
+    server.send(signal.SIGCONT)
+    demand_failed(server, "was lost to worker [01]")
+
+
+def test_not_at_all(make_cluster: Callable[..., Cluster]) -> None:
+    """0: a connection that breaks is a loss at once."""
+    env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "0"}
+    cluster = start_looping(make_cluster, env, workers=2, servers=1)
+    for one in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):
+        one.reset()
+    survivors = list(cluster.workers.values())
+    wait_all(survivors, END_S)
+    for worker in survivors:
+        demand_error(worker, "was lost to (worker 1|server 0)")
