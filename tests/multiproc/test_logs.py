@@ -15,7 +15,7 @@ from cluster import START_S, Cluster, Spawned, clean_environment, server_executa
 
 TEXT = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z) (?P<severity>[A-Z]+) (?P<role>\w+) "
-    r"(?P<rank>\d+|-) (?P<host>\S+) (?P<source>[\w.]+:\d+): (?P<message>.*)"
+    r"(?P<rank>\d+|-) (?P<host>\S+) (?P<source>[\w.<>-]+:\d+): (?P<message>.*)"
 )
 MEMBERS = {"time", "severity", "role", "rank", "host", "source", "message"}
 SEVERITIES = {"TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"}

@@ -141,11 +141,15 @@ def test_the_slowest_worker_and_the_rates(make_cluster: Callable[..., Cluster]) 
         cluster.start_worker(rank, "observed:straggling")
     status = wait_for(
         port,
-        lambda s: s["slowest_worker"] is not None and s["nodes"][0]["finished_per_s"] > 0,
+        lambda s: (
+            s["slowest_worker"] is not None
+            and len(s["nodes"]) == 1 + WORKERS
+            and all(node["sent_bytes_per_s"] > 0 for node in s["nodes"])
+        ),
     )
     assert status["slowest_worker"]["rank"] == WORKERS - 1
     assert status["slowest_worker"]["mean_wait_s"] > 0
-    assert all(node["sent_bytes_per_s"] > 0 for node in status["nodes"])
+    assert all(node["finished_per_s"] > 0 for node in status["nodes"])
     cluster.go("end")
     cluster.finish()
 

@@ -41,7 +41,8 @@ tr:hover td { background: var(--soft); }
 #lost { color: var(--bad); font-weight: 600; }
 svg { width: 100%; height: 80px; border: 1px solid var(--line); border-radius: .5rem; }
 polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
-.in { stroke: var(--blue); color: var(--blue); } .out { stroke: var(--orange); color: var(--orange); }
+.in { stroke: var(--blue); color: var(--blue); }
+.out { stroke: var(--orange); color: var(--orange); stroke-dasharray: 6 4; }
 </style>
 </head>
 <body>

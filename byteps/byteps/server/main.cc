@@ -322,9 +322,9 @@ void WarnOfUnknownVariables() {
 
 int Serve(const Arguments& arguments) {
   const Config config = Config::FromEnvironment();
-  WarnOfUnknownVariables();
   const Role role = ChooseRole(arguments, config);
   ps::SetLogIdentity(NameOf(role), role == Role::kScheduler ? 0 : -1);
+  WarnOfUnknownVariables();
   CheckAddress(config, role);
   wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd < 0) throw Error(std::string("eventfd: ") + strerror(errno));
