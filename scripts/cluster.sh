@@ -20,12 +20,15 @@ Runs a job on hosts that ssh reaches without a password. The file HOSTS has a li
 A host may be an address, a name, or user@name; the name must be one at which the others reach it.
 
   up      starts scheduler, servers and workers, in this order; nothing keeps running here
-  status  says of each whether it runs, and how it ended
+  status  says of each whether it runs, and how it ended; and what the scheduler knows of them
+          (status.sh)
   logs    prints the end of each log, every line with its role and host
   down    ends them all, workers first, and removes what they left on the hosts
 
   --checkout DIR        where this project lies on the hosts (default: where it lies here)
   --port PORT           the scheduler's port (default: 9000)
+  --status-port PORT    where the scheduler shows the cluster to its own host (default: the
+                        scheduler's port + 1)
   --master-port PORT    torchrun's port (default: 29500)
   --nproc-per-node N    ranks on each worker's host (default: 1)
   --name NAME           the job's name, one for each at a time (default: that of the file)
@@ -55,6 +58,7 @@ esac
 hosts_file=
 checkout=$repo_root
 port=9000
+status_port=
 master_port=29500
 nproc=1
 name=
@@ -66,6 +70,7 @@ while (($#)); do
     -h | --help) usage; exit 0 ;;
     --checkout) need_argument "$1" "$@"; checkout=$2; shift 2 ;;
     --port) need_argument "$1" "$@"; port=$2; shift 2 ;;
+    --status-port) need_argument "$1" "$@"; status_port=$2; shift 2 ;;
     --master-port) need_argument "$1" "$@"; master_port=$2; shift 2 ;;
     --nproc-per-node) need_argument "$1" "$@"; nproc=$2; shift 2 ;;
     --name) need_argument "$1" "$@"; name=$2; shift 2 ;;
@@ -79,6 +84,8 @@ done
 [[ -n $hosts_file ]] || die_usage "missing: the file of hosts"
 [[ -r $hosts_file ]] || die_usage "cannot read the file of hosts '$hosts_file'"
 need_integer "--port" "$port" 1 65535
+status_port=${status_port:-$((10#$port % 65535 + 1))}
+need_integer "--status-port" "$status_port" 1 65535
 need_integer "--master-port" "$master_port" 1 65535
 need_integer "--nproc-per-node" "$nproc" 1 1024
 need_integer "--lines" "$lines" 1 100000
@@ -158,7 +165,7 @@ command_of() {
   case ${roles[i]} in
     scheduler)
       command=(scripts/scheduler.sh --host "$address" --port "$port" --workers "$ranks"
-        --servers "$servers") ;;
+        --servers "$servers" --status-port "$status_port") ;;
     server)
       command=(scripts/server.sh --scheduler "$(join_host_port "$address" "$port")"
         --workers "$ranks" --servers "$servers" --instances "${counts[i]}"
@@ -195,7 +202,7 @@ for i in "${order[@]}"; do
       arguments=("$checkout" "${command[@]}")
       ;;
     logs) arguments=("$lines") ;;
-    down) arguments=(15) ;;
+    down) arguments=(20) ;;
   esac
   status=0
   said=$(remote "$i" "$action" "${arguments[@]}") || status=$?
@@ -211,4 +218,8 @@ for i in "${order[@]}"; do
     exit 1
   fi
 done
+if [[ $action == status ]]; then
+  echo
+  remote "${schedulers[0]}" table || true # it is starting, or has just ended
+fi
 exit "$failed"

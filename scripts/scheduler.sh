@@ -17,6 +17,10 @@ Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its 
   --secret-file FILE BYTEPS_SECRET_FILE the job's secret, the same on every machine (required, unless
                                         BYTEPS_SECRET is set, or BYTEPS_AUTH=0)
   --port-file PATH   (default: none)    write "HOST PORT" here once it listens
+  --status-port PORT BYTEPS_STATUS_PORT show the cluster at http://127.0.0.1:PORT/ (status.sh shows
+                                        the same); default: nowhere
+  --status-host HOST BYTEPS_STATUS_HOST show it at this address of the machine instead, without
+                                        asking who reads; 0.0.0.0: at all
   --dry-run                             print the settings and the command, and do nothing
   -h, --help                            show this
 
@@ -39,6 +43,8 @@ while (($#)); do
     --servers) need_argument "$1" "$@"; DMLC_NUM_SERVER=$2; shift 2 ;;
     --secret-file) need_argument "$1" "$@"; export BYTEPS_SECRET_FILE=$2; shift 2 ;;
     --port-file) need_argument "$1" "$@"; port_file=$2; shift 2 ;;
+    --status-port) need_argument "$1" "$@"; export BYTEPS_STATUS_PORT=$2; shift 2 ;;
+    --status-host) need_argument "$1" "$@"; export BYTEPS_STATUS_HOST=$2; shift 2 ;;
     --dry-run) dry_run=1; shift ;;
     *) die_usage "unknown setting: $1" ;;
   esac
@@ -48,6 +54,8 @@ need_text "the scheduler's host (--host or DMLC_PS_ROOT_URI)" "${DMLC_PS_ROOT_UR
 need_integer "the scheduler's port (--port or DMLC_PS_ROOT_PORT)" "${DMLC_PS_ROOT_PORT:-}" 0 65535
 need_integer "the number of workers (--workers or DMLC_NUM_WORKER)" "${DMLC_NUM_WORKER:-}" 1 65535
 need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "${DMLC_NUM_SERVER:-}" 1 65535
+need_integer "the port of the status page (--status-port or BYTEPS_STATUS_PORT)" \
+  "${BYTEPS_STATUS_PORT:-0}" 0 65535
 need_secret
 if [[ $DMLC_PS_ROOT_PORT =~ ^0+$ && -z $port_file ]]; then
   die_usage "--port 0 needs --port-file: nobody would learn the port"

@@ -151,7 +151,9 @@ send() {
 
 end_all() {
   send TERM
-  local deadline=$((SECONDS + 10))
+  # A server finishes the sums under way, and then tells the others.
+  local patience=${BYTEPS_STOP_TIMEOUT_S:-10}
+  local deadline=$((SECONDS + ${patience%.*} + 8))
   while [[ -n $(jobs -rp) ]] && ((SECONDS < deadline)); do
     sleep 0.1
   done

@@ -36,6 +36,10 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "rdma": lambda: _holds_any("/sys/class/infiniband"),
     "prometheus": lambda: find_library("prometheus-cpp-pull") is not None,
     "root": lambda: os.geteuid() == 0,
+    "sshd": lambda: (
+        _has("ssh", "ssh-keygen")
+        and (Path("/usr/sbin/sshd").exists() or _has("apt-get", "dpkg-deb"))
+    ),
     "arm64": lambda: _has("qemu-aarch64-static", "aarch64-linux-gnu-g++"),
     "images": lambda: _has("buildah", "mmdebstrap", "qemu-aarch64-static", "podman", "crun"),
 }

@@ -9,11 +9,16 @@ if(NOT BYTEPS_PROMETHEUS_SOURCE)
   find_path(PROMETHEUS_INCLUDE_DIR prometheus/exposer.h)
   find_library(PROMETHEUS_PULL_LIBRARY prometheus-cpp-pull)
   find_library(PROMETHEUS_CORE_LIBRARY prometheus-cpp-core)
-  if(PROMETHEUS_INCLUDE_DIR AND PROMETHEUS_PULL_LIBRARY AND PROMETHEUS_CORE_LIBRARY)
+  # Its HTTP server, which serves the status page too.
+  find_path(CIVETWEB_INCLUDE_DIR civetweb.h)
+  find_library(CIVETWEB_LIBRARY civetweb)
+  if(PROMETHEUS_INCLUDE_DIR AND PROMETHEUS_PULL_LIBRARY AND PROMETHEUS_CORE_LIBRARY
+     AND CIVETWEB_INCLUDE_DIR AND CIVETWEB_LIBRARY)
     add_library(Prometheus INTERFACE)
-    target_include_directories(Prometheus SYSTEM INTERFACE ${PROMETHEUS_INCLUDE_DIR})
+    target_include_directories(Prometheus SYSTEM INTERFACE ${PROMETHEUS_INCLUDE_DIR}
+                                                        ${CIVETWEB_INCLUDE_DIR})
     target_link_libraries(Prometheus INTERFACE ${PROMETHEUS_PULL_LIBRARY}
-                                               ${PROMETHEUS_CORE_LIBRARY})
+                                               ${PROMETHEUS_CORE_LIBRARY} ${CIVETWEB_LIBRARY})
   endif()
   return()
 endif()

@@ -42,6 +42,7 @@ case $action in
     fi
     MEGATRON_BYTEPS_RUN=$folder setsid "$@" >"$folder/log" 2>&1 </dev/null &
     echo $! >"$folder/pid"
+    printf '%s\n' "$PWD" "$@" >"$folder/command" # the checkout, then the command, a word a line
     echo "started (pid $!)"
     ;;
   status)
@@ -53,6 +54,12 @@ case $action in
       echo "not started"
       exit 1
     fi
+    ;;
+  table)
+    # table JOB PROCESS: what the scheduler, which runs here, knows of the cluster
+    alive || exit 0
+    port=$(grep -xF -A 1 -e --status-port "$folder/command" | tail -n 1)
+    "$(head -n 1 "$folder/command")/scripts/status.sh" "127.0.0.1:$port"
     ;;
   logs)
     # logs JOB PROCESS LINES

@@ -15,10 +15,13 @@ SUITES = (
     "Engine",
     "Failure",
     "Gpu",
+    "JsonText",
     "PinnedPool",
     "Plan",
     "PushHeader",
     "PushScheduler",
+    "StatusBoard",
+    "StatusRecord",
 )
 LIMIT_S = 240
 

@@ -186,6 +186,15 @@ std::vector<Variable> MakeTable() {
        "BYTEPS_LOCAL_RANK of a server. 0: do not."},
       {"BYTEPS_METRICS_HOST", kString, "", "", 0, 0, "",
        "Address of this host at which metrics are served. Default: all of them."},
+      {"BYTEPS_STATUS_PORT", kInt, "port", "0", 0, 65535, "",
+       "The scheduler shows who is in the job, and what each does, at this port: a page, and the "
+       "same as JSON at /status. 0: it does not."},
+      {"BYTEPS_STATUS_HOST", kString, "", "127.0.0.1", 0, 0, "",
+       "Address of the scheduler's host at which it shows that, without asking who reads. 0.0.0.0: "
+       "all of them."},
+      {"BYTEPS_STOP_TIMEOUT_S", kFloat, "s", "10", 0, 3600, "",
+       "For how long a server that is told to end (SIGTERM) waits for the sums under way, before "
+       "it ends the job."},
       {"BYTEPS_HEALTH_SOCKET", kString, "", "", 0, 0, "",
        "Path of a Unix socket at which a scheduler or server says how it is: `byteps-server "
        "--health` "
@@ -202,7 +211,10 @@ std::vector<Variable> MakeTable() {
        "Partitions that a process records at most, the first ones; 100000 take about 60 MB."},
       {"BYTEPS_LOG_LEVEL", kChoice, "", "WARNING", 0, 0, "TRACE|DEBUG|INFO|WARNING|ERROR|FATAL",
        "Least severity that is logged."},
-      {"BYTEPS_LOG_HIDE_TIME", kBool, "", "0", 0, 1, "", "Log without the time of day."},
+      {"BYTEPS_LOG_FORMAT", kChoice, "", "text", 0, 0, "text|json",
+       "Form of the log's lines, each with time, severity, role, rank and host. json: one object a "
+       "line."},
+      {"BYTEPS_LOG_HIDE_TIME", kBool, "", "0", 0, 1, "", "Log without date and time."},
       {"PS_VERBOSE", kInt, "", "0", 0, 3, "",
        "Log ps-lite's control messages (1) and all messages (2)."},
   };

@@ -30,6 +30,9 @@ class ChannelUser {
 
   // Something happened to the job.
   virtual void OnEvent(const ps::MembershipEvent& event) = 0;
+
+  // What the scheduler is told of this process with each heartbeat: a packed StatusRecord.
+  virtual std::string Report() { return ""; }
 };
 
 class Channel {

@@ -9,6 +9,7 @@
 #include "ps/endpoint_counters.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
+#include "ps/log_line.h"
 
 namespace byteps {
 namespace core {
@@ -19,6 +20,8 @@ Session::Session(const Config& config, const SessionOptions& options)
 Session::~Session() { Stop(); }
 
 void Session::Start(ChannelUser* user) {
+  const bool worker = options_.role == Role::kWorker;
+  ps::SetLogIdentity(NameOf(options_.role), worker ? options_.rank : -1);
   auto settings = config_.values();
 #ifndef BYTEPS_WITH_RDMA
   const std::string& transport = settings["DMLC_ENABLE_RDMA"];
@@ -57,6 +60,10 @@ void Session::Start(ChannelUser* user) {
     throw Error(e.what());
   }
   started_ = true;
+  if (options_.role != Role::kScheduler) {
+    ps::Postoffice::Get()->van()->membership()->SetReporter([user] { return user->Report(); });
+  }
+  ps::SetLogIdentity(NameOf(options_.role), options_.role == Role::kScheduler ? 0 : rank());
 }
 
 void Session::Leave(bool suspend) { ps::Postoffice::Get()->van()->membership()->Leave(suspend); }
@@ -73,6 +80,12 @@ void Session::Stop() {
   }
   ps::Postoffice::Get()->SetHandlers({});
 }
+
+void Session::StopByOrder(const std::string& how) {
+  ps::Postoffice::Get()->van()->membership()->StopByOrder(how);
+}
+
+ps::JobView Session::View() { return ps::Postoffice::Get()->van()->membership()->View(); }
 
 bool Session::Send(ps::Message* message) {
   return ps::Postoffice::Get()->van()->Send(*message) >= 0;

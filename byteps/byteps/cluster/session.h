@@ -36,6 +36,12 @@ class Session : public Channel {
   std::string NameOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;
 
+  // Of a server or the scheduler that is told to end: see ps::Membership::StopByOrder.
+  void StopByOrder(const std::string& how);
+
+  // Of the scheduler: who is in the job.
+  ps::JobView View();
+
   // The address at which this node listens.
   std::string host() const;
   int port() const;

@@ -6,6 +6,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/thread_name.h"
+#include "byteps/observe/status_record.h"
 
 namespace byteps {
 namespace core {
@@ -155,6 +156,22 @@ void Engine::OnMessage(ps::Message* msg) {
 
 char* Engine::PlaceFor(const ps::Meta& meta, size_t bytes) {
   return meta.request || meta.head == kDeclare ? nullptr : puller_.PlaceFor(meta, bytes);
+}
+
+std::string Engine::Report() {
+  const WorkerGauges gauges = Gauges();
+  const WorkerCounters& counters = *context_.counters;
+  StatusRecord record;
+  DescribeProcess(&record);
+  record.role = Role::kWorker;
+  record.sent_bytes = counters.pushed_bytes.Get();
+  record.received_bytes = counters.pulled_bytes.Get();
+  record.finished = counters.operations.Get();
+  record.failed = counters.failed_operations.Get();
+  record.running = gauges.running_operations;
+  record.tensors = gauges.declared_tensors;
+  record.queued = gauges.push_queue;
+  return record.Pack();
 }
 
 void Engine::OnEvent(const ps::MembershipEvent& event) {

@@ -50,6 +50,7 @@ class Engine : public ChannelUser {
   void OnMessage(ps::Message* msg) override;
   char* PlaceFor(const ps::Meta& meta, size_t bytes) override;
   void OnEvent(const ps::MembershipEvent& event) override;
+  std::string Report() override;
 
  private:
   void Fail(const std::string& reason);

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -31,6 +32,8 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
+
+from byteps import logs
 
 EXECUTABLE = "byteps-server"
 LOOPBACK = "127.0.0.1"
@@ -289,9 +292,9 @@ class Child:
 
     def _obituary(self, status: int) -> str:
         what = f"signal {-status}" if status < 0 else f"exit status {status}"
-        lines = [f"byteps: embedded {self.title} ended with {what}; the end of {self.log}:"]
+        lines = [f"embedded {self.title} ended with {what}; the end of {self.log}:"]
         lines += [f"  {line}" for line in self.last_lines()]
-        return "\n".join(lines) + "\n"
+        return logs.render(logging.ERROR, "\n".join(lines)) + "\n"
 
     def last_lines(self) -> list[str]:
         try:

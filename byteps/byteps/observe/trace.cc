@@ -11,6 +11,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/log.h"
 #include "byteps/base/protocol.h"
+#include "ps/json_text.h"
 
 namespace byteps {
 namespace core {
@@ -32,23 +33,6 @@ int64_t RealMinusSteady() {
   return difference;
 }
 
-// As a JSON string.
-std::string Quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += std::string("\\") + c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char code[8];
-      snprintf(code, sizeof(code), "\\u%04x", c);
-      out += code;
-    } else {
-      out += c;
-    }
-  }
-  return out + "\"";
-}
-
 // Writes the events of one process.  Times come in SteadyNs.
 class EventWriter {
  public:
@@ -58,7 +42,7 @@ class EventWriter {
         real_minus_steady_(real_minus_steady) {}
 
   void Name(const char* what, int thread, const std::string& name) {
-    Event("M", what, thread, "\"args\":{\"name\":" + Quoted(name) + "}");
+    Event("M", what, thread, "\"args\":{\"name\":" + ps::JsonText(name) + "}");
   }
 
   // One end ("b" or "e") of a slice of the row with this number.
@@ -100,7 +84,7 @@ class EventWriter {
 
   void Event(const char* phase, const std::string& name, int thread, const std::string& rest) {
     events_ += events_.empty() ? "" : ",\n";
-    events_ += std::string("{\"ph\":\"") + phase + "\",\"name\":" + Quoted(name) +
+    events_ += std::string("{\"ph\":\"") + phase + "\",\"name\":" + ps::JsonText(name) +
                ",\"pid\":" + process_ + ",\"tid\":" + std::to_string(thread) + "," + rest + "}";
   }
 
@@ -110,9 +94,10 @@ class EventWriter {
 };
 
 std::string Arguments(const TracedPartition& p, bool failed) {
-  return ",\"args\":{\"tensor\":" + Quoted(p.tensor) + ",\"partition\":" + std::to_string(p.index) +
-         ",\"round\":" + std::to_string(p.round) + ",\"worker\":" + std::to_string(p.worker) +
-         ",\"bytes\":" + std::to_string(p.bytes) + (failed ? ",\"failed\":true}" : "}");
+  return ",\"args\":{\"tensor\":" + ps::JsonText(p.tensor) +
+         ",\"partition\":" + std::to_string(p.index) + ",\"round\":" + std::to_string(p.round) +
+         ",\"worker\":" + std::to_string(p.worker) + ",\"bytes\":" + std::to_string(p.bytes) +
+         (failed ? ",\"failed\":true}" : "}");
 }
 
 // The same number in the worker's file and in the server's.

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,15 +17,19 @@
 #include <iostream>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "byteps/base/config.h"
 #include "byteps/base/error.h"
 #include "byteps/cluster/session.h"
 #include "byteps/observe/metrics_server.h"
+#include "byteps/observe/status_board.h"
+#include "byteps/observe/status_server.h"
 #include "byteps/server/health.h"
 #include "byteps/server/reducer.h"
 #include "byteps/server/sum_server.h"
 #include "ps/auth.h"
+#include "ps/log_line.h"
 #ifdef BYTEPS_WITH_RDMA
 #include "ps/verbs_library.h"
 #endif
@@ -40,6 +45,10 @@ namespace {
 constexpr int kExitFailure = 1;
 constexpr int kExitUsage = 2;
 constexpr double kHealthTimeoutS = 3.0;
+// A node is shown as silent when it has missed two.
+constexpr double kMissedHeartbeats = 2.5;
+// How often a server that was told to end looks whether its sums are complete.
+constexpr auto kDrainLook = std::chrono::milliseconds(2);
 
 const char kUsage[] =
     "usage: byteps-server [--role scheduler|server] [--port-file PATH] [--die-with-parent]\n"
@@ -84,6 +93,7 @@ struct Outcome {
 
 int wake_fd = -1;
 volatile sig_atomic_t caught_signal = 0;
+volatile sig_atomic_t signal_count = 0;
 
 void Wake() {
   const uint64_t one = 1;
@@ -93,6 +103,7 @@ void Wake() {
 
 void OnSignal(int number) {
   caught_signal = number;
+  signal_count = signal_count + 1;
   Wake();
 }
 
@@ -191,8 +202,9 @@ void WaitForOutcome(Outcome* outcome) {
 // What the scheduler or a server hears of its job, for the main thread.
 class Node : public ChannelUser {
  public:
-  // `server` is null on the scheduler.
-  Node(Server* server, Outcome* outcome) : server_(server), outcome_(outcome) {}
+  // `server` is null on the scheduler, `board` on a server.
+  Node(Server* server, StatusBoard* board, Outcome* outcome)
+      : server_(server), board_(board), outcome_(outcome) {}
 
   void OnMessage(ps::Message* msg) override {
     if (server_ != nullptr) server_->OnMessage(msg);
@@ -201,6 +213,10 @@ class Node : public ChannelUser {
   void OnEvent(const ps::MembershipEvent& event) override {
     if (event.kind == ps::MembershipEvent::kNodeLeft && server_ != nullptr) {
       server_->OnWorkerGone(event.rank, event.reason);
+      return;
+    }
+    if (event.kind == ps::MembershipEvent::kReported) {
+      if (board_ != nullptr) board_->OnReport(event.node_id, event.report);
       return;
     }
     const bool is_scheduler = server_ == nullptr;
@@ -215,14 +231,40 @@ class Node : public ChannelUser {
     Wake();
   }
 
+  std::string Report() override { return server_ != nullptr ? server_->Report() : ""; }
+
  private:
   Server* const server_;
+  StatusBoard* const board_;
   Outcome* const outcome_;
 };
 
+// Told to end by a signal: a server finishes the sums that some workers have pushed and others
+// have not, no longer than BYTEPS_STOP_TIMEOUT_S, and ends the job, so that everybody learns why.
+// A second signal, or the end of the job, ends the wait.
+void EndByOrder(const Config& config, Server* server, Session* session, Outcome* outcome) {
+  const auto deadline = std::chrono::steady_clock::now() +
+                        std::chrono::duration<double>(config.Float("BYTEPS_STOP_TIMEOUT_S"));
+  const int signals = signal_count;
+  const auto over = [outcome] {
+    std::lock_guard<std::mutex> lock(outcome->mu);
+    return outcome->ended || !outcome->failure.empty();
+  };
+  bool drained = server == nullptr || server->OpenRounds() == 0;
+  while (!drained && !over() && signal_count == signals &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kDrainLook);
+    drained = server->OpenRounds() == 0;
+  }
+  if (over()) return;
+  session->StopByOrder(std::string("stopped by order (") +
+                       (caught_signal == SIGINT ? "SIGINT" : "SIGTERM") + ")" +
+                       (drained ? "" : " before the sums under way were complete"));
+}
+
 // Serves one job.  Throws Error when it fails.
 void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file,
-               HealthReport* health, Outcome* outcome) {
+               HealthReport* health, StatusBoard* board, Outcome* outcome) {
   SessionOptions options;
   options.role = role;
   options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
@@ -238,7 +280,7 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
     const int local_rank = static_cast<int>(config.Int("BYTEPS_LOCAL_RANK"));
     metrics_server = MetricsServer::Make(config, local_rank, source);
   }
-  Node node(server.get(), outcome);
+  Node node(server.get(), board, outcome);
   SetSignalHandlers(SIG_DFL);
   session.Start(&node);
   if (server) server->SetRank(session.rank());
@@ -250,11 +292,17 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
   SetSignalHandlers(OnSignal);
   try {
     if (!port_file.empty()) WritePortFile(port_file, session);
+    if (board != nullptr) {
+      board->Attach(session.host(), session.port(), [&session] { return session.View(); });
+    }
     WaitForOutcome(outcome);
+    if (caught_signal != 0) EndByOrder(config, server.get(), &session, outcome);
   } catch (...) {
+    if (board != nullptr) board->Detach();
     session.Stop();
     throw;
   }
+  if (board != nullptr) board->Detach();
   session.Stop();
   std::lock_guard<std::mutex> lock(outcome->mu);
   if (!outcome->failure.empty()) throw Error(outcome->failure);
@@ -284,14 +332,15 @@ void CheckAddress(const Config& config, Role role) {
 
 void WarnOfUnknownVariables() {
   for (const auto& warning : Config::UnknownVariables()) {
-    std::cerr << "byteps-server: warning: " << warning << "\n";
+    ps::WriteLogLine('W', __FILE__, __LINE__, warning);
   }
 }
 
 int Serve(const Arguments& arguments) {
   const Config config = Config::FromEnvironment();
-  WarnOfUnknownVariables();
   const Role role = ChooseRole(arguments, config);
+  ps::SetLogIdentity(NameOf(role), role == Role::kScheduler ? 0 : -1);
+  WarnOfUnknownVariables();
   CheckAddress(config, role);
   wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd < 0) throw Error(std::string("eventfd: ") + strerror(errno));
@@ -300,9 +349,17 @@ int Serve(const Arguments& arguments) {
   if (const std::string& path = config.String("BYTEPS_HEALTH_SOCKET"); !path.empty()) {
     health_server = std::make_unique<HealthServer>(path, [&health] { return health.Describe(); });
   }
+  std::unique_ptr<StatusBoard> board;
+  std::unique_ptr<StatusServer> status_server;
+  if (role == Role::kScheduler) {
+    board = std::make_unique<StatusBoard>(
+        BYTEPS_VERSION,
+        kMissedHeartbeats * ps::HeartbeatSeconds(config.Float("BYTEPS_PEER_TIMEOUT_S")));
+    status_server = StatusServer::Make(config, board.get());
+  }
   for (bool rejoin = false;; rejoin = true) {
     Outcome outcome;
-    ServeOnce(config, role, rejoin, arguments.port_file, &health, &outcome);
+    ServeOnce(config, role, rejoin, arguments.port_file, &health, board.get(), &outcome);
     if (caught_signal != 0) return 128 + caught_signal;
     if (!outcome.suspended) return 0;
   }
@@ -407,7 +464,7 @@ int Main(int argc, char** argv) {
     return kExitUsage;
   } catch (const std::exception& e) {
     if (caught_signal != 0) return 128 + caught_signal;
-    std::cerr << "byteps-server: " << e.what() << "\n";
+    ps::WriteLogLine('E', __FILE__, __LINE__, e.what());
     return kExitFailure;
   }
 }

@@ -7,6 +7,7 @@
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/log.h"
 #include "byteps/base/thread_name.h"
+#include "byteps/observe/status_record.h"
 #include "byteps/server/reducer.h"
 #include "ps/internal/postoffice.h"
 
@@ -73,11 +74,37 @@ Server::~Server() {
 
 std::vector<Metric> Server::Metrics() {
   ServerGauges gauges;
+  gauges.open_rounds = OpenRounds();
   for (auto& engine : engines_) {
-    gauges.open_rounds += engine->open_rounds;
     gauges.engine_queues.push_back(engine->queue.Size());
   }
   return Tell(counters_, gauges);
+}
+
+std::string Server::Report() {
+  StatusRecord record;
+  DescribeProcess(&record);
+  record.role = Role::kServer;
+  record.sent_bytes = counters_.answered_bytes.Get();
+  record.received_bytes = counters_.received_bytes.Get();
+  record.finished = counters_.sums.Get();
+  record.failed = counters_.failed_sums.Get();
+  record.running = OpenRounds();
+  record.tensors = counters_.declared_tensors.Get();
+  {
+    std::shared_lock<std::shared_mutex> lock(mu_);
+    record.keys = partitions_.size();
+  }
+  for (auto& engine : engines_) record.queued += engine->queue.Size();
+  record.busy_ns = counters_.adding_ns.Get();
+  lateness_.Take(&record.sums_since, &record.late);
+  return record.Pack();
+}
+
+uint64_t Server::OpenRounds() const {
+  uint64_t open = 0;
+  for (const auto& engine : engines_) open += engine->open_rounds;
+  return open;
 }
 
 // ---------------------------------------------------- the channel's threads
@@ -358,6 +385,7 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
     round->callers.push_back(caller);
   }
   if (round->added == declaration.group.size()) {
+    lateness_.Add(caller.rank, caller.received - round->first_taken);
     Finish(engine, partition, round);
     DropDoneRounds(partition);
   }

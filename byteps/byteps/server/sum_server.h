@@ -28,6 +28,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
+#include "byteps/observe/lateness.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/trace.h"
 #include "byteps/server/scratch.h"
@@ -50,6 +51,12 @@ class Server {
 
   // What was counted so far, and what is under way now.  Any thread.
   std::vector<Metric> Metrics();
+
+  // For the scheduler: a packed StatusRecord.  Tells of late workers since the last call.
+  std::string Report();
+
+  // How many sums some members have pushed and others have not.  Any thread.
+  uint64_t OpenRounds() const;
 
   // Takes a request over.  Any thread, several at a time; does not block.
   void OnMessage(ps::Message* msg);
@@ -173,6 +180,7 @@ class Server {
   const bool wide_float32_;
   std::atomic<int> rank_{-1};
   ServerCounters counters_;
+  Lateness lateness_;
   std::unique_ptr<Tracer> tracer_;  // null: nothing is traced
   std::shared_mutex mu_;
   // Guarded by mu_; what they point to stays.  A tensor changes with mu_ held alone, a partition

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
+from byteps import logs
 from byteps.launcher import embedded
 from byteps.torch import c_lib, memory
 
@@ -112,11 +113,12 @@ def init(lazy: bool = True) -> None:
     with _lock:
         if c_lib.is_initialized():
             return
-        for warning in c_lib.unknown_variables():
-            logger.warning("%s", warning)
         _launch = _Launch(
             **dict(zip(("rank", "size", "local_rank", "local_size"), c_lib.launch(), strict=True))
         )
+        logs.install(_launch.rank)
+        for warning in c_lib.unknown_variables():
+            logger.warning("%s", warning)
         embedded.start_if_needed()
         try:
             c_lib.init(num_servers=0)

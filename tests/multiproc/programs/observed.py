@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import byteps.torch as bps
 import torch
 
@@ -86,3 +88,38 @@ def two_lives(job: Job) -> None:
     bps.resume(job.size, 1, job.rank)
     bps.push_pull(torch.ones(SMALL), average=False, name="after")
     bps.shutdown()
+
+
+def straggling(job: Job) -> None:
+    """Sums until the test says so, to which the last worker always comes late."""
+    bps.init()
+    tensor, ends = torch.ones(LARGE), job.folder / "go.end"
+    deadline = time.monotonic() + 100.0
+    job.mark("looping")
+    while time.monotonic() < deadline:
+        if job.rank == job.size - 1:
+            time.sleep(0.02)
+        bps.push_pull_inplace(tensor.fill_(1.0), average=False, name="large")
+        # All leave after the same sum.
+        asked = torch.tensor([1.0 if ends.exists() else 0.0])
+        if bps.push_pull(asked, average=False, name="asked").item() == job.size:
+            break
+    bps.shutdown()
+
+
+def drained(job: Job) -> None:
+    """Worker 0 pushes, worker 1 when the test says so; then they sum until that fails."""
+    bps.init()
+    bps.push_pull(torch.ones(SMALL), average=False, name="small")
+    if job.rank == 0:
+        total = bps.push_pull(torch.ones(LARGE), average=False, name="large")
+    else:
+        job.wait_go("push")
+        total = bps.push_pull(torch.ones(LARGE), average=False, name="large")
+    with job.check("the sum is right"):
+        assert torch.equal(total, torch.full((LARGE,), 2.0)), total
+    job.mark("summed")
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        bps.push_pull(torch.ones(SMALL), average=False, name="small")

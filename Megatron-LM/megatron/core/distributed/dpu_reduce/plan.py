@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,8 +309,17 @@ def _decide(
         text = describe(kind, table, _job.network)
         if text not in _told:
             _told.add(text)
-            print(text, flush=True)
+            print(_as_lines(text), flush=True)
     return decisions
+
+
+def _as_lines(text: str) -> str:
+    """The table as it is, or where lines of the log are JSON as one of them."""
+    if os.environ.get("BYTEPS_LOG_FORMAT") != "json":
+        return text
+    from byteps import logs
+
+    return logs.render(logging.INFO, text)
 
 
 def _sent_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> int:

@@ -10,10 +10,12 @@
 //    | -- ADD_NODE (role, rank, counts) --> |  checks, gives an id
 //    | <-- WELCOME (id) or REFUSED (why) -- |
 //    | <-- ADD_NODE (servers, to workers) - |  once all have registered
-//    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives
+//    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives; a node's may carry a
+//    |                                      |  report on itself (SetReporter)
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
 //    | -- JOB_FAILED (why) ---------------> |  a connection between two nodes broke
 //    | -- LEAVE (finish | suspend) -------> |  a worker has done its work
+//    | -- LEAVE (stopped ...) ------------> |  a server was told to end: the job fails
 //    | <-- NODE_LEFT (who) ---------------- |  to the worker itself at once; to servers, those
 //    |                                      |  of some moments together
 //    | <-- JOB_END (finish | suspend) ----- |  to servers, once no worker is left
@@ -66,16 +68,37 @@ struct MembershipSettings {
   static MembershipSettings FromEnvironment();
 };
 
+// How often nodes and scheduler hear of each other.
+double HeartbeatSeconds(double peer_timeout_s);
+
 struct MembershipEvent {
   enum Kind {
     kFailed,    // the job cannot go on; `reason` says why
     kNodeLeft,  // the worker of `rank` left and will send nothing more
     kEnded,     // every worker left; `suspended` tells whether they come back
+    kReported,  // scheduler: `node_id` sent `report`
   };
   Kind kind;
   int rank = -1;
   bool suspended = false;
   std::string reason;
+  int node_id = Node::kEmpty;
+  std::string report;
+};
+
+// The job as the scheduler sees it.
+struct JobView {
+  enum Phase { kGathering, kRunning, kFailed, kEnded };
+  struct Peer {
+    Node node;
+    double silent_s = 0;  // since it was last heard of
+    bool left = false;
+  };
+  Phase phase = kGathering;
+  std::string failure;
+  int workers = -1;  // that the job should have; -1: not known yet
+  int servers = -1;
+  std::vector<Peer> peers;
 };
 
 class Membership {
@@ -95,6 +118,19 @@ class Membership {
 
   // On a worker: says goodbye and waits, a few seconds at most, for the answer.
   void Leave(bool suspend);
+
+  // On a server or the scheduler that was told to end: fails the job for the reason that it "was
+  // `how`", such as "stopped by order (SIGTERM)", and returns when all were told, after a few
+  // seconds at most.  Before a worker came the scheduler just forgets the server.
+  void StopByOrder(const std::string& how);
+
+  // From now on heartbeats carry what `report` returns, at most kMaxReport bytes.  It is called
+  // by the timer thread with no lock held, and is not called any more after Stop.
+  void SetReporter(std::function<std::string()> report);
+  static constexpr size_t kMaxReport = 1024;
+
+  // Scheduler: who is in the job now.
+  JobView View();
 
   // Ends the timer thread.  Nothing is sent or reported afterwards.
   void Stop();
@@ -158,6 +194,9 @@ class Membership {
   // The node is gone, or silent: the job fails.  But before a worker came there is no
   // job that could fail: the scheduler forgets the node.
   void OnLost(int node_id, const std::string& how);
+  // The same with all of what happened: "was lost: ...", "was stopped by order (SIGTERM)".
+  void OnGone(int node_id, const std::string& what);
+  void OnReport(int node_id, const std::string& report);
 
   // The other nodes' part.
   void OnAdmission(const Message& msg);
@@ -175,6 +214,7 @@ class Membership {
   // All below is guarded by mu_.
   State state_ = State::kJoining;
   std::string failure_;
+  std::function<std::string()> reporter_;
   std::map<int, Peer> peers_;  // by node id; on the scheduler without itself
   int expected_workers_ = 0;
   int expected_servers_ = 0;

@@ -30,6 +30,8 @@ constexpr double kLastWordSeconds = 0.5;
 constexpr double kPeersWordSeconds = 1.5;
 // How long it may take the scheduler to fail the job once it is told of that.
 constexpr double kVerdictSeconds = 5.0;
+// How the LEAVE of a server begins that was told to end.
+constexpr char kStopped[] = "stopped";
 
 double Seconds(const char* name, double fallback) {
   const char* text = Environment::Get()->find(name);
@@ -37,6 +39,10 @@ double Seconds(const char* name, double fallback) {
 }
 
 }  // namespace
+
+double HeartbeatSeconds(double peer_timeout_s) {
+  return std::min(std::max(peer_timeout_s / 6, 0.05), 5.0);
+}
 
 MembershipSettings MembershipSettings::FromEnvironment() {
   MembershipSettings settings;
@@ -169,6 +175,21 @@ void Membership::Leave(bool suspend) {
   if (state_ == State::kActive) state_ = State::kEnded;
 }
 
+void Membership::StopByOrder(const std::string& how) {
+  if (settings_.is_scheduler) return FailJob("the " + SchedulerName() + " was " + how);
+  std::unique_lock<std::mutex> lock(mu_);
+  if (state_ != State::kActive) return;
+  lock.unlock();
+  Send(Control::LEAVE, kScheduler, how);
+  lock.lock();
+  cond_.wait_for(lock, ToDuration(kGoodbyeSeconds), [this] { return state_ != State::kActive; });
+}
+
+void Membership::SetReporter(std::function<std::string()> report) {
+  std::lock_guard<std::mutex> lock(mu_);
+  reporter_ = std::move(report);
+}
+
 bool Membership::Handle(const Message& msg) {
   const auto& control = msg.meta.control;
   // The scheduler is the one authority; and who is in the job has nothing to register.
@@ -207,10 +228,17 @@ bool Membership::Handle(const Message& msg) {
       }
       return true;
     case Control::HEARTBEAT:
-      if (settings_.is_scheduler) Send(Control::HEARTBEAT, msg.meta.sender);
+      if (!settings_.is_scheduler) return true;
+      Send(Control::HEARTBEAT, msg.meta.sender);
+      OnReport(msg.meta.sender, msg.meta.body);
       return true;
     case Control::LEAVE:
-      if (settings_.is_scheduler) OnLeave(msg.meta.sender, msg.meta.body == "suspend");
+      if (!settings_.is_scheduler) return true;
+      if (msg.meta.body.rfind(kStopped, 0) == 0) {
+        OnGone(msg.meta.sender, "was " + msg.meta.body);
+      } else {
+        OnLeave(msg.meta.sender, msg.meta.body == "suspend");
+      }
       return true;
     case Control::NODE_LEFT:
       for (const Node& node : control.node) OnNodeLeft(node);
@@ -316,7 +344,7 @@ void Membership::ReportBrokenLink() {
 }
 
 void Membership::TimerLoop() {
-  const auto interval = ToDuration(std::min(std::max(settings_.peer_timeout_s / 6, 0.05), 5.0));
+  const auto interval = ToDuration(HeartbeatSeconds(settings_.peer_timeout_s));
   auto next = Clock::now() + interval;
   std::unique_lock<std::mutex> lock(mu_);
   while (state_ != State::kStopped) {
@@ -381,10 +409,12 @@ void Membership::OnAdmission(const Message& msg) {
 void Membership::CheckScheduler(Clock::time_point now) {
   bool welcomed = false;
   bool silent = false;
+  std::function<std::string()> reporter;
   {
     std::lock_guard<std::mutex> lock(mu_);
     welcomed = welcomed_;
     silent = now - scheduler_heard_ > ToDuration(settings_.peer_timeout_s);
+    reporter = reporter_;
   }
   if (!welcomed) return;  // Join has its own deadline
   if (silent) {
@@ -392,7 +422,9 @@ void Membership::CheckScheduler(Clock::time_point now) {
          Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S"));
     return;
   }
-  Send(Control::HEARTBEAT, kScheduler);
+  std::string report = reporter ? reporter() : "";
+  if (report.size() > kMaxReport) report.clear();
+  Send(Control::HEARTBEAT, kScheduler, report);
 }
 
 }  // namespace ps

@@ -164,13 +164,17 @@ std::string Membership::WhoIsMissing() {
 }
 
 void Membership::OnLost(int node_id, const std::string& how) {
+  OnGone(node_id, "was lost: " + how);
+}
+
+void Membership::OnGone(int node_id, const std::string& what) {
   std::string reason;
   bool in_job = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
     auto it = peers_.find(node_id);
     if (state_ != State::kActive || it == peers_.end() || it->second.left) return;
-    reason = Describe(it->second.node) + " was lost: " + how;
+    reason = Describe(it->second.node) + " " + what;
     in_job = any_worker_;
     if (!in_job) peers_.erase(it);
   }
@@ -182,6 +186,46 @@ void Membership::OnLost(int node_id, const std::string& how) {
   // Should it be there after all, it must not wait for a job that does without it.
   Send(Control::JOB_FAILED, node_id, reason);
   links_->Disconnect(node_id);
+}
+
+void Membership::OnReport(int node_id, const std::string& report) {
+  if (report.empty() || report.size() > kMaxReport) return;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!peers_.count(node_id)) return;
+  }
+  MembershipEvent event;
+  event.kind = MembershipEvent::kReported;
+  event.node_id = node_id;
+  event.report = report;
+  Emit(event);
+}
+
+JobView Membership::View() {
+  const auto now = Clock::now();
+  JobView view;
+  std::lock_guard<std::mutex> lock(mu_);
+  view.failure = failure_;
+  view.workers = expected_workers_;
+  view.servers = expected_servers_;
+  for (const auto& entry : peers_) {
+    JobView::Peer peer;
+    peer.node = entry.second.node;
+    peer.silent_s = std::chrono::duration<double>(now - entry.second.heard).count();
+    peer.left = entry.second.left;
+    view.peers.push_back(peer);
+  }
+  const bool complete = expected_workers_ >= 0 && expected_servers_ >= 0 &&
+                        Count(Node::WORKER) == expected_workers_ &&
+                        Count(Node::SERVER) == expected_servers_;
+  if (state_ == State::kFailed) {
+    view.phase = JobView::kFailed;
+  } else if (state_ == State::kEnded) {
+    view.phase = JobView::kEnded;
+  } else {
+    view.phase = complete ? JobView::kRunning : JobView::kGathering;
+  }
+  return view;
 }
 
 void Membership::CheckPeers(Clock::time_point now) {

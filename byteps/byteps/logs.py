@@ -1,0 +1,99 @@
+"""Log lines of the Python parts, in the form of all others (``ps/log_line.h``)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+
+FORMAT_VARIABLE = "BYTEPS_LOG_FORMAT"
+LOGGERS = ("byteps", "megatron.core.distributed.dpu_reduce")
+"""Those that :func:`install` gives a handler."""
+
+_SEVERITIES = {"CRITICAL": "FATAL"}
+_HANDLER_NAME = "byteps log lines"
+
+
+class LineFormatter(logging.Formatter):
+    """Makes lines with time (UTC), severity, role, rank, host, source and message.
+
+    Args:
+        rank: of this worker; less than 0 while it is not known.
+        as_json: one JSON object a line instead of text.
+        hide_time: leave the time out.
+    """
+
+    def __init__(self, *, rank: int, as_json: bool, hide_time: bool) -> None:
+        super().__init__()
+        self._rank = rank
+        self._as_json = as_json
+        self._hide_time = hide_time
+        self._host = socket.gethostname()
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        seconds = int(record.created)
+        microseconds = int((record.created - seconds) * 1e6)
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{microseconds:06d}Z"
+        severity = _SEVERITIES.get(record.levelname, record.levelname)
+        source = f"{record.filename}:{record.lineno}"
+        if self._as_json:
+            fields = {
+                **({} if self._hide_time else {"time": moment}),
+                "severity": severity,
+                "role": "worker",
+                "rank": None if self._rank < 0 else self._rank,
+                "host": self._host,
+                "source": source,
+                "message": message,
+            }
+            return json.dumps(fields)
+        head = "" if self._hide_time else f"{moment} "
+        rank = "-" if self._rank < 0 else str(self._rank)
+        head += f"{severity} worker {rank} {self._host} {source}: "
+        return "\n".join(head + line for line in message.splitlines() or [""])
+
+
+_formatter = LineFormatter(rank=-1, as_json=False, hide_time=False)
+
+
+def render(level: int, message: str) -> str:
+    """The line, or lines, without an end, for one who must write them by other means."""
+    caller = sys._getframe(1).f_code
+    record = logging.LogRecord(
+        "byteps", level, caller.co_filename, caller.co_firstlineno, message, None, None
+    )
+    return _formatter.format(record)
+
+
+def install(rank: int) -> None:
+    """Give the loggers of this project a handler that writes such lines to the error output.
+
+    Does nothing where the program has set up logging itself, unless BYTEPS_LOG_FORMAT is set.
+    Called again, as after a fork, it puts the new rank into the lines.
+    """
+    global _formatter
+    chosen = os.environ.get(FORMAT_VARIABLE)
+    _formatter = LineFormatter(
+        rank=rank,
+        as_json=chosen == "json",
+        hide_time=os.environ.get("BYTEPS_LOG_HIDE_TIME") == "1",
+    )
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        ours = [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]
+        if not ours and chosen is None and logger.hasHandlers():
+            continue
+        for old in ours:
+            logger.removeHandler(old)
+        handler = logging.StreamHandler(sys.stderr)
+        handler.set_name(_HANDLER_NAME)
+        handler.setFormatter(_formatter)
+        logger.addHandler(handler)
+        # The program's own handlers would write each line once more.
+        logger.propagate = False

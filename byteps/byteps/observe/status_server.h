@@ -1,0 +1,33 @@
+// The scheduler's web page: who is in the job, and what they do.
+#ifndef BYTEPS_OBSERVE_STATUS_SERVER_H_
+#define BYTEPS_OBSERVE_STATUS_SERVER_H_
+
+#include <memory>
+
+#include "byteps/base/config.h"
+#include "byteps/observe/status_board.h"
+
+namespace byteps {
+namespace core {
+
+// Answers GET / (a page), /status (JSON) and /status.txt (a table) until it is destroyed, which
+// waits for the requests under way.  Nothing can be changed through it.
+class StatusServer {
+ public:
+  // Listens at BYTEPS_STATUS_PORT of BYTEPS_STATUS_HOST.  None when the port is 0.  Throws
+  // UsageError when it cannot listen there, or the build lacks the library.  `board` outlives it.
+  static std::unique_ptr<StatusServer> Make(const Config& config, StatusBoard* board);
+  ~StatusServer();
+  StatusServer(const StatusServer&) = delete;
+  StatusServer& operator=(const StatusServer&) = delete;
+
+ private:
+  class Impl;
+  explicit StatusServer(std::unique_ptr<Impl> impl);
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_OBSERVE_STATUS_SERVER_H_

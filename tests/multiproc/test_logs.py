@@ -1,0 +1,140 @@
+"""Every line of the log says when, how bad, of which process and from where: as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cluster import START_S, Cluster, Spawned, clean_environment, server_executable
+
+TEXT = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z) (?P<severity>[A-Z]+) (?P<role>\w+) "
+    r"(?P<rank>\d+|-) (?P<host>\S+) (?P<source>[\w.<>-]+:\d+): (?P<message>.*)"
+)
+MEMBERS = {"time", "severity", "role", "rank", "host", "source", "message"}
+SEVERITIES = {"TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"}
+
+
+def parse(line: str, form: str) -> dict[str, str | int | None]:
+    if form == "json":
+        fields = json.loads(line)
+        assert set(fields) == MEMBERS, line
+        assert fields["rank"] is None or isinstance(fields["rank"], int), line
+        return fields
+    match = TEXT.fullmatch(line)
+    assert match is not None, f"no line of the log: {line!r}"
+    fields = match.groupdict()
+    return {**fields, "rank": None if fields["rank"] == "-" else int(fields["rank"])}
+
+
+def parse_all(text: str, form: str) -> list[dict[str, str | int | None]]:
+    found = [parse(line, form) for line in text.splitlines()]
+    now = datetime.now(UTC)
+    for fields in found:
+        assert fields["severity"] in SEVERITIES, fields
+        assert fields["host"] == socket.gethostname(), fields
+        written = datetime.fromisoformat(str(fields["time"]))
+        assert now - timedelta(hours=1) < written <= now + timedelta(seconds=1), fields
+    return found
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_every_line_of_a_job(make_cluster: Callable[..., Cluster], form: str) -> None:
+    env = {
+        "BYTEPS_LOG_FORMAT": form,
+        "BYTEPS_LOG_LEVEL": "DEBUG",
+        "PS_VERBOSE": "1",
+        "BYTEPS_UNHEARD_OF": "1",
+        "BYTEPS_PARTITION_BYTES": "4096",
+    }
+    cluster = make_cluster(workers=2, servers=1, env=env)
+    cluster.start("observed:known")
+    cluster.wait_mark("done", [0, 1])
+    cluster.go("end")
+    cluster.finish()
+    processes: list[tuple[Spawned, str, int]] = [
+        (cluster.workers["worker 0"], "worker", 0),
+        (cluster.workers["worker 1"], "worker", 1),
+        (cluster.servers[0], "server", 0),
+        (cluster.scheduler, "scheduler", 0),
+    ]
+    for process, role, rank in processes:
+        lines = parse_all(process.text, form)
+        assert lines, process.title
+        assert {fields["role"] for fields in lines} == {role}, lines
+        # A server has none until it has joined.
+        assert {fields["rank"] for fields in lines} <= {rank, None if role == "server" else rank}
+        unknown = [line for line in lines if "BYTEPS_UNHEARD_OF" in str(line["message"])]
+        assert [line["severity"] for line in unknown] == ["WARNING"], lines
+    pushes = [f for f in parse_all(cluster.workers["worker 1"].text, form) if f["rank"] == 1]
+    assert any(str(f["message"]).startswith("PUSH 'large' partition 2 round 1") for f in pushes)
+    admitted = [str(f["message"]) for f in parse_all(cluster.scheduler.text, form)]
+    assert any(message.startswith("admitted server 0") for message in admitted), admitted
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_error_a_server_ends_with(make_cluster: Callable[..., Cluster], form: str) -> None:
+    env = {"BYTEPS_LOG_FORMAT": form, "BYTEPS_START_TIMEOUT_S": "0.5"}
+    cluster = make_cluster(workers=1, servers=1, env=env)
+    cluster.port = 1
+    server = cluster.start_server()
+    assert server.wait(START_S) == 1
+    [line] = parse_all(server.text, form)
+    assert (line["severity"], line["role"], line["rank"]) == ("ERROR", "server", None)
+    assert "the scheduler (127.0.0.1:1)" in str(line["message"])
+
+
+def test_a_bad_format_is_refused(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_LOG_FORMAT": "xml"})
+    said = subprocess.run(
+        [server_executable(), "--role", "scheduler"], env=cluster.node_environment(),
+        capture_output=True, text=True, check=False, timeout=START_S,
+    )  # fmt: skip
+    assert said.returncode == 2
+    assert "BYTEPS_LOG_FORMAT='xml' is not allowed: it must be one of text, json" in said.stderr
+
+
+def python(make_cluster: Callable[..., Cluster], program: str, **env: str) -> str:
+    cluster = make_cluster(workers=1, servers=1)
+    said = subprocess.run(
+        [sys.executable, "-c", "import logging\nfrom byteps import logs\n" + program],
+        env={**clean_environment(cluster.folder), **env},
+        capture_output=True, text=True, check=True, timeout=START_S,
+    )  # fmt: skip
+    return said.stderr
+
+
+def test_lines_of_python(make_cluster: Callable[..., Cluster]) -> None:
+    program = """
+logs.install(3)
+logs.install(4)  # as after a fork: no line comes twice
+logging.getLogger("byteps.torch.engine").warning("one\\ntwo %s", "\\"quoted\\"")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("megatron.core.distributed.dpu_reduce.plan").exception("three")
+"""
+    text = parse_all(python(make_cluster, program, BYTEPS_LOG_FORMAT="text"), "text")
+    assert [line["message"] for line in text[:2]] == ["one", 'two "quoted"']
+    assert {(line["role"], line["rank"]) for line in text} == {("worker", 4)}
+    assert "ZeroDivisionError" in str(text[-1]["message"])
+    lines = parse_all(python(make_cluster, program, BYTEPS_LOG_FORMAT="json"), "json")
+    assert [line["severity"] for line in lines] == ["WARNING", "ERROR"]
+    assert lines[0]["message"] == 'one\ntwo "quoted"'
+
+
+def test_a_program_with_logging_of_its_own_keeps_it(make_cluster: Callable[..., Cluster]) -> None:
+    program = """
+logging.basicConfig(format="mine: %(message)s")
+logs.install(0)
+logging.getLogger("byteps.torch.engine").warning("hello")
+"""
+    assert python(make_cluster, program) == "mine: hello\n"
+    [line] = parse_all(python(make_cluster, program, BYTEPS_LOG_FORMAT="json"), "json")
+    assert line["message"] == "hello"
