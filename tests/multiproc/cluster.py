@@ -27,6 +27,8 @@ LOOPBACK = "127.0.0.1"
 # is emulated.
 START_S = 150.0
 RUN_S = 400.0
+IMPORT_S = 500.0
+"""Of torch, which takes more than a minute on an emulated processor."""
 END_S = 150.0
 
 _OURS = ("DMLC_", "BYTEPS_", "TORCHELASTIC_")
@@ -205,7 +207,7 @@ class Nursery:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
-        if not worker.started.wait(START_S):  # the first one waits for the import of torch
+        if not worker.started.wait(IMPORT_S):  # the first one waits for the import of torch
             raise Late(f"the nursery did not start {title}:\n{_tail(self._log)}")
         return worker
 
