@@ -32,7 +32,8 @@ Instance i of several gets BYTEPS_LOCAL_RANK=i: its metrics are at BYTEPS_METRIC
 These three have no default: --scheduler, --workers, --servers. Every other BYTEPS_* variable is
 handed through; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 
-When one instance fails the others are ended. Exit status: 0 the job ended well; that of the first
+SIGTERM ends the servers after the sums under way, for which they wait BYTEPS_STOP_TIMEOUT_S (10) at
+most. When one instance fails the others are ended. Exit status: 0 the job ended well; that of the first
 instance to fail, 1 for example when a worker was lost; 2 a setting is missing or bad; 130 or 143
 after Ctrl-C or SIGTERM.
 TEXT
