@@ -42,7 +42,7 @@ test-rdma: setup ## the transports' tests with every setting, between two machin
 
 test-images: setup ## build the images, train from the compose file, wheels on other machines
 	@bash -c 'source scripts/lib/system.sh; setup_images'
-	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/images
+	@$(PYTHON_ENV) -m pytest -o faulthandler_timeout=3900 $(PYTEST_ARGS) tests/images
 
 wheel: setup ## wheels for other machines, x86-64 and arm64, and archives with the server alone
 	@scripts/wheel.sh $(ARGS)

@@ -21,7 +21,6 @@ from containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, python_
 
 __all__ = ["nursery"]
 
-PLATFORMS = ("linux/amd64", "linux/arm64")
 SUITE, PYTHON = "trixie", "3.13"
 """The Debian of workers, and its Python."""
 
@@ -44,18 +43,22 @@ def emulator() -> None:
 
 
 @pytest.fixture(scope="session")
-def server_images(buildah: Buildah, emulator: None) -> dict[str, str]:
-    """The server's image for each platform, as scripts/images.sh builds it."""
-    # Of this machine's architecture there are tests of the wheel too.
-    run(ROOT / "scripts/wheel.sh", "--arch", "x86_64")
-    run(ROOT / "scripts/wheel.sh", "--arch", "aarch64", "--server-only")
-    names = {}
-    for platform in PLATFORMS:
-        arch = platform.removeprefix("linux/")
-        base = buildah.base("bookworm", arch)
-        buildah.image("server", "--platform", platform, DEBIAN_IMAGE=base)
-        names[platform] = f"byteps-server:{TAG}-{arch}"
-    return names
+def server_image(buildah: Buildah, emulator: None) -> Callable[[str], str]:
+    """Builds the server's image for a platform, by scripts/images.sh; gives its name."""
+    made: dict[str, str] = {}
+
+    def build(platform: str) -> str:
+        if platform not in made:
+            # Of x86-64 there are tests of the wheel too, with which its server comes.
+            machine = {"linux/amd64": ["x86_64"], "linux/arm64": ["aarch64", "--server-only"]}
+            run(ROOT / "scripts/wheel.sh", "--arch", *machine[platform])
+            arch = platform.removeprefix("linux/")
+            base = buildah.base("bookworm", arch)
+            buildah.image("server", "--platform", platform, DEBIAN_IMAGE=base)
+            made[platform] = f"byteps-server:{TAG}-{arch}"
+        return made[platform]
+
+    return build
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,12 @@ def losses(log: str) -> list[float]:
     return [float(found) for found in re.findall(r"lm loss: (\S+)", log)]
 
 
-@pytest.mark.usefixtures("server_images", "worker_image")
-def test_it_trains(podman: Podman, compose: list[str | Path], run_dir: Path) -> None:
+@pytest.mark.usefixtures("worker_image")
+def test_it_trains(
+    server_image: Callable[[str], str], podman: Podman, compose: list[str | Path], run_dir: Path
+) -> None:
+    server_image("linux/amd64")
+
     def healthy(node: str) -> bool:
         """What the image's health check says, which Docker runs by itself."""
         check = podman.command("podman", "healthcheck", "run", container(node))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,15 @@ def platform(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def container(platform: str, server_images: dict[str, str], buildah: Buildah) -> Iterator[str]:
-    with buildah.container(server_images[platform], platform.removeprefix("linux/")) as name:
+def container(platform: str, server_image: Callable[[str], str], buildah: Buildah) -> Iterator[str]:
+    with buildah.container(server_image(platform), platform.removeprefix("linux/")) as name:
         yield name
 
 
-def test_what_the_image_is(platform: str, server_images: dict[str, str], buildah: Buildah) -> None:
-    name = server_images[platform]
+def test_what_the_image_is(
+    platform: str, server_image: Callable[[str], str], buildah: Buildah
+) -> None:
+    name = server_image(platform)
     docker = json.loads(buildah("inspect", "--type", "image", name))["Docker"]
     config = docker["config"]
     assert f"{docker['os']}/{docker['architecture']}" == platform
