@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from containers import ROOT, Podman, run
@@ -15,7 +16,7 @@ from containers import ROOT, Podman, run
 NODES = ("scheduler", "server-0", "server-1")
 WORKERS = ("worker-0", "worker-1")
 PROJECT = "trial"
-LATEST_S = 900.0
+LATEST_S = 1800.0
 
 pytestmark = [
     pytest.mark.requires("root", "images"),
@@ -55,6 +56,9 @@ def test_it_trains(
         check = podman.command("podman", "healthcheck", "run", container(node))
         return subprocess.run(check, env=podman.full_env, capture_output=True).returncode == 0
 
+    def inspected() -> list[dict[str, Any]]:
+        return json.loads(podman("inspect", *map(container, (*NODES, *WORKERS))))
+
     try:
         # They wait for their workers as long as it takes.
         podman.run(*compose, "up", "--detach", *NODES)
@@ -65,18 +69,20 @@ def test_it_trains(
         said = podman("exec", container("server-1"), "byteps-server", "--health")
         assert "server waits for the job to gather" in said
         (run_dir / "workers.log").write_text(podman.run(*compose, "up", *WORKERS))
-        podman("wait", *map(container, (*NODES, *WORKERS)))
-        told = json.loads(podman("inspect", *map(container, (*NODES, *WORKERS))))
+        # Scheduler and servers end by themselves when the workers have ended.
+        while any(one["State"]["Running"] for one in (told := inspected())):
+            assert time.monotonic() < deadline, podman("ps", "--all")
+            time.sleep(0.5)
         ended = {one["Name"]: one["State"]["ExitCode"] for one in told}
         assert set(ended.values()) == {0}, ended
         # What compose.yaml asks for is what the containers had.
         for one in told:
             assert one["EffectiveCaps"] in (None, []), one["Name"]
             assert one["Config"]["User"] == "10001:10001", one["Name"]
-        # The last rank prints the loss, of each fifth step.
+        # The last rank prints the loss.
         said = podman("logs", container("worker-1"))
         assert "iteration       20/      20" in said, said[-4000:]
         fell = losses(said)
-        assert len(fell) == 4 and fell[-1] < fell[0], fell
+        assert len(fell) >= 4 and fell[-1] < fell[0], fell
     finally:
         podman.run(*compose, "down", "--timeout", "5")
