@@ -70,9 +70,10 @@ def test_it_trains(
         assert "server waits for the job to gather" in said
         (run_dir / "workers.log").write_text(podman.run(*compose, "up", *WORKERS))
         # Scheduler and servers end by themselves when the workers have ended.
-        while any(one["State"]["Running"] for one in (told := inspected())):
+        while any(one["State"]["Running"] for one in inspected()):
             assert time.monotonic() < deadline, podman("ps", "--all")
             time.sleep(0.5)
+        told = inspected()
         ended = {one["Name"]: one["State"]["ExitCode"] for one in told}
         assert set(ended.values()) == {0}, ended
         # What compose.yaml asks for is what the containers had.
