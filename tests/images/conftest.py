@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,9 +33,14 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     with (CACHE / "images/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = Buildah(folder=tmp_path_factory.mktemp("buildah"))
+        # What a run that was stopped left.
+        made("rm", "--all")
         yield made
-        # What earlier versions of the images left, and nothing that these stand on.
-        made("rmi", "--prune")
+        # What earlier versions of the images left, and nothing that these stand on. Where a run that
+        # was stopped left a container of podman's, it stays.
+        subprocess.run(
+            ["buildah", "rmi", "--prune"], env={**os.environ, **made.env}, capture_output=True
+        )
 
 
 @pytest.fixture(scope="session")
