@@ -36,8 +36,8 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
         # What a run that was stopped left.
         made("rm", "--all")
         yield made
-        # What earlier versions of the images left, and nothing that these stand on. Where a run that
-        # was stopped left a container of podman's, it stays.
+        # What earlier versions of the images left, and nothing that these stand on. An image that a
+        # container of a stopped run still uses stays.
         subprocess.run(
             ["buildah", "rmi", "--prune"], env={**os.environ, **made.env}, capture_output=True
         )
