@@ -86,7 +86,11 @@ def test_server_lost_before_any_worker_came(
     lost = cluster.start_server()
     wait_for_text(scheduler, "admitted server 0")
     lost.send(number)
-    wait_for_text(scheduler, rf"server 0 .*lost: .*({kind}).*another server may take its place")
+    # Killed before it has read its welcome: the kernel resets the connection, as the network might,
+    # and it could still come back.
+    wait_for_text(
+        scheduler, rf"server 0 .*lost: .*({kind}|{SILENT}).*another server may take its place"
+    )
     cluster.start_server()
     cluster.start_worker(0, "failures:init_only")
     if number == signal.SIGSTOP:

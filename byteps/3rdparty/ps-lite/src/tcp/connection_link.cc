@@ -104,6 +104,12 @@ void Connection::AdoptHere(Fd fd, const Hello& hello) {
     reply.refusal = "this node has closed the connection";
     return SendGreeting(fd.get(), reply.Encode());
   }
+  bool unnoticed = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    unnoticed = state_ == State::kOpen;
+  }
+  if (unnoticed) broken_at_ = Clock::now();
   Detach(State::kWaiting);
   SetOptions(fd.get(), settings_->silence_s);
   reply.received = received_;

@@ -32,7 +32,7 @@ constexpr double kPatience = 5.0;  // seconds
 constexpr auto kClosedPatience = std::chrono::milliseconds(500);
 // And one whose connection was reset: either is likely.  A node that lives sends a packet each
 // 1.5 s to connect.
-constexpr auto kResetPatience = std::chrono::milliseconds(2500);
+constexpr auto kResetPatience = std::chrono::seconds(5);
 // Who has not proved to be of this job: so many at once, and beyond that the oldest one goes, if
 // it has had this time.
 constexpr size_t kGreeters = 128;
