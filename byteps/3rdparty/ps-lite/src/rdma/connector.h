@@ -90,6 +90,7 @@ class Connector {
     std::string host;
     int port = 0;
     uint64_t receiver = 0;
+    uint16_t attempt = 0;
     std::string challenge;  // empty: none yet
     std::string said;       // what the last proof was over
     Clock::time_point deadline;

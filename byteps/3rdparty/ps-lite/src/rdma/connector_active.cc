@@ -74,6 +74,8 @@ void Connector::TryAgain(Link* raw, const std::string& error) {
   if (!link->active) return link->endpoint->Fail(error);  // the peer may try again
   if (link->endpoint->closed()) return;
   const auto now = Clock::now();
+  ++link->attempt;
+  link->challenge.clear();
   link->last_error = error;
   link->next_try = now + link->pause;
   link->pause = std::min<Clock::duration>(link->pause * 2, kLongestPause);
@@ -98,6 +100,7 @@ ConnectRequest Connector::MakeRequest(Link* link) {
   request.mtu = static_cast<uint8_t>(settings_.path_mtu());
   request.slots = settings_.receive_depth;
   request.slot_bytes = settings_.slot_bytes();
+  request.attempt = link->attempt;
   if (link->challenge.empty()) return request;
   link->said = request.Claims() + link->challenge;
   request.proof = settings_.secret.Prove("connects", link->said).substr(0, kRequestProofBytes);
@@ -109,9 +112,9 @@ void Connector::OnChallenge(Link* raw, const Challenge& challenge) {
     raw->endpoint->Fail("another process listens at this address now");
     return Drop(raw);
   }
-  const bool first = raw->challenge.empty();
+  // The proof came too late for the challenge that it is over.
+  if (!raw->challenge.empty()) return TryAgain(raw, "it asked for a proof once more");
   raw->challenge = challenge.Encode();
-  if (!first) return TryAgain(raw, "it asked for a proof once more");
   LinkPtr link = Take(raw->id.get());
   link->id.reset();
   Try(std::move(link));

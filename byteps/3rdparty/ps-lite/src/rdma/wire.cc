@@ -54,7 +54,7 @@ std::string ConnectRequest::Claims() const {
   out.Int(index);
   out.Int(mtu);
   out.Int(role);
-  out.Int<uint16_t>(0);
+  out.Int(attempt);
   return bytes;
 }
 
@@ -72,7 +72,7 @@ bool ConnectRequest::Decode(const char* data, size_t bytes) {
   if (bytes < kConnectRequestBytes) return false;
   ByteReader in(data + kPreambleBytes, bytes - kPreambleBytes);
   uint8_t flags = 0;
-  uint16_t few_slots = 0, zero = 0;
+  uint16_t few_slots = 0;
   in.Int(&job);
   in.Int(&sender);
   in.Int(&rank);
@@ -82,7 +82,7 @@ bool ConnectRequest::Decode(const char* data, size_t bytes) {
   in.Int(&index);
   in.Int(&mtu);
   in.Int(&role);
-  in.Int(&zero);
+  in.Int(&attempt);
   if (!in.Bytes(kRequestProofBytes, &proof)) return false;
   if (flags > (kDataPlane | kAuthenticates) || mtu > kMaxMtu || sender == 0) return false;
   slots = few_slots;

@@ -50,9 +50,10 @@ struct ConnectRequest {
   uint32_t slot_bytes = 0;
   bool is_data_plane = false;
   bool authenticates = false;
-  uint8_t index = 0;  // among the endpoints of its plane
-  uint8_t mtu = 0;    // greatest path MTU, as an ibv_mtu; 0: any
-  std::string proof;  // kRequestProofBytes; zeros: none yet
+  uint8_t index = 0;     // among the endpoints of its plane
+  uint8_t mtu = 0;       // greatest path MTU, as an ibv_mtu; 0: any
+  uint16_t attempt = 0;  // another one for each, since a proof is of use once
+  std::string proof;     // kRequestProofBytes; zeros: none yet
 
   // What the proofs are over.
   std::string Claims() const;
