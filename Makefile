@@ -11,6 +11,7 @@ LAYOUTS ?=
 SET ?= quick
 ONLY ?=
 MARKDOWN ?=
+CHART ?=
 TESTS ?=
 PYTEST_ARGS ?=
 
@@ -19,7 +20,7 @@ help: ## list the targets
 	@echo
 	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) ARGS="--seed 1" (any flag of scripts/train.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/correctness.md (write it anew)'
-	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/benchmarking.md (write the results) ARGS=... (any flag of bench/suite.py)'
+	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/benchmarking.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/suite.py)'
 	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'
 
 setup: ## system packages, Python environment, upstreams fetched, patched and built
@@ -59,6 +60,7 @@ parity: setup ## compare gradients with all-reduce and exact sums, in every para
 
 bench: setup ## push-pull beside all-reduce on emulated links, idle costs, sums: against the bars
 	@status=0; $(PYTHON_ENV) -W ignore bench/suite.py --set $(SET) --json build/bench/$(SET).json \
+		--chart $(or $(CHART),build/bench/$(SET).svg) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS) || status=1; \
 	$(if $(ONLY),,$(MAKE) -k bench-sharded bench-idle bench-reducer ARGS= || status=1;) exit $$status
 

@@ -49,6 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="report on this record")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="pictures, a folder for each")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="one picture of all experiments")
     parser.add_argument("--launches", type=int, metavar="N", help="of each backend, not as the set")
     parser.add_argument("--budget", type=float, metavar="S", help="begin nothing new after so long")
     parser.add_argument("--brief", action="store_true", help="one compact table at the end")
@@ -173,6 +174,11 @@ def report(
             from benchkit.plots import draw
 
             draw(run, options.plot / run.name)
+    if options.chart and done:
+        from benchkit.plots import draw_overview
+
+        options.chart.parent.mkdir(parents=True, exist_ok=True)
+        draw_overview([run for _, run in done], options.chart)
     if options.brief:
         judged = [(run, judge_all(one.gates, run)) for one, run in done]
         print("\n".join(aligned(table) for table in brief_tables(judged) if len(table) > 1))

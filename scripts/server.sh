@@ -28,6 +28,7 @@ Runs one or more BytePS servers on this machine until the job ends. A flag wins 
   --dry-run                                   print the settings and the command, and do nothing
   -h, --help                                  show this
 
+Told to end, a server finishes the sums under way, for BYTEPS_STOP_TIMEOUT_S (10) at most.
 Instance i of several gets BYTEPS_LOCAL_RANK=i: its metrics are at BYTEPS_METRICS_PORT plus i.
 These three have no default: --scheduler, --workers, --servers. Every other BYTEPS_* variable is
 handed through; 'byteps-server --config-markdown' lists them, --print-config shows their values.

@@ -58,6 +58,55 @@ def draw(run: Run, folder: Path) -> list[Path]:
     return made
 
 
+def parts_of_limit(run: Run) -> dict[str, float]:
+    """Of each backend, what the links allow the first one over the backend's median time.
+
+    The largest case counts. The limit is the same for all, so that the parts compare times. Empty
+    where links have no limit.
+    """
+    case = max(run.plan.cases, key=lambda one: one.size)
+    found = {row.backend: row for row in rows(run) if row.case == case}
+    ours = found.get(run.plan.backends[0])
+    if ours is None or ours.of_limit is None:
+        return {}
+    limit_s = ours.of_limit * ours.p50_s
+    return {backend: limit_s / row.p50_s for backend, row in found.items()}
+
+
+def _label(run: Run) -> str:
+    case = max(run.plan.cases, key=lambda one: one.size)
+    return f"{run.name}\n{show_size(case.size)} {case.dtype}"
+
+
+def draw_overview(runs: Sequence[Run], path: Path) -> None:
+    """One picture of many runs: each backend's part of what the links allow.
+
+    Args:
+        runs: those without a limit, or launches, have no place in it.
+        path: ends in ``.svg``, ``.png`` or another form that matplotlib writes.
+    """
+    parts = [(run, parts_of_limit(run)) for run in runs if run.launches]
+    parts = [(run, found) for run, found in parts if found]
+    backends = list(dict.fromkeys(backend for _, found in parts for backend in found))
+    figure, axes = _figure("Sums of gradients: part of what the links allow a push-pull")
+    figure.set_size_inches(8.5, 1.4 + 0.8 * max(len(parts), 1))
+    height = 0.8 / max(len(backends), 1)
+    for number, backend in enumerate(backends):
+        shift = (number - (len(backends) - 1) / 2) * height
+        places = [at + shift for at, (_, found) in enumerate(parts) if backend in found]
+        values = [found[backend] for _, found in parts if backend in found]
+        bars = axes.barh(places, values, height * 0.92, color=_COLOURS[backend], label=backend)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(parts)), [_label(run) for run, _ in parts], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time at the links' limit / median time; longer is faster")
+    if parts:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path)
+
+
 def _draw_times(run: Run, path: Path) -> Path:
     topology = run.plan.topology
     title = f"Sum over {topology.workers} workers, {topology.servers} servers: median time"

@@ -14,7 +14,7 @@ from benchkit import record
 from benchkit.columns import aligned
 from benchkit.markdown import BEGIN, END, replace_results, section
 from benchkit.options import parse
-from benchkit.plots import draw
+from benchkit.plots import draw, draw_overview, parts_of_limit
 from benchkit.sets import SETS, choose
 from benchkit.tables import ratio_table, result_table
 
@@ -116,3 +116,15 @@ def test_a_section_says_which_launches_count() -> None:
     assert "1 launches of each, in turn (1 more were left out" in text
     assert "| 64MiB | 16777216 | float32 | byteps |" in text
     assert "MISS" in text
+
+
+def test_overview_compares_times_with_one_limit(run_dir: Path) -> None:
+    # 1 MiB over links of 1 MiB/s: the limit is a second.
+    run = make_run({"byteps": [[1.25, 1.25]], "gloo": [[2.5, 2.5]]})
+    assert parts_of_limit(run) == pytest.approx({"byteps": 0.8, "gloo": 0.4})
+    no_limit = make_run(link_bits=0)
+    assert parts_of_limit(no_limit) == {}
+    for runs in ([run, run, no_limit], [no_limit], []):
+        picture = run_dir / f"{len(runs)}.svg"
+        draw_overview(runs, picture)
+        assert "<svg" in picture.read_text()
