@@ -31,7 +31,7 @@ esac
 
 cd "$root"
 bin="$root/build/venv/bin"
-mapfile -t shell < <(find . \( -path ./build -o -path ./.git \) -prune -o -name '*.sh' -print)
+mapfile -t shell < <(find . \( -path ./build -o -path ./.git \) -prune -o \( -name '*.sh' -o -name '*.sbatch' \) -print)
 shell+=(.ci/run)
 mapfile -t cpp < <(find bench byteps Megatron-LM tests -type f \
   \( -name '*.h' -o -name '*.hpp' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cu' \) 2>/dev/null)
