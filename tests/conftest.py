@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Generator
 from ctypes.util import find_library
 from pathlib import Path
@@ -30,12 +31,19 @@ def _has(*programs: str) -> bool:
     return all(shutil.which(program) is not None for program in programs)
 
 
+def _succeeds(script: str) -> bool:
+    """Whether this script of the repository does; what it installs stays."""
+    path = Path(__file__).resolve().parents[1] / script
+    return subprocess.run([path], capture_output=True, timeout=600, check=False).returncode == 0
+
+
 REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "gpu": lambda: Path("/dev/nvidiactl").exists(),
     "nvcc": lambda: shutil.which("nvcc") is not None,
     "rdma": lambda: _holds_any("/sys/class/infiniband"),
     "prometheus": lambda: find_library("prometheus-cpp-pull") is not None,
     "root": lambda: os.geteuid() == 0,
+    "clang": lambda: _succeeds("scripts/clang.sh"),
     "arm64": lambda: _has("qemu-aarch64-static", "aarch64-linux-gnu-g++"),
     "images": lambda: _has("buildah", "debootstrap", "qemu-aarch64-static"),
 }
