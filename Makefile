@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-images wheel images site lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-sanitizers simulate fuzz chaos test-images wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,6 +21,7 @@ help: ## list the targets
 	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) ARGS="--seed 1" (any flag of scripts/train.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/correctness.md (write it anew)'
 	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/benchmarking.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/suite.py)'
+	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
 	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'
 
 setup: ## system packages, Python environment, upstreams fetched, patched and built
@@ -32,8 +33,30 @@ train: setup ## train a GPT on real text, gradients summed by BytePS
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
 test: setup lint ## lint, then every test (or TESTS), RDMA in a virtual machine
-	@$(PYTHON_ENV) tests/native.py
+	@$(PYTHON_ENV) tests/native.py >/dev/null
+	@if [ -z "$(TESTS)" ] && scripts/clang.sh >/dev/null; then \
+		$(PYTHON_ENV) tests/native.py --sanitize address >/dev/null; fi
 	@$(PYTHON_ENV) -m pytest -m "not thorough" $(PYTEST_ARGS) $(TESTS)
+
+# Left out: what needs a worker's processor time as it is, or bounds memory.
+WATCHED := tests/multiproc -k "not scale and not idle and not memory"
+
+test-sanitizers: setup ## units, jobs, chaos and the servers of tests/multiproc, watched by sanitizers
+	@$(PYTHON_ENV) -m pytest -m sanitizers tests/unit
+	@$(PYTHON_ENV) tests/chaos/chaos.py --sanitize address --seeds 20
+	@$(PYTHON_ENV) tests/chaos/chaos.py --sanitize thread --seeds 20
+	@MEGATRON_BYTEPS_TEST_SERVER="$$($(PYTHON_ENV) tests/native.py --sanitize address)/byteps-server" \
+		$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) $(WATCHED)
+
+simulate: setup ## whole jobs in threads and time that a seed decides
+	@$(PYTHON_ENV) tests/native.py simulate >/dev/null
+	@build/cmake-tests/simulate --seeds $(or $(SEEDS),100000) --from $(or $(FROM),1)
+
+fuzz: setup ## the parsers of what comes from a network
+	@$(PYTHON_ENV) scripts/fuzz.py $(TARGET) $(if $(RUNS),--runs $(RUNS)) $(ARGS)
+
+chaos: setup ## break real jobs on emulated hosts, at random
+	@$(PYTHON_ENV) tests/chaos/chaos.py --seeds $(or $(SEEDS),20) --from $(or $(FROM),1) $(ARGS)
 
 test-gpu: setup ## sums of tensors on GPUs, where there are any
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/gpu

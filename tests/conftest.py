@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Generator
 from ctypes.util import find_library
 from pathlib import Path
@@ -30,6 +31,12 @@ def _has(*programs: str) -> bool:
     return all(shutil.which(program) is not None for program in programs)
 
 
+def _succeeds(script: str) -> bool:
+    """Whether this script of the repository does; what it installs stays."""
+    path = Path(__file__).resolve().parents[1] / script
+    return subprocess.run([path], capture_output=True, timeout=600, check=False).returncode == 0
+
+
 REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "gpu": lambda: Path("/dev/nvidiactl").exists(),
     "nvcc": lambda: shutil.which("nvcc") is not None,
@@ -40,6 +47,7 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
         _has("ssh", "ssh-keygen")
         and (Path("/usr/sbin/sshd").exists() or _has("apt-get", "dpkg-deb"))
     ),
+    "clang": lambda: _succeeds("scripts/clang.sh"),
     "arm64": lambda: _has("qemu-aarch64-static", "aarch64-linux-gnu-g++"),
     "images": lambda: _has("buildah", "mmdebstrap", "qemu-aarch64-static", "podman", "crun"),
 }

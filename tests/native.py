@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Builds the C++ programs of the tests, in one folder: `make test` does so before it runs any.
 
-What is built already is left alone, so a test may call :func:`build` too.
+What is built already is left alone, so a test may call :func:`build` too. A build with a sanitizer
+has a folder of its own; clang makes it, which `scripts/clang.sh` installs.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = REPOSITORY / "build/byteps"
 FOLDER = REPOSITORY / "build/cmake-tests"
 PROGRAMS = {
+    "byteps-server": "the scheduler and the servers, as the wheel has it",
     "engine_test": "the worker, with a channel and a GPU that tests play",
+    "simulate": "whole jobs, in threads and time that a seed decides",
+    "sum_worker": "a worker without Python, which checks every sum",
     "swarm": "thousands of nodes in one process, for a scheduler",
     "van_test": "a transport without the engine above it",
 }
+SANITIZED = {
+    "address": ("engine_test", "sum_worker", "byteps-server", "fuzzers"),
+    "thread": ("engine_test", "sum_worker", "byteps-server"),
+}
+"""What can be built with which sanitizer."""
 LIMIT_S = 1200
 """For a machine on which others build as well."""
 
@@ -30,31 +39,44 @@ class BuildError(Exception):
     """It could not be built; the text has the compiler's last words."""
 
 
-def build(*programs: str) -> Path:
-    """Compile what has changed of these PROGRAMS; return the folder they are in.
+def build(*programs: str, sanitize: str = "") -> Path:
+    """Compile what has changed of these programs; return the folder they are in.
+
+    Args:
+        programs: of PROGRAMS, or of SANITIZED.
+        sanitize: a key of SANITIZED, or "" for none.
 
     Raises:
         BuildError: a tool is missing, or the compiler refuses.
     """
-    unknown = set(programs) - set(PROGRAMS)
+    unknown = set(programs) - set(SANITIZED[sanitize] if sanitize else PROGRAMS)
     if unknown:
         raise ValueError(f"no programs of the tests: {sorted(unknown)}")
     scripts = Path(sysconfig.get_path("scripts"))
     cmake = str(scripts / "cmake") if (scripts / "cmake").exists() else shutil.which("cmake")
     if cmake is None or not SOURCE.is_dir():
         raise BuildError(f"cmake or {SOURCE} is not there: run 'make setup'")
+    folder = FOLDER
+    compiler = os.environ.get("CXX", "g++")
+    options: list[str] = []
+    if sanitize:
+        folder = FOLDER.with_name(f"cmake-{sanitize}")
+        compiler = _run(REPOSITORY / "scripts/clang.sh").split()[-1]
+        options = [f"-DBYTEPS_SANITIZE={sanitize}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
+        # Neither library is built with a sanitizer.
+        options += ["-DBYTEPS_WITH_PROMETHEUS=OFF", "-DBYTEPS_WITH_RDMA=OFF"]
     _run(
-        *(cmake, "-G", "Ninja", "-S", SOURCE, "-B", FOLDER),
-        *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF"),
+        *(cmake, "-G", "Ninja", "-S", SOURCE, "-B", folder),
+        *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF", *options),
         # As the wheel's build calls it: ccache looks at the name too.
-        f"-DCMAKE_CXX_COMPILER={os.environ.get('CXX', 'g++')}",
+        f"-DCMAKE_CXX_COMPILER={compiler}",
         *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
     )
-    _run(cmake, "--build", FOLDER, "--parallel", "2", "--target", *programs)
-    return FOLDER
+    _run(cmake, "--build", folder, "--parallel", "2", "--target", *programs)
+    return folder
 
 
-def _run(*command: str | Path) -> None:
+def _run(*command: str | Path) -> str:
     words = [str(word) for word in command]
     try:
         ended = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -63,6 +85,7 @@ def _run(*command: str | Path) -> None:
     if ended.returncode != 0:
         said = f"{ended.stdout[-4000:]}{ended.stderr[-4000:]}"
         raise BuildError(f"'{' '.join(words[:2])}' failed:\n{said}")
+    return ended.stdout
 
 
 def main() -> int:
@@ -70,9 +93,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=", ".join(PROGRAMS))
-    chosen = parser.parse_args().programs or list(PROGRAMS)
+    parser.add_argument("--sanitize", choices=SANITIZED, default="", help="build with this")
+    options = parser.parse_args()
+    every = SANITIZED[options.sanitize] if options.sanitize else tuple(PROGRAMS)
     try:
-        build(*chosen)
+        print(build(*(options.programs or every), sanitize=options.sanitize))
     except (BuildError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

@@ -26,6 +26,11 @@ def test_suspend_and_resume(make_cluster: Callable[..., Cluster], servers: int) 
     cluster.finish()
 
 
+def test_a_forked_child_leaves_the_job_alone(make_cluster: Callable[..., Cluster]) -> None:
+    """As a data loader's, which runs the parent's exit handlers."""
+    make_cluster(workers=2, servers=1).run("lifecycle:fork_and_exit")
+
+
 def test_suspended_for_longer_than_the_peer_timeout(make_cluster: Callable[..., Cluster]) -> None:
     """A suspended worker is not a lost one."""
     cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_PEER_TIMEOUT_S": "1"})

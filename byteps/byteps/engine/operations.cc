@@ -86,7 +86,7 @@ void Operations::Remove(const OperationPtr& operation) {
 }
 
 bool Operations::FailAll(const std::string& reason) {
-  std::set<OperationPtr> running;
+  RunningSet running;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (failed_) return false;

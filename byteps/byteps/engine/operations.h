@@ -52,6 +52,14 @@ class Operations {
   bool Sleep(double seconds);
 
  private:
+  // In the order in which they began, whatever their addresses: so they fail in that order, too.
+  struct BeganBefore {
+    bool operator()(const OperationPtr& a, const OperationPtr& b) const {
+      return a->handle < b->handle;
+    }
+  };
+  using RunningSet = std::set<OperationPtr, BeganBefore>;
+
   void Remove(const OperationPtr& operation);
 
   WorkerCounters* const counters_;
@@ -63,7 +71,7 @@ class Operations {
   bool failed_ = false;
   std::string failure_;
   std::unordered_map<int64_t, OperationPtr> by_handle_;  // until waited for
-  std::set<OperationPtr> running_;
+  RunningSet running_;
 };
 
 }  // namespace core

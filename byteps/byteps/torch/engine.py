@@ -81,6 +81,8 @@ class _InFlight:
             _wire_buffers[self.name] = self.received
 
 
+_joined_by = -1
+"""The process that is the worker."""
 _launch: _Launch | None = None
 # Whether the transport registers what it sends.
 _registers_memory = False
@@ -109,7 +111,7 @@ def init(lazy: bool = True) -> None:
         BytePSError: the scheduler does not answer or refuses, nodes stay away, a bad setting.
     """
     del lazy
-    global _launch, _registers_memory
+    global _joined_by, _launch, _registers_memory
     with _lock:
         if c_lib.is_initialized():
             return
@@ -126,6 +128,7 @@ def init(lazy: bool = True) -> None:
             embedded.stop(graceful=False)
             raise
         _registers_memory = c_lib.registers_memory()
+        _joined_by = os.getpid()
         atexit.register(shutdown)
 
 
@@ -133,8 +136,11 @@ def shutdown() -> None:
     """Finish what is under way, leave the job, close all connections.
 
     The cluster ends when all workers have left.  Others that wait for a push of this worker get an
-    error.  Does nothing when not initialised.
+    error.  Does nothing when not initialised, nor in a process that was forked from the worker:
+    what it has of the job belongs to its parent.
     """
+    if os.getpid() != _joined_by:
+        return
     # After a failure servers and scheduler end by themselves or not at all.
     graceful = not c_lib.has_failed()
     _stop(suspend=False)

@@ -220,7 +220,8 @@ ps::SArray<char> FakeChannel::Receive(const ps::Meta& meta, const std::vector<ch
   }
   ps::SArray<char> received;
   if (placing == nullptr) {
-    received.CopyFrom(values.data(), values.size());
+    auto* const copy = new std::vector<char>(values);
+    received.reset(copy->data(), copy->size(), [copy](char*) { delete copy; });
     return received;
   }
   place_cond_.notify_all();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 
@@ -50,6 +51,25 @@ def sums(job: Job) -> None:
         for name in ("weight", "bias"):
             with job.check(f"{name} {round_}"):
                 _sum(job, name, round_ * 7 + job.args.get("salt", 0))
+    bps.shutdown()
+
+
+def fork_and_exit(job: Job) -> None:
+    """A child by fork ends as Python's programs do, and the job does not notice."""
+    bps.init()
+    with job.check("sum before"):
+        _sum(job, "kept", 0)
+    child = os.fork()
+    if child == 0:
+        bps.shutdown()
+        atexit._run_exitfuncs()
+        os._exit(0)
+    with job.check("the child ends"):
+        assert os.waitpid(child, 0)[1] == 0
+    job.mark("forked")
+    for round_ in range(1, 4):
+        with job.check(f"sum after, round {round_}"):
+            _sum(job, "kept", round_)
     bps.shutdown()
 
 

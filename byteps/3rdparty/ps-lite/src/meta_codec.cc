@@ -15,6 +15,8 @@ constexpr uint8_t kPush = 2;
 constexpr uint8_t kSimpleApp = 4;
 // The longest name that DNS allows has 253 letters.
 constexpr size_t kMaxHostBytes = 255;
+// Far more than any job has; ids, which are made from ranks, stay in their range.
+constexpr int kMaxRank = 1 << 24;
 
 void EncodeNode(const Node& node, ByteWriter* out) {
   const std::string host = node.hostname.substr(0, kMaxHostBytes);
@@ -39,8 +41,8 @@ bool DecodeNode(ByteReader* in, Node* node) {
   }
   const bool no_text = std::any_of(node->hostname.begin(), node->hostname.end(),
                                    [](char c) { return c <= ' ' || c == 127; });
-  if (role > Node::SCHEDULER || port < 0 || port > 65535 || no_text ||
-      name.size() > sizeof(node->endpoint_name)) {
+  if (role > Node::SCHEDULER || id < 0 || aux_id < -1 || aux_id > kMaxRank || port < 0 ||
+      port > 65535 || no_text || name.size() > sizeof(node->endpoint_name)) {
     return false;
   }
   node->role = static_cast<Node::Role>(role);

@@ -28,6 +28,8 @@ constexpr double kGoodbyeSeconds = 5.0;
 constexpr double kLastWordSeconds = 0.5;
 // The same for the word of a peer that closed a connection.
 constexpr double kPeersWordSeconds = 1.5;
+// Of each role.  A job that claims to have more is not believed: the scheduler would count them.
+constexpr int kMaxNodes = 1 << 20;
 // How long it may take the scheduler to fail the job once it is told of that.
 constexpr double kVerdictSeconds = 5.0;
 // How the LEAVE of a server begins that was told to end.
@@ -83,8 +85,10 @@ std::string Membership::PackClaim(const Claim& claim) {
 }
 
 bool Membership::ParseClaim(const std::string& text, Claim* claim) {
-  return sscanf(text.c_str(), "protocol=%d workers=%d servers=%d", &claim->protocol,
-                &claim->workers, &claim->servers) == 3;
+  // So many digits fit into an int, whatever comes.
+  const int found = sscanf(text.c_str(), "protocol=%9d workers=%9d servers=%9d", &claim->protocol,
+                           &claim->workers, &claim->servers);
+  return found == 3 && claim->workers <= kMaxNodes && claim->servers <= kMaxNodes;
 }
 
 void Membership::Send(Control::Command command, int recver, const std::string& body,
@@ -286,9 +290,14 @@ void Membership::OnDisconnect(int node_id) {
     OnLost(node_id, "its connection closed");
     return;
   }
-  std::lock_guard<std::mutex> lock(mu_);
+  std::unique_lock<std::mutex> lock(mu_);
   const bool in_job = state_ == State::kActive || state_ == State::kJoining;
-  if (node_id != kScheduler || !welcomed_ || left_acknowledged_ || !in_job) return;
+  if (node_id != kScheduler || left_acknowledged_ || !in_job) return;
+  if (!welcomed_) {
+    lock.unlock();
+    return Fail("the " + SchedulerName() +
+                " cannot be joined: it closed the connection, as it does when its job has ended");
+  }
   // It may have ended in good order, or told of a failure: its last word comes
   // on another connection and may be behind this news.
   scheduler_closed_ = true;

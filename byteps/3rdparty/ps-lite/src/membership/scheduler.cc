@@ -311,6 +311,8 @@ void Membership::EndJob() {
   bool suspended = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
+    // It has failed, or Stop was called, which waits for the timer thread: it sees the state.
+    if (state_ != State::kActive) return;
     for (const auto& entry : peers_) {
       suspended = suspended || entry.second.left_to_suspend;
       if (entry.second.node.role == Node::SERVER) servers.push_back(entry.first);

@@ -1,0 +1,52 @@
+# Programs that try the worker and the server; BYTEPS_BUILD_TESTS asks for them.
+add_library(worker_under_test STATIC ${WORKER_SOURCES} byteps/device/fake.cc)
+target_compile_options(worker_under_test PRIVATE ${WARNINGS})
+target_link_libraries(worker_under_test PUBLIC byteps_engine)
+
+# Upstream's arrays, when they grow, copy nothing from nowhere: memcpy of 0 bytes from null.
+set(ARRAYS_THAT_GROW)
+if(BYTEPS_FUZZERS)
+  set(ARRAYS_THAT_GROW -fno-sanitize=nonnull-attribute)
+endif()
+
+find_package(GTest)
+if(GTest_FOUND)
+  add_executable(engine_test
+    tests/engine/device_test.cc
+    tests/engine/engine_test.cc
+    tests/engine/fake_channel.cc
+    tests/engine/plan_test.cc
+    tests/engine/protocol_test.cc
+    tests/engine/push_scheduler_test.cc
+    tests/engine/status_test.cc)
+  target_compile_options(engine_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
+  target_link_libraries(engine_test PRIVATE worker_under_test GTest::gtest_main)
+endif()
+
+add_executable(sum_worker tests/jobs/sum_worker.cc)
+target_compile_options(sum_worker PRIVATE ${WARNINGS})
+target_link_libraries(sum_worker PRIVATE worker_under_test)
+
+# It plays threads and time itself, which no sanitizer follows.
+if(NOT BYTEPS_SANITIZE)
+  add_executable(simulate
+    tests/simulation/network.cc
+    tests/simulation/simulate.cc
+    tests/simulation/virtual_threads.cc)
+  target_compile_options(simulate PRIVATE ${WARNINGS})
+  target_link_libraries(simulate PRIVATE worker_under_test)
+endif()
+
+# What reads bytes that come from a network, one program for each parser (tests/fuzz).
+if(BYTEPS_FUZZERS)
+  add_custom_target(fuzzers)
+  foreach(name declarations frame hello membership meta rdma server)
+    add_executable(${name}_fuzzer tests/fuzz/${name}_fuzzer.cc)
+    target_compile_options(${name}_fuzzer PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
+    target_link_options(${name}_fuzzer PRIVATE -fsanitize=fuzzer)
+    target_link_libraries(${name}_fuzzer PRIVATE byteps_engine)
+    add_dependencies(fuzzers ${name}_fuzzer)
+  endforeach()
+  # Needs no device, nor its headers.
+  target_sources(rdma_fuzzer PRIVATE ${PSLITE}/src/rdma/wire.cc)
+endif()

@@ -1,0 +1,182 @@
+// A worker without Python: sums tensors over a real job and checks every value.
+//
+//   sum_worker [--rounds N] [--tensors N] [--bytes N] [--seed N] [--pause-ms N]
+//
+// Settings come from the environment, as for any worker.  Each round sums all tensors at once.
+// The inputs differ by rank, tensor, element and round, and are whole numbers, so that each sum is
+// known exactly.
+//
+// Exit status: 0 all sums were right; 1 the job failed, the last line says why; 2 bad usage;
+// 3 a sum was not there in time, nor failed; 4 a sum was wrong.
+#include <getopt.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "byteps/base/config.h"
+#include "byteps/base/error.h"
+#include "byteps/cluster/session.h"
+#include "byteps/engine/worker.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+enum ExitStatus { kGood = 0, kFailed = 1, kUsage = 2, kLate = 3, kWrong = 4 };
+
+struct Options {
+  int rounds = 20;
+  int tensors = 4;
+  long bytes = 40'000;
+  int seed = 1;
+  int pause_ms = 0;
+};
+
+struct Tensor {
+  std::string name;
+  std::vector<float> values;
+};
+
+// Sums of 64 of them are exact in fp32.
+float InputOf(uint64_t rank, uint64_t tensor, uint64_t round, uint64_t index) {
+  return static_cast<float>((rank * 7919 + tensor * 104729 + round * 1299709 + index * 31) %
+                            200'003);
+}
+
+float SumOf(int size, uint64_t tensor, uint64_t round, uint64_t index) {
+  float sum = 0;
+  for (int rank = 0; rank < size; ++rank) sum += InputOf(rank, tensor, round, index);
+  return sum;
+}
+
+class Job {
+ public:
+  Job(const Options& options, const Config& config)
+      : options_(options),
+        launch_(Launch::From(config)),
+        patience_(config.Float("BYTEPS_OP_TIMEOUT_S") + config.Float("BYTEPS_PEER_TIMEOUT_S") +
+                  60) {
+    SessionOptions session;
+    session.rank = launch_.rank;
+    session.num_workers = launch_.size;
+    session.num_servers = static_cast<int>(config.Int("DMLC_NUM_SERVER"));
+    for (int i = 0; i < options.tensors; ++i) {
+      // Different sizes, so that partitions are cut at different places.
+      const size_t count = std::max<size_t>(1, options.bytes / sizeof(float) / (i + 1));
+      tensors_.push_back({"tensor." + std::to_string(i), std::vector<float>(count)});
+    }
+    worker_.Start(config, launch_, session.num_servers, std::make_unique<Session>(config, session));
+  }
+
+  ExitStatus Run() {
+    std::vector<TensorSpec> specs;
+    for (auto& tensor : tensors_) specs.push_back(SpecOf(tensor));
+    worker_.Declare(specs);
+    std::mt19937 random(options_.seed * 1000 + launch_.rank);
+    for (int round = 0; round < options_.rounds; ++round) {
+      const ExitStatus status = Sum(round, &random);
+      if (status != kGood) return status;
+      std::this_thread::sleep_for(std::chrono::milliseconds(options_.pause_ms));
+    }
+    worker_.Stop(false);
+    return kGood;
+  }
+
+ private:
+  static TensorSpec SpecOf(const Tensor& tensor) {
+    TensorSpec spec;
+    spec.name = tensor.name;
+    spec.bytes = tensor.values.size() * sizeof(float);
+    spec.average = false;
+    return spec;
+  }
+
+  ExitStatus Sum(int round, std::mt19937* random) {
+    std::vector<std::pair<int, int64_t>> handles;
+    for (int i = 0; i < options_.tensors; ++i) {
+      auto& values = tensors_[i].values;
+      for (size_t k = 0; k < values.size(); ++k) values[k] = InputOf(launch_.rank, i, round, k);
+      PushPullRequest request;
+      request.tensor = SpecOf(tensors_[i]);
+      request.input = request.output = values.data();
+      request.priority = static_cast<int>((*random)() % 3);
+      handles.push_back({i, worker_.PushPull(request)});
+    }
+    std::shuffle(handles.begin(), handles.end(), *random);
+    for (const auto& [i, handle] : handles) {
+      if (!worker_.WaitFor(handle, nullptr,
+                           std::chrono::nanoseconds(static_cast<int64_t>(patience_ * 1e9)))) {
+        fprintf(stderr, "no answer: tensor %d of round %d\n", i, round);
+        return kLate;
+      }
+      if (!IsRight(i, round)) return kWrong;
+    }
+    return kGood;
+  }
+
+  bool IsRight(int i, int round) const {
+    const auto& values = tensors_[i].values;
+    for (size_t k = 0; k < values.size(); ++k) {
+      const float wanted = SumOf(launch_.size, i, round, k);
+      if (values[k] == wanted) continue;
+      fprintf(stderr, "wrong sum: tensor %d, round %d, element %zu is %.1f, not %.1f\n", i, round,
+              k, values[k], wanted);
+      return false;
+    }
+    return true;
+  }
+
+  const Options options_;
+  const Launch launch_;
+  const double patience_;  // seconds: the worker itself must have given up by then
+  std::vector<Tensor> tensors_;
+  Worker worker_;  // last: it writes into the tensors
+};
+
+int Main(int argc, char** argv) {
+  Options options;
+  const option names[] = {
+      {"rounds", required_argument, nullptr, 'r'},   {"tensors", required_argument, nullptr, 't'},
+      {"bytes", required_argument, nullptr, 'b'},    {"seed", required_argument, nullptr, 's'},
+      {"pause-ms", required_argument, nullptr, 'p'}, {nullptr, 0, nullptr, 0}};
+  for (int c; (c = getopt_long(argc, argv, "", names, nullptr)) != -1;) {
+    if (c == 'r') options.rounds = atoi(optarg);
+    if (c == 't') options.tensors = atoi(optarg);
+    if (c == 'b') options.bytes = atol(optarg);
+    if (c == 's') options.seed = atoi(optarg);
+    if (c == 'p') options.pause_ms = atoi(optarg);
+    if (c == '?') return kUsage;
+  }
+  if (optind < argc) {
+    fprintf(stderr, "sum_worker: unexpected argument '%s'\n", argv[optind]);
+    return kUsage;
+  }
+  try {
+    Job job(options, Config::FromEnvironment());
+    return job.Run();
+  } catch (const UsageError& e) {
+    fprintf(stderr, "sum_worker: %s\n", e.what());
+    return kUsage;
+  } catch (const std::exception& e) {
+    fprintf(stderr, "sum_worker: %s\n", e.what());
+    return kFailed;
+  }
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps
+
+int main(int argc, char** argv) { return byteps::core::Main(argc, argv); }

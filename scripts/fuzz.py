@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Runs the fuzzers of byteps/tests/fuzz: one for each parser of bytes that come from a network."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import native
+
+ROOT = Path(__file__).resolve().parents[1]
+CORPUS = ROOT / "tests/fuzz/corpus"
+SCRATCH = ROOT / "build/fuzz"
+TARGETS = {
+    "declarations": "the list of tensors that a worker declares",
+    "frame": "frames on a TCP connection, and their metas",
+    "hello": "the greeting of a TCP connection",
+    "membership": "a scheduler among broken members, and a node with a broken scheduler",
+    "meta": "the meta of a message",
+    "rdma": "private data, frames and targets of RDMA connections",
+    "server": "a server whose workers are members, and broken",
+}
+MAX_BYTES = 4096
+LIMIT_S = 3600
+
+
+class Found(Exception):
+    """A fuzzer ended at an input; the text has its last words and where the input is."""
+
+
+def fuzz(folder: Path, target: str, runs: int, seed: int) -> dict[str, float]:
+    """Run one target; what it learns is added to build/fuzz, not to the corpus.
+
+    Args:
+        folder: of the programs.
+        target: a key of TARGETS.
+        runs: executions, beside those of the corpus.
+        seed: of the mutations; 0 takes another one each time.
+
+    Returns:
+        Executions, seconds, and coverage in edges.
+
+    Raises:
+        Found: something did not hold.
+    """
+    learnt, kept = SCRATCH / target, CORPUS / target
+    shutil.rmtree(learnt, ignore_errors=True)
+    learnt.mkdir(parents=True)
+    begin = time.monotonic()
+    ended = subprocess.run(
+        [
+            str(folder / f"{target}_fuzzer"),
+            *(str(learnt), str(kept)),
+            *(f"-runs={runs}", f"-seed={seed}", f"-max_len={MAX_BYTES}", "-timeout=60"),
+            *("-close_fd_mask=3", "-print_final_stats=1", "-rss_limit_mb=2048"),
+            f"-artifact_prefix={SCRATCH}/{target}-",
+        ],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=LIMIT_S,
+        check=False,
+    )
+    if ended.returncode != 0:
+        raise Found(f"{target}: exit status {ended.returncode}\n{ended.stderr[-6000:]}")
+    executions = re.search(r"number_of_executed_units:\s*(\d+)", ended.stderr)
+    edges = re.findall(r"cov: (\d+)", ended.stderr)
+    return {
+        "executions": int(executions[1]) if executions else 0,
+        "seconds": time.monotonic() - begin,
+        "edges": int(edges[-1]) if edges else 0,
+    }
+
+
+def keep(folder: Path, target: str) -> int:
+    """Add to the corpus what reaches more than it does; return how many files it has."""
+    kept = CORPUS / target
+    kept.mkdir(parents=True, exist_ok=True)
+    command = [folder / f"{target}_fuzzer", "-merge=1", "-close_fd_mask=3", kept, SCRATCH / target]
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
+    return len(list(kept.iterdir()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
+    parser.add_argument("--runs", type=int, default=20_000, help="of each (default 20000)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the mutations; 0: another each time"
+    )
+    parser.add_argument("--keep", action="store_true", help="add what was learnt to the corpus")
+    options = parser.parse_args()
+    targets = options.targets or list(TARGETS)
+    if not set(targets) <= set(TARGETS):
+        parser.error(f"targets are {', '.join(TARGETS)}")
+    status = 0
+    try:
+        folder = native.build("fuzzers", sanitize="address")
+    except native.BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{'target':14}{'executions':>12}{'seconds':>10}{'a second':>10}{'edges':>8}")
+    for target in targets:
+        try:
+            seen = fuzz(folder, target, options.runs, options.seed)
+        except Found as found:
+            print(f"{target:14}FOUND\n{found}\nits input is in {SCRATCH.relative_to(ROOT)}")
+            status = 1
+            continue
+        rate = seen["executions"] / max(seen["seconds"], 0.001)
+        print(
+            f"{target:14}{seen['executions']:12,.0f}{seen['seconds']:10.1f}{rate:10,.0f}"
+            f"{seen['edges']:8.0f}",
+            flush=True,
+        )
+        if options.keep:
+            print(f"{'':14}{keep(folder, target)} files in the corpus")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

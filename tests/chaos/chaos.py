@@ -1,0 +1,395 @@
+#!/usr/bin/env python3
+"""Breaks real jobs on emulated hosts, at random, and demands that they end well or by name.
+
+A seed is one job: its sizes, and what breaks when. Scheduler, servers and workers (sum_worker,
+which checks every value of every sum) run each on a host of its own, a network namespace with a
+limited link. Demanded of each job: no sum is wrong; within a limit every process has ended; each
+ended well, or with an error that names what broke; no process, listening socket or file is left,
+and the hosts go with the last job. Needs root, and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import native
+
+from benchkit.emulation import Emulation, Host
+from benchkit.plan import Topology
+from orphans import end_with_parent
+
+LINK_BITS = 200_000_000
+HOSTS = 6
+LIMIT_S = 180.0
+"""For a machine on which others work as well; the timeouts below are what ends a job."""
+TIMEOUTS = {
+    "BYTEPS_PEER_TIMEOUT_S": "5",
+    "BYTEPS_START_TIMEOUT_S": "10",
+    "BYTEPS_OP_TIMEOUT_S": "12",
+    "BYTEPS_RECONNECT_TIMEOUT_S": "4",
+}
+KINDS = ("kill", "stop", "cut", "reset", "slow", "lossy", "descriptors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    kind: str
+    """One of KINDS; descriptors holds from the start."""
+    node: str
+    """``scheduler``, ``server 0``, ``worker 1``, ..."""
+    at_s: float
+    """After the last process was started."""
+    seconds: float
+    """How long it lasts, where it ends."""
+    limit: int = 0
+    """Of open files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """All that a seed decides."""
+
+    seed: int
+    workers: int
+    servers: int
+    rounds: int
+    tensors: int
+    size: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def nodes(self) -> list[str]:
+        return [
+            "scheduler",
+            *(f"server {i}" for i in range(self.servers)),
+            *(f"worker {i}" for i in range(self.workers)),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    script: Script
+    ended: dict[str, int]
+    """Exit status, by node; -n: by signal n."""
+    seconds: float
+    wrong: list[str]
+    """What did not hold."""
+
+    @property
+    def survived(self) -> bool:
+        return all(status == 0 for status in self.ended.values())
+
+
+def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
+    draw = random.Random(seed)
+    workers, servers = draw.randint(2, 3), draw.randint(1, 2)
+    script = Script(
+        seed=seed,
+        workers=workers,
+        servers=servers,
+        rounds=draw.choice([60, 200, 500]),
+        tensors=draw.randint(1, 5),
+        size=draw.choice([4_000, 40_000, 200_000]),
+        faults=(),
+    )
+    # A job that no worker joins waits for one: the last worker is left alone.
+    victims = script.nodes[:-1]
+    faults = [
+        Fault(
+            kind=draw.choice(list(kinds)),
+            node=draw.choice(victims),
+            at_s=round(draw.choice([0.3, 1.0, 3.0]) * draw.random(), 3),
+            seconds=draw.choice([0.2, 1.0, 9.0]),
+            limit=draw.randint(10, 40),
+        )
+        for _ in range(draw.choice([1, 1, 1, 2]))
+    ]
+    return Script(**{**vars(script), "faults": tuple(faults)})
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+class Job:
+    """One run of a script on hosts that outlive it."""
+
+    def __init__(
+        self, script: Script, hosts: Sequence[Host], switch: str, programs: Path, folder: Path
+    ) -> None:
+        self.script = script
+        self.folder = folder
+        self._hosts = dict(zip(script.nodes, hosts, strict=False))
+        self._ports = {node: f"port{i}" for i, node in enumerate(script.nodes)}
+        self._switch = switch
+        self._programs = programs
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._timers: list[threading.Timer] = []
+        self._wrong: list[str] = []
+        self._lock = threading.Lock()
+
+    def run(self) -> Result:
+        begin = time.monotonic()
+        try:
+            self._start()
+            for fault in self.script.faults:
+                if fault.kind != "descriptors":
+                    self._later(fault.at_s, lambda fault=fault: self._break(fault))
+            self._await_end()
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+                timer.join()
+            self._mend()
+            for process in self._processes.values():
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        ended = {node: process.returncode for node, process in self._processes.items()}
+        self._judge(ended)
+        seconds = round(time.monotonic() - begin, 2)
+        return Result(script=self.script, ended=ended, seconds=seconds, wrong=self._wrong)
+
+    # ----- processes
+
+    def _start(self) -> None:
+        script, port_file = self.script, self.folder / "scheduler.port"
+        server = str(self._programs / "byteps-server")
+        env = {
+            "PATH": os.environ["PATH"],
+            "TMPDIR": str(self.folder),
+            **TIMEOUTS,
+            "BYTEPS_SECRET": secrets.token_hex(32),
+            "BYTEPS_PARTITION_BYTES": "65536",
+            "DMLC_PS_ROOT_URI": self._hosts["scheduler"].address,
+            "DMLC_PS_ROOT_PORT": "0",
+            "DMLC_NUM_WORKER": str(script.workers),
+            "DMLC_NUM_SERVER": str(script.servers),
+        }
+        scheduler = [server, "--role", "scheduler", "--port-file", str(port_file)]
+        self._spawn("scheduler", scheduler, env)
+        deadline = time.monotonic() + LIMIT_S
+        while not port_file.exists():
+            if self._processes["scheduler"].poll() is not None:
+                return  # it could not begin, and has said why
+            if time.monotonic() > deadline:
+                raise RuntimeError("the scheduler did not begin to listen")
+            time.sleep(0.01)
+        env["DMLC_PS_ROOT_PORT"] = port_file.read_text().split()[1]
+        for index in range(script.servers):
+            self._spawn(f"server {index}", [server, "--role", "server"], env)
+        arguments = {"rounds": script.rounds, "tensors": script.tensors, "bytes": script.size}
+        worker = [str(self._programs / "sum_worker"), "--pause-ms", "5"]
+        worker += [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+        for rank in range(script.workers):
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(script.workers)}
+            self._spawn(f"worker {rank}", worker, {**env, **ranks})
+
+    def _spawn(self, node: str, command: list[str], env: dict[str, str]) -> None:
+        for fault in self.script.faults:
+            if fault.kind == "descriptors" and fault.node == node:
+                command = ["prlimit", f"--nofile={fault.limit}", *command]
+        with self._log(node).open("wb") as log:
+            self._processes[node] = subprocess.Popen(
+                self._hosts[node].command(command),
+                env=env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    def _log(self, node: str) -> Path:
+        return self.folder / f"{node.replace(' ', '-')}.log"
+
+    def _await_end(self) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        for node, process in self._processes.items():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._wrong.append(f"{node} still ran after {LIMIT_S:g} s")
+
+    # ----- faults
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, act)
+        with self._lock:
+            self._timers.append(timer)
+        timer.start()
+
+    def _break(self, fault: Fault) -> None:
+        host, process = self._hosts[fault.node], self._processes.get(fault.node)
+        if process is None or process.poll() is not None:
+            return
+        namespace, port = str(host.namespace), self._ports[fault.node]
+        if fault.kind == "kill":
+            process.kill()
+        elif fault.kind == "stop":
+            process.send_signal(signal.SIGSTOP)
+            self._later(fault.seconds, lambda: process.send_signal(signal.SIGCONT))
+        elif fault.kind == "cut":
+            link = ("ip", "-n", self._switch, "link", "set", port)
+            _run(*link, "down")
+            self._later(fault.seconds, lambda: _run(*link, "up") and None)
+        elif fault.kind == "reset":
+            _run("ip", "netns", "exec", namespace, "ss", "-K", "state", "established")
+        else:
+            # A queue that holds a packet or two drops most of each burst.
+            rate, queue = ("2mbit", 4 << 20) if fault.kind == "slow" else ("100mbit", 20_000)
+            self._shape(namespace, rate, queue)
+            whole = f"{LINK_BITS}bit"
+            self._later(fault.seconds, lambda: self._shape(namespace, whole, 16 << 20))
+
+    def _shape(self, namespace: str, rate: str, queue: int) -> None:
+        tbf = ["tbf", "rate", rate, "burst", "256kb", "limit", str(queue)]
+        _run("tc", "-n", namespace, "qdisc", "replace", "dev", "eth0", "root", *tbf)
+
+    def _mend(self) -> None:
+        for node, process in self._processes.items():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+            _run("ip", "-n", self._switch, "link", "set", self._ports[node], "up")
+            self._shape(str(self._hosts[node].namespace), f"{LINK_BITS}bit", 16 << 20)
+
+    # ----- what must hold
+
+    def _judge(self, ended: dict[str, int]) -> None:
+        victims = {fault.node for fault in self.script.faults}
+        killed = {fault.node for fault in self.script.faults if fault.kind == "kill"}
+        for node, status in ended.items():
+            said = self._log(node).read_text(errors="replace").strip()
+            if status == -signal.SIGKILL and node in killed:
+                continue
+            if status not in (0, 1):
+                self._wrong.append(f"{node} ended with {status}: {said[-2000:]}")
+            elif status == 1 and node not in victims and not self._names_any(said, victims):
+                self._wrong.append(f"{node} does not name {sorted(victims)}: {said[-600:]}")
+        self._look_for_remains()
+
+    def _names_any(self, said: str, victims: set[str]) -> bool:
+        # To a scheduler that was cut off, or slept, all others were silent.
+        if "scheduler" in victims:
+            return bool(re.search(r"scheduler|server \d|worker \d", said))
+        patterns = [r"cannot be joined: it closed the connection"]
+        for node in victims:
+            patterns.append(re.escape(self._hosts[node].address) + r"[):]")
+            # Which server is called 0 is settled by who registers first.
+            role, _, rank = node.partition(" ")
+            patterns.append(rf"worker {rank}\b" if role == "worker" else r"missing: .*server")
+        return re.search("|".join(patterns), said) is not None
+
+    def _look_for_remains(self) -> None:
+        expected = {self._log(node).name for node in self._processes} | {"scheduler.port"}
+        left = {path.name for path in self.folder.iterdir()} - expected
+        if left:
+            self._wrong.append(f"files were left: {sorted(left)}")
+        for node, host in self._hosts.items():
+            pids = _run("ip", "netns", "pids", str(host.namespace)).split()
+            if pids:
+                self._wrong.append(f"processes were left on the host of {node}: {pids}")
+            ports = _run("ip", "netns", "exec", str(host.namespace), "ss", "-Htln").strip()
+            if ports:
+                self._wrong.append(f"a socket on the host of {node} still listens: {ports}")
+
+
+def play(
+    scripts: Sequence[Script],
+    programs: Path,
+    folder: Path,
+    tell: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Run the scripts one after the other; logs go to folders of ``folder``, one for each seed."""
+    topology = Topology(
+        workers=HOSTS - 1,
+        servers=1,
+        emulated_hosts=HOSTS,
+        link_bits=LINK_BITS,
+        fair_queue=False,
+        mtu=1500,
+    )
+    results = []
+    with Emulation(topology) as emulation:
+        switch = str(emulation.hosts[0].namespace).rpartition("-")[0] + "-switch"
+        names = [switch, *(str(host.namespace) for host in emulation.hosts)]
+        for script in scripts:
+            own = folder / f"seed-{script.seed}"
+            own.mkdir(parents=True)
+            results.append(Job(script, emulation.hosts, switch, programs, own).run())
+            tell(results[-1])
+    left = set(names) & set(_run("ip", "netns", "list").split())
+    if left:
+        raise RuntimeError(f"network namespaces were left: {sorted(left)}")
+    return results
+
+
+def find_programs(sanitize: str) -> Path:
+    """The folder of byteps-server and sum_worker. Raises BuildError."""
+    if sanitize:
+        return native.build("byteps-server", "sum_worker", sanitize=sanitize)
+    return native.build("byteps-server", "sum_worker")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--seeds", type=int, default=20, help="how many jobs (default 20)")
+    parser.add_argument("--from", dest="first", type=int, default=1, help="the first seed")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="only these faults")
+    parser.add_argument("--sanitize", choices=native.SANITIZED, default="", help="build with this")
+    parser.add_argument("--logs", type=Path, help="keep all logs in this folder")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    kinds = options.kinds.split(",")
+    if not set(kinds) <= set(KINDS) or options.seeds < 1:
+        parser.error(f"--kinds takes some of {','.join(KINDS)}, and --seeds a positive number")
+    scripts = [make_script(options.first + i, kinds) for i in range(options.seeds)]
+
+    def tell(result: Result) -> None:
+        what = "; ".join(
+            f"{f.kind} {f.node} at {f.at_s:g} s for {f.seconds:g} s" for f in result.script.faults
+        )
+        how = "WRONG" if result.wrong else "went on" if result.survived else "ended by name"
+        print(f"seed {result.script.seed:5}  {how:13}  {result.seconds:6.1f} s  {what}", flush=True)
+        for line in result.wrong:
+            print(f"    {line}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        results = play(
+            scripts, find_programs(options.sanitize), options.logs or Path(scratch), tell
+        )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    wrong = sum(bool(result.wrong) for result in results)
+    went_on = sum(result.survived and not result.wrong for result in results)
+    print(
+        f"{len(results)} jobs: {went_on} went on, {len(results) - went_on - wrong} ended by name, "
+        f"{wrong} wrong"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Worker, servers and scheduler watched by AddressSanitizer and UndefinedBehaviorSanitizer, and by
+ThreadSanitizer, each built whole by `tests/native.py --sanitize`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import native
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
+
+from cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
+
+LIMIT_S = 240.0
+WORKERS, SERVERS = 2, 2
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+}
+
+pytestmark = [pytest.mark.sanitizers, pytest.mark.requires("clang")]
+
+
+@pytest.fixture(
+    scope="module", params=["address", pytest.param("thread", marks=pytest.mark.thorough)]
+)
+def programs(request: pytest.FixtureRequest) -> Path:
+    """Their folder, for each sanitizer in turn."""
+    return native.build("engine_test", "byteps-server", "sum_worker", sanitize=request.param)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_the_worker_over_a_fake_channel(programs: Path, run_dir: Path) -> None:
+    log = run_dir / "engine_test.log"
+    with log.open("wb") as out:
+        ended = subprocess.run(
+            [programs / "engine_test", "--gtest_brief=1"],
+            env={**os.environ, **OPTIONS},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert ended.returncode == 0
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("fused", ["1", "0"])
+def test_a_whole_job(programs: Path, run_dir: Path, fused: str) -> None:
+    port_file = run_dir / "scheduler.port"
+    env = {
+        **clean_environment(run_dir),
+        **OPTIONS,
+        "DMLC_PS_ROOT_URI": LOOPBACK,
+        "DMLC_PS_ROOT_PORT": "0",
+        "DMLC_NUM_WORKER": str(WORKERS),
+        "DMLC_NUM_SERVER": str(SERVERS),
+        "BYTEPS_PARTITION_BYTES": "16384",
+        "BYTEPS_FUSED_PUSH_PULL": fused,
+        "BYTEPS_TRACE_ON": "1",
+        "BYTEPS_TRACE_DIR": str(run_dir / "traces"),
+    }
+    server = str(programs / "byteps-server")
+    processes: list[Spawned] = []
+    try:
+        scheduler = [server, "--role", "scheduler", "--port-file", str(port_file)]
+        processes.append(Spawned("scheduler", scheduler, env, run_dir))
+        env["DMLC_PS_ROOT_PORT"] = wait_for_file(port_file, LIMIT_S, processes).split()[1]
+        for index in range(SERVERS):
+            command = [server, "--role", "server"]
+            processes.append(Spawned(f"server {index}", command, env, run_dir))
+        for rank in range(WORKERS):
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
+            command = [str(programs / "sum_worker"), "--rounds", "8", "--tensors", "3"]
+            processes.append(Spawned(f"worker {rank}", command, {**env, **ranks}, run_dir))
+        wait_all(processes, LIMIT_S)
+        assert {p.title: p.wait(0) for p in processes} == {p.title: 0 for p in processes}
+    finally:
+        for process in processes:
+            if process.running:
+                process.send(9)  # type: ignore[arg-type]
+                process.wait(LIMIT_S)
