@@ -17,11 +17,17 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     DEMAND(again.size() == tcp::kHelloBytes);
     DEMAND(tcp::DecodeHello(again.data()).Encode() == again);
   }
-  if (size >= tcp::kHelloReplyBytes) {
+  if (size >= tcp::kChallengeBytes) {
     size_t refusal_bytes = 0;
-    const tcp::HelloReply reply = tcp::DecodeHelloReply(bytes.data(), &refusal_bytes);
+    const tcp::Challenge challenge = tcp::DecodeChallenge(bytes.data(), &refusal_bytes);
     DEMAND(refusal_bytes <= tcp::kMaxRefusalBytes);
-    DEMAND(reply.Encode().size() == tcp::kHelloReplyBytes);
+    DEMAND(challenge.Encode().size() == tcp::kChallengeBytes);
+  }
+  if (size >= tcp::kReplyBytes) {
+    size_t refusal_bytes = 0;
+    const tcp::Reply reply = tcp::DecodeReply(bytes.data(), &refusal_bytes);
+    DEMAND(refusal_bytes <= tcp::kMaxRefusalBytes);
+    DEMAND(reply.Encode().size() == tcp::kReplyBytes);
   }
   return 0;
 }

@@ -28,6 +28,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const bool ours = rdma::Mismatch(bytes.data(), bytes.size()).empty();
   if (ours) Try<rdma::ConnectRequest>(bytes);
   if (ours) Try<rdma::ConnectReply>(bytes);
+  if (ours) Try<rdma::Challenge>(bytes);
   Try<rdma::Refusal>(bytes);
   Try<rdma::FrameHeader>(bytes);
   Try<rdma::Target>(bytes);
