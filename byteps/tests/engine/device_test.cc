@@ -114,6 +114,11 @@ TEST(PinnedPool, WaitersAreServedInTheirOrder) {
   given_back.swap(kept);
   given_back.clear();
   EXPECT_EQ(order, std::vector<int>({0, 1}));
+  // Not by the vector's end: what is given back then would be put into it once more.
+  given_back.swap(kept);
+  given_back.clear();
+  EXPECT_EQ(order, std::vector<int>({0, 1, 2}));
+  given_back.swap(kept);
 }
 
 TEST(PinnedPool, ManyWhoGiveUpAtOnceDoNotNest) {
