@@ -118,7 +118,7 @@ def test_a_command_is_one_that_the_image_knows(name: str) -> None:
         line = [str(ROOT / "build/venv/bin/byteps-server"), "--print-config", *command]
     done = subprocess.run(
         line,
-        env={**os.environ, **settings},
+        env={**os.environ, **settings, "BYTEPS_SECRET": "a secret that both manifests ask for"},
         capture_output=True,
         text=True,
         check=False,

@@ -6,7 +6,7 @@ namespace byteps {
 namespace core {
 namespace {
 
-constexpr uint64_t kLeastWindows = 8 << 20;  // of all servers together
+constexpr uint64_t kLeastWindows = 16 << 20;  // of all servers together
 
 }  // namespace
 

@@ -3,14 +3,16 @@
 // Partitions wait in one queue for each server, by priority and then in the order in which they
 // came.  A server may have so many bytes on their way to it, its window; the first of those
 // partitions whose servers have room goes next, so that a slow server holds up nobody else's
-// partitions.  A partition counts until the transport has sent it, not until its answer comes:
+// partitions.  A partition counts until the transport knows that it is there, over RDMA until it is
+// written, not until its answer comes:
 // answers wait for other workers, and workers that hold their windows for sums that wait for each
 // other would never go on.
 //
 // The window of a server: BYTEPS_SERVER_WINDOW_BYTES, or by itself twice the partition that wants
-// to go, and no less than 8 MiB over all servers together.  Two partitions keep a link busy while
-// a completion is on its way; more only makes what is urgent wait.  The 8 MiB are for few servers
-// and small partitions: they cover 200 Gbit/s times 300 us.  An idle server takes a partition of
+// to go, and no less than 16 MiB over all servers together.  Two partitions keep a link busy while
+// a completion is on its way; more only makes what is urgent wait.  The 16 MiB are for few servers
+// and small partitions: they cover 200 Gbit/s times 600 us, after which a busy server has said what
+// it has.  An idle server takes a partition of
 // any size.
 #ifndef BYTEPS_ENGINE_PUSH_SCHEDULER_H_
 #define BYTEPS_ENGINE_PUSH_SCHEDULER_H_

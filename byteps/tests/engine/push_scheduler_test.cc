@@ -73,11 +73,11 @@ TEST(PushScheduler, IdleServerTakesAnySize) {
 }
 
 TEST(PushScheduler, WindowByItself) {
-  // 8 MiB over 4 servers; or twice the partition.
-  PushScheduler small(4, 0);
+  // 16 MiB over 8 servers; or twice the partition.
+  PushScheduler small(8, 0);
   small.Add(0, {TaskOf(0, 2 << 20, 1), TaskOf(0, 1, 2)});
   EXPECT_EQ(TakeIndex(&small), 1u);
-  EXPECT_TRUE(NothingGoes(&small, 3));
+  EXPECT_TRUE(NothingGoes(&small, 7));
   PushScheduler large(64, 0);
   large.Add(0, {TaskOf(0, 4096000, 1), TaskOf(0, 4096000, 2), TaskOf(0, 4096000, 3)});
   EXPECT_EQ(TakeIndex(&large), 1u);
