@@ -77,10 +77,10 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     path = os.pathsep.join(map(str, (REPOSITORY / "bench", REPOSITORY / "scripts")))
     program = [sys.executable, "-m", "rdmakit.inside", "spec.json", "result.json"]
     env = {"PYTHONPATH": path, "PATH": os.environ["PATH"], **compiled(("byteps.torch",))}
+    print("a virtual machine starts, and imports torch: a minute or two", flush=True)
     with Guest(folder, program, env=env) as guest:
-        if guest.wait(options.timeout) != 0:
+        if guest.wait(options.timeout, lambda text: print(text, end="", flush=True)) != 0:
             raise VmError(f"the measurement failed\n{guest.last_words()}")
-        print(guest.output.read_text(), end="")
     return json.loads((folder / "result.json").read_text())
 
 

@@ -51,16 +51,34 @@ fi
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 mkdir -p "$root/build" "$logs" "$cache"
 
+# tell NAME LOG: every ten seconds, for how long the step has run, and what its log says last.
+tell() {
+  local seconds=0 never
+  exec {never}<> <(:) # nothing is ever written to it
+  while ! read -r -t 10 -u "$never" && kill -0 $$ 2>/dev/null; do
+    ((seconds += 10))
+    printf 'setup: %-14s %4d s so far: %s\n' "$1" "$seconds" \
+      "$(tail -n 1 "$2" 2>/dev/null | tr -cd '[:print:]' | cut -c -70)"
+  done
+}
+
 # step NAME COMMAND...: runs the command with its output in a log, shown when it fails, and prints
 # how long it took.
 step() {
-  local name="$1" begin=$EPOCHREALTIME log status
+  local name="$1" begin=$EPOCHREALTIME log status teller
   log="$logs/setup-${name// /-}.log"
   shift
+  tell "$name" "$log" 9>&- &
+  teller=$!
+  # shellcheck disable=SC2064 # of this step
+  trap "kill $teller 2>/dev/null" EXIT
   # Not `if ! command`: there bash would ignore the failures inside a function.
   set +e
   (set -e && "$@") >"$log" 2>&1 </dev/null
   status=$?
+  kill "$teller" 2>/dev/null
+  wait "$teller" 2>/dev/null
+  trap - EXIT
   set -e
   if ((status != 0)); then
     printf 'setup: %s FAILED; the end of %s:\n' "$name" "${log#"$root"/}" >&2

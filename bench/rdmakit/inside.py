@@ -183,15 +183,22 @@ def measure(spec: Spec) -> dict[str, Any]:
     rdma = {"DMLC_ENABLE_RDMA": "ibverbs", "BYTEPS_RDMA_WINDOW_BYTES": str(spec.window)}
     goodput: dict[str, list[float]] = {"ib_write_bw": [], **{name: [] for name in PLANES}}
     delays: dict[str, list[dict[str, float]]] = {name: [] for name in PLANES}
+
+    def tell(repetition: int, name: str) -> None:
+        line = f"{repetition + 1}/{spec.repetitions} {name}: {goodput[name][-1] / 1e6:.1f} MB/s"
+        if name in delays:
+            line += f", p99 of control {delays[name][-1]['p99'] * 1e3:.1f} ms"
+        print(line, flush=True)
+
     for repetition in range(spec.repetitions):
         goodput["ib_write_bw"].append(perftest(spec))
+        tell(repetition, "ib_write_bw")
         for name, value in PLANES.items():
             settings = {**rdma, "BYTEPS_RDMA_DATA_PLANE": value}
             goodput[name].append(push_pull(spec, settings))
             delays[name].append(control_delay(spec, settings))
-        line = {name: round(values[-1] / 1e6, 2) for name, values in goodput.items()}
-        p99 = {name: round(values[-1]["p99"] * 1e3, 1) for name, values in delays.items()}
-        print(f"{repetition + 1}/{spec.repetitions}: MB/s {line}, p99 ms {p99}", flush=True)
+            tell(repetition, name)
+    print("a job that sums nothing", flush=True)
     spent = {"tcp": idle(spec, {}), "rdma": idle(spec, rdma)}
     return {"spec": asdict(spec), "goodput": goodput, "delays": delays, "idle": spent}
 

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -145,10 +145,23 @@ class Guest:
             return None
         return int(text) if text else None
 
-    def wait(self, timeout_s: float) -> int:
-        """The command's exit status. Raises VmError when it is late or the guest broke down."""
+    def wait(self, timeout_s: float, show: Callable[[str], None] | None = None) -> int:
+        """The command's exit status. Raises VmError when it is late or the guest broke down.
+
+        Args:
+            show: is given what the command prints, as it comes.
+        """
         deadline = time.monotonic() + timeout_s
-        while self.status is None:
+        shown = 0
+        while True:
+            status = self.status
+            if show is not None and self.output.exists():
+                text = self.output.read_text(errors="replace")
+                if len(text) > shown:
+                    show(text[shown:])
+                shown = len(text)
+            if status is not None:
+                return status
             running = self.running
             if not running and self.status is None:
                 raise VmError(f"the guest ended before its command did\n{self.last_words()}")
@@ -157,9 +170,6 @@ class Guest:
                     f"the guest's command runs still, after {timeout_s:g} s\n{self.last_words()}"
                 )
             time.sleep(0.05)
-        status = self.status
-        assert status is not None
-        return status
 
     def last_words(self, lines: int = 20) -> str:
         """The ends of what the command and the guest's kernel printed."""
