@@ -94,7 +94,8 @@ std::vector<Variable> MakeTable() {
        "send, and as many pull loops, which copy sums that did not arrive in their place, and "
        "enqueue copies to the GPU."},
       {"BYTEPS_SERVER_WINDOW_BYTES", kInt, "bytes", "0", 0, 1e12, "",
-       "Partitions that a worker may have on their way to each server; the others wait where one of "
+       "Partitions that a worker may have on their way to each server; the others wait where one "
+       "of "
        "higher priority overtakes them. 0: twice the partition, and no less than 16 MiB over all "
        "servers."},
       {"BYTEPS_PINNED_BYTES", kInt, "bytes", "268435456", 1, 1e15, "",
