@@ -14,7 +14,7 @@ PATIENCE_S = 400
 """Against hangs: it takes seconds."""
 MESSAGES_A_NODE = 6
 """Welcome, the servers or the start, a farewell, its workers' departures, and an end; heartbeats
-are far apart. A list of all nodes that each hears of one by one would be thousands."""
+are not counted. A list of all nodes that each hears of one by one would be thousands."""
 
 
 def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster]) -> None:
