@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
-#include <ctime>
 
 #include "ps/internal/postoffice.h"
 #include "ps/json_text.h"
 #include "ps/log_line.h"
+#include "ps/utc_text.h"
 
 namespace byteps {
 namespace core {
@@ -65,14 +65,7 @@ int64_t UnixMs() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
 }
 
-std::string TimeText(int64_t unix_ms) {
-  const time_t seconds = unix_ms / 1000;
-  tm parts;
-  gmtime_r(&seconds, &parts);
-  char text[40];
-  strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text;
-}
+std::string TimeText(int64_t unix_ms) { return ps::UtcText(unix_ms / 1000) + "Z"; }
 
 std::string Format(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string Format(const char* format, ...) {

@@ -7,11 +7,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <mutex>
 #include <sstream>
 
 #include "ps/json_text.h"
+#include "ps/utc_text.h"
 
 namespace ps {
 namespace {
@@ -62,16 +62,10 @@ const char* NameOf(char severity) {
   }
 }
 
-// RFC 3339, in UTC.
 std::string TimeText(int64_t microseconds) {
-  const time_t seconds = microseconds / 1000000;
-  tm parts;
-  gmtime_r(&seconds, &parts);
-  char day[32];
-  strftime(day, sizeof(day), "%Y-%m-%dT%H:%M:%S", &parts);
-  char text[48];
-  snprintf(text, sizeof(text), "%s.%06dZ", day, static_cast<int>(microseconds % 1000000));
-  return text;
+  char fraction[16];
+  snprintf(fraction, sizeof(fraction), ".%06dZ", static_cast<int>(microseconds % 1000000));
+  return UtcText(microseconds / 1000000) + fraction;
 }
 
 void WriteAll(const std::string& bytes) {
