@@ -29,10 +29,15 @@ namespace {
 
 using ps::rdma::ConnectRequest;
 
+struct QueuePair {
+  ibv_qp* qp;
+  std::string plane;  // empty until this process asks for a connection by it
+};
+
+// The queue pairs that there are; one is not destroyed while mu is held.
 struct Seen {
   std::mutex mu;
-  std::map<uint32_t, ibv_qp*> by_number;
-  std::multimap<std::string, uint32_t> by_plane;
+  std::map<uint32_t, QueuePair> by_number;
   bool watches = false;
 };
 
@@ -53,11 +58,11 @@ Function Next(const char* name, const char* version) {
 
 void BreakPlane(const std::string& plane) {
   std::lock_guard<std::mutex> lock(seen().mu);
-  const auto range = seen().by_plane.equal_range(plane);
-  for (auto it = range.first; it != range.second; ++it) {
+  for (const auto& entry : seen().by_number) {
+    if (entry.second.plane != plane) continue;
     ibv_qp_attr attributes = {};
     attributes.qp_state = IBV_QPS_ERR;
-    const int error = ibv_modify_qp(seen().by_number[it->second], &attributes, IBV_QP_STATE);
+    const int error = ibv_modify_qp(entry.second.qp, &attributes, IBV_QP_STATE);
     fprintf(stderr, "meddle: broke a queue pair of the %s plane: %s\n", plane.c_str(),
             strerror(error));
   }
@@ -73,7 +78,9 @@ void Watch(const std::string& path) {
 
 void Remember(const ConnectRequest& request, uint32_t number) {
   std::lock_guard<std::mutex> lock(seen().mu);
-  seen().by_plane.emplace(request.is_data_plane ? "data" : "control", number);
+  const auto found = seen().by_number.find(number);
+  if (found == seen().by_number.end()) return;  // it failed meanwhile
+  found->second.plane = request.is_data_plane ? "data" : "control";
   const char* path = getenv("MEDDLE_BREAK");
   if (path == nullptr || seen().watches) return;
   seen().watches = true;
@@ -103,7 +110,7 @@ extern "C" ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
   ibv_qp* made = next(pd, init);
   if (made != nullptr) {
     std::lock_guard<std::mutex> lock(seen().mu);
-    seen().by_number[made->qp_num] = made;
+    seen().by_number[made->qp_num] = {made, ""};
     auto& post_send = made->context->ops.post_send;
     if (getenv("MEDDLE_CLAIM") != nullptr && post_send != PostSend) {
       next_post_send = post_send;
@@ -111,6 +118,14 @@ extern "C" ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
     }
   }
   return made;
+}
+
+extern "C" int ibv_destroy_qp(ibv_qp* qp) {
+  static const auto next = Next<decltype(&ibv_destroy_qp)>("ibv_destroy_qp", "IBVERBS_1.1");
+  std::lock_guard<std::mutex> lock(seen().mu);
+  // First: the number may be another's as soon as the queue pair is gone.
+  seen().by_number.erase(qp->qp_num);
+  return next(qp);
 }
 
 extern "C" int rdma_connect(rdma_cm_id* id, rdma_conn_param* parameters) {
