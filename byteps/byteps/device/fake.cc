@@ -26,7 +26,8 @@ thread_local int current_device = 0;
 thread_local std::vector<int> devices_before;  // of the scopes that are open
 thread_local bool in_callback = false;
 std::atomic<bool> broken{false};
-std::atomic<int> copy_us{0};
+std::mutex copies_mu;
+Done copies_to_device;  // they wait for this; invalid: for nothing
 
 class Stream {
  public:
@@ -110,10 +111,7 @@ void DemandPinned(const void* memory, size_t bytes) {
 }
 
 void Copy(void* to, const void* from, size_t bytes, DeviceStream stream) {
-  Of(stream)->Enqueue([to, from, bytes] {
-    if (copy_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(copy_us));
-    memcpy(to, from, bytes);
-  });
+  Of(stream)->Enqueue([to, from, bytes] { memcpy(to, from, bytes); });
 }
 
 }  // namespace
@@ -175,6 +173,14 @@ void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream strea
 void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream stream) {
   Enter();
   DemandPinned(host, bytes);
+  Of(stream)->Enqueue([] {
+    Done released;
+    {
+      std::lock_guard<std::mutex> lock(copies_mu);
+      released = copies_to_device;
+    }
+    if (released.valid()) released.wait();
+  });
   Copy(device, host, bytes, stream);
 }
 
@@ -205,6 +211,13 @@ std::shared_ptr<std::promise<void>> Hold(DeviceStream stream) {
   return promise;
 }
 
+std::shared_ptr<std::promise<void>> HoldCopiesToDevice() {
+  auto promise = std::make_shared<std::promise<void>>();
+  std::lock_guard<std::mutex> lock(copies_mu);
+  copies_to_device = promise->get_future().share();
+  return promise;
+}
+
 void Synchronize(DeviceStream stream) {
   auto promise = std::make_shared<std::promise<void>>();
   auto done = promise->get_future();
@@ -214,7 +227,6 @@ void Synchronize(DeviceStream stream) {
 
 int CurrentDeviceNumber() { return current_device; }
 void SetCurrentDevice(int device) { current_device = device; }
-void SetCopyTime(int microseconds) { copy_us = microseconds; }
 void SetBroken(bool now) { broken = now; }
 
 uint64_t PinnedBytes() {

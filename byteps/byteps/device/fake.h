@@ -17,13 +17,13 @@ namespace fake {
 
 // A stream does nothing more until the result's value is set.
 std::shared_ptr<std::promise<void>> Hold(DeviceStream stream);
+// No copy to a device is made until the result's value is set.
+std::shared_ptr<std::promise<void>> HoldCopiesToDevice();
 // Blocks until a stream has done all its work.
 void Synchronize(DeviceStream stream);
 // The calling thread's.
 int CurrentDeviceNumber();
 void SetCurrentDevice(int device);
-// Copies take so long each.
-void SetCopyTime(int microseconds);
 // While true, every call fails, and callbacks do not come.
 void SetBroken(bool broken);
 uint64_t PinnedBytes();

@@ -333,7 +333,9 @@ TEST(Failure, NothingIsWrittenAfterwards) {
     script.in_place = in_place;
     script.chunk = 64;
     script.chunk_us = 200;
-    Job job(1, script, {{"BYTEPS_PARTITION_BYTES", "1048576"}});
+    // One partition, so that what is awaited below is all that reads the tensor.
+    Job job(1, script,
+            {{"BYTEPS_PARTITION_BYTES", "1048576"}, {"BYTEPS_MIN_PARTITION_BYTES", "1048576"}});
     auto values = Values(100'000, 1);  // 1.25 s to receive in place
     if (!in_place) job.channel->HoldServer(-1, false);
     const int64_t handle = job.Start("x", &values);
@@ -457,16 +459,14 @@ TEST(Gpu, StreamsWaitForCopiesAndTheHostDoesNot) {
   const DeviceStream stream = MakeStream();
   auto values = Values(1000, 1);
   const auto sum = Times(values, 3);
-  fake::SetCopyTime(200'000);
-  const int64_t handle = job.Start("x", &values, 0, stream);
-  job.Wait(handle, stream);
-  const bool host_waited = values == sum;
-  std::vector<float> seen;
+  const auto hold = fake::HoldCopiesToDevice();
+  job.Wait(job.Start("x", &values, 0, stream), stream);  // returns, though nothing is copied yet
+  const DeviceEvent copied = MakeEvent();
+  RecordEvent(copied, stream);
+  EXPECT_FALSE(EventIsDone(copied));  // the stream waits
+  hold->set_value();
   fake::Synchronize(stream);
-  seen = values;
-  fake::SetCopyTime(0);
-  EXPECT_EQ(seen, sum);
-  EXPECT_FALSE(host_waited);
+  EXPECT_EQ(values, sum);
 }
 
 TEST(Gpu, TwoDevicesAndTheCallersDevice) {

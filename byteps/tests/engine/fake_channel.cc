@@ -183,6 +183,7 @@ void FakeChannel::Answer(ps::Message request) {
   const int op = request.meta.head;
   ps::Message answer = MakeAnswer(op, 0, request.meta.key, request.meta.addr, Fate(request));
   answer.meta.sender = request.meta.recver;
+  Placing* placing = nullptr;
   float ranks = 1;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -194,17 +195,18 @@ void FakeChannel::Answer(ps::Message request) {
     request = ps::Message();  // it was sent: the sender may have its memory back
     if (!sum.empty()) {
       answer.meta.val_len = static_cast<int>(sum.size());
-      answer.AddData(Receive(answer.meta, sum));
+      answer.AddData(Receive(answer.meta, sum, &placing));
     }
   }
   request = ps::Message();
   user_->OnMessage(&answer);
   std::lock_guard<std::mutex> lock(place_mu_);
-  if (answer.data.empty()) return;
-  placing_.remove_if([&](const Placing& p) { return p.begin == answer.data[0].data(); });
+  // Not by its address: two sums may have one tensor.
+  placing_.remove_if([&](const Placing& p) { return &p == placing; });
 }
 
-ps::SArray<char> FakeChannel::Receive(const ps::Meta& meta, const std::vector<char>& values) {
+ps::SArray<char> FakeChannel::Receive(const ps::Meta& meta, const std::vector<char>& values,
+                                      Placing** placed) {
   bool in_place = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -215,7 +217,7 @@ ps::SArray<char> FakeChannel::Receive(const ps::Meta& meta, const std::vector<ch
     std::lock_guard<std::mutex> lock(place_mu_);
     if (char* const place = user_->PlaceFor(meta, values.size())) {
       placing_.push_back({place, values.size(), false});
-      placing = &placing_.back();
+      *placed = placing = &placing_.back();
     }
   }
   ps::SArray<char> received;

@@ -84,7 +84,8 @@ class FakeChannel : public Channel {
   bool TakeNext(ps::Message* request);
   void Answer(ps::Message request);
   std::string Fate(const ps::Message& request);
-  ps::SArray<char> Receive(const ps::Meta& meta, const std::vector<char>& values);
+  // `placed`: what the caller removes from placing_ once the answer has been handed on.
+  ps::SArray<char> Receive(const ps::Meta& meta, const std::vector<char>& values, Placing** placed);
   void ReceiveInPieces(const std::vector<char>& values, Placing* placing);
 
   std::mutex mu_;
