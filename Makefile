@@ -32,11 +32,15 @@ train: setup ## train a GPT on real text, gradients summed by BytePS
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
-test: setup lint ## lint, then every test (or TESTS), RDMA in a virtual machine
+# Tests that run side by side; 0 gives them a terminal, as --pdb needs.
+JOBS ?= $(shell cores=$$(nproc); echo $$(( cores < 8 ? cores : 8 )))
+
+test: setup lint ## lint, then every test (or TESTS) but those of the targets below
 	@$(PYTHON_ENV) tests/native.py >/dev/null
 	@if [ -z "$(TESTS)" ] && scripts/clang.sh >/dev/null; then \
 		$(PYTHON_ENV) tests/native.py --sanitize address >/dev/null; fi
-	@$(PYTHON_ENV) -m pytest -m "not thorough" $(PYTEST_ARGS) $(TESTS)
+	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "not thorough and not on_rdma" \
+		$(PYTEST_ARGS) $(TESTS)
 
 # Left out: what needs a worker's processor time as it is, or bounds memory.
 WATCHED := tests/multiproc -k "not scale and not idle and not memory"
@@ -61,8 +65,9 @@ chaos: setup ## break real jobs on emulated hosts, at random
 test-gpu: setup ## sums of tensors on GPUs, where there are any
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/gpu
 
-test-rdma: setup ## the transports' tests with every setting, between two machines too
-	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/rdma
+test-rdma: setup ## the transports' tests in a virtual machine, with every setting, and between two machines
+	@$(PYTHON_ENV) tests/native.py byteps-server van_test >/dev/null
+	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) $(or $(TESTS),tests/rdma)
 
 test-images: setup ## build the images, train from the compose file, wheels on other machines
 	@bash -c 'source scripts/lib/system.sh; setup_images'

@@ -8,11 +8,14 @@ has a folder of its own; clang makes it, which `scripts/clang.sh` installs.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -65,15 +68,24 @@ def build(*programs: str, sanitize: str = "") -> Path:
         options = [f"-DBYTEPS_SANITIZE={sanitize}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
         # Neither library is built with a sanitizer.
         options += ["-DBYTEPS_WITH_PROMETHEUS=OFF", "-DBYTEPS_WITH_RDMA=OFF"]
-    _run(
-        *(cmake, "-G", "Ninja", "-S", SOURCE, "-B", folder),
-        *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF", *options),
-        # As the wheel's build calls it: ccache looks at the name too.
-        f"-DCMAKE_CXX_COMPILER={compiler}",
-        *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
-    )
-    _run(cmake, "--build", folder, "--parallel", "2", "--target", *programs)
+    with _alone_in(folder):
+        _run(
+            *(cmake, "-G", "Ninja", "-S", SOURCE, "-B", folder),
+            *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF", *options),
+            # As the wheel's build calls it: ccache looks at the name too.
+            f"-DCMAKE_CXX_COMPILER={compiler}",
+            *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
+        )
+        _run(cmake, "--build", folder, "--parallel", "2", "--target", *programs)
     return folder
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Tests run side by side: one builds, the others wait, and find it built."""
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _run(*command: str | Path) -> str:

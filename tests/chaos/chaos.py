@@ -11,6 +11,7 @@ and the hosts go with the last job. Needs root, and iproute2.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
@@ -22,7 +23,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,13 +48,16 @@ TIMEOUTS = {
     "BYTEPS_OP_TIMEOUT_S": "12",
     "BYTEPS_RECONNECT_TIMEOUT_S": "4",
 }
-KINDS = ("kill", "stop", "cut", "reset", "slow", "lossy", "descriptors")
+KINDS = ("kill", "stop", "cut", "reset", "slow", "lossy", "descriptors", "disk")
+FROM_THE_START = ("descriptors", "disk")
+DISK_BYTES = 16 << 10
+"""Of the file system that is full, for a node's timeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     kind: str
-    """One of KINDS; descriptors holds from the start."""
+    """One of KINDS; those of FROM_THE_START take neither time below."""
     node: str
     """``scheduler``, ``server 0``, ``worker 1``, ..."""
     at_s: float
@@ -148,13 +153,14 @@ class Job:
         self._timers: list[threading.Timer] = []
         self._wrong: list[str] = []
         self._lock = threading.Lock()
+        self._full_disks: list[Path] = []
 
     def run(self) -> Result:
         begin = time.monotonic()
         try:
             self._start()
             for fault in self.script.faults:
-                if fault.kind != "descriptors":
+                if fault.kind not in FROM_THE_START:
                     self._later(fault.at_s, lambda fault=fault: self._break(fault))
             self._await_end()
         finally:
@@ -166,6 +172,9 @@ class Job:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+            for disk in self._full_disks:
+                _run("umount", str(disk))
+                disk.rmdir()
         ended = {node: process.returncode for node, process in self._processes.items()}
         self._judge(ended)
         seconds = round(time.monotonic() - begin, 2)
@@ -210,6 +219,8 @@ class Job:
         for fault in self.script.faults:
             if fault.kind == "descriptors" and fault.node == node:
                 command = ["prlimit", f"--nofile={fault.limit}", *command]
+            if fault.kind == "disk" and fault.node == node and not env.get("BYTEPS_TRACE_DIR"):
+                env = {**env, "BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_DIR": self._fill_disk(node)}
         with self._log(node).open("wb") as log:
             self._processes[node] = subprocess.Popen(
                 self._hosts[node].command(command),
@@ -221,6 +232,18 @@ class Job:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
+
+    def _fill_disk(self, node: str) -> str:
+        disk = self.folder / f"{node.replace(' ', '-')}.full"
+        disk.mkdir()
+        _run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk))
+        self._full_disks.append(disk)
+        try:
+            (disk / "filler").write_bytes(bytes(2 * DISK_BYTES))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        return str(disk)
 
     def _log(self, node: str) -> Path:
         return self.folder / f"{node.replace(' ', '-')}.log"
@@ -321,8 +344,23 @@ def play(
     programs: Path,
     folder: Path,
     tell: Callable[[Result], None] = lambda result: None,
+    jobs: int = 1,
 ) -> list[Result]:
-    """Run the scripts one after the other; logs go to folders of ``folder``, one for each seed."""
+    """Run the scripts, ``jobs`` at a time; logs go to folders of ``folder``, one for each seed."""
+    left = iter(scripts)
+    lock = threading.Lock()
+
+    def some(emulation: Emulation) -> list[Result]:
+        return _play_on(emulation, left, lock, programs, folder, tell)
+
+    # Made here: an emulation's name is that of the process and a number.
+    emulations = [_emulation() for _ in range(min(jobs, len(scripts)))]
+    with ThreadPoolExecutor(len(emulations)) as pool:
+        results = [result for part in pool.map(some, emulations) for result in part]
+    return sorted(results, key=lambda result: result.script.seed)
+
+
+def _emulation() -> Emulation:
     topology = Topology(
         workers=HOSTS - 1,
         servers=1,
@@ -331,11 +369,26 @@ def play(
         fair_queue=False,
         mtu=1500,
     )
+    return Emulation(topology)
+
+
+def _play_on(
+    emulation: Emulation,
+    scripts: Iterator[Script],
+    lock: threading.Lock,
+    programs: Path,
+    folder: Path,
+    tell: Callable[[Result], None],
+) -> list[Result]:
     results = []
-    with Emulation(topology) as emulation:
+    with emulation:
         switch = str(emulation.hosts[0].namespace).rpartition("-")[0] + "-switch"
         names = [switch, *(str(host.namespace) for host in emulation.hosts)]
-        for script in scripts:
+        while True:
+            with lock:
+                script = next(scripts, None)
+            if script is None:
+                break
             own = folder / f"seed-{script.seed}"
             own.mkdir(parents=True)
             results.append(Job(script, emulation.hosts, switch, programs, own).run())
@@ -357,14 +410,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=20, help="how many jobs (default 20)")
     parser.add_argument("--from", dest="first", type=int, default=1, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default 1)")
     parser.add_argument("--kinds", default=",".join(KINDS), help="only these faults")
     parser.add_argument("--sanitize", choices=native.SANITIZED, default="", help="build with this")
     parser.add_argument("--logs", type=Path, help="keep all logs in this folder")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
-    if not set(kinds) <= set(KINDS) or options.seeds < 1:
-        parser.error(f"--kinds takes some of {','.join(KINDS)}, and --seeds a positive number")
+    if not set(kinds) <= set(KINDS):
+        parser.error(f"--kinds takes some of {','.join(KINDS)}")
+    if options.seeds < 1 or options.jobs < 1:
+        parser.error("--seeds and --jobs take positive numbers")
     scripts = [make_script(options.first + i, kinds) for i in range(options.seeds)]
 
     def tell(result: Result) -> None:
@@ -378,7 +434,11 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         results = play(
-            scripts, find_programs(options.sanitize), options.logs or Path(scratch), tell
+            scripts,
+            find_programs(options.sanitize),
+            options.logs or Path(scratch),
+            tell,
+            options.jobs,
         )
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
