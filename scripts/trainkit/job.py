@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orphans import end_with_parent
+from children import Spawned, end_all, last_lines
 
 ENTRY = "pretrain_dpu_gpt.py"
 LOG_LINES = 40
@@ -105,13 +103,13 @@ class Job:
         self.folder.mkdir(parents=True)
         record_file = self.folder / "steps.jsonl"
         with self._torchrun(record_file) as process:
-            while process.poll() is None:
+            while process.running:
                 time.sleep(_POLL_S)
                 progress(read_record(record_file))
         record = read_record(record_file)
-        if process.returncode != 0:
+        if process.status != 0:
             raise JobError(
-                f"training ended with exit status {process.returncode}\n{self._last_lines()}"
+                f"training ended with exit status {process.status}\n{self._last_lines()}"
             )
         if not record.steps or not record.checksum:
             raise JobError(f"training ended without its record\n{self._last_lines()}")
@@ -119,44 +117,19 @@ class Job:
         return record
 
     @contextmanager
-    def _torchrun(self, record_file: Path) -> Iterator[subprocess.Popen[bytes]]:
+    def _torchrun(self, record_file: Path) -> Iterator[Spawned]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(self.workers)]
         command += ["--redirects", "3", "--log-dir", str(self.folder / "workers")]
         command += [str(self.tree / ENTRY), *self.arguments, "--record-steps", str(record_file)]
-        with (self.folder / "torchrun.log").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C comes here alone, and is passed on once.
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
-            try:
-                yield process
-            finally:
-                _end(process)
+        environment = {**os.environ, **self.environment}
+        process = Spawned("torchrun", command, environment, self.folder, cwd=Path.cwd())
+        try:
+            yield process
+        finally:
+            end_all([process], _GRACE_S)  # torchrun ends its workers
 
     def _last_lines(self) -> str:
         """The end of what each worker wrote to stderr, or of torchrun's log when none did."""
         logs = sorted(self.folder.rglob("stderr.log")) or [self.folder / "torchrun.log"]
-        parts = []
-        for log in logs:
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-            parts += [f"---- last lines of {log}", *lines[-LOG_LINES:]]
-        return "\n".join(parts)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun, which ends its workers; by force, with its session, when it does not."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            # The session was made for this process: its number is the group's.
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        return "\n".join(f"---- last lines of {log}\n{last_lines(log, LOG_LINES)}" for log in logs)

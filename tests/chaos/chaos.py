@@ -36,7 +36,7 @@ import native
 
 from benchkit.emulation import Emulation, Host
 from benchkit.plan import Topology
-from orphans import end_with_parent
+from children import Late, Spawned
 
 LINK_BITS = 200_000_000
 HOSTS = 6
@@ -149,7 +149,7 @@ class Job:
         self._ports = {node: f"port{i}" for i, node in enumerate(script.nodes)}
         self._switch = switch
         self._programs = programs
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Spawned] = {}
         self._timers: list[threading.Timer] = []
         self._wrong: list[str] = []
         self._lock = threading.Lock()
@@ -169,13 +169,11 @@ class Job:
                 timer.join()
             self._mend()
             for process in self._processes.values():
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+                process.kill()
             for disk in self._full_disks:
                 _run("umount", str(disk))
                 disk.rmdir()
-        ended = {node: process.returncode for node, process in self._processes.items()}
+        ended = {node: process.wait(0) for node, process in self._processes.items()}
         self._judge(ended)
         seconds = round(time.monotonic() - begin, 2)
         return Result(script=self.script, ended=ended, seconds=seconds, wrong=self._wrong)
@@ -200,7 +198,7 @@ class Job:
         self._spawn("scheduler", scheduler, env)
         deadline = time.monotonic() + LIMIT_S
         while not port_file.exists():
-            if self._processes["scheduler"].poll() is not None:
+            if not self._processes["scheduler"].running:
                 return  # it could not begin, and has said why
             if time.monotonic() > deadline:
                 raise RuntimeError("the scheduler did not begin to listen")
@@ -221,17 +219,8 @@ class Job:
                 command = ["prlimit", f"--nofile={fault.limit}", *command]
             if fault.kind == "disk" and fault.node == node and not env.get("BYTEPS_TRACE_DIR"):
                 env = {**env, "BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_DIR": self._fill_disk(node)}
-        with self._log(node).open("wb") as log:
-            self._processes[node] = subprocess.Popen(
-                self._hosts[node].command(command),
-                env=env,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+        command = self._hosts[node].command(command)
+        self._processes[node] = Spawned(node, command, env, self.folder)
 
     def _fill_disk(self, node: str) -> str:
         disk = self.folder / f"{node.replace(' ', '-')}.full"
@@ -245,15 +234,12 @@ class Job:
                 raise
         return str(disk)
 
-    def _log(self, node: str) -> Path:
-        return self.folder / f"{node.replace(' ', '-')}.log"
-
     def _await_end(self) -> None:
         deadline = time.monotonic() + LIMIT_S
         for node, process in self._processes.items():
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+                process.wait(deadline - time.monotonic())
+            except Late:
                 self._wrong.append(f"{node} still ran after {LIMIT_S:g} s")
 
     # ----- faults
@@ -266,14 +252,14 @@ class Job:
 
     def _break(self, fault: Fault) -> None:
         host, process = self._hosts[fault.node], self._processes.get(fault.node)
-        if process is None or process.poll() is not None:
+        if process is None or not process.running:
             return
         namespace, port = str(host.namespace), self._ports[fault.node]
         if fault.kind == "kill":
-            process.kill()
+            process.send(signal.SIGKILL)
         elif fault.kind == "stop":
-            process.send_signal(signal.SIGSTOP)
-            self._later(fault.seconds, lambda: process.send_signal(signal.SIGCONT))
+            process.send(signal.SIGSTOP)
+            self._later(fault.seconds, lambda: process.send(signal.SIGCONT))
         elif fault.kind == "cut":
             link = ("ip", "-n", self._switch, "link", "set", port)
             _run(*link, "down")
@@ -293,8 +279,7 @@ class Job:
 
     def _mend(self) -> None:
         for node, process in self._processes.items():
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
+            process.send(signal.SIGCONT)
             _run("ip", "-n", self._switch, "link", "set", self._ports[node], "up")
             self._shape(str(self._hosts[node].namespace), f"{LINK_BITS}bit", 16 << 20)
 
@@ -304,7 +289,7 @@ class Job:
         victims = {fault.node for fault in self.script.faults}
         killed = {fault.node for fault in self.script.faults if fault.kind == "kill"}
         for node, status in ended.items():
-            said = self._log(node).read_text(errors="replace").strip()
+            said = self._processes[node].text.strip()
             if status == -signal.SIGKILL and node in killed:
                 continue
             if status not in (0, 1):
@@ -326,7 +311,7 @@ class Job:
         return re.search("|".join(patterns), said) is not None
 
     def _look_for_remains(self) -> None:
-        expected = {self._log(node).name for node in self._processes} | {"scheduler.port"}
+        expected = {process.log.name for process in self._processes.values()} | {"scheduler.port"}
         left = {path.name for path in self.folder.iterdir()} - expected
         if left:
             self._wrong.append(f"files were left: {sorted(left)}")

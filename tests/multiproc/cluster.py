@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import children  # noqa: E402
+from children import LAUNCHER_VARIABLES, Late, Spawned, last_lines  # noqa: E402
+
 LOOPBACK = "127.0.0.1"
 SERVER_VARIABLE = "MEGATRON_BYTEPS_TEST_SERVER"
 # Bounds against hangs alone: a busy machine with two cores must meet them, and one whose processor
@@ -33,28 +37,16 @@ IMPORT_S = 500.0
 END_S = 150.0
 
 _OURS = ("DMLC_", "BYTEPS_", "TORCHELASTIC_")
-_LAUNCHER = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-}
-
 
 SECRET = secrets.token_hex(32)
 """Of every job of this session of tests."""
-
-
-class Late(AssertionError):
-    """Something did not happen by its deadline."""
 
 
 def server_executable() -> str:
     """The installed one, or what this variable names: one that a sanitizer watches."""
     if os.environ.get(SERVER_VARIABLE):
         return os.environ[SERVER_VARIABLE]
-    beside = Path(sys.executable).parent / "byteps-server"
-    found = str(beside) if beside.exists() else shutil.which("byteps-server")
-    assert found is not None, "byteps-server is neither beside this Python nor on PATH"
-    return found
+    return children.server_executable()
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
@@ -62,7 +54,7 @@ def clean_environment(folder: Path) -> dict[str, str]:
     env = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_OURS) and name not in _LAUNCHER
+        if not name.startswith(_OURS) and name not in LAUNCHER_VARIABLES
     }
     # One thread each: the processes of a cluster share few cores.
     plain = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
@@ -84,53 +76,6 @@ class Process(Protocol):
     def text(self) -> str: ...
 
 
-def _tail(log: Path, lines: int = 15) -> str:
-    try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return "(no log)"
-
-
-class Spawned:
-    """A process started by the test itself."""
-
-    def __init__(
-        self, title: str, command: Sequence[str], env: Mapping[str, str], folder: Path
-    ) -> None:
-        self.title = title
-        self.log = folder / f"{title.replace(' ', '-')}.log"
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                list(command),
-                env=dict(env),
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-
-    def wait(self, timeout_s: float) -> int:
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise Late(
-                f"{self.title} still runs after {timeout_s:g} s:\n{_tail(self.log)}"
-            ) from None
-
-    def send(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-
 class Nursed:
     """A worker, forked by the nursery."""
 
@@ -144,7 +89,7 @@ class Nursed:
 
     def wait(self, timeout_s: float) -> int:
         if not self.ended.wait(timeout_s):
-            raise Late(f"{self.title} still runs after {timeout_s:g} s:\n{_tail(self.log)}")
+            raise Late(f"{self.title} still runs after {timeout_s:g} s:\n{last_lines(self.log)}")
         assert self.status is not None
         return self.status
 
@@ -212,7 +157,7 @@ class Nursery:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
         if not worker.started.wait(IMPORT_S):  # the first one waits for the import of torch
-            raise Late(f"the nursery did not start {title}:\n{_tail(self._log)}")
+            raise Late(f"the nursery did not start {title}:\n{last_lines(self._log)}")
         return worker
 
     def close(self) -> None:
@@ -375,7 +320,7 @@ def wait_for_file(path: Path, timeout_s: float, alive: Iterable[Process] = ()) -
     while not path.exists():
         dead = [process for process in alive if not process.running]
         if dead and not path.exists():
-            tails = "\n".join(f"{process.title}:\n{_tail(process.log)}" for process in dead)
+            tails = "\n".join(f"{process.title}:\n{last_lines(process.log)}" for process in dead)
             raise Late(f"{[p.title for p in dead]} ended before {path.name} was there\n{tails}")
         if time.monotonic() > deadline:
             raise Late(f"{path.name} was not there within {timeout_s:g} s")

@@ -9,7 +9,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from cluster import END_S, START_S, Spawned, _tail
+from cluster import END_S, START_S, Spawned
+
+from children import last_lines
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 """Addresses of this machine that stand for hosts."""
@@ -91,7 +93,7 @@ class Sshd:
                 return self
             time.sleep(0.1)
         self.__exit__()
-        raise AssertionError(f"sshd does not serve: {tried.stderr}{_tail(self.process.log)}")
+        raise AssertionError(f"sshd does not serve: {tried.stderr}{last_lines(self.process.log)}")
 
     def __exit__(self, *_: object) -> None:
         if self.process.running:
