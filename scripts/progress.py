@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 EVERY_S = 10.0
 REFRESH_S = 0.5
@@ -86,14 +86,15 @@ class Progress:
             self._doing = doing or self._doing
             self._draw()
 
-    def say(self, line: str) -> None:
-        """Print a line that stays."""
+    def say(self, line: str, stream: TextIO | None = None) -> None:
+        """Print a line that stays, where the progress is shown or in ``stream``."""
+        target = self._stream if stream is None else stream
         with self._lock:
             self._said = time.monotonic()
             if self._bar is not None:
-                self._bar.write(line, file=self._stream)
+                self._bar.write(line, file=target)
             else:
-                print(line, file=self._stream, flush=True)
+                print(line, file=target, flush=True)
 
     def close(self) -> None:
         """Show nothing more; the bar goes."""
@@ -160,6 +161,7 @@ def run(
     command: Sequence[str | Path],
     log: Path,
     *,
+    stdout: BinaryIO | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     stream: TextIO | None = None,
@@ -168,7 +170,9 @@ def run(
 
     Args:
         log: is written anew.
+        stdout: takes what goes to the standard output, which is not looked at; None: the log.
         env: of the command; None: this process's.
+        stream: where progress is shown; None: the error output.
 
     Raises:
         subprocess.TimeoutExpired: it ran longer than ``timeout_s``, and was ended.
@@ -177,13 +181,13 @@ def run(
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with log.open("wb") as output, Progress(name, stream=stream) as progress:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
+            words, stdin=subprocess.DEVNULL, stdout=stdout or output, stderr=output, env=env
         )
         at = 0
         try:
             while True:
                 try:
-                    status = process.wait(0.2)
+                    status = process.wait(0.1)
                     break
                 except subprocess.TimeoutExpired:
                     at = _follow(progress, log, at)
@@ -207,6 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--name", required=True, help="what it is, in a word or two")
     parser.add_argument("--log", required=True, type=Path, help="the file for its output")
+    parser.add_argument(
+        "--show-end", type=int, default=0, metavar="N", help="print its last lines when all is well"
+    )
     parser.add_argument("command", nargs="+", help="the command, after --")
     options = parser.parse_args(arguments)
     try:
@@ -216,8 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 127
     except KeyboardInterrupt:
         return 130
+    lines = options.log.read_text(errors="replace").splitlines()
+    if status == 0 and options.show_end:
+        print("\n".join(lines[-options.show_end :]))
     if status != 0:
-        lines = options.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        lines = lines[-LAST_LINES:]
         print(
             f"{options.name} FAILED; the end of {options.log}:", *lines, sep="\n", file=sys.stderr
         )

@@ -161,7 +161,8 @@ build_byteps() {
   local wheels="$cache/wheels/$1"
   if ! compgen -G "$wheels/*.whl" >/dev/null; then
     # The build folder stays, so that the next build compiles only what changed.
-    PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip wheel --no-deps --no-build-isolation \
+    # Verbose: the log, and who waits for it, see how far the compiler is.
+    PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip --verbose wheel --no-deps --no-build-isolation \
       --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-byteps" \
       --wheel-dir "$wheels.new" "$root/build/byteps"
     rm -rf "$wheels" && mv "$wheels.new" "$wheels"

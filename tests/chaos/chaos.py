@@ -35,6 +35,7 @@ import native
 from benchkit.emulation import Emulation, Host
 from benchkit.plan import Topology
 from orphans import end_with_parent
+from progress import Progress
 
 LINK_BITS = 200_000_000
 HOSTS = 6
@@ -372,14 +373,18 @@ def main() -> int:
             f"{f.kind} {f.node} at {f.at_s:g} s for {f.seconds:g} s" for f in result.script.faults
         )
         how = "WRONG" if result.wrong else "went on" if result.survived else "ended by name"
-        print(f"seed {result.script.seed:5}  {how:13}  {result.seconds:6.1f} s  {what}", flush=True)
+        shown.step()
+        seed = f"seed {result.script.seed:5}"
+        shown.say(f"{seed}  {how:13}  {result.seconds:6.1f} s  {what}", stream=sys.stdout)
         for line in result.wrong:
-            print(f"    {line}", flush=True)
+            shown.say(f"    {line}", stream=sys.stdout)
 
-    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-        results = play(
-            scripts, find_programs(options.sanitize), options.logs or Path(scratch), tell
-        )
+    programs = find_programs(options.sanitize)
+    with (
+        tempfile.TemporaryDirectory(prefix="chaos-") as scratch,
+        Progress("chaos", total=len(scripts), unit="jobs") as shown,
+    ):
+        results = play(scripts, programs, options.logs or Path(scratch), tell)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     wrong = sum(bool(result.wrong) for result in results)
