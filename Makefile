@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-sanitizers simulate fuzz chaos test-images wheel images site lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-sanitizers simulate fuzz chaos test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -69,6 +69,10 @@ test-rdma: setup ## the transports' tests with every setting, between two machin
 test-images: setup ## build the images, train from the compose file, wheels on other machines
 	@bash -c 'source scripts/lib/system.sh; setup_images'
 	@$(PYTHON_ENV) -m pytest -o faulthandler_timeout=3900 $(PYTEST_ARGS) tests/images
+
+test-slurm: setup ## the Slurm example, in a Slurm whose nodes are emulated hosts
+	@bash -c 'source scripts/lib/system.sh; setup_slurm'
+	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/multiproc/test_slurm.py
 
 wheel: setup ## wheels for other machines, x86-64 and arm64, and archives with the server alone
 	@scripts/wheel.sh $(ARGS)
