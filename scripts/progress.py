@@ -165,6 +165,7 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     stream: TextIO | None = None,
+    every_s: float = EVERY_S,
 ) -> int:
     """Run a command with its output in a file, and show how far it says it is; its exit status.
 
@@ -172,14 +173,14 @@ def run(
         log: is written anew.
         stdout: takes what goes to the standard output, which is not looked at; None: the log.
         env: of the command; None: this process's.
-        stream: where progress is shown; None: the error output.
+        stream, every_s: as of Progress.
 
     Raises:
         subprocess.TimeoutExpired: it ran longer than ``timeout_s``, and was ended.
     """
     words = [str(word) for word in command]
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    with log.open("wb") as output, Progress(name, stream=stream) as progress:
+    with log.open("wb") as output, Progress(name, stream=stream, every_s=every_s) as progress:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=stdout or output, stderr=output, env=env
         )
