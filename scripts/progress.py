@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -29,13 +30,16 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any | None:
-    """tqdm's; None where tqdm is not installed, as on a machine with a bundle."""
+    """tqdm's; None in a log, and where tqdm is not installed, as on a machine with a bundle."""
+    # A terminal that does not know how wide it is, as some containers', takes lines.
+    if not stream.isatty() or os.get_terminal_size(stream.fileno()).columns == 0:
+        return None
     try:
         from tqdm import tqdm
     except ImportError:
         return None
     return tqdm(
-        desc=name, total=total, unit=unit, file=stream, dynamic_ncols=True, leave=False, delay=0
+        desc=name, total=total, unit=f" {unit}", file=stream, leave=False, dynamic_ncols=True
     )
 
 
@@ -65,7 +69,7 @@ class Progress:
         self._doing = ""
         self._begun = self._said = time.monotonic()
         self._lock = threading.Lock()
-        self._bar = _bar(name, total, unit, self._stream) if self._stream.isatty() else None
+        self._bar = _bar(name, total, unit, self._stream)
         self._every_s = every_s if self._bar is None else REFRESH_S
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
