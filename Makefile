@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-sanitizers simulate fuzz chaos test-images wheel images site lint check-patches clean distclean
+.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-sanitizers simulate fuzz chaos test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -54,7 +54,9 @@ test-sanitizers: setup ## units, jobs, chaos and the servers of tests/multiproc,
 
 simulate: setup ## whole jobs in threads and time that a seed decides
 	@$(PYTHON_ENV) tests/native.py simulate >/dev/null
-	@build/cmake-tests/simulate --seeds $(or $(SEEDS),100000) --from $(or $(FROM),1)
+	@mkdir -p build/logs && $(PYTHON_ENV) scripts/progress.py --name simulate --show-end 1 \
+		--log build/logs/simulate.log -- build/cmake-tests/simulate --progress \
+		--seeds $(or $(SEEDS),100000) --from $(or $(FROM),1)
 
 fuzz: setup ## the parsers of what comes from a network
 	@$(PYTHON_ENV) scripts/fuzz.py $(TARGET) $(if $(RUNS),--runs $(RUNS)) $(ARGS)
@@ -72,6 +74,10 @@ test-rdma: setup ## the transports' tests in a virtual machine, with every setti
 test-images: setup ## build the images, train from the compose file, wheels on other machines
 	@bash -c 'source scripts/lib/system.sh; setup_images'
 	@$(PYTHON_ENV) -m pytest -o faulthandler_timeout=3900 $(PYTEST_ARGS) tests/images
+
+test-slurm: setup ## the Slurm example, in a Slurm whose nodes are emulated hosts
+	@bash -c 'source scripts/lib/system.sh; setup_slurm'
+	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/multiproc/test_slurm.py
 
 wheel: setup ## wheels for other machines, x86-64 and arm64, and archives with the server alone
 	@scripts/wheel.sh $(ARGS)

@@ -25,6 +25,7 @@ from benchkit.launch import Placement, start_nodes, start_workers
 from benchkit.plan import Topology
 from benchkit.processes import LaunchError, Processes, plain_environment
 from benchkit.units import parse_size, show_size
+from progress import Progress
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -49,11 +50,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(topology: Topology, spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Start everything, wait for its end, and return what rank 0 wrote. Raises LaunchError."""
     with (
+        Progress("idle job") as shown,
         tempfile.TemporaryDirectory(prefix="idle-bench-") as folder,
         Processes(Path(folder)) as processes,
     ):
         placement, environment = Placement(topology, [LOOPBACK]), plain_environment()
         pids, job = start_nodes(placement, processes, environment)
+        shown.update(f"sums {spec['keys']} tensors, then rests for {spec['seconds']:g} s")
         spec = {**spec, "node_pids": pids, "rendezvous": f"{folder}/ranks"}
         result = Path(folder) / "result.json"
         start_workers("benchkit.idle", spec, result, placement, processes, {**environment, **job})

@@ -33,6 +33,8 @@ TREE = ROOT / "build" / "Megatron-LM"
 
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "scripts"), str(TREE)]
 
+from progress import Progress  # noqa: E402
+
 
 def positive(text: str) -> int:
     number = int(text)
@@ -117,18 +119,24 @@ def compare_all(
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     dataset = tiny_dataset(data)
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
+    with (
+        Progress("parity", total=len(layouts), unit="layouts") as shown,
+        ThreadPoolExecutor(max_workers=jobs) as pool,
+    ):
         return list(
-            pool.map(lambda layout: compare_one(layout, folder, dataset, platform), layouts)
+            pool.map(lambda layout: compare_one(layout, folder, dataset, platform, shown), layouts)
         )
 
 
-def compare_one(layout: Layout, folder: Path, dataset: Dataset, platform: Platform) -> Report:
+def compare_one(
+    layout: Layout, folder: Path, dataset: Dataset, platform: Platform, shown: Progress
+) -> Report:
     """Run one and say how it went."""
     from paritykit.compare import Report
     from paritykit.forked import JobFailed
     from paritykit.runs import check
 
+    shown.update(layout.name)
     start = time.monotonic()
     shutil.rmtree(folder / layout.name, ignore_errors=True)
     try:
@@ -139,7 +147,8 @@ def compare_one(layout: Layout, folder: Path, dataset: Dataset, platform: Platfo
     verdict = "; ".join(report.misses) or "ok"
     if report.groups:  # a run that is interrupted has then shown what there was to see
         verdict += f", error {report.ours.worst:.2e}, all-reduce's {report.theirs.worst:.2e}"
-    print(f"{layout.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    shown.step()
+    shown.say(f"{layout.name}: {verdict} ({time.monotonic() - start:.0f} s)", stream=sys.stdout)
     return report
 
 

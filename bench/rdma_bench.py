@@ -33,6 +33,7 @@ from benchkit.columns import aligned
 from benchkit.interrupts import become_interruptible
 from benchkit.markdown import pipes
 from benchkit.units import parse_size
+from progress import Progress
 from rdmakit.report import judge, titled
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -77,9 +78,18 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     path = os.pathsep.join(map(str, (REPOSITORY / "bench", REPOSITORY / "scripts")))
     program = [sys.executable, "-m", "rdmakit.inside", "spec.json", "result.json"]
     env = {"PYTHONPATH": path, "PATH": os.environ["PATH"], **compiled(("byteps.torch",))}
-    print("a virtual machine starts, and imports torch: a minute or two", flush=True)
-    with Guest(folder, program, env=env) as guest:
-        if guest.wait(options.timeout, lambda text: print(text, end="", flush=True)) != 0:
+    with Progress("rdma") as shown, Guest(folder, program, env=env) as guest:
+        shown.update("a virtual machine starts, and imports torch: a minute or two")
+        begun = ""
+
+        def tell(text: str) -> None:
+            nonlocal begun
+            *lines, begun = (begun + text).split("\n")
+            for line in lines:
+                shown.say(line, stream=sys.stdout)
+                shown.update(f"the last figure was: {line}")
+
+        if guest.wait(options.timeout, tell) != 0:
             raise VmError(f"the measurement failed\n{guest.last_words()}")
     return json.loads((folder / "result.json").read_text())
 

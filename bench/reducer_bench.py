@@ -31,10 +31,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
 from benchkit import machine
 from benchkit.columns import aligned
 from benchkit.plan import DTYPE_BYTES
 from benchkit.units import parse_size, show_size
+from progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "bench" / "reducerkit" / "reducer_bench.cc"
@@ -222,7 +225,11 @@ def run(command: Sequence[str]) -> str:
 def measure(options: argparse.Namespace) -> list[Result]:
     """Build and run. Raises BenchError."""
     numbers = (options.partition, options.working_set, options.repeats)
-    text = run([str(build(BUILD)), *map(str, numbers), *options.types])
+    with Progress("additions") as shown:
+        shown.update("compiling")
+        program = str(build(BUILD))
+        shown.update(f"one thread adds {', '.join(options.types)}")
+        text = run([program, *map(str, numbers), *options.types])
     return [Result(**json.loads(line)) for line in text.splitlines()]
 
 

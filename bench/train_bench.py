@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "scripts")]
 import prepare_data  # noqa: E402
 import train as train_script  # noqa: E402
 from benchkit.columns import aligned  # noqa: E402
-from benchkit.driver import hosts_of, progress  # noqa: E402
+from benchkit.driver import hosts_of  # noqa: E402
 from benchkit.emulation import EmulationError  # noqa: E402
 from benchkit.interrupts import become_interruptible  # noqa: E402
 from benchkit.options import parse_hosts  # noqa: E402
@@ -42,6 +42,7 @@ from benchkit.plan import Plan, Topology  # noqa: E402
 from benchkit.processes import LaunchError  # noqa: E402
 from benchkit.record import header, metadata  # noqa: E402
 from benchkit.training import WAYS, Trained, Training, Way, train  # noqa: E402
+from progress import Progress  # noqa: E402
 
 SCHEMA = 1
 LOSS_TOLERANCE = 1e-3
@@ -132,13 +133,15 @@ def run(options: argparse.Namespace) -> list[Trained]:
         warmup=options.warmup,
     )
     done = []
-    with hosts_of(plan) as hosts:
+    total = plan.launches * len(options.ways)
+    with hosts_of(plan) as hosts, Progress("training", total=total, unit="launches") as shown:
         for index in range(plan.launches):
             for way in options.ways:
+                shown.update(f"launch {index} {way.name}", done=len(done))
                 route = options.route or ("flat" if options.ranks_per_host == 1 else "node-first")
                 one = train(plan, what, way, index, hosts, route)
                 done.append(one)
-                progress(
+                shown.say(
                     f"launch {index} {way.name}: {one.median_s * 1e3:.1f} ms a step; "
                     f"machine {one.busy:.0%} busy"
                 )

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import native
 
+from progress import Progress
+
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT / "tests/fuzz/corpus"
 SCRATCH = ROOT / "build/fuzz"
@@ -107,9 +109,11 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{'target':14}{'executions':>12}{'seconds':>10}{'a second':>10}{'edges':>8}")
-    for target in targets:
+    for number, target in enumerate(targets):
         try:
-            seen = fuzz(folder, target, options.runs, options.seed)
+            with Progress("fuzz", total=len(targets), unit="targets") as shown:
+                shown.update(target, done=number)
+                seen = fuzz(folder, target, options.runs, options.seed)
         except Found as found:
             print(f"{target:14}FOUND\n{found}\nits input is in {SCRATCH.relative_to(ROOT)}")
             status = 1

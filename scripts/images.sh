@@ -51,6 +51,18 @@ fail() {
   exit 1
 }
 
+# long WHAT COMMAND...: runs it, and shows how far it is. docker does so by itself.
+long() {
+  local what=$1
+  shift
+  if [[ -x $root/build/venv/bin/python ]]; then
+    "$root/build/venv/bin/python" "$root/scripts/progress.py" --name "images: $what" \
+      --log "$work/${what//[^a-z0-9]/-}.log" -- "$@"
+  else
+    "$@"
+  fi
+}
+
 work="$root/build/images"
 [[ -z $context ]] || work=$context
 mkdir -p "$work"
@@ -128,9 +140,9 @@ build() {
       "${labels[@]}" "$@" "$work/$name"
   else
     # The format that keeps the health check.
-    buildah bud --format docker --platform "$platform" --file "$root/docker/$name.Dockerfile" \
-      --tag "$tag" --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" "$@" \
-      "$work/$name"
+    long "$name, $platform" buildah bud --format docker --platform "$platform" \
+      --file "$root/docker/$name.Dockerfile" --tag "$tag" \
+      --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" "$@" "$work/$name"
   fi
 }
 

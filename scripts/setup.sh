@@ -41,12 +41,7 @@ cache="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}
 venv="$root/build/venv"
 stamps="$venv/.megatron-byteps"
 logs="$root/build/logs"
-export UV_CACHE_DIR="${UV_CACHE_DIR:-$cache/uv}"
-# uv brings its own list of authorities; where the system has one, it knows the local ones as well.
-if [[ -s /etc/ssl/certs/ca-certificates.crt ]]; then
-  export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"
-  export UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" # the older name
-fi
+use_uv "$cache"
 # An activated environment of the user's must not redirect any of this.
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 mkdir -p "$root/build" "$logs" "$cache"
@@ -103,17 +98,6 @@ stamp() {
   echo "$2" >"$stamps/$1"
 }
 
-find_uv() {
-  if command -v uv >/dev/null 2>&1; then
-    uv="$(command -v uv)"
-  else
-    local key
-    key="$(hash_of <"$root/requirements-uv.lock")"
-    uv="$cache/uv-${key:0:16}/bin/uv"
-  fi
-  [[ -x "$uv" ]]
-}
-
 # Any Python 3 with pip will do for this; a half-made folder is never taken for a whole one.
 bootstrap_uv() {
   local folder python
@@ -138,7 +122,7 @@ setup_python() {
   if ! find_python >/dev/null && ! command -v python3 >/dev/null 2>&1; then
     apt_install python3 python3-venv python3-dev || true
   fi
-  if ! find_uv; then
+  if ! find_uv "$root" "$cache"; then
     python="$(find_python || command -v python3 || true)"
     [[ -n "$python" ]] && ! "$python" -c 'import ensurepip' && missing+=(venv)
   fi
@@ -151,7 +135,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     apt_install "${missing[@]/#/$version-}" ||
       echo "warning: $version lacks ${missing[*]} (Debian: ${missing[*]/#/$version-})"
   fi
-  find_uv || bootstrap_uv
+  find_uv "$root" "$cache" || bootstrap_uv
 }
 
 make_venv() {
@@ -177,7 +161,8 @@ build_byteps() {
   local wheels="$cache/wheels/$1"
   if ! compgen -G "$wheels/*.whl" >/dev/null; then
     # The build folder stays, so that the next build compiles only what changed.
-    PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip wheel --no-deps --no-build-isolation \
+    # Verbose: the log, and who waits for it, see how far the compiler is.
+    PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip --verbose wheel --no-deps --no-build-isolation \
       --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-byteps" \
       --wheel-dir "$wheels.new" "$root/build/byteps"
     rm -rf "$wheels" && mv "$wheels.new" "$wheels"
@@ -200,10 +185,10 @@ exec 9>"$root/build/.setup.lock"
 flock 9
 
 step "system" setup_system
-if ! find_uv || ! python_works "$venv/bin/python"; then
+if ! find_uv "$root" "$cache" || ! python_works "$venv/bin/python"; then
   step "python and uv" setup_python
 fi
-find_uv
+find_uv "$root" "$cache"
 python_works "$venv/bin/python" || step "environment" make_venv
 key="$({ cat "$root/requirements.lock" && "$venv/bin/python" -VV; } | hash_of)"
 current requirements "$key" || step "requirements" install_requirements "$key"

@@ -67,6 +67,14 @@ trap 'rm -rf "$work"' EXIT
 
 say() { echo "wheel: $*" >&2; }
 
+# long WHAT COMMAND...: runs it, and shows how far it is; its output only if it fails.
+long() {
+  local what=$1
+  shift
+  "$venv/bin/python" "$root/scripts/progress.py" --name "wheel: $what" \
+    --log "$work/${what//[^a-z0-9]/-}.log" -- "$@" >&2
+}
+
 # configure_for ARCH sets `options`, what CMake is told.
 configure_for() {
   options=(-DBYTEPS_STATIC_RUNTIME=ON -DBYTEPS_WITH_RDMA=ON -DBYTEPS_WITH_PROMETHEUS=ON
@@ -115,11 +123,11 @@ build_wheel() {
     # nothing else. One folder for all versions of Python: most of it does not depend on them.
     PATH="$venv/bin:$PATH" _PYTHON_HOST_PLATFORM="linux-$1" \
       SKBUILD_CMAKE_ARGS="$(IFS=';'; echo "${options[*]};-DBYTEPS_MODULE_SUFFIX=.$tag-$1-linux-gnu.so")" \
-      "${builder[@]}" -m pip wheel --quiet --no-deps --no-build-isolation \
+      long "the wheel for $1" "${builder[@]}" -m pip --verbose wheel --no-deps --no-build-isolation \
       --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-ship-$1" \
-      --wheel-dir "$work/$1" "$source_tree" >&2
-    auditwheel --verbose repair --only-plat --wheel-dir "$work/$1/fit" "$work/$1"/*.whl \
-      >"$work/audit.log" 2>&1 || { cat "$work/audit.log" >&2; exit 1; }
+      --wheel-dir "$work/$1" "$source_tree" || exit 1
+    long "auditwheel for $1" \
+      auditwheel --verbose repair --only-plat --wheel-dir "$work/$1/fit" "$work/$1"/*.whl || exit 1
     mkdir -p "$cache/ship"
     rm -rf "$kept"
     mv "$work/$1/fit" "$kept"
@@ -134,12 +142,12 @@ build_server() {
   build="$root/build/cmake-ship-server-$1"
   # A test that wants it again, or a fresh checkout, need not build it.
   if [[ ! -x $kept/byteps-server ]]; then
-    {
-      "$venv/bin/cmake" -G Ninja -S "$source_tree" -B "$build" "${options[@]}" \
-        "-DCMAKE_MAKE_PROGRAM=$venv/bin/ninja" -DBYTEPS_BUILD_PYTHON=OFF "-DBYTEPS_VERSION=$version" &&
-      "$venv/bin/cmake" --build "$build" --target byteps-server --parallel "$(nproc)" &&
-      "$venv/bin/cmake" --install "$build" --strip --prefix "$work/prefix-$1"
-    } >"$work/build.log" 2>&1 || { cat "$work/build.log" >&2; exit 1; }
+    long "cmake for $1" "$venv/bin/cmake" -G Ninja -S "$source_tree" -B "$build" "${options[@]}" \
+      "-DCMAKE_MAKE_PROGRAM=$venv/bin/ninja" -DBYTEPS_BUILD_PYTHON=OFF "-DBYTEPS_VERSION=$version" &&
+      long "byteps-server for $1" \
+        "$venv/bin/cmake" --build "$build" --target byteps-server --parallel "$(nproc)" &&
+      long "installing for $1" "$venv/bin/cmake" --install "$build" --strip --prefix "$work/prefix-$1" ||
+      exit 1
     mkdir -p "$kept"
     mv "$work/prefix-$1/bin/byteps-server" "$kept/byteps-server"
   fi

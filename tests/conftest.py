@@ -48,6 +48,10 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
         and (Path("/usr/sbin/sshd").exists() or _has("apt-get", "dpkg-deb"))
     ),
     "clang": lambda: _succeeds("scripts/clang.sh"),
+    "slurm": lambda: all(
+        shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
+        for program in ("slurmctld", "slurmd", "srun", "munged")
+    ),
     "arm64": lambda: _has("qemu-aarch64-static", "aarch64-linux-gnu-g++"),
     "images": lambda: _has("buildah", "mmdebstrap", "qemu-aarch64-static", "podman", "crun"),
 }

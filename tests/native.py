@@ -19,6 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.append(str(REPOSITORY / "scripts"))
+
+import progress  # noqa: E402
+
 SOURCE = REPOSITORY / "build/byteps"
 FOLDER = REPOSITORY / "build/cmake-tests"
 PROGRAMS = {
@@ -76,7 +80,15 @@ def build(*programs: str, sanitize: str = "") -> Path:
             f"-DCMAKE_CXX_COMPILER={compiler}",
             *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
         )
-        _run(cmake, "--build", folder, "--parallel", "2", "--target", *programs)
+        compile_all = (cmake, "--build", folder, "--parallel", "2", "--target", *programs)
+        log = folder / "build.log"
+        try:
+            status = progress.run(f"building {folder.name}", compile_all, log, timeout_s=LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"'{cmake} --build' still ran after {LIMIT_S} s") from error
+        if status != 0:
+            said = log.read_text(errors="replace")[-8000:]
+            raise BuildError(f"'{cmake} --build' failed:\n{said}")
     return folder
 
 

@@ -11,6 +11,7 @@ from benchkit.emulation import LOOPBACK, Emulation, Host
 from benchkit.launch import launch
 from benchkit.plan import Plan
 from benchkit.summary import Run, percentile
+from progress import Progress
 
 
 @contextmanager
@@ -35,24 +36,29 @@ def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
     """
     run = Run(plan=plan, name=name)
     quiet = 0
-    with hosts_of(plan) as hosts:
+    total = plan.launches * len(plan.backends)
+    with hosts_of(plan) as hosts, Progress(name or "bench", total=total, unit="launches") as shown:
         for index in range(plan.launches + plan.retries):
-            done = [launch(plan, backend, index, hosts) for backend in plan.backends]
+            done = []
+            for backend in plan.backends:
+                shown.update(f"launch {index} {backend}", done=len(run.launches) + len(done))
+                done.append(launch(plan, backend, index, hosts))
             run.launches += done
             for one in done:
                 medians = (1e3 * percentile(case.samples_s, 50) for case in one.measured)
                 busiest = max(case.busy for case in one.measured)
                 note = "" if one.kept else ": too busy, not counted"
-                progress(
+                text = (
                     f"{name} launch {index} {one.backend}: p50 ms "
                     f"{' '.join(f'{value:.2f}' for value in medians)}; "
                     f"machine {busiest:.0%} busy{note}"
                 )
+                shown.say(text.strip())
             quiet += all(one.kept for one in done)
             if quiet == plan.launches:
                 break
             if deadline is not None and time.monotonic() > deadline:
-                progress(f"{name}: no more launches, since the time is used up")
+                shown.say(f"{name}: no more launches, since the time is used up")
                 break
     return run
 

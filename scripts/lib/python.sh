@@ -41,3 +41,25 @@ find_python() {
   fi
   return 1
 }
+
+# find_uv ROOT CACHE: sets `uv`, the one on PATH or that of requirements-uv.lock in CACHE; or fails.
+find_uv() {
+  local key
+  if command -v uv >/dev/null 2>&1; then
+    uv="$(command -v uv)"
+  else
+    key="$(sha256sum <"$1/requirements-uv.lock" | cut -c -16)"
+    uv="$2/uv-$key/bin/uv"
+  fi
+  [[ -x "$uv" ]]
+}
+
+# use_uv CACHE: where uv keeps packages, and whom it trusts.
+use_uv() {
+  export UV_CACHE_DIR="${UV_CACHE_DIR:-$1/uv}"
+  # uv brings its own list of authorities; where the system has one, it knows the local ones as well.
+  if [[ -s /etc/ssl/certs/ca-certificates.crt ]]; then
+    export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"
+    export UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" # the older name
+  fi
+}

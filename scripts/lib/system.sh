@@ -45,6 +45,14 @@ crun                   crun           required
 iptables               iptables       required
 '
 
+# A Slurm cluster on emulated hosts (tests/multiproc/slurm.py).
+slurm_needs='
+/usr/sbin/slurmctld    slurmctld      required
+/usr/sbin/slurmd       slurmd         required
+srun                   slurm-client   required
+/usr/sbin/munged       munge          required
+'
+
 has_header() {
   echo "#include <$1>" | g++ -E -x c++ - >/dev/null 2>&1
 }
@@ -99,17 +107,21 @@ setup_system() {
   fi
 }
 
-# setup_images: installs what image_needs names, and fails without it.
-setup_images() {
-  local system_needs="$image_needs"
+# setup_more NEEDS: installs what this table names, and fails without it.
+setup_more() {
+  local system_needs="$1"
   local -a missing
   mapfile -t missing < <(missing_packages required)
   ((${#missing[@]} > 0)) || return 0
   echo "setup: installing ${missing[*]}"
-  apt_install "${missing[@]}" >/dev/null || true
+  # RUNLEVEL: no service of theirs is started.
+  RUNLEVEL=1 apt_install "${missing[@]}" >/dev/null || true
   mapfile -t missing < <(missing_packages required)
   if ((${#missing[@]} > 0)); then
     echo "error: please install (Debian's names): ${missing[*]}" >&2
     return 1
   fi
 }
+
+setup_images() { setup_more "$image_needs"; }
+setup_slurm() { setup_more "$slurm_needs"; }

@@ -23,7 +23,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ import native
 from benchkit.emulation import Emulation, Host
 from benchkit.plan import Topology
 from children import Late, Spawned
+from progress import Progress
 
 LINK_BITS = 200_000_000
 HOSTS = 6
@@ -332,16 +334,18 @@ def play(
     jobs: int = 1,
 ) -> list[Result]:
     """Run the scripts, ``jobs`` at a time; logs go to folders of ``folder``, one for each seed."""
-    left = iter(scripts)
-    lock = threading.Lock()
+    left = deque(scripts)
 
     def some(emulation: Emulation) -> list[Result]:
-        return _play_on(emulation, left, lock, programs, folder, tell)
+        return _play_on(emulation, left, programs, folder, tell)
 
     # Made here: an emulation's name is that of the process and a number.
     emulations = [_emulation() for _ in range(min(jobs, len(scripts)))]
     with ThreadPoolExecutor(len(emulations)) as pool:
-        results = [result for part in pool.map(some, emulations) for result in part]
+        try:
+            results = [result for part in pool.map(some, emulations) for result in part]
+        finally:
+            left.clear()  # after an interruption no further job begins
     return sorted(results, key=lambda result: result.script.seed)
 
 
@@ -359,8 +363,7 @@ def _emulation() -> Emulation:
 
 def _play_on(
     emulation: Emulation,
-    scripts: Iterator[Script],
-    lock: threading.Lock,
+    scripts: deque[Script],
     programs: Path,
     folder: Path,
     tell: Callable[[Result], None],
@@ -370,9 +373,9 @@ def _play_on(
         switch = str(emulation.hosts[0].namespace).rpartition("-")[0] + "-switch"
         names = [switch, *(str(host.namespace) for host in emulation.hosts)]
         while True:
-            with lock:
-                script = next(scripts, None)
-            if script is None:
+            try:
+                script = scripts.popleft()
+            except IndexError:
                 break
             own = folder / f"seed-{script.seed}"
             own.mkdir(parents=True)
@@ -413,18 +416,18 @@ def main() -> int:
             f"{f.kind} {f.node} at {f.at_s:g} s for {f.seconds:g} s" for f in result.script.faults
         )
         how = "WRONG" if result.wrong else "went on" if result.survived else "ended by name"
-        print(f"seed {result.script.seed:5}  {how:13}  {result.seconds:6.1f} s  {what}", flush=True)
+        shown.step()
+        seed = f"seed {result.script.seed:5}"
+        shown.say(f"{seed}  {how:13}  {result.seconds:6.1f} s  {what}", stream=sys.stdout)
         for line in result.wrong:
-            print(f"    {line}", flush=True)
+            shown.say(f"    {line}", stream=sys.stdout)
 
-    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-        results = play(
-            scripts,
-            find_programs(options.sanitize),
-            options.logs or Path(scratch),
-            tell,
-            options.jobs,
-        )
+    programs = find_programs(options.sanitize)
+    with (
+        tempfile.TemporaryDirectory(prefix="chaos-") as scratch,
+        Progress("chaos", total=len(scripts), unit="jobs") as shown,
+    ):
+        results = play(scripts, programs, options.logs or Path(scratch), tell, options.jobs)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     wrong = sum(bool(result.wrong) for result in results)

@@ -21,7 +21,8 @@ if [[ ! -s $tarball ]]; then
   part=$(mktemp -d "$cache/base.XXXXXX")
   trap 'rm -rf "$part"' EXIT
   # The slim image leaves documentation out; so do we.
-  options=(--variant=minbase --architectures="$arch")
+  # A mirror that does not answer at once is asked again.
+  options=(--variant=minbase --architectures="$arch" --aptopt='Acquire::Retries "3"')
   for folder in doc info locale man; do
     options+=("--dpkgopt=path-exclude=/usr/share/$folder/*")
   done

@@ -17,6 +17,7 @@ sys.path[:0] = [
     str(Path(__file__).resolve().parents[1] / "multiproc"),
 ]
 
+import containers  # noqa: E402
 from cluster_fixtures import nursery  # noqa: E402
 from containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, python_of, run  # noqa: E402
 
@@ -24,6 +25,11 @@ __all__ = ["nursery"]
 
 SUITE, PYTHON = "trixie", "3.13"
 """The Debian of workers, and its Python."""
+
+
+def pytest_configure() -> None:
+    # Now, while pytest has not taken it.
+    containers.screen = os.fdopen(os.dup(2), "w")
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import progress  # noqa: E402
+
+screen: TextIO | None = None
+"""Where those who wait see how far it is: pytest keeps the error output while a test runs."""
 CACHE = Path(
     os.environ.get("MEGATRON_BYTEPS_CACHE")
     or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megatron-byteps")
@@ -38,18 +45,19 @@ _HYBRID = Path("/sys/fs/cgroup/unified")
 
 def run(*command: str | Path, timeout_s: float = 3000, **env: str) -> str:
     """What the command prints; the assertion that it succeeds shows all of it."""
-    done = subprocess.run(
-        [str(word) for word in command],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=timeout_s,
-    )
-    said = f"{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{said[-6000:]}"
-    return done.stdout
+    words = [Path(command[0]).name, *map(str, command[1:])]
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "out").open("w+b") as out:
+        log = Path(folder, "errors")
+        full = {**os.environ, **env}
+        status = progress.run(
+            " ".join(words)[:40], command, log,
+            stdout=out, env=full, timeout_s=timeout_s, stream=screen,
+        )  # fmt: skip
+        out.seek(0)
+        printed = out.read().decode(errors="replace")
+        said = f"{printed}\n{log.read_text(errors='replace')}"
+    assert status == 0, f"{' '.join(map(str, command))}\n{said[-6000:]}"
+    return printed
 
 
 def let_arm64_run() -> None:

@@ -430,6 +430,7 @@ struct Options {
   uint64_t seeds = 1000;
   bool verbose = false;
   bool twice = false;
+  bool progress = false;  // a line for every 500 seeds
 };
 
 struct Totals {
@@ -470,16 +471,16 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
 
 int Main(int argc, char** argv) {
   Options options;
-  const option names[] = {{"from", required_argument, nullptr, 'f'},
-                          {"seeds", required_argument, nullptr, 's'},
-                          {"verbose", no_argument, nullptr, 'v'},
-                          {"twice", no_argument, nullptr, 't'},
-                          {nullptr, 0, nullptr, 0}};
+  const option names[] = {
+      {"from", required_argument, nullptr, 'f'}, {"seeds", required_argument, nullptr, 's'},
+      {"verbose", no_argument, nullptr, 'v'},    {"twice", no_argument, nullptr, 't'},
+      {"progress", no_argument, nullptr, 'p'},   {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", names, nullptr)) != -1;) {
     if (c == 'f') options.from = strtoull(optarg, nullptr, 10);
     if (c == 's') options.seeds = strtoull(optarg, nullptr, 10);
     if (c == 'v') options.verbose = true;
     if (c == 't') options.twice = true;
+    if (c == 'p') options.progress = true;
     if (c == '?') return 2;
   }
   Settings();
@@ -487,6 +488,12 @@ int Main(int argc, char** argv) {
   if (!options.verbose && freopen("/dev/null", "w", stderr) == nullptr) return 1;
   Totals totals;
   for (uint64_t seed = options.from; seed < options.from + options.seeds; ++seed) {
+    const uint64_t done = seed - options.from;
+    if (options.progress && done % 500 == 0) {
+      printf("[%llu/%llu] seeds\n", static_cast<unsigned long long>(done),
+             static_cast<unsigned long long>(options.seeds));
+      fflush(stdout);
+    }
     uint64_t fingerprint = 0, again = 0;
     if (!RunSeed(seed, options, &fingerprint, &totals)) {
       fflush(stdout);

@@ -1,0 +1,243 @@
+#!/usr/bin/env python3
+"""Shows what a long command is doing: a bar on a terminal, a line every ten seconds in a log."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TextIO
+
+EVERY_S = 10.0
+REFRESH_S = 0.5
+WIDEST = 70
+"""Characters of what is being done, in a line."""
+LAST_LINES = 60
+"""Of a command's output, shown when it fails."""
+
+_STEPS = re.compile(
+    r"\s*\[(\d+)/(\d+)\]"  # ninja
+    r"|STEP (\d+)/(\d+)"  # buildah
+)
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any | None:
+    """tqdm's; None in a log, and where tqdm is not installed, as on a machine with a bundle."""
+    # A terminal that does not know how wide it is, as some containers', takes lines.
+    if not stream.isatty() or os.get_terminal_size(stream.fileno()).columns == 0:
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(
+        desc=name, total=total, unit=f" {unit}", file=stream, leave=False, dynamic_ncols=True
+    )
+
+
+class Progress:
+    """How far one thing is. A context manager; from any thread.
+
+    Args:
+        name: what runs, such as "bench".
+        total: steps that there are; None: not known.
+        unit: what a step is, such as "launches".
+        stream: where it is shown; None: the error output.
+        every_s: seconds without a line after which a log gets one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        total: int | None = None,
+        unit: str = "steps",
+        stream: TextIO | None = None,
+        every_s: float = EVERY_S,
+    ) -> None:
+        self._name, self._total, self._unit = name, total, unit
+        self._stream = sys.stderr if stream is None else stream
+        self._done = 0
+        self._doing = ""
+        self._begun = self._said = time.monotonic()
+        self._lock = threading.Lock()
+        self._bar = _bar(name, total, unit, self._stream)
+        self._every_s = every_s if self._bar is None else REFRESH_S
+        self._ended = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
+        self._ticker.start()
+
+    def update(self, doing: str = "", *, done: int | None = None, total: int | None = None) -> None:
+        """Say what is being done now, and how many steps are behind it."""
+        with self._lock:
+            self._doing = doing or self._doing
+            self._done = self._done if done is None else done
+            self._total = self._total if total is None else total
+            self._draw()
+
+    def step(self, doing: str = "") -> None:
+        """One step more is done."""
+        with self._lock:
+            self._done += 1
+            self._doing = doing or self._doing
+            self._draw()
+
+    def say(self, line: str, stream: TextIO | None = None) -> None:
+        """Print a line that stays, where the progress is shown or in ``stream``."""
+        target = self._stream if stream is None else stream
+        with self._lock:
+            self._said = time.monotonic()
+            if self._bar is not None:
+                self._bar.write(line, file=target)
+            else:
+                print(line, file=target, flush=True)
+
+    def close(self) -> None:
+        """Show nothing more; the bar goes."""
+        self._ended.set()
+        self._ticker.join()
+        with self._lock:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _draw(self) -> None:
+        if self._bar is None:
+            return
+        self._bar.total, self._bar.n = self._total, self._done
+        self._bar.set_postfix_str(self._doing[:WIDEST], refresh=True)
+
+    def _tick(self) -> None:
+        while not self._ended.wait(min(self._every_s, REFRESH_S)):
+            with self._lock:
+                now = time.monotonic()
+                if self._bar is not None:
+                    self._bar.refresh()
+                elif now - self._said >= self._every_s:
+                    self._said = now
+                    print(self._line(now), file=self._stream, flush=True)
+
+    def _line(self, now: float) -> str:
+        parts = [f"{now - self._begun:.0f} s so far"]
+        if self._total:
+            parts.append(f"{self._done} of {self._total} {self._unit}")
+        elif self._done:
+            parts.append(f"{self._done} {self._unit}")
+        return f"{self._name}: {', '.join(parts)}{self._doing and ': '}{self._doing[:WIDEST]}"
+
+
+def _follow(progress: Progress, log: Path, at: int) -> int:
+    """Read on in a log from this offset; return how far it was read."""
+    with log.open("rb") as file:
+        file.seek(at)
+        new = file.read()
+    whole = new.rpartition(b"\n")[0]
+    for raw in whole.decode(errors="replace").splitlines():
+        line = _ESCAPES.sub("", raw).strip()
+        found = _STEPS.match(line)
+        numbers = [int(text) for text in found.groups() if text] if found else [None, None]
+        if line:
+            progress.update(line, done=numbers[0], total=numbers[1])
+    return at + len(whole) + (1 if whole else 0)
+
+
+def run(
+    name: str,
+    command: Sequence[str | Path],
+    log: Path,
+    *,
+    stdout: BinaryIO | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    stream: TextIO | None = None,
+    every_s: float = EVERY_S,
+) -> int:
+    """Run a command with its output in a file, and show how far it says it is; its exit status.
+
+    Args:
+        log: is written anew.
+        stdout: takes what goes to the standard output, which is not looked at; None: the log.
+        env: of the command; None: this process's.
+        stream, every_s: as of Progress.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran longer than ``timeout_s``, and was ended.
+    """
+    words = [str(word) for word in command]
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    with log.open("wb") as output, Progress(name, stream=stream, every_s=every_s) as progress:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=stdout or output, stderr=output, env=env
+        )
+        at = 0
+        try:
+            while True:
+                try:
+                    status = process.wait(0.1)
+                    break
+                except subprocess.TimeoutExpired:
+                    at = _follow(progress, log, at)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(words, timeout_s or 0.0)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Runs a command with its output in a file, and shows how far it is. Its exit "
+        "status is the command's; when it fails, the end of its output is shown."
+    )
+    parser.add_argument("--name", required=True, help="what it is, in a word or two")
+    parser.add_argument("--log", required=True, type=Path, help="the file for its output")
+    parser.add_argument(
+        "--show-end", type=int, default=0, metavar="N", help="print its last lines when all is well"
+    )
+    parser.add_argument("command", nargs="+", help="the command, after --")
+    options = parser.parse_args(arguments)
+    try:
+        status = run(options.name, options.command, options.log)
+    except OSError as error:
+        print(f"{options.name}: {error}", file=sys.stderr)
+        return 127
+    except KeyboardInterrupt:
+        return 130
+    lines = options.log.read_text(errors="replace").splitlines()
+    if status == 0 and options.show_end:
+        print("\n".join(lines[-options.show_end :]))
+    if status != 0:
+        lines = lines[-LAST_LINES:]
+        print(
+            f"{options.name} FAILED; the end of {options.log}:", *lines, sep="\n", file=sys.stderr
+        )
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""What users install holds no module of Python that nothing here tries."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = {
+    "byteps/__init__.py": "",
+    "byteps/cost_model.py": "tests/bench/test_costmodel.py",
+    "byteps/launcher/__init__.py": "",
+    "byteps/launcher/embedded.py": "tests/multiproc/test_embedded.py",
+    "byteps/logs.py": "tests/multiproc/test_logs.py",
+    "byteps/server/__init__.py": "tests/multiproc/test_optimizer.py",
+    "byteps/sizing.py": "tests/unit/test_sizing.py",
+    "byteps/torch/__init__.py": "tests/multiproc/test_optimizer.py",
+    "byteps/torch/broadcast.py": "tests/multiproc/test_optimizer.py",
+    "byteps/torch/compression.py": "tests/multiproc/test_optimizer.py",
+    "byteps/torch/engine.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/memory.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/nodes.py": "tests/unit/test_nodes.py",
+    "byteps/torch/ops.py": "tests/multiproc/test_push_pull.py",
+}
+"""All modules of the wheel, and what tries each on a CPU. Another one is left out of the wheel
+(wheel.exclude in byteps/pyproject.toml) or gets a test, and a line here."""
+
+
+def test_each_module_of_the_wheel_has_its_test() -> None:
+    files = importlib.metadata.files("byteps")
+    assert files is not None
+    assert {str(file) for file in files if file.suffix == ".py"} == set(MODULES)
+    for module, test in MODULES.items():
+        assert not test or (ROOT / test).is_file(), module
