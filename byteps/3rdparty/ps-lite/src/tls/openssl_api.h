@@ -23,6 +23,31 @@ struct x509_store_ctx_st;
 namespace ps {
 namespace tls {
 
+// Values that are part of OpenSSL's binary interface.
+constexpr int kControlMode = 33;  // of SSL_CTX_ctrl, like the next three
+constexpr int kControlReadAhead = 41;
+constexpr int kControlSessionCache = 44;
+constexpr int kControlLeastVersion = 123;
+constexpr long kModeAcceptMovingBuffer = 2;
+constexpr long kModeReleaseBuffers = 16;
+constexpr int kTls13 = 0x0304;
+constexpr int kPem = 1;
+constexpr int kVerifyPeer = 1;
+constexpr int kFailIfNoPeerCertificate = 2;
+constexpr long kVerifyUnknown = 1;  // nothing was verified
+constexpr int kErrorWantRead = 2;   // of SSL_get_error, like the next
+constexpr int kErrorZeroReturn = 6;
+constexpr int kKeyUpdateNotRequested = 0;
+constexpr int kSourceSink = 0x0400;  // of BIO_meth_new
+constexpr int kControlFlush = 11;
+constexpr int kFlagRead = 1;
+constexpr int kFlagShouldRetry = 8;
+constexpr int kFlagsRetry = 15;
+constexpr int kLibrarySsl = 20;  // in an error's number
+constexpr int kReasonBinder = 253;
+constexpr int kReasonAlert = 1000;  // plus the alert that came
+constexpr int kAlerts = 256;
+
 using UseSession = int (*)(ssl_st*, const evp_md_st*, const unsigned char**, size_t*,
                            ssl_session_st**);
 using FindSession = int (*)(ssl_st*, const unsigned char*, size_t, ssl_session_st**);

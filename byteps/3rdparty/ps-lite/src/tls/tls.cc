@@ -17,31 +17,6 @@ namespace ps {
 namespace tls {
 namespace {
 
-// Of OpenSSL's headers, whose values are part of its binary interface.
-constexpr int kControlMode = 33;
-constexpr int kControlReadAhead = 41;
-constexpr int kControlSessionCache = 44;
-constexpr int kControlLeastVersion = 123;
-constexpr long kModeAcceptMovingBuffer = 2;
-constexpr long kModeReleaseBuffers = 16;
-constexpr int kTls13 = 0x0304;
-constexpr int kPem = 1;
-constexpr int kVerifyPeer = 1;
-constexpr long kVerifyUnknown = 1;  // nothing was verified
-constexpr int kFailIfNoPeerCertificate = 2;
-constexpr int kErrorWantRead = 2;
-constexpr int kErrorZeroReturn = 6;
-constexpr int kKeyUpdateNotRequested = 0;
-constexpr int kSourceSink = 0x0400;
-constexpr int kControlFlush = 11;
-constexpr int kFlagRead = 1;
-constexpr int kFlagsRetry = 15;
-constexpr int kFlagShouldRetry = 8;
-constexpr int kLibrarySsl = 20;
-constexpr int kReasonBinder = 253;
-constexpr int kReasonAlert = 1000;  // plus the alert that came
-constexpr int kAlerts = 256;
-
 // Alerts of RFC 8446, 6.2.
 constexpr int kHandshakeFailure = 40;
 constexpr int kBadCertificate = 42;
