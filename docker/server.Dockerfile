@@ -5,11 +5,11 @@ ARG DEBIAN_IMAGE=debian:bookworm-slim
 # hadolint ignore=DL3006
 FROM ${DEBIAN_IMAGE}
 
-# For RDMA, loaded when a job asks for it. The archive's snapshot decides their versions.
+# For RDMA and for encryption, loaded when a job asks for it. The archive's snapshot decides their versions.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
-        ibverbs-providers libibverbs1 librdmacm1 \
+        ibverbs-providers libibverbs1 librdmacm1 libssl3 \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log
 
 # By number: Kubernetes checks runAsNonRoot against it.

@@ -31,6 +31,8 @@ A host may be an address, a name, or user@name; the name must be one at which th
                         scheduler's port + 1)
   --master-port PORT    torchrun's port (default: 29500)
   --nproc-per-node N    ranks on each worker's host (default: 1)
+  --tls                 encrypt what the processes say to each other (BYTEPS_TLS=1); where
+                        BYTEPS_TLS_CERT, _KEY and _CA are set, by those files of each host
   --name NAME           the job's name, one for each at a time (default: that of the file)
   --lines N             lines of each log (default: 20)
   --dry-run             print what would be run, and where, and do nothing
@@ -64,6 +66,7 @@ nproc=1
 name=
 lines=20
 dry_run=0
+tls=${BYTEPS_TLS:-0}
 script=()
 while (($#)); do
   case $1 in
@@ -75,6 +78,7 @@ while (($#)); do
     --nproc-per-node) need_argument "$1" "$@"; nproc=$2; shift 2 ;;
     --name) need_argument "$1" "$@"; name=$2; shift 2 ;;
     --lines) need_argument "$1" "$@"; lines=$2; shift 2 ;;
+    --tls) tls=1; shift ;;
     --dry-run) dry_run=1; shift ;;
     --) shift; script=("$@"); break ;;
     -*) die_usage "unknown setting: $1 (the script and its arguments stand after --)" ;;
@@ -159,6 +163,15 @@ remote() {
     "${reach[@]}" "${hosts[i]}" "$quoted" 2>&1
 }
 
+# What every process is told of encryption.
+encryption=()
+if [[ $tls != 0 ]]; then
+  encryption=("BYTEPS_TLS=$tls")
+  for variable in BYTEPS_TLS_CERT BYTEPS_TLS_KEY BYTEPS_TLS_CA; do
+    [[ -z ${!variable:-} ]] || encryption+=("$variable=${!variable}")
+  done
+fi
+
 # command_of INDEX sets the array `command`, what runs there.
 command_of() {
   local i=$1 rank
@@ -177,6 +190,7 @@ command_of() {
         --nproc-per-node "$nproc" --master-addr "$master" --master-port "$master_port"
         --node-host "${hosts[i]##*@}" -- "${script[@]}") ;;
   esac
+  ((${#encryption[@]} == 0)) || command=(env "${encryption[@]}" "${command[@]}")
 }
 
 case $action in

@@ -31,6 +31,7 @@ PROGRAMS = {
     "simulate": "whole jobs, in threads and time that a seed decides",
     "sum_worker": "a worker without Python, which checks every sum",
     "swarm": "thousands of nodes in one process, for a scheduler",
+    "tls_test": "encrypted connections, without a job",
     "van_test": "a transport without the engine above it",
 }
 SANITIZED = {

@@ -12,6 +12,7 @@ prometheus/exposer.h   prometheus-cpp-dev optional
 ip                     iproute2       optional
 sodium.h               libsodium-dev  required
 gtest/gtest.h          libgtest-dev   optional
+openssl                openssl        optional
 ccache                 ccache         optional
 '
 

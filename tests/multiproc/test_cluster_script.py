@@ -158,6 +158,17 @@ def test_dry_run_starts_nothing(job: Job) -> None:
     assert not job.left.exists()
 
 
+def test_encryption_is_asked_of_every_process(job: Job) -> None:
+    files = {f"BYTEPS_TLS_{what}": f"/etc/{what}.pem" for what in ("CERT", "KEY", "CA")}
+    for flag, env in (("--tls", {}), ("--tls", files), ("", {"BYTEPS_TLS": "1"}), ("", {})):
+        words = [flag] if flag else []
+        said = job.run("up", "--dry-run", *words, "--", "train.py", env=env)
+        assert said.returncode == 0
+        for line in said.stdout.splitlines():
+            assert ("BYTEPS_TLS=1" in line) == bool(flag or env)
+            assert all((f"{name}={path}" in line) == (env == files) for name, path in files.items())
+
+
 @pytest.mark.parametrize(
     ("hosts", "complaint"),
     [

@@ -128,10 +128,11 @@ def test_single_process(job: Started) -> None:
 
 
 def test_two_jobs_at_once(job: Started, other_job: Started) -> None:
-    both = [
-        started.start("once", *TORCHRUN, "--nproc-per-node", "2", env={"SALT": str(salt)})
-        for salt, started in enumerate((job, other_job))
-    ]
+    """One of them is encrypted by the secret that it made itself."""
+    both = []
+    for salt, started in enumerate((job, other_job)):
+        env = {"SALT": str(salt), "BYTEPS_TLS": str(salt)}
+        both.append(started.start("once", *TORCHRUN, "--nproc-per-node", "2", env=env))
     for launcher in both:
         assert launcher.wait(RUN_S) == 0, launcher.text
     for started in (job, other_job):

@@ -136,6 +136,20 @@ std::vector<Variable> MakeTable() {
        "one."},
       {"BYTEPS_SECRET", kString, "", "", 0, 0, "",
        "The job's secret itself, at least 16 bytes, instead of a file. Never printed."},
+      {"BYTEPS_TLS", kBool, "", "0", 0, 1, "",
+       "Encrypt all TCP connections between nodes with TLS 1.3, by OpenSSL 3 of the machine. Who "
+       "may "
+       "speak is decided by the job's secret, or by certificates where BYTEPS_TLS_CERT is set. The "
+       "same on all nodes. Not with RDMA."},
+      {"BYTEPS_TLS_CERT", kString, "", "", 0, 0, "",
+       "This node's certificate, as a PEM file, with those that it was signed by up to "
+       "BYTEPS_TLS_CA. Goes with BYTEPS_TLS_KEY and BYTEPS_TLS_CA; on all nodes or on none."},
+      {"BYTEPS_TLS_KEY", kString, "", "", 0, 0, "",
+       "The private key of BYTEPS_TLS_CERT, as a PEM file without a password."},
+      {"BYTEPS_TLS_CA", kString, "", "", 0, 0, "",
+       "Certificates of the authorities that sign those of nodes, as a PEM file. With "
+       "BYTEPS_AUTH=0 "
+       "whoever has a certificate of theirs is of the job."},
       {"BYTEPS_NODE_PORT", kInt, "port", "0", 0, 65535, "",
        "Port at which a server listens, the only one that a firewall has to let workers reach. 0: "
        "the kernel chooses. Workers listen nowhere."},

@@ -10,6 +10,7 @@
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
 #include "ps/log_line.h"
+#include "ps/tls.h"
 
 namespace byteps {
 namespace core {
@@ -23,9 +24,15 @@ void Session::Start(ChannelUser* user) {
   const bool worker = options_.role == Role::kWorker;
   ps::SetLogIdentity(NameOf(options_.role), worker ? options_.rank : -1);
   auto settings = config_.values();
-#ifndef BYTEPS_WITH_RDMA
   const std::string& transport = settings["DMLC_ENABLE_RDMA"];
-  if (transport == "ibverbs" || transport == "1") {
+  const bool rdma = transport == "ibverbs" || transport == "1";
+  if (rdma && config_.Bool("BYTEPS_TLS")) {
+    throw UsageError("BYTEPS_TLS=1 encrypts TCP, and DMLC_ENABLE_RDMA=" + transport +
+                     " sends everything by RDMA, which no process can encrypt: unset one of them "
+                     "(docs/security.md says what protects RDMA)");
+  }
+#ifndef BYTEPS_WITH_RDMA
+  if (rdma) {
     throw UsageError("DMLC_ENABLE_RDMA=" + transport +
                      ": byteps was built without RDMA; build it where libibverbs-dev and "
                      "librdmacm-dev are installed");
@@ -42,7 +49,7 @@ void Session::Start(ChannelUser* user) {
   }
   ps::Environment::Init(settings);
   try {
-    (void)ps::auth::Secret::FromEnvironment();
+    ps::tls::CheckSettings(ps::auth::Secret::FromEnvironment());
   } catch (const dmlc::Error& e) {
     throw UsageError(e.what());
   }

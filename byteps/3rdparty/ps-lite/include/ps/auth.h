@@ -34,6 +34,9 @@ class Secret {
 
   bool is_there() const { return !key_.empty(); }
 
+  // kProofBytes for another use than proofs; each `purpose` has its own.  The secret is there.
+  std::string Derive(const std::string& purpose) const;
+
   // kProofBytes for whoever speaks as `who` after `said` was said.  Zeros without a secret.
   std::string Prove(const std::string& who, const std::string& said) const;
   // Whether `proof` begins with the first `bytes` of that.  Takes the same time for every proof.

@@ -100,6 +100,8 @@ Secret Secret::FromEnvironment() {
   return secret;
 }
 
+std::string Secret::Derive(const std::string& purpose) const { return Hmac(key_, purpose, ""); }
+
 std::string Secret::Prove(const std::string& who, const std::string& said) const {
   if (!is_there()) return std::string(kProofBytes, '\0');
   return Hmac(key_, who + '\0', said);

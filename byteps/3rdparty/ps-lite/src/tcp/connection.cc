@@ -145,9 +145,9 @@ void Connection::Drain() {
   OutgoingList sent;  // let go of without a lock: its owners may call Send
   ssize_t written = 0;
   int error = 0;
+  Socket socket;
   while (true) {
     sent.clear();
-    Socket socket;
     {
       std::unique_lock<std::mutex> lock(mu_);
       if (batch_epoch_ != epoch_) {  // meanwhile there is another socket, or none
@@ -177,7 +177,7 @@ void Connection::Drain() {
         blocked_ = true;  // as long as there is this socket
         const uint64_t epoch = epoch_;
         lock.unlock();
-        return SendingFailed(epoch, std::string("sending failed: ") + strerror(error));
+        return SendingFailed(epoch, "sending failed: " + socket->Text(error));
       }
       if (batch_.empty() && !TakeBatch()) {
         writing_ = false;
@@ -189,11 +189,8 @@ void Connection::Drain() {
       socket = socket_;
     }
     const auto vector = VectorOf(batch_, batch_done_);
-    msghdr message{};
-    message.msg_iov = const_cast<iovec*>(vector.data());
-    message.msg_iovlen = vector.size();
     do {
-      written = sendmsg(socket->get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      written = socket->Write(vector.data(), static_cast<int>(vector.size()));
       error = written < 0 ? errno : 0;
     } while (error == EINTR);
   }
@@ -260,7 +257,7 @@ void Connection::Close(const Ending& ending) {
     // Who is writing sees that it is closed, and lets go of the batch.
     if (!writing_) batch.swap(batch_);
     queued_bytes_ = 0;
-    if (socket_) shutdown(socket_->get(), SHUT_RDWR);
+    if (socket_) shutdown(socket_->fd(), SHUT_RDWR);
   }
   poller_->Post([self = shared_from_this()] { self->Finish(); });
 }
@@ -271,7 +268,7 @@ void Connection::Finish() {
   {
     std::lock_guard<std::mutex> lock(mu_);
     socket.swap(socket_);
-    if (socket) poller_->Forget(socket->get());
+    if (socket) poller_->Forget(socket->fd());
     ending = ending_;
   }
   {

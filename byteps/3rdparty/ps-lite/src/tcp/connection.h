@@ -33,7 +33,7 @@
 
 #include "./memory_pool.h"
 #include "./poller.h"
-#include "./socket.h"
+#include "./stream.h"
 #include "./wire.h"
 #include "ps/auth.h"
 #include "ps/internal/message.h"
@@ -82,6 +82,7 @@ struct ConnectionSettings {
   // BYTEPS_RECONNECT_TIMEOUT_S
   double reconnect_s = 30;
   auth::Secret secret;
+  std::shared_ptr<const tls::Context> tls;  // null: nothing is encrypted
 };
 
 class Connection : public Pollable, public std::enable_shared_from_this<Connection> {
@@ -93,9 +94,9 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
              std::shared_ptr<Poller> poller, std::shared_ptr<MemoryPool> pool);
   ~Connection() override;
 
-  // Goes on over `fd`, whose other end has said `hello` and proved it, and is told that it is
+  // Goes on over `socket`, whose other end has said `hello` and proved it, and is told that it is
   // taken.  Any thread.
-  void Adopt(Fd fd, const Hello& hello);
+  void Adopt(StreamPtr socket, const Hello& hello);
 
   // Connects to who listens at `host` and `port`, and says `hello`.  Tries again while nobody
   // does, until `deadline`.  Blocks for no longer than it takes to resolve the name.
@@ -142,8 +143,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
     kOpen,
     kClosed,
   };
-  enum class Phase { kChallenge, kReply, kHead, kMeta, kValues };
-  using Socket = std::shared_ptr<Fd>;  // stays open while somebody writes to it
+  enum class Phase { kHandshake, kChallenge, kReply, kHead, kMeta, kValues };
+  using Socket = StreamPtr;  // stays open while somebody writes to it
 
   // A message on its way out.
   struct Outgoing {
@@ -179,8 +180,9 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void TryAgain(const std::string& error, bool nobody_listens = false);
   void GiveUpAttempt(Clock::duration after, const std::string& complaint);
   void OnConnected();
-  // The first bytes on a socket: the kernel has room for them.
-  static void SendGreeting(int fd, const std::string& bytes);
+  // False: not yet, or not any more.
+  bool ShakeHands();
+  void SayHello(const Socket& socket);
   bool ReadChallenge();
   bool ReadReply();
 
@@ -189,7 +191,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void Break(uint64_t epoch, const Ending& ending);
   // Lets go of the socket, and of what came by half.  `state` is the new one.
   void Detach(State state);
-  void AdoptHere(Fd fd, const Hello& hello);
+  void AdoptHere(const Socket& socket, const Hello& hello);
   // The socket is there, and the other end has received so much.
   void Resume(uint64_t received);
   std::string GivenUp() const;
@@ -200,8 +202,10 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
 
   // ----- connection_receive.cc
   bool Receive();
+  void ReadingFailed(const Socket& socket, ssize_t result, int error);
   uint64_t Epoch();
-  ssize_t Read();
+  Socket CurrentSocket();
+  ssize_t Read(const Socket& socket);
   // A message that is complete.  False: more bytes are needed.
   bool Parse(Message* msg, bool* drop);
   bool ParseHead();

@@ -86,7 +86,7 @@ void Connection::TryNext() {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kDialing;
-    socket_ = std::make_shared<Fd>(std::move(fd));
+    socket_ = std::make_shared<Stream>(std::move(fd), settings_->tls.get(), Stream::kConnects);
     address_ = address.Text();
   }
   try {
@@ -134,13 +134,13 @@ void Connection::OnConnected() {
     socket = socket_;
     address = address_;
   }
-  if (const int error = ConnectError(socket->get())) {
+  if (const int error = ConnectError(socket->fd())) {
     return TryAgain(address + ": " + strerror(error), error == ECONNREFUSED);
   }
-  SetOptions(socket->get(), settings_->silence_s);
+  SetOptions(socket->fd(), settings_->silence_s);
   {
     std::lock_guard<std::mutex> lock(receive_mu_);
-    phase_ = Phase::kChallenge;
+    phase_ = socket->encrypted() ? Phase::kHandshake : Phase::kChallenge;
     buffer_begin_ = buffer_end_ = 0;
   }
   {
@@ -150,18 +150,42 @@ void Connection::OnConnected() {
   }
   ++attempt_;
   GiveUpAttempt(kAnswerTime, address + ": it took the connection and said nothing");
+  socket->encrypted() ? (void)ShakeHands() : SayHello(socket);
+}
+
+bool Connection::ShakeHands() {
+  {
+    std::lock_guard<std::mutex> lock(receive_mu_);
+    if (phase_ != Phase::kHandshake) return true;
+  }
+  const Socket socket = CurrentSocket();
+  if (!socket) return false;
+  switch (socket->Handshake()) {
+    case tls::Session::Step::kMore:
+      return false;
+    case tls::Session::Step::kClosed:
+      TryAgain(kClosedByPeer);
+      return false;
+    case tls::Session::Step::kPlain:
+      throw dmlc::Error(std::string("it does not encrypt, and this node does: ") + tls::kAdvice);
+    case tls::Session::Step::kDone:
+      break;
+  }
+  {
+    std::lock_guard<std::mutex> lock(receive_mu_);
+    phase_ = Phase::kChallenge;
+  }
+  SayHello(socket);
+  return true;
+}
+
+void Connection::SayHello(const Socket& socket) {
   hello_.authenticates = settings_->secret.is_there();
   hello_.received = received_;
   hello_.nonce = auth::NewNonce();
-  said_ = hello_.Encode();
-  SendGreeting(socket->get(), said_);
-}
-
-void Connection::SendGreeting(int fd, const std::string& bytes) {
-  const ssize_t n = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (n == static_cast<ssize_t>(bytes.size())) return;
-  // That it is closed is read soon.
-  DLOG(INFO) << "a hello could not be sent: " << strerror(errno);
+  const std::string hello = hello_.Encode();
+  said_ = socket->binding() + hello;
+  socket->Say(hello);
 }
 
 bool Connection::ReadChallenge() {
@@ -193,12 +217,7 @@ bool Connection::ReadChallenge() {
   // Should the connection break, it is this very process that is meant.
   hello_.receiver = challenge.sender;
   phase_ = Phase::kReply;
-  Socket socket;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    socket = socket_;
-  }
-  SendGreeting(socket->get(), secret.Prove(kWhoConnects, said_));
+  if (const Socket socket = CurrentSocket()) socket->Say(secret.Prove(kWhoConnects, said_));
   return true;
 }
 

@@ -75,9 +75,9 @@ void Connection::Detach(State state) {
     state_ = state;
   }
   if (socket) {
-    poller_->Forget(socket->get());
+    poller_->Forget(socket->fd());
     // Whoever still writes to it is told.
-    shutdown(socket->get(), SHUT_RDWR);
+    shutdown(socket->fd(), SHUT_RDWR);
   }
   std::lock_guard<std::mutex> lock(receive_mu_);
   // What came by half comes again.
@@ -87,22 +87,21 @@ void Connection::Detach(State state) {
   buffer_begin_ = buffer_end_ = 0;
 }
 
-void Connection::Adopt(Fd fd, const Hello& hello) {
-  auto shared = std::make_shared<Fd>(std::move(fd));
-  poller_->Post([self = shared_from_this(), shared, hello] {
+void Connection::Adopt(StreamPtr socket, const Hello& hello) {
+  poller_->Post([self = shared_from_this(), socket = std::move(socket), hello] {
     try {
-      self->AdoptHere(std::move(*shared), hello);
+      self->AdoptHere(socket, hello);
     } catch (const std::exception& e) {
       self->Close({e.what(), false, false});
     }
   });
 }
 
-void Connection::AdoptHere(Fd fd, const Hello& hello) {
+void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   Reply reply;
   if (closed()) {
     reply.refusal = "this node has closed the connection";
-    return SendGreeting(fd.get(), reply.Encode());
+    return socket->Say(reply.Encode());
   }
   bool unnoticed = false;
   {
@@ -111,10 +110,10 @@ void Connection::AdoptHere(Fd fd, const Hello& hello) {
   }
   if (unnoticed) broken_at_ = Clock::now();
   Detach(State::kWaiting);
-  SetOptions(fd.get(), settings_->silence_s);
+  const int number = socket->fd();
+  SetOptions(number, settings_->silence_s);
   reply.received = received_;
-  SendGreeting(fd.get(), reply.Encode());
-  const int number = fd.get();
+  socket->Say(reply.Encode());
   Address address;
   address.length = sizeof(address.storage);
   const bool known =
@@ -122,12 +121,14 @@ void Connection::AdoptHere(Fd fd, const Hello& hello) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ == State::kClosed) return;
-    socket_ = std::make_shared<Fd>(std::move(fd));
+    socket_ = socket;
     if (known) address_ = address.Text();
   }
   poller_->Watch(number, shared_from_this());
   Resume(hello.received);
   arrived_.clear();
+  // What was read and not asked for yet, no socket tells of.
+  while (socket->encrypted() && OnReady(0)) continue;
 }
 
 void Connection::Resume(uint64_t received) {

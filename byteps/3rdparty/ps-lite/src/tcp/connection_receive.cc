@@ -21,22 +21,18 @@ constexpr size_t kStrangersMetaBytes = 65536;
 }  // namespace
 
 bool Connection::Receive() {
+  if (!ShakeHands()) return false;
   for (size_t turn = 0; turn < kTurnBytes;) {
+    const Socket socket = CurrentSocket();
+    if (!socket) break;  // it was closed, or another one is on its way
     std::unique_lock<std::mutex> lock(receive_mu_);
-    const ssize_t n = Read();
+    const ssize_t n = Read(socket);
     if (n <= 0) {
       const int error = errno;
-      const bool greeting = phase_ == Phase::kChallenge || phase_ == Phase::kReply;
       lock.unlock();
       if (n < 0 && error == EINTR) continue;
       if (n < 0 && (error == EAGAIN || error == EWOULDBLOCK)) break;
-      const std::string reason = n == 0                ? kClosedByPeer
-                                 : error == ECONNRESET ? kReset
-                                 : error == ETIMEDOUT
-                                     ? kTimedOut
-                                     : std::string("its connection failed: ") + strerror(error);
-      // Nothing was said yet, so that nothing is lost.
-      greeting ? TryAgain(reason) : Break(Epoch(), {reason, true, false});
+      ReadingFailed(socket, n, error);
       return false;
     }
     turn += n;
@@ -65,28 +61,39 @@ bool Connection::Receive() {
   return false;
 }
 
+void Connection::ReadingFailed(const Socket& socket, ssize_t result, int error) {
+  bool greeting = false;
+  {
+    std::lock_guard<std::mutex> lock(receive_mu_);
+    greeting = phase_ == Phase::kChallenge || phase_ == Phase::kReply;
+  }
+  if (result < 0 && greeting && socket->Refused(error)) throw dmlc::Error(socket->Text(error));
+  const std::string reason = result == 0           ? kClosedByPeer
+                             : error == ECONNRESET ? kReset
+                             : error == ETIMEDOUT ? kTimedOut
+                                                  : "its connection failed: " + socket->Text(error);
+  // Nothing was said yet, so that nothing is lost.
+  greeting ? TryAgain(reason) : Break(Epoch(), {reason, true, false});
+}
+
+Connection::Socket Connection::CurrentSocket() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return socket_;
+}
+
 uint64_t Connection::Epoch() {
   std::lock_guard<std::mutex> lock(mu_);
   return epoch_;
 }
 
-ssize_t Connection::Read() {
+ssize_t Connection::Read(const Socket& socket) {
   iovec vector[2];
   int count = 0;
   const size_t missing = phase_ == Phase::kValues ? place_bytes_ - place_done_ : 0;
   if (missing > 0) vector[count++] = {place_ + place_done_, missing};
   if (buffer_begin_ == buffer_end_) buffer_begin_ = buffer_end_ = 0;
   vector[count++] = {buffer_.data() + buffer_end_, buffer_.size() - buffer_end_};
-  Socket socket;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    socket = socket_;
-  }
-  if (!socket) {  // it was closed, or another one is on its way
-    errno = EAGAIN;
-    return -1;
-  }
-  const ssize_t n = readv(socket->get(), vector, count);
+  const ssize_t n = socket->Read(vector, count);
   if (n <= 0) return n;
   const size_t placed = std::min<size_t>(n, missing);
   place_done_ += placed;
@@ -118,6 +125,8 @@ void Connection::Skip(size_t bytes) {
 bool Connection::Parse(Message* msg, bool* drop) {
   while (true) {
     switch (phase_) {
+      case Phase::kHandshake:
+        return false;
       case Phase::kChallenge:
         if (!ReadChallenge()) return false;
         break;

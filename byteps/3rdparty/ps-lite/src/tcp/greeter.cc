@@ -18,25 +18,25 @@ namespace {
 // For all that has to be said.  An honest peer that was too slow connects again.
 constexpr auto kGreetingTime = std::chrono::milliseconds(1500);
 
-// Once: who tries again and again must not fill the log.
-void WarnOnce() {
-  static std::atomic<bool> warned{false};
-  if (warned.exchange(true)) return;
-  LOG(WARNING) << "refused a connection that has not this job's secret (later ones are not logged)";
+// Once for each kind: who tries again and again must not fill the log.
+void WarnOnce(std::atomic<bool>* warned, const std::string& reason) {
+  if (warned->exchange(true)) return;
+  LOG(WARNING) << "refused a connection: " << reason << " (later ones are not logged)";
 }
-
-void Say(int fd, const std::string& bytes) {
-  // The kernel has room for the first bytes; that the other end is gone is read soon.
-  (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-}
+std::atomic<bool> warned_of_secret{false};
+std::atomic<bool> warned_of_plain{false};
+std::atomic<bool> warned_of_encryption{false};
 
 }  // namespace
 
 Greeter::Greeter(const Host* host, std::shared_ptr<Poller> poller, Fd fd)
-    : host_(host), poller_(std::move(poller)), fd_(std::move(fd)) {}
+    : host_(host),
+      poller_(std::move(poller)),
+      socket_(std::make_shared<Stream>(std::move(fd), host->tls.get(), Stream::kListens)),
+      phase_(socket_->encrypted() ? Phase::kHandshake : Phase::kHello) {}
 
 void Greeter::Start() {
-  poller_->Watch(fd_.get(), shared_from_this());
+  poller_->Watch(socket_->fd(), shared_from_this());
   poller_->At(began_ + kGreetingTime, [weak = weak_from_this()] {
     if (const Ptr self = weak.lock()) self->End("it did not say in time who it is");
   });
@@ -47,23 +47,24 @@ void Greeter::End(const std::string& reason) {
   phase_ = Phase::kDone;
   PS_VLOG(1) << "a connection was not taken: " << reason;
   const Ptr self = shared_from_this();
-  poller_->Forget(fd_.get());
-  fd_.Reset(-1);
+  poller_->Forget(socket_->fd());
+  socket_.reset();
   host_->done(self);
 }
 
 void Greeter::Refuse(const std::string& bytes, const std::string& reason) {
-  Say(fd_.get(), bytes);
+  if (!bytes.empty()) socket_->Say(bytes);
   // What it has sent behind is read: to close over it would reset the connection, and take the
   // reason away.
-  shutdown(fd_.get(), SHUT_WR);
+  shutdown(socket_->fd(), SHUT_WR);
   char rest[4096];
-  while (recv(fd_.get(), rest, sizeof(rest), MSG_DONTWAIT) > 0) continue;
+  while (recv(socket_->fd(), rest, sizeof(rest), MSG_DONTWAIT) > 0) continue;
   End(reason);
 }
 
 bool Greeter::OnReady(uint32_t /*events*/) {
   try {
+    if (phase_ == Phase::kHandshake && !ShakeHands()) return false;
     while (Read()) continue;
   } catch (const std::exception& e) {
     End(e.what());
@@ -71,20 +72,50 @@ bool Greeter::OnReady(uint32_t /*events*/) {
   return false;
 }
 
+bool Greeter::ShakeHands() {
+  tls::Session::Step step;
+  try {
+    step = socket_->Handshake();
+  } catch (const dmlc::Error& e) {
+    WarnOnce(&warned_of_encryption, e.what());
+    Refuse("", e.what());  // it was told by an alert
+    return false;
+  }
+  switch (step) {
+    case tls::Session::Step::kMore:
+      return false;
+    case tls::Session::Step::kClosed:
+      End("it closed");
+      return false;
+    case tls::Session::Step::kPlain:
+      socket_->GoPlain();
+      break;
+    case tls::Session::Step::kDone:
+      break;
+  }
+  phase_ = Phase::kHello;
+  return true;
+}
+
 bool Greeter::Read() {
   if (phase_ == Phase::kDone) return false;
   const size_t wanted = phase_ == Phase::kHello ? kHelloBytes : auth::kProofBytes;
-  const ssize_t n = recv(fd_.get(), buffer_.data() + there_, wanted - there_, MSG_DONTWAIT);
+  const iovec missing = {buffer_.data() + there_, wanted - there_};
+  const ssize_t n = socket_->Read(&missing, 1);
   if (n < 0 && errno == EINTR) return true;
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
   if (n <= 0) {
-    End(n == 0 ? "it closed" : strerror(errno));
+    const int error = errno;
+    const std::string reason = n == 0 ? "it closed" : socket_->Text(error);
+    if (n < 0 && socket_->Refused(error)) WarnOnce(&warned_of_encryption, reason);
+    End(reason);
     return false;
   }
   there_ += n;
   if (phase_ == Phase::kHello && there_ >= kPreambleBytes) {
     const std::string mismatch = Mismatch(buffer_.data());
     if (!mismatch.empty()) {
+      if (LooksEncrypted(buffer_.data())) WarnOnce(&warned_of_plain, mismatch);
       Challenge challenge;
       challenge.refusal = "its peer " + mismatch;
       Refuse(challenge.Encode(), mismatch);
@@ -101,30 +132,39 @@ void Greeter::OnHello() {
   hello_ = DecodeHello(buffer_.data());
   Challenge challenge = host_->challenge();
   challenge.authenticates = host_->secret->is_there();
+  if (host_->tls && !socket_->encrypted()) {
+    challenge.refusal =
+        std::string("this job encrypts its connections, and the peer does not: ") + tls::kAdvice;
+    WarnOnce(&warned_of_plain,
+             std::string("it does not encrypt, and this job does: ") + tls::kAdvice);
+    return Refuse(challenge.Encode(), "it does not encrypt");
+  }
   if (challenge.authenticates && !hello_.authenticates) {
     challenge.refusal =
         std::string("this job has a secret, and the peer has none: ") + auth::kAdvice;
     return Refuse(challenge.Encode(), "it has no secret");
   }
   challenge.nonce = auth::NewNonce();
-  said_.assign(buffer_.data(), kHelloBytes);
+  said_ = socket_->binding();
+  said_.append(buffer_.data(), kHelloBytes);
   said_ += challenge.Claims();
   challenge.proof = host_->secret->Prove(kWhoListens, said_);
   phase_ = Phase::kProof;
-  Say(fd_.get(), challenge.Encode());
+  socket_->Say(challenge.Encode());
 }
 
 void Greeter::OnProof() {
   Reply reply;
   if (!host_->secret->Proves(buffer_.data(), kWhoConnects, said_)) {
     reply.refusal = std::string("the peer has not this job's secret: ") + auth::kAdvice;
-    WarnOnce();
+    WarnOnce(&warned_of_secret, "it has not this job's secret");
     return Refuse(reply.Encode(), "it has not this job's secret");
   }
-  poller_->Forget(fd_.get());
-  reply.refusal = host_->admit(&fd_, hello_);
+  poller_->Forget(socket_->fd());
+  reply.refusal = host_->admit(socket_, hello_);
   if (!reply.refusal.empty()) return Refuse(reply.Encode(), "it was refused: " + reply.refusal);
   phase_ = Phase::kDone;
+  socket_.reset();
   host_->done(shared_from_this());
 }
 

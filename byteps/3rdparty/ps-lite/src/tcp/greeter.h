@@ -12,7 +12,7 @@
 #include <string>
 
 #include "./poller.h"
-#include "./socket.h"
+#include "./stream.h"
 #include "./wire.h"
 #include "ps/auth.h"
 
@@ -26,10 +26,11 @@ class Greeter : public Pollable, public std::enable_shared_from_this<Greeter> {
     // What is told to who connects: the job and this process.
     std::function<Challenge()> challenge;
     // It has proved what it said.  Takes the socket, or leaves it and returns why not.
-    std::function<std::string(Fd*, const Hello&)> admit;
+    std::function<std::string(const StreamPtr&, const Hello&)> admit;
     // It is gone, one way or the other.
     std::function<void(const Ptr&)> done;
     const auth::Secret* secret = nullptr;
+    std::shared_ptr<const tls::Context> tls;  // null: nothing is encrypted
   };
 
   // `host` outlives the poller's thread, in which all of it is called.
@@ -43,9 +44,10 @@ class Greeter : public Pollable, public std::enable_shared_from_this<Greeter> {
   bool OnReady(uint32_t events) override;
 
  private:
-  enum class Phase { kHello, kProof, kDone };
+  enum class Phase { kHandshake, kHello, kProof, kDone };
 
   // True: there may be more.
+  bool ShakeHands();
   bool Read();
   void OnHello();
   void OnProof();
@@ -55,8 +57,8 @@ class Greeter : public Pollable, public std::enable_shared_from_this<Greeter> {
   const std::shared_ptr<Poller> poller_;
   const Poller::Clock::time_point began_ = Poller::Clock::now();
   // All below is of the poller's thread.
-  Fd fd_;
-  Phase phase_ = Phase::kHello;
+  StreamPtr socket_;
+  Phase phase_;
   std::array<char, kHelloBytes> buffer_;
   size_t there_ = 0;
   Hello hello_;

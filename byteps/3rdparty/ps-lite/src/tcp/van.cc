@@ -88,6 +88,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   CHECK(!standalone) << "the TCP van joins a job";
   const Postoffice* post = Postoffice::Get();
   settings_.secret = auth::Secret::FromEnvironment();
+  settings_.tls = tls::Context::FromEnvironment(settings_.secret);
   settings_.reconnect_s = Seconds("BYTEPS_RECONNECT_TIMEOUT_S", 30);
   // So that half of the time to reconnect is left.  Where nobody reconnects: later than the
   // heartbeats, which know more of who is silent.
@@ -95,13 +96,16 @@ void TcpVan::Start(int customer_id, bool standalone) {
   settings_.silence_s =
       settings_.reconnect_s > 0 ? settings_.reconnect_s / 2 : 2 * peer_timeout_s + 2;
   host_.secret = &settings_.secret;
+  host_.tls = settings_.tls;
   host_.challenge = [this] {
     tcp::Challenge challenge;
     challenge.job = job_;
     challenge.sender = token_;
     return challenge;
   };
-  host_.admit = [this](tcp::Fd* fd, const tcp::Hello& hello) { return Admit(fd, hello); };
+  host_.admit = [this](const tcp::StreamPtr& socket, const tcp::Hello& hello) {
+    return Admit(socket, hello);
+  };
   host_.done = [this](const tcp::Greeter::Ptr& greeter) { greeters_.remove(greeter); };
   start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
   int threads = GetEnv("BYTEPS_IO_THREADS", 0);
@@ -273,7 +277,7 @@ std::string TcpVan::ReasonToRefuse(const tcp::Hello& hello) const {
 }
 
 // The first poller's thread.
-std::string TcpVan::Admit(tcp::Fd* fd, const tcp::Hello& hello) {
+std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello) {
   const std::string refusal = ReasonToRefuse(hello);
   if (!refusal.empty()) return refusal;
   ConnectionPtr connection;
@@ -311,7 +315,7 @@ std::string TcpVan::Admit(tcp::Fd* fd, const tcp::Hello& hello) {
       peer->connections[hello.index] = connection;
     }
   }
-  connection->Adopt(std::move(*fd), hello);
+  connection->Adopt(socket, hello);
   return "";
 }
 

@@ -90,7 +90,7 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   void OnClosed(const tcp::ConnectionPtr& connection, const tcp::Ending& ending) override;
   void OnAccepted(tcp::Fd fd);
   bool MayAccept();
-  std::string Admit(tcp::Fd* fd, const tcp::Hello& hello);
+  std::string Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello);
   // Empty: it may connect.
   std::string ReasonToRefuse(const tcp::Hello& hello) const;
 

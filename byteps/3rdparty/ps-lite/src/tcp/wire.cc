@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../meta_codec.h"
+#include "../tls/tls.h"
 #include "ps/auth.h"
 #include "ps/wire_bytes.h"
 
@@ -132,12 +133,20 @@ Reply DecodeReply(const char* data, size_t* refusal_bytes) {
   return reply;
 }
 
+bool LooksEncrypted(const char* data) {
+  // A handshake record (RFC 8446, 5.1).
+  return data[0] == 22 && data[1] == 3;
+}
+
 std::string Mismatch(const char* data) {
   ByteReader in(data, kPreambleBytes);
   uint32_t magic = 0;
   uint16_t version = 0;
   in.Int(&magic);
   in.Int(&version);
+  if (LooksEncrypted(data)) {
+    return std::string("it encrypts its connections, and this node does not: ") + tls::kAdvice;
+  }
   if (magic != kMagic) return "it does not speak this protocol";
   if (version == kVersion) return "";
   return "it speaks wire version " + std::to_string(version) + ", this node version " +

@@ -76,6 +76,8 @@ constexpr size_t kMaxRefusalBytes = 1024;
 // kPreambleBytes.
 constexpr size_t kPreambleBytes = 6;
 std::string Mismatch(const char* data);
+// Whether that is how TLS begins.
+bool LooksEncrypted(const char* data);
 
 // `data` has kHelloBytes, of our version.
 Hello DecodeHello(const char* data);

@@ -1,0 +1,258 @@
+"""Connections that are encrypted: nobody in between reads or changes a value, and who does not
+encrypt, or has another secret or certificate, is told so."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from authority import Authority
+from cluster import END_S, Cluster, clean_environment, server_executable, wait_all
+from endings import demand_error, start_looping, wait_for_text
+from sockets import connections_of
+from test_reconnect import between, resent, server_port, wait_for_rounds
+
+TLS = {"BYTEPS_TLS": "1"}
+SETTINGS = {**TLS, "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_TCP_CONNECTIONS": "2"}
+ONE = b"\x00\x00\x80\x3f"
+"""1.0, of which failures:loop pushes nothing else."""
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"), "authority")
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """One that no node trusts, unless a test says so."""
+    return Authority(tmp_path_factory.mktemp("stranger"), "stranger")
+
+
+@pytest.mark.parametrize("how", ["secret", "certificates", "certificates-alone"])
+def test_sums_are_the_same(
+    make_cluster: Callable[..., Cluster], authority: Authority, how: str
+) -> None:
+    env = dict(SETTINGS) if how == "secret" else {**SETTINGS, **authority.node()}
+    if how == "certificates-alone":
+        env |= {"BYTEPS_AUTH": "0", "BYTEPS_SECRET": ""}
+    make_cluster(workers=2, servers=2, env=env).run("rounds:checked", rounds=10)
+
+
+def overheard(cluster: Cluster) -> bytes:
+    """What workers have pushed and the server, which is stopped meanwhile, has not read."""
+    (server,) = cluster.servers
+    port = server_port(cluster, 0)
+    deadline = time.monotonic() + END_S
+    while True:
+        assert time.monotonic() < deadline, "whenever the server was stopped, nothing was under way"
+        server.send(signal.SIGSTOP)
+        time.sleep(0.05)  # it may still take what it is reading
+        mine = [one for one in connections_of(server.pid) if one.local == port]
+        longest = max((one.waiting(1 << 20) for one in mine), key=len)
+        server.send(signal.SIGCONT)
+        if len(longest) > 10_000:
+            return longest
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("tls", ["0", "1"])
+def test_who_listens_in_between(make_cluster: Callable[..., Cluster], tls: str) -> None:
+    """Without encryption the same ears hear the values."""
+    cluster = start_looping(make_cluster, {"BYTEPS_TLS": tls}, workers=2, servers=1)
+    heard = overheard(cluster)
+    assert (ONE * 16 in heard) == (tls == "0")
+
+
+def test_who_speaks_in_between(make_cluster: Callable[..., Cluster]) -> None:
+    """What a stranger puts into a connection breaks it, and is in no sum."""
+    cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
+    cluster.start("rounds:checked")
+    cluster.wait_mark("looping", range(2))
+    broken = 0
+    deadline = time.monotonic() + END_S
+    while broken < 3:
+        assert time.monotonic() < deadline, "no connection broke"
+        worker = cluster.workers[f"worker {broken % 2}"]
+        for one in between(worker.pid, server_port(cluster, 0)):
+            try:
+                one.insert(ONE * 100)
+            except OSError:  # it is full, or has just broken
+                continue
+        wait_for_rounds(cluster, 1)
+        text = "".join(process.text for process in cluster.everyone())
+        broken = len(re.findall("made again after", text))
+    cluster.go("end")
+    cluster.finish()
+
+
+@pytest.mark.parametrize("how", ["reset", "close"])
+def test_connections_that_break(make_cluster: Callable[..., Cluster], how: str) -> None:
+    """Amid rounds, with servers and the scheduler; they are made again, and encrypted again."""
+    cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
+    cluster.start("rounds:checked")
+    cluster.wait_mark("looping", range(2))
+    broken = 0
+    deadline = time.monotonic() + END_S
+    while broken < 6 or not resent(cluster):
+        assert time.monotonic() < deadline, "whenever a connection broke, nothing was under way"
+        worker = cluster.workers[f"worker {broken % 2}"]
+        port = cluster.port if broken == 5 else server_port(cluster, broken // 2 % 2)
+        for one in between(worker.pid, port):
+            getattr(one, how)()
+        broken += 1
+        wait_for_rounds(cluster, 1)
+    cluster.go("end")
+    cluster.finish()
+
+
+def refused(
+    make: Callable[..., Cluster], ours: dict[str, str], theirs: dict[str, str]
+) -> tuple[Cluster, str]:
+    """A scheduler with the first settings, a worker and a server with the others; the server's
+    last words."""
+    cluster = make(workers=1, servers=1, env={"BYTEPS_START_TIMEOUT_S": "60", **ours})
+    cluster.start_scheduler()
+    changes: dict[str, str | None] = dict.fromkeys(ours.keys() - theirs.keys())
+    worker = cluster.start_worker(0, "failures:init_only", env={**changes, **theirs})
+    cluster.set_env({**dict.fromkeys(changes, ""), **theirs})
+    server = cluster.start_server()
+    wait_all([worker, server], END_S)
+    return cluster, server.text
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told", "noted"),
+    [
+        (
+            TLS,
+            {**TLS, "BYTEPS_SECRET": "another secret, as long"},
+            "has not this job's secret.*BYTEPS_SECRET_FILE",
+            "has not this job's secret",
+        ),
+        (
+            TLS,
+            {"BYTEPS_TLS": "0"},
+            "encrypts its connections, and the peer does not: set BYTEPS_TLS=1 on every node",
+            "does not encrypt, and this job does: set BYTEPS_TLS=1",
+        ),
+        (
+            {"BYTEPS_TLS": "0"},
+            TLS,
+            "does not encrypt, and this node does: set BYTEPS_TLS=1 on every node",
+            "encrypts its connections, and this node does not: set BYTEPS_TLS=1",
+        ),
+    ],
+    ids=["another-secret", "not-there", "not-here"],
+)
+def test_who_does_not_fit_is_told_and_noted(
+    make_cluster: Callable[..., Cluster],
+    ours: dict[str, str],
+    theirs: dict[str, str],
+    told: str,
+    noted: str,
+) -> None:
+    cluster, said = refused(make_cluster, ours, theirs)
+    demand_error(cluster.workers["worker 0"], told)
+    assert re.search(told, said), said
+    assert cluster.scheduler is not None
+    wait_for_text(cluster.scheduler, "refused a connection: .*" + noted)
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "noted"),
+    [
+        ("certificate", "does not accept this node's certificate", "certificate is not accepted"),
+        ("authority", "certificate is not accepted", "does not accept this node's certificate"),
+        ("secret", "BYTEPS_TLS_", "BYTEPS_TLS_|encryption failed"),
+        ("expired", "does not accept this node's certificate.*expired", "expired"),
+    ],
+)
+def test_certificates_that_do_not_fit(
+    make_cluster: Callable[..., Cluster],
+    authority: Authority,
+    stranger: Authority,
+    change: str,
+    told: str,
+    noted: str,
+) -> None:
+    """`secret`: the others have certificates, and these nodes go by the secret."""
+    good = {**TLS, **authority.node()}
+    bad = dict(good)
+    if change == "certificate":
+        bad |= {**stranger.node(), "BYTEPS_TLS_CA": good["BYTEPS_TLS_CA"]}
+    elif change == "authority":
+        bad["BYTEPS_TLS_CA"] = str(stranger.certificate)
+    elif change == "expired":
+        bad |= authority.node("late", days="-1")
+    else:
+        bad = dict(TLS)
+    cluster, said = refused(make_cluster, good, bad)
+    demand_error(cluster.workers["worker 0"], told)
+    assert re.search(told, said), said
+    assert cluster.scheduler is not None
+    wait_for_text(cluster.scheduler, "refused a connection: .*" + noted)
+
+
+def test_one_secret_more(make_cluster: Callable[..., Cluster], authority: Authority) -> None:
+    """A certificate alone does not do where the job has a secret, too."""
+    files = {**TLS, **authority.node()}
+    cluster, said = refused(
+        make_cluster, files, {**files, "BYTEPS_SECRET": "another, as long as it"}
+    )
+    demand_error(cluster.workers["worker 0"], "has not this job's secret")
+    assert "has not this job's secret" in said
+
+
+def files_of(authority: Authority, stranger: Authority, which: str) -> dict[str, str]:
+    good = authority.node()
+    return {
+        "missing": {**good, "BYTEPS_TLS_CERT": "/nowhere/cert.pem"},
+        "no-pem": {**good, "BYTEPS_TLS_CA": "/etc/hostname"},
+        "other-key": {**good, "BYTEPS_TLS_KEY": stranger.node()["BYTEPS_TLS_KEY"]},
+        "some": {"BYTEPS_TLS_CERT": good["BYTEPS_TLS_CERT"]},
+        "all": good,
+        "none": {},
+    }[which]
+
+
+@pytest.mark.parametrize(
+    ("files", "env", "told"),
+    [
+        ("missing", TLS, "BYTEPS_TLS_CERT=/nowhere/cert.pem cannot be used: No such file"),
+        ("no-pem", TLS, "BYTEPS_TLS_CA=/etc/hostname cannot be used"),
+        ("other-key", TLS, "BYTEPS_TLS_KEY=.* cannot be used: .*mismatch"),
+        ("some", TLS, "go together"),
+        ("all", {"BYTEPS_TLS": "0"}, "nothing would be encrypted; set BYTEPS_TLS=1"),
+        ("none", {**TLS, "BYTEPS_AUTH": "0", "BYTEPS_SECRET": ""}, "needs the job's secret, or"),
+        ("none", {**TLS, "DMLC_ENABLE_RDMA": "ibverbs"}, "by RDMA, which no process can encrypt"),
+    ],
+    ids=["missing", "no-pem", "other-key", "some", "not-on", "nobody", "rdma"],
+)
+def test_settings_that_do_not_fit(
+    authority: Authority,
+    stranger: Authority,
+    run_dir: Path,
+    files: str,
+    env: dict[str, str],
+    told: str,
+) -> None:
+    """Before anything is opened; exit status 2."""
+    address = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0"}
+    sizes = {"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
+    settings = {**files_of(authority, stranger, files), **env, **address, **sizes}
+    ended = subprocess.run(
+        [server_executable(), "--role", "scheduler"],
+        env={**clean_environment(run_dir), **settings},
+        capture_output=True,
+        text=True,
+        timeout=END_S,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert re.search(told, ended.stderr), ended.stderr
