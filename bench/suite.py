@@ -47,6 +47,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="record everything")
     parser.add_argument("--resume", action="store_true", help="go on with the record of --json")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="report on this record")
+    parser.add_argument(
+        "--from-markdown", type=Path, metavar="FILE", help="draw --chart of this document's tables"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="pictures, a folder for each")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="one picture of all experiments")
@@ -56,6 +59,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.resume and not options.json:
         parser.error("--resume needs the record: --json FILE")
+    if options.from_markdown and not options.chart:
+        parser.error("--from-markdown needs the picture to draw: --chart FILE")
     if options.launches is not None and options.launches < 1:
         parser.error("--launches must be 1 at least")
     options.begun = time.monotonic()
@@ -110,8 +115,26 @@ def earlier(
     return runs, before
 
 
+def draw_document(document: Path, chart: Path) -> int:
+    """Draw what the tables of a document say; the exit status."""
+    from benchkit.document import parts_in
+    from benchkit.plots import draw_parts
+
+    try:
+        experiments = parts_in(document.read_text(encoding="utf-8"))
+        chart.parent.mkdir(parents=True, exist_ok=True)
+        draw_parts(experiments, chart)
+    except (OSError, ValueError) as error:
+        print(f"suite.py: {document}: {error}", file=sys.stderr)
+        return 1
+    print(f"{chart}: {len(experiments)} experiments")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.from_markdown:
+        return draw_document(options.from_markdown, options.chart)
     try:
         experiments = choose(options.set_name, options.only)
     except ValueError as error:

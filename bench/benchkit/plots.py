@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,18 @@ def parts_of_limit(run: Run) -> dict[str, float]:
     return {backend: limit_s / row.p50_s for backend, row in found.items()}
 
 
-def _label(run: Run) -> str:
+@dataclass(frozen=True)
+class Parts:
+    """What one experiment says of speed."""
+
+    label: str
+    of_limit: Mapping[str, float]
+    """Of each backend: what the links allow the first one, over the backend's time."""
+
+
+def _parts(run: Run) -> Parts:
     case = max(run.plan.cases, key=lambda one: one.size)
-    return f"{run.name}\n{show_size(case.size)} {case.dtype}"
+    return Parts(f"{run.name}\n{show_size(case.size)} {case.dtype}", parts_of_limit(run))
 
 
 def draw_overview(runs: Sequence[Run], path: Path) -> None:
@@ -85,26 +95,48 @@ def draw_overview(runs: Sequence[Run], path: Path) -> None:
         runs: those without a limit, or launches, have no place in it.
         path: ends in ``.svg``, ``.png`` or another form that matplotlib writes.
     """
-    parts = [(run, parts_of_limit(run)) for run in runs if run.launches]
-    parts = [(run, found) for run, found in parts if found]
-    backends = list(dict.fromkeys(backend for _, found in parts for backend in found))
+    draw_parts([parts for run in runs if run.launches if (parts := _parts(run)).of_limit], path)
+
+
+def described(experiments: Sequence[Parts]) -> str:
+    """All figures of a picture, which it carries as its description."""
+    return "; ".join(
+        f"{one.label.replace(chr(10), ', ')}: "
+        + ", ".join(f"{backend} {part:.2f}" for backend, part in one.of_limit.items())
+        for one in experiments
+    )
+
+
+def draw_parts(experiments: Sequence[Parts], path: Path) -> None:
+    """One picture of how near to the links' limit each backend comes in each experiment."""
+    backends = list(dict.fromkeys(backend for one in experiments for backend in one.of_limit))
+    # Here, as in _figure.
+    import matplotlib
+    from matplotlib.patches import Patch
+
     figure, axes = _figure("Sums of gradients: part of what the links allow a push-pull")
-    figure.set_size_inches(8.5, 1.4 + 0.8 * max(len(parts), 1))
-    height = 0.8 / max(len(backends), 1)
-    for number, backend in enumerate(backends):
-        shift = (number - (len(backends) - 1) / 2) * height
-        places = [at + shift for at, (_, found) in enumerate(parts) if backend in found]
-        values = [found[backend] for _, found in parts if backend in found]
-        bars = axes.barh(places, values, height * 0.92, color=_COLOURS[backend], label=backend)
-        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    figure.set_size_inches(8.5, 1.4 + 0.7 * max(len(experiments), 1))
+    for at, one in enumerate(experiments):
+        height = 0.8 / max(len(one.of_limit), 1)
+        for number, (backend, part) in enumerate(one.of_limit.items()):
+            place = at + (number - (len(one.of_limit) - 1) / 2) * height
+            bars = axes.barh(place, part, height * 0.92, color=_COLOURS[backend])
+            axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(parts)), [_label(run) for run, _ in parts], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_yticks(range(len(experiments)), [one.label for one in experiments], fontsize=8)
+    axes.set_ylim(max(len(experiments), 1) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.set_xlabel("time at the links' limit / median time; longer is faster")
-    if parts:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path)
+    if backends:
+        axes.legend(
+            handles=[Patch(color=_COLOURS[name], label=name) for name in backends],
+            loc="upper left",
+            bbox_to_anchor=(1.0, 1.0),
+        )
+    # The same figures are the same file.
+    same = {"Date": None} if path.suffix == ".svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": "megatron-byteps"}):
+        figure.savefig(path, metadata={"Description": described(experiments), **same})
 
 
 def _draw_times(run: Run, path: Path) -> Path:

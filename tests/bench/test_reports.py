@@ -10,13 +10,21 @@ import pytest
 from made_up import make_run
 
 import pushpull_bench
+import suite
 from benchkit import record
 from benchkit.columns import aligned
+from benchkit.document import parts_in
 from benchkit.markdown import BEGIN, END, replace_results, section
 from benchkit.options import parse
-from benchkit.plots import draw, draw_overview, parts_of_limit
+from benchkit.plots import described, draw, draw_overview, parts_of_limit
 from benchkit.sets import SETS, choose
 from benchkit.tables import ratio_table, result_table
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+REDRAW = (
+    "bench/suite.py --from-markdown docs/benchmarking.md --chart docs/images/speed.svg, "
+    "by build/venv/bin/python"
+)
 
 
 def test_columns_are_aligned() -> None:
@@ -128,3 +136,26 @@ def test_overview_compares_times_with_one_limit(run_dir: Path) -> None:
         picture = run_dir / f"{len(runs)}.svg"
         draw_overview(runs, picture)
         assert "<svg" in picture.read_text()
+
+
+def test_the_documents_chart_shows_its_tables() -> None:
+    experiments = parts_in((DOCS / "benchmarking.md").read_text())
+    by_label = {one.label: one.of_limit for one in experiments}
+    # What the links allow, over each one's time: gloo's is 0.962 * 4462.778 / 6493.891.
+    assert by_label["4+4-500mbit\n256MiB float32"] == pytest.approx(
+        {"byteps": 0.962, "gloo": 0.6611}, rel=1e-3
+    )
+    assert by_label["4 + 4, 10 Gbit/s, GPU\n256 MiB"]["nccl"] == pytest.approx(0.961 / 1.49)
+    assert by_label["8 + 8, 1 Gbit/s, GPU\n64 MiB fp32"]["byteps"] == 0.962
+    picture = (DOCS / "images/speed.svg").read_text()
+    assert described(experiments) in picture, f"draw it again: {REDRAW}"
+
+
+def test_a_document_without_results_has_no_chart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.md").write_text("# Nothing\n")
+    command = ["--from-markdown", str(tmp_path / "empty.md"), "--chart", str(tmp_path / "a.svg")]
+    assert suite.main(command) == 1
+    assert "there are no results" in capsys.readouterr().err
+    assert not (tmp_path / "a.svg").exists()
