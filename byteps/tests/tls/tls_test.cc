@@ -86,7 +86,8 @@ class Wire {
 
   void ShakeHands() {
     Session::Step left = Session::Step::kMore, right = Session::Step::kMore;
-    for (int i = 0; i < 10 && (left != Session::Step::kDone || right != Session::Step::kDone); ++i) {
+    for (int i = 0; i < 10 && (left != Session::Step::kDone || right != Session::Step::kDone);
+         ++i) {
       if (left == Session::Step::kMore) left = connects->Handshake();
       Carry();
       if (right == Session::Step::kMore) right = listens->Handshake();
@@ -214,8 +215,8 @@ TEST(Tls, AKeyIsChangedInTime) {
   Wire* wires[] = {&seldom, &often};
   for (int i = 0; i < 2; ++i) {
     wires[i]->ShakeHands();
-    EXPECT_TRUE(wires[i]->Send(wires[i]->listens.get(), wires[i]->connects.get(), text,
-                               {10000}) == text);
+    EXPECT_TRUE(wires[i]->Send(wires[i]->listens.get(), wires[i]->connects.get(), text, {10000}) ==
+                text);
     // One part of 10,000 bytes is a record.
     std::string small(1, 'x');
     const iovec whole = {small.data(), 1};
