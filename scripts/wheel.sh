@@ -161,7 +161,7 @@ pack_server() {
   folder="$work/$name"
   mkdir -p "$folder"/{bin,scripts/lib,systemd}
   cp "$2" "$folder/bin/byteps-server"
-  cp "$root"/scripts/{scheduler,server}.sh "$folder/scripts/"
+  cp "$root"/scripts/{scheduler,server,status}.sh "$folder/scripts/"
   cp "$root"/scripts/lib/launch.sh "$folder/scripts/lib/"
   cp "$root"/deploy/systemd/* "$folder/systemd/"
   cp "$root"/{LICENSE,NOTICE,README.md} "$folder/"

@@ -118,6 +118,11 @@ detect_node() {
 
 # show_node says on the error output what was detected, and how to override it.
 show_node() {
+  if ! command -v ip >/dev/null; then
+    echo "${0##*/}: there is no ip command (iproute2): byteps-server finds this machine's address by" \
+      "itself (--node-host, --interface); NUMA node and RDMA device were not looked for" >&2
+    return
+  fi
   echo "${0##*/}: interface ${node_interface:-unknown} (--interface)," \
     "address ${node_address:-unknown} (--node-host), NUMA node ${node_numa:-none}," \
     "RDMA device ${node_rdma:-none} (BYTEPS_RDMA_DEVICE)" >&2
