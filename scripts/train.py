@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import prepare_data
+from progress import Progress
 from trainkit.job import Job, JobError, Record
 from trainkit.report import Result, draw, largest_difference, same_parameters, table, write_json
 
@@ -119,7 +120,7 @@ def environment(workers: int, servers: int) -> dict[str, str]:
     return {k: v for k, v in values.items() if k not in os.environ or k.startswith("BYTEPS")}
 
 
-def progress_printer(steps: int) -> Callable[[Record], None]:
+def progress_printer(steps: int, bar: Progress) -> Callable[[Record], None]:
     """A function that prints a line now and then."""
     shown = {"time": 0.0, "step": 0}
 
@@ -130,9 +131,11 @@ def progress_printer(steps: int) -> Callable[[Record], None]:
         if not last and time.monotonic() - shown["time"] < PROGRESS_S:
             return
         step = record.steps[-1]
+        bar.update("training", done=len(record.steps))
         shown.update(time=time.monotonic(), step=len(record.steps))
         rate = f"{record.tokens_per_s():8,.0f} tokens/s" if len(record.steps) > 1 else ""
-        print(f"  step {step.iteration:5d}/{steps}  loss {step.loss:.4f}  {rate}", flush=True)
+        line = f"  step {step.iteration:5d}/{steps}  loss {step.loss:.4f}  {rate}"
+        bar.say(line, stream=sys.stdout)
 
     return show
 
@@ -152,7 +155,9 @@ def train(options: argparse.Namespace, prefix: Path, *, backend: str) -> Result:
         # The same for both: the number of threads decides how a matrix product is summed.
         environment=environment(options.workers, options.servers),
     )
-    record = job.run(progress_printer(options.steps))
+    with Progress("train", total=options.steps) as bar:
+        bar.update("the workers start, and import torch")
+        record = job.run(progress_printer(options.steps, bar))
     return Result(backend=backend, workers=options.workers, servers=servers, record=record)
 
 
