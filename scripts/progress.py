@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -15,10 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
 
+from children import end_with_parent
+
 EVERY_S = 10.0
 REFRESH_S = 0.5
 WIDEST = 70
 """Characters of what is being done, in a line."""
+END_S = 10.0
+"""For a command that is told to end."""
 LAST_LINES = 60
 """Of a command's output, shown when it fails."""
 
@@ -160,6 +165,20 @@ def _follow(progress: Progress, log: Path, at: int) -> int:
     return at + len(whole) + (1 if whole else 0)
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """And all of its session: a shell that is ended leaves what it waits for."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _on_sigterm(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
 def run(
     name: str,
     command: Sequence[str | Path],
@@ -186,7 +205,14 @@ def run(
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with log.open("wb") as output, Progress(name, stream=stream, every_s=every_s) as progress:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=stdout or output, stderr=output, env=env
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout or output,
+            stderr=output,
+            env=env,
+            # Ctrl-C comes to this process alone, which ends what it has started.
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         at = 0
         try:
@@ -200,12 +226,7 @@ def run(
                     raise subprocess.TimeoutExpired(words, timeout_s or 0.0)
         finally:
             if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                _end(process)
     return status
 
 
@@ -221,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", nargs="+", help="the command, after --")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         status = run(options.name, options.command, options.log)
     except OSError as error:

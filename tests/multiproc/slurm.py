@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from cluster import END_S, REPOSITORY, START_S, Spawned, _tail
+from cluster import REPOSITORY, START_S
+
+from children import Spawned, last_lines
 
 sys.path.append(str(REPOSITORY / "bench"))
 
@@ -65,9 +67,7 @@ class SlurmCluster:
 
     def close(self) -> None:
         for daemon in self._daemons:
-            if daemon.running:
-                daemon._process.kill()
-            daemon.wait(END_S)
+            daemon.kill()
         self._emulation.down()
 
     def run(self, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -121,7 +121,7 @@ class SlurmCluster:
         while not there():
             dead = [daemon for daemon in self._daemons if not daemon.running]
             if dead or time.monotonic() > deadline:
-                tails = "\n".join(f"{d.title}:\n{_tail(d.log)}" for d in dead or self._daemons)
+                tails = "\n".join(f"{d.title}:\n{last_lines(d.log)}" for d in dead or self._daemons)
                 raise AssertionError(f"no {what}\n{tails}")
             time.sleep(0.1)
 

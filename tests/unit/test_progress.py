@@ -30,6 +30,13 @@ def wait_for(there: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def runs(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 def test_a_log_gets_lines() -> None:
     log = io.StringIO()
     with progress.Progress("bench", total=5, unit="launches", stream=log, every_s=0.01) as shown:
@@ -103,6 +110,19 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         progress.run(
             "wait", ["sleep", "600"], tmp_path / "out", timeout_s=0.2, stream=io.StringIO()
         )
+
+
+def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path) -> None:
+    here = tmp_path / "pid"
+    command = [SCRIPT, "--name", "it", "--log", tmp_path / "log", "--"]
+    # A shell that waits for a child, as scripts do.
+    program = f"sleep 600 & echo $! >{here}.new; mv {here}.new {here}; wait; true"
+    running = subprocess.Popen([sys.executable, *map(str, command), "sh", "-c", program])
+    wait_for(here.exists)
+    running.terminate()
+    assert running.wait(LATEST_S) == 143
+    pid = int(here.read_text())
+    wait_for(lambda: not runs(pid))
 
 
 @pytest.mark.parametrize(
