@@ -160,9 +160,11 @@ def test_dry_run_starts_nothing(job: Job) -> None:
 
 def test_encryption_is_asked_of_every_process(job: Job) -> None:
     files = {f"BYTEPS_TLS_{what}": f"/etc/{what}.pem" for what in ("CERT", "KEY", "CA")}
+    plain = dict(job.env)
     for flag, env in (("--tls", {}), ("--tls", files), ("", {"BYTEPS_TLS": "1"}), ("", {})):
         words = [flag] if flag else []
-        said = job.run("up", "--dry-run", *words, "--", "train.py", env=env)
+        job.env = {**plain, **env}
+        said = job.run("up", "--dry-run", *words, "--", "train.py")
         assert said.returncode == 0
         for line in said.stdout.splitlines():
             assert ("BYTEPS_TLS=1" in line) == bool(flag or env)

@@ -215,19 +215,29 @@ int Session::OnRead(bio_st* bio, char* data, int bytes) {
   const OpenSsl& api = LoadOpenSsl();
   auto* self = static_cast<Session*>(api.BIO_get_data(bio));
   api.BIO_clear_flags(bio, kFlagsRetry);
-  if (self->ended_ || self->error_ != 0) return self->ended_ ? 0 : -1;
+  if (self->plain_ || self->error_ != 0) return -1;
+  if (self->ended_) return 0;
+  // The first byte is looked at before it is taken.
+  ssize_t n = self->known_ ? 1 : self->Receive(data, 1, MSG_PEEK);
+  if (n == 1 && !self->known_) {
+    const auto first = static_cast<unsigned char>(*data);
+    self->known_ = true;
+    self->plain_ = first != kHandshakeRecord && first != kAlertRecord;
+    if (self->plain_) return -1;
+  }
+  if (n == 1) n = self->Receive(data, bytes, 0);
+  if (n < 0 && self->error_ == 0) api.BIO_set_flags(bio, kFlagRead | kFlagShouldRetry);
+  return static_cast<int>(n);
+}
+
+ssize_t Session::Receive(char* data, size_t bytes, int flags) {
   ssize_t n = 0;
   do {
-    n = recv(self->fd_, data, bytes, MSG_DONTWAIT);
+    n = recv(fd_, data, bytes, flags | MSG_DONTWAIT);
   } while (n < 0 && errno == EINTR);
-  if (n == 0) self->ended_ = true;
-  if (n >= 0) return static_cast<int>(n);
-  if (errno == EAGAIN || errno == EWOULDBLOCK) {
-    api.BIO_set_flags(bio, kFlagRead | kFlagShouldRetry);
-  } else {
-    self->error_ = errno;
-  }
-  return -1;
+  ended_ = n == 0;
+  if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) error_ = errno;
+  return n;
 }
 
 int Session::OnWrite(bio_st* bio, const char* data, int bytes) {
@@ -253,20 +263,12 @@ bool Session::Flush() {
   return true;
 }
 
-bool Session::LooksPlain() {
-  if (known_) return false;
-  unsigned char first = 0;
-  if (recv(fd_, &first, 1, MSG_PEEK | MSG_DONTWAIT) != 1) return false;
-  known_ = first == kHandshakeRecord || first == kAlertRecord;
-  return !known_;
-}
-
 Session::Step Session::Handshake() {
   std::lock_guard<std::mutex> lock(mu_);
-  if (LooksPlain()) return Step::kPlain;
   api_.ERR_clear_error();
   const int result = api_.SSL_do_handshake(ssl_);
   const int error = result == 1 ? 0 : api_.SSL_get_error(ssl_, result);
+  if (plain_) return Step::kPlain;
   std::string failure = error == 0 || error == kErrorWantRead ? "" : Explain();
   // An alert, too; the kernel has room for what a handshake has to say.
   (void)Flush();

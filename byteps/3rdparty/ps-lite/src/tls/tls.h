@@ -105,7 +105,8 @@ class Session {
   static long OnControl(bio_st* bio, int command, long number, void* pointer);
 
   // All below with mu_ held.
-  bool LooksPlain();
+  // From the socket: -1 for nothing there, or with error_.
+  ssize_t Receive(char* data, size_t bytes, int flags);
   void Bind();
   // Sends what is encrypted.  False: not all of it; errno says why.
   bool Flush();
@@ -124,7 +125,8 @@ class Session {
   // OpenSSL takes one thread at a time.
   std::mutex mu_;
   ssl_st* ssl_ = nullptr;
-  bool known_ = false;  // that the other end speaks TLS
+  bool known_ = false;  // what the other end speaks, by its first byte:
+  bool plain_ = false;  // not TLS
   bool ended_ = false;  // the other end closed it
   int error_ = 0;       // an errno of the socket
   std::string failure_;
