@@ -16,7 +16,8 @@
 //   --refused  as many processes want to join that the scheduler refuses, and stay
 //   --kill     that worker ends by SIGKILL in that round; or server, told by worker 0
 //   --break    worker 0 breaks its first endpoint of that plane to server 0 in that round, and
-//              amid the messages of each EVERY-th from then on
+//              amid the messages of each EVERY-th from then on; with PLANE "served", server 0
+//              breaks its end of that worker's data
 //   --expect   every survivor must fail, with this in its error
 //   --timeout  for the whole run; who is not done by then is killed and has failed
 //
@@ -60,7 +61,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-enum Op : int { kPing = 1, kEcho = 2, kDie = 3, kStall = 4 };
+enum Op : int { kPing = 1, kEcho = 2, kDie = 3, kStall = 4, kBreak = 5 };
 
 struct Options {
   std::string transport = "tcp";
@@ -335,6 +336,13 @@ class Node {
 
   static void Answer(ps::Message* msg) {
     if (msg->meta.head == kDie) kill(getpid(), SIGKILL);
+#ifdef BYTEPS_WITH_RDMA
+    auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
+    if (msg->meta.head == kBreak) {
+      if (van != nullptr) van->BreakEndpoint(msg->meta.sender, ps::rdma::Plane::kData, 0);
+      return;
+    }
+#endif
     ps::Message answer;
     answer.meta = msg->meta;
     answer.meta.request = false;
@@ -493,7 +501,9 @@ class Node {
     auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
     const int since = options.break_round < 0 ? -1 : round - options.break_round;
     const bool again = since > 0 && options.break_every > 0 && since % options.break_every == 0;
-    if ((since == 0 || again) && van != nullptr) {
+    if ((since == 0 || again) && options.break_plane == "served") {
+      Request(kBreak, 0, 0, nullptr, 0);
+    } else if ((since == 0 || again) && van != nullptr) {
       const bool data = options.break_plane == "data";
       van->BreakEndpoint(ps::Postoffice::ServerRankToID(0),
                          data ? ps::rdma::Plane::kData : ps::rdma::Plane::kControl, 0);
