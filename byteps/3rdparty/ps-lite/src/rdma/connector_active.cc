@@ -217,7 +217,10 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
   if (!refusal.Decode(data, event.param.conn.private_data_len)) {
     refusal.reason = "it gave no reason";
   }
-  if (refusal.again_soon && link->resumes) return TryAgain(link, refusal.reason);
+  if (refusal.again_soon && link->resumes) {
+    link->pause = kFirstPause;
+    return TryAgain(link, refusal.reason);
+  }
   link->endpoint->Fail("it refused the connection: " + refusal.reason);
   Drop(link);
 }

@@ -341,7 +341,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool in_outage_ = false;  // until both ends have said what they have
   LinkOutage outage_;
   SentMessages<OutgoingPtr> sent_;
-  uint64_t received_ = 0;  // messages that came whole
+  uint64_t received_ = 0;   // messages that came whole
+  size_t begun_again_ = 0;  // messages of ours that are sent once more, since it was resumed
   bool goodbye_received_ = false;
   bool goodbye_wanted_ = false;
   bool goodbye_sent_ = false;

@@ -254,6 +254,7 @@ void Endpoint::LetGoIfDrained() {
   waiting_.clear();
   ctss_.clear();
   // Likewise what this side had begun to send: before all that it had not.
+  begun_again_ += requested_.size() + writes_.size();
   for (auto it = requested_.rbegin(); it != requested_.rend(); ++it) {
     outbox_.push_front(std::move(it->second));
   }
@@ -307,11 +308,12 @@ void Endpoint::ReadResume(const char* body, uint32_t bytes, Turn* turn) {
     (*it)->written = 0;
     outbox_.push_front(std::move(*it));
   }
+  begun_again_ += again.size();
   if (!in_outage_ || state_ != State::kOpen) return;
   in_outage_ = false;
   turn->resumed = true;
   turn->after = Clock::now() - outage_.begin;
-  turn->again = again.size();
+  turn->again = std::exchange(begun_again_, 0);
 }
 
 }  // namespace rdma
