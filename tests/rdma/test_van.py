@@ -147,9 +147,7 @@ def test_what_a_stopped_peer_writes_is_given_up(run_van: Run) -> None:
 @pytest.mark.transports("rdma")
 def test_the_job_survives_what_a_stopped_peer_writes(run_van: Run) -> None:
     """The endpoint has another connection as soon as the peer goes on."""
-    text = run_van(
-        *("--places", "cached", "--stall", "2", "--rounds", "8"), *sizes([100, 20_000])
-    )
+    text = run_van(*("--places", "cached", "--stall", "2", "--rounds", "8"), *sizes([100, 20_000]))
     assert "made again" in text
 
 

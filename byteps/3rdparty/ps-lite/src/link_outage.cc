@@ -25,7 +25,8 @@ std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, do
   const auto limit = membership::ToDuration(reconnect_s);
   // Of the processes that end the scheduler alone must hear soon; it tells the others.
   if (!is_scheduler || fault == LinkFault::kSilent) return limit;
-  if (fault == LinkFault::kClosed) return std::min<LinkOutage::Clock::duration>(limit, kClosedPatience);
+  if (fault == LinkFault::kClosed)
+    return std::min<LinkOutage::Clock::duration>(limit, kClosedPatience);
   return std::min<LinkOutage::Clock::duration>(limit, kBrokenPatience);
 }
 

@@ -347,9 +347,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool goodbye_wanted_ = false;
   bool goodbye_sent_ = false;
   std::deque<OutgoingPtr> outbox_;
-  std::deque<OutgoingPtr> writes_;                       // the peer has said where to
-  std::map<uint32_t, OutgoingPtr> requested_;            // by id
-  std::deque<Incoming> waiting_;                         // for memory
+  std::deque<OutgoingPtr> writes_;             // the peer has said where to
+  std::map<uint32_t, OutgoingPtr> requested_;  // by id
+  std::deque<Incoming> waiting_;               // for memory
   bool clearing_ = false;      // a thread is at the first of them, which stays the first
   std::deque<uint32_t> ctss_;  // cookies that the peer is to be told
   std::unordered_map<uint32_t, Incoming> incoming_;  // with memory; by cookie

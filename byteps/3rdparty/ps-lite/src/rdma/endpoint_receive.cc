@@ -83,9 +83,9 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
   connection_->free_slots.push_back(slot);
   connection_->posted_bytes -= sending.bytes;
   if (wc.status != IBV_WC_SUCCESS) {
-    static const char* const kWhat[] = {"an RDMA write", "a message", "an RTS",
-                                        "a CTS",         "a credit",  "a goodbye",
-                                        "what has been received"};
+    static const char* const kWhat[] = {
+        "an RDMA write",         "a message", "an RTS", "a CTS", "a credit", "a goodbye",
+        "what has been received"};
     char key[40] = "";
     if (sending.key != 0) {
       snprintf(key, sizeof(key), " of key 0x%llx", static_cast<unsigned long long>(sending.key));

@@ -36,10 +36,10 @@ class SentMessages {
   std::vector<T> Resume(uint64_t received, std::vector<T>* arrived) {
     const uint64_t known = posted_ - given_back_.size();
     if (received < known || received > posted_) {
-      throw dmlc::Error("it says that it has received " + std::to_string(received) +
-                        " messages over this connection, which is impossible: " +
-                        std::to_string(posted_) + " were sent, and the device said of " +
-                        std::to_string(known) + " that they had arrived");
+      throw dmlc::Error(
+          "it says that it has received " + std::to_string(received) +
+          " messages over this connection, which is impossible: " + std::to_string(posted_) +
+          " were sent, and the device said of " + std::to_string(known) + " that they had arrived");
     }
     for (uint64_t n = known; n < received; ++n) {
       arrived->push_back(std::move(given_back_.front()));

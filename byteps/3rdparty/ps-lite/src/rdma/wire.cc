@@ -88,7 +88,8 @@ bool ConnectRequest::Decode(const char* data, size_t bytes) {
   in.Int(&role);
   in.Int(&attempt);
   if (!in.Bytes(kRequestProofBytes, &proof)) return false;
-  if (flags > (kDataPlane | kAuthenticates | kResumes) || mtu > kMaxMtu || sender == 0) return false;
+  if (flags > (kDataPlane | kAuthenticates | kResumes) || mtu > kMaxMtu || sender == 0)
+    return false;
   slots = few_slots;
   is_data_plane = (flags & kDataPlane) != 0;
   authenticates = (flags & kAuthenticates) != 0;

@@ -49,8 +49,8 @@ struct Ending {
   bool orderly = false;  // the peer said goodbye
 };
 
-// Reasons that tell more than that a socket broke (kLinkClosed is another).  The kernel closes the sockets of a process
-// that ends, and resets those that it had not read to the end.
+// Reasons that tell more than that a socket broke (kLinkClosed is another).  The kernel closes the
+// sockets of a process that ends, and resets those that it had not read to the end.
 constexpr char kReset[] = "its connection was reset";
 // The other end was silent for ConnectionSettings::silence_s.
 constexpr char kTimedOut[] = "its connection timed out";

@@ -34,11 +34,11 @@ void Connection::Break(uint64_t epoch, const Ending& ending) {
     if (epoch != epoch_ || state_ != State::kOpen) return;
     in_order = in_order || goodbye_sent_ || close_when_flushed_;
   }
-  const auto patience = in_order ? Clock::duration::zero() : owner_->Patience(this, FaultOf(ending.reason));
+  const auto patience =
+      in_order ? Clock::duration::zero() : owner_->Patience(this, FaultOf(ending.reason));
   if (patience <= Clock::duration::zero()) return Close(ending);
   broken_by_peer_ = ending.by_peer;
-  outage_ = LinkOutage::Of(ending.reason, FaultOf(ending.reason), patience,
-                           settings_->reconnect_s);
+  outage_ = LinkOutage::Of(ending.reason, FaultOf(ending.reason), patience, settings_->reconnect_s);
   deadline_ = outage_.deadline;
   // That it was silent for so long has counted already.
   if (ending.reason == kTimedOut) {
