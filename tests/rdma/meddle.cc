@@ -4,8 +4,9 @@
 //   MEDDLE_JOB=N        those to servers claim job N
 //   MEDDLE_RANK=N       those to servers claim rank N
 //   MEDDLE_CLAIM=BYTES  every value that is requested to be sent claims this size
-//   MEDDLE_BREAK=FILE   once FILE is there, the queue pairs of the plane that its text names
-//                       ("data" or "control") fail, as they do when a card gives up on a peer
+//   MEDDLE_BREAK=FILE   whenever FILE is there, the queue pairs of the plane that its text names
+//                       ("data" or "control") fail, as they do when a card gives up on a peer,
+//                       and FILE is removed
 //
 // Only connections that this process asks for are touched.
 #include <dlfcn.h>
@@ -71,8 +72,11 @@ void BreakPlane(const std::string& plane) {
 void Watch(const std::string& path) {
   while (true) {
     std::string plane;
-    if (std::ifstream(path) >> plane) return BreakPlane(plane);
-    usleep(20'000);
+    if (std::ifstream(path) >> plane) {
+      BreakPlane(plane);
+      unlink(path.c_str());
+    }
+    usleep(5'000);
   }
 }
 

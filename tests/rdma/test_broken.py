@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,10 @@ SHORT = {
     "BYTEPS_START_TIMEOUT_S": "6",
     "BYTEPS_PARTITION_BYTES": "4096",
 }
+BREAKS = 12
+"""Of each plane of each worker some, at whatever moments they come."""
+MOST_BREAKS = 60
+"""Until messages were under way when one broke."""
 Make = Callable[..., Cluster]
 
 pytestmark = pytest.mark.on_rdma
@@ -33,18 +39,97 @@ def make_breakable(make_cluster: Make) -> Make:
     return make_one
 
 
-@pytest.mark.parametrize("plane", ["data", "control"])
-def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane: str) -> None:
-    """The other plane still works; nobody waits for what cannot come."""
+def break_queue_pairs(order: Path, plane: str) -> None:
+    """Those of one plane of the process whose MEDDLE_BREAK is `order`."""
+    part = order.with_suffix(".part")
+    part.write_text(plane)
+    part.rename(order)
+
+
+def rounds_of(cluster: Cluster) -> int:
+    path = cluster.folder / "rounds.0"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def wait_while(cluster: Cluster, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + END_S
+    while holds():
+        assert time.monotonic() < deadline, "the job stands still"
+        assert all(worker.running for worker in cluster.workers.values())
+        time.sleep(0.01)
+
+
+def wait_for_round(cluster: Cluster) -> None:
+    """One more."""
+    before = rounds_of(cluster)
+    wait_while(cluster, lambda: rounds_of(cluster) == before)
+
+
+def test_queue_pairs_are_made_again(make_breakable: Make, run_dir: Path) -> None:
+    """Those of either plane break again and again, to servers and scheduler: every sum is exact."""
+    patient = {"BYTEPS_PEER_TIMEOUT_S": "30", "BYTEPS_PARTITION_BYTES": "65536"}
+    cluster = make_breakable(workers=2, servers=2, env=patient)
+    cluster.start_nodes()
+    orders = [run_dir / f"break {rank}" for rank in range(2)]
+    for rank, order in enumerate(orders):
+        env = {"MEDDLE_BREAK": str(order)}
+        cluster.start_worker(rank, "rounds:checked", env=env, most=200_000, limit_s=400)
+    cluster.wait_mark("looping", range(2))
+
+    def resent() -> bool:
+        text = "".join(process.text for process in cluster.everyone())
+        return re.search(r"messages sent again: [1-9]", text) is not None
+
+    broken = 0
+    while broken < BREAKS or (broken < MOST_BREAKS and not resent()):
+        order, plane = orders[broken % 2], ("data", "control")[broken // 2 % 2]
+        break_queue_pairs(order, plane)
+        wait_while(cluster, order.exists)
+        wait_for_round(cluster)
+        broken += 1
+    assert resent(), "whenever a connection broke, nothing was under way"
+    cluster.go("end")
+    cluster.finish()
+    for worker in cluster.workers.values():
+        for link in ("data connection 0 with server", "control connection 0 with (server|the sch)"):
+            assert re.search(rf"the {link}.* made again", worker.text), worker.text
+
+
+def test_no_longer_than_said(make_breakable: Make, run_dir: Path) -> None:
+    """Then it is a loss, which names the link, both its ends and the limit."""
     order = run_dir / "break"
-    cluster = make_breakable(workers=2, servers=2)
+    env = {"BYTEPS_RECONNECT_TIMEOUT_S": "2", "BYTEPS_PEER_TIMEOUT_S": "60"}
+    cluster = make_breakable(workers=2, servers=1, env=env)
     cluster.start_nodes()
     cluster.start_worker(0, "failures:loop", env={"MEDDLE_BREAK": str(order)})
     cluster.start_worker(1, "failures:loop")
     cluster.wait_mark("looping", range(2))
-    part = run_dir / "break.part"
-    part.write_text(plane)
-    part.rename(order)
+    (server,) = cluster.servers
+    server.send(signal.SIGSTOP)
+    break_queue_pairs(order, "data")
+    workers = list(cluster.workers.values())
+    wait_all(workers, END_S)
+    for worker in workers:
+        demand_error(
+            worker,
+            r"server 0 \(.*\) was lost to worker 0 \(.*\): the data plane: .*, and could not be "
+            r"made again within 2(\.0)? s \(BYTEPS_RECONNECT_TIMEOUT_S=2\)",
+        )
+    server.send(signal.SIGCONT)
+    demand_failed(server, "was lost to worker 0")
+
+
+@pytest.mark.parametrize("plane", ["data", "control"])
+def test_one_plane_of_a_worker_fails(make_breakable: Make, run_dir: Path, plane: str) -> None:
+    """Where nobody connects again: the other plane still works, and nobody waits for what cannot
+    come."""
+    order = run_dir / "break"
+    cluster = make_breakable(workers=2, servers=2, env={"BYTEPS_RECONNECT_TIMEOUT_S": "0"})
+    cluster.start_nodes()
+    cluster.start_worker(0, "failures:loop", env={"MEDDLE_BREAK": str(order)})
+    cluster.start_worker(1, "failures:loop")
+    cluster.wait_mark("looping", range(2))
+    break_queue_pairs(order, plane)
     wait_all(cluster.everyone(), END_S)
     broken, other = (cluster.workers[f"worker {rank}"] for rank in range(2))
     # Either end of the connection may be the one that is called lost.
@@ -63,7 +148,7 @@ def test_another_version_is_refused(make_breakable: Make, version: int) -> None:
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:init_only", env={"MEDDLE_VERSION": str(version)})
     wait_all([worker], END_S)
-    demand_error(worker, rf"version {version}\b", r"version 3\b")
+    demand_error(worker, rf"version {version}\b", r"version 4\b")
     assert re.search(rf"version {version}\b", cluster.scheduler.text), cluster.scheduler.text
 
 

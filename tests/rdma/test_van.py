@@ -23,6 +23,8 @@ Run = Callable[..., str]
 each = pytest.mark.transports("tcp", "rdma")
 each_variant = pytest.mark.transports("tcp", *VARIANTS)
 
+AT_ONCE = {"BYTEPS_RECONNECT_TIMEOUT_S": "0"}
+"""A connection that breaks is a loss."""
 INLINE = 4096
 PAGE = 4096
 EDGES = [0, 1, 7, 8, 63, 64, 65, 1000, 3000, INLINE - 1, INLINE, INLINE + 1, 3 * PAGE + 5]
@@ -137,8 +139,16 @@ def test_what_a_stopped_peer_writes_is_given_up(run_van: Run) -> None:
         *("--places", "cached", "--stall", "2", "--rounds", "2000"),
         *("--expect", "was lost"),
         *sizes([100, 20_000]),
+        env=AT_ONCE,
     )
     assert "given up did not come in time" in text
+
+
+@pytest.mark.transports("rdma")
+def test_the_job_survives_what_a_stopped_peer_writes(run_van: Run) -> None:
+    """The endpoint has another connection as soon as the peer goes on."""
+    text = run_van(*("--places", "cached", "--stall", "2", "--rounds", "8"), *sizes([100, 20_000]))
+    assert "made again" in text
 
 
 @pytest.mark.transports("tcp", "rdma")
@@ -191,8 +201,24 @@ def test_a_killed_peer_is_named(run_van: Run, role: str) -> None:
 @pytest.mark.parametrize("plane", ["data", "control"])
 def test_a_broken_plane_is_a_lost_peer(run_van: Run, plane: str) -> None:
     broken = ("--break", f"{plane}:20", "--expect", "was lost")
-    text = run_van(*broken, "--workers", "2", "--servers", "2", "--rounds", "2000")
+    text = run_van(*broken, "--workers", "2", "--servers", "2", "--rounds", "2000", env=AT_ONCE)
     assert f"{plane} plane" in text
+
+
+@pytest.mark.transports("rdma", "rdma-one-plane", "rdma-shallow")
+@pytest.mark.parametrize("plane", ["data", "control", "served"])
+def test_a_broken_plane_is_made_again(run_van: Run, plane: str, transport: Transport) -> None:
+    """By either end, amid messages: every answer comes, once, and is right."""
+    if not transport.has_data_plane and plane != "control":
+        pytest.skip("there is no data plane")
+    text = run_van(
+        *("--break", f"{plane}:2:3", "--rounds", "20", "--workers", "2", "--servers", "2"),
+        *("--places", "cached", "--window", "32", "--ping-ms", "5"),
+        *sizes([100, 5000, 20_000, 300_000]),
+    )
+    name = "control" if plane == "control" else "data"
+    assert len(re.findall(rf"the {name} connection 0 with server 0 broke", text)) >= 5, text
+    assert len(re.findall(rf"the {name} connection 0 with worker 0 broke", text)) >= 5, text
 
 
 @pytest.mark.transports("tcp", "rdma")

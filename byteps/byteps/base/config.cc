@@ -123,8 +123,8 @@ std::vector<Variable> MakeTable() {
        "The scheduler must answer within this time. Once a worker has registered, all nodes must, "
        "each within this time of the one before."},
       {"BYTEPS_RECONNECT_TIMEOUT_S", kFloat, "s", "30", 0, 86400, "",
-       "A TCP connection that breaks is made again, and what was under way is sent again. After so "
-       "long without success the peer is lost and the job fails. 0: at once."},
+       "A connection that breaks is made again, over TCP as over RDMA, and what was under way is "
+       "sent again. After so long without success the peer is lost and the job fails. 0: at once."},
       {"BYTEPS_OP_TIMEOUT_S", kFloat, "s", "600", 0.1, 604800, "",
        "A push_pull that is not complete by then fails, naming the ranks that did not push."},
       {"BYTEPS_AUTH", kBool, "", "1", 0, 1, "",

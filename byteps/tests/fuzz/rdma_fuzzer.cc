@@ -32,5 +32,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Try<rdma::Refusal>(bytes);
   Try<rdma::FrameHeader>(bytes);
   Try<rdma::Target>(bytes);
+  Try<rdma::Resume>(bytes);
   return 0;
 }

@@ -25,17 +25,21 @@ def _sum(size: int, round_: int, index: int, count: int) -> torch.Tensor:
 
 
 def checked(job: Job) -> None:
-    """Rounds until the test says "end" (or args["rounds"]); every sum is exact."""
+    """Rounds until the test says "end" (or args["rounds"]); every sum is exact.
+
+    Tensors have args["most"] elements at most; the test may take args["limit_s"].
+    """
     bps.init()
     round_ = 0
     last = job.args.get("rounds", 0)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + job.args.get("limit_s", 120)
+    counts = {name: min(count, job.args.get("most", count)) for name, count in TENSORS.items()}
     ended = torch.zeros(1)
     with job.check("every sum"):
         while ended.item() == 0:
             assert time.monotonic() < deadline, "the test gave no sign"
             handles = []
-            for index, (name, count) in enumerate(TENSORS.items()):
+            for index, (name, count) in enumerate(counts.items()):
                 tensor = _values(job.rank, round_, index, count)
                 handles.append(
                     (bps.push_pull_async_inplace(tensor, average=False, name=name), tensor)

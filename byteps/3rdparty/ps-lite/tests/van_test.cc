@@ -5,7 +5,7 @@
 //   van_test [--transport tcp|ibverbs] [--host ADDRESS] [--workers N] [--servers K]
 //            [--rounds R] [--sizes BYTES,BYTES...] [--window MESSAGES] [--ping-ms MS]
 //            [--places cached|plain] [--abandon ROUND] [--stall ROUND] [--refused N]
-//            [--kill ROLE:RANK:ROUND] [--break PLANE:ROUND] [--expect TEXT] [--timeout S]
+//            [--kill ROLE:RANK:ROUND] [--break PLANE:ROUND[:EVERY]] [--expect TEXT] [--timeout S]
 //
 //   --window   requests of a worker under way
 //   --ping-ms  each worker also sends control messages at this pace, and tells their delay
@@ -15,7 +15,9 @@
 //   --stall    worker 0 gives up a value of 64 MiB in that round, while server 0 does nothing
 //   --refused  as many processes want to join that the scheduler refuses, and stay
 //   --kill     that worker ends by SIGKILL in that round; or server, told by worker 0
-//   --break    worker 0 breaks its first endpoint of that plane to server 0 in that round
+//   --break    worker 0 breaks its first endpoint of that plane to server 0 in that round, and
+//              amid the messages of each EVERY-th from then on; with PLANE "served", server 0
+//              breaks its end of that worker's data
 //   --expect   every survivor must fail, with this in its error
 //   --timeout  for the whole run; who is not done by then is killed and has failed
 //
@@ -59,7 +61,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-enum Op : int { kPing = 1, kEcho = 2, kDie = 3, kStall = 4 };
+enum Op : int { kPing = 1, kEcho = 2, kDie = 3, kStall = 4, kBreak = 5 };
 
 struct Options {
   std::string transport = "tcp";
@@ -79,6 +81,7 @@ struct Options {
   int kill_round = -1;
   std::string break_plane;
   int break_round = -1;
+  int break_every = 0;
   std::string expect;
   double timeout_s = 60;
 };
@@ -333,6 +336,13 @@ class Node {
 
   static void Answer(ps::Message* msg) {
     if (msg->meta.head == kDie) kill(getpid(), SIGKILL);
+#ifdef BYTEPS_WITH_RDMA
+    auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
+    if (msg->meta.head == kBreak) {
+      if (van != nullptr) van->BreakEndpoint(msg->meta.sender, ps::rdma::Plane::kData, 0);
+      return;
+    }
+#endif
     ps::Message answer;
     answer.meta = msg->meta;
     answer.meta.request = false;
@@ -489,7 +499,11 @@ class Node {
     }
 #ifdef BYTEPS_WITH_RDMA
     auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
-    if (options.break_round == round && van != nullptr) {
+    const int since = options.break_round < 0 ? -1 : round - options.break_round;
+    const bool again = since > 0 && options.break_every > 0 && since % options.break_every == 0;
+    if ((since == 0 || again) && options.break_plane == "served") {
+      Request(kBreak, 0, 0, nullptr, 0);
+    } else if ((since == 0 || again) && van != nullptr) {
       const bool data = options.break_plane == "data";
       van->BreakEndpoint(ps::Postoffice::ServerRankToID(0),
                          data ? ps::rdma::Plane::kData : ps::rdma::Plane::kControl, 0);
@@ -722,9 +736,10 @@ void Parse(int argc, char** argv) {
         options.kill_round = std::stoi(fields[2]);
         break;
       case 'b':
-        if (fields.size() != 2) Usage("--break PLANE:ROUND");
+        if (fields.size() != 2 && fields.size() != 3) Usage("--break PLANE:ROUND[:EVERY]");
         options.break_plane = fields[0];
         options.break_round = std::stoi(fields[1]);
+        if (fields.size() == 3) options.break_every = std::stoi(fields[2]);
         break;
       case 'e':
         options.expect = value;

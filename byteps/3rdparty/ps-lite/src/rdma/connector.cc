@@ -155,12 +155,67 @@ void Connector::FailLater(std::shared_ptr<Endpoint> endpoint, std::chrono::secon
 
 void Connector::Disconnect(std::shared_ptr<Endpoint> endpoint) {
   Post([this, endpoint] {
+    Wake(*endpoint);  // it may be finished
+    waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(),
+                                  [&](const auto& link) { return link->endpoint == endpoint; }),
+                   waiting_.end());
     for (auto it = links_.begin(); it != links_.end(); ++it) {
       if (it->second->endpoint != endpoint) continue;
       Drop(it->second.get());
       return;
     }
   });
+}
+
+void Connector::Reconnect(std::shared_ptr<Endpoint> endpoint) {
+  Post([this, endpoint] { ReconnectHere(endpoint); });
+}
+
+void Connector::Wake(const Endpoint& endpoint) {
+  auto shared = transport();
+  if (shared) shared->pollers[static_cast<int>(endpoint.plane())]->Wake();
+}
+
+void Connector::ReconnectHere(const std::shared_ptr<Endpoint>& endpoint) {
+  if (std::find(broken_.begin(), broken_.end(), endpoint) == broken_.end()) {
+    broken_.push_back(endpoint);
+  }
+  if (!endpoint->NeedsConnection()) return;  // there is another one already
+  if (!endpoint->active()) return Forget(endpoint.get());
+  for (const auto& entry : links_) {
+    if (entry.second->endpoint != endpoint || !entry.second->established) continue;
+    LinkPtr link = Take(entry.first);
+    link->last_id = std::move(link->id);
+    link->established = false;
+    link->resumes = true;
+    link->listener_gone = false;
+    link->last_error.clear();
+    link->challenge.clear();
+    link->pause = kFirstPause;
+    link->next_try = Clock::now();
+    ++link->attempt;
+    waiting_.push_back(std::move(link));
+    return;
+  }
+}
+
+void Connector::Forget(const Endpoint* endpoint) {
+  for (auto it = links_.begin(); it != links_.end(); ++it) {
+    if (it->second->endpoint.get() != endpoint) continue;
+    if (it->second->established) rdma_disconnect(it->second->id.get());
+    links_.erase(it);
+    return;
+  }
+}
+
+std::string Connector::LastError(const Endpoint* endpoint) const {
+  for (const auto& entry : links_) {
+    if (entry.second->endpoint.get() == endpoint) return entry.second->last_error;
+  }
+  for (const auto& link : waiting_) {
+    if (link->endpoint.get() == endpoint) return link->last_error;
+  }
+  return "";
 }
 
 rdma_conn_param Connector::Parameters(const std::string& data, uint32_t queue_pair) {
@@ -196,6 +251,7 @@ void Connector::Loop() {
   }
   while (!links_.empty()) Drop(links_.begin()->second.get());
   waiting_.clear();
+  broken_.clear();
   failing_.clear();
   listener_.reset();
 }
@@ -217,10 +273,15 @@ void Connector::TakeEvents() {
 }
 
 int Connector::MillisecondsToWait() {
-  if (waiting_.empty() && failing_.empty()) return -1;
   auto next = Clock::time_point::max();
   for (const auto& link : waiting_) next = std::min(next, link->next_try);
   for (const auto& entry : failing_) next = std::min(next, entry.first);
+  for (const auto& endpoint : broken_) next = std::min(next, endpoint->resume_deadline());
+  for (const auto& entry : links_) {
+    const Link& link = *entry.second;
+    if (link.resumes && !link.established) next = std::min(next, link.attempt_deadline);
+  }
+  if (next == Clock::time_point::max()) return -1;
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(next - Clock::now());
   return static_cast<int>(std::max<int64_t>(left.count(), 0)) + 1;
 }
@@ -232,16 +293,9 @@ void Connector::RunTasks() {
     tasks.swap(tasks_);
   }
   for (auto& task : tasks) task();
-  std::vector<LinkPtr> waiting;
-  waiting.swap(waiting_);
   const auto now = Clock::now();
-  for (auto& link : waiting) {
-    if (link->next_try <= now) {
-      Try(std::move(link));
-    } else {
-      waiting_.push_back(std::move(link));
-    }
-  }
+  EndOutages(now);
+  TryWaiting(now);
   for (const auto& entry : failing_) {
     if (entry.first <= now) entry.second->Fail("it did not take what was left to be sent");
   }
@@ -250,27 +304,66 @@ void Connector::RunTasks() {
                  failing_.end());
 }
 
+void Connector::TryWaiting(Clock::time_point now) {
+  std::vector<LinkPtr> waiting;
+  waiting.swap(waiting_);
+  for (auto& link : waiting) {
+    if (link->next_try <= now) {
+      Try(std::move(link));
+    } else {
+      waiting_.push_back(std::move(link));
+    }
+  }
+  std::vector<Link*> silent;
+  for (const auto& entry : links_) {
+    Link* const link = entry.second.get();
+    const bool tries = link->resumes && !link->established;
+    if (tries && link->attempt_deadline <= now) silent.push_back(link);
+  }
+  for (Link* link : silent) TryAgain(link, "it did not answer");
+}
+
+void Connector::EndOutages(Clock::time_point now) {
+  for (const auto& endpoint : broken_) {
+    if (endpoint->resume_deadline() <= now) endpoint->GiveUp(LastError(endpoint.get()), false);
+  }
+  broken_.erase(std::remove_if(broken_.begin(), broken_.end(),
+                               [](const auto& endpoint) {
+                                 return endpoint->resume_deadline() == Clock::time_point::max();
+                               }),
+                broken_.end());
+}
+
+void Connector::FailAll(const std::string& reason) {
+  std::vector<std::shared_ptr<Endpoint>> all = broken_;
+  for (const auto& entry : links_) all.push_back(entry.second->endpoint);
+  for (const auto& link : waiting_) all.push_back(link->endpoint);
+  for (const auto& endpoint : all) endpoint->Fail(reason);
+}
+
 void Connector::ReadDeviceEvents() {
   ibv_context* context = transport()->device->context();
   DontBlock(context->async_fd);
   ibv_async_event event;
   while (ibv_get_async_event(context, &event) == 0) {
     const std::string what = ibv_event_type_str(event.event_type);
-    std::vector<std::shared_ptr<Endpoint>> hit;
     const bool fatal = event.event_type == IBV_EVENT_DEVICE_FATAL;
     const bool of_queue_pair = event.event_type == IBV_EVENT_QP_FATAL ||
                                event.event_type == IBV_EVENT_QP_REQ_ERR ||
                                event.event_type == IBV_EVENT_QP_ACCESS_ERR;
+    std::shared_ptr<Endpoint> broken;
     for (const auto& entry : links_) {
-      Endpoint* endpoint = entry.second->endpoint.get();
-      const bool mine = of_queue_pair && event.element.qp->qp_context == endpoint;
-      if (fatal || mine) hit.push_back(entry.second->endpoint);
+      if (of_queue_pair && event.element.qp->qp_context == entry.second->endpoint.get()) {
+        broken = entry.second->endpoint;
+      }
     }
     ibv_ack_async_event(&event);
     const bool usual = of_queue_pair || event.event_type == IBV_EVENT_COMM_EST ||
                        event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED;
     if (!usual) LOG(WARNING) << "RDMA device " << transport()->device->name() << ": " << what;
-    for (const auto& endpoint : hit) endpoint->Fail("the RDMA device reported: " + what);
+    const std::string reason = "the RDMA device reported: " + what;
+    if (fatal) FailAll(reason);
+    if (broken) broken->Break(reason, LinkFault::kBroken);
   }
 }
 
@@ -284,17 +377,18 @@ Connector::LinkPtr Connector::Take(rdma_cm_id* id) {
 void Connector::Drop(Link* link) {
   if (link->established) rdma_disconnect(link->id.get());
   link->endpoint->Disconnected();
-  auto shared = transport();
-  if (shared) shared->pollers[static_cast<int>(link->endpoint->plane())]->Wake();
+  Wake(*link->endpoint);
   Take(link->id.get());
 }
 
 void Connector::OnEvent(const rdma_cm_event& event) {
-  if (event.id == listener_.get()) {
-    if (event.event != RDMA_CM_EVENT_DEVICE_REMOVAL) return;
-    LOG(WARNING) << "the RDMA device was removed; nobody can connect to this node any more";
-    return;
+  if (event.event == RDMA_CM_EVENT_DEVICE_REMOVAL) {
+    if (event.id == listener_.get()) {
+      LOG(WARNING) << "the RDMA device was removed; nobody can connect to this node any more";
+    }
+    return FailAll("the RDMA device was removed");  // there is but one in use
   }
+  if (event.id == listener_.get()) return;
   if (event.event == RDMA_CM_EVENT_CONNECT_REQUEST) return OnRequest(event);
   auto it = links_.find(event.id);
   if (it == links_.end()) return;
@@ -320,13 +414,13 @@ void Connector::OnEvent(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_CONNECT_ERROR:
       return TryAgain(link, "it could not be reached" + status);
     case RDMA_CM_EVENT_DISCONNECTED:
-      return Drop(link);
-    case RDMA_CM_EVENT_DEVICE_REMOVAL:
-      link->endpoint->Fail("the RDMA device was removed" + status);
-      return Drop(link);
+      // What becomes of it is known when the device has given everything back.
+      rdma_disconnect(link->id.get());
+      link->endpoint->Disconnected();
+      return Wake(*link->endpoint);
     case RDMA_CM_EVENT_ADDR_CHANGE:
-      link->endpoint->Fail("the network address of the RDMA device changed" + status);
-      return Drop(link);
+      return link->endpoint->Break("the network address of the RDMA device changed" + status,
+                                   LinkFault::kBroken);
     case RDMA_CM_EVENT_TIMEWAIT_EXIT:
       return;
     default:
@@ -341,25 +435,32 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   const auto* data = static_cast<const char*>(event.param.conn.private_data);
   const size_t bytes = event.param.conn.private_data_len;
   const std::string address = SocketAddress::Text(rdma_get_peer_addr(event.id));
-  std::string refusal = Mismatch(data, bytes);
-  if (refusal.empty() && !request.Decode(data, bytes)) refusal = "its request does not parse";
+  Refusal refusal;
+  std::string& reason = refusal.reason;
+  reason = Mismatch(data, bytes);
+  if (reason.empty() && !request.Decode(data, bytes)) reason = "its request does not parse";
   std::string said;
-  if (refusal.empty() && !IsProved(event.id, request, &said, &refusal) && refusal.empty()) return;
-  if (refusal.empty() && request.slot_bytes != settings_.slot_bytes()) {
-    refusal = "BYTEPS_RDMA_INLINE_BYTES differs: " + std::to_string(settings_.inline_bytes) +
-              " on this node; set the same on all";
+  if (reason.empty() && !IsProved(event.id, request, &said, &reason) && reason.empty()) return;
+  if (reason.empty() && request.slot_bytes != settings_.slot_bytes()) {
+    reason = "BYTEPS_RDMA_INLINE_BYTES differs: " + std::to_string(settings_.inline_bytes) +
+             " on this node; set the same on all";
   }
   std::shared_ptr<Endpoint> endpoint;
-  if (refusal.empty()) endpoint = owner_->OnRequest(request, address, &refusal);
-  if (refusal.empty()) {
+  if (reason.empty()) endpoint = owner_->OnRequest(request, address, &refusal);
+  if (reason.empty()) {
     try {
       return Accept(event.id, request, said, endpoint);
     } catch (const std::exception& e) {
-      refusal = e.what();
-      endpoint->Fail(refusal);
+      reason = e.what();
+      endpoint->Break(reason, LinkFault::kBroken);
+      refusal.again_soon = !endpoint->closed();
     }
   }
-  LOG(WARNING) << "refused an RDMA connection from " << address << ": " << refusal;
+  if (!refusal.again_soon) {
+    LOG(WARNING) << "refused an RDMA connection from " << address << ": " << reason;
+  } else if (endpoint) {
+    Wake(*endpoint);
+  }
   Refuse(event.id, refusal);
 }
 
@@ -400,6 +501,7 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
 void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request, const std::string& said,
                        std::shared_ptr<Endpoint> endpoint) {
   auto shared = TransportFor(id);
+  Forget(endpoint.get());
   auto& poller = shared->pollers[static_cast<int>(endpoint->plane())];
   endpoint->Prepare(shared->pool, shared->device, shared->registrar, poller->channel(), id);
   endpoint->Attach(id, request.mtu);
@@ -421,11 +523,7 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request, const std:
   links_[id] = std::move(link);
 }
 
-void Connector::Refuse(rdma_cm_id* id, const std::string& reason) {
-  Refusal refusal;
-  refusal.reason = reason;
-  Reject(id, refusal.Encode());
-}
+void Connector::Refuse(rdma_cm_id* id, const Refusal& refusal) { Reject(id, refusal.Encode()); }
 
 void Connector::Reject(rdma_cm_id* id, const std::string& data) {
   rdma_reject(id, data.data(), static_cast<uint8_t>(data.size()));

@@ -38,10 +38,10 @@ class ConnectorOwner {
   virtual int32_t Rank() = 0;
   // What names the job; 0 while it is not known.
   virtual uint64_t Job() = 0;
-  // The endpoint to which the request, which is of our version, shall lead.  Null, with
-  // the reason, refuses it.
+  // The endpoint to which the request, which is of our version, shall lead; it MayConnect.
+  // Null, with the reason, refuses it.
   virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
-                                              const std::string& address, std::string* refusal) = 0;
+                                              const std::string& address, Refusal* refusal) = 0;
   // Who was asked has taken the endpoint.  A reason is returned to give it up.
   virtual std::string OnReply(Endpoint* endpoint, const ConnectReply& reply) = 0;
 };
@@ -69,6 +69,10 @@ class Connector {
   void Connect(std::shared_ptr<Endpoint> endpoint, const std::string& host, int port,
                uint64_t receiver);
 
+  // The endpoint's connection broke.  Who had connected connects again, as soon as nothing is
+  // left of it; the other waits for that.  Has it give up in time.  Any thread.
+  void Reconnect(std::shared_ptr<Endpoint> endpoint);
+
   // Closes the endpoint's connection.  Any thread.
   void Disconnect(std::shared_ptr<Endpoint> endpoint);
   // Has it fail if it is not closed by then.  Any thread.
@@ -80,6 +84,9 @@ class Connector {
  private:
   using Clock = std::chrono::steady_clock;
 
+  // After the first attempt to connect that failed; later ones are longer.
+  static constexpr std::chrono::milliseconds kFirstPause{50};
+
   // A connection, made or on its way.
   struct Link {
     std::shared_ptr<Endpoint> endpoint;
@@ -87,6 +94,13 @@ class Connector {
     bool active = false;
     bool established = false;
     // Of an active one:
+    bool resumes = false;
+    // Of the connection that broke.  The other end hears of its end from the kernel, as it does
+    // when this process ends: so only when there is another one, or none any more.
+    Owned<rdma_cm_id> last_id;
+    Clock::time_point attempt_deadline;
+    Clock::time_point gone_since;  // nobody has listened there
+    bool listener_gone = false;
     std::string host;
     int port = 0;
     uint64_t receiver = 0;
@@ -108,6 +122,14 @@ class Connector {
   void Loop();
   int MillisecondsToWait();
   void RunTasks();
+  void TryWaiting(Clock::time_point now);
+  void EndOutages(Clock::time_point now);
+  void FailAll(const std::string& reason);
+  void Wake(const Endpoint& endpoint);
+  void ReconnectHere(const std::shared_ptr<Endpoint>& endpoint);
+  // The connection that there was; the endpoint may have another one already.
+  void Forget(const Endpoint* endpoint);
+  std::string LastError(const Endpoint* endpoint) const;
   void TakeEvents();
   Owned<rdma_cm_id> BindTo(const std::string& host, int port);
   void ReadDeviceEvents();
@@ -120,13 +142,13 @@ class Connector {
   std::string ChallengeTo(const ConnectRequest& request, int64_t period) const;
   void Accept(rdma_cm_id* id, const ConnectRequest& request, const std::string& said,
               std::shared_ptr<Endpoint> endpoint);
-  void Refuse(rdma_cm_id* id, const std::string& reason);
+  static void Refuse(rdma_cm_id* id, const Refusal& refusal);
   static void Reject(rdma_cm_id* id, const std::string& data);
   void OnResolved(Link* link, rdma_cm_event_type what);
   void OnResponse(Link* link, const rdma_cm_event& event);
   void OnRejected(Link* link, const rdma_cm_event& event);
   void Try(LinkPtr link);
-  void TryAgain(Link* link, const std::string& error);
+  void TryAgain(Link* link, const std::string& error, bool nobody_listens = false);
   void Drop(Link* link);
   LinkPtr Take(rdma_cm_id* id);
   ConnectRequest MakeRequest(Link* link);
@@ -154,6 +176,7 @@ class Connector {
   std::vector<LinkPtr> waiting_;                // for their next try
   std::map<std::string, int64_t> used_proofs_;  // each is of use once; with its period
   std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;  // by then
+  std::vector<std::shared_ptr<Endpoint>> broken_;  // without a connection, or were lately
   std::thread thread_;
 };
 

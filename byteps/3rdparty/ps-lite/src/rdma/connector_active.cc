@@ -16,8 +16,12 @@ namespace rdma {
 namespace {
 
 constexpr int kResolveMs = 2000;
-constexpr auto kFirstPause = std::chrono::milliseconds(50);
 constexpr auto kLongestPause = std::chrono::milliseconds(1000);
+// An attempt to connect again that has come to nothing by then: perhaps its packets were lost, and
+// the connection manager would wait ever longer to send them again.
+constexpr auto kAttemptTime = std::chrono::seconds(5);
+// While the device gives back what it had been asked to do.
+constexpr auto kLook = std::chrono::milliseconds(5);
 // How the connection manager says that nobody listens, and that a listener refused.
 constexpr int kNobodyListens = 8;
 constexpr int kRefused = 28;
@@ -40,6 +44,12 @@ void Connector::Connect(std::shared_ptr<Endpoint> endpoint, const std::string& h
 
 void Connector::Try(LinkPtr link) {
   if (link->endpoint->closed()) return;
+  if (link->resumes && !link->endpoint->MayConnect()) {
+    Wake(*link->endpoint);
+    link->next_try = Clock::now() + kLook;
+    return waiting_.push_back(std::move(link));
+  }
+  link->attempt_deadline = Clock::now() + kAttemptTime;
   try {
     rdma_cm_id* id = nullptr;
     if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) {
@@ -68,17 +78,26 @@ void Connector::Try(LinkPtr link) {
   }
 }
 
-void Connector::TryAgain(Link* raw, const std::string& error) {
+void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listens) {
   LinkPtr link = Take(raw->id.get());
   link->id.reset();
-  if (!link->active) return link->endpoint->Fail(error);  // the peer may try again
+  // The peer may try again.
+  if (!link->active) return link->endpoint->Break(error, LinkFault::kBroken);
   if (link->endpoint->closed()) return;
   const auto now = Clock::now();
+  if (nobody_listens && !link->listener_gone) link->gone_since = now;
+  link->listener_gone = nobody_listens;
   ++link->attempt;
   link->challenge.clear();
   link->last_error = error;
   link->next_try = now + link->pause;
   link->pause = std::min<Clock::duration>(link->pause * 2, kLongestPause);
+  if (link->resumes) {  // EndOutages knows how long
+    if (nobody_listens && now - link->gone_since >= kListenerGoneTime) {
+      return link->endpoint->GiveUp(error, true);
+    }
+    return waiting_.push_back(std::move(link));
+  }
   if (link->next_try < link->deadline) {
     waiting_.push_back(std::move(link));
     return;
@@ -95,6 +114,7 @@ ConnectRequest Connector::MakeRequest(Link* link) {
   request.role = owner_->Role();
   request.rank = owner_->Rank();
   request.authenticates = settings_.secret.is_there();
+  request.resumes = link->resumes;
   request.is_data_plane = link->endpoint->plane() == Plane::kData;
   request.index = static_cast<uint8_t>(link->endpoint->index());
   request.mtu = static_cast<uint8_t>(settings_.path_mtu());
@@ -140,6 +160,7 @@ void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
     auto parameters = Parameters(request, link->endpoint->queue_pair_number());
     if (rdma_connect(id, &parameters) != 0) Throw("cannot connect", errno);
   } catch (const dmlc::Error& e) {
+    if (link->resumes) return TryAgain(link, e.what());
     link->endpoint->Fail(e.what());
     Drop(link);
   }
@@ -162,25 +183,30 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
   try {
     if (error.empty()) error = owner_->OnReply(link->endpoint.get(), reply);
     if (!error.empty()) throw dmlc::Error(error);
+    link->receiver = reply.sender;  // should it break, it is this very process that is meant
     link->endpoint->Attach(link->id.get(), reply.mtu);
     // Before the peer can send: what it sends has this side answer.
     link->endpoint->SetPeerSlots(reply.slots);
     if (rdma_establish(link->id.get()) != 0) Throw("cannot establish the connection", errno);
     link->established = true;
+    link->last_id.reset();
     link->endpoint->Open();
   } catch (const dmlc::Error& e) {
     rdma_reject(link->id.get(), nullptr, 0);
+    if (link->resumes && error.empty()) {
+      link->endpoint->Break(e.what(), LinkFault::kBroken);
+      return TryAgain(link, e.what());
+    }
     link->endpoint->Fail(e.what());
     Drop(link);
   }
 }
 
 void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
-  if (event.status != kRefused) {
-    const bool nobody = event.status == kNobodyListens;
-    return TryAgain(
-        link, nobody ? "nobody listens there"
-                     : "it rejected the connection (status " + std::to_string(event.status) + ")");
+  if (event.status == kNobodyListens) return TryAgain(link, "nobody listens there", true);
+  if (event.status != kRefused || !link->active) {
+    return TryAgain(link,
+                    "it rejected the connection (status " + std::to_string(event.status) + ")");
   }
   Challenge challenge;
   Refusal refusal;
@@ -190,6 +216,10 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
   }
   if (!refusal.Decode(data, event.param.conn.private_data_len)) {
     refusal.reason = "it gave no reason";
+  }
+  if (refusal.again_soon && link->resumes) {
+    link->pause = kFirstPause;
+    return TryAgain(link, refusal.reason);
   }
   link->endpoint->Fail("it refused the connection: " + refusal.reason);
   Drop(link);

@@ -1,4 +1,5 @@
-// One connection: a queue pair, its slots, its credits, and what waits for them.
+// A link to a peer: what waits to be sent, what is being received, over as many connections
+// (queue pairs, one at a time) as it takes.
 //
 // Sending.  Whoever sends queues a message; it leaves at once if there is room.  The rest
 // happens in the plane's polling thread, which hands completions in.
@@ -8,6 +9,13 @@
 // BYTEPS_RDMA_RECEIVE_WINDOW_BYTES; others wait.  Memory that has to be registered first is
 // found by the registrar's thread.
 //
+// A connection that breaks.  The queue pair is stopped, and destroyed when its device has given
+// all requests back: nothing is read or written any more.  What was being received is dropped;
+// what was being sent waits.  Who had connected connects again, with another queue pair, and
+// each side first says how many messages it has received (sent_messages.h).  What the peer has
+// not is sent again, in the same order, and nothing else before that is known.  So each message
+// comes exactly once.  After BYTEPS_RECONNECT_TIMEOUT_S without a connection the endpoint closes.
+//
 // No thread waits in here, but for Abandon.
 #ifndef PS_RDMA_ENDPOINT_H_
 #define PS_RDMA_ENDPOINT_H_
@@ -16,6 +24,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -23,9 +32,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../link_outage.h"
 #include "./message_parts.h"
 #include "./pool.h"
 #include "./registrar.h"
+#include "./sent_messages.h"
 #include "./settings.h"
 #include "./verbs.h"
 #include "./wire.h"
@@ -56,6 +67,13 @@ class EndpointOwner {
   virtual char* PlaceFor(Endpoint* endpoint, const Meta& meta, size_t bytes) = 0;
   // The polling thread.  Throws dmlc::Error when the peer may not send this.
   virtual void OnMessage(Endpoint* endpoint, Received received) = 0;
+  // The connection broke.  For how long the endpoint may be without one: 0 closes it.  Any
+  // thread, with a lock of the endpoint's held.
+  virtual LinkOutage::Clock::duration Patience(Endpoint* endpoint, LinkFault fault) = 0;
+  // The endpoint needs another connection, once MayConnect.  Any thread.
+  virtual void OnBroken(Endpoint* endpoint) = 0;
+  // It has one, after so long; so many messages are sent again.  The polling thread.
+  virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
   // Once, in any thread.
   virtual void OnClosed(Endpoint* endpoint, const Ending& ending) = 0;
 };
@@ -86,19 +104,32 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   int role = -1;
   int rank = -1;
 
-  // ----- making the connection; one thread, before Open
+  // ----- making a connection; one thread, before Open
 
+  // Whether one can be made: nothing is left of the last one.
+  bool MayConnect();
+  // Whether one has to be made, as soon as one can.
+  bool NeedsConnection();
   // Makes the queue pair for the connection `id` and posts all receives.  Completions are
   // told through `channel`.
   void Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> device,
                std::shared_ptr<Registrar> registrar, ibv_comp_channel* channel, rdma_cm_id* id);
   // Takes the queue pair to where it sends; `peer_mtu` is an ibv_mtu or 0.
   void Attach(rdma_cm_id* id, int peer_mtu);
-  bool prepared() const { return qp_ != nullptr; }
+  bool prepared();
   void SetPeerSlots(uint32_t slots);
   // The peer, too, can receive now.
   void Open();
-  uint32_t queue_pair_number() const { return qp_->qp_num; }
+  uint32_t queue_pair_number();
+
+  // ----- a connection that broke
+
+  // Lets go of the connection, which is of no use any more.
+  void Break(const std::string& reason, LinkFault fault);
+  // By when there must be another connection; Clock::time_point::max() if there is one.
+  Clock::time_point resume_deadline();
+  // There will be none.
+  void GiveUp(const std::string& last_error, bool listener_gone);
 
   // ----- sending
 
@@ -124,7 +155,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // The connection was closed, by whomever: what was received before still comes.
   void Disconnected();
-  // Closes with an error.  Only the first reason counts.
+  // Closes with an error, for good.  Only the first reason counts.
   void Fail(const std::string& reason);
   bool closed();
   // Whether the peer ever was there.
@@ -134,27 +165,39 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // ----- the polling thread
 
-  ibv_cq* completion_queue() { return cq_.get(); }
+  // Asks for an event when something completes; 0 or an errno.
+  int Arm();
   // Handles what has completed; false when there was nothing.
   bool Poll();
 
  private:
-  // The reason when there is none but that.
-  static constexpr char kClosed[] = "its connection closed";
-
-  enum class State { kConnecting, kOpen, kClosed };
+  enum class State {
+    kConnecting,  // there is no connection, or one on its way
+    kOpen,
+    kBroken,  // the last connection is not gone yet
+    kClosed,
+  };
 
   // What a call has to do once the lock is released.
   struct Turn {
     std::vector<Received> received;
     std::vector<OutgoingPtr> done;
+    bool broken = false;
+    bool resumed = false;
+    Clock::duration after{};  // it was without a connection for so long
+    size_t again = 0;         // messages sent again
     bool closed = false;
     Ending ending;
+
+    bool is_empty() const { return received.empty() && !broken && !resumed && !closed; }
   };
+
+  // wr_id: the slot, and whether it is one of receives.
+  static constexpr uint64_t kReceiveFlag = 1ull << 63;
 
   // A request to the device that has not completed.
   struct Sending {
-    OutgoingPtr message;  // to be let go of then
+    OutgoingPtr message;  // that it completes, if it does
     uint8_t type = 0;     // a FrameType; 0: a write
     uint64_t key = 0;     // of the message
     uint32_t bytes = 0;   // of a write
@@ -183,35 +226,80 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     uint64_t bytes() const { return AlignUp(meta_in_region, kRegionAlign) + value_bytes; }
   };
 
+  struct FreeSlots {
+    void operator()(char* memory) const;
+  };
+
+  // What belongs to one connection and goes with it, in the reverse order: the queue pair first.
+  struct Connection {
+    std::unique_ptr<char, FreeSlots> slots;  // those of sends, then those of receives
+    std::unique_ptr<Region> slots_region;
+    Owned<ibv_cq> cq;
+    Owned<ibv_qp> qp;
+    bool attached = false;
+    bool disconnected = false;
+    bool told_received = false;  // the peer what has come
+    bool resumed = false;        // the peer has told the same: messages may be sent
+    uint32_t receives_posted = 0;
+    uint32_t credits = 0;  // slots of the peer that are free
+    uint32_t owed = 0;     // slots of ours that are free again, and the peer does not know
+    std::vector<uint32_t> free_slots;
+    std::vector<Sending> sending;  // by slot
+    uint64_t posted_bytes = 0;     // of writes that have not completed
+
+    bool sends_completed() const { return free_slots.size() == sending.size(); }
+    bool drained() const { return receives_posted == 0 && sends_completed(); }
+    bool can_send() const { return !free_slots.empty() && credits > 1; }
+  };
+
   void Finish(Turn* turn);
   void CloseIfFlushed(Turn* turn);
   void Pump(Turn* turn);
   bool MayWrite() const {
-    return !writes_.empty() && posted_bytes_ + max_write_ <= settings_.window_bytes;
+    return !writes_.empty() && connection_->posted_bytes + max_write_ <= settings_.window_bytes;
   }
-  bool CanSend() const { return !free_slots_.empty() && credits_ > 1; }
-  char* SlotOf(uint32_t slot) { return slots_.get() + static_cast<size_t>(slot) * slot_bytes_; }
-  bool PostReceive(uint32_t slot);
-  void SendFrame(FrameType type, uint32_t id, const Outgoing* content, const Target* target,
-                 Turn* turn);
+  // Also after something was posted that broke the connection.
+  bool CanSend() const { return state_ == State::kOpen && connection_->can_send(); }
+  // `body`: what follows the header.  Null: the device did not take it, and all is broken.
+  Sending* SendFrame(FrameHeader header, const std::string& body, const Outgoing* content,
+                     Turn* turn);
+  void SendBare(FrameType type, Turn* turn);
+  void SendResume(Turn* turn);
   void SendCts(Turn* turn);
   void SendNext(Turn* turn);
   void WriteNext(Turn* turn);
-  void PostSend(ibv_send_wr* request, Turn* turn);
+  bool PostSend(ibv_send_wr* request, Turn* turn);
+  // The device has the request that completes the message, and tells when it has arrived.
+  void Sent(Sending* sending, OutgoingPtr message);
   void Complete(const ibv_wc& wc, Turn* turn);
   void CompleteSend(const ibv_wc& wc, Turn* turn);
+  void BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn);
   void CompleteReceive(const ibv_wc& wc, Turn* turn);
   void ReadFrame(const char* frame, uint32_t bytes, Turn* turn);
   // These throw dmlc::Error when the peer says what it may not.
   void ReadContent(const FrameHeader& header, const char* body, uint32_t bytes, Turn* turn);
   void ReadCts(const FrameHeader& header, const char* body, uint32_t bytes);
+  void ReadResume(const char* body, uint32_t bytes, Turn* turn);
   void ReadImmediate(uint32_t cookie, Turn* turn);
   void Deliver(Received parts, Turn* turn);
   void PutInPlace(Received* received);
   bool Finished() const {
-    return state_ == State::kClosed && receives_posted_ == 0 &&
-           free_slots_.size() == sending_.size();
+    return state_ == State::kClosed && (!connection_ || connection_->drained());
   }
+
+  // ----- endpoint_connection.cc
+  std::unique_ptr<Connection> MakeConnection(ibv_comp_channel* channel, rdma_cm_id* id);
+  char* SlotOf(uint32_t slot) const {
+    return connection_->slots.get() + static_cast<size_t>(slot) * slot_bytes_;
+  }
+  bool PostReceive(uint32_t slot);
+  // The connection is of no use any more: what becomes of the endpoint?
+  void BreakOff(const std::string& reason, LinkFault fault, Turn* turn);
+  // For a request that the device did not take.
+  void BreakFor(const char* what, int error, Turn* turn);
+  // Lets go of a connection that broke, once the device is done with it.  The polling thread.
+  void LetGoIfDrained();
+  void StopQueuePair();
 
   // ----- endpoint_rendezvous.cc
   void ClearWaiting();
@@ -225,9 +313,6 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   template <typename Done>
   bool Await(std::unique_lock<std::mutex>* lock, Clock::time_point deadline, Done done);
   void Close(const std::string& reason, Turn* turn, bool by_peer = false);
-  // For a request that the device did not take.
-  void CloseFor(const char* what, int error, Turn* turn);
-  void StopQueuePair();
 
   EndpointOwner* const owner_;
   const Plane plane_;
@@ -237,18 +322,11 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   const uint32_t slot_bytes_;
   const std::shared_ptr<EndpointCounters> counters_;
 
-  // Made by Prepare.  Members go in the reverse order: the queue pair first.
+  // Set by the first Prepare.
   std::shared_ptr<Pool> pool_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<Registrar> registrar_;
   uint32_t max_write_ = 0;
-  struct FreeSlots {
-    void operator()(char* memory) const;
-  };
-  std::unique_ptr<char, FreeSlots> slots_;  // those of sends, then those of receives
-  std::unique_ptr<Region> slots_region_;
-  Owned<ibv_cq> cq_;
-  Owned<ibv_qp> qp_;
 
   // Held while the owner says where a value belongs, until that is noted; before mu_.
   std::mutex place_mu_;
@@ -258,19 +336,20 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // All below is guarded by mu_.
   State state_ = State::kConnecting;
   bool was_open_ = false;
-  bool disconnected_ = false;
+  // Null: there is none.  Only the polling thread lets go of one while the endpoint lives.
+  std::unique_ptr<Connection> connection_;
+  bool in_outage_ = false;  // until both ends have said what they have
+  LinkOutage outage_;
+  SentMessages<OutgoingPtr> sent_;
+  uint64_t received_ = 0;   // messages that came whole
+  size_t begun_again_ = 0;  // messages of ours that are sent once more, since it was resumed
   bool goodbye_received_ = false;
   bool goodbye_wanted_ = false;
   bool goodbye_sent_ = false;
-  uint32_t receives_posted_ = 0;
-  uint32_t credits_ = 0;  // slots of the peer that are free
-  uint32_t owed_ = 0;     // slots of ours that are free again, and the peer does not know
-  std::vector<uint32_t> free_slots_;
-  std::vector<Sending> sending_;  // by slot
   std::deque<OutgoingPtr> outbox_;
-  std::deque<OutgoingPtr> writes_;                       // the peer has said where to
-  std::unordered_map<uint32_t, OutgoingPtr> requested_;  // by id
-  std::deque<Incoming> waiting_;                         // for memory
+  std::deque<OutgoingPtr> writes_;             // the peer has said where to
+  std::map<uint32_t, OutgoingPtr> requested_;  // by id
+  std::deque<Incoming> waiting_;               // for memory
   bool clearing_ = false;      // a thread is at the first of them, which stays the first
   std::deque<uint32_t> ctss_;  // cookies that the peer is to be told
   std::unordered_map<uint32_t, Incoming> incoming_;  // with memory; by cookie
@@ -278,7 +357,6 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   uint32_t last_id_ = 0;
   uint32_t last_cookie_ = 0;
   size_t queued_bytes_ = 0;
-  uint64_t posted_bytes_ = 0;  // of writes that have not completed
   bool close_when_flushed_ = false;
   std::thread::id polling_thread_;
   Turn later_;  // what the polling thread saw while it waited in Abandon

@@ -18,9 +18,6 @@ namespace {
 // Completions taken at once.
 constexpr int kBatch = 32;
 
-// wr_id: the slot, and whether it is one of receives.
-constexpr uint64_t kReceiveFlag = 1ull << 63;
-
 // The device gives requests back though nobody closed the connection.
 constexpr char kStopped[] = "the device stopped its queue pair";
 
@@ -37,28 +34,19 @@ void ReadMeta(const char* data, size_t bytes, Meta* meta) {
 
 }  // namespace
 
-bool Endpoint::PostReceive(uint32_t slot) {
-  ibv_sge piece;
-  piece.addr = reinterpret_cast<uintptr_t>(SlotOf(slot));
-  piece.length = slot_bytes_;
-  piece.lkey = slots_region_->lkey();
-  ibv_recv_wr request;
-  memset(&request, 0, sizeof(request));
-  request.wr_id = slot | kReceiveFlag;
-  request.sg_list = &piece;
-  request.num_sge = 1;
-  ibv_recv_wr* bad = nullptr;
-  if (int error = ibv_post_recv(qp_.get(), &request, &bad)) {
-    errno = error;
-    return false;
-  }
-  ++receives_posted_;
-  return true;
+int Endpoint::Arm() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return connection_ ? ibv_req_notify_cq(connection_->cq.get(), 0) : 0;
 }
 
 bool Endpoint::Poll() {
+  ibv_cq* queue = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (connection_) queue = connection_->cq.get();
+  }
   ibv_wc completions[kBatch];
-  const int count = ibv_poll_cq(cq_.get(), kBatch, completions);
+  const int count = queue == nullptr ? 0 : ibv_poll_cq(queue, kBatch, completions);
   Turn turn;
   bool any_waits = false;
   {
@@ -71,12 +59,14 @@ bool Endpoint::Poll() {
       Pump(&turn);
       CloseIfFlushed(&turn);
     }
+    LetGoIfDrained();
     any_waits = !waiting_.empty();
   }
   if (count > 0) cond_.notify_all();
   if (any_waits) ClearWaiting();
   Finish(&turn);
-  return count > 0;
+  std::lock_guard<std::mutex> lock(mu_);
+  return count > 0 || !later_.is_empty();
 }
 
 void Endpoint::Complete(const ibv_wc& wc, Turn* turn) {
@@ -89,40 +79,38 @@ void Endpoint::Complete(const ibv_wc& wc, Turn* turn) {
 
 void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
   const auto slot = static_cast<uint32_t>(wc.wr_id);
-  Sending& sending = sending_[slot];
-  free_slots_.push_back(slot);
-  posted_bytes_ -= sending.bytes;
-  if (wc.status != IBV_WC_SUCCESS && state_ != State::kClosed) {
-    if (disconnected_) {
-      Close(kClosed, turn, true);
-    } else if (wc.status == IBV_WC_WR_FLUSH_ERR) {
-      Close(kStopped, turn);
-    } else {
-      static const char* const kWhat[] = {"an RDMA write", "a message",      "an RTS",
-                                          "a CTS",         "a credit frame", "a goodbye"};
-      char key[40] = "";
-      if (sending.key != 0) {
-        snprintf(key, sizeof(key), " of key 0x%llx", static_cast<unsigned long long>(sending.key));
-      }
-      Close("sending " + std::string(kWhat[sending.type]) + key + " failed: " + Describe(wc), turn);
+  Sending& sending = connection_->sending[slot];
+  connection_->free_slots.push_back(slot);
+  connection_->posted_bytes -= sending.bytes;
+  if (wc.status != IBV_WC_SUCCESS) {
+    static const char* const kWhat[] = {
+        "an RDMA write",         "a message", "an RTS", "a CTS", "a credit", "a goodbye",
+        "what has been received"};
+    char key[40] = "";
+    if (sending.key != 0) {
+      snprintf(key, sizeof(key), " of key 0x%llx", static_cast<unsigned long long>(sending.key));
     }
+    BreakAfter(wc, "sending " + std::string(kWhat[sending.type]) + key + " failed: ", turn);
   }
-  if (sending.message) turn->done.push_back(std::move(sending.message));
+  if (!sending.message) return;
+  if (wc.status == IBV_WC_SUCCESS || state_ == State::kClosed) {
+    turn->done.push_back(std::move(sending.message));
+  } else {
+    sent_.GaveBack(std::move(sending.message));
+  }
+}
+
+void Endpoint::BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) {
+  if (connection_->disconnected) return BreakOff(kLinkClosed, LinkFault::kClosed, turn);
+  if (wc.status == IBV_WC_WR_FLUSH_ERR) return BreakOff(kStopped, LinkFault::kBroken, turn);
+  const bool silent = wc.status == IBV_WC_RETRY_EXC_ERR;
+  BreakOff(what + Describe(wc), silent ? LinkFault::kSilent : LinkFault::kBroken, turn);
 }
 
 void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   const auto slot = static_cast<uint32_t>(wc.wr_id & ~kReceiveFlag);
-  --receives_posted_;
-  if (wc.status != IBV_WC_SUCCESS) {
-    if (disconnected_) {
-      Close(kClosed, turn, true);
-    } else if (wc.status == IBV_WC_WR_FLUSH_ERR) {
-      Close(kStopped, turn);
-    } else {
-      Close("a receive failed: " + Describe(wc), turn);
-    }
-    return;
-  }
+  --connection_->receives_posted;
+  if (wc.status != IBV_WC_SUCCESS) return BreakAfter(wc, "a receive failed: ", turn);
   if (state_ == State::kClosed) return;
   if (state_ == State::kConnecting) {  // this is ahead of the event that says so
     state_ = State::kOpen;
@@ -137,11 +125,10 @@ void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
   } catch (const std::exception& e) {
     return Close(e.what(), turn);
   }
-  if (state_ == State::kClosed) return;
-  if (!PostReceive(slot)) {
-    return CloseFor("a receive could not be posted", errno, turn);
-  }
-  ++owed_;
+  // What had come before it broke counts, and nothing more comes.
+  if (state_ != State::kOpen) return;
+  if (!PostReceive(slot)) return BreakFor("a receive could not be posted", errno, turn);
+  ++connection_->owed;
 }
 
 void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
@@ -149,7 +136,11 @@ void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
   if (!header.Decode(frame, bytes)) BadFrame("its header");
   const char* body = frame + kFrameHeaderBytes;
   bytes -= kFrameHeaderBytes;
-  credits_ += header.credits;
+  connection_->credits += header.credits;
+  const bool may_come_first = header.type == kResume || header.type == kCredit;
+  if (!connection_->resumed && !may_come_first) {
+    throw dmlc::Error("it sent messages before it had said what it has received");
+  }
   switch (header.type) {
     case kMessage:
     case kRts:
@@ -161,6 +152,8 @@ void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
     case kGoodbye:
       goodbye_received_ = true;
       return;
+    case kResume:
+      return ReadResume(body, bytes, turn);
     default:
       BadFrame("type");
   }
@@ -195,6 +188,7 @@ void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t
     values.CopyFrom(body, total);
     parts.msg.data = Split(values, 0, sizes);
     parts.is_inline = true;
+    ++received_;
     counters_->values_in_frames += sizes.size();
     counters_->bytes_in_frames += total;
     return Deliver(std::move(parts), turn);
@@ -228,6 +222,7 @@ void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
   Incoming incoming = std::move(it->second);
   incoming_.erase(it);
   incoming_bytes_ -= incoming.bytes();
+  ++received_;
   if (incoming.drop) return;
   SArray<char> values = incoming.memory.bytes;
   const uint32_t meta = incoming.meta_in_region;

@@ -132,10 +132,14 @@ bool Endpoint::Await(std::unique_lock<std::mutex>* lock, Clock::time_point deadl
       cond_.wait_until(*lock, deadline);
       continue;
     }
-    ibv_wc completions[kBatch];
-    const int count = ibv_poll_cq(cq_.get(), kBatch, completions);
-    for (int i = 0; i < count; ++i) Complete(completions[i], &later_);
-    Pump(&later_);
+    int count = 0;
+    if (connection_) {
+      ibv_wc completions[kBatch];
+      count = ibv_poll_cq(connection_->cq.get(), kBatch, completions);
+      for (int i = 0; i < count; ++i) Complete(completions[i], &later_);
+      Pump(&later_);
+      LetGoIfDrained();
+    }
     cond_.notify_all();
     if (count > 0) continue;
     lock->unlock();
@@ -187,7 +191,8 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   const auto done = [&] { return !IsWrittenTo(first, bytes) || Finished(); };
   if (Await(&lock, deadline, done)) return;
   Turn turn;
-  Close("a value on its way to memory that was given up did not come in time", &turn);
+  BreakOff("a value on its way to memory that was given up did not come in time",
+           LinkFault::kBroken, &turn);
   lock.unlock();
   Finish(&turn);
   lock.lock();

@@ -37,6 +37,7 @@ struct Outgoing {
   uint32_t remote_key = 0;
   uint32_t cookie = 0;
   uint64_t written = 0;
+  bool is_counted = false;  // among those that were sent; it may be sent again
 
   uint64_t bytes() const { return meta.size() + value_bytes; }
   // "the message of key 0x1a0000, 4096000 bytes"

@@ -112,7 +112,7 @@ std::shared_ptr<Endpoint> Poller::Find(Endpoint* endpoint) {
 bool Poller::Serve(const std::shared_ptr<Endpoint>& endpoint) {
   // Armed first: a completion between the last look and sleep makes an event.
   if (!spin_) {
-    if (int error = ibv_req_notify_cq(endpoint->completion_queue(), 0)) {
+    if (int error = endpoint->Arm()) {
       endpoint->Fail(std::string("its completion queue cannot be armed: ") + strerror(error));
     }
   }

@@ -83,6 +83,7 @@ Settings Settings::Get() {
   s.data_plane = GetEnv("BYTEPS_RDMA_DATA_PLANE", 1) != 0;
   s.data_endpoints = GetEnv("BYTEPS_RDMA_DATA_ENDPOINTS", 1);
   s.start_timeout_s = atof(GetEnv("BYTEPS_START_TIMEOUT_S", "30"));
+  s.reconnect_s = atof(GetEnv("BYTEPS_RECONNECT_TIMEOUT_S", "30"));
   return s;
 }
 

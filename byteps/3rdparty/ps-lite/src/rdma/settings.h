@@ -29,6 +29,7 @@ struct Settings {
   int data_endpoints = 1;
   uint64_t receive_window_bytes = 0;
   double start_timeout_s = 30;
+  double reconnect_s = 30;  // BYTEPS_RECONNECT_TIMEOUT_S
   auth::Secret secret;
 
   // From ps-lite's Environment, which Config has checked.

@@ -180,7 +180,7 @@ int32_t RdmaVan::Rank() {
 std::string RdmaVan::ReasonToRefuse(const rdma::ConnectRequest& request) {
   if (stopping_) return "this node is leaving the job";
   if (is_scheduler_) {
-    if (request.job != 0) return "it belongs to another job";
+    if (request.job != (request.resumes ? job_.load() : 0)) return "it belongs to another job";
     return request.is_data_plane ? "the scheduler has no data plane" : "";
   }
   if (request.job != job_ || job_ == 0) return "it belongs to another job";
@@ -199,14 +199,16 @@ std::string RdmaVan::ReasonToRefuse(const rdma::ConnectRequest& request) {
 }
 
 std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request,
-                                             const std::string& /*address*/, std::string* refusal) {
+                                             const std::string& /*address*/,
+                                             rdma::Refusal* refusal) {
+  if (request.resumes) return OnResumption(request, refusal);
   const Plane plane = request.is_data_plane ? Plane::kData : Plane::kControl;
   std::shared_ptr<Endpoint> endpoint;
   std::shared_ptr<Endpoint> superseded;
   {
     std::lock_guard<std::mutex> lock(peers_mu_);
-    *refusal = ReasonToRefuse(request);
-    if (!refusal->empty()) return nullptr;
+    refusal->reason = ReasonToRefuse(request);
+    if (!refusal->reason.empty()) return nullptr;
     PeerPtr& peer = peers_by_token_[request.sender];
     if (!peer) peer = std::make_shared<Peer>();
     if (!is_scheduler_) {
@@ -224,6 +226,52 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   // The peer has given it up, or it would not ask again.
   if (superseded) connector_->Disconnect(superseded);
   return endpoint;
+}
+
+std::shared_ptr<Endpoint> RdmaVan::OnResumption(const rdma::ConnectRequest& request,
+                                                rdma::Refusal* refusal) {
+  const Plane plane = request.is_data_plane ? Plane::kData : Plane::kControl;
+  std::shared_ptr<Endpoint> endpoint;
+  {
+    std::lock_guard<std::mutex> lock(peers_mu_);
+    refusal->reason = ReasonToRefuse(request);
+    if (!refusal->reason.empty()) return nullptr;
+    const auto peer = peers_by_token_.find(request.sender);
+    if (peer != peers_by_token_.end()) {
+      endpoint = *SlotOf(peer->second.get(), plane, request.index);
+    }
+  }
+  if (!endpoint || endpoint->closed()) {
+    refusal->reason = "this node has given the connection up";
+    return nullptr;
+  }
+  if (endpoint->role != request.role || endpoint->rank != request.rank) {
+    refusal->reason = "it was another role or rank before";
+    return nullptr;
+  }
+  if (endpoint->MayConnect()) return endpoint;
+  // This side has not noticed; perhaps not even that the connection had been there.
+  endpoint->Open();
+  endpoint->Break("its connection broke", LinkFault::kBroken);
+  refusal->reason = "the connection that broke is not closed yet";
+  refusal->again_soon = !endpoint->closed();
+  return endpoint;
+}
+
+LinkOutage::Clock::duration RdmaVan::Patience(Endpoint* endpoint, LinkFault fault) {
+  return LinkPatience(endpoint->peer(), is_scheduler_, settings_.reconnect_s, fault);
+}
+
+void RdmaVan::OnBroken(Endpoint* endpoint) {
+  PS_VLOG(1) << "the " << rdma::NameOf(endpoint->plane()) << " connection with node "
+             << endpoint->peer() << " broke; waiting for another one";
+  connector_->Reconnect(endpoint->shared_from_this());
+}
+
+void RdmaVan::OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) {
+  LogResumed(std::string("the ") + rdma::NameOf(endpoint->plane()) + " connection " +
+                 std::to_string(endpoint->index()),
+             endpoint->peer(), "", after, again);
 }
 
 std::string RdmaVan::OnReply(Endpoint* endpoint, const rdma::ConnectReply& reply) {
@@ -279,7 +327,7 @@ bool RdmaVan::BreakEndpoint(int node_id, Plane plane, int index) {
     endpoint = *SlotOf(it->second.get(), plane, index);
   }
   if (!endpoint) return false;
-  endpoint->Fail("it was broken for a test");
+  endpoint->Break("it was broken for a test", LinkFault::kBroken);
   return true;
 }
 

@@ -94,10 +94,14 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   uint64_t Job() override { return job_; }
   std::shared_ptr<rdma::Endpoint> OnRequest(const rdma::ConnectRequest& request,
                                             const std::string& address,
-                                            std::string* refusal) override;
+                                            rdma::Refusal* refusal) override;
   std::string OnReply(rdma::Endpoint* endpoint, const rdma::ConnectReply& reply) override;
   char* PlaceFor(rdma::Endpoint* endpoint, const Meta& meta, size_t bytes) override;
   void OnMessage(rdma::Endpoint* endpoint, rdma::Received received) override;
+  LinkOutage::Clock::duration Patience(rdma::Endpoint* endpoint, LinkFault fault) override;
+  void OnBroken(rdma::Endpoint* endpoint) override;
+  void OnResumed(rdma::Endpoint* endpoint, LinkOutage::Clock::duration after,
+                 size_t again) override;
   void OnClosed(rdma::Endpoint* endpoint, const rdma::Ending& ending) override;
 
   std::shared_ptr<rdma::Endpoint> NewEndpoint(rdma::Plane plane, int index, int peer_id,
@@ -108,6 +112,9 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   std::shared_ptr<rdma::Endpoint> Choose(int node_id, rdma::Plane plane);
   std::vector<std::shared_ptr<rdma::Endpoint>> AllEndpoints();
   void NamePeer(const Node& node);
+  // The endpoint that is to have another connection.
+  std::shared_ptr<rdma::Endpoint> OnResumption(const rdma::ConnectRequest& request,
+                                               rdma::Refusal* refusal);
   std::string ReasonToRefuse(const rdma::ConnectRequest& request);
   // False once stopped.  Otherwise endpoints stay until EndUse.
   bool BeginUse();

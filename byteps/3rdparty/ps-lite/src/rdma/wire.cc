@@ -19,6 +19,9 @@ constexpr uint32_t kMaxSlots = 65535;
 constexpr uint8_t kMaxMtu = 5;  // IBV_MTU_4096
 constexpr uint8_t kDataPlane = 1;
 constexpr uint8_t kAuthenticates = 2;
+constexpr uint8_t kResumes = 4;
+// The last byte of a refusal.
+constexpr uint8_t kAgainSoon = 1;
 constexpr uint32_t kChallengeMagic = 0x434d5242;  // "BRMC"
 
 std::string Preamble() {
@@ -50,7 +53,8 @@ std::string ConnectRequest::Claims() const {
   out.Int(rank);
   out.Int(slot_bytes);
   out.Int<uint16_t>(slots);
-  out.Int<uint8_t>((is_data_plane ? kDataPlane : 0) | (authenticates ? kAuthenticates : 0));
+  out.Int<uint8_t>((is_data_plane ? kDataPlane : 0) | (authenticates ? kAuthenticates : 0) |
+                   (resumes ? kResumes : 0));
   out.Int(index);
   out.Int(mtu);
   out.Int(role);
@@ -84,10 +88,12 @@ bool ConnectRequest::Decode(const char* data, size_t bytes) {
   in.Int(&role);
   in.Int(&attempt);
   if (!in.Bytes(kRequestProofBytes, &proof)) return false;
-  if (flags > (kDataPlane | kAuthenticates) || mtu > kMaxMtu || sender == 0) return false;
+  if (flags > (kDataPlane | kAuthenticates | kResumes) || mtu > kMaxMtu || sender == 0)
+    return false;
   slots = few_slots;
   is_data_plane = (flags & kDataPlane) != 0;
   authenticates = (flags & kAuthenticates) != 0;
+  resumes = (flags & kResumes) != 0;
   return slots > 1 && index < kMaxEndpoints && (is_data_plane || index == 0);
 }
 
@@ -136,8 +142,9 @@ bool Challenge::Decode(const char* data, size_t bytes) {
 }
 
 std::string Refusal::Encode() const {
-  std::string bytes = Preamble() + reason.substr(0, kRefusalBytes - kPreambleBytes - 1);
+  std::string bytes = Preamble() + reason.substr(0, kRefusalBytes - kPreambleBytes - 2);
   bytes.resize(kRefusalBytes);  // zeros end the reason
+  if (again_soon) bytes.back() = kAgainSoon;
   return bytes;
 }
 
@@ -146,7 +153,10 @@ bool Refusal::Decode(const char* data, size_t bytes) {
   uint32_t magic = 0, version = 0;
   if (!in.Int(&magic) || !in.Int(&version) || magic != kMagic) return false;
   // Of any version: so who is of another one is told that.
-  reason.assign(data + kPreambleBytes, strnlen(data + kPreambleBytes, bytes - kPreambleBytes));
+  const size_t room = std::min(bytes, kRefusalBytes - 1) - kPreambleBytes;
+  reason.assign(data + kPreambleBytes, strnlen(data + kPreambleBytes, room));
+  again_soon =
+      version == kVersion && bytes >= kRefusalBytes && data[kRefusalBytes - 1] == kAgainSoon;
   return !reason.empty();
 }
 
@@ -173,7 +183,7 @@ bool FrameHeader::Decode(const char* data, size_t bytes) {
   in.Int(&credits);
   in.Int(&id);
   if (!in.Int(&meta_bytes)) return false;
-  if (what < kMessage || what > kGoodbye || flags > kMetaInRegion || zero != 0) return false;
+  if (what < kMessage || what > kResume || flags > kMetaInRegion || zero != 0) return false;
   type = static_cast<FrameType>(what);
   meta_in_region = flags != 0;
   if (meta_in_region && type != kRts) return false;
@@ -194,6 +204,17 @@ bool Target::Decode(const char* data, size_t bytes) {
   in.Int(&address);
   in.Int(&rkey);
   return in.Int(&cookie) && in.left() == 0;
+}
+
+std::string Resume::Encode() const {
+  std::string bytes;
+  ByteWriter(&bytes).Int(received);
+  return bytes;
+}
+
+bool Resume::Decode(const char* data, size_t bytes) {
+  ByteReader in(data, bytes);
+  return in.Int(&received) && in.left() == 0;
 }
 
 }  // namespace rdma

@@ -8,7 +8,11 @@
 // the same but for that, has a proof (ps/auth.h) over request and challenge; the reply has
 // another one.  Who listens keeps nothing meanwhile: it knows its challenge again.
 //
-// On the connection, each send is a frame into one of the receiver's slots:
+// On the connection, each side first says in a Resume how many messages it has received since
+// the first connection of the two endpoints, and sends none before it knows the same of the other
+// side.  A message has been received with its frame, or with the immediate of its last write.
+//
+// Each send is a frame into one of the receiver's slots:
 //
 //   FrameHeader | bytes of each value u64 ... | meta | values
 //
@@ -35,7 +39,7 @@ namespace ps {
 namespace rdma {
 
 constexpr uint32_t kMagic = 0x444d5242;  // "BRMD"
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 
 // What a peer that begins so must be told; "" if it speaks as we do.
 std::string Mismatch(const char* data, size_t bytes);
@@ -50,6 +54,7 @@ struct ConnectRequest {
   uint32_t slot_bytes = 0;
   bool is_data_plane = false;
   bool authenticates = false;
+  bool resumes = false;  // there was a connection before, and it broke
   uint8_t index = 0;     // among the endpoints of its plane
   uint8_t mtu = 0;       // greatest path MTU, as an ibv_mtu; 0: any
   uint16_t attempt = 0;  // another one for each, since a proof is of use once
@@ -88,6 +93,7 @@ struct Challenge {
 
 struct Refusal {
   std::string reason;
+  bool again_soon = false;  // what stands in the way will pass
 
   // At most 148 bytes: a longer reason is cut.
   std::string Encode() const;
@@ -100,6 +106,7 @@ enum FrameType : uint8_t {
   kCts = 3,
   kCredit = 4,
   kGoodbye = 5,  // nothing follows; the connection will be closed
+  kResume = 6,   // a Resume follows; the first frame of each side
 };
 
 struct FrameHeader {
@@ -120,6 +127,14 @@ struct Target {
   uint64_t address = 0;
   uint32_t rkey = 0;
   uint32_t cookie = 0;  // the immediate that ends the write; sent in network order
+
+  std::string Encode() const;
+  bool Decode(const char* data, size_t bytes);
+};
+
+// Follows the header of a kResume.
+struct Resume {
+  uint64_t received = 0;  // messages, in the order in which they came
 
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);

@@ -31,6 +31,7 @@
 #include <string>
 #include <vector>
 
+#include "../link_outage.h"
 #include "./memory_pool.h"
 #include "./poller.h"
 #include "./stream.h"
@@ -48,9 +49,8 @@ struct Ending {
   bool orderly = false;  // the peer said goodbye
 };
 
-// Reasons that tell more than that a socket broke.  The kernel closes the sockets of a process
-// that ends, and resets those that it had not read to the end.
-constexpr char kClosedByPeer[] = "its connection closed";
+// Reasons that tell more than that a socket broke (kLinkClosed is another).  The kernel closes the
+// sockets of a process that ends, and resets those that it had not read to the end.
 constexpr char kReset[] = "its connection was reset";
 // The other end was silent for ConnectionSettings::silence_s.
 constexpr char kTimedOut[] = "its connection timed out";
@@ -69,7 +69,7 @@ class ConnectionOwner {
   virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
   // The socket broke.  For how long the connection may be without one: 0 closes it.
-  virtual Poller::Clock::duration Patience(Connection* connection, const std::string& reason) = 0;
+  virtual Poller::Clock::duration Patience(Connection* connection, LinkFault fault) = 0;
   // It has a socket again, after so long; so many messages are sent again.
   virtual void OnResumed(Connection* connection, Poller::Clock::duration after, size_t again) = 0;
   virtual void OnClosed(const ConnectionPtr& connection, const Ending& ending) = 0;
@@ -260,10 +260,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Of the poller's thread, of a connection that was open:
   bool was_open_ = false;
   uint64_t outages_ = 0;
-  Ending broken_;         // how its socket broke
-  bool briefly_ = false;  // it has less time than BYTEPS_RECONNECT_TIMEOUT_S
-  Clock::time_point broken_at_;
-  bool listener_gone_ = false;  // nobody listens any more where it connects to
+  LinkOutage outage_;  // the last
+  bool broken_by_peer_ = false;
   Clock::time_point listener_gone_at_;
 
   // Messages of ours that have arrived; let go of without a lock.  Of the poller's thread.

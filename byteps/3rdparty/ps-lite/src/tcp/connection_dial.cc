@@ -19,8 +19,6 @@ constexpr auto kLongestPause = std::chrono::milliseconds(500);
 // lost, and the kernel would wait ever longer to send them again.
 constexpr auto kConnectTime = std::chrono::seconds(2);
 constexpr auto kAnswerTime = std::chrono::seconds(5);
-// A process whose port is closed for so long has ended.
-constexpr auto kGoneTime = std::chrono::milliseconds(250);
 
 }  // namespace
 
@@ -48,7 +46,7 @@ void Connection::Dial(const std::string& host, int port, const Hello& hello,
 void Connection::Redial() {
   hello_.resumes = true;
   last_error_.clear();
-  listener_gone_ = false;
+  outage_.listener_gone = false;
   next_address_ = 0;
   pause_ = kFirstPause;
   TryNext();
@@ -104,10 +102,10 @@ void Connection::TryAgain(const std::string& error, bool nobody_listens) {
   if (closed()) return;
   const auto now = Clock::now();
   if (was_open_) {
-    if (nobody_listens && !listener_gone_) listener_gone_at_ = now;
-    listener_gone_ = nobody_listens;
-    if (listener_gone_ && now - listener_gone_at_ >= kGoneTime) {
-      return Close({GivenUp(), broken_.by_peer, false});
+    if (nobody_listens && !outage_.listener_gone) listener_gone_at_ = now;
+    outage_.listener_gone = nobody_listens;
+    if (nobody_listens && now - listener_gone_at_ >= kListenerGoneTime) {
+      return Close({GivenUp(), broken_by_peer_, false});
     }
   }
   if (now >= deadline_) {
@@ -164,7 +162,7 @@ bool Connection::ShakeHands() {
     case tls::Session::Step::kMore:
       return false;
     case tls::Session::Step::kClosed:
-      TryAgain(kClosedByPeer);
+      TryAgain(kLinkClosed);
       return false;
     case tls::Session::Step::kPlain:
       throw dmlc::Error(std::string("it does not encrypt, and this node does: ") + tls::kAdvice);

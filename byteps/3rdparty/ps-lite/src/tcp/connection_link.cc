@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "../membership/text.h"
 #include "./connection.h"
 #include "dmlc/logging.h"
 
@@ -15,6 +14,11 @@ namespace {
 constexpr size_t kTellBytes = 64 << 10;
 constexpr uint64_t kTellMessages = 64;
 constexpr auto kTellSoon = std::chrono::milliseconds(20);
+
+LinkFault FaultOf(const std::string& reason) {
+  if (reason == kTimedOut) return LinkFault::kSilent;
+  return reason == kLinkClosed ? LinkFault::kClosed : LinkFault::kBroken;
+}
 
 }  // namespace
 
@@ -30,12 +34,12 @@ void Connection::Break(uint64_t epoch, const Ending& ending) {
     if (epoch != epoch_ || state_ != State::kOpen) return;
     in_order = in_order || goodbye_sent_ || close_when_flushed_;
   }
-  const auto patience = in_order ? Clock::duration::zero() : owner_->Patience(this, ending.reason);
+  const auto patience =
+      in_order ? Clock::duration::zero() : owner_->Patience(this, FaultOf(ending.reason));
   if (patience <= Clock::duration::zero()) return Close(ending);
-  broken_ = ending;
-  broken_at_ = Clock::now();
-  deadline_ = broken_at_ + patience;
-  briefly_ = patience < std::chrono::duration<double>(settings_->reconnect_s);
+  broken_by_peer_ = ending.by_peer;
+  outage_ = LinkOutage::Of(ending.reason, FaultOf(ending.reason), patience, settings_->reconnect_s);
+  deadline_ = outage_.deadline;
   // That it was silent for so long has counted already.
   if (ending.reason == kTimedOut) {
     deadline_ -= std::chrono::duration_cast<Clock::duration>(
@@ -51,17 +55,13 @@ void Connection::Break(uint64_t epoch, const Ending& ending) {
       std::lock_guard<std::mutex> lock(self->mu_);
       if (self->state_ == State::kOpen) return;
     }
-    self->Close({self->GivenUp(), self->broken_.by_peer, false});
+    self->Close({self->GivenUp(), self->broken_by_peer_, false});
   });
   if (active_) Redial();
 }
 
 std::string Connection::GivenUp() const {
-  if (listener_gone_ || (briefly_ && broken_.reason == kClosedByPeer)) return broken_.reason;
-  if (briefly_) return broken_.reason + ", and it did not connect again";
-  return broken_.reason + ", and could not be made again within " +
-         membership::Limit(settings_->reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S") +
-         (active_ && !last_error_.empty() ? ": " + last_error_ : "");
+  return outage_.GivenUp(settings_->reconnect_s, active_ ? last_error_ : "");
 }
 
 void Connection::Detach(State state) {
@@ -108,7 +108,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
     std::lock_guard<std::mutex> lock(mu_);
     unnoticed = state_ == State::kOpen;
   }
-  if (unnoticed) broken_at_ = Clock::now();
+  if (unnoticed) outage_.begin = Clock::now();
   Detach(State::kWaiting);
   const int number = socket->fd();
   SetOptions(number, settings_->silence_s);
@@ -157,9 +157,9 @@ void Connection::Resume(uint64_t received) {
     writing_ = true;
   }
   arrived_number_ = received;
-  if (was_open_) owner_->OnResumed(this, Clock::now() - broken_at_, again);
+  if (was_open_) owner_->OnResumed(this, Clock::now() - outage_.begin, again);
   was_open_ = true;
-  listener_gone_ = false;
+  outage_.listener_gone = false;
   if (writes) Drain();
 }
 

@@ -68,7 +68,7 @@ void Connection::ReadingFailed(const Socket& socket, ssize_t result, int error) 
     greeting = phase_ == Phase::kChallenge || phase_ == Phase::kReply;
   }
   if (result < 0 && greeting && socket->Refused(error)) throw dmlc::Error(socket->Text(error));
-  const std::string reason = result == 0           ? kClosedByPeer
+  const std::string reason = result == 0           ? kLinkClosed
                              : error == ECONNRESET ? kReset
                              : error == ETIMEDOUT ? kTimedOut
                                                   : "its connection failed: " + socket->Text(error);

@@ -8,7 +8,6 @@
 #include <thread>
 #include <utility>
 
-#include "../membership/text.h"
 #include "../net_address.h"
 #include "../node_token.h"
 #include "../who_connects.h"
@@ -27,12 +26,6 @@ namespace {
 constexpr auto kLinger = std::chrono::seconds(1);
 constexpr auto kLook = std::chrono::milliseconds(1);
 constexpr double kPatience = 5.0;  // seconds
-// What the scheduler gives a node whose connection was closed: the process has ended, unless
-// something in between closed it.
-constexpr auto kClosedPatience = std::chrono::milliseconds(500);
-// And one whose connection was reset: either is likely.  A node that lives sends a packet each
-// 1.5 s to connect.
-constexpr auto kResetPatience = std::chrono::seconds(5);
 // Who has not proved to be of this job: so many at once, and beyond that the oldest one goes, if
 // it has had this time.
 constexpr size_t kGreeters = 128;
@@ -329,29 +322,14 @@ std::string TcpVan::OnChallenge(const ConnectionPtr& connection, const tcp::Chal
   return "";
 }
 
-Connection::Clock::duration TcpVan::Patience(Connection* connection, const std::string& reason) {
-  const auto limit = std::chrono::duration_cast<Connection::Clock::duration>(
-      std::chrono::duration<double>(settings_.reconnect_s));
-  // Nobody waits for one that is not of the job yet, or not any more.
-  if (connection->peer == Node::kEmpty || connection->peer >= membership::kRefusedBase) return {};
-  if (limit > Connection::Clock::duration::zero()) {
-    PS_VLOG(1) << "the connection with node " << connection->peer << " (" << connection->address()
-               << ") broke; waiting for another one";
-  }
-  // Of the processes that end the scheduler alone must hear soon; it tells the others.
-  if (!is_scheduler_ || reason == tcp::kTimedOut) return limit;
-  const Connection::Clock::duration patience =
-      reason == tcp::kClosedByPeer ? kClosedPatience : kResetPatience;
-  return std::min(limit, patience);
+Connection::Clock::duration TcpVan::Patience(Connection* connection, LinkFault fault) {
+  PS_VLOG(1) << "the connection with node " << connection->peer << " (" << connection->address()
+             << ") broke";
+  return LinkPatience(connection->peer, is_scheduler_, settings_.reconnect_s, fault);
 }
 
 void TcpVan::OnResumed(Connection* connection, Connection::Clock::duration after, size_t again) {
-  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(after).count();
-  LOG(WARNING) << "the connection with "
-               << (connection->peer == kScheduler ? "the scheduler"
-                                                  : membership::RoleAndRank(connection->peer))
-               << " (" << connection->address() << ") broke, and was made again after " << ms
-               << " ms; messages sent again: " << again;
+  LogResumed("the connection", connection->peer, connection->address(), after, again);
 }
 
 ConnectionPtr TcpVan::Choose(int node_id) {

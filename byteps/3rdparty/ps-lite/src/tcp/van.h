@@ -83,8 +83,7 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
                           const tcp::Challenge& challenge) override;
   char* PlaceFor(const Meta& meta, size_t bytes) override;
   void OnMessage(tcp::Connection* connection, Message* msg, size_t bytes) override;
-  tcp::Poller::Clock::duration Patience(tcp::Connection* connection,
-                                        const std::string& reason) override;
+  tcp::Poller::Clock::duration Patience(tcp::Connection* connection, LinkFault fault) override;
   void OnResumed(tcp::Connection* connection, tcp::Poller::Clock::duration after,
                  size_t again) override;
   void OnClosed(const tcp::ConnectionPtr& connection, const tcp::Ending& ending) override;

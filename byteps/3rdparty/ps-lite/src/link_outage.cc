@@ -1,0 +1,62 @@
+#include "./link_outage.h"
+
+#include <algorithm>
+
+#include "./membership/text.h"
+#include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+namespace {
+
+// What the scheduler gives a node whose connection was closed: the process has ended, unless
+// something in between closed it.
+constexpr auto kClosedPatience = std::chrono::milliseconds(500);
+// And one whose connection broke: either is likely.  A node that lives sends a packet each
+// 1.5 s to connect.
+constexpr auto kBrokenPatience = std::chrono::seconds(5);
+
+}  // namespace
+
+std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
+                                                 LinkFault fault) {
+  // Nobody waits for one that is not of the job yet, or not any more.
+  if (peer == Node::kEmpty || peer >= membership::kRefusedBase) return {};
+  const auto limit = membership::ToDuration(reconnect_s);
+  // Of the processes that end the scheduler alone must hear soon; it tells the others.
+  if (!is_scheduler || fault == LinkFault::kSilent) return limit;
+  if (fault == LinkFault::kClosed)
+    return std::min<LinkOutage::Clock::duration>(limit, kClosedPatience);
+  return std::min<LinkOutage::Clock::duration>(limit, kBrokenPatience);
+}
+
+LinkOutage LinkOutage::Of(const std::string& reason, LinkFault fault, Clock::duration patience,
+                          double reconnect_s) {
+  LinkOutage outage;
+  outage.reason = reason;
+  outage.fault = fault;
+  outage.begin = Clock::now();
+  outage.deadline = outage.begin + patience;
+  outage.briefly = patience < membership::ToDuration(reconnect_s);
+  return outage;
+}
+
+std::string LinkOutage::GivenUp(double reconnect_s, const std::string& last_error) const {
+  if (listener_gone || (briefly && fault == LinkFault::kClosed)) return reason;
+  if (briefly) return reason + ", and it did not connect again";
+  return reason + ", and could not be made again within " +
+         membership::Limit(reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S") +
+         (last_error.empty() ? "" : ": " + last_error);
+}
+
+void LogResumed(const std::string& which, int peer, const std::string& address,
+                LinkOutage::Clock::duration after, size_t again) {
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(after).count();
+  LOG(WARNING) << which << " with "
+               << (peer == kScheduler ? "the scheduler" : membership::RoleAndRank(peer))
+               << (address.empty() ? "" : " (" + address + ")")
+               << " broke, and was made again after " << ms
+               << " ms; messages sent again: " << again;
+}
+
+}  // namespace ps

@@ -1,0 +1,147 @@
+// What becomes of a link that broke: how long, in which words, and which messages again.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <random>
+
+#include "../../3rdparty/ps-lite/src/link_outage.h"
+#include "../../3rdparty/ps-lite/src/membership/text.h"
+#include "../../3rdparty/ps-lite/src/rdma/sent_messages.h"
+#include "../../3rdparty/ps-lite/src/rdma/wire.h"
+#include "ps/internal/message.h"
+
+namespace ps {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+TEST(LinkPatience, TheSchedulerAloneMustHearSoonOfAProcessThatEnded) {
+  EXPECT_EQ(LinkPatience(9, false, 30, LinkFault::kClosed), seconds(30));
+  EXPECT_EQ(LinkPatience(9, true, 30, LinkFault::kClosed), milliseconds(500));
+  EXPECT_EQ(LinkPatience(9, true, 30, LinkFault::kBroken), seconds(5));
+  EXPECT_EQ(LinkPatience(9, true, 30, LinkFault::kSilent), seconds(30));
+}
+
+TEST(LinkPatience, IsNeverLongerThanSaid) {
+  for (const bool is_scheduler : {false, true}) {
+    for (const auto fault : {LinkFault::kClosed, LinkFault::kBroken, LinkFault::kSilent}) {
+      EXPECT_EQ(LinkPatience(9, is_scheduler, 0.25, fault), milliseconds(250));
+      EXPECT_EQ(LinkPatience(9, is_scheduler, 0, fault), seconds(0));
+    }
+  }
+}
+
+TEST(LinkPatience, NobodyWaitsForWhoIsNotOfTheJob) {
+  EXPECT_EQ(LinkPatience(Node::kEmpty, true, 30, LinkFault::kSilent), seconds(0));
+  EXPECT_EQ(LinkPatience(membership::kRefusedBase, true, 30, LinkFault::kSilent), seconds(0));
+}
+
+TEST(LinkOutage, SaysHowLongWhereTheTimeWasTheReason) {
+  auto outage = LinkOutage::Of("its connection was reset", LinkFault::kBroken, seconds(2), 2);
+  EXPECT_EQ(outage.GivenUp(2, "no answer"),
+            "its connection was reset, and could not be made again within 2.0 s "
+            "(BYTEPS_RECONNECT_TIMEOUT_S=2): no answer");
+  outage.listener_gone = true;  // the process has ended, and that is all
+  EXPECT_EQ(outage.GivenUp(2, "nobody listens there"), "its connection was reset");
+  outage = LinkOutage::Of(kLinkClosed, LinkFault::kClosed, milliseconds(500), 30);
+  EXPECT_EQ(outage.GivenUp(30, ""), kLinkClosed);
+  outage = LinkOutage::Of("it broke", LinkFault::kBroken, seconds(5), 30);
+  EXPECT_EQ(outage.GivenUp(30, ""), "it broke, and it did not connect again");
+}
+
+using Ints = rdma::SentMessages<std::unique_ptr<int>>;
+
+std::unique_ptr<int> Message(int n) { return std::make_unique<int>(n); }
+
+TEST(SentMessages, OnlyWhatThePeerLacksIsSentAgain) {
+  Ints sent;
+  for (int n = 0; n < 5; ++n) sent.Posted();  // the device says of the first that it arrived
+  for (int n = 1; n < 5; ++n) sent.GaveBack(Message(n));
+  std::vector<std::unique_ptr<int>> arrived;
+  const auto again = sent.Resume(3, &arrived);  // and so have two more
+  ASSERT_EQ(arrived.size(), 2u);
+  EXPECT_EQ(*arrived[0], 1);
+  EXPECT_EQ(*arrived[1], 2);
+  ASSERT_EQ(again.size(), 2u);
+  EXPECT_EQ(*again[0], 3);
+  EXPECT_EQ(*again[1], 4);
+}
+
+TEST(SentMessages, WhatCannotBeIsSaid) {
+  Ints sent;
+  std::vector<std::unique_ptr<int>> arrived;
+  for (int n = 0; n < 5; ++n) sent.Posted();
+  sent.GaveBack(Message(4));
+  EXPECT_THROW(sent.Resume(6, &arrived), dmlc::Error);  // more than were sent
+  EXPECT_THROW(sent.Resume(3, &arrived), dmlc::Error);  // less than the device says
+  EXPECT_EQ(sent.Resume(4, &arrived).size(), 1u);
+}
+
+// A sender and a receiver over a connection that delivers in order, and breaks at random: the
+// device tells the sender of any part of what has come, and of no more.
+TEST(SentMessages, EachComesOnceAndInOrderHoweverOftenItBreaks) {
+  std::mt19937 random(7);
+  for (int run = 0; run < 300; ++run) {
+    const int count = 1 + static_cast<int>(random() % 60);
+    std::deque<std::unique_ptr<int>> outbox;
+    for (int n = 0; n < count; ++n) outbox.push_back(Message(n));
+    std::deque<std::unique_ptr<int>> posted;  // the device has them; the peer some of the first
+    Ints sent;
+    std::vector<int> received;
+    size_t on_the_way = 0;  // of the posted ones, those that the peer has not
+    while (received.size() < static_cast<size_t>(count)) {
+      const auto what = random() % 4;
+      if (what == 0 && !outbox.empty()) {
+        sent.Posted();
+        posted.push_back(std::move(outbox.front()));
+        outbox.pop_front();
+        ++on_the_way;
+      } else if (what == 1 && on_the_way > 0) {
+        received.push_back(*posted[posted.size() - on_the_way--]);
+      } else if (what == 2 && posted.size() > on_the_way) {
+        posted.pop_front();  // it has arrived
+      } else if (what == 3 && random() % 4 == 0) {
+        for (auto& message : posted) sent.GaveBack(std::move(message));
+        posted.clear();
+        on_the_way = 0;
+        std::vector<std::unique_ptr<int>> arrived;
+        auto again = sent.Resume(received.size(), &arrived);
+        for (auto it = again.rbegin(); it != again.rend(); ++it) {
+          outbox.push_front(std::move(*it));
+        }
+      }
+    }
+    for (int n = 0; n < count; ++n) ASSERT_EQ(received[n], n) << "run " << run;
+  }
+}
+
+TEST(RdmaWire, ARefusalSaysWhetherItWillPass) {
+  rdma::Refusal said, heard;
+  said.again_soon = true;
+  said.reason = std::string(500, 'x');
+  const std::string bytes = said.Encode();
+  ASSERT_EQ(bytes.size(), 148u);
+  ASSERT_TRUE(heard.Decode(bytes.data(), bytes.size()));
+  EXPECT_TRUE(heard.again_soon);
+  EXPECT_EQ(heard.reason, std::string(138, 'x'));
+  said.again_soon = false;
+  ASSERT_TRUE(heard.Decode(said.Encode().data(), bytes.size()));
+  EXPECT_FALSE(heard.again_soon);
+}
+
+TEST(RdmaWire, ARequestThatResumesIsProvedAsOne) {
+  rdma::ConnectRequest said, heard;
+  said.sender = 7;
+  said.slots = 8;
+  const std::string first = said.Claims();
+  said.resumes = true;
+  EXPECT_NE(said.Claims(), first);
+  const std::string bytes = said.Encode();
+  ASSERT_TRUE(heard.Decode(bytes.data(), bytes.size()));
+  EXPECT_TRUE(heard.resumes);
+  EXPECT_FALSE(heard.is_data_plane);
+}
+
+}  // namespace
+}  // namespace ps
