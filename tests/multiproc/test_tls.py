@@ -119,7 +119,7 @@ def test_connections_that_break_while_they_begin(make_cluster: Callable[..., Clu
     cluster.start("rounds:checked")
     cluster.wait_mark("looping", [0])
     moments = random.Random(1)
-    for _ in range(200):
+    for _ in range(100):
         for one in between(cluster.workers["worker 0"].pid, server_port(cluster, 0)):
             with suppress(OSError):  # it has just ended
                 one.reset()
