@@ -106,7 +106,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
   std::string OnChallenge(const ps::tcp::ConnectionPtr&, const ps::tcp::Challenge&) override {
     return "";
   }
-  Clock::duration Patience(ps::tcp::Connection*, const std::string&) override { return {}; }
+  Clock::duration Patience(ps::tcp::Connection*, ps::LinkFault) override { return {}; }
   void OnResumed(ps::tcp::Connection*, Clock::duration, size_t) override {}
   char* PlaceFor(const ps::Meta&, size_t) override { return nullptr; }
   void OnMessage(ps::tcp::Connection*, ps::Message* msg, size_t) override {
