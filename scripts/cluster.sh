@@ -33,6 +33,8 @@ A host may be an address, a name, or user@name; the name must be one at which th
   --nproc-per-node N    ranks on each worker's host (default: 1)
   --tls                 encrypt what the processes say to each other (BYTEPS_TLS=1); where
                         BYTEPS_TLS_CERT, _KEY and _CA are set, by those files of each host
+  --max-restarts N      when a worker fails, torchrun starts all of them again, up to N times;
+                        scheduler and servers outlive that (--keep) (default: 0)
   --name NAME           the job's name, one for each at a time (default: that of the file)
   --lines N             lines of each log (default: 20)
   --dry-run             print what would be run, and where, and do nothing
@@ -65,6 +67,7 @@ master_port=29500
 nproc=1
 name=
 lines=20
+restarts=0
 dry_run=0
 tls=${BYTEPS_TLS:-0}
 script=()
@@ -76,6 +79,7 @@ while (($#)); do
     --status-port) need_argument "$1" "$@"; status_port=$2; shift 2 ;;
     --master-port) need_argument "$1" "$@"; master_port=$2; shift 2 ;;
     --nproc-per-node) need_argument "$1" "$@"; nproc=$2; shift 2 ;;
+    --max-restarts) need_argument "$1" "$@"; restarts=$2; shift 2 ;;
     --name) need_argument "$1" "$@"; name=$2; shift 2 ;;
     --lines) need_argument "$1" "$@"; lines=$2; shift 2 ;;
     --tls) tls=1; shift ;;
@@ -92,6 +96,7 @@ status_port=${status_port:-$((10#$port % 65535 + 1))}
 need_integer "--status-port" "$status_port" 1 65535
 need_integer "--master-port" "$master_port" 1 65535
 need_integer "--nproc-per-node" "$nproc" 1 1024
+need_integer "--max-restarts" "$restarts" 0 1000
 need_integer "--lines" "$lines" 1 100000
 [[ $action != up ]] || ((${#script[@]})) || die_usage "missing: -- SCRIPT"
 [[ $action == up ]] || ((!${#script[@]})) || die_usage "'$action' takes no script"
@@ -172,23 +177,30 @@ if [[ $tls != 0 ]]; then
   done
 fi
 
+keep=()
+again=()
+if ((10#$restarts)); then
+  keep=(--keep)
+  again=(--max-restarts "$restarts")
+fi
+
 # command_of INDEX sets the array `command`, what runs there.
 command_of() {
   local i=$1 rank
   case ${roles[i]} in
     scheduler)
       command=(scripts/scheduler.sh --host "$address" --port "$port" --workers "$ranks"
-        --servers "$servers" --status-port "$status_port") ;;
+        --servers "$servers" --status-port "$status_port" ${keep[@]+"${keep[@]}"}) ;;
     server)
       command=(scripts/server.sh --scheduler "$(join_host_port "$address" "$port")"
         --workers "$ranks" --servers "$servers" --instances "${counts[i]}"
-        --node-host "${hosts[i]##*@}") ;;
+        --node-host "${hosts[i]##*@}" ${keep[@]+"${keep[@]}"}) ;;
     worker)
       for rank in "${!workers[@]}"; do [[ ${workers[rank]} != "$i" ]] || break; done
       command=(scripts/worker.sh --scheduler "$(join_host_port "$address" "$port")"
         --servers "$servers" --nnodes "${#workers[@]}" --node-rank "$rank"
         --nproc-per-node "$nproc" --master-addr "$master" --master-port "$master_port"
-        --node-host "${hosts[i]##*@}" -- "${script[@]}") ;;
+        --node-host "${hosts[i]##*@}" ${again[@]+"${again[@]}"} -- "${script[@]}") ;;
   esac
   ((${#encryption[@]} == 0)) || command=(env "${encryption[@]}" "${command[@]}")
 }

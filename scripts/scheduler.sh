@@ -7,13 +7,16 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 usage() {
   cat <<TEXT
 Usage: scheduler.sh --host HOST --port PORT --workers N --servers N [options]
+       scheduler.sh --host HOST --port PORT --keep --servers N [options]
 
 Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its variable.
 
   --host HOST        DMLC_PS_ROOT_URI   address at which servers and workers reach this machine
   --port PORT        DMLC_PS_ROOT_PORT  port to listen on; 0: the kernel chooses (see --port-file)
-  --workers N        DMLC_NUM_WORKER    workers of the job: one for each rank
+  --workers N        DMLC_NUM_WORKER    workers of the job: one for each rank; with --keep as many as
+                                        the first one of each incarnation says
   --servers N        DMLC_NUM_SERVER    server processes of the job
+  --keep             BYTEPS_KEEP=1      outlive failures of the job and take its next incarnation
   --secret-file FILE BYTEPS_SECRET_FILE the job's secret, the same on every machine (required, unless
                                         BYTEPS_SECRET is set, or BYTEPS_AUTH=0)
   --port-file PATH   (default: none)    write "HOST PORT" here once it listens
@@ -24,7 +27,7 @@ Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its 
   --dry-run                             print the settings and the command, and do nothing
   -h, --help                            show this
 
-These four have no default: --host, --port, --workers, --servers. Every other BYTEPS_* variable is
+These four have no default: --host, --port, --workers (but with --keep), --servers. Every other BYTEPS_* variable is
 handed through; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 
 Exit status: 0 the job ended well; 1 a failure, for example a worker was lost; 2 a setting is missing
@@ -41,6 +44,7 @@ while (($#)); do
     --port) need_argument "$1" "$@"; DMLC_PS_ROOT_PORT=$2; shift 2 ;;
     --workers) need_argument "$1" "$@"; DMLC_NUM_WORKER=$2; shift 2 ;;
     --servers) need_argument "$1" "$@"; DMLC_NUM_SERVER=$2; shift 2 ;;
+    --keep) export BYTEPS_KEEP=1; shift ;;
     --secret-file) need_argument "$1" "$@"; export BYTEPS_SECRET_FILE=$2; shift 2 ;;
     --port-file) need_argument "$1" "$@"; port_file=$2; shift 2 ;;
     --status-port) need_argument "$1" "$@"; export BYTEPS_STATUS_PORT=$2; shift 2 ;;
@@ -52,7 +56,7 @@ done
 
 need_text "the scheduler's host (--host or DMLC_PS_ROOT_URI)" "${DMLC_PS_ROOT_URI:-}"
 need_integer "the scheduler's port (--port or DMLC_PS_ROOT_PORT)" "${DMLC_PS_ROOT_PORT:-}" 0 65535
-need_integer "the number of workers (--workers or DMLC_NUM_WORKER)" "${DMLC_NUM_WORKER:-}" 1 65535
+need_workers
 need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "${DMLC_NUM_SERVER:-}" 1 65535
 need_integer "the port of the status page (--status-port or BYTEPS_STATUS_PORT)" \
   "${BYTEPS_STATUS_PORT:-0}" 0 65535
@@ -60,7 +64,7 @@ need_secret
 if [[ $DMLC_PS_ROOT_PORT =~ ^0+$ && -z $port_file ]]; then
   die_usage "--port 0 needs --port-file: nobody would learn the port"
 fi
-export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_WORKER DMLC_NUM_SERVER DMLC_ROLE=scheduler
+export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_SERVER DMLC_ROLE=scheduler
 
 server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
 command=("$server" --role scheduler)

@@ -7,17 +7,21 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 usage() {
   cat <<TEXT
 Usage: server.sh --scheduler HOST:PORT --workers N --servers N [options]
+       server.sh --scheduler HOST:PORT --keep --servers N [options]
 
 Runs one or more BytePS servers on this machine until the job ends. A flag wins over its variable.
 
   --scheduler HOST:PORT  DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT  where the scheduler listens
-  --workers N            DMLC_NUM_WORKER      workers of the job: one for each rank
+  --workers N            DMLC_NUM_WORKER      workers of the job: one for each rank; with --keep as
+                                              many as come
   --servers N            DMLC_NUM_SERVER      server processes of the whole job, all machines
   --instances N          SERVER_INSTANCES     server processes to run here (default: 1)
   --numa-nodes LIST      SERVER_NUMA_NODES    bind instance i, threads and memory, to the i-th NUMA
                                               node of LIST, such as 0,1, and around again; auto:
                                               to that of the network card (default: not bound;
                                               needs numactl)
+  --keep                 BYTEPS_KEEP=1        outlive failures of the job and serve its next
+                                              incarnation; the scheduler likewise
   --secret-file FILE     BYTEPS_SECRET_FILE   the job's secret, the same on every machine (required,
                                               unless BYTEPS_SECRET is set, or BYTEPS_AUTH=0)
   --node-host HOST       DMLC_NODE_HOST       this machine's own address (default: found out)
@@ -30,7 +34,7 @@ Runs one or more BytePS servers on this machine until the job ends. A flag wins 
 
 Told to end, a server finishes the sums under way, for BYTEPS_STOP_TIMEOUT_S (10) at most.
 Instance i of several gets BYTEPS_LOCAL_RANK=i: its metrics are at BYTEPS_METRICS_PORT plus i.
-These three have no default: --scheduler, --workers, --servers. Every other BYTEPS_* variable is
+These three have no default: --scheduler, --workers (but with --keep), --servers. Every other BYTEPS_* variable is
 handed through; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 
 SIGTERM ends the servers after the sums under way, for which they wait BYTEPS_STOP_TIMEOUT_S (10) at
@@ -53,6 +57,7 @@ while (($#)); do
     --instances) need_argument "$1" "$@"; instances=$2; shift 2 ;;
     --numa-nodes) need_argument "$1" "$@"; numa_nodes=$2; shift 2 ;;
     --secret-file) need_argument "$1" "$@"; export BYTEPS_SECRET_FILE=$2; shift 2 ;;
+    --keep) export BYTEPS_KEEP=1; shift ;;
     --node-host) need_argument "$1" "$@"; set_node_host "$2"; shift 2 ;;
     --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
     --check) check=1; shift ;;
@@ -62,7 +67,7 @@ while (($#)); do
 done
 
 need_scheduler
-need_integer "the number of workers (--workers or DMLC_NUM_WORKER)" "${DMLC_NUM_WORKER:-}" 1 65535
+need_workers
 need_integer "the number of servers (--servers or DMLC_NUM_SERVER)" "${DMLC_NUM_SERVER:-}" 1 65535
 need_integer "the number of instances (--instances or SERVER_INSTANCES)" "$instances" 1 1024
 need_secret
@@ -80,7 +85,7 @@ if [[ -n $numa_nodes ]]; then
   command -v numactl >/dev/null || die_usage "--numa-nodes needs numactl, which is not on PATH"
   IFS=, read -ra nodes <<<"$numa_nodes"
 fi
-export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_WORKER DMLC_NUM_SERVER DMLC_ROLE=server
+export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_SERVER DMLC_ROLE=server
 
 server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
 

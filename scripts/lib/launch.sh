@@ -53,6 +53,14 @@ need_scheduler() {
     "${DMLC_PS_ROOT_PORT:-}" 1 65535
 }
 
+# need_workers: the number of workers, which a kept cluster does not need to know.
+need_workers() {
+  if [[ ${BYTEPS_KEEP:-0} == 1 && -z ${DMLC_NUM_WORKER:-} ]]; then return; fi
+  need_integer "the number of workers (--workers or DMLC_NUM_WORKER; none with --keep)" \
+    "${DMLC_NUM_WORKER:-}" 1 65535
+  export DMLC_NUM_WORKER
+}
+
 # need_secret: the job has a secret that this machine can read, or says that it goes without.
 need_secret() {
   [[ ${BYTEPS_AUTH:-} != 0 && -z ${BYTEPS_SECRET:-} ]] || return 0

@@ -155,6 +155,7 @@ def test_dry_run_starts_nothing(job: Job) -> None:
     assert "--instances 2" in lines[1]
     assert "--node-rank 0" in lines[2] and "--node-rank 1" in lines[3]
     assert lines[3].endswith(r"-- train.py --lr 1\ e")
+    assert "--keep" not in said.stdout and "--max-restarts" not in said.stdout
     assert not job.left.exists()
 
 
@@ -169,6 +170,14 @@ def test_encryption_is_asked_of_every_process(job: Job) -> None:
         for line in said.stdout.splitlines():
             assert ("BYTEPS_TLS=1" in line) == bool(flag or env)
             assert all((f"{name}={path}" in line) == (env == files) for name, path in files.items())
+
+
+def test_restarts_keep_scheduler_and_servers(job: Job) -> None:
+    said = job.run("up", "--dry-run", "--max-restarts", "3", "--", "train.py")
+    assert said.returncode == 0
+    lines = said.stdout.splitlines()
+    assert [line.endswith("--keep") for line in lines] == [True, True, False, False]
+    assert ["--max-restarts 3 -- train.py" in line for line in lines] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

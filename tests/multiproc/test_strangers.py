@@ -94,19 +94,29 @@ def test_another_version_is_named(steady: Cluster) -> None:
     [
         (Hello(job=0, node_id=WORKER_0), "another job"),
         (Hello(job=12345, node_id=WORKER_0), "another job"),
-        (Hello(job=12345, receiver=99, node_id=WORKER_0), "not here any more"),
     ],
-    ids=["no-job", "another-job", "another-process"],
+    ids=["no-job", "another-job"],
 )
 def test_a_server_takes_its_own_job_alone(steady: Cluster, hello: Hello, reason: str) -> None:
     with connected(nodes_of(steady)["server"]) as stranger:
         assert reason in greet(stranger, hello, SECRET)
 
 
+def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
+    """A connection of an older incarnation of the job, or a newer one, is refused by its number."""
+    nodes = nodes_of(steady)
+    hello = Hello(job=job_of(nodes["scheduler"]) + 1, node_id=WORKER_0)
+    for node in ("server", "scheduler"):
+        with connected(nodes[node]) as stranger:
+            said = greet(stranger, hello, SECRET)
+        assert "it is of incarnation 2 of the job, and this node of incarnation 1" in said
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({}, "another process is connected"),
+        ({"receiver": 99}, "not here any more"),
         ({"rank": 1}, "rank"),
         ({"role": SCHEDULER}, "role"),
         ({"node_id": 10}, "no worker"),
@@ -115,7 +125,7 @@ def test_a_server_takes_its_own_job_alone(steady: Cluster, hello: Hello, reason:
         ({"index": 60000}, "does not parse"),
         ({"sender": 0}, "does not parse"),
     ],
-    ids=["route", "rank", "role", "node-id", "far", "resumes", "index", "nobody"],
+    ids=["route", "receiver", "rank", "role", "node-id", "far", "resumes", "index", "nobody"],
 )
 def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, int], reason: str) -> None:
     """Not even one that has the secret: the worker is connected, and stays so."""

@@ -122,6 +122,14 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_START_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
        "The scheduler must answer within this time. Once a worker has registered, all nodes must, "
        "each within this time of the one before."},
+      {"BYTEPS_KEEP", kBool, "", "0", 0, 1, "",
+       "Scheduler and servers: as `byteps-server --keep`. They outlive a failure of the job and "
+       "take "
+       "its next incarnation, with as many workers as then come; DMLC_NUM_WORKER is not looked "
+       "at."},
+      {"BYTEPS_KEEP_TIMEOUT_S", kFloat, "s", "1800", 0, 604800, "",
+       "A scheduler with --keep ends when no worker comes for so long after a failure. 0: it waits "
+       "without end."},
       {"BYTEPS_RECONNECT_TIMEOUT_S", kFloat, "s", "30", 0, 86400, "",
        "A connection that breaks is made again, over TCP as over RDMA, and what was under way is "
        "sent again. After so long without success the peer is lost and the job fails. 0: at once."},

@@ -1,5 +1,8 @@
 #include "byteps/cluster/session.h"
 
+#include <chrono>
+#include <cstdio>
+#include <thread>
 #include <utility>
 
 #include "byteps/base/error.h"
@@ -14,6 +17,12 @@
 
 namespace byteps {
 namespace core {
+namespace {
+
+// Between two attempts to join a job that has no room for this node yet.
+constexpr auto kJoinPause = std::chrono::milliseconds(200);
+
+}  // namespace
 
 Session::Session(const Config& config, const SessionOptions& options)
     : config_(config), options_(options) {}
@@ -61,7 +70,10 @@ void Session::Start(ChannelUser* user) {
   handlers.on_event = [user](const ps::MembershipEvent& event) { user->OnEvent(event); };
   ps::Postoffice::Get()->SetHandlers(handlers);
   try {
-    ps::Postoffice::Get()->Start(0, nullptr, false);
+    Join();
+  } catch (const ps::JobFailed& e) {
+    ps::Postoffice::Get()->SetHandlers({});
+    throw JobFailedError(e.what());
   } catch (const dmlc::Error& e) {
     ps::Postoffice::Get()->SetHandlers({});
     throw Error(e.what());
@@ -73,7 +85,27 @@ void Session::Start(ChannelUser* user) {
   ps::SetLogIdentity(NameOf(options_.role), options_.role == Role::kScheduler ? 0 : rank());
 }
 
-void Session::Leave(bool suspend) { ps::Postoffice::Get()->van()->membership()->Leave(suspend); }
+void Session::Join() {
+  const double limit_s = config_.Float("BYTEPS_START_TIMEOUT_S");
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+  while (true) {
+    try {
+      return ps::Postoffice::Get()->Start(0, nullptr, false);
+    } catch (const ps::ComeAgain& e) {
+      if (std::chrono::steady_clock::now() >= deadline) {
+        char limit[64];
+        snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_START_TIMEOUT_S=%g)", limit_s, limit_s);
+        throw dmlc::Error(std::string(e.what()) + "; this was so for " + limit);
+      }
+      BPS_LOG(DEBUG) << e.what() << "; trying again";
+    }
+    std::this_thread::sleep_for(kJoinPause);
+  }
+}
+
+void Session::Leave(bool suspend, const std::string& failure) {
+  ps::Postoffice::Get()->van()->membership()->Leave(suspend, failure);
+}
 
 void Session::Stop() {
   if (!started_) return;

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "byteps/base/config.h"
+#include "byteps/base/error.h"
 #include "byteps/base/role.h"
 #include "byteps/cluster/channel.h"
 
@@ -16,7 +17,12 @@ struct SessionOptions {
   int rank = 0;  // of a worker
   int num_workers = 1;
   int num_servers = 1;
-  bool rejoin = false;  // of a server whose last job was suspended
+  bool rejoin = false;  // of a server that outlived its last job
+};
+
+// The job failed before all nodes had come, after the scheduler had admitted this one.
+struct JobFailedError : public Error {
+  using Error::Error;
 };
 
 // The channel of a real job.  It wraps ps-lite, whose state is one per process: one session
@@ -27,7 +33,7 @@ class Session : public Channel {
   ~Session() override;
 
   void Start(ChannelUser* user) override;
-  void Leave(bool suspend) override;
+  void Leave(bool suspend, const std::string& failure) override;
   void Stop() override;
   bool Send(ps::Message* message) override;
   void Abandon(const void* begin, size_t bytes) override;
@@ -47,6 +53,10 @@ class Session : public Channel {
   int port() const;
 
  private:
+  // Joins; again and again as long as the scheduler may take this node later, up to
+  // BYTEPS_START_TIMEOUT_S.
+  void Join();
+
   const Config config_;
   const SessionOptions options_;
   bool started_ = false;

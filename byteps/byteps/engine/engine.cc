@@ -20,7 +20,7 @@ Engine::Engine(const Config& config, const Launch& launch, int num_servers,
       pusher_(&context_),
       puller_(&context_) {}
 
-Engine::~Engine() { Stop(false); }
+Engine::~Engine() { Stop(false, ""); }
 
 void Engine::Start() {
   context_.channel->Start(this);
@@ -43,10 +43,12 @@ void Engine::Start() {
   });
 }
 
-void Engine::Stop(bool suspend) {
+void Engine::Stop(bool suspend, const std::string& failure) {
   if (threads_.empty()) return;
   context_.operations.AwaitIdle(peer_timeout_s_);
-  if (!failed()) context_.channel->Leave(suspend);
+  if (!failed()) {
+    context_.channel->Leave(suspend, failure.empty() ? context_.operations.first_error() : failure);
+  }
   Fail("byteps was shut down");
   context_.scheduler->Close();
   puller_.Close();
@@ -58,7 +60,15 @@ void Engine::Stop(bool suspend) {
 }
 
 std::vector<TensorPtr> Engine::Declare(const std::vector<TensorSpec>& specs) {
-  std::vector<TensorPtr> tensors = declarations_.Declare(specs);
+  std::vector<TensorPtr> tensors;
+  try {
+    tensors = declarations_.Declare(specs);
+  } catch (const UsageError&) {
+    throw;
+  } catch (const Error& e) {
+    context_.operations.NoteError(e.what());
+    throw;
+  }
   for (size_t i = 0; i < specs.size(); ++i) {
     if (specs[i].device == kCpu || tensors[i]->has_room.exchange(true)) continue;
     const CurrentDevice current(specs[i].device);

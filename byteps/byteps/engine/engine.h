@@ -35,7 +35,7 @@ class Engine : public ChannelUser {
   ~Engine() override;
 
   void Start();
-  void Stop(bool suspend);
+  void Stop(bool suspend, const std::string& failure);
 
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
   int64_t PushPull(const PushPullRequest& request);

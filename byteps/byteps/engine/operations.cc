@@ -71,6 +71,7 @@ void Operations::Finish(const OperationPtr& operation, DeviceMoment landed) {
 void Operations::Fail(const OperationPtr& operation, const std::string& error) {
   if (!operation->ClaimEnd()) return;
   counters_->failed_operations.Add();
+  NoteError(error);
   Remove(operation);
   operation->End(error, nullptr);
 }
@@ -107,6 +108,16 @@ bool Operations::failed() {
 std::string Operations::failure() {
   std::lock_guard<std::mutex> lock(mu_);
   return failure_;
+}
+
+void Operations::NoteError(const std::string& error) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (first_error_.empty()) first_error_ = error;
+}
+
+std::string Operations::first_error() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return first_error_;
 }
 
 std::vector<OperationPtr> Operations::Running() {

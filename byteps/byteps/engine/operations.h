@@ -40,6 +40,10 @@ class Operations {
   bool FailAll(const std::string& reason);
   bool failed();
   std::string failure();
+  // Of the first operation that failed, whoever's fault it was; empty: none did.
+  std::string first_error();
+  // Something failed before there was an operation, such as a declaration.
+  void NoteError(const std::string& error);
 
   // Those that have not ended.
   std::vector<OperationPtr> Running();
@@ -70,6 +74,7 @@ class Operations {
   // Guarded by mu_:
   bool failed_ = false;
   std::string failure_;
+  std::string first_error_;
   std::unordered_map<int64_t, OperationPtr> by_handle_;  // until waited for
   RunningSet running_;
 };

@@ -14,7 +14,7 @@ namespace {
 
 }  // namespace
 
-Worker::~Worker() { Stop(false); }
+Worker::~Worker() { Stop(false, ""); }
 
 void Worker::Start(const Config& config, const Launch& launch, int num_servers,
                    std::unique_ptr<Channel> channel) {
@@ -30,10 +30,10 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers,
   engine_ = std::move(engine);
 }
 
-void Worker::Stop(bool suspend) {
+void Worker::Stop(bool suspend, const std::string& failure) {
   const auto stopped = engine();
   if (!stopped) return;
-  stopped->Stop(suspend);
+  stopped->Stop(suspend, failure);
   metrics_server_.reset();
   std::lock_guard<std::mutex> lock(mu_);
   engine_.reset();

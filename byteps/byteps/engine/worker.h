@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -31,8 +32,9 @@ class Worker {
              std::unique_ptr<Channel> channel);
 
   // Waits for what is under way (no longer than BYTEPS_PEER_TIMEOUT_S), says
-  // goodbye, and closes.  Does nothing when not started.
-  void Stop(bool suspend);
+  // goodbye, and closes.  Does nothing when not started.  `failure`: why this process ends, if not
+  // because its work is done; without it, that of the first operation that failed.
+  void Stop(bool suspend, const std::string& failure = "");
 
   bool started() { return engine() != nullptr; }
 

@@ -339,6 +339,7 @@ class _Embedded:
 
 _current: _Embedded | None = None
 _generation = 0  # of the store's keys: init after shutdown must not read the old address
+_last_store: Store | None = None  # another store knows nothing of what was said in the last one
 
 
 def is_running() -> bool:
@@ -354,15 +355,18 @@ def start_if_needed() -> bool:
     the embedded mode is on. Raises BytePSError within BYTEPS_START_TIMEOUT_S with the reason, on
     every rank that takes part; what this rank had started is ended then.
     """
-    global _current, _generation
+    global _current, _generation, _last_store
     if _current is not None:
         return True
     if os.environ.get("DMLC_PS_ROOT_URI"):
         return False
     ranks = read_ranks(os.environ)
     store = _default_store(ranks)
+    # Ranks that were there before and ranks that are new agree on the number: after a failure their
+    # process groups, and so their store, are new to all of them.
+    _generation = _generation + 1 if store is _last_store else 0
+    _last_store = store
     prefix = f"byteps-embedded/{_generation}"
-    _generation += 1
     _current = _Embedded(pid=os.getpid())
     try:
         _start(_current, ranks, store, prefix)

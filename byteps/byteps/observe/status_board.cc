@@ -162,6 +162,11 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
   ++entry.records;
 }
 
+void StatusBoard::OnIncarnation() {
+  std::lock_guard<std::mutex> lock(mu_);
+  entries_.clear();
+}
+
 int StatusBoard::Snapshot::Count(const char* role, bool left) const {
   return static_cast<int>(std::count_if(rows.begin(), rows.end(), [role, left](const Row& row) {
     return row.role == role && row.peer.left == left;
@@ -283,6 +288,7 @@ std::string StatusBoard::Json() {
              .Text("time", TimeText(UnixMs()))
              .Number("uptime_s", shot.uptime_s)
              .Text("state", NameOf(shot.view.phase))
+             .Number("incarnation", shot.view.incarnation)
              .Text("reason", shot.view.failure)
              .Raw("workers", counts("worker", shot.view.workers))
              .Raw("servers", counts("server", shot.view.servers))
@@ -303,11 +309,13 @@ std::string StatusBoard::Text() {
   const auto expected = [](int count) { return count < 0 ? "?" : std::to_string(count); };
   const int workers = shot.Count("worker", false) + shot.Count("worker", true);
   const int servers = shot.Count("server", false);
-  std::string out =
-      Format("job %s at %s: %d of %s workers, %d of %s servers, up %llu s, byteps %s\n",
-             NameOf(shot.view.phase), shot.address.c_str(), workers,
-             expected(shot.view.workers).c_str(), servers, expected(shot.view.servers).c_str(),
-             static_cast<unsigned long long>(shot.uptime_s), version_.c_str());
+  std::string out = Format(
+      "job %s%s at %s: %d of %s workers, %d of %s servers, up %llu s, byteps %s\n",
+      NameOf(shot.view.phase),
+      shot.view.incarnation > 1 ? Format(", incarnation %d,", shot.view.incarnation).c_str() : "",
+      shot.address.c_str(), workers, expected(shot.view.workers).c_str(), servers,
+      expected(shot.view.servers).c_str(), static_cast<unsigned long long>(shot.uptime_s),
+      version_.c_str());
   if (!shot.view.failure.empty()) out += "reason: " + Printable(shot.view.failure) + "\n";
   out +=
       Format("\n%-12s %-24s %-16s %-7s %6s %11s %9s %11s %9s %8s %7s %7s\n", "node", "address",

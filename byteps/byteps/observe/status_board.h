@@ -33,6 +33,9 @@ class StatusBoard {
   // A node's packed StatusRecord came.  One that cannot be read counts as a problem of the node.
   void OnReport(int node_id, const std::string& report);
 
+  // Those who were in the job are not any more; others come.
+  void OnIncarnation();
+
   // One object, docs/observability.md tells its members.
   std::string Json();
   // A table for a terminal.

@@ -49,9 +49,12 @@ constexpr double kHealthTimeoutS = 3.0;
 constexpr double kMissedHeartbeats = 2.5;
 // How often a server that was told to end looks whether its sums are complete.
 constexpr auto kDrainLook = std::chrono::milliseconds(2);
+// Before a server that outlived a job joins the next one: a job may fail as soon as it is joined.
+constexpr auto kRejoinPause = std::chrono::milliseconds(50);
 
 const char kUsage[] =
-    "usage: byteps-server [--role scheduler|server] [--port-file PATH] [--die-with-parent]\n"
+    "usage: byteps-server [--role scheduler|server] [--keep] [--port-file PATH]\n"
+    "                     [--die-with-parent]\n"
     "       byteps-server --new-secret PATH\n"
     "       byteps-server --health\n"
     "       byteps-server --print-config | --config-markdown | --metrics-markdown |\n"
@@ -60,6 +63,9 @@ const char kUsage[] =
     "Runs the scheduler or one server of a BytePS cluster until its job ends.\n"
     "\n"
     "  --role ROLE         scheduler or server; default: DMLC_ROLE\n"
+    "  --keep              outlive a failure of the job, and take its next incarnation, with as\n"
+    "                      many workers as then come; the same as BYTEPS_KEEP=1.  A job that ends\n"
+    "                      well, or a signal, ends this process as always\n"
     "  --port-file PATH    write \"HOST PORT\" there once this process listens\n"
     "  --die-with-parent   end when the process that started this one ends\n"
     "  --new-secret PATH   write a random secret for a job there, which this user alone may read;\n"
@@ -72,7 +78,7 @@ const char kUsage[] =
     "  --features          print what this build has, and can use on this machine, and exit\n"
     "\n"
     "Settings come from the environment, at least DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,\n"
-    "DMLC_NUM_WORKER, DMLC_NUM_SERVER and BYTEPS_SECRET_FILE.\n"
+    "DMLC_NUM_WORKER (not with --keep), DMLC_NUM_SERVER and BYTEPS_SECRET_FILE.\n"
     "\n"
     "Exit status: 0 the job ended well; 1 it failed; 2 bad usage or settings;\n"
     "128+n ended by signal n.\n";
@@ -220,6 +226,14 @@ class Node : public ChannelUser {
       return;
     }
     const bool is_scheduler = server_ == nullptr;
+    if (event.kind == ps::MembershipEvent::kFailed && event.next_incarnation > 0) {
+      if (board_ != nullptr) board_->OnIncarnation();
+      ps::WriteLogLine('W', __FILE__, __LINE__,
+                       "incarnation " + std::to_string(event.next_incarnation - 1) +
+                           " of the job failed: " + event.reason + "; waiting for incarnation " +
+                           std::to_string(event.next_incarnation));
+      return;
+    }
     std::lock_guard<std::mutex> lock(outcome_->mu);
     if (event.kind == ps::MembershipEvent::kFailed && outcome_->failure.empty())
       outcome_->failure = event.reason;
@@ -262,7 +276,7 @@ void EndByOrder(const Config& config, Server* server, Session* session, Outcome*
                        (drained ? "" : " before the sums under way were complete"));
 }
 
-// Serves one job.  Throws Error when it fails.
+// Serves one job.  Throws JobFailedError when it fails, another Error when it cannot be joined.
 void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file,
                HealthReport* health, StatusBoard* board, Outcome* outcome) {
   SessionOptions options;
@@ -282,6 +296,7 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
   }
   Node node(server.get(), board, outcome);
   SetSignalHandlers(SIG_DFL);
+  if (caught_signal != 0) return;  // after the last job, before this one
   session.Start(&node);
   if (server) server->SetRank(session.rank());
   health->Joined(session.rank(), server.get());
@@ -305,7 +320,7 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
   if (board != nullptr) board->Detach();
   session.Stop();
   std::lock_guard<std::mutex> lock(outcome->mu);
-  if (!outcome->failure.empty()) throw Error(outcome->failure);
+  if (!outcome->failure.empty()) throw JobFailedError(outcome->failure);
 }
 
 Role ChooseRole(const Arguments& arguments, const Config& config) {
@@ -321,6 +336,7 @@ Role ChooseRole(const Arguments& arguments, const Config& config) {
 void CheckAddress(const Config& config, Role role) {
   for (const char* name :
        {"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"}) {
+    if (config.Bool("BYTEPS_KEEP") && strcmp(name, "DMLC_NUM_WORKER") == 0) continue;
     if (!config.IsSet(name)) throw UsageError(std::string(name) + " is not set");
   }
   if (config.String("DMLC_PS_ROOT_URI").empty()) throw UsageError("DMLC_PS_ROOT_URI is empty");
@@ -357,9 +373,19 @@ int Serve(const Arguments& arguments) {
         kMissedHeartbeats * ps::HeartbeatSeconds(config.Float("BYTEPS_PEER_TIMEOUT_S")));
     status_server = StatusServer::Make(config, board.get());
   }
+  // A scheduler that keeps the cluster stays in its session through all incarnations.
+  const bool keep = role == Role::kServer && config.Bool("BYTEPS_KEEP");
   for (bool rejoin = false;; rejoin = true) {
     Outcome outcome;
-    ServeOnce(config, role, rejoin, arguments.port_file, &health, board.get(), &outcome);
+    try {
+      ServeOnce(config, role, rejoin, arguments.port_file, &health, board.get(), &outcome);
+    } catch (const JobFailedError& e) {
+      if (!keep || caught_signal != 0) throw;
+      ps::WriteLogLine('W', __FILE__, __LINE__,
+                       std::string(e.what()) + "; waiting for the next incarnation of the job");
+      std::this_thread::sleep_for(kRejoinPause);
+      continue;
+    }
     if (caught_signal != 0) return 128 + caught_signal;
     if (!outcome.suspended) return 0;
   }
@@ -383,6 +409,7 @@ std::string Features() {
 int Main(int argc, char** argv) {
   enum {
     kRole = 1,
+    kKeep,
     kPortFile,
     kDie,
     kSecret,
@@ -394,6 +421,7 @@ int Main(int argc, char** argv) {
     kVersion
   };
   const option options[] = {{"role", required_argument, nullptr, kRole},
+                            {"keep", no_argument, nullptr, kKeep},
                             {"port-file", required_argument, nullptr, kPortFile},
                             {"die-with-parent", no_argument, nullptr, kDie},
                             {"new-secret", required_argument, nullptr, kSecret},
@@ -412,6 +440,9 @@ int Main(int argc, char** argv) {
       switch (c) {
         case kRole:
           arguments.role = optarg;
+          break;
+        case kKeep:
+          setenv("BYTEPS_KEEP", "1", 1);
           break;
         case kPortFile:
           arguments.port_file = optarg;

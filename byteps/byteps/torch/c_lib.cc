@@ -181,7 +181,9 @@ PYBIND11_MODULE(c_lib, m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   m.def("init", &Init, py::arg("num_servers"), Unlocked());
   m.def(
-      "shutdown", [](bool suspend) { GetWorker()->Stop(suspend); }, py::arg("suspend"), Unlocked());
+      "shutdown",
+      [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },
+      py::arg("suspend"), py::arg("failure") = "", Unlocked());
   m.def("is_initialized", [] { return GetWorker()->started(); });
   m.def("has_failed", [] { return GetWorker()->failed(); }, Unlocked());
   m.def("launch", [] {

@@ -8,7 +8,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -81,6 +83,8 @@ class _InFlight:
             _wire_buffers[self.name] = self.received
 
 
+_FAILURE_CHARS = 500
+"""Of an exception, for the other nodes to read."""
 _joined_by = -1
 """The process that is the worker."""
 _launch: _Launch | None = None
@@ -129,7 +133,7 @@ def init(lazy: bool = True) -> None:
             raise
         _registers_memory = c_lib.registers_memory()
         _joined_by = os.getpid()
-        atexit.register(shutdown)
+        atexit.register(_at_exit)
 
 
 def shutdown() -> None:
@@ -138,13 +142,32 @@ def shutdown() -> None:
     The cluster ends when all workers have left.  Others that wait for a push of this worker get an
     error.  Does nothing when not initialised, nor in a process that was forked from the worker:
     what it has of the job belongs to its parent.
+
+    After a failure `init` may be called again, with another RANK and WORLD_SIZE too, where there is
+    a scheduler to join: one with ``--keep`` takes the next incarnation of the job, and in embedded
+    mode new ones are started.  To such a scheduler a worker in which a sum failed has failed.
+    Tensors are declared anew and handles of the last job are none any more.
     """
+    _leave("")
+
+
+def _leave(failure: str) -> None:
+    """Shut down; `failure`: why this process ends, if not because its work is done."""
     if os.getpid() != _joined_by:
         return
     # After a failure servers and scheduler end by themselves or not at all.
     graceful = not c_lib.has_failed()
-    _stop(suspend=False)
+    _stop(suspend=False, failure=failure)
     embedded.stop(graceful=graceful)
+
+
+def _at_exit() -> None:
+    """Leave at the end of the process: with the exception that ends it, where there is one."""
+    # Set by the interpreter for an exception that nobody caught; at a prompt, life goes on.
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None)
+    _leave(
+        "" if error is None else traceback.format_exception_only(error)[-1].strip()[:_FAILURE_CHARS]
+    )
 
 
 def suspend() -> None:
@@ -155,13 +178,13 @@ def suspend() -> None:
     _stop(suspend=True)
 
 
-def _stop(*, suspend: bool) -> None:
+def _stop(*, suspend: bool, failure: str = "") -> None:
     global _launch
     with _lock:
         if not c_lib.is_initialized():
             return
-        atexit.unregister(shutdown)
-        c_lib.shutdown(suspend)
+        atexit.unregister(_at_exit)
+        c_lib.shutdown(suspend, failure)
         _in_flight.clear()
         _orphans.clear()
         _wire_buffers.clear()

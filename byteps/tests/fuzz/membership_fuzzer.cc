@@ -33,6 +33,7 @@ class NoLinks : public ps::MembershipLinks {
   void SetSelf(const ps::Node& node) override { self_ = node; }
   void Connect(const ps::Node& node) override { DEMAND(node.id != ps::Node::kEmpty); }
   void Disconnect(int) override {}
+  void SetIncarnation(int) override {}
   void Send(ps::Message* message) override {
     // What it says can be read.
     ps::Meta meta;
@@ -80,7 +81,7 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
       break;
     default:
       message.meta.body =
-          "protocol=2 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
+          "protocol=3 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
           " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2));
   }
   return message;

@@ -29,7 +29,7 @@ constexpr uint32_t kPartitionBytes = 16;
 class Answers : public Channel {
  public:
   void Start(ChannelUser*) override {}
-  void Leave(bool) override {}
+  void Leave(bool, const std::string&) override {}
   void Stop() override {}
   void Abandon(const void*, size_t) override {}
   bool RegistersMemory() const override { return false; }

@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../../3rdparty/ps-lite/src/membership/text.h"
+#include "../../3rdparty/ps-lite/src/node_token.h"
 #include "byteps/base/error.h"
+#include "byteps/cluster/session.h"
 #include "dmlc/logging.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
@@ -14,6 +17,7 @@ namespace simulation {
 namespace {
 
 constexpr int kDataThreads = 2;
+constexpr auto kJoinPause = std::chrono::milliseconds(200);
 
 std::string AddressOf(int number) { return "10.0.0." + std::to_string(number); }
 int NumberOf(const std::string& address) { return atoi(address.c_str() + strlen("10.0.0.")); }
@@ -48,9 +52,9 @@ void Network::Add(SimulatedChannel* node) {
   nodes_[node->number()] = node;
 }
 
-void Network::Remove(SimulatedChannel* node) {
-  std::lock_guard<std::mutex> lock(mu_);
-  nodes_.erase(node->number());
+uint64_t Network::LifeOf(int node) const {
+  const auto it = nodes_.find(node);
+  return it == nodes_.end() ? 0 : it->second->life();
 }
 
 Network::Clock::time_point Network::ArrivalOf(int from, int to, bool in_order) {
@@ -68,29 +72,40 @@ Network::Clock::time_point Network::ArrivalOf(int from, int to, bool in_order) {
   return at;
 }
 
-void Network::Carry(int from, int to, ps::Message message) {
+void Network::Carry(const SimulatedChannel& from, int to, ps::Message message) {
   std::lock_guard<std::mutex> lock(mu_);
-  const auto link = links_.find(PairOf(from, to));
-  if (link == links_.end()) return;
+  const auto link = links_.find(PairOf(from.number(), to));
+  if (link == links_.end() || link->second.lives[from.number()] != from.life()) return;
   Item item;
-  item.from = from;
+  item.from = from.number();
   item.to = to;
-  item.link = link->second;
-  const auto at = ArrivalOf(from, to, IsControl(message));
+  item.from_life = from.life();
+  item.to_life = link->second.lives[to];
+  item.link = link->second.number;
+  const auto at = ArrivalOf(from.number(), to, IsControl(message));
   item.message = std::move(message);
   under_way_.emplace(at, std::move(item));
   cond_.notify_one();
 }
 
-bool Network::IsLinked(int a, int b) {
+bool Network::IsLinked(int node, uint64_t life) {
   std::lock_guard<std::mutex> lock(mu_);
-  return links_.count(PairOf(a, b)) > 0;
+  const auto link = links_.find(PairOf(0, node));
+  return link != links_.end() && link->second.lives[node] == life;
+}
+
+void Network::Close(int node, uint64_t life) {
+  const End closed{"its connection closed", true, true};
+  if (IsLinked(node, life)) Unlink(node, 0, &closed, nullptr);
 }
 
 void Network::Link(int a, int b) {
   std::lock_guard<std::mutex> lock(mu_);
   if (killed_.count(a) || killed_.count(b)) return;
-  links_.emplace(PairOf(a, b), next_link_++);
+  LinkState link;
+  link.number = next_link_++;
+  link.lives = {{a, LifeOf(a)}, {b, LifeOf(b)}};
+  links_.emplace(PairOf(a, b), link);
 }
 
 void Network::Unlink(int a, int b, const End* at_a, const End* at_b) {
@@ -103,18 +118,20 @@ void Network::Unlink(int a, int b, const End* at_a, const End* at_b) {
     Item item;
     item.from = peer;
     item.to = node;
+    item.from_life = link->second.lives[peer];
+    item.to_life = link->second.lives[node];
     item.is_end = true;
     item.end = *end;
     under_way_.emplace(ArrivalOf(peer, node, true), std::move(item));
   };
   const bool flushed = at_a != nullptr && at_b == nullptr && at_a->by_peer;
   for (auto it = under_way_.begin(); it != under_way_.end() && !flushed;) {
-    it = it->second.link == link->second ? under_way_.erase(it) : std::next(it);
+    it = it->second.link == link->second.number ? under_way_.erase(it) : std::next(it);
   }
   if (flushed) {  // b closed it: what it sent still comes
     for (auto it = under_way_.begin(); it != under_way_.end();) {
       Item& item = it->second;
-      const bool on_it = item.link == link->second;
+      const bool on_it = item.link == link->second.number;
       const bool lost = on_it && item.to == b;
       if (on_it) item.link = 0;
       // The sender may let go of its memory: the network has the values.
@@ -127,9 +144,9 @@ void Network::Unlink(int a, int b, const End* at_a, const End* at_b) {
       it = lost ? under_way_.erase(it) : std::next(it);
     }
   }
-  links_.erase(link);
   tell(a, b, at_a);
   tell(b, a, at_b);
+  links_.erase(link);
   cond_.notify_one();
 }
 
@@ -185,12 +202,12 @@ void Network::Run() {
 // mu_ is held: a node that has gone gets nothing more.
 void Network::Deliver(Item item) {
   const auto node = nodes_.find(item.to);
-  if (node == nodes_.end()) return;
+  if (node == nodes_.end() || node->second->life() != item.to_life) return;
   Note(static_cast<uint64_t>(item.from) << 8 | item.to);
   if (item.is_end) {
-    node->second->OnEnd(item.from, item.end);
+    node->second->OnEnd(item.from, item.from_life, item.end);
   } else {
-    node->second->Receive(item.from, std::move(item.message));
+    node->second->Receive(item.from, item.from_life, std::move(item.message));
   }
 }
 
@@ -209,6 +226,7 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
     self_.hostname = AddressOf(settings.number);
     self_.port = settings.role == ps::Node::SERVER ? 9001 : 0;
     if (settings.role == ps::Node::SCHEDULER) self_ = scheduler_;
+    ps::SetToken(channel->life(), &self_);
   }
 
   const ps::Node& self() const override { return self_; }
@@ -216,29 +234,33 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
   void SetSelf(const ps::Node& node) override { self_ = node; }
 
   void Connect(const ps::Node& node) override {
+    const int peer = NumberOf(node.hostname);
+    const bool scheduler = self_.role == ps::Node::SCHEDULER;
+    const uint64_t life = scheduler ? ps::TokenOf(node) : 0;
     {
       std::lock_guard<std::mutex> lock(channel_->mu_);
-      channel_->number_of_[node.id] = NumberOf(node.hostname);
+      auto& names = channel_->names_;
+      // It may have had another name.
+      for (auto it = names.begin(); it != names.end() && scheduler;) {
+        const bool same = it->second.number == peer && it->second.life == life;
+        it = same ? names.erase(it) : std::next(it);
+      }
+      names[node.id] = {peer, life};
     }
-    const int peer = NumberOf(node.hostname);
-    if (self_.role == ps::Node::SCHEDULER) {
-      if (channel_->network_->IsLinked(0, peer)) return;
-      channel_->OnEnd(peer, {"its connection closed", true, false});  // it came, and has gone
-      return;
-    }
-    channel_->network_->Connect(channel_->number(), peer);
+    if (!scheduler) return channel_->network_->Connect(*channel_, peer);
+    if (node.role == ps::Node::SCHEDULER || channel_->network_->IsLinked(peer, life)) return;
+    channel_->OnEnd(peer, life, {"its connection closed", true, false});  // it came, and has gone
   }
 
   void Disconnect(int node_id) override {
-    int peer = -1;
+    Name name;
     {
       std::lock_guard<std::mutex> lock(channel_->mu_);
-      const auto it = channel_->number_of_.find(node_id);
-      if (it == channel_->number_of_.end()) return;
-      peer = it->second;
+      const auto it = channel_->names_.find(node_id);
+      if (it == channel_->names_.end()) return;
+      name = it->second;
     }
-    const Network::End closed{"its connection closed", true, true};
-    channel_->network_->Unlink(peer, channel_->number(), &closed, nullptr);
+    if (self_.role == ps::Node::SCHEDULER) channel_->network_->Close(name.number, name.life);
   }
 
   void Send(ps::Message* message) override {
@@ -248,26 +270,41 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
     channel_->Send(message);
   }
 
+  void SetIncarnation(int incarnation) override {
+    channel_->incarnation_ = incarnation;
+    if (self_.role == ps::Node::SCHEDULER) channel_->network_->incarnation_ = incarnation;
+  }
+
  private:
   SimulatedChannel* const channel_;
   ps::Node self_;
   ps::Node scheduler_;
 };
 
-void Network::Connect(int from, int to) {
+void Network::Connect(const SimulatedChannel& from, int to) {
   bool there = false;
+  bool ours = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    there = nodes_.count(to) > 0 && killed_.count(to) == 0;
+    const auto node = nodes_.find(to);
+    there = node != nodes_.end() && killed_.count(to) == 0;
+    ours = there && (to == 0 || node->second->incarnation() == from.incarnation());
   }
-  if (there) return Link(from, to);
+  if (ours) return Link(from.number(), to);
   std::lock_guard<std::mutex> lock(mu_);
+  TellOfEnd(from, to,
+            there ? "it is of another incarnation of the job"
+                  : "connecting to it failed: connection refused");
+}
+
+void Network::TellOfEnd(const SimulatedChannel& node, int peer, const std::string& how) {
   Item item;
-  item.from = to;
-  item.to = from;
+  item.from = peer;
+  item.to = node.number();
+  item.to_life = node.life();
   item.is_end = true;
-  item.end = {"connecting to it failed: connection refused", false, false};
-  under_way_.emplace(ArrivalOf(to, from, true), std::move(item));
+  item.end = {how, false, false};
+  under_way_.emplace(ArrivalOf(peer, node.number(), true), std::move(item));
   cond_.notify_one();
 }
 
@@ -278,7 +315,27 @@ SimulatedChannel::~SimulatedChannel() { Stop(); }
 
 void SimulatedChannel::Start(core::ChannelUser* user) {
   user_ = user;
+  const auto deadline = std::chrono::steady_clock::now() + Duration(settings_.start_timeout_s);
+  while (true) {
+    try {
+      return StartOnce();
+    } catch (const ps::ComeAgain& e) {
+      if (std::chrono::steady_clock::now() >= deadline) throw core::Error(e.what());
+    } catch (const ps::JobFailed& e) {
+      throw core::JobFailedError(e.what());
+    } catch (const dmlc::Error& e) {
+      throw core::Error(e.what());
+    }
+    std::this_thread::sleep_for(kJoinPause);
+  }
+}
+
+void SimulatedChannel::StartOnce() {
+  life_ = network_->NewLife();
+  // As the scheduler says to who connects.
+  incarnation_ = network_->incarnation_.load();
   closed_ = false;
+  names_.clear();
   links_ = std::make_unique<Links>(this);
   ps::MembershipSettings membership;
   membership.is_scheduler = settings_.role == ps::Node::SCHEDULER;
@@ -287,6 +344,9 @@ void SimulatedChannel::Start(core::ChannelUser* user) {
   membership.workers = settings_.workers;
   membership.servers = settings_.servers;
   membership.rank = settings_.role == ps::Node::WORKER ? settings_.rank : -1;
+  membership.keep = settings_.keep;
+  membership.keep_timeout_s = settings_.keep_timeout_s;
+  membership.rejoin = settings_.rejoin;
   membership_ = std::make_unique<ps::Membership>(
       links_.get(), membership,
       [this](const ps::MembershipEvent& event) { user_->OnEvent(event); });
@@ -300,9 +360,9 @@ void SimulatedChannel::Start(core::ChannelUser* user) {
   }
   try {
     membership_->Join();
-  } catch (const dmlc::Error& e) {
+  } catch (...) {
     Stop();
-    throw core::Error(e.what());
+    throw;
   }
 }
 
@@ -317,17 +377,18 @@ void SimulatedChannel::Stop() {
   data_cond_.notify_all();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
-  network_->Leave(settings_.number);
-  network_->Remove(this);
+  network_->Leave(this);
   std::lock_guard<std::mutex> lock(mu_);
   control_.clear();
   data_.clear();
 }
 
-void Network::Leave(int node) {
+void Network::Leave(SimulatedChannel* channel) {
+  const int node = channel->number();
   std::vector<int> peers;
   {
     std::lock_guard<std::mutex> lock(mu_);
+    nodes_.erase(node);
     for (const auto& link : links_) {
       if (link.first.first == node) peers.push_back(link.first.second);
       if (link.first.second == node) peers.push_back(link.first.first);
@@ -338,18 +399,20 @@ void Network::Leave(int node) {
 }
 
 bool SimulatedChannel::Send(ps::Message* message) {
-  int to = -1;
+  Name name;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (closed_) return false;
-    const auto it = number_of_.find(message->meta.recver);
+    const auto it = names_.find(message->meta.recver);
     // What cannot be sent is dropped: who watches the peers tells of the reason.
-    if (it == number_of_.end()) return true;
-    to = it->second;
+    if (it == names_.end()) return true;
+    name = it->second;
   }
+  const int to = name.number;
+  if (settings_.role == ps::Node::SCHEDULER && !network_->IsLinked(to, name.life)) return true;
   ps::Message sent = *message;
   sent.meta.sender = links_->self().id;
-  if (to != settings_.number) network_->Carry(settings_.number, to, std::move(sent));
+  if (to != settings_.number) network_->Carry(*this, to, std::move(sent));
   return true;
 }
 
@@ -372,12 +435,13 @@ std::string SimulatedChannel::NameOfWorker(int rank) {
   return membership_->NameOf(ps::Postoffice::WorkerRankToID(rank));
 }
 
-void SimulatedChannel::Receive(int from, ps::Message message) {
+void SimulatedChannel::Receive(int from, uint64_t from_life, ps::Message message) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (closed_) return;
     Event event;
     event.from = from;
+    event.from_life = from_life;
     const bool control = IsControl(message);
     event.message = std::move(message);
     (control ? control_ : data_).push_back(std::move(event));
@@ -386,12 +450,13 @@ void SimulatedChannel::Receive(int from, ps::Message message) {
   data_cond_.notify_one();
 }
 
-void SimulatedChannel::OnEnd(int from, const Network::End& end) {
+void SimulatedChannel::OnEnd(int from, uint64_t from_life, const Network::End& end) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (closed_) return;
     Event event;
     event.from = from;
+    event.from_life = from_life;
     event.is_end = true;
     event.end = end;
     control_.push_back(std::move(event));
@@ -399,11 +464,11 @@ void SimulatedChannel::OnEnd(int from, const Network::End& end) {
   control_cond_.notify_one();
 }
 
-int SimulatedChannel::IdOf(int number) const {
+int SimulatedChannel::IdOf(int number, uint64_t life) const {
   std::lock_guard<std::mutex> lock(mu_);
   int id = ps::Node::kEmpty;
-  for (const auto& entry : number_of_) {
-    if (entry.second == number) id = entry.first;
+  for (const auto& [node_id, name] : names_) {
+    if (name.number == number && (name.life == 0 || name.life == life)) id = node_id;
   }
   return id;
 }
@@ -419,10 +484,10 @@ void SimulatedChannel::ReceiveControl() {
       control_.pop_front();
     }
     if (event.is_end) {
-      HandleEnd(event.from, event.end);
+      HandleEnd(event);
       continue;
     }
-    event.message.meta.sender = IdOf(event.from);
+    event.message.meta.sender = IdOf(event.from, event.from_life);
     // Who registers has no id yet, whatever it was called before.
     if (event.message.meta.control.cmd == ps::Control::ADD_NODE &&
         settings_.role == ps::Node::SCHEDULER) {
@@ -432,8 +497,9 @@ void SimulatedChannel::ReceiveControl() {
   }
 }
 
-void SimulatedChannel::HandleEnd(int from, const Network::End& end) {
-  const int id = IdOf(from);
+void SimulatedChannel::HandleEnd(const Event& event) {
+  const Network::End& end = event.end;
+  const int id = IdOf(event.from, event.from_life);
   if (id == ps::Node::kEmpty) return;  // it never was more than a connection
   if (end.orderly) return membership_->OnDisconnect(id);
   membership_->OnLinkLost(id, end.how, end.by_peer);
@@ -456,9 +522,9 @@ void SimulatedChannel::ReceiveData() {
     // A worker says to its servers who it is; its servers it knows by the scheduler's list.
     if (settings_.role == ps::Node::SERVER) {
       std::lock_guard<std::mutex> lock(mu_);
-      number_of_[message.meta.sender] = event.from;
+      names_[message.meta.sender] = {event.from, 0};
     } else {
-      message.meta.sender = IdOf(event.from);
+      message.meta.sender = IdOf(event.from, event.from_life);
     }
     ps::SArray<char> values;
     if (!message.data.empty()) values = Place(message.meta, message.data[0]);

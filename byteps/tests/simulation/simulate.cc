@@ -13,6 +13,10 @@
 //   - A sum that a worker gets is right, whatever happens to others: each push was added once.
 //   - Where nothing breaks, nobody fails, and each server made each of its sums once.
 //   - Who fails says a reason, which names what broke.
+//   - In half of the jobs scheduler and servers outlive failures (--keep), and a launcher that is
+//     played starts the workers again, another number of them, and a server for one that was
+//     killed: then the job ends well unless the scheduler was killed, and no sum has anything of an
+//     older incarnation in it.
 //
 // --twice runs each seed two times and demands the same order of events.  Exit status: 0 all held;
 // 1 not, with the seed and what was seen; 2 bad usage.
@@ -21,6 +25,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -29,6 +34,7 @@
 #include <vector>
 
 #include "byteps/base/error.h"
+#include "byteps/cluster/session.h"
 #include "byteps/engine/worker.h"
 #include "byteps/server/sum_server.h"
 #include "network.h"
@@ -43,8 +49,13 @@ using core::Config;
 constexpr double kPeerTimeoutS = 3;
 constexpr double kStartTimeoutS = 5;
 constexpr double kOpTimeoutS = 4;
+// Longer than the launcher takes to start workers again.
+constexpr double kKeepTimeoutS = 20;
 // A silent peer, then an operation that lacks it, then a shutdown that waits for it.
 constexpr double kLimitS = 90;
+// The same for a job whose workers are started again, up to so many times.
+constexpr int kMaxIncarnations = 10;
+constexpr double kKeptLimitS = 900;
 // When the last worker is gone, so long the others may take to find out.
 constexpr double kAfterwardsS = 40;
 constexpr int kPartitionBytes = 4096;
@@ -52,6 +63,8 @@ constexpr int kPartitionBytes = 4096;
 struct Fault {
   enum Kind { kKill, kPause, kReset, kDelay, kNumKinds } kind;
   double at_s;
+  // Places in the job: 0 the scheduler, then servers, then workers.  When it happens, the nodes
+  // that have them then.
   int node;
   int peer;
   double seconds;  // of a pause or delay
@@ -71,6 +84,7 @@ struct Plan {
   int rounds = 1;
   int tensors = 1;
   size_t settings = 0;  // index into Settings()
+  bool keep = false;
   std::vector<size_t> counts;
   std::vector<Fault> faults;
 };
@@ -106,6 +120,7 @@ Plan MakePlan() {
   plan.rounds = 1 + static_cast<int>(Random(3));
   plan.tensors = 1 + static_cast<int>(Random(2));
   plan.settings = Random(Settings().size());
+  plan.keep = Random(2) == 0;
   for (int i = 0; i < plan.tensors; ++i) plan.counts.push_back(1 + Random(2500));
   const int nodes = 1 + plan.workers + plan.servers;
   // In a third of the jobs nothing breaks, in most others one thing.
@@ -118,6 +133,8 @@ Plan MakePlan() {
     fault.node = static_cast<int>(Random(nodes));
     fault.peer = static_cast<int>(Random(nodes));
     if (fault.peer == fault.node) fault.peer = (fault.node + 1) % nodes;
+    // Some while the next incarnation gathers, or is at work.
+    if (plan.keep && i > 0) fault.at_s = static_cast<double>(Random(8'000)) * 1e-3;
     // Some end before anybody notices, some do not.
     fault.seconds = static_cast<double>(1 + Random(100)) * (Random(2) ? 0.002 : 0.1);
     plan.faults.push_back(fault);
@@ -125,90 +142,107 @@ Plan MakePlan() {
   return plan;
 }
 
-// What a node ended with.
-struct Ending {
+// A node of one incarnation, and what it ended with.  A server or scheduler may live through many.
+struct NodeRecord {
+  ps::Node::Role role;
+  int rank = 0;
   bool done = false;
   std::string error;  // empty: well
 };
 
-float InputOf(uint64_t rank, uint64_t tensor, uint64_t round, uint64_t index) {
-  return static_cast<float>((rank * 7919 + tensor * 104729 + round * 1299709 + index * 31) %
-                            200'003);
+// Another one in each incarnation, so that a push of an older one would be seen in a sum.
+float InputOf(uint64_t incarnation, uint64_t rank, uint64_t tensor, uint64_t round,
+              uint64_t index) {
+  return static_cast<float>(
+      (incarnation * 15485863 + rank * 7919 + tensor * 104729 + round * 1299709 + index * 31) %
+      200'003);
 }
 
 class Job {
  public:
-  explicit Job(Plan plan) : plan_(std::move(plan)), config_(Settings()[plan_.settings]) {
-    endings_.resize(1 + plan_.workers + plan_.servers);
-    sums_.resize(plan_.servers);
-  }
+  explicit Job(Plan plan) : plan_(std::move(plan)), config_(Settings()[plan_.settings]) {}
 
   void Run() {
-    std::vector<std::thread> nodes;
-    const auto start = [&](const char* name, auto body) {
-      nodes.emplace_back(body);
-      pthread_setname_np(nodes.back().native_handle(), name);
-      // The scheduler is there first: who does not find it tries again, which a van does.
-      std::this_thread::sleep_for(std::chrono::microseconds(1 + Random(5000)));
-    };
     std::thread chaos([this] { Break(); });
     pthread_setname_np(chaos.native_handle(), "faults");
-    start("scheduler", [this] { RunNode(ps::Node::SCHEDULER, 0, 0); });
-    for (int i = 0; i < plan_.servers; ++i) {
-      start("server", [this, i] { RunNode(ps::Node::SERVER, 1 + i, i); });
+    std::vector<std::thread> kept;
+    Start(&kept, ps::Node::SCHEDULER, 0, 0, 0);
+    for (int i = 0; i < plan_.servers; ++i) Start(&kept, ps::Node::SERVER, i, 0, 0);
+    int workers = plan_.workers;
+    for (int incarnation = 1;; ++incarnation) {
+      incarnations_ = incarnation;
+      const size_t first = records_.size();
+      std::vector<std::thread> threads;
+      for (int i = 0; i < workers; ++i) {
+        Start(&threads, ps::Node::WORKER, i, workers, incarnation);
+      }
+      for (auto& thread : threads) thread.join();
+      const bool went_well =
+          std::all_of(records_.begin() + static_cast<long>(first), records_.end(),
+                      [](const auto& record) { return record->error.empty(); });
+      ended_well_ = went_well;
+      if (went_well || !plan_.keep || incarnation == kMaxIncarnations) break;
+      // A launcher sees who is gone, and starts others.
+      std::this_thread::sleep_for(std::chrono::milliseconds(100 + Random(1000)));
+      for (int i = 0; i < plan_.servers; ++i) {
+        if (IsGone(1 + i)) Start(&kept, ps::Node::SERVER, i, 0, 0);
+      }
+      workers = 1 + static_cast<int>(Random(3));
     }
-    for (int i = 0; i < plan_.workers; ++i) {
-      start("worker", [this, i] { RunWorker(1 + plan_.servers + i, i); });
-    }
-    for (size_t i = 1 + plan_.servers; i < nodes.size(); ++i) nodes[i].join();
-    for (double waited = 0; waited < kAfterwardsS && !endings_[0].done; waited += 0.5) {
+    for (double waited = 0; waited < kAfterwardsS && !records_[0]->done; waited += 0.5) {
       std::this_thread::sleep_for(std::chrono::milliseconds(500));
     }
-    if (!endings_[0].done) {
-      if (network_.admitted() > 0) wrong_ = "the scheduler still waits, though workers had come";
+    if (!records_[0]->done) {
+      if (network_.admitted() > 0) {
+        wrong_ = "the scheduler still waits, though workers had come";
+      }
       scheduler_->End();
     }
-    for (int i = 0; i <= plan_.servers; ++i) nodes[i].join();
+    for (auto& thread : kept) thread.join();
     chaos.join();
   }
 
   // Why it is wrong; empty if all is well.
   std::string Verdict() const {
     if (!wrong_.empty()) return wrong_;
-    for (size_t node = 0; node < endings_.size(); ++node) {
-      const std::string& error = endings_[node].error;
+    for (size_t node = 0; node < records_.size(); ++node) {
+      const std::string& error = records_[node]->error;
       if (error.empty() || IsVictim(static_cast<int>(node))) continue;
       if (plan_.faults.empty()) return NameOf(node) + " failed, though nothing broke: " + error;
       if (!NamesACause(error)) return NameOf(node) + " blames what did not break: " + error;
     }
+    // One that is paused is not lost for good, and one that is killed is replaced.
+    const bool may_go_on = !killed_scheduler_ && plan_.keep;
+    if (may_go_on && !ended_well_) return "no incarnation of the job ended well";
     if (!plan_.faults.empty()) return "";
-    uint64_t wanted = 0, made = 0;
+    uint64_t wanted = 0;
     for (const size_t count : plan_.counts) {
       wanted += plan_.rounds * ((count * sizeof(float) + kPartitionBytes - 1) / kPartitionBytes);
     }
-    for (const uint64_t sums : sums_) made += sums;
-    if (wanted == made) return "";
-    return "the servers made " + std::to_string(made) + " sums, not " + std::to_string(wanted);
+    if (wanted == sums_) return "";
+    return "the servers made " + std::to_string(sums_) + " sums, not " + std::to_string(wanted);
   }
 
   std::string Describe() const {
     std::string text = std::to_string(plan_.workers) + " workers, " +
                        std::to_string(plan_.servers) + " servers, " + std::to_string(plan_.rounds) +
-                       " rounds, settings " + std::to_string(plan_.settings);
+                       " rounds, settings " + std::to_string(plan_.settings) +
+                       (plan_.keep ? ", kept" : "");
     for (const Fault& fault : plan_.faults) text += "\n  " + fault.Describe();
-    for (size_t i = 0; i < endings_.size(); ++i) {
+    for (size_t i = 0; i < records_.size(); ++i) {
       text += "\n  " + NameOf(i) + ": " +
-              (!endings_[i].done           ? "has not ended"
-               : endings_[i].error.empty() ? "ended well"
-                                           : endings_[i].error);
+              (!records_[i]->done           ? "has not ended"
+               : records_[i]->error.empty() ? "ended well"
+                                            : records_[i]->error);
     }
     return text;
   }
 
   bool failed() const {
-    return std::any_of(endings_.begin(), endings_.end(),
-                       [](const Ending& ending) { return !ending.error.empty(); });
+    return std::any_of(records_.begin(), records_.end(),
+                       [](const auto& record) { return !record->error.empty(); });
   }
+  int incarnations() const { return incarnations_; }
 
  private:
   // What a server or the scheduler hears.
@@ -222,6 +256,7 @@ class Job {
       if (event.kind == ps::MembershipEvent::kNodeLeft && server_ != nullptr) {
         return server_->OnWorkerGone(event.rank, event.reason);
       }
+      if (event.next_incarnation > 0) return;  // the scheduler goes on
       std::lock_guard<std::mutex> lock(mu_);
       if (event.kind == ps::MembershipEvent::kFailed && failure_.empty()) failure_ = event.reason;
       ended_ = true;
@@ -246,67 +281,126 @@ class Job {
     std::string failure_;
   };
 
-  NodeSettings SettingsOf(ps::Node::Role role, int number, int rank) const {
+  NodeSettings SettingsOf(ps::Node::Role role, int number, int rank, int workers) const {
     NodeSettings settings;
     settings.role = role;
     settings.number = number;
     settings.rank = rank;
-    settings.workers = plan_.workers;
+    settings.workers = workers;
     settings.servers = plan_.servers;
     settings.peer_timeout_s = kPeerTimeoutS;
     settings.start_timeout_s = kStartTimeoutS;
+    settings.keep = plan_.keep && role != ps::Node::WORKER;
+    settings.keep_timeout_s = kKeepTimeoutS;
     return settings;
   }
 
-  void RunNode(ps::Node::Role role, int number, int index) {
-    SimulatedChannel channel(&network_, SettingsOf(role, number, 0));
+  // Starts a node, under the next number, at its place of the job.
+  void Start(std::vector<std::thread>* threads, ps::Node::Role role, int rank, int workers,
+             int incarnation) {
+    const int number = static_cast<int>(records_.size());
+    records_.push_back(std::make_unique<NodeRecord>());
+    records_.back()->role = role;
+    records_.back()->rank = rank;
+    const bool worker = role == ps::Node::WORKER;
+    const int place = role == ps::Node::SCHEDULER ? 0
+                      : worker                    ? 1 + plan_.servers + rank
+                                                  : 1 + rank;
+    at_place_[place] = number;
+    threads->emplace_back([=, this] {
+      worker ? RunWorker(number, rank, workers, incarnation) : RunNode(role, number);
+    });
+    const char* const name = worker ? "worker" : role == ps::Node::SERVER ? "server" : "scheduler";
+    pthread_setname_np(threads->back().native_handle(), name);
+    // The scheduler is there first: who does not find it tries again, which a van does.
+    std::this_thread::sleep_for(std::chrono::microseconds(1 + Random(5000)));
+  }
+
+  bool IsGone(int place) const {
+    const int number = at_place_.at(place);
+    return records_[number]->done || killed_.count(number) > 0;
+  }
+
+  void RunNode(ps::Node::Role role, int number) {
+    std::string error;
+    for (bool rejoin = false;; rejoin = true) {
+      NodeSettings settings = SettingsOf(role, number, 0, plan_.workers);
+      settings.rejoin = rejoin;
+      bool again = false;
+      error = ServeOnce(settings, &again);
+      if (error.empty() || !again || role == ps::Node::SCHEDULER || !plan_.keep) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    records_[number]->error = error;
+    records_[number]->done = true;
+  }
+
+  // Why the job failed; empty if it did not.  `again`: it did once the node was in it.
+  std::string ServeOnce(const NodeSettings& settings, bool* again) {
+    SimulatedChannel channel(&network_, settings);
     std::unique_ptr<core::Server> server;
-    if (role == ps::Node::SERVER) server = std::make_unique<core::Server>(config_, &channel);
+    if (settings.role == ps::Node::SERVER) {
+      server = std::make_unique<core::Server>(config_, &channel);
+    }
     NodeUser user(server.get());
-    if (role == ps::Node::SCHEDULER) scheduler_ = &user;
+    if (settings.role == ps::Node::SCHEDULER) scheduler_ = &user;
     std::string error;
     try {
       channel.Start(&user);
       error = user.AwaitEnd();
+      *again = true;
+    } catch (const core::JobFailedError& e) {
+      error = e.what();
+      *again = true;
     } catch (const std::exception& e) {
       error = e.what();
     }
     channel.Stop();
-    if (server) {
-      for (const core::Metric& metric : server->Metrics()) {
-        if (metric.name == "byteps_server_sums_total") {
-          sums_[index] = static_cast<uint64_t>(metric.value);
-        }
-      }
+    if (!server) return error;
+    for (const core::Metric& metric : server->Metrics()) {
+      if (metric.name == "byteps_server_sums_total") sums_ += static_cast<uint64_t>(metric.value);
     }
-    endings_[number] = {true, error};
+    return error;
   }
 
-  void RunWorker(int number, int rank) {
+  void RunWorker(int number, int rank, int workers, int incarnation) {
     core::Worker worker;
     std::string error;
     try {
       core::Launch launch;
       launch.rank = rank;
-      launch.size = plan_.workers;
+      launch.size = workers;
       worker.Start(config_, launch, plan_.servers,
-                   std::make_unique<SimulatedChannel>(&network_,
-                                                      SettingsOf(ps::Node::WORKER, number, rank)));
-      for (int round = 0; round < plan_.rounds; ++round) Sum(&worker, rank, round);
+                   std::make_unique<SimulatedChannel>(
+                       &network_, SettingsOf(ps::Node::WORKER, number, rank, workers)));
+      for (int round = 0; round < plan_.rounds; ++round) {
+        Sum(&worker, {incarnation, rank, workers, round});
+      }
     } catch (const std::exception& e) {
       error = e.what();
     }
     worker.Stop(false);
-    endings_[number] = {true, error};
+    records_[number]->error = error;
+    records_[number]->done = true;
   }
 
-  void Sum(core::Worker* worker, int rank, int round) {
+  // Which sums of which worker.
+  struct Turn {
+    int incarnation;
+    int rank;
+    int workers;
+    int round;
+  };
+
+  void Sum(core::Worker* worker, const Turn& turn) {
     std::vector<std::vector<float>> tensors(plan_.tensors);
     std::vector<int64_t> handles;
     std::string error;
     for (int i = 0; i < plan_.tensors; ++i) {
       tensors[i].resize(plan_.counts[i]);
-      for (size_t k = 0; k < tensors[i].size(); ++k) tensors[i][k] = InputOf(rank, i, round, k);
+      for (size_t k = 0; k < tensors[i].size(); ++k) {
+        tensors[i][k] = InputOf(turn.incarnation, turn.rank, i, turn.round, k);
+      }
       core::PushPullRequest request;
       request.tensor.name = "t" + std::to_string(i);
       request.tensor.bytes = tensors[i].size() * sizeof(float);
@@ -325,7 +419,7 @@ class Job {
         if (!worker->WaitFor(handles[i], nullptr, std::chrono::seconds(1000))) {
           wrong_ = "a sum was waited for without end";
         }
-        Check(tensors[i], static_cast<int>(i), round);
+        Check(tensors[i], static_cast<int>(i), turn);
       } catch (const core::Error& e) {
         error = e.what();
       }
@@ -336,13 +430,16 @@ class Job {
     throw core::Error(error);
   }
 
-  void Check(const std::vector<float>& values, int tensor, int round) {
+  void Check(const std::vector<float>& values, int tensor, const Turn& turn) {
     for (size_t k = 0; k < values.size(); ++k) {
       float wanted = 0;
-      for (int rank = 0; rank < plan_.workers; ++rank) wanted += InputOf(rank, tensor, round, k);
+      for (int rank = 0; rank < turn.workers; ++rank) {
+        wanted += InputOf(turn.incarnation, rank, tensor, turn.round, k);
+      }
       if (values[k] == wanted) continue;
-      wrong_ = "tensor " + std::to_string(tensor) + ", round " + std::to_string(round) +
-               ", element " + std::to_string(k) + " is " + std::to_string(values[k]) + ", not " +
+      wrong_ = "incarnation " + std::to_string(turn.incarnation) + ", tensor " +
+               std::to_string(tensor) + ", round " + std::to_string(turn.round) + ", element " +
+               std::to_string(k) + " is " + std::to_string(values[k]) + ", not " +
                std::to_string(wanted);
       return;
     }
@@ -356,71 +453,83 @@ class Job {
     for (const Fault& fault : faults) {
       std::this_thread::sleep_for(std::chrono::duration<double>(fault.at_s - now));
       now = fault.at_s;
+      // A place that nobody has, or has had: then there is nobody to break.
+      const auto node = at_place_.find(fault.node);
+      const auto peer = at_place_.find(fault.peer);
+      const bool of_a_node = fault.kind == Fault::kKill || fault.kind == Fault::kPause;
+      if (node == at_place_.end() || (!of_a_node && peer == at_place_.end())) continue;
+      const int number = node->second;
+      broken_.insert(number);
+      if (of_a_node) victims_.insert(number);
+      if (!of_a_node) broken_.insert(peer->second);
       switch (fault.kind) {
         case Fault::kKill:
-          network_.Kill(fault.node);
+          killed_.insert(number);
+          killed_scheduler_ = killed_scheduler_ || number == 0;
+          network_.Kill(number);
           break;
         case Fault::kPause:
-          network_.Pause(fault.node, fault.seconds);
+          network_.Pause(number, fault.seconds);
           break;
         case Fault::kReset:
-          network_.Reset(fault.node, fault.peer);
+          network_.Reset(number, peer->second);
           break;
         default:
-          network_.Delay(fault.node, fault.peer, fault.seconds);
+          network_.Delay(number, peer->second, fault.seconds);
       }
     }
   }
 
   // It may say what it likes: the others seem to be gone.
-  bool IsVictim(int node) const {
-    return std::any_of(plan_.faults.begin(), plan_.faults.end(), [node](const Fault& fault) {
-      const bool of_a_node = fault.kind == Fault::kKill || fault.kind == Fault::kPause;
-      return of_a_node && fault.node == node;
-    });
-  }
+  bool IsVictim(int node) const { return victims_.count(node) > 0; }
 
   bool NamesACause(const std::string& error) const {
     // It came when the others had ended already, or nobody came at all.
     if (error.find("cannot be joined: ") != std::string::npos) return true;
     if (network_.admitted() == 0) return true;
+    // Workers may have ended well, or a launcher given up, just before the scheduler saw a loss.
+    if (error.find("no worker came within ") != std::string::npos) return true;
     // The scheduler says what it sees; to one that nobody can reach all are silent.
     if (IsVictim(0)) return true;
-    for (const Fault& fault : plan_.faults) {
-      const bool of_a_node = fault.kind == Fault::kKill || fault.kind == Fault::kPause;
-      for (const int node : {fault.node, of_a_node ? fault.node : fault.peer}) {
-        if (error.find("10.0.0." + std::to_string(node) + ":") != std::string::npos ||
-            error.find("10.0.0." + std::to_string(node) + ")") != std::string::npos) {
-          return true;
-        }
-        const int rank = node - 1 - plan_.servers;
-        if (rank >= 0 && error.find("worker " + std::to_string(rank)) != std::string::npos) {
-          return true;
-        }
-        // Those that did not come have no address yet.
-        const size_t missing = error.find("missing: ");
-        const bool server = node >= 1 && node <= plan_.servers;
-        if (server && missing != std::string::npos &&
-            error.find("server", missing) != std::string::npos) {
-          return true;
-        }
+    for (const int node : broken_) {
+      if (error.find("10.0.0." + std::to_string(node) + ":") != std::string::npos ||
+          error.find("10.0.0." + std::to_string(node) + ")") != std::string::npos) {
+        return true;
+      }
+      const NodeRecord& record = *records_[node];
+      const std::string rank = std::to_string(record.rank);
+      if (record.role == ps::Node::WORKER && error.find("worker " + rank) != std::string::npos) {
+        return true;
+      }
+      // Those that did not come have no address yet.
+      const size_t missing = error.find("missing: ");
+      if (record.role == ps::Node::SERVER && missing != std::string::npos &&
+          error.find("server", missing) != std::string::npos) {
+        return true;
       }
     }
     return false;
   }
 
   std::string NameOf(size_t node) const {
-    if (node == 0) return "the scheduler";
-    const size_t servers = plan_.servers;
-    return node <= servers ? "server at 10.0.0." + std::to_string(node)
-                           : "worker " + std::to_string(node - 1 - servers);
+    const NodeRecord& record = *records_[node];
+    if (record.role == ps::Node::SCHEDULER) return "the scheduler";
+    return (record.role == ps::Node::SERVER ? "server" : "worker " + std::to_string(record.rank)) +
+           " at 10.0.0." + std::to_string(node);
   }
 
   const Plan plan_;
   const Config& config_;
   Network network_;
-  std::vector<Ending> endings_;
-  std::vector<uint64_t> sums_;
+  std::vector<std::unique_ptr<NodeRecord>> records_;  // by number
+  std::map<int, int> at_place_;                       // numbers
+  std::set<int> broken_;                              // that a fault has had to do with
+  std::set<int> victims_;  // that were killed or paused: they may say what they like
+  std::set<int> killed_;
+  bool killed_scheduler_ = false;
+  int incarnations_ = 0;
+  bool ended_well_ = false;  // the workers of the last incarnation
+  uint64_t sums_ = 0;        // that servers made
   std::string wrong_;
   NodeUser* scheduler_ = nullptr;  // until it has ended
 };
@@ -435,6 +544,7 @@ struct Options {
 
 struct Totals {
   uint64_t failed_jobs = 0;
+  uint64_t incarnations = 0;
   uint64_t switches = 0;
   double seconds = 0;
 };
@@ -443,19 +553,24 @@ struct Totals {
 bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Totals* totals) {
   std::string story, verdict;
   bool failed = false;
+  bool kept = false;
   const Job* playing = nullptr;
-  const Outcome outcome = Run(seed, kLimitS, [&] {
-    Job job(MakePlan());
+  const Outcome outcome = Run(seed, kKeptLimitS, [&] {
+    const Plan plan = MakePlan();
+    kept = plan.keep;
+    Job job(plan);
     playing = &job;
     job.Run();
     verdict = job.Verdict();
     failed = job.failed();
+    totals->incarnations += job.incarnations();
     if (options.verbose || !verdict.empty()) story = job.Describe();
   });
   if (!outcome.hang.empty()) {
     verdict = outcome.hang;
     story = playing != nullptr ? playing->Describe() : "";
   }
+  if (verdict.empty() && !kept && outcome.seconds > kLimitS) verdict = "it took too long";
   if (options.verbose || !verdict.empty()) {
     printf("seed %llu: %s, %.3f s, %llu switches, fingerprint %016llx\n  %s\n",
            static_cast<unsigned long long>(seed), verdict.empty() ? "good" : verdict.c_str(),
@@ -507,10 +622,13 @@ int Main(int argc, char** argv) {
       return 1;
     }
   }
-  printf("%llu schedules held: %llu jobs failed as they should, %.0f s passed, %llu switches\n",
-         static_cast<unsigned long long>(options.seeds),
-         static_cast<unsigned long long>(totals.failed_jobs), totals.seconds,
-         static_cast<unsigned long long>(totals.switches));
+  printf(
+      "%llu schedules held: %llu jobs failed as they should, %llu incarnations, %.0f s passed, "
+      "%llu switches\n",
+      static_cast<unsigned long long>(options.seeds),
+      static_cast<unsigned long long>(totals.failed_jobs),
+      static_cast<unsigned long long>(totals.incarnations), totals.seconds,
+      static_cast<unsigned long long>(totals.switches));
   return 0;
 }
 

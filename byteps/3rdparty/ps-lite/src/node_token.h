@@ -1,5 +1,5 @@
-// A random number that names a process among all that have ever been in its place, carried in
-// Node::endpoint_name.
+// Random numbers that name a process, among all that have ever been in its place, and a job.  That
+// of a process is carried in Node::endpoint_name.
 #ifndef PS_NODE_TOKEN_H_
 #define PS_NODE_TOKEN_H_
 
@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "dmlc/logging.h"
 #include "ps/internal/message.h"
@@ -41,6 +42,28 @@ inline void SetToken(uint64_t token, Node* node) {
     node->endpoint_name[i] = static_cast<char>(token >> (8 * i) & 0xff);
   }
   node->endpoint_name_len = sizeof(token);
+}
+
+// The number of a job: a random one, and in its low bits the incarnation that the scheduler is at.
+// Who connects and who listens say it to each other and prove it, so that a connection belongs to
+// one incarnation of one job.
+constexpr uint64_t kIncarnationMask = 0xffff;
+
+inline uint64_t NewJob() {
+  uint64_t job = 0;
+  while (job == 0) job = NewToken() & ~kIncarnationMask;
+  return job;
+}
+
+inline uint64_t WithIncarnation(uint64_t job, int incarnation) {
+  return (job & ~kIncarnationMask) | (static_cast<uint64_t>(incarnation) & kIncarnationMask);
+}
+
+// Why who says `theirs` has nothing to say to who is of `ours`.
+inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
+  if (((theirs ^ ours) & ~kIncarnationMask) != 0) return "it belongs to another job";
+  return "it is of incarnation " + std::to_string(theirs & kIncarnationMask) +
+         " of the job, and this node of incarnation " + std::to_string(ours & kIncarnationMask);
 }
 
 }  // namespace ps

@@ -38,6 +38,7 @@ class VanLinks : public MembershipLinks {
   void Connect(const Node& node) override { van_->Connect(node); }
   void Disconnect(int node_id) override { van_->Disconnect(node_id); }
   void Send(Message* msg) override { van_->Send(*msg); }
+  void SetIncarnation(int incarnation) override { van_->SetIncarnation(incarnation); }
 
  private:
   Van* const van_;

@@ -100,6 +100,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
                       Clock::now() + std::chrono::duration_cast<Clock::duration>(limit));
   }
   void Disconnect(int /*node_id*/) override {}
+  void SetIncarnation(int /*incarnation*/) override {}
   void Send(ps::Message* msg) override { connection_->Send(*msg); }
 
   // ConnectionOwner

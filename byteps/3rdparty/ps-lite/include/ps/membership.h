@@ -22,6 +22,14 @@
 //
 // After a suspended job the scheduler forgets the nodes and admits those of the
 // next one; its worker count is then taken from the first worker that comes.
+//
+// Incarnations.  A scheduler that keeps the cluster (MembershipSettings::keep) does the same after
+// a failure: it tells all nodes, closes their connections, forgets them, and admits those of the
+// next incarnation of the job.  It numbers the incarnations; the number is part of the job's, which
+// who connects and who listens prove to each other, so that a connection belongs to one
+// incarnation.  Connections of an older one that still live are nobody's: what comes by them is
+// not looked at.  Who comes while there is no room for it yet, since the old incarnation has not
+// ended for the scheduler, is told to come again.
 #ifndef PS_MEMBERSHIP_H_
 #define PS_MEMBERSHIP_H_
 
@@ -34,9 +42,21 @@
 #include <thread>
 #include <vector>
 
+#include "dmlc/logging.h"
 #include "ps/internal/message.h"
 
 namespace ps {
+
+// The scheduler has no room for this node yet; Membership::Join may be called anew, by another
+// Membership.
+struct ComeAgain : public dmlc::Error {
+  using dmlc::Error::Error;
+};
+
+// The job failed while its nodes gathered, after the scheduler had admitted this one.
+struct JobFailed : public dmlc::Error {
+  using dmlc::Error::Error;
+};
 
 // How membership reaches other nodes.  A van is behind it, or a test.
 class MembershipLinks {
@@ -52,6 +72,8 @@ class MembershipLinks {
   virtual void Disconnect(int node_id) = 0;
   // Never blocks.  What cannot be sent is dropped: OnLinkLost tells why.
   virtual void Send(Message* msg) = 0;
+  // Connections that are made from now on belong to this incarnation of the job.
+  virtual void SetIncarnation(int incarnation) = 0;
 };
 
 struct MembershipSettings {
@@ -61,10 +83,16 @@ struct MembershipSettings {
   int workers = -1;  // that the job should have; -1: whatever the scheduler says
   int servers = -1;
   int rank = -1;        // of a worker; -1: the scheduler chooses
-  bool rejoin = false;  // a server that outlived a suspended job takes what the next one brings
+  bool rejoin = false;  // a server that outlived a job takes what the next one brings
+  // Scheduler: outlives failures, and takes as many workers as the first one of each incarnation
+  // says.  Server: takes any number of workers.
+  bool keep = false;
+  // Such a scheduler gives up when no worker comes for so long after a failure; 0: never.
+  double keep_timeout_s = 1800;
 
   // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
-  // DMLC_NUM_SERVER, DMLC_WORKER_ID and BYTEPS_REJOIN.
+  // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_KEEP and
+  // BYTEPS_KEEP_TIMEOUT_S.
   static MembershipSettings FromEnvironment();
 };
 
@@ -81,6 +109,8 @@ struct MembershipEvent {
   Kind kind;
   int rank = -1;
   bool suspended = false;
+  // Of kFailed, on a scheduler that goes on: the incarnation that it waits for now.  0: none.
+  int next_incarnation = 0;
   std::string reason;
   int node_id = Node::kEmpty;
   std::string report;
@@ -95,8 +125,9 @@ struct JobView {
     bool left = false;
   };
   Phase phase = kGathering;
-  std::string failure;
-  int workers = -1;  // that the job should have; -1: not known yet
+  int incarnation = 1;
+  std::string failure;  // of this incarnation; while it gathers, of the one before
+  int workers = -1;     // that the job should have; -1: not known yet
   int servers = -1;
   std::vector<Peer> peers;
 };
@@ -113,11 +144,14 @@ class Membership {
 
   // On the scheduler: begins to admit nodes, and returns.  On another node:
   // registers and blocks until every node has.  Throws dmlc::Error when the
-  // scheduler does not answer, refuses, or gives up.
+  // scheduler does not answer, refuses, or gives up; ComeAgain when it would take this node later,
+  // and JobFailed when the job failed after it had taken this node.
   void Join();
 
-  // On a worker: says goodbye and waits, a few seconds at most, for the answer.
-  void Leave(bool suspend);
+  // On a worker: says goodbye and waits, a few seconds at most, for the answer.  `failure`: what
+  // went wrong in this worker, if something did.  A scheduler that keeps the cluster then counts
+  // the job as failed; for another one it is a goodbye as any.
+  void Leave(bool suspend, const std::string& failure = "");
 
   // On a server or the scheduler that was told to end: fails the job for the reason that it "was
   // `how`", such as "stopped by order (SIGTERM)", and returns when all were told, after a few
@@ -152,7 +186,8 @@ class Membership {
 
  private:
   using Clock = std::chrono::steady_clock;
-  enum class State { kJoining, kActive, kFailed, kEnded, kStopped };
+  // kTurning: a scheduler tells the nodes of a failure, and then waits for others.
+  enum class State { kJoining, kActive, kTurning, kFailed, kEnded, kStopped };
 
   struct Peer {
     Node node;
@@ -173,19 +208,26 @@ class Membership {
   void Send(Control::Command command, int recver, const std::string& body = "",
             const std::vector<Node>& nodes = {});
   void Emit(const MembershipEvent& event);
-  void EmitFailure(const std::string& reason);
+  void EmitFailure(const std::string& reason, int next_incarnation = 0);
   void Fail(const std::string& reason);
   void TimerLoop();
 
   // Scheduler's part.
   void Register(const Message& msg);
-  std::string ReasonToRefuse(const Node& node, const Claim& claim);
-  void Refuse(const Node& node, const std::string& reason);
+  // `later`: set when it may be admitted at another time.
+  std::string ReasonToRefuse(const Node& node, const Claim& claim, bool* later);
+  void Refuse(const Node& node, const std::string& reason, bool later);
   void AdmitAll();
   void OnLeave(int node_id, bool suspend);
   void TellOfDepartures();
   void EndJob();
-  void FailJob(const std::string& reason);
+  // `for_good`: the scheduler is told to end.
+  void FailJob(const std::string& reason, bool for_good = false);
+  void BeginIncarnation();
+  // Why nobody needs to be waited for any more; empty: not so.  mu_ is held.
+  std::string ReasonToGiveUp(Clock::time_point now);
+  // Whether the message is of a node of this incarnation, or of one that wants to be.
+  bool IsOfThisIncarnation(const Message& msg);
   std::string WhoIsMissing();
   int Count(Node::Role role);
   // For servers, and for a worker whose launcher gave it none.
@@ -213,7 +255,10 @@ class Membership {
   std::condition_variable cond_;
   // All below is guarded by mu_.
   State state_ = State::kJoining;
-  std::string failure_;
+  std::string failure_;  // on a scheduler that keeps the cluster: of the last incarnation
+  int incarnation_ = 1;
+  Clock::time_point incarnation_begun_;
+  bool come_again_ = false;
   std::function<std::string()> reporter_;
   std::map<int, Peer> peers_;  // by node id; on the scheduler without itself
   int expected_workers_ = 0;
@@ -233,7 +278,6 @@ class Membership {
   bool any_worker_ = false;
   std::vector<Node> departed_;  // scheduler: servers do not know yet
   Clock::time_point departed_due_;
-  std::vector<Message> parked_;  // scheduler: came while the last job was ending
   int refused_ = 0;
   std::thread timer_;
 };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <sstream>
 #include <utility>
 
@@ -34,6 +35,12 @@ constexpr int kMaxNodes = 1 << 20;
 constexpr double kVerdictSeconds = 5.0;
 // How the LEAVE of a server begins that was told to end.
 constexpr char kStopped[] = "stopped";
+// And the LEAVE of a worker in which something went wrong, before what did.
+constexpr char kWithFailure[] = "failed: ";
+
+bool BeginsWith(const std::string& text, const std::string& prefix) {
+  return text.compare(0, prefix.size(), prefix) == 0;
+}
 
 double Seconds(const char* name, double fallback) {
   const char* text = Environment::Get()->find(name);
@@ -55,6 +62,8 @@ MembershipSettings MembershipSettings::FromEnvironment() {
   settings.servers = GetEnv("DMLC_NUM_SERVER", -1);
   settings.rank = GetEnv("DMLC_WORKER_ID", -1);
   settings.rejoin = GetEnv("BYTEPS_REJOIN", 0) != 0;
+  settings.keep = GetEnv("BYTEPS_KEEP", 0) != 0;
+  settings.keep_timeout_s = Seconds("BYTEPS_KEEP_TIMEOUT_S", settings.keep_timeout_s);
   return settings;
 }
 
@@ -63,7 +72,7 @@ Membership::Membership(MembershipLinks* links, const MembershipSettings& setting
     : links_(links),
       settings_(settings),
       listener_(std::move(listener)),
-      expected_workers_(settings.workers),
+      expected_workers_(settings.is_scheduler && settings.keep ? -1 : settings.workers),
       expected_servers_(settings.servers) {}
 
 Membership::~Membership() { Stop(); }
@@ -116,9 +125,10 @@ void Membership::Fail(const std::string& reason) {
   EmitFailure(reason);
 }
 
-void Membership::EmitFailure(const std::string& reason) {
+void Membership::EmitFailure(const std::string& reason, int next_incarnation) {
   MembershipEvent event;
   event.kind = MembershipEvent::kFailed;
+  event.next_incarnation = next_incarnation;
   event.reason = reason;
   Emit(event);
 }
@@ -141,12 +151,15 @@ void Membership::Join() {
     scheduler_heard_ = Clock::now();
     if (settings_.is_scheduler) state_ = State::kActive;
   }
-  if (!settings_.is_scheduler) {
+  if (settings_.is_scheduler) {
+    links_->SetIncarnation(incarnation_);
+  } else {
     Node self = links_->self();
     self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
     Claim claim;
     claim.protocol = membership::kProtocol;
-    claim.workers = settings_.rejoin ? -1 : expected_workers_;
+    const bool any_number = settings_.rejoin || (settings_.keep && self.role == Node::SERVER);
+    claim.workers = any_number ? -1 : expected_workers_;
     claim.servers = settings_.rejoin ? -1 : expected_servers_;
     Send(Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
   }
@@ -165,14 +178,20 @@ void Membership::Join() {
   // Should it vanish meanwhile, the timer thread notices.
   cond_.wait(lock, [this] { return state_ != State::kJoining; });
   // A short job may even have ended before this thread woke.
-  if (state_ == State::kFailed) throw dmlc::Error(failure_);
+  if (state_ != State::kFailed) return;
+  if (come_again_) throw ComeAgain(failure_);
+  if (welcomed_) throw JobFailed(failure_);
+  throw dmlc::Error(failure_);
 }
 
-void Membership::Leave(bool suspend) {
+void Membership::Leave(bool suspend, const std::string& failure) {
   std::unique_lock<std::mutex> lock(mu_);
   if (state_ != State::kActive) return;
   lock.unlock();
-  Send(Control::LEAVE, kScheduler, suspend ? "suspend" : "finish");
+  Send(Control::LEAVE, kScheduler,
+       !failure.empty() ? kWithFailure + failure
+       : suspend        ? "suspend"
+                        : "finish");
   lock.lock();
   cond_.wait_for(lock, ToDuration(kGoodbyeSeconds),
                  [this] { return left_acknowledged_ || state_ != State::kActive; });
@@ -180,7 +199,7 @@ void Membership::Leave(bool suspend) {
 }
 
 void Membership::StopByOrder(const std::string& how) {
-  if (settings_.is_scheduler) return FailJob("the " + SchedulerName() + " was " + how);
+  if (settings_.is_scheduler) return FailJob("the " + SchedulerName() + " was " + how, true);
   std::unique_lock<std::mutex> lock(mu_);
   if (state_ != State::kActive) return;
   lock.unlock();
@@ -200,6 +219,7 @@ bool Membership::Handle(const Message& msg) {
   const bool registers = control.cmd == Control::ADD_NODE;
   if (!settings_.is_scheduler && msg.meta.sender != kScheduler) return false;
   if (settings_.is_scheduler && (msg.meta.sender == Node::kEmpty) != registers) return false;
+  if (settings_.is_scheduler && !IsOfThisIncarnation(msg)) return true;
   if (settings_.is_scheduler && msg.meta.sender != Node::kEmpty) {
     std::lock_guard<std::mutex> lock(mu_);
     auto it = peers_.find(msg.meta.sender);
@@ -218,12 +238,25 @@ bool Membership::Handle(const Message& msg) {
       return true;
     case Control::WELCOME: {
       if (control.node.size() == 1) links_->SetSelf(control.node[0]);
+      // The scheduler's number when this node connected may have been that of the last incarnation.
+      links_->SetIncarnation(atoi(msg.meta.body.c_str()));
       std::lock_guard<std::mutex> lock(mu_);
       welcomed_ = true;
       cond_.notify_all();
       return true;
     }
     case Control::REFUSED:
+      if (BeginsWith(msg.meta.body, membership::kAgain) && !settings_.is_scheduler) {
+        // Only Join hears of it: nothing has failed yet.
+        std::lock_guard<std::mutex> lock(mu_);
+        if (state_ != State::kJoining) return true;
+        state_ = State::kFailed;
+        failure_ = msg.meta.body.substr(strlen(membership::kAgain));
+        come_again_ = true;
+        cond_.notify_all();
+        return true;
+      }
+      [[fallthrough]];
     case Control::JOB_FAILED:
       if (settings_.is_scheduler) {
         FailJob(msg.meta.body);
@@ -238,8 +271,10 @@ bool Membership::Handle(const Message& msg) {
       return true;
     case Control::LEAVE:
       if (!settings_.is_scheduler) return true;
-      if (msg.meta.body.rfind(kStopped, 0) == 0) {
+      if (BeginsWith(msg.meta.body, kStopped)) {
         OnGone(msg.meta.sender, "was " + msg.meta.body);
+      } else if (settings_.keep && BeginsWith(msg.meta.body, kWithFailure)) {
+        OnGone(msg.meta.sender, msg.meta.body);
       } else {
         OnLeave(msg.meta.sender, msg.meta.body == "suspend");
       }

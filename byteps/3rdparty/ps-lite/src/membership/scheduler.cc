@@ -40,12 +40,16 @@ int Membership::FirstFreeRank(Node::Role role) {
   return rank;
 }
 
-std::string Membership::ReasonToRefuse(const Node& node, const Claim& claim) {
+std::string Membership::ReasonToRefuse(const Node& node, const Claim& claim, bool* later) {
+  // What is said of numbers and places may be true of the last incarnation only, which has not
+  // ended for the scheduler yet: its nodes are given some time to connect again.
+  *later = false;
   if (claim.protocol != kProtocol) {
     return "it speaks membership protocol " + std::to_string(claim.protocol) + ", the scheduler " +
            std::to_string(kProtocol) + ": install the same byteps on every node";
   }
   if (node.role == Node::SCHEDULER) return "it says that it is a scheduler";
+  *later = settings_.keep;
   const bool worker = node.role == Node::WORKER;
   if (expected_workers_ < 0 && worker) expected_workers_ = claim.workers;
   if (expected_servers_ < 0 && worker) expected_servers_ = claim.servers;
@@ -54,6 +58,7 @@ std::string Membership::ReasonToRefuse(const Node& node, const Claim& claim) {
            Plural(expected_workers_, "worker") + " (WORLD_SIZE, DMLC_NUM_WORKER)";
   }
   if (claim.servers >= 0 && expected_servers_ >= 0 && claim.servers != expected_servers_) {
+    *later = false;
     return "it was started for " + Plural(claim.servers, "server") + ", the scheduler for " +
            Plural(expected_servers_, "server") + " (DMLC_NUM_SERVER)";
   }
@@ -82,18 +87,21 @@ void Membership::Register(const Message& msg) {
   if (!ParseClaim(msg.meta.body, &claim)) claim.protocol = -1;
   std::string refusal;
   bool complete = false;
+  bool later = false;
+  int incarnation = 0;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (state_ == State::kFailed) {
+    incarnation = incarnation_;
+    if (state_ == State::kFailed || state_ == State::kTurning) {
       refusal = "the job has failed: " + failure_;
+      later = state_ == State::kTurning;
     } else if (std::any_of(peers_.begin(), peers_.end(),
                            [](const auto& entry) { return entry.second.left_to_suspend; })) {
-      // The job before is being suspended and this node is early for the next.
-      parked_.push_back(msg);
-      return;
+      refusal = "the job before it is being suspended";
+      later = true;
     } else {
       if (node.role == Node::WORKER && node.aux_id < 0) node.aux_id = FirstFreeRank(Node::WORKER);
-      refusal = ReasonToRefuse(node, claim);
+      refusal = ReasonToRefuse(node, claim, &later);
     }
     if (refusal.empty()) {
       node.id = node.role == Node::WORKER ? Postoffice::WorkerRankToID(node.aux_id)
@@ -107,24 +115,30 @@ void Membership::Register(const Message& msg) {
       complete = expected_workers_ >= 0 && expected_servers_ >= 0 &&
                  Count(Node::WORKER) == expected_workers_ &&
                  Count(Node::SERVER) == expected_servers_;
+      if (complete) failure_.clear();  // of the last incarnation
     }
   }
   if (!refusal.empty()) {
-    Refuse(node, Describe(node) + " was refused by the " + SchedulerName() + ": " + refusal);
+    Refuse(node, Describe(node) + " was refused by the " + SchedulerName() + ": " + refusal, later);
     return;
   }
   links_->Connect(node);
-  Send(Control::WELCOME, node.id, "", {node});
+  Send(Control::WELCOME, node.id, std::to_string(incarnation), {node});
   PS_VLOG(1) << "admitted " << Describe(node);
   if (complete) AdmitAll();
 }
 
-void Membership::Refuse(const Node& node, const std::string& reason) {
-  LOG(WARNING) << reason;
+void Membership::Refuse(const Node& node, const std::string& reason, bool later) {
+  // Who comes again and again must not fill the log.
+  if (later) {
+    PS_VLOG(1) << reason << "; it may come again";
+  } else {
+    LOG(WARNING) << reason;
+  }
   Node target = node;
   target.id = membership::kRefusedBase + refused_++;
   links_->Connect(target);
-  Send(Control::REFUSED, target.id, reason);
+  Send(Control::REFUSED, target.id, (later ? membership::kAgain : "") + reason);
   links_->Disconnect(target.id);
 }
 
@@ -205,7 +219,9 @@ JobView Membership::View() {
   const auto now = Clock::now();
   JobView view;
   std::lock_guard<std::mutex> lock(mu_);
-  view.failure = failure_;
+  view.incarnation = incarnation_;
+  const bool of_last = state_ == State::kActive && !failure_.empty();
+  view.failure = (of_last ? "the last incarnation failed: " : "") + failure_;
   view.workers = expected_workers_;
   view.servers = expected_servers_;
   for (const auto& entry : peers_) {
@@ -231,12 +247,14 @@ JobView Membership::View() {
 void Membership::CheckPeers(Clock::time_point now) {
   std::vector<int> silent;
   std::string reason;
+  std::string last_reason;
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (const auto& entry : peers_) {
       const bool heard = now - entry.second.heard < ToDuration(settings_.peer_timeout_s);
       if (!entry.second.left && !heard) silent.push_back(entry.first);
     }
+    last_reason = ReasonToGiveUp(now);
     const std::string missing = any_worker_ ? WhoIsMissing() : "";
     if (!missing.empty() && now - last_arrival_ > ToDuration(settings_.start_timeout_s)) {
       reason = "the job did not start: only " + std::to_string(Count(Node::WORKER)) + " of " +
@@ -250,23 +268,75 @@ void Membership::CheckPeers(Clock::time_point now) {
     OnLost(id, "no heartbeat for " + Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S"));
   }
   if (!reason.empty()) FailJob(reason);
+  if (!last_reason.empty()) FailJob(last_reason, true);
 }
 
-void Membership::FailJob(const std::string& reason) {
+void Membership::FailJob(const std::string& reason, bool for_good) {
   std::vector<int> receivers;
+  const bool goes_on = settings_.keep && !for_good;
+  int next = 0;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ != State::kActive) return;
     // Before anybody is told: who ends for this reason must not become another one.
-    state_ = State::kFailed;
+    state_ = goes_on ? State::kTurning : State::kFailed;
     failure_ = reason;
+    if (goes_on) next = incarnation_ + 1;
     for (const auto& entry : peers_) {
       if (!entry.second.left) receivers.push_back(entry.first);
     }
   }
   cond_.notify_all();
   for (int id : receivers) Send(Control::JOB_FAILED, id, reason);
-  EmitFailure(reason);
+  EmitFailure(reason, next);
+  if (goes_on) BeginIncarnation();
+}
+
+void Membership::BeginIncarnation() {
+  std::vector<Node> old;
+  int incarnation = 0;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ != State::kTurning) return;  // Stop was called
+    for (const auto& entry : peers_) {
+      old.push_back(entry.second.node);
+      old.back().id = membership::kRefusedBase + refused_++;
+    }
+    peers_.clear();
+    departed_.clear();
+    any_worker_ = false;
+    expected_workers_ = -1;
+    incarnation = ++incarnation_;
+    incarnation_begun_ = Clock::now();
+  }
+  links_->SetIncarnation(incarnation);
+  // They lose their names first: the next node of that name may come while they are told.
+  for (const Node& node : old) {
+    links_->Connect(node);
+    links_->Disconnect(node.id);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (state_ == State::kTurning) state_ = State::kActive;
+  }
+  cond_.notify_all();
+}
+
+std::string Membership::ReasonToGiveUp(Clock::time_point now) {
+  const double limit = settings_.keep_timeout_s;
+  if (!settings_.keep || limit <= 0 || any_worker_ || failure_.empty()) return "";
+  if (now - incarnation_begun_ < ToDuration(limit)) return "";
+  return "no worker came within " + Limit(limit, "BYTEPS_KEEP_TIMEOUT_S") + " after incarnation " +
+         std::to_string(incarnation_ - 1) + " of the job failed: " + failure_;
+}
+
+bool Membership::IsOfThisIncarnation(const Message& msg) {
+  const int sender = msg.meta.sender;
+  if (sender == Node::kEmpty) return true;
+  std::lock_guard<std::mutex> lock(mu_);
+  if (peers_.count(sender)) return true;
+  PS_VLOG(1) << "a message of node " << sender << ", which is not of this incarnation of the job";
+  return false;
 }
 
 void Membership::OnLeave(int node_id, bool suspend) {
@@ -306,9 +376,9 @@ void Membership::TellOfDepartures() {
 }
 
 void Membership::EndJob() {
-  std::vector<Message> waiting;
   std::vector<int> servers;
   bool suspended = false;
+  int incarnation = 0;
   {
     std::lock_guard<std::mutex> lock(mu_);
     // It has failed, or Stop was called, which waits for the timer thread: it sees the state.
@@ -322,13 +392,13 @@ void Membership::EndJob() {
     any_worker_ = false;
     if (suspended) {
       expected_workers_ = expected_servers_ = -1;
-      waiting.swap(parked_);
+      incarnation = ++incarnation_;
     } else {
       state_ = State::kEnded;
     }
   }
   for (int id : servers) Send(Control::JOB_END, id, suspended ? "suspend" : "finish");
-  for (const auto& msg : waiting) Register(msg);
+  if (suspended) links_->SetIncarnation(incarnation);
   MembershipEvent event;
   event.kind = MembershipEvent::kEnded;
   event.suspended = suspended;

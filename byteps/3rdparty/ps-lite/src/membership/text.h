@@ -10,7 +10,9 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 2;
+constexpr int kProtocol = 3;
+// How a REFUSED begins whose receiver may come again.
+constexpr char kAgain[] = "again: ";
 // Ids of nodes that are refused: far from those that are admitted.
 constexpr int kRefusedBase = 1 << 24;
 

@@ -55,7 +55,7 @@ void RdmaVan::Start(int customer_id, bool standalone) {
     LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
   token_ = NewToken();
-  job_ = Postoffice::Get()->is_scheduler() ? NewToken() : 0;
+  job_ = Postoffice::Get()->is_scheduler() ? NewJob() : 0;
   ForgetEndpointCounters();
   {
     std::lock_guard<std::mutex> lock(inbox_mu_);
@@ -151,6 +151,11 @@ void RdmaVan::NamePeer(const Node& node) {
     event.closed = true;
     return Put(std::move(event));
   }
+  // It may have had another name.
+  const auto last = peers_.find(it->second->id);
+  if (last != peers_.end() && last->first != node.id && last->second == it->second) {
+    peers_.erase(last);
+  }
   named = it->second;
   named->id = node.id;
   for (const auto& endpoint : EndpointsOf(*named)) endpoint->counters()->peer = node.id;
@@ -180,10 +185,11 @@ int32_t RdmaVan::Rank() {
 std::string RdmaVan::ReasonToRefuse(const rdma::ConnectRequest& request) {
   if (stopping_) return "this node is leaving the job";
   if (is_scheduler_) {
-    if (request.job != (request.resumes ? job_.load() : 0)) return "it belongs to another job";
+    if (request.job != (request.resumes ? job_.load() : 0)) return NotOurs(request.job, job_);
     return request.is_data_plane ? "the scheduler has no data plane" : "";
   }
-  if (request.job != job_ || job_ == 0) return "it belongs to another job";
+  if (job_ == 0) return "this node is in no job yet";
+  if (request.job != job_) return NotOurs(request.job, job_);
   if (request.role != Node::WORKER || request.rank < 0 || request.rank >= kMaxRank) {
     return "it is no worker";
   }
@@ -276,12 +282,8 @@ void RdmaVan::OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, s
 
 std::string RdmaVan::OnReply(Endpoint* endpoint, const rdma::ConnectReply& reply) {
   if (reply.job == 0) return "it is in no job";
-  if (endpoint->peer() == kScheduler) {
-    job_ = reply.job;
-  } else if (reply.job != job_) {
-    return "it belongs to another job";
-  }
-  return "";
+  if (endpoint->peer() == kScheduler && job_ == 0) job_ = reply.job;
+  return reply.job == job_ ? "" : NotOurs(reply.job, job_);
 }
 
 std::vector<std::shared_ptr<Endpoint>> RdmaVan::AllEndpoints() {
@@ -304,12 +306,16 @@ void RdmaVan::Disconnect(int node_id) {
     std::lock_guard<std::mutex> lock(peers_mu_);
     auto it = peers_.find(node_id);
     if (it != peers_.end()) endpoints = EndpointsOf(*it->second);
+    // One that has gone already, and was named only to be closed.
+    if (it != peers_.end() && endpoints.empty()) peers_.erase(it);
   }
   for (const auto& endpoint : endpoints) {
     endpoint->CloseWhenFlushed();
     connector_->FailLater(endpoint, kFarewell);
   }
 }
+
+void RdmaVan::SetIncarnation(int incarnation) { job_ = WithIncarnation(job_, incarnation); }
 
 void RdmaVan::Abandon(const void* begin, size_t bytes) {
   if (!BeginUse()) return;

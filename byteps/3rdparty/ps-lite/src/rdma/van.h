@@ -17,8 +17,8 @@
 // and of memory in the registration cache (ps/registration_cache.h).
 //
 // Who is who.  Who connects proves that it has the job's secret, and so does who is connected
-// to.  The scheduler makes a random number that names the job, and tells it to who connects;
-// servers take connections of that job alone.  A node's token, a random number in
+// to.  The scheduler makes a number that names the job and its incarnation, and tells it to who
+// connects; servers take connections of that incarnation alone.  A node's token, a random number in
 // Node::endpoint_name, tells which process a connection belongs to, also before it has an
 // id.  What a message says of its sender is not looked at: the connection knows.
 #ifndef PS_RDMA_VAN_H_
@@ -49,6 +49,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   void SetNode(const Node& node) override;
   void Abandon(const void* begin, size_t bytes) override;
   void Disconnect(int node_id) override;
+  void SetIncarnation(int incarnation) override;
 
   // Breaks an endpoint to `node_id`, as a fault of the network would.  For tests.
   bool BreakEndpoint(int node_id, rdma::Plane plane, int index);

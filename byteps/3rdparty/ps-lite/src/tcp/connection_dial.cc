@@ -212,8 +212,9 @@ bool Connection::ReadChallenge() {
   }
   const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);
   if (!complaint.empty()) throw dmlc::Error(complaint);
-  // Should the connection break, it is this very process that is meant.
+  // Should the connection break, it is this very process that is meant, in this incarnation.
   hello_.receiver = challenge.sender;
+  hello_.job = challenge.job;
   phase_ = Phase::kReply;
   if (const Socket socket = CurrentSocket()) socket->Say(secret.Prove(kWhoConnects, said_));
   return true;

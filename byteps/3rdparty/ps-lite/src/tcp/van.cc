@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "../net_address.h"
-#include "../node_token.h"
 #include "../who_connects.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
@@ -35,6 +34,8 @@ constexpr int kMaxConnections = 64;
 // One thread moves some gigabytes a second; more than this many find nothing left to do.
 constexpr int kMaxThreads = 8;
 constexpr int kManyServers = 4;
+// Room for so many where the next incarnation of the job may bring any number of workers.
+constexpr size_t kAnyNumberOfPeers = 1 << 16;
 
 double Seconds(const char* name, double fallback) {
   const char* text = Environment::Get()->find(name);
@@ -108,12 +109,13 @@ void TcpVan::Start(int customer_id, bool standalone) {
     connections_per_server_ = DefaultConnections(threads, post->num_servers());
   }
   // Of the connections that a worker makes only the worker knows how many there will be.
-  const size_t peers = post->is_scheduler() ? post->num_workers() + post->num_servers()
-                       : post->is_server()  ? kMaxThreads * post->num_workers()
-                                            : connections_per_server_ * post->num_servers();
+  const size_t peers = GetEnv("BYTEPS_KEEP", 0) > 0 && !post->is_worker() ? kAnyNumberOfPeers
+                       : post->is_scheduler() ? post->num_workers() + post->num_servers()
+                       : post->is_server()    ? kMaxThreads * post->num_workers()
+                                              : connections_per_server_ * post->num_servers();
   tcp::MakeRoomForFiles(peers);
   token_ = NewToken();
-  job_ = post->is_scheduler() ? NewToken() : 0;
+  job_ = post->is_scheduler() ? NewJob() : 0;
   pool_ = std::make_shared<tcp::MemoryPool>(Bytes("BYTEPS_RECEIVE_POOL_BYTES", 1 << 30));
   pollers_.clear();
   for (int i = 0; i < threads; ++i) pollers_.push_back(std::make_shared<tcp::Poller>(i));
@@ -238,6 +240,11 @@ void TcpVan::NamePeer(const Node& node) {
     Put(std::move(event));
     return;
   }
+  // It may have had another name.
+  const auto last = peers_.find(it->second->id);
+  if (last != peers_.end() && last->first != node.id && last->second == it->second) {
+    peers_.erase(last);
+  }
   it->second->id = node.id;
   const PeerPtr before = std::exchange(peers_[node.id], it->second);
   for (const auto& connection : it->second->connections) {
@@ -252,15 +259,15 @@ void TcpVan::NamePeer(const Node& node) {
 std::string TcpVan::ReasonToRefuse(const tcp::Hello& hello) const {
   const bool scheduler = my_node_.role == Node::SCHEDULER;
   const auto role = static_cast<Node::Role>(hello.role);
+  const uint64_t job = job_;
+  if (hello.job != job && !(scheduler && hello.job == 0)) return NotOurs(hello.job, job);
   if (hello.receiver != 0 && hello.receiver != token_) {
     return "the process that is meant is not here any more";
   }
   if (hello.sender == 0 || hello.index >= kMaxConnections || hello.role > Node::SCHEDULER) {
     return "its hello does not parse";
   }
-  if (scheduler ? hello.job != 0 : hello.job != job_ || job_ == 0) {
-    return "it belongs to another job";
-  }
+  if (job == 0) return "this node is in no job yet";
   if (!ConnectsTo(role, my_node_.role)) return "its role has nothing to say to this node";
   if (scheduler) return "";
   if (!IsWorkerId(hello.node_id)) return "it is no worker";
@@ -314,12 +321,8 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
 
 std::string TcpVan::OnChallenge(const ConnectionPtr& connection, const tcp::Challenge& challenge) {
   if (challenge.job == 0) return "it is in no job";
-  if (connection->peer == kScheduler) {
-    job_ = challenge.job;
-  } else if (challenge.job != job_) {
-    return "it belongs to another job";
-  }
-  return "";
+  if (connection->peer == kScheduler && job_ == 0) job_ = challenge.job;
+  return challenge.job == job_ ? "" : NotOurs(challenge.job, job_);
 }
 
 Connection::Clock::duration TcpVan::Patience(Connection* connection, LinkFault fault) {

@@ -10,10 +10,10 @@
 // of lost peers, by Van's receiving thread.
 //
 // Who is who.  Who connects proves that it has the job's secret (greeter.h), and so does who is
-// connected to.  The scheduler makes a random number that names the job, and tells it to who
-// connects; servers take connections of that job alone.  A node's token, a random number in
-// Node::endpoint_name, tells which process a connection belongs to.  What a message says of
-// its sender is not looked at: the connection knows.
+// connected to.  The scheduler makes a number that names the job and its incarnation, and tells it
+// to who connects; servers take connections of that incarnation alone.  A node's token, a random
+// number in Node::endpoint_name, tells which process a connection belongs to.  What a message says
+// of its sender is not looked at: the connection knows.
 #ifndef PS_TCP_VAN_H_
 #define PS_TCP_VAN_H_
 
@@ -27,6 +27,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../node_token.h"
 #include "./connection.h"
 #include "./greeter.h"
 #include "./listener.h"
@@ -45,6 +46,7 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   void SetNode(const Node& node) override;
   void Abandon(const void* begin, size_t bytes) override;
   void Disconnect(int node_id) override;
+  void SetIncarnation(int incarnation) override { job_ = WithIncarnation(job_, incarnation); }
 
  protected:
   void Start(int customer_id, bool standalone) override;

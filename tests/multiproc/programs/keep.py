@@ -1,0 +1,166 @@
+"""Workers of a job that comes again after a failure: in new processes, or in the same ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import byteps.torch as bps
+import torch
+import torch.distributed as dist
+
+from programs import values
+from programs.job import Job
+
+COUNT = 60_000
+"""Elements: some partitions on each server."""
+
+
+def _sum(rank: int, size: int, name: str, round_: int) -> None:
+    given = values.exact_input(COUNT, rank, name, round_, "float32")
+    want = values.exact_sum(COUNT, list(range(size)), name, round_, "float32")
+    values.demand_exact(bps.push_pull(given, average=False, name=name), want)
+
+
+def _sum_until_it_fails(rank: int, size: int, name: str, job: Job) -> str:
+    for round_ in range(1_000_000):
+        try:
+            _sum(rank, size, name, round_)
+        except bps.BytePSError as error:
+            return str(error)
+        if round_ == 5:
+            job.mark("looping")
+    raise AssertionError("nothing failed")
+
+
+def again_in_one_process(job: Job) -> None:
+    """Sum until the job fails, shut down, and come again as a worker of a smaller job.
+
+    args: ``rank`` and ``size`` in the second life, by first rank; ``group``: with a process group
+    of torch.distributed, which embedded mode needs, made anew for each life.
+    """
+    _enter(job, job.rank, job.size, 0)
+    bps.init()
+    old = torch.ones(10)
+    handle = bps.push_pull_async_inplace(old, average=False, name="old")
+    bps.synchronize(handle)
+    failure = _sum_until_it_fails(job.rank, job.size, "weight", job)
+    job.note("failure", failure)
+    with job.check_raises("a sum after the failure", bps.BytePSError, "lost|stopped"):
+        bps.push_pull(torch.ones(3), name="late")
+    bps.shutdown()
+    with job.check("nothing of it is left"):
+        assert not bps.is_initialized()
+    lives: dict[str, int] = job.args["ranks"]
+    rank, size = lives[str(job.rank)], len(lives)
+    _enter(job, rank, size, 1)
+    bps.init()
+    with job.check("rank and size"):
+        assert (bps.rank(), bps.size()) == (rank, size)
+    with job.check_raises("a handle of the last life", ValueError, "handle"):
+        bps.synchronize(handle)
+    for round_ in range(20):
+        # The name and the rounds of before, with another number of workers, and other values.
+        with job.check(f"sum {round_}"):
+            _sum(rank, size, "weight", 1000 + round_)
+    with job.check("another size under the same name"):
+        total = bps.push_pull(torch.ones(7777), average=False, name="old")
+        assert (total == size).all()
+    bps.shutdown()
+    _exit(job)
+
+
+def _enter(job: Job, rank: int, size: int, life: int) -> None:
+    """Be this worker of so many, in a process group too where args ask for one."""
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.pop("DMLC_NUM_WORKER", None)
+    if not job.args.get("group"):
+        return
+    _exit(job)
+    store = dist.FileStore(str(Path(job.folder) / f"store.{life}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _exit(job: Job) -> None:
+    if job.args.get("group") and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def joins(job: Job) -> None:
+    """Some right sums, with what ``salt`` says; then the test says when to end."""
+    bps.init()
+    salt = job.args.get("salt", 0)
+    for round_ in range(job.args.get("rounds", 20)):
+        with job.check(f"sum {round_}"):
+            _sum(job.rank, job.size, "weight", 100 * salt + round_)
+    job.mark(f"joined{salt}")
+    if job.args.get("stays"):
+        job.wait_go(f"end{salt}")
+        with job.check("and still"):
+            _sum(job.rank, job.size, "weight", 100 * salt + 99)
+    bps.shutdown()
+
+
+def raises(job: Job) -> None:
+    """An error that has nothing to do with BytePS ends every worker, one after the other."""
+    bps.init()
+    _sum(job.rank, job.size, "weight", 0)
+    job.mark("summed")
+    job.wait_go("raise")
+    raise RuntimeError(f"no checkpoint for rank {job.rank}")
+
+
+def lacks_one(job: Job) -> None:
+    """Rank 0 waits for a sum that rank 1 never pushes; both then shut down as if all were well."""
+    bps.init()
+    if job.rank == 0:
+        with job.check_raises("the sum", bps.BytePSError, "timed out"):
+            bps.push_pull(torch.ones(10), average=False, name="alone")
+        job.mark("told")
+    else:
+        job.wait_until("rank 0", (job.folder / "mark.told.0").exists)
+    bps.shutdown()
+
+
+def train(folder: Path, arguments: dict[str, Any]) -> None:
+    """A torchrun rank that learns y = Wx by SGD over BytePS, from a checkpoint if there is one.
+
+    In the first attempt rank 1 kills itself after a few steps. Prints what the last rank 0 learnt.
+    """
+    import signal
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    steps = arguments["steps"]
+    bps.init()
+    checkpoint = folder / "checkpoint.pt"
+    torch.manual_seed(7)
+    truth = torch.randn(4, 8)
+    weight = torch.zeros(4, 8)
+    first = 0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint)
+        first, weight = saved["step"], saved["weight"]
+    print(f"attempt {attempt}: rank {rank} of {size} begins at step {first}", flush=True)
+    for step in range(first, steps):
+        if attempt == 0 and rank == 1 and step == arguments["dies_at"]:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        # The same batches whatever the number of ranks: each takes its part of them.
+        batch = torch.randn(64, 8, generator=torch.Generator().manual_seed(step))[rank::size]
+        error = batch @ (weight - truth).T
+        gradient = error.T @ batch / 64
+        bps.push_pull_inplace(gradient, average=False, name="weight.grad")
+        weight -= 0.5 * gradient
+        if rank == 0:
+            part = folder / "checkpoint.part"
+            torch.save({"step": step + 1, "weight": weight}, part)
+            part.rename(checkpoint)
+    loss = (weight - truth).pow(2).mean().item()
+    print(f"attempt {attempt}: rank {rank} ended with loss {loss:.3e}", flush=True)
+    bps.shutdown()
+    if loss > 1e-3:
+        raise SystemExit(f"it has learnt nothing: {loss}")

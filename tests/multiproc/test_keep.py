@@ -1,0 +1,272 @@
+"""A cluster that outlives failures: scheduler and servers take the job's next incarnation."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+from cluster import END_S, HERE, RUN_S, START_S, Cluster, Spawned, wait_all, wait_for_file
+from endings import demand_error, demand_failed, wait_for_text
+
+KEEP = {"BYTEPS_KEEP": "1", "BYTEPS_PARTITION_BYTES": "16384"}
+SHORT = {**KEEP, "BYTEPS_PEER_TIMEOUT_S": "3"}
+Make = Callable[..., Cluster]
+
+
+def loops(make: Make, *, workers: int, servers: int, env: dict[str, str] | None = None) -> Cluster:
+    """A kept cluster whose workers sum until something ends them."""
+    cluster = make(workers=workers, servers=servers, env={**SHORT, **(env or {})})
+    cluster.start("failures:loop")
+    cluster.wait_mark("looping", range(workers))
+    return cluster
+
+
+def come_again(cluster: Cluster, workers: int, salt: int = 1) -> None:
+    """The next incarnation: other processes, another number of them, the names of before."""
+    for rank in range(workers):
+        cluster.start_worker(
+            rank, "keep:joins", title=f"life {salt} worker {rank}", world_size=workers, salt=salt
+        )
+    wait_all([cluster.workers[f"life {salt} worker {rank}"] for rank in range(workers)], RUN_S)
+
+
+def demand_well(cluster: Cluster) -> None:
+    """The last incarnation ended well, and with it the cluster."""
+    cluster.demand_checks()
+    nodes = [*cluster.servers, cluster.scheduler]
+    wait_all(nodes, END_S)
+    assert [node.wait(0) for node in nodes] == [0] * len(nodes)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_killed_worker(make_cluster: Make, workers: int) -> None:
+    """Survivors end by name, scheduler and servers stay, and another number of workers goes on."""
+    cluster = loops(make_cluster, workers=3, servers=2)
+    cluster.workers["worker 1"].send(signal.SIGKILL)
+    for rank in (0, 2):
+        demand_error(cluster.workers[f"worker {rank}"], r"worker 1\b.*lost")
+    assert cluster.scheduler is not None
+    wait_for_text(cluster.scheduler, r"incarnation 1 of the job failed: worker 1 .* incarnation 2")
+    come_again(cluster, workers)
+    demand_well(cluster)
+
+
+def test_again_and_again(make_cluster: Make) -> None:
+    """Each failure ends one incarnation; the servers live through all of them."""
+    cluster = loops(make_cluster, workers=2, servers=1)
+    for life in range(1, 4):
+        victim = cluster.workers["worker 1" if life == 1 else f"life {life - 1} worker 1"]
+        victim.send(signal.SIGKILL)
+        victim.wait(END_S)
+        marks = {}
+        for rank in range(2):
+            title = f"life {life} worker {rank}"
+            new = cluster.start_worker(rank, "keep:joins", title=title, salt=life, stays=True)
+            marks[cluster.folder / f"mark.joined{life}.{rank}"] = new
+        for mark, worker in marks.items():
+            wait_for_file(mark, START_S, [worker])
+    cluster.go("end3")
+    wait_all([cluster.workers[f"life 3 worker {rank}"] for rank in range(2)], RUN_S)
+    assert cluster.scheduler is not None
+    assert "waiting for incarnation 4" in cluster.scheduler.text
+    assert [cluster.workers[f"life 3 worker {rank}"].status for rank in range(2)] == [0, 0]
+    nodes = [*cluster.servers, cluster.scheduler]
+    wait_all(nodes, END_S)
+    assert [node.wait(0) for node in nodes] == [0, 0]
+
+
+def test_killed_server(make_cluster: Make) -> None:
+    """Another server takes its place; the one that lived serves on."""
+    cluster = loops(make_cluster, workers=2, servers=2)
+    lost = cluster.servers.pop(1)
+    lost.send(signal.SIGKILL)
+    for worker in list(cluster.workers.values()):
+        demand_error(worker, r"server [01]\b.*lost")
+    lost.wait(END_S)
+    cluster.start_server()
+    come_again(cluster, 2)
+    demand_well(cluster)
+
+
+def test_killed_scheduler(make_cluster: Make) -> None:
+    """Servers wait for another one at the same address, as long as anybody waits for one."""
+    cluster = loops(make_cluster, workers=1, servers=2)
+    lost, port = cluster.scheduler, cluster.port
+    assert lost is not None
+    lost.send(signal.SIGKILL)
+    demand_error(cluster.workers["worker 0"], r"scheduler .*was lost")
+    lost.wait(END_S)
+    (cluster.folder / "scheduler.port").unlink()
+    cluster.start_scheduler()
+    assert cluster.port == port
+    come_again(cluster, 2)
+    demand_well(cluster)
+
+
+def test_stopped_worker_of_an_old_incarnation(make_cluster: Make) -> None:
+    """It is lost for its silence while a worker of the next incarnation waits for its place. When
+    it goes on it learns why it is none any more, and changes nothing."""
+    cluster = loops(make_cluster, workers=2, servers=1)
+    old = cluster.workers["worker 1"]
+    old.send(signal.SIGSTOP)
+    for rank in range(2):
+        cluster.start_worker(rank, "keep:joins", title=f"life 1 worker {rank}", salt=1, stays=True)
+    demand_error(cluster.workers["worker 0"], r"worker 1\b.*no heartbeat")
+    new = [cluster.workers[f"life 1 worker {rank}"] for rank in range(2)]
+    for rank in range(2):
+        wait_for_file(cluster.folder / f"mark.joined1.{rank}", START_S, [new[rank]])
+    old.send(signal.SIGCONT)
+    demand_error(old, r"worker 1\b.*lost|scheduler .*lost|incarnation 1")
+    cluster.go("end1")
+    wait_all(new, RUN_S)
+    assert [worker.status for worker in new] == [0, 0], [worker.text for worker in new]
+    demand_well(cluster)
+
+
+def test_nobody_leaves_room(make_cluster: Make) -> None:
+    """A worker of another job: it waits for its place no longer than BYTEPS_START_TIMEOUT_S."""
+    cluster = make_cluster(workers=1, servers=1, env=KEEP)
+    cluster.start("keep:joins", stays=True)
+    cluster.wait_mark("joined0", [0])
+    env = {"BYTEPS_START_TIMEOUT_S": "2"}
+    surplus = cluster.start_worker(0, "failures:init_only", title="surplus", env=env)
+    demand_error(surplus, "has a worker 0 .* already", "BYTEPS_START_TIMEOUT_S=2")
+    cluster.go("end0")
+    wait_all([cluster.workers["worker 0"]], RUN_S)
+    demand_well(cluster)
+
+
+def test_workers_that_stay_away(make_cluster: Make) -> None:
+    """An incarnation that never gathers ends by name, and the next one may."""
+    cluster = make_cluster(workers=2, servers=1, env={**KEEP, "BYTEPS_START_TIMEOUT_S": "4"})
+    cluster.start_nodes()
+    alone = cluster.start_worker(0, "failures:init_only")
+    demand_error(alone, "1 of 2 workers", "missing: worker 1")
+    cluster.set_env({"BYTEPS_START_TIMEOUT_S": "60"})
+    come_again(cluster, 1)
+    demand_well(cluster)
+
+
+def test_an_error_of_the_user_s(make_cluster: Make) -> None:
+    """Workers that raise are not workers that have done their work."""
+    cluster = make_cluster(workers=2, servers=1, env=KEEP)
+    cluster.start("keep:raises")
+    cluster.wait_mark("summed", range(2))
+    cluster.go("raise")
+    wait_all(cluster.workers.values(), END_S)
+    assert [worker.status for worker in cluster.workers.values()] == [1, 1]
+    assert cluster.scheduler is not None
+    wait_for_text(
+        cluster.scheduler,
+        r"incarnation 1 of the job failed: worker [01] \(.*\) failed: "
+        r"RuntimeError: no checkpoint for rank [01]",
+    )
+    come_again(cluster, 2)
+    demand_well(cluster)
+
+
+def test_a_sum_that_failed(make_cluster: Make) -> None:
+    """Nobody was lost, one sum failed, and all shut down: there was a failure all the same."""
+    cluster = make_cluster(workers=2, servers=1, env={**KEEP, "BYTEPS_OP_TIMEOUT_S": "2"})
+    cluster.start("keep:lacks_one")
+    wait_all(cluster.workers.values(), END_S)
+    cluster.demand_checks()
+    cluster.set_env({"BYTEPS_OP_TIMEOUT_S": "600"})
+    come_again(cluster, 2)
+    demand_well(cluster)
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["at-work", "waiting"])
+def test_told_to_end(make_cluster: Make, gathered: bool) -> None:
+    """A signal ends a kept scheduler or server as any."""
+    cluster = make_cluster(workers=2, servers=2, env=SHORT)
+    if gathered:
+        cluster.start("failures:loop")
+        cluster.wait_mark("looping", range(2))
+    else:
+        cluster.start_nodes()
+    assert cluster.scheduler is not None
+    for node in [*cluster.servers, cluster.scheduler]:
+        node.send(signal.SIGTERM)
+        assert node.wait(END_S) in (143, -signal.SIGTERM), node.text
+    for worker in cluster.workers.values():
+        demand_error(worker, r"(server [01]|scheduler) .*stopped by order \(SIGTERM\)|was lost")
+
+
+def test_server_that_no_scheduler_wants(make_cluster: Make) -> None:
+    """Without its scheduler a kept server ends when nobody answers for BYTEPS_START_TIMEOUT_S."""
+    cluster = loops(make_cluster, workers=1, servers=1, env={"BYTEPS_START_TIMEOUT_S": "3"})
+    assert cluster.scheduler is not None
+    cluster.scheduler.send(signal.SIGKILL)
+    demand_failed(
+        cluster.servers[0],
+        r"scheduler .*was lost.*; waiting for the next incarnation",
+        r"did not answer within 3.0 s \(BYTEPS_START_TIMEOUT_S=3\)",
+    )
+
+
+@pytest.mark.parametrize("survivors", [(0, 2), (1, 2)], ids=["rank-1-dies", "rank-0-dies"])
+def test_again_in_one_process(make_cluster: Make, survivors: tuple[int, ...]) -> None:
+    """bps.shutdown() after a failure and bps.init() again, with a worker fewer."""
+    cluster = make_cluster(workers=3, servers=2, env=SHORT)
+    ranks = {str(old): new for new, old in enumerate(survivors)}
+    cluster.start("keep:again_in_one_process", ranks=ranks)
+    cluster.wait_mark("looping", range(3))
+    (dead,) = {0, 1, 2} - set(survivors)
+    cluster.workers[f"worker {dead}"].send(signal.SIGKILL)
+    workers = [cluster.workers[f"worker {rank}"] for rank in survivors]
+    wait_all(workers, RUN_S)
+    assert [worker.status for worker in workers] == [0, 0], [worker.text for worker in workers]
+    for rank in survivors:
+        failure = (cluster.folder / f"failure.{rank}").read_text()
+        assert re.search(rf"worker {dead}\b.*lost", failure), failure
+    demand_well(cluster)
+
+
+@pytest.mark.parametrize("survivors", [(0, 2), (1, 2)], ids=["rank-1-dies", "rank-0-dies"])
+def test_again_in_embedded_mode(make_cluster: Make, survivors: tuple[int, ...]) -> None:
+    """Likewise with scheduler and servers beside the ranks: they are started anew."""
+    cluster = make_cluster(workers=3, servers=1, env={"BYTEPS_PARTITION_BYTES": "16384"})
+    ranks = {str(old): new for new, old in enumerate(survivors)}
+    no_cluster = dict.fromkeys(("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"))
+    for rank in range(3):
+        cluster.start_worker(
+            rank,
+            "keep:again_in_one_process",
+            env={**no_cluster, "DMLC_NUM_WORKER": None, "BYTEPS_SECRET": None},
+            ranks=ranks,
+            group=True,
+        )
+    cluster.wait_mark("looping", range(3))
+    (dead,) = {0, 1, 2} - set(survivors)
+    cluster.workers[f"worker {dead}"].send(signal.SIGKILL)
+    workers = [cluster.workers[f"worker {rank}"] for rank in survivors]
+    wait_all(workers, RUN_S)
+    cluster.demand_checks()
+    assert [worker.status for worker in workers] == [0, 0], [worker.text for worker in workers]
+
+
+def test_torchrun_restarts_workers(make_cluster: Make) -> None:
+    """torchrun --max-restarts: a rank is killed, its launcher starts all of them again, and
+    training goes on from the checkpoint with the servers that were there."""
+    cluster = make_cluster(workers=2, servers=2, env=KEEP)
+    cluster.start_nodes()
+    pids = [node.pid for node in cluster.servers]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [sys.executable, *launcher, "--max-restarts", "1", "--monitor-interval", "0.1"]
+    env = {**cluster.node_environment(), "JOB_FOLDER": str(cluster.folder)}
+    del env["DMLC_NUM_WORKER"]
+    script = str(HERE / "jobs" / "restarted_job.py")
+    torchrun = Spawned("torchrun", [*command, script], env, cluster.folder)
+    assert torchrun.wait(RUN_S) == 0, torchrun.text
+    assert "attempt 0: rank 0 of 2 begins at step 0" in torchrun.text
+    begun = re.findall(r"attempt 1: rank \d of 2 begins at step (\d+)", torchrun.text)
+    assert len(begun) == 2 and all(0 < int(step) <= 20 for step in begun), torchrun.text
+    assert len(re.findall(r"attempt 1: rank \d ended with loss", torchrun.text)) == 2
+    assert cluster.scheduler is not None
+    assert re.search("incarnation 1 of the job failed: worker 1 .*lost", cluster.scheduler.text)
+    demand_well(cluster)
+    assert pids == [node.pid for node in cluster.servers]
