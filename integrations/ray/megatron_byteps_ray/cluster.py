@@ -14,6 +14,8 @@ from ray._private import services
 
 from .settings import Settings
 
+_NODE_S = 30.0
+"""For how long it is asked for, each time that Ray does."""
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through it
 
 
@@ -48,33 +50,47 @@ def cluster(
         actors = settings.ranks + settings.spares
         cpus = actors * settings.cpus_per_rank + (settings.servers + 1) * settings.server_cpus
         own = {settings.server_resource: settings.servers + 1} if settings.server_resource else None
-        with _patience(settings.limits.place):
-            ray.init(
-                address="local",
-                num_cpus=math.ceil(cpus),
-                resources=own,
-                include_dashboard=dashboard,
-                _node_ip_address="127.0.0.1",
-                object_store_memory=_OBJECT_STORE_BYTES,
-                **quiet,
-                **options,
-            )
+        _start(
+            settings.limits.place,
+            num_cpus=math.ceil(cpus),
+            resources=own,
+            include_dashboard=dashboard,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **quiet,
+            **options,
+        )
     try:
         yield
     finally:
         ray.shutdown()
 
 
-@contextmanager
-def _patience(limit_s: float) -> Iterator[None]:
-    """Give a node that starts here longer than Ray's 30 s, which a busy machine does not keep.
+def _start(limit_s: float, **options: Any) -> None:
+    """Start a node here, again if need be.
 
-    Ray has no setting for it: it asks for the node, again and again, by this function of its own.
+    Ray gives a node 30 s to start, and the node gives its agents 15 s and ends then. A busy machine
+    keeps neither, and there is no setting for them.
     """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            with _patience():
+                ray.init(address="local", **options)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or time.monotonic() > deadline:
+                raise
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Have Ray ask for a node that starts here for longer: it does by this function of its own."""
     ask = services.get_node
 
     def ask_for_long(*args: Any, **kwargs: Any) -> Any:
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + _NODE_S
         while True:
             try:
                 return ask(*args, **kwargs)
