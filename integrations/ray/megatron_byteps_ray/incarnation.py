@@ -49,6 +49,8 @@ class Incarnation:
         self._asked: dict[Any, int] = {}
         self._heard = [time.monotonic()] * len(slots)
         self._seen: list[dict[str, Any]] = [{} for _ in slots]
+        self._first: dict[int, float] = {}
+        """When each rank had finished its first step."""
         self._reporter: int | None = None
         self._finished: set[int] = set()
         self.steps = 0
@@ -197,12 +199,21 @@ class Incarnation:
         self._ends.append(End(who=who, kind=LOST, at=time.time()))
 
     def _take_progress(self, *, last: bool = False) -> None:
-        refs = list(self._asked)
+        """Hear what has been answered, and ask again; at the end wait for all that there is."""
+        self._hear(0.0 if not last else _CALL_S, again=not last)
         if last:
-            refs = [slot.actor.progress.remote() for slot in self._slots]
-            self._asked = {ref: rank for rank, ref in enumerate(refs)}
-        done, _ = ray.wait(refs, num_returns=len(refs), timeout=_CALL_S if last else 0)
-        # Newest first would show steps in the wrong order.
+            # What was asked before came first: each answer has the steps since the one before.
+            self._asked = {s.actor.progress.remote(): rank for rank, s in enumerate(self._slots)}
+            self._hear(_CALL_S, again=False)
+        if all(seen.get("step") for seen in self._seen):
+            self._recovered()
+
+    def _hear(self, limit_s: float, *, again: bool) -> None:
+        refs = list(self._asked)
+        if not refs:
+            return
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
+        # In the order of ranks: the lowest of those that know the loss reports it.
         for ref in sorted(done, key=self._asked.__getitem__):
             rank = self._asked.pop(ref)
             try:
@@ -212,10 +223,8 @@ class Incarnation:
             self._heard[rank] = time.monotonic()
             self._seen[rank] = seen
             self._show(rank, seen)
-            if not last:
+            if again:
                 self._asked[self._slots[rank].actor.progress.remote()] = rank
-        if all(seen.get("step") for seen in self._seen):
-            self._recovered()
 
     def _show(self, rank: int, seen: dict[str, Any]) -> None:
         for name in _MARKS:
@@ -223,8 +232,7 @@ class Incarnation:
                 self._mark(name, seen["marks"][name])
         for step in seen["steps"]:
             self.steps += rank == 0
-            if self._phases is not None and not self._phases.done:
-                seen.setdefault("first", step["time"])
+            self._first.setdefault(rank, step["time"])
             if step["values"] and self._reporter is None:
                 self._reporter = rank
             if rank == self._reporter:
@@ -243,7 +251,7 @@ class Incarnation:
         """Every rank has finished a step."""
         phases, self._phases = self._phases, None
         if phases is not None:
-            phases.end("step", max(seen.get("first", 0.0) for seen in self._seen) or None)
+            phases.end("step", max(self._first.values()))
             self._emit("recovered", incarnation=self.number, phases=phases)
 
     # ----------------------------------------------------------------- hangs
