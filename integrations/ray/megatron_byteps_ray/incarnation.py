@@ -17,6 +17,8 @@ from .settings import Settings
 POLL_S = 0.25
 SETTLE_S = 1.0
 """After the first failure, for the others to show: which of them was the cause is told by all."""
+SILENT_S = 10.0
+"""A rank that others lost, and that has reported nothing for so long, hangs."""
 _CALL_S = 120.0
 _MARKS = ("groups", "byteps", "loaded")
 
@@ -66,6 +68,7 @@ class Incarnation:
             if not self._ends:
                 return None
             self.noticed_at = self.noticed_at or time.time()
+            self._blame_the_silent()
             return Failure.of(self._ends)
         finally:
             self._stop()
@@ -277,6 +280,24 @@ class Incarnation:
         limit = getattr(limits, name)
         if newest["unchanged_s"] > limit:
             self._hung(self._laggards(running), f"no {_EXPECTED[name]} for {limit:g} s")
+
+    def _blame_the_silent(self) -> None:
+        """Where all that ended say that somebody else was lost, it is who neither ends nor lives.
+
+        BytePS misses the heartbeats of a stopped process before this driver's limit is over.
+        """
+        if not all(end.is_consequence for end in self._ends):
+            return
+        ended = {end.who for end in self._ends}
+        silent = [
+            rank
+            for rank, seen in enumerate(self._seen)
+            if f"rank {rank}" not in ended
+            and rank not in self._finished
+            and seen.get("silent_s", 0.0) > SILENT_S
+        ]
+        if silent:
+            self._hung(silent, "no sign of life, and the others lost it")
 
     def _laggards(self, running: Sequence[int]) -> list[int]:
         """Those for whom the others wait: they have done the least. All, where none stands out."""
