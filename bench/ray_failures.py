@@ -59,6 +59,15 @@ def table(rows: Sequence[str]) -> str:
     return "\n".join([BEGIN, "", note, "", *lines, "", END])
 
 
+def rows_of(markdown: Path | None) -> dict[str, str]:
+    """The rows that a document has already, by their titles: those of ``--case`` replace theirs."""
+    if markdown is None:
+        return {}
+    lines = markdown.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines()
+    found = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    return {case.title: found[case.title] for case in CASES.values() if case.title in found}
+
+
 def put(markdown: Path, text: str) -> None:
     """Put the table in its place in a document."""
     before, begin, rest = markdown.read_text(encoding="utf-8").partition(BEGIN)
@@ -75,7 +84,7 @@ def main() -> int:
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="only these")
     parser.add_argument("--markdown", type=Path, help="write the table into this document")
     options = parser.parse_args()
-    rows, good = [], True
+    rows, good = rows_of(options.markdown), True
     with tempfile.TemporaryDirectory(prefix="rf-", dir="/tmp") as scratch:
         settings = pool_settings(Path(scratch) / "pool")
         with cluster(settings, temp_dir=f"{scratch}/ray"):
@@ -87,11 +96,12 @@ def main() -> int:
                     case = CASES[name]
                     outcome = runner.run(name, case)
                     found = problems(case, outcome, runner.uninterrupted(case))
-                    rows.append(row(case.title, outcome, found))
+                    rows[case.title] = row(case.title, outcome, found)
                     good = good and not found
-                    print(rows[-1], flush=True)
+                    print(rows[case.title], flush=True)
                     if options.markdown is not None:
-                        put(options.markdown, table(rows))
+                        order = [c.title for c in CASES.values() if c.title in rows]
+                        put(options.markdown, table([rows[title] for title in order]))
             finally:
                 pool.close()
     print("all were survived" if good else "NOT all were survived")
