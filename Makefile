@@ -1,12 +1,13 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-sanitizers simulate fuzz chaos test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup setup-ray train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-sanitizers simulate fuzz chaos test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON_ENV := build/venv/bin/python
+PYTHON_RAY := build/venv-ray/bin/python
 LAYOUTS ?=
 SET ?= quick
 ONLY ?=
@@ -18,7 +19,7 @@ PYTEST_ARGS ?=
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 	@echo
-	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) ARGS="--seed 1" (any flag of scripts/train.py)'
+	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) MODE=ray (under Ray) ARGS="--seed 1" (any flag of scripts/train.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/correctness.md (write it anew)'
 	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/benchmarking.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/suite.py)'
 	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
@@ -27,8 +28,12 @@ help: ## list the targets
 setup: ## system packages, Python environment, upstreams fetched, patched and built
 	@scripts/setup.sh
 
-train: setup ## train a GPT on real text, gradients summed by BytePS
-	@$(PYTHON_ENV) -W ignore scripts/train.py $(if $(filter-out 0,$(COMPARE)),--compare) \
+setup-ray:
+	@scripts/setup.sh --ray
+
+train: $(if $(filter ray,$(MODE)),setup-ray,setup) ## train a GPT on real text, gradients summed by BytePS
+	@$(if $(filter ray,$(MODE)),$(PYTHON_RAY),$(PYTHON_ENV)) -W ignore scripts/train.py \
+		$(if $(MODE),--mode $(MODE)) $(if $(filter-out 0,$(COMPARE)),--compare) \
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
@@ -66,6 +71,12 @@ chaos: setup ## break real jobs on emulated hosts, at random
 
 test-gpu: setup ## sums of tensors on GPUs, where there are any
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/gpu
+
+test-ray: setup-ray ## jobs under Ray that lose processes and go on
+	@$(PYTHON_RAY) -m pytest -m "not thorough" $(PYTEST_ARGS) tests/under_ray
+
+ray-failures: setup-ray ## each failure that a job under Ray survives, with times, as a table
+	@$(PYTHON_RAY) -W ignore bench/ray_failures.py $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 test-rdma: setup ## the transports' tests in a virtual machine, with every setting, and between two machines
 	@$(PYTHON_ENV) tests/native.py byteps-server van_test >/dev/null

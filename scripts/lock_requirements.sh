@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolves requirements.in to requirements.lock, and uv itself to requirements-uv.lock.
+# Resolves each requirements*.in to its requirements*.lock, and uv itself to requirements-uv.lock.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -28,4 +28,5 @@ options=("${upgrade[@]}" --quiet --universal --python-version 3.12 --generate-ha
   --no-emit-index-url --no-emit-find-links)
 "$uv" pip compile "${options[@]}" -o "$root/requirements.lock" "$root/requirements.in"
 "$uv" pip compile "${options[@]}" -o "$root/requirements-ship.lock" "$root/requirements-ship.in"
+"$uv" pip compile "${options[@]}" -o "$root/requirements-ray.lock" "$root/requirements-ray.in"
 echo uv | "$uv" pip compile "${options[@]}" -o "$root/requirements-uv.lock" -

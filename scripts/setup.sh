@@ -10,12 +10,15 @@ source "$root/scripts/lib/system.sh"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/setup.sh [-h]
+usage: scripts/setup.sh [--ray] [-h]
 
 Installs missing system packages (Debian and Ubuntu, as root or with sudo), makes the Python
 environment build/venv from requirements.lock, assembles and patches the upstream trees in build/,
 builds and installs the byteps wheel, and installs Megatron-LM from its tree. Safe to run again:
 what is up to date is left alone, and a run with nothing to do takes a second or two.
+
+  --ray   also make build/venv-ray from requirements-ray.lock: the same, with Ray and the package
+          megatron_byteps_ray of integrations/ray
 
 environment:
   PYTHON                  the Python (>= 3.12) to use; otherwise found on PATH, under pyenv or by uv
@@ -24,14 +27,16 @@ environment:
 TEXT
 }
 
-case "${1:-}" in
+with_ray=0
+case "$*" in
   "") ;;
+  --ray) with_ray=1 ;;
   -h | --help)
     usage
     exit 0
     ;;
   *)
-    echo "error: setup.sh takes no arguments, got: $*" >&2
+    echo "error: setup.sh takes --ray or nothing, got: $*" >&2
     usage >&2
     exit 2
     ;;
@@ -150,8 +155,9 @@ make_venv() {
   "$uv" venv --quiet --clear --python "$python" "$venv"
 }
 
+# install_requirements KEY LOCK
 install_requirements() {
-  "$uv" pip sync --python "$venv/bin/python" --require-hashes "$root/requirements.lock"
+  "$uv" pip sync --python "$venv/bin/python" --require-hashes "$root/$2"
   # The sync also took away what is installed below.
   rm -rf "$stamps"
   stamp requirements "$1"
@@ -191,7 +197,7 @@ fi
 find_uv "$root" "$cache"
 python_works "$venv/bin/python" || step "environment" make_venv
 key="$({ cat "$root/requirements.lock" && "$venv/bin/python" -VV; } | hash_of)"
-current requirements "$key" || step "requirements" install_requirements "$key"
+current requirements "$key" || step "requirements" install_requirements "$key" requirements.lock
 
 step "patches" "$venv/bin/python" -B "$root/scripts/patchset.py" apply
 
@@ -210,3 +216,23 @@ megatron_key="$({
   sha256sum setup.py pyproject.toml megatron/core/datasets/helpers.cpp
 } | hash_of)"
 current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_key"
+
+((with_ray)) || exit 0
+
+# Both come from folders of this checkout: a line with each is all that an installation would be.
+link_packages() {
+  local site
+  site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  printf '%s\n' "$root/build/Megatron-LM" "$root/integrations/ray" >"$site/megatron-byteps.pth"
+  "$venv/bin/python" -c 'import megatron.core.datasets.helpers_cpp, megatron_byteps_ray, ray'
+  stamp links "$1"
+}
+
+venv="$root/build/venv-ray"
+stamps="$venv/.megatron-byteps"
+python_works "$venv/bin/python" || step "ray: environment" make_venv
+ray_key="$({ cat "$root/requirements-ray.lock" && "$venv/bin/python" -VV; } | hash_of)"
+current requirements "$ray_key" ||
+  step "ray: packages" install_requirements "$ray_key" requirements-ray.lock
+current byteps "$wheel_key" || step "ray: byteps" build_byteps "$wheel_key"
+current links "$root $ray_key" || step "ray: links" link_packages "$root $ray_key"

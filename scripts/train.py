@@ -4,7 +4,8 @@
 Prepares the data, runs the workers on this machine with a BytePS scheduler and servers beside them
 (or, with DMLC_PS_ROOT_URI set, as workers of that cluster), shows the loss as it falls, and ends
 with a summary, the loss curve as a picture and all losses as JSON in build/train. With --compare
-it trains the same seed through torch.distributed's all-reduce as well and overlays both.
+it trains the same seed through torch.distributed's all-reduce as well and overlays both. With
+--mode ray the same runs under Ray (by build/venv-ray), and trains on when a rank is lost.
 
 Exit status: 0 the loss fell as far as stated, and the comparison held; 1 it did not, or a worker
 failed, whose log is shown then; 2 bad usage; 130 after Ctrl-C.
@@ -20,11 +21,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import prepare_data
 from progress import Progress
 from trainkit.job import Job, JobError, Record
 from trainkit.report import Result, draw, largest_difference, same_parameters, table, write_json
+
+if TYPE_CHECKING:
+    from trainkit.ray_job import RayJob
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_STEPS = 400
@@ -69,6 +74,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=positive, help="default: one for each GPU, 2 without")
     add("--servers", type=positive, default=1, help="BytePS servers on this machine (default: 1)")
     add("--compare", action="store_true", help="train through all-reduce too")
+    add("--mode", choices=("local", "ray"), default="local", help="torchrun (default), or Ray")
+    add("--spares", type=int, help="Ray: warm actors beyond the workers (default: 1 to lose one)")
+    add("--address", help="Ray: of a cluster, or auto (default: start one on this machine)")
+    add("--lose-rank-at", type=positive, metavar="STEP", help="Ray: kill a rank's actor there")
     add("--seed", type=positive, default=1234, help="default: 1234")
     add(
         "--threshold",
@@ -88,7 +97,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="-- ARGUMENTS",
         help="for Megatron, after --; they win over those chosen here",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    of_ray = {"--spares": options.spares, "--address": options.address}
+    of_ray |= {"--lose-rank-at": options.lose_rank_at}
+    for flag, value in of_ray.items():
+        if value is not None and options.mode != "ray":
+            parser.error(f"{flag} needs --mode ray")
+    if options.spares is None:
+        options.spares = int(options.lose_rank_at is not None)
+    return options
 
 
 def count_gpus() -> int:
@@ -147,14 +164,26 @@ def train(options: argparse.Namespace, prefix: Path, *, backend: str) -> Result:
     beside = f" and {_count(servers, 'server')}" if servers else ""
     print(f"training through {backend}: {_count(options.workers, 'worker')}{beside}", flush=True)
     arguments = megatron_arguments(options, prefix)
-    job = Job(
-        tree=options.tree,
-        folder=options.out / backend.lower(),
-        workers=options.workers,
-        arguments=[*arguments, *_THROUGH_SERVERS] if through_byteps else arguments,
+    shared = {
+        "tree": options.tree,
+        "folder": options.out / backend.lower(),
+        "workers": options.workers,
+        "arguments": [*arguments, *_THROUGH_SERVERS] if through_byteps else arguments,
         # The same for both: the number of threads decides how a matrix product is summed.
-        environment=environment(options.workers, options.servers),
-    )
+        "environment": environment(options.workers, options.servers),
+    }
+    job: Job | RayJob = Job(**shared)
+    if options.mode == "ray":
+        from trainkit.ray_job import RayJob
+
+        job = RayJob(
+            **shared,
+            servers=servers,
+            spares=options.spares,
+            address=options.address,
+            lose_at=options.lose_rank_at if through_byteps else None,
+            gpus=on_gpu(),
+        )
     with Progress("train", total=options.steps) as bar:
         bar.update("the workers start, and import torch")
         record = job.run(progress_printer(options.steps, bar))
@@ -196,6 +225,9 @@ def check_equal(ours: Result, theirs: Result) -> bool:
 def run(options: argparse.Namespace) -> int:
     if not (options.tree / "pretrain_dpu_gpt.py").is_file():
         print(f"error: {options.tree} is no patched Megatron-LM: run `make setup`", file=sys.stderr)
+        return 1
+    if options.mode == "ray" and importlib.util.find_spec("ray") is None:
+        print("error: Ray is not installed: use `make train MODE=ray`", file=sys.stderr)
         return 1
     if options.workers is None:
         options.workers = count_gpus() if on_gpu() else EXACT_WORKERS

@@ -1,0 +1,1 @@
+"""Failures of jobs under Ray, scripted by rank, incarnation and step."""

@@ -1,0 +1,267 @@
+"""The failures that a job must survive, and a run of each, held against a run without any."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatron_byteps_ray.job import Job, record_of_steps
+from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.settings import Limits, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SAVE_EVERY, STRIKE = 12, 4, 7
+RANKS, SPARES = 2, 2
+SCHEDULER, SERVER = 0, 1
+
+MODEL = """
+    --num-layers 1 --hidden-size 32 --num-attention-heads 2 --position-embedding-type rope
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4
+    --hidden-dropout 0.1 --attention-dropout 0.1 --optimizer adam --lr 1e-3 --min-lr 1e-4
+    --lr-decay-style cosine --split 100,0,0 --eval-iters 0 --eval-interval 1000000
+    --log-interval 1 --seed 1234 --mock-data --use-dpu-reduce --dpu-reduce-route flat
+""".split()  # noqa: SIM905
+
+ENVIRONMENT = {
+    "MEGATRON_CPU": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to fail."""
+
+    title: str
+    faults: Sequence[Mapping[str, Any]] = ()
+    breaks: int | None = None
+    """The driver kills this process of BytePS (0: the scheduler) while rank 0 holds a step."""
+    incarnations: int = 2
+    """With those that fail."""
+    blames: str = ""
+    """What the first failure's text must hold."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
+    thorough: bool = False
+
+
+def _fault(rank: int, what: str, when: int | str = STRIKE, incarnation: int = 0) -> dict[str, Any]:
+    return {"incarnation": incarnation, "rank": rank, "when": when, "what": what}
+
+
+CASES = {
+    "rank-0": Case(
+        title="rank 0's process is killed",
+        faults=[_fault(0, "kill")],
+        blames="rank 0 was killed by signal 9",
+    ),
+    "actor": Case(
+        title="another rank's actor is killed, as with its machine",
+        faults=[_fault(1, "actor")],
+        blames="rank 1 was lost with its actor",
+    ),
+    "two": Case(
+        title="both ranks' actors are killed at once",
+        faults=[_fault(0, "actor"), _fault(1, "actor")],
+        blames="was lost with its actor",
+    ),
+    "hung": Case(
+        title="a rank hangs",
+        faults=[_fault(1, "sleep")],
+        blames="rank 1 hung",
+        limits={"step": 40.0},
+    ),
+    "frozen": Case(
+        title="a rank's process is stopped",
+        faults=[_fault(0, "freeze")],
+        blames="rank 0 hung",
+        limits={"beat": 40.0},
+        thorough=True,
+    ),
+    "server": Case(
+        title="the server is killed",
+        faults=[_fault(0, "hold:{folder}/go")],
+        breaks=SERVER,
+        blames="server 0 was killed by signal 9",
+    ),
+    "scheduler": Case(
+        title="the scheduler is killed",
+        faults=[_fault(0, "hold:{folder}/go")],
+        breaks=SCHEDULER,
+        blames="scheduler was killed by signal 9",
+    ),
+    "recovery": Case(
+        title="a rank is killed, and another one during the recovery",
+        faults=[_fault(0, "kill"), _fault(1, "kill", "start", incarnation=1)],
+        incarnations=3,
+        blames="rank 0 was killed by signal 9",
+    ),
+    "checkpoint": Case(
+        title="a rank is killed while a checkpoint is written",
+        faults=[_fault(1, "kill", "save")],
+        blames="rank 1 was killed by signal 9",
+    ),
+    "start": Case(
+        title="a rank is killed during the start",
+        faults=[_fault(1, "kill", "start")],
+        blames="rank 1 was killed by signal 9",
+    ),
+    "raises": Case(
+        title="a rank raises an error",
+        faults=[_fault(1, "raise")],
+        blames="rank 1 ended with exit status 1: RuntimeError: a fault that the script asked for",
+        thorough=True,
+    ),
+    "sharded": Case(
+        title="a rank's actor is killed, with the distributed optimizer",
+        faults=[_fault(1, "actor")],
+        blames="rank 1 was lost with its actor",
+        arguments=["--use-distributed-optimizer"],
+        thorough=True,
+    ),
+    "async-save": Case(
+        title="a rank's actor is killed, with checkpoints written in the background",
+        faults=[_fault(1, "actor", STRIKE + 2)],
+        blames="rank 1 was lost with its actor",
+        arguments=["--async-save"],
+        thorough=True,
+    ),
+}
+
+
+def pool_settings(folder: Path, *, spares: int = SPARES) -> Settings:
+    """Of the pool that all cases share: its actors import everything once."""
+    tree = ROOT / "build" / "Megatron-LM"
+    return Settings(
+        entry="raykit.faulty_gpt:main",
+        ranks=RANKS,
+        spares=spares,
+        folder=folder,
+        environment=ENVIRONMENT,
+        python_path=(str(tree), str(ROOT / "bench")),
+        preload=(*Settings.preload, "pretrain_dpu_gpt"),
+        limits=Limits(warm=1200.0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a job."""
+
+    events: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    """As the driver recorded them, those that were done twice too."""
+    state: dict[str, Any]
+    """The driver's state file."""
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def losses(self) -> dict[int, list[float]]:
+        """By step, each incarnation's."""
+        result: dict[int, list[float]] = {}
+        for step in self.steps:
+            result.setdefault(step["step"], []).append(step["values"]["lm loss"])
+        return result
+
+
+class Runner:
+    """Runs jobs, one after the other, on the actors of one pool."""
+
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        self._pool = pool
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._settings = pool_settings(folder)
+        self._whole: dict[tuple[str, ...], dict[int, list[float]]] = {}
+
+    def run(
+        self,
+        name: str,
+        case: Case,
+        on_event: Callable[[dict[str, Any], Job], None] | None = None,
+        **changes: Any,
+    ) -> Outcome:
+        """One job in a folder of its own; ``changes`` are of its settings."""
+        # Actors that the job before has lost are being replaced.
+        if not self._pool.wait_warm(RANKS + SPARES, self._settings.limits.warm):
+            raise RuntimeError("the pool's actors do not become warm")
+        folder = self._folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        saved = ["--save", str(folder / "saved"), "--save-interval", str(SAVE_EVERY)]
+        faults = json.dumps(list(case.faults)).replace("{folder}", str(folder))
+        events: list[dict[str, Any]] = []
+        settings = replace(
+            self._settings,
+            folder=folder,
+            arguments=(*MODEL, "--train-iters", str(STEPS), *saved, *case.arguments),
+            environment={
+                **self._settings.environment,
+                "RAYKIT_FAULTS": faults,
+                "RAYKIT_STATE": str(folder / "job.json"),
+            },
+            limits=replace(self._settings.limits, **case.limits),
+            **changes,
+        )
+        broken = False
+
+        def listen(event: dict[str, Any]) -> None:
+            nonlocal broken
+            events.append(event)
+            if case.breaks is not None and event["event"] == "step" and not broken:
+                broken = True
+                # 9 is SIGKILL. Ranks go on only when the process is gone.
+                ray.get(self._pool.byteps[case.breaks].signal.remote(9))
+                (folder / "go").touch()
+            if on_event is not None:
+                on_event(event, job)
+
+        job = Job(settings, listen, self._pool)
+        job.run()
+        return Outcome(
+            events=events,
+            steps=record_of_steps(folder),
+            state=json.loads((folder / "job.json").read_text()),
+        )
+
+    def uninterrupted(self, case: Case) -> dict[int, list[float]]:
+        """The losses of the same job without faults."""
+        key = tuple(case.arguments)
+        if key not in self._whole:
+            plain = Case(title="", incarnations=1, arguments=case.arguments)
+            self._whole[key] = self.run(f"whole{len(self._whole)}", plain).losses
+        return self._whole[key]
+
+
+def problems(case: Case, outcome: Outcome, whole: Mapping[int, list[float]]) -> list[str]:
+    """What is not as it must be; empty where the job survived the failure."""
+    found = []
+    failures = outcome.of("failure")
+    count = len(outcome.of("incarnation"))
+    # A busy machine may keep all ranks from a step for longer than such a limit.
+    if count < case.incarnations or (count > case.incarnations and not case.limits):
+        found.append(f"{count} incarnations instead of {case.incarnations}: {failures}")
+    if failures and case.blames not in str(failures[0]["failure"]):
+        found.append(f"the blame is {str(failures[0]['failure'])!r}, not {case.blames!r}")
+    if sorted(whole) != list(range(1, STEPS + 1)):
+        found.append(f"the run without faults has the steps {sorted(whole)}")
+    if sorted(outcome.losses) != sorted(whole):
+        found.append(f"steps {sorted(outcome.losses)} instead of {sorted(whole)}")
+    for step, losses in outcome.losses.items():
+        # Every incarnation's: those before the failure, and those after it.
+        if set(losses) != set(whole.get(step, [])):
+            found.append(f"step {step}: losses {losses}, without faults {whole.get(step)}")
+    recovered = outcome.of("recovered")
+    if case.incarnations > 1 and not recovered:
+        found.append("no recovery was reported")
+    return found

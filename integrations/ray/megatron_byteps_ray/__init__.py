@@ -1,0 +1,27 @@
+"""Trains with Megatron-LM and BytePS on a Ray cluster, and goes on when a machine is lost.
+
+=================  ==================================================================
+``settings``       what a job is
+``layout``         how many ranks Megatron's arguments allow
+``job``            the driver: incarnations one after the other, until training is done
+``incarnation``    one life of the job: starts its processes, watches them, ends them
+``pool``           the actors: ranks, spares, scheduler and servers
+``rank_actor``     an actor that owns one rank's process
+``byteps_actor``   an actor that owns one ``byteps-server`` process
+``fork_server``    the process from which ranks are forked, all imports done
+``rank_program``   what runs in the rank's process, around the user's script
+``failures``       what ended an incarnation, and who is to blame
+``phases``         how long a recovery took, part by part
+``metrics``        what Ray shows of the job
+``reporting``      what a rank tells its actor; ``report`` is for scripts of any kind
+=================  ==================================================================
+
+Each incarnation's ranks are new processes, so that nothing of a failed one is left behind.
+Driver and actors import neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from .reporting import report
+
+__all__ = ["report"]

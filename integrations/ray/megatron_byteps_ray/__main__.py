@@ -1,0 +1,132 @@
+"""Trains with Megatron-LM and BytePS: under torchrun here, or on a Ray cluster.
+
+    python -m megatron_byteps_ray --ranks 2 --spares 1 pretrain_dpu_gpt.py -- --use-dpu-reduce ...
+    python -m megatron_byteps_ray --mode local --ranks 2 pretrain_dpu_gpt.py -- --use-dpu-reduce ...
+
+On Ray the job goes on when a rank, a server or a machine is lost. Exit status: 0 training is done;
+1 it is not, and the reason is the last line; 2 bad usage; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from .settings import Limits, Settings
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_byteps_ray",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("entry", help="the script: a path, or module:function")
+    add("arguments", nargs="*", metavar="-- ARGUMENTS", help="of the script, after --")
+    add("--mode", choices=("ray", "local"), default="ray", help="local: torchrun (default: ray)")
+    add("--ranks", type=int, default=Settings.ranks, help=f"default: {Settings.ranks}")
+    add("--spares", type=int, default=Settings.spares, help="warm actors beyond them (default: 0)")
+    add("--servers", type=int, default=Settings.servers, help="BytePS servers (default: 1)")
+    add("--min-ranks", type=int, help="go on with so few, where no spare is left (default: wait)")
+    add("--rank-multiple", type=int, help="default: what Megatron's arguments say")
+    add("--cpus-per-rank", type=float, default=Settings.cpus_per_rank, help="default: 1")
+    add("--gpus-per-rank", type=float, default=Settings.gpus_per_rank, help="1 or 0 (default)")
+    add("--server-cpus", type=float, default=Settings.server_cpus, help="default: 1")
+    add("--server-resource", help="Ray resource of the machines for scheduler and servers")
+    add("--folder", type=Path, default=Settings.folder, help="state, logs (default: build/ray)")
+    add("--python-path", action="append", default=[], help="import from here first; repeatable")
+    add("--preload", action="append", help="import beforehand, instead of torch and Megatron")
+    add("--max-restarts", type=int, default=Settings.max_restarts, help="default: 20")
+    add("--max-fruitless", type=int, default=Settings.max_fruitless, help="default: 3")
+    add("--resume", action="store_true", help="keep the counts of a driver that was lost")
+    add("--address", help="of a Ray cluster, or auto (default: start one here for this job)")
+    add("--dashboard", action="store_true", help="with the cluster that is started here")
+    add("--metrics-port", type=int, help="of Ray's metrics, with the cluster started here")
+    add("--temp-dir", help="for Ray's own files, with the cluster started here")
+    for limit in fields(Limits):
+        add(
+            f"--limit-{limit.name}",
+            type=float,
+            metavar="S",
+            default=limit.default,
+            help=f"default: {limit.default:g}",
+        )
+    options = parser.parse_args(arguments)
+    try:
+        options.settings = _settings(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    limits = Limits(**{f.name: getattr(options, f"limit_{f.name}") for f in fields(Limits)})
+    same = (
+        *("entry", "ranks", "spares", "servers", "min_ranks", "rank_multiple", "cpus_per_rank"),
+        *("gpus_per_rank", "server_cpus", "server_resource", "folder", "max_restarts"),
+        *("max_fruitless", "resume"),
+    )
+    return Settings(
+        **{name: getattr(options, name) for name in same},
+        arguments=tuple(options.arguments),
+        python_path=tuple(options.python_path),
+        preload=Settings.preload if options.preload is None else tuple(options.preload),
+        limits=limits,
+    )
+
+
+def run_local(settings: Settings) -> None:
+    """Become torchrun with the same script: embedded mode, no recovery."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(settings.ranks)]
+    if not settings.entry.endswith(".py"):
+        command += ["-m", "megatron_byteps_ray.entry"]
+    folders = [*settings.python_path, os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
+    os.environ.update(settings.environment)
+    if settings.servers:
+        os.environ.setdefault("BYTEPS_EMBEDDED_SERVERS", str(settings.servers))
+    os.execv(sys.executable, [*command, settings.entry, *settings.arguments])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    settings: Settings = options.settings
+    if options.mode == "local":
+        run_local(settings)
+    # Here, because a bad flag should not wait for Ray.
+    from .cluster import cluster
+    from .console import Console
+    from .job import Job
+    from .pool import JobError
+
+    try:
+        job = Job(settings, Console())
+        with cluster(
+            settings,
+            address=options.address,
+            temp_dir=options.temp_dir,
+            dashboard=options.dashboard,
+            metrics_port=options.metrics_port,
+        ):
+            job.run()
+    except (JobError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the ranks were ended", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    # A terminated driver ends its ranks like an interrupted one.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""One life of the job: starts its processes, watches them, ends them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from .failures import FAILED, HUNG, KILLED, LOST, End, Failure
+from .phases import Phases
+from .pool import Pool, Slot
+from .settings import Settings
+
+POLL_S = 0.25
+SETTLE_S = 1.0
+"""After the first failure, for the others to show: which of them was the cause is told by all."""
+SILENT_S = 10.0
+"""A rank that others lost, and that has reported nothing for so long, hangs."""
+_CALL_S = 120.0
+_MARKS = ("groups", "byteps", "loaded")
+
+
+class Incarnation:
+    """Ranks, scheduler and servers from their start to the end of all of them."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        settings: Settings,
+        pool: Pool,
+        slots: Sequence[Slot],
+        arguments: Sequence[str],
+        secret: str,
+        phases: Phases | None,
+        emit: Callable[..., None],
+    ) -> None:
+        self.number = number
+        self._settings = settings
+        self._pool = pool
+        self._slots = list(slots)
+        self._arguments = list(arguments)
+        self._secret = secret
+        self._phases = phases
+        self._emit = emit
+        self._ends: list[End] = []
+        self._watched: dict[Any, str] = {}
+        self._asked: dict[Any, int] = {}
+        self._heard = [time.monotonic()] * len(slots)
+        self._seen: list[dict[str, Any]] = [{} for _ in slots]
+        self._first: dict[int, float] = {}
+        """When each rank had finished its first step."""
+        self._reporter: int | None = None
+        self._finished: set[int] = set()
+        self.steps = 0
+        """Steps of rank 0."""
+        self.noticed_at = 0.0
+        """When the failure was seen, in seconds since the epoch."""
+
+    def run(self) -> Failure | None:
+        """Train; None once all ranks have ended well. All processes have ended then."""
+        try:
+            if self._start():
+                self._watch()
+            if not self._ends:
+                return None
+            self.noticed_at = self.noticed_at or time.time()
+            self._blame_the_silent()
+            return Failure.of(self._ends)
+        finally:
+            self._stop()
+
+    # ----------------------------------------------------------------- starting
+
+    def _start(self) -> bool:
+        """Whether all processes were started; if not, ``_ends`` says why."""
+        environment = self._settings.forwarded()
+        environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
+        cluster = self._start_byteps(environment)
+        if cluster is None:
+            return False
+        self._mark("servers")
+        try:
+            port = ray.get(self._slots[0].actor.free_port.remote(), timeout=_CALL_S)
+        except ray.exceptions.RayError:
+            self._lost("rank 0")
+            return False
+        environment |= cluster
+        environment |= {
+            "WORLD_SIZE": str(len(self._slots)),
+            "MASTER_ADDR": self._slots[0].facts["address"],
+            "MASTER_PORT": str(port),
+            "MEGATRON_BYTEPS_INCARNATION": str(self.number),
+        }
+        started = {}
+        for rank, slot in enumerate(self._slots):
+            own = {**environment, "RANK": str(rank), **self._local(rank)}
+            order = {
+                "environment": own,
+                "folder": str(Path.cwd()),
+                "log": str(self._settings.folder.absolute() / "logs" / f"rank{rank}.log"),
+                "entry": self._settings.entry,
+                "arguments": self._arguments,
+            }
+            started[slot.actor.start.remote(order)] = rank
+        for ref, rank in started.items():
+            try:
+                ray.get(ref, timeout=_CALL_S)
+            except ray.exceptions.RayError:
+                self._lost(f"rank {rank}")
+        if self._ends:
+            return False
+        self._mark("started")
+        for rank, slot in enumerate(self._slots):
+            self._watched[slot.actor.wait_end.remote()] = f"rank {rank}"
+            self._heard[rank] = time.monotonic()
+            self._asked[slot.actor.progress.remote()] = rank
+        return True
+
+    def _start_byteps(self, environment: dict[str, str]) -> dict[str, str] | None:
+        """Start scheduler and servers; what the ranks must know of them."""
+        actors = self._pool.byteps
+        if not actors:
+            return {}
+        known = {
+            "DMLC_NUM_WORKER": str(len(self._slots)),
+            "DMLC_NUM_SERVER": str(len(actors) - 1),
+        }
+        limit = self._settings.limits.start
+        for index, actor in enumerate(actors):
+            who = _byteps_name(index)
+            role = "scheduler" if index == 0 else "server"
+            try:
+                start = actor.start.remote(role, {**environment, **known}, limit)
+                host, port = ray.get(start, timeout=limit + _CALL_S)
+            except ray.exceptions.RayActorError:
+                self._lost(who)
+                self._pool.replace_byteps(index)
+                return None
+            except ray.exceptions.RayError as error:
+                self._ends.append(
+                    End(who=who, kind=FAILED, at=time.time(), lines=str(error).splitlines())
+                )
+                return None
+            if index == 0:
+                known |= {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)}
+            self._watched[actor.wait_end.remote()] = who
+        return known
+
+    def _local(self, rank: int) -> dict[str, str]:
+        """Where a rank stands on its machine: a GPU's number is the local rank of its rank."""
+        node = self._slots[rank].facts["node"]
+        beside = [other for other, slot in enumerate(self._slots) if slot.facts["node"] == node]
+        gpus = self._slots[rank].facts["gpus"]
+        if gpus:
+            highest = max(gpu for other in beside for gpu in self._slots[other].facts["gpus"])
+            return {"LOCAL_RANK": str(gpus[0]), "LOCAL_WORLD_SIZE": str(highest + 1)}
+        return {"LOCAL_RANK": str(beside.index(rank)), "LOCAL_WORLD_SIZE": str(len(beside))}
+
+    # ----------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        """Until all ranks have ended well, or something failed."""
+        settle = 0.0
+        while len(self._finished) < len(self._slots):
+            done, _ = ray.wait(list(self._watched), num_returns=1, timeout=POLL_S)
+            for ref in done:
+                self._take_end(ref, self._watched.pop(ref))
+            self._take_progress()
+            if not self._ends:
+                self._look_for_hangs()
+            if self._ends:
+                if not settle:
+                    settle, self.noticed_at = time.monotonic() + SETTLE_S, time.time()
+                if time.monotonic() >= settle or not self._watched:
+                    return
+        self._take_progress(last=True)
+
+    def _take_end(self, ref: Any, who: str) -> None:
+        try:
+            end = ray.get(ref)
+        except ray.exceptions.RayError:
+            self._lost(who)
+            if not who.startswith("rank"):
+                self._pool.replace_byteps(_byteps_index(who))
+            return
+        status = end["status"]
+        if who.startswith("rank") and status == 0:
+            self._finished.add(int(who.split()[1]))
+        elif status == 0 and not self._ends:
+            return  # a scheduler or server, once all ranks have left
+        else:
+            kind = KILLED if status is not None and status < 0 else FAILED
+            self._ends.append(
+                End(who=who, kind=kind, at=end["at"], status=status, lines=end["lines"])
+            )
+
+    def _lost(self, who: str) -> None:
+        self._ends.append(End(who=who, kind=LOST, at=time.time()))
+
+    def _take_progress(self, *, last: bool = False) -> None:
+        """Hear what has been answered, and ask again; at the end wait for all that there is."""
+        self._hear(0.0 if not last else _CALL_S, again=not last)
+        if last:
+            # What was asked before came first: each answer has the steps since the one before.
+            self._asked = {s.actor.progress.remote(): rank for rank, s in enumerate(self._slots)}
+            self._hear(_CALL_S, again=False)
+        if all(seen.get("step") for seen in self._seen):
+            self._recovered()
+
+    def _hear(self, limit_s: float, *, again: bool) -> None:
+        refs = list(self._asked)
+        if not refs:
+            return
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
+        # In the order of ranks: the lowest of those that know the loss reports it.
+        for ref in sorted(done, key=self._asked.__getitem__):
+            rank = self._asked.pop(ref)
+            try:
+                seen = ray.get(ref)
+            except ray.exceptions.RayError:
+                continue  # its end is heard of by the other call
+            self._heard[rank] = time.monotonic()
+            self._seen[rank] = seen
+            self._show(rank, seen)
+            if again:
+                self._asked[self._slots[rank].actor.progress.remote()] = rank
+
+    def _show(self, rank: int, seen: dict[str, Any]) -> None:
+        for name in _MARKS:
+            if name in seen["marks"]:
+                self._mark(name, seen["marks"][name])
+        for step in seen["steps"]:
+            self.steps += rank == 0
+            self._first.setdefault(rank, step["time"])
+            if step["values"] and self._reporter is None:
+                self._reporter = rank
+            if rank == self._reporter:
+                self._emit(
+                    "step",
+                    incarnation=self.number,
+                    rank=rank,
+                    **{name: step[name] for name in ("step", "tokens", "time", "values")},
+                )
+
+    def _mark(self, name: str, at: float | None = None) -> None:
+        if self._phases is not None and not self._phases.done:
+            self._phases.end(name, at)
+
+    def _recovered(self) -> None:
+        """Every rank has finished a step."""
+        phases, self._phases = self._phases, None
+        if phases is not None:
+            phases.end("step", max(self._first.values()))
+            self._emit("recovered", incarnation=self.number, phases=phases)
+
+    # ----------------------------------------------------------------- hangs
+
+    def _look_for_hangs(self) -> None:
+        limits, now = self._settings.limits, time.monotonic()
+        running = [rank for rank in range(len(self._slots)) if rank not in self._finished]
+        for rank in running:
+            if now - self._heard[rank] > limits.beat:
+                self._lost(f"rank {rank}")  # neither its process nor its actor answers
+        if self._ends:
+            return
+        frozen = [rank for rank in running if self._seen[rank].get("silent_s", 0.0) > limits.beat]
+        if frozen:
+            self._hung(frozen, f"no sign of life for {limits.beat:g} s")
+            return
+        # While one rank goes on, nobody hangs: those that wait for it do so rightly.
+        seen = [self._seen[rank] for rank in running]
+        if not seen or not all(seen):
+            return
+        newest = min(seen, key=lambda one: one["unchanged_s"])
+        name = _LIMITS.get(newest["doing"], "start")
+        limit = getattr(limits, name)
+        if newest["unchanged_s"] > limit:
+            self._hung(self._laggards(running), f"no {_EXPECTED[name]} for {limit:g} s")
+
+    def _blame_the_silent(self) -> None:
+        """Where all that ended say that somebody else was lost, it is who neither ends nor lives.
+
+        BytePS misses the heartbeats of a stopped process before this driver's limit is over.
+        """
+        if not all(end.is_consequence for end in self._ends):
+            return
+        ended = {end.who for end in self._ends}
+        silent = [
+            rank
+            for rank, seen in enumerate(self._seen)
+            if f"rank {rank}" not in ended
+            and rank not in self._finished
+            and seen.get("silent_s", 0.0) > SILENT_S
+        ]
+        if silent:
+            self._hung(silent, "no sign of life, and the others lost it")
+
+    def _laggards(self, running: Sequence[int]) -> list[int]:
+        """Those for whom the others wait: they have done the least. All, where none stands out."""
+        done = {rank: (self._seen[rank]["step"], self._seen[rank]["pushed"]) for rank in running}
+        least = min(done.values())
+        return [rank for rank in running if done[rank] == least]
+
+    def _hung(self, ranks: Sequence[int], why: str) -> None:
+        asked = [self._slots[rank].actor.stacks.remote() for rank in ranks]
+        for rank, ref in zip(ranks, asked, strict=True):
+            try:
+                lines = ray.get(ref, timeout=_CALL_S)
+            except ray.exceptions.RayError:
+                lines = []
+            at = time.time() - self._seen[rank].get("unchanged_s", 0.0)
+            self._ends.append(End(who=f"rank {rank}", kind=HUNG, at=at, lines=[*lines, why]))
+
+    # ----------------------------------------------------------------- ending
+
+    def _stop(self) -> None:
+        """End every process; actors that do not answer are left to the pool."""
+        calls = [slot.actor.stop.remote() for slot in self._slots]
+        calls += [actor.stop.remote() for actor in self._pool.byteps]
+        ray.wait(calls, num_returns=len(calls), timeout=_CALL_S)
+
+
+_LIMITS = {
+    **dict.fromkeys(("step", "saved", "evaluated"), "step"),
+    **dict.fromkeys(("saving", "evaluating", "trained", "leaving"), "save"),
+}
+"""By what was reported last: the limit of the next report."""
+_EXPECTED = {"start": "first step", "step": "further step", "save": "end of it"}
+
+
+def _byteps_name(index: int) -> str:
+    return "scheduler" if index == 0 else f"server {index - 1}"
+
+
+def _byteps_index(who: str) -> int:
+    return 0 if who == "scheduler" else int(who.split()[1]) + 1

@@ -1,0 +1,232 @@
+"""The driver: incarnations one after the other, until training is done."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .failures import FAILED, HUNG, LOST, Failure
+from .incarnation import Incarnation
+from .layout import Layout, option
+from .metrics import Metrics
+from .phases import Phases
+from .pool import JobError, Pool, Slot
+from .settings import Settings
+
+SCHEMA = 1
+_STRIKES = 2
+"""A place whose rank fails so often by itself is given up for a spare."""
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+class Job:
+    """Trains on the cluster that ``ray.init`` joined.
+
+    ``listener`` is called with each event, a dict whose ``event`` is ``opened``, ``incarnation``,
+    ``step``, ``failure``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
+    """
+
+    def __init__(self, settings: Settings, listener: Listener, pool: Pool | None = None) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._layout = Layout.of(settings.arguments, settings.rank_multiple)
+        if not self._layout.fits(settings.ranks):
+            raise ValueError(
+                f"{settings.ranks} ranks do not fit the arguments: the number must be a multiple "
+                f"of {self._layout.model} (model parallelism), and the copies of the model, each "
+                "with its micro-batch, must divide the global batch"
+            )
+        self._folder = settings.folder.absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._state_file = self._folder / "job.json"
+        self._incarnation, self._restarts, self._fruitless = 0, 0, 0
+        self._failures: list[dict[str, Any]] = []
+        if settings.resume:
+            self._read_state()
+        else:
+            (self._folder / "steps.jsonl").unlink(missing_ok=True)
+        # A pool of the caller's stays open: its actors serve the next job.
+        self._owns_pool = pool is None
+        self.pool = pool or Pool(settings)
+        self._metrics = Metrics(self._folder.name)
+        self._secret = settings.secret()
+
+    def run(self) -> None:
+        """Train to the end.
+
+        Raises:
+            JobError: it failed too often, or there is no room for it.
+        """
+        try:
+            if self._owns_pool:
+                self.pool.open()
+            self._emit("opened", actors=len(self.pool.warm()))
+            phases = None
+            while True:
+                slots = self._gather()
+                if phases is not None:
+                    phases.end("replaced")
+                failure, steps, phases = self._live(slots, phases)
+                if failure is None:
+                    self._write_state("done", slots)
+                    self._emit("done", incarnations=self._incarnation + 1)
+                    return
+                self._after(failure, slots, steps)
+        finally:
+            if self._owns_pool:
+                self.pool.close()
+
+    def _live(
+        self, slots: Sequence[Slot], phases: Phases | None
+    ) -> tuple[Failure | None, int, Phases | None]:
+        """One incarnation: its failure, its steps, and the beginning of the next recovery."""
+        self._write_state("running", slots)
+        self._metrics.ranks(len(slots), len(self.pool.spares()), self._incarnation)
+        self._emit(
+            "incarnation",
+            number=self._incarnation,
+            ranks=len(slots),
+            spares=len(self.pool.spares()),
+            nodes=len({slot.facts["node"] for slot in slots}),
+        )
+        life = Incarnation(
+            number=self._incarnation,
+            settings=self._settings,
+            pool=self.pool,
+            slots=slots,
+            arguments=self._arguments(),
+            secret=self._secret,
+            phases=phases,
+            emit=self._emit,
+        )
+        failure = life.run()
+        if failure is None:
+            return None, life.steps, None
+        recovery = Phases(failed_at=min(end.at for end in failure.causes))
+        recovery.end("noticed", life.noticed_at)
+        recovery.end("ended")
+        return failure, life.steps, recovery
+
+    def _arguments(self) -> list[str]:
+        """The script's; a restart loads what the job saved, though nobody said so."""
+        arguments = list(self._settings.arguments)
+        saved = option(arguments, "--save")
+        again = self._incarnation > 0 and saved and option(arguments, "--load") is None
+        return [*arguments, "--load", saved] if again and saved else arguments
+
+    # ----------------------------------------------------------------- after a failure
+
+    def _after(self, failure: Failure, slots: Sequence[Slot], steps: int) -> None:
+        """Decide whether to try again, and give up the actors that must not be used again.
+
+        Raises:
+            JobError: it is enough.
+        """
+        self._restarts += 1
+        self._fruitless = 0 if steps else self._fruitless + 1
+        record = {"incarnation": self._incarnation, "time": time.time(), **failure.record()}
+        self._failures.append(record)
+        self._emit(
+            "failure", incarnation=self._incarnation, failure=failure, restarts=self._restarts
+        )
+        for end in [*failure.causes, *failure.others]:
+            if end.rank is None or slots[end.rank].gone:
+                continue
+            slot = slots[end.rank]
+            slot.strikes += end in failure.causes and end.kind == FAILED
+            tired = slot.strikes >= _STRIKES and bool(self.pool.spares())
+            if end.kind in (LOST, HUNG) or tired:
+                self.pool.lose(slot)
+        self._incarnation += 1
+        self._write_state("failed", slots)
+        if self._fruitless >= self._settings.max_fruitless:
+            raise JobError(
+                f"failed {self._fruitless} times in a row without a step (max_fruitless): {failure}"
+            )
+        if self._restarts > self._settings.max_restarts:
+            raise JobError(f"failed {self._restarts} times (max_restarts): {failure}")
+        self._metrics.restart()
+
+    def _gather(self) -> list[Slot]:
+        """The actors of the next incarnation: spares, else fewer ranks, else wait.
+
+        Raises:
+            JobError: there was not enough capacity within the limit.
+        """
+        wanted, least = self._settings.ranks, self._settings.min_ranks
+        self.pool.refresh()
+        self.pool.drop_dead_spares()
+        available = len(self.pool.warm())
+        if available >= wanted:
+            return self.pool.assign(wanted)
+        if least is not None and self._incarnation > 0:
+            ranks = self._layout.largest(min(available, wanted))
+            if ranks >= least:
+                self._emit("fewer", ranks=ranks, wanted=wanted)
+                return self.pool.assign(ranks)
+        self._emit("waiting", available=available, wanted=wanted)
+        limit = self._settings.limits.wait if self._incarnation else self._settings.limits.warm
+        if not self.pool.wait_warm(wanted, limit):
+            raise JobError(
+                f"{len(self.pool.warm())} of {wanted} ranks were ready after {limit:g} s; "
+                "the cluster lacks capacity, or imports take longer"
+            )
+        return self.pool.assign(wanted)
+
+    # ----------------------------------------------------------------- what it tells
+
+    def _emit(self, event: str, **values: Any) -> None:
+        if event == "step":
+            self._metrics.step(values)
+            values["tokens_per_s"] = self._metrics.tokens_per_s
+            with (self._folder / "steps.jsonl").open("a", encoding="utf-8") as record:
+                record.write(json.dumps(values) + "\n")
+        elif event == "recovered":
+            spent = values["phases"].seconds()
+            self._metrics.recovery(spent["total"])
+            if self._failures:
+                self._failures[-1]["phases"] = spent
+        self._listener({"event": event, **values})
+
+    def _write_state(self, state: str, slots: Sequence[Slot]) -> None:
+        """Replace the state file, from which a driver that was lost is started again."""
+        content = {
+            "schema": SCHEMA,
+            "state": state,
+            "incarnation": self._incarnation,
+            "restarts": self._restarts,
+            "fruitless": self._fruitless,
+            "ranks": [
+                {"rank": rank, **{k: slot.facts[k] for k in ("node", "address", "host", "pid")}}
+                for rank, slot in enumerate(slots)
+                if not slot.gone
+            ],
+            "failures": self._failures,
+        }
+        new = self._state_file.with_suffix(".new")
+        new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        new.replace(self._state_file)
+
+    def _read_state(self) -> None:
+        if not self._state_file.exists():
+            return
+        content = json.loads(self._state_file.read_text(encoding="utf-8"))
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"{self._state_file} is of another version: {content.get('schema')!r}")
+        self._restarts, self._failures = content["restarts"], content["failures"]
+        self._fruitless = content["fruitless"]
+        # The incarnation that ran when the driver was lost is over as well.
+        self._incarnation = content["incarnation"] + (content["state"] == "running")
+
+
+def record_of_steps(folder: Path) -> list[dict[str, Any]]:
+    """The steps that a job in this folder has recorded, in the order in which they were done."""
+    path = folder / "steps.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,242 @@
+"""The actors of a job: ranks, spares, scheduler and servers, each in a bundle of one placement."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .byteps_actor import BytePSActor
+from .rank_actor import RankActor
+from .settings import Settings
+
+_THREADS = 8
+_ATTEMPTS = 3
+_ANSWER_S = 60.0
+"""A spare that does not say where it is within this time is given up."""
+
+
+class JobError(Exception):
+    """The job cannot go on; the text says why."""
+
+
+@dataclass
+class Slot:
+    """An actor that is a rank, or may become one."""
+
+    bundle: int
+    actor: Any
+    facts_ref: Any
+    warm_ref: Any
+    attempt: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    warm: bool = False
+    gone: bool = False
+    strikes: int = 0
+    """How often its rank failed by itself."""
+
+
+class Pool:
+    """See the module. Not for several threads."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._slots: list[Slot] = []
+        self.assigned: list[Slot] = []
+        """The ranks, in their order."""
+        self.byteps: list[Any] = []
+        """The scheduler's actor, then the servers'; empty without BytePS."""
+        self._byteps_bundles = settings.servers + 1 if settings.servers else 0
+        self._group: Any = None
+
+    # ----------------------------------------------------------------- opening and closing
+
+    def open(self) -> None:
+        """Find room for all actors, start them, and wait until ranks have imported everything.
+
+        Raises:
+            JobError: there is no room, or an actor cannot import what it must.
+        """
+        settings = self._settings
+        server = {"CPU": settings.server_cpus}
+        if settings.server_resource:
+            server[settings.server_resource] = 1.0
+        rank = {"CPU": settings.cpus_per_rank}
+        if settings.gpus_per_rank:
+            rank["GPU"] = settings.gpus_per_rank
+        count = settings.ranks + settings.spares
+        bundles = [server] * self._byteps_bundles + [rank] * count
+        self._group = placement_group(bundles, strategy="PACK")
+        if not self._group.wait(settings.limits.place):
+            raise JobError(
+                f"Ray found no room within {settings.limits.place:g} s for {count} ranks and "
+                f"spares with {rank} each, scheduler and servers with {server} each; "
+                f"the cluster has {ray.cluster_resources()}, free are {ray.available_resources()}"
+            )
+        self.byteps = [self._new_byteps(index) for index in range(self._byteps_bundles)]
+        for index in range(count):
+            self._slots.append(self._new_slot(self._byteps_bundles + index, attempt=0))
+        self.wait_warm(settings.ranks, settings.limits.warm)
+
+    def close(self) -> None:
+        """End all actors; what they own ends with them."""
+        for actor in [*(slot.actor for slot in self._slots), *self.byteps]:
+            ray.kill(actor)
+        self._slots, self.assigned, self.byteps = [], [], []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=bundle
+        )
+
+    def _new_byteps(self, bundle: int) -> Any:
+        settings = self._settings
+        resources = {settings.server_resource: 1.0} if settings.server_resource else None
+        name = "scheduler" if bundle == 0 else f"server{bundle - 1}"
+        return (
+            ray.remote(BytePSActor)
+            .options(
+                num_cpus=settings.server_cpus,
+                resources=resources,
+                max_concurrency=_THREADS,
+                scheduling_strategy=self._strategy(bundle),
+            )
+            .remote(folder=str(settings.folder / "logs"), name=name)
+        )
+
+    def _new_slot(self, bundle: int, attempt: int) -> Slot:
+        settings = self._settings
+        environment = settings.forwarded()
+        # The GPU's number is the local rank: a process sees all GPUs of its machine.
+        actor_environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        actor = (
+            ray.remote(RankActor)
+            .options(
+                num_cpus=settings.cpus_per_rank,
+                num_gpus=settings.gpus_per_rank,
+                max_concurrency=_THREADS,
+                scheduling_strategy=self._strategy(bundle),
+                runtime_env={"env_vars": actor_environment} if settings.gpus_per_rank else None,
+            )
+            .remote(
+                folder=str(settings.folder / "logs"),
+                preload=settings.preload,
+                python_path=settings.python_path,
+                environment=environment,
+            )
+        )
+        return Slot(
+            bundle=bundle,
+            actor=actor,
+            facts_ref=actor.facts.remote(),
+            warm_ref=actor.warm.remote(settings.limits.warm),
+            attempt=attempt,
+        )
+
+    # ----------------------------------------------------------------- who is there
+
+    def refresh(self) -> None:
+        """See which actors have become warm, and which were lost meanwhile.
+
+        Raises:
+            JobError: actors in one place cannot import what they must, again and again.
+        """
+        pending = [slot for slot in self._slots if not slot.warm]
+        refs = [slot.warm_ref for slot in pending]
+        done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
+        for slot in pending:
+            if slot.warm_ref not in done:
+                continue
+            try:
+                problem = ray.get(slot.warm_ref)
+                slot.facts = slot.facts or ray.get(slot.facts_ref)
+            except ray.exceptions.RayActorError as error:
+                problem = f"its actor was lost: {error}"
+            if not problem:
+                slot.warm = True
+            elif slot.attempt + 1 < _ATTEMPTS:
+                self.lose(slot)
+            else:
+                raise JobError(f"an actor cannot import {self._settings.preload}: {problem}")
+
+    def wait_warm(self, count: int, limit_s: float) -> bool:
+        """Wait until so many actors are warm; whether they are."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            self.refresh()
+            if len(self.warm()) >= count:
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            pending = [slot.warm_ref for slot in self._slots if not slot.warm]
+            ray.wait(pending, num_returns=1, timeout=min(1.0, left))
+
+    def warm(self) -> list[Slot]:
+        """The actors that are ranks or could be at once."""
+        return [slot for slot in self._slots if slot.warm]
+
+    def spares(self) -> list[Slot]:
+        """Those of them that are no ranks."""
+        return [slot for slot in self.warm() if slot not in self.assigned]
+
+    def drop_dead_spares(self) -> None:
+        """Replace spares that were lost while they waited."""
+        limit_s = min(self._settings.limits.beat, _ANSWER_S)
+        asked = {slot.actor.facts.remote(): slot for slot in self.spares()}
+        if not asked:
+            return
+        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)
+        for ref in silent:
+            self.lose(asked[ref])
+        for ref in answered:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError:
+                self.lose(asked[ref])
+
+    def lose(self, slot: Slot) -> None:
+        """Give an actor up, and start another one in its place, which becomes a spare."""
+        slot.gone = True
+        ray.kill(slot.actor)
+        self._slots.remove(slot)
+        # One that had worked was lost for another reason than what it imports.
+        self._slots.append(self._new_slot(slot.bundle, 0 if slot.warm else slot.attempt + 1))
+
+    def replace_byteps(self, index: int) -> None:
+        """Another actor for a scheduler or server whose own was lost."""
+        ray.kill(self.byteps[index])
+        self.byteps[index] = self._new_byteps(index)
+
+    def assign(self, ranks: int) -> list[Slot]:
+        """The actors of the ranks: whoever was a rank stays it, spares take the places of the lost.
+
+        ``ranks`` must not exceed what is warm. Where their number changes all are dealt anew.
+        """
+        live = self.warm()
+        if len(self.assigned) != ranks:
+            # Ranks of one machine follow each other.
+            kept = [slot for slot in self.assigned if slot in live]
+            chosen = (kept + [slot for slot in live if slot not in kept])[:ranks]
+            self.assigned = sorted(chosen, key=lambda slot: (slot.facts["node"], slot.bundle))
+        else:
+            spares = self.spares()
+            self.assigned = [
+                slot if slot in live else _take(spares, slot) for slot in self.assigned
+            ]
+        return list(self.assigned)
+
+
+def _take(spares: list[Slot], lost: Slot) -> Slot:
+    """A spare, of the same machine if there is one."""
+    near = [slot for slot in spares if slot.facts["node"] == lost.facts.get("node")]
+    slot = (near or spares)[0]
+    spares.remove(slot)
+    return slot

@@ -1,0 +1,242 @@
+"""An actor that owns one rank's process."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .rank_program import STACKS_SIGNAL
+
+LINES_SHOWN = 30
+_STACKS_S = 1.0
+
+
+def node_facts() -> dict[str, Any]:
+    """Where this actor runs: node, address, host, process, GPUs."""
+    import ray
+
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return {
+        "node": ray.get_runtime_context().get_node_id(),
+        "address": ray.util.get_node_ip_address(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "gpus": [int(gpu) for gpu in gpus],
+    }
+
+
+def last_lines(log: Path, count: int = LINES_SHOWN) -> list[str]:
+    """The last lines of a log; none where there is no log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - (1 << 16)))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
+class RankActor:
+    """Owns at most one rank's process, which this machine's fork server makes.
+
+    Its methods are called at the same time, each by one of a few threads: some of them wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str,
+        preload: Sequence[str],
+        python_path: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> None:
+        self._folder = Path(folder).absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._changed = threading.Condition()
+        self._warm = False
+        self._broken = ""
+        self._status: int | None = None
+        self._ended_at = 0.0
+        self._pid = 0
+        self._running = False
+        self._log = self._folder / "fork-server.log"
+        self._news: dict[str, Any] = {}
+        self._steps: collections.deque[dict[str, Any]] = collections.deque(maxlen=10_000)
+        self._connection = self._connect(preload, python_path, environment)
+        threading.Thread(target=self._listen, name="fork server", daemon=True).start()
+
+    def _connect(
+        self, preload: Sequence[str], python_path: Sequence[str], environment: Mapping[str, str]
+    ) -> socket.socket:
+        """Connect to this machine's fork server, which is started if it is not there."""
+        folders = [*python_path, os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, **environment}
+        environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
+        # Ray's workers must not write what they compile; here all processes would compile it anew.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        # Asking for GPUs while modules are imported must not start CUDA, which cannot be forked.
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        facts = node_facts()
+        modules = []
+        for module in preload:
+            forked = not facts["gpus"] or module == "torch"
+            modules += ["--preload" if forked else "--import", module]
+        # Those of one job, on one machine, with the same imports share it.
+        key = [facts["node"], str(self._folder), sys.executable, *modules, *python_path]
+        name = hashlib.sha256("\n".join(key).encode()).hexdigest()[:24]
+        path = _private_folder() / f"{name}.sock"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(str(path))
+            except (FileNotFoundError, ConnectionRefusedError):
+                command = [sys.executable, "-m", "megatron_byteps_ray.fork_server", str(path)]
+                with self._log.open("ab") as log:
+                    subprocess.run(
+                        [*command, *modules],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=environment,
+                        check=True,
+                    )
+                connection.connect(str(path))
+        return connection
+
+    def _listen(self) -> None:
+        with self._connection.makefile("rb") as messages, contextlib.suppress(ConnectionError):
+            for line in messages:
+                message = json.loads(line)
+                with self._changed:
+                    self._take(message)
+                    self._changed.notify_all()
+        with self._changed:
+            self._broken = self._broken or "the fork server ended"
+            self._end(-int(signal.SIGKILL), time.time())
+            self._changed.notify_all()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "warm":
+            self._warm = True
+        elif kind == "failed":
+            self._broken = message["text"]
+        elif kind == "started":
+            self._pid = message["pid"]
+        elif kind == "ended":
+            self._end(message["status"], message["time"])
+        elif kind == "beat":
+            self._news.update(beat=time.monotonic(), pushed=message["pushed"])
+        elif kind == "mark":
+            self._news.setdefault("marks", {}).setdefault(message["mark"], message["time"])
+            self._news.update(doing=message["mark"], changed=time.monotonic())
+        elif kind == "step":
+            self._steps.append(message)
+            self._news.update(step=message["step"], doing="step", changed=time.monotonic())
+
+    def _end(self, status: int, at: float) -> None:
+        if self._running:
+            self._running, self._status, self._ended_at = False, status, at
+
+    def facts(self) -> dict[str, Any]:
+        """See ``node_facts``."""
+        return node_facts()
+
+    def warm(self, limit_s: float) -> str:
+        """Wait until everything is imported; empty, or why it is not."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._warm or self._broken, limit_s):
+                return f"not done within {limit_s:g} s"
+            return "" if self._warm else "\n".join([self._broken, *last_lines(self._log)])
+
+    def free_port(self) -> int:
+        """A port of this machine that nobody listens at."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def start(self, order: dict[str, Any]) -> None:
+        """Start the rank; see ``fork_server``."""
+        with self._changed:
+            if self._running:
+                raise RuntimeError("this actor's rank runs already")
+            if self._broken:
+                raise RuntimeError(f"no rank can be made here: {self._broken}")
+            self._log = Path(order["log"])
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._running, self._status, self._pid = True, None, 0
+            self._news, now = {}, time.monotonic()
+            self._news.update(beat=now, changed=now, doing="start", step=0, pushed=0, marks={})
+            self._steps.clear()
+            self._order({"order": "start", **order})
+
+    def _order(self, order: dict[str, Any]) -> None:
+        with contextlib.suppress(ConnectionError):  # its end is heard of by the listening thread
+            self._connection.sendall(json.dumps(order).encode() + b"\n")
+
+    def wait_end(self) -> dict[str, Any]:
+        """Wait for the rank's end: exit status (negative for a signal), time, last lines."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+            return {
+                "status": self._status,
+                "at": self._ended_at,
+                "lines": last_lines(self._log),
+            }
+
+    def progress(self) -> dict[str, Any]:
+        """What the rank has done: its steps since the last call, and since when it is silent."""
+        with self._changed:
+            steps, now = list(self._steps), time.monotonic()
+            self._steps.clear()
+            news = dict(self._news)
+            return {
+                "pid": self._pid,
+                "running": self._running,
+                "step": news.get("step", 0),
+                "pushed": news.get("pushed", 0),
+                "doing": news.get("doing", ""),
+                "marks": dict(news.get("marks", {})),
+                "silent_s": now - news.get("beat", now),
+                "unchanged_s": now - news.get("changed", now),
+                "steps": steps,
+            }
+
+    def stacks(self) -> list[str]:
+        """Have the rank write the stacks of its threads to its log; the last lines of that."""
+        self._order({"order": "signal", "number": int(STACKS_SIGNAL)})
+        time.sleep(_STACKS_S)
+        return last_lines(self._log)
+
+    def stop(self) -> None:
+        """End the rank, if it runs, and wait for that."""
+        with self._changed:
+            if not self._running:
+                return
+            self._order({"order": "signal", "number": int(signal.SIGKILL)})
+            self._changed.wait_for(lambda: not self._running)
+
+
+def _private_folder() -> Path:
+    """A folder of this machine for sockets that nobody else may use."""
+    folder = Path(tempfile.gettempdir()) / f"megatron-byteps-ray-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.lstat()
+    if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode) or facts.st_mode & 0o077:
+        raise RuntimeError(f"{folder} is not a folder that only this user may use: remove it")
+    return folder

@@ -1,0 +1,117 @@
+"""What a job is, and what it may take."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FORWARDED = ("BYTEPS_", "DMLC_INTERFACE", "GLOO_", "MEGATRON_", "NCCL_", "OMP_", "TORCH_")
+"""Variables of the driver whose names begin so are set in all ranks and servers."""
+
+SET_BY_DRIVER = ("BYTEPS_SECRET_FILE",)
+"""A file of the driver's machine means nothing on the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds after which something is taken to be lost."""
+
+    place: float = 300.0
+    """For Ray to find room for all actors."""
+    warm: float = 600.0
+    """For an actor to import everything."""
+    start: float = 600.0
+    """From a rank's start to its first step."""
+    step: float = 600.0
+    """From one step to the next."""
+    save: float = 1800.0
+    """For a checkpoint, an evaluation, or what a script does after its last step."""
+    beat: float = 300.0
+    """Without a sign of life from a rank's process."""
+    wait: float = 3600.0
+    """For capacity, when ranks were lost and nobody can take their place."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0.0 < value < 1e9:
+                raise ValueError(f"the limit {name!r} must be a positive number, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A job. Raises ValueError for what cannot be."""
+
+    entry: str
+    """The script: a path that ends in .py, or ``module:function``."""
+    arguments: tuple[str, ...] = ()
+    ranks: int = 2
+    spares: int = 0
+    """Actors beyond the ranks that have imported everything and wait."""
+    servers: int = 1
+    """``byteps-server`` processes; 0: BytePS is not used, or has a cluster of its own."""
+    min_ranks: int | None = None
+    """Go on with fewer ranks, but no fewer than this, where nobody can take a lost rank's place.
+    None: never with fewer."""
+    rank_multiple: int | None = None
+    """The number of ranks is a multiple of this. None: what Megatron's arguments say."""
+    cpus_per_rank: float = 1.0
+    gpus_per_rank: float = 0.0
+    server_cpus: float = 1.0
+    server_resource: str | None = None
+    """A resource of Ray that the machines for scheduler and servers have, such as "byteps"."""
+    folder: Path = Path("build/ray")
+    """For state, logs and the record of steps: on each machine a folder of this path."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of all ranks and servers, beside what is forwarded from the driver."""
+    python_path: tuple[str, ...] = ()
+    """Folders that ranks import from first."""
+    preload: tuple[str, ...] = ("torch", "byteps.torch", "megatron.training.training")
+    """Modules that are imported before they are needed."""
+    max_restarts: int = 20
+    """How often the job is started again, all together."""
+    max_fruitless: int = 3
+    """How often in a row without a single step."""
+    limits: Limits = Limits()
+    resume: bool = False
+    """Take the counts of incarnations and restarts from the folder: the driver itself was lost."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("spares", 0), ("servers", 0), ("max_restarts", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
+        if self.max_fruitless < 1:
+            raise ValueError(f"max_fruitless must be 1 or more, not {self.max_fruitless}")
+        if self.min_ranks is not None and not 1 <= self.min_ranks <= self.ranks:
+            raise ValueError(f"min_ranks must be from 1 to {self.ranks}, not {self.min_ranks}")
+        if self.gpus_per_rank not in (0.0, 1.0):
+            raise ValueError(f"a rank has one GPU or none, not {self.gpus_per_rank}")
+        if not self.entry.endswith(".py") and not all(self.entry.partition(":")):
+            raise ValueError(f"the entry must be a .py file or module:function, not {self.entry!r}")
+
+    def secret(self) -> str:
+        """The job's secret: the environment's, else a new one; empty where there is none.
+
+        Raises:
+            ValueError: BYTEPS_SECRET_FILE cannot be read.
+        """
+        if os.environ.get("BYTEPS_AUTH") == "0":
+            return ""
+        if os.environ.get("BYTEPS_SECRET"):
+            return os.environ["BYTEPS_SECRET"]
+        name = os.environ.get("BYTEPS_SECRET_FILE")
+        if name:
+            try:
+                return Path(name).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise ValueError(f"cannot read BYTEPS_SECRET_FILE: {error}") from error
+        return secrets.token_hex(32) if self.servers else ""
+
+    def forwarded(self) -> dict[str, str]:
+        """The driver's variables that all processes get, and those of the settings."""
+        # With servers of its own a job makes these; else they say where somebody else's cluster is.
+        begins = FORWARDED if self.servers else (*FORWARDED, "DMLC_")
+        own = {k: v for k, v in os.environ.items() if k.startswith(begins)}
+        return {k: v for k, v in own.items() if k not in SET_BY_DRIVER} | dict(self.environment)

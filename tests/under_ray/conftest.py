@@ -1,0 +1,45 @@
+"""Tests under Ray: one cluster of one node, and one pool of warm actors, for the whole session.
+
+By `make test-ray` alone, in build/venv-ray.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / name) for name in ("scripts", "bench", "integrations/ray")]
+
+from megatron_byteps_ray.cluster import cluster  # noqa: E402
+from megatron_byteps_ray.pool import Pool  # noqa: E402
+from raykit.cases import Runner, pool_settings  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two ranks and two spares, a scheduler and a server."""
+    settings = pool_settings(tmp_path_factory.mktemp("pool"))
+    # Ray's sockets need a short path.
+    folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
+    try:
+        with cluster(settings, temp_dir=folder):
+            pool = Pool(settings)
+            try:
+                pool.open()
+                yield pool
+            finally:
+                pool.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def runner(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """Runs jobs on that pool."""
+    return Runner(pool, tmp_path_factory.mktemp("jobs"))

@@ -1,0 +1,67 @@
+"""Jobs that lose processes go on, with the losses of a job that lost none, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_byteps_ray.job import Job
+from megatron_byteps_ray.pool import JobError
+from raykit.cases import CASES, STRIKE, Case, Runner, problems
+
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.thorough] if case.thorough else [])
+    for name, case in CASES.items()
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_failure_is_survived(runner: Runner, name: str) -> None:
+    case = CASES[name]
+    outcome = runner.run(name, case)
+    assert problems(case, outcome, runner.uninterrupted(case)) == []
+    assert outcome.state["state"] == "done"
+    assert outcome.state["restarts"] == len(outcome.of("failure"))
+    for recovered in outcome.of("recovered"):
+        parts = recovered["phases"].seconds()
+        assert {"noticed", "ended", "servers", "started", "groups", "step"} <= set(parts)
+
+
+def test_a_lost_actor_is_replaced_by_a_spare_at_the_same_rank(runner: Runner) -> None:
+    places: list[list[Any]] = []
+
+    def note(event: dict[str, Any], job: Job) -> None:
+        if event["event"] == "incarnation":
+            places.append([slot.actor for slot in job.pool.assigned])
+
+    runner.run("same-rank", CASES["actor"], note)
+    before, after = places
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:
+    def lose_spares(event: dict[str, Any], job: Job) -> None:
+        if event["event"] == "failure":
+            for slot in job.pool.spares():
+                job.pool.lose(slot)
+
+    case = Case(title="", faults=CASES["actor"].faults)
+    outcome = runner.run("fewer", case, lose_spares, min_ranks=1)
+    assert [event["ranks"] for event in outcome.of("incarnation")] == [2, 1]
+    assert outcome.of("fewer")[0]["wanted"] == 2
+    assert max(outcome.losses) == 12
+
+
+def test_a_job_that_never_makes_a_step_is_given_up(runner: Runner) -> None:
+    faults = [{"incarnation": n, "rank": 1, "when": "start", "what": "raise"} for n in range(5)]
+    with pytest.raises(JobError, match="2 times in a row without a step") as caught:
+        runner.run("fruitless", Case(title="", faults=faults), max_fruitless=2)
+    assert "RuntimeError: a fault that the script asked for" in str(caught.value)
+
+
+def test_restarts_are_limited(runner: Runner) -> None:
+    faults = [{"incarnation": n, "rank": 0, "when": STRIKE, "what": "kill"} for n in range(5)]
+    with pytest.raises(JobError, match=r"failed 1 times \(max_restarts\)"):
+        runner.run("limited", Case(title="", faults=faults), max_restarts=0)

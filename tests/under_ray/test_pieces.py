@@ -1,0 +1,255 @@
+"""What needs no cluster: who is to blame, which layouts fit, how phases add up, settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_byteps_ray.failures import FAILED, HUNG, KILLED, LOST, End, Failure
+from megatron_byteps_ray.layout import Layout, option
+from megatron_byteps_ray.phases import Phases
+from megatron_byteps_ray.rank_actor import RankActor
+from megatron_byteps_ray.settings import Limits, Settings
+
+
+def _end(who: str, kind: str, at: float = 0.0, line: str = "") -> End:
+    status = {KILLED: -9, FAILED: 1}.get(kind)
+    return End(who=who, kind=kind, at=at, status=status, lines=[line] if line else [])
+
+
+BLAMES = {
+    "a lost actor before those that fail for it": (
+        [
+            _end("rank 0", FAILED, 1.0, "BytePSError: worker 1 was lost"),
+            _end("server 0", FAILED, 0.9),
+            _end("rank 1", LOST, 2.0),
+        ],
+        ["rank 1"],
+    ),
+    "both that were killed at once": (
+        [_end("rank 1", KILLED, 1.0), _end("rank 0", KILLED, 1.1), _end("scheduler", FAILED)],
+        ["rank 1", "rank 0"],
+    ),
+    "an error of its own before one that tells of another's": (
+        [
+            _end("rank 0", FAILED, 1.0, "BytePSError: worker 1 (10.0.0.3) was lost"),
+            _end("rank 1", FAILED, 1.1, "ValueError: no such file"),
+        ],
+        ["rank 1"],
+    ),
+    "the first of several errors": (
+        [
+            _end("rank 2", FAILED, 1.1, "ValueError: x"),
+            _end("rank 0", FAILED, 1.0, "ValueError: x"),
+        ],
+        ["rank 0"],
+    ),
+    "who hangs": ([_end("rank 3", HUNG), _end("server 0", FAILED)], ["rank 3"]),
+}
+
+
+@pytest.mark.parametrize(("ends", "causes"), BLAMES.values(), ids=BLAMES)
+def test_who_is_to_blame(ends: list[End], causes: list[str]) -> None:
+    failure = Failure.of(ends)
+    assert [end.who for end in failure.causes] == causes
+    assert len(failure.causes) + len(failure.others) == len(ends)
+    assert causes[0] in str(failure)
+
+
+def test_options_are_found_in_both_spellings() -> None:
+    arguments = ["--save", "a", "--load=b", "--save", "c"]
+    assert option(arguments, "--save") == "c"
+    assert option(arguments, "--load") == "b"
+    assert option(arguments, "--loa") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "available", "largest"),
+    [
+        ("", 7, 7),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size=2", 7, 4),
+        ("--tensor-model-parallel-size 4", 3, 0),
+        ("--micro-batch-size 2 --global-batch-size 8", 3, 2),
+        ("--micro-batch-size 2 --global-batch-size 8 --context-parallel-size 2", 7, 4),
+        ("--expert-model-parallel-size 2", 3, 2),
+    ],
+)
+def test_numbers_of_ranks_that_fit(arguments: str, available: int, largest: int) -> None:
+    assert Layout.of(arguments.split()).largest(available) == largest
+
+
+def test_a_layout_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size two"):
+        Layout.of(["--tensor-model-parallel-size", "two"])
+
+
+def test_phases_add_up() -> None:
+    phases = Phases(failed_at=100.0)
+    for name, at in (("noticed", 101.0), ("servers", 104.0), ("groups", 106.0), ("step", 110.0)):
+        phases.end(name, at)
+    phases.end("groups", 105.0)  # of another rank: the last counts
+    parts = phases.seconds()
+    assert parts == {"noticed": 1.0, "servers": 3.0, "groups": 2.0, "step": 4.0, "total": 10.0}
+    assert sum(parts.values()) == 2 * parts["total"]
+    assert "scheduler and servers listen" in phases.table()
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"ranks": 0}, "ranks must be 1 or more"),
+        ({"min_ranks": 3}, "min_ranks must be from 1 to 2"),
+        ({"gpus_per_rank": 0.5}, "one GPU or none"),
+        ({"entry": "train"}, "a .py file or module:function"),
+    ],
+)
+def test_bad_settings_are_named(values: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Settings(**{"entry": "train.py", **values})
+    with pytest.raises(ValueError, match="the limit 'step'"):
+        Limits(step=0)
+
+
+def test_the_secret_is_the_environment_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BYTEPS_AUTH", "BYTEPS_SECRET", "BYTEPS_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = Settings(entry="train.py")
+    assert len(settings.secret()) == 64 and settings.secret() != settings.secret()
+    assert Settings(entry="train.py", servers=0).secret() == ""
+    file = tmp_path / "secret"
+    monkeypatch.setenv("BYTEPS_SECRET_FILE", str(file))
+    with pytest.raises(ValueError, match="BYTEPS_SECRET_FILE"):
+        settings.secret()
+    file.write_text("a secret of some length\n")
+    assert settings.secret() == "a secret of some length"
+    assert "BYTEPS_SECRET_FILE" not in settings.forwarded()  # of no meaning on other machines
+    monkeypatch.setenv("BYTEPS_AUTH", "0")
+    assert settings.secret() == ""
+
+
+def test_bad_usage_exits_with_2() -> None:
+    command = [sys.executable, "-m", "megatron_byteps_ray", "train.py", "--ranks", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2
+    assert "ranks must be 1 or more, not 0" in run.stderr
+
+
+@pytest.fixture
+def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankActor:
+    """One that needs no Ray, and imports next to nothing."""
+    facts = {"node": str(tmp_path), "address": "127.0.0.1", "host": "here", "pid": 1, "gpus": []}
+    monkeypatch.setattr("megatron_byteps_ray.rank_actor.node_facts", lambda: facts)
+    return RankActor(folder=str(tmp_path), preload=["json"], python_path=[], environment={})
+
+
+def _order(folder: Path, text: str) -> dict:
+    script = folder / "script.py"
+    script.write_text(text)
+    log = str(folder / "rank.log")
+    return {"environment": {"A": "b"}, "folder": str(folder), "log": log, "entry": str(script)} | {
+        "arguments": ["--x"]
+    }
+
+
+def _wait_gone(pid: int) -> None:
+    """Until the process has ended; the test's own limit is the only one."""
+    while True:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        time.sleep(0.01)
+
+
+def test_an_actor_runs_one_rank_after_the_other(actor: RankActor, tmp_path: Path) -> None:
+    assert actor.warm(120.0) == ""
+    for status in (0, 3):
+        actor.start(
+            _order(
+                tmp_path, f"import os, sys; print(os.environ['A'], sys.argv[1])\nsys.exit({status})"
+            )
+        )
+        end = actor.wait_end()
+        assert end["status"] == status
+        assert end["lines"][-1] == "b --x"
+
+
+def test_steps_are_reported_in_order(actor: RankActor, tmp_path: Path) -> None:
+    assert actor.warm(120.0) == ""
+    text = "from megatron_byteps_ray import report\nfor n in (1, 2, 3): report(n, loss=1 / n)\n"
+    actor.start(_order(tmp_path, text))
+    assert actor.wait_end()["status"] == 0
+    steps = actor.progress()["steps"]
+    assert [(step["step"], step["values"]["loss"]) for step in steps] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, 1 / 3),
+    ]
+
+
+def test_an_error_ends_a_rank_with_its_text(actor: RankActor, tmp_path: Path) -> None:
+    assert actor.warm(120.0) == ""
+    actor.start(_order(tmp_path, "raise ValueError('no such thing')"))
+    end = actor.wait_end()
+    assert (end["status"], end["lines"][-1]) == (1, "ValueError: no such thing")
+
+
+def test_a_rank_s_descriptors_stay_open_to_its_end(actor: RankActor, tmp_path: Path) -> None:
+    """Numbers that the fork server's sockets had are not closed a second time."""
+    assert actor.warm(120.0) == ""
+    text = """
+import os, sys
+pairs = [os.pipe() for _ in range(20)]
+class Last:
+    def __del__(self, pairs=pairs, fstat=os.fstat, write=os.write):
+        for number in [number for pair in pairs for number in pair]:
+            try:
+                fstat(number)
+            except OSError:
+                write(1, b"closed\\n")
+        write(1, b"looked\\n")
+sys.last_of_all = Last()
+"""
+    actor.start(_order(tmp_path, text))
+    end = actor.wait_end()
+    assert (end["status"], end["lines"]) == (0, ["looked"])
+
+
+def test_a_rank_ends_with_what_it_started(actor: RankActor, tmp_path: Path) -> None:
+    assert actor.warm(120.0) == ""
+    text = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid)\nopen('there', 'w').close()\ntime.sleep(600)\n"
+    )
+    actor.start(_order(tmp_path, text))
+    while not (tmp_path / "there").exists():
+        assert actor.progress()["running"]
+    actor.stop()
+    end = actor.wait_end()
+    assert end["status"] == -9
+    _wait_gone(int(end["lines"][-1]))
+
+
+def test_a_rank_ends_with_its_actor(actor: RankActor, tmp_path: Path) -> None:
+    assert actor.warm(120.0) == ""
+    actor.start(_order(tmp_path, "open('there', 'w').close()\nimport time; time.sleep(600)\n"))
+    while not (tmp_path / "there").exists():
+        assert actor.progress()["running"]
+    pid = actor.progress()["pid"]
+    actor._connection.shutdown(2)  # as the kernel does when the actor is killed
+    _wait_gone(pid)
+
+
+def test_a_module_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"node": str(tmp_path), "address": "127.0.0.1", "host": "here", "pid": 1, "gpus": []}
+    monkeypatch.setattr("megatron_byteps_ray.rank_actor.node_facts", lambda: facts)
+    actor = RankActor(folder=str(tmp_path), preload=["nosuch"], python_path=[], environment={})
+    assert "No module named 'nosuch'" in actor.warm(120.0)
