@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -69,6 +70,7 @@ class Engine : public ChannelUser {
   Declarations declarations_;
   Pusher pusher_;
   Puller puller_;
+  std::mutex failing_mu_;  // held until all that failed is in the timeline
   std::vector<std::thread> threads_;
 };
 

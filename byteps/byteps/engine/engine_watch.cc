@@ -29,7 +29,8 @@ void Engine::Watch() {
       if (!verdict.empty()) context_.operations.Fail(operation, verdict);
     }
   }
-  // At once after a failure too: the process may be killed soon.
+  // At once after a failure too, the process may be killed soon: but with all that failed.
+  std::lock_guard<std::mutex> lock(failing_mu_);
   context_.trace->Write();
 }
 
