@@ -178,6 +178,8 @@ class Incarnation:
                 if time.monotonic() >= settle or not self._watched:
                     return
         self._take_progress(last=True)
+        if not self._ends:
+            self._recovered()  # also where no step was left to be done
 
     def _take_end(self, ref: Any, who: str) -> None:
         try:
@@ -251,10 +253,11 @@ class Incarnation:
             self._phases.end(name, at)
 
     def _recovered(self) -> None:
-        """Every rank has finished a step."""
+        """Every rank has finished a step, or ended well."""
         phases, self._phases = self._phases, None
         if phases is not None:
-            phases.end("step", max(self._first.values()))
+            if self._first:
+                phases.end("step", max(self._first.values()))
             self._emit("recovered", incarnation=self.number, phases=phases)
 
     # ----------------------------------------------------------------- hangs
