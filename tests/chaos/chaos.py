@@ -440,4 +440,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Terminated or interrupted: hosts, processes and file systems go either way.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
