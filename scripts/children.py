@@ -28,13 +28,13 @@ class Late(AssertionError):
     """Something did not happen by its deadline; the text has the last lines of the logs."""
 
 
-def end_with_parent() -> None:
-    """In the child (``preexec_fn``): have the kernel terminate it when its parent is killed.
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """In the child (``preexec_fn``): have the kernel send it this signal when its parent is killed.
 
     The kernel's parent is the thread that forked, so it must live as long as the child.
     """
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 def server_executable() -> str:

@@ -11,7 +11,6 @@ the nursery, and with it, by the kernel's parent-death signal, every child.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -22,12 +21,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from children import end_with_parent
+
 PRELOAD = ("torch", "torch.distributed", "byteps.torch", "programs.job")
 
 
 def die_with_parent(parent: int) -> None:
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
