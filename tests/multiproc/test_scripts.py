@@ -211,6 +211,25 @@ class Scripted:
             *("--", str(HERE / "jobs" / "scripts_job.py"), mode, str(self.folder)),
         )
 
+    def wait_for_instances(self, number: int) -> list[int]:
+        """Pids of the servers that server.sh has started: by then it handles signals.
+
+        Processes with the mark are not enough: for a moment after a fork there are two of the
+        script, and it handles no signal before it has read its settings.
+        """
+        deadline = time.monotonic() + START_S
+        while True:
+            instances = [
+                pid
+                for pid, command in processes_with(MARK, self.mark).items()
+                if "--role server" in command and "server.sh" not in command
+            ]
+            if len(instances) == number:
+                return instances
+            if time.monotonic() > deadline:
+                raise Late(f"{len(instances)} of {number} servers after {START_S:g} s")
+            time.sleep(0.02)
+
     def demand_no_process(self) -> None:
         deadline = time.monotonic() + END_S
         while left := processes_with(MARK, self.mark):
@@ -307,10 +326,7 @@ def test_signal_at_scheduler_and_server(
     scripted: Scripted, number: signal.Signals, status: int
 ) -> None:
     scheduler, server = scripted.start_nodes(workers=1, servers=2)
-    deadline = time.monotonic() + START_S
-    while len(processes_with(MARK, scripted.mark)) < 4:  # two scripts (one exec'ed), two servers
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    scripted.wait_for_instances(2)
     server.send(number)
     assert server.wait(END_S) == status, server.text
     assert "Killed" not in server.text, "the instances ignored SIGTERM"
@@ -321,17 +337,7 @@ def test_signal_at_scheduler_and_server(
 
 def test_one_failed_instance_ends_the_others(scripted: Scripted) -> None:
     _, server = scripted.start_nodes(workers=1, servers=3)
-    deadline = time.monotonic() + START_S
-    while True:
-        instances = [
-            pid
-            for pid, command in processes_with(MARK, scripted.mark).items()
-            if "--role server" in command and "server.sh" not in command
-        ]
-        if len(instances) == 3:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    instances = scripted.wait_for_instances(3)
     os.kill(instances[1], signal.SIGKILL)
     assert server.wait(END_S) == 128 + signal.SIGKILL
     assert "ending the others" in server.text
