@@ -13,6 +13,7 @@ Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is sh
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
 import tempfile
@@ -59,6 +60,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=positive, default=1, metavar="N", help="layouts at once (default: 1)"
     )
+    parser.add_argument(
+        "--budget", type=float, metavar="S", help="begin nothing new after so many seconds"
+    )
     parser.add_argument("--list", action="store_true", help="show the layouts and stop")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the documentation")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave logs and records there")
@@ -94,9 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layouts = [layout for layout in layouts if gpus_needed(layout) <= gpus]
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         folder = options.keep or Path(scratch)
-        reports = compare_all(layouts, folder, PLATFORMS[options.device], options.jobs)
+        platform = PLATFORMS[options.device]
+        reports = compare_all(layouts, folder, platform, options.jobs, options.budget)
     tell(reports, skipped, options.markdown, options.device)
-    return 1 if not reports or any(report.misses for report in reports) else 0
+    compared = {report.layout.name for report in reports}
+    missing = [layout.name for layout in layouts if layout.name not in compared]
+    if missing:
+        print(f"not begun, since --budget is used up: {' '.join(missing)}")
+    good = reports and not missing and not any(report.misses for report in reports)
+    return 0 if good else 1
 
 
 def gpus_needed(layout: Layout) -> int:
@@ -111,11 +121,17 @@ def count_gpus() -> int:
 
 
 def compare_all(
-    layouts: Sequence[Layout], folder: Path, platform: Platform, jobs: int = 1
+    layouts: Sequence[Layout],
+    folder: Path,
+    platform: Platform,
+    jobs: int = 1,
+    budget: float | None = None,
 ) -> list[Report]:
-    """Run so many of them at a time; a failed one does not stop the rest."""
+    """Run so many of them at a time; a failed one does not stop the rest. After ``budget`` seconds
+    none is begun: what is left has no report."""
     from paritykit.data import tiny_dataset
 
+    deadline = math.inf if budget is None else time.monotonic() + budget
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     dataset = tiny_dataset(data)
@@ -123,9 +139,13 @@ def compare_all(
         Progress("parity", total=len(layouts), unit="layouts") as shown,
         ThreadPoolExecutor(max_workers=jobs) as pool,
     ):
-        return list(
-            pool.map(lambda layout: compare_one(layout, folder, dataset, platform, shown), layouts)
-        )
+
+        def one(layout: Layout) -> Report | None:
+            if time.monotonic() > deadline:
+                return None
+            return compare_one(layout, folder, dataset, platform, shown)
+
+        return [report for report in pool.map(one, layouts) if report is not None]
 
 
 def compare_one(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import statistics
 import sys
@@ -12,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from benchkit import machine
 from benchkit.emulation import Host
+from benchkit.gpus import gpus_of
 from benchkit.launch import Placement, rank_variables, start_nodes
 from benchkit.plan import Plan
 from benchkit.processes import LaunchError, Processes, plain_environment
@@ -161,21 +159,6 @@ def train(
         checksum=record.checksum,
         busy=busy,
     )
-
-
-def gpus_of(rank: int, ranks_per_host: int) -> str:
-    """The GPUs that the host of a rank has, by CUDA_VISIBLE_DEVICES: all of this machine's, from
-    another one on for each host, so that hosts that outnumber GPUs share them evenly.
-
-    Raises:
-        LaunchError: a host has more ranks than there are GPUs.
-    """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
-    if ranks_per_host > len(gpus):
-        raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {len(gpus)}")
-    first = rank // ranks_per_host * ranks_per_host % len(gpus)
-    return ",".join(gpus[first:] + gpus[:first])
 
 
 def _free_port() -> int:

@@ -76,6 +76,8 @@ class Job:
     platform: Platform = CPU
     per_host: int = 1
     """Consecutive ranks that take themselves to share a host."""
+    first_gpu: int = 0
+    """Of rank 0, where ranks have GPUs: jobs that run side by side take different ones."""
 
     def run(self, *, fails: bool = False) -> None:
         """Run to the end. Raises JobFailed unless all ranks succeed (or none, if it ``fails``)."""
@@ -118,9 +120,8 @@ class Job:
         }
         size, host = str(self.ranks), rank // self.per_host
         own: dict[str, str] = {}
-        if self.per_host > 1 and self.platform.shares_devices:
-            # Each host has the same GPUs, and NCCL must not see that it is one machine.
-            own = {"LOCAL_RANK": str(rank % self.per_host), "NCCL_HOSTID": f"host{host}"}
+        if self.platform.shares_devices:
+            own = self._gpus(rank)
         return {
             **kept,
             **self.platform.environment,
@@ -135,6 +136,20 @@ class Job:
             "TORCHELASTIC_RESTART_COUNT": "0",
             **own,
             **dict(self.settings.get("environment", {})),
+        }
+
+    def _gpus(self, rank: int) -> dict[str, str]:
+        """Variables that give a rank its GPU. Hosts that outnumber GPUs share them."""
+        from benchkit.gpus import rotated_gpus
+
+        if self.per_host == 1:
+            return {"CUDA_VISIBLE_DEVICES": rotated_gpus(self.first_gpu)}
+        host = rank // self.per_host
+        return {
+            "CUDA_VISIBLE_DEVICES": rotated_gpus(self.first_gpu + host * self.per_host),
+            "LOCAL_RANK": str(rank % self.per_host),
+            # NCCL must not see that it is one machine.
+            "NCCL_HOSTID": f"host{host}",
         }
 
     def log_of(self, rank: int) -> Path:

@@ -10,12 +10,14 @@ from prepare_data import Dataset
 from .compare import Report, compare
 from .data import data_arguments
 from .forked import Job
-from .layouts import Layout
+from .layouts import LAYOUTS, Layout
 from .platforms import CPU, Platform
 from .seen import RankSeen
 
 PROGRAM = "paritykit.rank:train"
 FLAG = "--use-dpu-reduce"
+GPUS_APART = 3
+"""From the first GPU of one layout to that of the next: layouts beside each other spread evenly."""
 # Two servers and small partitions: it matters which server sums what, and which part is pulled.
 # So with pieces: those of a bucket are summed inside the host and between hosts at the same time.
 _SERVERS = {
@@ -52,7 +54,8 @@ def train(
         "frozen": layout.frozen,
         **(options or {}),
     }
-    job = Job(folder, program, layout.ranks, settings, platform, layout.per_host)
+    first_gpu = GPUS_APART * LAYOUTS.index(layout) if layout in LAYOUTS else 0
+    job = Job(folder, program, layout.ranks, settings, platform, layout.per_host, first_gpu)
     job.run(fails=fails)
     return job
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import train_bench
+from benchkit.gpus import gpus_of
 from benchkit.processes import LaunchError
-from benchkit.training import WAYS, Trained, gpus_of, step_seconds
+from benchkit.training import WAYS, Trained, step_seconds
 from trainkit.job import Record, Step
 
 ROOT = Path(__file__).resolve().parents[2]
