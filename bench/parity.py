@@ -55,7 +55,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="cuda: over NCCL; layouts that need more GPUs are skipped (default: %(default)s)",
+        help="cuda: over NCCL; hosts of more ranks than there are GPUs are skipped "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--jobs", type=positive, default=1, metavar="N", help="layouts at once (default: 1)"
@@ -90,12 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     skipped = []
     if options.device == "cuda":
-        gpus = count_gpus()
-        if not gpus:
+        from benchkit import gpus
+
+        there = gpus.count_gpus()
+        if not there:
             print("parity.py: --device cuda needs a GPU, and torch sees none", file=sys.stderr)
             return 1
-        skipped = [layout for layout in layouts if gpus_needed(layout) > gpus]
-        layouts = [layout for layout in layouts if gpus_needed(layout) <= gpus]
+        skipped = [layout for layout in layouts if layout.per_host > there]
+        layouts = [layout for layout in layouts if layout.per_host <= there]
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         folder = options.keep or Path(scratch)
         platform = PLATFORMS[options.device]
@@ -107,17 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"not begun, since --budget is used up: {' '.join(missing)}")
     good = reports and not missing and not any(report.misses for report in reports)
     return 0 if good else 1
-
-
-def gpus_needed(layout: Layout) -> int:
-    """Hosts of several ranks share the GPUs of this machine; others have one a rank."""
-    return layout.per_host if layout.per_host > 1 else layout.ranks
-
-
-def count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def compare_all(
@@ -179,7 +171,7 @@ def tell(reports: list[Report], skipped: list[Layout], markdown: Path | None, de
     if reports:
         print("\n" + text.summary(reports))
     for layout in skipped:
-        print(f"{layout.name}: skipped, needs {gpus_needed(layout)} GPUs")
+        print(f"{layout.name}: skipped, needs {layout.per_host} GPUs")
     if markdown is not None:
         on_gpus = text.markdown_on_gpus
         document = on_gpus(reports, skipped) if device == "cuda" else text.markdown(reports)

@@ -16,8 +16,8 @@ def gpus_of(rank: int, ranks_per_host: int) -> str:
     Raises:
         LaunchError: a host has more ranks than there are GPUs.
     """
-    if ranks_per_host > len(_gpus()):
-        raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {len(_gpus())}")
+    if ranks_per_host > count_gpus():
+        raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {count_gpus()}")
     return rotated_gpus(rank // ranks_per_host * ranks_per_host)
 
 
@@ -26,6 +26,11 @@ def rotated_gpus(first: int) -> str:
     gpus = _gpus()
     at = first % len(gpus)
     return ",".join(gpus[at:] + gpus[:at])
+
+
+def count_gpus() -> int:
+    """How many GPUs of this machine may be used."""
+    return len(_gpus())
 
 
 def _gpus() -> list[str]:

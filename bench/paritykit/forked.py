@@ -139,17 +139,17 @@ class Job:
         }
 
     def _gpus(self, rank: int) -> dict[str, str]:
-        """Variables that give a rank its GPU. Hosts that outnumber GPUs share them."""
-        from benchkit.gpus import rotated_gpus
+        """Variables that give a rank its GPU. Hosts that outnumber GPUs share them, and so do ranks
+        of one a host."""
+        from benchkit import gpus
 
-        if self.per_host == 1:
-            return {"CUDA_VISIBLE_DEVICES": rotated_gpus(self.first_gpu)}
-        host = rank // self.per_host
+        per_machine = self.per_host if self.per_host > 1 else min(self.ranks, gpus.count_gpus())
+        machine, local = divmod(rank, per_machine)
         return {
-            "CUDA_VISIBLE_DEVICES": rotated_gpus(self.first_gpu + host * self.per_host),
-            "LOCAL_RANK": str(rank % self.per_host),
-            # NCCL must not see that it is one machine.
-            "NCCL_HOSTID": f"host{host}",
+            "CUDA_VISIBLE_DEVICES": gpus.rotated_gpus(self.first_gpu + machine * per_machine),
+            "LOCAL_RANK": str(local),
+            # For NCCL, which lets no two ranks of a machine share a GPU.
+            "NCCL_HOSTID": f"machine{machine}",
         }
 
     def log_of(self, rank: int) -> Path:

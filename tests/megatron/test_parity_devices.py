@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import parity
+from benchkit import gpus
 from paritykit import report
 from paritykit.compare import Report
 from paritykit.forked import Job
@@ -19,37 +20,66 @@ def test_layouts_that_need_more_gpus_are_skipped_and_named(
 ) -> None:
     ran: list[str] = []
 
-    def compare_all(layouts: list, folder: Path, platform: Platform, jobs: int) -> list[Report]:
-        assert (platform, jobs) == (CUDA, 1)
+    def compare_all(
+        layouts: list, folder: Path, platform: Platform, jobs: int, budget: float | None
+    ) -> list[Report]:
+        assert (platform, jobs, budget) == (CUDA, 1, 60.0)
         ran.extend(layout.name for layout in layouts)
         return [Report(layout=layout) for layout in layouts]
 
-    monkeypatch.setattr(parity, "count_gpus", lambda: 2)
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
     monkeypatch.setattr(parity, "compare_all", compare_all)
     monkeypatch.setattr(report, "_gpus", lambda: "2 x a GPU")
     written = tmp_path / "gpu.md"
-    words = ["--device", "cuda", "--layout", "dp2", "dp8-do-overlap", "--markdown", str(written)]
+    words = ["--device", "cuda", "--markdown", str(written), "--budget", "60"]
+    words += ["--layout", "dp2", "dp8-do-overlap", "node4-dp8-overlap"]
     assert parity.main(words) == 0
-    assert ran == ["dp2"]
-    assert "dp8-do-overlap: skipped, needs 8 GPUs" in capsys.readouterr().out
+    assert ran == ["dp2", "dp8-do-overlap"]
+    assert "node4-dp8-overlap: skipped, needs 4 GPUs" in capsys.readouterr().out
     text = written.read_text()
     assert text.startswith("# Correctness on GPUs") and "on 2 x a GPU" in text
-    assert "| dp2 | 2 |" in text and "dp8-do-overlap (8)" in text
+    assert "| dp2 | 2 |" in text and "node4-dp8-overlap (4)" in text
 
 
 def test_without_a_gpu_it_is_an_error(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(parity, "count_gpus", lambda: 0)
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 0)
     assert parity.main(["--device", "cuda", "--layout", "dp2"]) == 1
     assert "needs a GPU" in capsys.readouterr().err
 
 
 def test_only_the_cpu_platform_hides_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     (layout,) = by_name(["dp2"])
-    for platform, visible, stand_ins in ((CPU, "", "1"), (CUDA, None, "0")):
+    for platform, visible, stand_ins in ((CPU, "", "1"), (CUDA, "4,5", "0")):
         job = Job(tmp_path, "paritykit.rank:train", layout.ranks, {}, platform)
         environment = job._environment(0, 1)
         assert environment["MEGATRON_CPU"] == stand_ins
-        assert environment.get("CUDA_VISIBLE_DEVICES") == visible
+        assert environment["CUDA_VISIBLE_DEVICES"] == visible
+
+
+@pytest.mark.parametrize(
+    ("per_host", "placed"),
+    [
+        # Three GPUs for five ranks, from the second GPU on: the fourth rank is on a second machine.
+        (1, [("1", "0"), ("2", "0"), ("0", "0"), ("1", "1"), ("2", "1")]),
+        (2, [("1", "0"), ("2", "0"), ("0", "1"), ("1", "1"), ("2", "2")]),
+    ],
+)
+def test_ranks_that_outnumber_gpus_share_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    per_host: int,
+    placed: list[tuple[str, str]],
+) -> None:
+    """NCCL refuses two ranks of one machine on one GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    job = Job(tmp_path, "paritykit.rank:train", 5, {}, CUDA, per_host, first_gpu=1)
+    seen = []
+    for rank in range(5):
+        environment = job._environment(rank, 1)
+        visible = environment["CUDA_VISIBLE_DEVICES"].split(",")
+        machine = environment["NCCL_HOSTID"].removeprefix("machine")
+        seen.append((visible[int(environment["LOCAL_RANK"])], machine))
+    assert seen == placed
