@@ -119,7 +119,21 @@ void Puller::Handle(Arrived* arrived, int track) {
   context_->trace->Slice(*request.operation, request.index, track, "pull",
                          times == nullptr ? 0 : times->pulling, TraceArrow::kEnds);
   context_->trace->Row(*request.operation, request.index, SteadyNs());
-  if (request.operation->CountPartition()) context_->operations.Finish(request.operation, nullptr);
+  try {
+    Count(request.operation);
+  } catch (const Error& e) {
+    Fail(request, e.what());
+  }
+}
+
+void Puller::Count(const OperationPtr& operation) {
+  if (!operation->CountPartition()) return;
+  DeviceMoment landed;
+  // Also when of this last partition nothing was wanted: others may still be copied.
+  if (operation->on_gpu()) {
+    landed = DeviceCopies::Of(operation->request.tensor.device)->CopiedToDevice();
+  }
+  context_->operations.Finish(operation, std::move(landed));
 }
 
 bool Puller::CopyToOutput(const Arrived& arrived) {
@@ -171,8 +185,7 @@ void Puller::EnqueueCopy(const Request& request, int track) {
                      trace->CopySlice(*request.operation, request.index, false, enqueued);
                    });
   trace->Slice(operation, request.index, track, "pull", enqueued, TraceArrow::kEnds);
-  if (!operation.CountPartition()) return;
-  context_->operations.Finish(request.operation, copies->CopiedToDevice());
+  Count(request.operation);
 }
 
 }  // namespace core

@@ -47,6 +47,8 @@ class Puller {
   // Of a tensor on a GPU: once there is pinned memory, enqueues the copy from there.
   void MoveToDevice(Arrived* arrived, int track);
   void EnqueueCopy(const Request& request, int track);
+  // That a partition is through; ends the operation behind its last one.  Throws Error.
+  void Count(const OperationPtr& operation);
 
   Context* const context_;
   const int receive_track_;             // of the timeline: what needs no pull loop

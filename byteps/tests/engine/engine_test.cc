@@ -472,6 +472,43 @@ TEST(Gpu, StreamsWaitForCopiesAndTheHostDoesNot) {
   EXPECT_EQ(values, sum);
 }
 
+// The last answer may be that of a partition of which nothing is wanted.
+TEST(Gpu, StreamsWaitForCopiesOfAWantedPart) {
+  Job job(2);
+  fake::SetCurrentDevice(0);
+  const DeviceStream stream = MakeStream();
+  auto values = Values(8 * kPage / sizeof(float), 1);
+  auto request = Job::RequestFor("x", &values, 0, stream);
+  job.Wait(job.worker.PushPull(request), stream);
+  fake::Synchronize(stream);
+  const auto pushes = job.channel->pushes();
+  const auto first = std::min_element(pushes.begin(), pushes.end());
+  const int other = 1 - first->second;
+  const auto at_other = std::count_if(pushes.begin(), pushes.end(),
+                                      [&](const auto& push) { return push.second == other; });
+  ASSERT_GT(at_other, 0);
+
+  request.pull_end = kPage;
+  const auto before = values;
+  job.channel->HoldServer(other, false);
+  const auto hold = fake::HoldCopiesToDevice();
+  const int64_t handle = job.worker.PushPull(request);
+  ASSERT_TRUE(job.channel->AwaitHeld(at_other));
+  ASSERT_TRUE(job.Settles("pulled_partitions_total", 2.0 * pushes.size() - at_other));
+  job.channel->Release();
+  job.Wait(handle, stream);
+  std::atomic<bool> released{false};
+  std::atomic<bool> waited{false};
+  CallWhenDone(stream, [&] { waited = released.load(); });
+  released = true;
+  hold->set_value();
+  fake::Synchronize(stream);
+  EXPECT_TRUE(waited);
+  for (size_t i = 0; i < values.size(); ++i) {
+    ASSERT_EQ(values[i], before[i] * (i < kPage / sizeof(float) ? 3 : 1)) << i;
+  }
+}
+
 TEST(Gpu, TwoDevicesAndTheCallersDevice) {
   Job job(2);
   fake::SetCurrentDevice(0);
