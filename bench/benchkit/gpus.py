@@ -10,22 +10,24 @@ from benchkit.processes import LaunchError
 
 
 def gpus_of(rank: int, ranks_per_host: int) -> str:
-    """The GPUs that the host of a rank has, by CUDA_VISIBLE_DEVICES: all of this machine's, from
-    another one on for each host, so that hosts that outnumber GPUs share them evenly.
+    """The GPUs that the host of a rank has, by CUDA_VISIBLE_DEVICES: one for each of its ranks.
+
+    Hosts that outnumber GPUs share them evenly. A host sees no GPU that it does not use: torch
+    takes a rank's number modulo those it sees for its GPU's, and hangs where that is wrong.
 
     Raises:
         LaunchError: a host has more ranks than there are GPUs.
     """
     if ranks_per_host > count_gpus():
         raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {count_gpus()}")
-    return rotated_gpus(rank // ranks_per_host * ranks_per_host)
+    return some_gpus(rank // ranks_per_host * ranks_per_host, ranks_per_host)
 
 
-def rotated_gpus(first: int) -> str:
-    """All GPUs of this machine, by CUDA_VISIBLE_DEVICES, from the ``first`` one on and around."""
+def some_gpus(first: int, count: int) -> str:
+    """``count`` GPUs of this machine from the ``first`` one on and around, by
+    CUDA_VISIBLE_DEVICES."""
     gpus = _gpus()
-    at = first % len(gpus)
-    return ",".join(gpus[at:] + gpus[:at])
+    return ",".join(gpus[(first + i) % len(gpus)] for i in range(count))
 
 
 def count_gpus() -> int:

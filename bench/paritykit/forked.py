@@ -146,7 +146,10 @@ class Job:
         per_machine = self.per_host if self.per_host > 1 else min(self.ranks, gpus.count_gpus())
         machine, local = divmod(rank, per_machine)
         return {
-            "CUDA_VISIBLE_DEVICES": gpus.rotated_gpus(self.first_gpu + machine * per_machine),
+            # No more: torch takes the rank's number modulo these for its GPU's.
+            "CUDA_VISIBLE_DEVICES": gpus.some_gpus(
+                self.first_gpu + machine * per_machine, per_machine
+            ),
             "LOCAL_RANK": str(local),
             # For NCCL, which lets no two ranks of a machine share a GPU.
             "NCCL_HOSTID": f"machine{machine}",

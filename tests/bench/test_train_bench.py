@@ -124,10 +124,8 @@ def test_ways_name_their_arguments() -> None:
 
 def test_hosts_that_outnumber_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert [gpus_of(rank, 2) for rank in range(6)] == ["4,5,6", "4,5,6", "6,4,5", "6,4,5"] + [
-        "5,6,4"
-    ] * 2
-    assert [gpus_of(rank, 1).split(",")[0] for rank in range(5)] == ["4", "5", "6", "4", "5"]
+    assert [gpus_of(rank, 2) for rank in range(6)] == ["4,5", "4,5", "6,4", "6,4", "5,6", "5,6"]
+    assert [gpus_of(rank, 1) for rank in range(5)] == ["4", "5", "6", "4", "5"]
     with pytest.raises(LaunchError, match="4 ranks a host need as many GPUs, not 3"):
         gpus_of(0, 4)
 
