@@ -58,7 +58,8 @@ bool ReadTensor(WireReader* in, const Groups& groups, Declaration* d) {
   d->placement = in->Get<uint64_t>();
   const uint32_t group = in->Get<uint32_t>();
   d->name = in->GetText();
-  if (!in->ok() || dtype >= kNumDTypes || flags > (kAverage | kHasRule) || group >= groups.size()) return false;
+  if (!in->ok() || dtype >= kNumDTypes || flags > (kAverage | kHasRule) || group >= groups.size())
+    return false;
   d->dtype = static_cast<DType>(dtype);
   d->average = (flags & kAverage) != 0;
   d->group = groups[group];

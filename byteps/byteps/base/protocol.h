@@ -17,9 +17,9 @@
 //
 // A tensor whose declaration has an UpdateRule holds gradients, and servers keep its parameters.
 // PUSH_STEP is as PUSH_PULL, with an UpdateStep after the header; the answer has the updated
-// parameters.  The same in two turns, for who has to know the norm of all gradients first: PUSH_NORM,
-// answered when the sum is there, and STEP, with the UpdateStep.  LOAD_STATE and READ_STATE, with
-// the slot as a u32 after the header, write and read what is kept.
+// parameters.  The same in two turns, for who has to know the norm of all gradients first:
+// PUSH_NORM, answered when the sum is there, and STEP, with the UpdateStep.  LOAD_STATE and
+// READ_STATE, with the slot as a u32 after the header, write and read what is kept.
 //
 // Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
 // shifted left by 16; a partition's adds its index.  It thus depends neither on
@@ -73,8 +73,8 @@ struct Declaration {
   uint32_t partition_bytes = 0;
   uint64_t placement =
       0;  // the server of partition p is (placement + p) mod servers, when hashed raw
-  KeyHash hash = KeyHash::kRaw;  // how partitions are dealt to servers
-  std::vector<uint32_t> group;   // ranks, ascending
+  KeyHash hash = KeyHash::kRaw;            // how partitions are dealt to servers
+  std::vector<uint32_t> group;             // ranks, ascending
   std::shared_ptr<const UpdateRule> rule;  // null: it is summed, and no more
 
   uint64_t Key() const;

@@ -26,8 +26,8 @@ void CheckRule(const Declaration& d) {
                      NameOf(d.dtype));
   }
   if (d.partition_bytes / SizeOf(d.dtype) * sizeof(float) > kMostStateBytes) {
-    throw UsageError("a partition of '" + d.name + "' has more than 1 GiB of fp32 parameters: " +
-                     "lower BYTEPS_PARTITION_BYTES");
+    throw UsageError("a partition of '" + d.name +
+                     "' has more than 1 GiB of fp32 parameters: " + "lower BYTEPS_PARTITION_BYTES");
   }
 }
 

@@ -112,7 +112,7 @@ class Server {
     int step_of = -1;
     ps::SArray<char> norm;  // for who waits for it before the update
     bool updated = false;
-    bool done = false;  // there is a sum, or there will be none
+    bool done = false;    // there is a sum, or there will be none
     std::string failure;  // why there will be none
   };
 
@@ -208,7 +208,7 @@ class Server {
   std::atomic<int> rank_{-1};
   ServerCounters counters_;
   Lateness lateness_;
-  StateMemory state_memory_;  // guarded by mu_
+  StateMemory state_memory_;        // guarded by mu_
   std::unique_ptr<Tracer> tracer_;  // null: nothing is traced
   std::shared_mutex mu_;
   // Guarded by mu_; what they point to stays.  A tensor changes with mu_ held alone, a partition

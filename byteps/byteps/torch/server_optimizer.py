@@ -96,7 +96,9 @@ class ServerOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after the servers were told of the groups."""
         if self._buckets:
-            raise ValueError("the parameters of a ServerOptimizer are declared once, when it is made")
+            raise ValueError(
+                "the parameters of a ServerOptimizer are declared once, when it is made"
+            )
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -265,5 +267,3 @@ class ServerOptimizer(torch.optim.Optimizer):
         )
         for bucket in self._buckets:
             bucket.parameters.copy_(bucket.read(0))
-
-

@@ -62,10 +62,11 @@ StateMemory::StateMemory(const Config& config)
 std::string StateMemory::Promise(const Declaration& declaration, int rank) {
   const uint64_t wanted = StateBytes(declaration, rank, num_servers_);
   if (wanted > limit_ || promised_ > limit_ - wanted) {
-    return "server " + std::to_string(rank) + " has too little memory for the optimizer state of '" +
-           declaration.name + "': it needs " + std::to_string(wanted) + " bytes (" +
-           declaration.rule->Describe() + "), has promised " + std::to_string(promised_) +
-           " to other tensors, and may keep " + std::to_string(limit_) +
+    return "server " + std::to_string(rank) +
+           " has too little memory for the optimizer state of '" + declaration.name +
+           "': it needs " + std::to_string(wanted) + " bytes (" + declaration.rule->Describe() +
+           "), has promised " + std::to_string(promised_) + " to other tensors, and may keep " +
+           std::to_string(limit_) +
            (is_set_ ? " (BYTEPS_SERVER_STATE_BYTES)" : " (what was free when it started)") +
            ": take more servers, or servers with more memory";
   }

@@ -1,5 +1,6 @@
-// Compiled without contraction of products and sums, and without errno (CMakeLists.txt): the first
-// keeps the results the same everywhere, the second lets the compiler vectorise roots.
+// Compiled so that products and sums are fused where it is written, and nowhere else, and without
+// errno (CMakeLists.txt): the first keeps the results the same everywhere, the second lets the
+// compiler vectorise roots.
 #include "byteps/server/optimizer/update.h"
 
 #include <cmath>
@@ -45,6 +46,9 @@ struct BFloat16 {
   }
 };
 
+// a * b + c, rounded once.  A call where the processor has no such instruction (x86 before 2013).
+BYTEPS_INLINE inline float Fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
 // The coefficients of a step, as torch rounds them.
 struct AdamWNumbers {
   explicit AdamWNumbers(const AdamWStep& step)
@@ -75,9 +79,9 @@ BYTEPS_INLINE inline void AdamWLoop(const AdamWNumbers& c, void* values, float* 
     const float g = E::Get(values, i) * c.scale;
     const float p = master[i] * c.keep;
     const float difference = g - mean[i];
-    const float m = kSmallWeight ? mean[i] + c.weight1 * difference
-                                 : g - difference * (1.0f - c.weight1);
-    const float v = square[i] * c.beta2 + c.weight2 * g * g;
+    const float m = kSmallWeight ? Fused(c.weight1, difference, mean[i])
+                                 : Fused(c.weight1 - 1.0f, difference, g);
+    const float v = Fused(c.weight2 * g, g, square[i] * c.beta2);
     const float updated = p + c.rate * m / (std::sqrt(v) / c.root + c.eps);
     mean[i] = m;
     square[i] = v;
@@ -98,48 +102,43 @@ struct SgdNumbers {
       : scale(step.grad_scale),
         decay(static_cast<float>(step.weight_decay)),
         momentum(static_cast<float>(step.momentum)),
-        weight(static_cast<float>(1 - step.dampening)),
+        kept(step.first ? 0.0f : momentum),
+        weight(step.first ? 1.0f : static_cast<float>(1 - step.dampening)),
         rate(static_cast<float>(-step.learning_rate)) {}
 
-  const float scale, decay, momentum, weight, rate;
+  const float scale, decay, momentum, kept, weight, rate;
 };
 
-// What becomes of the momentum.
-enum class Keeps { kNone, kFirst, kNext, kFirstNesterov, kNextNesterov };
+// What the momentum is used for.
+enum class Momentum { kNone, kPlain, kNesterov };
 
-template <typename E, Keeps kKeeps>
+template <typename E, Momentum kUse>
 BYTEPS_INLINE inline void SgdLoop(const SgdNumbers& c, void* values, float* __restrict master,
                                   float* __restrict momentum, size_t n) {
-  constexpr bool kFirst = kKeeps == Keeps::kFirst || kKeeps == Keeps::kFirstNesterov;
-  constexpr bool kNesterov = kKeeps == Keeps::kFirstNesterov || kKeeps == Keeps::kNextNesterov;
   for (size_t i = 0; i < n; ++i) {
     float g = E::Get(values, i) * c.scale;
-    g = g + c.decay * master[i];
-    if constexpr (kKeeps != Keeps::kNone) {
-      const float kept = kFirst ? g : momentum[i] * c.momentum + c.weight * g;
-      momentum[i] = kept;
-      g = kNesterov ? g + c.momentum * kept : kept;
+    g = Fused(c.decay, master[i], g);
+    if constexpr (kUse != Momentum::kNone) {
+      const float m = Fused(c.weight, g, momentum[i] * c.kept);
+      momentum[i] = m;
+      g = kUse == Momentum::kNesterov ? Fused(c.momentum, m, g) : m;
     }
-    const float updated = master[i] + c.rate * g;
+    const float updated = Fused(c.rate, g, master[i]);
     master[i] = updated;
     E::Put(values, i, updated);
   }
 }
 
 template <typename E>
-BYTEPS_INLINE inline void SgdAny(const SgdNumbers& c, Keeps keeps, void* values, float* master,
+BYTEPS_INLINE inline void SgdAny(const SgdNumbers& c, Momentum use, void* values, float* master,
                                  float* momentum, size_t n) {
-  switch (keeps) {
-    case Keeps::kNone:
-      return SgdLoop<E, Keeps::kNone>(c, values, master, momentum, n);
-    case Keeps::kFirst:
-      return SgdLoop<E, Keeps::kFirst>(c, values, master, momentum, n);
-    case Keeps::kNext:
-      return SgdLoop<E, Keeps::kNext>(c, values, master, momentum, n);
-    case Keeps::kFirstNesterov:
-      return SgdLoop<E, Keeps::kFirstNesterov>(c, values, master, momentum, n);
-    case Keeps::kNextNesterov:
-      return SgdLoop<E, Keeps::kNextNesterov>(c, values, master, momentum, n);
+  switch (use) {
+    case Momentum::kNone:
+      return SgdLoop<E, Momentum::kNone>(c, values, master, momentum, n);
+    case Momentum::kPlain:
+      return SgdLoop<E, Momentum::kPlain>(c, values, master, momentum, n);
+    case Momentum::kNesterov:
+      return SgdLoop<E, Momentum::kNesterov>(c, values, master, momentum, n);
   }
 }
 
@@ -177,9 +176,9 @@ BYTEPS_INLINE inline double SquaresLoop(const void* values, size_t n) {
                                     float* mean, float* square, size_t n) {                       \
     AdamWEither<E>(c, values, master, mean, square, n);                                           \
   }                                                                                               \
-  BYTEPS_MULTIVERSION void Sgd##E(const SgdNumbers& c, Keeps keeps, void* values, float* master,  \
+  BYTEPS_MULTIVERSION void Sgd##E(const SgdNumbers& c, Momentum use, void* values, float* master, \
                                   float* momentum, size_t n) {                                    \
-    SgdAny<E>(c, keeps, values, master, momentum, n);                                             \
+    SgdAny<E>(c, use, values, master, momentum, n);                                               \
   }                                                                                               \
   BYTEPS_MULTIVERSION void Round##E(void* values, const float* master, size_t n) {                \
     RoundLoop<E>(values, master, n);                                                              \
@@ -204,16 +203,10 @@ void UpdateAdamW(DType t, const AdamWStep& step, void* values, float* master, fl
 void UpdateSgd(DType t, const SgdStep& step, void* values, float* master, float* momentum,
                size_t n) {
   const SgdNumbers numbers(step);
-  Keeps keeps = Keeps::kNone;
-  if (step.momentum != 0) {
-    if (step.nesterov) {
-      keeps = step.first ? Keeps::kFirstNesterov : Keeps::kNextNesterov;
-    } else {
-      keeps = step.first ? Keeps::kFirst : Keeps::kNext;
-    }
-  }
-  t == DType::kBFloat16 ? SgdBFloat16(numbers, keeps, values, master, momentum, n)
-                        : SgdFloat32(numbers, keeps, values, master, momentum, n);
+  Momentum use = Momentum::kNone;
+  if (step.momentum != 0) use = step.nesterov ? Momentum::kNesterov : Momentum::kPlain;
+  t == DType::kBFloat16 ? SgdBFloat16(numbers, use, values, master, momentum, n)
+                        : SgdFloat32(numbers, use, values, master, momentum, n);
 }
 
 void RoundParameters(DType t, void* values, const float* master, size_t n) {

@@ -1,10 +1,10 @@
 // The updates that a server makes: AdamW, and SGD with momentum, over fp32 state.
 //
-// The arithmetic is that of torch.optim (AdamW and SGD, foreach=False, on the CPU), operation by
-// operation, in fp32: each product, sum, quotient and root is rounded once, and nothing is
-// contracted.  So every processor computes the same bits.  Coefficients are worked out in fp64
-// and rounded to fp32 once, as torch does.  A gradient of bf16 is read as fp32; the parameter
-// that is sent back is the fp32 one, rounded to nearest even.
+// The arithmetic is that of torch.optim (AdamW and SGD, foreach=False, fp32 on a CPU with AVX2),
+// operation by operation and fused where torch fuses, so that the bits are the same, whatever
+// processor the server has.  Coefficients are worked out in fp64 and rounded to fp32 once, as torch
+// does.  A gradient of bf16 is read as fp32; the parameter that is sent back is the fp32 one,
+// rounded to nearest even.
 #ifndef BYTEPS_SERVER_OPTIMIZER_UPDATE_H_
 #define BYTEPS_SERVER_OPTIMIZER_UPDATE_H_
 
@@ -24,7 +24,7 @@ struct AdamWStep {
   double beta2 = 0;
   double eps = 0;
   uint64_t number = 1;   // of the step, for the bias correction: 1 is the first
-  float grad_scale = 1;  // gradients are multiplied by it, unless it is 1
+  float grad_scale = 1;  // gradients are multiplied by it
 };
 
 // What SGD needs to know.
@@ -34,7 +34,7 @@ struct SgdStep {
   double momentum = 0;
   double dampening = 0;
   bool nesterov = false;
-  bool first = false;  // the momentum is the gradient itself, as in torch
+  bool first = false;  // the momentum, which is 0, becomes the gradient itself, as in torch
   float grad_scale = 1;
 };
 
