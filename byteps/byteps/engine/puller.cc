@@ -130,7 +130,7 @@ void Puller::Count(const OperationPtr& operation) {
   if (!operation->CountPartition()) return;
   DeviceMoment landed;
   // Also when of this last partition nothing was wanted: others may still be copied.
-  if (operation->on_gpu()) {
+  if (operation->output_on_gpu()) {
     landed = DeviceCopies::Of(operation->request.tensor.device)->CopiedToDevice();
   }
   context_->operations.Finish(operation, std::move(landed));
