@@ -2,12 +2,12 @@
 """Times the additions that a server makes, each beside a plain loop over the same memory.
 
 So it does with AdamW, which a server that keeps the parameters makes of each sum. Compiles
-byteps/byteps/server/reducer.cc and optimizer/update.cc as the wheel does, and a program that runs each of its
-functions in one thread: over a working set that no cache holds ("memory"), and over one partition
-again and again ("partition"). The limit is a loop that reads and writes the same lines of memory
-and adds them up as integers. What counts is the thread's time on a processor, and of that the
-fastest sample, for both: whatever else a machine does only adds to it. Every operation's results
-are compared with values worked out in another way.
+byteps/byteps/server/reducer.cc and optimizer/update.cc as the wheel does, and a program that runs
+each of their functions in one thread: over a working set that no cache holds ("memory"), and over
+one partition again and again ("partition"). The limit is a loop that reads and writes the same
+lines of memory and adds them up as integers. What counts is the thread's time on a processor, and
+of that the fastest sample, for both: whatever else a machine does only adds to it. Every
+operation's results are compared with values worked out in another way.
 
 The bar is a part of the speed at which the plain loop goes over memory, out of the cache too: a
 server sums what the network has just written, so that this is what it is fed with. A cache may feed
