@@ -26,13 +26,13 @@ def demand_same_bits(cluster: Cluster) -> None:
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (4, 3)])
 def test_steps(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> None:
     cluster = make_cluster(workers=workers, servers=servers, env=ENV)
-    cluster.run("server_optimizer:updates")
+    cluster.run("server_optimizer:updates", device="cpu")
     demand_same_bits(cluster)
 
 
 def test_clipping(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=2, env=ENV)
-    cluster.run("server_optimizer:clipped")
+    cluster.run("server_optimizer:clipped", device="cpu")
     demand_same_bits(cluster)
 
 

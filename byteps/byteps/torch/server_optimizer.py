@@ -142,8 +142,9 @@ class ServerOptimizer(torch.optim.Optimizer):
             self.steps += 1
             return
         self._all(lambda bucket: bucket.push_norm())
-        # The same on all members: the same numbers, in the same order.
-        self.last_norm = math.sqrt(math.fsum(float(b.norms.sum()) for b in self._buckets))
+        # The same bits on all members, whatever their processors: fsum rounds once.
+        squares = math.fsum(part for b in self._buckets for part in b.norms.tolist())
+        self.last_norm = math.sqrt(squares)
         finite = math.isfinite(self.last_norm)
         scale = min(1.0, self.max_norm / (self.last_norm + _EPS)) if finite else 1.0
         self._all(lambda bucket: bucket.step((self.steps + 1, scale, not finite, rates)))

@@ -1,4 +1,7 @@
-"""The optimizer on the servers, against torch's own on the summed gradients."""
+"""The optimizer on the servers, against torch's own on the summed gradients.
+
+The argument ``device`` is "cpu" or "cuda".
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Any
 
 import byteps.torch as bps
 import torch
-from byteps.torch.server_optimizer import ServerOptimizer
+from byteps.torch import ServerOptimizer
 
+from programs.devices import device_of
 from programs.job import Job
 
 SHAPES = ((33, 65), (65,), (40, 33), (1,))
@@ -24,9 +28,11 @@ TORCHS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 CLOSE = {"rtol": 2e-6, "atol": 2e-7}
 
 
-def parameters(seed: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+def parameters(
+    seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> list[torch.nn.Parameter]:
     torch.manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    return [torch.nn.Parameter(torch.randn(shape).to(dtype).to(device)) for shape in SHAPES]
 
 
 def gradient(rank: int, step: int, index: int) -> torch.Tensor:
@@ -64,7 +70,7 @@ def set_gradients(job: Job, mine: list[torch.nn.Parameter], step: int) -> None:
 def fingerprint(some: list[torch.nn.Parameter]) -> str:
     digest = hashlib.sha256()
     for parameter in some:
-        digest.update(parameter.detach().float().numpy().tobytes())
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -78,7 +84,8 @@ class Pair:
 
     def __init__(self, job: Job, kind: str, dtype: torch.dtype, name: str, **options: Any) -> None:
         self.job, self.dtype = job, dtype
-        self.mine = parameters(job.rank, dtype)  # not the same: those of rank 0 are taken
+        # Not the same: those of rank 0 are taken.
+        self.mine = parameters(job.rank, dtype, device_of(job))
         self.served = ServerOptimizer(
             TORCHS[kind](groups_of(self.mine), **OPTIONS[kind]),
             name=name,
@@ -105,13 +112,12 @@ class Pair:
             self.torchs.step()
 
     def demand_equal(self) -> None:
-        for mine, exact in zip(self.mine, self.exact, strict=True):
+        for parameter, exact in zip(self.mine, self.exact, strict=True):
+            mine = parameter.detach().cpu()
             if self.dtype == torch.float32:
-                torch.testing.assert_close(mine.detach(), exact.detach(), **CLOSE)
+                torch.testing.assert_close(mine, exact.detach(), **CLOSE)
             else:  # what is a hair off may be rounded to the next value
-                torch.testing.assert_close(
-                    mine.detach().float(), exact.detach(), rtol=4e-3, atol=1e-6
-                )
+                torch.testing.assert_close(mine.float(), exact.detach(), rtol=4e-3, atol=1e-6)
 
     def demand_equal_state(self) -> None:
         """On the servers: fp32, whatever the parameters are."""
@@ -134,7 +140,7 @@ def updates(job: Job) -> None:
             pair = Pair(job, kind, dtype, name)
             with job.check(f"{name}: the parameters of rank 0"):
                 for mine, other in zip(pair.mine, parameters(0, dtype), strict=True):
-                    assert torch.equal(mine, other)
+                    assert torch.equal(mine.cpu(), other)
             for step in range(STEPS):
                 with job.check(f"{name}: step {step}"):
                     pair.step(step)
