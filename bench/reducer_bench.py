@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Times the additions that a server makes, each beside a plain loop over the same memory.
 
-Compiles byteps/byteps/server/reducer.cc as the wheel does, and a program that runs each of its
-functions in one thread: over a working set that no cache holds ("memory"), and over one partition
-again and again ("partition"). The limit is a loop that reads and writes the same lines of memory
-and adds them up as integers. What counts is the thread's time on a processor, and of that the
-fastest sample, for both: whatever else a machine does only adds to it. Every operation's results
-are compared with values worked out in another way.
+So it does with AdamW, which a server that keeps the parameters makes of each sum. Compiles
+byteps/byteps/server/reducer.cc and optimizer/update.cc as the wheel does, and a program that runs
+each of their functions in one thread: over a working set that no cache holds ("memory"), and over
+one partition again and again ("partition"). The limit is a loop that reads and writes the same
+lines of memory and adds them up as integers. What counts is the thread's time on a processor, and
+of that the fastest sample, for both: whatever else a machine does only adds to it. Every
+operation's results are compared with values worked out in another way.
 
 The bar is a part of the speed at which the plain loop goes over memory, out of the cache too: a
 server sums what the network has just written, so that this is what it is fed with. A cache may feed
@@ -43,6 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "bench" / "reducerkit" / "reducer_bench.cc"
 OVERLAY = ROOT / "byteps"
 BUILD = ROOT / "build" / "bench"
+UPDATE_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 SCHEMA = 1
 LIMIT_S = 540.0
 GATED_TYPES = "float32,bfloat16"
@@ -198,7 +200,9 @@ def build(folder: Path) -> Path:
     # The reducer as it ships, for any machine; the plain loop is the best that this one can.
     source = OVERLAY / "byteps" / "server" / "reducer.cc"
     run([*common, "-c", str(source), "-o", str(reducer)])
-    run([*common, native, str(SOURCE), str(reducer), "-o", str(program)])
+    updates, update = folder / "update.o", source.parent / "optimizer" / "update.cc"
+    run([*common, *UPDATE_FLAGS, "-c", str(update), "-o", str(updates)])
+    run([*common, native, str(SOURCE), str(reducer), str(updates), "-o", str(program)])
     return program
 
 

@@ -1,5 +1,6 @@
-// Times every addition of byteps/server/reducer.h in one thread, each beside a plain
-// loop that reads and writes the same memory and computes nothing to speak of.
+// Times every addition of byteps/server/reducer.h in one thread, and the optimizer's AdamW
+// (byteps/server/optimizer/update.h), each beside a plain loop that reads and writes the same
+// memory and computes nothing to speak of.
 //
 // usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS [TYPE...]
 //
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "operations.h"
+#include "updates.h"
 #include "values.h"
 
 namespace bench {
@@ -141,7 +143,27 @@ struct Settings {
   int repeats;
 };
 
-// One line of output.  Partition after partition through `partitions` of them.
+// One line of output.
+struct Row {
+  const char* operation;
+  DType t;
+  const char* set;
+  size_t read, written, bytes;
+  std::vector<double> ours, plain;
+  size_t wrong;
+};
+
+void Print(const Row& row) {
+  printf(
+      "{\"operation\": \"%s\", \"type\": \"%s\", \"set\": \"%s\", \"read\": %zu, "
+      "\"written\": %zu, \"bytes\": %zu, \"seconds\": %s, \"plain_seconds\": %s, "
+      "\"wrong\": %zu, \"level\": \"%s\"}\n",
+      row.operation, byteps::core::NameOf(row.t), row.set, row.read, row.written, row.bytes,
+      List(row.ours).c_str(), List(row.plain).c_str(), row.wrong, Level());
+  fflush(stdout);
+}
+
+// Partition after partition through `partitions` of them.
 void Measure(const Operation& operation, DType t, const Settings& settings, size_t partitions,
              const char* set) {
   const size_t per_line = kLine / byteps::core::SizeOf(t);
@@ -173,13 +195,7 @@ void Measure(const Operation& operation, DType t, const Settings& settings, size
     plain.push_back(other);
   }
   const size_t wrong = CountWrong(operation, t, n, 0) + CountWrong(operation, t, 1003, 1);
-  printf(
-      "{\"operation\": \"%s\", \"type\": \"%s\", \"set\": \"%s\", \"read\": %zu, "
-      "\"written\": %zu, \"bytes\": %zu, \"seconds\": %s, \"plain_seconds\": %s, "
-      "\"wrong\": %zu, \"level\": \"%s\"}\n",
-      operation.name, byteps::core::NameOf(t), set, read, written, pass * passes,
-      List(ours).c_str(), List(plain).c_str(), wrong, Level());
-  fflush(stdout);
+  Print({operation.name, t, set, read, written, pass * passes, ours, plain, wrong});
 }
 
 void MeasureBoth(const Operation& operation, DType t, const Settings& settings) {
@@ -188,6 +204,35 @@ void MeasureBoth(const Operation& operation, DType t, const Settings& settings) 
   const size_t partition = widths * (settings.partition_bytes / byteps::core::SizeOf(t));
   Measure(operation, t, settings, settings.working_set / partition + 2, "memory");
   Measure(operation, t, settings, 1, "partition");
+}
+
+// As Measure, of AdamW.
+void MeasureAdamW(DType t, const Settings& settings, size_t partitions, const char* set) {
+  const size_t n = settings.partition_bytes / byteps::core::SizeOf(t) / kLine * kLine;
+  AdamWRun run(t, n * partitions);
+  const size_t pass = 2 * run.width() * n * partitions;
+  const size_t passes = partitions > 1 ? 1 : kLeastBytes / pass + 1;
+  std::vector<double> ours, plain;
+  for (int i = -1; i < settings.repeats; ++i) {  // the first is warm-up
+    run.Fill();
+    const auto each = [&](void (AdamWRun::*work)(size_t, size_t)) {
+      for (size_t p = 0; p < partitions * passes; ++p) (run.*work)(p % partitions * n, n);
+    };
+    const double one = Seconds([&] { each(&AdamWRun::Update); });
+    const double other = Seconds([&] { each(&AdamWRun::Plain); });
+    if (i < 0) continue;
+    ours.push_back(one);
+    plain.push_back(other);
+  }
+  const size_t wrong = AdamWRun(t, 1003).CountWrong();
+  Print({"AdamW", t, set, run.width(), run.width(), pass * passes, ours, plain, wrong});
+}
+
+void MeasureBothAdamW(DType t, const Settings& settings) {
+  const size_t element = byteps::core::SizeOf(t) + AdamWRun::kSlots * sizeof(float);
+  const size_t partition = element * (settings.partition_bytes / byteps::core::SizeOf(t));
+  MeasureAdamW(t, settings, settings.working_set / partition + 2, "memory");
+  MeasureAdamW(t, settings, 1, "partition");
 }
 
 size_t Number(const char* text) {
@@ -227,6 +272,9 @@ int main(int argc, char** argv) {
     for (DType t : types) {
       if (operation.is_for(t)) bench::MeasureBoth(operation, t, settings);
     }
+  }
+  for (DType t : types) {
+    if (t == DType::kFloat32 || t == DType::kBFloat16) bench::MeasureBothAdamW(t, settings);
   }
   return 0;
 }

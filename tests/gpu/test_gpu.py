@@ -45,6 +45,15 @@ def test_optimizer(make_cluster: Callable[..., Cluster], program: str) -> None:
     make_cluster(workers=2, servers=1, env=SMALL).run(f"optimizer:{program}", device="cuda")
 
 
+@pytest.mark.parametrize("program", ["updates", "clipped"])
+@pytest.mark.parametrize("env", [SMALL, TINY_POOL], ids=["small", "tiny-pool"])
+def test_server_optimizer(
+    make_cluster: Callable[..., Cluster], program: str, env: dict[str, str]
+) -> None:
+    cluster = make_cluster(workers=2, servers=2, env=env)
+    cluster.run(f"server_optimizer:{program}", device="cuda")
+
+
 def test_partitions_of_the_default_size(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=2).run("devices:rounds_in_flight", device="cuda")
 

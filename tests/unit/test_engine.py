@@ -26,6 +26,7 @@ SUITES = (
     "SentMessages",
     "StatusBoard",
     "StatusRecord",
+    "UpdateRule",
 )
 LIMIT_S = 240
 

@@ -116,6 +116,10 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_SERVER_WIDE_FLOAT32", kBool, "", "1", 0, 1, "",
        "Servers add more than two fp32 values in fp64 and round once, so that no sum is worse than "
        "an all-reduce's. 0: in fp32, with half the memory for a sum under way."},
+      {"BYTEPS_SERVER_STATE_BYTES", kInt, "bytes", "0", 0, 1e15, "",
+       "Memory that a server may keep optimizer state in: 12 bytes a parameter for AdamW. More is "
+       "refused when it is declared. 0: what is free on its machine, or in its container, when it "
+       "starts; set it where several servers share a machine."},
       {"BYTEPS_PEER_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
        "A peer that is silent for so long is lost and the job fails. (A closed connection is "
        "noticed at once.)"},

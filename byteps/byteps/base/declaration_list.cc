@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint8_t kFused = 1;
 constexpr uint8_t kAverage = 1;
+constexpr uint8_t kHasRule = 2;
 // A tensor without its name.
 constexpr size_t kTensorBytes = 1 + 1 + 8 + 4 + 8 + 4 + 4;
 
@@ -39,6 +40,15 @@ bool IsWhole(const Declaration& d) {
          (d.bytes - 1) / d.partition_bytes < kMaxPartitions && IsGroup(d.group);
 }
 
+// Of a tensor that is whole.
+bool ReadRule(WireReader* in, Declaration* d) {
+  const bool is_updated = d->dtype == DType::kFloat32 || d->dtype == DType::kBFloat16;
+  auto rule = std::make_shared<UpdateRule>();
+  if (!UpdateRule::Unpack(in->GetText(), d->bytes / SizeOf(d->dtype), rule.get())) return false;
+  d->rule = std::move(rule);
+  return is_updated;
+}
+
 // False when it cannot be a tensor.
 bool ReadTensor(WireReader* in, const Groups& groups, Declaration* d) {
   const uint8_t dtype = in->Get<uint8_t>();
@@ -48,11 +58,13 @@ bool ReadTensor(WireReader* in, const Groups& groups, Declaration* d) {
   d->placement = in->Get<uint64_t>();
   const uint32_t group = in->Get<uint32_t>();
   d->name = in->GetText();
-  if (!in->ok() || dtype >= kNumDTypes || flags > kAverage || group >= groups.size()) return false;
+  if (!in->ok() || dtype >= kNumDTypes || flags > (kAverage | kHasRule) || group >= groups.size())
+    return false;
   d->dtype = static_cast<DType>(dtype);
   d->average = (flags & kAverage) != 0;
   d->group = groups[group];
-  return IsWhole(*d);
+  if (!IsWhole(*d)) return false;
+  return (flags & kHasRule) == 0 || ReadRule(in, d);
 }
 
 }  // namespace
@@ -76,12 +88,13 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
   out.PutSize(declarations.size());
   for (const auto& d : declarations) {
     out.Put(static_cast<uint8_t>(d.dtype));
-    out.Put(static_cast<uint8_t>(d.average ? kAverage : 0));
+    out.Put(static_cast<uint8_t>((d.average ? kAverage : 0) | (d.rule ? kHasRule : 0)));
     out.Put(d.bytes);
     out.Put(d.partition_bytes);
     out.Put(d.placement);
     out.Put(numbers[d.group]);
     out.PutText(d.name);
+    if (d.rule) out.PutText(d.rule->Pack());
   }
   return out.Take();
 }

@@ -4,10 +4,11 @@
 //   u8  version, 1                     u8  BYTEPS_KEY_HASH_FN (KeyHash)
 //   u8  flags: 1 = fused
 //   u32 groups, each:                  u32 members, then u32 a rank, ascending
-//   u32 tensors, each:                 u8  dtype     u8  flags: 1 = average
+//   u32 tensors, each:                 u8  dtype     u8  flags: 1 = average, 2 = has a rule
 //                                      u64 bytes     u32 partition bytes   u64 placement
 //                                      u32 group, an index into the groups above
 //                                      u32 length of the name, then the name
+//                                      where it has a rule: u32 its length, then the UpdateRule
 #ifndef BYTEPS_BASE_DECLARATION_LIST_H_
 #define BYTEPS_BASE_DECLARATION_LIST_H_
 

@@ -87,7 +87,8 @@ std::string Declaration::Describe() const {
          (fused ? "" : ", pushed and pulled apart (BYTEPS_FUSED_PUSH_PULL=0)") +
          (hash == KeyHash::kRaw
               ? ""
-              : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash));
+              : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash)) +
+         (rule ? ", updated by " + rule->Describe() : "");
 }
 
 std::string PushHeader::Pack() const {
@@ -105,10 +106,18 @@ bool PushHeader::Unpack(const std::string& text, PushHeader* header) {
   return in.ok() && in.at_end();
 }
 
+bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string* rest) {
+  constexpr size_t kBytes = 4 * sizeof(uint32_t);
+  if (text.size() < kBytes) return false;
+  *rest = text.substr(kBytes);
+  return Unpack(text.substr(0, kBytes), header);
+}
+
 bool Declaration::operator==(const Declaration& o) const {
   return name == o.name && dtype == o.dtype && average == o.average && fused == o.fused &&
          bytes == o.bytes && partition_bytes == o.partition_bytes && placement == o.placement &&
-         hash == o.hash && group == o.group;
+         hash == o.hash && group == o.group &&
+         (rule == o.rule || (rule && o.rule && *rule == *o.rule));
 }
 
 }  // namespace core

@@ -3,14 +3,23 @@
 // Each exchange is one request and one response on a ps::Message:
 //   meta.head   the Op                meta.addr    the request's number (worker's own)
 //   meta.key    the tensor's or partition's key
-//   meta.body   DECLARE: a DeclarationList; all others: a PushHeader; failed response: the reason
+//   meta.body   DECLARE: a DeclarationList; all others: a PushHeader, and what follows it; failed
+//               response: the reason
 //   meta.option of a response: 0, or 1 when it failed
 //   meta.simple_app  of a DECLARE alone: the others go by an RDMA van's data plane
-//   data[0]     of PUSH_PULL and PUSH: the values
-//               of the responses to PUSH_PULL and PULL: the part of the sum that was asked for
+//   data[0]     of PUSH_PULL, PUSH, PUSH_STEP, PUSH_NORM: the values; of LOAD_STATE: fp32 values
+//               of the responses to PUSH_PULL, PULL, PUSH_STEP and STEP: the part of the sum, or of
+//               the updated parameters, that was asked for; to PUSH_NORM: the sum's squares, added
+//               up, an fp64; to READ_STATE: fp32 values
 //
 // A partition goes by one PUSH_PULL, which is answered when the sum is there, or by a PUSH, which
 // is answered when it has been added, and then a PULL.  Its declaration says by which.
+//
+// A tensor whose declaration has an UpdateRule holds gradients, and servers keep its parameters.
+// PUSH_STEP is as PUSH_PULL, with an UpdateStep after the header; the answer has the updated
+// parameters.  The same in two turns, for who has to know the norm of all gradients first:
+// PUSH_NORM, answered when the sum is there, and STEP, with the UpdateStep.  LOAD_STATE and
+// READ_STATE, with the slot as a u32 after the header, write and read what is kept.
 //
 // Keys.  A tensor's key is a hash of its name and of its group's lowest rank,
 // shifted left by 16; a partition's adds its index.  It thus depends neither on
@@ -21,10 +30,12 @@
 #define BYTEPS_BASE_PROTOCOL_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "byteps/base/dtype.h"
+#include "byteps/base/update_rule.h"
 #include "ps/internal/message.h"
 
 namespace byteps {
@@ -35,6 +46,11 @@ enum Op : int {
   kPushPull = 2,
   kPush = 3,
   kPull = 4,
+  kPushStep = 5,
+  kPushNorm = 6,
+  kStep = 7,
+  kLoadState = 8,
+  kReadState = 9,
 };
 
 // BYTEPS_KEY_HASH_FN.  The numbers are part of the protocol.
@@ -57,8 +73,9 @@ struct Declaration {
   uint32_t partition_bytes = 0;
   uint64_t placement =
       0;  // the server of partition p is (placement + p) mod servers, when hashed raw
-  KeyHash hash = KeyHash::kRaw;  // how partitions are dealt to servers
-  std::vector<uint32_t> group;   // ranks, ascending
+  KeyHash hash = KeyHash::kRaw;            // how partitions are dealt to servers
+  std::vector<uint32_t> group;             // ranks, ascending
+  std::shared_ptr<const UpdateRule> rule;  // null: it is summed, and no more
 
   uint64_t Key() const;
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
@@ -82,6 +99,8 @@ struct PushHeader {
   std::string Pack() const;
   // False when `text` is no header.
   static bool Unpack(const std::string& text, PushHeader* header);
+  // Of a header with something after it, which becomes *rest.
+  static bool Unpack(const std::string& text, PushHeader* header, std::string* rest);
 };
 
 // A request of a worker (`op` is an Op), and the answer to it, without values.

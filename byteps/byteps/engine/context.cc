@@ -24,15 +24,18 @@ Context::Context(const Config& config, const Launch& launch, int num_servers,
 ps::Message Context::MakeRequestMessage(int op, Request request) {
   const Operation& operation = *request.operation;
   const Operation::Part wanted = operation.Wanted(request.index);
-  const uint64_t start = operation.Whole(request.index).offset;
   PushHeader header;
   header.round = operation.round;
   header.timeout_ms = static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9));
-  header.pull_offset = static_cast<uint32_t>(wanted.offset - start);
-  header.pull_bytes = static_cast<uint32_t>(wanted.bytes);
+  if (!operation.moves_state() && op != kPushNorm) {  // which ask for no part
+    header.pull_offset =
+        static_cast<uint32_t>(wanted.offset - operation.Whole(request.index).offset);
+    header.pull_bytes = static_cast<uint32_t>(wanted.bytes);
+  }
   const int server = ps::Postoffice::ServerRankToID(request.server);
   const uint64_t key = operation.tensor->key + request.index;
-  return MakeRequest(op, server, key, requests.Remember(std::move(request)), header.Pack());
+  std::string body = header.Pack() + operation.request.detail;
+  return MakeRequest(op, server, key, requests.Remember(std::move(request)), std::move(body));
 }
 
 }  // namespace core

@@ -11,6 +11,18 @@
 namespace byteps {
 namespace core {
 
+namespace {
+
+// A tensor is summed, or updated, but not one and then the other.
+void CheckUse(const Operation& operation) {
+  const Declaration& declaration = operation.tensor->declaration;
+  if ((operation.request.op != kPushPull) == (declaration.rule != nullptr)) return;
+  throw UsageError("'" + declaration.name + "' is " + declaration.Describe() +
+                   ": it cannot be asked for anything else");
+}
+
+}  // namespace
+
 Engine::Engine(const Config& config, const Launch& launch, int num_servers,
                std::unique_ptr<Channel> channel, WorkerCounters* counters, SpeedMeter* speed)
     : peer_timeout_s_(config.Float("BYTEPS_PEER_TIMEOUT_S")),
@@ -93,6 +105,7 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
   if (spec.device != kCpu) ready = DeviceCopies::Of(spec.device)->Now(request.stream);
   auto operation = std::make_shared<Operation>(request, Declare({spec}).front());
   operation->ready = std::move(ready);
+  CheckUse(*operation);
   const int64_t handle = context_.operations.Begin(operation);
   context_.trace->Begin(operation.get());
   try {
@@ -119,7 +132,7 @@ bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
 void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
   const std::string error = operation->error();
   operation->AwaitWriters();
-  if (!operation->on_gpu()) {
+  if (!operation->output_on_gpu()) {
     const Operation::Part wanted = operation->WantedOutput();
     const char* begin = static_cast<const char*>(operation->request.output) + wanted.offset;
     if (wanted.bytes > 0) context_.channel->Abandon(begin, wanted.bytes);

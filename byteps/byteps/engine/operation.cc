@@ -16,7 +16,22 @@ Operation::Part Operation::Whole(uint64_t index) const {
   return {index * d.partition_bytes, d.PartitionSize(index)};
 }
 
+Operation::Part Operation::State(uint64_t index) const {
+  const Part whole = Whole(index);
+  const uint64_t size = SizeOf(request.tensor.dtype);
+  return {whole.offset / size * sizeof(float), whole.bytes / size * sizeof(float)};
+}
+
+Operation::Part Operation::Sent(uint64_t index) const {
+  if (request.op == kLoadState) return State(index);
+  if (request.op == kReadState || request.op == kStep) return {0, 0};
+  return Whole(index);
+}
+
 Operation::Part Operation::Wanted(uint64_t index) const {
+  if (request.op == kLoadState) return {0, 0};
+  if (request.op == kReadState) return State(index);
+  if (request.op == kPushNorm) return {index * sizeof(double), sizeof(double)};
   const Part whole = Whole(index);
   const uint64_t end = whole.offset + whole.bytes;
   const uint64_t from = std::min(std::max(request.pull_begin, whole.offset), end);
@@ -29,6 +44,11 @@ char* Operation::Target(uint64_t index) const {
 }
 
 Operation::Part Operation::WantedOutput() const {
+  if (request.op == kLoadState) return {0, 0};
+  if (request.op == kPushNorm) return {0, tensor->declaration.NumPartitions() * sizeof(double)};
+  if (request.op == kReadState) {
+    return {0, request.tensor.bytes / SizeOf(request.tensor.dtype) * sizeof(float)};
+  }
   const uint64_t end = std::min(request.pull_end, request.tensor.bytes);
   return {request.pull_begin, end - std::min(end, request.pull_begin)};
 }

@@ -32,6 +32,11 @@ struct PushPullRequest {
   uint64_t pull_end = UINT64_MAX;  // to the end of the tensor
   int priority = 0;                // higher goes first
   DeviceStream stream = nullptr;   // of the GPU: after whose work so far input is ready
+  // What is asked of the servers: kPushPull for a sum; of a tensor with a rule kPushStep,
+  // kPushNorm (output: an fp64 for each partition), kStep (of the round of the last kPushNorm; no
+  // input), kLoadState (no output) or kReadState (no input).  State is fp32 and on the CPU.
+  int op = kPushPull;
+  std::string detail;  // what follows the header: an UpdateStep, or a slot
 };
 
 // When a partition that is traced came to the end of a stage, in SteadyNs; 0: it has
@@ -68,15 +73,23 @@ class Operation {
   std::vector<PartitionTimes> times;  // by partition; empty when it is not traced
 
   const std::string& name() const { return request.tensor.name; }
-  bool on_gpu() const { return request.tensor.device != kCpu; }
+  bool on_gpu() const { return request.tensor.device != kCpu && !moves_state(); }
+  // Whether the output is on the GPU as well.
+  bool output_on_gpu() const { return on_gpu() && request.op != kPushNorm; }
+  bool moves_state() const { return request.op == kLoadState || request.op == kReadState; }
+  // Whether it takes a turn of its own; kStep goes on with the one before.
+  bool begins_round() const { return request.op != kStep && !moves_state(); }
 
-  // Of partition `index`: all of it, and what of its sum is wanted.
+  // Of partition `index`: all of it; what of the input is sent; what of the output is wanted.
   Part Whole(uint64_t index) const;
+  Part Sent(uint64_t index) const;
   Part Wanted(uint64_t index) const;
   // Where the wanted sum of partition `index` belongs.
   char* Target(uint64_t index) const;
   // All that is wanted, in `output`.
   Part WantedOutput() const;
+  // The fp32 state of a partition.
+  Part State(uint64_t index) const;
 
   // ----- any thread
 

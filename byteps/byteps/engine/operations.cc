@@ -32,7 +32,8 @@ int64_t Operations::Begin(const OperationPtr& operation) {
     if (failed_) throw Error(failure_);
     operation->handle = NextHandle();
     if (operation->tensor) {
-      operation->round = operation->tensor->rounds++;
+      auto& rounds = operation->tensor->rounds;
+      operation->round = operation->begins_round() ? rounds++ : rounds - 1;
       running_.insert(operation);
     }
     by_handle_[operation->handle] = operation;

@@ -17,6 +17,20 @@ uint32_t WholePages(uint64_t bytes) {
   return static_cast<uint32_t>((bytes + page - 1) / page * page);
 }
 
+// A slot of a partition's state travels in one message.
+constexpr uint64_t kMostStateBytes = 1 << 30;
+
+void CheckRule(const Declaration& d) {
+  if (d.dtype != DType::kFloat32 && d.dtype != DType::kBFloat16) {
+    throw UsageError("servers update parameters of float32 and bfloat16; '" + d.name + "' is " +
+                     NameOf(d.dtype));
+  }
+  if (d.partition_bytes / SizeOf(d.dtype) * sizeof(float) > kMostStateBytes) {
+    throw UsageError("a partition of '" + d.name +
+                     "' has more than 1 GiB of fp32 parameters: " + "lower BYTEPS_PARTITION_BYTES");
+  }
+}
+
 }  // namespace
 
 Plan::Plan(const Config& config, const Launch& launch, int num_servers)
@@ -41,6 +55,7 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
   d.bytes = spec.bytes;
   d.partition_bytes = PartitionBytes(d.bytes);
   d.group = spec.group;
+  d.rule = spec.rule;
   if (d.group.empty()) {
     d.group.resize(launch_.size);
     std::iota(d.group.begin(), d.group.end(), 0);
@@ -60,6 +75,7 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
                      std::to_string(kMaxPartitions) +
                      " are possible: raise BYTEPS_PARTITION_BYTES");
   }
+  if (d.rule) CheckRule(d);
   return d;
 }
 

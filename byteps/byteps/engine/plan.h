@@ -4,6 +4,7 @@
 #define BYTEPS_ENGINE_PLAN_H_
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@ struct TensorSpec {
   std::vector<uint32_t> group;        // ranks that sum, ascending; empty: all workers
   std::optional<uint64_t> placement;  // none: from the key
   int device = kCpu;                  // where it lies
+  std::shared_ptr<const UpdateRule> rule = nullptr;  // how servers update it, if they do
 };
 
 // Never changes; any thread.

@@ -31,7 +31,7 @@ char* Puller::PlaceFor(const ps::Meta& meta, size_t bytes) {
   // Nothing is placed into the memory of an operation that ended: Wait makes the channel abandon
   // what was placed before.
   if (operation.is_done() || operation.Wanted(request.index).bytes != bytes) return nullptr;
-  if (!operation.on_gpu()) return operation.Target(request.index);
+  if (!operation.output_on_gpu()) return operation.Target(request.index);
   if (!request.block) {
     request.block = context_->pool()->TryTake(bytes);
     if (!request.block || !context_->requests.KeepBlock(meta.addr, request.block)) return nullptr;
@@ -78,7 +78,7 @@ void Puller::OnSum(ps::Message* msg, Request request) {
 
   Arrived arrived;
   arrived.request = std::move(request);
-  const bool on_gpu = arrived.request.operation->on_gpu();
+  const bool on_gpu = arrived.request.operation->output_on_gpu();
   const char* place = on_gpu ? arrived.request.block.get()
                              : arrived.request.operation->Target(arrived.request.index);
   const bool landed = bytes == 0 || msg->data[0].data() == place;
@@ -112,7 +112,7 @@ void Puller::Handle(Arrived* arrived, int track) {
   const Request& request = arrived->request;
   PartitionTimes* const times = request.times();
   if (times != nullptr && times->pulling == 0) times->pulling = SteadyNs();
-  if (request.operation->on_gpu() && (request.block || !arrived->values.empty())) {
+  if (request.operation->output_on_gpu() && (request.block || !arrived->values.empty())) {
     return MoveToDevice(arrived, track);
   }
   if (!CopyToOutput(*arrived)) return;
@@ -130,7 +130,7 @@ void Puller::Count(const OperationPtr& operation) {
   if (!operation->CountPartition()) return;
   DeviceMoment landed;
   // Also when of this last partition nothing was wanted: others may still be copied.
-  if (operation->on_gpu()) {
+  if (operation->output_on_gpu()) {
     landed = DeviceCopies::Of(operation->request.tensor.device)->CopiedToDevice();
   }
   context_->operations.Finish(operation, std::move(landed));

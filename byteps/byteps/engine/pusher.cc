@@ -25,7 +25,7 @@ std::vector<Task> TasksOf(const OperationPtr& operation) {
     task.operation = operation;
     task.index = index;
     task.server = layout.servers[index];
-    task.bytes = operation->Whole(index).bytes;
+    task.bytes = operation->Sent(index).bytes;
     tasks.push_back(std::move(task));
   }
   return tasks;
@@ -74,7 +74,7 @@ void Pusher::Advance(Task task, int track) {
     if (PartitionTimes* times = task.times()) times->taken = SteadyNs();
   }
   try {
-    if (!operation->on_gpu() || task.stage == Task::kSend) {
+    if (!operation->on_gpu() || task.bytes == 0 || task.stage == Task::kSend) {
       Send(task, track);
     } else if (task.stage == Task::kTake) {
       PrepareFromDevice(std::move(task));
@@ -104,7 +104,7 @@ void Pusher::PrepareFromDevice(Task task) {
 void Pusher::StartCopy(Task task) {
   const Operation& operation = *task.operation;
   const char* source =
-      static_cast<const char*>(operation.request.input) + operation.Whole(task.index).offset;
+      static_cast<const char*>(operation.request.input) + operation.Sent(task.index).offset;
   char* const target = task.block.get();
   const uint64_t bytes = task.bytes;
   task.stage = Task::kSend;
@@ -129,23 +129,28 @@ void Pusher::Send(const Task& task, int track) {
   const Operation& operation = *task.operation;
   PartitionTimes* const times = task.times();
   const char* source =
-      static_cast<const char*>(operation.request.input) + operation.Whole(task.index).offset;
+      static_cast<const char*>(operation.request.input) + operation.Sent(task.index).offset;
   if (task.block) source = task.block.get();
   const int64_t now = SteadyNs();
   if (times != nullptr && times->copied == 0) times->copied = now;
-  ps::Message msg =
-      context_->MakeRequestMessage(context_->plan.fused() ? kPushPull : kPush,
-                                   Request{task.operation, task.index, task.server, now, nullptr});
+  int op = operation.request.op;
+  if (op == kPushPull && !context_->plan.fused()) op = kPush;
+  ps::Message msg = context_->MakeRequestMessage(
+      op, Request{task.operation, task.index, task.server, now, nullptr});
   // Until the transport has sent the values, they hold their place in the window, and `task`
   // holds the operation and the pinned memory.
-  ps::SArray<char> values;
-  values.reset(const_cast<char*>(source), task.bytes,
-               [task, times, scheduler = context_->scheduler](char*) {
-                 if (times != nullptr) times->sent = SteadyNs();
-                 scheduler->Return(task.server, task.bytes);
-               });
-  AddValues(&msg, values);
-  values = ps::SArray<char>();
+  if (task.bytes > 0) {
+    ps::SArray<char> values;
+    values.reset(const_cast<char*>(source), task.bytes,
+                 [task, times, scheduler = context_->scheduler](char*) {
+                   if (times != nullptr) times->sent = SteadyNs();
+                   scheduler->Return(task.server, task.bytes);
+                 });
+    AddValues(&msg, values);
+  } else {  // it asks for something
+    if (times != nullptr) times->sent = now;
+    Drop(task);
+  }
   BPS_LOG(DEBUG) << "PUSH '" << operation.name() << "' partition " << task.index << " round "
                  << operation.round << " to server " << task.server << ", " << task.bytes
                  << " bytes, priority " << operation.request.priority;

@@ -86,11 +86,13 @@ struct ServerCounters {
   Counter refused_requests;
   Counter adding_ns;
   Counter declared_tensors;
+  Counter updated_partitions;
   Histogram round_wait_seconds;
 };
 
 struct ServerGauges {
   uint64_t open_rounds = 0;
+  uint64_t state_bytes = 0;
   std::vector<uint64_t> engine_queues;  // tasks, by engine thread
 };
 

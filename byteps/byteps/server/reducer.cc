@@ -3,20 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-// The loops below are plain so that the compiler vectorises them; where it can,
-// it does so for several instruction sets and picks one when the program starts.
-#if defined(BYTEPS_MULTIVERSION)  // as whoever compiles this likes it
-#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define BYTEPS_MULTIVERSION \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define BYTEPS_CHOOSES_CLONES
-#else
-#define BYTEPS_MULTIVERSION
-#endif
-
-// What a loop calls must become a part of it: a function of its own would be
-// compiled once, for the oldest of those instruction sets.
-#define BYTEPS_INLINE __attribute__((always_inline))
+#include "byteps/server/clones.h"
 
 namespace byteps {
 namespace core {

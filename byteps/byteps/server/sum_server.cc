@@ -25,10 +25,11 @@ std::string Hex(uint64_t x) {
   return text;
 }
 
-// Of a request that AsksForAPart() found whole.
+// Of a request that HasForm().
 PushHeader HeaderOf(const ps::Message& msg) {
   PushHeader header;
-  PushHeader::Unpack(msg.meta.body, &header);
+  std::string rest;
+  PushHeader::Unpack(msg.meta.body, &header, &rest);
   return header;
 }
 
@@ -48,7 +49,8 @@ bool All(const std::vector<bool>& flags) {
 Server::Server(const Config& config, Channel* channel)
     : channel_(channel),
       deterministic_(config.Bool("BYTEPS_DETERMINISTIC")),
-      wide_float32_(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")) {
+      wide_float32_(config.Bool("BYTEPS_SERVER_WIDE_FLOAT32")),
+      state_memory_(config) {
   tracer_ = Tracer::Make(config);
   const long threads = config.Int("BYTEPS_SERVER_ENGINE_THREAD");
   for (long i = 0; i < threads; ++i) engines_.push_back(std::make_unique<Engine>());
@@ -75,6 +77,10 @@ Server::~Server() {
 std::vector<Metric> Server::Metrics() {
   ServerGauges gauges;
   gauges.open_rounds = OpenRounds();
+  {
+    std::shared_lock<std::shared_mutex> lock(mu_);
+    gauges.state_bytes = state_memory_.promised();
+  }
   for (auto& engine : engines_) {
     gauges.engine_queues.push_back(engine->queue.Size());
   }
@@ -117,6 +123,11 @@ void Server::OnMessage(ps::Message* msg) {
     case kPushPull:
     case kPush:
     case kPull:
+    case kPushStep:
+    case kPushNorm:
+    case kStep:
+    case kLoadState:
+    case kReadState:
       return OnRequest(msg);
     default: {
       Refuse(*msg, "the server does not know operation " + std::to_string(msg->meta.head) +
@@ -147,6 +158,10 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
   }
   const uint64_t key = declaration.Key();
   std::unique_lock<std::shared_mutex> lock(mu_);
+  if (declaration.rule && tensors_.count(key) == 0) {
+    const std::string refusal = state_memory_.Promise(declaration, channel_->rank());
+    if (!refusal.empty()) return refusal;
+  }
   auto& tensor = tensors_[key];
   if (!tensor) {
     tensor = std::make_unique<Tensor>();
@@ -181,7 +196,7 @@ void Server::Refuse(const ps::Message& request, const std::string& error) {
 
 std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const {
   const std::string worker = "worker " + std::to_string(ps::Postoffice::IDtoRank(msg.meta.sender));
-  const bool pull = msg.meta.head == kPull;
+  const bool pull = msg.meta.head == kPull || msg.meta.head == kReadState;
   if (tensor == nullptr || index >= tensor->declaration.NumPartitions()) {
     return worker + (pull ? " pulled" : " pushed") + " key " + Hex(msg.meta.key) +
            ", which nobody declared";
@@ -191,13 +206,21 @@ std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64
   if (declaration.MemberIndex(ps::Postoffice::IDtoRank(msg.meta.sender)) < 0) {
     return worker + " is no member of the group of '" + declaration.name + "'";
   }
-  const uint64_t size = declaration.PartitionSize(index);
-  const bool values = pull ? msg.data.empty() : msg.data.size() == 1 && msg.data[0].size() == size;
-  if (!AsksForAPart(msg, size) || !values || declaration.fused != (msg.meta.head == kPushPull)) {
+  if (!HasForm(msg, declaration, index)) {
     return std::string(pull ? "a pull" : "a push") + " of '" + declaration.name + "' from " +
            worker + " does not have the declared form";
   }
   return "";
+}
+
+bool Server::HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index) {
+  if (declaration.rule) return HasFormOfUpdate(msg, declaration, index);
+  const int op = msg.meta.head;
+  if (op != kPushPull && op != kPush && op != kPull) return false;
+  const uint64_t size = declaration.PartitionSize(index);
+  const bool values =
+      op == kPull ? msg.data.empty() : msg.data.size() == 1 && msg.data[0].size() == size;
+  return values && AsksForAPart(msg, size) && declaration.fused == (op == kPushPull);
 }
 
 void Server::OnRequest(ps::Message* msg) {
@@ -234,6 +257,9 @@ Server::Partition* Server::FindOrMake(const Tensor& tensor, uint64_t key) {
     partition->key = key;
     partition->index = key & (kMaxPartitions - 1);
     partition->engine = next_engine_++ % engines_.size();
+    if (tensor.declaration.rule) {
+      partition->state = std::make_unique<PartitionState>(&tensor.declaration, partition->index);
+    }
   }
   return partition.get();
 }
@@ -280,11 +306,7 @@ void Server::Run(Engine* engine) {
     }
     switch (task.kind) {
       case Task::kRequest:
-        if (task.msg.meta.head == kPull) {
-          Pull(task.partition, task.msg, task.received);
-        } else {
-          Push(engine, task.partition, &task.msg, task.received);
-        }
+        Serve(engine, &task);
         break;
       case Task::kGone:
         engine->gone[task.rank] = task.reason;
@@ -301,6 +323,20 @@ void Server::Run(Engine* engine) {
         break;
     }
     task = Task();
+  }
+}
+
+void Server::Serve(Engine* engine, Task* task) {
+  switch (task->msg.meta.head) {
+    case kPull:
+      return Pull(task->partition, task->msg, task->received);
+    case kStep:
+      return Step(task->partition, task->msg, task->received);
+    case kLoadState:
+    case kReadState:
+      return MoveState(task->partition, task->msg, task->received);
+    default:
+      return Push(engine, task->partition, &task->msg, task->received);
   }
 }
 
@@ -341,6 +377,7 @@ Server::Round* Server::FindRound(Engine* engine, Partition* partition, const Pus
 void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {
   const Declaration& declaration = partition->tensor->declaration;
   Caller caller = CallerOf(*msg, received);
+  if (msg->meta.head == kPushNorm) caller.bytes = sizeof(double);
   const int member = declaration.MemberIndex(caller.rank);
   const PushHeader header = HeaderOf(*msg);
   Round* round = FindRound(engine, partition, header);
@@ -359,6 +396,13 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
   if (round->done) {  // it failed before this push came
     round->told[member] = true;
     Refuse(*msg, round->failure);
+    return DropDoneRounds(partition);
+  }
+  std::string error;
+  if (declaration.rule && !AgreesOnStep(declaration, *msg, round, &error)) {
+    FailRound(engine, partition, round, error);
+    round->told[member] = true;
+    Refuse(*msg, error);
     return DropDoneRounds(partition);
   }
   if (deterministic_) {
@@ -386,30 +430,42 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
   }
   if (round->added == declaration.group.size()) {
     lateness_.Add(caller.rank, caller.received - round->first_taken);
-    Finish(engine, partition, round);
+    if (declaration.rule) error = UpdateState(partition, *msg, round);
+    if (error.empty()) {
+      Finish(engine, partition, round);
+    } else {
+      FailRound(engine, partition, round, error);
+    }
     DropDoneRounds(partition);
   }
 }
 
-void Server::Pull(Partition* partition, const ps::Message& msg, int64_t received) {
+Server::Round* Server::FindPushed(Partition* partition, const ps::Message& msg,
+                                  const Caller& caller) {
   const Declaration& declaration = partition->tensor->declaration;
-  const Caller caller = CallerOf(msg, received);
   const int member = declaration.MemberIndex(caller.rank);
   const PushHeader header = HeaderOf(msg);
   const uint32_t ahead = header.round - partition->first_round;
   Round* round = ahead < partition->rounds.size() ? &partition->rounds[ahead] : nullptr;
   if (round == nullptr || !round->pushed[member] || round->told[member]) {
-    return Refuse(msg, "worker " + std::to_string(caller.rank) + " pulled round " +
-                           std::to_string(header.round) + " of '" + declaration.name +
-                           "' without having pushed it, or twice");
+    Refuse(msg, "worker " + std::to_string(caller.rank) + " pulled round " +
+                    std::to_string(header.round) + " of '" + declaration.name +
+                    "' without having pushed it, or twice");
+    return nullptr;
   }
-  if (!round->failure.empty()) {
-    round->told[member] = true;
-    Refuse(msg, round->failure);
-  } else {
-    round->callers.push_back(caller);
-    if (round->done) Deliver(partition, round);
-  }
+  if (round->failure.empty()) return round;
+  round->told[member] = true;
+  Refuse(msg, round->failure);
+  DropDoneRounds(partition);
+  return nullptr;
+}
+
+void Server::Pull(Partition* partition, const ps::Message& msg, int64_t received) {
+  const Caller caller = CallerOf(msg, received);
+  Round* round = FindPushed(partition, msg, caller);
+  if (round == nullptr) return;
+  round->callers.push_back(caller);
+  if (round->done) Deliver(partition, round);
   DropDoneRounds(partition);
 }
 
@@ -455,8 +511,9 @@ void Server::Deliver(Partition* partition, Round* round) {
   for (const Caller& caller : round->callers) {
     counters_.answered_partitions.Add();
     counters_.answered_bytes.Add(caller.bytes);
-    Answer(caller, partition->key, "", &round->sum);
-    round->told[declaration.MemberIndex(caller.rank)] = true;
+    const bool wants_norm = caller.op == kPushNorm;
+    Answer(caller, partition->key, "", wants_norm ? &round->norm : &round->sum);
+    if (!wants_norm) round->told[declaration.MemberIndex(caller.rank)] = true;
   }
   TraceRound(*partition, *round, true);
   round->callers.clear();

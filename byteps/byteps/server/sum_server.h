@@ -10,6 +10,10 @@
 // Rounds.  A worker numbers its pushes of a tensor.  A round is complete when every
 // member of the tensor's group has pushed it; rounds never mix, however far one
 // worker is ahead of another.
+//
+// Parameters.  Of a tensor with an UpdateRule the server keeps the parameters and their moments
+// (optimizer/): when a round is complete it updates them, and answers with them.  Members that
+// ask for different steps in one round get an error; the state is as it was.
 #ifndef BYTEPS_SERVER_SUM_SERVER_H_
 #define BYTEPS_SERVER_SUM_SERVER_H_
 
@@ -31,6 +35,8 @@
 #include "byteps/observe/lateness.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/trace.h"
+#include "byteps/server/optimizer/partition_state.h"
+#include "byteps/server/optimizer/state_memory.h"
 #include "byteps/server/scratch.h"
 #include "ps/internal/message.h"
 
@@ -101,6 +107,11 @@ class Server {
     double timeout_s = 0;
     int64_t first_taken = 0;  // SteadyNs
     int64_t last_added = 0;
+    // Of a tensor with a rule: what the members ask for, as the first one said it, and its rank.
+    std::string step;
+    int step_of = -1;
+    ps::SArray<char> norm;  // for who waits for it before the update
+    bool updated = false;
     bool done = false;    // there is a sum, or there will be none
     std::string failure;  // why there will be none
   };
@@ -111,6 +122,7 @@ class Server {
     uint64_t index = 0;
     size_t engine = 0;
     // Of its engine thread:
+    std::unique_ptr<PartitionState> state;  // null of a tensor that is summed, and no more
     uint32_t first_round = 0;
     std::deque<Round> rounds;
   };
@@ -139,18 +151,33 @@ class Server {
   void OnDeclare(const ps::Message& msg);
   // Takes what the worker of `rank` declares.  Why the tensor cannot be summed; empty if it can.
   std::string Declare(int rank, const Declaration& declaration);
-  // PUSH_PULL, PUSH, PULL.
+  // All others.
   void OnRequest(ps::Message* msg);
   // Why it cannot be served; empty if it can.
   std::string Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const;
+  // Whether the values and the header are those that `declaration` lets it have.
+  static bool HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index);
+  static bool HasFormOfUpdate(const ps::Message& msg, const Declaration& declaration,
+                              uint64_t index);
   // mu_ is held.
   Partition* FindOrMake(const Tensor& tensor, uint64_t key);
   void Refuse(const ps::Message& request, const std::string& error);
 
   // Engine threads.
   void Run(Engine* engine);
+  void Serve(Engine* engine, Task* task);
   void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received);
   void Pull(Partition* partition, const ps::Message& msg, int64_t received);
+  // The member's round, if it may be told of it now; null: it was refused.
+  Round* FindPushed(Partition* partition, const ps::Message& msg, const Caller& caller);
+  // sum_server_state.cc: STEP; LOAD_STATE and READ_STATE.
+  void Step(Partition* partition, const ps::Message& msg, int64_t received);
+  void MoveState(Partition* partition, const ps::Message& msg, int64_t received);
+  // Whether this member wants what the first one did; *error says how they differ.
+  bool AgreesOnStep(const Declaration& declaration, const ps::Message& msg, Round* round,
+                    std::string* error);
+  // Of a round with the sum: what its members asked for.  Why it cannot be, or "".
+  std::string UpdateState(Partition* partition, const ps::Message& msg, Round* round);
   // The caller and what it wants, from a request's header.
   static Caller CallerOf(const ps::Message& msg, int64_t received);
   // The round, made if it is new; null if it is out of reach.
@@ -181,6 +208,7 @@ class Server {
   std::atomic<int> rank_{-1};
   ServerCounters counters_;
   Lateness lateness_;
+  StateMemory state_memory_;        // guarded by mu_
   std::unique_ptr<Tracer> tracer_;  // null: nothing is traced
   std::shared_mutex mu_;
   // Guarded by mu_; what they point to stays.  A tensor changes with mu_ held alone, a partition

@@ -18,6 +18,7 @@
 #include "byteps/engine/worker.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/metrics_server.h"
+#include "byteps/torch/c_parts.h"
 #include "ps/endpoint_counters.h"
 #include "ps/registration_cache.h"
 
@@ -25,7 +26,6 @@ namespace py = pybind11;
 
 namespace byteps {
 namespace core {
-namespace {
 
 // Never destroyed: its threads may be running when the interpreter ends, and
 // Python's atexit has stopped it by then unless it could not.
@@ -33,6 +33,8 @@ Worker* GetWorker() {
   static auto* worker = new Worker();
   return worker;
 }
+
+namespace {
 
 Launch launch;
 std::string settings;  // what the last Init found; the environment may have changed since
@@ -97,30 +99,12 @@ void Init(int num_servers) {
                      std::make_unique<Session>(config, options));
 }
 
-TensorSpec Spec(const std::string& name, const std::string& dtype, uint64_t bytes, bool average,
-                std::vector<uint32_t> group, std::optional<uint64_t> placement, int device) {
-  TensorSpec spec;
-  if (!ParseDType(dtype, &spec.dtype))
-    throw UsageError("tensors of " + dtype + " cannot be summed");
-  spec.name = name;
-  spec.bytes = bytes;
-  spec.average = average;
-  spec.group = std::move(group);
-  spec.placement = placement;
-  spec.device = device;
-  return spec;
-}
-
 std::vector<uint64_t> BytesPerServer(const std::string& name, uint64_t bytes,
                                      std::vector<uint32_t> group,
                                      std::optional<uint64_t> placement) {
   return GetWorker()->BytesPerServer(
       Spec(name, "float32", bytes, true, std::move(group), placement, kCpu));
 }
-
-// (name, dtype, bytes, average, group, placement, device)
-using SpecTuple = std::tuple<std::string, std::string, uint64_t, bool, std::vector<uint32_t>,
-                             std::optional<uint64_t>, int>;
 
 void Declare(const std::vector<SpecTuple>& tuples) {
   std::vector<TensorSpec> specs;
@@ -220,6 +204,7 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("placement"));
   m.def("config",
         [] { return GetWorker()->started() ? settings : Config::FromEnvironment().Print(); });
+  DefineUpdatedTensor(&m);
   m.def("unknown_variables", &Config::UnknownVariables);
 }
 

@@ -95,6 +95,8 @@ _lock = threading.Lock()
 _in_flight: dict[int, _InFlight] = {}
 # Failed operations: the transport may read their tensors until it is shut down.
 _orphans: list[_InFlight] = []
+# Likewise, of failed updates.
+_kept: list[tuple[torch.Tensor, ...]] = []
 # By name: copies in the type of the wire that nobody uses, kept where the transport registers what
 # it sends, so that it does so once.
 _wire_buffers: dict[str, torch.Tensor] = {}
@@ -187,6 +189,7 @@ def _stop(*, suspend: bool, failure: str = "") -> None:
         c_lib.shutdown(suspend, failure)
         _in_flight.clear()
         _orphans.clear()
+        _kept.clear()
         _wire_buffers.clear()
         _launch = None
 
@@ -245,7 +248,8 @@ def local_size() -> int:
     return _launched().local_size
 
 
-def _ranks_of(group: Group) -> list[int]:
+def ranks_of(group: Group) -> list[int]:
+    """Its ranks, ascending; empty for all workers. Raises ValueError when it is no group."""
     if group is None:
         return []
     if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives outsiders
@@ -313,7 +317,7 @@ class TensorDeclaration:
 _Spec = tuple[str, str, int, bool, list[int], int | None, int]
 
 
-def _spec_of(tensor: TensorDeclaration) -> _Spec:
+def spec_of(tensor: TensorDeclaration) -> _Spec:
     """The arguments of c_lib.declare."""
     dtype = tensor.wire_dtype or tensor.dtype
     if not tensor.name:
@@ -335,7 +339,7 @@ def _spec_of(tensor: TensorDeclaration) -> _Spec:
         DTYPES[dtype],
         tensor.numel * dtype.itemsize,
         bool(tensor.average),
-        _ranks_of(tensor.group),
+        ranks_of(tensor.group),
         tensor.placement,
         number,
     )
@@ -352,7 +356,7 @@ def declare(tensors: Sequence[TensorDeclaration]) -> None:
         ValueError: a tensor cannot be summed so, or its name was declared otherwise.
     """
     _launched()
-    c_lib.declare([_spec_of(tensor) for tensor in tensors])
+    c_lib.declare([spec_of(tensor) for tensor in tensors])
 
 
 def start(
@@ -420,7 +424,7 @@ def start(
         bytes=tensor.numel() * size,
         average=bool(average),
         priority=int(priority),
-        group=_ranks_of(group),
+        group=ranks_of(group),
         placement=placement,
         pull=None if pull is None else (elements[0] * size, elements[1] * size),
         device=device,
@@ -469,6 +473,31 @@ def synchronize(handle: int) -> torch.Tensor:
     return _in_flight.pop(handle).finish()
 
 
+def will_be_moved(*tensors: torch.Tensor) -> None:
+    """Tell the transport, where it wants to know, of memory that it will read or write."""
+    if _registers_memory:
+        for tensor in tensors:
+            if not tensor.is_cuda:
+                memory.will_be_sent(tensor)
+
+
+def wait(handle: int, *tensors: torch.Tensor) -> None:
+    """Block until an operation of a c_lib.UpdatedTensor has ended; `tensors` are those it uses.
+
+    Of tensors on a GPU, what comes is there for the current stream's work from now on.
+
+    Raises:
+        BytePSError: it failed; the text says why.
+    """
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    stream = 0 if device is None else torch.cuda.current_stream(device).cuda_stream
+    try:
+        c_lib.wait(handle, stream)
+    except BytePSError:
+        _kept.append(tensors)
+        raise
+
+
 def get_pushpull_speed() -> tuple[int, float]:
     """(ms since the epoch, MB/s of tensors summed over the last 10 s; 0.0 if there were none)."""
     return c_lib.pushpull_speed()
@@ -493,7 +522,7 @@ def bytes_per_server(
     """
     _launched()
     return c_lib.bytes_per_server(
-        name=name, bytes=nbytes, group=_ranks_of(group), placement=placement
+        name=name, bytes=nbytes, group=ranks_of(group), placement=placement
     )
 
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <memory>
 #include <random>
 
 #include "byteps/base/declaration_list.h"
@@ -25,6 +26,12 @@ std::vector<Declaration> SomeDeclarations() {
     d.partition_bytes = 4096;
     d.placement = 0x1122334455667788 + i;
     d.group = i % 3 == 0 ? std::vector<uint32_t>{0, 1, 70000} : std::vector<uint32_t>{5, 6};
+    if (i == 0) {  // 200 elements of fp32
+      UpdateRule rule;
+      rule.groups = {{0.9, 0.95, 1e-8, false}, {0.8, 0.9, 1e-6, false}};
+      rule.segments = {{3, 1}, {199, 0}, {200, 1}};
+      d.rule = std::make_shared<UpdateRule>(rule);
+    }
     all.push_back(d);
   }
   return all;
@@ -91,6 +98,49 @@ TEST(DeclarationList, AnyBytesAreTakenOrRefused) {
     }
   }
   EXPECT_GT(refused, 1000);
+}
+
+// Of a tensor of 10 elements.
+bool IsRule(const UpdateRule& rule) {
+  UpdateRule back;
+  return UpdateRule::Unpack(rule.Pack(), 10, &back) && back == rule;
+}
+
+TEST(UpdateRule, HasEachElementInOneGroup) {
+  UpdateRule rule;
+  rule.groups = {{0.9, 0.95, 1e-8, false}};
+  rule.segments = {{4, 0}, {10, 0}};
+  EXPECT_TRUE(IsRule(rule));
+  EXPECT_EQ(rule.NumSlots(), 3u);
+  for (const auto& segments : std::vector<std::vector<UpdateRule::Segment>>{
+           {}, {{4, 0}}, {{4, 0}, {11, 0}}, {{4, 0}, {4, 0}, {10, 0}}, {{4, 1}, {10, 0}}}) {
+    UpdateRule bad = rule;
+    bad.segments = segments;
+    EXPECT_FALSE(IsRule(bad));
+  }
+  rule.groups[0].beta2 = 1;  // its bias correction is 0
+  EXPECT_FALSE(IsRule(rule));
+  rule.algorithm = UpdateRule::kSgd;
+  EXPECT_TRUE(IsRule(rule));
+  EXPECT_EQ(rule.NumSlots(), 2u);
+}
+
+TEST(UpdateRule, EveryTruncationOfAStepIsRefused) {
+  UpdateStep step, back;
+  step.number = 7;
+  step.skip = true;
+  step.grad_scale = 0.25;
+  step.rates = {{0.1, 0.01}, {0.2, 0}};
+  const std::string text = step.Pack();
+  ASSERT_TRUE(UpdateStep::Unpack(text, &back));
+  EXPECT_EQ(back.Pack(), text);
+  EXPECT_EQ(back.Describe(),
+            "step 7, skipped, with learning rates 0.1, 0.2, weight decays 0.01, 0, gradients times "
+            "0.25");
+  for (size_t size = 0; size < text.size(); ++size) {
+    EXPECT_FALSE(UpdateStep::Unpack(text.substr(0, size), &back)) << size;
+  }
+  EXPECT_FALSE(UpdateStep::Unpack(text + "x", &back));
 }
 
 PushHeader SomeHeader() {

@@ -1,0 +1,76 @@
+// What servers are told of an optimizer: once, how parameters are updated, and with each step, by
+// how much.
+#ifndef BYTEPS_BASE_UPDATE_RULE_H_
+#define BYTEPS_BASE_UPDATE_RULE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace byteps {
+namespace core {
+
+// How a tensor of parameters is updated from its summed gradients.  A part of its declaration.
+//
+// On the wire, little-endian: u8 algorithm, u32 groups, each: u64 times 3, the bits of beta1, beta2
+// and eps, and u8 nesterov; u32 segments, each: u64 end, u32 group.
+struct UpdateRule {
+  // The numbers are part of the protocol.
+  enum Algorithm : uint8_t { kAdamW = 1, kSgd = 2 };
+
+  // Parameters that are updated alike.  Of SGD, beta1 is the momentum, beta2 its dampening.
+  struct Group {
+    double beta1 = 0;
+    double beta2 = 0;
+    double eps = 0;
+    bool nesterov = false;
+    bool operator==(const Group&) const = default;
+  };
+
+  // Elements from the end of the segment before, or 0, up to `end`.
+  struct Segment {
+    uint64_t end = 0;
+    uint32_t group = 0;
+    bool operator==(const Segment&) const = default;
+  };
+
+  Algorithm algorithm = kAdamW;
+  std::vector<Group> groups;
+  std::vector<Segment> segments;  // ascending; the last one ends with the tensor
+
+  // fp32 values kept for each parameter: the parameter itself, and its moments or momentum.
+  uint32_t NumSlots() const;
+  // "AdamW of 2 groups, 12 bytes of state a parameter"
+  std::string Describe() const;
+  std::string Pack() const;
+  // False when `text` is no rule for a tensor of so many elements.
+  static bool Unpack(const std::string& text, uint64_t elements, UpdateRule* rule);
+  bool operator==(const UpdateRule&) const = default;
+};
+
+// One step of an optimizer, as all members of the group say it.
+//
+// On the wire, little-endian: u64 number, u64 bits of grad_scale, u8 skip, u32 rates, each: u64
+// times 2, the bits of the learning rate and of the weight decay.
+struct UpdateStep {
+  struct Rate {
+    double learning_rate = 0;
+    double weight_decay = 0;
+    bool operator==(const Rate&) const = default;
+  };
+
+  uint64_t number = 1;  // the first one is 1; steps that are skipped are not counted
+  double grad_scale = 1;
+  bool skip = false;        // nothing is updated
+  std::vector<Rate> rates;  // by group
+
+  // "step 3 with learning rates 0.1, 0.05, weight decays 0.1, 0, gradients times 1"
+  std::string Describe() const;
+  std::string Pack() const;
+  // False when `text` is no step.
+  static bool Unpack(const std::string& text, UpdateStep* step);
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_BASE_UPDATE_RULE_H_

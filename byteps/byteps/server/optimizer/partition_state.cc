@@ -1,0 +1,87 @@
+#include "byteps/server/optimizer/partition_state.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "byteps/server/optimizer/update.h"
+
+namespace byteps {
+namespace core {
+
+PartitionState::PartitionState(const Declaration* declaration, uint64_t index)
+    : declaration_(declaration),
+      rule_(*declaration->rule),
+      size_(declaration->PartitionSize(index) / SizeOf(declaration->dtype)) {
+  const uint64_t first = index * declaration->partition_bytes / SizeOf(declaration->dtype);
+  uint64_t begin = 0;
+  for (const auto& segment : rule_.segments) {
+    const uint64_t from = std::max(begin, first);
+    const uint64_t to = std::min(segment.end, first + size_);
+    if (from < to) runs_.push_back({from - first, to - first, segment.group});
+    begin = segment.end;
+  }
+}
+
+std::string PartitionState::NotLoaded() const {
+  return state_ ? "" : "the parameters of '" + declaration_->name + "' were never loaded";
+}
+
+std::string PartitionState::Load(uint32_t slot, const char* values) {
+  const size_t slots = rule_.NumSlots();
+  if (slot > 0 && !state_) return NotLoaded();
+  if (!state_) {
+    state_.reset(new (std::nothrow) float[slots * size_]);
+    if (!state_) {
+      return "the server has no memory for the optimizer state of '" + declaration_->name + "', " +
+             std::to_string(slots * size_ * sizeof(float)) + " bytes of one partition";
+    }
+  }
+  memcpy(Slot(slot), values, size_ * sizeof(float));
+  if (slot == 0) {
+    std::fill(Slot(0) + size_, Slot(0) + slots * size_, 0.0f);
+    has_momentum_ = false;
+  } else {
+    has_momentum_ = true;
+  }
+  return "";
+}
+
+std::string PartitionState::Read(uint32_t slot, char* values) const {
+  if (!state_) return NotLoaded();
+  memcpy(values, Slot(slot), size_ * sizeof(float));
+  return "";
+}
+
+std::string PartitionState::ReadParameters(char* values) const {
+  if (!state_) return NotLoaded();
+  RoundParameters(declaration_->dtype, values, Slot(0), size_);
+  return "";
+}
+
+std::string PartitionState::Update(const UpdateStep& step, char* values) {
+  if (!state_) return NotLoaded();
+  const DType t = declaration_->dtype;
+  for (const Run& run : runs_) {
+    const UpdateRule::Group& group = rule_.groups[run.group];
+    const UpdateStep::Rate& rate = step.rates[run.group];
+    char* const at = values + run.begin * SizeOf(t);
+    const size_t n = run.end - run.begin;
+    const float scale = static_cast<float>(step.grad_scale);
+    if (rule_.algorithm == UpdateRule::kAdamW) {
+      const AdamWStep numbers{rate.learning_rate, rate.weight_decay, group.beta1, group.beta2,
+                              group.eps,          step.number,       scale};
+      UpdateAdamW(t, numbers, at, Slot(0) + run.begin, Slot(1) + run.begin, Slot(2) + run.begin, n);
+    } else {
+      const SgdStep numbers{rate.learning_rate, rate.weight_decay, group.beta1, group.beta2,
+                            group.nesterov,     !has_momentum_,    scale};
+      float* const momentum = rule_.NumSlots() > 1 ? Slot(1) + run.begin : nullptr;
+      UpdateSgd(t, numbers, at, Slot(0) + run.begin, momentum, n);
+    }
+  }
+  has_momentum_ = true;
+  return "";
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,221 @@
+// Compiled so that products and sums are fused where it is written, and nowhere else, and without
+// errno (CMakeLists.txt): the first keeps the results the same everywhere, the second lets the
+// compiler vectorise roots.
+#include "byteps/server/optimizer/update.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "byteps/server/clones.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// How gradients and parameters are stored.
+
+struct Float32 {
+  static constexpr size_t kSize = 4;
+  static float Get(const void* p, size_t i) {
+    float v;
+    memcpy(&v, static_cast<const char*>(p) + i * kSize, kSize);
+    return v;
+  }
+  static void Put(void* p, size_t i, float v) {
+    memcpy(static_cast<char*>(p) + i * kSize, &v, kSize);
+  }
+};
+
+struct BFloat16 {
+  static constexpr size_t kSize = 2;
+  static float Get(const void* p, size_t i) {
+    uint16_t half;
+    memcpy(&half, static_cast<const char*>(p) + i * kSize, kSize);
+    const uint32_t word = static_cast<uint32_t>(half) << 16;
+    float v;
+    memcpy(&v, &word, sizeof(v));
+    return v;
+  }
+  static void Put(void* p, size_t i, float v) {
+    uint32_t word;
+    memcpy(&word, &v, sizeof(word));
+    // To nearest even, as the reducer rounds; a NaN would turn into infinity and is kept apart.
+    const uint32_t rounded = word + 0x7fff + ((word >> 16) & 1);
+    const uint16_t half = static_cast<uint16_t>((v != v ? word | 0x400000 : rounded) >> 16);
+    memcpy(static_cast<char*>(p) + i * kSize, &half, kSize);
+  }
+};
+
+// a * b + c, rounded once.  A call where the processor has no such instruction (x86 before 2013).
+BYTEPS_INLINE inline float Fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+// The coefficients of a step, as torch rounds them.
+struct AdamWNumbers {
+  explicit AdamWNumbers(const AdamWStep& step)
+      : scale(step.grad_scale),
+        keep(step.weight_decay == 0
+                 ? 1.0f
+                 : static_cast<float>(1 - step.learning_rate * step.weight_decay)),
+        weight1(static_cast<float>(1 - step.beta1)),
+        small_weight(std::abs(weight1) < 0.5f),
+        beta2(static_cast<float>(step.beta2)),
+        weight2(static_cast<float>(1 - step.beta2)),
+        root(static_cast<float>(
+            std::sqrt(1 - std::pow(step.beta2, static_cast<double>(step.number))))),
+        eps(static_cast<float>(step.eps)),
+        rate(static_cast<float>(
+            -(step.learning_rate / (1 - std::pow(step.beta1, static_cast<double>(step.number)))))) {
+  }
+
+  const float scale, keep, weight1;
+  const bool small_weight;  // torch's lerp starts from the nearer end
+  const float beta2, weight2, root, eps, rate;
+};
+
+template <typename E, bool kSmallWeight>
+BYTEPS_INLINE inline void AdamWLoop(const AdamWNumbers& c, void* values, float* __restrict master,
+                                    float* __restrict mean, float* __restrict square, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const float g = E::Get(values, i) * c.scale;
+    const float p = master[i] * c.keep;
+    const float difference = g - mean[i];
+    const float m = kSmallWeight ? Fused(c.weight1, difference, mean[i])
+                                 : Fused(c.weight1 - 1.0f, difference, g);
+    const float v = Fused(c.weight2 * g, g, square[i] * c.beta2);
+    const float updated = p + c.rate * m / (std::sqrt(v) / c.root + c.eps);
+    mean[i] = m;
+    square[i] = v;
+    master[i] = updated;
+    E::Put(values, i, updated);
+  }
+}
+
+template <typename E>
+BYTEPS_INLINE inline void AdamWEither(const AdamWNumbers& c, void* values, float* master,
+                                      float* mean, float* square, size_t n) {
+  if (c.small_weight) return AdamWLoop<E, true>(c, values, master, mean, square, n);
+  AdamWLoop<E, false>(c, values, master, mean, square, n);
+}
+
+struct SgdNumbers {
+  explicit SgdNumbers(const SgdStep& step)
+      : scale(step.grad_scale),
+        decay(static_cast<float>(step.weight_decay)),
+        momentum(static_cast<float>(step.momentum)),
+        kept(step.first ? 0.0f : momentum),
+        weight(step.first ? 1.0f : static_cast<float>(1 - step.dampening)),
+        rate(static_cast<float>(-step.learning_rate)) {}
+
+  const float scale, decay, momentum, kept, weight, rate;
+};
+
+// What the momentum is used for.
+enum class Momentum { kNone, kPlain, kNesterov };
+
+template <typename E, Momentum kUse>
+BYTEPS_INLINE inline void SgdLoop(const SgdNumbers& c, void* values, float* __restrict master,
+                                  float* __restrict momentum, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    float g = E::Get(values, i) * c.scale;
+    g = Fused(c.decay, master[i], g);
+    if constexpr (kUse != Momentum::kNone) {
+      const float m = Fused(c.weight, g, momentum[i] * c.kept);
+      momentum[i] = m;
+      g = kUse == Momentum::kNesterov ? Fused(c.momentum, m, g) : m;
+    }
+    const float updated = Fused(c.rate, g, master[i]);
+    master[i] = updated;
+    E::Put(values, i, updated);
+  }
+}
+
+template <typename E>
+BYTEPS_INLINE inline void SgdAny(const SgdNumbers& c, Momentum use, void* values, float* master,
+                                 float* momentum, size_t n) {
+  switch (use) {
+    case Momentum::kNone:
+      return SgdLoop<E, Momentum::kNone>(c, values, master, momentum, n);
+    case Momentum::kPlain:
+      return SgdLoop<E, Momentum::kPlain>(c, values, master, momentum, n);
+    case Momentum::kNesterov:
+      return SgdLoop<E, Momentum::kNesterov>(c, values, master, momentum, n);
+  }
+}
+
+template <typename E>
+BYTEPS_INLINE inline void RoundLoop(void* __restrict values, const float* __restrict master,
+                                    size_t n) {
+  for (size_t i = 0; i < n; ++i) E::Put(values, i, master[i]);
+}
+
+// Partial sums that are added side by side: of no width that a processor decides.
+constexpr size_t kLanes = 16;
+
+template <typename E>
+BYTEPS_INLINE inline double SquaresLoop(const void* values, size_t n) {
+  double lanes[kLanes] = {};
+  size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (size_t j = 0; j < kLanes; ++j) {
+      const double v = E::Get(values, i + j);
+      lanes[j] += v * v;
+    }
+  }
+  double sum = 0;
+  for (; i < n; ++i) {
+    const double v = E::Get(values, i);
+    sum += v * v;
+  }
+  for (const double lane : lanes) sum += lane;
+  return sum;
+}
+
+// A template cannot have clones; these are their instances.
+#define BYTEPS_UPDATES(E)                                                                         \
+  BYTEPS_MULTIVERSION void AdamW##E(const AdamWNumbers& c, void* values, float* master,           \
+                                    float* mean, float* square, size_t n) {                       \
+    AdamWEither<E>(c, values, master, mean, square, n);                                           \
+  }                                                                                               \
+  BYTEPS_MULTIVERSION void Sgd##E(const SgdNumbers& c, Momentum use, void* values, float* master, \
+                                  float* momentum, size_t n) {                                    \
+    SgdAny<E>(c, use, values, master, momentum, n);                                               \
+  }                                                                                               \
+  BYTEPS_MULTIVERSION void Round##E(void* values, const float* master, size_t n) {                \
+    RoundLoop<E>(values, master, n);                                                              \
+  }                                                                                               \
+  BYTEPS_MULTIVERSION double Squares##E(const void* values, size_t n) {                           \
+    return SquaresLoop<E>(values, n);                                                             \
+  }
+
+BYTEPS_UPDATES(Float32)
+BYTEPS_UPDATES(BFloat16)
+#undef BYTEPS_UPDATES
+
+}  // namespace
+
+void UpdateAdamW(DType t, const AdamWStep& step, void* values, float* master, float* mean,
+                 float* square, size_t n) {
+  const AdamWNumbers numbers(step);
+  t == DType::kBFloat16 ? AdamWBFloat16(numbers, values, master, mean, square, n)
+                        : AdamWFloat32(numbers, values, master, mean, square, n);
+}
+
+void UpdateSgd(DType t, const SgdStep& step, void* values, float* master, float* momentum,
+               size_t n) {
+  const SgdNumbers numbers(step);
+  Momentum use = Momentum::kNone;
+  if (step.momentum != 0) use = step.nesterov ? Momentum::kNesterov : Momentum::kPlain;
+  t == DType::kBFloat16 ? SgdBFloat16(numbers, use, values, master, momentum, n)
+                        : SgdFloat32(numbers, use, values, master, momentum, n);
+}
+
+void RoundParameters(DType t, void* values, const float* master, size_t n) {
+  t == DType::kBFloat16 ? RoundBFloat16(values, master, n) : RoundFloat32(values, master, n);
+}
+
+double SumOfSquares(DType t, const void* values, size_t n) {
+  return t == DType::kBFloat16 ? SquaresBFloat16(values, n) : SquaresFloat32(values, n);
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,47 @@
+// What the files of the Python module share.
+#ifndef BYTEPS_TORCH_C_PARTS_H_
+#define BYTEPS_TORCH_C_PARTS_H_
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/error.h"
+#include "byteps/engine/worker.h"
+
+namespace byteps {
+namespace core {
+
+// The worker of this process.
+Worker* GetWorker();
+
+// (name, dtype, bytes, average, group, placement, device)
+using SpecTuple = std::tuple<std::string, std::string, uint64_t, bool, std::vector<uint32_t>,
+                             std::optional<uint64_t>, int>;
+
+inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64_t bytes,
+                       bool average, std::vector<uint32_t> group, std::optional<uint64_t> placement,
+                       int device) {
+  TensorSpec spec;
+  if (!ParseDType(dtype, &spec.dtype))
+    throw UsageError("tensors of " + dtype + " cannot be summed");
+  spec.name = name;
+  spec.bytes = bytes;
+  spec.average = average;
+  spec.group = std::move(group);
+  spec.placement = placement;
+  spec.device = device;
+  return spec;
+}
+
+// c_update.cc: the class UpdatedTensor.
+void DefineUpdatedTensor(pybind11::module_* m);
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_TORCH_C_PARTS_H_

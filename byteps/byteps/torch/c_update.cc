@@ -1,0 +1,113 @@
+// Parameters that servers update, for Python: see server_optimizer.py.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/wire.h"
+#include "byteps/torch/c_parts.h"
+
+namespace py = pybind11;
+
+namespace byteps {
+namespace core {
+namespace {
+
+// (beta1, beta2, eps, nesterov); (end, group); (number, grad_scale, skip, [(rate, decay)])
+using GroupTuple = std::tuple<double, double, double, bool>;
+using SegmentTuple = std::tuple<uint64_t, uint32_t>;
+using StepTuple = std::tuple<uint64_t, double, bool, std::vector<std::pair<double, double>>>;
+
+std::string Packed(const StepTuple& tuple) {
+  UpdateStep step;
+  std::vector<std::pair<double, double>> rates;
+  std::tie(step.number, step.grad_scale, step.skip, rates) = tuple;
+  for (const auto& rate : rates) step.rates.push_back({rate.first, rate.second});
+  return step.Pack();
+}
+
+// A tensor of gradients, and of the parameters that servers make of them.  Its functions start an
+// operation and return its handle.
+class UpdatedTensor {
+ public:
+  UpdatedTensor(const SpecTuple& spec, bool is_adamw, const std::vector<GroupTuple>& groups,
+                const std::vector<SegmentTuple>& segments)
+      : spec_(std::apply(Spec, spec)) {
+    auto rule = std::make_shared<UpdateRule>();
+    rule->algorithm = is_adamw ? UpdateRule::kAdamW : UpdateRule::kSgd;
+    for (const auto& [beta1, beta2, eps, nesterov] : groups) {
+      rule->groups.push_back({beta1, beta2, eps, nesterov});
+    }
+    for (const auto& [end, group] : segments) rule->segments.push_back({end, group});
+    spec_.rule = std::move(rule);
+    GetWorker()->Declare({spec_});
+  }
+
+  int64_t PushStep(uintptr_t gradients, uintptr_t parameters, const StepTuple& step,
+                   uintptr_t stream) const {
+    return Start(kPushStep, gradients, parameters, Packed(step), stream);
+  }
+  int64_t PushNorm(uintptr_t gradients, uintptr_t norms, uintptr_t stream) const {
+    return Start(kPushNorm, gradients, norms, "", stream);
+  }
+  int64_t Step(uintptr_t parameters, const StepTuple& step, uintptr_t stream) const {
+    return Start(kStep, 0, parameters, Packed(step), stream);
+  }
+  int64_t Load(uint32_t slot, uintptr_t values) const {
+    return Start(kLoadState, values, 0, Slot(slot), 0);
+  }
+  int64_t Read(uint32_t slot, uintptr_t values) const {
+    return Start(kReadState, 0, values, Slot(slot), 0);
+  }
+  uint64_t NumPartitions() const {
+    const uint64_t size = GetWorker()->PartitionBytes(spec_.bytes);
+    return (spec_.bytes + size - 1) / size;
+  }
+
+ private:
+  static std::string Slot(uint32_t slot) {
+    WireWriter out;
+    out.Put(slot);
+    return out.Take();
+  }
+
+  int64_t Start(int op, uintptr_t input, uintptr_t output, std::string detail,
+                uintptr_t stream) const {
+    PushPullRequest request;
+    request.tensor = spec_;
+    request.input = reinterpret_cast<const void*>(input);
+    request.output = reinterpret_cast<void*>(output);
+    request.stream = reinterpret_cast<DeviceStream>(stream);
+    request.op = op;
+    request.detail = std::move(detail);
+    return GetWorker()->PushPull(request);
+  }
+
+  TensorSpec spec_;
+};
+
+}  // namespace
+
+void DefineUpdatedTensor(py::module_* m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<UpdatedTensor>(*m, "UpdatedTensor")
+      .def(py::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
+                    const std::vector<SegmentTuple>&>(),
+           py::arg("spec"), py::arg("is_adamw"), py::arg("groups"), py::arg("segments"), Unlocked())
+      .def("push_step", &UpdatedTensor::PushStep, py::arg("gradients"), py::arg("parameters"),
+           py::arg("step"), py::arg("stream"), Unlocked())
+      .def("push_norm", &UpdatedTensor::PushNorm, py::arg("gradients"), py::arg("norms"),
+           py::arg("stream"), Unlocked())
+      .def("step", &UpdatedTensor::Step, py::arg("parameters"), py::arg("step"), py::arg("stream"),
+           Unlocked())
+      .def("load", &UpdatedTensor::Load, py::arg("slot"), py::arg("values"), Unlocked())
+      .def("read", &UpdatedTensor::Read, py::arg("slot"), py::arg("values"), Unlocked())
+      .def("num_partitions", &UpdatedTensor::NumPartitions, Unlocked());
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,270 @@
+"""The optimizer on the servers: gradients go up, updated parameters come down.
+
+Servers keep the fp32 parameters and the moments; a worker keeps parameters and gradients alone. See
+docs/server-optimizer.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from byteps.torch import engine
+from byteps.torch.server_state import Bucket, Step, make_buckets, rule_of
+
+_EPS = 1e-6
+"""Added to a norm before it divides, by torch and by Megatron."""
+
+
+class ServerOptimizer(torch.optim.Optimizer):
+    """Sums gradients over a group of workers, and updates the parameters, on the servers.
+
+    It takes the place of the torch optimizer that it is made from: learning-rate schedulers are
+    given this object, and `step`, `zero_grad` and `state_dict` are called on it. Each step uses the
+    learning rate and the weight decay that the parameter groups then have; everything else of a
+    group stays as it was.
+
+    The parameters, and their gradients, become views of a few flat tensors. Parameters that need no
+    gradient are left out. One that got no gradient since `zero_grad` is updated with a gradient of
+    zero, where torch would pass it over.
+
+    `step` and `load_state_dict` are collective: every member of the group calls them.
+
+    Args:
+        optimizer: a torch.optim.AdamW or torch.optim.SGD that has made no step. Its parameters are
+            fp32 or bf16, contiguous, on the CPU or on GPUs. Those of the group's lowest rank are
+            taken by all members.
+        name: the same on all members; another one for each optimizer of a group.
+        group: the ranks that share the parameters, or their ProcessGroup; None for all workers.
+        average: divide the summed gradients by the size of the group.
+        max_norm: where the norm of all summed gradients is larger, they are scaled down to it; a
+            step whose norm is not finite is skipped. `step` then takes two turns: the servers' part
+            of the norm has come from all of them before any is told to update. None: gradients are
+            taken as they are, and parameters come down while later gradients still go up.
+        bucket_bytes: of each flat tensor, at most, but for one larger parameter.
+
+    Raises:
+        BytePSError: members disagree, or a server has too little memory: the text has the sizes.
+        ValueError: the optimizer has an option that servers do not know; the text names it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str = "optimizer",
+        group: engine.Group = None,
+        average: bool = True,
+        max_norm: float | None = None,
+        bucket_bytes: int = 256 << 20,
+    ) -> None:
+        if not name:
+            raise ValueError("a ServerOptimizer needs a name, the same on all workers")
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be positive, not {max_norm}")
+        if optimizer.state:
+            raise ValueError("the optimizer has made steps: give a new one, then load_state_dict")
+        self._rule = rule_of(optimizer)
+        self._buckets: list[Bucket] = []
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.max_norm = max_norm
+        self.last_norm: float | None = None
+        """Of the summed gradients of the last step, before they were scaled; None without
+        max_norm."""
+        self.steps = 0
+        """That were made."""
+        self.skipped_steps = 0
+        """Whose gradients were not finite."""
+        self._failure = ""
+        self._name = name
+        self._ranks = engine.ranks_of(group) or list(range(engine.size()))
+        self._buckets = make_buckets(
+            self.param_groups,
+            self._rule,
+            name=name,
+            ranks=self._ranks,
+            average=average,
+            most_bytes=bucket_bytes,
+        )
+        if self._is_lowest():
+            for bucket in self._buckets:
+                bucket.load(0, bucket.parameters.float().cpu())
+        self._take_parameters()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after the servers were told of the groups."""
+        if self._buckets:
+            raise ValueError(
+                "the parameters of a ServerOptimizer are declared once, when it is made"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Push the gradients, return when the updated parameters are there.
+
+        Of tensors on a GPU they are there for what the current stream is given from now on.
+
+        Args:
+            closure: computes the gradients anew, and the loss, which is returned.
+
+        Raises:
+            BytePSError: a member or a server was lost, or members ask for different steps. The
+                parameters may be those of this step on some servers and of the last one on others:
+                only load_state_dict makes them whole.
+            ValueError: a parameter group changed in what servers were told once.
+        """
+        if self._failure:
+            raise engine.BytePSError(
+                f"'{self._name}' failed in an earlier step ({self._failure}): load a checkpoint"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._demand_same_rule()
+        for bucket in self._buckets:
+            bucket.collect_gradients()
+        try:
+            self._step()
+        except engine.BytePSError as error:
+            self._failure = str(error)
+            raise
+        return loss
+
+    def _step(self) -> None:
+        rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.param_groups]
+        step: Step = (self.steps + 1, 1.0, False, rates)
+        if self.max_norm is None:
+            self._all(lambda bucket: bucket.push_step(step))
+            self.steps += 1
+            return
+        self._all(lambda bucket: bucket.push_norm())
+        # The same bits on all members, whatever their processors: fsum rounds once.
+        squares = math.fsum(part for b in self._buckets for part in b.norms.tolist())
+        self.last_norm = math.sqrt(squares)
+        finite = math.isfinite(self.last_norm)
+        scale = min(1.0, self.max_norm / (self.last_norm + _EPS)) if finite else 1.0
+        self._all(lambda bucket: bucket.step((self.steps + 1, scale, not finite, rates)))
+        if finite:
+            self.steps += 1
+        else:
+            self.skipped_steps += 1
+
+    def _all(self, start: Callable[[Bucket], int]) -> None:
+        """Start something for each bucket; wait for all, also when one fails."""
+        handles = [start(bucket) for bucket in self._buckets]
+        errors = []
+        for bucket, handle in zip(self._buckets, handles, strict=True):
+            try:
+                bucket.wait(handle)
+            except engine.BytePSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients. They stay where they are, whatever `set_to_none` says."""
+        del set_to_none
+        for bucket in self._buckets:
+            bucket.zero_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the format of the torch optimizer, read from the servers, on the CPU.
+
+        torch's own optimizer can load it, and `load_state_dict` what torch's has saved. For bf16
+        parameters there is "master_param", the fp32 values, as well. Not collective: the rank that
+        saves calls it, while nobody is in `step`.
+        """
+        saved = super().state_dict()
+        slots = self._rule.slot_names
+        for bucket in self._buckets:
+            flat = {name: bucket.read(slot) for slot, name in enumerate(slots)}
+            for index, begin, parameter in bucket.places:
+                state = saved["state"].setdefault(index, {})
+                for name, values in flat.items():
+                    if name == "master_param" and parameter.dtype == torch.float32:
+                        continue
+                    part = values[begin : begin + parameter.numel()]
+                    state[name] = part.view(parameter.shape).clone()
+                state["step"] = torch.tensor(float(self.steps))
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put a saved state on the servers; what the group's lowest rank passes counts.
+
+        fp32 parameters are taken as the model has them, so load the model first; those of bf16 from
+        "master_param", where it was saved.
+
+        Raises:
+            BytePSError: a server refuses or is lost.
+            ValueError: it was saved with other parameters or options, or after different numbers of
+                steps.
+        """
+        groups = state_dict["param_groups"]
+        sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the state has groups of {sizes[0]} parameters, not {sizes[1]}")
+        state = state_dict["state"]
+        places = [place for bucket in self._buckets for place in bucket.places]
+        counts = {float(state.get(index, {}).get("step", 0)) for index, _, _ in places}
+        if len(counts) > 1:
+            raise ValueError(f"parameters made different numbers of steps: {sorted(counts)}")
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._demand_same_rule()
+        # Of SGD, torch saves no number of steps; it tells the first step from later ones alone.
+        self.steps = int(max(counts, default=0.0))
+        if self._is_lowest():
+            for bucket in self._buckets:
+                self._load(bucket, state)
+        self._take_parameters()
+        self._failure = ""
+
+    def _load(self, bucket: Bucket, state: dict[int, dict[str, Any]]) -> None:
+        for slot, name in enumerate(self._rule.slot_names):
+            values = bucket.parameters.float().cpu() if slot == 0 else torch.zeros(bucket.numel)
+            found = slot == 0
+            for index, begin, parameter in bucket.places:
+                saved = state.get(index, {}).get(name)
+                if saved is None:
+                    continue
+                if saved.shape != parameter.shape:
+                    raise ValueError(
+                        f"{name} of parameter {index} has the shape {tuple(saved.shape)}, "
+                        f"the parameter {tuple(parameter.shape)}"
+                    )
+                values[begin : begin + parameter.numel()] = saved.detach().float().cpu().view(-1)
+                found = True
+            if found:
+                bucket.load(slot, values)
+
+    def _demand_same_rule(self) -> None:
+        now = self._rule.groups_of(self.param_groups)
+        if now != self._rule.groups:
+            raise ValueError(
+                "parameter groups changed in more than learning rate and weight decay: servers "
+                f"were told {self._rule.groups}, and now it is {now}"
+            )
+
+    def _is_lowest(self) -> bool:
+        return engine.rank() == self._ranks[0]
+
+    def _take_parameters(self) -> None:
+        """Once the lowest rank has loaded them."""
+        ready = torch.zeros(1)
+        engine.synchronize(
+            engine.start(
+                *(ready, ready),
+                average=False,
+                name=f"{self._name}/loaded",
+                priority=0,
+                group=self._ranks,
+                placement=None,
+            )
+        )
+        for bucket in self._buckets:
+            bucket.parameters.copy_(bucket.read(0))

@@ -1,0 +1,238 @@
+"""The optimizer on the servers, against torch's own on the summed gradients.
+
+The argument ``device`` is "cpu" or "cuda".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from typing import Any
+
+import byteps.torch as bps
+import torch
+from byteps.torch import ServerOptimizer
+
+from programs.devices import device_of
+from programs.job import Job
+
+SHAPES = ((33, 65), (65,), (40, 33), (1,))
+STEPS = 5
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8},
+    "sgd": {"lr": 0.01, "momentum": 0.9, "nesterov": True},
+}
+TORCHS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+# A few steps of fp32, each rounded as torch rounds it or by one fused operation more or less.
+CLOSE = {"rtol": 2e-6, "atol": 2e-7}
+
+
+def parameters(
+    seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> list[torch.nn.Parameter]:
+    torch.manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape).to(dtype).to(device)) for shape in SHAPES]
+
+
+def gradient(rank: int, step: int, index: int) -> torch.Tensor:
+    """Multiples of 1/64 that bf16 holds, other ones for each rank, step, parameter and element."""
+    count = math.prod(SHAPES[index])
+    numbers = torch.arange(count) * 37 + rank * 11 + step * 5 + index * 3
+    return ((numbers % 251 - 125) / 64.0).view(SHAPES[index])
+
+
+def mean_gradient(job: Job, step: int, index: int, dtype: torch.dtype) -> torch.Tensor:
+    total = sum(gradient(rank, step, index) for rank in range(job.size))
+    assert isinstance(total, torch.Tensor)
+    return (total / job.size).to(dtype).float()
+
+
+def groups_of(some: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """Weights, which decay, and biases, which do not and learn at half the rate."""
+    return [
+        {"params": [p for p in some if p.dim() > 1], "weight_decay": 0.1, "scale": 1.0},
+        {"params": [p for p in some if p.dim() == 1], "weight_decay": 0.0, "scale": 0.5},
+    ]
+
+
+def set_rates(optimizer: torch.optim.Optimizer, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 * group["scale"] / (1 + step)
+
+
+def set_gradients(job: Job, mine: list[torch.nn.Parameter], step: int) -> None:
+    for index, parameter in enumerate(mine):
+        assert parameter.grad is not None
+        parameter.grad.copy_(gradient(job.rank, step, index))
+
+
+def fingerprint(some: list[torch.nn.Parameter]) -> str:
+    digest = hashlib.sha256()
+    for parameter in some:
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def demand_same(job: Job, name: str, some: list[torch.nn.Parameter]) -> None:
+    """Every rank has the same bits: the test compares."""
+    job.note(f"bits.{name}", fingerprint(some))
+
+
+class Pair:
+    """A ServerOptimizer, and what torch makes of the same sums in fp32."""
+
+    def __init__(self, job: Job, kind: str, dtype: torch.dtype, name: str, **options: Any) -> None:
+        self.job, self.dtype = job, dtype
+        # Not the same: those of rank 0 are taken.
+        self.mine = parameters(job.rank, dtype, device_of(job))
+        self.served = ServerOptimizer(
+            TORCHS[kind](groups_of(self.mine), **OPTIONS[kind]),
+            name=name,
+            bucket_bytes=8192,  # several
+            **options,
+        )
+        self.exact = [torch.nn.Parameter(p.detach().float()) for p in parameters(0, dtype)]
+        self.torchs = TORCHS[kind](groups_of(self.exact), foreach=False, **OPTIONS[kind])
+
+    def step(self, step: int, spoil: bool = False) -> None:
+        """One of both; `spoil`: a gradient of one rank is not finite."""
+        self.served.zero_grad()
+        for optimizer in (self.served, self.torchs):
+            set_rates(optimizer, step)
+        set_gradients(self.job, self.mine, step)
+        if spoil and self.job.rank == 1:
+            self.mine[2].grad[3, 5] = math.nan  # type: ignore[index]
+        for index, parameter in enumerate(self.exact):
+            parameter.grad = mean_gradient(self.job, step, index, self.dtype)
+        if self.served.max_norm is not None:
+            self.norm = torch.nn.utils.clip_grad_norm_(self.exact, self.served.max_norm)
+        self.served.step()
+        if not spoil:
+            self.torchs.step()
+
+    def demand_equal(self) -> None:
+        for parameter, exact in zip(self.mine, self.exact, strict=True):
+            mine = parameter.detach().cpu()
+            if self.dtype == torch.float32:
+                torch.testing.assert_close(mine, exact.detach(), **CLOSE)
+            else:  # what is a hair off may be rounded to the next value
+                torch.testing.assert_close(mine.float(), exact.detach(), rtol=4e-3, atol=1e-6)
+
+    def demand_equal_state(self) -> None:
+        """On the servers: fp32, whatever the parameters are."""
+        saved = self.served.state_dict()["state"]
+        order = [p for group in self.torchs.param_groups for p in group["params"]]
+        for index, exact in enumerate(order):
+            for name, values in self.torchs.state[exact].items():
+                if values is not None:
+                    torch.testing.assert_close(saved[index][name], values.float(), **CLOSE)
+            if self.dtype != torch.float32:
+                torch.testing.assert_close(saved[index]["master_param"], exact.detach(), **CLOSE)
+
+
+def updates(job: Job) -> None:
+    """Steps of AdamW and SGD, two groups, a schedule, and going on from a saved state."""
+    bps.init()
+    for kind in TORCHS:
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"{kind} {str(dtype).removeprefix('torch.')}"
+            pair = Pair(job, kind, dtype, name)
+            with job.check(f"{name}: the parameters of rank 0"):
+                for mine, other in zip(pair.mine, parameters(0, dtype), strict=True):
+                    assert torch.equal(mine.cpu(), other)
+            for step in range(STEPS):
+                with job.check(f"{name}: step {step}"):
+                    pair.step(step)
+                    pair.demand_equal()
+            with job.check(f"{name}: state"):
+                pair.demand_equal_state()
+            demand_same(job, name, pair.mine)
+            with job.check(f"{name}: goes on"):
+                goes_on(job, kind, dtype, name, pair)
+
+
+def goes_on(job: Job, kind: str, dtype: torch.dtype, name: str, pair: Pair) -> None:
+    """From a saved state, on the servers to the same bits, and in torch."""
+    saved = pair.served.state_dict()
+    again = Pair(job, kind, dtype, f"{name} again")
+    with torch.no_grad():
+        for mine, other in zip(again.mine, pair.mine, strict=True):
+            mine.copy_(other)
+    again.served.load_state_dict(saved)
+    for one in (pair, again):
+        one.step(STEPS)
+    for mine, other in zip(again.mine, pair.mine, strict=True):
+        assert torch.equal(mine, other)
+    if dtype == torch.float32:  # torch keeps no fp32 copy of others
+        alone = [torch.nn.Parameter(p.detach().clone()) for p in pair.exact]
+        optimizer = TORCHS[kind](groups_of(alone), **OPTIONS[kind])
+        optimizer.load_state_dict(pair.served.state_dict())
+        assert optimizer.state[alone[0]], "torch did not take the state"
+
+
+def clipped(job: Job) -> None:
+    """Clipping that bites, and does not, and a step whose gradients are not finite."""
+    bps.init()
+    for max_norm in (1.0, 1e6):
+        pair = Pair(job, "adamw", torch.float32, f"clip {max_norm}", max_norm=max_norm)
+        for step in range(STEPS):
+            spoil = step == 2
+            before = fingerprint(pair.mine)
+            with job.check(f"clip {max_norm}: step {step}"):
+                pair.step(step, spoil)
+                found = pair.served.last_norm
+                assert found is not None
+                if spoil:
+                    assert math.isnan(found) and fingerprint(pair.mine) == before
+                else:
+                    assert math.isclose(found, float(pair.norm), rel_tol=1e-5), pair.norm
+                    assert (found > max_norm) == (max_norm == 1.0)
+                pair.demand_equal()
+        with job.check(f"clip {max_norm}: counts"):
+            assert (pair.served.steps, pair.served.skipped_steps) == (STEPS - 1, 1)
+            pair.demand_equal_state()
+        demand_same(job, f"clip {max_norm}", pair.mine)
+
+
+def disagree(job: Job) -> None:
+    """Members that ask for different steps are told so; the optimizer then wants a checkpoint."""
+    bps.init()
+    for max_norm in (None, 1.0):
+        mine = parameters(0, torch.float32)
+        served = ServerOptimizer(
+            torch.optim.SGD(mine, lr=0.5 + job.rank), name=f"rates {max_norm}", max_norm=max_norm
+        )
+        served.zero_grad()
+        said = r"disagree on a step of .*worker [01] asks for step 1 with learning rates [01]\.5"
+        try:
+            served.step()
+        except bps.BytePSError as error:
+            job.note(f"disagree.{max_norm}", str(error))
+        # With norms, the first to ask is served.
+        if max_norm is None:
+            with job.check_raises("afterwards", bps.BytePSError, f"earlier step.*{said}"):
+                served.step()
+
+
+def refused(job: Job) -> None:
+    """What servers cannot do, and do not have the memory for."""
+    bps.init()
+    mine = parameters(0, torch.float32)
+    for name, kind, options, pattern in (
+        ("another optimizer", torch.optim.Adam, {}, "AdamW and SGD do, not as Adam"),
+        ("an option", torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True"),
+    ):
+        with job.check_raises(name, ValueError, pattern):
+            ServerOptimizer(kind(mine, lr=0.1, **options))
+    with job.check_raises("a type", ValueError, "number 0 .*float16"):
+        ServerOptimizer(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3).half())]))
+    pattern = r"too little memory for the optimizer state of 'big/0': it needs \d+ bytes"
+    with job.check_raises("memory", bps.BytePSError, pattern + ".*BYTEPS_SERVER_STATE_BYTES"):
+        ServerOptimizer(torch.optim.AdamW(mine), name="big")
+    with job.check("what fits"):
+        assert os.environ["BYTEPS_SERVER_STATE_BYTES"] == "40000"
+        served = ServerOptimizer(torch.optim.SGD(mine, lr=0.1), name="small")
+        with job.check_raises("a group that changed", ValueError, "changed in more than"):
+            served.param_groups[0]["momentum"] = 0.5
+            served.step()

@@ -1,0 +1,231 @@
+"""server/optimizer/update.cc: AdamW and SGD against torch, and both against fp64."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+OVERLAY = Path(__file__).parents[2] / "byteps"
+LIMIT_S = 240.0
+NUMBERS = {torch.float32: 0, torch.bfloat16: 7}  # of base/dtype.h
+# As CMakeLists.txt compiles it.
+FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# As it ships, choosing for this machine, and for the oldest machine.
+BUILDS = {"shipped": [], "oldest": ["-DBYTEPS_MULTIVERSION="]}
+COUNT = 4099  # no multiple of any vector
+STEPS = 6
+
+EXPORTS = """
+#include "byteps/server/optimizer/update.h"
+using namespace byteps::core;
+extern "C" void AdamW(int t, double rate, double decay, double beta1, double beta2, double eps,
+                      uint64_t number, float scale, void* values, float* master, float* mean,
+                      float* square, size_t n) {
+  UpdateAdamW(static_cast<DType>(t), {rate, decay, beta1, beta2, eps, number, scale}, values,
+              master, mean, square, n);
+}
+extern "C" void Sgd(int t, double rate, double decay, double momentum, double dampening,
+                    int nesterov, int first, float scale, void* values, float* master, float* kept,
+                    size_t n) {
+  UpdateSgd(static_cast<DType>(t),
+            {rate, decay, momentum, dampening, nesterov != 0, first != 0, scale}, values, master,
+            kept, n);
+}
+extern "C" double Squares(int t, const void* values, size_t n) {
+  return SumOfSquares(static_cast<DType>(t), values, n);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    folder = tmp_path_factory.mktemp("update")
+    (folder / "exports.cc").write_text(EXPORTS)
+    loaded = {}
+    for name, options in BUILDS.items():
+        command = [os.environ.get("CXX", "c++"), *FLAGS, "-fPIC", "-shared", *options]
+        command += ["-I", str(OVERLAY), str(folder / "exports.cc")]
+        command += [str(OVERLAY / "byteps/server/optimizer/update.cc"), "-o"]
+        subprocess.run([*command, str(folder / f"{name}.so")], check=True, timeout=LIMIT_S)
+        loaded[name] = ctypes.CDLL(str(folder / f"{name}.so"))
+        loaded[name].Squares.restype = ctypes.c_double
+    return loaded
+
+
+def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def numbers(*values: float) -> list[ctypes.c_double]:
+    return [ctypes.c_double(value) for value in values]
+
+
+def gradient(step: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of all sizes, and another one each step."""
+    torch.manual_seed(step)
+    size = torch.logspace(-6, 1, COUNT)
+    return (torch.randn(COUNT) * size).to(dtype)
+
+
+def rate(step: int) -> float:
+    return 3e-3 / step
+
+
+class Adam:
+    """Steps of one build, from zero moments."""
+
+    def __init__(self, library: ctypes.CDLL, beta1: float, decay: float) -> None:
+        self.library, self.beta1, self.decay = library, beta1, decay
+        torch.manual_seed(99)
+        self.master = torch.randn(COUNT)
+        self.state = [torch.zeros(COUNT), torch.zeros(COUNT)]
+
+    def step(self, number: int, values: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        sent = values.clone()
+        self.library.AdamW(
+            NUMBERS[values.dtype],
+            *numbers(rate(number), self.decay, self.beta1, 0.95, 1e-8),
+            ctypes.c_uint64(number),
+            ctypes.c_float(scale),
+            *map(pointer, (sent, self.master, *self.state)),
+            ctypes.c_size_t(COUNT),
+        )
+        return sent
+
+
+class Reference:
+    """torch's optimizer over the same parameters, in fp32 or fp64."""
+
+    def __init__(self, kind: type, start: torch.Tensor, dtype: torch.dtype, **options: Any) -> None:
+        self.parameter = torch.nn.Parameter(start.to(dtype, copy=True))
+        self.optimizer = kind([self.parameter], lr=1.0, foreach=False, **options)
+
+    def step(self, number: int, values: torch.Tensor) -> None:
+        self.optimizer.param_groups[0]["lr"] = rate(number)
+        self.parameter.grad = values.to(self.parameter.dtype)
+        self.optimizer.step()
+
+    def found(self, *names: str) -> list[torch.Tensor]:
+        state = self.optimizer.state[self.parameter]
+        return [self.parameter.detach(), *(state[name] for name in names)]
+
+
+def ulps(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far they are apart, in units of the last place of the larger one."""
+    size = torch.maximum(found.abs(), expected.abs())
+    return float(((found - expected).abs() / (torch.nextafter(size, size + 1) - size)).max())
+
+
+def mean_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((found.double() - exact).abs() / exact.abs().clamp_min(1e-30)).mean())
+
+
+def demand_as_torch(found: list[torch.Tensor], theirs: Reference, exact: Reference) -> None:
+    """Moments to the bit, parameters within one ulp, and no further from fp64 than torch's."""
+    names = [name for name in theirs.optimizer.state[theirs.parameter] if name != "step"]
+    others, rights = theirs.found(*names), exact.found(*names)
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # else torch does not fuse
+        assert ulps(found[0], others[0]) <= 1
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], others[1:], strict=True))
+    for mine, other, right in zip(found, others, rights, strict=True):
+        assert mean_error(mine, right) <= 1.01 * mean_error(other, right)
+        assert mean_error(mine, right) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize(("beta1", "decay"), [(0.9, 0.1), (0.3, 0.0)])
+def test_adamw(
+    libraries: dict[str, ctypes.CDLL], dtype: torch.dtype, beta1: float, decay: float
+) -> None:
+    builds = {name: Adam(library, beta1, decay) for name, library in libraries.items()}
+    ours = builds["shipped"]
+    options = {"betas": (beta1, 0.95), "eps": 1e-8, "weight_decay": decay}
+    theirs, exact = (
+        Reference(torch.optim.AdamW, ours.master, kind, **options)
+        for kind in (torch.float32, torch.float64)
+    )
+    for number in range(1, STEPS + 1):
+        values = gradient(number, dtype)
+        for reference in (theirs, exact):
+            reference.step(number, values)
+        sent = [build.step(number, values) for build in builds.values()]
+        assert all(torch.equal(values, ours.master.to(dtype)) for values in sent)
+    demand_as_torch([ours.master, *ours.state], theirs, exact)
+    for other in builds.values():
+        assert torch.equal(other.master, ours.master)
+        assert all(torch.equal(a, b) for a, b in zip(other.state, ours.state, strict=True))
+
+
+@pytest.mark.parametrize(("beta1", "scale"), [(0.9, 0.37), (0.3, 1e-3)])
+def test_scaled_gradients(libraries: dict[str, ctypes.CDLL], beta1: float, scale: float) -> None:
+    """As if they had been multiplied before."""
+    scaled, plain = (Adam(libraries["shipped"], beta1, 0.1) for _ in range(2))
+    values = gradient(1, torch.float32)
+    assert torch.equal(scaled.step(1, values, scale), plain.step(1, values * scale))
+    assert not torch.equal(plain.state[0], torch.zeros(COUNT))
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov"),
+    [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.25, False), (0.9, 0.0, True)],
+)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_sgd(
+    libraries: dict[str, ctypes.CDLL],
+    dtype: torch.dtype,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    decay: float,
+) -> None:
+    start = torch.randn(COUNT, generator=torch.Generator().manual_seed(3))
+    options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+    theirs, exact = (
+        Reference(torch.optim.SGD, start, kind, weight_decay=decay, **options)
+        for kind in (torch.float32, torch.float64)
+    )
+    found = []
+    for library in libraries.values():
+        master, kept = start.clone(), torch.zeros(COUNT)
+        for number in range(1, STEPS + 1):
+            sent = gradient(number, dtype)
+            library.Sgd(
+                NUMBERS[dtype],
+                *numbers(rate(number), decay, momentum, dampening),
+                *(int(nesterov), int(number == 1), ctypes.c_float(1.0)),
+                *map(pointer, (sent, master, kept)),
+                ctypes.c_size_t(COUNT),
+            )
+            assert torch.equal(sent, master.to(dtype))
+        found.append([master, kept] if momentum else [master])
+    for number in range(1, STEPS + 1):
+        for reference in (theirs, exact):
+            reference.step(number, gradient(number, dtype))
+    if not momentum:  # torch names it, and leaves it out
+        for reference in (theirs, exact):
+            reference.optimizer.state[reference.parameter].clear()
+    demand_as_torch(found[0], theirs, exact)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("count", [1, 15, 16, COUNT])
+def test_squares(libraries: dict[str, ctypes.CDLL], dtype: torch.dtype, count: int) -> None:
+    values = gradient(1, dtype)[:count].clone()
+    exact = float(values.double().square().sum())
+    found = {
+        library.Squares(NUMBERS[dtype], pointer(values), ctypes.c_size_t(count))
+        for library in libraries.values()
+    }
+    assert len(found) == 1
+    assert abs(found.pop() - exact) <= 1e-14 * exact
+    values[count // 2] = float("nan")
+    squares = libraries["shipped"].Squares(NUMBERS[dtype], pointer(values), ctypes.c_size_t(count))
+    assert squares != squares
