@@ -47,13 +47,23 @@ def row(name: str, model: str, outcome: Outcome, *, lora: bool) -> str:
 
 
 def put(markdown: Path, lines: Sequence[str]) -> None:
-    """Write the table between its two marks."""
+    """Write these lines of the table between its two marks, and keep those of other layouts."""
     before, begin, rest = markdown.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    table, end, after = rest.partition(END)
     if not (begin and end):
         raise SystemExit(f"error: {markdown} has no place for the table ({BEGIN})")
-    text = "\n".join(["", *lines, ""])
+    cells = {_key(line): line for line in [*table.splitlines(), *lines] if line.startswith("| ")}
+    known = [(layout.name, lora) for layout in by_name([]) for lora in (False, True)]
+    rows = [cells[key] for key in known if key in cells]
+    machine = f"Run on the CPU of {platform.system()} {platform.machine()}."
+    text = "\n".join(["", machine, "", *HEAD, *rows, ""])
     markdown.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def _key(line: str) -> tuple[str, bool]:
+    """The layout of a line, and whether adapters are trained."""
+    layout, _, trained = [cell.strip() for cell in line.split("|")][1:4]
+    return layout, trained.startswith("adapters")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     start_fork_server([PROGRAMS])
     cells = [(layout, lora) for layout in layouts for lora in (False, True)]
-    lines, good = list(HEAD), True
+    lines: list[str] = []
+    good = True
     with (
         tempfile.TemporaryDirectory(prefix="hf-layouts-") as scratch,
         Progress("layouts", total=len(cells)) as bar,
@@ -93,9 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for problem in outcome.problems():
                 print(f"{layout.name}, {way}: {problem}", file=sys.stderr)
                 good = False
-    machine = f"Run on the CPU of {platform.system()} {platform.machine()}."
-    if options.markdown is not None and good:
-        put(options.markdown, [machine, "", *lines])
+            if options.markdown is not None:
+                put(options.markdown, lines)
     return 0 if good else 1
 
 
