@@ -44,6 +44,8 @@ class Layout:
             arguments += [flag, str(size)] if size > 1 else []
         if lora:
             arguments += ["--lora", "--lora-rank", str(LORA_RANK), "--lora-alpha", "8"]
+            # Adapters on experts that lie on several ranks are refused.
+            arguments += ["--lora-targets", "linear_qkv", "linear_proj"] if self.ep > 1 else []
         return [*arguments, *self.extra]
 
 
@@ -62,6 +64,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="pp2-dp2", model="llama", ranks=4, pp=2),
     Layout(name="tp2-pp2-dp2", model="qwen3", ranks=8, tp=2, pp=2),
     Layout(name="pp4-dp2", model="qwen2", ranks=8, pp=4),
+    Layout(name="dp2-experts", model="qwen3-moe", ranks=2),
     Layout(name="ep2", model="qwen3-moe", ranks=2, ep=2),
 )  # fmt: skip
 

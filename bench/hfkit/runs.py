@@ -36,16 +36,21 @@ def train(
     *,
     lora: bool,
     through_byteps: bool,
+    fails: bool = False,
     **options: object,
 ) -> Job:
-    """One run, each rank a process."""
+    """One run, each rank a process.
+
+    Raises:
+        JobFailed: a rank failed, or with ``fails`` one did not.
+    """
     arguments = ["--hf-model", str(model), *layout.arguments(lora=lora), *data]
     settings: dict[str, Any] = {"arguments": arguments, **options}
     if through_byteps:
         settings["arguments"] = [*arguments, *_THROUGH_SERVERS]
         settings["environment"] = _SERVERS
     job = Job(folder, f"{PROGRAMS}:train", layout.ranks, settings)
-    job.run()
+    job.run(fails=fails)
     return job
 
 

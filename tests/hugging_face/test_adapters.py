@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,26 @@ def test_recomputed_layers_give_adapters_their_gradients(
     # autograd never asks the layer for its gradients.
     unmended = _seen(RECOMPUTED, run_dir, models, data, "unmended", mended=False)
     assert len(unmended.without_gradient) == 4 * 4 * 2
+
+
+def test_adapters_on_experts_of_several_ranks_are_refused(
+    run_dir: Path, models: Path, data: list[str]
+) -> None:
+    layout = replace(by_name(["ep2"])[0], extra=("--lora-targets", "linear_fc1"))
+    model = make_model(layout.model, models)
+    job = train(layout, model, run_dir / "job", data, lora=True, through_byteps=False, fails=True)
+    assert "--lora on experts needs --expert-model-parallel-size 1" in job.logs()
+
+
+def test_what_contradicts_the_model_is_refused(
+    run_dir: Path, models: Path, data: list[str]
+) -> None:
+    model = make_model(PLAIN.model, models)
+    for extra, message in (
+        (("--hidden-size", "32"), "--hidden-size 32 contradicts --hf-model"),
+        (("--lora-targets", "nothing"), "--lora-targets nothing: no such layer"),
+    ):
+        layout = replace(PLAIN, extra=extra)
+        folder = run_dir / extra[1]
+        job = train(layout, model, folder, data, lora=True, through_byteps=False, fails=True)
+        assert message in job.logs()

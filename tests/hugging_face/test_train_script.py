@@ -49,7 +49,8 @@ def test_text_becomes_the_models_tokens(model: Path, tmp_path: Path) -> None:
     source.write_text("7 and 8 make 15.\nGrüße\n")
     tokens = tokens_of(model)
     dataset = prepare([source], tmp_path / "out", 1000, tokens)
-    stored = IndexedDataset(str(dataset.prefix))[0].tolist()
+    reader = IndexedDataset(str(dataset.prefix))  # owns the memory of what it returns
+    stored = reader[0].tolist()
     assert (
         stored[-1] == tokens.end == json.loads((model / "config.json").read_text())["eos_token_id"]
     )

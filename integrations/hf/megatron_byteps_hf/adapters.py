@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from .options import LoraOptions
 
@@ -37,12 +38,18 @@ class Adapters:
             models: this rank's chunks.
 
         Raises:
-            ValueError: a target that fits no layer.
+            ValueError: a target that fits no layer, or experts that lie on several ranks.
         """
         models = self._lora(models, training=True)
         trained = sum(p.numel() for m in models for p in m.parameters() if p.requires_grad)
         if trained == 0:
             raise ValueError(f"--lora-targets {' '.join(self._lora.target_modules)}: no such layer")
+        if parallel_state.get_expert_model_parallel_world_size() > 1 and _on_experts(models):
+            # Megatron-Bridge would write those of one rank's experts for all.
+            raise ValueError(
+                "--lora on experts needs --expert-model-parallel-size 1; with more, adapt "
+                "attention alone: --lora-targets linear_qkv linear_proj"
+            )
         return models
 
     def save(self, bridge: Any, models: Sequence[torch.nn.Module], base: Path, to: Path) -> None:
@@ -54,3 +61,8 @@ class Adapters:
             base_model_name_or_path=str(base),
             show_progress=False,
         )
+
+
+def _on_experts(models: Sequence[torch.nn.Module]) -> bool:
+    names = [name for model in models for name, _ in model.named_parameters()]
+    return any(".experts." in name and ".adapter." in name for name in names)
