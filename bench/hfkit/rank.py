@@ -44,7 +44,8 @@ class Seen:
     frozen_changed: list[str]
     """Names of frozen parameters that training changed."""
     without_gradient: list[str]
-    """Names of trained parameters whose gradient was zero in all steps."""
+    """Names of trained parameters whose gradient was zero in all steps; embeddings aside, since a
+    rank's part of the vocabulary may not occur in the text."""
 
 
 def make_model(folder: Path, name: str) -> None:
@@ -156,5 +157,9 @@ def train(
         logits=logits[0],
         trained=sum(p.numel() for p in now.values() if p.requires_grad),
         frozen_changed=[name for name, old in frozen.items() if not torch.equal(old, now[name])],
-        without_gradient=[name for name, total in gradients.items() if total == 0.0],
+        without_gradient=[
+            name
+            for name, total in gradients.items()
+            if total == 0.0 and "word_embeddings" not in name
+        ],
     )
