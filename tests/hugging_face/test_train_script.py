@@ -15,7 +15,7 @@ from hfkit.runs import tensors
 from prepare_data import DataError, prepare, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 500.0
+LIMIT_S = 1500.0
 TEXT = "".join(f"{n} and {n + 1} make {2 * n + 1}.\n" for n in range(400))
 
 
@@ -66,12 +66,14 @@ def test_text_becomes_the_models_tokens(model: Path, tmp_path: Path) -> None:
         tokens_of(model)
 
 
+# Four processes import everything anew, which a busy machine makes minutes of.
+@pytest.mark.timeout(LIMIT_S + 100)
 def test_trains_adapters_and_shows_what_they_did(model: Path, run_dir: Path) -> None:
     source = run_dir / "sums.txt"
     source.write_text(TEXT)
     out = run_dir / "out"
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "train.py")]
-    command += ["--hf-model", str(model), "--lora", "--steps", "20", "--data", str(source)]
+    command += ["--hf-model", str(model), "--lora", "--steps", "8", "--data", str(source)]
     command += ["--data-cache", str(run_dir / "cache"), "--out", str(out)]
     command += ["--", "--lr", "2e-2", "--seq-length", "64"]
     environment = {**os.environ, "MEGATRON_CPU": "1", "OMP_NUM_THREADS": "1"}
@@ -82,7 +84,7 @@ def test_trains_adapters_and_shows_what_they_did(model: Path, run_dir: Path) -> 
     assert "loss on text that was held out, by transformers: " in run.stdout
     assert "the model goes on, after:" in run.stdout
     losses = json.loads((out / "losses.json").read_text())["runs"][0]["losses"]
-    assert len(losses) == 20 and losses[-1] < losses[0]
+    assert len(losses) == 8 and losses[-1] < losses[0]
     written = out / "byteps" / "model"
     before, after = tensors(model), tensors(written)
     changed = [name for name in before if not before[name].equal(after[name])]

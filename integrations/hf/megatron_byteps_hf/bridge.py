@@ -50,6 +50,17 @@ def _names_of_transformer_engine() -> Iterator[None]:
             del sys.modules[name]
 
 
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Megatron-Bridge logs a traceback for every optional package that is not there."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 @functools.cache
 def auto_bridge() -> Any:
     """The class ``AutoBridge``. The first call imports for some seconds.
@@ -62,9 +73,7 @@ def auto_bridge() -> Any:
     import megatron.core.optimizer
     import megatron.training.models  # noqa: F401
 
-    # It logs a traceback for every optional package that is not there.
-    logging.getLogger("megatron.bridge.utils.import_utils").setLevel(logging.CRITICAL)
-    with _names_of_transformer_engine():
+    with _names_of_transformer_engine(), _silence():
         from megatron.bridge import AutoBridge
         from megatron.bridge.peft import lora, utils  # noqa: F401
 
