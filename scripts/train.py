@@ -289,6 +289,8 @@ def run_pretrained(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("transformers") is None:
         print("error: transformers is not installed: use `make train HF=1`", file=sys.stderr)
         return 1
+    # All files are here: nothing is to be looked up.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     pretrained = hf.prepare(
         options.hf_model, options.data, options.data_cache, options.max_bytes, lora=options.lora
     )
