@@ -1,13 +1,14 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-sanitizers simulate fuzz chaos test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup setup-ray setup-hf train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-sanitizers simulate fuzz chaos test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON_ENV := build/venv/bin/python
 PYTHON_RAY := build/venv-ray/bin/python
+PYTHON_HF := build/venv-hf/bin/python
 LAYOUTS ?=
 SET ?= quick
 ONLY ?=
@@ -19,7 +20,7 @@ PYTEST_ARGS ?=
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 	@echo
-	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) MODE=ray (under Ray) ARGS="--seed 1" (any flag of scripts/train.py)'
+	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) MODE=ray (under Ray) HF=1 (SmolLM2, or HF=FOLDER) LORA=1 (adapters alone) ARGS="--seed 1" (any flag of scripts/train.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/correctness.md (write it anew)'
 	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/benchmarking.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/suite.py)'
 	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
@@ -31,8 +32,17 @@ setup: ## system packages, Python environment, upstreams fetched, patched and bu
 setup-ray:
 	@scripts/setup.sh --ray
 
-train: $(if $(filter ray,$(MODE)),setup-ray,setup) ## train a GPT on real text, gradients summed by BytePS
-	@$(if $(filter ray,$(MODE)),$(PYTHON_RAY),$(PYTHON_ENV)) -W ignore scripts/train.py \
+setup-hf:
+	@scripts/setup.sh --hf
+
+# HF=1, or a folder, trains a Hugging Face model; LORA=1 trains adapters on it.
+WITH_HF := $(filter-out 0,$(HF))
+TRAINED_BY := $(if $(WITH_HF),$(PYTHON_HF),$(if $(filter ray,$(MODE)),$(PYTHON_RAY),$(PYTHON_ENV)))
+
+train: $(if $(WITH_HF),setup-hf,$(if $(filter ray,$(MODE)),setup-ray,setup)) ## train a GPT on real text, gradients summed by BytePS
+	@$(TRAINED_BY) -W ignore scripts/train.py \
+		$(if $(WITH_HF),--hf-model $(if $(filter 1,$(HF)),smollm2,$(HF))) \
+		$(if $(filter-out 0,$(LORA)),--lora) \
 		$(if $(MODE),--mode $(MODE)) $(if $(filter-out 0,$(COMPARE)),--compare) \
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
@@ -77,6 +87,13 @@ test-ray: setup-ray ## jobs under Ray that lose processes and go on
 
 ray-failures: setup-ray ## each failure that a job under Ray survives, with times, as a table
 	@$(PYTHON_RAY) -W ignore bench/ray_failures.py $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
+test-hf: setup-hf ## Hugging Face models, whole and by adapters, in layouts of up to four ranks
+	@$(PYTHON_HF) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/hugging_face)
+
+hf-layouts: setup-hf ## each layout of a Hugging Face model, whole and by adapters, as a table
+	@$(PYTHON_HF) -W ignore bench/hf_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 test-rdma: setup ## the transports' tests in a virtual machine, with every setting, and between two machines
 	@$(PYTHON_ENV) tests/native.py byteps-server van_test >/dev/null

@@ -13,6 +13,9 @@ Takes every argument of Megatron-LM, for example::
 Without other word about the tokenizer the data are bytes: tokens 0 to 255, and 256 between
 documents, as ``scripts/prepare_data.py`` of Megatron-BytePS writes them. ``--record-steps FILE``
 writes the loss of every step, not rounded, and a checksum of the final parameters.
+
+``--hf-model FOLDER`` trains a Hugging Face model instead, all of it or ``--lora`` adapters, and
+``--hf-save FOLDER`` writes it back, by the package ``megatron_byteps_hf`` of Megatron-BytePS.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -208,7 +211,27 @@ class StepRecorder:
 # --------------------------------------------------------------------------- main
 
 
-def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+def hugging_face_model(argv: Sequence[str]) -> Any | None:
+    """The model that ``--hf-model`` names, a ``megatron_byteps_hf.model.HuggingFaceModel``.
+
+    Raises:
+        ValueError: the flags, or the model's files, are no good.
+        ImportError: the package is not installed.
+    """
+    if not any(argument.startswith(("--hf-", "--lora")) for argument in argv):
+        return None
+    try:
+        from megatron_byteps_hf import options
+        from megatron_byteps_hf.model import HuggingFaceModel
+    except ImportError as error:
+        raise ImportError(
+            "--hf-model and --lora need the package megatron_byteps_hf of Megatron-BytePS "
+            f"(integrations/hf, and what requirements-hf.lock names): {error}"
+        ) from error
+    return HuggingFaceModel(options.read(argv))
+
+
+def add_arguments(parser: ArgumentParser, model: Any | None = None) -> ArgumentParser:
     group = parser.add_argument_group("pretrain_dpu_gpt")
     group.add_argument(
         "--record-steps",
@@ -216,7 +239,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="FILE",
         help="write each step's loss, not rounded, to FILE as a line of JSON",
     )
-    if not any(argument.split("=")[0] == "--tokenizer-type" for argument in sys.argv[1:]):
+    if model is not None:
+        model.add_flags(parser)
+    elif not any(argument.split("=")[0] == "--tokenizer-type" for argument in sys.argv[1:]):
         # The vocabulary is not padded: an untrained model starts at a loss of ln(257) = 5.55.
         parser.set_defaults(
             tokenizer_type="NullTokenizer",
@@ -227,8 +252,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def main() -> None:
-    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    model = hugging_face_model(sys.argv[1:])
+    args = parse_and_validate_args(extra_args_provider=partial(add_arguments, model=model))
     model_config = gpt_config_from_args(args)
+    if model is not None:
+        model.check(args)
+        model.attach(model_config)
     recorder = None
     if args.record_steps is not None:
         recorder = StepRecorder(args.record_steps)
@@ -242,6 +271,8 @@ def main() -> None:
     )
     if recorder is not None:
         recorder.finish()
+    if model is not None:
+        model.save()
     print_rank_0("done")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -29,4 +29,6 @@ options=("${upgrade[@]}" --quiet --universal --python-version 3.12 --generate-ha
 "$uv" pip compile "${options[@]}" -o "$root/requirements.lock" "$root/requirements.in"
 "$uv" pip compile "${options[@]}" -o "$root/requirements-ship.lock" "$root/requirements-ship.in"
 "$uv" pip compile "${options[@]}" -o "$root/requirements-ray.lock" "$root/requirements-ray.in"
+"$uv" pip compile "${options[@]}" -o "$root/requirements-hf.lock" "$root/requirements-hf.in"
+"$uv" pip compile "${options[@]}" --no-deps "$root/requirements-hf-alone.in" >>"$root/requirements-hf.lock"
 echo uv | "$uv" pip compile "${options[@]}" -o "$root/requirements-uv.lock" -

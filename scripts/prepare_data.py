@@ -4,17 +4,19 @@
 Each file is a document: its bytes are the tokens 0 to 255, and 256 ends it. Without paths it takes
 the sources of Python's standard library, which every machine has. What was made once is found again
 by the hash of its content. Prints the prefix of the two files, which Megatron's --data-path wants.
+With --tokenizer the tokens are those of a Hugging Face model instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,51 @@ class DataError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """How documents become tokens."""
+
+    identity: bytes
+    """Another one for another way."""
+    encode: Callable[[bytes], Sequence[int]]
+    end: int
+    """The token after each document."""
+
+
+BYTES = Tokens(identity=FORMAT, encode=bytearray, end=END_OF_DOCUMENT)
+
+
+def tokens_of(model: Path) -> Tokens:
+    """Those of a Hugging Face model, by its tokenizer.json and config.json.
+
+    Raises:
+        DataError: a file that is missing, or the package ``tokenizers``.
+    """
+    files = [model / "tokenizer.json", model / "config.json"]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file}: no such file, so that {model} has no tokenizer to read")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise DataError("the package tokenizers is not installed: use build/venv-hf") from error
+    tokenizer = Tokenizer.from_file(str(files[0]))
+    config = json.loads(files[1].read_text(encoding="utf-8"))
+    end = config.get("eos_token_id")
+    end = end[0] if isinstance(end, list) else end
+
+    def encode(document: bytes) -> Sequence[int]:
+        # A limit on the bytes may have cut the last character.
+        text = document.decode("utf-8", errors="ignore")
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    return Tokens(
+        identity=b"hf-v1" + hashlib.sha256(files[0].read_bytes()).digest(),
+        encode=encode,
+        end=config["vocab_size"] - 1 if end is None else end,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dataset:
     """An indexed dataset on disk."""
 
@@ -42,7 +89,7 @@ class Dataset:
     """Path of the .bin and .idx files without their ending."""
     documents: int
     tokens: int
-    """Bytes of text and one end-of-document token for each document."""
+    """Those of the text, and one end-of-document token for each document."""
     found: bool
     """Whether it was there already."""
 
@@ -124,50 +171,55 @@ def _is_text(content: bytes) -> bool:
     return True
 
 
-def fingerprint(documents: Iterable[bytes]) -> str:
+def fingerprint(documents: Iterable[bytes], tokens: Tokens = BYTES) -> str:
     """Hash of the documents, their boundaries and the format."""
-    digest = hashlib.sha256(FORMAT)
+    digest = hashlib.sha256(tokens.identity)
     for document in documents:
         digest.update(len(document).to_bytes(8, "little"))
         digest.update(document)
     return digest.hexdigest()
 
 
-def write_dataset(documents: Sequence[bytes], folder: Path, name: str = "text") -> Dataset:
+def write_dataset(
+    documents: Sequence[bytes], folder: Path, name: str = "text", tokens: Tokens = BYTES
+) -> Dataset:
     """Write the documents as ``folder/<name>-<hash>.bin`` and ``.idx``, if they are not there.
 
     The files appear whole or not at all, so that two writers, or one that was ended, do no harm.
     """
-    tokens = sum(map(len, documents)) + len(documents)
-    prefix = folder / f"{name}-{fingerprint(documents)[:16]}"
+    encoded = [tokens.encode(document) for document in documents]
+    count = sum(map(len, encoded)) + len(encoded)
+    prefix = folder / f"{name}-{fingerprint(documents, tokens)[:16]}"
     final = [prefix.with_name(f"{prefix.name}{ending}") for ending in (".bin", ".idx")]
-    found = all(file.is_file() for file in final) and final[0].stat().st_size == 2 * tokens
+    sizes = [width * count for width in (2, 4)]
+    found = all(file.is_file() for file in final) and final[0].stat().st_size in sizes
     if not found:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = [Path(scratch) / file.name for file in final]
-            _build(documents, *made)
+            _build(encoded, tokens.end, *made)
             for source, target in zip(made, final, strict=True):
                 os.replace(source, target)
-    return Dataset(prefix=prefix, documents=len(documents), tokens=tokens, found=found)
+    return Dataset(prefix=prefix, documents=len(documents), tokens=count, found=found)
 
 
-def _build(documents: Sequence[bytes], bin_file: Path, idx_file: Path) -> None:
+def _build(documents: Sequence[Sequence[int]], end: int, bin_file: Path, idx_file: Path) -> None:
     # Here, because importing Megatron takes seconds and a dataset that is there needs none of it.
     import numpy
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    builder = IndexedDatasetBuilder(str(bin_file), dtype=numpy.uint16)
+    largest = max(end, max((max(document, default=0) for document in documents), default=0))
+    dtype = numpy.uint16 if largest < 1 << 16 else numpy.int32
+    builder = IndexedDatasetBuilder(str(bin_file), dtype=dtype)
     for document in documents:
-        tokens = numpy.frombuffer(document, dtype=numpy.uint8).astype(numpy.int32)
-        tokens = numpy.append(tokens, numpy.int32(END_OF_DOCUMENT))
+        tokens = numpy.append(numpy.array(document, dtype=numpy.int32), numpy.int32(end))
         builder.add_document(torch.from_numpy(tokens), [len(tokens)])
     builder.finalize(str(idx_file))
 
 
-def prepare(paths: Sequence[Path], folder: Path, max_bytes: int) -> Dataset:
-    """Make, or find, the dataset of these paths; of the standard library without any.
+def read_text(paths: Sequence[Path], max_bytes: int) -> list[bytes]:
+    """The documents of these paths; of the standard library without any.
 
     Raises:
         DataError: a path that is not there, no text, or nothing to read.
@@ -175,9 +227,19 @@ def prepare(paths: Sequence[Path], folder: Path, max_bytes: int) -> Dataset:
     if max_bytes <= 0:
         raise DataError(f"--max-bytes {max_bytes}: must be positive")
     if paths:
-        return write_dataset(read_documents(list_files(paths), max_bytes), folder)
+        return read_documents(list_files(paths), max_bytes)
     sources = ((file, False) for file in _walk(standard_library(), "*.py"))
-    return write_dataset(read_documents(sources, max_bytes), folder, "python")
+    return read_documents(sources, max_bytes)
+
+
+def prepare(paths: Sequence[Path], folder: Path, max_bytes: int, tokens: Tokens = BYTES) -> Dataset:
+    """Make, or find, the dataset of these paths; of the standard library without any.
+
+    Raises:
+        DataError: a path that is not there, no text, or nothing to read.
+    """
+    documents = read_text(paths, max_bytes)
+    return write_dataset(documents, folder, "text" if paths else "python", tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,9 +256,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=DEFAULT_MAX_BYTES,
         help=f"stop after this much text (default: {DEFAULT_MAX_BYTES})",
     )
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a Hugging Face model's")
     options = parser.parse_args(arguments)
     try:
-        dataset = prepare(options.paths, options.out, options.max_bytes)
+        tokens = BYTES if options.tokenizer is None else tokens_of(options.tokenizer)
+        dataset = prepare(options.paths, options.out, options.max_bytes, tokens)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ source "$root/scripts/lib/system.sh"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/setup.sh [--ray] [-h]
+usage: scripts/setup.sh [--ray] [--hf] [-h]
 
 Installs missing system packages (Debian and Ubuntu, as root or with sudo), makes the Python
 environment build/venv from requirements.lock, assembles and patches the upstream trees in build/,
@@ -19,6 +19,9 @@ what is up to date is left alone, and a run with nothing to do takes a second or
 
   --ray   also make build/venv-ray from requirements-ray.lock: the same, with Ray and the package
           megatron_byteps_ray of integrations/ray
+  --hf    also make build/venv-hf from requirements-hf.lock: the same, with transformers, peft,
+          Megatron-Bridge (which needs Python 3.12) and the package megatron_byteps_hf of
+          integrations/hf
 
 environment:
   PYTHON                  the Python (>= 3.12) to use; otherwise found on PATH, under pyenv or by uv
@@ -28,19 +31,22 @@ TEXT
 }
 
 with_ray=0
-case "$*" in
-  "") ;;
-  --ray) with_ray=1 ;;
-  -h | --help)
-    usage
-    exit 0
-    ;;
-  *)
-    echo "error: setup.sh takes --ray or nothing, got: $*" >&2
-    usage >&2
-    exit 2
-    ;;
-esac
+with_hf=0
+for argument; do
+  case "$argument" in
+    --ray) with_ray=1 ;;
+    --hf) with_hf=1 ;;
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    *)
+      echo "error: setup.sh takes --ray, --hf or nothing, got: $*" >&2
+      usage >&2
+      exit 2
+      ;;
+  esac
+done
 
 cache="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}"
 venv="$root/build/venv"
@@ -143,15 +149,22 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
   find_uv "$root" "$cache" || bootstrap_uv
 }
 
+# fits PYTHON VERSION: is it of this version? Any is, where none is named.
+fits() {
+  [[ -z "$2" || "$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" == "$2" ]]
+}
+
+# make_venv [VERSION]: of a Python >= 3.12, or of just this version.
 make_venv() {
-  local python
-  python="$(find_python)" ||
-    python="$("$uv" python find '>=3.12' 2>/dev/null)" ||
-    { "$uv" python install 3.12 && python="$("$uv" python find '>=3.12')"; } || {
-    echo "error: no Python >= 3.12: install it (Ubuntu 24.04: apt-get install python3-dev;" \
-      "anywhere: uv python install 3.12) or set PYTHON"
-    return 1
-  }
+  local python wanted="${1:->=3.12}"
+  if ! { python="$(find_python)" && fits "$python" "${1:-}"; }; then
+    python="$("$uv" python find "$wanted" 2>/dev/null)" ||
+      { "$uv" python install 3.12 && python="$("$uv" python find "$wanted")"; } || {
+      echo "error: no Python $wanted: install it (Ubuntu 24.04: apt-get install python3-dev;" \
+        "anywhere: uv python install 3.12) or set PYTHON"
+      return 1
+    }
+  fi
   "$uv" venv --quiet --clear --python "$python" "$venv"
 }
 
@@ -217,22 +230,30 @@ megatron_key="$({
 } | hash_of)"
 current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_key"
 
-((with_ray)) || exit 0
-
 # Both come from folders of this checkout: a line with each is all that an installation would be.
+# link_packages KEY FOLDER MODULES
 link_packages() {
   local site
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-  printf '%s\n' "$root/build/Megatron-LM" "$root/integrations/ray" >"$site/megatron-byteps.pth"
-  "$venv/bin/python" -c 'import megatron.core.datasets.helpers_cpp, megatron_byteps_ray, ray'
+  printf '%s\n' "$root/build/Megatron-LM" "$root/$2" >"$site/megatron-byteps.pth"
+  "$venv/bin/python" -c "import megatron.core.datasets.helpers_cpp, $3"
   stamp links "$1"
 }
 
-venv="$root/build/venv-ray"
-stamps="$venv/.megatron-byteps"
-python_works "$venv/bin/python" || step "ray: environment" make_venv
-ray_key="$({ cat "$root/requirements-ray.lock" && "$venv/bin/python" -VV; } | hash_of)"
-current requirements "$ray_key" ||
-  step "ray: packages" install_requirements "$ray_key" requirements-ray.lock
-current byteps "$wheel_key" || step "ray: byteps" build_byteps "$wheel_key"
-current links "$root $ray_key" || step "ray: links" link_packages "$root $ray_key"
+# extra NAME FOLDER MODULES [VERSION]: build/venv-NAME from requirements-NAME.lock, with the package
+# in the folder, made for this version of Python.
+extra() {
+  local name="$1" lock="requirements-$1.lock" extra_key
+  venv="$root/build/venv-$name"
+  stamps="$venv/.megatron-byteps"
+  python_works "$venv/bin/python" || step "$name: environment" make_venv "${@:4}"
+  extra_key="$({ cat "$root/$lock" && "$venv/bin/python" -VV; } | hash_of)"
+  current requirements "$extra_key" ||
+    step "$name: packages" install_requirements "$extra_key" "$lock"
+  current byteps "$wheel_key" || step "$name: byteps" build_byteps "$wheel_key"
+  current links "$root $extra_key" ||
+    step "$name: links" link_packages "$root $extra_key" "$2" "$3"
+}
+
+((with_ray == 0)) || extra ray integrations/ray "megatron_byteps_ray, ray"
+((with_hf == 0)) || extra hf integrations/hf "megatron_byteps_hf, transformers" 3.12

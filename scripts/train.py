@@ -5,10 +5,13 @@ Prepares the data, runs the workers on this machine with a BytePS scheduler and 
 (or, with DMLC_PS_ROOT_URI set, as workers of that cluster), shows the loss as it falls, and ends
 with a summary, the loss curve as a picture and all losses as JSON in build/train. With --compare
 it trains the same seed through torch.distributed's all-reduce as well and overlays both. With
---mode ray the same runs under Ray (by build/venv-ray), and trains on when a rank is lost.
+--mode ray the same runs under Ray (by build/venv-ray), and trains on when a rank is lost. With
+--hf-model it trains a Hugging Face model instead (by build/venv-hf), all of it or --lora adapters,
+and shows its loss on text that was held out, and a sample, before and after.
 
-Exit status: 0 the loss fell as far as stated, and the comparison held; 1 it did not, or a worker
-failed, whose log is shown then; 2 bad usage; 130 after Ctrl-C.
+Exit status: 0 the loss (of --hf-model: on text that was held out) fell as far as stated, and the
+comparison held; 1 it did not, or a worker failed, whose log is shown then; 2 bad usage; 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import prepare_data
 from progress import Progress
+from trainkit import hf
 from trainkit.job import Job, JobError, Record
 from trainkit.report import Result, draw, largest_difference, same_parameters, table, write_json
 
@@ -70,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=positive, default=DEFAULT_STEPS, help=f"default: {DEFAULT_STEPS}")
+    add("--steps", type=positive, help=f"default: {DEFAULT_STEPS}; --hf-model: {hf.STEPS}")
     add("--workers", type=positive, help="default: one for each GPU, 2 without")
     add("--servers", type=positive, default=1, help="BytePS servers on this machine (default: 1)")
     add("--compare", action="store_true", help="train through all-reduce too")
@@ -78,6 +82,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--spares", type=int, help="Ray: warm actors beyond the workers (default: 1 to lose one)")
     add("--address", help="Ray: of a cluster, or auto (default: start one on this machine)")
     add("--lose-rank-at", type=positive, metavar="STEP", help="Ray: kill a rank's actor there")
+    add("--hf-model", metavar="FOLDER", help=f"a Hugging Face model, or {hf.SMOLLM2}")
+    add("--lora", action="store_true", help="train adapters; --lora-rank and others after --")
     add("--seed", type=positive, default=1234, help="default: 1234")
     add(
         "--threshold",
@@ -87,7 +93,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"{DEFAULT_THRESHOLD} from {STEPS_TO_THRESHOLD} steps on, before that the first loss)",
     )
     add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
-    add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
+    add(
+        "--max-bytes",
+        type=positive,
+        help=f"of text (default: {prepare_data.DEFAULT_MAX_BYTES}; --hf-model: {hf.MAX_BYTES})",
+    )
     add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
     add("--out", type=Path, default=ROOT / "build" / "train", help="default: build/train")
     add("--tree", type=Path, default=ROOT / "build" / "Megatron-LM", help="patched Megatron-LM")
@@ -103,6 +113,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for flag, value in of_ray.items():
         if value is not None and options.mode != "ray":
             parser.error(f"{flag} needs --mode ray")
+    if options.lora and options.hf_model is None:
+        parser.error("--lora needs --hf-model")
+    if options.hf_model is not None and options.mode == "ray":
+        parser.error("--hf-model needs --mode local: Ray's environment has no transformers")
+    if options.steps is None:
+        options.steps = DEFAULT_STEPS if options.hf_model is None else hf.STEPS
     if options.spares is None:
         options.spares = int(options.lose_rank_at is not None)
     return options
@@ -117,9 +133,11 @@ def on_gpu() -> bool:
     return count_gpus() > 0 and os.environ.get("MEGATRON_CPU") != "1"
 
 
-def megatron_arguments(options: argparse.Namespace, prefix: Path) -> list[str]:
+def megatron_arguments(
+    options: argparse.Namespace, prefix: Path, model: Sequence[str] = MODEL
+) -> list[str]:
     """Arguments that both backends share."""
-    arguments = [*MODEL, "--seed", str(options.seed), "--train-iters", str(options.steps)]
+    arguments = [*model, "--seed", str(options.seed), "--train-iters", str(options.steps)]
     arguments += ["--lr-warmup-iters", str(min(10, options.steps // 10))]
     arguments += ["--data-path", str(prefix), "--data-cache-path", str(prefix.parent / "cache")]
     if on_gpu() and importlib.util.find_spec("transformer_engine") is None:
@@ -157,16 +175,29 @@ def progress_printer(steps: int, bar: Progress) -> Callable[[Record], None]:
     return show
 
 
-def train(options: argparse.Namespace, prefix: Path, *, backend: str) -> Result:
+def run_folder(options: argparse.Namespace, backend: str) -> Path:
+    """Where a run's record and logs go."""
+    return options.out / backend.lower()
+
+
+def train(
+    options: argparse.Namespace,
+    prefix: Path,
+    *,
+    backend: str,
+    pretrained: hf.HuggingFace | None = None,
+) -> Result:
     """One run through ``BytePS`` or ``all-reduce``."""
     through_byteps = backend == "BytePS"
     servers = options.servers if through_byteps else 0
     beside = f" and {_count(servers, 'server')}" if servers else ""
     print(f"training through {backend}: {_count(options.workers, 'worker')}{beside}", flush=True)
-    arguments = megatron_arguments(options, prefix)
+    folder = run_folder(options, backend)
+    model = MODEL if pretrained is None else pretrained.arguments(folder / hf.MODEL_FOLDER)
+    arguments = megatron_arguments(options, prefix, model)
     shared = {
         "tree": options.tree,
-        "folder": options.out / backend.lower(),
+        "folder": folder,
         "workers": options.workers,
         "arguments": [*arguments, *_THROUGH_SERVERS] if through_byteps else arguments,
         # The same for both: the number of threads decides how a matrix product is summed.
@@ -231,7 +262,10 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if options.workers is None:
         options.workers = count_gpus() if on_gpu() else EXACT_WORKERS
-    dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
+    if options.hf_model is not None:
+        return run_pretrained(options)
+    max_bytes = options.max_bytes or prepare_data.DEFAULT_MAX_BYTES
+    dataset = prepare_data.prepare(options.data, options.data_cache, max_bytes)
     print(f"data: {dataset.documents} documents, {dataset.tokens:,} tokens in {dataset.prefix}")
 
     results = [train(options, dataset.prefix, backend="BytePS")]
@@ -247,6 +281,44 @@ def run(options: argparse.Namespace) -> int:
     if options.compare:
         good = check_equal(*results) and good
     print(f"loss curve: {picture}\nall losses: {losses}")
+    return 0 if good else 1
+
+
+def run_pretrained(options: argparse.Namespace) -> int:
+    """Train a Hugging Face model, and try what was written."""
+    if importlib.util.find_spec("transformers") is None:
+        print("error: transformers is not installed: use `make train HF=1`", file=sys.stderr)
+        return 1
+    # All files are here: nothing is to be looked up.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    pretrained = hf.prepare(
+        options.hf_model, options.data, options.data_cache, options.max_bytes, lora=options.lora
+    )
+    dataset = pretrained.dataset
+    print(f"model: {pretrained.model}{', LoRA adapters on it' if options.lora else ''}")
+    print(f"data: {dataset.documents} documents, {dataset.tokens:,} tokens in {dataset.prefix}")
+    before = pretrained.evaluate("before", pretrained.model)
+    print(f"loss on text that is held out, before: {before.loss:.4f}")
+    backends = ["BytePS", "all-reduce"] if options.compare else ["BytePS"]
+    results = [
+        train(options, dataset.prefix, backend=backend, pretrained=pretrained)
+        for backend in backends
+    ]
+    written = run_folder(options, "BytePS") / hf.MODEL_FOLDER
+    after = pretrained.evaluate("after", written)
+
+    picture, losses = options.out / "loss.png", options.out / "losses.json"
+    write_json(results, losses)
+    title = f"{pretrained.model.name}: data-parallel gradients summed by BytePS"
+    draw(results, picture, title=title, unit="token")
+    print(f"\n{table(results)}\n")
+    hf.show(before, after, pretrained.prompt)
+    good = after.loss < before.loss
+    if not good:
+        print("the loss did NOT fall")
+    if options.compare:
+        good = check_equal(*results) and good
+    print(f"written: {written}\nloss curve: {picture}\nall losses: {losses}")
     return 0 if good else 1
 
 

@@ -100,8 +100,13 @@ def write_json(results: Sequence[Result], path: Path) -> None:
     path.write_text(json.dumps({"schema": SCHEMA, "runs": runs}, indent=1) + "\n")
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
-    """The loss curves as a PNG."""
+def draw(
+    results: Sequence[Result],
+    path: Path,
+    title: str = "GPT on text, byte by byte: data-parallel gradients summed by BytePS",
+    unit: str = "byte",
+) -> None:
+    """The loss curves as a PNG; losses are per unit."""
     # Here, because matplotlib takes a second and a failed run needs none of it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -115,8 +120,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
         label = f"{result.backend}, {result.workers} workers"
         axes.plot(steps, result.losses, label=label, **style)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per byte)")
-    axes.set_title("GPT on text, byte by byte: data-parallel gradients summed by BytePS")
+    axes.set_ylabel(f"loss (nats per {unit})")
+    axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)

@@ -67,7 +67,9 @@ def test_python_shim_that_fails_is_passed_over(tmp_path: Path) -> None:
     assert result.stdout.strip() == str(real), result.stderr
 
 
-@pytest.mark.parametrize("lock", ["requirements.lock", "requirements-uv.lock"])
+@pytest.mark.parametrize(
+    "lock", sorted(path.name for path in REPOSITORY.glob("requirements*.lock"))
+)
 def test_lock_pins_by_hash_and_names_no_index(lock: str) -> None:
     text = (REPOSITORY / lock).read_text(encoding="utf-8")
     pins = re.findall(r"^[a-z0-9-]+==", text, re.MULTILINE)
@@ -77,10 +79,24 @@ def test_lock_pins_by_hash_and_names_no_index(lock: str) -> None:
     assert "://" not in text
 
 
-def test_lock_holds_what_requirements_name() -> None:
-    wanted = (REPOSITORY / "requirements.in").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("lock", "sources", "known"),
+    [
+        ("requirements.lock", ["requirements.in"], "torch"),
+        (
+            "requirements-hf.lock",
+            ["requirements.in", "requirements-hf.in", "requirements-hf-alone.in"],
+            "megatron-bridge",
+        ),
+    ],
+)
+def test_lock_holds_what_requirements_name(lock: str, sources: list[str], known: str) -> None:
+    wanted = "".join((REPOSITORY / source).read_text(encoding="utf-8") for source in sources)
     names = re.findall(r"^([a-z0-9-]+)", wanted, re.MULTILINE)
-    text = (REPOSITORY / "requirements.lock").read_text(encoding="utf-8")
-    assert "torch" in names
+    names = [name for name in names if name not in ("-r", "-c")]
+    text = (REPOSITORY / lock).read_text(encoding="utf-8")
+    assert known in names
     for name in names:
         assert re.search(rf"^{name}==", text, re.MULTILINE), name
+    # The patched tree takes its place.
+    assert not re.search(r"^megatron-core==", text, re.MULTILINE)

@@ -113,12 +113,15 @@ def test_an_interrupt_ends_every_process(tree: Path, run_dir: Path) -> None:
 def test_bad_usage_and_a_tree_that_is_not_there(run_dir: Path) -> None:
     bad = [sys.executable, str(ROOT / "scripts" / "train.py"), "--workers", "0"]
     assert subprocess.run(bad, capture_output=True, timeout=LIMIT_S).returncode == 2
-    for flag in (["--spares", "1"], ["--address", "auto"], ["--lose-rank-at", "5"]):
+    refused = [["--spares", "1"], ["--address", "auto"], ["--lose-rank-at", "5"], ["--lora"]]
+    refused += [["--hf-model", "smollm2", "--mode", "ray"]]
+    for flag in refused:
         with pytest.raises(SystemExit) as stop:
             train.parse(flag)
         assert stop.value.code == 2
     assert train.parse(["--mode", "ray", "--lose-rank-at", "5"]).spares == 1
     assert train.parse(["--mode", "ray"]).spares == 0
+    assert train.parse([]).steps > train.parse(["--hf-model", "smollm2"]).steps
     missing = subprocess.run(
         _command(run_dir / "nowhere", run_dir), capture_output=True, text=True, timeout=LIMIT_S
     )

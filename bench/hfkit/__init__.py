@@ -1,0 +1,1 @@
+"""Hugging Face models in Megatron's layouts: what is trained, and what must come out."""

