@@ -1,6 +1,7 @@
 // byteps-server: the scheduler and the servers of a cluster, without Python.
 #include <fcntl.h>
 #include <getopt.h>
+#include <malloc.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -276,6 +277,14 @@ void EndByOrder(const Config& config, Server* server, Session* session, Outcome*
                        (drained ? "" : " before the sums under way were complete"));
 }
 
+// What the last incarnation has used goes back to the kernel.  The C library would keep it, in the
+// arenas of threads that are gone, and the threads of this one may get other arenas.
+void ReturnMemory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
 // Serves one job.  Throws JobFailedError when it fails, another Error when it cannot be joined.
 void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file,
                HealthReport* health, StatusBoard* board, Outcome* outcome) {
@@ -298,6 +307,7 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
   SetSignalHandlers(SIG_DFL);
   if (caught_signal != 0) return;  // after the last job, before this one
   session.Start(&node);
+  if (rejoin) ReturnMemory();  // only now is the last session's transport gone
   if (server) server->SetRank(session.rank());
   health->Joined(session.rank(), server.get());
   const struct Leaver {
