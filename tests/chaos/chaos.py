@@ -282,7 +282,10 @@ class Job:
     def _play_launcher(self) -> None:
         """Start a kept job's workers again until they end well, or nobody can take them."""
         deadline = time.monotonic() + LIMIT_S
-        while self.script.keep and self._lives < MOST_LIVES:
+        # A scheduler that is short of descriptors stays so.
+        faults = self.script.faults
+        lasting = any(f.kind == "descriptors" and f.node == "scheduler" for f in faults)
+        while self.script.keep and self._lives < (2 if lasting else MOST_LIVES):
             try:
                 statuses = [worker.wait(deadline - time.monotonic()) for worker in self._workers()]
             except Late:

@@ -49,9 +49,9 @@ WORKERS, SERVERS = 2, 2
 LINK_BITS = 1_000_000_000
 SAMPLE_S = 5.0
 SAVE_EVERY = 50
-LIVES = (1, 1, 4)
+LIVES = (1, 1, 10)
 """How long a rank trains until one is killed, in parts of a cycle, over and over."""
-CYCLE_S = 900.0
+CYCLE_S = 1800.0
 START_S, END_S = 900.0, 600.0
 """Limits, for a machine on which others work: until a life's first step, and of the end."""
 LONG_LIFE = 0.8
