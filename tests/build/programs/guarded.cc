@@ -1,5 +1,5 @@
-// What clang's -Wthread-safety must refuse of a class with a lock, and what it must let pass. Each
-// MISTAKE, a number, is one.
+// What clang's -Wthread-safety must let pass of a class with a lock, and with MISTAKES, what it
+// must refuse.
 #include "ps/mutex.h"
 
 class Counter {
@@ -40,32 +40,32 @@ class Counter {
     shared_ = value;
   }
 
-#if MISTAKE == 1
+#ifdef MISTAKES
   int Read() { return count_; }
-#elif MISTAKE == 2
+
   void Write() {
     ps::MutexLock lock(&mu_);
     lock.Unlock();
     ++count_;
   }
-#elif MISTAKE == 3
+
   void Call() { AddHere(); }
-#elif MISTAKE == 4
+
   void Await() {
     ps::MutexLock lock(&mu_);
     cond_.Wait(&mu_, [this] { return count_ > 0; });
   }
-#elif MISTAKE == 5
+
   void Forget() {
     mu_.Lock();
     ++count_;
   }
-#elif MISTAKE == 6
+
   void WriteAsReader() {
     ps::ReaderLock lock(&shared_mu_);
     ++shared_;
   }
-#elif MISTAKE == 7
+
   void AwaitWithout() {
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return count_ > 0; });
   }
