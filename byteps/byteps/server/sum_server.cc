@@ -77,7 +77,7 @@ std::vector<Metric> Server::Metrics() {
   ServerGauges gauges;
   gauges.open_rounds = OpenRounds();
   {
-    std::shared_lock<std::shared_mutex> lock(mu_);
+    ps::ReaderLock lock(&mu_);
     gauges.state_bytes = state_memory_.promised();
   }
   for (auto& engine : engines_) {
