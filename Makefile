@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-hf train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-sanitizers simulate fuzz chaos test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup setup-ray setup-hf train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,6 +24,7 @@ help: ## list the targets
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/correctness.md (write it anew)'
 	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/benchmarking.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/suite.py)'
 	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
+	@echo 'make soak: MINUTES=60 PICTURE=docs/images/soak.svg ARGS="--seed 2"'
 	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'
 
 setup: ## system packages, Python environment, upstreams fetched, patched and built
@@ -78,6 +79,10 @@ fuzz: setup ## the parsers of what comes from a network
 
 chaos: setup ## break real jobs on emulated hosts, at random
 	@$(PYTHON_ENV) tests/chaos/chaos.py --seeds $(or $(SEEDS),20) --from $(or $(FROM),1) $(ARGS)
+
+soak: setup ## train for an hour with faults and workers that rejoin, and watch for leaks
+	@$(PYTHON_ENV) -W ignore tests/chaos/soak.py --minutes $(or $(MINUTES),60) \
+		$(if $(PICTURE),--picture $(PICTURE)) $(ARGS)
 
 test-gpu: setup ## sums of tensors on GPUs, where there are any
 	@$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) tests/gpu

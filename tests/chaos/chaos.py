@@ -6,6 +6,10 @@ which checks every value of every sum) run each on a host of its own, a network 
 limited link. Demanded of each job: no sum is wrong; within a limit every process has ended; each
 ended well, or with an error that names what broke; no process, listening socket or file is left,
 and the hosts go with the last job. Needs root, and iproute2.
+
+Seeds above 1000 also draw whether the job is kept (--keep): then workers that failed are started
+again, and a server in the place of one that ended, until the job ends well; and whether its
+connections are encrypted.
 """
 
 from __future__ import annotations
@@ -52,6 +56,10 @@ TIMEOUTS = {
 }
 KINDS = ("kill", "stop", "cut", "reset", "slow", "lossy", "descriptors", "disk")
 FROM_THE_START = ("descriptors", "disk")
+PLAIN_SEEDS = 1000
+"""Seeds up to this one are of jobs that are neither kept nor encrypted."""
+MOST_LIVES = 8
+"""Of a kept job's workers: a fault lasts no longer than some of them."""
 DISK_BYTES = 16 << 10
 """Of the file system that is full, for a node's timeline."""
 
@@ -81,6 +89,9 @@ class Script:
     tensors: int
     size: int
     faults: tuple[Fault, ...]
+    keep: bool = False
+    """Scheduler and servers take the next incarnation of the job."""
+    tls: bool = False
 
     @property
     def nodes(self) -> list[str]:
@@ -95,10 +106,12 @@ class Script:
 class Result:
     script: Script
     ended: dict[str, int]
-    """Exit status, by node; -n: by signal n."""
+    """Exit status, by node; -n: by signal n. Of a kept job: of those that were started last."""
     seconds: float
     wrong: list[str]
     """What did not hold."""
+    lives: int = 1
+    """How often the workers were started."""
 
     @property
     def survived(self) -> bool:
@@ -129,7 +142,10 @@ def make_script(seed: int, kinds: Sequence[str] = KINDS) -> Script:
         )
         for _ in range(draw.choice([1, 1, 1, 2]))
     ]
-    return Script(**{**vars(script), "faults": tuple(faults)})
+    kept = seed > PLAIN_SEEDS and draw.random() < 0.7
+    encrypted = seed > PLAIN_SEEDS and draw.random() < 0.4
+    chosen = {"faults": tuple(faults), "keep": kept, "tls": encrypted}
+    return Script(**{**vars(script), **chosen})
 
 
 def _run(*command: str) -> str:
@@ -156,6 +172,9 @@ class Job:
         self._wrong: list[str] = []
         self._lock = threading.Lock()
         self._full_disks: list[Path] = []
+        self._env: dict[str, str] = {}
+        self._earlier: list[tuple[str, Spawned]] = []
+        self._lives = 1
 
     def run(self) -> Result:
         begin = time.monotonic()
@@ -170,7 +189,7 @@ class Job:
                 timer.cancel()
                 timer.join()
             self._mend()
-            for process in self._processes.values():
+            for process in [*self._processes.values(), *(old for _, old in self._earlier)]:
                 process.kill()
             for disk in self._full_disks:
                 _run("umount", str(disk))
@@ -178,7 +197,13 @@ class Job:
         ended = {node: process.wait(0) for node, process in self._processes.items()}
         self._judge(ended)
         seconds = round(time.monotonic() - begin, 2)
-        return Result(script=self.script, ended=ended, seconds=seconds, wrong=self._wrong)
+        return Result(
+            script=self.script,
+            ended=ended,
+            seconds=seconds,
+            wrong=self._wrong,
+            lives=self._lives,
+        )
 
     # ----- processes
 
@@ -196,6 +221,11 @@ class Job:
             "DMLC_NUM_WORKER": str(script.workers),
             "DMLC_NUM_SERVER": str(script.servers),
         }
+        if script.keep:
+            # Should the last life's end have been missed, this ends what waits for another one.
+            env |= {"BYTEPS_KEEP": "1", "BYTEPS_KEEP_TIMEOUT_S": "30"}
+        if script.tls:
+            env["BYTEPS_TLS"] = "1"
         scheduler = [server, "--role", "scheduler", "--port-file", str(port_file)]
         self._spawn("scheduler", scheduler, env)
         deadline = time.monotonic() + LIMIT_S
@@ -206,23 +236,36 @@ class Job:
                 raise RuntimeError("the scheduler did not begin to listen")
             time.sleep(0.01)
         env["DMLC_PS_ROOT_PORT"] = port_file.read_text().split()[1]
+        self._env = env
         for index in range(script.servers):
             self._spawn(f"server {index}", [server, "--role", "server"], env)
+        self._start_workers(0)
+
+    def _start_workers(self, life: int) -> None:
+        script = self.script
         arguments = {"rounds": script.rounds, "tensors": script.tensors, "bytes": script.size}
         worker = [str(self._programs / "sum_worker"), "--pause-ms", "5"]
+        worker += ["--salt", str(life)] if life else []
         worker += [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
         for rank in range(script.workers):
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(script.workers)}
-            self._spawn(f"worker {rank}", worker, {**env, **ranks})
+            self._spawn(f"worker {rank}", worker, {**self._env, **ranks}, life)
 
-    def _spawn(self, node: str, command: list[str], env: dict[str, str]) -> None:
-        for fault in self.script.faults:
+    def _workers(self) -> list[Spawned]:
+        """Those of the present life."""
+        return [self._processes[f"worker {rank}"] for rank in range(self.script.workers)]
+
+    def _spawn(self, node: str, command: list[str], env: dict[str, str], life: int = 0) -> None:
+        for fault in () if life else self.script.faults:
             if fault.kind == "descriptors" and fault.node == node:
                 command = ["prlimit", f"--nofile={fault.limit}", *command]
             if fault.kind == "disk" and fault.node == node and not env.get("BYTEPS_TRACE_DIR"):
                 env = {**env, "BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_DIR": self._fill_disk(node)}
         command = self._hosts[node].command(command)
-        self._processes[node] = Spawned(node, command, env, self.folder)
+        if life:
+            self._earlier.append((node, self._processes[node]))
+        title = f"{node} again {life}" if life else node
+        self._processes[node] = Spawned(title, command, env, self.folder)
 
     def _fill_disk(self, node: str) -> str:
         disk = self.folder / f"{node.replace(' ', '-')}.full"
@@ -236,7 +279,28 @@ class Job:
                 raise
         return str(disk)
 
+    def _play_launcher(self) -> None:
+        """Start a kept job's workers again until they end well, or nobody can take them."""
+        deadline = time.monotonic() + LIMIT_S
+        # A scheduler that is short of descriptors stays so.
+        faults = self.script.faults
+        lasting = any(f.kind == "descriptors" and f.node == "scheduler" for f in faults)
+        while self.script.keep and self._lives < (2 if lasting else MOST_LIVES):
+            try:
+                statuses = [worker.wait(deadline - time.monotonic()) for worker in self._workers()]
+            except Late:
+                return  # it is said of all
+            if all(status == 0 for status in statuses) or not self._processes["scheduler"].running:
+                return
+            for index in range(self.script.servers):
+                if not self._processes[f"server {index}"].running:
+                    server = [str(self._programs / "byteps-server"), "--role", "server"]
+                    self._spawn(f"server {index}", server, self._env, self._lives)
+            self._start_workers(self._lives)
+            self._lives += 1
+
     def _await_end(self) -> None:
+        self._play_launcher()
         deadline = time.monotonic() + LIMIT_S
         for node, process in self._processes.items():
             try:
@@ -290,19 +354,28 @@ class Job:
     def _judge(self, ended: dict[str, int]) -> None:
         victims = {fault.node for fault in self.script.faults}
         killed = {fault.node for fault in self.script.faults if fault.kind == "kill"}
-        for node, status in ended.items():
-            said = self._processes[node].text.strip()
+        all_ended = [(node, self._processes[node], status) for node, status in ended.items()]
+        for node, process in self._earlier:
+            all_ended.append((node, process, process.wait(0)))
+        for node, process, status in all_ended:
+            said = process.text.strip()
             if status == -signal.SIGKILL and node in killed:
                 continue
             if status not in (0, 1):
                 self._wrong.append(f"{node} ended with {status}: {said[-2000:]}")
             elif status == 1 and node not in victims and not self._names_any(said, victims):
                 self._wrong.append(f"{node} does not name {sorted(victims)}: {said[-600:]}")
+        if self.script.keep and "scheduler" not in victims:
+            bad = {node: status for node, status in ended.items() if status != 0}
+            bad = {n: s for n, s in bad.items() if not (n in killed and s == -signal.SIGKILL)}
+            if bad:
+                self._wrong.append(f"kept, it did not end well after {self._lives} lives: {bad}")
         self._look_for_remains()
 
     def _names_any(self, said: str, victims: set[str]) -> bool:
-        # To a scheduler that was cut off, or slept, all others were silent.
-        if "scheduler" in victims:
+        # To a scheduler that was cut off, or slept, all others were silent.  And the later lives of
+        # a kept job meet what is left of the one before.
+        if "scheduler" in victims or self.script.keep:
             return bool(re.search(r"scheduler|server \d|worker \d", said))
         patterns = [r"cannot be joined: it closed the connection"]
         for node in victims:
@@ -313,7 +386,8 @@ class Job:
         return re.search("|".join(patterns), said) is not None
 
     def _look_for_remains(self) -> None:
-        expected = {process.log.name for process in self._processes.values()} | {"scheduler.port"}
+        processes = [*self._processes.values(), *(process for _, process in self._earlier)]
+        expected = {process.log.name for process in processes} | {"scheduler.port"}
         left = {path.name for path in self.folder.iterdir()} - expected
         if left:
             self._wrong.append(f"files were left: {sorted(left)}")
@@ -417,8 +491,10 @@ def main() -> int:
         )
         how = "WRONG" if result.wrong else "went on" if result.survived else "ended by name"
         shown.step()
+        what += ", kept" * result.script.keep + ", encrypted" * result.script.tls
+        how += f" in life {result.lives}" if result.lives > 1 and not result.wrong else ""
         seed = f"seed {result.script.seed:5}"
-        shown.say(f"{seed}  {how:13}  {result.seconds:6.1f} s  {what}", stream=sys.stdout)
+        shown.say(f"{seed}  {how:23}  {result.seconds:6.1f} s  {what}", stream=sys.stdout)
         for line in result.wrong:
             shown.say(f"    {line}", stream=sys.stdout)
 

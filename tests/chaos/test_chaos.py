@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from chaos import KINDS, Script, find_programs, make_script, play
 
-BOUNDED = 6
+BOUNDED = (1, 2, 3, 4, 5, 1023)
+"""The last is kept and encrypted, and a worker is killed."""
 MOST_JOBS_S = 240
 
 
@@ -19,11 +20,12 @@ def programs() -> Path:
 @pytest.mark.requires("root")
 @pytest.mark.timeout(MOST_JOBS_S)
 def test_jobs_end_well_or_by_name(programs: Path, run_dir: Path) -> None:
-    results = play([make_script(seed) for seed in range(1, BOUNDED + 1)], programs, run_dir)
+    results = play([make_script(seed) for seed in BOUNDED], programs, run_dir)
     wrong = {result.script.seed: result.wrong for result in results if result.wrong}
     assert not wrong
     # The seeds are chosen so that something happens.
     assert any(not result.survived for result in results)
+    assert results[-1].lives > 1 and results[-1].ended["worker 0"] == 0
 
 
 @pytest.mark.requires("root")
@@ -38,3 +40,8 @@ def test_a_seed_is_one_script() -> None:
     assert make_script(7) == make_script(7)
     kinds = {fault.kind for seed in range(300) for fault in make_script(seed).faults}
     assert kinds == set(KINDS)
+    assert not any(make_script(seed).keep or make_script(seed).tls for seed in (1, 577, 1000))
+    drawn = [make_script(seed) for seed in range(1001, 1101)]
+    assert {(script.keep, script.tls) for script in drawn} == {
+        (keep, tls) for keep in (False, True) for tls in (False, True)
+    }

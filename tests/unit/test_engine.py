@@ -24,6 +24,7 @@ SUITES = (
     "PushScheduler",
     "RdmaWire",
     "SentMessages",
+    "ServerTest",
     "StatusBoard",
     "StatusRecord",
     "UpdateRule",

@@ -3,11 +3,11 @@
 #define BYTEPS_BASE_BLOCKING_QUEUE_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
-#include <mutex>
 #include <utility>
+
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -19,52 +19,53 @@ class BlockingQueue {
  public:
   void Push(T item) {
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      ps::MutexLock lock(&mu_);
       items_.push_back(std::move(item));
     }
-    cond_.notify_one();
+    cond_.NotifyOne();
   }
 
   // Blocks until an item is there (true) or the queue is closed and empty (false).
   bool Pop(T* item) {
-    std::unique_lock<std::mutex> lock(mu_);
-    cond_.wait(lock, [this] { return closed_ || !items_.empty(); });
+    ps::MutexLock lock(&mu_);
+    cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return closed_ || !items_.empty(); });
     return Take(item);
   }
 
   // As Pop, but gives up after `timeout`; *timed_out tells the two falses apart.
   template <typename Rep, typename Period>
   bool PopFor(T* item, std::chrono::duration<Rep, Period> timeout, bool* timed_out) {
-    std::unique_lock<std::mutex> lock(mu_);
-    *timed_out = !cond_.wait_for(lock, timeout, [this] { return closed_ || !items_.empty(); });
+    ps::MutexLock lock(&mu_);
+    *timed_out = !cond_.WaitFor(&mu_, timeout,
+                                [this]() PS_REQUIRES(mu_) { return closed_ || !items_.empty(); });
     return Take(item);
   }
 
   size_t Size() {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     return items_.size();
   }
 
   void Close() {
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      ps::MutexLock lock(&mu_);
       closed_ = true;
     }
-    cond_.notify_all();
+    cond_.NotifyAll();
   }
 
  private:
-  bool Take(T* item) {
+  bool Take(T* item) PS_REQUIRES(mu_) {
     if (items_.empty()) return false;
     *item = std::move(items_.front());
     items_.pop_front();
     return true;
   }
 
-  std::mutex mu_;
-  std::condition_variable cond_;
-  std::deque<T> items_;
-  bool closed_ = false;
+  ps::Mutex mu_;
+  ps::CondVar cond_;
+  std::deque<T> items_ PS_GUARDED_BY(mu_);
+  bool closed_ PS_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace core

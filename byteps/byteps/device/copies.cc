@@ -18,7 +18,7 @@ class DeviceCopies::Events : public std::enable_shared_from_this<DeviceCopies::E
   DeviceMoment Take() {
     DeviceEvent event = nullptr;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      ps::MutexLock lock(&mu_);
       if (!idle_.empty()) {
         event = idle_.back();
         idle_.pop_back();
@@ -26,20 +26,20 @@ class DeviceCopies::Events : public std::enable_shared_from_this<DeviceCopies::E
     }
     if (event == nullptr) event = MakeEvent();
     return DeviceMoment(event, [all = shared_from_this()](DeviceEvent unused) {
-      std::lock_guard<std::mutex> lock(all->mu_);
+      ps::MutexLock lock(&all->mu_);
       all->idle_.push_back(unused);
     });
   }
 
  private:
-  std::mutex mu_;
-  std::vector<DeviceEvent> idle_;
+  ps::Mutex mu_;
+  std::vector<DeviceEvent> idle_ PS_GUARDED_BY(mu_);
 };
 
 DeviceCopies* DeviceCopies::Of(int device) {
-  static std::mutex mu;
+  static ps::Mutex mu;
   static auto* all = new std::map<int, std::unique_ptr<DeviceCopies>>();
-  std::lock_guard<std::mutex> lock(mu);
+  ps::MutexLock lock(&mu);
   auto& copies = (*all)[device];
   if (!copies) copies = std::make_unique<DeviceCopies>(device);
   return copies.get();
@@ -67,7 +67,7 @@ DeviceMoment DeviceCopies::Now(DeviceStream stream) {
 bool DeviceCopies::IsDone(const DeviceMoment& moment) { return EventIsDone(moment.get()); }
 
 DeviceStream DeviceCopies::CallsFor(DeviceStream stream) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   const auto it = callers_.find(stream);
   if (it != callers_.end()) return it->second;
   const DeviceStream calls =

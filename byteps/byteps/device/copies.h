@@ -13,10 +13,10 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "byteps/device/device.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -67,8 +67,8 @@ class DeviceCopies {
   const std::shared_ptr<Events> events_;
   Lane to_host_;
   Lane to_device_;
-  std::mutex mu_;
-  std::map<DeviceStream, DeviceStream> callers_;  // guarded by mu_
+  ps::Mutex mu_;
+  std::map<DeviceStream, DeviceStream> callers_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

@@ -6,11 +6,11 @@
 
 #include <dlfcn.h>
 
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "byteps/base/error.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -79,9 +79,9 @@ Loaded Load() {
 // The device's primary context, retained once and kept until the process ends, as the
 // run-time library does.
 CudaContext PrimaryContext(int device) {
-  static std::mutex mu;
+  static ps::Mutex mu;
   static std::vector<CudaContext> contexts;  // by device
-  std::lock_guard<std::mutex> lock(mu);
+  ps::MutexLock lock(&mu);
   const auto index = static_cast<size_t>(device);
   if (index >= contexts.size()) contexts.resize(index + 1);
   if (contexts[index] == nullptr) {

@@ -2,18 +2,17 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "byteps/base/error.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -26,8 +25,8 @@ thread_local int current_device = 0;
 thread_local std::vector<int> devices_before;  // of the scopes that are open
 thread_local bool in_callback = false;
 std::atomic<bool> broken{false};
-std::mutex copies_mu;
-Done copies_to_device;  // they wait for this; invalid: for nothing
+ps::Mutex copies_mu;
+Done copies_to_device PS_GUARDED_BY(copies_mu);  // they wait for this; invalid: for nothing
 
 class Stream {
  public:
@@ -37,10 +36,10 @@ class Stream {
 
   void Enqueue(Work work) {
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      ps::MutexLock lock(&mu_);
       work_.push_back(std::move(work));
     }
-    cond_.notify_one();
+    cond_.NotifyOne();
   }
 
  private:
@@ -48,8 +47,8 @@ class Stream {
     while (true) {
       Work work;
       {
-        std::unique_lock<std::mutex> lock(mu_);
-        cond_.wait(lock, [this] { return !work_.empty(); });
+        ps::MutexLock lock(&mu_);
+        cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return !work_.empty(); });
         work = std::move(work_.front());
         work_.pop_front();
       }
@@ -58,20 +57,20 @@ class Stream {
   }
 
   const int device_;
-  std::mutex mu_;
-  std::condition_variable cond_;
-  std::deque<Work> work_;
+  ps::Mutex mu_;
+  ps::CondVar cond_;
+  std::deque<Work> work_ PS_GUARDED_BY(mu_);
   std::thread thread_;
 };
 
 struct Event {
   int device;
-  std::mutex mu;
-  Done recorded;  // invalid: nothing was
+  ps::Mutex mu;
+  Done recorded PS_GUARDED_BY(mu);  // invalid: nothing was
 };
 
-std::mutex pinned_mu;
-std::map<const char*, size_t> pinned;
+ps::Mutex pinned_mu;
+std::map<const char*, size_t> pinned PS_GUARDED_BY(pinned_mu);
 
 void Enter() {
   if (in_callback) {
@@ -82,10 +81,10 @@ void Enter() {
 }
 
 Stream* Of(DeviceStream stream) {
-  static std::mutex mu;
+  static ps::Mutex mu;
   static auto* defaults = new std::map<int, Stream*>();  // by device
   if (stream == nullptr) {
-    std::lock_guard<std::mutex> lock(mu);
+    ps::MutexLock lock(&mu);
     auto& own = (*defaults)[current_device];
     if (own == nullptr) own = new Stream(current_device);
     return own;
@@ -103,7 +102,7 @@ Event* Of(DeviceEvent event, bool on_current) {
 
 void DemandPinned(const void* memory, size_t bytes) {
   const char* const begin = static_cast<const char*>(memory);
-  std::lock_guard<std::mutex> lock(pinned_mu);
+  ps::MutexLock lock(&pinned_mu);
   const auto after = pinned.upper_bound(begin);
   if (after == pinned.begin()) throw Error("the host memory is not pinned");
   const auto slab = std::prev(after);
@@ -142,7 +141,7 @@ void RecordEvent(DeviceEvent event, DeviceStream stream) {
   auto promise = std::make_shared<std::promise<void>>();
   Event* const given = Of(event, true);
   {
-    std::lock_guard<std::mutex> lock(given->mu);
+    ps::MutexLock lock(&given->mu);
     given->recorded = promise->get_future().share();
   }
   Of(stream)->Enqueue([promise] { promise->set_value(); });
@@ -151,7 +150,7 @@ void RecordEvent(DeviceEvent event, DeviceStream stream) {
 bool EventIsDone(DeviceEvent event) {
   Enter();
   Event* const given = Of(event, false);
-  std::lock_guard<std::mutex> lock(given->mu);
+  ps::MutexLock lock(&given->mu);
   return !given->recorded.valid() ||
          given->recorded.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
 }
@@ -159,7 +158,7 @@ bool EventIsDone(DeviceEvent event) {
 void WaitForEvent(DeviceStream stream, DeviceEvent event) {
   Enter();
   Event* const given = Of(event, false);
-  std::lock_guard<std::mutex> lock(given->mu);
+  ps::MutexLock lock(&given->mu);
   if (!given->recorded.valid()) return;
   Of(stream)->Enqueue([recorded = given->recorded] { recorded.wait(); });
 }
@@ -176,7 +175,7 @@ void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream str
   Of(stream)->Enqueue([] {
     Done released;
     {
-      std::lock_guard<std::mutex> lock(copies_mu);
+      ps::MutexLock lock(&copies_mu);
       released = copies_to_device;
     }
     if (released.valid()) released.wait();
@@ -198,7 +197,7 @@ void* PinMemory(size_t bytes) {
   Enter();
   char* const memory = static_cast<char*>(aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
   memset(memory, 0xa5, bytes);
-  std::lock_guard<std::mutex> lock(pinned_mu);
+  ps::MutexLock lock(&pinned_mu);
   pinned[memory] = bytes;
   return memory;
 }
@@ -213,7 +212,7 @@ std::shared_ptr<std::promise<void>> Hold(DeviceStream stream) {
 
 std::shared_ptr<std::promise<void>> HoldCopiesToDevice() {
   auto promise = std::make_shared<std::promise<void>>();
-  std::lock_guard<std::mutex> lock(copies_mu);
+  ps::MutexLock lock(&copies_mu);
   copies_to_device = promise->get_future().share();
   return promise;
 }
@@ -230,7 +229,7 @@ void SetCurrentDevice(int device) { current_device = device; }
 void SetBroken(bool now) { broken = now; }
 
 uint64_t PinnedBytes() {
-  std::lock_guard<std::mutex> lock(pinned_mu);
+  ps::MutexLock lock(&pinned_mu);
   uint64_t bytes = 0;
   for (const auto& slab : pinned) bytes += slab.second;
   return bytes;

@@ -24,9 +24,9 @@ PinnedPool::PinnedPool(uint64_t limit, uint64_t largest, Allocate allocate)
     : top_(PowerOfTwo(largest)), allocate_(std::move(allocate)), limit_(limit) {}
 
 PinnedPool* PinnedPool::Shared(uint64_t limit, uint64_t largest) {
-  static std::mutex mu;
+  static ps::Mutex mu;
   static auto* pools = new std::map<uint64_t, std::unique_ptr<PinnedPool>>();  // by top_
-  std::lock_guard<std::mutex> lock(mu);
+  ps::MutexLock lock(&mu);
   auto& pool = (*pools)[PowerOfTwo(largest)];
   if (!pool) {
     pool = std::make_unique<PinnedPool>(limit, largest, [](size_t bytes) {
@@ -40,7 +40,7 @@ PinnedPool* PinnedPool::Shared(uint64_t limit, uint64_t largest) {
 }
 
 void PinnedPool::SetLimit(uint64_t limit) {
-  std::lock_guard<std::mutex> lock(grow_mu_);
+  ps::MutexLock lock(&grow_mu_);
   limit_ = limit;
   wanted_ = 0;
 }
@@ -54,11 +54,11 @@ uint64_t PinnedPool::Growth(uint64_t wanted) {
 }
 
 void PinnedPool::Reserve(uint64_t bytes) {
-  std::lock_guard<std::mutex> growing(grow_mu_);
+  ps::MutexLock growing(&grow_mu_);
   wanted_ += bytes;
   while (const uint64_t size = Growth(wanted_)) {
     char* slab = static_cast<char*>(allocate_(size));
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     slabs_[slab] = size;
     pinned_ += size;
     for (uint64_t at = 0; at < size; at += top_) free_[top_].insert(slab + at);
@@ -104,7 +104,7 @@ PinnedBlock PinnedPool::TryTake(uint64_t bytes) {
   const uint64_t size = SizeFor(bytes);
   char* data = nullptr;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     data = Cut(size);
   }
   return data == nullptr ? nullptr : Wrap(data, size);
@@ -114,7 +114,7 @@ PinnedBlock PinnedPool::TakeOrCall(uint64_t bytes, Then then) {
   const uint64_t size = SizeFor(bytes);
   char* data = nullptr;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     if (waiters_.empty()) data = Cut(size);
     if (data == nullptr) waiters_.push_back({size, std::move(then)});
   }
@@ -123,14 +123,14 @@ PinnedBlock PinnedPool::TakeOrCall(uint64_t bytes, Then then) {
 
 void PinnedPool::Return(char* data, uint64_t size) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     PutBack(data, size);
   }
   ServeWaiters();
 }
 
 void PinnedPool::ServeWaiters() {
-  std::unique_lock<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   // One thread at a time, which takes another look after each call: so a call that gives its
   // block back at once, or many of them, do not call each other ever deeper.
   if (serving_) return;
@@ -140,21 +140,21 @@ void PinnedPool::ServeWaiters() {
     if (data == nullptr) break;
     Waiter waiter = std::move(waiters_.front());
     waiters_.pop_front();
-    lock.unlock();
+    lock.Unlock();
     waiter.then(Wrap(data, waiter.size));
     waiter = Waiter();
-    lock.lock();
+    lock.Lock();
   }
   serving_ = false;
 }
 
 uint64_t PinnedPool::pinned_bytes() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return pinned_;
 }
 
 uint64_t PinnedPool::bytes_in_use() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return in_use_;
 }
 

@@ -19,10 +19,11 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <utility>
 #include <vector>
+
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -64,10 +65,11 @@ class PinnedPool {
   };
 
   uint64_t SizeFor(uint64_t bytes) const;
-  uint64_t Growth(uint64_t wanted);  // grow_mu_ is held
+  uint64_t Growth(uint64_t wanted) PS_REQUIRES(grow_mu_);
   void SetLimit(uint64_t limit);
-  char* Cut(uint64_t size);                 // mu_ is held; null: there is none
-  void PutBack(char* data, uint64_t size);  // mu_ is held; joins it with its free other half
+  char* Cut(uint64_t size) PS_REQUIRES(mu_);  // null: there is none
+  // Joins it with its free other half.
+  void PutBack(char* data, uint64_t size) PS_REQUIRES(mu_);
   void Return(char* data, uint64_t size);
   // Calls those who wait, as long as there are blocks for them.
   void ServeWaiters();
@@ -76,18 +78,17 @@ class PinnedPool {
   const uint64_t top_;  // bytes of the largest block
   const Allocate allocate_;
 
-  std::mutex grow_mu_;  // while a slab is pinned
-  uint64_t limit_;      // guarded by grow_mu_
-  uint64_t wanted_ = 0;
+  ps::Mutex grow_mu_;  // while a slab is pinned
+  uint64_t limit_ PS_GUARDED_BY(grow_mu_);
+  uint64_t wanted_ PS_GUARDED_BY(grow_mu_) = 0;
 
-  std::mutex mu_;
-  // Guarded by mu_:
-  std::map<char*, uint64_t> slabs_;           // and their bytes
-  std::map<uint64_t, std::set<char*>> free_;  // by size
-  std::deque<Waiter> waiters_;
-  bool serving_ = false;  // a thread is in ServeWaiters
-  uint64_t pinned_ = 0;
-  uint64_t in_use_ = 0;
+  ps::Mutex mu_;
+  std::map<char*, uint64_t> slabs_ PS_GUARDED_BY(mu_);           // and their bytes
+  std::map<uint64_t, std::set<char*>> free_ PS_GUARDED_BY(mu_);  // by size
+  std::deque<Waiter> waiters_ PS_GUARDED_BY(mu_);
+  bool serving_ PS_GUARDED_BY(mu_) = false;  // a thread is in ServeWaiters
+  uint64_t pinned_ PS_GUARDED_BY(mu_) = 0;
+  uint64_t in_use_ PS_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace core

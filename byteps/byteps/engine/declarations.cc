@@ -33,7 +33,7 @@ Declarations::Entry* Declarations::Find(const TensorSpec& spec) {
   Entry* entry = nullptr;
   bool is_new = false;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     entry = &entries_[id];
     is_new = !entry->tensor;
   }
@@ -42,7 +42,7 @@ Declarations::Entry* Declarations::Find(const TensorSpec& spec) {
     tensor->declaration = declaration;
     tensor->key = declaration.Key();
     tensor->layout = plan_->LayOut(declaration);
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     if (!entry->tensor) entry->tensor = std::move(tensor);
   }
   const Declaration& before = entry->tensor->declaration;
@@ -53,7 +53,7 @@ Declarations::Entry* Declarations::Find(const TensorSpec& spec) {
 
 std::vector<Declarations::Entry*> Declarations::ClaimNew(const std::vector<Entry*>& entries) {
   std::vector<Entry*> mine;
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   if (!failure_.empty()) throw Error(failure_);
   for (Entry* entry : entries) {
     if (entry->state != State::kNew) continue;
@@ -85,7 +85,7 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
   uint64_t first = 0;
   const int servers = plan_->num_servers();
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     exchange->unanswered = servers;
     first = last_message_ + 1;
     last_message_ += servers;
@@ -101,9 +101,9 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
 }
 
 void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
-  std::unique_lock<std::mutex> lock(mu_);
-  cond_.wait_for(lock, std::chrono::duration<double>(timeout_s_),
-                 [&] { return !failure_.empty() || exchange->unanswered == 0; });
+  ps::MutexLock lock(&mu_);
+  cond_.WaitFor(&mu_, std::chrono::duration<double>(timeout_s_),
+                [&]() PS_REQUIRES(mu_) { return !failure_.empty() || exchange->unanswered == 0; });
   std::vector<int> silent;
   for (auto it = messages_.begin(); it != messages_.end();) {
     const bool ours = it->second.first == exchange;
@@ -113,7 +113,7 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
   if (!failure_.empty()) throw Error(failure_);
   if (!exchange->error.empty()) throw Error(exchange->error);
   if (silent.empty()) return;
-  lock.unlock();
+  lock.Unlock();
   std::sort(silent.begin(), silent.end());
   const std::string more =
       exchange->count > 1 ? " and " + std::to_string(exchange->count - 1) + " more" : "";
@@ -124,17 +124,17 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
 
 void Declarations::SetState(const std::vector<Entry*>& entries, State state) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     for (Entry* entry : entries) entry->state = state;
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 bool Declarations::AwaitOthers(const std::vector<Entry*>& entries) {
-  std::unique_lock<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   const auto is_asked = [](const Entry* entry) { return entry->state == State::kAsked; };
   // Whoever asks gives up in time.
-  cond_.wait(lock, [&] {
+  cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || std::none_of(entries.begin(), entries.end(), is_asked);
   });
   if (!failure_.empty()) throw Error(failure_);
@@ -144,7 +144,7 @@ bool Declarations::AwaitOthers(const std::vector<Entry*>& entries) {
 
 void Declarations::OnAnswer(uint64_t number, const std::string& error) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     const auto it = messages_.find(number);
     if (it == messages_.end()) return;  // given up already
     Exchange* exchange = it->second.first.get();
@@ -152,24 +152,24 @@ void Declarations::OnAnswer(uint64_t number, const std::string& error) {
     --exchange->unanswered;
     messages_.erase(it);
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 void Declarations::Fail(const std::string& reason) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     if (failure_.empty()) failure_ = reason;
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 size_t Declarations::size() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return entries_.size();
 }
 
 size_t Declarations::unanswered() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return messages_.size();
 }
 

@@ -3,11 +3,9 @@
 #define BYTEPS_ENGINE_DECLARATIONS_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -16,6 +14,7 @@
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/engine/plan.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -79,13 +78,14 @@ class Declarations {
   Channel* const channel_;
   const double timeout_s_;
 
-  std::mutex mu_;
-  std::condition_variable cond_;  // an answer came, a state changed, or all failed
-  // Guarded by mu_:
-  std::string failure_;
-  std::map<std::string, Entry> entries_;  // by lowest rank and name; never erased
-  std::unordered_map<uint64_t, std::pair<std::shared_ptr<Exchange>, int>> messages_;  // and server
-  uint64_t last_message_ = 0;
+  ps::Mutex mu_;
+  ps::CondVar cond_;  // an answer came, a state changed, or all failed
+  std::string failure_ PS_GUARDED_BY(mu_);
+  std::map<std::string, Entry> entries_
+      PS_GUARDED_BY(mu_);  // by lowest rank and name; never erased
+  std::unordered_map<uint64_t, std::pair<std::shared_ptr<Exchange>, int>> messages_
+      PS_GUARDED_BY(mu_);  // and server
+  uint64_t last_message_ PS_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace core

@@ -148,7 +148,7 @@ void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
 }
 
 void Engine::Fail(const std::string& reason) {
-  std::lock_guard<std::mutex> lock(failing_mu_);
+  ps::MutexLock lock(&failing_mu_);
   if (!context_.operations.FailAll(reason)) return;
   declarations_.Fail(reason);
   for (const Task& task : context_.scheduler->Clear()) {

@@ -12,7 +12,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -22,6 +21,7 @@
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/puller.h"
 #include "byteps/engine/pusher.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -70,7 +70,7 @@ class Engine : public ChannelUser {
   Declarations declarations_;
   Pusher pusher_;
   Puller puller_;
-  std::mutex failing_mu_;  // held until all that failed is in the timeline
+  ps::Mutex failing_mu_;  // held until all that failed is in the timeline
   std::vector<std::thread> threads_;
 };
 

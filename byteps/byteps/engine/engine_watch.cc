@@ -4,6 +4,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/text.h"
 #include "byteps/engine/engine.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -30,7 +31,7 @@ void Engine::Watch() {
     }
   }
   // At once after a failure too, the process may be killed soon: but with all that failed.
-  std::lock_guard<std::mutex> lock(failing_mu_);
+  ps::MutexLock lock(&failing_mu_);
   context_.trace->Write();
 }
 

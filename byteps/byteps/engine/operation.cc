@@ -54,32 +54,32 @@ Operation::Part Operation::WantedOutput() const {
 }
 
 bool Operation::is_done() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return done_;
 }
 
 std::string Operation::error() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return error_;
 }
 
 void Operation::End(const std::string& error, DeviceMoment moment) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     done_ = true;
     error_ = error;
     landed_ = std::move(moment);
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 bool Operation::AwaitEnd(std::chrono::nanoseconds limit) {
-  std::unique_lock<std::mutex> lock(mu_);
-  return cond_.wait_for(lock, limit, [this] { return done_; });
+  ps::MutexLock lock(&mu_);
+  return cond_.WaitFor(&mu_, limit, [this]() PS_REQUIRES(mu_) { return done_; });
 }
 
 bool Operation::BeginWriting() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   if (done_) return false;
   ++writers_;
   return true;
@@ -87,31 +87,31 @@ bool Operation::BeginWriting() {
 
 void Operation::EndWriting() {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     --writers_;
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 void Operation::AwaitWriters() {
-  std::unique_lock<std::mutex> lock(mu_);
-  cond_.wait(lock, [this] { return writers_ == 0; });
+  ps::MutexLock lock(&mu_);
+  cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return writers_ == 0; });
 }
 
 DeviceMoment Operation::landed() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return landed_;
 }
 
 void Operation::SetUnsent(int server) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   if (unsent_ >= 0) return;
   unsent_ = server;
   unsent_since_ = Clock::now();
 }
 
 int Operation::unsent(std::chrono::nanoseconds* since) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   *since = Clock::now() - unsent_since_;
   return unsent_;
 }

@@ -4,10 +4,8 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -15,6 +13,7 @@
 #include "byteps/device/pinned_pool.h"
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/plan.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -125,15 +124,14 @@ class Operation {
   std::atomic<uint64_t> partitions_left_;
   std::atomic<bool> claimed_{false};
 
-  std::mutex mu_;
-  std::condition_variable cond_;
-  // Guarded by mu_:
-  bool done_ = false;
-  std::string error_;
-  int writers_ = 0;
-  DeviceMoment landed_;
-  int unsent_ = -1;
-  Clock::time_point unsent_since_;
+  ps::Mutex mu_;
+  ps::CondVar cond_;
+  bool done_ PS_GUARDED_BY(mu_) = false;
+  std::string error_ PS_GUARDED_BY(mu_);
+  int writers_ PS_GUARDED_BY(mu_) = 0;
+  DeviceMoment landed_ PS_GUARDED_BY(mu_);
+  int unsent_ PS_GUARDED_BY(mu_) = -1;
+  Clock::time_point unsent_since_ PS_GUARDED_BY(mu_);
 };
 using OperationPtr = std::shared_ptr<Operation>;
 

@@ -50,7 +50,7 @@ void OperationTrace::Slice(const Operation& operation, uint64_t index, int track
 
 void OperationTrace::BeginCopy(const Operation& operation) {
   if (operation.times.empty()) return;
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   ++copies_;
 }
 
@@ -63,9 +63,9 @@ void OperationTrace::CopySlice(const Operation& operation, uint64_t index, bool 
   std::call_once(copies.made, [&] { copies.track = AddTrack(copies.name); });
   tracer_->AddSlice(Traced(operation, index), copies.track, "copy", std::max(enqueued, before),
                     TraceArrow::kNone);
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   --copies_;
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 void OperationTrace::Row(const Operation& operation, uint64_t index, int64_t done) {
@@ -88,8 +88,8 @@ void OperationTrace::Row(const Operation& operation, uint64_t index, int64_t don
 void OperationTrace::Write() {
   if (!tracer_) return;
   {
-    std::unique_lock<std::mutex> lock(mu_);
-    cond_.wait_for(lock, kCopiesTake, [this] { return copies_ == 0; });
+    ps::MutexLock lock(&mu_);
+    cond_.WaitFor(&mu_, kCopiesTake, [this]() PS_REQUIRES(mu_) { return copies_ == 0; });
   }
   tracer_->Write(Role::kWorker, rank_);
 }

@@ -3,7 +3,6 @@
 #define BYTEPS_ENGINE_OPERATION_TRACE_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -11,6 +10,7 @@
 
 #include "byteps/engine/operation.h"
 #include "byteps/observe/trace.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -56,9 +56,9 @@ class OperationTrace {
   Copies to_host_;
   Copies to_device_;
 
-  std::mutex mu_;
-  std::condition_variable cond_;  // a copy was done
-  int copies_ = 0;                // under way; guarded by mu_
+  ps::Mutex mu_;
+  ps::CondVar cond_;                   // a copy was done
+  int copies_ PS_GUARDED_BY(mu_) = 0;  // under way
 };
 
 }  // namespace core

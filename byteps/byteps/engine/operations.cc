@@ -28,7 +28,7 @@ Operations::Operations(WorkerCounters* counters, SpeedMeter* speed)
 
 int64_t Operations::Begin(const OperationPtr& operation) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     if (failed_) throw Error(failure_);
     operation->handle = NextHandle();
     if (operation->tensor) {
@@ -38,12 +38,12 @@ int64_t Operations::Begin(const OperationPtr& operation) {
     }
     by_handle_[operation->handle] = operation;
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
   return operation->handle;
 }
 
 OperationPtr Operations::Find(int64_t handle) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   const auto it = by_handle_.find(handle);
   if (it == by_handle_.end()) ThrowNoSuchHandle(handle);
   return it->second;
@@ -51,7 +51,7 @@ OperationPtr Operations::Find(int64_t handle) {
 
 void Operations::Forget(int64_t handle) {
   OperationPtr last;  // goes without the lock
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   const auto it = by_handle_.find(handle);
   if (it == by_handle_.end()) ThrowNoSuchHandle(handle);
   last = std::move(it->second);
@@ -80,72 +80,73 @@ void Operations::Fail(const OperationPtr& operation, const std::string& error) {
 void Operations::Remove(const OperationPtr& operation) {
   bool idle = false;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     running_.erase(operation);
     idle = running_.empty();
   }
-  if (idle) cond_.notify_all();
+  if (idle) cond_.NotifyAll();
 }
 
 bool Operations::FailAll(const std::string& reason) {
   RunningSet running;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     if (failed_) return false;
     failed_ = true;
     failure_ = reason;
     running.swap(running_);
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
   for (const auto& operation : running) Fail(operation, reason);
   return true;
 }
 
 bool Operations::failed() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return failed_;
 }
 
 std::string Operations::failure() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return failure_;
 }
 
 void Operations::NoteError(const std::string& error) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   if (first_error_.empty()) first_error_ = error;
 }
 
 std::string Operations::first_error() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return first_error_;
 }
 
 std::vector<OperationPtr> Operations::Running() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return {running_.begin(), running_.end()};
 }
 
 size_t Operations::num_running() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return running_.size();
 }
 
 void Operations::AwaitIdle(double limit_s) {
-  std::unique_lock<std::mutex> lock(mu_);
-  cond_.wait_for(lock, std::chrono::duration<double>(limit_s),
-                 [this] { return failed_ || running_.empty(); });
+  ps::MutexLock lock(&mu_);
+  cond_.WaitFor(&mu_, std::chrono::duration<double>(limit_s),
+                [this]() PS_REQUIRES(mu_) { return failed_ || running_.empty(); });
 }
 
 bool Operations::AwaitWork() {
-  std::unique_lock<std::mutex> lock(mu_);
-  cond_.wait(lock, [this] { return failed_ || !running_.empty(); });
+  ps::MutexLock lock(&mu_);
+  cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return failed_ || !running_.empty(); });
   return !failed_;
 }
 
 bool Operations::Sleep(double seconds) {
-  std::unique_lock<std::mutex> lock(mu_);
-  return !cond_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return failed_; });
+  ps::MutexLock lock(&mu_);
+  return !cond_.WaitFor(&mu_, std::chrono::duration<double>(seconds),
+                        [this]() PS_REQUIRES(mu_) { return failed_; });
 }
 
 }  // namespace core

@@ -2,9 +2,7 @@
 #ifndef BYTEPS_ENGINE_OPERATIONS_H_
 #define BYTEPS_ENGINE_OPERATIONS_H_
 
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -13,6 +11,7 @@
 #include "byteps/engine/operation.h"
 #include "byteps/engine/speed.h"
 #include "byteps/observe/metrics.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -69,14 +68,13 @@ class Operations {
   WorkerCounters* const counters_;
   SpeedMeter* const speed_;
 
-  std::mutex mu_;
-  std::condition_variable cond_;  // something began, the last one ended, or the job failed
-  // Guarded by mu_:
-  bool failed_ = false;
-  std::string failure_;
-  std::string first_error_;
-  std::unordered_map<int64_t, OperationPtr> by_handle_;  // until waited for
-  RunningSet running_;
+  ps::Mutex mu_;
+  ps::CondVar cond_;  // something began, the last one ended, or the job failed
+  bool failed_ PS_GUARDED_BY(mu_) = false;
+  std::string failure_ PS_GUARDED_BY(mu_);
+  std::string first_error_ PS_GUARDED_BY(mu_);
+  std::unordered_map<int64_t, OperationPtr> by_handle_ PS_GUARDED_BY(mu_);  // until waited for
+  RunningSet running_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

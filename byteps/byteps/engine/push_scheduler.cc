@@ -36,7 +36,7 @@ void PushScheduler::Count(const Task& task) {
 
 void PushScheduler::Add(int priority, std::vector<Task> tasks) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     std::set<int> touched;
     for (auto& task : tasks) {
       const int server = task.server;
@@ -46,12 +46,12 @@ void PushScheduler::Add(int priority, std::vector<Task> tasks) {
     }
     for (const int server : touched) Update(server);
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 bool PushScheduler::AddOrTake(int priority, Task task) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     const int number = task.server;
     Server& server = servers_[number];
     const Order order{priority, sequence_++};
@@ -66,17 +66,17 @@ bool PushScheduler::AddOrTake(int priority, Task task) {
     ++queued_;
     Update(number);
   }
-  cond_.notify_one();
+  cond_.NotifyOne();
   return false;
 }
 
 void PushScheduler::Resume(Task task) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     const int priority = task.operation ? task.operation->request.priority : 0;
     resumed_.emplace(priority, std::move(task));
   }
-  cond_.notify_one();
+  cond_.NotifyOne();
 }
 
 Task PushScheduler::TakeFirst() {
@@ -91,8 +91,9 @@ Task PushScheduler::TakeFirst() {
 }
 
 bool PushScheduler::Take(Task* task) {
-  std::unique_lock<std::mutex> lock(mu_);
-  cond_.wait(lock, [this] { return closed_ || !going_.empty() || !resumed_.empty(); });
+  ps::MutexLock lock(&mu_);
+  cond_.Wait(&mu_,
+             [this]() PS_REQUIRES(mu_) { return closed_ || !going_.empty() || !resumed_.empty(); });
   if (closed_) return false;
   // New ones first: to begin a copy takes no time, and it goes on while another one is sent.
   if (!going_.empty()) {
@@ -101,24 +102,24 @@ bool PushScheduler::Take(Task* task) {
     *task = std::move(resumed_.begin()->second);
     resumed_.erase(resumed_.begin());
   }
-  if (!going_.empty() || !resumed_.empty()) cond_.notify_one();
+  if (!going_.empty() || !resumed_.empty()) cond_.NotifyOne();
   return true;
 }
 
 void PushScheduler::Return(int server, uint64_t bytes) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     servers_[server].under_way -= bytes;
     --under_way_;
     Update(server);
     if (!servers_[server].listed) return;
   }
-  cond_.notify_one();
+  cond_.NotifyOne();
 }
 
 std::vector<Task> PushScheduler::Clear() {
   std::vector<Task> tasks;
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   for (auto& server : servers_) {
     for (auto& entry : server.queue) tasks.push_back(std::move(entry.second));
     server.queue.clear();
@@ -131,19 +132,19 @@ std::vector<Task> PushScheduler::Clear() {
 
 void PushScheduler::Close() {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     closed_ = true;
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 size_t PushScheduler::queued() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return queued_;
 }
 
 size_t PushScheduler::under_way() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return under_way_;
 }
 

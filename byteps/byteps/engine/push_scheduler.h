@@ -17,16 +17,15 @@
 #ifndef BYTEPS_ENGINE_PUSH_SCHEDULER_H_
 #define BYTEPS_ENGINE_PUSH_SCHEDULER_H_
 
-#include <condition_variable>
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "byteps/engine/operation.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -79,26 +78,25 @@ class PushScheduler {
     std::optional<Order> listed;  // its first task is in going_
   };
 
-  // mu_ is held in all of these.
-  bool HasRoom(const Server& server, uint64_t bytes) const;
+  bool HasRoom(const Server& server, uint64_t bytes) const PS_REQUIRES(mu_);
   // Lists the server in going_ when its first task may go, and not otherwise.
-  void Update(int number);
-  Task TakeFirst();
-  void Count(const Task& task);
+  void Update(int number) PS_REQUIRES(mu_);
+  Task TakeFirst() PS_REQUIRES(mu_);
+  void Count(const Task& task) PS_REQUIRES(mu_);
 
   const uint64_t window_;
   const uint64_t least_window_;
 
-  std::mutex mu_;
-  std::condition_variable cond_;  // there may be something to take
-  // Guarded by mu_:
-  std::vector<Server> servers_;
-  std::set<std::pair<Order, int>> going_;  // the first tasks of servers that have room for them
-  std::multimap<int, Task, HigherFirst> resumed_;
-  bool closed_ = false;
-  uint64_t sequence_ = 0;
-  size_t queued_ = 0;
-  size_t under_way_ = 0;
+  ps::Mutex mu_;
+  ps::CondVar cond_;  // there may be something to take
+  std::vector<Server> servers_ PS_GUARDED_BY(mu_);
+  std::set<std::pair<Order, int>> going_
+      PS_GUARDED_BY(mu_);  // the first tasks of servers that have room for them
+  std::multimap<int, Task, HigherFirst> resumed_ PS_GUARDED_BY(mu_);
+  bool closed_ PS_GUARDED_BY(mu_) = false;
+  uint64_t sequence_ PS_GUARDED_BY(mu_) = 0;
+  size_t queued_ PS_GUARDED_BY(mu_) = 0;
+  size_t under_way_ PS_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace core

@@ -6,13 +6,13 @@ namespace byteps {
 namespace core {
 
 uint64_t Requests::Remember(Request request) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   by_number_.emplace(++last_, std::move(request));
   return last_;
 }
 
 bool Requests::Take(uint64_t number, Request* request) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   const auto it = by_number_.find(number);
   if (it == by_number_.end()) return false;
   *request = std::move(it->second);
@@ -21,7 +21,7 @@ bool Requests::Take(uint64_t number, Request* request) {
 }
 
 bool Requests::Peek(uint64_t number, Request* request) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   const auto it = by_number_.find(number);
   if (it == by_number_.end()) return false;
   *request = it->second;
@@ -29,7 +29,7 @@ bool Requests::Peek(uint64_t number, Request* request) {
 }
 
 bool Requests::KeepBlock(uint64_t number, PinnedBlock block) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   const auto it = by_number_.find(number);
   if (it == by_number_.end()) return false;
   it->second.block.swap(block);
@@ -38,19 +38,19 @@ bool Requests::KeepBlock(uint64_t number, PinnedBlock block) {
 
 std::vector<Request> Requests::All() {
   std::vector<Request> all;
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   for (const auto& entry : by_number_) all.push_back(entry.second);
   return all;
 }
 
 size_t Requests::size() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return by_number_.size();
 }
 
 void Requests::Clear() {
   std::unordered_map<uint64_t, Request> gone;  // goes without the lock
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   gone.swap(by_number_);
 }
 

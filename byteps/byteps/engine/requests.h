@@ -3,11 +3,11 @@
 #define BYTEPS_ENGINE_REQUESTS_H_
 
 #include <cstdint>
-#include <mutex>
 #include <unordered_map>
 #include <vector>
 
 #include "byteps/engine/operation.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -41,9 +41,9 @@ class Requests {
   void Clear();
 
  private:
-  std::mutex mu_;
-  uint64_t last_ = 0;                                // guarded by mu_
-  std::unordered_map<uint64_t, Request> by_number_;  // likewise
+  ps::Mutex mu_;
+  uint64_t last_ PS_GUARDED_BY(mu_) = 0;
+  std::unordered_map<uint64_t, Request> by_number_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

@@ -5,8 +5,9 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
-#include <mutex>
 #include <utility>
+
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -17,7 +18,7 @@ class SpeedMeter {
   // `bytes` of tensors were summed just now, which took since `started`.
   void Record(uint64_t bytes, std::chrono::steady_clock::time_point started) {
     const auto now = std::chrono::steady_clock::now();
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     samples_.push_back({started, now, bytes});
     Forget(now);
   }
@@ -26,7 +27,7 @@ class SpeedMeter {
   // operation of the last 10 s until now); 0 MB/s when there was none.
   std::pair<uint64_t, double> Get() {
     const auto now = std::chrono::steady_clock::now();
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     Forget(now);
     uint64_t bytes = 0;
     auto first = now;
@@ -47,14 +48,14 @@ class SpeedMeter {
     uint64_t bytes;
   };
 
-  void Forget(std::chrono::steady_clock::time_point now) {
+  void Forget(std::chrono::steady_clock::time_point now) PS_REQUIRES(mu_) {
     while (!samples_.empty() && now - samples_.front().finished > std::chrono::seconds(10)) {
       samples_.pop_front();
     }
   }
 
-  std::mutex mu_;
-  std::deque<Sample> samples_;
+  ps::Mutex mu_;
+  std::deque<Sample> samples_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

@@ -26,7 +26,7 @@ void Worker::Start(const Config& config, const Launch& launch, int num_servers,
   auto metrics_server = MetricsServer::Make(config, launch.local_rank, source);
   engine->Start();
   metrics_server_ = std::move(metrics_server);
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   engine_ = std::move(engine);
 }
 
@@ -35,12 +35,12 @@ void Worker::Stop(bool suspend, const std::string& failure) {
   if (!stopped) return;
   stopped->Stop(suspend, failure);
   metrics_server_.reset();
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   engine_.reset();
 }
 
 std::shared_ptr<Engine> Worker::engine() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   return engine_;
 }
 

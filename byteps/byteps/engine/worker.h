@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +15,7 @@
 #include "byteps/engine/speed.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/metrics_server.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -83,8 +83,8 @@ class Worker {
   SpeedMeter speed_;
   WorkerCounters counters_;
   std::unique_ptr<MetricsServer> metrics_server_;
-  std::mutex mu_;
-  std::shared_ptr<Engine> engine_;  // guarded by mu_
+  ps::Mutex mu_;
+  std::shared_ptr<Engine> engine_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

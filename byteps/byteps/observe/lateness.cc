@@ -6,7 +6,7 @@ namespace byteps {
 namespace core {
 
 void Lateness::Add(int rank, int64_t wait_ns) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   ++sums_;
   LateWorker& worker = workers_[static_cast<uint32_t>(rank)];
   worker.rank = static_cast<uint32_t>(rank);
@@ -17,7 +17,7 @@ void Lateness::Add(int rank, int64_t wait_ns) {
 void Lateness::Take(uint64_t* sums, std::vector<LateWorker>* worst) {
   std::unordered_map<uint32_t, LateWorker> workers;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     *sums = sums_;
     sums_ = 0;
     workers.swap(workers_);

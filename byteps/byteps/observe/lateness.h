@@ -3,11 +3,11 @@
 #define BYTEPS_OBSERVE_LATENESS_H_
 
 #include <cstdint>
-#include <mutex>
 #include <unordered_map>
 #include <vector>
 
 #include "byteps/observe/status_record.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -23,10 +23,9 @@ class Lateness {
   void Take(uint64_t* sums, std::vector<LateWorker>* worst);
 
  private:
-  std::mutex mu_;
-  // Guarded by mu_.
-  uint64_t sums_ = 0;
-  std::unordered_map<uint32_t, LateWorker> workers_;  // by rank
+  ps::Mutex mu_;
+  uint64_t sums_ PS_GUARDED_BY(mu_) = 0;
+  std::unordered_map<uint32_t, LateWorker> workers_ PS_GUARDED_BY(mu_);  // by rank
 };
 
 }  // namespace core

@@ -111,13 +111,13 @@ std::string AddressOf(const ps::Node& node) {
 }  // namespace
 
 void StatusBoard::Attach(const std::string& host, int port, std::function<ps::JobView()> view) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   address_ = JoinHostPort(host, port);
   view_ = std::move(view);
 }
 
 void StatusBoard::Detach() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   if (view_) last_view_ = view_();
   view_ = nullptr;
 }
@@ -133,7 +133,7 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
   const bool worker = node_id % 2 == ps::Postoffice::WorkerRankToID(0) % 2;
   const std::string who =
       (worker ? "worker " : "server ") + std::to_string(ps::Postoffice::IDtoRank(node_id));
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   Entry& entry = entries_[node_id];
   if (!readable || (record.role == Role::kWorker) != worker) {
     if (!entry.unreadable) {
@@ -163,7 +163,7 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
 }
 
 void StatusBoard::OnIncarnation() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   entries_.clear();
 }
 
@@ -200,7 +200,7 @@ StatusBoard::Slowest StatusBoard::FindSlowest(const std::vector<Row>& rows) {
 }
 
 StatusBoard::Snapshot StatusBoard::Look() {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   const ps::LoggedProblem own = ps::LastLoggedProblem();
   if (own.count > own_problems_) {
     own_problems_ = own.count;

@@ -7,13 +7,13 @@
 #include <deque>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "byteps/observe/status_record.h"
 #include "ps/membership.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -82,21 +82,19 @@ class StatusBoard {
   };
 
   Snapshot Look();
-  // mu_ is held.
-  void NoteProblem(Problem problem);
+  void NoteProblem(Problem problem) PS_REQUIRES(mu_);
   static Slowest FindSlowest(const std::vector<Row>& rows);
 
   const std::string version_;
   const double patience_s_;
   const Clock::time_point begin_ = Clock::now();
-  std::mutex mu_;
-  // Guarded by mu_.
-  std::string address_;
+  ps::Mutex mu_;
+  std::string address_ PS_GUARDED_BY(mu_);
   std::function<ps::JobView()> view_;
-  ps::JobView last_view_;
-  std::map<int, Entry> entries_;  // by node id
-  std::deque<Problem> problems_;  // the newest first
-  uint64_t own_problems_ = 0;
+  ps::JobView last_view_ PS_GUARDED_BY(mu_);
+  std::map<int, Entry> entries_ PS_GUARDED_BY(mu_);  // by node id
+  std::deque<Problem> problems_ PS_GUARDED_BY(mu_);  // the newest first
+  uint64_t own_problems_ PS_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace core

@@ -138,7 +138,7 @@ Tracer::Tracer(const Config& config)
 }
 
 int Tracer::AddThread(const std::string& name) {
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   threads_.push_back(name);
   return static_cast<int>(threads_.size());
 }
@@ -152,7 +152,7 @@ void Tracer::AddRow(const TracedPartition& partition, int64_t begin,
     row.stages.push_back(stage);
     if (row.failed) break;
   }
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   if (rows_.size() < limit_) {
     rows_.push_back(std::move(row));
   } else {
@@ -163,7 +163,7 @@ void Tracer::AddRow(const TracedPartition& partition, int64_t begin,
 void Tracer::AddSlice(const TracedPartition& partition, int thread, const char* name, int64_t begin,
                       TraceArrow arrow) {
   const Slice slice{partition, thread, name, begin, SteadyNs(), arrow};
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   if (slices_.size() < limit_) slices_.push_back(slice);
 }
 
@@ -198,7 +198,7 @@ std::string Tracer::Json(Role role, int rank) const {
 
 void Tracer::Write(Role role, int rank) {
   static int written_before = 0;  // by this process; its jobs end one after the other
-  std::lock_guard<std::mutex> lock(mu_);
+  ps::MutexLock lock(&mu_);
   if (written_) return;
   written_ = true;
   const int number = ++written_before;

@@ -12,13 +12,13 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "byteps/base/config.h"
 #include "byteps/base/role.h"
 #include "byteps/base/steady_time.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -88,7 +88,7 @@ class Tracer {
 
   explicit Tracer(const Config& config);
 
-  std::string Json(Role role, int rank) const;
+  std::string Json(Role role, int rank) const PS_REQUIRES(mu_);
 
   const std::string folder_;
   const uint32_t first_round_;
@@ -96,13 +96,12 @@ class Tracer {
   const size_t limit_;
   const int64_t real_minus_steady_;  // ns
 
-  std::mutex mu_;
-  // Guarded by mu_:
-  bool written_ = false;
-  uint64_t dropped_ = 0;
-  std::vector<std::string> threads_;
-  std::vector<Row> rows_;
-  std::vector<Slice> slices_;
+  ps::Mutex mu_;
+  bool written_ PS_GUARDED_BY(mu_) = false;
+  uint64_t dropped_ PS_GUARDED_BY(mu_) = 0;
+  std::vector<std::string> threads_ PS_GUARDED_BY(mu_);
+  std::vector<Row> rows_ PS_GUARDED_BY(mu_);
+  std::vector<Slice> slices_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

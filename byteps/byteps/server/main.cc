@@ -1,6 +1,7 @@
 // byteps-server: the scheduler and the servers of a cluster, without Python.
 #include <fcntl.h>
 #include <getopt.h>
+#include <malloc.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -15,7 +16,6 @@
 #include <cstring>
 #include <fstream>
 #include <iostream>
-#include <mutex>
 #include <string>
 #include <thread>
 
@@ -31,6 +31,7 @@
 #include "ps/auth.h"
 #include "ps/log_line.h"
 #ifdef BYTEPS_WITH_RDMA
+#include "ps/mutex.h"
 #include "ps/verbs_library.h"
 #endif
 
@@ -91,10 +92,10 @@ struct Arguments {
 
 // What the handlers tell the main thread, which sleeps on `fd`.
 struct Outcome {
-  std::mutex mu;
-  bool ended = false;
-  bool suspended = false;
-  std::string failure;
+  ps::Mutex mu;
+  bool ended PS_GUARDED_BY(mu) = false;
+  bool suspended PS_GUARDED_BY(mu) = false;
+  std::string failure PS_GUARDED_BY(mu);
 };
 
 int wake_fd = -1;
@@ -153,20 +154,20 @@ class HealthReport {
 
   // `server`: null of a scheduler.
   void Joined(int rank, Server* server) {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     rank_ = rank;
     joined_ = true;
     server_ = server;
   }
   // To be called before the server is destroyed.
   void Left() {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     joined_ = false;
     server_ = nullptr;
   }
 
   std::string Describe() {
-    std::lock_guard<std::mutex> lock(mu_);
+    ps::MutexLock lock(&mu_);
     std::string text = NameOf(role_);
     if (!joined_) return text + " waits for the job to gather";
     if (role_ == Role::kServer) text += " " + std::to_string(rank_);
@@ -184,17 +185,17 @@ class HealthReport {
 
  private:
   const Role role_;
-  std::mutex mu_;
-  int rank_ = -1;
-  bool joined_ = false;
-  Server* server_ = nullptr;
+  ps::Mutex mu_;
+  int rank_ PS_GUARDED_BY(mu_) = -1;
+  bool joined_ PS_GUARDED_BY(mu_) = false;
+  Server* server_ PS_GUARDED_BY(mu_) = nullptr;
 };
 
 // Sleeps until the job has an outcome or a signal came.
 void WaitForOutcome(Outcome* outcome) {
   while (true) {
     {
-      std::lock_guard<std::mutex> lock(outcome->mu);
+      ps::MutexLock lock(&outcome->mu);
       if (outcome->ended || !outcome->failure.empty() || caught_signal != 0) return;
     }
     pollfd item{wake_fd, POLLIN, 0};
@@ -234,7 +235,7 @@ class Node : public ChannelUser {
                            std::to_string(event.next_incarnation));
       return;
     }
-    std::lock_guard<std::mutex> lock(outcome_->mu);
+    ps::MutexLock lock(&outcome_->mu);
     if (event.kind == ps::MembershipEvent::kFailed && outcome_->failure.empty())
       outcome_->failure = event.reason;
     // The scheduler stays for those who come back.
@@ -261,7 +262,7 @@ void EndByOrder(const Config& config, Server* server, Session* session, Outcome*
                         std::chrono::duration<double>(config.Float("BYTEPS_STOP_TIMEOUT_S"));
   const int signals = signal_count;
   const auto over = [outcome] {
-    std::lock_guard<std::mutex> lock(outcome->mu);
+    ps::MutexLock lock(&outcome->mu);
     return outcome->ended || !outcome->failure.empty();
   };
   bool drained = server == nullptr || server->OpenRounds() == 0;
@@ -274,6 +275,14 @@ void EndByOrder(const Config& config, Server* server, Session* session, Outcome*
   session->StopByOrder(std::string("stopped by order (") +
                        (caught_signal == SIGINT ? "SIGINT" : "SIGTERM") + ")" +
                        (drained ? "" : " before the sums under way were complete"));
+}
+
+// What the last incarnation has used goes back to the kernel.  The C library would keep it, in the
+// arenas of threads that are gone, and the threads of this one may get other arenas.
+void ReturnMemory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
 }
 
 // Serves one job.  Throws JobFailedError when it fails, another Error when it cannot be joined.
@@ -298,6 +307,7 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
   SetSignalHandlers(SIG_DFL);
   if (caught_signal != 0) return;  // after the last job, before this one
   session.Start(&node);
+  if (rejoin) ReturnMemory();  // only now is the last session's transport gone
   if (server) server->SetRank(session.rank());
   health->Joined(session.rank(), server.get());
   const struct Leaver {
@@ -319,7 +329,7 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
   }
   if (board != nullptr) board->Detach();
   session.Stop();
-  std::lock_guard<std::mutex> lock(outcome->mu);
+  ps::MutexLock lock(&outcome->mu);
   if (!outcome->failure.empty()) throw JobFailedError(outcome->failure);
 }
 
@@ -387,6 +397,7 @@ int Serve(const Arguments& arguments) {
       continue;
     }
     if (caught_signal != 0) return 128 + caught_signal;
+    ps::MutexLock lock(&outcome.mu);
     if (!outcome.suspended) return 0;
   }
 }

@@ -17,7 +17,6 @@ namespace {
 
 // A worker that is further ahead than this has lost count.
 constexpr uint32_t kMaxRoundsAhead = 4096;
-constexpr auto kScanInterval = std::chrono::milliseconds(250);
 
 std::string Hex(uint64_t x) {
   char text[32];
@@ -78,7 +77,7 @@ std::vector<Metric> Server::Metrics() {
   ServerGauges gauges;
   gauges.open_rounds = OpenRounds();
   {
-    std::shared_lock<std::shared_mutex> lock(mu_);
+    ps::ReaderLock lock(&mu_);
     gauges.state_bytes = state_memory_.promised();
   }
   for (auto& engine : engines_) {
@@ -98,7 +97,7 @@ std::string Server::Report() {
   record.running = OpenRounds();
   record.tensors = counters_.declared_tensors.Get();
   {
-    std::shared_lock<std::shared_mutex> lock(mu_);
+    ps::ReaderLock lock(&mu_);
     record.keys = partitions_.size();
   }
   for (auto& engine : engines_) record.queued += engine->queue.Size();
@@ -157,7 +156,7 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
            "': " + declaration.Describe();
   }
   const uint64_t key = declaration.Key();
-  std::unique_lock<std::shared_mutex> lock(mu_);
+  ps::WriterLock lock(&mu_);
   if (declaration.rule && tensors_.count(key) == 0) {
     const std::string refusal = state_memory_.Promise(declaration, channel_->rank());
     if (!refusal.empty()) return refusal;
@@ -226,19 +225,20 @@ bool Server::HasForm(const ps::Message& msg, const Declaration& declaration, uin
 void Server::OnRequest(ps::Message* msg) {
   const uint64_t index = msg->meta.key & (kMaxPartitions - 1);
   Task task;
+  const Tensor* tensor = nullptr;
+  std::string error;
   {
-    std::shared_lock<std::shared_mutex> lock(mu_);
+    ps::ReaderLock lock(&mu_);
     const auto it = tensors_.find(msg->meta.key - index);
-    const Tensor* tensor = it == tensors_.end() ? nullptr : it->second.get();
-    const std::string error = Refusal(*msg, tensor, index);
+    if (it != tensors_.end()) tensor = it->second.get();
+    error = Refusal(*msg, tensor, index);
     const auto partition = partitions_.find(msg->meta.key);
     if (partition != partitions_.end()) task.partition = partition->second.get();
-    lock.unlock();
-    if (!error.empty()) return Refuse(*msg, error);
-    if (task.partition == nullptr) {
-      std::unique_lock<std::shared_mutex> alone(mu_);
-      task.partition = FindOrMake(*tensor, msg->meta.key);
-    }
+  }
+  if (!error.empty()) return Refuse(*msg, error);
+  if (task.partition == nullptr) {
+    ps::WriterLock lock(&mu_);
+    task.partition = FindOrMake(*tensor, msg->meta.key);
   }
   task.msg = std::move(*msg);
   task.received = SteadyNs();
@@ -288,18 +288,16 @@ void Server::Answer(const Caller& caller, uint64_t key, const std::string& error
 
 void Server::Run(Engine* engine) {
   Task task;
-  auto next_scan = Clock::now() + kScanInterval;
   while (true) {
     bool timed_out = false;
     // By the clock: there may be no moment without work.
-    if (engine->open_rounds > 0 && Clock::now() >= next_scan) {
-      FailLateRounds(engine);
-      next_scan = Clock::now() + kScanInterval;
-    }
+    FailLateRounds(engine);
     // Nothing can be late while no round is open: sleep until there is work.
-    const bool got = engine->open_rounds > 0
-                         ? engine->queue.PopFor(&task, kScanInterval, &timed_out)
-                         : engine->queue.Pop(&task);
+    const bool got =
+        engine->open.empty()
+            ? engine->queue.Pop(&task)
+            : engine->queue.PopFor(&task, std::get<0>(engine->open.begin()->first) - Clock::now(),
+                                   &timed_out);
     if (!got) {
       if (!timed_out) return;
       continue;
@@ -368,8 +366,9 @@ Server::Round* Server::FindRound(Engine* engine, Partition* partition, const Pus
     round.started = Clock::now();
     round.timeout_s = header.timeout_ms / 1000.0;
     round.deadline = round.started + std::chrono::milliseconds(header.timeout_ms);
-    partition->rounds.push_back(std::move(round));
+    engine->open.emplace(DeadlineOf(*partition, round), partition);
     ++engine->open_rounds;
+    partition->rounds.push_back(std::move(round));
   }
   return &partition->rounds[ahead];
 }
@@ -501,9 +500,18 @@ bool Server::AddsWide(DType t) const {
 void Server::Finish(Engine* engine, Partition* partition, Round* round) {
   counters_.sums.Add();
   counters_.round_wait_seconds.Observe(round->last_added - round->first_taken);
-  round->done = true;
-  --engine->open_rounds;
+  SetDone(engine, *partition, round);
   Deliver(partition, round);
+}
+
+Server::Deadline Server::DeadlineOf(const Partition& partition, const Round& round) {
+  return {round.deadline, partition.key, round.number};
+}
+
+void Server::SetDone(Engine* engine, const Partition& partition, Round* round) {
+  round->done = true;
+  engine->open.erase(DeadlineOf(partition, *round));
+  --engine->open_rounds;
 }
 
 void Server::Deliver(Partition* partition, Round* round) {
@@ -534,8 +542,7 @@ void Server::FailRound(Engine* engine, Partition* partition, Round* round,
   round->waiting.clear();
   engine->scratch.Return(std::move(round->wide));
   round->sum = ps::SArray<char>();
-  round->done = true;
-  --engine->open_rounds;
+  SetDone(engine, *partition, round);
 }
 
 void Server::DropDoneRounds(Partition* partition) {
@@ -592,21 +599,23 @@ std::string Server::MissingRanks(const Partition& partition, const Round& round)
 }
 
 void Server::FailLateRounds(Engine* engine) {
+  if (engine->open.empty()) return;
   const auto now = Clock::now();
-  for (Partition* partition : engine->partitions) {
+  while (!engine->open.empty()) {
+    const auto& [deadline, key, number] = engine->open.begin()->first;
+    if (now < deadline) return;
+    Partition* const partition = engine->open.begin()->second;
     const Declaration& declaration = partition->tensor->declaration;
-    for (auto& round : partition->rounds) {
-      if (round.done || now < round.deadline) continue;
-      char limit[96];
-      snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_OP_TIMEOUT_S=%g)",
-               std::chrono::duration<double>(now - round.started).count(), round.timeout_s);
-      FailRound(engine, partition, &round,
-                "push_pull of '" + declaration.name + "' timed out: partition " +
-                    std::to_string(partition->index) + ", key " + Hex(partition->key) + ", " +
-                    std::to_string(declaration.PartitionSize(partition->index)) +
-                    " bytes, still lacks the push of " + MissingRanks(*partition, round) +
-                    " after " + limit);
-    }
+    Round* const round = &partition->rounds[number - partition->first_round];
+    char limit[96];
+    snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_OP_TIMEOUT_S=%g)",
+             std::chrono::duration<double>(now - round->started).count(), round->timeout_s);
+    FailRound(engine, partition, round,
+              "push_pull of '" + declaration.name + "' timed out: partition " +
+                  std::to_string(partition->index) + ", key " + Hex(partition->key) + ", " +
+                  std::to_string(declaration.PartitionSize(partition->index)) +
+                  " bytes, still lacks the push of " + MissingRanks(*partition, *round) +
+                  " after " + limit);
     DropDoneRounds(partition);
   }
 }

@@ -22,9 +22,9 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <shared_mutex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -39,6 +39,7 @@
 #include "byteps/server/optimizer/state_memory.h"
 #include "byteps/server/scratch.h"
 #include "ps/internal/message.h"
+#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -137,11 +138,15 @@ class Server {
     std::string reason;
   };
 
+  // By deadline; then by partition, and by round, so that the order is the same in each process.
+  using Deadline = std::tuple<Clock::time_point, uint64_t, uint32_t>;
+
   struct Engine {
     BlockingQueue<Task> queue;
     std::vector<Partition*> partitions;
-    std::map<int, std::string> gone;  // rank -> why
-    std::atomic<size_t> open_rounds{0};
+    std::map<Deadline, Partition*> open;  // the rounds that are not done
+    std::map<int, std::string> gone;      // rank -> why
+    std::atomic<size_t> open_rounds{0};   // how many these are
     Scratch scratch;
     int track = 0;  // of the timeline
     std::thread thread;
@@ -159,8 +164,7 @@ class Server {
   static bool HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index);
   static bool HasFormOfUpdate(const ps::Message& msg, const Declaration& declaration,
                               uint64_t index);
-  // mu_ is held.
-  Partition* FindOrMake(const Tensor& tensor, uint64_t key);
+  Partition* FindOrMake(const Tensor& tensor, uint64_t key) PS_REQUIRES(mu_);
   void Refuse(const ps::Message& request, const std::string& error);
 
   // Engine threads.
@@ -187,6 +191,8 @@ class Server {
                   ps::SArray<char> values);
   bool AddsWide(DType t) const;
   void Finish(Engine* engine, Partition* partition, Round* round);
+  static Deadline DeadlineOf(const Partition& partition, const Round& round);
+  static void SetDone(Engine* engine, const Partition& partition, Round* round);
   // Sends the sum to those who wait for it; gives it up once every member has it.
   void Deliver(Partition* partition, Round* round);
   void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason);
@@ -208,15 +214,15 @@ class Server {
   std::atomic<int> rank_{-1};
   ServerCounters counters_;
   Lateness lateness_;
-  StateMemory state_memory_;        // guarded by mu_
   std::unique_ptr<Tracer> tracer_;  // null: nothing is traced
-  std::shared_mutex mu_;
-  // Guarded by mu_; what they point to stays.  A tensor changes with mu_ held alone, a partition
+  ps::SharedMutex mu_;
+  StateMemory state_memory_ PS_GUARDED_BY(mu_);
+  // What they point to stays.  A tensor changes with mu_ held alone, a partition
   // in its engine thread.
-  std::unordered_map<uint64_t, std::unique_ptr<Tensor>> tensors_;        // by tensor key
-  std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_;  // by partition key
-  size_t next_engine_ = 0;
-  std::vector<std::unique_ptr<Engine>> engines_;
+  std::unordered_map<uint64_t, std::unique_ptr<Tensor>> tensors_ PS_GUARDED_BY(mu_);  // by key
+  std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_ PS_GUARDED_BY(mu_);
+  size_t next_engine_ PS_GUARDED_BY(mu_) = 0;
+  std::vector<std::unique_ptr<Engine>> engines_;  // always the same
 };
 
 }  // namespace core

@@ -1,10 +1,11 @@
 // A worker without Python: sums tensors over a real job and checks every value.
 //
-//   sum_worker [--rounds N] [--tensors N] [--bytes N] [--seed N] [--pause-ms N]
+//   sum_worker [--rounds N] [--tensors N] [--bytes N] [--seed N] [--pause-ms N] [--salt N]
 //
 // Settings come from the environment, as for any worker.  Each round sums all tensors at once.
-// The inputs differ by rank, tensor, element and round, and are whole numbers, so that each sum is
-// known exactly.
+// The inputs differ by rank, tensor, element, round and salt, and are whole numbers, so that each
+// sum is known exactly.  The salt is that of an incarnation of the job: what another one pushed
+// would show.
 //
 // Exit status: 0 all sums were right; 1 the job failed, the last line says why; 2 bad usage;
 // 3 a sum was not there in time, nor failed; 4 a sum was wrong.
@@ -42,6 +43,7 @@ struct Options {
   long bytes = 40'000;
   int seed = 1;
   int pause_ms = 0;
+  int salt = 0;
 };
 
 struct Tensor {
@@ -50,14 +52,14 @@ struct Tensor {
 };
 
 // Sums of 64 of them are exact in fp32.
-float InputOf(uint64_t rank, uint64_t tensor, uint64_t round, uint64_t index) {
-  return static_cast<float>((rank * 7919 + tensor * 104729 + round * 1299709 + index * 31) %
-                            200'003);
+float InputOf(uint64_t salt, uint64_t rank, uint64_t tensor, uint64_t round, uint64_t index) {
+  return static_cast<float>(
+      (salt * 611953 + rank * 7919 + tensor * 104729 + round * 1299709 + index * 31) % 200'003);
 }
 
-float SumOf(int size, uint64_t tensor, uint64_t round, uint64_t index) {
+float SumOf(uint64_t salt, int size, uint64_t tensor, uint64_t round, uint64_t index) {
   float sum = 0;
-  for (int rank = 0; rank < size; ++rank) sum += InputOf(rank, tensor, round, index);
+  for (int rank = 0; rank < size; ++rank) sum += InputOf(salt, rank, tensor, round, index);
   return sum;
 }
 
@@ -107,7 +109,9 @@ class Job {
     std::vector<std::pair<int, int64_t>> handles;
     for (int i = 0; i < options_.tensors; ++i) {
       auto& values = tensors_[i].values;
-      for (size_t k = 0; k < values.size(); ++k) values[k] = InputOf(launch_.rank, i, round, k);
+      for (size_t k = 0; k < values.size(); ++k) {
+        values[k] = InputOf(options_.salt, launch_.rank, i, round, k);
+      }
       PushPullRequest request;
       request.tensor = SpecOf(tensors_[i]);
       request.input = request.output = values.data();
@@ -129,7 +133,7 @@ class Job {
   bool IsRight(int i, int round) const {
     const auto& values = tensors_[i].values;
     for (size_t k = 0; k < values.size(); ++k) {
-      const float wanted = SumOf(launch_.size, i, round, k);
+      const float wanted = SumOf(options_.salt, launch_.size, i, round, k);
       if (values[k] == wanted) continue;
       fprintf(stderr, "wrong sum: tensor %d, round %d, element %zu is %.1f, not %.1f\n", i, round,
               k, values[k], wanted);
@@ -147,16 +151,20 @@ class Job {
 
 int Main(int argc, char** argv) {
   Options options;
-  const option names[] = {
-      {"rounds", required_argument, nullptr, 'r'},   {"tensors", required_argument, nullptr, 't'},
-      {"bytes", required_argument, nullptr, 'b'},    {"seed", required_argument, nullptr, 's'},
-      {"pause-ms", required_argument, nullptr, 'p'}, {nullptr, 0, nullptr, 0}};
+  const option names[] = {{"rounds", required_argument, nullptr, 'r'},
+                          {"tensors", required_argument, nullptr, 't'},
+                          {"bytes", required_argument, nullptr, 'b'},
+                          {"seed", required_argument, nullptr, 's'},
+                          {"pause-ms", required_argument, nullptr, 'p'},
+                          {"salt", required_argument, nullptr, 'x'},
+                          {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", names, nullptr)) != -1;) {
     if (c == 'r') options.rounds = atoi(optarg);
     if (c == 't') options.tensors = atoi(optarg);
     if (c == 'b') options.bytes = atol(optarg);
     if (c == 's') options.seed = atoi(optarg);
     if (c == 'p') options.pause_ms = atoi(optarg);
+    if (c == 'x') options.salt = atoi(optarg);
     if (c == '?') return kUsage;
   }
   if (optind < argc) {

@@ -1,16 +1,15 @@
 #include "ps/endpoint_counters.h"
 
-#include <mutex>
-
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace {
 
-std::mutex mu;
-// Never destroyed: threads may read it while the process ends.  Guarded by mu.
-auto* const endpoints = new std::vector<std::shared_ptr<EndpointCounters>>();
+Mutex mu;
+// Never destroyed: threads may read it while the process ends.
+auto* const endpoints PS_PT_GUARDED_BY(mu) = new std::vector<std::shared_ptr<EndpointCounters>>();
 
 std::string NameOf(int node_id) {
   if (node_id < 0 || node_id == Node::kEmpty) return "";
@@ -22,18 +21,18 @@ std::string NameOf(int node_id) {
 
 std::shared_ptr<EndpointCounters> NewEndpointCounters(const std::string& plane, int index) {
   auto counters = std::make_shared<EndpointCounters>(plane, index);
-  std::lock_guard<std::mutex> lock(mu);
+  MutexLock lock(&mu);
   endpoints->push_back(counters);
   return counters;
 }
 
 void ForgetEndpointCounters() {
-  std::lock_guard<std::mutex> lock(mu);
+  MutexLock lock(&mu);
   endpoints->clear();
 }
 
 std::vector<EndpointReading> ReadEndpointCounters() {
-  std::lock_guard<std::mutex> lock(mu);
+  MutexLock lock(&mu);
   std::vector<EndpointReading> readings;
   for (const auto& e : *endpoints) {
     readings.push_back({NameOf(e->peer), e->plane, e->index, e->messages_sent, e->bytes_sent,

@@ -7,10 +7,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <sstream>
 
 #include "ps/json_text.h"
+#include "ps/mutex.h"
 #include "ps/utc_text.h"
 
 namespace ps {
@@ -33,11 +33,10 @@ struct Log {
   const bool json = Says("BYTEPS_LOG_FORMAT", "json");
   const bool hide_time = Says("BYTEPS_LOG_HIDE_TIME", "1");
   const std::string host = HostName();
-  std::mutex mu;
-  // Guarded by mu.
-  std::string role = "-";
-  int rank = -1;
-  LoggedProblem problem;
+  Mutex mu;
+  std::string role PS_GUARDED_BY(mu) = "-";
+  int rank PS_GUARDED_BY(mu) = -1;
+  LoggedProblem problem PS_GUARDED_BY(mu);
 };
 
 Log* TheLog() {
@@ -81,7 +80,7 @@ void WriteAll(const std::string& bytes) {
 
 void SetLogIdentity(const std::string& role, int rank) {
   Log* log = TheLog();
-  std::lock_guard<std::mutex> lock(log->mu);
+  MutexLock lock(&log->mu);
   log->role = role;
   log->rank = rank;
 }
@@ -95,7 +94,7 @@ void WriteLogLine(char severity, const char* file, int line, const std::string& 
   const std::string source =
       std::string(slash != nullptr ? slash + 1 : file) + ":" + std::to_string(line);
 
-  std::lock_guard<std::mutex> lock(log->mu);
+  MutexLock lock(&log->mu);
   if (severity == 'W' || severity == 'E' || severity == 'F') {
     ++log->problem.count;
     log->problem.unix_ms = us / 1000;
@@ -122,7 +121,7 @@ void WriteLogLine(char severity, const char* file, int line, const std::string& 
 
 LoggedProblem LastLoggedProblem() {
   Log* log = TheLog();
-  std::lock_guard<std::mutex> lock(log->mu);
+  MutexLock lock(&log->mu);
   return log->problem;
 }
 

@@ -3,8 +3,9 @@
 #include <atomic>
 #include <iterator>
 #include <map>
-#include <mutex>
 #include <vector>
+
+#include "ps/mutex.h"
 
 namespace ps {
 namespace {
@@ -13,23 +14,22 @@ struct Allocation {
   uint64_t number = 0;
   uintptr_t begin = 0;
   size_t bytes = 0;
-  std::mutex mu;  // registering takes long, and others need not wait for it
-  // Guarded by mu:
-  RegistrationCache::Registration registration;
-  bool tried = false;
+  Mutex mu;  // registering takes long, and others need not wait for it
+  RegistrationCache::Registration registration PS_GUARDED_BY(mu);
+  bool tried PS_GUARDED_BY(mu) = false;
 };
 using AllocationPtr = std::shared_ptr<Allocation>;
 
 // Never destroyed: memory may be freed while the process ends.
-std::mutex* const mu = new std::mutex();
-// Guarded by mu; by address; none overlaps another.
-auto* const allocations = new std::map<uintptr_t, AllocationPtr>();
-uint64_t last_number = 0;
+Mutex* const mu = new Mutex();
+// By address; none overlaps another.
+auto* const allocations PS_PT_GUARDED_BY(mu) = new std::map<uintptr_t, AllocationPtr>();
+uint64_t last_number PS_GUARDED_BY(mu) = 0;
 
 std::atomic<uint64_t> registrations{0};
 
 // The first allocation that ends after `address`.
-std::map<uintptr_t, AllocationPtr>::iterator FirstBeyond(uintptr_t address) {
+std::map<uintptr_t, AllocationPtr>::iterator FirstBeyond(uintptr_t address) PS_REQUIRES(mu) {
   auto it = allocations->upper_bound(address);
   if (it == allocations->begin()) return it;
   auto before = std::prev(it);
@@ -43,7 +43,7 @@ uint64_t RegistrationCache::Add(const void* address, size_t bytes) {
   added->begin = reinterpret_cast<uintptr_t>(address);
   added->bytes = bytes;
   std::vector<AllocationPtr> forgotten;  // deregistered without the lock
-  std::lock_guard<std::mutex> lock(*mu);
+  MutexLock lock(mu);
   added->number = ++last_number;
   if (bytes == 0) return added->number;
   auto it = FirstBeyond(added->begin);
@@ -57,7 +57,7 @@ uint64_t RegistrationCache::Add(const void* address, size_t bytes) {
 
 void RegistrationCache::Remove(uint64_t number) {
   AllocationPtr removed;
-  std::lock_guard<std::mutex> lock(*mu);
+  MutexLock lock(mu);
   for (auto it = allocations->begin(); it != allocations->end(); ++it) {
     if (it->second->number != number) continue;
     removed = std::move(it->second);
@@ -71,19 +71,20 @@ RegistrationCache::Registration RegistrationCache::Find(const void* address, siz
   const auto begin = reinterpret_cast<uintptr_t>(address);
   AllocationPtr found;
   {
-    std::lock_guard<std::mutex> lock(*mu);
+    MutexLock lock(mu);
     const auto it = FirstBeyond(begin);
     if (it == allocations->end() || it->first > begin) return nullptr;
     found = it->second;
   }
   const size_t offset = begin - found->begin;
   if (bytes > found->bytes - offset) return nullptr;
-  std::unique_lock<std::mutex> lock(found->mu, std::defer_lock);
   if (!make) {
-    // Who holds it may be registering.
-    return lock.try_lock() ? found->registration : nullptr;
+    if (!found->mu.TryLock()) return nullptr;  // who holds it may be registering
+    const Registration registration = found->registration;
+    found->mu.Unlock();
+    return registration;
   }
-  lock.lock();
+  MutexLock lock(&found->mu);
   if (!found->tried) {
     found->tried = true;
     found->registration = make(reinterpret_cast<const void*>(found->begin), found->bytes);
@@ -94,11 +95,11 @@ RegistrationCache::Registration RegistrationCache::Find(const void* address, siz
 void RegistrationCache::ForgetRegistrations() {
   std::vector<AllocationPtr> all;
   {
-    std::lock_guard<std::mutex> lock(*mu);
+    MutexLock lock(mu);
     for (const auto& entry : *allocations) all.push_back(entry.second);
   }
   for (const auto& allocation : all) {
-    std::lock_guard<std::mutex> lock(allocation->mu);
+    MutexLock lock(&allocation->mu);
     allocation->registration.reset();
     allocation->tried = false;
   }

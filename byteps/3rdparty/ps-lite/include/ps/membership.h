@@ -34,16 +34,15 @@
 #define PS_MEMBERSHIP_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "dmlc/logging.h"
 #include "ps/internal/message.h"
+#include "ps/mutex.h"
 
 namespace ps {
 
@@ -215,7 +214,7 @@ class Membership {
   // Scheduler's part.
   void Register(const Message& msg);
   // `later`: set when it may be admitted at another time.
-  std::string ReasonToRefuse(const Node& node, const Claim& claim, bool* later);
+  std::string ReasonToRefuse(const Node& node, const Claim& claim, bool* later) PS_REQUIRES(mu_);
   void Refuse(const Node& node, const std::string& reason, bool later);
   void AdmitAll();
   void OnLeave(int node_id, bool suspend);
@@ -224,14 +223,14 @@ class Membership {
   // `for_good`: the scheduler is told to end.
   void FailJob(const std::string& reason, bool for_good = false);
   void BeginIncarnation();
-  // Why nobody needs to be waited for any more; empty: not so.  mu_ is held.
-  std::string ReasonToGiveUp(Clock::time_point now);
+  // Why nobody needs to be waited for any more; empty: not so.
+  std::string ReasonToGiveUp(Clock::time_point now) PS_REQUIRES(mu_);
   // Whether the message is of a node of this incarnation, or of one that wants to be.
   bool IsOfThisIncarnation(const Message& msg);
-  std::string WhoIsMissing();
-  int Count(Node::Role role);
+  std::string WhoIsMissing() PS_REQUIRES(mu_);
+  int Count(Node::Role role) PS_REQUIRES(mu_);
   // For servers, and for a worker whose launcher gave it none.
-  int FirstFreeRank(Node::Role role);
+  int FirstFreeRank(Node::Role role) PS_REQUIRES(mu_);
   void CheckPeers(Clock::time_point now);
   // The node is gone, or silent: the job fails.  But before a worker came there is no
   // job that could fail: the scheduler forgets the node.
@@ -251,34 +250,34 @@ class Membership {
   const MembershipSettings settings_;
   const Listener listener_;
 
-  std::mutex mu_;
-  std::condition_variable cond_;
-  // All below is guarded by mu_.
-  State state_ = State::kJoining;
-  std::string failure_;  // on a scheduler that keeps the cluster: of the last incarnation
-  int incarnation_ = 1;
-  Clock::time_point incarnation_begun_;
-  bool come_again_ = false;
-  std::function<std::string()> reporter_;
-  std::map<int, Peer> peers_;  // by node id; on the scheduler without itself
-  int expected_workers_ = 0;
-  int expected_servers_ = 0;
-  bool welcomed_ = false;
-  bool left_acknowledged_ = false;
-  Clock::time_point scheduler_heard_;
-  bool scheduler_closed_ = false;
-  Clock::time_point scheduler_closed_at_;
-  std::string scheduler_closed_how_;
+  Mutex mu_;
+  CondVar cond_;
+  State state_ PS_GUARDED_BY(mu_) = State::kJoining;
+  std::string failure_
+      PS_GUARDED_BY(mu_);  // on a scheduler that keeps the cluster: of the last incarnation
+  int incarnation_ PS_GUARDED_BY(mu_) = 1;
+  Clock::time_point incarnation_begun_ PS_GUARDED_BY(mu_);
+  bool come_again_ PS_GUARDED_BY(mu_) = false;
+  std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
+  std::map<int, Peer> peers_ PS_GUARDED_BY(mu_);  // by node id; on the scheduler without itself
+  int expected_workers_ PS_GUARDED_BY(mu_) = 0;
+  int expected_servers_ PS_GUARDED_BY(mu_) = 0;
+  bool welcomed_ PS_GUARDED_BY(mu_) = false;
+  bool left_acknowledged_ PS_GUARDED_BY(mu_) = false;
+  Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
+  bool scheduler_closed_ PS_GUARDED_BY(mu_) = false;
+  Clock::time_point scheduler_closed_at_ PS_GUARDED_BY(mu_);
+  std::string scheduler_closed_how_ PS_GUARDED_BY(mu_);
   // The first connection to another node that broke; none: Node::kEmpty.
-  int broken_link_ = Node::kEmpty;
-  std::string broken_how_;
-  Clock::time_point broken_deadline_;  // for others to speak
-  bool broken_reported_ = false;
-  Clock::time_point last_arrival_;  // scheduler: when the last node came
-  bool any_worker_ = false;
-  std::vector<Node> departed_;  // scheduler: servers do not know yet
-  Clock::time_point departed_due_;
-  int refused_ = 0;
+  int broken_link_ PS_GUARDED_BY(mu_) = Node::kEmpty;
+  std::string broken_how_ PS_GUARDED_BY(mu_);
+  Clock::time_point broken_deadline_ PS_GUARDED_BY(mu_);  // for others to speak
+  bool broken_reported_ PS_GUARDED_BY(mu_) = false;
+  Clock::time_point last_arrival_ PS_GUARDED_BY(mu_);  // scheduler: when the last node came
+  bool any_worker_ PS_GUARDED_BY(mu_) = false;
+  std::vector<Node> departed_ PS_GUARDED_BY(mu_);  // scheduler: servers do not know yet
+  Clock::time_point departed_due_ PS_GUARDED_BY(mu_);
+  int refused_ PS_GUARDED_BY(mu_) = 0;
   std::thread timer_;
 };
 

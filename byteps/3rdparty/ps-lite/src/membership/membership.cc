@@ -13,6 +13,7 @@
 #include "./text.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
+#include "ps/mutex.h"
 
 namespace ps {
 
@@ -79,10 +80,10 @@ Membership::~Membership() { Stop(); }
 
 void Membership::Stop() {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     state_ = State::kStopped;
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
   if (timer_.joinable()) timer_.join();
 }
 
@@ -116,12 +117,12 @@ void Membership::Emit(const MembershipEvent& event) {
 
 void Membership::Fail(const std::string& reason) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ != State::kJoining && state_ != State::kActive) return;
     state_ = State::kFailed;
     failure_ = reason;
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
   EmitFailure(reason);
 }
 
@@ -138,7 +139,7 @@ std::string Membership::SchedulerName() const {
 }
 
 std::string Membership::NameOf(int node_id) {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (node_id == kScheduler) return SchedulerName();
   auto it = peers_.find(node_id);
   if (it != peers_.end()) return Describe(it->second.node);
@@ -146,21 +147,24 @@ std::string Membership::NameOf(int node_id) {
 }
 
 void Membership::Join() {
+  int incarnation = 0;
+  Claim claim;
+  claim.protocol = membership::kProtocol;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     scheduler_heard_ = Clock::now();
     if (settings_.is_scheduler) state_ = State::kActive;
+    incarnation = incarnation_;
+    claim.workers = expected_workers_;
+    claim.servers = expected_servers_;
   }
   if (settings_.is_scheduler) {
-    links_->SetIncarnation(incarnation_);
+    links_->SetIncarnation(incarnation);
   } else {
     Node self = links_->self();
     self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
-    Claim claim;
-    claim.protocol = membership::kProtocol;
-    const bool any_number = settings_.rejoin || (settings_.keep && self.role == Node::SERVER);
-    claim.workers = any_number ? -1 : expected_workers_;
-    claim.servers = settings_.rejoin ? -1 : expected_servers_;
+    if (settings_.rejoin || (settings_.keep && self.role == Node::SERVER)) claim.workers = -1;
+    if (settings_.rejoin) claim.servers = -1;
     Send(Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
   }
   timer_ = std::thread(&Membership::TimerLoop, this);
@@ -168,15 +172,16 @@ void Membership::Join() {
   if (settings_.is_scheduler) return;
 
   const auto deadline = Clock::now() + ToDuration(settings_.start_timeout_s);
-  std::unique_lock<std::mutex> lock(mu_);
-  cond_.wait_until(lock, deadline, [this] { return welcomed_ || state_ != State::kJoining; });
+  MutexLock lock(&mu_);
+  cond_.WaitUntil(&mu_, deadline,
+                  [this]() PS_REQUIRES(mu_) { return welcomed_ || state_ != State::kJoining; });
   if (state_ == State::kJoining && !welcomed_) {
     throw dmlc::Error("the " + SchedulerName() + " did not answer within " +
                       Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S"));
   }
   // The scheduler answers; it also gives up when nodes stay away, and says who.
   // Should it vanish meanwhile, the timer thread notices.
-  cond_.wait(lock, [this] { return state_ != State::kJoining; });
+  cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return state_ != State::kJoining; });
   // A short job may even have ended before this thread woke.
   if (state_ != State::kFailed) return;
   if (come_again_) throw ComeAgain(failure_);
@@ -185,31 +190,33 @@ void Membership::Join() {
 }
 
 void Membership::Leave(bool suspend, const std::string& failure) {
-  std::unique_lock<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (state_ != State::kActive) return;
-  lock.unlock();
+  lock.Unlock();
   Send(Control::LEAVE, kScheduler,
        !failure.empty() ? kWithFailure + failure
        : suspend        ? "suspend"
                         : "finish");
-  lock.lock();
-  cond_.wait_for(lock, ToDuration(kGoodbyeSeconds),
-                 [this] { return left_acknowledged_ || state_ != State::kActive; });
+  lock.Lock();
+  cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds), [this]() PS_REQUIRES(mu_) {
+    return left_acknowledged_ || state_ != State::kActive;
+  });
   if (state_ == State::kActive) state_ = State::kEnded;
 }
 
 void Membership::StopByOrder(const std::string& how) {
   if (settings_.is_scheduler) return FailJob("the " + SchedulerName() + " was " + how, true);
-  std::unique_lock<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (state_ != State::kActive) return;
-  lock.unlock();
+  lock.Unlock();
   Send(Control::LEAVE, kScheduler, how);
-  lock.lock();
-  cond_.wait_for(lock, ToDuration(kGoodbyeSeconds), [this] { return state_ != State::kActive; });
+  lock.Lock();
+  cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds),
+                [this]() PS_REQUIRES(mu_) { return state_ != State::kActive; });
 }
 
 void Membership::SetReporter(std::function<std::string()> report) {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   reporter_ = std::move(report);
 }
 
@@ -221,11 +228,11 @@ bool Membership::Handle(const Message& msg) {
   if (settings_.is_scheduler && (msg.meta.sender == Node::kEmpty) != registers) return false;
   if (settings_.is_scheduler && !IsOfThisIncarnation(msg)) return true;
   if (settings_.is_scheduler && msg.meta.sender != Node::kEmpty) {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     auto it = peers_.find(msg.meta.sender);
     if (it != peers_.end()) it->second.heard = Clock::now();
   } else if (!settings_.is_scheduler && msg.meta.sender == kScheduler) {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     scheduler_heard_ = Clock::now();
   }
   switch (control.cmd) {
@@ -240,20 +247,20 @@ bool Membership::Handle(const Message& msg) {
       if (control.node.size() == 1) links_->SetSelf(control.node[0]);
       // The scheduler's number when this node connected may have been that of the last incarnation.
       links_->SetIncarnation(atoi(msg.meta.body.c_str()));
-      std::lock_guard<std::mutex> lock(mu_);
+      MutexLock lock(&mu_);
       welcomed_ = true;
-      cond_.notify_all();
+      cond_.NotifyAll();
       return true;
     }
     case Control::REFUSED:
       if (BeginsWith(msg.meta.body, membership::kAgain) && !settings_.is_scheduler) {
         // Only Join hears of it: nothing has failed yet.
-        std::lock_guard<std::mutex> lock(mu_);
+        MutexLock lock(&mu_);
         if (state_ != State::kJoining) return true;
         state_ = State::kFailed;
         failure_ = msg.meta.body.substr(strlen(membership::kAgain));
         come_again_ = true;
-        cond_.notify_all();
+        cond_.NotifyAll();
         return true;
       }
       [[fallthrough]];
@@ -284,10 +291,10 @@ bool Membership::Handle(const Message& msg) {
       return true;
     case Control::JOB_END: {
       {
-        std::lock_guard<std::mutex> lock(mu_);
+        MutexLock lock(&mu_);
         if (state_ != State::kActive) return true;
         state_ = State::kEnded;
-        cond_.notify_all();
+        cond_.NotifyAll();
       }
       MembershipEvent event;
       event.kind = MembershipEvent::kEnded;
@@ -302,13 +309,13 @@ bool Membership::Handle(const Message& msg) {
 
 void Membership::OnNodeLeft(const Node& node) {
   if (node.id == links_->self().id) {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     left_acknowledged_ = true;
-    cond_.notify_all();
+    cond_.NotifyAll();
     return;
   }
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     Peer& peer = peers_[node.id];
     peer.node = node;
     peer.left = true;
@@ -325,11 +332,11 @@ void Membership::OnDisconnect(int node_id) {
     OnLost(node_id, "its connection closed");
     return;
   }
-  std::unique_lock<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   const bool in_job = state_ == State::kActive || state_ == State::kJoining;
   if (node_id != kScheduler || left_acknowledged_ || !in_job) return;
   if (!welcomed_) {
-    lock.unlock();
+    lock.Unlock();
     return Fail("the " + SchedulerName() +
                 " cannot be joined: it closed the connection, as it does when its job has ended");
   }
@@ -338,7 +345,7 @@ void Membership::OnDisconnect(int node_id) {
   scheduler_closed_ = true;
   scheduler_closed_at_ = Clock::now();
   scheduler_closed_how_ = "its connection closed";
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 void Membership::OnLinkLost(int node_id, const std::string& how, bool closed) {
@@ -346,23 +353,23 @@ void Membership::OnLinkLost(int node_id, const std::string& how, bool closed) {
   if (node_id == kScheduler) {
     bool welcomed = false;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      MutexLock lock(&mu_);
       welcomed = welcomed_;
     }
     // It never was reached, or would not have this node: that is all there is to say.
     if (!welcomed) return Fail("the " + SchedulerName() + " cannot be joined: " + how);
     OnDisconnect(node_id);
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     scheduler_closed_how_ = how;
     return;
   }
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (broken_link_ != Node::kEmpty) return;
   broken_link_ = node_id;
   broken_how_ = how;
   broken_deadline_ = Clock::now() + ToDuration(closed ? kPeersWordSeconds : kLastWordSeconds);
   broken_reported_ = false;
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 void Membership::ReportBrokenLink() {
@@ -370,7 +377,7 @@ void Membership::ReportBrokenLink() {
   bool reported = false;
   const std::string self = Describe(links_->self());
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     auto peer = peers_.find(broken_link_);
     if (peer != peers_.end() && peer->second.left) {
       broken_link_ = Node::kEmpty;  // it went in good order
@@ -390,10 +397,10 @@ void Membership::ReportBrokenLink() {
 void Membership::TimerLoop() {
   const auto interval = ToDuration(HeartbeatSeconds(settings_.peer_timeout_s));
   auto next = Clock::now() + interval;
-  std::unique_lock<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   while (state_ != State::kStopped) {
     if (state_ != State::kActive && state_ != State::kJoining) {
-      cond_.wait(lock);  // nothing to watch any more
+      cond_.Wait(&mu_);  // nothing to watch any more
       continue;
     }
     const auto now = Clock::now();
@@ -406,13 +413,13 @@ void Membership::TimerLoop() {
     const bool verdict_due = broken && now >= broken_deadline_;
     if (broken) wake = std::min(wake, broken_deadline_);
     if (now < wake) {
-      cond_.wait_until(lock, wake);
+      cond_.WaitUntil(&mu_, wake);
       continue;
     }
     const bool lost = scheduler_closed_ && now >= last_word;
     const std::string how = scheduler_closed_how_;
     const bool tell = departures && now >= departed_due_;
-    lock.unlock();
+    lock.Unlock();
     if (tell) TellOfDepartures();
     if (lost) {
       Fail(SchedulerName() + " was lost: " + how);
@@ -420,7 +427,7 @@ void Membership::TimerLoop() {
       ReportBrokenLink();
     }
     if (now < next) {
-      lock.lock();
+      lock.Lock();
       continue;
     }
     if (settings_.is_scheduler) {
@@ -428,7 +435,7 @@ void Membership::TimerLoop() {
     } else {
       CheckScheduler(now);
     }
-    lock.lock();
+    lock.Lock();
     next = now + interval;
   }
 }
@@ -439,15 +446,15 @@ void Membership::OnAdmission(const Message& msg) {
   for (const auto& node : msg.meta.control.node) {
     if (node.role == Node::SCHEDULER) continue;
     links_->Connect(node);
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     peers_[node.id].node = node;
   }
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ != State::kJoining) return;
     state_ = State::kActive;
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 void Membership::CheckScheduler(Clock::time_point now) {
@@ -455,7 +462,7 @@ void Membership::CheckScheduler(Clock::time_point now) {
   bool silent = false;
   std::function<std::string()> reporter;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     welcomed = welcomed_;
     silent = now - scheduler_heard_ > ToDuration(settings_.peer_timeout_s);
     reporter = reporter_;

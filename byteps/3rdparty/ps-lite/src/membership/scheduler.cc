@@ -6,6 +6,7 @@
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 #include "ps/membership.h"
+#include "ps/mutex.h"
 
 namespace ps {
 
@@ -90,7 +91,7 @@ void Membership::Register(const Message& msg) {
   bool later = false;
   int incarnation = 0;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     incarnation = incarnation_;
     if (state_ == State::kFailed || state_ == State::kTurning) {
       refusal = "the job has failed: " + failure_;
@@ -136,7 +137,10 @@ void Membership::Refuse(const Node& node, const std::string& reason, bool later)
     LOG(WARNING) << reason;
   }
   Node target = node;
-  target.id = membership::kRefusedBase + refused_++;
+  {
+    MutexLock lock(&mu_);
+    target.id = membership::kRefusedBase + refused_++;
+  }
   links_->Connect(target);
   Send(Control::REFUSED, target.id, (later ? membership::kAgain : "") + reason);
   links_->Disconnect(target.id);
@@ -147,7 +151,7 @@ void Membership::AdmitAll() {
   std::vector<Node> servers;
   std::vector<int> everyone;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     for (const auto& entry : peers_) {
       everyone.push_back(entry.first);
       if (entry.second.node.role == Node::SERVER) servers.push_back(entry.second.node);
@@ -185,7 +189,7 @@ void Membership::OnGone(int node_id, const std::string& what) {
   std::string reason;
   bool in_job = false;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     auto it = peers_.find(node_id);
     if (state_ != State::kActive || it == peers_.end() || it->second.left) return;
     reason = Describe(it->second.node) + " " + what;
@@ -205,7 +209,7 @@ void Membership::OnGone(int node_id, const std::string& what) {
 void Membership::OnReport(int node_id, const std::string& report) {
   if (report.empty() || report.size() > kMaxReport) return;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (!peers_.count(node_id)) return;
   }
   MembershipEvent event;
@@ -218,7 +222,7 @@ void Membership::OnReport(int node_id, const std::string& report) {
 JobView Membership::View() {
   const auto now = Clock::now();
   JobView view;
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   view.incarnation = incarnation_;
   const bool of_last = state_ == State::kActive && !failure_.empty();
   view.failure = (of_last ? "the last incarnation failed: " : "") + failure_;
@@ -249,7 +253,7 @@ void Membership::CheckPeers(Clock::time_point now) {
   std::string reason;
   std::string last_reason;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     for (const auto& entry : peers_) {
       const bool heard = now - entry.second.heard < ToDuration(settings_.peer_timeout_s);
       if (!entry.second.left && !heard) silent.push_back(entry.first);
@@ -276,7 +280,7 @@ void Membership::FailJob(const std::string& reason, bool for_good) {
   const bool goes_on = settings_.keep && !for_good;
   int next = 0;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ != State::kActive) return;
     // Before anybody is told: who ends for this reason must not become another one.
     state_ = goes_on ? State::kTurning : State::kFailed;
@@ -286,7 +290,7 @@ void Membership::FailJob(const std::string& reason, bool for_good) {
       if (!entry.second.left) receivers.push_back(entry.first);
     }
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
   for (int id : receivers) Send(Control::JOB_FAILED, id, reason);
   EmitFailure(reason, next);
   if (goes_on) BeginIncarnation();
@@ -296,7 +300,7 @@ void Membership::BeginIncarnation() {
   std::vector<Node> old;
   int incarnation = 0;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ != State::kTurning) return;  // Stop was called
     for (const auto& entry : peers_) {
       old.push_back(entry.second.node);
@@ -316,10 +320,10 @@ void Membership::BeginIncarnation() {
     links_->Disconnect(node.id);
   }
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kTurning) state_ = State::kActive;
   }
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 std::string Membership::ReasonToGiveUp(Clock::time_point now) {
@@ -333,7 +337,7 @@ std::string Membership::ReasonToGiveUp(Clock::time_point now) {
 bool Membership::IsOfThisIncarnation(const Message& msg) {
   const int sender = msg.meta.sender;
   if (sender == Node::kEmpty) return true;
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (peers_.count(sender)) return true;
   PS_VLOG(1) << "a message of node " << sender << ", which is not of this incarnation of the job";
   return false;
@@ -343,7 +347,7 @@ void Membership::OnLeave(int node_id, bool suspend) {
   Node who;
   bool all_left = true;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     auto it = peers_.find(node_id);
     if (it == peers_.end() || it->second.left) return;
     it->second.left = true;
@@ -359,14 +363,14 @@ void Membership::OnLeave(int node_id, bool suspend) {
   }
   Send(Control::NODE_LEFT, node_id, "", {who});
   if (all_left) return EndJob();
-  cond_.notify_all();  // the timer has something to do soon
+  cond_.NotifyAll();  // the timer has something to do soon
 }
 
 void Membership::TellOfDepartures() {
   std::vector<Node> departed;
   std::vector<int> servers;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     departed.swap(departed_);
     for (const auto& entry : peers_) {
       if (entry.second.node.role == Node::SERVER) servers.push_back(entry.first);
@@ -380,7 +384,7 @@ void Membership::EndJob() {
   bool suspended = false;
   int incarnation = 0;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     // It has failed, or Stop was called, which waits for the timer thread: it sees the state.
     if (state_ != State::kActive) return;
     for (const auto& entry : peers_) {

@@ -59,7 +59,7 @@ Connector::~Connector() {
 }
 
 std::shared_ptr<Transport> Connector::transport() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return transport_;
 }
 
@@ -91,7 +91,7 @@ std::shared_ptr<Transport> Connector::TransportFor(rdma_cm_id* id) {
     made->pollers[static_cast<int>(plane)] =
         std::make_unique<Poller>(device, plane, settings_.busy_poll);
   }
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   transport_ = made;
   return made;
 }
@@ -141,7 +141,7 @@ void Connector::Run() {
 
 void Connector::Post(std::function<void()> task) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     tasks_.push_back(std::move(task));
   }
   const uint64_t one = 1;
@@ -289,7 +289,7 @@ int Connector::MillisecondsToWait() {
 void Connector::RunTasks() {
   std::vector<std::function<void()>> tasks;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     tasks.swap(tasks_);
   }
   for (auto& task : tasks) task();

@@ -7,7 +7,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -15,6 +14,7 @@
 
 #include "./endpoint.h"
 #include "./poller.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace rdma {
@@ -167,9 +167,9 @@ class Connector {
   int wake_fd_ = -1;
   std::atomic<bool> stop_{false};
 
-  std::mutex mu_;
-  std::vector<std::function<void()>> tasks_;  // guarded by mu_
-  std::shared_ptr<Transport> transport_;      // guarded by mu_
+  Mutex mu_;
+  std::vector<std::function<void()>> tasks_ PS_GUARDED_BY(mu_);
+  std::shared_ptr<Transport> transport_ PS_GUARDED_BY(mu_);
 
   // The thread's own.
   std::map<rdma_cm_id*, LinkPtr> links_;

@@ -32,7 +32,7 @@ Endpoint::~Endpoint() {
 void Endpoint::Open() {
   Turn turn;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     // What the peer sent may have come before the news that it is there.
     if (state_ != State::kConnecting || !connection_) return;
     state_ = State::kOpen;
@@ -47,7 +47,7 @@ void Endpoint::Open() {
 void Endpoint::Send(OutgoingPtr message) {
   Turn turn;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     queued_bytes_ += message->bytes();
     outbox_.push_back(std::move(message));
@@ -59,7 +59,7 @@ void Endpoint::Send(OutgoingPtr message) {
 void Endpoint::SayGoodbye() {
   Turn turn;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     goodbye_wanted_ = true;
     Pump(&turn);
   }
@@ -69,7 +69,7 @@ void Endpoint::SayGoodbye() {
 void Endpoint::CloseWhenFlushed() {
   Turn turn;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     goodbye_wanted_ = close_when_flushed_ = true;
     // Nothing will flush it.
     if (in_outage_ && state_ != State::kOpen) Close("this node closed it", &turn);
@@ -85,13 +85,13 @@ void Endpoint::CloseIfFlushed(Turn* turn) {
 }
 
 bool Endpoint::flushed() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (state_ != State::kOpen) return true;
   return goodbye_sent_ && connection_->sends_completed();
 }
 
 size_t Endpoint::queued_bytes() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return queued_bytes_;
 }
 
@@ -262,7 +262,7 @@ bool Endpoint::PostSend(ibv_send_wr* request, Turn* turn) {
 void Endpoint::Fail(const std::string& reason) {
   Turn turn;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     Close(reason, &turn);
   }
   Finish(&turn);
@@ -285,17 +285,17 @@ void Endpoint::Close(const std::string& reason, Turn* turn, bool by_peer) {
 }
 
 bool Endpoint::closed() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return state_ == State::kClosed;
 }
 
 bool Endpoint::was_open() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return was_open_;
 }
 
 bool Endpoint::finished() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return Finished();
 }
 

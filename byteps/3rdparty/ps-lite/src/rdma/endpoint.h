@@ -21,7 +21,6 @@
 #define PS_RDMA_ENDPOINT_H_
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -42,6 +41,7 @@
 #include "./wire.h"
 #include "ps/endpoint_counters.h"
 #include "ps/internal/message.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace rdma {
@@ -253,66 +253,69 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   };
 
   void Finish(Turn* turn);
-  void CloseIfFlushed(Turn* turn);
-  void Pump(Turn* turn);
-  bool MayWrite() const {
+  void CloseIfFlushed(Turn* turn) PS_REQUIRES(mu_);
+  void Pump(Turn* turn) PS_REQUIRES(mu_);
+  bool MayWrite() const PS_REQUIRES(mu_) {
     return !writes_.empty() && connection_->posted_bytes + max_write_ <= settings_.window_bytes;
   }
   // Also after something was posted that broke the connection.
-  bool CanSend() const { return state_ == State::kOpen && connection_->can_send(); }
+  bool CanSend() const PS_REQUIRES(mu_) {
+    return state_ == State::kOpen && connection_->can_send();
+  }
   // `body`: what follows the header.  Null: the device did not take it, and all is broken.
   Sending* SendFrame(FrameHeader header, const std::string& body, const Outgoing* content,
-                     Turn* turn);
-  void SendBare(FrameType type, Turn* turn);
-  void SendResume(Turn* turn);
-  void SendCts(Turn* turn);
-  void SendNext(Turn* turn);
-  void WriteNext(Turn* turn);
-  bool PostSend(ibv_send_wr* request, Turn* turn);
+                     Turn* turn) PS_REQUIRES(mu_);
+  void SendBare(FrameType type, Turn* turn) PS_REQUIRES(mu_);
+  void SendResume(Turn* turn) PS_REQUIRES(mu_);
+  void SendCts(Turn* turn) PS_REQUIRES(mu_);
+  void SendNext(Turn* turn) PS_REQUIRES(mu_);
+  void WriteNext(Turn* turn) PS_REQUIRES(mu_);
+  bool PostSend(ibv_send_wr* request, Turn* turn) PS_REQUIRES(mu_);
   // The device has the request that completes the message, and tells when it has arrived.
-  void Sent(Sending* sending, OutgoingPtr message);
-  void Complete(const ibv_wc& wc, Turn* turn);
-  void CompleteSend(const ibv_wc& wc, Turn* turn);
-  void BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn);
-  void CompleteReceive(const ibv_wc& wc, Turn* turn);
-  void ReadFrame(const char* frame, uint32_t bytes, Turn* turn);
+  void Sent(Sending* sending, OutgoingPtr message) PS_REQUIRES(mu_);
+  void Complete(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
+  void CompleteSend(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
+  void BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) PS_REQUIRES(mu_);
+  void CompleteReceive(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
+  void ReadFrame(const char* frame, uint32_t bytes, Turn* turn) PS_REQUIRES(mu_);
   // These throw dmlc::Error when the peer says what it may not.
-  void ReadContent(const FrameHeader& header, const char* body, uint32_t bytes, Turn* turn);
-  void ReadCts(const FrameHeader& header, const char* body, uint32_t bytes);
-  void ReadResume(const char* body, uint32_t bytes, Turn* turn);
-  void ReadImmediate(uint32_t cookie, Turn* turn);
-  void Deliver(Received parts, Turn* turn);
+  void ReadContent(const FrameHeader& header, const char* body, uint32_t bytes, Turn* turn)
+      PS_REQUIRES(mu_);
+  void ReadCts(const FrameHeader& header, const char* body, uint32_t bytes) PS_REQUIRES(mu_);
+  void ReadResume(const char* body, uint32_t bytes, Turn* turn) PS_REQUIRES(mu_);
+  void ReadImmediate(uint32_t cookie, Turn* turn) PS_REQUIRES(mu_);
+  void Deliver(Received parts, Turn* turn) PS_REQUIRES(mu_);
   void PutInPlace(Received* received);
-  bool Finished() const {
+  bool Finished() const PS_REQUIRES(mu_) {
     return state_ == State::kClosed && (!connection_ || connection_->drained());
   }
 
   // ----- endpoint_connection.cc
   std::unique_ptr<Connection> MakeConnection(ibv_comp_channel* channel, rdma_cm_id* id);
-  char* SlotOf(uint32_t slot) const {
+  char* SlotOf(uint32_t slot) const PS_REQUIRES(mu_) {
     return connection_->slots.get() + static_cast<size_t>(slot) * slot_bytes_;
   }
-  bool PostReceive(uint32_t slot);
+  bool PostReceive(uint32_t slot) PS_REQUIRES(mu_);
   // The connection is of no use any more: what becomes of the endpoint?
-  void BreakOff(const std::string& reason, LinkFault fault, Turn* turn);
+  void BreakOff(const std::string& reason, LinkFault fault, Turn* turn) PS_REQUIRES(mu_);
   // For a request that the device did not take.
-  void BreakFor(const char* what, int error, Turn* turn);
+  void BreakFor(const char* what, int error, Turn* turn) PS_REQUIRES(mu_);
   // Lets go of a connection that broke, once the device is done with it.  The polling thread.
-  void LetGoIfDrained();
-  void StopQueuePair();
+  void LetGoIfDrained() PS_REQUIRES(mu_);
+  void StopQueuePair() PS_REQUIRES(mu_);
 
   // ----- endpoint_rendezvous.cc
   void ClearWaiting();
   void ClearSlowly();
-  bool MayClear() const;
+  bool MayClear() const PS_REQUIRES(mu_);
   // Finds memory for the first that waits and has the peer told.  False: the registrar must.
   bool ClearFirst(bool may_block);
   bool FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory);
-  bool IsWrittenTo(const char* begin, size_t bytes) const;
-  // Waits until done() or `deadline`, and returns done().
+  bool IsWrittenTo(const char* begin, size_t bytes) const PS_REQUIRES(mu_);
+  // Waits until done() or `deadline`, and returns done(), which is called with mu_ held.
   template <typename Done>
-  bool Await(std::unique_lock<std::mutex>* lock, Clock::time_point deadline, Done done);
-  void Close(const std::string& reason, Turn* turn, bool by_peer = false);
+  bool Await(Clock::time_point deadline, Done done) PS_REQUIRES(mu_);
+  void Close(const std::string& reason, Turn* turn, bool by_peer = false) PS_REQUIRES(mu_);
 
   EndpointOwner* const owner_;
   const Plane plane_;
@@ -328,38 +331,39 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::shared_ptr<Registrar> registrar_;
   uint32_t max_write_ = 0;
 
-  // Held while the owner says where a value belongs, until that is noted; before mu_.
-  std::mutex place_mu_;
+  // Held while the owner says where a value belongs, until that is noted.
+  Mutex place_mu_;
 
-  std::mutex mu_;
-  std::condition_variable cond_;  // something has completed
-  // All below is guarded by mu_.
-  State state_ = State::kConnecting;
-  bool was_open_ = false;
+  Mutex mu_ PS_ACQUIRED_AFTER(place_mu_);
+  CondVar cond_;  // something has completed
+  State state_ PS_GUARDED_BY(mu_) = State::kConnecting;
+  bool was_open_ PS_GUARDED_BY(mu_) = false;
   // Null: there is none.  Only the polling thread lets go of one while the endpoint lives.
-  std::unique_ptr<Connection> connection_;
-  bool in_outage_ = false;  // until both ends have said what they have
-  LinkOutage outage_;
-  SentMessages<OutgoingPtr> sent_;
-  uint64_t received_ = 0;   // messages that came whole
-  size_t begun_again_ = 0;  // messages of ours that are sent once more, since it was resumed
-  bool goodbye_received_ = false;
-  bool goodbye_wanted_ = false;
-  bool goodbye_sent_ = false;
-  std::deque<OutgoingPtr> outbox_;
-  std::deque<OutgoingPtr> writes_;             // the peer has said where to
-  std::map<uint32_t, OutgoingPtr> requested_;  // by id
-  std::deque<Incoming> waiting_;               // for memory
-  bool clearing_ = false;      // a thread is at the first of them, which stays the first
-  std::deque<uint32_t> ctss_;  // cookies that the peer is to be told
-  std::unordered_map<uint32_t, Incoming> incoming_;  // with memory; by cookie
-  uint64_t incoming_bytes_ = 0;                      // of these
-  uint32_t last_id_ = 0;
-  uint32_t last_cookie_ = 0;
-  size_t queued_bytes_ = 0;
-  bool close_when_flushed_ = false;
-  std::thread::id polling_thread_;
-  Turn later_;  // what the polling thread saw while it waited in Abandon
+  std::unique_ptr<Connection> connection_ PS_GUARDED_BY(mu_);
+  bool in_outage_ PS_GUARDED_BY(mu_) = false;  // until both ends have said what they have
+  LinkOutage outage_ PS_GUARDED_BY(mu_);
+  SentMessages<OutgoingPtr> sent_ PS_GUARDED_BY(mu_);
+  uint64_t received_ PS_GUARDED_BY(mu_) = 0;  // messages that came whole
+  size_t begun_again_ PS_GUARDED_BY(mu_) =
+      0;  // messages of ours that are sent once more, since it was resumed
+  bool goodbye_received_ PS_GUARDED_BY(mu_) = false;
+  bool goodbye_wanted_ PS_GUARDED_BY(mu_) = false;
+  bool goodbye_sent_ PS_GUARDED_BY(mu_) = false;
+  std::deque<OutgoingPtr> outbox_ PS_GUARDED_BY(mu_);
+  std::deque<OutgoingPtr> writes_ PS_GUARDED_BY(mu_);             // the peer has said where to
+  std::map<uint32_t, OutgoingPtr> requested_ PS_GUARDED_BY(mu_);  // by id
+  std::deque<Incoming> waiting_ PS_GUARDED_BY(mu_);               // for memory
+  bool clearing_ PS_GUARDED_BY(mu_) =
+      false;  // a thread is at the first of them, which stays the first
+  std::deque<uint32_t> ctss_ PS_GUARDED_BY(mu_);  // cookies that the peer is to be told
+  std::unordered_map<uint32_t, Incoming> incoming_ PS_GUARDED_BY(mu_);  // with memory; by cookie
+  uint64_t incoming_bytes_ PS_GUARDED_BY(mu_) = 0;                      // of these
+  uint32_t last_id_ PS_GUARDED_BY(mu_) = 0;
+  uint32_t last_cookie_ PS_GUARDED_BY(mu_) = 0;
+  size_t queued_bytes_ PS_GUARDED_BY(mu_) = 0;
+  bool close_when_flushed_ PS_GUARDED_BY(mu_) = false;
+  std::thread::id polling_thread_ PS_GUARDED_BY(mu_);
+  Turn later_ PS_GUARDED_BY(mu_);  // what the polling thread saw while it waited in Abandon
 };
 
 }  // namespace rdma

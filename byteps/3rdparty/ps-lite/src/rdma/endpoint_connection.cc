@@ -7,6 +7,7 @@
 
 #include "./endpoint.h"
 #include "dmlc/logging.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace rdma {
@@ -45,12 +46,12 @@ void Endpoint::FreeSlots::operator()(char* memory) const { free(memory); }
 // ----------------------------------------------------------------- making one
 
 bool Endpoint::MayConnect() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return state_ == State::kConnecting && (!connection_ || !connection_->attached);
 }
 
 bool Endpoint::NeedsConnection() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (!in_outage_ || state_ == State::kClosed || state_ == State::kOpen) return false;
   return state_ == State::kBroken || !connection_ || !connection_->attached;
 }
@@ -96,7 +97,7 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel*
 void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> device,
                        std::shared_ptr<Registrar> registrar, ibv_comp_channel* channel,
                        rdma_cm_id* id) {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
   CHECK(!connection_) << "the last connection is still there";
   pool_ = std::move(pool);
@@ -116,18 +117,18 @@ void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> devic
 }
 
 bool Endpoint::prepared() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return connection_ != nullptr;
 }
 
 uint32_t Endpoint::queue_pair_number() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (!connection_) throw dmlc::Error("the endpoint was closed");
   return connection_->qp->qp_num;
 }
 
 void Endpoint::Attach(rdma_cm_id* id, int peer_mtu) {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
   if (state_ != State::kConnecting || !connection_) throw dmlc::Error("the connection broke");
   connection_->attached = true;
@@ -163,7 +164,7 @@ void Endpoint::Attach(rdma_cm_id* id, int peer_mtu) {
 }
 
 void Endpoint::SetPeerSlots(uint32_t slots) {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (connection_) connection_->credits += slots;
 }
 
@@ -189,7 +190,7 @@ bool Endpoint::PostReceive(uint32_t slot) {
 // ------------------------------------------------------------- one that broke
 
 void Endpoint::Disconnected() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (!connection_ || connection_->disconnected) return;
   if (state_ == State::kClosed || state_ == State::kBroken) return;
   connection_->disconnected = true;
@@ -210,7 +211,7 @@ void Endpoint::StopQueuePair() {
 void Endpoint::Break(const std::string& reason, LinkFault fault) {
   Turn turn;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     BreakOff(reason, fault, &turn);
   }
   Finish(&turn);
@@ -264,11 +265,11 @@ void Endpoint::LetGoIfDrained() {
     outbox_.push_front(std::move(*it));
   }
   writes_.clear();
-  cond_.notify_all();
+  cond_.NotifyAll();
 }
 
 Endpoint::Clock::time_point Endpoint::resume_deadline() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   const bool waits = in_outage_ && state_ != State::kClosed;
   return waits ? outage_.deadline : Clock::time_point::max();
 }
@@ -276,7 +277,7 @@ Endpoint::Clock::time_point Endpoint::resume_deadline() {
 void Endpoint::GiveUp(const std::string& last_error, bool listener_gone) {
   Turn turn;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (!in_outage_) return;
     outage_.listener_gone = listener_gone;
     const bool by_peer = outage_.fault == LinkFault::kClosed;

@@ -9,6 +9,7 @@
 #include "../meta_codec.h"
 #include "./endpoint.h"
 #include "dmlc/logging.h"
+#include "ps/mutex.h"
 #include "ps/wire_bytes.h"
 
 namespace ps {
@@ -35,14 +36,14 @@ void ReadMeta(const char* data, size_t bytes, Meta* meta) {
 }  // namespace
 
 int Endpoint::Arm() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return connection_ ? ibv_req_notify_cq(connection_->cq.get(), 0) : 0;
 }
 
 bool Endpoint::Poll() {
   ibv_cq* queue = nullptr;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (connection_) queue = connection_->cq.get();
   }
   ibv_wc completions[kBatch];
@@ -50,7 +51,7 @@ bool Endpoint::Poll() {
   Turn turn;
   bool any_waits = false;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     polling_thread_ = std::this_thread::get_id();
     std::swap(turn, later_);
     if (count < 0) Close("its completion queue cannot be read", &turn);
@@ -62,10 +63,10 @@ bool Endpoint::Poll() {
     LetGoIfDrained();
     any_waits = !waiting_.empty();
   }
-  if (count > 0) cond_.notify_all();
+  if (count > 0) cond_.NotifyAll();
   if (any_waits) ClearWaiting();
   Finish(&turn);
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return count > 0 || !later_.is_empty();
 }
 
@@ -253,7 +254,7 @@ void Endpoint::PutInPlace(Received* received) {
   auto& values = received->msg.data;
   if (values.size() != 1 || values[0].size() == 0) return;
   const size_t bytes = values[0].size();
-  std::lock_guard<std::mutex> lock(place_mu_);
+  MutexLock lock(&place_mu_);
   char* place = owner_->PlaceFor(this, received->msg.meta, bytes);
   if (place == nullptr) return;
   memcpy(place, values[0].data(), bytes);

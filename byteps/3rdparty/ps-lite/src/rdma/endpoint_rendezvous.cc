@@ -5,6 +5,7 @@
 
 #include "./endpoint.h"
 #include "dmlc/logging.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace rdma {
@@ -33,7 +34,7 @@ bool Endpoint::MayClear() const {
 void Endpoint::ClearWaiting() {
   while (true) {
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      MutexLock lock(&mu_);
       if (!MayClear()) return;
       clearing_ = true;
     }
@@ -59,14 +60,14 @@ bool Endpoint::ClearFirst(bool may_block) {
     Incoming* first = nullptr;
     char* place = nullptr;
     {
-      std::lock_guard<std::mutex> place_lock(place_mu_);
-      std::unique_lock<std::mutex> lock(mu_);
+      MutexLock place_lock(&place_mu_);
+      MutexLock lock(&mu_);
       first = &waiting_.front();
       if (!first->asked) {
         const bool one = first->sizes.size() == 1 && first->meta_in_region == 0;
-        lock.unlock();  // the owner may hold its own lock while it sends
+        lock.Unlock();  // the owner may hold its own lock while it sends
         if (one) place = owner_->PlaceFor(this, first->parts.msg.meta, first->value_bytes);
-        lock.lock();
+        lock.Lock();
         first->asked = true;
         first->place = place;
       }
@@ -74,7 +75,7 @@ bool Endpoint::ClearFirst(bool may_block) {
     }
     Memory memory;
     if (!FindMemory(*first, place, may_block, &memory)) return false;
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (memory.region && first->place == nullptr) continue;  // abandoned meanwhile
     const uint32_t cookie = ++last_cookie_;
     Incoming& incoming = incoming_[cookie];
@@ -121,15 +122,16 @@ bool Endpoint::IsWrittenTo(const char* begin, size_t bytes) const {
   });
 }
 
+// Clang cannot see that mu_ is the lock that done() requires.
 template <typename Done>
-bool Endpoint::Await(std::unique_lock<std::mutex>* lock, Clock::time_point deadline, Done done) {
+bool Endpoint::Await(Clock::time_point deadline, Done done) PS_NO_THREAD_SAFETY_ANALYSIS {
   // The polling thread waits for what nobody else hears of.  What it hears is handed on when
   // it is back: the owner, which called it, is not called meanwhile.
   const bool polls = std::this_thread::get_id() == polling_thread_;
   while (!done()) {
     if (Clock::now() >= deadline) return false;
     if (!polls) {
-      cond_.wait_until(*lock, deadline);
+      cond_.WaitUntil(&mu_, deadline);
       continue;
     }
     int count = 0;
@@ -140,20 +142,20 @@ bool Endpoint::Await(std::unique_lock<std::mutex>* lock, Clock::time_point deadl
       Pump(&later_);
       LetGoIfDrained();
     }
-    cond_.notify_all();
+    cond_.NotifyAll();
     if (count > 0) continue;
-    lock->unlock();
+    mu_.Unlock();
     std::this_thread::sleep_for(kLook);
-    lock->lock();
+    mu_.Lock();
   }
   return true;
 }
 
 void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadline) {
   const char* first = static_cast<const char*>(begin);
-  std::unique_lock<std::mutex> place_lock(place_mu_);
-  std::unique_lock<std::mutex> lock(mu_);
-  place_lock.unlock();  // whoever is asked from now on knows that they are given up
+  MutexLock place_lock(&place_mu_);
+  MutexLock lock(&mu_);
+  place_lock.Unlock();  // whoever is asked from now on knows that they are given up
   const auto is_meant = [&](const Incoming& incoming) {
     return incoming.place != nullptr && Overlap(incoming.place, incoming.value_bytes, first, bytes);
   };
@@ -184,19 +186,19 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
     moved = true;
   }
   if (moved) {
-    lock.unlock();
+    lock.Unlock();
     ClearWaiting();
-    lock.lock();
+    lock.Lock();
   }
-  const auto done = [&] { return !IsWrittenTo(first, bytes) || Finished(); };
-  if (Await(&lock, deadline, done)) return;
+  const auto done = [&]() PS_REQUIRES(mu_) { return !IsWrittenTo(first, bytes) || Finished(); };
+  if (Await(deadline, done)) return;
   Turn turn;
   BreakOff("a value on its way to memory that was given up did not come in time",
            LinkFault::kBroken, &turn);
-  lock.unlock();
+  lock.Unlock();
   Finish(&turn);
-  lock.lock();
-  if (Await(&lock, Clock::now() + kLastCompletions, done)) return;
+  lock.Lock();
+  if (Await(Clock::now() + kLastCompletions, done)) return;
   LOG(WARNING) << "an RDMA device keeps receives after their end";
 }
 

@@ -46,7 +46,7 @@ Poller::~Poller() {
 
 void Poller::Add(std::shared_ptr<Endpoint> endpoint) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     Endpoint* key = endpoint.get();
     endpoints_[key] = std::move(endpoint);
   }
@@ -54,7 +54,7 @@ void Poller::Add(std::shared_ptr<Endpoint> endpoint) {
 }
 
 size_t Poller::size() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return endpoints_.size();
 }
 
@@ -99,12 +99,12 @@ void Poller::TakeEvents(std::set<Endpoint*>* ready) {
   uint64_t count = 0;
   const bool woken = read(wake_fd_, &count, sizeof(count)) > 0;
   if (!woken && !spin_) return;
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   for (const auto& entry : endpoints_) ready->insert(entry.first);
 }
 
 std::shared_ptr<Endpoint> Poller::Find(Endpoint* endpoint) {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   auto it = endpoints_.find(endpoint);
   return it == endpoints_.end() ? nullptr : it->second;
 }
@@ -119,7 +119,7 @@ bool Poller::Serve(const std::shared_ptr<Endpoint>& endpoint) {
   bool more = true;
   for (int batch = 0; batch < kBatches && more; ++batch) more = endpoint->Poll();
   if (more || !endpoint->finished()) return more;
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   endpoints_.erase(endpoint.get());
   return false;
 }

@@ -5,11 +5,11 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <thread>
 
 #include "./endpoint.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace rdma {
@@ -45,8 +45,8 @@ class Poller {
   Owned<ibv_comp_channel> channel_;
   int wake_fd_ = -1;
   std::atomic<bool> stop_{false};
-  std::mutex mu_;
-  std::map<Endpoint*, std::shared_ptr<Endpoint>> endpoints_;  // guarded by mu_
+  Mutex mu_;
+  std::map<Endpoint*, std::shared_ptr<Endpoint>> endpoints_ PS_GUARDED_BY(mu_);
   std::thread thread_;
 };
 

@@ -46,7 +46,7 @@ bool Pool::TakeIdle(size_t bytes, Buffer* buffer) {
   const size_t size = ClassOf(bytes);
   Block* block = nullptr;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     auto spare = idle_.find(size);
     if (spare == idle_.end() || spare->second.empty()) return false;
     block = spare->second.back();
@@ -64,7 +64,7 @@ Pool::Buffer Pool::Take(size_t bytes) {
   auto made = std::make_unique<Block>(device_, ClassOf(bytes));
   Block* const block = made.get();
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     blocks_[reinterpret_cast<uintptr_t>(block->memory)] = std::move(made);
   }
   return BufferOf(block, bytes);
@@ -81,7 +81,7 @@ Pool::Buffer Pool::BufferOf(Block* block, size_t bytes) {
 
 bool Pool::Find(const void* address, size_t bytes, uint32_t* lkey) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   auto after = blocks_.upper_bound(begin);
   if (after == blocks_.begin()) return false;
   const Block& block = *std::prev(after)->second;
@@ -94,7 +94,7 @@ bool Pool::Find(const void* address, size_t bytes, uint32_t* lkey) {
 void Pool::Return(Block* block) {
   std::shared_ptr<Block> surplus;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (idle_bytes_ + block->size <= max_idle_) {
       idle_[block->size].push_back(block);
       idle_bytes_ += block->size;

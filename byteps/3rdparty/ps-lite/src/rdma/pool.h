@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "./registrar.h"
 #include "./verbs.h"
+#include "ps/mutex.h"
 #include "ps/sarray.h"
 
 namespace ps {
@@ -59,11 +59,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Registrar> registrar_;
   const size_t max_idle_;
-  std::mutex mu_;
-  // Guarded by mu_:
-  std::map<uintptr_t, std::unique_ptr<Block>> blocks_;  // by address
-  std::map<size_t, std::vector<Block*>> idle_;          // by size
-  size_t idle_bytes_ = 0;
+  Mutex mu_;
+  std::map<uintptr_t, std::unique_ptr<Block>> blocks_ PS_GUARDED_BY(mu_);  // by address
+  std::map<size_t, std::vector<Block*>> idle_ PS_GUARDED_BY(mu_);          // by size
+  size_t idle_bytes_ PS_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace rdma

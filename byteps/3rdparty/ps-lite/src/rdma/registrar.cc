@@ -18,41 +18,41 @@ Registrar::~Registrar() { Stop(); }
 
 void Registrar::Post(Task task) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (stop_) return;
     tasks_.push_back(std::move(task));
   }
-  cond_.notify_one();
+  cond_.NotifyOne();
 }
 
 void Registrar::Stop() {
   std::deque<Task> dropped;  // they may hold what takes long to let go of: without the lock
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     stop_ = true;
     dropped.swap(tasks_);
   }
-  cond_.notify_one();
+  cond_.NotifyOne();
   if (thread_.joinable()) thread_.join();
 }
 
 void Registrar::Run() {
-  std::unique_lock<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   while (!stop_) {
     if (tasks_.empty()) {
-      cond_.wait(lock);
+      cond_.Wait(&mu_);
       continue;
     }
     Task task = std::move(tasks_.front());
     tasks_.pop_front();
-    lock.unlock();
+    lock.Unlock();
     try {
       task();
     } catch (const std::exception& e) {
       LOG(WARNING) << "RDMA memory: " << e.what();
     }
     task = nullptr;
-    lock.lock();
+    lock.Lock();
   }
 }
 

@@ -2,11 +2,11 @@
 #ifndef PS_RDMA_REGISTRAR_H_
 #define PS_RDMA_REGISTRAR_H_
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <thread>
+
+#include "ps/mutex.h"
 
 namespace ps {
 namespace rdma {
@@ -29,11 +29,10 @@ class Registrar {
  private:
   void Run();
 
-  std::mutex mu_;
-  std::condition_variable cond_;
-  // Guarded by mu_:
-  std::deque<Task> tasks_;
-  bool stop_ = false;
+  Mutex mu_;
+  CondVar cond_;
+  std::deque<Task> tasks_ PS_GUARDED_BY(mu_);
+  bool stop_ PS_GUARDED_BY(mu_) = false;
   std::thread thread_;
 };
 

@@ -58,11 +58,11 @@ void RdmaVan::Start(int customer_id, bool standalone) {
   job_ = Postoffice::Get()->is_scheduler() ? NewJob() : 0;
   ForgetEndpointCounters();
   {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
+    MutexLock lock(&inbox_mu_);
     stopped_ = stop_requested_ = false;
   }
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     stopping_ = false;
   }
   Van::Start(customer_id, false);
@@ -129,7 +129,7 @@ void RdmaVan::Connect(const Node& node) {
   std::vector<std::shared_ptr<Endpoint>> endpoints = peer->data;
   endpoints.push_back(peer->control);
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     peers_[node.id] = peer;
   }
   for (auto& endpoint : endpoints) {
@@ -138,7 +138,7 @@ void RdmaVan::Connect(const Node& node) {
 }
 
 void RdmaVan::NamePeer(const Node& node) {
-  std::lock_guard<std::mutex> lock(peers_mu_);
+  MutexLock lock(&peers_mu_);
   PeerPtr& named = peers_[node.id];
   auto it = peers_by_token_.find(TokenOf(node));
   if (it == peers_by_token_.end()) {  // it came, and has gone already
@@ -212,7 +212,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   std::shared_ptr<Endpoint> endpoint;
   std::shared_ptr<Endpoint> superseded;
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     refusal->reason = ReasonToRefuse(request);
     if (!refusal->reason.empty()) return nullptr;
     PeerPtr& peer = peers_by_token_[request.sender];
@@ -239,7 +239,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnResumption(const rdma::ConnectRequest& requ
   const Plane plane = request.is_data_plane ? Plane::kData : Plane::kControl;
   std::shared_ptr<Endpoint> endpoint;
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     refusal->reason = ReasonToRefuse(request);
     if (!refusal->reason.empty()) return nullptr;
     const auto peer = peers_by_token_.find(request.sender);
@@ -287,7 +287,7 @@ std::string RdmaVan::OnReply(Endpoint* endpoint, const rdma::ConnectReply& reply
 }
 
 std::vector<std::shared_ptr<Endpoint>> RdmaVan::AllEndpoints() {
-  std::lock_guard<std::mutex> lock(peers_mu_);
+  MutexLock lock(&peers_mu_);
   std::vector<std::shared_ptr<Endpoint>> all;
   const auto add = [&all](const Peer& peer) {
     for (auto& endpoint : EndpointsOf(peer)) all.push_back(std::move(endpoint));
@@ -303,7 +303,7 @@ std::vector<std::shared_ptr<Endpoint>> RdmaVan::AllEndpoints() {
 void RdmaVan::Disconnect(int node_id) {
   std::vector<std::shared_ptr<Endpoint>> endpoints;
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     auto it = peers_.find(node_id);
     if (it != peers_.end()) endpoints = EndpointsOf(*it->second);
     // One that has gone already, and was named only to be closed.
@@ -327,7 +327,7 @@ void RdmaVan::Abandon(const void* begin, size_t bytes) {
 bool RdmaVan::BreakEndpoint(int node_id, Plane plane, int index) {
   std::shared_ptr<Endpoint> endpoint;
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     auto it = peers_.find(node_id);
     if (it == peers_.end()) return false;
     endpoint = *SlotOf(it->second.get(), plane, index);
@@ -353,20 +353,20 @@ void RdmaVan::FlushEndpoints() {
 void RdmaVan::Stop() {
   Van::Stop();  // ends and joins the receiving thread
   {
-    std::unique_lock<std::mutex> lock(inbox_mu_);
+    MutexLock lock(&inbox_mu_);
     stopped_ = true;  // also when it never started
-    inbox_cond_.wait(lock, [this] { return users_ == 0; });
+    inbox_cond_.Wait(&inbox_mu_, [this]() PS_REQUIRES(inbox_mu_) { return users_ == 0; });
   }
   if (connector_) {
     FlushEndpoints();
     {
-      std::lock_guard<std::mutex> lock(peers_mu_);
+      MutexLock lock(&peers_mu_);
       stopping_ = true;
     }
     const auto transport = connector_->transport();
     for (const auto& endpoint : AllEndpoints()) endpoint->Fail("this node closed it");
     {
-      std::lock_guard<std::mutex> lock(peers_mu_);
+      MutexLock lock(&peers_mu_);
       peers_.clear();
       peers_by_token_.clear();
     }
@@ -383,7 +383,7 @@ void RdmaVan::Stop() {
     RegistrationCache::ForgetRegistrations();
     connector_.reset();  // and the transport, but for memory that somebody still holds
   }
-  std::lock_guard<std::mutex> lock(inbox_mu_);
+  MutexLock lock(&inbox_mu_);
   inbox_.clear();
 }
 

@@ -25,11 +25,9 @@
 #define PS_RDMA_VAN_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -37,6 +35,7 @@
 #include "./connector.h"
 #include "./endpoint.h"
 #include "ps/internal/van.h"
+#include "ps/mutex.h"
 
 namespace ps {
 
@@ -116,7 +115,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   // The endpoint that is to have another connection.
   std::shared_ptr<rdma::Endpoint> OnResumption(const rdma::ConnectRequest& request,
                                                rdma::Refusal* refusal);
-  std::string ReasonToRefuse(const rdma::ConnectRequest& request);
+  std::string ReasonToRefuse(const rdma::ConnectRequest& request) PS_REQUIRES(peers_mu_);
   // False once stopped.  Otherwise endpoints stay until EndUse.
   bool BeginUse();
   void EndUse();
@@ -131,19 +130,17 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   std::atomic<int> my_id_{Node::kEmpty};
   std::unique_ptr<rdma::Connector> connector_;
 
-  std::mutex peers_mu_;
-  // Guarded by peers_mu_:
-  std::unordered_map<uint64_t, PeerPtr> peers_by_token_;
-  std::unordered_map<int, PeerPtr> peers_;  // by node id
-  bool stopping_ = false;
+  Mutex peers_mu_;
+  std::unordered_map<uint64_t, PeerPtr> peers_by_token_ PS_GUARDED_BY(peers_mu_);
+  std::unordered_map<int, PeerPtr> peers_ PS_GUARDED_BY(peers_mu_);  // by node id
+  bool stopping_ PS_GUARDED_BY(peers_mu_) = false;
 
-  std::mutex inbox_mu_;
-  std::condition_variable inbox_cond_;
-  // Guarded by inbox_mu_:
-  std::deque<Event> inbox_;
-  bool stopped_ = true;
-  bool stop_requested_ = false;
-  int users_ = 0;  // in SendMsg or Abandon
+  Mutex inbox_mu_;
+  CondVar inbox_cond_;
+  std::deque<Event> inbox_ PS_GUARDED_BY(inbox_mu_);
+  bool stopped_ PS_GUARDED_BY(inbox_mu_) = true;
+  bool stop_requested_ PS_GUARDED_BY(inbox_mu_) = false;
+  int users_ PS_GUARDED_BY(inbox_mu_) = 0;  // in SendMsg or Abandon
 };
 
 }  // namespace ps

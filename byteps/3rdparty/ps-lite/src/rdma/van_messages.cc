@@ -9,6 +9,7 @@
 #include "./van.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
+#include "ps/mutex.h"
 
 namespace ps {
 
@@ -18,7 +19,7 @@ using rdma::Plane;
 // ---------------------------------------------------------------- sending
 
 std::shared_ptr<Endpoint> RdmaVan::Choose(int node_id, Plane plane) {
-  std::lock_guard<std::mutex> lock(peers_mu_);
+  MutexLock lock(&peers_mu_);
   auto it = peers_.find(node_id);
   if (it == peers_.end()) return nullptr;
   const Peer& peer = *it->second;
@@ -32,22 +33,22 @@ std::shared_ptr<Endpoint> RdmaVan::Choose(int node_id, Plane plane) {
 }
 
 bool RdmaVan::BeginUse() {
-  std::lock_guard<std::mutex> lock(inbox_mu_);
+  MutexLock lock(&inbox_mu_);
   if (stopped_) return false;
   ++users_;
   return true;
 }
 
 void RdmaVan::EndUse() {
-  std::lock_guard<std::mutex> lock(inbox_mu_);
-  if (--users_ == 0) inbox_cond_.notify_all();
+  MutexLock lock(&inbox_mu_);
+  if (--users_ == 0) inbox_cond_.NotifyAll();
 }
 
 int RdmaVan::SendMsg(Message& msg) {
   if (msg.meta.control.cmd == Control::TERMINATE) {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
+    MutexLock lock(&inbox_mu_);
     stopped_ = stop_requested_ = true;
-    inbox_cond_.notify_all();
+    inbox_cond_.NotifyAll();
     return 0;
   }
   if (!BeginUse()) return -1;
@@ -93,10 +94,10 @@ int RdmaVan::Transmit(const Message& msg) {
 
 void RdmaVan::Put(Event event) {
   {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
+    MutexLock lock(&inbox_mu_);
     inbox_.push_back(std::move(event));
   }
-  inbox_cond_.notify_all();
+  inbox_cond_.NotifyAll();
 }
 
 char* RdmaVan::PlaceFor(Endpoint* /*endpoint*/, const Meta& meta, size_t bytes) {
@@ -142,7 +143,7 @@ void RdmaVan::OnClosed(Endpoint* endpoint, const rdma::Ending& ending) {
   };
   Event event;
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     if (stopping_) return;
     for (const auto& entry : peers_) {
       let_go(entry.second.get());
@@ -174,7 +175,7 @@ void RdmaVan::OnClosed(Endpoint* endpoint, const rdma::Ending& ending) {
 void RdmaVan::HandleLoss(const Event& event) {
   {
     // Another process may have taken its place meanwhile, under the same id.
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     auto it = peers_.find(event.peer);
     if (it == peers_.end() || it->second != event.lost) return;
     if (EndpointsOf(*it->second).empty()) peers_.erase(it);
@@ -190,8 +191,10 @@ int RdmaVan::RecvMsg(Message* msg) {
   while (true) {
     Event event;
     {
-      std::unique_lock<std::mutex> lock(inbox_mu_);
-      inbox_cond_.wait(lock, [this] { return stop_requested_ || !inbox_.empty(); });
+      MutexLock lock(&inbox_mu_);
+      inbox_cond_.Wait(&inbox_mu_, [this]() PS_REQUIRES(inbox_mu_) {
+        return stop_requested_ || !inbox_.empty();
+      });
       if (stop_requested_) {
         *msg = Message();
         msg->meta.control.cmd = Control::TERMINATE;

@@ -33,12 +33,12 @@ Connection::Connection(ConnectionOwner* owner, const ConnectionSettings* setting
 Connection::~Connection() = default;
 
 std::string Connection::address() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return address_;
 }
 
 bool Connection::closed() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return state_ == State::kClosed;
 }
 
@@ -59,7 +59,7 @@ bool Connection::Send(const Message& msg) {
   outgoing->bytes = outgoing->head.size();
   for (const auto& value : msg.data) outgoing->bytes += value.size();
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kClosed) return false;
   }
   Enqueue(std::move(outgoing));
@@ -79,7 +79,7 @@ void Connection::SayGoodbye() { Enqueue(Frame(kGoodbye)); }
 
 void Connection::Enqueue(OutgoingPtr outgoing) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kClosed || goodbye_sent_) return;
     // Of use for this socket alone.
     if (outgoing->type != kMessage && state_ != State::kOpen) return;
@@ -149,7 +149,7 @@ void Connection::Drain() {
   while (true) {
     sent.clear();
     {
-      std::unique_lock<std::mutex> lock(mu_);
+      MutexLock lock(&mu_);
       if (batch_epoch_ != epoch_) {  // meanwhile there is another socket, or none
         sent.swap(batch_);
         batch_epoch_ = epoch_;
@@ -176,13 +176,13 @@ void Connection::Drain() {
         writing_ = false;
         blocked_ = true;  // as long as there is this socket
         const uint64_t epoch = epoch_;
-        lock.unlock();
+        lock.Unlock();
         return SendingFailed(epoch, "sending failed: " + socket->Text(error));
       }
       if (batch_.empty() && !TakeBatch()) {
         writing_ = false;
         const bool close = close_when_flushed_;
-        lock.unlock();
+        lock.Unlock();
         if (close) Close({"this node closed it", false, true});
         return;
       }
@@ -206,7 +206,7 @@ void Connection::SendingFailed(uint64_t epoch, const std::string& reason) {
 
 void Connection::OnWritable() {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ != State::kOpen) return;
     if (writing_) {
       writable_ = true;
@@ -220,7 +220,7 @@ void Connection::OnWritable() {
 }
 
 bool Connection::flushed() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (state_ == State::kClosed || state_ == State::kDialing || state_ == State::kWaiting) {
     return true;
   }
@@ -229,10 +229,10 @@ bool Connection::flushed() {
 
 void Connection::CloseWhenFlushed() {
   {
-    std::unique_lock<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     close_when_flushed_ = true;
     if (state_ == State::kWaiting) {  // nothing will flush it
-      lock.unlock();
+      lock.Unlock();
       return Close({"this node closed it", false, true});
     }
     if (writing_ || blocked_ || state_ != State::kOpen) return;
@@ -246,7 +246,7 @@ void Connection::CloseWhenFlushed() {
 void Connection::Close(const Ending& ending) {
   OutgoingList urgent, bulk, again, flying, batch;  // let go of without a lock
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kClosed;
     ending_ = ending;
@@ -266,14 +266,14 @@ void Connection::Finish() {
   Ending ending;
   Socket socket;  // closed without a lock
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     socket.swap(socket_);
     if (socket) poller_->Forget(socket->fd());
     ending = ending_;
   }
   {
     // A message that had begun to come will not end.
-    std::lock_guard<std::mutex> lock(receive_mu_);
+    MutexLock lock(&receive_mu_);
     place_ = nullptr;
     incoming_ = Message();
     ending.orderly = ending.orderly || goodbye_received_;
@@ -284,7 +284,7 @@ void Connection::Finish() {
 bool Connection::OnReady(uint32_t events) {
   State state;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     state = state_;
   }
   try {

@@ -27,7 +27,6 @@
 #include <chrono>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -38,6 +37,7 @@
 #include "./wire.h"
 #include "ps/auth.h"
 #include "ps/internal/message.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace tcp {
@@ -170,7 +170,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Writes until the socket takes no more or nothing is left.  The caller has set writing_.
   void Drain();
   // Moves what may be written by one call from the queues to the batch; false if there is none.
-  bool TakeBatch();
+  bool TakeBatch() PS_REQUIRES(mu_);
   std::vector<iovec> VectorOf(const OutgoingList& batch, size_t done) const;
   static size_t BytesOf(const OutgoingList& list);
 
@@ -183,8 +183,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // False: not yet, or not any more.
   bool ShakeHands();
   void SayHello(const Socket& socket);
-  bool ReadChallenge();
-  bool ReadReply();
+  bool ReadChallenge() PS_REQUIRES(receive_mu_);
+  bool ReadReply() PS_REQUIRES(receive_mu_);
 
   // ----- connection_link.cc
   // The socket of this epoch broke: what becomes of the connection?
@@ -205,39 +205,41 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void ReadingFailed(const Socket& socket, ssize_t result, int error);
   uint64_t Epoch();
   Socket CurrentSocket();
-  ssize_t Read(const Socket& socket);
+  ssize_t Read(const Socket& socket) PS_REQUIRES(receive_mu_);
   // A message that is complete.  False: more bytes are needed.
-  bool Parse(Message* msg, bool* drop);
-  bool ParseHead();
-  bool ParseMeta();
-  void BeginValue();
-  bool ParseValues();
-  const char* Peek(size_t bytes);  // null: not there yet
-  void Skip(size_t bytes);
-  void Need(size_t bytes);
+  bool Parse(Message* msg, bool* drop) PS_REQUIRES(receive_mu_);
+  bool ParseHead() PS_REQUIRES(receive_mu_);
+  bool ParseMeta() PS_REQUIRES(receive_mu_);
+  void BeginValue() PS_REQUIRES(receive_mu_);
+  bool ParseValues() PS_REQUIRES(receive_mu_);
+  // Null: not there yet.
+  const char* Peek(size_t bytes) PS_REQUIRES(receive_mu_);
+  void Skip(size_t bytes) PS_REQUIRES(receive_mu_);
+  void Need(size_t bytes) PS_REQUIRES(receive_mu_);
 
   ConnectionOwner* const owner_;
   const ConnectionSettings* const settings_;
   const std::shared_ptr<Poller> poller_;
   const std::shared_ptr<MemoryPool> pool_;
 
-  std::mutex mu_;
-  // Guarded by mu_:
-  State state_ = State::kWaiting;
-  Socket socket_;
-  uint64_t epoch_ = 0;  // counts sockets: what is about the last one is not about this one
-  std::string address_;
-  OutgoingList urgent_;  // few bytes
-  OutgoingList bulk_;
-  OutgoingList again_;   // were sent over a socket that broke: before all others
-  OutgoingList flying_;  // messages that were taken to be written, and did not arrive yet
-  uint64_t last_number_ = 0;
-  bool writing_ = false;   // somebody is in Drain
-  bool blocked_ = false;   // the socket took no more: the poller will tell
-  bool writable_ = false;  // it told while somebody was writing
-  bool close_when_flushed_ = false;
-  bool goodbye_sent_ = false;
-  Ending ending_;
+  Mutex mu_;
+  State state_ PS_GUARDED_BY(mu_) = State::kWaiting;
+  Socket socket_ PS_GUARDED_BY(mu_);
+  uint64_t epoch_ PS_GUARDED_BY(mu_) =
+      0;  // counts sockets: what is about the last one is not about this one
+  std::string address_ PS_GUARDED_BY(mu_);
+  OutgoingList urgent_ PS_GUARDED_BY(mu_);  // few bytes
+  OutgoingList bulk_ PS_GUARDED_BY(mu_);
+  OutgoingList again_ PS_GUARDED_BY(mu_);  // were sent over a socket that broke: before all others
+  OutgoingList flying_
+      PS_GUARDED_BY(mu_);  // messages that were taken to be written, and did not arrive yet
+  uint64_t last_number_ PS_GUARDED_BY(mu_) = 0;
+  bool writing_ PS_GUARDED_BY(mu_) = false;   // somebody is in Drain
+  bool blocked_ PS_GUARDED_BY(mu_) = false;   // the socket took no more: the poller will tell
+  bool writable_ PS_GUARDED_BY(mu_) = false;  // it told while somebody was writing
+  bool close_when_flushed_ PS_GUARDED_BY(mu_) = false;
+  bool goodbye_sent_ PS_GUARDED_BY(mu_) = false;
+  Ending ending_ PS_GUARDED_BY(mu_);
   std::atomic<size_t> queued_bytes_{0};
 
   // Of who is writing:
@@ -274,22 +276,22 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   size_t untold_bytes_ = 0;     // of the poller's thread
   bool telling_later_ = false;  // likewise
 
-  std::mutex receive_mu_;
-  // Guarded by receive_mu_; of the poller's thread, but for place_ and drop_:
-  Phase phase_ = Phase::kHead;
-  std::vector<char> buffer_;
-  size_t buffer_begin_ = 0;
-  size_t buffer_end_ = 0;
-  size_t message_bytes_ = 0;
-  FrameHeader header_;
-  Message incoming_;
-  std::vector<uint64_t> sizes_;
-  size_t value_ = 0;  // index of the value that is being read
-  char* place_ = nullptr;
-  size_t place_bytes_ = 0;
-  size_t place_done_ = 0;
-  bool drop_ = false;
-  bool goodbye_received_ = false;
+  Mutex receive_mu_;
+  // Of the poller's thread, but for place_ and drop_.
+  Phase phase_ PS_GUARDED_BY(receive_mu_) = Phase::kHead;
+  std::vector<char> buffer_ PS_GUARDED_BY(receive_mu_);
+  size_t buffer_begin_ PS_GUARDED_BY(receive_mu_) = 0;
+  size_t buffer_end_ PS_GUARDED_BY(receive_mu_) = 0;
+  size_t message_bytes_ PS_GUARDED_BY(receive_mu_) = 0;
+  FrameHeader header_ PS_GUARDED_BY(receive_mu_);
+  Message incoming_ PS_GUARDED_BY(receive_mu_);
+  std::vector<uint64_t> sizes_ PS_GUARDED_BY(receive_mu_);
+  size_t value_ PS_GUARDED_BY(receive_mu_) = 0;  // index of the value that is being read
+  char* place_ PS_GUARDED_BY(receive_mu_) = nullptr;
+  size_t place_bytes_ PS_GUARDED_BY(receive_mu_) = 0;
+  size_t place_done_ PS_GUARDED_BY(receive_mu_) = 0;
+  bool drop_ PS_GUARDED_BY(receive_mu_) = false;
+  bool goodbye_received_ PS_GUARDED_BY(receive_mu_) = false;
 };
 
 }  // namespace tcp

@@ -8,6 +8,7 @@
 
 #include "./connection.h"
 #include "dmlc/logging.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace tcp {
@@ -31,7 +32,7 @@ void Connection::Dial(const std::string& host, int port, const Hello& hello,
   deadline_ = deadline;
   pause_ = kFirstPause;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     state_ = State::kDialing;
   }
   try {
@@ -59,7 +60,7 @@ void Connection::GiveUpAttempt(Clock::duration after, const std::string& complai
     const ConnectionPtr self = weak.lock();
     if (!self || self->attempt_ != attempt) return;
     {
-      std::lock_guard<std::mutex> lock(self->mu_);
+      MutexLock lock(&self->mu_);
       if (self->state_ != State::kGreeting && self->state_ != State::kDialing) return;
     }
     self->TryAgain(complaint);
@@ -81,7 +82,7 @@ void Connection::TryNext() {
   if (!fd) return TryAgain(address.Text() + ": " + strerror(errno), errno == ECONNREFUSED);
   const int number = fd.get();
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kDialing;
     socket_ = std::make_shared<Stream>(std::move(fd), settings_->tls.get(), Stream::kConnects);
@@ -127,7 +128,7 @@ void Connection::OnConnected() {
   Socket socket;
   std::string address;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (!socket_) return;
     socket = socket_;
     address = address_;
@@ -137,12 +138,12 @@ void Connection::OnConnected() {
   }
   SetOptions(socket->fd(), settings_->silence_s);
   {
-    std::lock_guard<std::mutex> lock(receive_mu_);
+    MutexLock lock(&receive_mu_);
     phase_ = socket->encrypted() ? Phase::kHandshake : Phase::kChallenge;
     buffer_begin_ = buffer_end_ = 0;
   }
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kGreeting;
   }
@@ -153,7 +154,7 @@ void Connection::OnConnected() {
 
 bool Connection::ShakeHands() {
   {
-    std::lock_guard<std::mutex> lock(receive_mu_);
+    MutexLock lock(&receive_mu_);
     if (phase_ != Phase::kHandshake) return true;
   }
   const Socket socket = CurrentSocket();
@@ -170,7 +171,7 @@ bool Connection::ShakeHands() {
       break;
   }
   {
-    std::lock_guard<std::mutex> lock(receive_mu_);
+    MutexLock lock(&receive_mu_);
     phase_ = Phase::kChallenge;
   }
   SayHello(socket);

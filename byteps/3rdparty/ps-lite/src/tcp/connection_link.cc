@@ -4,6 +4,7 @@
 
 #include "./connection.h"
 #include "dmlc/logging.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace tcp {
@@ -26,11 +27,11 @@ LinkFault FaultOf(const std::string& reason) {
 void Connection::Break(uint64_t epoch, const Ending& ending) {
   bool in_order = false;
   {
-    std::lock_guard<std::mutex> lock(receive_mu_);
+    MutexLock lock(&receive_mu_);
     in_order = goodbye_received_;
   }
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (epoch != epoch_ || state_ != State::kOpen) return;
     in_order = in_order || goodbye_sent_ || close_when_flushed_;
   }
@@ -52,7 +53,7 @@ void Connection::Break(uint64_t epoch, const Ending& ending) {
     const ConnectionPtr self = weak.lock();
     if (!self || self->outages_ != outage) return;
     {
-      std::lock_guard<std::mutex> lock(self->mu_);
+      MutexLock lock(&self->mu_);
       if (self->state_ == State::kOpen) return;
     }
     self->Close({self->GivenUp(), self->broken_by_peer_, false});
@@ -68,7 +69,7 @@ void Connection::Detach(State state) {
   Socket socket;  // closed without a lock
   Message half;   // likewise
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     socket.swap(socket_);
     ++epoch_;
@@ -79,7 +80,7 @@ void Connection::Detach(State state) {
     // Whoever still writes to it is told.
     shutdown(socket->fd(), SHUT_RDWR);
   }
-  std::lock_guard<std::mutex> lock(receive_mu_);
+  MutexLock lock(&receive_mu_);
   // What came by half comes again.
   std::swap(half, incoming_);
   place_ = nullptr;
@@ -105,7 +106,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   }
   bool unnoticed = false;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     unnoticed = state_ == State::kOpen;
   }
   if (unnoticed) outage_.begin = Clock::now();
@@ -119,7 +120,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   const bool known =
       getpeername(number, reinterpret_cast<sockaddr*>(&address.storage), &address.length) == 0;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     socket_ = socket;
     if (known) address_ = address.Text();
@@ -135,7 +136,7 @@ void Connection::Resume(uint64_t received) {
   size_t again = 0;
   bool writes = false;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     const uint64_t gone = flying_.empty() ? last_number_ : flying_.front()->number - 1;
     if (received < gone || received > last_number_) {
@@ -165,7 +166,7 @@ void Connection::Resume(uint64_t received) {
 
 void Connection::OnReceived(uint64_t received) {
   if (received == arrived_number_) return;
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (received < arrived_number_ || received > last_number_) {
     throw dmlc::Error("it says that it has received " + std::to_string(received) +
                       " messages, where " + std::to_string(last_number_) + " were sent");

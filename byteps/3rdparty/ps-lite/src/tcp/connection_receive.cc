@@ -7,6 +7,7 @@
 #include "../meta_codec.h"
 #include "./connection.h"
 #include "dmlc/logging.h"
+#include "ps/mutex.h"
 #include "ps/wire_bytes.h"
 
 namespace ps {
@@ -25,11 +26,11 @@ bool Connection::Receive() {
   for (size_t turn = 0; turn < kTurnBytes;) {
     const Socket socket = CurrentSocket();
     if (!socket) break;  // it was closed, or another one is on its way
-    std::unique_lock<std::mutex> lock(receive_mu_);
+    MutexLock lock(&receive_mu_);
     const ssize_t n = Read(socket);
     if (n <= 0) {
       const int error = errno;
-      lock.unlock();
+      lock.Unlock();
       if (n < 0 && error == EINTR) continue;
       if (n < 0 && (error == EAGAIN || error == EWOULDBLOCK)) break;
       ReadingFailed(socket, n, error);
@@ -40,16 +41,16 @@ bool Connection::Receive() {
     bool drop = false;
     while (Parse(&msg, &drop)) {
       const size_t bytes = message_bytes_;
-      lock.unlock();  // the owner may call Abandon
+      lock.Unlock();  // the owner may call Abandon
       ++received_;
       untold_bytes_ += bytes;
       if (!drop) owner_->OnMessage(this, &msg, bytes);
       msg = Message();
       arrived_.clear();
       if (closed()) return false;
-      lock.lock();
+      lock.Lock();
     }
-    lock.unlock();
+    lock.Unlock();
     arrived_.clear();
     if (closed()) return false;
     if (turn >= kTurnBytes) {
@@ -64,7 +65,7 @@ bool Connection::Receive() {
 void Connection::ReadingFailed(const Socket& socket, ssize_t result, int error) {
   bool greeting = false;
   {
-    std::lock_guard<std::mutex> lock(receive_mu_);
+    MutexLock lock(&receive_mu_);
     greeting = phase_ == Phase::kChallenge || phase_ == Phase::kReply;
   }
   if (result < 0 && greeting && socket->Refused(error)) throw dmlc::Error(socket->Text(error));
@@ -77,12 +78,12 @@ void Connection::ReadingFailed(const Socket& socket, ssize_t result, int error) 
 }
 
 Connection::Socket Connection::CurrentSocket() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return socket_;
 }
 
 uint64_t Connection::Epoch() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return epoch_;
 }
 
@@ -230,7 +231,7 @@ bool Connection::ParseValues() {
 }
 
 void Connection::Abandon(const void* begin, size_t bytes) {
-  std::lock_guard<std::mutex> lock(receive_mu_);
+  MutexLock lock(&receive_mu_);
   if (phase_ != Phase::kValues || place_ == nullptr) return;
   const char* first = static_cast<const char*>(begin);
   if (place_ >= first + bytes || place_ + place_bytes_ <= first) return;

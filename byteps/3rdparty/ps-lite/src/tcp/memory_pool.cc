@@ -23,7 +23,7 @@ SArray<char> MemoryPool::Take(size_t bytes) {
   const size_t size = Rounded(bytes);
   char* block = nullptr;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     auto& blocks = free_[size];
     if (!blocks.empty()) {
       block = blocks.back();
@@ -42,7 +42,7 @@ SArray<char> MemoryPool::Take(size_t bytes) {
 
 void MemoryPool::Return(char* block, size_t size) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (free_bytes_ + size <= limit_) {
       free_[size].push_back(block);
       free_bytes_ += size;

@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "ps/mutex.h"
 #include "ps/sarray.h"
 
 namespace ps {
@@ -28,10 +28,9 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   void Return(char* block, size_t size);
 
   const size_t limit_;
-  std::mutex mu_;
-  // Guarded by mu_:
-  std::map<size_t, std::vector<char*>> free_;  // by size
-  size_t free_bytes_ = 0;
+  Mutex mu_;
+  std::map<size_t, std::vector<char*>> free_ PS_GUARDED_BY(mu_);  // by size
+  size_t free_bytes_ PS_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace tcp

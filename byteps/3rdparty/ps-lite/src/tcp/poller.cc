@@ -43,7 +43,7 @@ void Poller::Stop() {
   // They hold this poller.  They go without the lock.
   std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched;
   std::multimap<Clock::time_point, Task> tasks;
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   watched.swap(watched_);
   tasks.swap(tasks_);
   numbers_.clear();
@@ -57,7 +57,7 @@ void Poller::Wake() {
 }
 
 void Poller::Watch(int fd, std::shared_ptr<Pollable> pollable) {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (stopped_) throw dmlc::Error("the transport was stopped");
   const uint64_t number = ++last_number_;
   epoll_event event{};
@@ -72,7 +72,7 @@ void Poller::Watch(int fd, std::shared_ptr<Pollable> pollable) {
 
 void Poller::Forget(int fd) {
   std::shared_ptr<Pollable> last;  // goes without the lock
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   auto it = numbers_.find(fd);
   if (it == numbers_.end()) return;
   (void)epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
@@ -84,7 +84,7 @@ void Poller::Forget(int fd) {
 
 void Poller::At(Clock::time_point when, Task task) {
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    MutexLock lock(&mu_);
     if (stopped_) return;
     tasks_.emplace(when, std::move(task));
   }
@@ -92,13 +92,13 @@ void Poller::At(Clock::time_point when, Task task) {
 }
 
 std::shared_ptr<Pollable> Poller::Find(uint64_t number) {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   auto it = watched_.find(number);
   return it == watched_.end() ? nullptr : it->second;
 }
 
 int Poller::MillisecondsToWait() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (tasks_.empty()) return -1;
   const auto wait = tasks_.begin()->first - Clock::now();
   const auto ms = std::chrono::ceil<std::chrono::milliseconds>(wait).count();
@@ -109,7 +109,7 @@ void Poller::RunTasks() {
   while (true) {
     Task task;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      MutexLock lock(&mu_);
       if (tasks_.empty() || tasks_.begin()->first > Clock::now()) return;
       task = std::move(tasks_.begin()->second);
       tasks_.erase(tasks_.begin());

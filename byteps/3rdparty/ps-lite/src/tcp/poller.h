@@ -7,12 +7,12 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "./socket.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace tcp {
@@ -58,14 +58,14 @@ class Poller {
   Fd wake_;
   std::atomic<bool> stop_{false};
 
-  std::mutex mu_;
-  // Guarded by mu_.  A descriptor may be used again, a number is not: an event that was
+  Mutex mu_;
+  // A descriptor may be used again, a number is not: an event that was
   // fetched before Forget finds nothing.
-  std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched_;
-  std::unordered_map<int, uint64_t> numbers_;
-  uint64_t last_number_ = 0;
-  bool stopped_ = false;
-  std::multimap<Clock::time_point, Task> tasks_;
+  std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched_ PS_GUARDED_BY(mu_);
+  std::unordered_map<int, uint64_t> numbers_ PS_GUARDED_BY(mu_);
+  uint64_t last_number_ PS_GUARDED_BY(mu_) = 0;
+  bool stopped_ PS_GUARDED_BY(mu_) = false;
+  std::multimap<Clock::time_point, Task> tasks_ PS_GUARDED_BY(mu_);
 
   std::thread thread_;
 };

@@ -120,11 +120,11 @@ void TcpVan::Start(int customer_id, bool standalone) {
   pollers_.clear();
   for (int i = 0; i < threads; ++i) pollers_.push_back(std::make_shared<tcp::Poller>(i));
   {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
+    MutexLock lock(&inbox_mu_);
     stopped_ = stop_requested_ = false;
   }
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     stopping_ = false;
   }
   Van::Start(customer_id, false);
@@ -206,7 +206,7 @@ void TcpVan::Connect(const Node& node) {
   }
   const auto connections = peer->connections;
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     peers_[node.id] = peer;
   }
   // Longer than who waits for the scheduler does, whose error says more.
@@ -230,7 +230,7 @@ void TcpVan::Connect(const Node& node) {
 }
 
 void TcpVan::NamePeer(const Node& node) {
-  std::lock_guard<std::mutex> lock(peers_mu_);
+  MutexLock lock(&peers_mu_);
   auto it = peers_by_token_.find(TokenOf(node));
   if (it == peers_by_token_.end()) {  // it came, and has gone already
     Event event;
@@ -282,7 +282,7 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
   if (!refusal.empty()) return refusal;
   ConnectionPtr connection;
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     if (stopping_) return "this node is leaving the job";
     const auto by_token = peers_by_token_.find(hello.sender);
     PeerPtr peer = by_token == peers_by_token_.end() ? nullptr : by_token->second;
@@ -336,7 +336,7 @@ void TcpVan::OnResumed(Connection* connection, Connection::Clock::duration after
 }
 
 ConnectionPtr TcpVan::Choose(int node_id) {
-  std::lock_guard<std::mutex> lock(peers_mu_);
+  MutexLock lock(&peers_mu_);
   auto it = peers_.find(node_id);
   if (it == peers_.end()) return nullptr;
   ConnectionPtr best;
@@ -348,7 +348,7 @@ ConnectionPtr TcpVan::Choose(int node_id) {
 }
 
 std::vector<ConnectionPtr> TcpVan::AllConnections() {
-  std::lock_guard<std::mutex> lock(peers_mu_);
+  MutexLock lock(&peers_mu_);
   std::vector<ConnectionPtr> all;
   const auto add = [&all](const Peer& peer) {
     for (const auto& connection : peer.connections) {
@@ -370,7 +370,7 @@ bool TcpVan::IsEmpty(const Peer& peer) {
 void TcpVan::Disconnect(int node_id) {
   std::vector<ConnectionPtr> connections;
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     auto it = peers_.find(node_id);
     if (it == peers_.end()) return;
     connections = it->second->connections;
@@ -387,7 +387,7 @@ void TcpVan::OnClosed(const ConnectionPtr& connection, const Ending& ending) {
              << ") closed: " << ending.reason;
   Event event;
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     if (stopping_) return;
     const auto let_go = [&](Peer* peer) {
       for (auto& mine : peer->connections) {
@@ -423,11 +423,11 @@ int TcpVan::SendMsg(Message& msg) {
   size_t bytes = 0;
   for (const auto& value : msg.data) bytes += value.size();
   {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
+    MutexLock lock(&inbox_mu_);
     if (stopped_) return -1;
     if (msg.meta.control.cmd == Control::TERMINATE) {
       stopped_ = stop_requested_ = true;
-      inbox_cond_.notify_all();
+      inbox_cond_.NotifyAll();
       return 0;
     }
     if (msg.meta.recver == my_id_) {
@@ -435,7 +435,7 @@ int TcpVan::SendMsg(Message& msg) {
       event.msg = msg;
       event.msg.meta.sender = my_id_;
       inbox_.push_back(std::move(event));
-      inbox_cond_.notify_all();
+      inbox_cond_.NotifyAll();
       return 0;
     }
   }
@@ -480,16 +480,16 @@ void TcpVan::OnMessage(Connection* connection, Message* msg, size_t bytes) {
 
 void TcpVan::Put(Event event) {
   {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
+    MutexLock lock(&inbox_mu_);
     inbox_.push_back(std::move(event));
   }
-  inbox_cond_.notify_one();
+  inbox_cond_.NotifyOne();
 }
 
 void TcpVan::HandleLoss(const Event& event) {
   {
     // Another process may have its place by now.
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     auto it = peers_.find(event.lost_id);
     if (it != peers_.end() && it->second != event.lost) return;
   }
@@ -501,8 +501,10 @@ int TcpVan::RecvMsg(Message* msg) {
   while (true) {
     Event event;
     {
-      std::unique_lock<std::mutex> lock(inbox_mu_);
-      inbox_cond_.wait(lock, [this] { return stop_requested_ || !inbox_.empty(); });
+      MutexLock lock(&inbox_mu_);
+      inbox_cond_.Wait(&inbox_mu_, [this]() PS_REQUIRES(inbox_mu_) {
+        return stop_requested_ || !inbox_.empty();
+      });
       if (stop_requested_) {
         *msg = Message();
         msg->meta.control.cmd = Control::TERMINATE;
@@ -543,13 +545,13 @@ void TcpVan::FlushConnections() {
 void TcpVan::Stop() {
   Van::Stop();  // ends and joins the receiving thread
   {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
+    MutexLock lock(&inbox_mu_);
     stopped_ = true;  // also when it never started
   }
   for (auto& listener : listeners_) listener->Stop();
   FlushConnections();
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     stopping_ = true;
   }
   for (const auto& connection : AllConnections()) {
@@ -558,12 +560,12 @@ void TcpVan::Stop() {
   for (auto& poller : pollers_) poller->Stop();
   greeters_.clear();
   {
-    std::lock_guard<std::mutex> lock(peers_mu_);
+    MutexLock lock(&peers_mu_);
     peers_.clear();
     peers_by_token_.clear();
   }
   {
-    std::lock_guard<std::mutex> lock(inbox_mu_);
+    MutexLock lock(&inbox_mu_);
     inbox_.clear();
   }
   listeners_.clear();

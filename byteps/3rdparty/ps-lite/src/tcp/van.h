@@ -18,11 +18,9 @@
 #define PS_TCP_VAN_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -34,6 +32,7 @@
 #include "./memory_pool.h"
 #include "./poller.h"
 #include "ps/internal/van.h"
+#include "ps/mutex.h"
 
 namespace ps {
 
@@ -121,18 +120,16 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   // poller's thread.
   std::list<tcp::Greeter::Ptr> greeters_;
 
-  std::mutex peers_mu_;
-  // Guarded by peers_mu_:
-  std::unordered_map<uint64_t, PeerPtr> peers_by_token_;
-  std::unordered_map<int, PeerPtr> peers_;  // by node id
-  bool stopping_ = false;
+  Mutex peers_mu_;
+  std::unordered_map<uint64_t, PeerPtr> peers_by_token_ PS_GUARDED_BY(peers_mu_);
+  std::unordered_map<int, PeerPtr> peers_ PS_GUARDED_BY(peers_mu_);  // by node id
+  bool stopping_ PS_GUARDED_BY(peers_mu_) = false;
 
-  std::mutex inbox_mu_;
-  std::condition_variable inbox_cond_;
-  // Guarded by inbox_mu_:
-  std::deque<Event> inbox_;
-  bool stopped_ = true;
-  bool stop_requested_ = false;
+  Mutex inbox_mu_;
+  CondVar inbox_cond_;
+  std::deque<Event> inbox_ PS_GUARDED_BY(inbox_mu_);
+  bool stopped_ PS_GUARDED_BY(inbox_mu_) = true;
+  bool stop_requested_ PS_GUARDED_BY(inbox_mu_) = false;
 };
 
 }  // namespace ps

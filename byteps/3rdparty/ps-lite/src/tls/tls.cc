@@ -264,7 +264,7 @@ bool Session::Flush() {
 }
 
 Session::Step Session::Handshake() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   api_.ERR_clear_error();
   const int result = api_.SSL_do_handshake(ssl_);
   const int error = result == 1 ? 0 : api_.SSL_get_error(ssl_, result);
@@ -298,7 +298,7 @@ ssize_t Session::Read(const iovec* vector, int count) {
     char* data = static_cast<char*>(vector[i].iov_base);
     for (size_t done = 0; done < vector[i].iov_len && got < kBatchBytes;) {
       const size_t wanted = std::min(vector[i].iov_len - done, kBatchBytes);
-      std::lock_guard<std::mutex> lock(mu_);
+      MutexLock lock(&mu_);
       api_.ERR_clear_error();
       const int n = api_.SSL_read(ssl_, data + done, static_cast<int>(wanted));
       // What is wrong is found again by the next call.
@@ -362,7 +362,7 @@ size_t Session::Encrypt(const iovec* vector, int count) {
 }
 
 ssize_t Session::Write(const iovec* vector, int count) {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   if (!Flush()) return -1;
   if (accepted_ == 0) {
     api_.ERR_clear_error();
@@ -378,7 +378,7 @@ ssize_t Session::Write(const iovec* vector, int count) {
 }
 
 std::string Session::failure() {
-  std::lock_guard<std::mutex> lock(mu_);
+  MutexLock lock(&mu_);
   return failure_;
 }
 

@@ -11,12 +11,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "./openssl_api.h"
 #include "ps/auth.h"
+#include "ps/mutex.h"
 
 namespace ps {
 namespace tls {
@@ -98,24 +98,24 @@ class Session {
   const std::string& binding() const { return binding_; }
 
  private:
-  // A socket, as OpenSSL sees it.
+  // A socket, as OpenSSL sees it.  It calls these while one of its functions runs, so with mu_
+  // held, which clang cannot see.
   static const bio_method_st* Method();
-  static int OnRead(bio_st* bio, char* data, int bytes);
-  static int OnWrite(bio_st* bio, const char* data, int bytes);
+  static int OnRead(bio_st* bio, char* data, int bytes) PS_NO_THREAD_SAFETY_ANALYSIS;
+  static int OnWrite(bio_st* bio, const char* data, int bytes) PS_NO_THREAD_SAFETY_ANALYSIS;
   static long OnControl(bio_st* bio, int command, long number, void* pointer);
 
-  // All below with mu_ held.
   // From the socket: -1 for nothing there, or with error_.
-  ssize_t Receive(char* data, size_t bytes, int flags);
-  void Bind();
+  ssize_t Receive(char* data, size_t bytes, int flags) PS_REQUIRES(mu_);
+  void Bind() PS_REQUIRES(mu_);
   // Sends what is encrypted.  False: not all of it; errno says why.
-  bool Flush();
+  bool Flush() PS_REQUIRES(mu_);
   // Encrypts the beginning of these.  Returns how much of it, 0 when it failed.
-  size_t Encrypt(const iovec* vector, int count);
+  size_t Encrypt(const iovec* vector, int count) PS_REQUIRES(mu_);
   // What OpenSSL's last error means.
-  std::string Explain();
+  std::string Explain() PS_REQUIRES(mu_);
   // Sets errno after OpenSSL returned `result`; what Read returns then.
-  ssize_t Fail(int result);
+  ssize_t Fail(int result) PS_REQUIRES(mu_);
 
   const Context* const shared_;
   const OpenSsl& api_;
@@ -123,19 +123,19 @@ class Session {
   const bool connects_;
 
   // OpenSSL takes one thread at a time.
-  std::mutex mu_;
-  ssl_st* ssl_ = nullptr;
-  bool known_ = false;  // what the other end speaks, by its first byte:
-  bool plain_ = false;  // not TLS
-  bool ended_ = false;  // the other end closed it
-  int error_ = 0;       // an errno of the socket
-  std::string failure_;
+  Mutex mu_;
+  ssl_st* ssl_ PS_PT_GUARDED_BY(mu_) = nullptr;
+  bool known_ PS_GUARDED_BY(mu_) = false;  // what the other end speaks, by its first byte:
+  bool plain_ PS_GUARDED_BY(mu_) = false;  // not TLS
+  bool ended_ PS_GUARDED_BY(mu_) = false;  // the other end closed it
+  int error_ PS_GUARDED_BY(mu_) = 0;       // an errno of the socket
+  std::string failure_ PS_GUARDED_BY(mu_);
   std::string binding_;
   // What is encrypted and not sent yet, and how much of what the caller has it is.
-  std::vector<char> out_;
-  size_t sent_ = 0;
-  size_t accepted_ = 0;
-  uint64_t records_ = 0;  // with this key
+  std::vector<char> out_ PS_GUARDED_BY(mu_);
+  size_t sent_ PS_GUARDED_BY(mu_) = 0;
+  size_t accepted_ PS_GUARDED_BY(mu_) = 0;
+  uint64_t records_ PS_GUARDED_BY(mu_) = 0;  // with this key
 };
 
 }  // namespace tls

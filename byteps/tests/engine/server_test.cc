@@ -1,0 +1,188 @@
+// The server's rounds: which of them fail, and when.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/declaration_list.h"
+#include "byteps/server/sum_server.h"
+#include "ps/internal/postoffice.h"
+#include "ps/mutex.h"
+#include "settings.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr auto kPatience = std::chrono::seconds(120);
+constexpr uint32_t kPartitionBytes = 16;
+constexpr uint32_t kLong = 600'000;  // ms
+
+// Keeps the answers, in the order in which they come.
+class Answers : public Channel {
+ public:
+  struct Answer {
+    uint64_t number;
+    std::string error;
+    std::vector<float> values;
+  };
+
+  void Start(ChannelUser*) override {}
+  void Leave(bool, const std::string&) override {}
+  void Stop() override {}
+  void Abandon(const void*, size_t) override {}
+  bool RegistersMemory() const override { return false; }
+  int rank() const override { return 0; }
+  std::string NameOfServer(int) override { return "server"; }
+  std::string NameOfWorker(int) override { return "worker"; }
+
+  bool Send(ps::Message* message) override {
+    Answer answer{message->meta.addr, message->meta.body, {}};
+    for (const auto& value : message->data) {
+      answer.values.resize(value.size() / sizeof(float));
+      memcpy(answer.values.data(), value.data(), value.size());
+    }
+    ps::MutexLock lock(&mu_);
+    answers_.push_back(std::move(answer));
+    cond_.NotifyAll();
+    return true;
+  }
+
+  // All so far, once there are so many.
+  std::vector<Answer> Await(size_t count) {
+    ps::MutexLock lock(&mu_);
+    const bool came =
+        cond_.WaitFor(&mu_, kPatience, [&]() PS_REQUIRES(mu_) { return answers_.size() >= count; });
+    EXPECT_TRUE(came) << answers_.size() << " of " << count << " answers";
+    return answers_;
+  }
+
+ private:
+  ps::Mutex mu_;
+  ps::CondVar cond_;
+  std::vector<Answer> answers_ PS_GUARDED_BY(mu_);
+};
+
+class ServerTest : public testing::Test {
+ protected:
+  ServerTest() : server_(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"}}), &answers_) {
+    declaration_.name = "tensor";
+    declaration_.dtype = DType::kFloat32;
+    declaration_.bytes = 8 * kPartitionBytes;
+    declaration_.partition_bytes = kPartitionBytes;
+    declaration_.group = {0, 1};
+    for (int rank : {0, 1}) {
+      Tell(
+          MakeRequest(kDeclare, 8, declaration_.Key(), ++number_, PackDeclarations({declaration_})),
+          rank);
+    }
+    answers_.Await(2);
+  }
+
+  // Returns the number of the request.
+  uint64_t Push(int rank, uint64_t index, uint32_t round, uint32_t timeout_ms) {
+    PushHeader header;
+    header.round = round;
+    header.timeout_ms = timeout_ms;
+    header.pull_bytes = kPartitionBytes;
+    ps::Message push =
+        MakeRequest(kPushPull, 8, declaration_.Key() + index, ++number_, header.Pack());
+    ps::SArray<char> values;
+    values.resize(kPartitionBytes);
+    const float value = static_cast<float>(1 + rank + 10 * index);
+    for (size_t at = 0; at < kPartitionBytes; at += sizeof(value)) {
+      memcpy(values.data() + at, &value, sizeof(value));
+    }
+    AddValues(&push, values);
+    Tell(std::move(push), rank);
+    return number_;
+  }
+
+  void Tell(ps::Message request, int rank) {
+    request.meta.sender = ps::Postoffice::WorkerRankToID(rank);
+    server_.OnMessage(&request);
+  }
+
+  Answers answers_;
+  Server server_;
+  Declaration declaration_;
+  uint64_t number_ = 0;
+};
+
+// Each by its own deadline, whatever came first, and nobody else's round with it.
+TEST_F(ServerTest, LateRoundsFailAlone) {
+  const uint64_t waits = Push(0, 0, 0, kLong);
+  std::map<uint64_t, int> late;  // the partitions, by request
+  for (const int partition : {1, 2, 3}) late[Push(0, partition, 0, 400 / partition)] = partition;
+  const auto failed = answers_.Await(5);
+  ASSERT_EQ(failed.size(), 5u);
+  for (size_t i = 2; i < 5; ++i) {
+    ASSERT_EQ(late.count(failed[i].number), 1u);
+    const std::string partition = std::to_string(late[failed[i].number]);
+    const std::string& error = failed[i].error;
+    EXPECT_NE(error.find("timed out: partition " + partition + ","), std::string::npos) << error;
+    EXPECT_NE(error.find("still lacks the push of worker 1"), std::string::npos) << error;
+    late.erase(failed[i].number);
+  }
+  EXPECT_EQ(server_.OpenRounds(), 1u);
+
+  const uint64_t completes = Push(1, 0, 0, kLong);
+  const auto all = answers_.Await(7);
+  ASSERT_EQ(all.size(), 7u);
+  for (size_t i = 5; i < 7; ++i) {
+    EXPECT_TRUE(all[i].number == waits || all[i].number == completes);
+    EXPECT_EQ(all[i].error, "");
+    EXPECT_EQ(all[i].values, std::vector<float>(4, 3));
+  }
+  EXPECT_EQ(server_.OpenRounds(), 0u);
+}
+
+// The deadline of a sum that was made passes, and nothing happens.
+TEST_F(ServerTest, RoundsThatAreDoneHaveNoDeadline) {
+  size_t answers = 2;
+  uint32_t timeout_ms = 100;
+  bool done = false;
+  for (uint32_t round = 0; !done; ++round) {
+    ASSERT_LT(timeout_ms, kLong);
+    Push(0, 0, round, timeout_ms);
+    Push(1, 0, round, timeout_ms);
+    const auto all = answers_.Await(answers += 2);
+    ASSERT_EQ(all.size(), answers);
+    done = (all[answers - 2].error + all[answers - 1].error).empty();
+    if (!done) timeout_ms *= 2;  // a busy machine was too slow for it
+  }
+  // A later deadline has passed when this fails.
+  const uint64_t late = Push(0, 1, 0, timeout_ms);
+  const auto failed = answers_.Await(++answers);
+  ASSERT_EQ(failed.size(), answers);
+  EXPECT_EQ(failed.back().number, late);
+  EXPECT_NE(failed.back().error, "");
+  // Who comes too late is told the same.
+  const uint64_t too_late = Push(1, 1, 0, timeout_ms);
+  const auto told = answers_.Await(++answers);
+  ASSERT_EQ(told.size(), answers);
+  EXPECT_EQ(told.back().number, too_late);
+  EXPECT_EQ(told.back().error, failed.back().error);
+  EXPECT_EQ(server_.OpenRounds(), 0u);
+}
+
+// A lost worker ends its rounds at once: nothing is left of their deadlines.
+TEST_F(ServerTest, LostWorkerEndsRoundsBeforeTheirDeadline) {
+  Push(0, 0, 0, kLong);
+  Push(0, 1, 0, kLong);
+  server_.OnWorkerGone(1, "worker 1 was lost");
+  const auto failed = answers_.Await(4);
+  ASSERT_EQ(failed.size(), 4u);
+  for (size_t i = 2; i < 4; ++i) {
+    EXPECT_NE(failed[i].error.find("worker 1 was lost"), std::string::npos) << failed[i].error;
+  }
+  EXPECT_EQ(server_.OpenRounds(), 0u);
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps
