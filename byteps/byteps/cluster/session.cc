@@ -124,6 +124,8 @@ void Session::StopByOrder(const std::string& how) {
   ps::Postoffice::Get()->van()->membership()->StopByOrder(how);
 }
 
+bool Session::AllArrived() const { return ps::Postoffice::Get()->van()->AllArrived(); }
+
 ps::JobView Session::View() { return ps::Postoffice::Get()->van()->membership()->View(); }
 
 bool Session::Send(ps::Message* message) {

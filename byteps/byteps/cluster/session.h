@@ -45,6 +45,9 @@ class Session : public Channel {
   // Of a server or the scheduler that is told to end: see ps::Membership::StopByOrder.
   void StopByOrder(const std::string& how);
 
+  // Whether the peers have received all that was sent to them.
+  bool AllArrived() const;
+
   // Of the scheduler: who is in the job.
   ps::JobView View();
 

@@ -50,6 +50,8 @@ constexpr double kHealthTimeoutS = 3.0;
 constexpr double kMissedHeartbeats = 2.5;
 // How often a server that was told to end looks whether its sums are complete.
 constexpr auto kDrainLook = std::chrono::milliseconds(2);
+// What the last answers may take to arrive.
+constexpr auto kArrivalLimit = std::chrono::seconds(1);
 // Before a server that outlived a job joins the next one: a job may fail as soon as it is joined.
 constexpr auto kRejoinPause = std::chrono::milliseconds(50);
 
@@ -270,6 +272,12 @@ void EndByOrder(const Config& config, Server* server, Session* session, Outcome*
          std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(kDrainLook);
     drained = server->OpenRounds() == 0;
+  }
+  // Who heard of the end before its sum has come would fail without it.
+  const auto arrived_by = std::chrono::steady_clock::now() + kArrivalLimit;
+  while (drained && !session->AllArrived() && !over() && signal_count == signals &&
+         std::chrono::steady_clock::now() < arrived_by) {
+    std::this_thread::sleep_for(kDrainLook);
   }
   if (over()) return;
   session->StopByOrder(std::string("stopped by order (") +

@@ -500,17 +500,17 @@ bool Server::AddsWide(DType t) const {
 void Server::Finish(Engine* engine, Partition* partition, Round* round) {
   counters_.sums.Add();
   counters_.round_wait_seconds.Observe(round->last_added - round->first_taken);
-  SetDone(engine, *partition, round);
+  round->done = true;
   Deliver(partition, round);
+  Close(engine, *partition, *round);
 }
 
 Server::Deadline Server::DeadlineOf(const Partition& partition, const Round& round) {
   return {round.deadline, partition.key, round.number};
 }
 
-void Server::SetDone(Engine* engine, const Partition& partition, Round* round) {
-  round->done = true;
-  engine->open.erase(DeadlineOf(partition, *round));
+void Server::Close(Engine* engine, const Partition& partition, const Round& round) {
+  engine->open.erase(DeadlineOf(partition, round));
   --engine->open_rounds;
 }
 
@@ -542,7 +542,8 @@ void Server::FailRound(Engine* engine, Partition* partition, Round* round,
   round->waiting.clear();
   engine->scratch.Return(std::move(round->wide));
   round->sum = ps::SArray<char>();
-  SetDone(engine, *partition, round);
+  round->done = true;
+  Close(engine, *partition, *round);
 }
 
 void Server::DropDoneRounds(Partition* partition) {

@@ -192,7 +192,8 @@ class Server {
   bool AddsWide(DType t) const;
   void Finish(Engine* engine, Partition* partition, Round* round);
   static Deadline DeadlineOf(const Partition& partition, const Round& round);
-  static void SetDone(Engine* engine, const Partition& partition, Round* round);
+  // A round that is done, once its callers were answered: nothing waits for it any more.
+  static void Close(Engine* engine, const Partition& partition, const Round& round);
   // Sends the sum to those who wait for it; gives it up once every member has it.
   void Deliver(Partition* partition, Round* round);
   void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason);

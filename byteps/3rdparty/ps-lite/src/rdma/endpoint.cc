@@ -90,6 +90,13 @@ bool Endpoint::flushed() {
   return goodbye_sent_ && connection_->sends_completed();
 }
 
+bool Endpoint::all_arrived() {
+  MutexLock lock(&mu_);
+  if (state_ == State::kClosed) return true;
+  return state_ == State::kOpen && outbox_.empty() && requested_.empty() && writes_.empty() &&
+         connection_->sends_completed();
+}
+
 size_t Endpoint::queued_bytes() {
   MutexLock lock(&mu_);
   return queued_bytes_;

@@ -141,6 +141,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void CloseWhenFlushed();
   // Whether all that was to be sent has been received.
   bool flushed();
+  // Whether the peer has received all that was sent, or never will.
+  bool all_arrived();
   size_t queued_bytes();
 
   // ----- receiving

@@ -337,6 +337,12 @@ bool RdmaVan::BreakEndpoint(int node_id, Plane plane, int index) {
   return true;
 }
 
+bool RdmaVan::AllArrived() {
+  const auto endpoints = AllEndpoints();
+  return std::all_of(endpoints.begin(), endpoints.end(),
+                     [](const auto& endpoint) { return endpoint->all_arrived(); });
+}
+
 // --------------------------------------------------------------- stopping
 
 void RdmaVan::FlushEndpoints() {

@@ -47,6 +47,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   std::string GetType() const override { return "ibverbs"; }
   void SetNode(const Node& node) override;
   void Abandon(const void* begin, size_t bytes) override;
+  bool AllArrived() override;
   void Disconnect(int node_id) override;
   void SetIncarnation(int incarnation) override;
 

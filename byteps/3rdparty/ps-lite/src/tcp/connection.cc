@@ -227,6 +227,12 @@ bool Connection::flushed() {
   return again_.empty() && urgent_.empty() && bulk_.empty() && !writing_ && !blocked_;
 }
 
+bool Connection::all_arrived() {
+  MutexLock lock(&mu_);
+  if (state_ == State::kClosed) return true;
+  return again_.empty() && urgent_.empty() && bulk_.empty() && flying_.empty();
+}
+
 void Connection::CloseWhenFlushed() {
   {
     MutexLock lock(&mu_);

@@ -110,6 +110,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void SayGoodbye();
   // Whether all that was sent has gone to the kernel, or never will.
   bool flushed();
+  // Whether the peer has received all that was sent, or never will.
+  bool all_arrived();
   // Closes when all that was sent has gone to the kernel.
   void CloseWhenFlushed();
 

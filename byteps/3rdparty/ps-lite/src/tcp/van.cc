@@ -529,6 +529,12 @@ void TcpVan::Abandon(const void* begin, size_t bytes) {
   for (const auto& connection : AllConnections()) connection->Abandon(begin, bytes);
 }
 
+bool TcpVan::AllArrived() {
+  const auto connections = AllConnections();
+  return std::all_of(connections.begin(), connections.end(),
+                     [](const auto& connection) { return connection->all_arrived(); });
+}
+
 // ----------------------------------------------------------------- stopping
 
 void TcpVan::FlushConnections() {

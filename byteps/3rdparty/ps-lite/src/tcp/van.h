@@ -44,6 +44,7 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   std::string GetType() const override { return "tcp"; }
   void SetNode(const Node& node) override;
   void Abandon(const void* begin, size_t bytes) override;
+  bool AllArrived() override;
   void Disconnect(int node_id) override;
   void SetIncarnation(int incarnation) override { job_ = WithIncarnation(job_, incarnation); }
 
