@@ -165,6 +165,9 @@ def _follow(progress: Progress, log: Path, at: int) -> int:
     return at + len(whole) + (1 if whole else 0)
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """And all of its session: a shell that is ended leaves what it waits for."""
     os.killpg(process.pid, signal.SIGTERM)
@@ -173,6 +176,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _begin() -> None:
+    """In the command's process, before the command."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    end_with_parent()
 
 
 def _on_sigterm(number: int, _: object) -> None:
@@ -204,18 +213,22 @@ def run(
     words = [str(word) for word in command]
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with log.open("wb") as output, Progress(name, stream=stream, every_s=every_s) as progress:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout or output,
-            stderr=output,
-            env=env,
-            # Ctrl-C comes to this process alone, which ends what it has started.
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
+        # A signal that came before there is a process to end would leave the command behind.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        process = None
         at = 0
         try:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout or output,
+                stderr=output,
+                env=env,
+                # Ctrl-C comes to this process alone, which ends what it has started.
+                start_new_session=True,
+                preexec_fn=_begin,
+            )
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             while True:
                 try:
                     status = process.wait(0.1)
@@ -225,8 +238,9 @@ def run(
                 if deadline is not None and time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired(words, timeout_s or 0.0)
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 _end(process)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return status
 
 

@@ -125,6 +125,36 @@ def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path) -> None:
     wait_for(lambda: not runs(pid))
 
 
+ENDED_WHILE_IT_STARTS = """
+import os, pathlib, signal, subprocess, sys, time
+import progress
+
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        while not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+progress.subprocess.Popen = Popen
+sys.exit(progress.main(sys.argv[2:]))
+"""
+
+
+def test_nothing_is_left_of_a_command_that_has_just_begun(tmp_path: Path) -> None:
+    here = tmp_path / "pid"
+    program = f"sleep 600 & echo $! >{here}.new; mv {here}.new {here}; wait; true"
+    command = [here, "--name", "it", "--log", tmp_path / "log", "--", "sh", "-c", program]
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDED_WHILE_IT_STARTS, *map(str, command)],
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent)},
+        timeout=LATEST_S,
+    )
+    assert ended.returncode == 143
+    pid = int(here.read_text())
+    wait_for(lambda: not runs(pid))
+
+
 @pytest.mark.parametrize(
     ("program", "status", "said"),
     [
