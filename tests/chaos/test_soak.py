@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from soak import FLAT_BYTES, QUANTITIES, Sample, draw, replayed, slope, trends
+from soak_figures import FLAT_BYTES, QUANTITIES, Sample, draw, replayed, slope, trends
 
 SOAK = Path(__file__).with_name("soak.py")
 EVERY_S = 5.0
