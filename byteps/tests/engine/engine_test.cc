@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
@@ -101,6 +102,17 @@ std::vector<float> Values(size_t count, int salt) {
 std::vector<float> Times(std::vector<float> values, float ranks) {
   for (float& value : values) value *= ranks;
   return values;
+}
+
+// Whether `stream` does nothing more before `hold`, which this gives up, lets copies go on.
+bool WaitsForCopies(DeviceStream stream, std::promise<void>* hold) {
+  std::atomic<bool> released{false};
+  std::atomic<bool> waited{false};
+  CallWhenDone(stream, [&] { waited = released.load(); });
+  released = true;
+  hold->set_value();
+  fake::Synchronize(stream);
+  return waited;
 }
 
 bool Has(const std::string& text, const std::string& part) {
@@ -462,13 +474,7 @@ TEST(Gpu, StreamsWaitForCopiesAndTheHostDoesNot) {
   const auto sum = Times(values, 3);
   const auto hold = fake::HoldCopiesToDevice();
   job.Wait(job.Start("x", &values, 0, stream), stream);  // returns, though nothing is copied yet
-  std::atomic<bool> released{false};
-  std::atomic<bool> waited{false};
-  CallWhenDone(stream, [&] { waited = released.load(); });
-  released = true;
-  hold->set_value();
-  fake::Synchronize(stream);
-  EXPECT_TRUE(waited);
+  EXPECT_TRUE(WaitsForCopies(stream, hold.get()));
   EXPECT_EQ(values, sum);
 }
 
@@ -497,13 +503,7 @@ TEST(Gpu, StreamsWaitForCopiesOfAWantedPart) {
   ASSERT_TRUE(job.Settles("pulled_partitions_total", 2.0 * pushes.size() - at_other));
   job.channel->Release();
   job.Wait(handle, stream);
-  std::atomic<bool> released{false};
-  std::atomic<bool> waited{false};
-  CallWhenDone(stream, [&] { waited = released.load(); });
-  released = true;
-  hold->set_value();
-  fake::Synchronize(stream);
-  EXPECT_TRUE(waited);
+  EXPECT_TRUE(WaitsForCopies(stream, hold.get()));
   for (size_t i = 0; i < values.size(); ++i) {
     ASSERT_EQ(values[i], before[i] * (i < kPage / sizeof(float) ? 3 : 1)) << i;
   }
