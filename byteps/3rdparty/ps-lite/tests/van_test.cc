@@ -16,8 +16,9 @@
 //   --refused  as many processes want to join that the scheduler refuses, and stay
 //   --kill     that worker ends by SIGKILL in that round; or server, told by worker 0
 //   --break    worker 0 breaks its first endpoint of that plane to server 0 in that round, and
-//              amid the messages of each EVERY-th from then on; with PLANE "served", server 0
-//              breaks its end of that worker's data
+//              amid the messages of each EVERY-th from then on, several times in a row, once
+//              the last ones are mended; with PLANE "served", server 0 breaks its end of that
+//              worker's data
 //   --expect   every survivor must fail, with this in its error
 //   --timeout  for the whole run; who is not done by then is killed and has failed
 //
@@ -163,6 +164,10 @@ class Memory {
   uint64_t number_ = 0;
 };
 
+// An endpoint is broken so many times in a row, with pauses of up to all but one of these.
+constexpr int kBreaks = 4;
+constexpr std::chrono::milliseconds kBreakPause(40);
+
 constexpr size_t kStallBytes = 64 << 20;
 constexpr uint64_t kStallSeed = 77;
 
@@ -249,6 +254,7 @@ class Node {
 
  private:
   struct Pending {
+    int server = 0;
     uint64_t seed = 0;
     size_t size = 0;
     Clock::time_point sent;
@@ -338,9 +344,8 @@ class Node {
     if (msg->meta.head == kDie) kill(getpid(), SIGKILL);
 #ifdef BYTEPS_WITH_RDMA
     auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
-    if (msg->meta.head == kBreak) {
-      if (van != nullptr) van->BreakEndpoint(msg->meta.sender, ps::rdma::Plane::kData, 0);
-      return;
+    if (msg->meta.head == kBreak && van != nullptr) {
+      van->BreakEndpoint(msg->meta.sender, ps::rdma::Plane::kData, 0);
     }
 #endif
     ps::Message answer;
@@ -360,6 +365,13 @@ class Node {
       if (it == pending_.end()) return;
       pending = it->second;
       pending_.erase(it);
+      const bool told = msg.meta.head == kBreak;
+      const bool by_control = told || msg.meta.head == kPing;
+      if (told) --breaks_asked_;
+      const bool of_plane = by_control == (options.break_plane == "control");
+      if (of_plane && pending.server == 0 && msg.meta.addr > broken_after_) is_mended_ = true;
+      cond_.notify_all();
+      if (told) return;
     }
     std::string error;
     if (msg.meta.head == kPing) {
@@ -403,10 +415,11 @@ class Node {
     {
       std::lock_guard<std::mutex> lock(mu_);
       msg.meta.addr = ++last_request_;
-      if (op == kPing || op == kEcho) {
-        pending_[msg.meta.addr] = Pending{seed, size, Clock::now(), std::move(memory)};
-        ++outstanding_[op == kPing];
+      if (op == kPing || op == kEcho || op == kBreak) {
+        pending_[msg.meta.addr] = Pending{server, seed, size, Clock::now(), std::move(memory)};
       }
+      if (op == kPing || op == kEcho) ++outstanding_[op == kPing];
+      if (op == kBreak) ++breaks_asked_;
     }
     ps::Postoffice::Get()->van()->Send(msg);
   }
@@ -488,6 +501,34 @@ class Node {
     }
   }
 
+  // Once the last time is mended: a request made since then was answered, so both ends are at
+  // it again.  Then several times, so that some fall on a connection that is just being made.
+  void BreakLink(int round) {
+    {
+      std::unique_lock<std::mutex> lock(mu_);
+      cond_.wait(lock, [this] { return is_mended_ || !failure_.empty(); });
+    }
+    for (int time = 0; time < kBreaks; ++time) {
+      if (time > 0) std::this_thread::sleep_for(kBreakPause * ((round + time) % kBreaks));
+      BreakOnce();
+    }
+    std::unique_lock<std::mutex> lock(mu_);
+    cond_.wait(lock, [this] { return breaks_asked_ == 0 || !failure_.empty(); });
+    broken_after_ = last_request_;
+    is_mended_ = false;
+  }
+
+  void BreakOnce() {
+    if (options.break_plane == "served") return Request(kBreak, 0, 0, nullptr, 0);
+#ifdef BYTEPS_WITH_RDMA
+    auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
+    const bool data = options.break_plane == "data";
+    if (van == nullptr) return;
+    van->BreakEndpoint(ps::Postoffice::ServerRankToID(0),
+                       data ? ps::rdma::Plane::kData : ps::rdma::Plane::kControl, 0);
+#endif
+  }
+
   void Misbehave(int round) {
     if (options.kill_round == round && options.kill_role == "worker" &&
         options.kill_rank == rank_) {
@@ -497,18 +538,9 @@ class Node {
     if (options.kill_round == round && options.kill_role == "server") {
       Request(kDie, options.kill_rank, 0, nullptr, 0);
     }
-#ifdef BYTEPS_WITH_RDMA
-    auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
     const int since = options.break_round < 0 ? -1 : round - options.break_round;
     const bool again = since > 0 && options.break_every > 0 && since % options.break_every == 0;
-    if ((since == 0 || again) && options.break_plane == "served") {
-      Request(kBreak, 0, 0, nullptr, 0);
-    } else if ((since == 0 || again) && van != nullptr) {
-      const bool data = options.break_plane == "data";
-      van->BreakEndpoint(ps::Postoffice::ServerRankToID(0),
-                         data ? ps::rdma::Plane::kData : ps::rdma::Plane::kControl, 0);
-    }
-#endif
+    if (since == 0 || again) BreakLink(round);
   }
 
   void Work() {
@@ -569,7 +601,10 @@ class Node {
   bool engine_stop_ = false;
   size_t outstanding_[2] = {0, 0};  // requests with values, pings
   uint64_t last_request_ = 0;
-  uint64_t asked_seed_ = 0;  // of the last value for which a place was asked
+  uint64_t broken_after_ = 0;  // that request
+  bool is_mended_ = true;      // what was broken
+  int breaks_asked_ = 0;       // of a server, and not answered
+  uint64_t asked_seed_ = 0;    // of the last value for which a place was asked
   std::atomic<bool> pings_stop_{false};
   std::vector<double> delays_;  // the receiving thread's own until all have come
 };

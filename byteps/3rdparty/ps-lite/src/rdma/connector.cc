@@ -202,10 +202,21 @@ void Connector::ReconnectHere(const std::shared_ptr<Endpoint>& endpoint) {
 void Connector::Forget(const Endpoint* endpoint) {
   for (auto it = links_.begin(); it != links_.end(); ++it) {
     if (it->second->endpoint.get() != endpoint) continue;
-    if (it->second->established) rdma_disconnect(it->second->id.get());
+    LinkPtr link = std::move(it->second);
     links_.erase(it);
+    if (link->established) {
+      rdma_disconnect(link->id.get());
+    } else if (!link->active) {
+      rdma_cm_id* const id = link->id.get();
+      forgotten_[id] = std::move(link->id);
+    }
     return;
   }
+}
+
+void Connector::EndForgotten(rdma_cm_id* id, rdma_cm_event_type what) {
+  if (what == RDMA_CM_EVENT_ESTABLISHED) rdma_disconnect(id);
+  forgotten_.erase(id);
 }
 
 std::string Connector::LastError(const Endpoint* endpoint) const {
@@ -250,6 +261,7 @@ void Connector::Loop() {
     }
   }
   while (!links_.empty()) Drop(links_.begin()->second.get());
+  forgotten_.clear();
   waiting_.clear();
   broken_.clear();
   failing_.clear();
@@ -390,6 +402,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
   }
   if (event.id == listener_.get()) return;
   if (event.event == RDMA_CM_EVENT_CONNECT_REQUEST) return OnRequest(event);
+  if (forgotten_.count(event.id) > 0) return EndForgotten(event.id, event.event);
   auto it = links_.find(event.id);
   if (it == links_.end()) return;
   Link* link = it->second.get();
@@ -406,6 +419,8 @@ void Connector::OnEvent(const rdma_cm_event& event) {
       link->established = true;
       return;
     case RDMA_CM_EVENT_REJECTED:
+      // A peer that has thought better of it.
+      if (link->established) return OnDisconnected(link);
       return OnRejected(link, event);
     case RDMA_CM_EVENT_ADDR_ERROR:
       return TryAgain(link, "its address leads through no RDMA device" + status);
@@ -414,10 +429,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_CONNECT_ERROR:
       return TryAgain(link, "it could not be reached" + status);
     case RDMA_CM_EVENT_DISCONNECTED:
-      // What becomes of it is known when the device has given everything back.
-      rdma_disconnect(link->id.get());
-      link->endpoint->Disconnected();
-      return Wake(*link->endpoint);
+      return OnDisconnected(link);
     case RDMA_CM_EVENT_ADDR_CHANGE:
       return link->endpoint->Break("the network address of the RDMA device changed" + status,
                                    LinkFault::kBroken);
@@ -426,6 +438,13 @@ void Connector::OnEvent(const rdma_cm_event& event) {
     default:
       LOG(WARNING) << "unexpected event of an RDMA connection" << status;
   }
+}
+
+void Connector::OnDisconnected(Link* link) {
+  // What becomes of it is known when the device has given everything back.
+  rdma_disconnect(link->id.get());
+  link->endpoint->Disconnected();
+  Wake(*link->endpoint);
 }
 
 // ------------------------------------------------------- the passive side

@@ -129,6 +129,7 @@ class Connector {
   void ReconnectHere(const std::shared_ptr<Endpoint>& endpoint);
   // The connection that there was; the endpoint may have another one already.
   void Forget(const Endpoint* endpoint);
+  void EndForgotten(rdma_cm_id* id, rdma_cm_event_type what);
   std::string LastError(const Endpoint* endpoint) const;
   void TakeEvents();
   Owned<rdma_cm_id> BindTo(const std::string& host, int port);
@@ -147,6 +148,7 @@ class Connector {
   void OnResolved(Link* link, rdma_cm_event_type what);
   void OnResponse(Link* link, const rdma_cm_event& event);
   void OnRejected(Link* link, const rdma_cm_event& event);
+  void OnDisconnected(Link* link);
   void Try(LinkPtr link);
   void TryAgain(Link* link, const std::string& error, bool nobody_listens = false);
   void Drop(Link* link);
@@ -173,6 +175,9 @@ class Connector {
 
   // The thread's own.
   std::map<rdma_cm_id*, LinkPtr> links_;
+  // Of endpoints that have broken since they were accepted.  Only when it is known whether the
+  // peer takes such a connection for whole can it be told that it is not.
+  std::map<rdma_cm_id*, Owned<rdma_cm_id>> forgotten_;
   std::vector<LinkPtr> waiting_;                // for their next try
   std::map<std::string, int64_t> used_proofs_;  // each is of use once; with its period
   std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;  // by then

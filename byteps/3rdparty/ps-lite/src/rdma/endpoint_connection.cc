@@ -238,8 +238,9 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) 
       outage_.deadline -= std::min<Clock::duration>(kSilence, patience / 2);
     }
   }
-  turn->broken = turn->broken || state_ == State::kOpen;
   if (!connection_) return;
+  // The peer may take it for whole already, though this side has not heard that it is.
+  turn->broken = turn->broken || connection_->attached;
   state_ = State::kBroken;
   StopQueuePair();
 }
