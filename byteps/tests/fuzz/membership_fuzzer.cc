@@ -28,7 +28,7 @@ class NoLinks : public ps::MembershipLinks {
     self_.role = role;
     if (role != ps::Node::SCHEDULER) self_.id = ps::Node::kEmpty;
   }
-  const ps::Node& self() const override { return self_; }
+  ps::Node self() const override { return self_; }
   const ps::Node& scheduler() const override { return scheduler_; }
   void SetSelf(const ps::Node& node) override { self_ = node; }
   void Connect(const ps::Node& node) override { DEMAND(node.id != ps::Node::kEmpty); }

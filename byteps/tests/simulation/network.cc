@@ -229,7 +229,7 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
     ps::SetToken(channel->life(), &self_);
   }
 
-  const ps::Node& self() const override { return self_; }
+  ps::Node self() const override { return self_; }
   const ps::Node& scheduler() const override { return scheduler_; }
   void SetSelf(const ps::Node& node) override { self_ = node; }
 

@@ -32,7 +32,7 @@ std::string OwnAddress(const Node& scheduler) {
 class VanLinks : public MembershipLinks {
  public:
   explicit VanLinks(Van* van) : van_(van) {}
-  const Node& self() const override { return van_->node(); }
+  Node self() const override { return van_->node(); }
   const Node& scheduler() const override { return van_->scheduler(); }
   void SetSelf(const Node& node) override { van_->SetNode(node); }
   void Connect(const Node& node) override { van_->Connect(node); }
@@ -69,12 +69,16 @@ void Van::Start(int customer_id, bool /*standalone*/) {
     self.port = post->is_server() ? GetEnv("BYTEPS_NODE_PORT", 0) : 0;
     self.customer_id = customer_id;
   }
+  my_role_ = self.role;
   SetNode(self);
   links_ = std::make_unique<VanLinks>(this);
   membership_ = std::make_unique<Membership>(links_.get(), MembershipSettings::FromEnvironment(),
                                              post->handlers().on_event);
-  my_node_.port = Bind(my_node_, 0);
-  if (is_scheduler_) scheduler_.port = my_node_.port;
+  const int port = Bind(self, 0);
+  self = node();  // a transport may know its address better
+  self.port = port;
+  SetNode(self);
+  if (is_scheduler_) scheduler_.port = port;
   Connect(scheduler_);
   receiver_thread_ = std::make_unique<std::thread>(&Van::Receiving, this);
   pthread_setname_np(receiver_thread_->native_handle(), "bps-control");
@@ -87,7 +91,7 @@ void Van::Stop() {
   if (receiver_thread_) {
     Message exit;
     exit.meta.control.cmd = Control::TERMINATE;
-    exit.meta.recver = my_node_.id;
+    exit.meta.recver = node().id;
     SendMsg(exit);
     receiver_thread_->join();
     receiver_thread_.reset();
@@ -95,7 +99,9 @@ void Van::Stop() {
   membership_.reset();
   links_.reset();
   ready_ = false;
-  my_node_.id = Meta::kEmpty;
+  Node self = node();
+  self.id = Meta::kEmpty;
+  Van::SetNode(self);
 }
 
 int Van::Send(Message& msg) {

@@ -82,7 +82,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
   void Stop() { membership_->Stop(); }
 
   // MembershipLinks
-  const Node& self() const override { return self_; }
+  Node self() const override { return self_; }
   const Node& scheduler() const override { return scheduler_; }
   void SetSelf(const Node& node) override { self_.id = node.id; }
   void Connect(const Node& node) override {

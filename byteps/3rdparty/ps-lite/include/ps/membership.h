@@ -61,7 +61,7 @@ struct JobFailed : public dmlc::Error {
 class MembershipLinks {
  public:
   virtual ~MembershipLinks() = default;
-  virtual const Node& self() const = 0;
+  virtual Node self() const = 0;
   virtual const Node& scheduler() const = 0;
   // The scheduler has given this node its id.
   virtual void SetSelf(const Node& node) = 0;

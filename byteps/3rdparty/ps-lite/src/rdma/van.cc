@@ -39,9 +39,10 @@ constexpr int kMaxRank = 1 << 24;
 RdmaVan::~RdmaVan() = default;
 
 void RdmaVan::SetNode(const Node& node) {
-  Van::SetNode(node);
+  Node self = node;
   // The scheduler gives an id back with the rest of what this node told of itself.
-  if (token_ != 0) SetToken(token_, &my_node_);
+  if (token_ != 0) SetToken(token_, &self);
+  Van::SetNode(self);
   my_id_ = node.id;
 }
 
@@ -112,7 +113,7 @@ std::shared_ptr<Endpoint> RdmaVan::NewEndpoint(Plane plane, int index, int peer_
 
 void RdmaVan::Connect(const Node& node) {
   CHECK_NE(node.id, Node::kEmpty);
-  if (!ConnectsTo(my_node_.role, node.role)) {
+  if (!ConnectsTo(my_role_, node.role)) {
     // Only the scheduler gives names to who comes; to a server a worker says its own.
     if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
     return;
@@ -177,7 +178,7 @@ std::shared_ptr<Endpoint>* RdmaVan::SlotOf(Peer* peer, Plane plane, int index) {
 }
 
 int32_t RdmaVan::Rank() {
-  if (my_node_.role != Node::WORKER) return -1;
+  if (my_role_ != Node::WORKER) return -1;
   const int id = my_id_;
   return id == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(id);
 }

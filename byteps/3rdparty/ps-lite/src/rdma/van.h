@@ -90,7 +90,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
     bool closed = false;
   };
 
-  uint8_t Role() override { return my_node_.role; }
+  uint8_t Role() override { return my_role_; }
   int32_t Rank() override;
   uint64_t Job() override { return job_; }
   std::shared_ptr<rdma::Endpoint> OnRequest(const rdma::ConnectRequest& request,

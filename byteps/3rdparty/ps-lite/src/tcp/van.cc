@@ -72,9 +72,10 @@ int DefaultConnections(int threads, int servers) {
 TcpVan::~TcpVan() = default;
 
 void TcpVan::SetNode(const Node& node) {
-  Van::SetNode(node);
+  Node self = node;
   // The scheduler gives an id back with the rest of what this node told of itself.
-  if (token_ != 0) SetToken(token_, &my_node_);
+  if (token_ != 0) SetToken(token_, &self);
+  Van::SetNode(self);
   my_id_ = node.id;
 }
 
@@ -191,7 +192,7 @@ void TcpVan::OnAccepted(tcp::Fd fd) {
 
 void TcpVan::Connect(const Node& node) {
   CHECK_NE(node.id, Node::kEmpty);
-  if (!ConnectsTo(my_node_.role, node.role)) {
+  if (!ConnectsTo(my_role_, node.role)) {
     // Only the scheduler gives names to who comes; to a server a worker says its own.
     if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
     return;
@@ -218,8 +219,8 @@ void TcpVan::Connect(const Node& node) {
   hello.sender = token_;
   hello.receiver = TokenOf(node);
   hello.node_id = my_id_;
-  hello.role = my_node_.role;
-  if (my_node_.role == Node::WORKER) {
+  hello.role = my_role_;
+  if (my_role_ == Node::WORKER) {
     hello.rank =
         my_id_ == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(my_id_);
   }
@@ -257,7 +258,7 @@ void TcpVan::NamePeer(const Node& node) {
 }
 
 std::string TcpVan::ReasonToRefuse(const tcp::Hello& hello) const {
-  const bool scheduler = my_node_.role == Node::SCHEDULER;
+  const bool scheduler = my_role_ == Node::SCHEDULER;
   const auto role = static_cast<Node::Role>(hello.role);
   const uint64_t job = job_;
   if (hello.job != job && !(scheduler && hello.job == 0)) return NotOurs(hello.job, job);
@@ -268,7 +269,7 @@ std::string TcpVan::ReasonToRefuse(const tcp::Hello& hello) const {
     return "its hello does not parse";
   }
   if (job == 0) return "this node is in no job yet";
-  if (!ConnectsTo(role, my_node_.role)) return "its role has nothing to say to this node";
+  if (!ConnectsTo(role, my_role_)) return "its role has nothing to say to this node";
   if (scheduler) return "";
   if (!IsWorkerId(hello.node_id)) return "it is no worker";
   if (Postoffice::IDtoRank(hello.node_id) != hello.rank)
@@ -286,7 +287,7 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
     if (stopping_) return "this node is leaving the job";
     const auto by_token = peers_by_token_.find(hello.sender);
     PeerPtr peer = by_token == peers_by_token_.end() ? nullptr : by_token->second;
-    if (my_node_.role != Node::SCHEDULER) {
+    if (my_role_ != Node::SCHEDULER) {
       const auto known = peers_.find(hello.node_id);
       const bool taken = known != peers_.end() && known->second != peer;
       if (taken || (peer && peer->id != Node::kEmpty && peer->id != hello.node_id)) {
@@ -305,7 +306,7 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
       connection = NewConnection();
       connection->token = hello.sender;
       connection->hello = hello;
-      if (my_node_.role != Node::SCHEDULER) {
+      if (my_role_ != Node::SCHEDULER) {
         peer->id = hello.node_id;
         peers_[hello.node_id] = peer;
       }
