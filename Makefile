@@ -60,13 +60,17 @@ test: setup lint ## lint, then every test (or TESTS) but those of the targets be
 
 # Left out: what needs a worker's processor time as it is, or bounds memory.
 WATCHED := tests/multiproc -k "not scale and not idle and not memory"
+SANITIZERS ?= address thread
 
-test-sanitizers: setup ## units, jobs, chaos and the servers of tests/multiproc, watched by sanitizers
-	@$(PYTHON_ENV) -m pytest -m sanitizers tests/unit
-	@$(PYTHON_ENV) tests/chaos/chaos.py --sanitize address --seeds 20
-	@$(PYTHON_ENV) tests/chaos/chaos.py --sanitize thread --seeds 20
-	@MEGATRON_BYTEPS_TEST_SERVER="$$($(PYTHON_ENV) tests/native.py --sanitize address)/byteps-server" \
-		$(PYTHON_ENV) -m pytest $(PYTEST_ARGS) $(WATCHED)
+test-sanitizers: setup ## units, jobs, chaos and the servers of tests/multiproc (or TESTS), watched by SANITIZERS
+	@scripts/clang.sh >/dev/null
+	@for kind in $(SANITIZERS); do \
+		programs=$$($(PYTHON_ENV) tests/native.py --sanitize $$kind) && \
+		$(PYTHON_ENV) -m pytest -k $$kind tests/unit/test_sanitizers.py && \
+		$(PYTHON_ENV) tests/chaos/chaos.py --sanitize $$kind --seeds $(or $(SEEDS),20) && \
+		MEGATRON_BYTEPS_TEST_SERVER="$$programs/byteps-server" $(PYTHON_ENV) -m pytest \
+			-n $(JOBS) --dist worksteal $(PYTEST_ARGS) $(or $(TESTS),$(WATCHED)) || exit 1; \
+	done
 
 simulate: setup ## whole jobs in threads and time that a seed decides
 	@$(PYTHON_ENV) tests/native.py simulate >/dev/null

@@ -59,6 +59,7 @@ class Worker {
   // Blocks until the sum is there (true) or the time is up (false).  When it is there, forgets
   // the handle, and makes `stream` wait until the sum is on the GPU.  Throws Error if the sum
   // failed, once nothing writes into its output any more; UsageError if there is no such handle.
+  // The input of a sum that failed may still be read, until Stop has returned.
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
 
   std::pair<uint64_t, double> Speed() { return speed_.Get(); }

@@ -387,11 +387,13 @@ TEST(Failure, LateAnswersNameTheServer) {
 
 TEST(Failure, StopWhileOthersCall) {
   for (int i = 0; i < 20; ++i) {
+    // Longer than the worker: what it has failed may still be sent.
+    std::vector<std::vector<float>> all;
+    for (int t = 0; t < 3; ++t) all.push_back(Values(3000, t));
     Job job(2);
     std::vector<std::thread> callers;
     for (int t = 0; t < 3; ++t) {
-      callers.emplace_back([&job, t] {
-        auto values = Values(3000, t);
+      callers.emplace_back([&job, &values = all[t], t] {
         try {
           for (int n = 0;; ++n) {
             const std::string name = std::to_string(t) + "." + std::to_string(n);
