@@ -8,8 +8,8 @@ again, and they go on from the last checkpoint with the servers that were there.
 descriptors and threads of every process are sampled.
 
 Demanded: training goes on to the end and every process ends well; a step that is done again, or
-was done before a fault, gives the same loss to the last bit; what was sampled is flat over the
-last half of the run. A rank's life counts by its own last half, if it was a long one.
+was done before a fault, gives the same loss to the last bit; what was sampled is flat within
+the last half of each long life of the ranks, and of what outlives them from one to the next.
 
 Exit status: 0 all of it held; 1 something did not, which is said. Needs root, and iproute2.
 """
@@ -347,8 +347,8 @@ def report(soak: Soak, picture: Path) -> int:
     steps, again, differences = replayed(soak.records)
     wrong = [*soak.wrong, *differences[:10]]
     wrong += [
-        f"{one.node}, life {one.life}: {one.quantity} grew by {one.growth:,.1f} in the last "
-        f"{one.span_s:.0f} s; flat is less than {one.limit:,.1f}"
+        f"{one.node}, {one.when}: {one.quantity} grew by {one.growth:,.1f}; flat is less than "
+        f"{one.limit:,.1f}"
         for one in found
         if not one.flat
     ]

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from trainkit.job import read_record
 
-LONG_LIFE = 0.8
+LONG_LIFE = 0.5
 """A life is long that lasts this part of the longest."""
 
 FLAT_BYTES, FLAT_PART = 1 << 20, 0.01
@@ -46,15 +46,16 @@ QUANTITIES = ("memory", "descriptors", "threads")
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """How one quantity of one process went over the last half of its time."""
+    """How one quantity of one process, or of the ranks together, went."""
 
     node: str
-    life: int
+    """``scheduler``, ``server 0``, or ``ranks``: the mean of all."""
+    when: str
+    """Within the last half of a long life of the ranks, or from the first of these to the last."""
     quantity: str
-    span_s: float
     median: float
     growth: float
-    """Over the span: the median slope of all pairs of samples, times the span."""
+    """Within a life: the median slope of all pairs of samples, times the span."""
     limit: float
 
     @property
@@ -103,38 +104,72 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
     return statistics.median(slopes) if slopes else 0.0
 
 
-def trends(samples: Sequence[Sample]) -> list[Trend]:
-    """Of each process over the last half of its life; of workers the long lives only."""
-    lives: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+def _long_lives(samples: Sequence[Sample]) -> list[tuple[int, float, float]]:
+    """The ranks' lives that lasted, each with its last half: seconds since the soak began."""
+    times: dict[int, list[float]] = defaultdict(list)
     for one in samples:
-        lives[one.node, one.life].append(one)
-    longest: dict[str, float] = defaultdict(float)
-    for (node, _), part in lives.items():
-        longest[node] = max(longest[node], part[-1].at_s - part[0].at_s)
+        if one.node.startswith("worker"):
+            times[one.life].append(one.at_s)
+    lengths = {life: max(at) - min(at) for life, at in times.items()}
+    longest = max(lengths.values(), default=0.0)
+    return [
+        (life, max(at) - lengths[life] / 2, max(at))
+        for life, at in sorted(times.items())
+        if lengths[life] >= LONG_LIFE * longest
+    ]
+
+
+def _series(part: Sequence[Sample], quantity: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Times and values of each process; of the ranks the mean.
+
+    They run the same program: what one's allocator keeps for a while differs, a leak is in both.
+    """
+    values: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in part:
+        node = "ranks" if one.node.startswith("worker") else one.node
+        values[node][one.at_s].append(float(getattr(one, quantity)))
+    ranks = len({one.node for one in part if one.node.startswith("worker")})
+    return {
+        node: (
+            [at_s for at_s, several in at.items() if node != "ranks" or len(several) == ranks],
+            [
+                statistics.mean(several)
+                for several in at.values()
+                if node != "ranks" or len(several) == ranks
+            ],
+        )
+        for node, at in values.items()
+    }
+
+
+def trends(samples: Sequence[Sample]) -> list[Trend]:
+    """Within the last half of each long life, and of what outlives the ranks, between these.
+
+    A server's memory goes back to the kernel between two lives, and comes again in the first
+    minutes of the next: so a line through several lives would say nothing.
+    """
     found = []
-    for (node, life), part in sorted(lives.items()):
-        length = part[-1].at_s - part[0].at_s
-        if length < LONG_LIFE * longest[node]:
-            continue
-        half = [one for one in part if one.at_s >= part[-1].at_s - length / 2]
-        times = [one.at_s for one in half]
-        span = times[-1] - times[0]
-        for quantity in QUANTITIES:
-            values = [float(getattr(one, quantity)) for one in half]
-            median = statistics.median(values)
-            memory = quantity == "memory"
-            found.append(
-                Trend(
-                    node=node,
-                    life=life,
-                    quantity=quantity,
-                    span_s=span,
-                    median=median,
-                    growth=slope(times, values) * span,
-                    limit=FLAT_BYTES + FLAT_PART * median if memory else FLAT_COUNT,
-                )
-            )
-    return found
+    halves = _long_lives(samples)
+    for quantity in QUANTITIES:
+        medians: dict[str, list[float]] = defaultdict(list)
+        for life, begin, end in halves:
+            part = [one for one in samples if begin <= one.at_s <= end]
+            for node, (times, values) in sorted(_series(part, quantity).items()):
+                medians[node].append(statistics.median(values))
+                growth = slope(times, values) * (times[-1] - times[0])
+                found.append(_trend(node, f"life {life}", quantity, medians[node][-1], growth))
+        for node, levels in sorted(medians.items()):
+            if node == "ranks" or len(levels) < 2:
+                continue
+            when = f"lives {halves[0][0]} to {halves[-1][0]}"
+            growth = levels[-1] - levels[0]
+            found.append(_trend(node, when, quantity, statistics.median(levels), growth))
+    return sorted(found, key=lambda one: (one.node, one.when))
+
+
+def _trend(node: str, when: str, quantity: str, median: float, growth: float) -> Trend:
+    limit = FLAT_BYTES + FLAT_PART * median if quantity == "memory" else FLAT_COUNT
+    return Trend(node=node, when=when, quantity=quantity, median=median, growth=growth, limit=limit)
 
 
 def replayed(records: Sequence[Path]) -> tuple[int, int, list[str]]:
@@ -208,13 +243,12 @@ def draw(samples: Sequence[Sample], events: Sequence[tuple[float, str]], path: P
 
 
 def table(found: Sequence[Trend]) -> str:
-    lines = [f"{'process':12}{'life':>5}{'quantity':>13}{'median':>12}{'growth':>12}{'limit':>10}"]
+    lines = [f"{'process':11}{'when':>13}{'quantity':>13}{'median':>12}{'growth':>12}{'limit':>10}"]
     for one in found:
-        scale, digits = (2**20, 2) if one.quantity == "memory" else (1, 2)
-        unit = " MiB" if one.quantity == "memory" else ""
+        scale, unit = (2**20, " MiB") if one.quantity == "memory" else (1, "")
         lines.append(
-            f"{one.node:12}{one.life:5}{one.quantity:>13}"
-            f"{one.median / scale:8.{digits}f}{unit:4}{one.growth / scale:+8.{digits}f}{unit:4}"
-            f"{one.limit / scale:6.{digits}f}{unit:4}{'' if one.flat else '  GROWS'}"
+            f"{one.node:11}{one.when:>13}{one.quantity:>13}"
+            f"{one.median / scale:8.2f}{unit:4}{one.growth / scale:+8.2f}{unit:4}"
+            f"{one.limit / scale:6.2f}{unit:4}{'' if one.flat else '  GROWS'}"
         )
     return "\n".join(lines)

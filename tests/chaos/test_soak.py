@@ -12,42 +12,63 @@ import pytest
 from soak_figures import FLAT_BYTES, QUANTITIES, Sample, draw, replayed, slope, trends
 
 SOAK = Path(__file__).with_name("soak.py")
-EVERY_S = 5.0
+EVERY_S = 30.0
 
 
 def samples(
-    growth_per_hour: float, *, quantity: str = "memory", node: str = "server 0", life: int = 0
+    growth_per_hour: float = 0,
+    *,
+    quantity: str = "memory",
+    node: str = "server 0",
+    per_life: float = 0,
+    lives: int = 2,
 ) -> list[Sample]:
-    """An hour of a process with some noise, of which one quantity grows."""
+    """Lives of an hour each, with some noise, in which one quantity of a process grows."""
     noise = random.Random(3)
-    base = {"memory": 50 << 20, "descriptors": 20, "threads": 8}
     found = []
-    for number in range(int(3600 / EVERY_S)):
+    for number in range(int(lives * 3600 / EVERY_S)):
         at_s = number * EVERY_S
-        values = {**base, "memory": base["memory"] + noise.randrange(200_000)}
-        values[quantity] += int(growth_per_hour * at_s / 3600)
-        if number % 50 == 7:  # a connection that is made again
-            values["descriptors"] += 6
-        found.append(Sample(at_s=at_s, node=node, life=life, **values))
+        life = int(at_s // 3600)
+        for name in ("server 0", "worker 0", "worker 1"):
+            values = {"memory": 50 << 20, "descriptors": 20, "threads": 8}
+            values["memory"] += noise.randrange(200_000)
+            if name == node:
+                values[quantity] += int(growth_per_hour * (at_s % 3600) / 3600 + per_life * life)
+            if number % 10 == 7:  # a connection that is made again
+                values["descriptors"] += 6
+            its_life = life if name.startswith("worker") else 0
+            found.append(Sample(at_s=at_s, node=name, life=its_life, **values))
     return found
 
 
+def grown(found: list[Sample]) -> set[tuple[str, str, str]]:
+    return {(one.node, one.quantity, one.when) for one in trends(found) if not one.flat}
+
+
 def test_noise_and_peaks_are_flat() -> None:
-    found = trends(samples(0))
-    assert [one.quantity for one in found] == list(QUANTITIES)
+    found = trends(samples())
+    assert {one.quantity for one in found} == set(QUANTITIES)
+    assert {one.node for one in found} == {"server 0", "ranks"}
     assert all(one.flat for one in found)
-    # Only the last half counts: a process may grow while it warms up.
-    early = samples(0)
-    assert all(one.span_s <= 1800 for one in trends(early))
 
 
 @pytest.mark.parametrize(
     ("quantity", "growth"),
-    [("memory", 8 * FLAT_BYTES), ("descriptors", 4), ("threads", 4)],
+    [("memory", 8 * FLAT_BYTES), ("descriptors", 8), ("threads", 8)],
 )
-def test_what_grows_is_found(quantity: str, growth: float) -> None:
-    grown = [one.quantity for one in trends(samples(growth, quantity=quantity)) if not one.flat]
-    assert grown == [quantity]
+@pytest.mark.parametrize("node", ["server 0", "worker 1"])
+def test_what_grows_is_found(quantity: str, growth: float, node: str) -> None:
+    """Of ranks, which count together, though only one of them does."""
+    name = "ranks" if node.startswith("worker") else node
+    wanted = {(name, quantity, f"life {life}") for life in (0, 1)}
+    assert grown(samples(growth, quantity=quantity, node=node)) == wanted
+
+
+def test_what_a_server_keeps_of_each_life_is_found() -> None:
+    found = samples(per_life=2 * FLAT_BYTES)
+    assert grown(found) == {("server 0", "memory", "lives 0 to 1")}
+    # A rank is another process in each life.
+    assert not grown(samples(per_life=2 * FLAT_BYTES, node="worker 0"))
 
 
 def test_a_slope_is_that_of_most_pairs() -> None:
@@ -58,10 +79,17 @@ def test_a_slope_is_that_of_most_pairs() -> None:
     assert slope([1.0], [2.0]) == 0.0
 
 
-def test_short_lives_of_a_worker_do_not_count() -> None:
-    long = samples(0, node="worker 0", life=1)
-    short = samples(1e9, node="worker 0", life=2)[:20]
-    assert {one.life for one in trends([*long, *short])} == {1}
+def test_short_lives_do_not_count() -> None:
+    long = samples(lives=1)
+    for number in range(20):
+        at_s = 3600 + number * EVERY_S
+        for node in ("server 0", "worker 0", "worker 1"):
+            memory = (50 << 20) + number * FLAT_BYTES
+            life = 1 if node.startswith("worker") else 0
+            long.append(
+                Sample(at_s=at_s, node=node, life=life, memory=memory, descriptors=20, threads=8)
+            )
+    assert {one.when for one in trends(long)} == {"life 0"}
 
 
 def test_steps_done_again_are_compared(run_dir: Path) -> None:
@@ -80,7 +108,7 @@ def test_steps_done_again_are_compared(run_dir: Path) -> None:
 def test_the_picture_is_the_same_file(run_dir: Path) -> None:
     pictures = [run_dir / "one.svg", run_dir / "other.svg"]
     for picture in pictures:
-        draw(samples(0), [(10.0, "reset"), (20.0, "kill")], picture)
+        draw(samples(), [(10.0, "reset"), (20.0, "kill")], picture)
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
 
 
