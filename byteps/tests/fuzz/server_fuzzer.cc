@@ -1,18 +1,22 @@
 // A server whose workers are members of the job, and broken: they declare what does not fit
-// together, push and pull what they did not declare, twice, out of turn, or in other sizes, and
-// leave in between.  Each request is answered at most once, and a sum that is answered is right.
+// together, push and pull what they did not declare, twice, out of turn, or in other sizes, ask for
+// steps of optimizers likewise, and leave in between.  Each request is answered at most once, and a
+// sum that is answered is right.
 #include <fuzzer/FuzzedDataProvider.h>
 
+#include <cmath>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "byteps/base/config.h"
 #include "byteps/base/declaration_list.h"
+#include "byteps/base/update_rule.h"
 #include "byteps/server/sum_server.h"
 #include "demand.h"
 #include "ps/base.h"
@@ -46,11 +50,15 @@ class Answers : public Channel {
     DEMAND(!meta.request);
     DEMAND((meta.option != 0) == !meta.body.empty());
     for (const auto& value : message->data) {
-      // Each worker pushes ones, so that a sum counts who is in it.
-      for (size_t i = 0; i + sizeof(float) <= value.size(); i += sizeof(float)) {
-        float sum = 0;
-        memcpy(&sum, value.data() + i, sizeof(sum));
-        DEMAND(sum == 1 || sum == 2 || sum == 3);
+      if (meta.head == kPushNorm) {
+        ForEach<double>(value, [](double squares) { DEMAND(squares >= 0); });
+      } else if (meta.head == kPushStep || meta.head == kStep) {
+        // Parameters begin at 0, and gradients are positive.
+        ForEach<float>(value,
+                       [this](float x) { DEMAND(strange_ || (x <= 0 && std::isfinite(x))); });
+      } else if (meta.head != kReadState) {
+        // Each worker pushes ones, so that a sum counts who is in it.
+        ForEach<float>(value, [](float sum) { DEMAND(sum == 1 || sum == 2 || sum == 3); });
       }
     }
     return true;
@@ -61,22 +69,66 @@ class Answers : public Channel {
     asked_[{sender, number}] = 1;
   }
 
+  // From now on steps may be of any size.
+  void ExpectAnything() {
+    std::lock_guard<std::mutex> lock(mu_);
+    strange_ = true;
+  }
+
  private:
+  template <typename T, typename Look>
+  static void ForEach(const ps::SArray<char>& value, Look look) {
+    for (size_t i = 0; i + sizeof(T) <= value.size(); i += sizeof(T)) {
+      T x = 0;
+      memcpy(&x, value.data() + i, sizeof(x));
+      look(x);
+    }
+  }
+
   std::mutex mu_;
   std::map<std::pair<int, uint64_t>, int> asked_;
+  bool strange_ = false;
 };
 
-Declaration AnyDeclaration(FuzzedDataProvider* data) {
+constexpr int kTensors = 6;
+
+// One of six, so that workers agree: three are summed, three updated.
+Declaration TheDeclaration(int which) {
   Declaration d;
-  d.name = std::string(1, 'a' + data->ConsumeIntegralInRange<int>(0, 2));
+  d.name = std::string(1, 'a' + which);
   d.dtype = DType::kFloat32;
-  d.fused = data->ConsumeIntegralInRange<int>(0, 3) > 0;
-  d.bytes = 4 * data->ConsumeIntegralInRange<uint64_t>(1, 8);
+  d.fused = which != 1;
+  d.bytes = 24 + 8 * (which % 3);
   d.partition_bytes = kPartitionBytes;
+  for (int rank = 0; rank <= which % 3; ++rank) d.group.push_back(rank);
+  if (which < 3) return d;
+  auto rule = std::make_shared<UpdateRule>();
+  if (which == 4) {
+    rule->algorithm = UpdateRule::kAdamW;
+    rule->groups.push_back({0.9, 0.99, 1e-8, false});
+  } else {
+    rule->algorithm = UpdateRule::kSgd;
+    rule->groups.push_back({which == 5 ? 0.9 : 0.0, 0, 0, which == 5});
+  }
+  rule->groups.push_back(rule->groups[0]);
+  rule->segments = {{3, 1}, {d.bytes / sizeof(float), 0}};
+  d.rule = rule;
+  return d;
+}
+
+// Often one of those; seldom something like it.
+Declaration AnyDeclaration(FuzzedDataProvider* data) {
+  Declaration d = TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1));
+  if (data->ConsumeIntegralInRange<int>(0, 7) > 0) return d;
+  d.name = std::string(1, 'a' + data->ConsumeIntegralInRange<int>(0, kTensors));
+  d.fused = data->ConsumeBool();
+  d.group.clear();
   for (uint32_t rank = 0; rank < kWorkers; ++rank) {
-    if (data->ConsumeIntegralInRange<int>(0, 7) > 0) d.group.push_back(rank);
+    if (data->ConsumeBool()) d.group.push_back(rank);
   }
   if (d.group.empty()) d.group.push_back(0);
+  if (data->ConsumeBool()) d.rule = nullptr;
+  if (!d.rule) d.bytes = 4 * data->ConsumeIntegralInRange<uint64_t>(1, 8);
   return d;
 }
 
@@ -90,7 +142,51 @@ ps::SArray<char> Ones(size_t bytes) {
   return values;
 }
 
-ps::Message AnyRequest(FuzzedDataProvider* data, uint64_t number) {
+// What of an update's message comes before its detail.
+std::string Header(uint32_t round, size_t wanted) {
+  const uint32_t header[4] = {round, 60'000, 0, static_cast<uint32_t>(wanted)};
+  return std::string(reinterpret_cast<const char*>(header), sizeof(header));
+}
+
+ps::Message LoadOfZeros(const Declaration& d, uint64_t index, uint32_t slot, size_t bytes,
+                        uint64_t number) {
+  const std::string detail(reinterpret_cast<const char*>(&slot), sizeof(slot));
+  ps::Message request = MakeRequest(kLoadState, 8, d.Key() + index, number, Header(0, 0) + detail);
+  ps::SArray<char> zeros;
+  zeros.resize(bytes, 0);
+  AddValues(&request, zeros);
+  return request;
+}
+
+// Of an optimizer's steps, or of its state.
+ps::Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& d,
+                      uint64_t index, uint64_t size, Answers* answers) {
+  const int kinds[] = {kPushStep, kPushStep, kPushNorm, kStep, kLoadState, kReadState};
+  const int kind = kinds[data->ConsumeIntegralInRange<int>(0, 5)];
+  const bool fits = data->ConsumeIntegralInRange<int>(0, 15) > 0;
+  const size_t bytes = fits ? size : data->ConsumeIntegralInRange<size_t>(0, 40);
+  const uint32_t slot = data->ConsumeIntegralInRange<uint32_t>(0, 3);
+  if (kind == kLoadState) return LoadOfZeros(d, index, slot, bytes, number);
+  UpdateStep step;
+  step.number = data->ConsumeIntegralInRange<uint64_t>(1, 3);
+  step.skip = data->ConsumeIntegralInRange<int>(0, 7) == 0;
+  step.rates.assign(d.rule->groups.size(), {0.5, 0});
+  std::string detail;
+  if (kind == kReadState) detail.assign(reinterpret_cast<const char*>(&slot), sizeof(slot));
+  if (kind == kPushStep || kind == kStep) detail = step.Pack();
+  if (data->ConsumeIntegralInRange<int>(0, 15) == 0) {
+    answers->ExpectAnything();
+    detail = data->ConsumeRandomLengthString(64);
+  }
+  const bool asks = kind == kPushStep || kind == kStep;
+  const uint32_t round = data->ConsumeIntegralInRange<uint32_t>(0, 3);
+  const std::string body = Header(round, asks ? size : 0) + detail;
+  ps::Message request = MakeRequest(kind, 8, d.Key() + index, number, body);
+  if (kind == kPushStep || kind == kPushNorm) AddValues(&request, Ones(bytes));
+  return request;
+}
+
+ps::Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answers) {
   const int op = data->ConsumeIntegralInRange<int>(0, 12);
   if (op < 4) {
     const Declaration d = AnyDeclaration(data);
@@ -102,6 +198,9 @@ ps::Message AnyRequest(FuzzedDataProvider* data, uint64_t number) {
   const uint64_t index = data->ConsumeIntegralInRange<uint64_t>(0, 3);
   const uint64_t size = std::min<uint64_t>(
       index * kPartitionBytes < d.bytes ? d.bytes - index * kPartitionBytes : 4, kPartitionBytes);
+  if (d.rule && data->ConsumeIntegralInRange<int>(0, 7) > 0) {
+    return AnyUpdate(data, number, d, index, size, answers);
+  }
   uint32_t header[4] = {data->ConsumeIntegralInRange<uint32_t>(0, 3), 60'000, 0,
                         static_cast<uint32_t>(size)};
   if (data->ConsumeIntegralInRange<int>(0, 7) == 0) {
@@ -141,16 +240,32 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   Answers answers;
   Server server(TheConfig(data.ConsumeBool()), &answers);
-  for (uint64_t number = 1; data.remaining_bytes() > 0 && number < 200; ++number) {
+  uint64_t number = 1;
+  const auto ask = [&](ps::Message request, int rank) {
+    request.meta.sender = ps::Postoffice::WorkerRankToID(rank);
+    answers.WillAsk(request.meta.sender, number++);
+    server.OnMessage(&request);
+  };
+  // Most of what follows asks for tensors that are there.
+  for (int which = 0; which < kTensors && data.ConsumeIntegralInRange<int>(0, 15) > 0; ++which) {
+    const Declaration d = TheDeclaration(which);
+    for (const uint32_t rank : d.group) {
+      ask(MakeRequest(kDeclare, 8, d.Key(), number, PackDeclarations({d})), rank);
+    }
+    if (!d.rule || data.ConsumeIntegralInRange<int>(0, 15) == 0) continue;
+    for (uint32_t slot = 0; slot < d.rule->NumSlots(); ++slot) {
+      for (uint64_t index = 0; index < d.NumPartitions(); ++index) {
+        ask(LoadOfZeros(d, index, slot, d.PartitionSize(index), number), d.group[0]);
+      }
+    }
+  }
+  while (data.remaining_bytes() > 0 && number < 200) {
     if (data.ConsumeIntegralInRange<int>(0, 31) == 0) {
       server.OnWorkerGone(data.ConsumeIntegralInRange<int>(0, kWorkers), "it left");
       continue;
     }
-    ps::Message request = AnyRequest(&data, number);
-    const int rank = data.ConsumeIntegralInRange<int>(0, kWorkers);
-    request.meta.sender = ps::Postoffice::WorkerRankToID(rank);
-    answers.WillAsk(request.meta.sender, number);
-    server.OnMessage(&request);
+    ps::Message request = AnyRequest(&data, number, &answers);
+    ask(std::move(request), data.ConsumeIntegralInRange<int>(0, kWorkers));
   }
   return 0;
 }
