@@ -10,30 +10,23 @@ after, stay as they are.
 
 Megatron calls this module at these places, each a hook of a line or two:
 
-==========================  =======================================================
-``validate_args``           the parsed arguments: refuse what is not supported
-``validate_ddp_config``     a ``DistributedDataParallelConfig`` is made
-``refuse_fsdp``             a fully sharded wrapper is built
-``initialize``              torch.distributed is up: start BytePS once
-``register``                a ``DistributedDataParallel`` was built: plan its buckets
-``takes``                   a bucket group is ready: does BytePS sum it?
-``start_grad_sync``         it does: sum it
-``shutdown``                training is done
-==========================  =======================================================
-
-=============  ====================================================================
-``refusals``   what cannot be served
-``naming``     names, priorities and placements of buckets
-``routes``     the ways to sum a bucket, and which is the fastest
-``plan``       hosts and links of the job; the operation of each bucket
-``sums``       the sums under way
-``bytepslib``  BytePS, imported when it is first needed
-=============  ====================================================================
+=================================  =============================================================
+``refusals``          what cannot be served
+``naming``            names, priorities and placements of buckets
+``routes``            the ways to sum a bucket, and which is the fastest
+``plan``              hosts and links of the job; the operation of each bucket
+``sums``              the sums under way
+``server_buckets``    with ``--dpu-optimizer``: buckets that servers update
+``server_optimizer``  the optimizer of those
+``bytepslib``         BytePS, imported when it is first needed
+====================  =============================================================
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from .naming import bucket_name, bucket_priority, group_name, partition_count
 from .plan import BucketOp, forget, initialize, register
@@ -47,6 +40,8 @@ __all__ = [
     "bucket_priority",
     "group_name",
     "initialize",
+    "keeps_optimizer",
+    "make_server_optimizer",
     "partition_count",
     "refuse_fsdp",
     "register",
@@ -56,6 +51,20 @@ __all__ = [
     "validate_args",
     "validate_ddp_config",
 ]
+
+
+def keeps_optimizer(model_chunks: Sequence[Any]) -> bool:
+    """Whether servers keep the optimizer of these model chunks (``dpu_optimizer``)."""
+    config = getattr(model_chunks[0], "ddp_config", None)
+    return bool(getattr(config, "dpu_optimizer", False))
+
+
+def make_server_optimizer(*arguments: Any) -> Any:
+    """See :func:`.server_optimizer.make_server_optimizer`, which needs ``megatron.core``'s
+    optimizers, and those need this package."""
+    from .server_optimizer import make_server_optimizer as make
+
+    return make(*arguments)
 
 
 def shutdown() -> None:
