@@ -10,21 +10,37 @@ after, stay as they are.
 
 Megatron calls this module at these places, each a hook of a line or two:
 
-=================================  =============================================================
-``refusals``          what cannot be served
-``naming``            names, priorities and placements of buckets
-``routes``            the ways to sum a bucket, and which is the fastest
-``plan``              hosts and links of the job; the operation of each bucket
-``sums``              the sums under way
-``server_buckets``    with ``--dpu-optimizer``: buckets that servers update
-``server_optimizer``  the optimizer of those
-``bytepslib``         BytePS, imported when it is first needed
-====================  =============================================================
+===========================  ======================================================
+``validate_args``            the parsed arguments: refuse what is not supported
+``validate_ddp_config``      a ``DistributedDataParallelConfig`` is made
+``refuse_fsdp``              a fully sharded wrapper is built
+``initialize``               torch.distributed is up: start BytePS once
+``register``                 a ``DistributedDataParallel`` was built: plan its buckets
+``takes``                    a bucket group is ready: does BytePS sum it?
+``start_grad_sync``          it does: sum it
+``keeps_optimizer``          an optimizer is made: do the servers keep it?
+``make_server_optimizer``    they do: make it
+``add_checkpoint_metadata``  a checkpoint is about to be saved
+``shutdown``                 training is done
+===========================  ======================================================
+
+=====================  ============================================================
+``refusals``           what cannot be served
+``naming``             names, priorities and placements of buckets
+``routes``             the ways to sum a bucket, and which is the fastest
+``plan``               hosts and links of the job; the operation of each bucket
+``sums``               the sums under way
+``server_buckets``     with ``--dpu-optimizer``: buckets that servers update
+``server_optimizer``   the optimizer of those
+``server_checkpoint``  what is saved of it
+``bytepslib``          BytePS, imported when it is first needed
+=====================  ============================================================
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +52,7 @@ from .sums import GradSyncHandle, start_grad_sync, takes
 __all__ = [
     "BucketOp",
     "GradSyncHandle",
+    "add_checkpoint_metadata",
     "bucket_name",
     "bucket_priority",
     "group_name",
@@ -65,6 +82,13 @@ def make_server_optimizer(*arguments: Any) -> Any:
     from .server_optimizer import make_server_optimizer as make
 
     return make(*arguments)
+
+
+def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
+    """With ``--dpu-optimizer``, say in which form its state is saved."""
+    if getattr(args, "dpu_optimizer", False):
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
 
 
 def shutdown() -> None:

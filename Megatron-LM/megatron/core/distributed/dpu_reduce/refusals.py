@@ -147,8 +147,11 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         allowed=("auto", "flat", None),
     ),
     _Refusal(
-        attributes=("param_name_patterns_for_fp32_local_accumulation",),
-        flag="--param-name-patterns-for-fp32-local-accumulation",
+        attributes=(
+            "param_name_patterns_for_fp32_local_accumulation",
+            "ddp_param_name_patterns_for_fp32_local_accumulation",
+        ),
+        flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
         reason="gradients are taken from the buckets alone",
         allowed=((), [], None),
     ),
@@ -171,7 +174,7 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
     ),
     _Refusal(
         attributes=("decoupled_weight_decay",),
-        flag="--no-decoupled-weight-decay",
+        flag="decoupled_weight_decay",
         reason="servers know AdamW, not Adam with the decay in the gradient",
         allowed=(True, None),
     ),
@@ -224,8 +227,7 @@ def _refuse(
         if refusal.applies_to(value, source):
             shown = refusal.flag if value is True else f"{refusal.flag}={value}"
             raise ValueError(
-                f"{asked} does not work with {shown}: {refusal.reason}. "
-                "Drop one of the two."
+                f"{asked} does not work with {shown}: {refusal.reason}. Drop one of the two."
             )
 
 
@@ -266,6 +268,14 @@ def _check_optimizer(source: object) -> None:
             "--dpu-optimizer needs --use-dpu-reduce: without it there are no servers to update"
         )
     _refuse(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+    form = getattr(source, "ckpt_format", "torch_dist")
+    saves = getattr(source, "save", None) and not getattr(source, "no_save_optim", None)
+    loads = getattr(source, "load", None) and not getattr(source, "no_load_optim", None)
+    if form != "torch_dist" and (saves or loads):
+        raise ValueError(
+            f"--dpu-optimizer does not work with --ckpt-format={form}: it saves and loads "
+            "torch_dist. Use that, or --no-save-optim and --no-load-optim."
+        )
     wire = getattr(source, "dpu_reduce_wire_dtype", None)
     if wire is not None and getattr(source, "bf16", True) is False:
         raise ValueError(

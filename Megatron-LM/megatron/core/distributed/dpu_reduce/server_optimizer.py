@@ -21,13 +21,12 @@ from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MegatronOptimizer
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
+from . import server_checkpoint
 from .bytepslib import byteps, server_state
 from .refusals import validate_optimizer_config
 from .server_buckets import ServerBucket
 
 if TYPE_CHECKING:
-    from byteps.torch.server_state import Step
-
     from ...optimizer.optimizer_config import OptimizerConfig
     from ..distributed_data_parallel import DistributedDataParallel
 
@@ -129,7 +128,9 @@ class ServerOptimizer(MegatronOptimizer):
         self._dense: list[ServerBucket] = []
         self._expert: list[ServerBucket] = []
         # Copies of a parameter, whose gradients are the same, have to stay the same to the bit.
-        has_copies = dense_group.size() > 1 or (expert_group is not None and expert_group.size() > 1)
+        has_copies = any(
+            group is not None and group.size() > 1 for group in (dense_group, expert_group)
+        )
         for chunk in model_chunks:
             for buckets, buffers in (
                 (self._dense, chunk.buffers),
@@ -300,16 +301,67 @@ class ServerOptimizer(MegatronOptimizer):
     def restore_from_cpu(self) -> None:
         """Nothing: there is no state here."""
 
-    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        raise ValueError(_ONLY_TORCH_DIST)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise ValueError(_ONLY_TORCH_DIST)
+    # ------------------------------------------------------------------- checkpoints
 
     def sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-    ) -> Any:
-        raise ValueError(_ONLY_TORCH_DIST)
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[Any, Any]:
+        """The state as the distributed optimizer would save it; see :mod:`.server_checkpoint`."""
+        server_checkpoint.check_metadata(metadata)
+        if not self._loaded and not is_loading:
+            self._load_parameters()
+            # Ranks read next, and only the first one of each group has loaded.
+            torch.distributed.barrier()
+        parts = [
+            server_checkpoint.sharded_state(
+                buckets,
+                groups,
+                model_sharded_state_dict,
+                slots=self._slots,
+                steps=self._steps,
+                is_loading=is_loading,
+            )
+            for buckets, groups in self._kinds()
+        ]
+        return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        """Give the servers what was loaded from a checkpoint, the model's parameters included.
 
-_ONLY_TORCH_DIST = "--dpu-optimizer saves and loads checkpoints of --ckpt-format torch_dist alone"
+        Raises:
+            byteps.torch.BytePSError: a server refuses or is lost.
+            ValueError: it is of another form, or after different numbers of steps.
+        """
+        kinds = self._kinds()
+        parts = [state_dict] if len(kinds) == 1 else [state_dict[i] for i in range(len(kinds))]
+        steps = {
+            server_checkpoint.load(buckets, part, self._slots)
+            for (buckets, _), part in zip(kinds, parts, strict=True)
+        } - {None}
+        if len(steps) > 1:
+            raise ValueError(
+                f"--dpu-optimizer: parameters made different numbers of steps: {steps}"
+            )
+        self._steps, self._loaded, self._failure = (steps or {0}).pop() or 0, True, ""
+
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        raise ValueError(
+            "--dpu-optimizer saves and loads checkpoints of --ckpt-format torch_dist alone"
+        )
+
+    @property
+    def _slots(self) -> list[str]:
+        """What servers keep, as Megatron names it."""
+        return ["param", *self._rule.slot_names[1:]]
+
+    def _kinds(self) -> list[tuple[list[ServerBucket], list[dict[str, Any]]]]:
+        """Buckets and groups, dense and expert: of each Megatron has an optimizer."""
+        groups = self.optimizer.param_groups
+        kinds = [(self._dense, [g for g in groups if not g["is_expert_parallel"]])]
+        if self._expert_group is not None:
+            kinds.append((self._expert, [g for g in groups if g["is_expert_parallel"]]))
+        return kinds
