@@ -288,6 +288,14 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="servers-ep2-tp2-etp1-dp2", ranks=4, tp=2, ep=2, etp=1, experts=4, servers=True),
     Layout(name="servers-ep2-pp2-dp4", ranks=8, pp=2, ep=2, experts=4, servers=True,
            accumulation=2),
+    # Sent while the backward pass runs: all buckets, those without tied embeddings, or none.
+    Layout(name="servers-dp4-overlap-acc2", ranks=4, servers=True, overlap=True, accumulation=2),
+    Layout(name="servers-dp2-overlap-bf16-sent-as-bf16-no-clip", ranks=2, servers=True,
+           overlap=True, dtype="bf16", wire="bf16", extra=_NO_CLIP),
+    Layout(name="servers-pp2-vpp2-dp2-overlap-acc4", ranks=4, pp=2, vpp=2, servers=True,
+           overlap=True, accumulation=4),
+    Layout(name="servers-ep2-tp2-dp4-overlap-tokens", ranks=8, tp=2, ep=2, experts=4, servers=True,
+           overlap=True, extra=_TOKENS),
     # What cannot be served is refused, not trained wrongly.
     Layout(name="servers-do", ranks=2, servers=True, distributed_optimizer=True,
            refused="--use-distributed-optimizer"),

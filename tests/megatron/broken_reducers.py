@@ -133,6 +133,26 @@ def one_rank() -> None:
     ServerBucket.take_parameters = off
 
 
+def pushed_too_early() -> None:
+    """Gradients that other stages add to are sent before they do."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import _SummedLater
+
+    _SummedLater.__call__ = lambda self, parameter, name: False
+
+
+def pushed_twice() -> None:
+    """Not broken: as when Megatron runs a step's passes again."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    ready = ServerOptimizer.bucket_is_ready
+
+    def twice(self: ServerOptimizer, bucket: Any) -> None:
+        ready(self, bucket)
+        ready(self, bucket)
+
+    ServerOptimizer.bucket_is_ready = twice
+
+
 def copies_counted() -> None:
     """The norm has the copies of a parameter on tensor-parallel ranks each."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
@@ -150,4 +170,6 @@ BREAKS: dict[str, Callable[[], None]] = {
     "undecayed": undecayed,
     "one-rank": one_rank,
     "copies-counted": copies_counted,
+    "pushed-too-early": pushed_too_early,
+    "pushed-twice": pushed_twice,
 }

@@ -31,6 +31,7 @@ REPRESENTATIVE = (
     "do-fp32-scatter",
     "servers-dp4-bf16-wire",
     "servers-dp2-bf16-acc2",
+    "servers-pp2-vpp2-dp2-overlap-acc4",
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",
     "servers-ep2-tp2-etp1-dp2",
@@ -99,6 +100,7 @@ def reference(
         ("dp4-do-bf16-wire-acc2", "stale", "bfloat16: error"),
         ("servers-dp2-bf16-acc2", "undecayed", "parameters differ by"),
         ("servers-dp2-bf16-acc2", "one-rank", "copies of "),
+        ("servers-pp2-vpp2-dp2-overlap-acc4", "pushed-too-early", "norms differ by"),
         ("servers-tp2-dp2", "copies-counted", "norms differ by"),
     ],
 )
@@ -110,3 +112,10 @@ def test_a_broken_reducer_is_found_out(
     # It was BytePS that was broken, not the run it is compared with.
     assert not any(miss.startswith("all-reduce") for miss in report.misses)
     assert report.theirs.worst < 0.02
+
+
+def test_passes_that_run_again_are_sent_again(reference: Reference, run_dir: Path) -> None:
+    """With the optimizer on the servers, and overlap: the second gradients count, once."""
+    report = reference.against("servers-dp4-overlap-acc2", run_dir, "pushed-twice")
+    assert len(report.misses) > 0
+    assert all(" pushed " in miss or " pulled " in miss for miss in report.misses), report.misses

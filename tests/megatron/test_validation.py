@@ -54,7 +54,7 @@ ALLOWED = (
 
 OPTIMIZER_REFUSED = {
     "--use-distributed-optimizer": (),
-    "--overlap-grad-reduce": (),
+    "--overlap-param-gather": (),
     "--fp16": (),
     "--loss-scale": ("1024.0",),
     "--dpu-reduce-route": ("node-first",),

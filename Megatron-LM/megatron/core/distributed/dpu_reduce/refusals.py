@@ -131,11 +131,6 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         reason=_STATELESS,
     ),
     _Refusal(
-        attributes=("overlap_grad_reduce",),
-        flag="--overlap-grad-reduce",
-        reason="gradients are sent by the optimizer's step, not while the backward pass runs",
-    ),
-    _Refusal(
         attributes=("overlap_param_gather",),
         flag="--overlap-param-gather",
         reason="every rank gets whole parameters, in the optimizer's step",

@@ -89,7 +89,9 @@ class ServerBucket:
             device=grads.device,
         )
         self._tensor = server_state().ServerTensor(declaration, rule, segments, in_order=in_order)
+        self._num_groups = len(rule.groups)
         self._sent: torch.Tensor | None = None
+        self._pushed: int | None = None
 
     @staticmethod
     def _part(flat: torch.Tensor, begin: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -119,10 +121,31 @@ class ServerBucket:
 
     def push_step(self, step: Step) -> int:
         """Start; the servers update as soon as they have the sum."""
+        self.prepare()
         return self._tensor.push_step(self._gradients, self._received, step)
 
+    def push_early(self) -> None:
+        """The bucket's gradients will not change any more: send them. `push_norm` then goes on."""
+        if self._pushed is not None:
+            self._drop_push()
+        self.prepare()
+        self._pushed = self._tensor.push_norm(self._gradients)
+
+    def _drop_push(self) -> None:
+        """Gradients were sent for a step that was not made, since Megatron computes them anew."""
+        handle, self._pushed = self._pushed, None
+        assert handle is not None
+        self.wait(handle)
+        unused = torch.empty_like(self._gradients)
+        skip = (1, 1.0, True, [(0.0, 0.0)] * self._num_groups)
+        self._tensor.wait(self._tensor.step(unused, skip), unused)
+
     def push_norm(self) -> int:
-        """Start; the servers answer with the sum's squares."""
+        """Start, unless it was; the servers answer with the sum's squares."""
+        handle, self._pushed = self._pushed, None
+        if handle is not None:
+            return handle
+        self.prepare()
         return self._tensor.push_norm(self._gradients)
 
     def step(self, step: Step) -> int:

@@ -5,7 +5,9 @@
 Servers keep the fp32 parameters and the moments. A rank holds parameters and gradients alone. What
 Megatron sums over tensor- and pipeline-parallel ranks, and scales, it sums and scales before data
 parallelism here, on each rank's own gradients: these operations are linear, so that their order
-does not matter. Then :meth:`ServerOptimizer.step` sends the gradients.
+does not matter. Then :meth:`ServerOptimizer.step` sends the gradients, or, with
+``--overlap-grad-reduce``, what is left of them: buckets that nothing of that changes are sent as
+soon as the backward pass has computed them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MegatronOptimizer
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
+from ...utils import get_model_config
 from . import server_checkpoint
 from .bytepslib import byteps, server_state
 from .refusals import validate_optimizer_config
@@ -28,6 +31,7 @@ from .server_buckets import ServerBucket
 
 if TYPE_CHECKING:
     from ...optimizer.optimizer_config import OptimizerConfig
+    from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel import DistributedDataParallel
 
 _EPS = 1e-6
@@ -69,6 +73,7 @@ def make_server_optimizer(
         expert_group=groups["expt_tp_pp_with_egtp_remat_group"] if has_experts else None,
         tp_group=pg_collection.tp,
         expert_tp_group=getattr(pg_collection, "expt_tp", pg_collection.tp),
+        pp_group=pg_collection.pp,
     )
 
 
@@ -79,6 +84,34 @@ def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.o
         return torch.optim.SGD(groups, momentum=config.sgd_momentum, **common)
     betas = (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, **common)
+
+
+class _SummedLater:
+    """Which gradients Megatron's finalize_model_grads changes after the backward pass: it sums them
+    over tensor- or pipeline-parallel ranks, or scales them all."""
+
+    def __init__(self, config: TransformerConfig, tp_group: _Group, pp_group: _Group) -> None:
+        self._config = config
+        self._tensor_parallel = tp_group.size() > 1
+        self._pipeline_parallel = pp_group.size() > 1
+
+    def __call__(self, parameter: torch.nn.Parameter, name: str) -> bool:
+        if self._config.calculate_per_token_loss:
+            return True
+        if self._tensor_parallel and (
+            getattr(parameter, "sequence_parallel", False)
+            or getattr(parameter, "average_gradients_across_tp_domain", False)
+            or "q_layernorm" in name
+            or "k_layernorm" in name
+        ):
+            return True
+        # Embeddings may be shared by stages; which, the model alone knows.
+        return self._pipeline_parallel and (
+            "embedding" in name
+            or "output_layer" in name
+            or getattr(parameter, "pipeline_parallel", False)
+            or getattr(parameter, "flextron_router_pp_sync", False)
+        )
 
 
 class ServerOptimizer(MegatronOptimizer):
@@ -98,6 +131,7 @@ class ServerOptimizer(MegatronOptimizer):
         expert_group: _Group | None,
         tp_group: _Group,
         expert_tp_group: _Group,
+        pp_group: _Group,
     ) -> None:
         """See :func:`make_server_optimizer`.
 
@@ -105,6 +139,7 @@ class ServerOptimizer(MegatronOptimizer):
             dense_group: the ranks that hold the parts of one replica of the dense parameters.
             expert_group: the same of the experts; None where no rank has any.
             tp_group: the tensor-parallel ranks, and `expert_tp_group` those of experts.
+            pp_group: the pipeline's ranks.
         """
         super().__init__(_container(config, param_groups), config)
         self.model_chunks = list(model_chunks)
@@ -127,11 +162,15 @@ class ServerOptimizer(MegatronOptimizer):
         self._device = torch.device("cpu")
         self._dense: list[ServerBucket] = []
         self._expert: list[ServerBucket] = []
+        self._early: set[ServerBucket] = set()
+        """Whose gradients are sent while the backward pass runs."""
         # Copies of a parameter, whose gradients are the same, have to stay the same to the bit.
         has_copies = any(
             group is not None and group.size() > 1 for group in (dense_group, expert_group)
         )
+        summed_later = _SummedLater(get_model_config(model_chunks[0]), tp_group, pp_group)
         for chunk in model_chunks:
+            names = {parameter: name for name, parameter in chunk.named_parameters()}
             for buckets, buffers in (
                 (self._dense, chunk.buffers),
                 (self._expert, chunk.expert_parallel_buffers),
@@ -148,10 +187,15 @@ class ServerOptimizer(MegatronOptimizer):
                         counts=self._counts,
                         in_order=has_copies,
                     )
-                    bucket.dpu_server_bucket = mine
+                    bucket.dpu_server_bucket, bucket.dpu_optimizer = mine, self
                     buckets.append(mine)
+                    if chunk.ddp_config.overlap_grad_reduce and not any(
+                        summed_later(parameter, names[parameter]) for _, parameter in mine.places
+                    ):
+                        self._early.add(mine)
         self._buckets = self._dense + self._expert
         self.is_stub_optimizer = not self._buckets
+        self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
         self._scale = torch.ones(1, dtype=torch.float32, device=self._device)
 
     def _counts(self, parameter: torch.nn.Parameter) -> bool:
@@ -195,11 +239,10 @@ class ServerOptimizer(MegatronOptimizer):
     def _step(self) -> tuple[bool, float | None, None]:
         if not self._loaded:
             self._load_parameters()
-        for bucket in self._buckets:
-            bucket.prepare()
         rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.optimizer.param_groups]
         number = self._steps + 1
-        if self.config.clip_grad <= 0.0 and math.isinf(self.config.grad_norm_skip_threshold):
+        looks = self.config.clip_grad > 0.0 or math.isfinite(self.config.grad_norm_skip_threshold)
+        if not looks and not self._overlaps:
             with self._timer("optimizer-inner-step"):
                 self._all(lambda bucket: bucket.push_step((number, 1.0, False, rates)))
                 self._take()
@@ -207,7 +250,7 @@ class ServerOptimizer(MegatronOptimizer):
             return True, None, None
         with self._timer("optimizer-clip-main-grad"):
             self._all(lambda bucket: bucket.push_norm())
-            norm = self._norm()
+            norm = self._norm() if looks else 0.0
         scale = 1.0
         if self.config.clip_grad > 0.0 and math.isfinite(norm):
             scale = min(1.0, self.config.clip_grad / (norm + _EPS))
@@ -216,7 +259,19 @@ class ServerOptimizer(MegatronOptimizer):
             self._all(lambda bucket: bucket.step((number, scale, skip, rates)))
             self._take()
         self._steps += not skip
-        return not skip, norm, None
+        return not skip, norm if looks else None, None
+
+    def bucket_is_ready(self, bucket: ServerBucket) -> None:
+        """The backward pass has computed the bucket's gradients. They are sent, unless Megatron
+        will sum them over other ranks or scale them.
+
+        Only gradients move now: parameters come down in the step, when no pass uses them.
+        """
+        if bucket not in self._early:
+            return
+        if not self._loaded:
+            self._load_parameters()
+        bucket.push_early()
 
     def _norm(self) -> float:
         """Of all gradients of the model, the same bits on every rank.

@@ -80,7 +80,8 @@ def start_grad_sync(
     the data-parallel group instead of the sum.
 
     With ``dpu_optimizer`` the gradients stay as they are: Megatron sums them over other groups
-    next, and the step of the optimizer sends them.
+    next, and the step of the optimizer sends them. With ``overlap_grad_reduce`` those that nothing
+    will change any more are sent now.
 
     Returns:
         with ``overlap_grad_reduce`` a handle to wait for, as all-reduce does; otherwise ``None``,
@@ -92,7 +93,12 @@ def start_grad_sync(
     """
     if bucket_group.ddp_config.dpu_optimizer:
         _demand_optimizer(bucket_group)
-        return None
+        if not bucket_group.ddp_config.overlap_grad_reduce:
+            return None
+        for bucket in bucket_group.buckets:
+            if bucket.grad_data.numel() > 0:
+                bucket.dpu_optimizer.bucket_is_ready(bucket.dpu_server_bucket)
+        return GradSyncHandle([])
     sharded = bool(bucket_group.ddp_config.use_distributed_optimizer and not force_all_reduce)
     average = bucket_group.ddp_config.average_in_collective
     pending = [
