@@ -31,7 +31,7 @@ struct UpdateRule {
   struct Segment {
     uint64_t end = 0;
     uint32_t group = 0;
-    // In the norm of the gradients.  Of the copies of a parameter that several tensors hold, one is.
+    // In the norm of the gradients.  Of a parameter that several tensors hold, one copy is.
     bool counted = true;
     bool operator==(const Segment&) const = default;
   };
