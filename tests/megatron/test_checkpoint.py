@@ -72,10 +72,3 @@ def test_resume_with_the_optimizer_on_the_servers(
         # Without the moments, or their number of steps, a step of 1e-2 would go elsewhere.
         near = {"rtol": 2**-7, "atol": 3e-4}
         torch.testing.assert_close(rest.parameters[name], value, **near)
-
-
-def test_another_form_of_checkpoint_is_refused(train: Train, run_dir: Path) -> None:
-    folder = str(run_dir / "checkpoint")
-    train("--use-distributed-optimizer", "--save", folder, "--save-interval", "2")
-    with pytest.raises(AssertionError, match=r"form is 'dp_reshardable'.*fully-reshardable"):
-        train(*SERVERS, "--load", folder, "--ckpt-step", "2")

@@ -30,7 +30,6 @@ REPRESENTATIVE = (
     "cp2-dp2-do-bf16-wire",
     "do-fp32-scatter",
     "servers-dp4-bf16-wire",
-    "servers-dp2-bf16-acc2",
     "servers-pp2-vpp2-dp2-overlap-acc4",
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",

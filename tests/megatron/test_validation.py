@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
+from megatron.core.distributed.dpu_reduce import server_checkpoint
 from megatron.training import arguments, cpu_platform
 
 REFUSED = {
@@ -63,6 +64,7 @@ OPTIMIZER_REFUSED = {
     "--optimizer-cpu-offload": (),
     "--log-num-zeros-in-grad": (),
     "--save-wgrads-interval": ("2",),
+    "--mtp-num-layers": ("1",),
     "--qk-clip": (),
 }
 
@@ -141,6 +143,14 @@ def test_the_optimizer_on_the_servers_needs(parse: object) -> None:
     with pytest.raises(ValueError, match=r"--ckpt-format=torch: .* --no-save-optim"):
         dpu_reduce.validate_args(parse(*other))
     dpu_reduce.validate_args(parse(*other, "--no-save-optim"))
+
+
+def test_a_checkpoint_of_another_form_is_refused() -> None:
+    server_checkpoint.check_metadata({"distrib_optim_sharding_type": "fully_reshardable"})
+    with pytest.raises(ValueError, match=r"form is 'dp_reshardable'.*fully-reshardable"):
+        server_checkpoint.check_metadata({"distrib_optim_sharding_type": "dp_reshardable"})
+    with pytest.raises(ValueError, match="form is 'none of the distributed optimizer'"):
+        server_checkpoint.check_metadata(None)
 
 
 def test_missing_byteps_is_an_error_of_the_arguments(

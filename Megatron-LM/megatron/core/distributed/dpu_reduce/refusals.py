@@ -199,6 +199,12 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         reason=_UNSUMMED,
     ),
     _Refusal(
+        attributes=("mtp_num_layers",),
+        flag="--mtp-num-layers",
+        reason="gradients of multi-token prediction are clipped by a norm of their own",
+        allowed=(None, 0),
+    ),
+    _Refusal(
         attributes=("qk_clip",),
         flag="--qk-clip",
         reason="it changes the model's weights behind the servers' back",

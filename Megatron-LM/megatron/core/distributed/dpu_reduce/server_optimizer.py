@@ -159,7 +159,8 @@ class ServerOptimizer(MegatronOptimizer):
                         "by a norm of their own, as those of multi-token prediction"
                     )
                 group_of[parameter] = index
-        self._device = torch.device("cpu")
+        # A rank whose parameters are all frozen has no bucket, and takes part in the norm.
+        self._device = next(p.device for chunk in model_chunks for p in chunk.parameters())
         self._dense: list[ServerBucket] = []
         self._expert: list[ServerBucket] = []
         self._early: set[ServerBucket] = set()
@@ -178,7 +179,6 @@ class ServerOptimizer(MegatronOptimizer):
                 for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                     if bucket.grad_data.numel() == 0:
                         continue
-                    self._device = bucket.grad_data.device
                     mine = ServerBucket(
                         bucket,
                         average=chunk.ddp_config.average_in_collective,
