@@ -157,7 +157,9 @@ def compare_one(
         print(error, file=sys.stderr)
         report = Report(layout=layout, misses=["a rank failed"])
     verdict = "; ".join(report.misses) or "ok"
-    if report.groups:  # a run that is interrupted has then shown what there was to see
+    if report.update is not None:
+        verdict += f", parameters differ by {report.update.parameters:.1e}"
+    elif report.groups:  # a run that is interrupted has then shown what there was to see
         verdict += f", error {report.ours.worst:.2e}, all-reduce's {report.theirs.worst:.2e}"
     shown.step()
     shown.say(f"{layout.name}: {verdict} ({time.monotonic() - start:.0f} s)", stream=sys.stdout)

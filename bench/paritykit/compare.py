@@ -6,11 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from .layouts import STEPS, Layout
 from .seen import RankSeen, Sum
+
+if TYPE_CHECKING:
+    from .updates import Difference
 
 # Largest relative difference of a step's loss where the order of additions may differ.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "bf16-wire": 2e-2, "fp16-wire": 5e-3}
@@ -50,13 +54,16 @@ class Report:
     theirs: Errors = field(default_factory=Errors)
     loss_difference: float = 0.0
     """Largest relative difference of the losses of a step."""
+    update: Difference | None = None
+    """With the optimizer on the servers: how far its run is from Megatron's own."""
     misses: list[str] = field(default_factory=list)
     """What is not as it must be; empty when all is well."""
 
     @property
     def bits_must_agree(self) -> bool:
         """Whether both backends round the same sums of at most two values once."""
-        return max(self.groups, default=1) <= 2 and not self.layout.wire
+        small = max(self.groups, default=1) <= 2
+        return small and not self.layout.wire and not self.layout.servers
 
     @property
     def loss_tolerance(self) -> float:
@@ -69,7 +76,7 @@ class Report:
 def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
     """Hold two runs of a layout, rank by rank, against each other and against exact sums."""
     report = Report(layout=layout)
-    _check_shape(report, ours, theirs)
+    check_shape(report, ours, theirs)
     if report.misses:
         return report
     first = [seen.steps[0].sums for seen in ours]
@@ -90,8 +97,8 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
     report.same_bits = not differences
     if report.bits_must_agree:
         _note(report, "bits differ", differences)
-    _check_first_step(report, ours, theirs)
-    _check_losses(report, ours, theirs)
+    check_first_step(report, ours, theirs)
+    check_losses(report, ours, theirs)
     return report
 
 
@@ -152,7 +159,7 @@ def _by_host(values: Sequence[torch.Tensor], hosts: Sequence[int]) -> list[torch
     return list(sums.values())
 
 
-def _check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
+def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
     """Both ran to the end, summed the same buckets, and BytePS made the sums of one of them."""
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if len(one.steps) != STEPS or len(other.steps) != STEPS:
@@ -166,7 +173,7 @@ def _check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[Rank
         spread = [
             _spread(s.members, report.layout) for step in one.steps for s in step.sums.values()
         ]
-        for way in ("flat", "node-first"):
+        for way in () if report.layout.servers else ("flat", "node-first"):
             # Node first, a sum is pushed in pieces.
             mark = "/piece0" if way == "node-first" else ""
             begun = sum(
@@ -231,7 +238,7 @@ def _check_errors(report: Report) -> None:
             report.misses.append(f"{kind}: error {error:.3g}, more than {allowed:.3g}")
 
 
-def _check_first_step(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
+def check_first_step(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
     """Before the first update the runs are one run: so are their losses and local gradients."""
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if one.steps[0].loss != other.steps[0].loss:
@@ -242,7 +249,7 @@ def _check_first_step(report: Report, ours: Sequence[RankSeen], theirs: Sequence
                 report.misses.append(f"rank {rank}, {name}: the first local gradients differ")
 
 
-def _check_losses(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
+def check_losses(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
     seen = 0
     for one, other in zip(ours, theirs, strict=True):
         for a, b in zip(one.steps, other.steps, strict=True):

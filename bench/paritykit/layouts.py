@@ -56,6 +56,8 @@ class Layout:
     """Parameters with this in their names are not trained."""
     extra: tuple[str, ...] = ()
     """Further arguments of Megatron."""
+    servers: bool = False
+    """In the run through BytePS servers keep the optimizer; in the other one Megatron does."""
     environment: tuple[tuple[str, str], ...] = ()
     """Further variables of the ranks that sum through BytePS."""
     refused: str = ""
@@ -64,7 +66,8 @@ class Layout:
     def byteps_arguments(self) -> list[str]:
         """What is added for the run through BytePS."""
         wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
-        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *wire]
+        servers = ["--dpu-optimizer"] if self.servers else []
+        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *wire, *servers]
 
     @property
     def dp(self) -> int:
@@ -120,6 +123,11 @@ _UNALIGNED = ("--no-align-grad-reduce",)
 _PLAIN_CHECKPOINT = ("--ckpt-format", "torch")
 _NODE = "node-first"
 _IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
+# The norm is about 3 at the first step, falls, and is above 1 at the last.
+_CLIPS_AT_FIRST = ("--clip-grad", "2")
+_CLIPS_NEVER = ("--clip-grad", "100")
+_NO_CLIP = ("--clip-grad", "0")
+_SEQUENCE = ("--sequence-parallel",)
 
 LAYOUTS: tuple[Layout, ...] = (
     # Data parallelism alone.
@@ -254,7 +262,43 @@ LAYOUTS: tuple[Layout, ...] = (
     # Uneven hosts fall back to whole pushes.
     Layout(name="node3-dp4-do-overlap", ranks=4, per_host=3, route=_NODE, overlap=True,
            distributed_optimizer=True),
+    # The optimizer on the servers. Unless said otherwise every step is clipped.
+    Layout(name="servers-dp2", ranks=2, servers=True),
+    Layout(name="servers-dp4-clips-at-first-acc2", ranks=4, servers=True, accumulation=2,
+           extra=_CLIPS_AT_FIRST),
+    Layout(name="servers-dp2-sgd-clips-never", ranks=2, servers=True,
+           extra=("--optimizer", "sgd", *_CLIPS_NEVER)),
+    Layout(name="servers-dp2-no-clip-frozen", ranks=2, servers=True, frozen="embedding",
+           extra=(*_NO_CLIP, *_UNTIED, "--decoupled-lr", "1e-3", "--weight-decay", "0.1")),
+    Layout(name="servers-dp2-bf16-acc2", ranks=2, servers=True, dtype="bf16", accumulation=2),
+    Layout(name="servers-dp2-bf16-wire", ranks=2, servers=True, dtype="bf16-wire"),
+    Layout(name="servers-dp4-bf16-wire", ranks=4, servers=True, dtype="bf16-wire"),
+    Layout(name="servers-dp2-bf16-sent-as-bf16", ranks=2, servers=True, dtype="bf16", wire="bf16"),
+    Layout(name="servers-cp2-dp2-tokens", ranks=4, cp=2, servers=True, extra=_TOKENS),
+    Layout(name="servers-tp2-dp2", ranks=4, tp=2, servers=True, extra=_SEQUENCE),
+    Layout(name="servers-tp2-dp4-bf16-wire", ranks=8, tp=2, servers=True, dtype="bf16-wire",
+           extra=_SEQUENCE),
+    Layout(name="servers-pp2-dp2-tied-acc2", ranks=4, pp=2, servers=True, accumulation=2),
+    Layout(name="servers-pp2-dp4-tied-bf16-wire", ranks=8, pp=2, servers=True, accumulation=2,
+           dtype="bf16-wire"),
+    Layout(name="servers-pp2-vpp2-dp2-acc4", ranks=4, pp=2, vpp=2, servers=True, accumulation=4),
+    Layout(name="servers-tp2-pp2-dp2-tokens", ranks=8, tp=2, pp=2, servers=True, accumulation=2,
+           extra=(*_TOKENS, *_SEQUENCE)),
+    Layout(name="servers-ep2-dp2", ranks=2, ep=2, experts=4, servers=True, accumulation=2),
+    Layout(name="servers-ep2-tp2-etp1-dp2", ranks=4, tp=2, ep=2, etp=1, experts=4, servers=True),
+    Layout(name="servers-ep2-pp2-dp4", ranks=8, pp=2, ep=2, experts=4, servers=True,
+           accumulation=2),
+    # Sent while the backward pass runs: all buckets, those without tied embeddings, or none.
+    Layout(name="servers-dp4-overlap-acc2", ranks=4, servers=True, overlap=True, accumulation=2),
+    Layout(name="servers-dp2-overlap-bf16-sent-as-bf16-no-clip", ranks=2, servers=True,
+           overlap=True, dtype="bf16", wire="bf16", extra=_NO_CLIP),
+    Layout(name="servers-pp2-vpp2-dp2-overlap-acc4", ranks=4, pp=2, vpp=2, servers=True,
+           overlap=True, accumulation=4),
+    Layout(name="servers-ep2-tp2-dp4-overlap-tokens", ranks=8, tp=2, ep=2, experts=4, servers=True,
+           overlap=True, extra=_TOKENS),
     # What cannot be served is refused, not trained wrongly.
+    Layout(name="servers-do", ranks=2, servers=True, distributed_optimizer=True,
+           refused="--use-distributed-optimizer"),
     Layout(name="do-fp32-scatter", ranks=2, distributed_optimizer=True,
            extra=("--ddp-reduce-scatter-with-fp32-accumulation",),
            refused="--ddp-reduce-scatter-with-fp32-accumulation"),

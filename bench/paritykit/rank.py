@@ -89,6 +89,8 @@ class Witness:
                 size = result.numel() // owners.size()
                 offset = size * owners.rank()
                 result = result[offset : offset + size]
+            if chunk.ddp_config.dpu_optimizer:
+                result = result[:0]  # the sum stays on the servers
             self._step.sums[f"chunk{number}/{name}"] = Sum(
                 members=tuple(dist.get_process_group_ranks(group)),
                 local=self._locals[id(bucket)].cpu(),

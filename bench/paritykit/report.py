@@ -8,10 +8,15 @@ import torch
 
 from .compare import BYTES_TOLERANCE, LOSS_TOLERANCE, SENT_AS_BF16_TOLERANCE, Report
 from .layouts import MICRO_BATCH, SEQUENCE, STEPS, Layout
+from .updates import MANY_BF16_TOLERANCE, TOLERANCE
 
 _HEAD = (
     *("layout", "ranks", "groups", "sums a step", "same bits"),
     *("error", "error of all-reduce", "loss difference", "ok"),
+)
+_SERVERS_HEAD = (
+    *("layout", "ranks", "groups", "buckets", "parameters differ"),
+    *("norms differ", "losses differ", "ok"),
 )
 _FEATURES = (
     "layout",
@@ -90,6 +95,21 @@ runs may be held against each other bit by bit.
 """
 
 
+_SERVERS = f"""## The optimizer on the servers
+
+`--dpu-optimizer` against Megatron's own optimizer over all-reduce (`FP32Optimizer`,
+`Float16OptimizerWithFloat16Params`), in fp32 on both sides. Required of each layout:
+
+- The first loss and the first local gradients are the same to the last bit.
+- The final parameters, as one vector, and the norm of the gradients of every step differ by a
+  relative {", ".join(f"{v:g} ({k})" for k, v in TOLERANCE.items())} at most, or {MANY_BF16_TOLERANCE:g} where
+  three or more values of bf16 are added, or fp32 gradients are sent as bf16; losses as above.
+- Copies of a parameter that are the same to the last bit on several ranks with Megatron's optimizer
+  are so here: over data-parallel ranks, tensor-parallel ones, and the stages that tie embeddings.
+- Each rank pushes its gradients and pulls its parameters once a step, and nothing else.
+"""  # noqa: E501
+
+
 def cells(report: Report) -> list[str]:
     """A row of the table."""
     layout = report.layout
@@ -114,6 +134,23 @@ def cells(report: Report) -> list[str]:
     ]
 
 
+def servers_cells(report: Report) -> list[str]:
+    """A row of the table of the optimizer on the servers."""
+    layout, update = report.layout, report.update
+    head = [layout.name, str(layout.ranks)]
+    if update is None:
+        return [*head, *["-"] * 5, "MISS" if report.misses else "refused"]
+    return [
+        *head,
+        ", ".join(map(str, report.groups)),
+        str(report.buckets),
+        f"{update.parameters:.1e}",
+        f"{update.norm:.1e}" if update.norm else "-",
+        f"{report.loss_difference:.1e}",
+        "MISS" if report.misses else "yes",
+    ]
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns for a terminal."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -128,7 +165,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def summary(reports: Sequence[Report]) -> str:
     """The table of results."""
-    return table([_HEAD, *map(cells, reports)])
+    sums = [report for report in reports if not report.layout.servers]
+    updates = [report for report in reports if report.layout.servers]
+    tables = []
+    if sums:
+        tables.append(table([_HEAD, *map(cells, sums)]))
+    if updates:
+        tables.append(table([_SERVERS_HEAD, *map(servers_cells, updates)]))
+    return "\n\n".join(tables)
 
 
 def listing(layouts: Sequence[Layout]) -> str:
@@ -153,10 +197,17 @@ def markdown(reports: Sequence[Report]) -> str:
             "",
             "Groups are the numbers of values in a sum; errors as above.",
             "",
-            *_pipes([_HEAD, *map(cells, reports)]),
+            *_pipes([_HEAD, *map(cells, (r for r in reports if not r.layout.servers))]),
             "",
+            *_about_servers([report for report in reports if report.layout.servers]),
         ]
     )
+
+
+def _about_servers(reports: Sequence[Report]) -> list[str]:
+    if not reports:
+        return []
+    return [_SERVERS, *_pipes([_SERVERS_HEAD, *map(servers_cells, reports)]), ""]
 
 
 def markdown_on_gpus(reports: Sequence[Report], skipped: Sequence[Layout]) -> str:
@@ -188,6 +239,8 @@ def _features(layout: Layout) -> list[str]:
 
 
 def _optimizer(layout: Layout) -> str:
+    if layout.servers:
+        return "servers"
     if not layout.distributed_optimizer:
         return "-"
     return "DO" if layout.instances == 1 else f"DO x {layout.instances}"

@@ -13,6 +13,7 @@ from .forked import Job
 from .layouts import LAYOUTS, Layout
 from .platforms import CPU, Platform
 from .seen import RankSeen
+from .updates import compare_updates
 
 PROGRAM = "paritykit.rank:train"
 FLAG = "--use-dpu-reduce"
@@ -77,13 +78,15 @@ def check(layout: Layout, folder: Path, dataset: Dataset, platform: Platform = C
         return _check_refused(layout, folder, data, platform)
     ours = train(layout, folder / "byteps", data, through_byteps=True, platform=platform)
     theirs = train(layout, folder / "all-reduce", data, through_byteps=False, platform=platform)
-    return compare(layout, seen_by(ours), seen_by(theirs))
+    held = compare_updates if layout.servers else compare
+    return held(layout, seen_by(ours), seen_by(theirs))
 
 
 def _check_refused(layout: Layout, folder: Path, data: Sequence[str], platform: Platform) -> Report:
     job = train(layout, folder / "byteps", data, through_byteps=True, platform=platform, fails=True)
     report = Report(layout=layout)
-    text = f"{FLAG} does not work with {layout.refused}"
+    flag = "--dpu-optimizer" if layout.servers else FLAG
+    text = f"{flag} does not work with {layout.refused}"
     for rank in range(layout.ranks):
         if text not in job.log_of(rank).read_text(errors="replace"):
             report.misses.append(f"rank {rank} did not say '{text}'")

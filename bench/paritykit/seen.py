@@ -15,7 +15,8 @@ class Sum:
     local: Any
     """The whole bucket of this rank as it went into the sum: accumulated and scaled."""
     result: Any
-    """The sum as this rank got it: the whole bucket, or the shard that it owns."""
+    """The sum as this rank got it: the whole bucket, the shard that it owns, or nothing where
+    servers keep it."""
     offset: int
     """Where in the bucket the result begins."""
 

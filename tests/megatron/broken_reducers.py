@@ -106,6 +106,60 @@ def swapped_buckets() -> None:
     DistributedDataParallel.finish_grad_sync = finish_grad_sync
 
 
+def undecayed() -> None:
+    """Servers are told of no weight decay."""
+    from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
+
+    step = ServerBucket.step
+
+    def without(self: ServerBucket, told: Any) -> int:
+        number, scale, skip, rates = told
+        return step(self, (number, scale, skip, [(rate, 0.0) for rate, _ in rates]))
+
+    ServerBucket.step = without
+
+
+def one_rank() -> None:
+    """One rank's parameters are a hair off."""
+    from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
+
+    take = ServerBucket.take_parameters
+
+    def off(self: ServerBucket) -> None:
+        take(self)
+        if dist.get_rank() == 1:
+            self.places[0][1].data.view(-1)[0] *= 1.0 + 2.0**-6
+
+    ServerBucket.take_parameters = off
+
+
+def pushed_too_early() -> None:
+    """Gradients that other stages add to are sent before they do."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import _SummedLater
+
+    _SummedLater.__call__ = lambda self, parameter, name: False
+
+
+def pushed_twice() -> None:
+    """Not broken: as when Megatron runs a step's passes again."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    ready = ServerOptimizer.bucket_is_ready
+
+    def twice(self: ServerOptimizer, bucket: Any) -> None:
+        ready(self, bucket)
+        ready(self, bucket)
+
+    ServerOptimizer.bucket_is_ready = twice
+
+
+def copies_counted() -> None:
+    """The norm has the copies of a parameter on tensor-parallel ranks each."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    ServerOptimizer._counts = lambda self, parameter: True
+
+
 BREAKS: dict[str, Callable[[], None]] = {
     "last-places": last_places,
     "divisor": divisor,
@@ -113,4 +167,9 @@ BREAKS: dict[str, Callable[[], None]] = {
     "stale": stale,
     "swapped-groups": swapped_groups,
     "swapped-buckets": swapped_buckets,
+    "undecayed": undecayed,
+    "one-rank": one_rank,
+    "copies-counted": copies_counted,
+    "pushed-too-early": pushed_too_early,
+    "pushed-twice": pushed_twice,
 }

@@ -14,6 +14,7 @@ from paritykit.data import data_arguments
 from paritykit.layouts import LAYOUTS, by_name
 from paritykit.runs import check, seen_by, train
 from paritykit.seen import RankSeen
+from paritykit.updates import compare_updates
 from prepare_data import Dataset
 
 REPRESENTATIVE = (
@@ -28,6 +29,11 @@ REPRESENTATIVE = (
     "dp4-do-inst2-bf16-wire-overlap",
     "cp2-dp2-do-bf16-wire",
     "do-fp32-scatter",
+    "servers-dp4-bf16-wire",
+    "servers-pp2-vpp2-dp2-overlap-acc4",
+    "servers-dp2-no-clip-frozen",
+    "servers-tp2-pp2-dp2-tokens",
+    "servers-ep2-tp2-etp1-dp2",
 )
 
 
@@ -70,7 +76,8 @@ class Reference:
             program="rank_programs:train_layout",
             options={"broken": broken},
         )
-        return compare(layout, seen_by(job), self._seen[name])
+        held = compare_updates if layout.servers else compare
+        return held(layout, seen_by(job), self._seen[name])
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +97,10 @@ def reference(
         ("dp4-overlap", "divisor-once", "float32: error"),
         ("dp4-overlap", "stale", "float32: error"),
         ("dp4-do-bf16-wire-acc2", "stale", "bfloat16: error"),
+        ("servers-dp2-bf16-acc2", "undecayed", "parameters differ by"),
+        ("servers-dp2-bf16-acc2", "one-rank", "copies of "),
+        ("servers-pp2-vpp2-dp2-overlap-acc4", "pushed-too-early", "norms differ by"),
+        ("servers-tp2-dp2", "copies-counted", "norms differ by"),
     ],
 )
 def test_a_broken_reducer_is_found_out(
@@ -100,3 +111,10 @@ def test_a_broken_reducer_is_found_out(
     # It was BytePS that was broken, not the run it is compared with.
     assert not any(miss.startswith("all-reduce") for miss in report.misses)
     assert report.theirs.worst < 0.02
+
+
+def test_passes_that_run_again_are_sent_again(reference: Reference, run_dir: Path) -> None:
+    """With the optimizer on the servers, and overlap: the second gradients count, once."""
+    report = reference.against("servers-dp4-overlap-acc2", run_dir, "pushed-twice")
+    assert len(report.misses) > 0
+    assert all(" pushed " in miss or " pulled " in miss for miss in report.misses), report.misses

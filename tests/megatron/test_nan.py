@@ -1,7 +1,8 @@
-"""A gradient that is no number: found before it is summed, or summed like any other."""
+"""A gradient that is no number: found before it is summed, summed like any other, or skipped."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -35,3 +36,20 @@ def test_without_the_check_both_backends_sum_it(run_job: RunJob, dataset: Datase
             (total,) = job.result(rank).steps[1].sums.values()
             where.append(torch.isnan(total.result).nonzero().tolist())
     assert where == [[[5]]] * 4
+
+
+def test_with_the_optimizer_on_the_servers_the_step_is_skipped(
+    run_job: RunJob, dataset: Dataset
+) -> None:
+    """By all ranks; training goes on, and they agree to the bit."""
+    arguments = [*data_arguments(dataset), "--no-check-for-nan-in-loss-and-grad"]
+    job = run_job(
+        "train_poisoned", 2, arguments=[*arguments, "--use-dpu-reduce", "--dpu-optimizer"]
+    )
+    first, second = job.result(0), job.result(1)
+    norms = [step.grad_norm for step in first.steps]
+    assert [norm is None or math.isnan(norm) for norm in norms] == [False, True, False, False]
+    for name, value in first.parameters.items():
+        assert torch.isfinite(value).all() and torch.equal(value, second.parameters[name]), name
+    logs = job.log_of(0).read_text() + job.log_of(1).read_text()
+    assert "number of skipped iterations:   1" in logs

@@ -179,8 +179,14 @@ def test_a_record_is_read_while_it_is_written(tmp_path: Path) -> None:
         ([5.0, 6.0], [5.0, 6.0], [], 1, "loss: did NOT fall below 5.0000"),
         ([5.0, 2.0], [5.0, 2.0 + 2**-50], [], 1, "must give the same bits"),
         ([5.0, 2.0], [5.0, 2.1], ["--workers", "3"], 0, "largest difference of the loss"),
+        ([5.0, 2.0], [5.0, 2.1], ["--optimizer", "servers"], 0, "last ten differs by 1.41%"),
+        ([5.0, 2.0], [5.0, 3.0], ["--optimizer", "servers"], 1, "it may differ by 2%"),
+        ([5.0, 2.0], [5.1, 2.0], ["--optimizer", "servers"], 1, "must be the same"),
     ],
-    ids=["good", "threshold", "first-loss", "unequal", "unequal-but-three"],
+    ids=[
+        *("good", "threshold", "first-loss", "unequal", "unequal-but-three"),
+        *("servers", "servers-apart", "servers-first-loss"),
+    ],
 )
 def test_exit_status(
     tree: Path,

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
+from megatron.core.distributed.dpu_reduce import server_checkpoint
 from megatron.training import arguments, cpu_platform
 
 REFUSED = {
@@ -51,6 +52,21 @@ ALLOWED = (
     ("--dpu-reduce-route", "node-first"),
     ("--overlap-param-gather-with-optimizer-step",),
 )
+
+OPTIMIZER_REFUSED = {
+    "--use-distributed-optimizer": (),
+    "--overlap-param-gather": (),
+    "--fp16": (),
+    "--loss-scale": ("1024.0",),
+    "--dpu-reduce-route": ("node-first",),
+    "--optimizer": ("muon",),
+    "--use-precision-aware-optimizer": (),
+    "--optimizer-cpu-offload": (),
+    "--log-num-zeros-in-grad": (),
+    "--save-wgrads-interval": ("2",),
+    "--mtp-num-layers": ("1",),
+    "--qk-clip": (),
+}
 
 CONFIG_REFUSED = {
     "use_megatron_fsdp": "--use-megatron-fsdp",
@@ -101,6 +117,40 @@ def test_not_refused_without_the_flag(parse: object, flag: str, values: tuple[st
 @pytest.mark.parametrize("words", ALLOWED, ids=lambda words: words[0])
 def test_allowed(parse: object, words: tuple[str, ...]) -> None:
     dpu_reduce.validate_args(parse("--use-dpu-reduce", *words))
+
+
+@pytest.mark.usefixtures("byteps")
+@pytest.mark.parametrize(("flag", "values"), OPTIMIZER_REFUSED.items(), ids=OPTIMIZER_REFUSED)
+def test_refused_with_the_optimizer_on_the_servers(
+    parse: object, flag: str, values: tuple[str, ...]
+) -> None:
+    words = ("--use-dpu-reduce", flag, *values)
+    dpu_reduce.validate_args(parse(*words))
+    shown = re.escape("=".join([flag, *values]))
+    with pytest.raises(ValueError, match=rf"--dpu-optimizer does not work with {shown}: \w"):
+        dpu_reduce.validate_args(parse(*words, "--dpu-optimizer"))
+
+
+@pytest.mark.usefixtures("byteps")
+def test_the_optimizer_on_the_servers_needs(parse: object) -> None:
+    with pytest.raises(ValueError, match="--dpu-optimizer needs --use-dpu-reduce"):
+        dpu_reduce.validate_args(parse("--dpu-optimizer"))
+    words = ("--use-dpu-reduce", "--dpu-optimizer", "--dpu-reduce-wire-dtype", "bf16")
+    with pytest.raises(ValueError, match="wire-dtype=bf16 without --bf16"):
+        dpu_reduce.validate_args(parse(*words))
+    dpu_reduce.validate_args(parse(*words, "--bf16"))
+    other = ("--use-dpu-reduce", "--dpu-optimizer", "--ckpt-format", "torch", "--save", "x")
+    with pytest.raises(ValueError, match=r"--ckpt-format=torch: .* --no-save-optim"):
+        dpu_reduce.validate_args(parse(*other))
+    dpu_reduce.validate_args(parse(*other, "--no-save-optim"))
+
+
+def test_a_checkpoint_of_another_form_is_refused() -> None:
+    server_checkpoint.check_metadata({"distrib_optim_sharding_type": "fully_reshardable"})
+    with pytest.raises(ValueError, match=r"form is 'dp_reshardable'.*fully-reshardable"):
+        server_checkpoint.check_metadata({"distrib_optim_sharding_type": "dp_reshardable"})
+    with pytest.raises(ValueError, match="form is 'none of the distributed optimizer'"):
+        server_checkpoint.check_metadata(None)
 
 
 def test_missing_byteps_is_an_error_of_the_arguments(

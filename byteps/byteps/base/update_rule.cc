@@ -11,7 +11,7 @@ namespace core {
 namespace {
 
 constexpr size_t kGroupBytes = 3 * 8 + 1;
-constexpr size_t kSegmentBytes = 8 + 4;
+constexpr size_t kSegmentBytes = 8 + 4 + 1;
 constexpr size_t kRateBytes = 2 * 8;
 
 void PutDouble(WireWriter* out, double value) {
@@ -59,6 +59,7 @@ std::string UpdateRule::Describe() const {
 std::string UpdateRule::Pack() const {
   WireWriter out;
   out.Put(static_cast<uint8_t>(algorithm));
+  out.Put(static_cast<uint8_t>(in_order));
   out.PutSize(groups.size());
   for (const Group& group : groups) {
     for (const double value : {group.beta1, group.beta2, group.eps}) PutDouble(&out, value);
@@ -68,6 +69,7 @@ std::string UpdateRule::Pack() const {
   for (const Segment& segment : segments) {
     out.Put(segment.end);
     out.Put(segment.group);
+    out.Put(static_cast<uint8_t>(segment.counted));
   }
   return out.Take();
 }
@@ -77,6 +79,9 @@ bool UpdateRule::Unpack(const std::string& text, uint64_t elements, UpdateRule* 
   const uint8_t algorithm = in.Get<uint8_t>();
   if (algorithm != kAdamW && algorithm != kSgd) return false;
   rule->algorithm = static_cast<Algorithm>(algorithm);
+  const uint8_t in_order = in.Get<uint8_t>();
+  rule->in_order = in_order == 1;
+  if (in_order > 1) return false;
   rule->groups.resize(in.GetCount(kGroupBytes));
   for (Group& group : rule->groups) {
     for (double* value : {&group.beta1, &group.beta2, &group.eps}) *value = GetDouble(&in);
@@ -89,7 +94,9 @@ bool UpdateRule::Unpack(const std::string& text, uint64_t elements, UpdateRule* 
   for (Segment& segment : rule->segments) {
     segment.end = in.Get<uint64_t>();
     segment.group = in.Get<uint32_t>();
-    if (segment.end <= end || segment.group >= rule->groups.size()) return false;
+    const uint8_t counted = in.Get<uint8_t>();
+    segment.counted = counted == 1;
+    if (counted > 1 || segment.end <= end || segment.group >= rule->groups.size()) return false;
     end = segment.end;
   }
   return in.ok() && in.at_end() && end == elements;

@@ -12,8 +12,8 @@ namespace core {
 
 // How a tensor of parameters is updated from its summed gradients.  A part of its declaration.
 //
-// On the wire, little-endian: u8 algorithm, u32 groups, each: u64 times 3, the bits of beta1, beta2
-// and eps, and u8 nesterov; u32 segments, each: u64 end, u32 group.
+// On the wire, little-endian: u8 algorithm, u8 in_order, u32 groups, each: u64 times 3, the bits of
+// beta1, beta2 and eps, and u8 nesterov; u32 segments, each: u64 end, u32 group, u8 counted.
 struct UpdateRule {
   // The numbers are part of the protocol.
   enum Algorithm : uint8_t { kAdamW = 1, kSgd = 2 };
@@ -31,10 +31,15 @@ struct UpdateRule {
   struct Segment {
     uint64_t end = 0;
     uint32_t group = 0;
+    // In the norm of the gradients.  Of a parameter that several tensors hold, one copy is.
+    bool counted = true;
     bool operator==(const Segment&) const = default;
   };
 
   Algorithm algorithm = kAdamW;
+  // Gradients are added in the order of ranks, not of arrival, so that the same gradients of other
+  // ranks, in another tensor, give the same bits.
+  bool in_order = false;
   std::vector<Group> groups;
   std::vector<Segment> segments;  // ascending; the last one ends with the tensor
 

@@ -404,7 +404,7 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
     Refuse(*msg, error);
     return DropDoneRounds(partition);
   }
-  if (deterministic_) {
+  if (deterministic_ || (declaration.rule && declaration.rule->in_order)) {
     round->waiting.resize(declaration.group.size());
     round->waiting[member] = std::move(msg->data[0]);
     while (round->added < declaration.group.size() && round->pushed[round->added]) {

@@ -3,7 +3,6 @@
 #include <string>
 
 #include "byteps/base/wire.h"
-#include "byteps/server/optimizer/update.h"
 #include "byteps/server/sum_server.h"
 #include "ps/internal/postoffice.h"
 
@@ -81,9 +80,8 @@ bool Server::AgreesOnStep(const Declaration& declaration, const ps::Message& msg
 }
 
 std::string Server::UpdateState(Partition* partition, const ps::Message& msg, Round* round) {
-  const DType t = partition->tensor->declaration.dtype;
   if (msg.meta.head == kPushNorm) {
-    const double squares = SumOfSquares(t, round->sum.data(), round->sum.size() / SizeOf(t));
+    const double squares = partition->state->SumOfSquares(round->sum.data());
     round->norm.resize(sizeof(squares));
     memcpy(round->norm.data(), &squares, sizeof(squares));
     round->step_of = -1;  // who is told asks for a step then

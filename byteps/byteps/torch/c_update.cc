@@ -17,9 +17,9 @@ namespace byteps {
 namespace core {
 namespace {
 
-// (beta1, beta2, eps, nesterov); (end, group); (number, grad_scale, skip, [(rate, decay)])
+// (beta1, beta2, eps, nesterov); (end, group, counted); (number, grad_scale, skip, [(rate, decay)])
 using GroupTuple = std::tuple<double, double, double, bool>;
-using SegmentTuple = std::tuple<uint64_t, uint32_t>;
+using SegmentTuple = std::tuple<uint64_t, uint32_t, bool>;
 using StepTuple = std::tuple<uint64_t, double, bool, std::vector<std::pair<double, double>>>;
 
 std::string Packed(const StepTuple& tuple) {
@@ -35,14 +35,17 @@ std::string Packed(const StepTuple& tuple) {
 class UpdatedTensor {
  public:
   UpdatedTensor(const SpecTuple& spec, bool is_adamw, const std::vector<GroupTuple>& groups,
-                const std::vector<SegmentTuple>& segments)
+                const std::vector<SegmentTuple>& segments, bool in_order)
       : spec_(std::apply(Spec, spec)) {
     auto rule = std::make_shared<UpdateRule>();
     rule->algorithm = is_adamw ? UpdateRule::kAdamW : UpdateRule::kSgd;
     for (const auto& [beta1, beta2, eps, nesterov] : groups) {
       rule->groups.push_back({beta1, beta2, eps, nesterov});
     }
-    for (const auto& [end, group] : segments) rule->segments.push_back({end, group});
+    for (const auto& [end, group, counted] : segments) {
+      rule->segments.push_back({end, group, counted});
+    }
+    rule->in_order = in_order;
     spec_.rule = std::move(rule);
     GetWorker()->Declare({spec_});
   }
@@ -96,8 +99,9 @@ void DefineUpdatedTensor(py::module_* m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<UpdatedTensor>(*m, "UpdatedTensor")
       .def(py::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
-                    const std::vector<SegmentTuple>&>(),
-           py::arg("spec"), py::arg("is_adamw"), py::arg("groups"), py::arg("segments"), Unlocked())
+                    const std::vector<SegmentTuple>&, bool>(),
+           py::arg("spec"), py::arg("is_adamw"), py::arg("groups"), py::arg("segments"),
+           py::arg("in_order"), Unlocked())
       .def("push_step", &UpdatedTensor::PushStep, py::arg("gradients"), py::arg("parameters"),
            py::arg("step"), py::arg("stream"), Unlocked())
       .def("push_norm", &UpdatedTensor::PushNorm, py::arg("gradients"), py::arg("norms"),

@@ -90,7 +90,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         )
         if self._is_lowest():
             for bucket in self._buckets:
-                bucket.load(0, bucket.parameters.float().cpu())
+                bucket.tensor.load(0, bucket.parameters.float().cpu())
         self._take_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             return
         self._all(lambda bucket: bucket.push_norm())
         # The same bits on all members, whatever their processors: fsum rounds once.
-        squares = math.fsum(part for b in self._buckets for part in b.norms.tolist())
+        squares = math.fsum(part for b in self._buckets for part in b.tensor.norms.tolist())
         self.last_norm = math.sqrt(squares)
         finite = math.isfinite(self.last_norm)
         scale = min(1.0, self.max_norm / (self.last_norm + _EPS)) if finite else 1.0
@@ -181,7 +181,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         saved = super().state_dict()
         slots = self._rule.slot_names
         for bucket in self._buckets:
-            flat = {name: bucket.read(slot) for slot, name in enumerate(slots)}
+            flat = {name: bucket.tensor.read(slot) for slot, name in enumerate(slots)}
             for index, begin, parameter in bucket.places:
                 state = saved["state"].setdefault(index, {})
                 for name, values in flat.items():
@@ -240,7 +240,7 @@ class ServerOptimizer(torch.optim.Optimizer):
                 values[begin : begin + parameter.numel()] = saved.detach().float().cpu().view(-1)
                 found = True
             if found:
-                bucket.load(slot, values)
+                bucket.tensor.load(slot, values)
 
     def _demand_same_rule(self) -> None:
         now = self._rule.groups_of(self.param_groups)
@@ -267,4 +267,4 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
         )
         for bucket in self._buckets:
-            bucket.parameters.copy_(bucket.read(0))
+            bucket.parameters.copy_(bucket.tensor.read(0))

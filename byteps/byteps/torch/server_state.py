@@ -13,6 +13,8 @@ Step = tuple[int, float, bool, list[tuple[float, float]]]
 """Number, factor of the gradients, whether to skip it, learning rate and weight decay by group."""
 GroupNumbers = tuple[float, float, float, bool]
 """(beta1, beta2, eps, False) of AdamW, (momentum, dampening, 0, nesterov) of SGD."""
+Segment = tuple[int, int, bool]
+"""End, parameter group, and whether gradients count in the norm: elements from the last end on."""
 
 # What would change the arithmetic, and may only have this value.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
@@ -52,6 +54,13 @@ class Rule:
         return ["master_param"]
 
 
+def add_segment(segments: list[Segment], end: int, group: int, counted: bool = True) -> None:
+    """Append elements up to `end`, to the last segment if they are like it."""
+    if segments and segments[-1][1:] == (group, counted):
+        segments.pop()
+    segments.append((end, group, counted))
+
+
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """Raises ValueError for an optimizer, or an option, that servers do not know."""
     kind = type(optimizer)
@@ -60,6 +69,80 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     rule = Rule(is_adamw=kind is torch.optim.AdamW, groups=[])
     rule.groups.extend(rule.groups_of(optimizer.param_groups))
     return rule
+
+
+class ServerTensor:
+    """A flat tensor of parameters whose fp32 values and moments servers keep.
+
+    Gradients go up and parameters come down in the type that was declared. What is started is
+    ended by `wait`; until then its tensors stay as they are.
+    """
+
+    def __init__(
+        self,
+        declaration: engine.TensorDeclaration,
+        rule: Rule,
+        segments: Sequence[Segment],
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """Tell the servers.
+
+        Args:
+            declaration: what the members agree on; of a GPU, its current stream is used.
+            rule: how parameters are updated.
+            segments: which elements belong to which group; they cover the tensor.
+            in_order: servers add the gradients in the order of ranks, not of arrival.
+
+        Raises:
+            BytePSError: a server refuses, or has too little memory.
+        """
+        self.numel = declaration.numel
+        self._device = torch.device(declaration.device)
+        self._tensor = c_lib.UpdatedTensor(
+            engine.spec_of(declaration), rule.is_adamw, rule.groups, list(segments), in_order
+        )
+        self.norms = torch.empty(self._tensor.num_partitions(), dtype=torch.float64)
+        """Of `push_norm`: each partition's sum of the squares of what counts."""
+
+    def push_step(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
+        """Start; the servers update as soon as they have the sum. Both may be one tensor."""
+        engine.will_be_moved(gradients, parameters)
+        where = gradients.data_ptr(), parameters.data_ptr()
+        return self._tensor.push_step(*where, step, self._stream())
+
+    def push_norm(self, gradients: torch.Tensor) -> int:
+        """Start; the servers answer with the sum's squares."""
+        engine.will_be_moved(gradients)
+        where = gradients.data_ptr(), self.norms.data_ptr()
+        return self._tensor.push_norm(*where, self._stream())
+
+    def step(self, parameters: torch.Tensor, step: Step) -> int:
+        """Start; after push_norm, the servers update."""
+        engine.will_be_moved(parameters)
+        return self._tensor.step(parameters.data_ptr(), step, self._stream())
+
+    def load(self, slot: int, values: torch.Tensor) -> None:
+        """Put fp32 values, on the CPU, into a slot. Slot 0 comes first and zeroes the others."""
+        values = values.contiguous()
+        engine.will_be_moved(values)
+        engine.wait(self._tensor.load(slot, values.data_ptr()), values)
+
+    def read(self, slot: int) -> torch.Tensor:
+        """The fp32 values of a slot, on the CPU."""
+        values = torch.empty(self.numel)
+        engine.will_be_moved(values)
+        engine.wait(self._tensor.read(slot, values.data_ptr()), values)
+        return values
+
+    def wait(self, handle: int, *tensors: torch.Tensor) -> None:
+        """Until what was started with these tensors has ended; raises BytePSError if it failed."""
+        engine.wait(handle, *tensors, self.norms)
+
+    def _stream(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return torch.cuda.current_stream(self._device).cuda_stream
 
 
 class Bucket:
@@ -75,18 +158,15 @@ class Bucket:
         for _, begin, parameter in places:
             self._part(self.parameters, begin, parameter).copy_(parameter.detach())
             parameter.data = self._part(self.parameters, begin, parameter)
-        self.norms = torch.empty(0, dtype=torch.float64)
-        self._tensor: Any = None
+        self._tensor: ServerTensor | None = None
 
     def declare(
         self, name: str, ranks: list[int], average: bool, rule: Rule, group_of: dict[int, int]
     ) -> None:
         """Tell the servers. Raises BytePSError when they refuse."""
-        segments: list[tuple[int, int]] = []
+        segments: list[Segment] = []
         for index, begin, parameter in self.places:
-            if segments and segments[-1][1] == group_of[index]:
-                segments.pop()
-            segments.append((begin + parameter.numel(), group_of[index]))
+            add_segment(segments, begin + parameter.numel(), group_of[index])
         declaration = engine.TensorDeclaration(
             name=name,
             dtype=self.parameters.dtype,
@@ -95,10 +175,13 @@ class Bucket:
             group=ranks,
             device=self.parameters.device,
         )
-        self._tensor = c_lib.UpdatedTensor(
-            engine.spec_of(declaration), rule.is_adamw, rule.groups, segments
-        )
-        self.norms = torch.empty(self._tensor.num_partitions(), dtype=torch.float64)
+        self._tensor = ServerTensor(declaration, rule, segments)
+
+    @property
+    def tensor(self) -> ServerTensor:
+        """Once declared."""
+        assert self._tensor is not None
+        return self._tensor
 
     @staticmethod
     def _part(flat: torch.Tensor, begin: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -121,42 +204,19 @@ class Bucket:
 
     def push_step(self, step: Step) -> int:
         """Start; the servers update as soon as they have the sum."""
-        engine.will_be_moved(self.gradients, self.parameters)
-        where = self.gradients.data_ptr(), self.parameters.data_ptr()
-        return self._tensor.push_step(*where, step, self._stream())
+        return self.tensor.push_step(self.gradients, self.parameters, step)
 
     def push_norm(self) -> int:
         """Start; the servers answer with the sum's squares."""
-        engine.will_be_moved(self.gradients)
-        where = self.gradients.data_ptr(), self.norms.data_ptr()
-        return self._tensor.push_norm(*where, self._stream())
+        return self.tensor.push_norm(self.gradients)
 
     def step(self, step: Step) -> int:
         """Start; after push_norm, the servers update."""
-        engine.will_be_moved(self.parameters)
-        return self._tensor.step(self.parameters.data_ptr(), step, self._stream())
-
-    def load(self, slot: int, values: torch.Tensor) -> None:
-        """Put fp32 values into a slot."""
-        values = values.contiguous()
-        engine.will_be_moved(values)
-        engine.wait(self._tensor.load(slot, values.data_ptr()), values)
-
-    def read(self, slot: int) -> torch.Tensor:
-        """The fp32 values of a slot, on the CPU."""
-        values = torch.empty(self.numel)
-        engine.will_be_moved(values)
-        engine.wait(self._tensor.read(slot, values.data_ptr()), values)
-        return values
+        return self.tensor.step(self.parameters, step)
 
     def wait(self, handle: int) -> None:
         """Until what was started has ended; raises BytePSError when it failed."""
-        engine.wait(handle, self.parameters, self.gradients, self.norms)
-
-    def _stream(self) -> int:
-        if not self.parameters.is_cuda:
-            return 0
-        return torch.cuda.current_stream(self.parameters.device).cuda_stream
+        self.tensor.wait(handle, self.parameters, self.gradients)
 
 
 def make_buckets(

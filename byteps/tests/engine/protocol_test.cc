@@ -29,7 +29,8 @@ std::vector<Declaration> SomeDeclarations() {
     if (i == 0) {  // 200 elements of fp32
       UpdateRule rule;
       rule.groups = {{0.9, 0.95, 1e-8, false}, {0.8, 0.9, 1e-6, false}};
-      rule.segments = {{3, 1}, {199, 0}, {200, 1}};
+      rule.segments = {{3, 1}, {199, 0, false}, {200, 1}};
+      rule.in_order = true;
       d.rule = std::make_shared<UpdateRule>(rule);
     }
     all.push_back(d);

@@ -13,6 +13,7 @@ from typing import Any
 import byteps.torch as bps
 import torch
 from byteps.torch import ServerOptimizer
+from byteps.torch.server_state import ServerTensor, rule_of
 
 from programs.devices import device_of
 from programs.job import Job
@@ -193,6 +194,31 @@ def clipped(job: Job) -> None:
             assert (pair.served.steps, pair.served.skipped_steps) == (STEPS - 1, 1)
             pair.demand_equal_state()
         demand_same(job, f"clip {max_norm}", pair.mine)
+    counted(job)
+
+
+def counted(job: Job) -> None:
+    """Of the norm: what does not count is left out, unless it is not finite."""
+    served = ServerTensor(
+        bps.TensorDeclaration(name="counted", dtype=torch.float32, numel=3000, average=False),
+        rule_of(torch.optim.SGD(parameters(0, torch.float32), lr=0.1)),
+        [(1000, 0, True), (2500, 0, False), (3000, 0, True)],
+        in_order=True,
+    )
+    if job.rank == 0:
+        served.load(0, torch.zeros(3000))
+    values = torch.arange(3000.0) / 4096
+    for spoil in (False, True):
+        gradients = values + job.rank
+        gradients[2000] = math.inf if spoil else 0.0
+        served.wait(served.push_norm(gradients), gradients)
+        total = job.size * values.double() + sum(range(job.size))
+        total[1000:2500] = 0
+        with job.check(f"squares, spoiled: {spoil}"):
+            found = sum(served.norms.tolist())
+            wanted = math.nan if spoil else total.square().sum().item()
+            assert math.isnan(found) if spoil else math.isclose(found, wanted), (found, wanted)
+        served.wait(served.step(gradients, (1, 1.0, True, [(0.1, 0.0)])), gradients)
 
 
 def disagree(job: Job) -> None:

@@ -18,7 +18,9 @@ PartitionState::PartitionState(const Declaration* declaration, uint64_t index)
   for (const auto& segment : rule_.segments) {
     const uint64_t from = std::max(begin, first);
     const uint64_t to = std::min(segment.end, first + size_);
-    if (from < to) runs_.push_back({from - first, to - first, segment.group});
+    if (from < to) {
+      runs_.push_back({from - first, to - first, segment.group, segment.counted});
+    }
     begin = segment.end;
   }
 }
@@ -51,6 +53,17 @@ std::string PartitionState::Read(uint32_t slot, char* values) const {
   if (!state_) return NotLoaded();
   memcpy(values, Slot(slot), size_ * sizeof(float));
   return "";
+}
+
+double PartitionState::SumOfSquares(const char* gradients) const {
+  const DType t = declaration_->dtype;
+  double sum = 0;
+  for (const Run& run : runs_) {
+    const char* const at = gradients + run.begin * SizeOf(t);
+    // 0 times what is no finite number is none either.
+    sum += (run.counted ? 1.0 : 0.0) * core::SumOfSquares(t, at, run.end - run.begin);
+  }
+  return sum;
 }
 
 std::string PartitionState::ReadParameters(char* values) const {

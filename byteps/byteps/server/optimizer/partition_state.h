@@ -30,6 +30,9 @@ class PartitionState {
 
   // `values`, in the tensor's type: gradients before, the updated parameters after.
   std::string Update(const UpdateStep& step, char* values);
+  // The squares, added up, of gradients in the tensor's type: of those that count, or no finite
+  // number if any gradient is none.
+  double SumOfSquares(const char* gradients) const;
   // The parameters, as an update would send them.
   std::string ReadParameters(char* values) const;
 
@@ -39,6 +42,7 @@ class PartitionState {
     size_t begin;
     size_t end;
     uint32_t group;
+    bool counted;
   };
 
   float* Slot(uint32_t slot) const { return state_.get() + slot * size_; }

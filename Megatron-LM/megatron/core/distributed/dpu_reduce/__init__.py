@@ -10,30 +10,39 @@ after, stay as they are.
 
 Megatron calls this module at these places, each a hook of a line or two:
 
-==========================  =======================================================
-``validate_args``           the parsed arguments: refuse what is not supported
-``validate_ddp_config``     a ``DistributedDataParallelConfig`` is made
-``refuse_fsdp``             a fully sharded wrapper is built
-``initialize``              torch.distributed is up: start BytePS once
-``register``                a ``DistributedDataParallel`` was built: plan its buckets
-``takes``                   a bucket group is ready: does BytePS sum it?
-``start_grad_sync``         it does: sum it
-``shutdown``                training is done
-==========================  =======================================================
+===========================  ======================================================
+``validate_args``            the parsed arguments: refuse what is not supported
+``validate_ddp_config``      a ``DistributedDataParallelConfig`` is made
+``refuse_fsdp``              a fully sharded wrapper is built
+``initialize``               torch.distributed is up: start BytePS once
+``register``                 a ``DistributedDataParallel`` was built: plan its buckets
+``takes``                    a bucket group is ready: does BytePS sum it?
+``start_grad_sync``          it does: sum it
+``keeps_optimizer``          an optimizer is made: do the servers keep it?
+``make_server_optimizer``    they do: make it
+``add_checkpoint_metadata``  a checkpoint is about to be saved
+``shutdown``                 training is done
+===========================  ======================================================
 
-=============  ====================================================================
-``refusals``   what cannot be served
-``naming``     names, priorities and placements of buckets
-``routes``     the ways to sum a bucket, and which is the fastest
-``plan``       hosts and links of the job; the operation of each bucket
-``sums``       the sums under way
-``bytepslib``  BytePS, imported when it is first needed
-=============  ====================================================================
+=====================  ============================================================
+``refusals``           what cannot be served
+``naming``             names, priorities and placements of buckets
+``routes``             the ways to sum a bucket, and which is the fastest
+``plan``               hosts and links of the job; the operation of each bucket
+``sums``               the sums under way
+``server_buckets``     with ``--dpu-optimizer``: buckets that servers update
+``server_optimizer``   the optimizer of those
+``server_checkpoint``  what is saved of it
+``bytepslib``          BytePS, imported when it is first needed
+=====================  ============================================================
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
 
 from .naming import bucket_name, bucket_priority, group_name, partition_count
 from .plan import BucketOp, forget, initialize, register
@@ -43,10 +52,13 @@ from .sums import GradSyncHandle, start_grad_sync, takes
 __all__ = [
     "BucketOp",
     "GradSyncHandle",
+    "add_checkpoint_metadata",
     "bucket_name",
     "bucket_priority",
     "group_name",
     "initialize",
+    "keeps_optimizer",
+    "make_server_optimizer",
     "partition_count",
     "refuse_fsdp",
     "register",
@@ -56,6 +68,27 @@ __all__ = [
     "validate_args",
     "validate_ddp_config",
 ]
+
+
+def keeps_optimizer(model_chunks: Sequence[Any]) -> bool:
+    """Whether servers keep the optimizer of these model chunks (``dpu_optimizer``)."""
+    config = getattr(model_chunks[0], "ddp_config", None)
+    return bool(getattr(config, "dpu_optimizer", False))
+
+
+def make_server_optimizer(*arguments: Any) -> Any:
+    """See :func:`.server_optimizer.make_server_optimizer`, which needs ``megatron.core``'s
+    optimizers, and those need this package."""
+    from .server_optimizer import make_server_optimizer as make
+
+    return make(*arguments)
+
+
+def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
+    """With ``--dpu-optimizer``, say in which form its state is saved."""
+    if getattr(args, "dpu_optimizer", False):
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
 
 
 def shutdown() -> None:

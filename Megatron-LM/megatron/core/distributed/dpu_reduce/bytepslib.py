@@ -31,3 +31,11 @@ def nodes() -> ModuleType:
     from byteps.torch import nodes as module
 
     return module
+
+
+def server_state() -> ModuleType:
+    """The module ``byteps.torch.server_state``. Raises RuntimeError as :func:`byteps` does."""
+    byteps()
+    from byteps.torch import server_state as module
+
+    return module

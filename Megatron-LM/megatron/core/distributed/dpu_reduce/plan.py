@@ -72,6 +72,8 @@ class _Job:
     network: Network
 
 
+_BY_SERVERS = Decision(route=FLAT, why="servers keep the optimizer", loads={}, seconds={})
+
 _job: _Job | None = None
 _told: set[str] = set()
 
@@ -209,7 +211,9 @@ def register(ddp: DistributedDataParallel) -> None:
     initialize()
     decisions: dict[int, Decision] = {}
     for kind, group, groups, _ in _kinds(ddp):
-        if groups:
+        if ddp.ddp_config.dpu_optimizer:
+            decisions |= {id(bucket): _BY_SERVERS for g in groups for bucket in g.buckets}
+        elif groups:
             decisions |= _decide(ddp.ddp_config, kind, group, groups)
 
     for kind, group, _, buffers in _kinds(ddp):
@@ -223,7 +227,8 @@ def register(ddp: DistributedDataParallel) -> None:
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
     if len(set(names)) != len(names):
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
-    _declare(buckets, ddp.ddp_config)
+    if not ddp.ddp_config.dpu_optimizer:  # else the optimizer does, with what servers do
+        _declare(buckets, ddp.ddp_config)
     through = [bucket for bucket in buckets if bucket.dpu_reduce_op.route != COLLECTIVE]
     spread = _spread(through)
     logger.info(
@@ -422,6 +427,9 @@ def _register_buffer(
             f"--use-dpu-reduce: the {kind} data-parallel group {ranks} is not {instances} "
             f"optimizer instance(s) of ranks {owners}"
         )
+    wire_dtype = _wire_dtype(buffer.grad_dtype, buffer.ddp_config)
+    if buffer.ddp_config.dpu_optimizer and buffer.param_dtype == torch.float32:
+        wire_dtype = torch.float32  # in which parameters come down
     for bucket in buffer.buckets:
         op = BucketOp(
             name=bucket_name(
@@ -439,7 +447,7 @@ def _register_buffer(
                 chunk=chunk, bucket_id=bucket.bucket_id, num_buckets=len(buffer.buckets)
             ),
             placement=0,
-            wire_dtype=_wire_dtype(buffer.grad_dtype, buffer.ddp_config),
+            wire_dtype=wire_dtype,
             route=decisions[id(bucket)].route,
         )
         bucket.dpu_reduce_op = _placed(op, bucket, buffer, group)

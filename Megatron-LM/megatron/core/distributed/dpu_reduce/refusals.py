@@ -15,6 +15,7 @@ from .routes import ROUTES
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from ...optimizer.optimizer_config import OptimizerConfig
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
 
 WIRE_DTYPES = {"bf16": torch.bfloat16}
@@ -115,15 +116,119 @@ _REFUSALS: tuple[_Refusal, ...] = (
 )
 
 
-def _refuse(source: object) -> None:
-    settings = ((refusal, name) for refusal in _REFUSALS for name in refusal.attributes)
+_STATELESS = "ranks hold no optimizer state with it"
+_UNSUMMED = "the sums of the gradients stay on the servers"
+
+_OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
+    _Refusal(
+        attributes=("use_distributed_optimizer",),
+        flag="--use-distributed-optimizer",
+        reason="the servers hold all state, and ranks none that could be sharded",
+    ),
+    _Refusal(
+        attributes=("use_layer_wise_distributed_optimizer",),
+        flag="--use-layer-wise-distributed-optimizer",
+        reason=_STATELESS,
+    ),
+    _Refusal(
+        attributes=("overlap_param_gather",),
+        flag="--overlap-param-gather",
+        reason="every rank gets whole parameters, in the optimizer's step",
+    ),
+    _Refusal(
+        attributes=("dpu_reduce_route",),
+        flag="--dpu-reduce-route",
+        reason="every rank pushes whole buckets",
+        allowed=("auto", "flat", None),
+    ),
+    _Refusal(
+        attributes=(
+            "param_name_patterns_for_fp32_local_accumulation",
+            "ddp_param_name_patterns_for_fp32_local_accumulation",
+        ),
+        flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
+        reason="gradients are taken from the buckets alone",
+        allowed=((), [], None),
+    ),
+    _Refusal(
+        attributes=("fp16",),
+        flag="--fp16",
+        reason="servers update bf16 and fp32 parameters, and do not scale the loss",
+    ),
+    _Refusal(
+        attributes=("loss_scale",),
+        flag="--loss-scale",
+        reason="servers do not scale gradients back",
+        allowed=(None, 0),
+    ),
+    _Refusal(
+        attributes=("optimizer",),
+        flag="--optimizer",
+        reason="servers know adam (AdamW) and sgd",
+        allowed=("adam", "sgd", None),
+    ),
+    _Refusal(
+        attributes=("decoupled_weight_decay",),
+        flag="decoupled_weight_decay",
+        reason="servers know AdamW, not Adam with the decay in the gradient",
+        allowed=(True, None),
+    ),
+    _Refusal(
+        attributes=("use_precision_aware_optimizer",),
+        flag="--use-precision-aware-optimizer",
+        reason="servers keep fp32 parameters and moments",
+    ),
+    _Refusal(
+        attributes=("optimizer_cpu_offload",),
+        flag="--optimizer-cpu-offload",
+        reason=_STATELESS,
+    ),
+    _Refusal(
+        attributes=("optimizer_cuda_graph",),
+        flag="--optimizer-cuda-graph",
+        reason="BytePS runs on the host",
+    ),
+    _Refusal(
+        attributes=("log_num_zeros_in_grad",),
+        flag="--log-num-zeros-in-grad",
+        reason=_UNSUMMED,
+    ),
+    _Refusal(
+        attributes=("save_wgrads_interval",),
+        flag="--save-wgrads-interval",
+        reason=_UNSUMMED,
+    ),
+    _Refusal(
+        attributes=("mtp_num_layers",),
+        flag="--mtp-num-layers",
+        reason="gradients of multi-token prediction are clipped by a norm of their own",
+        allowed=(None, 0),
+    ),
+    _Refusal(
+        attributes=("qk_clip",),
+        flag="--qk-clip",
+        reason="it changes the model's weights behind the servers' back",
+    ),
+    _Refusal(
+        attributes=("load_main_params_from_ckpt",),
+        flag="--load-main-params-from-ckpt",
+        reason="servers take the model's parameters",
+    ),
+)
+
+
+def _refuse(
+    source: object,
+    refusals: tuple[_Refusal, ...] = _REFUSALS,
+    asked: str = "--use-dpu-reduce",
+) -> None:
+    settings = ((refusal, name) for refusal in refusals for name in refusal.attributes)
     for refusal, name in settings:
         value = getattr(source, name, None)
         if refusal.applies_to(value, source):
             shown = refusal.flag if value is True else f"{refusal.flag}={value}"
             raise ValueError(
-                f"--use-dpu-reduce does not work with {shown}: {refusal.reason}. "
-                "Drop one of the two."
+                f"{asked} does not work with {shown}: {refusal.reason}. Drop one of the two."
             )
 
 
@@ -155,6 +260,40 @@ def _check_route(source: object) -> None:
         )
 
 
+def _check_optimizer(source: object) -> None:
+    """``source`` is the arguments or a DDP config."""
+    if not getattr(source, "dpu_optimizer", False):
+        return
+    if not getattr(source, "use_dpu_reduce", False):
+        raise ValueError(
+            "--dpu-optimizer needs --use-dpu-reduce: without it there are no servers to update"
+        )
+    _refuse(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+    form = getattr(source, "ckpt_format", "torch_dist")
+    saves = getattr(source, "save", None) and not getattr(source, "no_save_optim", None)
+    loads = getattr(source, "load", None) and not getattr(source, "no_load_optim", None)
+    if form != "torch_dist" and (saves or loads):
+        raise ValueError(
+            f"--dpu-optimizer does not work with --ckpt-format={form}: it saves and loads "
+            "torch_dist. Use that, or --no-save-optim and --no-load-optim."
+        )
+    wire = getattr(source, "dpu_reduce_wire_dtype", None)
+    if wire is not None and getattr(source, "bf16", True) is False:
+        raise ValueError(
+            f"--dpu-optimizer does not work with --dpu-reduce-wire-dtype={wire} without --bf16: "
+            "parameters travel in that type too, and those of this model are fp32"
+        )
+
+
+def validate_optimizer_config(config: OptimizerConfig) -> None:
+    """Check an optimizer config, where servers keep the optimizer.
+
+    Raises:
+        ValueError: servers cannot do what it asks for; the text names it.
+    """
+    _refuse(config, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+
+
 def validate_args(args: Namespace) -> None:
     """Check that the arguments allow BytePS gradient sums, where they ask for them.
 
@@ -165,6 +304,7 @@ def validate_args(args: Namespace) -> None:
     """
     _check_wire_dtype(args)
     _check_route(args)
+    _check_optimizer(args)
     if not getattr(args, "use_dpu_reduce", False):
         return
     _refuse(args)
@@ -179,6 +319,7 @@ def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
     """
     _check_wire_dtype(ddp_config)
     _check_route(ddp_config)
+    _check_optimizer(ddp_config)
     if ddp_config.use_dpu_reduce:
         _refuse(ddp_config)
 

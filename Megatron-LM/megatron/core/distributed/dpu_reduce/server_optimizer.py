@@ -1,0 +1,422 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""``--dpu-optimizer``: the optimizer lives on the servers.
+
+Servers keep the fp32 parameters and the moments. A rank holds parameters and gradients alone. What
+Megatron sums over tensor- and pipeline-parallel ranks, and scales, it sums and scales before data
+parallelism here, on each rank's own gradients: these operations are linear, so that their order
+does not matter. Then :meth:`ServerOptimizer.step` sends the gradients, or, with
+``--overlap-grad-reduce``, what is left of them: buckets that nothing of that changes are sent as
+soon as the backward pass has computed them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MegatronOptimizer
+from ...process_groups_config import ProcessGroupCollection
+from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
+from ...transformer.module import param_is_not_shared
+from ...utils import get_model_config
+from . import server_checkpoint
+from .bytepslib import byteps, server_state
+from .refusals import validate_optimizer_config
+from .server_buckets import ServerBucket
+
+if TYPE_CHECKING:
+    from ...optimizer.optimizer_config import OptimizerConfig
+    from ...transformer.transformer_config import TransformerConfig
+    from ..distributed_data_parallel import DistributedDataParallel
+
+_EPS = 1e-6
+"""Added to a norm before it divides, as by Megatron."""
+
+_Group = torch.distributed.ProcessGroup
+
+
+def make_server_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[DistributedDataParallel],
+    param_groups: list[dict[str, Any]],
+    pg_collection: ProcessGroupCollection | None,
+) -> ServerOptimizer:
+    """The optimizer of model chunks whose DDP has ``dpu_optimizer``.
+
+    Args:
+        config: what the update is.
+        model_chunks: of this rank; their buckets are named.
+        param_groups: of all their parameters, the same groups in the same order on every rank.
+        pg_collection: the process groups, or None for those of ``parallel_state``.
+
+    Raises:
+        ValueError: the config asks for what servers cannot do; the text names it.
+        byteps.torch.BytePSError: a server refuses, or has too little memory.
+    """
+    validate_optimizer_config(config)
+    groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
+        pg_collection, model_chunks, False
+    )
+    has_experts = any(group["is_expert_parallel"] for group in param_groups)
+    if pg_collection is None or not hasattr(pg_collection, "tp"):
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    return ServerOptimizer(
+        config,
+        model_chunks,
+        param_groups,
+        dense_group=groups["mp_group"],
+        expert_group=groups["expt_tp_pp_with_egtp_remat_group"] if has_experts else None,
+        tp_group=pg_collection.tp,
+        expert_tp_group=getattr(pg_collection, "expt_tp", pg_collection.tp),
+        pp_group=pg_collection.pp,
+    )
+
+
+def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Of torch, without state: it holds the groups and says what the update is."""
+    common = {"lr": config.lr or 0.0, "weight_decay": config.weight_decay}
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, momentum=config.sgd_momentum, **common)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, **common)
+
+
+class _SummedLater:
+    """Which gradients Megatron's finalize_model_grads changes after the backward pass: it sums them
+    over tensor- or pipeline-parallel ranks, or scales them all."""
+
+    def __init__(self, config: TransformerConfig, tp_group: _Group, pp_group: _Group) -> None:
+        self._config = config
+        self._tensor_parallel = tp_group.size() > 1
+        self._pipeline_parallel = pp_group.size() > 1
+
+    def __call__(self, parameter: torch.nn.Parameter, name: str) -> bool:
+        if self._config.calculate_per_token_loss:
+            return True
+        if self._tensor_parallel and (
+            getattr(parameter, "sequence_parallel", False)
+            or getattr(parameter, "average_gradients_across_tp_domain", False)
+            or "q_layernorm" in name
+            or "k_layernorm" in name
+        ):
+            return True
+        # Embeddings may be shared by stages; which, the model alone knows.
+        return self._pipeline_parallel and (
+            "embedding" in name
+            or "output_layer" in name
+            or getattr(parameter, "pipeline_parallel", False)
+            or getattr(parameter, "flextron_router_pp_sync", False)
+        )
+
+
+class ServerOptimizer(MegatronOptimizer):
+    """Sends gradients to the servers, which update, and takes the parameters that come back.
+
+    ``step`` and ``load_state_dict`` are collective over all ranks of the job. One optimizer serves
+    dense and expert parameters: each bucket goes over its own data-parallel group.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model_chunks: Sequence[DistributedDataParallel],
+        param_groups: list[dict[str, Any]],
+        *,
+        dense_group: _Group,
+        expert_group: _Group | None,
+        tp_group: _Group,
+        expert_tp_group: _Group,
+        pp_group: _Group,
+    ) -> None:
+        """See :func:`make_server_optimizer`.
+
+        Args:
+            dense_group: the ranks that hold the parts of one replica of the dense parameters.
+            expert_group: the same of the experts; None where no rank has any.
+            tp_group: the tensor-parallel ranks, and `expert_tp_group` those of experts.
+            pp_group: the pipeline's ranks.
+        """
+        super().__init__(_container(config, param_groups), config)
+        self.model_chunks = list(model_chunks)
+        self.grad_stats_parallel_group = dense_group
+        self.tp_group, self.expert_tp_group = tp_group, expert_tp_group
+        self._expert_group = expert_group
+        self._rule = server_state().rule_of(self.optimizer)
+        self._steps = 0
+        self._failure = ""
+        self._loaded = False
+        group_of = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if getattr(parameter, GRAD_NORM_GROUP_ATTR, None) is not None:
+                    raise ValueError(
+                        "--dpu-optimizer does not work with parameters whose gradients are clipped "
+                        "by a norm of their own, as those of multi-token prediction"
+                    )
+                group_of[parameter] = index
+        # A rank whose parameters are all frozen has no bucket, and takes part in the norm.
+        self._device = next(p.device for chunk in model_chunks for p in chunk.parameters())
+        self._dense: list[ServerBucket] = []
+        self._expert: list[ServerBucket] = []
+        self._early: set[ServerBucket] = set()
+        """Whose gradients are sent while the backward pass runs."""
+        # Copies of a parameter, whose gradients are the same, have to stay the same to the bit.
+        has_copies = any(
+            group is not None and group.size() > 1 for group in (dense_group, expert_group)
+        )
+        summed_later = _SummedLater(get_model_config(model_chunks[0]), tp_group, pp_group)
+        for chunk in model_chunks:
+            names = {parameter: name for name, parameter in chunk.named_parameters()}
+            for buckets, buffers in (
+                (self._dense, chunk.buffers),
+                (self._expert, chunk.expert_parallel_buffers),
+            ):
+                for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                    if bucket.grad_data.numel() == 0:
+                        continue
+                    mine = ServerBucket(
+                        bucket,
+                        average=chunk.ddp_config.average_in_collective,
+                        rule=self._rule,
+                        group_of=group_of,
+                        counts=self._counts,
+                        in_order=has_copies,
+                    )
+                    bucket.dpu_server_bucket, bucket.dpu_optimizer = mine, self
+                    buckets.append(mine)
+                    if chunk.ddp_config.overlap_grad_reduce and not any(
+                        summed_later(parameter, names[parameter]) for _, parameter in mine.places
+                    ):
+                        self._early.add(mine)
+        self._buckets = self._dense + self._expert
+        self.is_stub_optimizer = not self._buckets
+        self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
+        self._scale = torch.ones(1, dtype=torch.float32, device=self._device)
+
+    def _counts(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether this rank's copy is the one of Megatron's norm."""
+        return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+            parameter, tp_group=self.tp_group, expert_tp_group=self.expert_tp_group
+        )
+
+    # ------------------------------------------------------------------- a step
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, None]:
+        """Send the gradients, return when the updated parameters are there.
+
+        Returns:
+            whether parameters were updated (not if the norm is not finite or above
+            ``grad_norm_skip_threshold``), the norm, and None. Without clipping there is no norm,
+            and nothing is checked.
+
+        Raises:
+            byteps.torch.BytePSError: a rank or a server was lost. The parameters may be those of
+                this step on some servers and of the last one on others.
+            ValueError: a parameter group changed in what servers were told once.
+        """
+        if self._failure:
+            raise byteps().BytePSError(
+                f"--dpu-optimizer: an earlier step failed ({self._failure}): load a checkpoint"
+            )
+        now = self._rule.groups_of(self.optimizer.param_groups)
+        if now != self._rule.groups:
+            raise ValueError(
+                "--dpu-optimizer: parameter groups changed in more than learning rate and weight "
+                f"decay: servers were told {self._rule.groups}, and now it is {now}"
+            )
+        try:
+            return self._step()
+        except byteps().BytePSError as error:
+            self._failure = str(error)
+            raise
+
+    def _step(self) -> tuple[bool, float | None, None]:
+        if not self._loaded:
+            self._load_parameters()
+        rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.optimizer.param_groups]
+        number = self._steps + 1
+        looks = self.config.clip_grad > 0.0 or math.isfinite(self.config.grad_norm_skip_threshold)
+        if not looks and not self._overlaps:
+            with self._timer("optimizer-inner-step"):
+                self._all(lambda bucket: bucket.push_step((number, 1.0, False, rates)))
+                self._take()
+            self._steps = number
+            return True, None, None
+        with self._timer("optimizer-clip-main-grad"):
+            self._all(lambda bucket: bucket.push_norm())
+            norm = self._norm() if looks else 0.0
+        scale = 1.0
+        if self.config.clip_grad > 0.0 and math.isfinite(norm):
+            scale = min(1.0, self.config.clip_grad / (norm + _EPS))
+        skip = not math.isfinite(norm) or norm > self.config.grad_norm_skip_threshold
+        with self._timer("optimizer-inner-step"):
+            self._all(lambda bucket: bucket.step((number, scale, skip, rates)))
+            self._take()
+        self._steps += not skip
+        return not skip, norm if looks else None, None
+
+    def bucket_is_ready(self, bucket: ServerBucket) -> None:
+        """The backward pass has computed the bucket's gradients. They are sent, unless Megatron
+        will sum them over other ranks or scale them.
+
+        Only gradients move now: parameters come down in the step, when no pass uses them.
+        """
+        if bucket not in self._early:
+            return
+        if not self._loaded:
+            self._load_parameters()
+        bucket.push_early()
+
+    def _norm(self) -> float:
+        """Of all gradients of the model, the same bits on every rank.
+
+        Partial sums are added by fsum, which rounds once: their order does not matter, nor which
+        ranks share a replica.
+        """
+        parts = self._parts(self._dense, self.grad_stats_parallel_group)
+        if self._expert_group is not None:
+            parts += self._parts(self._expert, self._expert_group)
+        return math.sqrt(math.fsum(parts))
+
+    def _parts(self, buckets: Sequence[ServerBucket], group: _Group) -> list[float]:
+        mine = math.fsum(part for bucket in buckets for part in bucket.squares)
+        if group.size() == 1:
+            return [mine]
+        one = torch.tensor([mine], dtype=torch.float64, device=self._device)
+        parts = [torch.empty_like(one) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, one, group=group)
+        return [part.item() for part in parts]
+
+    def _all(self, start: Callable[[ServerBucket], int]) -> None:
+        """Start something for each bucket; wait for all, also when one fails."""
+        handles = [start(bucket) for bucket in self._buckets]
+        errors = []
+        for bucket, handle in zip(self._buckets, handles, strict=True):
+            try:
+                bucket.wait(handle)
+            except byteps().BytePSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _take(self) -> None:
+        for bucket in self._buckets:
+            bucket.take_parameters()
+
+    def _load_parameters(self) -> None:
+        """The servers begin with the model's parameters. No update is made before all ranks have
+        pushed, so that nobody needs to wait for the one that loads."""
+        for bucket in self._buckets:
+            if bucket.is_first:
+                bucket.load_parameters()
+        self._steps, self._loaded = 0, True
+
+    @contextmanager
+    def _timer(self, name: str) -> Iterator[None]:
+        timers = self.config.timers
+        if timers is not None:
+            timers(name, log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        yield
+        if timers is not None:
+            timers(name).stop()
+
+    # ------------------------------------------------------------------- what Megatron asks for
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: DDP zeroes its buffers."""
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return self._scale
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """The model was loaded without its optimizer: servers take its parameters at the next step,
+        and begin anew."""
+        if state_dict is not None:
+            raise ValueError(
+                "--dpu-optimizer does not work with --load-main-params-from-ckpt: servers take the "
+                "model's parameters"
+            )
+        self._loaded = False
+
+    def prepare_grads(self) -> bool:
+        raise NotImplementedError("the servers clip and update in one: call step()")
+
+    def step_with_ready_grads(self) -> bool:
+        raise NotImplementedError("the servers clip and update in one: call step()")
+
+    def offload_to_cpu(self) -> None:
+        """Nothing: there is no state here."""
+
+    def restore_from_cpu(self) -> None:
+        """Nothing: there is no state here."""
+
+    # ------------------------------------------------------------------- checkpoints
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[Any, Any]:
+        """The state as the distributed optimizer would save it; see :mod:`.server_checkpoint`."""
+        server_checkpoint.check_metadata(metadata)
+        if not self._loaded and not is_loading:
+            self._load_parameters()
+            # Ranks read next, and only the first one of each group has loaded.
+            torch.distributed.barrier()
+        parts = [
+            server_checkpoint.sharded_state(
+                buckets,
+                groups,
+                model_sharded_state_dict,
+                slots=self._slots,
+                steps=self._steps,
+                is_loading=is_loading,
+            )
+            for buckets, groups in self._kinds()
+        ]
+        return parts[0] if len(parts) == 1 else dict(enumerate(parts))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        """Give the servers what was loaded from a checkpoint, the model's parameters included.
+
+        Raises:
+            byteps.torch.BytePSError: a server refuses or is lost.
+            ValueError: it is of another form, or after different numbers of steps.
+        """
+        kinds = self._kinds()
+        parts = [state_dict] if len(kinds) == 1 else [state_dict[i] for i in range(len(kinds))]
+        steps = {
+            server_checkpoint.load(buckets, part, self._slots)
+            for (buckets, _), part in zip(kinds, parts, strict=True)
+        } - {None}
+        if len(steps) > 1:
+            raise ValueError(
+                f"--dpu-optimizer: parameters made different numbers of steps: {steps}"
+            )
+        self._steps, self._loaded, self._failure = (steps or {0}).pop() or 0, True, ""
+
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        raise ValueError(
+            "--dpu-optimizer saves and loads checkpoints of --ckpt-format torch_dist alone"
+        )
+
+    @property
+    def _slots(self) -> list[str]:
+        """What servers keep, as Megatron names it."""
+        return ["param", *self._rule.slot_names[1:]]
+
+    def _kinds(self) -> list[tuple[list[ServerBucket], list[dict[str, Any]]]]:
+        """Buckets and groups, dense and expert: of each Megatron has an optimizer."""
+        groups = self.optimizer.param_groups
+        kinds = [(self._dense, [g for g in groups if not g["is_expert_parallel"]])]
+        if self._expert_group is not None:
+            kinds.append((self._expert, [g for g in groups if g["is_expert_parallel"]]))
+        return kinds

@@ -1,0 +1,124 @@
+"""Compares a run whose optimizer is on the servers with one of Megatron's own optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .compare import Report, check_first_step, check_losses, check_shape
+from .layouts import Layout
+from .seen import RankSeen
+
+# Largest relative difference of the final parameters, as one vector, and of a step's norm. Both
+# runs update in fp32. What differs is how a sum of gradients is rounded.
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-4, "bf16-wire": 1e-3}
+MANY_BF16_TOLERANCE = 2e-2
+"""Of three or more values of bf16: servers round once, an all-reduce after every addition."""
+BYTES_TOLERANCE = 0.02
+_TIED = ("word_embeddings.weight", "output_layer.weight")
+
+
+@dataclass(kw_only=True)
+class Difference:
+    """How far two runs are from each other."""
+
+    parameters: float = 0.0
+    """The norm of the difference of all final parameters, relative to their norm."""
+    norm: float = 0.0
+    """Of a step's gradients, relative; the largest."""
+
+
+def tolerance(report: Report) -> float:
+    """What a difference may be."""
+    layout = report.layout
+    if layout.dtype == "fp32":
+        return TOLERANCE["fp32"]
+    if layout.wire or (layout.dtype == "bf16-wire" and max(report.groups) > 2):
+        return MANY_BF16_TOLERANCE
+    return TOLERANCE[layout.dtype]
+
+
+def compare_updates(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
+    """Hold a run with the optimizer on the servers against Megatron's own."""
+    report = Report(layout=layout)
+    check_shape(report, ours, theirs)
+    if report.misses:
+        return report
+    first = [seen.steps[0].sums for seen in ours]
+    distinct = {(s.members, name) for sums in first for name, s in sums.items()}
+    report.buckets = len(distinct)
+    report.groups = sorted({len(members) for members, _ in distinct})
+    check_first_step(report, ours, theirs)
+    check_losses(report, ours, theirs)
+    limit = tolerance(report)
+    report.update = Difference(parameters=_parameters(ours, theirs), norm=_norms(ours, theirs))
+    for what, found in (("parameters", report.update.parameters), ("norms", report.update.norm)):
+        if not found <= limit:
+            report.misses.append(f"{what} differ by {found:.3g}, more than {limit:g}")
+    report.misses += _split(ours, theirs)
+    report.misses += _bytes(layout, ours)
+    return report
+
+
+def _parameters(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
+    difference = size = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        if one.parameters.keys() != other.parameters.keys():
+            return math.nan
+        for name, value in one.parameters.items():
+            twin = other.parameters[name].double()
+            difference += (value.double() - twin).square().sum().item()
+            size += twin.square().sum().item()
+    return math.sqrt(difference / size)
+
+
+def _norms(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
+    """0 where nothing is clipped: then there is no norm in ours."""
+    worst = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        for a, b in zip(one.steps, other.steps, strict=True):
+            if a.grad_norm is None or a.grad_norm < 0 or not b.grad_norm:
+                continue
+            difference = abs(a.grad_norm - b.grad_norm) / b.grad_norm
+            worst = math.nan if math.isnan(difference) else max(worst, difference)
+    return worst
+
+
+def _split(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
+    """Copies of a parameter, on whatever ranks, that are the same bits with Megatron's optimizer
+    have to be so with ours."""
+    copies: dict[tuple[str, bytes], list[tuple[int, str]]] = defaultdict(list)
+    for rank, seen in enumerate(theirs):
+        for name, value in seen.parameters.items():
+            kind = "tied" if name.endswith(_TIED) else name
+            copies[kind, _digest(value)].append((rank, name))
+    for places in copies.values():
+        if len({_digest(ours[rank].parameters[name]) for rank, name in places}) > 1:
+            rank, name = places[0]
+            yield f"copies of {name} are not the same on ranks {[rank for rank, _ in places]}"
+
+
+def _digest(value: torch.Tensor) -> bytes:
+    return hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
+    """Each rank pushes its gradients and pulls its parameters once a step, in one type; one rank of
+    each group loads the fp32 parameters before."""
+    for rank, seen in enumerate(ours):
+        moved: Counter[str] = Counter()
+        for number, step in enumerate(seen.steps):
+            for total in step.sums.values():
+                size = 2 if layout.wire else total.local.element_size()
+                moved["pushed"] += total.local.numel() * size
+                moved["pulled"] += total.local.numel() * size
+                if number == 0 and total.members[0] == rank:
+                    moved["pushed"] += total.local.numel() * 4
+        for what, counted in (("pushed", seen.pushed_bytes), ("pulled", seen.pulled_bytes)):
+            if abs(counted - moved[what]) > BYTES_TOLERANCE * moved[what]:
+                yield f"rank {rank} {what} {counted} bytes, not {moved[what]}"
