@@ -1,0 +1,9 @@
+"""What tells verl and Megatron to do without GPUs; to be set before either is imported."""
+
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "megatron_byteps_rl.cpu",
+    "VERL_USE_EXTERNAL_PLUGINS": "none",
+    "MEGATRON_CPU": "1",
+}
+"""Of every process of a job."""
