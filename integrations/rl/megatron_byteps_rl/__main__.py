@@ -44,6 +44,8 @@ def run(options: argparse.Namespace) -> None:
     )
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.update(ENVIRONMENT)
+    # Ray would give its workers a nice value of 15.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ["VERL_FILE_LOGGER_PATH"] = str(settings.folder / "steps.jsonl")
     import ray
 

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from types import ModuleType
 from typing import Any
 
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+
+class _Device:
+    """``torch.cuda`` with Megatron's stand-ins, which are in place in all workers, and a name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    @staticmethod
+    def get_device_name(device: object = None) -> str:
+        return "CPU"
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -28,9 +38,8 @@ class CpuPlatform(PlatformBase):
         return "cpu"
 
     @property
-    def device_module(self) -> ModuleType:
-        # With Megatron's stand-ins, which are in place in all workers.
-        return torch.cuda
+    def device_module(self) -> Any:
+        return _Device()
 
     def is_available(self) -> bool:
         return True
@@ -123,7 +132,7 @@ def prepare() -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     auto_bridge()
-    cpu_platform._install()
+    cpu_platform.install()
     # verl would name gloo twice, once for the CPU and once for the device, which torch refuses.
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
@@ -134,6 +143,7 @@ def _register_engines() -> None:
     """Megatron's engines of verl, under the device name of this platform."""
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.megatron import (
         MegatronEngineWithLMHead,
@@ -147,6 +157,11 @@ def _register_engines() -> None:
 
     class OnCpu:
         """Megatron's local layers."""
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            # verl seeds Megatron's generator of the device where it counts a device.
+            model_parallel_cuda_manual_seed(self.engine_config.seed)
 
         def _build_tf_config(self) -> None:
             chosen = self.engine_config.override_transformer_config

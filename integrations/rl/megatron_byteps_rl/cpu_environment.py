@@ -5,5 +5,7 @@ ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "megatron_byteps_rl.cpu",
     "VERL_USE_EXTERNAL_PLUGINS": "none",
     "MEGATRON_CPU": "1",
+    # The compiler cannot tell Megatron's stand-ins for torch.cuda apart, and would gain nothing.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 """Of every process of a job."""

@@ -105,7 +105,6 @@ class Settings:
                 f"{role}.megatron.tensor_model_parallel_size": self.tensor,
                 f"{role}.megatron.pipeline_model_parallel_size": self.pipeline,
                 f"{role}.megatron.sequence_parallel": False,
-                f"{role}.megatron.use_distributed_optimizer": False,
                 f"{role}.megatron.use_remove_padding": False,
             }
         for model in ("actor_rollout_ref.model", "critic.model"):

@@ -1,7 +1,7 @@
 """Sums of two digits: prompts, a tokenizer, a reward that can be checked, a model that half knows.
 
-The base model was taught by examples of which only a part is right. It puts about that
-much probability on the right sum, and reinforcement learning has something to find.
+The base model was taught all sums, and then made unsure: its output weights were scaled down until
+it draws the right sum in a part of all tries. Reinforcement learning has something to find.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ VOCABULARY = [PAD, END, "+", "=", *DIGITS]
 PROMPT_TOKENS = 4
 RESPONSE_TOKENS = 3
 RIGHT = 0.45
-"""Part of the examples of the base model that is right."""
+"""Probability that the base model draws the right sum, in the mean over all sums."""
 SOURCE = "sums"
-_STEPS = 300
+_STEPS = 200
 
 
 def prompt(a: int, b: int) -> str:
@@ -117,21 +117,33 @@ def _taught(tokenizer: Any, seed: int) -> Any:
         eos_token_id=VOCABULARY.index(END),
     )
     model = LlamaForCausalLM(config)
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    texts = [f"{prompt(a, b)}{a + b}{END}" for a, b in pairs]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+    labels[:, :PROMPT_TOKENS] = -100
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    draw = np.random.default_rng(seed)
     for _ in range(_STEPS):
-        pairs = draw.integers(0, 10, (128, 2))
-        sums = np.where(draw.random(128) < RIGHT, pairs.sum(1), draw.integers(0, 19, 128))
-        texts = [
-            f"{prompt(a, b)}{total}{END}" for (a, b), total in zip(pairs, sums, strict=True)
-        ]
-        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-        labels[:, :PROMPT_TOKENS] = -100
-        loss = model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels
-        ).loss
+        loss = model(**batch, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    with torch.no_grad():
+        _make_unsure(model, model(**batch).logits, labels)
     return model
+
+
+def _make_unsure(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """Scale the output weights so that whole answers are right with the probability ``RIGHT``."""
+    asked, wanted = logits[:, :-1], labels[:, 1:]
+
+    def right(scale: float) -> float:
+        scores = torch.log_softmax(asked * scale, -1)
+        taken = scores.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+        return float((taken * (wanted >= 0)).sum(1).exp().mean())
+
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if right(middle) < RIGHT else (low, middle)
+    model.lm_head.weight.mul_(high)
