@@ -38,6 +38,10 @@ class TransformersRollout(BaseRollout):
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, **kwargs: Any) -> None:
         super().__init__(config, model_config, device_mesh)
+        self.build()
+
+    def build(self) -> None:
+        """Make the model, without weights yet."""
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_config(

@@ -97,6 +97,9 @@ class Settings:
             "trainer.save_freq": -1,
             "trainer.test_freq": self.steps,
             "trainer.resume_mode": "disable",
+            # Before and after: drawn, as in training, since the most likely token says little.
+            "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+            "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
             "trainer.validation_data_dir": self.folder / "samples",
             "trainer.balance_batch": False,
         }

@@ -90,7 +90,7 @@ class Generation:
         """Generate on all ranks, and score each response by verl's reward manager."""
         begin = time.monotonic()
         greedy = not prompts.meta_info.get("do_sample", True)
-        asked = prompts.select(batch_keys=[], non_tensor_batch_keys=["prompt_ids"])
+        asked = DataProto(non_tensor_batch={"prompt_ids": prompts.non_tensor_batch["prompt_ids"]})
         asked.meta_info = {
             "temperature": 0.0 if greedy else self._rollout.temperature,
             "seed": self._rollout.seed + self._calls,
