@@ -47,6 +47,8 @@ class Roles:
         self.tokenizer = hf_tokenizer(str(settings.model))
         self.actor = ActorRolloutRef(config=config.actor_rollout_ref, role="actor_rollout_ref")
         critic = omega_conf_to_dataclass(config.critic)
+        critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
+        critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
         self.critic = Critic(
             config=TrainingWorkerConfig(
                 model_type="value_model",

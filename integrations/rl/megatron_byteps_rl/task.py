@@ -80,7 +80,13 @@ def make_model(folder: Path, seed: int = 1) -> Path:
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted:
         return folder
     tokenizer = _tokenizer()
-    model = _taught(tokenizer, seed)
+    # One thread: more gain nothing at this size, and wait for each other on a busy machine.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = _taught(tokenizer, seed)
+    finally:
+        torch.set_num_threads(threads)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     # Last: it says that all is there.
