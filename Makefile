@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-hf setup-rl train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-rl test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup setup-ray setup-hf setup-rl train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-rl rl-layouts test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -117,6 +117,10 @@ hf-layouts: setup-hf ## each layout of a Hugging Face model, whole and by adapte
 
 test-rl: setup-rl ## reinforcement learning through verl: actor and critic, rollout, layouts
 	@$(PYTHON_RL) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/reinforcement)
+
+rl-layouts: setup-rl ## actor and critic in each layout, by GRPO and PPO, as a table
+	@$(PYTHON_RL) -W ignore bench/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 test-rdma: setup ## the transports' tests in a virtual machine, with every setting, and between two machines
 	@$(PYTHON_ENV) tests/native.py byteps-server van_test >/dev/null

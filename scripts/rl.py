@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.workers % (options.tensor * options.pipeline):
         parser.error(
-            f"--workers {options.workers} is no multiple of --tensor {options.tensor} × "
+            f"--workers {options.workers} is no multiple of --tensor {options.tensor} times "
             f"--pipeline {options.pipeline}"
         )
     return options

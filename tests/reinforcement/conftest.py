@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
-FOLDERS = ("scripts", "bench", "integrations/hf", "integrations/rl", "tests/reinforcement")
+FOLDERS = ("scripts", "bench", "integrations/hf", "integrations/rl")
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
 
 from megatron_byteps_rl.cpu_environment import ENVIRONMENT  # noqa: E402
@@ -23,8 +23,7 @@ from megatron_byteps_rl.cpu_environment import ENVIRONMENT  # noqa: E402
 os.environ.update(ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 from paritykit.forked import start_fork_server  # noqa: E402
-
-PROGRAMS = "rl_programs"
+from rlkit.runs import PROGRAMS  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ def settings(**values: Any) -> Settings:
     ("values", "message"),
     [
         ({"algorithm": "sarsa"}, "algorithm 'sarsa' is not known; it can be grpo, ppo"),
-        ({"ranks": 3, "tensor": 2}, "3 ranks cannot be cut into tensor 2"),
+        ({"ranks": 3, "tensor": 2}, "3 ranks cannot be cut into tensor 2, pipeline 1"),
         ({"ranks": 3, "prompts": 4, "responses": 2}, "cannot be shared by 3 ranks"),
     ],
 )

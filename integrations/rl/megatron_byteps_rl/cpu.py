@@ -124,6 +124,7 @@ def prepare() -> None:
         RuntimeError: torch.distributed could not be joined.
     """
     from megatron.training import cpu_platform
+
     from megatron_byteps_hf.bridge import auto_bridge
 
     if cpu_platform.is_active():

@@ -13,7 +13,6 @@ from verl.workers.rollout.base import BaseRollout
 from .settings import ROLLOUT
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Generated:
     """Responses to prompts; all of a batch have the same padded length."""

@@ -42,12 +42,12 @@ class Settings:
             )
         if self.ranks % (self.tensor * self.pipeline):
             raise ValueError(
-                f"{self.ranks} ranks cannot be cut into tensor {self.tensor} × pipeline "
+                f"{self.ranks} ranks cannot be cut into tensor {self.tensor}, pipeline "
                 f"{self.pipeline}"
             )
         if self.prompts * self.responses % self.ranks:
             raise ValueError(
-                f"{self.prompts} prompts × {self.responses} responses cannot be shared by "
+                f"{self.responses} responses to each of {self.prompts} prompts cannot be shared by "
                 f"{self.ranks} ranks"
             )
 

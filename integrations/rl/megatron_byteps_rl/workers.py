@@ -14,7 +14,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from . import cpu, rollout
 
 
-def _checksum(engine: Any) -> str:
+def checksum(engine: Any) -> str:
     """SHA-256 over this rank's parameters, by name."""
     digest = hashlib.sha256()
     for model in engine.module:
@@ -68,7 +68,7 @@ class ActorRolloutRef(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self) -> str:
-        return _checksum(self.actor.engine)
+        return checksum(self.actor.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def leave(self) -> None:
@@ -88,4 +88,4 @@ class Critic(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self) -> str:
-        return _checksum(self.engine)
+        return checksum(self.engine)

@@ -1,4 +1,4 @@
-"""What ranks of the tests run: verl's workers, without Ray and without its trainer."""
+"""What one rank runs: verl's workers, without Ray and without its trainer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers  # noqa: F401
-import verl.trainer.ppo.ray_trainer  # noqa: F401
+import verl.trainer.ppo.ray_trainer
 import verl.workers.engine_workers  # noqa: F401
-from megatron_byteps_hf.bridge import auto_bridge
 from omegaconf import open_dict
 from tensordict import TensorDict
 from verl import DataProto
@@ -24,20 +23,23 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
+from megatron_byteps_hf.bridge import auto_bridge
 from megatron_byteps_rl import task, trainer
 from megatron_byteps_rl.settings import Settings
+
+from .runs import ROWS, STEPS
 
 auto_bridge()
 
 PROMPTS = [(a, b) for a in range(0, 10, 3) for b in (2, 9)]
-STEPS = 2
+assert len(PROMPTS) == ROWS
 
 
 class Roles:
     """Actor, rollout, reference and critic of one rank, as verl's trainer makes them."""
 
     def __init__(self, settings: Settings) -> None:
-        from megatron_byteps_rl.workers import ActorRolloutRef, Critic
+        from megatron_byteps_rl.workers import ActorRolloutRef
 
         config = trainer.compose(settings.overrides())
         with open_dict(config):
@@ -46,10 +48,17 @@ class Roles:
         self.config = config
         self.tokenizer = hf_tokenizer(str(settings.model))
         self.actor = ActorRolloutRef(config=config.actor_rollout_ref, role="actor_rollout_ref")
-        critic = omega_conf_to_dataclass(config.critic)
+        self.critic = self._critic() if settings.algorithm == "ppo" else None
+        self.actor.init_model()
+        self.hand_over(0)
+
+    def _critic(self) -> Any:
+        from megatron_byteps_rl.workers import Critic
+
+        critic = omega_conf_to_dataclass(self.config.critic)
         critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
         critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
-        self.critic = Critic(
+        made = Critic(
             config=TrainingWorkerConfig(
                 model_type="value_model",
                 model_config=critic.model,
@@ -58,10 +67,9 @@ class Roles:
                 checkpoint_config=critic.checkpoint,
             )
         )
-        self.critic.reset()
-        self.critic.set_loss_fn(partial(value_loss, config=critic))
-        self.actor.init_model()
-        self.hand_over(0)
+        made.reset()
+        made.set_loss_fn(partial(value_loss, config=critic))
+        return made
 
     def hand_over(self, step: int) -> None:
         asyncio.run(self.actor.update_weights(global_steps=step, mode="naive"))
@@ -116,8 +124,10 @@ def _counted() -> list[str]:
     return seen
 
 
-def train(folder: Path, *, settings: dict[str, Any], environment: Any = None) -> dict[str, Any]:
-    """Steps of PPO's two models in one job; the critic goes first, then the actor."""
+def train(folder: Path, *, settings: dict[str, Any]) -> dict[str, Any]:
+    """Steps of all models in one job: the critic's, with PPO, and then the actor's."""
+    from megatron_byteps_rl.workers import checksum
+
     roles = Roles(Settings(folder=folder, **settings))
     seen = _counted()
     rows = len(PROMPTS)
@@ -125,7 +135,7 @@ def train(folder: Path, *, settings: dict[str, Any], environment: Any = None) ->
     sizes = {"global_batch_size": rows * size, "mini_batch_size": rows * size}
     fixed = {"epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False}}
     copy = roles.actor.actor.engine.get_data_parallel_rank()
-    differ = []
+    apart = []
     for step in range(STEPS):
         made = roles.generate(PROMPTS, seed=step, temperature=1.0)
         # The ranks of a copy must train on the same.
@@ -139,18 +149,20 @@ def train(folder: Path, *, settings: dict[str, Any], environment: Any = None) ->
         noise = torch.randn(rows, 3, generator=drawn)
         made.batch.update({"old_log_probs": zeros - 2, "ref_log_prob": zeros - 2})
         made.batch.update({"values": zeros, "advantages": noise, "returns": noise * 0.5})
-        roles.critic.train_mini_batch(_columns(made, **sizes, **fixed))
+        if roles.critic is not None:
+            roles.critic.train_mini_batch(_columns(made, **sizes, **fixed))
         roles.actor.update_actor(
             _columns(made, **sizes, **fixed, calculate_entropy=False, compute_loss=True)
         )
         roles.hand_over(step + 1)
-        differ.append(agreement(roles))
-    engines = {"actor": roles.actor.actor.engine, "critic": roles.critic.engine}
+        apart.append(agreement(roles))
+    workers = {"actor": roles.actor.actor, "critic": roles.critic}
+    engines = {role: worker.engine for role, worker in workers.items() if worker is not None}
     result = {
-        "checksums": {"actor": roles.actor.checksum(), "critic": roles.critic.checksum()},
+        "checksums": {role: checksum(engine) for role, engine in engines.items()},
         "names": {role: _names(engine) for role, engine in engines.items()},
         "summed": seen,
-        "differ": differ,
+        "apart": apart,
     }
     roles.actor.leave()
     return result
