@@ -39,7 +39,7 @@ def _run(folder: Path, layout: Layout, algorithm: str, model: Path, *, byteps: b
     settings = {"algorithm": algorithm, "through_byteps": byteps, "ranks": layout.ranks}
     settings |= {"tensor": layout.tensor, "pipeline": layout.pipeline, "model": model}
     # One micro-batch of each data-parallel rank.
-    settings |= {"prompts": ROWS, "responses": layout.copies}
+    settings |= {"prompts": ROWS, "responses": layout.copies, "updates": 1}
     job = Job(
         folder=folder,
         program=f"{PROGRAMS}:train",

@@ -36,7 +36,7 @@ def test_ppo_of_two_steps(tmp_path: Path) -> None:
     outcome = rl_report.read(folder, "BytePS")
     assert [step.number for step in outcome.steps] == [1, 2]
     assert all(0 < step.reward < 1 and step.mismatch < 0.1 for step in outcome.steps)
-    assert len(outcome.before) == len(outcome.after) == 100
+    assert len(outcome.before) == len(outcome.after) == 25
     # Both ranks have the same parameters, of which the critic's are others.
     actor, critic = outcome.checksums["actor"], outcome.checksums["critic"]
     assert len(set(actor)) == len(set(critic)) == 1 and len(actor) == 2

@@ -29,6 +29,8 @@ class Settings:
     """Of a step."""
     responses: int = 8
     """To each prompt."""
+    updates: int = 2
+    """Mini-batches of a step."""
     seed: int = 1
     model: Path
     """Folder of a Hugging Face model."""
@@ -45,10 +47,12 @@ class Settings:
                 f"{self.ranks} ranks cannot be cut into tensor {self.tensor}, pipeline "
                 f"{self.pipeline}"
             )
-        if self.prompts * self.responses % self.ranks:
+        if self.prompts % self.updates or self.prompts * self.responses % (
+            self.updates * self.ranks
+        ):
             raise ValueError(
                 f"{self.responses} responses to each of {self.prompts} prompts cannot be shared by "
-                f"{self.ranks} ranks"
+                f"{self.updates} updates of {self.ranks} ranks"
             )
 
     def overrides(self) -> list[str]:
@@ -70,8 +74,8 @@ class Settings:
             "data.seed": self.seed,
             "actor_rollout_ref.model.path": self.model,
             "actor_rollout_ref.actor.optim.lr": 1e-3,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": self.prompts,
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": of_rank,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": self.prompts // self.updates,
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": of_rank,
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": of_rank,
             "actor_rollout_ref.rollout.name": ROLLOUT,
@@ -82,7 +86,7 @@ class Settings:
                 "megatron_byteps_rl.trainer.Generation"
             ),
             "critic.optim.lr": 3e-3,
-            "critic.ppo_micro_batch_size_per_gpu": of_rank,
+            "critic.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
             "critic.model.path": self.model,
             "reward.num_workers": 0,
             "reward.custom_reward_function.path": task.__file__,

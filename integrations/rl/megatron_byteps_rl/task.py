@@ -1,4 +1,4 @@
-"""Sums of two digits: prompts, a tokenizer, a reward that can be checked, a model that half knows.
+"""Sums of two digits from 3 to 7: prompts, a tokenizer, a reward that can be checked, a model that half knows.
 
 The base model was taught all sums, and then made unsure: its output weights were scaled down until
 it draws the right sum in a part of all tries. Reinforcement learning has something to find.
@@ -18,10 +18,13 @@ PAD, END = "<pad>", "<end>"
 VOCABULARY = [PAD, END, "+", "=", *DIGITS]
 PROMPT_TOKENS = 4
 RESPONSE_TOKENS = 3
-RIGHT = 0.45
+OPERANDS = range(3, 8)
+"""So sums have one digit or two."""
+RIGHT = 0.4
 """Probability that the base model draws the right sum, in the mean over all sums."""
+PAIRS = [(a, b) for a in OPERANDS for b in OPERANDS]
 SOURCE = "sums"
-_STEPS = 200
+_STEPS = 150
 
 
 def prompt(a: int, b: int) -> str:
@@ -36,10 +39,10 @@ def compute_score(
 
 
 class Sums(torch.utils.data.Dataset):
-    """All sums of two digits, in the form of verl's data sets."""
+    """All the sums, in the form of verl's data sets."""
 
-    def __init__(self, tokenizer: Any, repeat: int = 1) -> None:
-        self._pairs = [(a, b) for a in range(10) for b in range(10)] * repeat
+    def __init__(self, tokenizer: Any) -> None:
+        self._pairs = PAIRS
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
@@ -75,7 +78,7 @@ def make_model(folder: Path, seed: int = 1) -> Path:
 
     A Llama of two layers and 64 hidden units; teaching it takes some seconds.
     """
-    wanted = {"right": RIGHT, "steps": _STEPS, "seed": seed, "vocabulary": VOCABULARY}
+    wanted = {"right": RIGHT, "steps": _STEPS, "seed": seed, "pairs": [list(p) for p in PAIRS]}
     note = folder / "base.json"
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted:
         return folder
@@ -123,8 +126,7 @@ def _taught(tokenizer: Any, seed: int) -> Any:
         eos_token_id=VOCABULARY.index(END),
     )
     model = LlamaForCausalLM(config)
-    pairs = [(a, b) for a in range(10) for b in range(10)]
-    texts = [f"{prompt(a, b)}{a + b}{END}" for a, b in pairs]
+    texts = [f"{prompt(a, b)}{a + b}{END}" for a, b in PAIRS]
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
     labels[:, :PROMPT_TOKENS] = -100
