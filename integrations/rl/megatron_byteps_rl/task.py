@@ -1,4 +1,4 @@
-"""Sums of two digits from 3 to 7: prompts, a tokenizer, a reward that can be checked, a model that half knows.
+"""Sums of two digits from 3 to 7: prompts, tokenizer, a reward to check, a model that half knows.
 
 The base model was taught all sums, and then made unsure: its output weights were scaled down until
 it draws the right sum in a part of all tries. Reinforcement learning has something to find.
