@@ -134,6 +134,10 @@ def prepare() -> None:
 
     auto_bridge()
     cpu_platform.install()
+    # verl tells each rank that it is alone on its host, which would start servers beside each.
+    if size := os.environ.get("RAY_LOCAL_WORLD_SIZE"):
+        local_rank = int(os.environ["RANK"]) % int(size)
+        os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=size)
     # verl would name gloo twice, once for the CPU and once for the device, which torch refuses.
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
