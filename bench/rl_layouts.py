@@ -53,18 +53,27 @@ def row(layout: Layout, algorithm: str, outcome: Outcome) -> str:
 
 
 def put(markdown: Path, lines: Sequence[str]) -> None:
-    """Write the table between its two marks.
+    """Write these lines of the table between its two marks, and keep those of other layouts.
 
     Raises:
         SystemExit: the document has no place for it.
     """
     before, begin, rest = markdown.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    table, end, after = rest.partition(END)
     if not (begin and end):
         raise SystemExit(f"error: {markdown} has no place for the table ({BEGIN})")
     machine = f"Run on the CPU of {platform.system()} {platform.machine()}."
-    text = "\n".join(["", machine, "", *HEAD, *lines, ""])
+    cells = {_key(line): line for line in [*table.splitlines(), *lines] if line.startswith("| ")}
+    known = [(layout.name, a.upper()) for layout in by_name([]) for a in ALGORITHMS]
+    rows = [cells[key] for key in known if key in cells]
+    text = "\n".join(["", machine, "", *HEAD, *rows, ""])
     markdown.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def _key(line: str) -> tuple[str, str]:
+    """Layout and algorithm of a line."""
+    cells = [cell.strip() for cell in line.split("|")]
+    return cells[1], cells[3]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,10 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
-    add("--markdown", type=Path, metavar="FILE", help="write the table, of all layouts, here")
+    add("--markdown", type=Path, metavar="FILE", help="write the table into this document")
     options = parser.parse_args(arguments)
-    if options.markdown is not None and options.layout:
-        parser.error("--markdown needs all layouts: leave out --layout")
     try:
         layouts = by_name(options.layout)
     except ValueError as error:
@@ -91,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start_fork_server([PROGRAMS])
         from megatron_byteps_rl import task
 
-        model = task.make_model(ROOT / "build" / "data" / "rl-base")
+        model = task.make_model(Path(folder) / "base")
         print("\n".join(HEAD), flush=True)
         for number, (layout, algorithm) in enumerate(cells):
             bar.update(f"{layout.name} {algorithm}", done=number)
