@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-hf train test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup setup-ray setup-hf setup-rl train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-rl rl-layouts test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -9,6 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON_ENV := build/venv/bin/python
 PYTHON_RAY := build/venv-ray/bin/python
 PYTHON_HF := build/venv-hf/bin/python
+PYTHON_RL := build/venv-rl/bin/python
 LAYOUTS ?=
 SET ?= quick
 ONLY ?=
@@ -21,6 +22,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 	@echo
 	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) OPTIMIZER=servers (which keep it) MODE=ray (under Ray) HF=1 (SmolLM2, or HF=FOLDER) LORA=1 (adapters alone) ARGS="--seed 1" (any flag of scripts/train.py)'
+	@echo 'make rl: ALGORITHM=ppo (default: grpo) STEPS=30 WORKERS=2 COMPARE=1 (through all-reduce too) ARGS="--seed 2" (any flag of scripts/rl.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/correctness.md (write it anew)'
 	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/benchmarking.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/suite.py)'
 	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
@@ -36,6 +38,9 @@ setup-ray:
 setup-hf:
 	@scripts/setup.sh --hf
 
+setup-rl:
+	@scripts/setup.sh --rl
+
 # HF=1, or a folder, trains a Hugging Face model; LORA=1 trains adapters on it.
 WITH_HF := $(filter-out 0,$(HF))
 TRAINED_BY := $(if $(WITH_HF),$(PYTHON_HF),$(if $(filter ray,$(MODE)),$(PYTHON_RAY),$(PYTHON_ENV)))
@@ -45,6 +50,12 @@ train: $(if $(WITH_HF),setup-hf,$(if $(filter ray,$(MODE)),setup-ray,setup)) ## 
 		$(if $(WITH_HF),--hf-model $(if $(filter 1,$(HF)),smollm2,$(HF))) \
 		$(if $(filter-out 0,$(LORA)),--lora) \
 		$(if $(MODE),--mode $(MODE)) $(if $(OPTIMIZER),--optimizer $(OPTIMIZER)) $(if $(filter-out 0,$(COMPARE)),--compare) \
+		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
+		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
+
+rl: setup-rl ## teach a tiny model to add, by GRPO or PPO through verl, gradients summed by BytePS
+	@$(PYTHON_RL) -W ignore scripts/rl.py \
+		$(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(filter-out 0,$(COMPARE)),--compare) \
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
@@ -102,6 +113,13 @@ test-hf: setup-hf ## Hugging Face models, whole and by adapters, in layouts of u
 
 hf-layouts: setup-hf ## each layout of a Hugging Face model, whole and by adapters, as a table
 	@$(PYTHON_HF) -W ignore bench/hf_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
+test-rl: setup-rl ## reinforcement learning through verl: actor and critic, rollout, layouts
+	@$(PYTHON_RL) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/reinforcement)
+
+rl-layouts: setup-rl ## actor and critic in each layout, by GRPO and PPO, as a table
+	@$(PYTHON_RL) -W ignore bench/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 test-rdma: setup ## the transports' tests in a virtual machine, with every setting, and between two machines

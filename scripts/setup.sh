@@ -10,7 +10,7 @@ source "$root/scripts/lib/system.sh"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/setup.sh [--ray] [--hf] [-h]
+usage: scripts/setup.sh [--ray] [--hf] [--rl] [-h]
 
 Installs missing system packages (Debian and Ubuntu, as root or with sudo), makes the Python
 environment build/venv from requirements.lock, assembles and patches the upstream trees in build/,
@@ -22,6 +22,9 @@ what is up to date is left alone, and a run with nothing to do takes a second or
   --hf    also make build/venv-hf from requirements-hf.lock: the same, with transformers, peft,
           Megatron-Bridge (which needs Python 3.12) and the package megatron_byteps_hf of
           integrations/hf
+  --rl    also make build/venv-rl from requirements-rl.lock: the same, with verl, Ray,
+          transformers, Megatron-Bridge (Python 3.12) and the package megatron_byteps_rl of
+          integrations/rl
 
 environment:
   PYTHON                  the Python (>= 3.12) to use; otherwise found on PATH, under pyenv or by uv
@@ -32,16 +35,18 @@ TEXT
 
 with_ray=0
 with_hf=0
+with_rl=0
 for argument; do
   case "$argument" in
     --ray) with_ray=1 ;;
     --hf) with_hf=1 ;;
+    --rl) with_rl=1 ;;
     -h | --help)
       usage
       exit 0
       ;;
     *)
-      echo "error: setup.sh takes --ray, --hf or nothing, got: $*" >&2
+      echo "error: setup.sh takes --ray, --hf, --rl or nothing, got: $*" >&2
       usage >&2
       exit 2
       ;;
@@ -231,17 +236,18 @@ megatron_key="$({
 current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_key"
 
 # Both come from folders of this checkout: a line with each is all that an installation would be.
-# link_packages KEY FOLDER MODULES
+# link_packages KEY FOLDERS MODULES
 link_packages() {
-  local site
+  local site folders
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-  printf '%s\n' "$root/build/Megatron-LM" "$root/$2" >"$site/megatron-byteps.pth"
+  read -ra folders <<<"$2"
+  printf '%s\n' "$root/build/Megatron-LM" "${folders[@]/#/$root/}" >"$site/megatron-byteps.pth"
   "$venv/bin/python" -c "import megatron.core.datasets.helpers_cpp, $3"
   stamp links "$1"
 }
 
-# extra NAME FOLDER MODULES [VERSION]: build/venv-NAME from requirements-NAME.lock, with the package
-# in the folder, made for this version of Python.
+# extra NAME FOLDERS MODULES [VERSION]: build/venv-NAME from requirements-NAME.lock, with the packages
+# in the folders, made for this version of Python.
 extra() {
   local name="$1" lock="requirements-$1.lock" extra_key
   venv="$root/build/venv-$name"
@@ -257,3 +263,5 @@ extra() {
 
 ((with_ray == 0)) || extra ray integrations/ray "megatron_byteps_ray, ray"
 ((with_hf == 0)) || extra hf integrations/hf "megatron_byteps_hf, transformers" 3.12
+((with_rl == 0)) ||
+  extra rl "integrations/hf integrations/rl" "megatron_byteps_hf, megatron_byteps_rl" 3.12

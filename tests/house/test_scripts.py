@@ -88,6 +88,11 @@ def test_lock_pins_by_hash_and_names_no_index(lock: str) -> None:
             ["requirements.in", "requirements-hf.in", "requirements-hf-alone.in"],
             "megatron-bridge",
         ),
+        (
+            "requirements-rl.lock",
+            ["requirements.in", "requirements-rl.in", "requirements-rl-alone.in"],
+            "verl",
+        ),
     ],
 )
 def test_lock_holds_what_requirements_name(lock: str, sources: list[str], known: str) -> None:

@@ -102,7 +102,7 @@ class Mixed(torch.nn.Module):
 
 def _on_core(body: Callable[[], Any]) -> Any:
     """Run with torch.distributed and Megatron's groups in place, without megatron.training."""
-    cpu_platform._install()
+    cpu_platform.install()
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     torch.manual_seed(3)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["VARIABLE", "is_active", "is_wanted", "set_defaults", "start", "stop"]
+__all__ = ["VARIABLE", "install", "is_active", "is_wanted", "set_defaults", "start", "stop"]
 
 VARIABLE = "MEGATRON_CPU"
 
@@ -122,7 +122,7 @@ def start(args: Namespace) -> None:
                 f"({VARIABLE}=1): leave it out"
             )
     if not is_active():
-        _install()
+        install()
         if args.rank == 0:
             chosen = " ".join(
                 f"{d.attribute}={getattr(d.value, 'name', d.value)}" for d in _required_defaults()
@@ -188,6 +188,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _zero(*args: Any, **kwargs: Any) -> int:
     return 0
+
+
+def _memory(device: object = None) -> tuple[int, int]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
 
 def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -272,6 +277,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     # The caching allocator: there is none.
     yield cuda, "empty_cache", _nothing
     yield cuda, "memory_stats", lambda device=None: {}
+    yield cuda, "mem_get_info", _memory
     for name in (
         "memory_allocated",
         "max_memory_allocated",
@@ -307,7 +313,10 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 _replaced: list[tuple[Any, str, Any]] = []
 
 
-def _install() -> None:
+def install() -> None:
+    """Put the stand-ins in place, once; for programs that do not parse Megatron's arguments."""
+    if is_active():
+        return
     for owner, name, replacement in list(_stand_ins()):
         _replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)

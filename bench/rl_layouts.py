@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Trains verl's actor and critic in every layout, by GRPO and by PPO.
+
+Each cell trains a few steps on this machine's CPU through BytePS and through all-reduce, and hands
+the weights to the rollout after each. docs/rl.md says what must come out, and holds the table that
+--markdown writes.
+
+Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TREE = ROOT / "build" / "Megatron-LM"
+FOLDERS = ("bench", "scripts", "integrations/hf", "integrations/rl")
+sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
+
+from megatron_byteps_rl.cpu_environment import ENVIRONMENT  # noqa: E402
+
+# Before verl is imported, here or in the fork server.
+os.environ.update(ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+
+from paritykit.forked import JobFailed, start_fork_server  # noqa: E402
+from progress import Progress  # noqa: E402
+from rlkit.layouts import Layout, by_name  # noqa: E402
+from rlkit.runs import PROGRAMS, Outcome, compare  # noqa: E402
+
+ALGORITHMS = ("grpo", "ppo")
+BEGIN = "<!-- made by `make rl-layouts MARKDOWN=docs/rl.md`; not to be edited by hand -->"
+END = "<!-- end -->"
+HEAD = [
+    "| layout of training | layout of the rollout | algorithm | actor | critic | sums a step | "
+    "rollout and training |",
+    "|---|---|---|---|---|---:|---:|",
+]
+
+
+def row(layout: Layout, algorithm: str, outcome: Outcome) -> str:
+    """A line of the table."""
+    same = {True: "the same bits", False: "**different**", None: "none"}
+    roles = [same[outcome.equal.get(role)] for role in ("actor", "critic")]
+    sums = f"{sum(outcome.sums.values())}"
+    cells = [layout.name, f"{layout.ranks} whole models", algorithm.upper(), *roles, sums]
+    return f"| {' | '.join([*cells, f'{outcome.apart:.3f}'])} |"
+
+
+def put(markdown: Path, lines: Sequence[str]) -> None:
+    """Write these lines of the table between its two marks, and keep those of other layouts.
+
+    Raises:
+        SystemExit: the document has no place for it.
+    """
+    before, begin, rest = markdown.read_text(encoding="utf-8").partition(BEGIN)
+    table, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"error: {markdown} has no place for the table ({BEGIN})")
+    machine = f"Run on the CPU of {platform.system()} {platform.machine()}."
+    cells = {_key(line): line for line in [*table.splitlines(), *lines] if line.startswith("| ")}
+    known = [(layout.name, a.upper()) for layout in by_name([]) for a in ALGORITHMS]
+    rows = [cells[key] for key in known if key in cells]
+    text = "\n".join(["", machine, "", *HEAD, *rows, ""])
+    markdown.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def _key(line: str) -> tuple[str, str]:
+    """Layout and algorithm of a line."""
+    cells = [cell.strip() for cell in line.split("|")]
+    return cells[1], cells[3]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
+    add("--markdown", type=Path, metavar="FILE", help="write the table into this document")
+    options = parser.parse_args(arguments)
+    try:
+        layouts = by_name(options.layout)
+    except ValueError as error:
+        parser.error(str(error))
+    cells = [(layout, algorithm) for layout in layouts for algorithm in ALGORITHMS]
+    lines, good = [], True
+    with (
+        tempfile.TemporaryDirectory(prefix="rl-layouts-") as folder,
+        Progress("rl-layouts", total=len(cells), unit="cells") as bar,
+    ):
+        bar.update("the base model is taught; torch, Megatron and verl are imported")
+        start_fork_server([PROGRAMS])
+        from megatron_byteps_rl import task
+
+        model = task.make_model(Path(folder) / "base")
+        print("\n".join(HEAD), flush=True)
+        for number, (layout, algorithm) in enumerate(cells):
+            bar.update(f"{layout.name} {algorithm}", done=number)
+            try:
+                outcome = compare(Path(folder) / str(number), layout, algorithm, model)
+            except (JobFailed, AssertionError) as error:
+                print(f"{layout.name} {algorithm}: {error}", file=sys.stderr)
+                return 1
+            good = good and outcome.good
+            lines.append(row(layout, algorithm, outcome))
+            bar.say(lines[-1], stream=sys.stdout)
+    if options.markdown is not None:
+        put(options.markdown, lines)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""verl's workers in layouts of up to four ranks, through BytePS and through all-reduce."""

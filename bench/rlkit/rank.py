@@ -1,0 +1,185 @@
+"""What one rank runs: verl's workers, without Ray and without its trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers  # noqa: F401
+import verl.trainer.ppo.ray_trainer
+import verl.workers.engine_workers  # noqa: F401
+from omegaconf import open_dict
+from tensordict import TensorDict
+from verl import DataProto
+from verl.utils import hf_tokenizer
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import TrainingWorkerConfig
+from verl.workers.utils.losses import value_loss
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+from megatron_byteps_hf.bridge import auto_bridge
+from megatron_byteps_rl import task, trainer
+from megatron_byteps_rl.settings import Settings
+
+from .runs import ROWS, STEPS
+
+auto_bridge()
+
+PROMPTS = [(a, b) for a in range(0, 10, 3) for b in (2, 9)]
+assert len(PROMPTS) == ROWS
+
+
+class Roles:
+    """Actor, rollout, reference and critic of one rank, as verl's trainer makes them."""
+
+    def __init__(self, settings: Settings) -> None:
+        from megatron_byteps_rl.workers import ActorRolloutRef
+
+        config = trainer.compose(settings.overrides())
+        with open_dict(config):
+            config.actor_rollout_ref.actor.optim.total_training_steps = STEPS
+            config.critic.optim.total_training_steps = STEPS
+        self.config = config
+        self.tokenizer = hf_tokenizer(str(settings.model))
+        self.actor = ActorRolloutRef(config=config.actor_rollout_ref, role="actor_rollout_ref")
+        self.critic = self._critic() if settings.algorithm == "ppo" else None
+        self.actor.init_model()
+        self.hand_over(0)
+
+    def _critic(self) -> Any:
+        from megatron_byteps_rl.workers import Critic
+
+        critic = omega_conf_to_dataclass(self.config.critic)
+        critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
+        critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
+        made = Critic(
+            config=TrainingWorkerConfig(
+                model_type="value_model",
+                model_config=critic.model,
+                engine_config=critic.engine,
+                optimizer_config=critic.optim,
+                checkpoint_config=critic.checkpoint,
+            )
+        )
+        made.reset()
+        made.set_loss_fn(partial(value_loss, config=critic))
+        return made
+
+    def hand_over(self, step: int) -> None:
+        asyncio.run(self.actor.update_weights(global_steps=step, mode="naive"))
+
+    def generate(self, pairs: list[tuple[int, int]], seed: int, temperature: float) -> DataProto:
+        prompts = np.empty(len(pairs), dtype=object)
+        prompts[:] = [self.tokenizer(task.prompt(a, b)).input_ids for a, b in pairs]
+        asked = DataProto(non_tensor_batch={"prompt_ids": prompts})
+        asked.meta_info = {"temperature": temperature, "seed": seed}
+        made = self.actor.generate_sequences(asked)
+        made.meta_info["temperature"] = 1.0
+        return made
+
+
+def _columns(made: DataProto, **more: Any) -> TensorDict:
+    data = left_right_2_no_padding(made.to_tensordict())
+    tu.assign_non_tensor(data, **more)
+    return data
+
+
+def _inferred(function: Callable[..., Any], made: DataProto, name: str) -> torch.Tensor | None:
+    """[batch, response] on the ranks that have the output, None on others."""
+    data = _columns(made, calculate_entropy=False, compute_loss=False)
+    output = function(data)
+    if output is None:
+        return None
+    return no_padding_2_padding(tu.get(output, name), data).float() * made.batch["response_mask"]
+
+
+def _names(engine: Any) -> list[str]:
+    return [
+        bucket.dpu_reduce_op.name
+        for model in engine.module
+        for group in model.bucket_groups
+        for bucket in group.buckets
+        if getattr(bucket, "dpu_reduce_op", None) is not None
+    ]
+
+
+def _counted() -> list[str]:
+    """A list that grows by the names of the sums that BytePS makes from now on."""
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    seen: list[str] = []
+    start = buffers.dpu_reduce.start_grad_sync
+
+    def count(group: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.extend(bucket.dpu_reduce_op.name for bucket in group.buckets)
+        return start(group, *args, **kwargs)
+
+    buffers.dpu_reduce.start_grad_sync = count
+    return seen
+
+
+def train(folder: Path, *, settings: dict[str, Any]) -> dict[str, Any]:
+    """Steps of all models in one job: the critic's, with PPO, and then the actor's."""
+    from megatron_byteps_rl.workers import checksum
+
+    roles = Roles(Settings(folder=folder, **settings))
+    seen = _counted()
+    rows = len(PROMPTS)
+    size = roles.actor.world_size // (settings.get("tensor", 1) * settings.get("pipeline", 1))
+    sizes = {"global_batch_size": rows * size, "mini_batch_size": rows * size}
+    fixed = {"epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False}}
+    copy = roles.actor.actor.engine.get_data_parallel_rank()
+    apart = []
+    for step in range(STEPS):
+        made = roles.generate(PROMPTS, seed=step, temperature=1.0)
+        # The ranks of a copy must train on the same.
+        drawn = torch.Generator().manual_seed(100 * step + copy)
+        made.batch["responses"] = torch.randint(4, 14, (rows, 3), generator=drawn)
+        made.batch["response_mask"][:] = 1
+        whole = torch.cat([made.batch["prompts"], made.batch["responses"]], 1)
+        made.batch["input_ids"], made.batch["attention_mask"] = whole, torch.ones_like(whole)
+        made.batch["position_ids"] = torch.arange(whole.shape[1]).expand_as(whole).clone()
+        zeros = torch.zeros(rows, 3)
+        noise = torch.randn(rows, 3, generator=drawn)
+        made.batch.update({"old_log_probs": zeros - 2, "ref_log_prob": zeros - 2})
+        made.batch.update({"values": zeros, "advantages": noise, "returns": noise * 0.5})
+        if roles.critic is not None:
+            roles.critic.train_mini_batch(_columns(made, **sizes, **fixed))
+        roles.actor.update_actor(
+            _columns(made, **sizes, **fixed, calculate_entropy=False, compute_loss=True)
+        )
+        roles.hand_over(step + 1)
+        apart.append(agreement(roles))
+    workers = {"actor": roles.actor.actor, "critic": roles.critic}
+    engines = {role: worker.engine for role, worker in workers.items() if worker is not None}
+    result = {
+        "checksums": {role: checksum(engine) for role, engine in engines.items()},
+        "names": {role: _names(engine) for role, engine in engines.items()},
+        "summed": seen,
+        "apart": apart,
+    }
+    roles.actor.leave()
+    return result
+
+
+def agreement(roles: Roles) -> float | None:
+    """Largest difference of log-probabilities between rollout and training, of drawn tokens.
+
+    None on ranks that have no logits.
+    """
+    made = roles.generate(PROMPTS, seed=7, temperature=1.0)
+    # All ranks of a copy ask about what its first rank drew.
+    group = torch.distributed.group.WORLD
+    for name in ("responses", "response_mask", "input_ids", "attention_mask", "position_ids"):
+        torch.distributed.broadcast(made.batch[name], 0, group=group)
+    torch.distributed.broadcast(made.batch["rollout_log_probs"], 0, group=group)
+    trained = _inferred(roles.actor.compute_log_prob, made, "log_probs")
+    if trained is None:
+        return None
+    return float((trained - made.batch["rollout_log_probs"]).abs().max())

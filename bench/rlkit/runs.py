@@ -1,0 +1,77 @@
+"""Runs a layout both ways and compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paritykit.forked import Job
+
+from .layouts import Layout
+
+PROGRAMS = "rlkit.rank"
+ROWS = 8
+"""Prompts of each data-parallel rank; see rank.PROMPTS."""
+STEPS = 2
+# Logits of the tiny model go up to some 20, where neighbours in bf16 are 0.125 apart.
+ROUNDING = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one layout and algorithm."""
+
+    equal: Mapping[str, bool]
+    """By role: whether both gave all ranks the same parameters, to the last bit."""
+    sums: Mapping[str, int]
+    """By role: of one rank's sums at one step."""
+    apart: float
+    """Largest difference of a log-probability between rollout and training."""
+
+    @property
+    def good(self) -> bool:
+        return all(self.equal.values()) and all(self.sums.values()) and self.apart < ROUNDING
+
+
+def _run(folder: Path, layout: Layout, algorithm: str, model: Path, *, byteps: bool) -> list[Any]:
+    settings = {"algorithm": algorithm, "through_byteps": byteps, "ranks": layout.ranks}
+    settings |= {"tensor": layout.tensor, "pipeline": layout.pipeline, "model": model}
+    # One micro-batch of each data-parallel rank.
+    settings |= {"prompts": ROWS, "responses": layout.copies, "updates": 1}
+    job = Job(
+        folder=folder,
+        program=f"{PROGRAMS}:train",
+        ranks=layout.ranks,
+        settings={"settings": settings},
+    )
+    job.run()
+    return [job.result(rank) for rank in range(layout.ranks)]
+
+
+def compare(folder: Path, layout: Layout, algorithm: str, model: Path) -> Outcome:
+    """Train some steps through BytePS and through all-reduce.
+
+    Raises:
+        JobFailed: a rank failed; the text has its log.
+        AssertionError: a sum did not go the way it should have.
+    """
+    ours = _run(folder / "byteps", layout, algorithm, model, byteps=True)
+    theirs = _run(folder / "all-reduce", layout, algorithm, model, byteps=False)
+    roles = list(ours[0]["checksums"])
+    for one, other in zip(ours, theirs, strict=True):
+        names = [name for role in roles for name in one["names"][role]]
+        assert len(set(names)) == len(names), f"two sums of one name: {names}"
+        assert sorted(one["summed"]) == sorted(names * STEPS), "BytePS did not make every sum"
+        assert not other["summed"], "a sum of the other run went through BytePS"
+    apart = [value for one in ours for value in one["apart"] if value is not None]
+    pairs = list(zip(ours, theirs, strict=True))
+    return Outcome(
+        equal={
+            role: all(one["checksums"][role] == other["checksums"][role] for one, other in pairs)
+            for role in roles
+        },
+        sums={role: len(ours[0]["names"][role]) for role in roles},
+        apart=max(apart),
+    )

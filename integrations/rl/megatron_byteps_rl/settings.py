@@ -1,0 +1,129 @@
+"""A job as overrides of verl's configuration: algorithm, layout, and how gradients are summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import task
+
+ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
+"""Names, and verl's advantage estimators."""
+ROLLOUT = "transformers"
+"""As ``actor_rollout_ref.rollout.name``: the rollout of this package."""
+BYTEPS = {"use_dpu_reduce": "true"}
+"""What a job of verl's sets to have its gradients summed by BytePS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One job."""
+
+    algorithm: str = "grpo"
+    through_byteps: bool = True
+    ranks: int = 2
+    tensor: int = 1
+    pipeline: int = 1
+    steps: int = 30
+    prompts: int = 16
+    """Of a step."""
+    responses: int = 8
+    """To each prompt."""
+    updates: int = 2
+    """Mini-batches of a step."""
+    seed: int = 1
+    model: Path
+    """Folder of a Hugging Face model."""
+    folder: Path
+    """For samples."""
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"algorithm {self.algorithm!r} is not known; it can be {', '.join(ALGORITHMS)}"
+            )
+        if self.ranks % (self.tensor * self.pipeline):
+            raise ValueError(
+                f"{self.ranks} ranks cannot be cut into tensor {self.tensor}, pipeline "
+                f"{self.pipeline}"
+            )
+        if self.prompts % self.updates or self.prompts * self.responses % (
+            self.updates * self.ranks
+        ):
+            raise ValueError(
+                f"{self.responses} responses to each of {self.prompts} prompts cannot be shared by "
+                f"{self.updates} updates of {self.ranks} ranks"
+            )
+
+    def overrides(self) -> list[str]:
+        """For verl's ``ppo_trainer``, as its command line takes them."""
+        copies = self.ranks // (self.tensor * self.pipeline)
+        of_rank = self.prompts * self.responses // copies
+        values: dict[str, object] = {
+            "model_engine": "megatron",
+            "algorithm.adv_estimator": ALGORITHMS[self.algorithm],
+            # The reference: in GRPO the loss has its distance, in PPO the reward.
+            "actor_rollout_ref.actor.use_kl_loss": self.algorithm == "grpo",
+            "actor_rollout_ref.actor.kl_loss_coef": 0.005,
+            "algorithm.use_kl_in_reward": self.algorithm == "ppo",
+            "algorithm.kl_ctrl.kl_coef": 0.005,
+            "data.train_batch_size": self.prompts,
+            "data.max_prompt_length": task.PROMPT_TOKENS,
+            "data.max_response_length": task.RESPONSE_TOKENS,
+            "data.dataloader_num_workers": 0,
+            "data.seed": self.seed,
+            "actor_rollout_ref.model.path": self.model,
+            "actor_rollout_ref.actor.optim.lr": 1e-3,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": self.prompts // self.updates,
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": of_rank,
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": of_rank,
+            "actor_rollout_ref.rollout.name": ROLLOUT,
+            "actor_rollout_ref.rollout.n": self.responses,
+            "actor_rollout_ref.rollout.seed": self.seed,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
+                "megatron_byteps_rl.trainer.Generation"
+            ),
+            "critic.optim.lr": 3e-3,
+            "critic.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
+            "critic.model.path": self.model,
+            "reward.num_workers": 0,
+            "reward.custom_reward_function.path": task.__file__,
+            "reward.custom_reward_function.name": task.compute_score.__name__,
+            "trainer.use_v1": False,
+            "trainer.nnodes": 1,
+            "trainer.n_gpus_per_node": self.ranks,
+            "trainer.device": "cpu",
+            "trainer.logger": "[file]",
+            "trainer.total_training_steps": self.steps,
+            "trainer.total_epochs": self.steps,
+            "trainer.save_freq": -1,
+            "trainer.test_freq": self.steps,
+            "trainer.resume_mode": "disable",
+            # Before and after: drawn, as in training, since the most likely token says little.
+            "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+            "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+            "trainer.validation_data_dir": self.folder / "samples",
+            "trainer.balance_batch": False,
+        }
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+            values |= {
+                f"{role}.megatron.tensor_model_parallel_size": self.tensor,
+                f"{role}.megatron.pipeline_model_parallel_size": self.pipeline,
+                f"{role}.megatron.sequence_parallel": False,
+                f"{role}.megatron.use_remove_padding": False,
+            }
+        for model in ("actor_rollout_ref.model", "critic.model"):
+            values |= {f"{model}.use_remove_padding": False}
+        if self.through_byteps:
+            # All ranks share this machine, where nothing would go to servers unless asked for.
+            for role in ("actor_rollout_ref.actor", "critic"):
+                config = f"+{role}.megatron.override_ddp_config"
+                values |= {f"{config}.{name}": value for name, value in BYTEPS.items()}
+                values |= {f"{config}.dpu_reduce_route": "flat"}
+        return [f"{name}={_text(value)}" for name, value in values.items()]
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

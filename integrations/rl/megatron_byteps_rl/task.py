@@ -1,0 +1,157 @@
+"""Sums of two digits from 3 to 7: prompts, tokenizer, a reward to check, a model that half knows.
+
+The base model was taught all sums, and then made unsure: its output weights were scaled down until
+it draws the right sum in a part of all tries. Reinforcement learning has something to find.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+DIGITS = "0123456789"
+PAD, END = "<pad>", "<end>"
+VOCABULARY = [PAD, END, "+", "=", *DIGITS]
+PROMPT_TOKENS = 4
+RESPONSE_TOKENS = 3
+OPERANDS = range(3, 8)
+"""So sums have one digit or two."""
+RIGHT = 0.4
+"""Probability that the base model draws the right sum, in the mean over all sums."""
+PAIRS = [(a, b) for a in OPERANDS for b in OPERANDS]
+SOURCE = "sums"
+_STEPS = 150
+
+
+def prompt(a: int, b: int) -> str:
+    return f"{a}+{b}="
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any
+) -> float:
+    """1 for the right sum and nothing else, 0 for all others; a reward function of verl's."""
+    return float(solution_str == ground_truth)
+
+
+class Sums(torch.utils.data.Dataset):
+    """All the sums, in the form of verl's data sets."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._pairs = PAIRS
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        a, b = self._pairs[index]
+        return {
+            # verl counts the rows of tensors.
+            "index": torch.tensor([index]),
+            "prompt_ids": self._tokenizer(prompt(a, b)).input_ids,
+            "data_source": SOURCE,
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {},
+        }
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch: tensors are stacked, everything else becomes an array of objects."""
+    batch: dict[str, Any] = {}
+    for name, first in items[0].items():
+        values = [item[name] for item in items]
+        if isinstance(first, torch.Tensor):
+            batch[name] = torch.stack(values)
+        else:
+            batch[name] = np.empty(len(values), dtype=object)
+            batch[name][:] = values
+    return batch
+
+
+def make_model(folder: Path, seed: int = 1) -> Path:
+    """Write the base model's files, or find them there.
+
+    A Llama of two layers and 64 hidden units; teaching it takes some seconds.
+    """
+    wanted = {"right": RIGHT, "steps": _STEPS, "seed": seed, "pairs": [list(p) for p in PAIRS]}
+    note = folder / "base.json"
+    if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted:
+        return folder
+    tokenizer = _tokenizer()
+    # One thread: more gain nothing at this size, and wait for each other on a busy machine.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = _taught(tokenizer, seed)
+    finally:
+        torch.set_num_threads(threads)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # Last: it says that all is there.
+    note.write_text(json.dumps(wanted), encoding="utf-8")
+    return folder
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(VOCABULARY)}
+    raw = Tokenizer(models.WordLevel(words, unk_token=PAD))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=END)
+
+
+def _taught(tokenizer: Any, seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+        pad_token_id=VOCABULARY.index(PAD),
+        bos_token_id=None,
+        eos_token_id=VOCABULARY.index(END),
+    )
+    model = LlamaForCausalLM(config)
+    texts = [f"{prompt(a, b)}{a + b}{END}" for a, b in PAIRS]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+    labels[:, :PROMPT_TOKENS] = -100
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(_STEPS):
+        loss = model(**batch, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        _make_unsure(model, model(**batch).logits, labels)
+    return model
+
+
+def _make_unsure(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """Scale the output weights so that whole answers are right with the probability ``RIGHT``."""
+    asked, wanted = logits[:, :-1], labels[:, 1:]
+
+    def right(scale: float) -> float:
+        scores = torch.log_softmax(asked * scale, -1)
+        taken = scores.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+        return float((taken * (wanted >= 0)).sum(1).exp().mean())
+
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if right(middle) < RIGHT else (low, middle)
+    model.lm_head.weight.mul_(high)

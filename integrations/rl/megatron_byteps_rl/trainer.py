@@ -1,0 +1,189 @@
+"""verl's PPO trainer where no inference server runs: its workers generate by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf
+from verl import DataProto
+from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.ray import RayResourcePool, ResourcePoolManager
+from verl.trainer.ppo import ray_trainer
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+
+from . import task
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """verl's configuration of its PPO trainer, with these overrides.
+
+    Raises:
+        ValueError: an override that verl does not know.
+    """
+    from hydra import compose as of_hydra
+    from hydra import initialize_config_module
+    from hydra.errors import HydraException
+
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = of_hydra("ppo_trainer", overrides=list(overrides))
+    except HydraException as error:
+        raise ValueError(f"verl's configuration: {error}") from error
+    OmegaConf.resolve(config)
+    return config
+
+
+class Pools(ResourcePoolManager):
+    """Places for ranks without GPUs."""
+
+    def create_resource_pool(self) -> None:
+        for name, counts in self.resource_pool_spec.items():
+            self.resource_pool_dict[name] = RayResourcePool(
+                process_on_nodes=counts, use_gpu=False, max_colocate_count=1, name_prefix=name
+            )
+
+
+class _Servers:
+    """Stands for verl's inference servers: there are none, and the workers are the client."""
+
+    def __init__(self, workers: Any) -> None:
+        self._workers = workers
+
+    @classmethod
+    def create(cls, *, worker_group: Any, **kwargs: Any) -> _Servers:
+        return cls(worker_group)
+
+    def get_client(self) -> Any:
+        return self._workers
+
+    def get_replicas(self) -> list[Any]:
+        return []
+
+
+class Generation:
+    """Responses with their rewards, as verl's agent loops give them."""
+
+    def __init__(self, config: DictConfig, workers: Any) -> None:
+        from verl.utils import hf_tokenizer
+
+        self._workers = workers
+        self._rollout = config.actor_rollout_ref.rollout
+        tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._reward = load_reward_manager(config, tokenizer)
+        self._calls = 0
+
+    @classmethod
+    def create(cls, *, config: DictConfig, llm_client: Any, **kwargs: Any) -> Generation:
+        return cls(config, llm_client)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Generate on all ranks, and score each response by verl's reward manager."""
+        begin = time.monotonic()
+        greedy = not prompts.meta_info.get("do_sample", True)
+        asked = DataProto(non_tensor_batch={"prompt_ids": prompts.non_tensor_batch["prompt_ids"]})
+        asked.meta_info = {
+            "temperature": 0.0 if greedy else self._rollout.temperature,
+            "seed": self._rollout.seed + self._calls,
+        }
+        self._calls += 1
+        asked, padding = pad_dataproto_to_divisor(asked, self._workers.world_size)
+        made = unpad_dataproto(self._workers.generate_sequences(asked), padding)
+        generated = time.monotonic()
+        scores = self._scores(made, prompts)
+        rewards = torch.zeros_like(made.batch["rollout_log_probs"])
+        last = made.batch["response_mask"].sum(1) - 1
+        rewards[torch.arange(len(rewards)), last] = torch.tensor(scores)
+        made.batch["rm_scores"] = rewards
+        ended = time.monotonic()
+        made.meta_info = {
+            "timing": {"generate": generated - begin, "score": ended - generated},
+            "reward_extra_keys": [],
+        }
+        return made
+
+    def _scores(self, made: DataProto, prompts: DataProto) -> list[float]:
+        # The reward manager wants to see both.
+        seen = DataProto(
+            batch=made.batch,
+            non_tensor_batch={
+                name: prompts.non_tensor_batch[name]
+                for name in ("data_source", "reward_model", "extra_info")
+            },
+        )
+        single = self._reward.run_single
+
+        async def all_of_them() -> list[dict[str, Any]]:
+            return await asyncio.gather(*(single(seen[i : i + 1]) for i in range(len(seen))))
+
+        return [float(r["reward_score"]) for r in self._loop.run_until_complete(all_of_them())]
+
+
+@contextmanager
+def _without_servers() -> Iterator[None]:
+    """verl's trainer takes the class of its servers by this name, and has no setting for it."""
+    theirs = ray_trainer.LLMServerManager
+    ray_trainer.LLMServerManager = _Servers
+    try:
+        yield
+    finally:
+        ray_trainer.LLMServerManager = theirs
+
+
+def make_trainer(config: DictConfig) -> RayPPOTrainer:
+    """verl's trainer with its workers, which lie in one process a rank. Ray must be there.
+
+    Raises:
+        ValueError, AssertionError: the configuration contradicts itself.
+    """
+    from verl.single_controller.ray import RayWorkerGroup
+    from verl.utils import hf_tokenizer
+    from verl.utils.config import validate_config
+
+    from .workers import ActorRolloutRef, Critic
+
+    reference, critic = need_reference_policy(config), need_critic(config)
+    validate_config(config, use_reference_policy=reference, use_critic=critic)
+    actor = Role.ActorRolloutRef if reference else Role.ActorRollout
+    roles = {actor: ray.remote(ActorRolloutRef)}
+    if critic:
+        roles[Role.Critic] = ray.remote(Critic)
+    pool = "ranks"
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=tokenizer,
+        role_worker_mapping=roles,
+        resource_pool_manager=Pools(
+            resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
+            mapping=dict.fromkeys(roles, pool),
+        ),
+        ray_worker_group_cls=RayWorkerGroup,
+        train_dataset=task.Sums(tokenizer),
+        val_dataset=task.Sums(tokenizer),
+        collate_fn=task.collate,
+        device_name=config.trainer.device,
+    )
+    with _without_servers():
+        trainer.init_workers()
+    return trainer
+
+
+def checksums(trainer: RayPPOTrainer) -> dict[str, list[str]]:
+    """SHA-256 over the parameters of actor and critic, of each rank."""
+    groups = {"actor": trainer.actor_rollout_wg}
+    if trainer.use_critic:
+        groups["critic"] = trainer.critic_wg
+    return {role: list(group.checksum()) for role, group in groups.items()}
+
+
+__all__ = ["Generation", "Pools", "checksums", "compose", "make_trainer"]

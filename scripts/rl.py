@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Teaches a tiny model to add, by reinforcement learning through verl's PPO trainer.
+
+Actor, critic (with PPO), reference and rollout are verl's, its models Megatron's. Gradients of
+actor and critic are summed by BytePS: a scheduler and servers start beside the ranks. With
+--compare the same job runs through all-reduce too.
+
+Exit status: 0 the reward rose as it must, and both ways agree; 1 not, or the job failed; 2 bad
+usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from children import Spawned, end_all, last_lines
+from progress import Progress
+from trainkit import rl_report
+from trainkit.job import JobError
+from trainkit.rl_report import Outcome
+
+ROOT = Path(__file__).resolve().parent.parent
+ALGORITHMS = ("grpo", "ppo")
+STEPS = 30
+RISE = 0.25
+"""A whole run's reward rises by this much at least, from the first steps to the last."""
+LIMIT_S = 3600.0
+_POLL_S = 0.5
+_GRACE_S = 20.0
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--algorithm", choices=ALGORITHMS, default="grpo", help="default: grpo")
+    add("--steps", type=positive, default=STEPS, help=f"default: {STEPS}")
+    add("--workers", type=positive, default=2, help="ranks (default: 2)")
+    add("--tensor", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
+    add("--pipeline", type=positive, default=1, help="pipeline stages (default: 1)")
+    add("--servers", type=positive, default=1, help="BytePS servers (default: 1)")
+    add("--compare", action="store_true", help="train through all-reduce too")
+    add("--seed", type=positive, default=1, help="default: 1")
+    add("--rise", type=float, default=RISE, help=f"of the reward, at least (default: {RISE})")
+    add("--out", type=Path, default=ROOT / "build" / "rl", help="default: build/rl")
+    add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
+    add("overrides", nargs="*", metavar="-- NAME=VALUE", help="of verl's configuration")
+    options = parser.parse_args(arguments)
+    if options.workers % (options.tensor * options.pipeline):
+        parser.error(
+            f"--workers {options.workers} is no multiple of --tensor {options.tensor} times "
+            f"--pipeline {options.pipeline}"
+        )
+    return options
+
+
+def environment(servers: int, ranks: int) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0))
+    values = {"OMP_NUM_THREADS": str(max(1, cores // ranks)), "PYTHONWARNINGS": "ignore"}
+    # All files are here: nothing is to be looked up.
+    values |= {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    values |= {"BYTEPS_EMBEDDED_SERVERS": str(servers)}
+    return {k: v for k, v in values.items() if k not in os.environ or k.startswith("BYTEPS")}
+
+
+def make_model(options: argparse.Namespace) -> Path:
+    """The base model's folder."""
+    from megatron_byteps_rl import task
+
+    with Progress("rl") as bar:
+        bar.update("the base model is taught to add")
+        return task.make_model(options.data_cache / "rl-base", options.seed)
+
+
+def train(options: argparse.Namespace, model: Path, *, backend: str) -> Outcome:
+    """One run through ``BytePS`` or ``all-reduce``.
+
+    Raises:
+        JobError: it failed; the text has the end of its log.
+    """
+    print(f"{options.algorithm} through {backend}: {options.workers} ranks", flush=True)
+    folder = options.out / f"{options.algorithm}-{backend.lower()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_rl"]
+    command += ["--algorithm", options.algorithm, "--ranks", str(options.workers)]
+    command += ["--tensor", str(options.tensor), "--pipeline", str(options.pipeline)]
+    command += ["--steps", str(options.steps), "--seed", str(options.seed)]
+    command += ["--model", str(model), "--out", str(folder)]
+    command += ["--all-reduce"] if backend != "BytePS" else []
+    command += ["--", *options.overrides]
+    variables = {**os.environ, **environment(options.servers, options.workers)}
+    process = Spawned("verl", command, variables, folder, cwd=Path.cwd())
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        with Progress("rl", total=options.steps) as bar:
+            bar.update("Ray and the ranks start, and import torch, Megatron and verl")
+            show = _shower(bar, options.steps)
+            while process.running and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                show(rl_report.read_steps(folder))
+            show(rl_report.read_steps(folder))
+    finally:
+        end_all([process], _GRACE_S)
+    end = "was ended after an hour" if time.monotonic() >= deadline else "failed"
+    if process.status != 0 or not (folder / "end.json").is_file():
+        log = last_lines(folder / "verl.log", 60)
+        raise JobError(f"the job {end} (exit status {process.status})\n{log}")
+    return rl_report.read(folder, backend)
+
+
+def _shower(bar: Progress, steps: int) -> Callable[[list[rl_report.Step]], None]:
+    """A function that prints the steps that it has not printed yet."""
+    shown = 0
+
+    def show(seen: list[rl_report.Step]) -> None:
+        nonlocal shown
+        for step in seen[shown:]:
+            bar.update("training", done=step.number)
+            bar.say(
+                f"  step {step.number:3d}/{steps}  reward {step.reward:.3f}  KL {step.kl:+.4f}  "
+                f"rollout and training differ by {step.mismatch:.4f}",
+                stream=sys.stdout,
+            )
+        shown = len(seen)
+
+    return show
+
+
+def check(outcome: Outcome, rise: float) -> bool:
+    """Whether the reward rose as far as it has to."""
+    first, last = outcome.first_reward, outcome.last_reward
+    rose = last - first >= rise
+    word = "rose" if rose else "did NOT rise"
+    print(f"reward: {word} by {rise:.2f} or more ({first:.3f} -> {last:.3f})")
+    return rose
+
+
+def run(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("verl") is None:
+        print("error: verl is not installed: use `make rl`", file=sys.stderr)
+        return 1
+    model = make_model(options)
+    backends = ["BytePS", "all-reduce"] if options.compare else ["BytePS"]
+    outcomes = [train(options, model, backend=backend) for backend in backends]
+    picture = options.out / f"{options.algorithm}.png"
+    rl_report.draw(outcomes, picture, f"{options.algorithm.upper()} of a tiny Llama on sums")
+    print(f"\n{rl_report.samples(outcomes[0])}\n\n{rl_report.table(outcomes)}\n")
+    good = check(outcomes[0], options.rise)
+    if options.compare:
+        same = rl_report.same(*outcomes)
+        print(f"rewards and parameters of both ways: {'the same bits' if same else 'DIFFERENT'}")
+        good = good and (same or options.workers > 2)
+    print(f"picture: {picture}\nlogs, metrics and samples: {options.out}")
+    return 0 if good else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        return run(options)
+    except JobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the ranks were ended", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""scripts/rl.py: a short run of PPO with all roles, under Ray and verl's trainer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit import rl_report
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 1500.0
+
+
+def rl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "rl.py"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        env={**os.environ, **environment},
+    )
+
+
+def test_ppo_of_two_steps(tmp_path: Path) -> None:
+    ran = rl(
+        *("--algorithm", "ppo", "--steps", "2", "--rise", "-1"),
+        *("--out", str(tmp_path / "out"), "--data-cache", str(tmp_path / "data")),
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    folder = tmp_path / "out" / "ppo-byteps"
+    outcome = rl_report.read(folder, "BytePS")
+    assert [step.number for step in outcome.steps] == [1, 2]
+    assert all(0 < step.reward < 1 and step.mismatch < 0.1 for step in outcome.steps)
+    assert len(outcome.before) == len(outcome.after) == 25
+    # Both ranks have the same parameters, of which the critic's are others.
+    actor, critic = outcome.checksums["actor"], outcome.checksums["critic"]
+    assert len(set(actor)) == len(set(critic)) == 1 and len(actor) == 2
+    assert actor[0] != critic[0]
+    # It says when the reward did not rise.
+    assert "reward: rose" in ran.stdout and "3+3=" in ran.stdout
+    assert (tmp_path / "out" / "ppo.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "3", "--tensor", "2"], "--workers 3 is no multiple of --tensor 2"),
+        (["--algorithm", "sarsa"], "invalid choice: 'sarsa'"),
+    ],
+)
+def test_bad_usage(arguments: list[str], message: str) -> None:
+    ran = rl(*arguments)
+    assert ran.returncode == 2 and message in ran.stderr

@@ -1,0 +1,30 @@
+"""Actor and critic of one job train through BytePS; the rollout serves what was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlkit.layouts import by_name
+from rlkit.runs import compare
+
+
+@pytest.mark.parametrize(
+    ("layout", "algorithm"),
+    [
+        ("dp2", "ppo"),
+        pytest.param("dp2", "grpo", marks=pytest.mark.thorough),
+        ("tp2-dp2", "grpo"),
+        ("pp2-dp2", "ppo"),
+    ],
+)
+def test_trains_as_through_all_reduce(
+    fork_server: None, tmp_path: Path, model: Path, layout: str, algorithm: str
+) -> None:
+    # That every bucket of both models is summed at every step, under a name of its own, is seen
+    # to by compare().
+    outcome = compare(tmp_path / "job", by_name([layout])[0], algorithm, model)
+    assert set(outcome.equal) == ({"actor", "critic"} if algorithm == "ppo" else {"actor"})
+    assert outcome.good, outcome
+    assert outcome.apart > 0  # fp32 and bf16 are told apart
