@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import ray
 
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import JobError
@@ -39,6 +40,20 @@ def test_a_lost_actor_is_replaced_by_a_spare_at_the_same_rank(runner: Runner) ->
     before, after = places
     assert before[0] == after[0]
     assert before[1] != after[1]
+
+
+@pytest.mark.parametrize(("name", "stay"), [("rank-0", True), ("server", False)])
+def test_servers_outlive_ranks_that_fail(runner: Runner, name: str, stay: bool) -> None:
+    """Unless the failure may have been theirs."""
+    starts: list[list[int]] = []
+
+    def note(event: dict[str, Any], job: Job) -> None:
+        if event["event"] == "step":
+            starts.append(ray.get([actor.starts.remote() for actor in job.pool.byteps]))
+
+    runner.run(f"servers-{name}", CASES[name], note)
+    before, after = starts[0], starts[-1]
+    assert after == [count + (not stay) for count in before]
 
 
 def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:

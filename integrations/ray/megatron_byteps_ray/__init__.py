@@ -5,6 +5,7 @@
 ``layout``         how many ranks Megatron's arguments allow
 ``job``            the driver: incarnations one after the other, until training is done
 ``incarnation``    one life of the job: starts its processes, watches them, ends them
+``servers``        scheduler and servers, which outlive ranks that fail
 ``pool``           the actors: ranks, spares, scheduler and servers
 ``rank_actor``     an actor that owns one rank's process
 ``byteps_actor``   an actor that owns one ``byteps-server`` process
@@ -17,6 +18,7 @@
 =================  ==================================================================
 
 Each incarnation's ranks are new processes, so that nothing of a failed one is left behind.
+Scheduler and servers stay, unless the failure may have been theirs.
 Driver and actors import neither torch nor Megatron.
 """
 

@@ -24,6 +24,7 @@ class BytePSActor:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._name = name
         self._child: embedded.Child | None = None
+        self._starts = 0
 
     def facts(self) -> dict[str, Any]:
         """See ``node_facts``."""
@@ -45,6 +46,7 @@ class BytePSActor:
             command += ["--port-file", str(port_file)]
             port_file.unlink(missing_ok=True)
         log = self._folder / f"{self._name}.log"
+        self._starts += 1
         child = self._child = embedded.Child(self._name, command, values, log)
         if role != "scheduler":
             return host, 0
@@ -57,6 +59,10 @@ class BytePSActor:
         port = int(port_file.read_text().split()[1])
         port_file.unlink()
         return host, port
+
+    def starts(self) -> int:
+        """How many processes it has started."""
+        return self._starts
 
     def wait_end(self) -> dict[str, Any]:
         """Wait for the process's end: its exit status (negative for a signal), its last lines."""

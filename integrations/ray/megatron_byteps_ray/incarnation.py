@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ import ray
 
 from .failures import FAILED, HUNG, KILLED, LOST, End, Failure
 from .phases import Phases
-from .pool import Pool, Slot
+from .pool import Slot
+from .servers import Servers
 from .settings import Settings
 
 POLL_S = 0.25
@@ -24,14 +26,14 @@ _MARKS = ("groups", "byteps", "loaded")
 
 
 class Incarnation:
-    """Ranks, scheduler and servers from their start to the end of all of them."""
+    """Ranks from their start to the end of all of them; and the servers, while they run."""
 
     def __init__(
         self,
         *,
         number: int,
         settings: Settings,
-        pool: Pool,
+        servers: Servers,
         slots: Sequence[Slot],
         arguments: Sequence[str],
         secret: str,
@@ -40,7 +42,7 @@ class Incarnation:
     ) -> None:
         self.number = number
         self._settings = settings
-        self._pool = pool
+        self._servers = servers
         self._slots = list(slots)
         self._arguments = list(arguments)
         self._secret = secret
@@ -61,7 +63,7 @@ class Incarnation:
         """When the failure was seen, in seconds since the epoch."""
 
     def run(self) -> Failure | None:
-        """Train; None once all ranks have ended well. All processes have ended then."""
+        """Train; None once all ranks have ended well. All ranks' processes have ended then."""
         try:
             if self._start():
                 self._watch()
@@ -79,8 +81,9 @@ class Incarnation:
         """Whether all processes were started; if not, ``_ends`` says why."""
         environment = self._settings.forwarded()
         environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
-        cluster = self._start_byteps(environment)
-        if cluster is None:
+        cluster, refused = self._servers.start(len(self._slots))
+        if refused is not None:
+            self._ends.append(refused)
             return False
         self._mark("servers")
         try:
@@ -120,36 +123,6 @@ class Incarnation:
             self._asked[slot.actor.progress.remote()] = rank
         return True
 
-    def _start_byteps(self, environment: dict[str, str]) -> dict[str, str] | None:
-        """Start scheduler and servers; what the ranks must know of them."""
-        actors = self._pool.byteps
-        if not actors:
-            return {}
-        known = {
-            "DMLC_NUM_WORKER": str(len(self._slots)),
-            "DMLC_NUM_SERVER": str(len(actors) - 1),
-        }
-        limit = self._settings.limits.start
-        for index, actor in enumerate(actors):
-            who = _byteps_name(index)
-            role = "scheduler" if index == 0 else "server"
-            try:
-                start = actor.start.remote(role, {**environment, **known}, limit)
-                host, port = ray.get(start, timeout=limit + _CALL_S)
-            except ray.exceptions.RayActorError:
-                self._lost(who)
-                self._pool.replace_byteps(index)
-                return None
-            except ray.exceptions.RayError as error:
-                self._ends.append(
-                    End(who=who, kind=FAILED, at=time.time(), lines=str(error).splitlines())
-                )
-                return None
-            if index == 0:
-                known |= {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)}
-            self._watched[actor.wait_end.remote()] = who
-        return known
-
     def _local(self, rank: int) -> dict[str, str]:
         """Where a rank stands on its machine: a GPU's number is the local rank of its rank."""
         node = self._slots[rank].facts["node"]
@@ -166,9 +139,10 @@ class Incarnation:
         """Until all ranks have ended well, or something failed."""
         settle = 0.0
         while len(self._finished) < len(self._slots):
-            done, _ = ray.wait(list(self._watched), num_returns=1, timeout=POLL_S)
+            watched = [*self._watched, *self._servers.watched]
+            done, _ = ray.wait(watched, num_returns=1, timeout=POLL_S)
             for ref in done:
-                self._take_end(ref, self._watched.pop(ref))
+                self._take_end(ref)
             self._take_progress()
             if not self._ends:
                 self._look_for_hangs()
@@ -181,24 +155,26 @@ class Incarnation:
         if not self._ends:
             self._recovered()  # also where no step was left to be done
 
-    def _take_end(self, ref: Any, who: str) -> None:
-        try:
-            end = ray.get(ref)
-        except ray.exceptions.RayError:
-            self._lost(who)
-            if not who.startswith("rank"):
-                self._pool.replace_byteps(_byteps_index(who))
-            return
+    def _take_end(self, ref: Any) -> None:
+        who, end = self._watched.pop(ref, ""), None
+        if not who:
+            who, end = self._servers.take(ref)
+        else:
+            with contextlib.suppress(ray.exceptions.RayError):
+                end = ray.get(ref)
+        if end is None:
+            return self._lost(who)
         status = end["status"]
         if who.startswith("rank") and status == 0:
             self._finished.add(int(who.split()[1]))
         elif status == 0 and not self._ends:
-            return  # a scheduler or server, once all ranks have left
+            return None  # a scheduler or server, once all ranks have left
         else:
             kind = KILLED if status is not None and status < 0 else FAILED
             self._ends.append(
                 End(who=who, kind=kind, at=end["at"], status=status, lines=end["lines"])
             )
+        return None
 
     def _lost(self, who: str) -> None:
         self._ends.append(End(who=who, kind=LOST, at=time.time()))
@@ -321,10 +297,10 @@ class Incarnation:
     # ----------------------------------------------------------------- ending
 
     def _stop(self) -> None:
-        """End every process; actors that do not answer are left to the pool."""
+        """End every rank, and servers that are in doubt; dead actors are left to the pool."""
         calls = [slot.actor.stop.remote() for slot in self._slots]
-        calls += [actor.stop.remote() for actor in self._pool.byteps]
         ray.wait(calls, num_returns=len(calls), timeout=_CALL_S)
+        self._servers.after(self._ends, self.steps)
 
 
 _LIMITS = {
@@ -333,11 +309,3 @@ _LIMITS = {
 }
 """By what was reported last: the limit of the next report."""
 _EXPECTED = {"start": "first step", "step": "further step", "save": "end of it"}
-
-
-def _byteps_name(index: int) -> str:
-    return "scheduler" if index == 0 else f"server {index - 1}"
-
-
-def _byteps_index(who: str) -> int:
-    return 0 if who == "scheduler" else int(who.split()[1]) + 1

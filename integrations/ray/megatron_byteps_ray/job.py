@@ -14,6 +14,7 @@ from .layout import Layout, option
 from .metrics import Metrics
 from .phases import Phases
 from .pool import JobError, Pool, Slot
+from .servers import Servers
 from .settings import Settings
 
 SCHEMA = 1
@@ -54,6 +55,7 @@ class Job:
         self.pool = pool or Pool(settings)
         self._metrics = Metrics(self._folder.name)
         self._secret = settings.secret()
+        self._servers = Servers(settings, self.pool, self._secret)
 
     def run(self) -> None:
         """Train to the end.
@@ -77,6 +79,7 @@ class Job:
                     return
                 self._after(failure, slots, steps)
         finally:
+            self._servers.stop()
             if self._owns_pool:
                 self.pool.close()
 
@@ -96,7 +99,7 @@ class Job:
         life = Incarnation(
             number=self._incarnation,
             settings=self._settings,
-            pool=self.pool,
+            servers=self._servers,
             slots=slots,
             arguments=self._arguments(),
             secret=self._secret,

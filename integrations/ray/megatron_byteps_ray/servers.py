@@ -1,0 +1,94 @@
+"""Scheduler and servers: they outlive ranks that fail, and take those that are started again."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from .failures import FAILED, LOST, End
+from .pool import Pool
+from .settings import Settings
+
+_CALL_S = 120.0
+_BLAMED = re.compile(r"\b(scheduler|server \d+)\b.*\bwas lost\b")
+
+
+class Servers:
+    """Those of a job, over all its incarnations. Not for several threads.
+
+    They run with ``--keep``, and are started anew only where a failure may have been theirs.
+    """
+
+    def __init__(self, settings: Settings, pool: Pool, secret: str) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._secret = secret
+        self._known: dict[str, str] = {}
+        self.watched: dict[Any, str] = {}
+        """Calls that return when a process has ended, and whose it is. `take` what has."""
+
+    def start(self, ranks: int) -> tuple[dict[str, str], End | None]:
+        """Start them, unless they run.
+
+        Returns:
+            what the ranks must know of them, and what kept them from starting.
+        """
+        if not self._pool.byteps:
+            return {}, None
+        refs = list(self.watched)
+        if refs and not ray.wait(refs, num_returns=1, timeout=0)[0]:
+            return {**self._known, "DMLC_NUM_WORKER": str(ranks)}, None
+        self.stop()
+        environment = self._settings.forwarded()
+        environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
+        self._known = {"DMLC_NUM_SERVER": str(len(self._pool.byteps) - 1)}
+        limit = self._settings.limits.start
+        for index, actor in enumerate(self._pool.byteps):
+            who = "scheduler" if index == 0 else f"server {index - 1}"
+            role = "scheduler" if index == 0 else "server"
+            own = {**environment, **self._known, "BYTEPS_KEEP": "1"}
+            try:
+                host, port = ray.get(actor.start.remote(role, own, limit), timeout=limit + _CALL_S)
+            except ray.exceptions.RayActorError:
+                self._pool.replace_byteps(index)
+                return {}, End(who=who, kind=LOST, at=time.time())
+            except ray.exceptions.RayError as error:
+                lines = str(error).splitlines()
+                return {}, End(who=who, kind=FAILED, at=time.time(), lines=lines)
+            if index == 0:
+                self._known |= {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)}
+            self.watched[actor.wait_end.remote()] = who
+        return {**self._known, "DMLC_NUM_WORKER": str(ranks)}, None
+
+    def take(self, ref: Any) -> tuple[str, dict[str, Any] | None]:
+        """Who has ended, and how; None: with its actor, which is replaced."""
+        who = self.watched.pop(ref)
+        try:
+            return who, ray.get(ref)
+        except ray.exceptions.RayError:
+            self._pool.replace_byteps(0 if who == "scheduler" else int(who.split()[1]) + 1)
+            return who, None
+
+    def after(self, ends: Sequence[End], steps: int) -> None:
+        """An incarnation has ended so, after so many steps: stop them unless they are above doubt.
+
+        They are where ranks failed by themselves, after a step. A machine that was lost may still
+        be a member of the job for them, and a server that hangs is named by the ranks.
+        """
+        doubted = any(end.rank is None or end.kind == LOST for end in ends) or any(
+            _BLAMED.search(line) for end in ends for line in end.lines
+        )
+        if doubted or not ends or not steps:
+            self.stop()
+
+    def stop(self) -> None:
+        """End them all, and wait for that; actors that do not answer are left to the pool."""
+        calls = [actor.stop.remote() for actor in self._pool.byteps]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=_CALL_S)
+        self.watched.clear()
+        self._known = {}
