@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
@@ -178,10 +179,24 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _begin() -> None:
-    """In the command's process, before the command."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-    end_with_parent()
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """A signal that would end this process does so when the block is over.
+
+    A mask would not do: another thread gets the signal then, and Python raises in the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # nothing is raised here
+        return
+    came: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _on_sigterm(number: int, _: object) -> None:
@@ -213,22 +228,21 @@ def run(
     words = [str(word) for word in command]
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with log.open("wb") as output, Progress(name, stream=stream, every_s=every_s) as progress:
-        # A signal that came before there is a process to end would leave the command behind.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         process = None
         at = 0
         try:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout or output,
-                stderr=output,
-                env=env,
-                # Ctrl-C comes to this process alone, which ends what it has started.
-                start_new_session=True,
-                preexec_fn=_begin,
-            )
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            # Else the command would be left behind, before there is a process to end.
+            with _signals_wait():
+                process = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout or output,
+                    stderr=output,
+                    env=env,
+                    # Ctrl-C comes to this process alone, which ends what it has started.
+                    start_new_session=True,
+                    preexec_fn=end_with_parent,
+                )
             while True:
                 try:
                     status = process.wait(0.1)
@@ -239,8 +253,8 @@ def run(
                     raise subprocess.TimeoutExpired(words, timeout_s or 0.0)
         finally:
             if process is not None and process.poll() is None:
-                _end(process)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                with _signals_wait():
+                    _end(process)
     return status
 
 

@@ -126,7 +126,7 @@ def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path) -> None:
 
 
 ENDED_WHILE_IT_STARTS = """
-import os, pathlib, signal, subprocess, sys, time
+import os, pathlib, signal, subprocess, sys, threading, time
 import progress
 
 class Popen(subprocess.Popen):
@@ -134,8 +134,11 @@ class Popen(subprocess.Popen):
         super().__init__(*args, **kwargs)
         while not pathlib.Path(sys.argv[1]).exists():
             time.sleep(0.01)
+        # Whichever thread gets it, the main one raises.
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
 
+threading.Thread(target=time.sleep, args=[600], daemon=True).start()
 progress.subprocess.Popen = Popen
 sys.exit(progress.main(sys.argv[2:]))
 """
