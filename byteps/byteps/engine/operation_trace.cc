@@ -10,7 +10,7 @@ namespace core {
 namespace {
 
 // A GPU that has not done its copies by then will not do them.
-constexpr auto kCopiesTake = std::chrono::seconds(1);
+constexpr auto kPatience = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -48,10 +48,17 @@ void OperationTrace::Slice(const Operation& operation, uint64_t index, int track
   tracer_->AddSlice(Traced(operation, index), track, name, begin, arrow);
 }
 
-void OperationTrace::BeginCopy(const Operation& operation) {
+void OperationTrace::Expect(const Operation& operation) {
   if (operation.times.empty()) return;
   ps::MutexLock lock(&mu_);
-  ++copies_;
+  ++expected_;
+}
+
+void OperationTrace::Told(const Operation& operation) {
+  if (operation.times.empty()) return;
+  ps::MutexLock lock(&mu_);
+  --expected_;
+  cond_.NotifyAll();
 }
 
 void OperationTrace::CopySlice(const Operation& operation, uint64_t index, bool to_host,
@@ -63,9 +70,7 @@ void OperationTrace::CopySlice(const Operation& operation, uint64_t index, bool 
   std::call_once(copies.made, [&] { copies.track = AddTrack(copies.name); });
   tracer_->AddSlice(Traced(operation, index), copies.track, "copy", std::max(enqueued, before),
                     TraceArrow::kNone);
-  ps::MutexLock lock(&mu_);
-  --copies_;
-  cond_.NotifyAll();
+  Told(operation);
 }
 
 void OperationTrace::Row(const Operation& operation, uint64_t index, int64_t done) {
@@ -89,7 +94,7 @@ void OperationTrace::Write() {
   if (!tracer_) return;
   {
     ps::MutexLock lock(&mu_);
-    cond_.WaitFor(&mu_, kCopiesTake, [this]() PS_REQUIRES(mu_) { return copies_ == 0; });
+    cond_.WaitFor(&mu_, kPatience, [this]() PS_REQUIRES(mu_) { return expected_ == 0; });
   }
   tracer_->Write(Role::kWorker, rank_);
 }

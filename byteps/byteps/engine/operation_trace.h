@@ -31,15 +31,31 @@ class OperationTrace {
   void Slice(const Operation& operation, uint64_t index, int track, const char* name, int64_t begin,
              TraceArrow arrow);
   // A copy begins, of which CopySlice will tell.
-  void BeginCopy(const Operation& operation);
+  void BeginCopy(const Operation& operation) { Expect(operation); }
   // A copy of one of the GPU's two directions, done now.  It began when it was enqueued, or when
   // the one before it was done.
   void CopySlice(const Operation& operation, uint64_t index, bool to_host, int64_t enqueued);
   // The whole way of a partition.  `done` is when its sum was there; 0: it failed.
   void Row(const Operation& operation, uint64_t index, int64_t done);
 
-  // Waits a little for copies that have begun, and writes the file.
+  // Waits a little for what has begun, and writes the file.
   void Write();
+
+  // While it lives, a slice is still to come: what it is of may be over before it is told.
+  class Pending {
+   public:
+    Pending(OperationTrace* trace, const Operation& operation)
+        : trace_(trace), operation_(operation) {
+      trace_->Expect(operation_);
+    }
+    ~Pending() { trace_->Told(operation_); }
+    Pending(const Pending&) = delete;
+    Pending& operator=(const Pending&) = delete;
+
+   private:
+    OperationTrace* const trace_;
+    const Operation& operation_;
+  };
 
  private:
   struct Copies {
@@ -50,6 +66,8 @@ class OperationTrace {
   };
 
   TracedPartition Traced(const Operation& operation, uint64_t index) const;
+  void Expect(const Operation& operation);
+  void Told(const Operation& operation);
 
   const std::unique_ptr<Tracer> tracer_;
   const int rank_;
@@ -57,8 +75,8 @@ class OperationTrace {
   Copies to_device_;
 
   ps::Mutex mu_;
-  ps::CondVar cond_;                   // a copy was done
-  int copies_ PS_GUARDED_BY(mu_) = 0;  // under way
+  ps::CondVar cond_;                     // something was told
+  int expected_ PS_GUARDED_BY(mu_) = 0;  // and not told yet
 };
 
 }  // namespace core

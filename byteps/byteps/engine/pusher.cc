@@ -156,6 +156,7 @@ void Pusher::Send(const Task& task, int track) {
                  << " bytes, priority " << operation.request.priority;
   context_->counters->pushed_partitions.Add();
   context_->counters->pushed_bytes.Add(task.bytes);
+  const OperationTrace::Pending pending(context_->trace.get(), operation);
   const bool sent = context_->channel->Send(&msg);
   context_->trace->Slice(operation, task.index, track, "push", now, TraceArrow::kBegins);
   if (!sent) task.operation->SetUnsent(task.server);
