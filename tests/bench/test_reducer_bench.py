@@ -21,6 +21,7 @@ def build_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_every_type_is_measured_and_right(
     build_in: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

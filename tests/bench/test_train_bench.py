@@ -130,6 +130,7 @@ def test_hosts_that_outnumber_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -
         gpus_of(0, 4)
 
 
+@pytest.mark.thorough
 def test_two_ranks_a_host(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

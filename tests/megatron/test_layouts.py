@@ -22,22 +22,30 @@ REPRESENTATIVE = (
     "dp2-do-overlap-acc2",
     "dp4-do-bf16-wire-acc2",
     "tp2-dp2-overlap",
-    "dp2-sent-as-bf16",
     "pp2-dp2-tied-acc2",
-    "pp2-vpp2-dp2-do-overlap",
     "ep2-dp4-overlap-acc2",
     "dp4-do-inst2-bf16-wire-overlap",
     "cp2-dp2-do-bf16-wire",
     "do-fp32-scatter",
-    "servers-dp4-bf16-wire",
-    "servers-pp2-vpp2-dp2-overlap-acc4",
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",
     "servers-ep2-tp2-etp1-dp2",
 )
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+THOROUGH = (
+    "dp2-sent-as-bf16",
+    "pp2-vpp2-dp2-do-overlap",
+    "servers-dp4-bf16-wire",
+    "servers-pp2-vpp2-dp2-overlap-acc4",
+)
+"""Those whose parts meet in others as well."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)],
+)
 def test_layout(fork_server: None, dataset: Dataset, run_dir: Path, name: str) -> None:
     (layout,) = by_name([name])
     report = check(layout, run_dir / name, dataset)
