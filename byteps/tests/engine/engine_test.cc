@@ -1,9 +1,12 @@
 // A worker over servers that a script plays, with a GPU that a thread plays.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <future>
 #include <map>
 #include <memory>
@@ -310,6 +313,29 @@ TEST(Declarations, OneNameIsOneTensor) {
 }
 
 // ---------------------------------------------------------------- failure
+
+// A loop is held up between sending a push and telling the timeline, and all ends meanwhile.
+TEST(Engine, ATimelineHasThePushesThatAreToldLate) {
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("timeline-" + std::to_string(getpid()));
+  Script script;
+  script.linger_ms = 200;
+  {
+    Job job(3, script,
+            {{"BYTEPS_TRACE_ON", "1"},
+             {"BYTEPS_TRACE_DIR", folder.string()},
+             {"BYTEPS_PARTITION_BYTES", "4096"}});
+    auto values = Values(3000, 1);  // three partitions
+    EXPECT_TRUE(job.worker.WaitFor(job.Start("x", &values), nullptr, kPatience));
+    job.worker.Stop(false);
+  }
+  std::ifstream file(folder / "byteps-worker-0.json");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  int pushes = 0;
+  for (size_t at = 0; (at = text.find("\"ph\":\"s\"", at)) != text.npos; ++at) ++pushes;
+  EXPECT_EQ(pushes, 3) << text;
+  std::filesystem::remove_all(folder);
+}
 
 TEST(Failure, OfOnePushEndsItsOperationAlone) {
   Job job(1);

@@ -60,6 +60,7 @@ bool FakeChannel::Send(ps::Message* message) {
   const int server = ServerOfMessage(*message);
   std::vector<Declaration> declared;
   std::string error;
+  int linger_ms = 0;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (closed_) return false;
@@ -68,6 +69,7 @@ bool FakeChannel::Send(ps::Message* message) {
       declarations_[server].push_back(declared);
     } else {
       pushes_.push_back({message->meta.key, server});
+      linger_ms = script_.linger_ms;
     }
     auto it = held_servers_.find(server);
     if (it == held_servers_.end()) it = held_servers_.find(-1);
@@ -85,6 +87,7 @@ bool FakeChannel::Send(ps::Message* message) {
     }
   }
   cond_.notify_all();
+  if (linger_ms > 0) std::this_thread::sleep_for(std::chrono::milliseconds(linger_ms));
   return true;
 }
 

@@ -30,6 +30,7 @@ struct Script {
   bool shuffled = false;   // whether requests are answered in a random order
   size_t chunk = 1 << 30;  // values are received in pieces of so many bytes
   int chunk_us = 0;        // and each takes so long
+  int linger_ms = 0;       // Send returns so long after the push has gone
   std::string refusal;     // of every declaration
   std::string failure;     // of every push
   bool drops_declarations = false;
