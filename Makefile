@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-hf setup-rl train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-rl rl-layouts test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup test-thorough setup-ray setup-hf setup-rl train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-rl rl-layouts test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -68,6 +68,13 @@ test: setup lint ## lint, then every test (or TESTS) but those of the targets be
 		$(PYTHON_ENV) tests/native.py --sanitize address >/dev/null; fi
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "not thorough and not on_rdma" \
 		$(PYTEST_ARGS) $(TESTS)
+
+THOROUGH := tests/unit tests/bench tests/chaos tests/megatron tests/multiproc -k "not slurm"
+
+test-thorough: setup ## longer runs, and more settings, of what make test tries
+	@$(PYTHON_ENV) tests/native.py >/dev/null
+	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "thorough and not on_rdma" \
+		$(PYTEST_ARGS) $(or $(TESTS),$(THOROUGH))
 
 # Left out: what needs a worker's processor time as it is, or bounds memory.
 WATCHED := tests/multiproc -k "not scale and not idle and not memory"
