@@ -91,6 +91,7 @@ def test_two_workers_and_a_server_on_emulated_hosts(run_dir: Path) -> None:
     assert "speed over that of gloo" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.requires("root")
 def test_plain_sockets_beside_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the user has on PYTHONPATH reaches the ranks: this file is imported at their start.
@@ -125,6 +126,7 @@ def test_a_missed_bar_is_an_exit_status(run_dir: Path) -> None:
     assert output.rstrip().endswith("MISS")
 
 
+@pytest.mark.thorough
 def test_a_job_that_torchrun_started(run_dir: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     status, output = run_tool(

@@ -39,8 +39,8 @@ def test_every_type_is_measured_and_right(
     ("right", "broken"),
     [
         ("wide[i] += E::Get(in, i)", "wide[i] -= E::Get(in, i)"),
-        ("? nan : rounded", "? nan : ~rounded"),
-        ("inverse = 1 / d", "inverse = 2 / d"),
+        pytest.param("? nan : rounded", "? nan : ~rounded", marks=pytest.mark.thorough),
+        pytest.param("inverse = 1 / d", "inverse = 2 / d", marks=pytest.mark.thorough),
     ],
     ids=["added", "rounded", "divided"],
 )

@@ -32,7 +32,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("saves", "resumes", "arguments"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("saves", "resumes", "arguments"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.thorough] if "sharded" in name else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_resume(
     train: Train,
     run_dir: Path,
@@ -69,8 +75,10 @@ def test_the_optimizer_on_the_servers_resumes(train: Train, run_dir: Path) -> No
 
 @pytest.mark.parametrize(
     ("saves", "resumes"),
-    [(SERVERS, (*MEGATRON, *SPLIT)), ((*MEGATRON, *SPLIT), SERVERS)],
-    ids=["from-servers", "to-servers"],
+    [
+        pytest.param(SERVERS, (*MEGATRON, *SPLIT), id="from-servers"),
+        pytest.param((*MEGATRON, *SPLIT), SERVERS, id="to-servers", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_optimizer_moves(
     run_job: Callable[..., Job],
