@@ -24,6 +24,7 @@ from pathlib import Path
 from children import Spawned, end_all, last_lines
 from progress import Progress
 from trainkit import rl_report
+from trainkit.arguments import positive
 from trainkit.job import JobError
 from trainkit.rl_report import Outcome
 
@@ -35,13 +36,6 @@ RISE = 0.25
 LIMIT_S = 3600.0
 _POLL_S = 0.5
 _GRACE_S = 20.0
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 import prepare_data
 from progress import Progress
 from trainkit import hf
+from trainkit.arguments import positive
 from trainkit.job import Job, JobError, Record
 from trainkit.report import Result, draw, largest_difference, same_parameters, table, write_json
 
@@ -66,13 +67,6 @@ WITHOUT_TRANSFORMER_ENGINE = """
     --transformer-impl local --attention-backend unfused --no-persist-layer-norm
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion
 """.split()  # noqa: SIM905
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
