@@ -73,8 +73,8 @@ class Report:
         return SENT_AS_BF16_TOLERANCE if self.layout.wire else LOSS_TOLERANCE[self.layout.dtype]
 
 
-def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
-    """Hold two runs of a layout, rank by rank, against each other and against exact sums."""
+def begin_report(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
+    """What was summed among whom; with misses if the two runs are not of one shape."""
     report = Report(layout=layout)
     check_shape(report, ours, theirs)
     if report.misses:
@@ -83,7 +83,14 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
     distinct = {(s.members, name) for sums in first for name, s in sums.items()}
     report.buckets = len(distinct)
     report.groups = sorted({len(members) for members, _ in distinct})
+    return report
 
+
+def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
+    """Hold two runs of a layout, rank by rank, against each other and against exact sums."""
+    report = begin_report(layout, ours, theirs)
+    if report.misses:
+        return report
     wire = torch.bfloat16 if layout.wire else None
     together = layout.per_host if layout.route == "node-first" else 1
     report.ours, report.theirs = errors(ours, wire, together), errors(theirs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .compare import Report, check_first_step, check_losses, check_shape
+from .compare import Report, begin_report, check_first_step, check_losses
 from .layouts import Layout
 from .seen import RankSeen
 
@@ -45,14 +45,9 @@ def tolerance(report: Report) -> float:
 
 def compare_updates(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
     """Hold a run with the optimizer on the servers against Megatron's own."""
-    report = Report(layout=layout)
-    check_shape(report, ours, theirs)
+    report = begin_report(layout, ours, theirs)
     if report.misses:
         return report
-    first = [seen.steps[0].sums for seen in ours]
-    distinct = {(s.members, name) for sums in first for name, s in sums.items()}
-    report.buckets = len(distinct)
-    report.groups = sorted({len(members) for members, _ in distinct})
     check_first_step(report, ours, theirs)
     check_losses(report, ours, theirs)
     limit = tolerance(report)
