@@ -11,7 +11,6 @@ Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is sh
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "Megatron-LM"
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("bench", "scripts", "integrations/hf"))]
 
+from benchkit.cells import put_cells  # noqa: E402
 from hfkit.layouts import by_name  # noqa: E402
 from hfkit.runs import PROGRAMS, Outcome, compare  # noqa: E402
 from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
@@ -28,7 +28,6 @@ from paritykit.forked import JobFailed, start_fork_server  # noqa: E402
 from progress import Progress  # noqa: E402
 
 BEGIN = "<!-- made by `make hf-layouts MARKDOWN=docs/huggingface.md`; not to be edited by hand -->"
-END = "<!-- end -->"
 HEAD = [
     "| layout | model | trained | HF → Megatron → HF | BytePS and all-reduce | transformers | "
     "peft | sent, of what ranks share |",
@@ -47,23 +46,15 @@ def row(name: str, model: str, outcome: Outcome, *, lora: bool) -> str:
 
 
 def put(markdown: Path, lines: Sequence[str]) -> None:
-    """Write these lines of the table between its two marks, and keep those of other layouts."""
-    before, begin, rest = markdown.read_text(encoding="utf-8").partition(BEGIN)
-    table, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"error: {markdown} has no place for the table ({BEGIN})")
-    cells = {_key(line): line for line in [*table.splitlines(), *lines] if line.startswith("| ")}
-    known = [(layout.name, lora) for layout in by_name([]) for lora in (False, True)]
-    rows = [cells[key] for key in known if key in cells]
-    machine = f"Run on the CPU of {platform.system()} {platform.machine()}."
-    text = "\n".join(["", machine, "", *HEAD, *rows, ""])
-    markdown.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-
-
-def _key(line: str) -> tuple[str, bool]:
-    """The layout of a line, and whether adapters are trained."""
-    layout, _, trained = [cell.strip() for cell in line.split("|")][1:4]
-    return layout, trained.startswith("adapters")
+    """Write these lines of the table into the document."""
+    put_cells(
+        markdown,
+        lines,
+        begin=BEGIN,
+        head=HEAD,
+        known=[(layout.name, lora) for layout in by_name([]) for lora in (False, True)],
+        key_of=lambda columns: (columns[0], columns[2].startswith("adapters")),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from megatron_byteps_rl.cpu_environment import ENVIRONMENT  # noqa: E402
 # Before verl is imported, here or in the fork server.
 os.environ.update(ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
+from benchkit.cells import put_cells  # noqa: E402
 from paritykit.forked import JobFailed, start_fork_server  # noqa: E402
 from progress import Progress  # noqa: E402
 from rlkit.layouts import Layout, by_name  # noqa: E402
@@ -35,7 +35,6 @@ from rlkit.runs import PROGRAMS, Outcome, compare  # noqa: E402
 
 ALGORITHMS = ("grpo", "ppo")
 BEGIN = "<!-- made by `make rl-layouts MARKDOWN=docs/rl.md`; not to be edited by hand -->"
-END = "<!-- end -->"
 HEAD = [
     "| layout of training | layout of the rollout | algorithm | actor | critic | sums a step | "
     "rollout and training |",
@@ -53,27 +52,15 @@ def row(layout: Layout, algorithm: str, outcome: Outcome) -> str:
 
 
 def put(markdown: Path, lines: Sequence[str]) -> None:
-    """Write these lines of the table between its two marks, and keep those of other layouts.
-
-    Raises:
-        SystemExit: the document has no place for it.
-    """
-    before, begin, rest = markdown.read_text(encoding="utf-8").partition(BEGIN)
-    table, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"error: {markdown} has no place for the table ({BEGIN})")
-    machine = f"Run on the CPU of {platform.system()} {platform.machine()}."
-    cells = {_key(line): line for line in [*table.splitlines(), *lines] if line.startswith("| ")}
-    known = [(layout.name, a.upper()) for layout in by_name([]) for a in ALGORITHMS]
-    rows = [cells[key] for key in known if key in cells]
-    text = "\n".join(["", machine, "", *HEAD, *rows, ""])
-    markdown.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-
-
-def _key(line: str) -> tuple[str, str]:
-    """Layout and algorithm of a line."""
-    cells = [cell.strip() for cell in line.split("|")]
-    return cells[1], cells[3]
+    """Write these lines of the table into the document."""
+    put_cells(
+        markdown,
+        lines,
+        begin=BEGIN,
+        head=HEAD,
+        known=[(layout.name, a.upper()) for layout in by_name([]) for a in ALGORITHMS],
+        key_of=lambda columns: (columns[0], columns[2]),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,43 @@
+"""A table in a document, of which each line is a cell that was run, now or before."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+
+END = "<!-- end -->"
+
+
+def put_cells(
+    markdown: Path,
+    lines: Sequence[str],
+    *,
+    begin: str,
+    head: Sequence[str],
+    known: Sequence[Hashable],
+    key_of: Callable[[list[str]], Hashable],
+) -> None:
+    """Write these lines of the table between its two marks, and keep the other cells' lines.
+
+    Args:
+        begin: the mark before the table; after it stands END.
+        head: the table's first two lines.
+        known: the keys of all cells, in their order.
+        key_of: which cell a line is of, from its columns.
+
+    Raises:
+        SystemExit: the document has no place for it.
+    """
+    before, found, rest = markdown.read_text(encoding="utf-8").partition(begin)
+    table, end, after = rest.partition(END)
+    if not (found and end):
+        raise SystemExit(f"error: {markdown} has no place for the table ({begin})")
+    rows = {
+        key_of([column.strip() for column in line.split("|")][1:-1]): line
+        for line in [*table.splitlines(), *lines]
+        if line.startswith("| ")
+    }
+    machine = f"Run on the CPU of {platform.system()} {platform.machine()}."
+    text = "\n".join(["", machine, "", *head, *(rows[key] for key in known if key in rows), ""])
+    markdown.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
