@@ -419,7 +419,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
       link->established = true;
       return;
     case RDMA_CM_EVENT_REJECTED:
-      // A peer that has thought better of it.
+      // The peer broke it before it knew that it was whole.
       if (link->established) return OnDisconnected(link);
       return OnRejected(link, event);
     case RDMA_CM_EVENT_ADDR_ERROR:
