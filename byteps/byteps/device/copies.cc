@@ -1,5 +1,6 @@
 #include "byteps/device/copies.h"
 
+#include <chrono>
 #include <iterator>
 #include <utility>
 
@@ -9,6 +10,8 @@ namespace {
 
 // Callers' streams that have a stream of their own for calls; further ones share these.
 constexpr size_t kMaxCallers = 32;
+// A short copy takes some 10 us; a call by the driver comes 40 us after it.
+constexpr std::chrono::microseconds kAwaited(50);
 
 }  // namespace
 
@@ -47,7 +50,7 @@ DeviceCopies* DeviceCopies::Of(int device) {
 
 DeviceCopies::DeviceCopies(int device) : device_(device), events_(std::make_shared<Events>()) {
   const CurrentDevice current(device);
-  for (Lane* lane : {&to_host_, &to_device_}) {
+  for (Lane* lane : {&to_host_, &few_to_host_, &to_device_}) {
     lane->work = MakeStream();
     lane->calls = MakeStream();
   }
@@ -96,6 +99,20 @@ void DeviceCopies::ToHost(void* host, const void* device, size_t bytes,
   const CurrentDevice current(device_);
   CopyToHost(host, device, bytes, to_host_.work);
   CallFrom(to_host_.calls, to_host_.work, std::move(then));
+}
+
+bool DeviceCopies::FewToHost(void* host, const void* device, size_t bytes,
+                             std::function<void()> then) {
+  const CurrentDevice current(device_);
+  CopyToHost(host, device, bytes, few_to_host_.work);
+  const DeviceMoment copied = MomentOf(few_to_host_.work);
+  const auto end = std::chrono::steady_clock::now() + kAwaited;
+  do {
+    if (IsDone(copied)) return true;
+  } while (std::chrono::steady_clock::now() < end);
+  WaitForEvent(few_to_host_.calls, copied.get());
+  CallWhenDone(few_to_host_.calls, std::move(then));
+  return false;
 }
 
 void DeviceCopies::ToDevice(void* device, const void* host, size_t bytes,

@@ -44,6 +44,10 @@ class DeviceCopies {
 
   // Enqueue a copy and call `then` when it is done.
   void ToHost(void* host, const void* device, size_t bytes, std::function<void()> then);
+  // Copies so few bytes that this thread awaits it, which takes a fraction of the time until the
+  // driver calls.  True: it is done, and nothing is called.  False: the device had other work, and
+  // calls `then`.
+  bool FewToHost(void* host, const void* device, size_t bytes, std::function<void()> then);
   void ToDevice(void* device, const void* host, size_t bytes, std::function<void()> then);
   // All copies to the device so far.
   DeviceMoment CopiedToDevice();
@@ -66,6 +70,7 @@ class DeviceCopies {
   const int device_;
   const std::shared_ptr<Events> events_;
   Lane to_host_;
+  Lane few_to_host_;  // they do not wait for long copies
   Lane to_device_;
   ps::Mutex mu_;
   std::map<DeviceStream, DeviceStream> callers_ PS_GUARDED_BY(mu_);

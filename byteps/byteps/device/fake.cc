@@ -25,8 +25,34 @@ thread_local int current_device = 0;
 thread_local std::vector<int> devices_before;  // of the scopes that are open
 thread_local bool in_callback = false;
 std::atomic<bool> broken{false};
-ps::Mutex copies_mu;
-Done copies_to_device PS_GUARDED_BY(copies_mu);  // they wait for this; invalid: for nothing
+
+// What copies of one direction wait for.
+class Gate {
+ public:
+  std::shared_ptr<std::promise<void>> Hold() {
+    auto promise = std::make_shared<std::promise<void>>();
+    ps::MutexLock lock(&mu_);
+    released_ = promise->get_future().share();
+    return promise;
+  }
+
+  void Await() {
+    Done released;
+    {
+      ps::MutexLock lock(&mu_);
+      released = released_;
+    }
+    if (released.valid()) released.wait();
+  }
+
+ private:
+  ps::Mutex mu_;
+  Done released_ PS_GUARDED_BY(mu_);  // invalid: they wait for nothing
+};
+
+// Never destroyed: streams' threads use them to the end.
+Gate& to_device = *new Gate;
+Gate& to_host = *new Gate;
 
 class Stream {
  public:
@@ -109,8 +135,11 @@ void DemandPinned(const void* memory, size_t bytes) {
   if (begin + bytes > slab->first + slab->second) throw Error("the host memory is not pinned");
 }
 
-void Copy(void* to, const void* from, size_t bytes, DeviceStream stream) {
-  Of(stream)->Enqueue([to, from, bytes] { memcpy(to, from, bytes); });
+void Copy(void* to, const void* from, size_t bytes, DeviceStream stream, Gate* gate) {
+  Of(stream)->Enqueue([to, from, bytes, gate] {
+    gate->Await();
+    memcpy(to, from, bytes);
+  });
 }
 
 }  // namespace
@@ -166,21 +195,13 @@ void WaitForEvent(DeviceStream stream, DeviceEvent event) {
 void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream) {
   Enter();
   DemandPinned(host, bytes);
-  Copy(host, device, bytes, stream);
+  Copy(host, device, bytes, stream, &to_host);
 }
 
 void CopyToDevice(void* device, const void* host, size_t bytes, DeviceStream stream) {
   Enter();
   DemandPinned(host, bytes);
-  Of(stream)->Enqueue([] {
-    Done released;
-    {
-      ps::MutexLock lock(&copies_mu);
-      released = copies_to_device;
-    }
-    if (released.valid()) released.wait();
-  });
-  Copy(device, host, bytes, stream);
+  Copy(device, host, bytes, stream, &to_device);
 }
 
 void CallWhenDone(DeviceStream stream, std::function<void()> then) {
@@ -210,12 +231,8 @@ std::shared_ptr<std::promise<void>> Hold(DeviceStream stream) {
   return promise;
 }
 
-std::shared_ptr<std::promise<void>> HoldCopiesToDevice() {
-  auto promise = std::make_shared<std::promise<void>>();
-  ps::MutexLock lock(&copies_mu);
-  copies_to_device = promise->get_future().share();
-  return promise;
-}
+std::shared_ptr<std::promise<void>> HoldCopiesToDevice() { return to_device.Hold(); }
+std::shared_ptr<std::promise<void>> HoldCopiesToHost() { return to_host.Hold(); }
 
 void Synchronize(DeviceStream stream) {
   auto promise = std::make_shared<std::promise<void>>();

@@ -17,8 +17,9 @@ namespace fake {
 
 // A stream does nothing more until the result's value is set.
 std::shared_ptr<std::promise<void>> Hold(DeviceStream stream);
-// No copy to a device is made until the result's value is set.
+// No copy to a device, or to the host, is made until the result's value is set.
 std::shared_ptr<std::promise<void>> HoldCopiesToDevice();
+std::shared_ptr<std::promise<void>> HoldCopiesToHost();
 // Blocks until a stream has done all its work.
 void Synchronize(DeviceStream stream);
 // The calling thread's.

@@ -12,9 +12,10 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Values of at most so many bytes are copied by the thread that received them: waking another
-// one would take longer.
-constexpr uint64_t kCopiedByReceiver = 64 << 10;
+// Values of at most so many bytes are copied, or given to the GPU, by the thread that received
+// them: waking another one would take longer.  It does no more of that, so that it goes on
+// receiving where a driver is slow.
+constexpr uint64_t kFew = 64 << 10;
 
 }  // namespace
 
@@ -88,7 +89,7 @@ void Puller::OnSum(ps::Message* msg, Request request) {
     arrived.values = std::move(msg->data[0]);
     arrived.request.block.reset();
   }
-  if (bytes == 0 || (!on_gpu && (landed || bytes <= kCopiedByReceiver))) {
+  if (bytes <= kFew || (landed && !on_gpu)) {
     Handle(&arrived, receive_track_);
   } else {
     queue_->Push(std::move(arrived));

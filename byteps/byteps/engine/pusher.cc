@@ -13,8 +13,9 @@ namespace core {
 namespace {
 
 // A partition of at most so many bytes is sent by whoever calls push_pull, where nothing of
-// higher priority waits: waking another thread would take longer.
-constexpr uint64_t kSentByCaller = 64 << 10;
+// higher priority waits: waking another thread would take longer.  If it is on a GPU, whoever sends
+// it awaits its copy.
+constexpr uint64_t kFew = 64 << 10;
 
 std::vector<Task> TasksOf(const OperationPtr& operation) {
   const Plan::Layout& layout = operation->tensor->layout;
@@ -54,7 +55,7 @@ void Pusher::Add(const OperationPtr& operation) {
     return;
   }
   MarkReady(operation);
-  if (operation->on_gpu() || tasks.size() > 1 || tasks.front().bytes > kSentByCaller) {
+  if (tasks.size() > 1 || tasks.front().bytes > kFew) {
     return context_->scheduler->Add(priority, std::move(tasks));
   }
   if (context_->scheduler->AddOrTake(priority, tasks.front())) {
@@ -77,9 +78,9 @@ void Pusher::Advance(Task task, int track) {
     if (!operation->on_gpu() || task.bytes == 0 || task.stage == Task::kSend) {
       Send(task, track);
     } else if (task.stage == Task::kTake) {
-      PrepareFromDevice(std::move(task));
+      PrepareFromDevice(std::move(task), track);
     } else {
-      StartCopy(std::move(task));
+      StartCopy(std::move(task), track);
     }
   } catch (const Error& e) {
     context_->trace->Row(*operation, task.index, 0);
@@ -90,7 +91,7 @@ void Pusher::Advance(Task task, int track) {
 
 void Pusher::Drop(const Task& task) { context_->scheduler->Return(task.server, task.bytes); }
 
-void Pusher::PrepareFromDevice(Task task) {
+void Pusher::PrepareFromDevice(Task task, int track) {
   task.stage = Task::kCopy;
   task.block =
       context_->pool()->TakeOrCall(task.bytes, [task, scheduler = context_->scheduler](auto block) {
@@ -98,10 +99,10 @@ void Pusher::PrepareFromDevice(Task task) {
         ready.block = std::move(block);
         scheduler->Resume(std::move(ready));
       });
-  if (task.block) StartCopy(std::move(task));
+  if (task.block) StartCopy(std::move(task), track);
 }
 
-void Pusher::StartCopy(Task task) {
+void Pusher::StartCopy(Task task, int track) {
   const Operation& operation = *task.operation;
   const char* source =
       static_cast<const char*>(operation.request.input) + operation.Sent(task.index).offset;
@@ -110,19 +111,25 @@ void Pusher::StartCopy(Task task) {
   task.stage = Task::kSend;
   const int64_t enqueued = SteadyNs();
   context_->trace->BeginCopy(operation);
-  auto then = [task, enqueued, scheduler = context_->scheduler, trace = context_->trace] {
+  const auto copied = [task, enqueued, trace = context_->trace] {
     if (PartitionTimes* times = task.times()) times->copied = SteadyNs();
     trace->CopySlice(*task.operation, task.index, true, enqueued);
+  };
+  auto then = [task, copied, scheduler = context_->scheduler] {
+    copied();
     scheduler->Resume(task);
   };
+  DeviceCopies* const copies = DeviceCopies::Of(operation.request.tensor.device);
   try {
-    DeviceCopies::Of(operation.request.tensor.device)
-        ->ToHost(target, source, bytes, std::move(then));
+    if (bytes > kFew) return copies->ToHost(target, source, bytes, std::move(then));
+    if (!copies->FewToHost(target, source, bytes, std::move(then))) return;
   } catch (const Error&) {
     // The device may have taken the copy, and still write here: nobody gets this block again.
     (void)new PinnedBlock(task.block);
     throw;
   }
+  copied();
+  Send(task, track);
 }
 
 void Pusher::Send(const Task& task, int track) {

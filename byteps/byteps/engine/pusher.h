@@ -31,8 +31,8 @@ class Pusher {
  private:
   // Takes a task one or more stages further.  Never throws: the operation fails instead.
   void Advance(Task task, int track);
-  void PrepareFromDevice(Task task);
-  void StartCopy(Task task);
+  void PrepareFromDevice(Task task, int track);
+  void StartCopy(Task task, int track);
   void Send(const Task& task, int track);
   void Drop(const Task& task);
 
