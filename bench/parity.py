@@ -55,8 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="cuda: over NCCL; hosts of more ranks than there are GPUs are skipped "
-        "(default: %(default)s)",
+        help="cuda: over NCCL; ranks that outnumber the GPUs share them (default: %(default)s)",
     )
     parser.add_argument(
         "--jobs", type=positive, default=1, metavar="N", help="layouts at once (default: 1)"
@@ -89,21 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     from paritykit.platforms import PLATFORMS
 
-    skipped = []
     if options.device == "cuda":
         from benchkit import gpus
 
-        there = gpus.count_gpus()
-        if not there:
+        if not gpus.count_gpus():
             print("parity.py: --device cuda needs a GPU, and torch sees none", file=sys.stderr)
             return 1
-        skipped = [layout for layout in layouts if layout.per_host > there]
-        layouts = [layout for layout in layouts if layout.per_host <= there]
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         folder = options.keep or Path(scratch)
         platform = PLATFORMS[options.device]
         reports = compare_all(layouts, folder, platform, options.jobs, options.budget)
-    tell(reports, skipped, options.markdown, options.device)
+    tell(reports, options.markdown, options.device)
     compared = {report.layout.name for report in reports}
     missing = [layout.name for layout in layouts if layout.name not in compared]
     if missing:
@@ -166,17 +161,14 @@ def compare_one(
     return report
 
 
-def tell(reports: list[Report], skipped: list[Layout], markdown: Path | None, device: str) -> None:
+def tell(reports: list[Report], markdown: Path | None, device: str) -> None:
     """Print the table, and write the document of this kind of device where one is asked for."""
     from paritykit import report as text
 
     if reports:
         print("\n" + text.summary(reports))
-    for layout in skipped:
-        print(f"{layout.name}: skipped, needs {layout.per_host} GPUs")
     if markdown is not None:
-        on_gpus = text.markdown_on_gpus
-        document = on_gpus(reports, skipped) if device == "cuda" else text.markdown(reports)
+        document = (text.markdown_on_gpus if device == "cuda" else text.markdown)(reports)
         markdown.parent.mkdir(parents=True, exist_ok=True)
         markdown.write_text(document, encoding="utf-8")
 

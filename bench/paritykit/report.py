@@ -89,9 +89,12 @@ _METHOD_ON_GPUS = """# Correctness on GPUs
 
 The comparison of [correctness.md](correctness.md), with the same requirements, on {machine}:
 all-reduce is NCCL's ring, and BytePS copies gradients to servers on the host. Ranks of a host have
-a GPU each; hosts share them, and so do ranks of one a host where they outnumber the GPUs.
-Without Transformer Engine and Apex, and with PyTorch's deterministic kernels, so that two
-runs may be held against each other bit by bit.
+a GPU each where there are as many; hosts share GPUs, and so do ranks that outnumber them, which
+NCCL then takes to be on several machines. Without Transformer Engine and Apex, and with PyTorch's
+deterministic kernels, so that two runs may be held against each other bit by bit.
+"""
+
+_SERVERS_ON_GPUS = """`--dpu-optimizer` against Megatron's own optimizer over all-reduce:
 """
 
 
@@ -210,12 +213,15 @@ def _about_servers(reports: Sequence[Report]) -> list[str]:
     return [_SERVERS, *_pipes([_SERVERS_HEAD, *map(servers_cells, reports)]), ""]
 
 
-def markdown_on_gpus(reports: Sequence[Report], skipped: Sequence[Layout]) -> str:
+def markdown_on_gpus(reports: Sequence[Report]) -> str:
     """A page about the machine that it is written on."""
-    names = [f"{one.name} ({one.per_host})" for one in skipped]
-    parts = [_METHOD_ON_GPUS.format(machine=_gpus()), *_pipes([_HEAD, *map(cells, reports)]), ""]
-    if names:
-        parts += [f"Skipped, with the number of GPUs they need: {', '.join(names)}.", ""]
+    summed = [report for report in reports if not report.layout.servers]
+    updated = [report for report in reports if report.layout.servers]
+    parts = [_METHOD_ON_GPUS.format(machine=_gpus())]
+    if summed:
+        parts += [*_pipes([_HEAD, *map(cells, summed)]), ""]
+    if updated:
+        parts += [_SERVERS_ON_GPUS, *_pipes([_SERVERS_HEAD, *map(servers_cells, updated)]), ""]
     return "\n".join(parts)
 
 
