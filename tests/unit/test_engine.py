@@ -9,6 +9,7 @@ import native
 import pytest
 
 SUITES = (
+    "CopyQueue",
     "DeclarationList",
     "Declarations",
     "DeviceCopies",

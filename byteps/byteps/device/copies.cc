@@ -94,17 +94,21 @@ void DeviceCopies::CallFrom(DeviceStream calls, DeviceStream work, std::function
   CallWhenDone(calls, std::move(then));
 }
 
-void DeviceCopies::ToHost(void* host, const void* device, size_t bytes,
-                          std::function<void()> then) {
+void DeviceCopies::ToHost(const std::vector<Copy>& copies, std::function<void()> then) {
   const CurrentDevice current(device_);
-  CopyToHost(host, device, bytes, to_host_.work);
+  for (const Copy& copy : copies) CopyToHost(copy.to, copy.from, copy.bytes, to_host_.work);
   CallFrom(to_host_.calls, to_host_.work, std::move(then));
 }
 
-bool DeviceCopies::FewToHost(void* host, const void* device, size_t bytes,
-                             std::function<void()> then) {
+void DeviceCopies::ToDevice(const std::vector<Copy>& copies, std::function<void()> then) {
   const CurrentDevice current(device_);
-  CopyToHost(host, device, bytes, few_to_host_.work);
+  for (const Copy& copy : copies) CopyToDevice(copy.to, copy.from, copy.bytes, to_device_.work);
+  CallFrom(to_device_.calls, to_device_.work, std::move(then));
+}
+
+bool DeviceCopies::FewToHost(const Copy& copy, std::function<void()> then) {
+  const CurrentDevice current(device_);
+  CopyToHost(copy.to, copy.from, copy.bytes, few_to_host_.work);
   const DeviceMoment copied = MomentOf(few_to_host_.work);
   const auto end = std::chrono::steady_clock::now() + kAwaited;
   do {
@@ -113,13 +117,6 @@ bool DeviceCopies::FewToHost(void* host, const void* device, size_t bytes,
   WaitForEvent(few_to_host_.calls, copied.get());
   CallWhenDone(few_to_host_.calls, std::move(then));
   return false;
-}
-
-void DeviceCopies::ToDevice(void* device, const void* host, size_t bytes,
-                            std::function<void()> then) {
-  const CurrentDevice current(device_);
-  CopyToDevice(device, host, bytes, to_device_.work);
-  CallFrom(to_device_.calls, to_device_.work, std::move(then));
 }
 
 DeviceMoment DeviceCopies::CopiedToDevice() {

@@ -25,6 +25,13 @@ namespace core {
 // inside a callback of the driver's, where no event may be destroyed.
 using DeviceMoment = std::shared_ptr<void>;
 
+// What is copied: one end is on the device, the other in pinned memory.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
 // Any thread may call anything.  Each function throws Error when the device fails.
 // Callbacks are as CallWhenDone has them: on the driver's thread, not to block.
 class DeviceCopies {
@@ -42,13 +49,13 @@ class DeviceCopies {
   // Calls `then` when all that `stream` was given before `moment` is done.
   void CallAfter(const DeviceMoment& moment, DeviceStream stream, std::function<void()> then);
 
-  // Enqueue a copy and call `then` when it is done.
-  void ToHost(void* host, const void* device, size_t bytes, std::function<void()> then);
+  // Enqueue copies and call `then` when all are done.
+  void ToHost(const std::vector<Copy>& copies, std::function<void()> then);
+  void ToDevice(const std::vector<Copy>& copies, std::function<void()> then);
   // Copies so few bytes that this thread awaits it, which takes a fraction of the time until the
   // driver calls.  True: it is done, and nothing is called.  False: the device had other work, and
   // calls `then`.
-  bool FewToHost(void* host, const void* device, size_t bytes, std::function<void()> then);
-  void ToDevice(void* device, const void* host, size_t bytes, std::function<void()> then);
+  bool FewToHost(const Copy& copy, std::function<void()> then);
   // All copies to the device so far.
   DeviceMoment CopiedToDevice();
   // What the caller's `stream` is given from now on waits for `moment`.

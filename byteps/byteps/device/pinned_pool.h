@@ -31,6 +31,9 @@ namespace core {
 // Who drops the last copy gives it back; any thread may, also the driver's.
 using PinnedBlock = std::shared_ptr<char>;
 
+// Nobody gets this block again: a device that failed may have taken a copy, and still use it.
+inline void Keep(const PinnedBlock& block) { (void)new PinnedBlock(block); }
+
 // Any thread may call anything.
 class PinnedPool {
  public:

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "byteps/cluster/channel.h"
+#include "byteps/device/copy_queue.h"
 #include "byteps/device/pinned_pool.h"
 #include "byteps/engine/operation_trace.h"
 #include "byteps/engine/operations.h"
@@ -34,6 +35,7 @@ struct Context {
   WorkerCounters* const counters;
   Operations operations;
   Requests requests;
+  CopyQueues copies;
   // Shared with callbacks of the device's and of the transport's, which may outlive the engine.
   const std::shared_ptr<PushScheduler> scheduler;
   const std::shared_ptr<OperationTrace> trace;

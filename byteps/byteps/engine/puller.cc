@@ -162,31 +162,41 @@ void Puller::MoveToDevice(Arrived* arrived, int track) {
     memcpy(request.block.get(), arrived->values.data(), arrived->values.size());
     context_->counters->copied_bytes.Add(arrived->values.size());
   }
-  Operation& operation = *request.operation;
-  if (!operation.BeginWriting()) return;  // it failed meanwhile
-  try {
-    EnqueueCopy(request, track);
-  } catch (const Error& e) {
-    // The device may have taken the copy, and still read here: nobody gets this block again.
-    (void)new PinnedBlock(request.block);
-    Fail(request, e.what());
-  }
-  operation.EndWriting();
+  if (request.operation->BeginWriting()) EnqueueCopy(request, track);  // else it failed meanwhile
 }
 
 void Puller::EnqueueCopy(const Request& request, int track) {
   Operation& operation = *request.operation;
-  DeviceCopies* const copies = DeviceCopies::Of(operation.request.tensor.device);
+  const Copy copy = {operation.Target(request.index), request.block.get(),
+                     operation.Wanted(request.index).bytes};
   const int64_t enqueued = SteadyNs();
   const auto& trace = context_->trace;
   trace->BeginCopy(operation);
-  copies->ToDevice(operation.Target(request.index), request.block.get(),
-                   operation.Wanted(request.index).bytes, [request, enqueued, trace] {
-                     trace->Row(*request.operation, request.index, SteadyNs());
-                     trace->CopySlice(*request.operation, request.index, false, enqueued);
-                   });
-  trace->Slice(operation, request.index, track, "pull", enqueued, TraceArrow::kEnds);
-  Count(request.operation);
+  auto begun = [this, request, track, enqueued](const std::string& error) {
+    if (error.empty()) {
+      Begun(request, track, enqueued);
+    } else {
+      Keep(request.block);
+      Fail(request, error);
+    }
+    request.operation->EndWriting();
+  };
+  auto done = [request, enqueued, trace] {
+    trace->Row(*request.operation, request.index, SteadyNs());
+    trace->CopySlice(*request.operation, request.index, false, enqueued);
+  };
+  context_->copies.Of(operation.request.tensor.device, CopyDirection::kToDevice)
+      ->Add({copy, std::move(begun), std::move(done)});
+}
+
+void Puller::Begun(const Request& request, int track, int64_t enqueued) {
+  context_->trace->Slice(*request.operation, request.index, track, "pull", enqueued,
+                         TraceArrow::kEnds);
+  try {
+    Count(request.operation);
+  } catch (const Error& e) {
+    Fail(request, e.what());
+  }
 }
 
 }  // namespace core

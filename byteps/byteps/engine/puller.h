@@ -47,6 +47,8 @@ class Puller {
   // Of a tensor on a GPU: once there is pinned memory, enqueues the copy from there.
   void MoveToDevice(Arrived* arrived, int track);
   void EnqueueCopy(const Request& request, int track);
+  // That a copy to the GPU has been enqueued.
+  void Begun(const Request& request, int track, int64_t enqueued);
   // That a partition is through; ends the operation behind its last one.  Throws Error.
   void Count(const OperationPtr& operation);
 

@@ -78,15 +78,19 @@ void Pusher::Advance(Task task, int track) {
     if (!operation->on_gpu() || task.bytes == 0 || task.stage == Task::kSend) {
       Send(task, track);
     } else if (task.stage == Task::kTake) {
-      PrepareFromDevice(std::move(task), track);
+      PrepareFromDevice(task, track);
     } else {
-      StartCopy(std::move(task), track);
+      StartCopy(task, track);
     }
   } catch (const Error& e) {
-    context_->trace->Row(*operation, task.index, 0);
-    context_->operations.Fail(operation, e.what());
-    Drop(task);
+    Fail(task, e.what());
   }
+}
+
+void Pusher::Fail(const Task& task, const std::string& error) {
+  context_->trace->Row(*task.operation, task.index, 0);
+  context_->operations.Fail(task.operation, error);
+  Drop(task);
 }
 
 void Pusher::Drop(const Task& task) { context_->scheduler->Return(task.server, task.bytes); }
@@ -106,8 +110,8 @@ void Pusher::StartCopy(Task task, int track) {
   const Operation& operation = *task.operation;
   const char* source =
       static_cast<const char*>(operation.request.input) + operation.Sent(task.index).offset;
-  char* const target = task.block.get();
-  const uint64_t bytes = task.bytes;
+  const Copy copy = {task.block.get(), source, task.bytes};
+  const int device = operation.request.tensor.device;
   task.stage = Task::kSend;
   const int64_t enqueued = SteadyNs();
   context_->trace->BeginCopy(operation);
@@ -115,17 +119,23 @@ void Pusher::StartCopy(Task task, int track) {
     if (PartitionTimes* times = task.times()) times->copied = SteadyNs();
     trace->CopySlice(*task.operation, task.index, true, enqueued);
   };
-  auto then = [task, copied, scheduler = context_->scheduler] {
+  auto resume = [task, copied, scheduler = context_->scheduler] {
     copied();
     scheduler->Resume(task);
   };
-  DeviceCopies* const copies = DeviceCopies::Of(operation.request.tensor.device);
+  if (task.bytes > kFew) {
+    auto begun = [this, task](const std::string& error) {
+      if (error.empty()) return;
+      Keep(task.block);
+      Fail(task, error);
+    };
+    return context_->copies.Of(device, CopyDirection::kToHost)
+        ->Add({copy, std::move(begun), std::move(resume)});
+  }
   try {
-    if (bytes > kFew) return copies->ToHost(target, source, bytes, std::move(then));
-    if (!copies->FewToHost(target, source, bytes, std::move(then))) return;
+    if (!DeviceCopies::Of(device)->FewToHost(copy, std::move(resume))) return;
   } catch (const Error&) {
-    // The device may have taken the copy, and still write here: nobody gets this block again.
-    (void)new PinnedBlock(task.block);
+    Keep(task.block);
     throw;
   }
   copied();

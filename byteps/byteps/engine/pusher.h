@@ -11,6 +11,8 @@
 #ifndef BYTEPS_ENGINE_PUSHER_H_
 #define BYTEPS_ENGINE_PUSHER_H_
 
+#include <string>
+
 #include "byteps/engine/context.h"
 
 namespace byteps {
@@ -34,6 +36,7 @@ class Pusher {
   void PrepareFromDevice(Task task, int track);
   void StartCopy(Task task, int track);
   void Send(const Task& task, int track);
+  void Fail(const Task& task, const std::string& error);
   void Drop(const Task& task);
 
   Context* const context_;

@@ -4,12 +4,14 @@
 #include <atomic>
 #include <cstring>
 #include <future>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "byteps/base/error.h"
 #include "byteps/device/copies.h"
+#include "byteps/device/copy_queue.h"
 #include "byteps/device/fake.h"
 #include "byteps/device/pinned_pool.h"
 
@@ -144,10 +146,10 @@ TEST(DeviceCopies, KeepTheCallersDevice) {
   std::promise<void> here, there;
   memset(data, 7, sizeof(data));
   EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
-  copies->ToHost(block.get(), data, 100, [&] { here.set_value(); });
+  copies->ToHost({{block.get(), data, 100}}, [&] { here.set_value(); });
   EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
   here.get_future().wait();
-  copies->ToDevice(back, block.get(), 100, [&] { there.set_value(); });
+  copies->ToDevice({{back, block.get(), 100}}, [&] { there.set_value(); });
   EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
   there.get_future().wait();
   EXPECT_EQ(memcmp(data, back, 100), 0);
@@ -164,7 +166,7 @@ TEST(DeviceCopies, FewBytesAreAwaitedForAMomentOnly) {
   memset(data, 9, sizeof(data));
   const auto hold = fake::HoldCopiesToHost();
   std::promise<void> here;
-  EXPECT_FALSE(copies->FewToHost(block.get(), data, 100, [&] { here.set_value(); }));
+  EXPECT_FALSE(copies->FewToHost({block.get(), data, 100}, [&] { here.set_value(); }));
   EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
   hold->set_value();
   here.get_future().wait();
@@ -175,10 +177,71 @@ TEST(DeviceCopies, FewBytesAreAwaitedForAMomentOnly) {
   for (int i = 0; !awaited; ++i) {
     memset(data, i, sizeof(data));
     std::promise<void> called;
-    awaited = copies->FewToHost(block.get(), data, 100, [&] { called.set_value(); });
+    awaited = copies->FewToHost({block.get(), data, 100}, [&] { called.set_value(); });
     if (!awaited) called.get_future().wait();
     EXPECT_EQ(memcmp(data, block.get(), 100), 0);
   }
+}
+
+TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
+  fake::SetCurrentDevice(0);
+  auto* const pool = PinnedPool::Shared(1 << 20, 4096);
+  pool->Reserve(4096);
+  constexpr int kMore = 5;
+  const PinnedBlock block = pool->TryTake(4096);
+  std::vector<char> data(kMore + 1);
+  std::iota(data.begin(), data.end(), 1);
+  CopyQueue queue(1, CopyDirection::kToHost);
+  std::promise<void> in_turn, go_on, all_done;
+  std::atomic<int> begun{0}, done{0};
+  const auto entry = [&](int i) {
+    CopyQueue::Entry one;
+    one.copy = {block.get() + i, &data[i], 1};
+    one.done = [&] {
+      if (++done == kMore + 1) all_done.set_value();
+    };
+    return one;
+  };
+  std::thread first([&] {
+    CopyQueue::Entry one = entry(0);
+    one.begun = [&](const std::string& error) {
+      EXPECT_EQ(error, "");
+      in_turn.set_value();
+      go_on.get_future().wait();
+    };
+    queue.Add(one);
+    EXPECT_EQ(begun, kMore) << "this thread gave the others' to the device, too";
+  });
+  in_turn.get_future().wait();
+  for (int i = 1; i <= kMore; ++i) {
+    CopyQueue::Entry one = entry(i);
+    one.begun = [&, taker = first.get_id()](const std::string& error) {
+      EXPECT_EQ(error, "");
+      EXPECT_EQ(std::this_thread::get_id(), taker);
+      ++begun;
+    };
+    queue.Add(one);  // returns, though the first one is in its turn
+  }
+  EXPECT_EQ(begun, 0);
+  go_on.set_value();
+  first.join();
+  all_done.get_future().wait();
+  EXPECT_EQ(memcmp(block.get(), data.data(), data.size()), 0);
+}
+
+TEST(CopyQueue, FailureOfTheDeviceIsToldAll) {
+  CopyQueue queue(0, CopyDirection::kToDevice);
+  int failed = 0;
+  fake::SetBroken(true);
+  for (int i = 0; i < 3; ++i) {
+    CopyQueue::Entry entry;
+    entry.copy = {nullptr, nullptr, 1};
+    entry.begun = [&](const std::string& error) { failed += error.find("broken") != error.npos; };
+    entry.done = [] { FAIL() << "it was never made"; };
+    queue.Add(entry);
+  }
+  fake::SetBroken(false);
+  EXPECT_EQ(failed, 3);
 }
 
 TEST(DeviceCopies, StreamsOfTheCallersWaitForThemselvesOnly) {
