@@ -70,6 +70,11 @@ class Layout:
         return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *wire, *servers]
 
     @property
+    def ranks_that_sum_first(self) -> int:
+        """Of each host, by torch.distributed, before servers sum over hosts."""
+        return self.per_host if self.route == "node-first" else 1
+
+    @property
     def dp(self) -> int:
         """Ranks with samples of their own: those that sum all but experts' gradients are ``cp``
         times as many."""

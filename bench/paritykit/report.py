@@ -50,8 +50,9 @@ this rank owns), the loss, the gradient norm, and the parameters at the end. The
   two values must be their correctly rounded sum, to the last bit. For sums of more values the error
   is the largest of any element, relative to the sum of its parts' magnitudes; that of BytePS may not
   be larger than that of all-reduce, nor, where that is smaller, than one rounding of an exact sum
-  (6.0e-08 in fp32, 4.9e-04 in fp16, 3.9e-03 in bf16). Servers add half types in fp32 and fp32 in fp64,
-  and round once; an all-reduce rounds after every addition.
+  (6.0e-08 in fp32, 4.9e-04 in fp16, 3.9e-03 in bf16), or r roundings where r ranks of a host sum
+  first. Servers add half types in fp32 and fp32 in fp64, and round once; an all-reduce rounds after
+  every addition.
 - **What is sent in another type** (`--dpu-reduce-wire-dtype bf16`) is held against the sum of the parts
   as they were sent, each rounded once; where several ranks share a host, what is sent is their sum.
 - **All members of a group hold the same sum**, where they hold all of it.
