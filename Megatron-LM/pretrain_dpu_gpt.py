@@ -132,7 +132,8 @@ def forward_step(
 
 
 class StepRecorder:
-    """Writes one JSON object a line: each step's loss, then a checksum of the parameters.
+    """Writes one JSON object a line: each step's loss, then a checksum of the parameters and what
+    torch had in use of the GPU at most.
 
     Losses are averages over all tokens of the step on all ranks, written so that reading them
     back gives the same float. Only the rank that holds a loss and is first among its equals
@@ -166,13 +167,14 @@ class StepRecorder:
         """Write the checksum over the bytes of all parameters of this rank, by name."""
         if not self._writes():
             return
+        gpu_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         digest = hashlib.sha256()
         for model in self._models:
             for name, parameter in sorted(model.named_parameters()):
                 digest.update(name.encode())
                 data = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
                 digest.update(data.numpy().tobytes())
-        self._write({"parameters_sha256": digest.hexdigest()})
+        self._write({"parameters_sha256": digest.hexdigest(), "gpu_bytes": gpu_bytes})
         assert self._file is not None
         self._file.close()
 

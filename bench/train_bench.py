@@ -41,7 +41,7 @@ from benchkit.options import parse_hosts  # noqa: E402
 from benchkit.plan import Plan, Topology  # noqa: E402
 from benchkit.processes import LaunchError  # noqa: E402
 from benchkit.record import header, metadata  # noqa: E402
-from benchkit.training import WAYS, Trained, Training, Way, train  # noqa: E402
+from benchkit.training import WAYS, Trained, Training, Way, show_memory, train  # noqa: E402
 from progress import Progress  # noqa: E402
 
 SCHEMA = 1
@@ -49,7 +49,7 @@ LOSS_TOLERANCE = 1e-3
 HALF_LOSS_TOLERANCE = 2e-2
 HEAD = (
     *("way", "workers", "servers", "ms/step", "min..max", "tokens/s", "last loss"),
-    *("launches", "busy"),
+    *("GPU GB", "launches", "busy"),
 )
 
 
@@ -161,6 +161,7 @@ def row(way: Way, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
         f"{min(medians) * 1e3:.1f}..{max(medians) * 1e3:.1f}",
         f"{mine[0].tokens / middle:,.0f}",
         f"{mine[-1].losses[-1]:.4f}",
+        show_memory(mine),
         str(len(mine)),
         f"{max(one.busy for one in mine):.0%}",
     )

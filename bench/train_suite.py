@@ -36,10 +36,19 @@ from benchkit.markdown import pipes  # noqa: E402
 from benchkit.processes import LaunchError  # noqa: E402
 from benchkit.record import metadata  # noqa: E402
 from benchkit.train_sets import MODEL, STEPS, Bar, Steps, choose  # noqa: E402
-from benchkit.training import Trained  # noqa: E402
+from benchkit.training import Trained, show_memory  # noqa: E402
 
 SCHEMA = 1
-HEAD = ("hosts x GPUs + servers", "links", "way", "ms a step", "min..max", "tokens/s", "busy")
+HEAD = (
+    "hosts x GPUs + servers",
+    "links",
+    "way",
+    "ms a step",
+    "min..max",
+    "tokens/s",
+    "GPU GB",
+    "busy",
+)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -113,6 +122,7 @@ def rows_of(steps: Steps, done: Sequence[Trained]) -> list[tuple[str, ...]]:
                 f"{middle * 1e3:.0f}",
                 f"{min(each) * 1e3:.0f}..{max(each) * 1e3:.0f}",
                 f"{mine[0].tokens / middle:,.0f}",
+                show_memory(mine),
                 f"{max(one.busy for one in mine):.0%}",
             )
         )

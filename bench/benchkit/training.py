@@ -96,6 +96,8 @@ class Trained:
     """Of the final parameters."""
     busy: float
     """Part of this machine's processors that was busy during the launch, its start included."""
+    gpu_bytes: int = 0
+    """What torch had in use at most on the GPU of a rank; 0 without GPUs."""
 
     @property
     def median_s(self) -> float:
@@ -158,7 +160,14 @@ def train(
         losses=[step.loss for step in record.steps],
         checksum=record.checksum,
         busy=busy,
+        gpu_bytes=record.gpu_bytes,
     )
+
+
+def show_memory(launches: Sequence[Trained]) -> str:
+    """The most GPU memory of any launch, in GB."""
+    most = max(one.gpu_bytes for one in launches)
+    return f"{most / 1e9:.2f}" if most else "-"
 
 
 def _free_port() -> int:

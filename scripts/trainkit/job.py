@@ -45,6 +45,8 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     checksum: str = ""
     """SHA-256 over the final parameters; empty while the run goes on."""
+    gpu_bytes: int = 0
+    """What torch had in use on the rank's GPU at most; 0 without one."""
 
     def tokens_per_s(self, warm_up: int = 5) -> float:
         """Throughput from the step ``warm_up`` on, or from the first one of a short run."""
@@ -66,6 +68,7 @@ def read_record(path: Path) -> Record:
         entry: dict[str, Any] = json.loads(line)
         if "parameters_sha256" in entry:
             record.checksum = entry["parameters_sha256"]
+            record.gpu_bytes = entry["gpu_bytes"]
         else:
             record.steps.append(
                 Step(

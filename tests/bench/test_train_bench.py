@@ -35,6 +35,7 @@ def test_steps_after_the_warm_up() -> None:
 
 def trained(backend: str, index: int, step_s: list[float], **changes: Any) -> Trained:
     usual: dict[str, Any] = {"tokens": 1000, "losses": [5.0, 4.0], "checksum": "a", "busy": 0.5}
+    usual["gpu_bytes"] = 2_500_000_000
     return Trained(backend=backend, index=index, step_s=step_s, **(usual | changes))
 
 
@@ -53,7 +54,7 @@ def test_the_table_and_the_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     ours = next(line for line in lines if line.split()[:1] == ["byteps"])
     # Medians 100 and 200 ms: 150 ms for 1,000 tokens.
-    assert ours.split()[3:] == ["150.0", "100.0..200.0", "6,667", "4.0000", "2", "50%"]
+    assert ours.split()[3:] == ["150.0", "100.0..200.0", "6,667", "4.0000", "2.50", "2", "50%"]
     assert "byteps over all-reduce: 1.500 (1.250..2.000) times as fast" in lines
     content = json.loads(written.read_text())
     assert content["ratios"] == {"all-reduce": pytest.approx(1.5)} and len(content["launches"]) == 4

@@ -167,8 +167,9 @@ def test_a_record_is_read_while_it_is_written(tmp_path: Path) -> None:
     record = read_record(path)
     assert [one.loss for one in record.steps] == [0.1 + 0.2]
     assert record.checksum == ""
-    path.write_text(json.dumps(step) + '\n{"parameters_sha256": "ff"}\n')
-    assert read_record(path).checksum == "ff"
+    path.write_text(json.dumps(step) + '\n{"parameters_sha256": "ff", "gpu_bytes": 9}\n')
+    record = read_record(path)
+    assert (record.checksum, record.gpu_bytes) == ("ff", 9)
 
 
 @pytest.mark.parametrize(
