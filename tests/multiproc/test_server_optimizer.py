@@ -36,6 +36,13 @@ def test_clipping(make_cluster: Callable[..., Cluster]) -> None:
     demand_same_bits(cluster)
 
 
+def test_steps_that_are_tried(make_cluster: Callable[..., Cluster]) -> None:
+    """Before it is known whether they are clipped."""
+    cluster = make_cluster(workers=2, servers=2, env=ENV)
+    cluster.run("server_optimizer:speculates", device="cpu")
+    demand_same_bits(cluster)
+
+
 def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
     """On a learning rate: all are told where servers update at once, else at least the second."""
     cluster = make_cluster(workers=2, servers=1, env=ENV)

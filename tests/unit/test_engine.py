@@ -24,6 +24,7 @@ SUITES = (
     "PushScheduler",
     "RdmaWire",
     "SentMessages",
+    "ServerSteps",
     "ServerTest",
     "StatusBoard",
     "StatusRecord",

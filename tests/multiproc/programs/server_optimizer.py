@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import byteps.torch as bps
@@ -194,7 +195,56 @@ def clipped(job: Job) -> None:
             assert (pair.served.steps, pair.served.skipped_steps) == (STEPS - 1, 1)
             pair.demand_equal_state()
         demand_same(job, f"clip {max_norm}", pair.mine)
+    with job.check_raises("clip", ValueError, "'speculate' or 'wait', not 'clip'"):
+        ServerOptimizer(torch.optim.AdamW(parameters(0, torch.float32)), clip="clip")
     counted(job)
+
+
+# When a step is clipped, and how often steps are tried and made again.
+PATTERNS: dict[str, tuple[Callable[[int], bool], tuple[int, int]]] = {
+    # After two clipped steps nothing is tried.
+    "every step": (lambda step: True, (2, 2)),
+    "every other step": (lambda step: step % 2 == 0, (8, 3)),
+    "never": (lambda step: False, (8, 0)),
+    "first": (lambda step: step < 4, (5, 2)),
+}
+SPOILED = 2
+
+
+def speculates(job: Job) -> None:
+    """Steps that servers try give the bits of steps that wait for the norm: parameters and state,
+    whatever is clipped, and with a gradient that is not finite."""
+    bps.init()
+    for name, (clips, counts) in PATTERNS.items():
+        for kind, dtype in (("adamw", torch.bfloat16), ("sgd", torch.float32)):
+            pairs = [
+                Pair(job, kind, dtype, f"{name} {kind} {clip}", max_norm=1.0, clip=clip)
+                for clip in ("speculate", "wait")
+            ]
+            for step in range(8):
+                for pair in pairs:
+                    pair.served.max_norm = 1.0 if clips(step) else 1e6
+                    pair.step(step, step == SPOILED)
+                with job.check(f"{name}, {kind}: step {step}"):
+                    tried, waited = (fingerprint(pair.mine) for pair in pairs)
+                    assert tried == waited
+                if step % 3 == 0:
+                    with job.check(f"{name}, {kind}: state after step {step}"):
+                        demand_equal_states(pairs)
+            with job.check(f"{name}, {kind}: what was tried"):
+                served = pairs[0].served
+                assert (served.tried_steps, served.redone_steps) == counts, counts
+                assert pairs[1].served.tried_steps == 0
+                assert served.skipped_steps == 1
+                assert all(parameter.grad.count_nonzero() == 0 for parameter in pairs[0].mine)
+            demand_same(job, f"{name} {kind}", pairs[0].mine)
+
+
+def demand_equal_states(pairs: list[Pair]) -> None:
+    tried, waited = (pair.served.state_dict()["state"] for pair in pairs)
+    for index, one in tried.items():
+        for slot, values in one.items():
+            assert torch.equal(values, waited[index][slot]), (index, slot)
 
 
 def counted(job: Job) -> None:
