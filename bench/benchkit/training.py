@@ -131,6 +131,8 @@ def train(
         placement = Placement(plan.topology, hosts)
         record_file = Path(folder) / "steps.jsonl"
         environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
+        if plan.device == "cpu":
+            environment["MEGATRON_CPU"] = "1"
         own = way.megatron_arguments(plan.topology.worker_hosts, what.arguments)
         arguments = [*what.arguments, *own, "--record-steps", str(record_file)]
         if way.through_servers:

@@ -163,6 +163,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         elif tried and scale == 1.0:
             for bucket in self._buckets:
                 bucket.keep()
+        elif tried:
+            self._all(lambda bucket: bucket.step_again((self.steps + 1, scale, False, rates)))
+            for bucket in self._buckets:
+                bucket.take()
         else:
             self._all(lambda bucket: bucket.step((self.steps + 1, scale, not finite, rates)))
         self._speculation.note(tried=tried, clipped=scale != 1.0, skipped=not finite)

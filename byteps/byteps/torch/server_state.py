@@ -325,6 +325,15 @@ class Bucket:
     def keep(self) -> None:
         """Take the parameters of the step that was tried."""
         self.tensor.keep()
+        self.take()
+
+    def step_again(self, step: Step) -> int:
+        """Start, after push_try; the servers update. `take` is called when all buckets are there:
+        a rank has the parameters of one step."""
+        return self.tensor.step(self.gradients, step)
+
+    def take(self) -> None:
+        """Take the parameters that came down into the gradients' memory."""
         self.parameters.copy_(self.gradients)
 
     def drop(self) -> None:
@@ -332,7 +341,7 @@ class Bucket:
         self.tensor.drop()
 
     def step(self, step: Step) -> int:
-        """Start; after push_norm or push_try, the servers update."""
+        """Start; after push_norm, the servers update."""
         return self.tensor.step(self.parameters, step)
 
     def wait(self, handle: int) -> None:

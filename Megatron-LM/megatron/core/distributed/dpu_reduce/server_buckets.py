@@ -169,21 +169,18 @@ class ServerBucket:
 
     def finish(self, step: Step) -> int | None:
         """After `start`: make the step. What was started is returned, None if nothing had to be."""
+        if self._tried is None:
+            self._landed = self._received
+            return self._tensor.step(self._landed, step)
         skip = step[2]
-        if self._tried is None or not (skip or self._tried == step):
-            return self.step(step)
+        self._landed = self._parameters if skip else self._gradients
+        if not skip and self._tried != step:
+            return self._tensor.step(self._landed, step)
         if skip:
             self._tensor.drop()
-            self._landed = self._parameters
         else:
             self._tensor.keep()
-            self._landed = self._gradients
         return None
-
-    def step(self, step: Step) -> int:
-        """Start; after `start`, the servers update."""
-        self._landed = self._received
-        return self._tensor.step(self._landed, step)
 
     def give_up(self) -> None:
         """A checkpoint is loaded: drop a step that was tried and neither kept nor dropped."""
