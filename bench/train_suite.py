@@ -5,7 +5,8 @@ Each experiment is a run of bench/train_bench.py: a GPT of a billion parameters 
 1, 2, 4 or 8 GPUs, links of 10 to 100 Gbit/s, through BytePS and by torch.distributed, unsharded and
 with the distributed optimizer. It is for a machine of 8 GPUs; hosts that outnumber GPUs share them.
 Those named optimizer-... have a smaller model, and the optimizer on the servers as well; of these,
-a machine without GPUs runs those with links of 100 Mbit/s and less. The tables come as they are measured, and one of all experiments comes last, in Markdown.
+a machine without GPUs runs those with links of 100 Mbit/s and less. The tables come as they are
+measured, and one of all experiments comes last, in Markdown.
 
   bench/train_suite.py                                      all of it, about an hour
   bench/train_suite.py --only 4+4-10gbit 8+8-10gbit         some of it

@@ -103,8 +103,7 @@ def _digest(value: torch.Tensor) -> bytes:
 
 
 def _made_again(layout: Layout, seen: RankSeen) -> list[bool]:
-    """Which steps were clipped after servers had tried them, as they do but after two clipped ones.
-    """
+    """Which steps were clipped after servers had tried them: they do not after two such steps."""
     extra = list(layout.extra)
     limit = float(extra[extra.index("--clip-grad") + 1]) if "--clip-grad" in extra else 1.0
     clipped = [0 < limit < (step.grad_norm or 0.0) for step in seen.steps]

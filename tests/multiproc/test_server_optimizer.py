@@ -55,6 +55,7 @@ def test_a_rank_is_lost_at_each_phase(make_cluster: Callable[..., Cluster]) -> N
                 rank,
                 "server_optimizer:dies",
                 title=f"life {life} worker {rank}",
+                device="cpu",
                 life=life,
                 phase=phase,
             )

@@ -256,6 +256,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._demand_same_rule()
         # Of SGD, torch saves no number of steps; it tells the first step from later ones alone.
         self.steps = int(max(counts, default=0.0))
+        self._speculation.forget()
         for bucket in self._buckets:
             bucket.tensor.give_up()
         if self._is_lowest():

@@ -102,6 +102,10 @@ class Speculation:
         if not skipped:
             self._clipped_in_a_row = self._clipped_in_a_row + 1 if clipped else 0
 
+    def forget(self) -> None:
+        """A state was loaded: ranks may have made different numbers of steps before."""
+        self._clipped_in_a_row = 0
+
     def advice(self) -> str | None:
         """What to say of the last steps, once in a while, if trying them was of little use."""
         tried, redone = (now - then for now, then in zip(self._counts(), self._told, strict=True))

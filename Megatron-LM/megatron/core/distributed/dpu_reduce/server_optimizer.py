@@ -415,6 +415,7 @@ class ServerOptimizer(MegatronOptimizer):
             byteps.torch.BytePSError: a server refuses or is lost.
             ValueError: it is of another form, or after different numbers of steps.
         """
+        self._speculation.forget()
         for bucket in self._buckets:
             bucket.give_up()
         kinds = self._kinds()
