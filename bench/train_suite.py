@@ -4,12 +4,15 @@
 Each experiment is a run of bench/train_bench.py: a GPT of a billion parameters on 4 or 8 hosts of
 1, 2, 4 or 8 GPUs, links of 10 to 100 Gbit/s, through BytePS and by torch.distributed, unsharded and
 with the distributed optimizer. It is for a machine of 8 GPUs; hosts that outnumber GPUs share them.
-The tables come as they are measured, and one of all experiments comes last, in Markdown.
+Those named optimizer-... have a smaller model, and the optimizer on the servers as well; of these,
+a machine without GPUs runs those with links of 100 Mbit/s and less. The tables come as they are
+measured, and one of all experiments comes last, in Markdown.
 
   bench/train_suite.py                                      all of it, about an hour
   bench/train_suite.py --only 4+4-10gbit 8+8-10gbit         some of it
   bench/train_suite.py --budget 480                         begin nothing new after 480 s
   bench/train_suite.py --only 4+4-10gbit -- --hidden-size 64 --num-layers 2      a smaller model
+  bench/train_suite.py --only optimizer-4+4-10gbit          on two GPUs
 
 Exit status: 0 all bars are reached; 1 a bar was missed, a run failed or was not begun; 2 bad usage.
 """
@@ -29,13 +32,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "scripts")]
 
 import prepare_data  # noqa: E402
+import train as train_script  # noqa: E402
 import train_bench  # noqa: E402
 from benchkit.emulation import EmulationError  # noqa: E402
 from benchkit.interrupts import become_interruptible  # noqa: E402
 from benchkit.markdown import pipes  # noqa: E402
 from benchkit.processes import LaunchError  # noqa: E402
 from benchkit.record import metadata  # noqa: E402
-from benchkit.train_sets import MODEL, STEPS, Bar, Steps, choose  # noqa: E402
+from benchkit.train_sets import STEPS, Bar, Steps, choose  # noqa: E402
 from benchkit.training import Trained, show_memory  # noqa: E402
 
 SCHEMA = 1
@@ -69,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.begun = time.monotonic()
     try:
-        options.chosen = choose(options.only)
+        options.chosen = choose(options.only, on_gpu=train_script.on_gpu())
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -80,7 +84,7 @@ def words_of(steps: Steps, options: argparse.Namespace) -> list[str]:
     own = [
         *("--launches", str(options.launches), "--steps", str(options.steps)),
         *("--warmup", str(options.warmup), "--timeout", str(options.timeout)),
-        *("--tree", str(options.tree), "--", *MODEL, *options.megatron),
+        *("--tree", str(options.tree), "--", *steps.model, *options.megatron),
     ]
     return steps.words(own)
 

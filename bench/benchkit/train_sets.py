@@ -1,4 +1,5 @@
-"""Whole training steps on clusters of GPUs that one machine emulates, and their bars."""
+"""Whole training steps on clusters that one machine emulates, of GPUs or of its processors, and
+their bars."""
 
 from __future__ import annotations
 
@@ -12,8 +13,22 @@ MODEL = """
     --lr 1e-4 --min-lr 1e-5 --overlap-grad-reduce
 """.split()  # noqa: SIM905
 
+# 340 million parameters: four ranks share two GPUs.
+SMALLER = """
+    --bf16 --num-layers 12 --hidden-size 1536 --num-attention-heads 12
+    --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 2
+    --lr 1e-4 --min-lr 1e-5 --overlap-grad-reduce
+""".split()  # noqa: SIM905
+# 12.6 million, and hardly a token: for links of 100 Mbit/s and slower.
+ON_CPU = """
+    --bf16 --num-layers 4 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 4
+    --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1
+    --lr 1e-4 --min-lr 1e-5 --overlap-grad-reduce --ddp-bucket-size 3200000
+""".split()  # noqa: SIM905
+
 FP32 = ("byteps", "all-reduce", "sharded")
 SENT_AS_BF16 = ("byteps-wire-bf16", "sharded-bf16")
+OPTIMIZER = ("servers-bf16", "servers-bf16-wait", "sharded-bf16", "sharded")
 BY_HOST = ("byteps-by-host-bf16", "by-host-bf16", "sharded-bf16")
 
 
@@ -36,11 +51,16 @@ class Steps:
     """Of each host's link, each way."""
     ways: tuple[str, ...]
     bars: tuple[Bar, ...] = ()
+    label: str = ""
+    """Of what differs from other experiments on such a cluster."""
+    model: Sequence[str] = tuple(MODEL)
+    """Arguments of Megatron."""
+    on_gpu: bool = True
 
     @property
     def name(self) -> str:
         many = f"{self.ranks_per_host}-a-host-" if self.ranks_per_host > 1 else ""
-        return f"{many}{self.hosts}+{self.hosts}-{self.rate}"
+        return f"{self.label and self.label + '-'}{many}{self.hosts}+{self.hosts}-{self.rate}"
 
     def words(self, rest: Sequence[str] = ()) -> list[str]:
         """Arguments of bench/train_bench.py: as many servers as hosts, each on one of its own."""
@@ -62,6 +82,17 @@ _PLAIN = _bars(
     ("byteps-wire-bf16", "all-reduce", 1.0),
     ("byteps-wire-bf16", "sharded-bf16", 1.0),
 )
+
+_ON_SERVERS = _bars(
+    ("servers-bf16", "sharded-bf16", 1.35),
+    ("servers-bf16", "sharded", 2.0),
+)
+_ON_MORE_SERVERS = _bars(
+    ("servers-bf16", "sharded-bf16", 1.55),
+    ("servers-bf16", "sharded", 2.0),
+)
+# Steps that are made again are about as long as those that wait.
+_CLIPPED = _bars(("servers-bf16", "servers-bf16-wait", 0.93))
 
 STEPS: tuple[Steps, ...] = (
     Steps(
@@ -106,13 +137,35 @@ STEPS: tuple[Steps, ...] = (
         for ranks, rates in ((4, ("10gbit", "25gbit", "100gbit")), (8, ("25gbit",)))
         for rate in rates
     ),
+    # The optimizer on the servers, with a norm that is never, and always, clipped.
+    *(
+        Steps(
+            label=label,
+            hosts=hosts,
+            rate=rate,
+            model=(*model, "--clip-grad", clip),
+            on_gpu=model is SMALLER,
+            ways=OPTIMIZER if bars is not _CLIPPED else OPTIMIZER[:2],
+            bars=bars,
+        )
+        for label, hosts, rate, model, clip, bars in (
+            ("optimizer", 4, "10gbit", SMALLER, "1e6", _ON_SERVERS),
+            ("optimizer-clipped", 4, "10gbit", SMALLER, "1e-3", _CLIPPED),
+            ("optimizer", 4, "100mbit", ON_CPU, "1e6", _ON_SERVERS),
+            ("optimizer-clipped", 4, "100mbit", ON_CPU, "1e-3", _CLIPPED),
+            ("optimizer", 8, "50mbit", ON_CPU, "1e6", _ON_MORE_SERVERS),
+        )
+    ),
 )
 
 
-def choose(names: Sequence[str] = ()) -> list[Steps]:
-    """All, or those named, in the order named. Raises ValueError for an unknown name."""
+def choose(names: Sequence[str] = (), *, on_gpu: bool = True) -> list[Steps]:
+    """All for such a machine, or those named, in the order named. Raises ValueError for an unknown
+    name."""
     known = {one.name: one for one in STEPS}
     for name in names:
         if name not in known:
             raise ValueError(f"there is no experiment {name!r}, but {', '.join(known)}")
-    return [known[name] for name in names] if names else list(STEPS)
+    if names:
+        return [known[name] for name in names]
+    return [one for one in STEPS if one.on_gpu == on_gpu]

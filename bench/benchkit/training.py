@@ -74,6 +74,10 @@ def _ways() -> Iterator[Way]:
         if not half:
             sent = (*arguments, *asked, "--dpu-reduce-wire-dtype", "bf16")
             yield Way(name=f"{short}-wire-bf16", arguments=sent, through_servers=True, half=True)
+    # The optimizer on the servers: parameters come down before the norm is known, or after.
+    servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer", "--dpu-optimizer-clip")
+    for name, clip in (("servers-bf16", "speculate"), ("servers-bf16-wait", "wait")):
+        yield Way(name=name, arguments=(*servers, clip), through_servers=True, half=True)
 
 
 WAYS = {way.name: way for way in _ways()}
@@ -129,6 +133,8 @@ def train(
         placement = Placement(plan.topology, hosts)
         record_file = Path(folder) / "steps.jsonl"
         environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
+        if plan.device == "cpu":
+            environment["MEGATRON_CPU"] = "1"
         own = way.megatron_arguments(plan.topology.worker_hosts, what.arguments)
         arguments = [*what.arguments, *own, "--record-steps", str(record_file)]
         if way.through_servers:

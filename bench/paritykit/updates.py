@@ -102,16 +102,26 @@ def _digest(value: torch.Tensor) -> bytes:
     return hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
+def _made_again(layout: Layout, seen: RankSeen) -> list[bool]:
+    """Which steps were clipped after servers had tried them: they do not after two such steps."""
+    extra = list(layout.extra)
+    limit = float(extra[extra.index("--clip-grad") + 1]) if "--clip-grad" in extra else 1.0
+    clipped = [0 < limit < (step.grad_norm or 0.0) for step in seen.steps]
+    return [now and clipped[max(0, i - 2) : i] != [True, True] for i, now in enumerate(clipped)]
+
+
 def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
-    """Each rank pushes its gradients and pulls its parameters once a step, in one type; one rank of
-    each group loads the fp32 parameters before."""
+    """Each rank pushes its gradients and pulls its parameters once a step, in one type, and pulls
+    them twice if the step is made again; one rank of each group loads the fp32 parameters before.
+    """
     for rank, seen in enumerate(ours):
         moved: Counter[str] = Counter()
+        again = _made_again(layout, seen)
         for number, step in enumerate(seen.steps):
             for total in step.sums.values():
                 size = 2 if layout.wire else total.local.element_size()
                 moved["pushed"] += total.local.numel() * size
-                moved["pulled"] += total.local.numel() * size
+                moved["pulled"] += total.local.numel() * size * (2 if again[number] else 1)
                 if number == 0 and total.members[0] == rank:
                     moved["pushed"] += total.local.numel() * 4
         for what, counted in (("pushed", seen.pushed_bytes), ("pulled", seen.pulled_bytes)):

@@ -45,7 +45,7 @@ def test_optimizer(make_cluster: Callable[..., Cluster], program: str) -> None:
     make_cluster(workers=2, servers=1, env=SMALL).run(f"optimizer:{program}", device="cuda")
 
 
-@pytest.mark.parametrize("program", ["updates", "clipped"])
+@pytest.mark.parametrize("program", ["updates", "clipped", "speculates"])
 @pytest.mark.parametrize("env", [SMALL, TINY_POOL], ids=["small", "tiny-pool"])
 def test_server_optimizer(
     make_cluster: Callable[..., Cluster], program: str, env: dict[str, str]

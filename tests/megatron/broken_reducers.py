@@ -141,13 +141,16 @@ def pushed_too_early() -> None:
 
 
 def pushed_twice() -> None:
-    """Not broken: as when Megatron runs a step's passes again."""
+    """Not broken: as when Megatron runs a step's passes again, and zeroes the gradients before."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
     ready = ServerOptimizer.bucket_is_ready
 
     def twice(self: ServerOptimizer, bucket: Any) -> None:
+        gradients = bucket._bucket.grad_data.clone()
         ready(self, bucket)
+        bucket.forget_push()
+        bucket._bucket.grad_data.copy_(gradients)
         ready(self, bucket)
 
     ServerOptimizer.bucket_is_ready = twice

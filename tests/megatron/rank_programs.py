@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ import broken_reducers
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    param_and_grad_buffer,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform
@@ -61,18 +66,19 @@ def train_layout(
 
 
 def _poison() -> None:
-    """Have a gradient of the second rank be no number from the second step on."""
-    finish = DistributedDataParallel.finish_grad_sync
-    steps = 0
+    """Have a gradient of the second rank be no number in the second step, before it is summed."""
+    group = param_and_grad_buffer._ParamAndGradBucketGroup
+    start = group.start_grad_sync
+    steps: Counter[Any] = Counter()
 
-    def finish_grad_sync(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        nonlocal steps
-        steps += 1
-        if dist.get_rank() == 1 and steps == 2:
-            self.buffers[0].grad_data[5] = torch.nan
-        finish(self, *args, **kwargs)
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        steps[self] += 1
+        for bucket in self.buckets:
+            if dist.get_rank() == 1 and steps[self] == 2 and bucket.offset == 0:
+                bucket.grad_data[5] = torch.nan
+        start(self, *args, **kwargs)
 
-    DistributedDataParallel.finish_grad_sync = finish_grad_sync
+    group.start_grad_sync = start_grad_sync
 
 
 def train_poisoned(

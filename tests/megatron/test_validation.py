@@ -135,6 +135,10 @@ def test_refused_with_the_optimizer_on_the_servers(
 def test_the_optimizer_on_the_servers_needs(parse: object) -> None:
     with pytest.raises(ValueError, match="--dpu-optimizer needs --use-dpu-reduce"):
         dpu_reduce.validate_args(parse("--dpu-optimizer"))
+    with pytest.raises(ValueError, match="clip=guess is not known; it can be speculate or wait"):
+        DistributedDataParallelConfig(
+            use_dpu_reduce=True, dpu_optimizer=True, dpu_optimizer_clip="guess"
+        )
     words = ("--use-dpu-reduce", "--dpu-optimizer", "--dpu-reduce-wire-dtype", "bf16")
     with pytest.raises(ValueError, match="wire-dtype=bf16 without --bf16"):
         dpu_reduce.validate_args(parse(*words))

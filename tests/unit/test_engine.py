@@ -25,6 +25,7 @@ SUITES = (
     "PushScheduler",
     "RdmaWire",
     "SentMessages",
+    "ServerSteps",
     "ServerTest",
     "StatusBoard",
     "StatusRecord",

@@ -30,6 +30,20 @@ extern "C" void AdamW(int t, double rate, double decay, double beta1, double bet
   UpdateAdamW(static_cast<DType>(t), {rate, decay, beta1, beta2, eps, number, scale}, values,
               master, mean, square, n);
 }
+extern "C" void PreviewOfAdamW(int t, double rate, double decay, double beta1, double beta2,
+                               double eps, uint64_t number, float scale, const void* gradients,
+                               const float* master, const float* mean, const float* square,
+                               size_t n, void* parameters) {
+  PreviewAdamW(static_cast<DType>(t), {rate, decay, beta1, beta2, eps, number, scale}, gradients,
+               parameters, master, mean, square, n);
+}
+extern "C" void PreviewOfSgd(int t, double rate, double decay, double momentum, double dampening,
+                             int nesterov, int first, float scale, const void* gradients,
+                             const float* master, const float* kept, size_t n, void* parameters) {
+  PreviewSgd(static_cast<DType>(t),
+             {rate, decay, momentum, dampening, nesterov != 0, first != 0, scale}, gradients,
+             parameters, master, kept, n);
+}
 extern "C" void Sgd(int t, double rate, double decay, double momentum, double dampening,
                     int nesterov, int first, float scale, void* values, float* master, float* kept,
                     size_t n) {
@@ -87,8 +101,8 @@ class Adam:
         self.state = [torch.zeros(COUNT), torch.zeros(COUNT)]
 
     def step(self, number: int, values: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        sent = values.clone()
-        self.library.AdamW(
+        sent, tried = values.clone(), torch.empty_like(values)
+        arguments = (
             NUMBERS[values.dtype],
             *numbers(rate(number), self.decay, self.beta1, 0.95, 1e-8),
             ctypes.c_uint64(number),
@@ -96,6 +110,11 @@ class Adam:
             *map(pointer, (sent, self.master, *self.state)),
             ctypes.c_size_t(COUNT),
         )
+        kept = [self.master.clone(), *(one.clone() for one in self.state)]
+        self.library.PreviewOfAdamW(*arguments, pointer(tried))
+        assert all(map(torch.equal, kept, [self.master, *self.state]))
+        self.library.AdamW(*arguments)
+        assert torch.equal(tried, sent), "a step that is tried gives other parameters"
         return sent
 
 
@@ -196,14 +215,18 @@ def test_sgd(
         master, kept = start.clone(), torch.zeros(COUNT)
         for number in range(1, STEPS + 1):
             sent = gradient(number, dtype)
-            library.Sgd(
+            tried = torch.empty_like(sent)
+            arguments = (
                 NUMBERS[dtype],
                 *numbers(rate(number), decay, momentum, dampening),
                 *(int(nesterov), int(number == 1), ctypes.c_float(1.0)),
                 *map(pointer, (sent, master, kept)),
                 ctypes.c_size_t(COUNT),
             )
+            library.PreviewOfSgd(*arguments, pointer(tried))
+            library.Sgd(*arguments)
             assert torch.equal(sent, master.to(dtype))
+            assert torch.equal(tried, sent)
         found.append([master, kept] if momentum else [master])
     for number in range(1, STEPS + 1):
         for reference in (theirs, exact):

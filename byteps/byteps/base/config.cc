@@ -117,7 +117,9 @@ std::vector<Variable> MakeTable() {
        "Servers add more than two fp32 values in fp64 and round once, so that no sum is worse than "
        "an all-reduce's. 0: in fp32, with half the memory for a sum under way."},
       {"BYTEPS_SERVER_STATE_BYTES", kInt, "bytes", "0", 0, 1e15, "",
-       "Memory that a server may keep optimizer state in: 12 bytes a parameter for AdamW. More is "
+       "Memory that a server may keep optimizer state in: 12 bytes a parameter for AdamW, and 2 or "
+       "4 where "
+       "steps are tried before it is known whether they are clipped. More is "
        "refused when it is declared. 0: what is free on its machine, or in its container, when it "
        "starts; set it where several servers share a machine."},
       {"BYTEPS_PEER_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",

@@ -20,7 +20,7 @@
 namespace byteps {
 namespace core {
 
-constexpr uint8_t kDeclarationVersion = 1;
+constexpr uint8_t kDeclarationVersion = 2;
 
 // Declarations that were made with one configuration: `fused` and `hash` are the same in all.
 std::string PackDeclarations(const std::vector<Declaration>& declarations);

@@ -53,13 +53,15 @@ uint32_t UpdateRule::NumSlots() const {
 std::string UpdateRule::Describe() const {
   std::string text = algorithm == kAdamW ? "AdamW of " : "SGD of ";
   text += std::to_string(groups.size()) + (groups.size() == 1 ? " group" : " groups");
-  return text + ", " + std::to_string(4 * NumSlots()) + " bytes of state a parameter";
+  text += ", " + std::to_string(4 * NumSlots()) + " bytes of state a parameter";
+  return text + (speculative ? ", and its gradient until a step is kept" : "");
 }
 
 std::string UpdateRule::Pack() const {
   WireWriter out;
   out.Put(static_cast<uint8_t>(algorithm));
   out.Put(static_cast<uint8_t>(in_order));
+  out.Put(static_cast<uint8_t>(speculative));
   out.PutSize(groups.size());
   for (const Group& group : groups) {
     for (const double value : {group.beta1, group.beta2, group.eps}) PutDouble(&out, value);
@@ -81,7 +83,9 @@ bool UpdateRule::Unpack(const std::string& text, uint64_t elements, UpdateRule* 
   rule->algorithm = static_cast<Algorithm>(algorithm);
   const uint8_t in_order = in.Get<uint8_t>();
   rule->in_order = in_order == 1;
-  if (in_order > 1) return false;
+  const uint8_t speculative = in.Get<uint8_t>();
+  rule->speculative = speculative == 1;
+  if (in_order > 1 || speculative > 1) return false;
   rule->groups.resize(in.GetCount(kGroupBytes));
   for (Group& group : rule->groups) {
     for (double* value : {&group.beta1, &group.beta2, &group.eps}) *value = GetDouble(&in);

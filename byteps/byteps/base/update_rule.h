@@ -12,8 +12,9 @@ namespace core {
 
 // How a tensor of parameters is updated from its summed gradients.  A part of its declaration.
 //
-// On the wire, little-endian: u8 algorithm, u8 in_order, u32 groups, each: u64 times 3, the bits of
-// beta1, beta2 and eps, and u8 nesterov; u32 segments, each: u64 end, u32 group, u8 counted.
+// On the wire, little-endian: u8 algorithm, u8 in_order, u8 speculative, u32 groups, each: u64
+// times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments, each: u64 end, u32
+// group, u8 counted.
 struct UpdateRule {
   // The numbers are part of the protocol.
   enum Algorithm : uint8_t { kAdamW = 1, kSgd = 2 };
@@ -40,17 +41,28 @@ struct UpdateRule {
   // Gradients are added in the order of ranks, not of arrival, so that the same gradients of other
   // ranks, in another tensor, give the same bits.
   bool in_order = false;
+  // Steps may be tried (PUSH_TRY): the server keeps the gradients until it hears what becomes of
+  // them.
+  bool speculative = false;
   std::vector<Group> groups;
   std::vector<Segment> segments;  // ascending; the last one ends with the tensor
 
   // fp32 values kept for each parameter: the parameter itself, and its moments or momentum.
   uint32_t NumSlots() const;
-  // "AdamW of 2 groups, 12 bytes of state a parameter"
+  // "AdamW of 2 groups, 12 bytes of state a parameter"; of one that is speculative ", and its
+  // gradient until a step is kept" as well
   std::string Describe() const;
   std::string Pack() const;
   // False when `text` is no rule for a tensor of so many elements.
   static bool Unpack(const std::string& text, uint64_t elements, UpdateRule* rule);
   bool operator==(const UpdateRule&) const = default;
+};
+
+// What becomes of the step that a member tried last.  The numbers are part of the protocol.
+enum class Verdict : uint8_t {
+  kNone = 0,  // it tried none, or has said so already
+  kKeep = 1,  // it stands
+  kDrop = 2,  // the state stays as it was before
 };
 
 // One step of an optimizer, as all members of the group say it.

@@ -32,10 +32,12 @@ struct PushPullRequest {
   int priority = 0;                // higher goes first
   DeviceStream stream = nullptr;   // of the GPU: after whose work so far input is ready
   // What is asked of the servers: kPushPull for a sum; of a tensor with a rule kPushStep,
-  // kPushNorm (output: an fp64 for each partition), kStep (of the round of the last kPushNorm; no
-  // input), kLoadState (no output) or kReadState (no input).  State is fp32 and on the CPU.
+  // kPushNorm (output: an fp64 for each partition), kPushTry, kStep (of the round of the last
+  // kPushNorm or kPushTry; no input), kLoadState (no output) or kReadState (no input).  State is
+  // fp32 and on the CPU.
   int op = kPushPull;
-  std::string detail;  // what follows the header: an UpdateStep, or a slot
+  double* squares = nullptr;  // of kPushTry: for each partition, on the CPU
+  std::string detail;         // what follows the header: an UpdateStep, or a slot
 };
 
 // When a partition that is traced came to the end of a stage, in SteadyNs; 0: it has

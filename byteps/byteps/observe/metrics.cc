@@ -137,6 +137,13 @@ std::vector<Metric> Tell(const ServerCounters& c, const ServerGauges& g) {
       Counted("byteps_server_updated_partitions_total",
               "Partitions of parameters that the optimizer on the servers updated.",
               c.updated_partitions),
+      Counted("byteps_server_tried_partitions_total",
+              "Partitions whose parameters were sent before it was known whether the step stands.",
+              c.tried_partitions),
+      Counted(
+          "byteps_server_redone_partitions_total",
+          "Of these, partitions that were updated and sent again, since gradients were clipped.",
+          c.redone_partitions),
       Now("byteps_server_state_bytes",
           "Memory promised to optimizer state (BYTEPS_SERVER_STATE_BYTES).", g.state_bytes),
       Spread("byteps_server_round_wait_seconds",

@@ -87,6 +87,8 @@ struct ServerCounters {
   Counter adding_ns;
   Counter declared_tensors;
   Counter updated_partitions;
+  Counter tried_partitions;
+  Counter redone_partitions;
   Histogram round_wait_seconds;
 };
 

@@ -124,6 +124,7 @@ void Server::OnMessage(ps::Message* msg) {
     case kPull:
     case kPushStep:
     case kPushNorm:
+    case kPushTry:
     case kStep:
     case kLoadState:
     case kReadState:
@@ -275,12 +276,13 @@ void Server::OnWorkerGone(int rank, const std::string& reason) {
 }
 
 void Server::Answer(const Caller& caller, uint64_t key, const std::string& error,
-                    const ps::SArray<char>* values) {
+                    const ps::SArray<char>* values, const ps::SArray<char>* squares) {
   ps::Message msg = MakeAnswer(caller.op, ps::Postoffice::WorkerRankToID(caller.rank), key,
                                caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
     AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
   }
+  if (squares != nullptr) msg.meta.body.assign(squares->data(), squares->size());
   channel_->Send(&msg);
 }
 
@@ -379,6 +381,8 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
   if (msg->meta.head == kPushNorm) caller.bytes = sizeof(double);
   const int member = declaration.MemberIndex(caller.rank);
   const PushHeader header = HeaderOf(*msg);
+  std::string error;
+  if (declaration.rule && header.round > 0) error = Settle(partition, *msg, header.round - 1);
   Round* round = FindRound(engine, partition, header);
   if (round == nullptr || round->pushed[member]) {
     return Refuse(*msg, "worker " + std::to_string(caller.rank) + " pushed round " +
@@ -397,8 +401,8 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
     Refuse(*msg, round->failure);
     return DropDoneRounds(partition);
   }
-  std::string error;
-  if (declaration.rule && !AgreesOnStep(declaration, *msg, round, &error)) {
+  if (declaration.rule && error.empty()) error = AgreeOnPush(declaration, *msg, round);
+  if (!error.empty()) {
     FailRound(engine, partition, round, error);
     round->told[member] = true;
     Refuse(*msg, error);
@@ -429,7 +433,7 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
   }
   if (round->added == declaration.group.size()) {
     lateness_.Add(caller.rank, caller.received - round->first_taken);
-    if (declaration.rule) error = UpdateState(partition, *msg, round);
+    if (declaration.rule) error = CompleteUpdate(partition, round);
     if (error.empty()) {
       Finish(engine, partition, round);
     } else {
@@ -480,12 +484,14 @@ void Server::Accumulate(Engine* engine, const Declaration& declaration, Round* r
     round->sum = std::move(values);
   } else if (members == 2 || !AddsWide(t)) {
     Add(t, round->sum.data(), values.data(), divisor, n);
+    if (last && round->step_op == kPushTry) round->spare = std::move(values);
   } else if (added == 2) {
     round->wide = engine->scratch.Take(n * SizeOf(AccumulatorOf(t)));
     WideBegin(t, round->wide.data(), round->sum.data(), values.data(), n);
     round->sum = ps::SArray<char>();
   } else if (!last) {
     WideAdd(t, round->wide.data(), values.data(), n);
+    if (added + 1 == members && round->step_op == kPushTry) round->spare = std::move(values);
   } else {
     WideEnd(t, values.data(), round->wide.data(), divisor, n);
     round->sum = std::move(values);
@@ -519,12 +525,22 @@ void Server::Deliver(Partition* partition, Round* round) {
   for (const Caller& caller : round->callers) {
     counters_.answered_partitions.Add();
     counters_.answered_bytes.Add(caller.bytes);
-    const bool wants_norm = caller.op == kPushNorm;
-    Answer(caller, partition->key, "", wants_norm ? &round->norm : &round->sum);
-    if (!wants_norm) round->told[declaration.MemberIndex(caller.rank)] = true;
+    const int member = declaration.MemberIndex(caller.rank);
+    switch (caller.op) {
+      case kPushNorm:
+        Answer(caller, partition->key, "", &round->norm);
+        break;
+      case kPushTry:
+        Answer(caller, partition->key, "", &round->parameters, &round->norm);
+        break;
+      default:
+        Answer(caller, partition->key, "", &round->sum);
+        round->told[member] = true;
+    }
   }
   TraceRound(*partition, *round, true);
   round->callers.clear();
+  round->parameters = ps::SArray<char>();
   if (All(round->told)) round->sum = ps::SArray<char>();
 }
 
@@ -541,7 +557,7 @@ void Server::FailRound(Engine* engine, Partition* partition, Round* round,
   round->callers.clear();
   round->waiting.clear();
   engine->scratch.Return(std::move(round->wide));
-  round->sum = ps::SArray<char>();
+  round->sum = round->spare = ps::SArray<char>();
   round->done = true;
   Close(engine, *partition, *round);
 }

@@ -14,6 +14,10 @@
 // Parameters.  Of a tensor with an UpdateRule the server keeps the parameters and their moments
 // (optimizer/): when a round is complete it updates them, and answers with them.  Members that
 // ask for different steps in one round get an error; the state is as it was.
+//
+// A step that is tried (PUSH_TRY) changes nothing: parameters are computed from the state and sent,
+// and the gradients are kept.  The round stays until each member has said what becomes of the step.
+// The first one who does so has it made, or dropped; who says something else gets an error.
 #ifndef BYTEPS_SERVER_SUM_SERVER_H_
 #define BYTEPS_SERVER_SUM_SERVER_H_
 
@@ -101,20 +105,28 @@ class Server {
     std::vector<bool> told;                 // by member index: of the sum, or why there is none
     std::vector<ps::SArray<char>> waiting;  // by member index: not yet their turn
     size_t added = 0;
-    ps::SArray<char> sum;  // the first push, then the sum
-    Scratch::Block wide;   // or the sum, while it is accumulated in a wider type
+    ps::SArray<char> sum;    // the first push, then the sum
+    ps::SArray<char> spare;  // of PUSH_TRY: the memory of a push that was added
+    Scratch::Block wide;     // or the sum, while it is accumulated in a wider type
     Clock::time_point started;
     Clock::time_point deadline;
     double timeout_s = 0;
     int64_t first_taken = 0;  // SteadyNs
     int64_t last_added = 0;
-    // Of a tensor with a rule: what the members ask for, as the first one said it, and its rank.
+    // Of a tensor with a rule: what the members ask for, as the first one said it; its rank, and
+    // the operation.
     std::string step;
     int step_of = -1;
+    int step_op = 0;
     ps::SArray<char> norm;  // for who waits for it before the update
-    bool updated = false;
-    bool done = false;    // there is a sum, or there will be none
-    std::string failure;  // why there will be none
+    // Of PUSH_TRY: the step, once it was tried; what is sent; and whether a LOAD_STATE came, after
+    // which it does not matter what becomes of the step.
+    std::string tried;
+    ps::SArray<char> parameters;
+    bool overtaken = false;
+    bool updated = false;  // the state is what became of the round
+    bool done = false;     // there is a sum, or there will be none
+    std::string failure;   // why there will be none
   };
 
   struct Partition {
@@ -177,11 +189,20 @@ class Server {
   // sum_server_state.cc: STEP; LOAD_STATE and READ_STATE.
   void Step(Partition* partition, const ps::Message& msg, int64_t received);
   void MoveState(Partition* partition, const ps::Message& msg, int64_t received);
-  // Whether this member wants what the first one did; *error says how they differ.
-  bool AgreesOnStep(const Declaration& declaration, const ps::Message& msg, Round* round,
-                    std::string* error);
-  // Of a round with the sum: what its members asked for.  Why it cannot be, or "".
-  std::string UpdateState(Partition* partition, const ps::Message& msg, Round* round);
+  // Takes what a member says of the step that it tried in the round of this number, if it tried
+  // one.  A push is its last word on it.  Why it cannot be, or "".
+  std::string Settle(Partition* partition, const ps::Message& msg, uint32_t number);
+  // How this member wants another step than the first one does, or "".
+  static std::string Agree(const Declaration& declaration, int rank, int op,
+                           const std::string& step, Round* round);
+  static std::string AgreeOnPush(const Declaration& declaration, const ps::Message& msg,
+                                 Round* round);
+  // Of a round with the sum: what its members pushed it for.  Why it cannot be, or "".
+  std::string CompleteUpdate(Partition* partition, Round* round);
+  // The same of round->step; makes it.
+  std::string MakeStep(Partition* partition, Round* round);
+  // What a member wants, after the squares; makes it unless it was made.  Why it cannot be, or "".
+  std::string Decide(Partition* partition, int rank, const std::string& step, Round* round);
   // The caller and what it wants, from a request's header.
   static Caller CallerOf(const ps::Message& msg, int64_t received);
   // The round, made if it is new; null if it is out of reach.
@@ -206,8 +227,9 @@ class Server {
   void TraceRound(const Partition& partition, const Round& round, bool answered);
   std::string MissingRanks(const Partition& partition, const Round& round) const;
 
+  // `squares`: of a PUSH_TRY.
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
-              const ps::SArray<char>* values);
+              const ps::SArray<char>* values, const ps::SArray<char>* squares = nullptr);
 
   Channel* const channel_;
   const bool deterministic_;

@@ -10,11 +10,29 @@ namespace byteps {
 namespace core {
 namespace {
 
-std::string DetailOf(const ps::Message& msg) {
+// Whether the detail of a request begins with a verdict.
+bool HasVerdict(int op) { return op != kStep && op != kLoadState; }
+
+PushHeader HeaderOf(const ps::Message& msg, std::string* detail) {
   PushHeader header;
+  PushHeader::Unpack(msg.meta.body, &header, detail);
+  return header;
+}
+
+std::string AllDetailOf(const ps::Message& msg) {
   std::string detail;
-  PushHeader::Unpack(msg.meta.body, &header, &detail);
+  HeaderOf(msg, &detail);
   return detail;
+}
+
+// The step, or slot.
+std::string DetailOf(const ps::Message& msg) {
+  return AllDetailOf(msg).substr(HasVerdict(msg.meta.head) ? 1 : 0);
+}
+
+// Of a request that HasFormOfUpdate().
+Verdict VerdictOf(const ps::Message& msg) {
+  return HasVerdict(msg.meta.head) ? static_cast<Verdict>(AllDetailOf(msg)[0]) : Verdict::kNone;
 }
 
 // Of a request that HasFormOfUpdate().
@@ -23,10 +41,11 @@ uint32_t SlotOf(const ps::Message& msg) {
   return WireReader(detail).Get<uint32_t>();
 }
 
-std::string Describe(const std::string& step) {
+std::string Describe(int op, const std::string& step) {
   UpdateStep read;
   if (step.empty()) return "the norm of the gradients first";
-  return UpdateStep::Unpack(step, &read) ? read.Describe() : "";
+  if (!UpdateStep::Unpack(step, &read)) return "";
+  return read.Describe() + (op == kPushTry ? ", to be tried" : "");
 }
 
 }  // namespace
@@ -40,14 +59,21 @@ bool Server::HasFormOfUpdate(const ps::Message& msg, const Declaration& declarat
   std::string detail;
   if (!PushHeader::Unpack(msg.meta.body, &header, &detail)) return false;
   if (header.pull_offset > size || header.pull_bytes > size - header.pull_offset) return false;
+  if (HasVerdict(op)) {
+    const int verdict = detail.empty() ? -1 : detail[0];
+    if (verdict < 0 || verdict > static_cast<int>(Verdict::kDrop)) return false;
+    detail.erase(0, 1);
+  }
+  if (op == kPushTry && !rule.speculative) return false;
   uint64_t values = 0;
-  if (op == kPushStep || op == kPushNorm) values = size;
+  if (op == kPushStep || op == kPushNorm || op == kPushTry) values = size;
   if (op == kLoadState) values = size / SizeOf(declaration.dtype) * sizeof(float);
   if (values == 0 ? !msg.data.empty() : msg.data.size() != 1 || msg.data[0].size() != values) {
     return false;
   }
   switch (op) {
     case kPushStep:
+    case kPushTry:
     case kStep: {
       UpdateStep step;
       return UpdateStep::Unpack(detail, &step) && step.rates.size() == rule.groups.size();
@@ -64,35 +90,87 @@ bool Server::HasFormOfUpdate(const ps::Message& msg, const Declaration& declarat
   }
 }
 
-bool Server::AgreesOnStep(const Declaration& declaration, const ps::Message& msg, Round* round,
-                          std::string* error) {
-  const std::string step = DetailOf(msg);
-  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+std::string Server::Agree(const Declaration& declaration, int rank, int op, const std::string& step,
+                          Round* round) {
   if (round->step_of < 0) {
     round->step = step;
     round->step_of = rank;
+    round->step_op = op;
   }
-  if (round->step == step) return true;
-  *error = "workers disagree on a step of '" + declaration.name + "': worker " +
-           std::to_string(round->step_of) + " asks for " + Describe(round->step) + ", worker " +
-           std::to_string(rank) + " for " + Describe(step);
-  return false;
+  if (round->step == step && round->step_op == op) return "";
+  return "workers disagree on a step of '" + declaration.name + "': worker " +
+         std::to_string(round->step_of) + " asks for " + Describe(round->step_op, round->step) +
+         ", worker " + std::to_string(rank) + " for " + Describe(op, step);
 }
 
-std::string Server::UpdateState(Partition* partition, const ps::Message& msg, Round* round) {
-  if (msg.meta.head == kPushNorm) {
-    const double squares = partition->state->SumOfSquares(round->sum.data());
-    round->norm.resize(sizeof(squares));
-    memcpy(round->norm.data(), &squares, sizeof(squares));
-    round->step_of = -1;  // who is told asks for a step then
-    return "";
+std::string Server::AgreeOnPush(const Declaration& declaration, const ps::Message& msg,
+                                Round* round) {
+  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+  return Agree(declaration, rank, msg.meta.head, DetailOf(msg), round);
+}
+
+std::string Server::CompleteUpdate(Partition* partition, Round* round) {
+  const PartitionState& state = *partition->state;
+  if (round->step_op == kPushStep) return MakeStep(partition, round);
+  const double squares = state.SumOfSquares(round->sum.data());
+  round->norm.resize(sizeof(squares));
+  memcpy(round->norm.data(), &squares, sizeof(squares));
+  if (round->step_op == kPushTry) {
+    UpdateStep step;
+    UpdateStep::Unpack(round->step, &step);
+    round->parameters = std::move(round->spare);
+    if (round->parameters.empty()) round->parameters.resize(round->sum.size());
+    const std::string error = state.Preview(step, round->sum.data(), round->parameters.data());
+    if (!error.empty()) return error;
+    round->tried = round->step;
+    counters_.tried_partitions.Add();
   }
+  round->step_of = -1;  // who is told of the squares says what to do then
+  return "";
+}
+
+std::string Server::MakeStep(Partition* partition, Round* round) {
   UpdateStep step;
   UpdateStep::Unpack(round->step, &step);
   round->updated = true;
   if (step.skip) return partition->state->ReadParameters(round->sum.data());
+  if (!round->tried.empty() && round->step != round->tried) counters_.redone_partitions.Add();
   counters_.updated_partitions.Add();
   return partition->state->Update(step, round->sum.data());
+}
+
+std::string Server::Decide(Partition* partition, int rank, const std::string& step, Round* round) {
+  const Declaration& declaration = partition->tensor->declaration;
+  const std::string error = Agree(declaration, rank, kStep, step, round);
+  if (error.empty() && !round->updated) round->failure = MakeStep(partition, round);
+  return error.empty() ? round->failure : error;
+}
+
+std::string Server::Settle(Partition* partition, const ps::Message& msg, uint32_t number) {
+  const Declaration& declaration = partition->tensor->declaration;
+  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+  const int member = declaration.MemberIndex(rank);
+  const uint32_t ahead = number - partition->first_round;
+  if (ahead >= partition->rounds.size()) return "";  // all members are through with it
+  Round* const round = &partition->rounds[ahead];
+  if (round->tried.empty() || !round->pushed[member] || round->told[member]) return "";
+  const Verdict verdict = VerdictOf(msg);
+  if (verdict == Verdict::kNone && !round->overtaken) {
+    return "worker " + std::to_string(rank) + " goes on with '" + declaration.name +
+           "' without having said what becomes of the step that it tried";
+  }
+  std::string error;
+  if (!round->overtaken) {
+    UpdateStep step;
+    UpdateStep::Unpack(round->tried, &step);
+    step.skip = verdict == Verdict::kDrop;
+    error = Decide(partition, rank, step.Pack(), round);
+  }
+  if (msg.meta.head != kReadState) {
+    round->told[member] = true;
+    DropDoneRounds(partition);
+  }
+  return error;
 }
 
 void Server::Step(Partition* partition, const ps::Message& msg, int64_t received) {
@@ -104,10 +182,9 @@ void Server::Step(Partition* partition, const ps::Message& msg, int64_t received
     return Refuse(msg, "worker " + std::to_string(caller.rank) + " asks for a step of '" +
                            declaration.name + "' before it was told the norm of its gradients");
   }
-  std::string error;
-  if (AgreesOnStep(declaration, msg, round, &error) && !round->updated) {
-    round->failure = error = UpdateState(partition, msg, round);
-  }
+  const std::string error = round->overtaken
+                                ? "the state of '" + declaration.name + "' was loaded after that"
+                                : Decide(partition, caller.rank, DetailOf(msg), round);
   if (!error.empty()) {
     round->told[declaration.MemberIndex(caller.rank)] = true;
     Refuse(msg, error);
@@ -125,7 +202,11 @@ void Server::MoveState(Partition* partition, const ps::Message& msg, int64_t rec
   ps::SArray<char> values;
   if (msg.meta.head == kLoadState) {
     error = state->Load(SlotOf(msg), msg.data[0].data());
+    for (Round& round : partition->rounds) round.overtaken = !round.tried.empty();
   } else {
+    std::string detail;
+    error = Settle(partition, msg, HeaderOf(msg, &detail).round);
+    if (!error.empty()) return Refuse(msg, error);
     values.resize(state->size() * sizeof(float));
     error = state->Read(SlotOf(msg), values.data());
     caller.offset = 0;

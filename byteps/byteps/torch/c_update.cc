@@ -30,12 +30,17 @@ std::string Packed(const StepTuple& tuple) {
   return step.Pack();
 }
 
+std::string Packed(uint8_t verdict) {
+  if (verdict > static_cast<uint8_t>(Verdict::kDrop)) throw UsageError("there is no such verdict");
+  return std::string(1, static_cast<char>(verdict));
+}
+
 // A tensor of gradients, and of the parameters that servers make of them.  Its functions start an
 // operation and return its handle.
 class UpdatedTensor {
  public:
   UpdatedTensor(const SpecTuple& spec, bool is_adamw, const std::vector<GroupTuple>& groups,
-                const std::vector<SegmentTuple>& segments, bool in_order)
+                const std::vector<SegmentTuple>& segments, bool in_order, bool speculative)
       : spec_(std::apply(Spec, spec)) {
     auto rule = std::make_shared<UpdateRule>();
     rule->algorithm = is_adamw ? UpdateRule::kAdamW : UpdateRule::kSgd;
@@ -46,16 +51,21 @@ class UpdatedTensor {
       rule->segments.push_back({end, group, counted});
     }
     rule->in_order = in_order;
+    rule->speculative = speculative;
     spec_.rule = std::move(rule);
     GetWorker()->Declare({spec_});
   }
 
   int64_t PushStep(uintptr_t gradients, uintptr_t parameters, const StepTuple& step,
-                   uintptr_t stream) const {
-    return Start(kPushStep, gradients, parameters, Packed(step), stream);
+                   uint8_t verdict, uintptr_t stream) const {
+    return Start(kPushStep, gradients, parameters, Packed(verdict) + Packed(step), stream);
   }
-  int64_t PushNorm(uintptr_t gradients, uintptr_t norms, uintptr_t stream) const {
-    return Start(kPushNorm, gradients, norms, "", stream);
+  int64_t PushNorm(uintptr_t gradients, uintptr_t norms, uint8_t verdict, uintptr_t stream) const {
+    return Start(kPushNorm, gradients, norms, Packed(verdict), stream);
+  }
+  int64_t PushTry(uintptr_t gradients, uintptr_t parameters, uintptr_t norms, const StepTuple& step,
+                  uint8_t verdict, uintptr_t stream) const {
+    return Start(kPushTry, gradients, parameters, Packed(verdict) + Packed(step), stream, norms);
   }
   int64_t Step(uintptr_t parameters, const StepTuple& step, uintptr_t stream) const {
     return Start(kStep, 0, parameters, Packed(step), stream);
@@ -63,8 +73,8 @@ class UpdatedTensor {
   int64_t Load(uint32_t slot, uintptr_t values) const {
     return Start(kLoadState, values, 0, Slot(slot), 0);
   }
-  int64_t Read(uint32_t slot, uintptr_t values) const {
-    return Start(kReadState, 0, values, Slot(slot), 0);
+  int64_t Read(uint32_t slot, uintptr_t values, uint8_t verdict) const {
+    return Start(kReadState, 0, values, Packed(verdict) + Slot(slot), 0);
   }
   uint64_t NumPartitions() const {
     const uint64_t size = GetWorker()->PartitionBytes(spec_.bytes);
@@ -78,14 +88,15 @@ class UpdatedTensor {
     return out.Take();
   }
 
-  int64_t Start(int op, uintptr_t input, uintptr_t output, std::string detail,
-                uintptr_t stream) const {
+  int64_t Start(int op, uintptr_t input, uintptr_t output, std::string detail, uintptr_t stream,
+                uintptr_t squares = 0) const {
     PushPullRequest request;
     request.tensor = spec_;
     request.input = reinterpret_cast<const void*>(input);
     request.output = reinterpret_cast<void*>(output);
     request.stream = reinterpret_cast<DeviceStream>(stream);
     request.op = op;
+    request.squares = reinterpret_cast<double*>(squares);
     request.detail = std::move(detail);
     return GetWorker()->PushPull(request);
   }
@@ -99,17 +110,20 @@ void DefineUpdatedTensor(py::module_* m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<UpdatedTensor>(*m, "UpdatedTensor")
       .def(py::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
-                    const std::vector<SegmentTuple>&, bool>(),
+                    const std::vector<SegmentTuple>&, bool, bool>(),
            py::arg("spec"), py::arg("is_adamw"), py::arg("groups"), py::arg("segments"),
-           py::arg("in_order"), Unlocked())
+           py::arg("in_order"), py::arg("speculative"), Unlocked())
       .def("push_step", &UpdatedTensor::PushStep, py::arg("gradients"), py::arg("parameters"),
-           py::arg("step"), py::arg("stream"), Unlocked())
+           py::arg("step"), py::arg("verdict"), py::arg("stream"), Unlocked())
       .def("push_norm", &UpdatedTensor::PushNorm, py::arg("gradients"), py::arg("norms"),
-           py::arg("stream"), Unlocked())
+           py::arg("verdict"), py::arg("stream"), Unlocked())
+      .def("push_try", &UpdatedTensor::PushTry, py::arg("gradients"), py::arg("parameters"),
+           py::arg("norms"), py::arg("step"), py::arg("verdict"), py::arg("stream"), Unlocked())
       .def("step", &UpdatedTensor::Step, py::arg("parameters"), py::arg("step"), py::arg("stream"),
            Unlocked())
       .def("load", &UpdatedTensor::Load, py::arg("slot"), py::arg("values"), Unlocked())
-      .def("read", &UpdatedTensor::Read, py::arg("slot"), py::arg("values"), Unlocked())
+      .def("read", &UpdatedTensor::Read, py::arg("slot"), py::arg("values"), py::arg("verdict"),
+           Unlocked())
       .def("num_partitions", &UpdatedTensor::NumPartitions, Unlocked());
 }
 

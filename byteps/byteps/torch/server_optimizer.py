@@ -6,13 +6,16 @@ docs/server-optimizer.md.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from byteps.torch import engine
-from byteps.torch.server_state import Bucket, Step, make_buckets, rule_of
+from byteps.torch.server_state import Bucket, Speculation, Step, make_buckets, rule_of
+
+_logger = logging.getLogger(__name__)
 
 _EPS = 1e-6
 """Added to a norm before it divides, by torch and by Megatron."""
@@ -40,9 +43,12 @@ class ServerOptimizer(torch.optim.Optimizer):
         group: the ranks that share the parameters, or their ProcessGroup; None for all workers.
         average: divide the summed gradients by the size of the group.
         max_norm: where the norm of all summed gradients is larger, they are scaled down to it; a
-            step whose norm is not finite is skipped. `step` then takes two turns: the servers' part
-            of the norm has come from all of them before any is told to update. None: gradients are
-            taken as they are, and parameters come down while later gradients still go up.
+            step whose norm is not finite is skipped. None: gradients are taken as they are.
+        clip: with max_norm, and to the same bits. "speculate": parameters come down as if nothing
+            were clipped, while later gradients still go up, into the gradients' memory. They are
+            taken once the norm is known; if something is clipped, they come down once more. After
+            a step the gradients are 0. Servers keep the gradients of a step as well: 2 bytes a
+            parameter of bf16, 4 of fp32. "wait": they come down when the norm is known.
         bucket_bytes: of each flat tensor, at most, but for one larger parameter.
 
     Raises:
@@ -58,6 +64,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         group: engine.Group = None,
         average: bool = True,
         max_norm: float | None = None,
+        clip: str = "speculate",
         bucket_bytes: int = 256 << 20,
     ) -> None:
         if not name:
@@ -66,6 +73,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be positive, not {max_norm}")
         if optimizer.state:
             raise ValueError("the optimizer has made steps: give a new one, then load_state_dict")
+        self._speculation = Speculation(clip, useful=max_norm is not None)
         self._rule = rule_of(optimizer)
         self._buckets: list[Bucket] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -87,6 +95,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             ranks=self._ranks,
             average=average,
             most_bytes=bucket_bytes,
+            speculative=self._speculation.is_on,
         )
         if self._is_lowest():
             for bucket in self._buckets:
@@ -141,17 +150,46 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._all(lambda bucket: bucket.push_step(step))
             self.steps += 1
             return
-        self._all(lambda bucket: bucket.push_norm())
+        tried = self._speculation.tries
+        self._all(lambda bucket: bucket.push_try(step) if tried else bucket.push_norm())
         # The same bits on all members, whatever their processors: fsum rounds once.
         squares = math.fsum(part for b in self._buckets for part in b.tensor.norms.tolist())
         self.last_norm = math.sqrt(squares)
         finite = math.isfinite(self.last_norm)
         scale = min(1.0, self.max_norm / (self.last_norm + _EPS)) if finite else 1.0
-        self._all(lambda bucket: bucket.step((self.steps + 1, scale, not finite, rates)))
+        if tried and not finite:
+            for bucket in self._buckets:
+                bucket.drop()
+        elif tried and scale == 1.0:
+            for bucket in self._buckets:
+                bucket.keep()
+        elif tried:
+            self._all(lambda bucket: bucket.step_again((self.steps + 1, scale, False, rates)))
+            for bucket in self._buckets:
+                bucket.take()
+        else:
+            self._all(lambda bucket: bucket.step((self.steps + 1, scale, not finite, rates)))
+        self._speculation.note(tried=tried, clipped=scale != 1.0, skipped=not finite)
+        advice = self._speculation.advice()
+        if advice is not None and self._is_lowest():
+            _logger.warning("'%s': %s", self._name, advice)
+        if self._speculation.is_on:
+            for bucket in self._buckets:
+                bucket.gradients.zero_()
         if finite:
             self.steps += 1
         else:
             self.skipped_steps += 1
+
+    @property
+    def tried_steps(self) -> int:
+        """Whose parameters came down before the norm was known."""
+        return self._speculation.tried
+
+    @property
+    def redone_steps(self) -> int:
+        """Of these, steps that were clipped, so that parameters came down once more."""
+        return self._speculation.redone
 
     def _all(self, start: Callable[[Bucket], int]) -> None:
         """Start something for each bucket; wait for all, also when one fails."""
@@ -218,6 +256,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._demand_same_rule()
         # Of SGD, torch saves no number of steps; it tells the first step from later ones alone.
         self.steps = int(max(counts, default=0.0))
+        self._speculation.forget()
+        for bucket in self._buckets:
+            bucket.tensor.give_up()
         if self._is_lowest():
             for bucket in self._buckets:
                 self._load(bucket, state)

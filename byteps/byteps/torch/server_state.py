@@ -16,6 +16,16 @@ GroupNumbers = tuple[float, float, float, bool]
 Segment = tuple[int, int, bool]
 """End, parameter group, and whether gradients count in the norm: elements from the last end on."""
 
+CLIPS = ("speculate", "wait")
+"""How steps are made that may be clipped; see Speculation."""
+
+_LOST = 2
+"""So many clipped steps in a row, and the next one waits."""
+_TOLD_EACH = 200
+"""Steps that were tried, between two messages about them."""
+_KEEP, _DROP = 1, 2
+"""Verdicts of the protocol."""
+
 # What would change the arithmetic, and may only have this value.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 
@@ -54,6 +64,65 @@ class Rule:
         return ["master_param"]
 
 
+class Speculation:
+    """Which steps servers try before their norm is known, and how that went.
+
+    A step that is tried brings parameters that hold if nothing is clipped. If something is, they
+    come down once more, after the gradients, as they would have without trying. After two clipped
+    steps in a row nothing is tried before a step that is not clipped: trying has a cost for
+    servers. All ranks know the same norms, and so decide the same.
+    """
+
+    def __init__(self, clip: str, *, useful: bool = True) -> None:
+        """`clip`: one of CLIPS. `useful`: False where a step waits for nothing.
+
+        Raises:
+            ValueError: there is no such way to clip.
+        """
+        if clip not in CLIPS:
+            raise ValueError(f"clip must be {' or '.join(map(repr, CLIPS))}, not {clip!r}")
+        self.is_on = clip == "speculate" and useful
+        """Whether steps may be tried at all."""
+        self.tried = 0
+        """Steps that were tried."""
+        self.redone = 0
+        """Of these, steps that were made again, since they were clipped."""
+        self._clipped_in_a_row = 0
+        self._told = (0, 0)
+
+    @property
+    def tries(self) -> bool:
+        """Whether the next step is tried."""
+        return self.is_on and self._clipped_in_a_row < _LOST
+
+    def note(self, *, tried: bool, clipped: bool, skipped: bool = False) -> None:
+        """A step was made. One that was skipped tells nothing of the next one."""
+        self.tried += tried
+        self.redone += tried and clipped and not skipped
+        if not skipped:
+            self._clipped_in_a_row = self._clipped_in_a_row + 1 if clipped else 0
+
+    def forget(self) -> None:
+        """A state was loaded: ranks may have made different numbers of steps before."""
+        self._clipped_in_a_row = 0
+
+    def advice(self) -> str | None:
+        """What to say of the last steps, once in a while, if trying them was of little use."""
+        tried, redone = (now - then for now, then in zip(self._counts(), self._told, strict=True))
+        if tried < _TOLD_EACH:
+            return None
+        self._told = self._counts()
+        if redone * 4 < tried:
+            return None
+        return (
+            f"{redone} of the last {tried} steps that servers tried were clipped, and made again; "
+            "a larger limit of the norm would make more of them stand"
+        )
+
+    def _counts(self) -> tuple[int, int]:
+        return self.tried, self.redone
+
+
 def add_segment(segments: list[Segment], end: int, group: int, counted: bool = True) -> None:
     """Append elements up to `end`, to the last segment if they are like it."""
     if segments and segments[-1][1:] == (group, counted):
@@ -85,6 +154,7 @@ class ServerTensor:
         segments: Sequence[Segment],
         *,
         in_order: bool = False,
+        speculative: bool = False,
     ) -> None:
         """Tell the servers.
 
@@ -93,6 +163,7 @@ class ServerTensor:
             rule: how parameters are updated.
             segments: which elements belong to which group; they cover the tensor.
             in_order: servers add the gradients in the order of ranks, not of arrival.
+            speculative: there will be `push_try`; servers keep memory for the gradients.
 
         Raises:
             BytePSError: a server refuses, or has too little memory.
@@ -100,26 +171,57 @@ class ServerTensor:
         self.numel = declaration.numel
         self._device = torch.device(declaration.device)
         self._tensor = c_lib.UpdatedTensor(
-            engine.spec_of(declaration), rule.is_adamw, rule.groups, list(segments), in_order
+            *(engine.spec_of(declaration), rule.is_adamw, rule.groups, list(segments)),
+            in_order,
+            speculative,
         )
         self.norms = torch.empty(self._tensor.num_partitions(), dtype=torch.float64)
-        """Of `push_norm`: each partition's sum of the squares of what counts."""
+        """Of `push_norm` and `push_try`: each partition's sum of the squares of what counts."""
+        self._is_open = False
+        self._verdict = 0
 
     def push_step(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
         """Start; the servers update as soon as they have the sum. Both may be one tensor."""
         engine.will_be_moved(gradients, parameters)
         where = gradients.data_ptr(), parameters.data_ptr()
-        return self._tensor.push_step(*where, step, self._stream())
+        return self._tensor.push_step(*where, step, self._last_word(), self._stream())
 
     def push_norm(self, gradients: torch.Tensor) -> int:
         """Start; the servers answer with the sum's squares."""
         engine.will_be_moved(gradients)
         where = gradients.data_ptr(), self.norms.data_ptr()
-        return self._tensor.push_norm(*where, self._stream())
+        return self._tensor.push_norm(*where, self._last_word(), self._stream())
+
+    def push_try(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
+        """Start; the servers answer with the parameters as the step would make them, and with the
+        sum's squares. Both tensors may be one. Then comes `keep`, `drop`, or `step`."""
+        engine.will_be_moved(gradients, parameters)
+        where = gradients.data_ptr(), parameters.data_ptr(), self.norms.data_ptr()
+        verdict, self._is_open = self._last_word(), True
+        return self._tensor.push_try(*where, step, verdict, self._stream())
+
+    def keep(self) -> None:
+        """The step that was tried stands. Nothing is sent: what is started next says so."""
+        self._verdict = _KEEP if self._is_open else 0
+
+    def drop(self) -> None:
+        """The step that was tried, if there is one, was none. Nothing is sent."""
+        self._verdict = _DROP if self._is_open else 0
+
+    def give_up(self) -> None:
+        """Drop the step that was tried, if nothing was said of it: it failed on some rank."""
+        if self._is_open and not self._verdict:
+            self._verdict = _DROP
+
+    def _last_word(self) -> int:
+        self.give_up()
+        verdict, self._is_open, self._verdict = self._verdict, False, 0
+        return verdict
 
     def step(self, parameters: torch.Tensor, step: Step) -> int:
-        """Start; after push_norm, the servers update."""
+        """Start; after push_norm or push_try, the servers update."""
         engine.will_be_moved(parameters)
+        self._is_open, self._verdict = False, 0
         return self._tensor.step(parameters.data_ptr(), step, self._stream())
 
     def load(self, slot: int, values: torch.Tensor) -> None:
@@ -132,7 +234,8 @@ class ServerTensor:
         """The fp32 values of a slot, on the CPU."""
         values = torch.empty(self.numel)
         engine.will_be_moved(values)
-        engine.wait(self._tensor.read(slot, values.data_ptr()), values)
+        # Other ranks have not said it yet, and this one says it again with its next push.
+        engine.wait(self._tensor.read(slot, values.data_ptr(), self._verdict), values)
         return values
 
     def wait(self, handle: int, *tensors: torch.Tensor) -> None:
@@ -161,7 +264,13 @@ class Bucket:
         self._tensor: ServerTensor | None = None
 
     def declare(
-        self, name: str, ranks: list[int], average: bool, rule: Rule, group_of: dict[int, int]
+        self,
+        name: str,
+        ranks: list[int],
+        average: bool,
+        rule: Rule,
+        group_of: dict[int, int],
+        speculative: bool,
     ) -> None:
         """Tell the servers. Raises BytePSError when they refuse."""
         segments: list[Segment] = []
@@ -175,7 +284,7 @@ class Bucket:
             group=ranks,
             device=self.parameters.device,
         )
-        self._tensor = ServerTensor(declaration, rule, segments)
+        self._tensor = ServerTensor(declaration, rule, segments, speculative=speculative)
 
     @property
     def tensor(self) -> ServerTensor:
@@ -210,6 +319,31 @@ class Bucket:
         """Start; the servers answer with the sum's squares."""
         return self.tensor.push_norm(self.gradients)
 
+    def push_try(self, step: Step) -> int:
+        """Start; the servers answer with the parameters that the step would make, and the squares.
+
+        The parameters come down into the gradients' memory: what was answered has been sent.
+        """
+        return self.tensor.push_try(self.gradients, self.gradients, step)
+
+    def keep(self) -> None:
+        """Take the parameters of the step that was tried."""
+        self.tensor.keep()
+        self.take()
+
+    def step_again(self, step: Step) -> int:
+        """Start, after push_try; the servers update. `take` is called when all buckets are there:
+        a rank has the parameters of one step."""
+        return self.tensor.step(self.gradients, step)
+
+    def take(self) -> None:
+        """Take the parameters that came down into the gradients' memory."""
+        self.parameters.copy_(self.gradients)
+
+    def drop(self) -> None:
+        """Forget the step that was tried."""
+        self.tensor.drop()
+
     def step(self, step: Step) -> int:
         """Start; after push_norm, the servers update."""
         return self.tensor.step(self.parameters, step)
@@ -227,6 +361,7 @@ def make_buckets(
     ranks: list[int],
     average: bool,
     most_bytes: int,
+    speculative: bool,
 ) -> list[Bucket]:
     """The parameters that need a gradient, in buckets that the servers know.
 
@@ -265,5 +400,5 @@ def make_buckets(
     with torch.no_grad():
         buckets = [Bucket(places, places[0][2].device) for places in full]
     for number, bucket in enumerate(buckets):
-        bucket.declare(f"{name}/{number}", ranks, average, rule, group_of)
+        bucket.declare(f"{name}/{number}", ranks, average, rule, group_of, speculative)
     return buckets

@@ -50,7 +50,7 @@ TEST(DeclarationList, ComesBackAsItWas) {
 TEST(DeclarationList, IsLittleEndianAndHasEachGroupOnce) {
   auto all = SomeDeclarations();
   const std::string text = PackDeclarations(all);
-  EXPECT_EQ(text[0], 1);                                            // version
+  EXPECT_EQ(text[0], 2);                                            // version
   EXPECT_EQ(text[1], 4);                                            // sdbm
   EXPECT_EQ(text.substr(3, 4), std::string("\2\0\0\0", 4));         // groups
   EXPECT_EQ(text.substr(7, 4), std::string("\3\0\0\0", 4));         // members of the first

@@ -48,11 +48,12 @@ class Answers : public Channel {
     DEMAND(asked_.count(key) == 1);
     DEMAND(asked_[key]-- == 1);  // answered once
     DEMAND(!meta.request);
-    DEMAND((meta.option != 0) == !meta.body.empty());
+    DEMAND(meta.option == 0 || !meta.body.empty());
+    DEMAND(meta.option != 0 || meta.body.size() == (meta.head == kPushTry ? sizeof(double) : 0));
     for (const auto& value : message->data) {
       if (meta.head == kPushNorm) {
         ForEach<double>(value, [](double squares) { DEMAND(squares >= 0); });
-      } else if (meta.head == kPushStep || meta.head == kStep) {
+      } else if (meta.head == kPushStep || meta.head == kPushTry || meta.head == kStep) {
         // Parameters begin at 0, and gradients are positive.
         ForEach<float>(value,
                        [this](float x) { DEMAND(strange_ || (x <= 0 && std::isfinite(x))); });
@@ -112,6 +113,7 @@ Declaration TheDeclaration(int which) {
   }
   rule->groups.push_back(rule->groups[0]);
   rule->segments = {{3, 1}, {d.bytes / sizeof(float), 0}};
+  rule->speculative = which != 3;
   d.rule = rule;
   return d;
 }
@@ -161,8 +163,8 @@ ps::Message LoadOfZeros(const Declaration& d, uint64_t index, uint32_t slot, siz
 // Of an optimizer's steps, or of its state.
 ps::Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& d,
                       uint64_t index, uint64_t size, Answers* answers) {
-  const int kinds[] = {kPushStep, kPushStep, kPushNorm, kStep, kLoadState, kReadState};
-  const int kind = kinds[data->ConsumeIntegralInRange<int>(0, 5)];
+  const int kinds[] = {kPushStep, kPushTry, kPushTry, kPushNorm, kStep, kLoadState, kReadState};
+  const int kind = kinds[data->ConsumeIntegralInRange<int>(0, 6)];
   const bool fits = data->ConsumeIntegralInRange<int>(0, 15) > 0;
   const size_t bytes = fits ? size : data->ConsumeIntegralInRange<size_t>(0, 40);
   const uint32_t slot = data->ConsumeIntegralInRange<uint32_t>(0, 3);
@@ -172,17 +174,20 @@ ps::Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declarati
   step.skip = data->ConsumeIntegralInRange<int>(0, 7) == 0;
   step.rates.assign(d.rule->groups.size(), {0.5, 0});
   std::string detail;
-  if (kind == kReadState) detail.assign(reinterpret_cast<const char*>(&slot), sizeof(slot));
-  if (kind == kPushStep || kind == kStep) detail = step.Pack();
+  if (kind != kStep) detail.push_back(data->ConsumeIntegralInRange<char>(0, 2));  // the verdict
+  if (kind == kReadState) detail.append(reinterpret_cast<const char*>(&slot), sizeof(slot));
+  const bool asks = kind == kPushStep || kind == kPushTry || kind == kStep;
+  if (asks) detail += step.Pack();
   if (data->ConsumeIntegralInRange<int>(0, 15) == 0) {
     answers->ExpectAnything();
     detail = data->ConsumeRandomLengthString(64);
   }
-  const bool asks = kind == kPushStep || kind == kStep;
   const uint32_t round = data->ConsumeIntegralInRange<uint32_t>(0, 3);
   const std::string body = Header(round, asks ? size : 0) + detail;
   ps::Message request = MakeRequest(kind, 8, d.Key() + index, number, body);
-  if (kind == kPushStep || kind == kPushNorm) AddValues(&request, Ones(bytes));
+  if (kind == kPushStep || kind == kPushTry || kind == kPushNorm) {
+    AddValues(&request, Ones(bytes));
+  }
   return request;
 }
 

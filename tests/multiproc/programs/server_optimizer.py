@@ -6,8 +6,11 @@ The argument ``device`` is "cpu" or "cuda".
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import byteps.torch as bps
@@ -194,7 +197,124 @@ def clipped(job: Job) -> None:
             assert (pair.served.steps, pair.served.skipped_steps) == (STEPS - 1, 1)
             pair.demand_equal_state()
         demand_same(job, f"clip {max_norm}", pair.mine)
+    with job.check_raises("clip", ValueError, "'speculate' or 'wait', not 'clip'"):
+        ServerOptimizer(torch.optim.AdamW(parameters(0, torch.float32)), clip="clip")
     counted(job)
+
+
+# When a step is clipped, and how often steps are tried and made again.
+PATTERNS: dict[str, tuple[Callable[[int], bool], tuple[int, int]]] = {
+    # After two clipped steps nothing is tried.
+    "every step": (lambda step: True, (2, 2)),
+    "every other step": (lambda step: step % 2 == 0, (8, 3)),
+    "never": (lambda step: False, (8, 0)),
+    "first": (lambda step: step < 4, (5, 2)),
+}
+SPOILED = 2
+
+
+def speculates(job: Job) -> None:
+    """Steps that servers try give the bits of steps that wait for the norm: parameters and state,
+    whatever is clipped, and with a gradient that is not finite."""
+    bps.init()
+    for name, (clips, counts) in PATTERNS.items():
+        for kind, dtype in (("adamw", torch.bfloat16), ("sgd", torch.float32)):
+            pairs = [
+                Pair(job, kind, dtype, f"{name} {kind} {clip}", max_norm=1.0, clip=clip)
+                for clip in ("speculate", "wait")
+            ]
+            for step in range(8):
+                for pair in pairs:
+                    pair.served.max_norm = 1.0 if clips(step) else 1e6
+                    pair.step(step, step == SPOILED)
+                with job.check(f"{name}, {kind}: step {step}"):
+                    tried, waited = (fingerprint(pair.mine) for pair in pairs)
+                    assert tried == waited
+                if step % 3 == 0:
+                    with job.check(f"{name}, {kind}: state after step {step}"):
+                        demand_equal_states(pairs)
+            with job.check(f"{name}, {kind}: what was tried"):
+                served = pairs[0].served
+                assert (served.tried_steps, served.redone_steps) == counts, counts
+                assert pairs[1].served.tried_steps == 0
+                assert served.skipped_steps == 1
+                assert all(parameter.grad.count_nonzero() == 0 for parameter in pairs[0].mine)
+            demand_same(job, f"{name} {kind}", pairs[0].mine)
+
+
+def dies(job: Job) -> None:
+    """One life of a job in which rank 1 kills itself in step 2, at a phase of it.
+
+    args: ``life``; ``phase``: "before" its gradients go up; "between" the answers and its taking of
+    the parameters, of which it has taken some; "after" that, before the next step; None: it lives.
+
+    The first life writes what steps that wait give, and a checkpoint after step 1, which the others
+    resume from. Whatever a rank has at any moment is what it would have had.
+    """
+    bps.init()
+    life, phase = job.args["life"], job.args["phase"]
+    checkpoint = job.folder / "checkpoint.pt"
+    if life == 0:
+        waits = Pair(job, "adamw", torch.bfloat16, "waits", max_norm=1e6, clip="wait")
+        expected = []
+        for step in range(STEPS):
+            waits.step(step)
+            expected.append(fingerprint(waits.mine))
+        (job.folder / f"expected.{job.rank}").write_text(json.dumps(expected))
+    expected = json.loads((job.folder / f"expected.{job.rank}").read_text())
+    tries = Pair(job, "adamw", torch.bfloat16, "tries", max_norm=1e6)
+    if life == 0:
+        for step in range(2):
+            tries.step(step)
+        if job.rank == 0:
+            state = tries.served.state_dict()
+            torch.save({"state": state, "parameters": [p.detach() for p in tries.mine]}, checkpoint)
+    else:
+        saved = torch.load(checkpoint)
+        with torch.no_grad():
+            for mine, other in zip(tries.mine, saved["parameters"], strict=True):
+                mine.copy_(other)
+        tries.served.load_state_dict(saved["state"])
+    with job.check(f"life {life}: step 1"):
+        assert fingerprint(tries.mine) == expected[1]
+    for step in range(2, STEPS):
+        if job.rank == 1 and step == 2 and phase is not None:
+            step_and_die(tries, phase)
+        try:
+            tries.step(step)
+        except bps.BytePSError:
+            # All of its parameters are those of the step before.
+            with job.check(f"life {life}: step {step} failed"):
+                assert phase is not None and step in ({3} if phase == "after" else {2, 3})
+                assert fingerprint(tries.mine) == expected[step - 1]
+            break
+        with job.check(f"life {life}: step {step}"):
+            assert fingerprint(tries.mine) == expected[step]
+    else:
+        with job.check(f"life {life}: it lives"):
+            assert phase is None
+    job.mark(f"ended{life}")
+    bps.shutdown()
+
+
+def step_and_die(pair: Pair, phase: str) -> None:
+    def end(*ignored: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if phase == "before":
+        end()
+    if phase == "between":
+        last = pair.served._buckets[-1]
+        last.keep = end  # type: ignore[method-assign]
+    pair.step(2)
+    end()
+
+
+def demand_equal_states(pairs: list[Pair]) -> None:
+    tried, waited = (pair.served.state_dict()["state"] for pair in pairs)
+    for index, one in tried.items():
+        for slot, values in one.items():
+            assert torch.equal(values, waited[index][slot]), (index, slot)
 
 
 def counted(job: Job) -> None:

@@ -4,8 +4,6 @@
 #include <cstring>
 #include <new>
 
-#include "byteps/server/optimizer/update.h"
-
 namespace byteps {
 namespace core {
 
@@ -72,27 +70,67 @@ std::string PartitionState::ReadParameters(char* values) const {
   return "";
 }
 
+AdamWStep PartitionState::AdamWOf(const UpdateStep& step, const Run& run) const {
+  const UpdateRule::Group& group = rule_.groups[run.group];
+  const UpdateStep::Rate& rate = step.rates[run.group];
+  return {rate.learning_rate,
+          rate.weight_decay,
+          group.beta1,
+          group.beta2,
+          group.eps,
+          step.number,
+          static_cast<float>(step.grad_scale)};
+}
+
+SgdStep PartitionState::SgdOf(const UpdateStep& step, const Run& run) const {
+  const UpdateRule::Group& group = rule_.groups[run.group];
+  const UpdateStep::Rate& rate = step.rates[run.group];
+  return {rate.learning_rate,
+          rate.weight_decay,
+          group.beta1,
+          group.beta2,
+          group.nesterov,
+          !has_momentum_,
+          static_cast<float>(step.grad_scale)};
+}
+
+float* PartitionState::Momentum(const Run& run) const {
+  return rule_.NumSlots() > 1 ? Slot(1) + run.begin : nullptr;
+}
+
 std::string PartitionState::Update(const UpdateStep& step, char* values) {
   if (!state_) return NotLoaded();
   const DType t = declaration_->dtype;
   for (const Run& run : runs_) {
-    const UpdateRule::Group& group = rule_.groups[run.group];
-    const UpdateStep::Rate& rate = step.rates[run.group];
     char* const at = values + run.begin * SizeOf(t);
     const size_t n = run.end - run.begin;
-    const float scale = static_cast<float>(step.grad_scale);
+    float* const master = Slot(0) + run.begin;
     if (rule_.algorithm == UpdateRule::kAdamW) {
-      const AdamWStep numbers{rate.learning_rate, rate.weight_decay, group.beta1, group.beta2,
-                              group.eps,          step.number,       scale};
-      UpdateAdamW(t, numbers, at, Slot(0) + run.begin, Slot(1) + run.begin, Slot(2) + run.begin, n);
+      UpdateAdamW(t, AdamWOf(step, run), at, master, Slot(1) + run.begin, Slot(2) + run.begin, n);
     } else {
-      const SgdStep numbers{rate.learning_rate, rate.weight_decay, group.beta1, group.beta2,
-                            group.nesterov,     !has_momentum_,    scale};
-      float* const momentum = rule_.NumSlots() > 1 ? Slot(1) + run.begin : nullptr;
-      UpdateSgd(t, numbers, at, Slot(0) + run.begin, momentum, n);
+      UpdateSgd(t, SgdOf(step, run), at, master, Momentum(run), n);
     }
   }
   has_momentum_ = true;
+  return "";
+}
+
+std::string PartitionState::Preview(const UpdateStep& step, const char* gradients,
+                                    char* parameters) const {
+  if (!state_) return NotLoaded();
+  const DType t = declaration_->dtype;
+  for (const Run& run : runs_) {
+    const char* const from = gradients + run.begin * SizeOf(t);
+    char* const to = parameters + run.begin * SizeOf(t);
+    const size_t n = run.end - run.begin;
+    const float* const master = Slot(0) + run.begin;
+    if (rule_.algorithm == UpdateRule::kAdamW) {
+      PreviewAdamW(t, AdamWOf(step, run), from, to, master, Slot(1) + run.begin,
+                   Slot(2) + run.begin, n);
+    } else {
+      PreviewSgd(t, SgdOf(step, run), from, to, master, Momentum(run), n);
+    }
+  }
   return "";
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "byteps/base/protocol.h"
+#include "byteps/server/optimizer/update.h"
 
 namespace byteps {
 namespace core {
@@ -30,6 +31,8 @@ class PartitionState {
 
   // `values`, in the tensor's type: gradients before, the updated parameters after.
   std::string Update(const UpdateStep& step, char* values);
+  // The parameters that Update would send, to the bit; nothing changes.
+  std::string Preview(const UpdateStep& step, const char* gradients, char* parameters) const;
   // The squares, added up, of gradients in the tensor's type: of those that count, or no finite
   // number if any gradient is none.
   double SumOfSquares(const char* gradients) const;
@@ -46,6 +49,10 @@ class PartitionState {
   };
 
   float* Slot(uint32_t slot) const { return state_.get() + slot * size_; }
+  AdamWStep AdamWOf(const UpdateStep& step, const Run& run) const;
+  SgdStep SgdOf(const UpdateStep& step, const Run& run) const;
+  // Of SGD, from the start of a run; null where there is none.
+  float* Momentum(const Run& run) const;
   std::string NotLoaded() const;
 
   const Declaration* const declaration_;

@@ -44,7 +44,9 @@ uint64_t StateBytes(const Declaration& declaration, int rank, int num_servers) {
         ServerOf(declaration.hash, declaration.Key(), declaration.placement, i, num_servers);
     if (server == rank) elements += declaration.PartitionSize(i) / SizeOf(declaration.dtype);
   }
-  return elements * sizeof(float) * declaration.rule->NumSlots();
+  const UpdateRule& rule = *declaration.rule;
+  const uint64_t gradient = rule.speculative ? SizeOf(declaration.dtype) : 0;
+  return elements * (sizeof(float) * rule.NumSlots() + gradient);
 }
 
 uint64_t AvailableMemory() {

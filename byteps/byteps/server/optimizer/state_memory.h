@@ -11,7 +11,8 @@
 namespace byteps {
 namespace core {
 
-// Bytes of state that server `rank` of `num_servers` keeps of a tensor; 0 of one that is summed.
+// Bytes that server `rank` of `num_servers` keeps of a tensor between steps: its state, and the
+// gradients of a step that was tried.  0 of one that is summed.
 uint64_t StateBytes(const Declaration& declaration, int rank, int num_servers);
 
 // Bytes that this process may still take: what the machine has available, or less where its

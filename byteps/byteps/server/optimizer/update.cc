@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "byteps/server/clones.h"
 
@@ -72,29 +73,36 @@ struct AdamWNumbers {
   const float beta2, weight2, root, eps, rate;
 };
 
-template <typename E, bool kSmallWeight>
-BYTEPS_INLINE inline void AdamWLoop(const AdamWNumbers& c, void* values, float* __restrict master,
-                                    float* __restrict mean, float* __restrict square, size_t n) {
+// State is `float`, and updated, or `const float`.
+template <typename E, bool kSmallWeight, typename State>
+BYTEPS_INLINE inline void AdamWLoop(const AdamWNumbers& c, const void* gradients, void* parameters,
+                                    State* __restrict master, State* __restrict mean,
+                                    State* __restrict square, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    const float g = E::Get(values, i) * c.scale;
+    const float g = E::Get(gradients, i) * c.scale;
     const float p = master[i] * c.keep;
     const float difference = g - mean[i];
     const float m = kSmallWeight ? Fused(c.weight1, difference, mean[i])
                                  : Fused(c.weight1 - 1.0f, difference, g);
     const float v = Fused(c.weight2 * g, g, square[i] * c.beta2);
     const float updated = p + c.rate * m / (std::sqrt(v) / c.root + c.eps);
-    mean[i] = m;
-    square[i] = v;
-    master[i] = updated;
-    E::Put(values, i, updated);
+    if constexpr (!std::is_const_v<State>) {
+      mean[i] = m;
+      square[i] = v;
+      master[i] = updated;
+    }
+    E::Put(parameters, i, updated);
   }
 }
 
-template <typename E>
-BYTEPS_INLINE inline void AdamWEither(const AdamWNumbers& c, void* values, float* master,
-                                      float* mean, float* square, size_t n) {
-  if (c.small_weight) return AdamWLoop<E, true>(c, values, master, mean, square, n);
-  AdamWLoop<E, false>(c, values, master, mean, square, n);
+template <typename E, typename State>
+BYTEPS_INLINE inline void AdamWEither(const AdamWNumbers& c, const void* gradients,
+                                      void* parameters, State* master, State* mean, State* square,
+                                      size_t n) {
+  if (c.small_weight) {
+    return AdamWLoop<E, true>(c, gradients, parameters, master, mean, square, n);
+  }
+  AdamWLoop<E, false>(c, gradients, parameters, master, mean, square, n);
 }
 
 struct SgdNumbers {
@@ -112,33 +120,33 @@ struct SgdNumbers {
 // What the momentum is used for.
 enum class Momentum { kNone, kPlain, kNesterov };
 
-template <typename E, Momentum kUse>
-BYTEPS_INLINE inline void SgdLoop(const SgdNumbers& c, void* values, float* __restrict master,
-                                  float* __restrict momentum, size_t n) {
+template <typename E, Momentum kUse, typename State>
+BYTEPS_INLINE inline void SgdLoop(const SgdNumbers& c, const void* gradients, void* parameters,
+                                  State* __restrict master, State* __restrict momentum, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    float g = E::Get(values, i) * c.scale;
+    float g = E::Get(gradients, i) * c.scale;
     g = Fused(c.decay, master[i], g);
     if constexpr (kUse != Momentum::kNone) {
       const float m = Fused(c.weight, g, momentum[i] * c.kept);
-      momentum[i] = m;
+      if constexpr (!std::is_const_v<State>) momentum[i] = m;
       g = kUse == Momentum::kNesterov ? Fused(c.momentum, m, g) : m;
     }
     const float updated = Fused(c.rate, g, master[i]);
-    master[i] = updated;
-    E::Put(values, i, updated);
+    if constexpr (!std::is_const_v<State>) master[i] = updated;
+    E::Put(parameters, i, updated);
   }
 }
 
-template <typename E>
-BYTEPS_INLINE inline void SgdAny(const SgdNumbers& c, Momentum use, void* values, float* master,
-                                 float* momentum, size_t n) {
+template <typename E, typename State>
+BYTEPS_INLINE inline void SgdAny(const SgdNumbers& c, Momentum use, const void* gradients,
+                                 void* parameters, State* master, State* momentum, size_t n) {
   switch (use) {
     case Momentum::kNone:
-      return SgdLoop<E, Momentum::kNone>(c, values, master, momentum, n);
+      return SgdLoop<E, Momentum::kNone>(c, gradients, parameters, master, momentum, n);
     case Momentum::kPlain:
-      return SgdLoop<E, Momentum::kPlain>(c, values, master, momentum, n);
+      return SgdLoop<E, Momentum::kPlain>(c, gradients, parameters, master, momentum, n);
     case Momentum::kNesterov:
-      return SgdLoop<E, Momentum::kNesterov>(c, values, master, momentum, n);
+      return SgdLoop<E, Momentum::kNesterov>(c, gradients, parameters, master, momentum, n);
   }
 }
 
@@ -171,25 +179,40 @@ BYTEPS_INLINE inline double SquaresLoop(const void* values, size_t n) {
 }
 
 // A template cannot have clones; these are their instances.
-#define BYTEPS_UPDATES(E)                                                                         \
-  BYTEPS_MULTIVERSION void AdamW##E(const AdamWNumbers& c, void* values, float* master,           \
-                                    float* mean, float* square, size_t n) {                       \
-    AdamWEither<E>(c, values, master, mean, square, n);                                           \
-  }                                                                                               \
-  BYTEPS_MULTIVERSION void Sgd##E(const SgdNumbers& c, Momentum use, void* values, float* master, \
-                                  float* momentum, size_t n) {                                    \
-    SgdAny<E>(c, use, values, master, momentum, n);                                               \
-  }                                                                                               \
-  BYTEPS_MULTIVERSION void Round##E(void* values, const float* master, size_t n) {                \
-    RoundLoop<E>(values, master, n);                                                              \
-  }                                                                                               \
-  BYTEPS_MULTIVERSION double Squares##E(const void* values, size_t n) {                           \
-    return SquaresLoop<E>(values, n);                                                             \
+#define BYTEPS_UPDATES(E)                                                                          \
+  BYTEPS_MULTIVERSION void AdamW##E(const AdamWNumbers& c, void* values, float* master,            \
+                                    float* mean, float* square, size_t n) {                        \
+    AdamWEither<E>(c, values, values, master, mean, square, n);                                    \
+  }                                                                                                \
+  BYTEPS_MULTIVERSION void PreviewAdamW##E(const AdamWNumbers& c, const void* gradients,           \
+                                           void* parameters, const float* master,                  \
+                                           const float* mean, const float* square, size_t n) {     \
+    AdamWEither<E>(c, gradients, parameters, master, mean, square, n);                             \
+  }                                                                                                \
+  BYTEPS_MULTIVERSION void Sgd##E(const SgdNumbers& c, Momentum use, void* values, float* master,  \
+                                  float* momentum, size_t n) {                                     \
+    SgdAny<E>(c, use, values, values, master, momentum, n);                                        \
+  }                                                                                                \
+  BYTEPS_MULTIVERSION void PreviewSgd##E(const SgdNumbers& c, Momentum use, const void* gradients, \
+                                         void* parameters, const float* master,                    \
+                                         const float* momentum, size_t n) {                        \
+    SgdAny<E>(c, use, gradients, parameters, master, momentum, n);                                 \
+  }                                                                                                \
+  BYTEPS_MULTIVERSION void Round##E(void* values, const float* master, size_t n) {                 \
+    RoundLoop<E>(values, master, n);                                                               \
+  }                                                                                                \
+  BYTEPS_MULTIVERSION double Squares##E(const void* values, size_t n) {                            \
+    return SquaresLoop<E>(values, n);                                                              \
   }
 
 BYTEPS_UPDATES(Float32)
 BYTEPS_UPDATES(BFloat16)
 #undef BYTEPS_UPDATES
+
+Momentum UseOf(const SgdStep& step) {
+  if (step.momentum == 0) return Momentum::kNone;
+  return step.nesterov ? Momentum::kNesterov : Momentum::kPlain;
+}
 
 }  // namespace
 
@@ -200,13 +223,25 @@ void UpdateAdamW(DType t, const AdamWStep& step, void* values, float* master, fl
                         : AdamWFloat32(numbers, values, master, mean, square, n);
 }
 
+void PreviewAdamW(DType t, const AdamWStep& step, const void* gradients, void* parameters,
+                  const float* master, const float* mean, const float* square, size_t n) {
+  const AdamWNumbers numbers(step);
+  const auto preview = t == DType::kBFloat16 ? PreviewAdamWBFloat16 : PreviewAdamWFloat32;
+  preview(numbers, gradients, parameters, master, mean, square, n);
+}
+
 void UpdateSgd(DType t, const SgdStep& step, void* values, float* master, float* momentum,
                size_t n) {
   const SgdNumbers numbers(step);
-  Momentum use = Momentum::kNone;
-  if (step.momentum != 0) use = step.nesterov ? Momentum::kNesterov : Momentum::kPlain;
-  t == DType::kBFloat16 ? SgdBFloat16(numbers, use, values, master, momentum, n)
-                        : SgdFloat32(numbers, use, values, master, momentum, n);
+  t == DType::kBFloat16 ? SgdBFloat16(numbers, UseOf(step), values, master, momentum, n)
+                        : SgdFloat32(numbers, UseOf(step), values, master, momentum, n);
+}
+
+void PreviewSgd(DType t, const SgdStep& step, const void* gradients, void* parameters,
+                const float* master, const float* momentum, size_t n) {
+  const SgdNumbers numbers(step);
+  const auto preview = t == DType::kBFloat16 ? PreviewSgdBFloat16 : PreviewSgdFloat32;
+  preview(numbers, UseOf(step), gradients, parameters, master, momentum, n);
 }
 
 void RoundParameters(DType t, void* values, const float* master, size_t n) {

@@ -46,6 +46,12 @@ void UpdateAdamW(DType t, const AdamWStep& step, void* values, float* master, fl
 void UpdateSgd(DType t, const SgdStep& step, void* values, float* master, float* momentum,
                size_t n);
 
+// The same parameters, to the bit, rounded into `parameters`; all else stays as it is.
+void PreviewAdamW(DType t, const AdamWStep& step, const void* gradients, void* parameters,
+                  const float* master, const float* mean, const float* square, size_t n);
+void PreviewSgd(DType t, const SgdStep& step, const void* gradients, void* parameters,
+                const float* master, const float* momentum, size_t n);
+
 // values[i] = master[i], rounded to type t.
 void RoundParameters(DType t, void* values, const float* master, size_t n);
 

@@ -55,6 +55,7 @@ __all__ = [
     "add_checkpoint_metadata",
     "bucket_name",
     "bucket_priority",
+    "gradients_will_be_zeroed",
     "group_name",
     "initialize",
     "keeps_optimizer",
@@ -82,6 +83,22 @@ def make_server_optimizer(*arguments: Any) -> Any:
     from .server_optimizer import make_server_optimizer as make
 
     return make(*arguments)
+
+
+def gradients_will_be_zeroed(ddp: Any) -> None:
+    """DDP is about to zero its gradients. With ``dpu_optimizer`` the servers may still be sending
+    parameters into that memory, of a step that Megatron runs once more.
+
+    Raises:
+        byteps.torch.BytePSError: a rank or a server was lost.
+    """
+    if not ddp.ddp_config.dpu_optimizer:
+        return
+    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+        for bucket in buffer.buckets:
+            server_bucket = getattr(bucket, "dpu_server_bucket", None)
+            if server_bucket is not None:
+                server_bucket.forget_push()
 
 
 def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:

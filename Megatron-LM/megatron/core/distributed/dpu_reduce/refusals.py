@@ -12,6 +12,9 @@ import torch
 from .bytepslib import byteps
 from .routes import ROUTES
 
+OPTIMIZER_CLIPS = ("speculate", "wait")
+"""How --dpu-optimizer makes steps that may be clipped."""
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -269,6 +272,11 @@ def _check_optimizer(source: object) -> None:
             "--dpu-optimizer needs --use-dpu-reduce: without it there are no servers to update"
         )
     _refuse(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+    clip = getattr(source, "dpu_optimizer_clip", "speculate")
+    if clip not in OPTIMIZER_CLIPS:
+        raise ValueError(
+            f"--dpu-optimizer-clip={clip} is not known; it can be {' or '.join(OPTIMIZER_CLIPS)}"
+        )
     form = getattr(source, "ckpt_format", "torch_dist")
     saves = getattr(source, "save", None) and not getattr(source, "no_save_optim", None)
     loads = getattr(source, "load", None) and not getattr(source, "no_load_optim", None)

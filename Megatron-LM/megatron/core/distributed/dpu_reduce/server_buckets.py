@@ -39,6 +39,7 @@ class ServerBucket:
         group_of: Mapping[torch.nn.Parameter, int],
         counts: Callable[[torch.nn.Parameter], bool],
         in_order: bool,
+        speculative: bool,
     ) -> None:
         """Lay the parameters side by side, as the gradients are, and tell the servers.
 
@@ -50,6 +51,7 @@ class ServerBucket:
             group_of: index of the parameter group.
             counts: whether this rank's copy of a parameter counts in the norm of the gradients.
             in_order: servers add gradients in the order of ranks.
+            speculative: servers may be asked to try a step.
 
         Raises:
             byteps.torch.BytePSError: a server refuses, or has too little memory.
@@ -88,10 +90,14 @@ class ServerBucket:
             placement=op.placement,
             device=grads.device,
         )
-        self._tensor = server_state().ServerTensor(declaration, rule, segments, in_order=in_order)
+        self._tensor = server_state().ServerTensor(
+            declaration, rule, segments, in_order=in_order, speculative=speculative
+        )
         self._num_groups = len(rule.groups)
         self._sent: torch.Tensor | None = None
         self._pushed: int | None = None
+        self._tried: Step | None = None
+        self._landed: torch.Tensor | None = None
 
     @staticmethod
     def _part(flat: torch.Tensor, begin: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -99,12 +105,12 @@ class ServerBucket:
 
     @property
     def squares(self) -> list[float]:
-        """Of `push_norm`: the sum of the gradients' squares, in parts."""
+        """Of `start`: the sum of the gradients' squares, in parts."""
         return self._tensor.norms.tolist()
 
     @property
     def _received(self) -> torch.Tensor:
-        """Where parameters come down to."""
+        """Where parameters come down to, in the optimizer's step."""
         op: BucketOp = self._bucket.dpu_reduce_op
         return self._parameters if op.wire_dtype == self._parameters.dtype else self._gradients
 
@@ -122,35 +128,63 @@ class ServerBucket:
     def push_step(self, step: Step) -> int:
         """Start; the servers update as soon as they have the sum."""
         self.prepare()
-        return self._tensor.push_step(self._gradients, self._received, step)
+        self._landed = self._received
+        return self._tensor.push_step(self._gradients, self._landed, step)
 
-    def push_early(self) -> None:
-        """The bucket's gradients will not change any more: send them. `push_norm` then goes on."""
-        if self._pushed is not None:
-            self._drop_push()
-        self.prepare()
-        self._pushed = self._tensor.push_norm(self._gradients)
+    def push_early(self, attempt: Step | None) -> None:
+        """The bucket's gradients will not change any more: send them. `start` then goes on."""
+        self.forget_push()
+        self._pushed = self._push(attempt)
 
-    def _drop_push(self) -> None:
-        """Gradients were sent for a step that was not made, since Megatron computes them anew."""
+    def start(self, attempt: Step | None) -> int:
+        """Start, unless it was; the servers answer with the sum's squares.
+
+        Args:
+            attempt: a step that the servers try; its parameters come with the squares, into the
+                memory of the gradients. What is answered has been sent, so that nobody needs it.
+        """
         handle, self._pushed = self._pushed, None
-        assert handle is not None
+        return self._push(attempt) if handle is None else handle
+
+    def _push(self, attempt: Step | None) -> int:
+        self.prepare()
+        self._tried = attempt
+        if attempt is None:
+            return self._tensor.push_norm(self._gradients)
+        return self._tensor.push_try(self._gradients, self._gradients, attempt)
+
+    def forget_push(self) -> None:
+        """If gradients were sent for a step that was not made, since Megatron computes them anew:
+        wait until nothing reads or writes their memory any more."""
+        handle, self._pushed = self._pushed, None
+        if handle is None:
+            return
         self.wait(handle)
+        if self._tried is not None:
+            self._tensor.drop()
+            return
         unused = torch.empty_like(self._gradients)
         skip = (1, 1.0, True, [(0.0, 0.0)] * self._num_groups)
         self._tensor.wait(self._tensor.step(unused, skip), unused)
 
-    def push_norm(self) -> int:
-        """Start, unless it was; the servers answer with the sum's squares."""
-        handle, self._pushed = self._pushed, None
-        if handle is not None:
-            return handle
-        self.prepare()
-        return self._tensor.push_norm(self._gradients)
+    def finish(self, step: Step) -> int | None:
+        """After `start`: make the step. What was started is returned, None if nothing had to be."""
+        if self._tried is None:
+            self._landed = self._received
+            return self._tensor.step(self._landed, step)
+        skip = step[2]
+        self._landed = self._parameters if skip else self._gradients
+        if not skip and self._tried != step:
+            return self._tensor.step(self._landed, step)
+        if skip:
+            self._tensor.drop()
+        else:
+            self._tensor.keep()
+        return None
 
-    def step(self, step: Step) -> int:
-        """Start; after push_norm, the servers update."""
-        return self._tensor.step(self._received, step)
+    def give_up(self) -> None:
+        """A checkpoint is loaded: drop a step that was tried and neither kept nor dropped."""
+        self._tensor.give_up()
 
     def wait(self, handle: int) -> None:
         """Until what was started has ended; raises BytePSError when it failed."""
@@ -158,8 +192,9 @@ class ServerBucket:
 
     def take_parameters(self) -> None:
         """The model has what has come down."""
-        if self._received is not self._parameters:
-            self._parameters.copy_(self._received)
+        assert self._landed is not None
+        if self._landed is not self._parameters:
+            self._parameters.copy_(self._landed)
 
     def load_parameters(self) -> None:
         """Give the servers the model's parameters, with no history. Called on the first rank."""

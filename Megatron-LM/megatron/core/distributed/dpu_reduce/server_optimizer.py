@@ -8,10 +8,14 @@ parallelism here, on each rank's own gradients: these operations are linear, so 
 does not matter. Then :meth:`ServerOptimizer.step` sends the gradients, or, with
 ``--overlap-grad-reduce``, what is left of them: buckets that nothing of that changes are sent as
 soon as the backward pass has computed them.
+
+Servers answer with the parameters as they are if nothing is clipped, so that these come down while
+later gradients go up, into the memory of the gradients. The step takes them once it knows the norm.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,19 +27,23 @@ from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MegatronOptimizer
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
-from ...utils import get_model_config
+from ...utils import get_model_config, log_single_rank
 from . import server_checkpoint
 from .bytepslib import byteps, server_state
 from .refusals import validate_optimizer_config
 from .server_buckets import ServerBucket
 
 if TYPE_CHECKING:
+    from byteps.torch.server_state import Step
+
     from ...optimizer.optimizer_config import OptimizerConfig
     from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel import DistributedDataParallel
 
 _EPS = 1e-6
 """Added to a norm before it divides, as by Megatron."""
+
+_logger = logging.getLogger(__name__)
 
 _Group = torch.distributed.ProcessGroup
 
@@ -147,6 +155,12 @@ class ServerOptimizer(MegatronOptimizer):
         self.tp_group, self.expert_tp_group = tp_group, expert_tp_group
         self._expert_group = expert_group
         self._rule = server_state().rule_of(self.optimizer)
+        self._looks = config.clip_grad > 0.0 or math.isfinite(config.grad_norm_skip_threshold)
+        """Whether a step asks for the norm."""
+        self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
+        self._speculation = server_state().Speculation(
+            model_chunks[0].ddp_config.dpu_optimizer_clip, useful=self._looks or self._overlaps
+        )
         self._steps = 0
         self._failure = ""
         self._loaded = False
@@ -186,6 +200,7 @@ class ServerOptimizer(MegatronOptimizer):
                         group_of=group_of,
                         counts=self._counts,
                         in_order=has_copies,
+                        speculative=self._speculation.is_on,
                     )
                     bucket.dpu_server_bucket, bucket.dpu_optimizer = mine, self
                     buckets.append(mine)
@@ -195,7 +210,6 @@ class ServerOptimizer(MegatronOptimizer):
                         self._early.add(mine)
         self._buckets = self._dense + self._expert
         self.is_stub_optimizer = not self._buckets
-        self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
         self._scale = torch.ones(1, dtype=torch.float32, device=self._device)
 
     def _counts(self, parameter: torch.nn.Parameter) -> bool:
@@ -239,39 +253,48 @@ class ServerOptimizer(MegatronOptimizer):
     def _step(self) -> tuple[bool, float | None, None]:
         if not self._loaded:
             self._load_parameters()
-        rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.optimizer.param_groups]
-        number = self._steps + 1
-        looks = self.config.clip_grad > 0.0 or math.isfinite(self.config.grad_norm_skip_threshold)
-        if not looks and not self._overlaps:
+        plain = self._plain_step()
+        if not self._looks and not self._overlaps:
             with self._timer("optimizer-inner-step"):
-                self._all(lambda bucket: bucket.push_step((number, 1.0, False, rates)))
+                self._all(lambda bucket: bucket.push_step(plain))
                 self._take()
-            self._steps = number
+            self._steps += 1
             return True, None, None
+        tried = self._speculation.tries
         with self._timer("optimizer-clip-main-grad"):
-            self._all(lambda bucket: bucket.push_norm())
-            norm = self._norm() if looks else 0.0
+            self._all(lambda bucket: bucket.start(plain if tried else None))
+            norm = self._norm() if self._looks else 0.0
         scale = 1.0
         if self.config.clip_grad > 0.0 and math.isfinite(norm):
             scale = min(1.0, self.config.clip_grad / (norm + _EPS))
         skip = not math.isfinite(norm) or norm > self.config.grad_norm_skip_threshold
+        number, _, _, rates = plain
         with self._timer("optimizer-inner-step"):
-            self._all(lambda bucket: bucket.step((number, scale, skip, rates)))
+            self._all(lambda bucket: bucket.finish((number, scale, skip, rates)))
             self._take()
         self._steps += not skip
-        return not skip, norm if looks else None, None
+        self._speculation.note(tried=tried, clipped=scale != 1.0, skipped=skip)
+        if (advice := self._speculation.advice()) is not None:
+            log_single_rank(_logger, logging.WARNING, f"--dpu-optimizer: {advice}")
+        return not skip, norm if self._looks else None, None
+
+    def _plain_step(self) -> Step:
+        """The next one, if nothing is clipped."""
+        rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.optimizer.param_groups]
+        return self._steps + 1, 1.0, False, rates
 
     def bucket_is_ready(self, bucket: ServerBucket) -> None:
         """The backward pass has computed the bucket's gradients. They are sent, unless Megatron
         will sum them over other ranks or scale them.
 
-        Only gradients move now: parameters come down in the step, when no pass uses them.
+        Parameters come down into the memory of these gradients, which no pass uses any more: where
+        an all-reduce would put its sum. The model's parameters change in the step alone.
         """
         if bucket not in self._early:
             return
         if not self._loaded:
             self._load_parameters()
-        bucket.push_early()
+        bucket.push_early(self._plain_step() if self._speculation.tries else None)
 
     def _norm(self) -> float:
         """Of all gradients of the model, the same bits on every rank.
@@ -293,13 +316,14 @@ class ServerOptimizer(MegatronOptimizer):
         torch.distributed.all_gather(parts, one, group=group)
         return [part.item() for part in parts]
 
-    def _all(self, start: Callable[[ServerBucket], int]) -> None:
-        """Start something for each bucket; wait for all, also when one fails."""
+    def _all(self, start: Callable[[ServerBucket], int | None]) -> None:
+        """Start something for each bucket, if `start` does; wait for all, also when one fails."""
         handles = [start(bucket) for bucket in self._buckets]
         errors = []
         for bucket, handle in zip(self._buckets, handles, strict=True):
             try:
-                bucket.wait(handle)
+                if handle is not None:
+                    bucket.wait(handle)
             except byteps().BytePSError as error:
                 errors.append(error)
         if errors:
@@ -391,6 +415,9 @@ class ServerOptimizer(MegatronOptimizer):
             byteps.torch.BytePSError: a server refuses or is lost.
             ValueError: it is of another form, or after different numbers of steps.
         """
+        self._speculation.forget()
+        for bucket in self._buckets:
+            bucket.give_up()
         kinds = self._kinds()
         parts = [state_dict] if len(kinds) == 1 else [state_dict[i] for i in range(len(kinds))]
         steps = {
