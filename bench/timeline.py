@@ -2,15 +2,18 @@
 """Draw a timeline as a picture: what each thread of a worker did, and when.
 
 Takes the files that BYTEPS_TRACE_ON=1 writes (or what scripts/merge_traces.py made of them). With
---profile, a trace of torch.profiler of the same process is laid above: its kernels, by CUDA stream,
-so that backward, copies, pushes and pulls are seen beside each other.
+--profile, a trace of torch.profiler of the same process is laid above, so that backward, copies,
+pushes and pulls are seen beside each other: its kernels, by CUDA stream, or on a CPU what the
+backward pass and all else computed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,8 @@ COLORS = {
     "copy": "tab:orange",
     "add": "tab:purple",
     "kernel": "tab:gray",
+    "backward": "tab:red",
+    "other computation": "tab:gray",
     "server": "tab:cyan",
 }
 
@@ -82,7 +87,8 @@ def read_timeline(text: str) -> list[Slice]:
 
 
 def read_profile(text: str) -> list[Slice]:
-    """The kernels of a trace of torch.profiler, by CUDA stream.
+    """The kernels of a trace of torch.profiler, by CUDA stream; without any, what was computed on
+    the CPU.
 
     Raises:
         ValueError: the text is no such trace.
@@ -90,18 +96,53 @@ def read_profile(text: str) -> list[Slice]:
     try:
         trace = json.loads(text)
         base = trace.get("baseTimeNanoseconds", 0) / 1e6
+        kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+        computed = kernels or _outermost(
+            event for event in trace["traceEvents"] if event.get("cat") == "cpu_op"
+        )
         return [
             Slice(
-                track=f"GPU {event['args']['device']}, stream {event['args']['stream']}: kernels",
-                kind="kernel",
+                track=_track_of(event),
+                kind=_kind_of(event),
                 begin=base + event["ts"] / 1e3,
                 end=base + (event["ts"] + event["dur"]) / 1e3,
             )
-            for event in trace["traceEvents"]
-            if event.get("cat") == "kernel"
+            for event in computed
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"no trace of torch.profiler: {error!r}") from error
+
+
+def _outermost(operators: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that no other one of their thread has called."""
+    found: list[dict[str, Any]] = []
+    ends: dict[int, float] = {}  # by thread
+    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= ends.get(event["tid"], 0.0):
+            found.append(event)
+            ends[event["tid"]] = event["ts"] + event["dur"]
+    return found
+
+
+def _track_of(event: dict[str, Any]) -> str:
+    """Sorted above the workers' tracks."""
+    if event["cat"] == "kernel":
+        return f"GPU {event['args']['device']}, stream {event['args']['stream']}: kernels"
+    return "CPU: backward" if _kind_of(event) == "backward" else "CPU: other computation"
+
+
+def _kind_of(event: dict[str, Any]) -> str:
+    if event["cat"] == "kernel":
+        return "kernel"
+    in_backward = event["name"].startswith("autograd::engine")
+    return "backward" if in_backward else "other computation"
+
+
+def read_text(file: Path) -> str:
+    """Also of one that torch.profiler has compressed."""
+    if file.suffix == ".gz":
+        return gzip.decompress(file.read_bytes()).decode("utf-8")
+    return file.read_text(encoding="utf-8")
 
 
 def within(slices: list[Slice], begin: float | None, end: float | None) -> list[Slice]:
@@ -131,14 +172,17 @@ def draw(slices: list[Slice], title: str, output: Path) -> None:
                 for s in slices
                 if s.track == track and s.kind == kind
             ]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, alpha=0.7)
+            # With an edge, so that what takes microseconds is seen.
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, edgecolors=color, lw=0.5)
     axes.set_yticks(range(len(tracks)), tracks, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title)
     seen = {s.kind for s in slices}
     patches = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in seen]
-    axes.legend(handles=patches, loc="upper right", fontsize=8, ncols=len(patches))
+    figure.legend(
+        handles=patches, loc="outside lower center", fontsize=8, ncols=len(patches), frameon=False
+    )
     figure.savefig(output, dpi=120)
 
 
@@ -157,7 +201,7 @@ def main() -> int:
     for files, read in ((arguments.files, read_timeline), (arguments.profile, read_profile)):
         for file in files:
             try:
-                slices += read(file.read_text(encoding="utf-8"))
+                slices += read(read_text(file))
             except (OSError, ValueError) as error:
                 print(f"error: {file}: {error}", file=sys.stderr)
                 return 1

@@ -46,6 +46,21 @@ def test_kernels_are_read_by_the_same_clock() -> None:
     assert (kernel.begin, kernel.end) == (1.5, 1.75)
 
 
+def test_without_kernels_the_outermost_operators_are_read() -> None:
+    def operator(name: str, ts: float, dur: float, tid: int = 1) -> dict[str, object]:
+        return {"ph": "X", "cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "tid": tid}
+
+    node = "autograd::engine::evaluate_function: MmBackward0"
+    events = [operator("aten::mm", 12, 3), operator(node, 10, 10), operator("aten::add", 20, 1)]
+    events.append(operator("aten::mul", 12, 2, tid=2))
+    read = timeline.read_profile(json.dumps({"traceEvents": events}))
+    assert [(s.track, round(s.begin * 1e3)) for s in read] == [
+        ("CPU: backward", 10),
+        ("CPU: other computation", 12),
+        ("CPU: other computation", 20),
+    ]
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": [{"ph": "X"}]}'])
 def test_other_files_are_errors(text: str) -> None:
     with pytest.raises(ValueError, match="no timeline"):
