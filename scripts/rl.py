@@ -30,6 +30,7 @@ from trainkit.rl_report import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 ALGORITHMS = ("grpo", "ppo")
+ROLLOUTS = ("transformers", "megatron")
 STEPS = 30
 RISE = 0.25
 """A whole run's reward rises by this much at least, from the first steps to the last."""
@@ -48,6 +49,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=positive, default=2, help="ranks (default: 2)")
     add("--tensor", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
     add("--pipeline", type=positive, default=1, help="pipeline stages (default: 1)")
+    add("--rollout", choices=ROLLOUTS, default="transformers", help="default: transformers")
+    add("--rollout-tensor", type=positive, default=1, help="its tensor-parallel ranks (default: 1)")
     add("--servers", type=positive, default=1, help="BytePS servers (default: 1)")
     add("--compare", action="store_true", help="train through all-reduce too")
     add("--seed", type=positive, default=1, help="default: 1")
@@ -60,6 +63,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--workers {options.workers} is no multiple of --tensor {options.tensor} times "
             f"--pipeline {options.pipeline}"
+        )
+    if options.rollout_tensor > 1 and options.rollout != "megatron":
+        parser.error(f"--rollout-tensor {options.rollout_tensor} needs --rollout megatron")
+    if options.workers % options.rollout_tensor:
+        parser.error(
+            f"--workers {options.workers} is no multiple of --rollout-tensor "
+            f"{options.rollout_tensor}"
         )
     return options
 
@@ -96,6 +106,7 @@ def train(options: argparse.Namespace, model: Path, *, backend: str) -> Outcome:
     command += ["--algorithm", options.algorithm, "--ranks", str(options.workers)]
     command += ["--tensor", str(options.tensor), "--pipeline", str(options.pipeline)]
     command += ["--steps", str(options.steps), "--seed", str(options.seed)]
+    command += ["--rollout", options.rollout, "--rollout-tensor", str(options.rollout_tensor)]
     command += ["--model", str(model), "--out", str(folder)]
     command += ["--all-reduce"] if backend != "BytePS" else []
     command += ["--", *options.overrides]
@@ -127,11 +138,13 @@ def _shower(bar: Progress, steps: int) -> Callable[[list[rl_report.Step]], None]
         nonlocal shown
         for step in seen[shown:]:
             bar.update("training", done=step.number)
-            bar.say(
+            line = (
                 f"  step {step.number:3d}/{steps}  reward {step.reward:.3f}  KL {step.kl:+.4f}  "
-                f"rollout and training differ by {step.mismatch:.4f}",
-                stream=sys.stdout,
+                f"rollout and training differ by {step.mismatch:.4f}"
             )
+            if (cost := step.reshard) is not None:
+                line += f"  reshard {cost.seconds * 1e3:.1f} ms, {cost.sent_bytes / 1e6:.3f} MB"
+            bar.say(line, stream=sys.stdout)
         shown = len(seen)
 
     return show

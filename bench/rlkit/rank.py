@@ -99,14 +99,14 @@ def _inferred(function: Callable[..., Any], made: DataProto, name: str) -> torch
     return no_padding_2_padding(tu.get(output, name), data).float() * made.batch["response_mask"]
 
 
+def _summed(group: Any) -> list[str]:
+    """Names of the sums of a bucket group: none where a rank has no other to add to."""
+    operations = [getattr(bucket, "dpu_reduce_op", None) for bucket in group.buckets]
+    return [op.name for op in operations if op is not None and len(op.group) > 1]
+
+
 def _names(engine: Any) -> list[str]:
-    return [
-        bucket.dpu_reduce_op.name
-        for model in engine.module
-        for group in model.bucket_groups
-        for bucket in group.buckets
-        if getattr(bucket, "dpu_reduce_op", None) is not None
-    ]
+    return [name for m in engine.module for group in m.bucket_groups for name in _summed(group)]
 
 
 def _counted() -> list[str]:
@@ -117,27 +117,27 @@ def _counted() -> list[str]:
     start = buffers.dpu_reduce.start_grad_sync
 
     def count(group: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.extend(bucket.dpu_reduce_op.name for bucket in group.buckets)
+        seen.extend(_summed(group))
         return start(group, *args, **kwargs)
 
     buffers.dpu_reduce.start_grad_sync = count
     return seen
 
 
-def train(folder: Path, *, settings: dict[str, Any]) -> dict[str, Any]:
+def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, Any]:
     """Steps of all models in one job: the critic's, with PPO, and then the actor's."""
     from megatron_byteps_rl.workers import checksum
 
     roles = Roles(Settings(folder=folder, **settings))
     seen = _counted()
-    rows = len(PROMPTS)
+    rows = len(PROMPTS) * samples
     size = roles.actor.world_size // (settings.get("tensor", 1) * settings.get("pipeline", 1))
     sizes = {"global_batch_size": rows * size, "mini_batch_size": rows * size}
     fixed = {"epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False}}
     copy = roles.actor.actor.engine.get_data_parallel_rank()
     apart = []
     for step in range(STEPS):
-        made = roles.generate(PROMPTS, seed=step, temperature=1.0)
+        made = roles.generate(PROMPTS * samples, seed=step, temperature=1.0)
         # The ranks of a copy must train on the same.
         drawn = torch.Generator().manual_seed(100 * step + copy)
         made.batch["responses"] = torch.randint(4, 14, (rows, 3), generator=drawn)
@@ -155,7 +155,7 @@ def train(folder: Path, *, settings: dict[str, Any]) -> dict[str, Any]:
             _columns(made, **sizes, **fixed, calculate_entropy=False, compute_loss=True)
         )
         roles.hand_over(step + 1)
-        apart.append(agreement(roles))
+        apart.append(agreement(roles, samples))
     workers = {"actor": roles.actor.actor, "critic": roles.critic}
     engines = {role: worker.engine for role, worker in workers.items() if worker is not None}
     result = {
@@ -163,17 +163,18 @@ def train(folder: Path, *, settings: dict[str, Any]) -> dict[str, Any]:
         "names": {role: _names(engine) for role, engine in engines.items()},
         "summed": seen,
         "apart": apart,
+        "reshard": roles.actor.reshard_cost(),
     }
     roles.actor.leave()
     return result
 
 
-def agreement(roles: Roles) -> float | None:
+def agreement(roles: Roles, samples: int) -> float | None:
     """Largest difference of log-probabilities between rollout and training, of drawn tokens.
 
     None on ranks that have no logits.
     """
-    made = roles.generate(PROMPTS, seed=7, temperature=1.0)
+    made = roles.generate(PROMPTS * samples, seed=7, temperature=1.0)
     # All ranks of a copy ask about what its first rank drew.
     group = torch.distributed.group.WORLD
     for name in ("responses", "response_mask", "input_ids", "attention_mask", "position_ids"):

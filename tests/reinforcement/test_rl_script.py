@@ -26,9 +26,10 @@ def rl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_ppo_of_two_steps(tmp_path: Path) -> None:
+def test_ppo_of_two_steps_with_a_resharded_rollout(tmp_path: Path) -> None:
     ran = rl(
         *("--algorithm", "ppo", "--steps", "2", "--rise", "-1"),
+        *("--rollout", "megatron", "--rollout-tensor", "2"),
         *("--out", str(tmp_path / "out"), "--data-cache", str(tmp_path / "data")),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -36,6 +37,9 @@ def test_ppo_of_two_steps(tmp_path: Path) -> None:
     outcome = rl_report.read(folder, "BytePS")
     assert [step.number for step in outcome.steps] == [1, 2]
     assert all(0 < step.reward < 1 and step.mismatch < 0.1 for step in outcome.steps)
+    # Each rank got its half from itself, since it trains the whole.
+    assert all(step.reshard and step.reshard.sent_bytes == 0 for step in outcome.steps)
+    assert "reshard" in ran.stdout
     assert len(outcome.before) == len(outcome.after) == 25
     # Both ranks have the same parameters, of which the critic's are others.
     actor, critic = outcome.checksums["actor"], outcome.checksums["critic"]
@@ -50,6 +54,11 @@ def test_ppo_of_two_steps(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--workers", "3", "--tensor", "2"], "--workers 3 is no multiple of --tensor 2"),
+        (["--rollout-tensor", "2"], "--rollout-tensor 2 needs --rollout megatron"),
+        (
+            ["--rollout", "megatron", "--rollout-tensor", "3"],
+            "--workers 2 is no multiple of --rollout-tensor 3",
+        ),
         (["--algorithm", "sarsa"], "invalid choice: 'sarsa'"),
     ],
 )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .cpu_environment import ENVIRONMENT
-from .settings import ALGORITHMS, Settings
+from .settings import ALGORITHMS, ROLLOUTS, Settings
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -21,6 +21,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ranks", type=int, default=2, help="default: 2")
     add("--tensor", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     add("--pipeline", type=int, default=1, help="pipeline stages (default: 1)")
+    add("--rollout", choices=sorted(ROLLOUTS), default="transformers", help="default: transformers")
+    add("--rollout-tensor", type=int, default=1, help="its tensor-parallel ranks (default: 1)")
     add("--steps", type=int, default=30, help="default: 30")
     add("--seed", type=int, default=1, help="default: 1")
     add("--model", type=Path, required=True, help="folder of a Hugging Face model")
@@ -37,6 +39,8 @@ def run(options: argparse.Namespace) -> None:
         ranks=options.ranks,
         tensor=options.tensor,
         pipeline=options.pipeline,
+        rollout=options.rollout,
+        rollout_tensor=options.rollout_tensor,
         steps=options.steps,
         seed=options.seed,
         model=options.model.resolve(),

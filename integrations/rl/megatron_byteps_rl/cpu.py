@@ -97,7 +97,7 @@ class CpuPlatform(PlatformBase):
 
 
 # What Megatron and its bridge would take from Transformer Engine and Apex.
-_TRANSFORMER = {
+TRANSFORMER = {
     "use_cpu_initialization": True,
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
@@ -108,6 +108,7 @@ _TRANSFORMER = {
     "cross_entropy_loss_fusion": False,
     "attention_backend": "unfused",
 }
+"""Settings of Megatron's transformer on a CPU."""
 
 
 def is_wanted() -> bool:
@@ -171,9 +172,9 @@ def _register_engines() -> None:
         def _build_tf_config(self) -> None:
             chosen = self.engine_config.override_transformer_config
             self.engine_config.override_transformer_config.update(
-                {**_TRANSFORMER, "transformer_layer_spec": local_layer_spec}
+                {**TRANSFORMER, "transformer_layer_spec": local_layer_spec}
                 | {"pipeline_dtype": torch.bfloat16}
-                | {name: chosen[name] for name in chosen if name not in _TRANSFORMER}
+                | {name: chosen[name] for name in chosen if name not in TRANSFORMER}
             )
             super()._build_tf_config()
 

@@ -9,8 +9,11 @@ from . import task
 
 ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
 """Names, and verl's advantage estimators."""
-ROLLOUT = "transformers"
-"""As ``actor_rollout_ref.rollout.name``: the rollout of this package."""
+ROLLOUTS = {
+    "transformers": "rollout.TransformersRollout",
+    "megatron": "megatron_rollout.MegatronRollout",
+}
+"""The rollouts of this package: ``actor_rollout_ref.rollout.name``, module and class."""
 BYTEPS = {"use_dpu_reduce": "true"}
 """What a job of verl's sets to have its gradients summed by BytePS."""
 
@@ -24,6 +27,9 @@ class Settings:
     ranks: int = 2
     tensor: int = 1
     pipeline: int = 1
+    rollout: str = "transformers"
+    rollout_tensor: int = 1
+    """Ranks that share a copy of the model in the rollout."""
     steps: int = 30
     prompts: int = 16
     """Of a step."""
@@ -41,6 +47,20 @@ class Settings:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(
                 f"algorithm {self.algorithm!r} is not known; it can be {', '.join(ALGORITHMS)}"
+            )
+        if self.rollout not in ROLLOUTS:
+            raise ValueError(
+                f"rollout {self.rollout!r} is not known; it can be {', '.join(ROLLOUTS)}"
+            )
+        if self.rollout_tensor != 1 and self.rollout != "megatron":
+            raise ValueError(
+                f"rollout_tensor {self.rollout_tensor} needs the rollout megatron; {self.rollout} "
+                "has the whole model on each rank"
+            )
+        if self.ranks % self.rollout_tensor:
+            raise ValueError(
+                f"{self.ranks} ranks cannot be cut into copies of {self.rollout_tensor} for the "
+                "rollout"
             )
         if self.ranks % (self.tensor * self.pipeline):
             raise ValueError(
@@ -78,10 +98,10 @@ class Settings:
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": of_rank,
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": of_rank,
-            "actor_rollout_ref.rollout.name": ROLLOUT,
+            "actor_rollout_ref.rollout.name": self.rollout,
             "actor_rollout_ref.rollout.n": self.responses,
             "actor_rollout_ref.rollout.seed": self.seed,
-            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": self.rollout_tensor,
             "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
                 "megatron_byteps_rl.trainer.Generation"
             ),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import Any
 
 import numpy as np
 import torch
 from verl import DataProto
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from . import cpu, rollout
@@ -26,10 +31,7 @@ def checksum(engine: Any) -> str:
 
 
 class ActorRolloutRef(ActorRolloutRefWorker):
-    """Actor, rollout and reference in one process.
-
-    Generation takes all ranks as data-parallel ones: each has the whole model.
-    """
+    """Actor, rollout and reference in one process."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if cpu.is_wanted():
@@ -37,19 +39,30 @@ class ActorRolloutRef(ActorRolloutRefWorker):
         rollout.register()
         super().__init__(*args, **kwargs)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        super().init_model()
+        mesh = self.rollout.device_mesh
+        self._copy = mesh["dp"].get_local_rank()
+        # Prompts are cut over the rollout's copies of the model, whatever the layout of training.
+        first = mesh["infer_tp"].get_local_rank() == mesh["infer_pp"].get_local_rank() == 0
+        self._register_dispatch_collect_info("rollout", dp_rank=self._copy, is_collect=first)
+        if hasattr(self.rollout, "follow"):
+            self.rollout.follow(self.actor.engine)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses to ``prompt_ids``, and the log-probabilities that they were drawn with.
 
         Args:
-            prompts: this rank's part; ``prompt_ids`` are lists of tokens.
-                ``meta_info``: ``temperature``, and ``seed``, to which the rank is added.
+            prompts: the part of this rank's copy of the model; ``prompt_ids`` are lists of tokens.
+                ``meta_info``: ``temperature``, and ``seed``, from which each copy makes its own.
         """
         made = self.rollout.generate(
             [list(tokens) for tokens in prompts.non_tensor_batch["prompt_ids"]],
             length=self.rollout.config.response_length,
             temperature=prompts.meta_info["temperature"],
-            seed=prompts.meta_info["seed"] * self.world_size + self.rank,
+            seed=prompts.meta_info["seed"] * self.world_size + self._copy,
         )
         mask = torch.cat([made.prompt_mask, made.response_mask], 1)
         return DataProto.from_dict(
@@ -65,6 +78,12 @@ class ActorRolloutRef(ActorRolloutRefWorker):
             # verl looks for pictures here.
             non_tensors={"multi_modal_inputs": np.array([{}] * len(mask), dtype=object)},
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reshard_cost(self) -> dict[str, float] | None:
+        """Of the last reshard on this rank; None where the rollout takes whole tensors."""
+        cost = getattr(self.rollout, "cost", None)
+        return None if cost is None else dataclasses.asdict(cost)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self) -> str:
