@@ -19,6 +19,9 @@ class Layout:
     resharded: int | None = None
     """Tensor-parallel ranks of Megatron's rollout; None: ``transformers`` with whole models."""
 
+    offload: bool = False
+    """Through BytePS with verl's switches for memory; the other way without."""
+
     @property
     def copies(self) -> int:
         """Data-parallel ranks."""
@@ -26,7 +29,7 @@ class Layout:
 
     @property
     def training(self) -> str:
-        return self.name.partition("-to-")[0]
+        return self.name.partition("-to-")[0].replace("-offload", ", offloaded")
 
     @property
     def rollout(self) -> str:
@@ -37,6 +40,7 @@ class Layout:
 
 LAYOUTS = (
     Layout(name="dp2", ranks=2),
+    Layout(name="dp2-offload", ranks=2, offload=True),
     Layout(name="tp2-dp2", ranks=4, tensor=2),
     Layout(name="pp2-dp2", ranks=4, pipeline=2),
     Layout(name="tp2-pp2", ranks=4, tensor=2, pipeline=2, samples=4),

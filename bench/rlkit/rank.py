@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 from megatron_byteps_hf.bridge import auto_bridge
 from megatron_byteps_rl import task, trainer
+from megatron_byteps_rl.cpu import held_bytes
 from megatron_byteps_rl.settings import Settings
 
 from .runs import ROWS, STEPS
@@ -124,6 +125,27 @@ def _counted() -> list[str]:
     return seen
 
 
+def _watched(engines: Iterable[Any]) -> dict[str, int]:
+    """Bytes of all models' buffers by phase: the most while an engine trains, and, once
+    ``generate`` has asked, in the rollout."""
+    engines = list(engines)
+    held = {"training": 0}
+
+    def watch(engine: Any) -> None:
+        step = engine.optimizer_step
+
+        def watched() -> Any:
+            now = sum(held_bytes(one.module) for one in engines)
+            held["training"] = max(held["training"], now)
+            return step()
+
+        engine.optimizer_step = watched
+
+    for engine in engines:
+        watch(engine)
+    return held
+
+
 def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, Any]:
     """Steps of all models in one job: the critic's, with PPO, and then the actor's."""
     from megatron_byteps_rl.workers import checksum
@@ -135,6 +157,9 @@ def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, 
     sizes = {"global_batch_size": rows * size, "mini_batch_size": rows * size}
     fixed = {"epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False}}
     copy = roles.actor.actor.engine.get_data_parallel_rank()
+    workers = {"actor": roles.actor.actor, "critic": roles.critic}
+    engines = {role: worker.engine for role, worker in workers.items() if worker is not None}
+    held = _watched(engines.values())
     apart = []
     for step in range(STEPS):
         made = roles.generate(PROMPTS * samples, seed=step, temperature=1.0)
@@ -155,15 +180,15 @@ def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, 
             _columns(made, **sizes, **fixed, calculate_entropy=False, compute_loss=True)
         )
         roles.hand_over(step + 1)
+        held["rollout"] = sum(held_bytes(engine.module) for engine in engines.values())
         apart.append(agreement(roles, samples))
-    workers = {"actor": roles.actor.actor, "critic": roles.critic}
-    engines = {role: worker.engine for role, worker in workers.items() if worker is not None}
     result = {
         "checksums": {role: checksum(engine) for role, engine in engines.items()},
         "names": {role: _names(engine) for role, engine in engines.items()},
         "summed": seen,
         "apart": apart,
         "reshard": roles.actor.reshard_cost(),
+        "held_bytes": held,
     }
     roles.actor.leave()
     return result

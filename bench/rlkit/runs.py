@@ -42,6 +42,7 @@ def _run(folder: Path, layout: Layout, algorithm: str, model: Path, *, byteps: b
     settings |= {"tensor": layout.tensor, "pipeline": layout.pipeline, "model": model}
     # One micro-batch of each data-parallel rank.
     settings |= {"prompts": ROWS, "responses": layout.copies * layout.samples, "updates": 1}
+    settings |= {"offload": layout.offload and byteps}
     if layout.resharded is not None:
         settings |= {"rollout": "megatron", "rollout_tensor": layout.resharded}
     job = Job(
@@ -73,6 +74,10 @@ def compare(folder: Path, layout: Layout, algorithm: str, model: Path) -> Outcom
         assert not other["summed"], "a sum of the other run went through BytePS"
     apart = [value for one in ours for value in one["apart"] if value is not None]
     pairs = list(zip(ours, theirs, strict=True))
+    for one in ours:
+        held = one["held_bytes"]
+        assert (held["rollout"] == 0) == layout.offload, f"buffers take {held}"
+        assert held["training"] > 0, f"buffers take {held}"
     costs = [one["reshard"] for one in ours]
     assert all((cost is None) == (layout.resharded is None) for cost in costs), costs
     return Outcome(

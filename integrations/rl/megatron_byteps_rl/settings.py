@@ -30,6 +30,8 @@ class Settings:
     rollout: str = "transformers"
     rollout_tensor: int = 1
     """Ranks that share a copy of the model in the rollout."""
+    offload: bool = False
+    """Parameters, their gradients, and optimizer state leave the device while nobody needs them."""
     steps: int = 30
     prompts: int = 16
     """Of a step."""
@@ -134,6 +136,10 @@ class Settings:
                 f"{role}.megatron.sequence_parallel": False,
                 f"{role}.megatron.use_remove_padding": False,
             }
+            if self.offload:
+                values |= {
+                    f"{role}.megatron.{what}_offload": True for what in ("param", "optimizer")
+                }
         for model in ("actor_rollout_ref.model", "critic.model"):
             values |= {f"{model}.use_remove_padding": False}
         if self.through_byteps:

@@ -14,6 +14,7 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from verl.utils.megatron_utils import load_megatron_model_to_gpu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from . import cpu, rollout
@@ -21,10 +22,21 @@ from . import cpu, rollout
 
 def checksum(engine: Any) -> str:
     """SHA-256 over this rank's parameters, by name."""
+    if engine.is_param_offload_enabled:
+        load_megatron_model_to_gpu(engine.module, load_grad=False)
+    try:
+        return _checksum(engine)
+    finally:
+        if engine.is_param_offload_enabled:
+            engine.to("cpu", model=True, optimizer=False, grad=False)
+
+
+def _checksum(engine: Any) -> str:
     digest = hashlib.sha256()
     for model in engine.module:
         for name, parameter in sorted(model.named_parameters()):
-            data = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            # A copy: what NumPy has seen can be freed no more.
+            data = parameter.detach().to("cpu", copy=True).contiguous().view(-1).view(torch.uint8)
             digest.update(name.encode())
             digest.update(data.numpy().tobytes())
     return digest.hexdigest()
