@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import merge_traces
 from children import Spawned, end_all, last_lines
 from progress import Progress
 from trainkit import rl_report
@@ -53,6 +55,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rollout-tensor", type=positive, default=1, help="its tensor-parallel ranks (default: 1)")
     add("--servers", type=positive, default=1, help="BytePS servers (default: 1)")
     add("--compare", action="store_true", help="train through all-reduce too")
+    steps = ("FIRST", "LAST")
+    add("--profile", type=positive, nargs=2, metavar=steps, help="steps to record, for Perfetto")
+    add("--profile-ranks", type=int, nargs="+", default=[0], metavar="RANK", help="default: 0")
     add("--seed", type=positive, default=1, help="default: 1")
     add("--rise", type=float, default=RISE, help=f"of the reward, at least (default: {RISE})")
     add("--out", type=Path, default=ROOT / "build" / "rl", help="default: build/rl")
@@ -71,6 +76,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--workers {options.workers} is no multiple of --rollout-tensor "
             f"{options.rollout_tensor}"
         )
+    if options.profile and not options.profile[0] <= options.profile[1] <= options.steps:
+        parser.error(
+            f"--profile {options.profile[0]} {options.profile[1]}: the steps are 1 to "
+            f"{options.steps}"
+        )
+    if wrong := [rank for rank in options.profile_ranks if not 0 <= rank < options.workers]:
+        parser.error(f"--profile-ranks {wrong[0]}: the ranks are 0 to {options.workers - 1}")
     return options
 
 
@@ -108,6 +120,9 @@ def train(options: argparse.Namespace, model: Path, *, backend: str) -> Outcome:
     command += ["--steps", str(options.steps), "--seed", str(options.seed)]
     command += ["--rollout", options.rollout, "--rollout-tensor", str(options.rollout_tensor)]
     command += ["--model", str(model), "--out", str(folder)]
+    if options.profile:
+        command += ["--profile", *map(str, options.profile)]
+        command += ["--profile-ranks", *map(str, options.profile_ranks)]
     command += ["--all-reduce"] if backend != "BytePS" else []
     command += ["--", *options.overrides]
     variables = {**os.environ, **environment(options.servers, options.workers)}
@@ -127,7 +142,16 @@ def train(options: argparse.Namespace, model: Path, *, backend: str) -> Outcome:
     if process.status != 0 or not (folder / "end.json").is_file():
         log = last_lines(folder / "verl.log", 60)
         raise JobError(f"the job {end} (exit status {process.status})\n{log}")
+    if options.profile:
+        _merge_profile(folder)
     return rl_report.read(folder, backend)
+
+
+def _merge_profile(folder: Path) -> None:
+    files = sorted((folder / "profile").glob("*.json*"))
+    target = folder / "profile.json"
+    target.write_text(json.dumps(merge_traces.merge(files)), encoding="utf-8")
+    print(f"profile of {len(files)} files, for https://ui.perfetto.dev: {target}", flush=True)
 
 
 def _shower(bar: Progress, steps: int) -> Callable[[list[rl_report.Step]], None]:

@@ -109,7 +109,8 @@ def reshard(source: Sequence[Any], target: Any, group: dist.ProcessGroup) -> Cos
         raise ValueError(f"resharding: weights of type {names[0]} cannot become {names[1]}")
     service = PeerCopies(group)
     begin = time.monotonic()
-    reshard_model_weights(source[0], target, service, group=group)
+    with torch.profiler.record_function("reshard"):
+        reshard_model_weights(source[0], target, service, group=group)
     return Cost(
         seconds=time.monotonic() - begin,
         sent_bytes=service.sent_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,10 @@ class Settings:
     """Ranks that share a copy of the model in the rollout."""
     offload: bool = False
     """Parameters, their gradients, and optimizer state leave the device while nobody needs them."""
+    profile: tuple[int, int] | None = None
+    """First and last step that verl's profiler and BytePS's timeline record, counted from 1."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Of verl's profiler."""
     steps: int = 30
     prompts: int = 16
     """Of a step."""
@@ -59,6 +64,13 @@ class Settings:
                 f"rollout_tensor {self.rollout_tensor} needs the rollout megatron; {self.rollout} "
                 "has the whole model on each rank"
             )
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
+            raise ValueError(
+                f"steps {self.profile[0]} to {self.profile[1]} cannot be profiled: there are 1 to "
+                f"{self.steps}"
+            )
+        if wrong := [rank for rank in self.profile_ranks if not 0 <= rank < self.ranks]:
+            raise ValueError(f"rank {wrong[0]} cannot be profiled: there are 0 to {self.ranks - 1}")
         if self.ranks % self.rollout_tensor:
             raise ValueError(
                 f"{self.ranks} ranks cannot be cut into copies of {self.rollout_tensor} for the "
@@ -76,6 +88,42 @@ class Settings:
                 f"{self.responses} responses to each of {self.prompts} prompts cannot be shared by "
                 f"{self.updates} updates of {self.ranks} ranks"
             )
+
+    @property
+    def profile_folder(self) -> Path:
+        """Of verl's traces and BytePS's timelines."""
+        return self.folder / "profile"
+
+    def trace_environment(self) -> dict[str, str]:
+        """What BytePS's timeline needs to record the same steps as verl's profiler."""
+        if self.profile is None:
+            return {}
+        first, last = self.profile
+        # A round of each sum is an update, and updates are counted from 0.
+        return {
+            "BYTEPS_TRACE_ON": "1",
+            "BYTEPS_TRACE_START_STEP": str((first - 1) * self.updates),
+            "BYTEPS_TRACE_END_STEP": str(last * self.updates - 1),
+            "BYTEPS_TRACE_DIR": str(self.profile_folder),
+        }
+
+    def _profiler(self) -> dict[str, object]:
+        if self.profile is None:
+            return {}
+        first, last = self.profile
+        values: dict[str, object] = {
+            "global_profiler.tool": "torch",
+            "global_profiler.steps": _list(range(first, last + 1)),
+            "global_profiler.profile_continuous_steps": True,
+            "global_profiler.save_path": self.profile_folder,
+        }
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+            values |= {
+                f"{role}.profiler.enable": True,
+                f"{role}.profiler.ranks": _list(self.profile_ranks),
+                f"{role}.profiler.tool_config.torch.contents": "[cpu]",
+            }
+        return values
 
     def overrides(self) -> list[str]:
         """For verl's ``ppo_trainer``, as its command line takes them."""
@@ -148,7 +196,11 @@ class Settings:
                 config = f"+{role}.megatron.override_ddp_config"
                 values |= {f"{config}.{name}": value for name, value in BYTEPS.items()}
                 values |= {f"{config}.dpu_reduce_route": "flat"}
-        return [f"{name}={_text(value)}" for name, value in values.items()]
+        return [f"{name}={_text(value)}" for name, value in (values | self._profiler()).items()]
+
+
+def _list(values: Iterable[int]) -> str:
+    return f"[{','.join(map(str, values))}]"
 
 
 def _text(value: object) -> str:

@@ -67,6 +67,11 @@ class _Servers:
     def get_replicas(self) -> list[Any]:
         return []
 
+    def start_profile(self) -> None:
+        """The workers' profiler sees generation."""
+
+    def stop_profile(self) -> None: ...
+
 
 class Generation:
     """Responses with their rewards, as verl's agent loops give them."""

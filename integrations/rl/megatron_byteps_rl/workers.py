@@ -15,6 +15,7 @@ from verl.single_controller.base.decorator import (
     register,
 )
 from verl.utils.megatron_utils import load_megatron_model_to_gpu
+from verl.utils.profiler import DistProfiler
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from . import cpu, rollout
@@ -63,6 +64,7 @@ class ActorRolloutRef(ActorRolloutRefWorker):
             self.rollout.follow(self.actor.engine)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    @DistProfiler.annotate(color="purple", role="rollout_generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses to ``prompt_ids``, and the log-probabilities that they were drawn with.
 
