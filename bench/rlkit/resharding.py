@@ -36,7 +36,7 @@ def compare(folder: Path, *, model: Path, tensor: int, pipeline: int, rollout: i
     model_parallel_cuda_manual_seed(1)
     provider, trained = _trained(model, tensor, pipeline)
     made = _rollout(model, rollout)
-    made.follow(SimpleNamespace(provider=provider, module=[trained]))
+    made.follow(SimpleNamespace(provider=provider, module=[trained], peft_cls=None))
     seen = []
     tokens = torch.arange(24).reshape(4, 6) % len(task.VOCABULARY)
     for _ in range(2):

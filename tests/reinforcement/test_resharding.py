@@ -91,13 +91,21 @@ def follower(tensor: int, **changes: Any) -> MegatronRollout:
 def test_layouts_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rollout.pipeline_model_parallel_size=2: only 1"):
         follower(1, pipeline_model_parallel_size=2)
-    provider = SimpleNamespace(num_attention_heads=4, num_query_groups=2)
-    trained = [SimpleNamespace(vocab_size=14)]
+    provider = SimpleNamespace(num_attention_heads=4, num_query_groups=2, num_moe_experts=None)
+    engine = SimpleNamespace(
+        provider=provider, module=[SimpleNamespace(vocab_size=14)], peft_cls=None
+    )
     with pytest.raises(ValueError, match="size=4 does not divide the model's 2 query groups"):
-        follower(4).follow(SimpleNamespace(provider=provider, module=trained))
+        follower(4).follow(engine)
     provider.num_query_groups = None
     with pytest.raises(ValueError, match="size=4 does not divide the model's 14 words"):
-        follower(4).follow(SimpleNamespace(provider=provider, module=trained))
+        follower(4).follow(engine)
+    provider.num_moe_experts = 8
+    with pytest.raises(ValueError, match="name=megatron does not know experts"):
+        follower(1).follow(engine)
+    engine.peft_cls = object
+    with pytest.raises(ValueError, match="name=megatron does not know LoRA adapters"):
+        follower(1).follow(engine)
     made = follower(2)
     with pytest.raises(RuntimeError, match="before follow"):
         asyncio.run(made.update_weights(()))

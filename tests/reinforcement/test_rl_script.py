@@ -42,6 +42,10 @@ def test_ppo_of_two_steps_with_a_resharded_rollout(tmp_path: Path) -> None:
     # Each rank got its half from itself, since it trains the whole.
     assert all(step.reshard and step.reshard.sent_bytes == 0 for step in outcome.steps)
     assert "reshard" in ran.stdout
+    first, second = (e for e in metrics_of(folder) if "critic/score/mean" in e)
+    assert "rollout/first_token_seconds" not in first
+    # The reshard is a part of it.
+    assert second["rollout/first_token_seconds"] > second["reshard/seconds"]
     assert len(outcome.before) == len(outcome.after) == 25
     # Both ranks have the same parameters, of which the critic's are others.
     actor, critic = outcome.checksums["actor"], outcome.checksums["critic"]
@@ -51,6 +55,11 @@ def test_ppo_of_two_steps_with_a_resharded_rollout(tmp_path: Path) -> None:
     assert "reward: rose" in ran.stdout and "3+3=" in ran.stdout
     assert (tmp_path / "out" / "ppo.png").is_file()
     _check_profile(folder / "profile.json")
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line)["data"] for line in lines]
 
 
 def _check_profile(file: Path) -> None:

@@ -8,6 +8,7 @@ generates for its part of the prompts.
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -82,6 +83,7 @@ class _Controller(TextGenerationController):
         self.sampling_rng.manual_seed(seed)
         self._words = words
         self._drawn: list[torch.Tensor] = []
+        self.first_token_at: float | None = None
 
     def sample_from_logits(
         self,
@@ -93,6 +95,8 @@ class _Controller(TextGenerationController):
         logits = last_token_logits[:, : self._words].float()  # without the padding
         token, log_prob = draw(logits, sampling_params.temperature, self.sampling_rng)
         self._drawn.append(log_prob)
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
         return token
 
     def generate_all_output_tokens_static_batch(
@@ -121,14 +125,20 @@ class MegatronRollout(BaseRollout):
         self._trained: Sequence[Any] = ()
         self.cost: Cost | None = None
         """Of the last reshard."""
+        self.first_token_at: float | None = None
+        """On the monotonic clock, of the last ``generate()``."""
 
     def follow(self, engine: Any) -> None:
         """Take the weights of this engine of verl's from now on; all ranks call it together.
 
         Raises:
-            ValueError: the rollout's tensor parallelism does not divide the model.
+            ValueError: the rollout's tensor parallelism does not divide the model, or the model has
+                experts or LoRA adapters.
         """
         provider = engine.provider
+        if engine.peft_cls is not None or provider.num_moe_experts:
+            kind = "LoRA adapters" if engine.peft_cls is not None else "experts"
+            raise ValueError(f"rollout.name=megatron does not know {kind}: use another rollout")
         heads = provider.num_attention_heads
         for count, name in (
             (heads, "attention heads"),
@@ -204,6 +214,7 @@ class MegatronRollout(BaseRollout):
             warnings.simplefilter("ignore")
             engine = self._engine(len(prompts), width + length, seed)
             done = engine.generate(inference_requests=requests)
+        self.first_token_at = engine.controller.first_token_at
         shape = (len(prompts), length)
         responses = torch.full(shape, pad, dtype=torch.long)
         masks = torch.zeros(shape, dtype=torch.long)

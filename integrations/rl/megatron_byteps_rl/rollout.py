@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,9 @@ class TransformersRollout(BaseRollout):
 
     It computes in fp32, with the weights that training has in bf16.
     """
+
+    first_token_at: float | None = None
+    """On the monotonic clock, of the last ``generate()``."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, **kwargs: Any) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -119,6 +123,8 @@ class TransformersRollout(BaseRollout):
             )
             past = out.past_key_values
             token, log_prob = draw(out.logits[:, -1].float(), temperature, generator)
+            if not drawn:
+                self.first_token_at = time.monotonic()
             drawn.append(torch.where(going, token, pad))
             log_probs.append(torch.where(going, log_prob, 0.0))
             masks.append(going.long())

@@ -146,10 +146,13 @@ def _without_servers() -> Iterator[None]:
 
 
 class Trainer(RayPPOTrainer):
-    """verl's trainer, with what a reshard took among the metrics of each step."""
+    """verl's trainer, with what the way to the rollout took among the metrics of each step."""
 
     def _update_actor(self, batch: DataProto) -> DataProto:
+        waited = [s for s in self.actor_rollout_wg.first_token_s() if s is not None]
         output = super()._update_actor(batch)
+        if waited:
+            output.meta_info["metrics"]["rollout/first_token_seconds"] = [max(waited)]
         # Of the weights that this step's responses were generated with.
         costs = [cost for cost in self.actor_rollout_wg.reshard_cost() if cost is not None]
         if costs:

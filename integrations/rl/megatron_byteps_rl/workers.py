@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,19 @@ class ActorRolloutRef(ActorRolloutRefWorker):
         self._register_dispatch_collect_info("rollout", dp_rank=self._copy, is_collect=first)
         if hasattr(self.rollout, "follow"):
             self.rollout.follow(self.actor.engine)
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        """Keep the time at which the last gradients were summed and the optimizer began."""
+        step = self.actor.engine.optimizer_step
+        self._gradients_at: float | None = None
+        self._first_token_s: float | None = None
+
+        def watched() -> Any:
+            self._gradients_at = time.monotonic()
+            return step()
+
+        self.actor.engine.optimizer_step = watched
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     @DistProfiler.annotate(color="purple", role="rollout_generate")
@@ -78,6 +92,9 @@ class ActorRolloutRef(ActorRolloutRefWorker):
             temperature=prompts.meta_info["temperature"],
             seed=prompts.meta_info["seed"] * self.world_size + self._copy,
         )
+        if self._gradients_at is not None:
+            self._first_token_s = self.rollout.first_token_at - self._gradients_at
+            self._gradients_at = None  # of later batches it says nothing
         mask = torch.cat([made.prompt_mask, made.response_mask], 1)
         return DataProto.from_dict(
             tensors={
@@ -98,6 +115,11 @@ class ActorRolloutRef(ActorRolloutRefWorker):
         """Of the last reshard on this rank; None where the rollout takes whole tensors."""
         cost = getattr(self.rollout, "cost", None)
         return None if cost is None else dataclasses.asdict(cost)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def first_token_s(self) -> float | None:
+        """From the last summed gradients to the first token after them; None before any."""
+        return self._first_token_s
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self) -> str:
