@@ -36,9 +36,9 @@ from rlkit.runs import PROGRAMS, Outcome, compare  # noqa: E402
 ALGORITHMS = ("grpo", "ppo")
 BEGIN = "<!-- made by `make rl-layouts MARKDOWN=docs/rl.md`; not to be edited by hand -->"
 HEAD = [
-    "| layout of training | layout of the rollout | algorithm | actor | critic | sums a step | "
-    "rollout and training |",
-    "|---|---|---|---|---|---:|---:|",
+    "| layout of training | layout of the rollout | algorithm | samples a prompt | actor | critic "
+    "| sums a step | rollout and training | KiB sent in a reshard |",
+    "|---|---|---|---:|---|---|---:|---:|---:|",
 ]
 
 
@@ -47,8 +47,9 @@ def row(layout: Layout, algorithm: str, outcome: Outcome) -> str:
     same = {True: "the same bits", False: "**different**", None: "none"}
     roles = [same[outcome.equal.get(role)] for role in ("actor", "critic")]
     sums = f"{sum(outcome.sums.values())}"
-    cells = [layout.name, f"{layout.ranks} whole models", algorithm.upper(), *roles, sums]
-    return f"| {' | '.join([*cells, f'{outcome.apart:.3f}'])} |"
+    sent = "" if outcome.sent_bytes is None else f"{outcome.sent_bytes / 1024:,.0f}"
+    cells = [layout.training, layout.rollout, algorithm.upper(), f"{layout.samples}", *roles]
+    return f"| {' | '.join([*cells, sums, f'{outcome.apart:.3f}', sent])} |"
 
 
 def put(markdown: Path, lines: Sequence[str]) -> None:
@@ -58,8 +59,12 @@ def put(markdown: Path, lines: Sequence[str]) -> None:
         lines,
         begin=BEGIN,
         head=HEAD,
-        known=[(layout.name, a.upper()) for layout in by_name([]) for a in ALGORITHMS],
-        key_of=lambda columns: (columns[0], columns[2]),
+        known=[
+            (layout.training, layout.rollout, a.upper())
+            for layout in by_name([])
+            for a in ALGORITHMS
+        ],
+        key_of=lambda columns: tuple(columns[:3]),
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import merge_traces
 from children import Spawned, end_all, last_lines
 from progress import Progress
 from trainkit import rl_report
@@ -30,6 +32,7 @@ from trainkit.rl_report import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 ALGORITHMS = ("grpo", "ppo")
+ROLLOUTS = ("transformers", "megatron")
 STEPS = 30
 RISE = 0.25
 """A whole run's reward rises by this much at least, from the first steps to the last."""
@@ -48,8 +51,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=positive, default=2, help="ranks (default: 2)")
     add("--tensor", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
     add("--pipeline", type=positive, default=1, help="pipeline stages (default: 1)")
+    add("--rollout", choices=ROLLOUTS, default="transformers", help="default: transformers")
+    add("--rollout-tensor", type=positive, default=1, help="its tensor-parallel ranks (default: 1)")
     add("--servers", type=positive, default=1, help="BytePS servers (default: 1)")
     add("--compare", action="store_true", help="train through all-reduce too")
+    steps = ("FIRST", "LAST")
+    add("--profile", type=positive, nargs=2, metavar=steps, help="steps to record, for Perfetto")
+    add("--profile-ranks", type=int, nargs="+", default=[0], metavar="RANK", help="default: 0")
     add("--seed", type=positive, default=1, help="default: 1")
     add("--rise", type=float, default=RISE, help=f"of the reward, at least (default: {RISE})")
     add("--out", type=Path, default=ROOT / "build" / "rl", help="default: build/rl")
@@ -61,6 +69,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--workers {options.workers} is no multiple of --tensor {options.tensor} times "
             f"--pipeline {options.pipeline}"
         )
+    if options.rollout_tensor > 1 and options.rollout != "megatron":
+        parser.error(f"--rollout-tensor {options.rollout_tensor} needs --rollout megatron")
+    if options.workers % options.rollout_tensor:
+        parser.error(
+            f"--workers {options.workers} is no multiple of --rollout-tensor "
+            f"{options.rollout_tensor}"
+        )
+    if options.profile and not options.profile[0] <= options.profile[1] <= options.steps:
+        parser.error(
+            f"--profile {options.profile[0]} {options.profile[1]}: the steps are 1 to "
+            f"{options.steps}"
+        )
+    if wrong := [rank for rank in options.profile_ranks if not 0 <= rank < options.workers]:
+        parser.error(f"--profile-ranks {wrong[0]}: the ranks are 0 to {options.workers - 1}")
     return options
 
 
@@ -96,7 +118,11 @@ def train(options: argparse.Namespace, model: Path, *, backend: str) -> Outcome:
     command += ["--algorithm", options.algorithm, "--ranks", str(options.workers)]
     command += ["--tensor", str(options.tensor), "--pipeline", str(options.pipeline)]
     command += ["--steps", str(options.steps), "--seed", str(options.seed)]
+    command += ["--rollout", options.rollout, "--rollout-tensor", str(options.rollout_tensor)]
     command += ["--model", str(model), "--out", str(folder)]
+    if options.profile:
+        command += ["--profile", *map(str, options.profile)]
+        command += ["--profile-ranks", *map(str, options.profile_ranks)]
     command += ["--all-reduce"] if backend != "BytePS" else []
     command += ["--", *options.overrides]
     variables = {**os.environ, **environment(options.servers, options.workers)}
@@ -116,7 +142,16 @@ def train(options: argparse.Namespace, model: Path, *, backend: str) -> Outcome:
     if process.status != 0 or not (folder / "end.json").is_file():
         log = last_lines(folder / "verl.log", 60)
         raise JobError(f"the job {end} (exit status {process.status})\n{log}")
+    if options.profile:
+        _merge_profile(folder)
     return rl_report.read(folder, backend)
+
+
+def _merge_profile(folder: Path) -> None:
+    files = sorted((folder / "profile").glob("*.json*"))
+    target = folder / "profile.json"
+    target.write_text(json.dumps(merge_traces.merge(files)), encoding="utf-8")
+    print(f"profile of {len(files)} files, for https://ui.perfetto.dev: {target}", flush=True)
 
 
 def _shower(bar: Progress, steps: int) -> Callable[[list[rl_report.Step]], None]:
@@ -127,11 +162,13 @@ def _shower(bar: Progress, steps: int) -> Callable[[list[rl_report.Step]], None]
         nonlocal shown
         for step in seen[shown:]:
             bar.update("training", done=step.number)
-            bar.say(
+            line = (
                 f"  step {step.number:3d}/{steps}  reward {step.reward:.3f}  KL {step.kl:+.4f}  "
-                f"rollout and training differ by {step.mismatch:.4f}",
-                stream=sys.stdout,
+                f"rollout and training differ by {step.mismatch:.4f}"
             )
+            if (cost := step.reshard) is not None:
+                line += f"  reshard {cost.seconds * 1e3:.1f} ms, {cost.sent_bytes / 1e6:.3f} MB"
+            bar.say(line, stream=sys.stdout)
         shown = len(seen)
 
     return show

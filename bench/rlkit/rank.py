@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 from megatron_byteps_hf.bridge import auto_bridge
 from megatron_byteps_rl import task, trainer
+from megatron_byteps_rl.cpu import held_bytes
 from megatron_byteps_rl.settings import Settings
 
 from .runs import ROWS, STEPS
@@ -99,14 +100,14 @@ def _inferred(function: Callable[..., Any], made: DataProto, name: str) -> torch
     return no_padding_2_padding(tu.get(output, name), data).float() * made.batch["response_mask"]
 
 
+def _summed(group: Any) -> list[str]:
+    """Names of the sums of a bucket group: none where a rank has no other to add to."""
+    operations = [getattr(bucket, "dpu_reduce_op", None) for bucket in group.buckets]
+    return [op.name for op in operations if op is not None and len(op.group) > 1]
+
+
 def _names(engine: Any) -> list[str]:
-    return [
-        bucket.dpu_reduce_op.name
-        for model in engine.module
-        for group in model.bucket_groups
-        for bucket in group.buckets
-        if getattr(bucket, "dpu_reduce_op", None) is not None
-    ]
+    return [name for m in engine.module for group in m.bucket_groups for name in _summed(group)]
 
 
 def _counted() -> list[str]:
@@ -117,27 +118,51 @@ def _counted() -> list[str]:
     start = buffers.dpu_reduce.start_grad_sync
 
     def count(group: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.extend(bucket.dpu_reduce_op.name for bucket in group.buckets)
+        seen.extend(_summed(group))
         return start(group, *args, **kwargs)
 
     buffers.dpu_reduce.start_grad_sync = count
     return seen
 
 
-def train(folder: Path, *, settings: dict[str, Any]) -> dict[str, Any]:
+def _watched(engines: Iterable[Any]) -> dict[str, int]:
+    """Bytes of all models' buffers by phase: the most while an engine trains, and, once
+    ``generate`` has asked, in the rollout."""
+    engines = list(engines)
+    held = {"training": 0}
+
+    def watch(engine: Any) -> None:
+        step = engine.optimizer_step
+
+        def watched() -> Any:
+            now = sum(held_bytes(one.module) for one in engines)
+            held["training"] = max(held["training"], now)
+            return step()
+
+        engine.optimizer_step = watched
+
+    for engine in engines:
+        watch(engine)
+    return held
+
+
+def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, Any]:
     """Steps of all models in one job: the critic's, with PPO, and then the actor's."""
     from megatron_byteps_rl.workers import checksum
 
     roles = Roles(Settings(folder=folder, **settings))
     seen = _counted()
-    rows = len(PROMPTS)
+    rows = len(PROMPTS) * samples
     size = roles.actor.world_size // (settings.get("tensor", 1) * settings.get("pipeline", 1))
     sizes = {"global_batch_size": rows * size, "mini_batch_size": rows * size}
     fixed = {"epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False}}
     copy = roles.actor.actor.engine.get_data_parallel_rank()
+    workers = {"actor": roles.actor.actor, "critic": roles.critic}
+    engines = {role: worker.engine for role, worker in workers.items() if worker is not None}
+    held = _watched(engines.values())
     apart = []
     for step in range(STEPS):
-        made = roles.generate(PROMPTS, seed=step, temperature=1.0)
+        made = roles.generate(PROMPTS * samples, seed=step, temperature=1.0)
         # The ranks of a copy must train on the same.
         drawn = torch.Generator().manual_seed(100 * step + copy)
         made.batch["responses"] = torch.randint(4, 14, (rows, 3), generator=drawn)
@@ -155,25 +180,26 @@ def train(folder: Path, *, settings: dict[str, Any]) -> dict[str, Any]:
             _columns(made, **sizes, **fixed, calculate_entropy=False, compute_loss=True)
         )
         roles.hand_over(step + 1)
-        apart.append(agreement(roles))
-    workers = {"actor": roles.actor.actor, "critic": roles.critic}
-    engines = {role: worker.engine for role, worker in workers.items() if worker is not None}
+        held["rollout"] = sum(held_bytes(engine.module) for engine in engines.values())
+        apart.append(agreement(roles, samples))
     result = {
         "checksums": {role: checksum(engine) for role, engine in engines.items()},
         "names": {role: _names(engine) for role, engine in engines.items()},
         "summed": seen,
         "apart": apart,
+        "reshard": roles.actor.reshard_cost(),
+        "held_bytes": held,
     }
     roles.actor.leave()
     return result
 
 
-def agreement(roles: Roles) -> float | None:
+def agreement(roles: Roles, samples: int) -> float | None:
     """Largest difference of log-probabilities between rollout and training, of drawn tokens.
 
     None on ranks that have no logits.
     """
-    made = roles.generate(PROMPTS, seed=7, temperature=1.0)
+    made = roles.generate(PROMPTS * samples, seed=7, temperature=1.0)
     # All ranks of a copy ask about what its first rank drew.
     group = torch.distributed.group.WORLD
     for name in ("responses", "response_mask", "input_ids", "attention_mask", "position_ids"):

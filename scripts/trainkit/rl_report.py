@@ -15,6 +15,16 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reshard:
+    """Weights on their way from training to the rollout's layout."""
+
+    seconds: float
+    """Of the slowest rank."""
+    sent_bytes: int
+    """Of all ranks, to others."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One step, of verl's own metrics."""
 
@@ -26,6 +36,8 @@ class Step:
     mismatch: float
     """Largest difference of a token's probability between rollout and training."""
     seconds: float
+    reshard: Reshard | None = None
+    """Of the weights that generated; None where the rollout takes whole tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +83,18 @@ def read_steps(folder: Path) -> list[Step]:
 
 def _step(entry: dict[str, Any]) -> Step:
     data = entry["data"]
+    reshard = None
+    if "reshard/seconds" in data:
+        reshard = Reshard(
+            seconds=data["reshard/seconds"], sent_bytes=int(data["reshard/sent_bytes"])
+        )
     return Step(
         number=entry["step"],
         reward=data["critic/score/mean"],
         kl=data.get("actor/kl_loss", data.get("actor/reward_kl_penalty", 0.0)),
         mismatch=data["training/rollout_probs_diff_max"],
         seconds=data["timing_s/step"],
+        reshard=reshard,
     )
 
 

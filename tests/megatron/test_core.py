@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,24 @@ def test_buffers_may_move_between_steps(run_job: RunJob) -> None:
     moved = run_job("core_steps", 2, config={**config, "use_dpu_reduce": True}, offload=True)
     still = run_job("core_steps", 2, config=config)
     _assert_same(moved.result(0)["gradients"], still.result(0)["gradients"])
+
+
+def test_parameters_gradients_and_optimizer_may_leave_between_steps(
+    fork_server: None, tmp_path: Path
+) -> None:
+    """Their storages are freed and allocated again, as by trainers that generate between steps."""
+
+    def run(name: str, **settings: bool) -> list[Any]:
+        job = Job(tmp_path / name, "paritykit.offload:train", 2, {"width": 32, **settings})
+        job.run()
+        return [job.result(rank) for rank in range(2)]
+
+    away = run("away", away=True, through_byteps=True)
+    still = run("still", away=False, through_byteps=False)
+    for one, other in zip(away, still, strict=True):
+        assert one["checksums"] == other["checksums"]
+        assert len(set(one["checksums"])) == len(one["checksums"])
+        assert one["held"]["away"] == 0 < one["held"]["step"] == other["held"]["step"]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])

@@ -25,6 +25,12 @@ def settings(**values: Any) -> Settings:
     [
         ({"algorithm": "sarsa"}, "algorithm 'sarsa' is not known; it can be grpo, ppo"),
         ({"ranks": 3, "tensor": 2}, "3 ranks cannot be cut into tensor 2, pipeline 1"),
+        ({"rollout": "vllm"}, "rollout 'vllm' is not known; it can be transformers, megatron"),
+        ({"rollout_tensor": 2}, "rollout_tensor 2 needs the rollout megatron"),
+        (
+            {"ranks": 3, "rollout": "megatron", "rollout_tensor": 2},
+            "3 ranks cannot be cut into copies of 2 for the rollout",
+        ),
         ({"ranks": 3, "prompts": 4, "responses": 2}, "cannot be shared by 2 updates of 3 ranks"),
     ],
 )
@@ -135,6 +141,8 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
         for number, reward in enumerate(rewards, 1):
             data = {"critic/score/mean": reward, "actor/kl_loss": 0.01 * number}
             data |= {"training/rollout_probs_diff_max": 0.02, "timing_s/step": 1.5}
+            if number > 1:
+                data |= {"reshard/seconds": 0.25, "reshard/sent_bytes": 4e6}
             lines.append({"step": number, "data": data})
         text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9'
         (folder / "steps.jsonl").write_text(text)
@@ -149,6 +157,8 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
     assert outcome.first_reward == pytest.approx(0.4)
     assert outcome.last_reward == pytest.approx(0.9)
     assert [step.number for step in outcome.steps] == [1, 2, 3, 4, 5, 6]
+    assert outcome.steps[0].reshard is None
+    assert outcome.steps[1].reshard == rl_report.Reshard(seconds=0.25, sent_bytes=4_000_000)
     lines = rl_report.samples(outcome).splitlines()
     assert lines[2].split() == ["3+4=", "7", "3", "7"]
     assert lines[3].split() == ["all", "0", "of", "1", "1", "of", "1"]

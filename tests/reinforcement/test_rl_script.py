@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -26,9 +27,11 @@ def rl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_ppo_of_two_steps(tmp_path: Path) -> None:
+def test_ppo_of_two_steps_with_a_resharded_rollout(tmp_path: Path) -> None:
     ran = rl(
         *("--algorithm", "ppo", "--steps", "2", "--rise", "-1"),
+        *("--rollout", "megatron", "--rollout-tensor", "2"),
+        *("--profile", "2", "2", "--profile-ranks", "0", "1"),
         *("--out", str(tmp_path / "out"), "--data-cache", str(tmp_path / "data")),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -36,6 +39,13 @@ def test_ppo_of_two_steps(tmp_path: Path) -> None:
     outcome = rl_report.read(folder, "BytePS")
     assert [step.number for step in outcome.steps] == [1, 2]
     assert all(0 < step.reward < 1 and step.mismatch < 0.1 for step in outcome.steps)
+    # Each rank got its half from itself, since it trains the whole.
+    assert all(step.reshard and step.reshard.sent_bytes == 0 for step in outcome.steps)
+    assert "reshard" in ran.stdout
+    first, second = (e for e in metrics_of(folder) if "critic/score/mean" in e)
+    assert "rollout/first_token_seconds" not in first
+    # The reshard is a part of it.
+    assert second["rollout/first_token_seconds"] > second["reshard/seconds"]
     assert len(outcome.before) == len(outcome.after) == 25
     # Both ranks have the same parameters, of which the critic's are others.
     actor, critic = outcome.checksums["actor"], outcome.checksums["critic"]
@@ -44,12 +54,45 @@ def test_ppo_of_two_steps(tmp_path: Path) -> None:
     # It says when the reward did not rise.
     assert "reward: rose" in ran.stdout and "3+3=" in ran.stdout
     assert (tmp_path / "out" / "ppo.png").is_file()
+    _check_profile(folder / "profile.json")
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line)["data"] for line in lines]
+
+
+def _check_profile(file: Path) -> None:
+    """Both ranks' second step by verl's profiler, and BytePS's sums of it, at the same times."""
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    for rank in range(2):
+        mine = {pid for pid, name in names.items() if name.startswith(f"torch, rank {rank}: ")}
+        marks = [e for e in events if e["pid"] in mine and e.get("cat") == "user_annotation"]
+        stages = {e["name"] for e in marks}
+        assert stages >= {"rollout_generate", "reshard", "actor_update", "ref_compute_log_prob"}
+        updates = [e for e in marks if e["name"] == "actor_update"]
+        assert len(updates) == 1, updates
+        begin, end = updates[0]["ts"], updates[0]["ts"] + updates[0]["dur"]
+        worker = {pid for pid, name in names.items() if name == f"worker {rank}"}
+        sums = [e for e in events if e["pid"] in worker and e.get("cat") == "partition"]
+        during = [e for e in sums if e["ph"] == "b" and begin <= e["ts"] <= end]
+        # Two updates of the actor; those of the critic came before.
+        assert {e["args"]["round"] for e in during if "args" in e} == {2, 3}
+    assert "server 0" in names.values()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--workers", "3", "--tensor", "2"], "--workers 3 is no multiple of --tensor 2"),
+        (["--rollout-tensor", "2"], "--rollout-tensor 2 needs --rollout megatron"),
+        (
+            ["--rollout", "megatron", "--rollout-tensor", "3"],
+            "--workers 2 is no multiple of --rollout-tensor 3",
+        ),
+        (["--profile", "3", "31"], "--profile 3 31: the steps are 1 to 30"),
+        (["--profile-ranks", "2"], "--profile-ranks 2: the ranks are 0 to 1"),
         (["--algorithm", "sarsa"], "invalid choice: 'sarsa'"),
     ],
 )

@@ -15,8 +15,10 @@ from rlkit.runs import compare
     [
         ("dp2", "ppo"),
         pytest.param("dp2", "grpo", marks=pytest.mark.thorough),
-        ("tp2-dp2", "grpo"),
+        pytest.param("tp2-dp2", "grpo", marks=pytest.mark.thorough),
         ("pp2-dp2", "ppo"),
+        ("tp2-dp2-to-tp1", "grpo"),
+        pytest.param("tp2-pp2-to-tp1", "ppo", marks=pytest.mark.thorough),
     ],
 )
 def test_trains_as_through_all_reduce(
@@ -27,4 +29,5 @@ def test_trains_as_through_all_reduce(
     outcome = compare(tmp_path / "job", by_name([layout])[0], algorithm, model)
     assert set(outcome.equal) == ({"actor", "critic"} if algorithm == "ppo" else {"actor"})
     assert outcome.good, outcome
-    assert outcome.apart > 0  # fp32 and bf16 are told apart
+    assert outcome.apart > 0  # layouts, and fp32 from bf16, are told apart
+    assert (outcome.sent_bytes is None) == ("-to-" not in layout)

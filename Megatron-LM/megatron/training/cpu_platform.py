@@ -238,6 +238,8 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        # Pinned memory is for copies to a GPU, and only CUDA has it.
+        kwargs.pop("pin_memory", None)
         return function(*(_CPU if _is_cuda(arg) else arg for arg in args), **kwargs)
 
     return wrapper
@@ -298,6 +300,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield DataLoader, "__iter__", _iterate_data
     # Tensors and modules that are sent to, or made on, the GPU.
     yield torch.Tensor, "cuda", _itself
+    yield torch.Tensor, "pin_memory", _itself
     yield torch.nn.Module, "cuda", _itself
     yield torch.Tensor, "to", _on_cpu(torch.Tensor.to)
     yield torch.nn.Module, "to", _on_cpu(torch.nn.Module.to)

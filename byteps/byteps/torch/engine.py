@@ -274,6 +274,16 @@ def _check(tensor: torch.Tensor, what: str) -> None:
         raise ValueError(f"{what} must be contiguous; call .contiguous() first")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{what} is on {tensor.device}; only CPU and CUDA tensors can be summed")
+    _check_memory(tensor, what)
+
+
+def _check_memory(tensor: torch.Tensor, what: str) -> None:
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if (there := tensor.untyped_storage().nbytes()) < end:
+        raise ValueError(
+            f"{what} ends at byte {end:,} of a storage of {there:,} bytes: its memory was freed, "
+            "as when buffers are offloaded; bring it back first"
+        )
 
 
 def _check_wire(dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
@@ -474,7 +484,13 @@ def synchronize(handle: int) -> torch.Tensor:
 
 
 def will_be_moved(*tensors: torch.Tensor) -> None:
-    """Tell the transport, where it wants to know, of memory that it will read or write."""
+    """Tell the transport, where it wants to know, of memory that it will read or write.
+
+    Raises:
+        ValueError: the memory of a tensor was freed.
+    """
+    for tensor in tensors:
+        _check_memory(tensor, "a tensor")
     if _registers_memory:
         for tensor in tensors:
             if not tensor.is_cuda:

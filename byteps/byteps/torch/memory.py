@@ -20,6 +20,8 @@ class _Known:
     bytes: int
     number: int
     """Of the engine's."""
+    end: weakref.finalize
+    """Forgets it with the storage."""
 
 
 _known: dict[int, _Known] = {}
@@ -30,19 +32,36 @@ def will_be_sent(tensor: torch.Tensor) -> None:
     """Make the storage of a CPU tensor known, before values are sent from it.
 
     To be called for every tensor: what was at the same place before is forgotten then. A storage
-    that is freed is forgotten at once. (One that is resized to nothing and back, by
-    `UntypedStorage.resize_`, and lands at the same address with the same size, looks as if it had
-    never been away: over RDMA, do not.)
+    that is freed is forgotten at once, and so is one that is resized, as trainers do that give
+    memory away between steps: it may come back at the same address, in other pages.
     """
+    _watch_resizes()
     storage = tensor.untyped_storage()
     address, size = storage.data_ptr(), storage.nbytes()
     before = _known.get(address)
     if before is not None and before.bytes == size and before.storage() is storage:
         return
     number = c_lib.add_memory(address, size)
-    _known[address] = _Known(storage=weakref.ref(storage), bytes=size, number=number)
     # torch keeps the Python object of a storage for as long as the storage lives.
-    weakref.finalize(storage, _forget, address, number).atexit = False
+    end = weakref.finalize(storage, _forget, address, number)
+    end.atexit = False
+    _known[address] = _Known(storage=weakref.ref(storage), bytes=size, number=number, end=end)
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+def _watch_resizes() -> None:
+    """Have `UntypedStorage.resize_` forget the storage first: torch tells nobody of it."""
+    if torch.UntypedStorage.resize_ is _resize:
+        torch.UntypedStorage.resize_ = _forget_and_resize
+
+
+def _forget_and_resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    known = _known.get(self.data_ptr())
+    if known is not None and known.storage() is self:
+        known.end()
+    return _resize(self, size)
 
 
 def _forget(address: int, number: int) -> None:

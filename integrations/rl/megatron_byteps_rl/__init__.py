@@ -2,15 +2,17 @@
 
 verl itself needs one line of its configuration for BytePS, and nothing of this package:
 ``actor_rollout_ref.actor.megatron.override_ddp_config={use_dpu_reduce: true}``. What is here lets
-verl's PPO trainer, worker groups and Megatron engine run where there is no GPU, with a rollout
-by ``transformers``.
+verl's PPO trainer, worker groups and Megatron engine run where there is no GPU, with rollouts
+by ``transformers`` and by Megatron's own inference engine.
 
-============  =====================================================================
-``cpu``       the CPU as a platform of verl's; its Megatron engines there
-``rollout``   a rollout of verl's: generation by ``transformers``, with log-probabilities
-``workers``   verl's workers, with generation
-``trainer``   verl's PPO trainer, without inference servers
-``settings``  which algorithm, layout and route, as overrides of verl's configuration
-``task``      sums of two digits, and a reward that can be checked
-============  =====================================================================
+====================  =============================================================
+``cpu``               the CPU as a platform of verl's; its Megatron engines there
+``rollout``           a rollout of verl's: generation by ``transformers``, with log-probabilities
+``megatron_rollout``  another: Megatron's inference engine, in a layout of its own
+``resharding``        weights from the layout of training to the rollout's
+``workers``           verl's workers, with generation
+``trainer``           verl's PPO trainer, without inference servers
+``settings``          which algorithm, layout and route, as overrides of verl's configuration
+``task``              sums of two digits, and a reward that can be checked
+====================  =============================================================
 """

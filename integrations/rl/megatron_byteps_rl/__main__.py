@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .cpu_environment import ENVIRONMENT
-from .settings import ALGORITHMS, Settings
+from .settings import ALGORITHMS, ROLLOUTS, Settings
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -21,6 +21,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ranks", type=int, default=2, help="default: 2")
     add("--tensor", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     add("--pipeline", type=int, default=1, help="pipeline stages (default: 1)")
+    add("--rollout", choices=sorted(ROLLOUTS), default="transformers", help="default: transformers")
+    add("--rollout-tensor", type=int, default=1, help="its tensor-parallel ranks (default: 1)")
+    add("--profile", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps to profile")
+    add("--profile-ranks", type=int, nargs="+", default=[0], help="default: 0")
     add("--steps", type=int, default=30, help="default: 30")
     add("--seed", type=int, default=1, help="default: 1")
     add("--model", type=Path, required=True, help="folder of a Hugging Face model")
@@ -37,13 +41,17 @@ def run(options: argparse.Namespace) -> None:
         ranks=options.ranks,
         tensor=options.tensor,
         pipeline=options.pipeline,
+        rollout=options.rollout,
+        rollout_tensor=options.rollout_tensor,
+        profile=tuple(options.profile) if options.profile else None,
+        profile_ranks=tuple(options.profile_ranks),
         steps=options.steps,
         seed=options.seed,
         model=options.model.resolve(),
         folder=options.out.resolve(),
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | settings.trace_environment())
     # Ray would give its workers a nice value of 15.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ["VERL_FILE_LOGGER_PATH"] = str(settings.folder / "steps.jsonl")

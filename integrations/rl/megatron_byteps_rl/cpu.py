@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class CpuPlatform(PlatformBase):
 
 
 # What Megatron and its bridge would take from Transformer Engine and Apex.
-_TRANSFORMER = {
+TRANSFORMER = {
     "use_cpu_initialization": True,
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
@@ -108,6 +109,29 @@ _TRANSFORMER = {
     "cross_entropy_loss_fusion": False,
     "attention_backend": "unfused",
 }
+"""Settings of Megatron's transformer on a CPU."""
+
+
+def held_bytes(chunks: Iterable[Any]) -> int:
+    """Bytes that the parameter and gradient buffers of these model chunks take now.
+
+    Chunks that do not train have no such buffers.
+    """
+    tensors = [
+        tensor
+        for chunk in chunks
+        for b in _buffers(chunk)
+        for tensor in (b.param_data, b.grad_data)
+    ]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallel
+
+    if not isinstance(chunk, DistributedDataParallel):
+        return []
+    return chunk.buffers + chunk.expert_parallel_buffers
 
 
 def is_wanted() -> bool:
@@ -149,6 +173,10 @@ def _register_engines() -> None:
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from verl.utils.megatron_utils import (
+        load_megatron_model_to_gpu,
+        offload_megatron_model_to_cpu,
+    )
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.megatron import (
         MegatronEngineWithLMHead,
@@ -168,12 +196,27 @@ def _register_engines() -> None:
             # verl seeds Megatron's generator of the device where it counts a device.
             model_parallel_cuda_manual_seed(self.engine_config.seed)
 
+        def to(
+            self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+        ) -> None:
+            """As on a GPU, where parameters and gradients move to the host or back.
+
+            Device and host have one name here: where the parameters are says what is meant.
+            """
+            buffers = [buffer for chunk in self.module for buffer in _buffers(chunk)]
+            if not (model and buffers):
+                return  # from the CPU to the CPU
+            if any(buffer.param_data.untyped_storage().nbytes() == 0 for buffer in buffers):
+                load_megatron_model_to_gpu(self.module, load_grad=grad)
+            else:
+                offload_megatron_model_to_cpu(self.module)
+
         def _build_tf_config(self) -> None:
             chosen = self.engine_config.override_transformer_config
             self.engine_config.override_transformer_config.update(
-                {**_TRANSFORMER, "transformer_layer_spec": local_layer_spec}
+                {**TRANSFORMER, "transformer_layer_spec": local_layer_spec}
                 | {"pipeline_dtype": torch.bfloat16}
-                | {name: chosen[name] for name in chosen if name not in _TRANSFORMER}
+                | {name: chosen[name] for name in chosen if name not in TRANSFORMER}
             )
             super()._build_tf_config()
 

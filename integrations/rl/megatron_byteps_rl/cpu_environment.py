@@ -7,5 +7,7 @@ ENVIRONMENT = {
     "MEGATRON_CPU": "1",
     # The compiler cannot tell Megatron's stand-ins for torch.cuda apart, and would gain nothing.
     "TORCHDYNAMO_DISABLE": "1",
+    # Megatron's engine shows a bar for each batch.
+    "TQDM_DISABLE": "1",
 }
 """Of every process of a job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from verl.workers.rollout import base
 from verl.workers.rollout.base import BaseRollout
 
-from .settings import ROLLOUT
+from .settings import ROLLOUTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ class TransformersRollout(BaseRollout):
 
     It computes in fp32, with the weights that training has in bf16.
     """
+
+    first_token_at: float | None = None
+    """On the monotonic clock, of the last ``generate()``."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, **kwargs: Any) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -67,7 +71,7 @@ class TransformersRollout(BaseRollout):
             ValueError: a tensor is missing, unknown or of another shape.
         """
         if wire_format != "named_tensors":
-            raise ValueError(f"rollout.name={ROLLOUT} takes whole tensors, not {wire_format}")
+            raise ValueError(f"rollout.name=transformers takes whole tensors, not {wire_format}")
         mine = dict(self._model.named_parameters(remove_duplicate=False))
         seen = set()
         for name, tensor in weights:
@@ -118,7 +122,9 @@ class TransformersRollout(BaseRollout):
                 input_ids=step, attention_mask=whole, position_ids=place, past_key_values=past
             )
             past = out.past_key_values
-            token, log_prob = _draw(out.logits[:, -1].float(), temperature, generator)
+            token, log_prob = draw(out.logits[:, -1].float(), temperature, generator)
+            if not drawn:
+                self.first_token_at = time.monotonic()
             drawn.append(torch.where(going, token, pad))
             log_probs.append(torch.where(going, log_prob, 0.0))
             masks.append(going.long())
@@ -134,10 +140,16 @@ class TransformersRollout(BaseRollout):
         )
 
 
-def _draw(
+def draw(
     logits: torch.Tensor, temperature: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row, and its log-probability: both int64 and float32 [batch]."""
+    """A token for each row, and its log-probability: int64 and float32 [batch].
+
+    Args:
+        logits: float32 [batch, vocabulary].
+        temperature: 0 takes the most likely token.
+        generator: on the device of the logits.
+    """
     if temperature <= 0:
         scores = torch.log_softmax(logits, -1)
         token = logits.argmax(-1)
@@ -148,5 +160,6 @@ def _draw(
 
 
 def register() -> None:
-    """Make it one of verl's rollouts."""
-    base._ROLLOUT_REGISTRY[ROLLOUT, "async"] = f"{__name__}.{TransformersRollout.__name__}"
+    """Make those of this package rollouts of verl's."""
+    for name, place in ROLLOUTS.items():
+        base._ROLLOUT_REGISTRY[name, "async"] = f"{__package__}.{place}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +10,11 @@ from . import task
 
 ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
 """Names, and verl's advantage estimators."""
-ROLLOUT = "transformers"
-"""As ``actor_rollout_ref.rollout.name``: the rollout of this package."""
+ROLLOUTS = {
+    "transformers": "rollout.TransformersRollout",
+    "megatron": "megatron_rollout.MegatronRollout",
+}
+"""The rollouts of this package: ``actor_rollout_ref.rollout.name``, module and class."""
 BYTEPS = {"use_dpu_reduce": "true"}
 """What a job of verl's sets to have its gradients summed by BytePS."""
 
@@ -24,6 +28,15 @@ class Settings:
     ranks: int = 2
     tensor: int = 1
     pipeline: int = 1
+    rollout: str = "transformers"
+    rollout_tensor: int = 1
+    """Ranks that share a copy of the model in the rollout."""
+    offload: bool = False
+    """Parameters, their gradients, and optimizer state leave the device while nobody needs them."""
+    profile: tuple[int, int] | None = None
+    """First and last step that verl's profiler and BytePS's timeline record, counted from 1."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Of verl's profiler."""
     steps: int = 30
     prompts: int = 16
     """Of a step."""
@@ -42,6 +55,27 @@ class Settings:
             raise ValueError(
                 f"algorithm {self.algorithm!r} is not known; it can be {', '.join(ALGORITHMS)}"
             )
+        if self.rollout not in ROLLOUTS:
+            raise ValueError(
+                f"rollout {self.rollout!r} is not known; it can be {', '.join(ROLLOUTS)}"
+            )
+        if self.rollout_tensor != 1 and self.rollout != "megatron":
+            raise ValueError(
+                f"rollout_tensor {self.rollout_tensor} needs the rollout megatron; {self.rollout} "
+                "has the whole model on each rank"
+            )
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
+            raise ValueError(
+                f"steps {self.profile[0]} to {self.profile[1]} cannot be profiled: there are 1 to "
+                f"{self.steps}"
+            )
+        if wrong := [rank for rank in self.profile_ranks if not 0 <= rank < self.ranks]:
+            raise ValueError(f"rank {wrong[0]} cannot be profiled: there are 0 to {self.ranks - 1}")
+        if self.ranks % self.rollout_tensor:
+            raise ValueError(
+                f"{self.ranks} ranks cannot be cut into copies of {self.rollout_tensor} for the "
+                "rollout"
+            )
         if self.ranks % (self.tensor * self.pipeline):
             raise ValueError(
                 f"{self.ranks} ranks cannot be cut into tensor {self.tensor}, pipeline "
@@ -54,6 +88,42 @@ class Settings:
                 f"{self.responses} responses to each of {self.prompts} prompts cannot be shared by "
                 f"{self.updates} updates of {self.ranks} ranks"
             )
+
+    @property
+    def profile_folder(self) -> Path:
+        """Of verl's traces and BytePS's timelines."""
+        return self.folder / "profile"
+
+    def trace_environment(self) -> dict[str, str]:
+        """What BytePS's timeline needs to record the same steps as verl's profiler."""
+        if self.profile is None:
+            return {}
+        first, last = self.profile
+        # A round of each sum is an update, and updates are counted from 0.
+        return {
+            "BYTEPS_TRACE_ON": "1",
+            "BYTEPS_TRACE_START_STEP": str((first - 1) * self.updates),
+            "BYTEPS_TRACE_END_STEP": str(last * self.updates - 1),
+            "BYTEPS_TRACE_DIR": str(self.profile_folder),
+        }
+
+    def _profiler(self) -> dict[str, object]:
+        if self.profile is None:
+            return {}
+        first, last = self.profile
+        values: dict[str, object] = {
+            "global_profiler.tool": "torch",
+            "global_profiler.steps": _list(range(first, last + 1)),
+            "global_profiler.profile_continuous_steps": True,
+            "global_profiler.save_path": self.profile_folder,
+        }
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+            values |= {
+                f"{role}.profiler.enable": True,
+                f"{role}.profiler.ranks": _list(self.profile_ranks),
+                f"{role}.profiler.tool_config.torch.contents": "[cpu]",
+            }
+        return values
 
     def overrides(self) -> list[str]:
         """For verl's ``ppo_trainer``, as its command line takes them."""
@@ -78,10 +148,10 @@ class Settings:
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": of_rank,
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": of_rank,
-            "actor_rollout_ref.rollout.name": ROLLOUT,
+            "actor_rollout_ref.rollout.name": self.rollout,
             "actor_rollout_ref.rollout.n": self.responses,
             "actor_rollout_ref.rollout.seed": self.seed,
-            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": self.rollout_tensor,
             "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
                 "megatron_byteps_rl.trainer.Generation"
             ),
@@ -114,6 +184,10 @@ class Settings:
                 f"{role}.megatron.sequence_parallel": False,
                 f"{role}.megatron.use_remove_padding": False,
             }
+            if self.offload:
+                values |= {
+                    f"{role}.megatron.{what}_offload": True for what in ("param", "optimizer")
+                }
         for model in ("actor_rollout_ref.model", "critic.model"):
             values |= {f"{model}.use_remove_padding": False}
         if self.through_byteps:
@@ -122,7 +196,11 @@ class Settings:
                 config = f"+{role}.megatron.override_ddp_config"
                 values |= {f"{config}.{name}": value for name, value in BYTEPS.items()}
                 values |= {f"{config}.dpu_reduce_route": "flat"}
-        return [f"{name}={_text(value)}" for name, value in values.items()]
+        return [f"{name}={_text(value)}" for name, value in (values | self._profiler()).items()]
+
+
+def _list(values: Iterable[int]) -> str:
+    return f"[{','.join(map(str, values))}]"
 
 
 def _text(value: object) -> str:

@@ -67,6 +67,11 @@ class _Servers:
     def get_replicas(self) -> list[Any]:
         return []
 
+    def start_profile(self) -> None:
+        """The workers' profiler sees generation."""
+
+    def stop_profile(self) -> None: ...
+
 
 class Generation:
     """Responses with their rewards, as verl's agent loops give them."""
@@ -96,7 +101,8 @@ class Generation:
             "seed": self._rollout.seed + self._calls,
         }
         self._calls += 1
-        asked, padding = pad_dataproto_to_divisor(asked, self._workers.world_size)
+        copies = self._workers.world_size // self._rollout.tensor_model_parallel_size
+        asked, padding = pad_dataproto_to_divisor(asked, copies)
         made = unpad_dataproto(self._workers.generate_sequences(asked), padding)
         generated = time.monotonic()
         scores = self._scores(made, prompts)
@@ -139,6 +145,25 @@ def _without_servers() -> Iterator[None]:
         ray_trainer.LLMServerManager = theirs
 
 
+class Trainer(RayPPOTrainer):
+    """verl's trainer, with what the way to the rollout took among the metrics of each step."""
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        waited = [s for s in self.actor_rollout_wg.first_token_s() if s is not None]
+        output = super()._update_actor(batch)
+        if waited:
+            output.meta_info["metrics"]["rollout/first_token_seconds"] = [max(waited)]
+        # Of the weights that this step's responses were generated with.
+        costs = [cost for cost in self.actor_rollout_wg.reshard_cost() if cost is not None]
+        if costs:
+            output.meta_info["metrics"] |= {
+                "reshard/seconds": [max(cost["seconds"] for cost in costs)],
+                "reshard/sent_bytes": [sum(cost["sent_bytes"] for cost in costs)],
+                "reshard/kept_bytes": [sum(cost["kept_bytes"] for cost in costs)],
+            }
+        return output
+
+
 def make_trainer(config: DictConfig) -> RayPPOTrainer:
     """verl's trainer with its workers, which lie in one process a rank. Ray must be there.
 
@@ -159,7 +184,7 @@ def make_trainer(config: DictConfig) -> RayPPOTrainer:
         roles[Role.Critic] = ray.remote(Critic)
     pool = "ranks"
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    trainer = RayPPOTrainer(
+    trainer = Trainer(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping=roles,
@@ -186,4 +211,4 @@ def checksums(trainer: RayPPOTrainer) -> dict[str, list[str]]:
     return {role: list(group.checksum()) for role, group in groups.items()}
 
 
-__all__ = ["Generation", "Pools", "checksums", "compose", "make_trainer"]
+__all__ = ["Generation", "Pools", "Trainer", "checksums", "compose", "make_trainer"]

@@ -254,6 +254,15 @@ def once(job: Job) -> None:
         gc.collect()
         left = registered(os.getpid())["mr"]
         assert left == kept - 1, (kept, left)
+    with job.check("memory that is resized is let go of, and right when it comes back"):
+        resized = torch.zeros(count)
+        for round_ in range(3):
+            turn(resized, "once.resized", round_)
+            with_it = registered(os.getpid())["mr"]
+            resized.untyped_storage().resize_(0)
+            assert registered(os.getpid())["mr"] == with_it - 1
+            resized.untyped_storage().resize_(4 * count)
+        del resized
     with job.check("other memory at the same place"):
         # So large that it is mapped for itself, and a later one often takes its place.
         places: list[int] = []

@@ -1,0 +1,176 @@
+"""What one rank runs to train with buffers that leave the device between steps.
+
+A trainer that generates between its steps gives the device's memory to the generation: it copies
+the parameters to pinned memory of the host, frees the storages of parameters and gradients, moves
+the optimizer's state, and brings all of it back before the next step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import cpu_platform
+
+STEPS = 4
+
+
+def train(folder: Path, *, width: int, away: bool, through_byteps: bool) -> dict[str, Any]:
+    """A few steps of four layers in bf16, with fp32 gradients and the distributed optimizer.
+
+    Args:
+        width: of each layer.
+        away: whether everything leaves the device between steps.
+
+    Returns:
+        ``checksums`` of this rank's parameters after each step, and ``bytes``: by phase the most
+        that was allocated on the device, beyond what was before the model (0 on a CPU); and
+        ``held``, of the buffers' storages.
+    """
+    device = _start()
+    # What a first matrix product allocates for good is no part of the model.
+    first = torch.nn.Linear(8, 8, dtype=torch.bfloat16, device=device)
+    first(torch.ones(8, 8, dtype=torch.bfloat16, device=device)).sum().backward()
+    del first
+    before = _allocated(device)
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(4)]
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
+    module = torch.nn.Sequential(*layers).to(device)
+    module.config = config  # type: ignore[assignment]
+    own = {"use_dpu_reduce": True, "dpu_reduce_route": "flat"} if through_byteps else {}
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            grad_reduce_in_fp32=True,
+            bucket_size=2 * width * width,
+            **own,
+        ),
+        module,
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True, clip_grad=1.0
+        ),
+        [ddp],
+    )
+    seen: dict[str, Any] = {"checksums": [], "bytes": {}, "held": {}}
+    for step in range(STEPS):
+        _reset_peak(device)
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        x = torch.arange(8 * width, device=device).view(8, width).float()
+        ddp(
+            torch.sin(x + 100 * step + dist.get_rank()).bfloat16()
+        ).float().square().sum().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        seen["checksums"].append(_checksum(module))
+        _note(seen, "step", before, device, ddp)
+        if not away:
+            continue
+        kept = _leave(ddp, optimizer)
+        _reset_peak(device)
+        _note(seen, "away", before, device, ddp)
+        # What generates has the memory meanwhile, so that it comes back at other addresses.
+        other = torch.full((width * width // (1 + step % 2),), torch.nan, device=device)
+        _come_back(ddp, optimizer, kept, device)
+        del other
+        assert _checksum(module) == seen["checksums"][-1], "the parameters are not as they were"
+    from megatron.core.distributed import dpu_reduce
+
+    dpu_reduce.shutdown()
+    dist.destroy_process_group()
+    return seen
+
+
+def _start() -> torch.device:
+    if cpu_platform.is_wanted():
+        cpu_platform.install()
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    parallel_state.initialize_model_parallel()
+    return device
+
+
+def _storages(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    return [tensor for b in ddp.buffers for tensor in (b.param_data, b.grad_data)]
+
+
+def _leave(ddp: DistributedDataParallel, optimizer: Any) -> list[torch.Tensor]:
+    """Free the device; returns the parameters' copies on the host."""
+    kept = []
+    for buffer in ddp.buffers:
+        copy = torch.empty(buffer.param_data.shape, dtype=buffer.param_data.dtype, pin_memory=True)
+        copy.copy_(buffer.param_data)
+        kept.append(copy)
+    for tensor in _storages(ddp):
+        tensor.untyped_storage().resize_(0)
+    _move_optimizer(optimizer, torch.device("cpu"))
+    return kept
+
+
+def _come_back(
+    ddp: DistributedDataParallel, optimizer: Any, kept: list[torch.Tensor], device: torch.device
+) -> None:
+    for tensor in _storages(ddp):
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    for buffer, copy in zip(ddp.buffers, kept, strict=True):
+        buffer.param_data.copy_(copy)
+        buffer.grad_data.zero_()
+    _move_optimizer(optimizer, device)
+
+
+def _move_optimizer(optimizer: Any, device: torch.device) -> None:
+    """fp32 parameters and moments."""
+    for one in optimizer.chained_optimizers:
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data.to(device)
+        for state in one.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    state[name] = value.to(device)
+
+
+def _checksum(module: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        # A copy: what NumPy has seen can be freed no more.
+        data = parameter.detach().to("cpu", copy=True).view(torch.uint8)
+        digest.update(data.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _note(seen: dict[str, Any], phase: str, before: int, device: torch.device, ddp: Any) -> None:
+    held = sum(tensor.untyped_storage().nbytes() for tensor in _storages(ddp))
+    seen["held"][phase] = max(held, seen["held"].get(phase, 0))
+    peak = 0
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    seen["bytes"][phase] = max(peak, seen["bytes"].get(phase, 0))
