@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Lay the timelines of a job's processes beside each other, for ui.perfetto.dev.
 
-Times are left as they are: those of one host belong together, those of several hosts as far as
-their clocks agree.
+Takes those of BytePS and traces of torch.profiler. Times are left as they are: those of one host
+belong together, those of several hosts as far as their clocks agree.
 """
 
 from __future__ import annotations
@@ -12,25 +12,16 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "integrations" / "ray"))
 
-def merge(files: list[Path]) -> dict[str, object]:
-    """One timeline with the events of all files.
-
-    Raises:
-        ValueError: a file is no timeline; the text names it.
-    """
-    events: list[object] = []
-    for file in files:
-        try:
-            events += json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no timeline of BytePS: {error!r}") from error
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+from megatron_byteps_ray.traces import merge
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, help="byteps-*.json of BYTEPS_TRACE_DIR")
+    parser.add_argument(
+        "files", nargs="+", type=Path, help="byteps-*.json of BYTEPS_TRACE_DIR, torch's traces"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
     arguments = parser.parse_args()
     try:
