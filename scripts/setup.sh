@@ -20,8 +20,8 @@ what is up to date is left alone, and a run with nothing to do takes a second or
   --ray   also make build/venv-ray from requirements-ray.lock: the same, with Ray and the package
           megatron_byteps_ray of integrations/ray
   --hf    also make build/venv-hf from requirements-hf.lock: the same, with transformers, peft,
-          Megatron-Bridge (which needs Python 3.12) and the package megatron_byteps_hf of
-          integrations/hf
+          Megatron-Bridge (which needs Python 3.12), Ray, and the packages megatron_byteps_hf and
+          megatron_byteps_ray
   --rl    also make build/venv-rl from requirements-rl.lock: the same, with verl, Ray,
           transformers, Megatron-Bridge (Python 3.12) and the package megatron_byteps_rl of
           integrations/rl
@@ -262,6 +262,8 @@ extra() {
 }
 
 ((with_ray == 0)) || extra ray integrations/ray "megatron_byteps_ray, ray"
-((with_hf == 0)) || extra hf integrations/hf "megatron_byteps_hf, transformers" 3.12
+((with_hf == 0)) ||
+  extra hf "integrations/hf integrations/ray" \
+    "megatron_byteps_hf, megatron_byteps_ray, transformers, ray" 3.12
 ((with_rl == 0)) ||
   extra rl "integrations/hf integrations/rl" "megatron_byteps_hf, megatron_byteps_rl" 3.12
