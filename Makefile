@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test-thorough setup-ray setup-hf setup-rl train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures test-hf hf-layouts test-rl rl-layouts test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts test-s3 test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -9,6 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON_ENV := build/venv/bin/python
 PYTHON_RAY := build/venv-ray/bin/python
 PYTHON_HF := build/venv-hf/bin/python
+PYTHON_S3 := build/venv-s3/bin/python
 PYTHON_RL := build/venv-rl/bin/python
 LAYOUTS ?=
 SET ?= quick
@@ -41,7 +42,11 @@ setup-hf:
 setup-rl:
 	@scripts/setup.sh --rl
 
-# HF=1, or a folder, trains a Hugging Face model; LORA=1 trains adapters on it.
+setup-s3:
+	@scripts/setup.sh --s3
+
+# HF=1, or a folder, trains a Hugging Face model; LORA=1 trains adapters on it. That environment has
+# Ray as well.
 WITH_HF := $(filter-out 0,$(HF))
 TRAINED_BY := $(if $(WITH_HF),$(PYTHON_HF),$(if $(filter ray,$(MODE)),$(PYTHON_RAY),$(PYTHON_ENV)))
 
@@ -115,6 +120,10 @@ test-ray: setup-ray ## jobs under Ray that lose processes and go on
 ray-failures: setup-ray ## each failure that a job under Ray survives, with times, as a table
 	@$(PYTHON_RAY) -W ignore bench/ray_failures.py $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
+ray-layouts: setup-hf ## each layout under torchrun and under Ray, a GPT and adapters, as a table
+	@$(PYTHON_HF) -W ignore bench/ray_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
 test-hf: setup-hf ## Hugging Face models, whole and by adapters, in layouts of up to four ranks
 	@$(PYTHON_HF) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/hugging_face)
 
@@ -128,6 +137,9 @@ test-rl: setup-rl ## reinforcement learning through verl: actor and critic, roll
 rl-layouts: setup-rl ## actor and critic in each layout, by GRPO and PPO, as a table
 	@$(PYTHON_RL) -W ignore bench/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
+test-s3: setup-s3 ## a job under Ray whose checkpoints are in an object store
+	@$(PYTHON_S3) -m pytest $(PYTEST_ARGS) tests/object_store
 
 test-rdma: setup ## the transports' tests in a virtual machine, with every setting, and between two machines
 	@$(PYTHON_ENV) tests/native.py byteps-server van_test >/dev/null

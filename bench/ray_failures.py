@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Breaks jobs under Ray in every way that they must survive, and tells what became of each.
 
-Each job trains a small GPT on two ranks of this machine, with two spares, a scheduler and a server.
+Each job trains a small GPT on two or four ranks of this machine, with spares, a scheduler and a
+server.
 It has survived when its losses, of every step, before and after the failure, are those of a job
 without one, to the last bit. Times are in seconds from the failure.
 
@@ -21,7 +22,15 @@ from pathlib import Path
 from megatron_byteps_ray.cluster import cluster
 from megatron_byteps_ray.phases import ORDER
 from megatron_byteps_ray.pool import Pool
-from raykit.cases import CASES, Outcome, Runner, pool_settings, problems
+from raykit.cases import (
+    CASES,
+    Outcome,
+    Runner,
+    cluster_settings,
+    pool_settings,
+    problems,
+    several_nodes,
+)
 
 BEGIN = "<!-- made by `make ray-failures MARKDOWN=docs/ray.md`; not to be edited by hand -->"
 END = "<!-- end -->"
@@ -87,14 +96,18 @@ def main() -> int:
     rows, good = rows_of(options.markdown), True
     with tempfile.TemporaryDirectory(prefix="rf-", dir="/tmp") as scratch:
         settings = pool_settings(Path(scratch) / "pool")
-        with cluster(settings, temp_dir=f"{scratch}/ray"):
+        with cluster(cluster_settings(settings), temp_dir=f"{scratch}/ray"):
             pool = Pool(settings)
             try:
                 pool.open()
-                runner = Runner(pool, Path(scratch) / "jobs")
+                runner = Runner(pool, settings, Path(scratch) / "jobs")
                 for name in options.case:
                     case = CASES[name]
-                    outcome = runner.run(name, case)
+                    if case.loses_node:
+                        with several_nodes(Path(scratch) / "nodes") as there:
+                            outcome = there.run(name, case)
+                    else:
+                        outcome = runner.run(name, case)
                     found = problems(case, outcome, runner.uninterrupted(case))
                     rows[case.title] = row(case.title, outcome, found)
                     good = good and not found

@@ -33,4 +33,5 @@ options=("${upgrade[@]}" --quiet --universal --python-version 3.12 --generate-ha
 "$uv" pip compile "${options[@]}" --no-deps "$root/requirements-hf-alone.in" >>"$root/requirements-hf.lock"
 "$uv" pip compile "${options[@]}" -o "$root/requirements-rl.lock" "$root/requirements-rl.in"
 "$uv" pip compile "${options[@]}" --no-deps "$root/requirements-rl-alone.in" >>"$root/requirements-rl.lock"
+"$uv" pip compile "${options[@]}" -o "$root/requirements-s3.lock" "$root/requirements-s3.in"
 echo uv | "$uv" pip compile "${options[@]}" -o "$root/requirements-uv.lock" -

@@ -10,7 +10,7 @@ source "$root/scripts/lib/system.sh"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/setup.sh [--ray] [--hf] [--rl] [-h]
+usage: scripts/setup.sh [--ray] [--hf] [--rl] [--s3] [-h]
 
 Installs missing system packages (Debian and Ubuntu, as root or with sudo), makes the Python
 environment build/venv from requirements.lock, assembles and patches the upstream trees in build/,
@@ -20,11 +20,13 @@ what is up to date is left alone, and a run with nothing to do takes a second or
   --ray   also make build/venv-ray from requirements-ray.lock: the same, with Ray and the package
           megatron_byteps_ray of integrations/ray
   --hf    also make build/venv-hf from requirements-hf.lock: the same, with transformers, peft,
-          Megatron-Bridge (which needs Python 3.12) and the package megatron_byteps_hf of
-          integrations/hf
+          Megatron-Bridge (which needs Python 3.12), Ray, and the packages megatron_byteps_hf and
+          megatron_byteps_ray
   --rl    also make build/venv-rl from requirements-rl.lock: the same, with verl, Ray,
           transformers, Megatron-Bridge (Python 3.12) and the package megatron_byteps_rl of
           integrations/rl
+  --s3    also make build/venv-s3 from requirements-s3.lock: that of --ray, with Megatron's storage
+          client and an S3 server for tests
 
 environment:
   PYTHON                  the Python (>= 3.12) to use; otherwise found on PATH, under pyenv or by uv
@@ -36,17 +38,19 @@ TEXT
 with_ray=0
 with_hf=0
 with_rl=0
+with_s3=0
 for argument; do
   case "$argument" in
     --ray) with_ray=1 ;;
     --hf) with_hf=1 ;;
     --rl) with_rl=1 ;;
+    --s3) with_s3=1 ;;
     -h | --help)
       usage
       exit 0
       ;;
     *)
-      echo "error: setup.sh takes --ray, --hf, --rl or nothing, got: $*" >&2
+      echo "error: setup.sh takes --ray, --hf, --rl, --s3 or nothing, got: $*" >&2
       usage >&2
       exit 2
       ;;
@@ -262,6 +266,9 @@ extra() {
 }
 
 ((with_ray == 0)) || extra ray integrations/ray "megatron_byteps_ray, ray"
-((with_hf == 0)) || extra hf integrations/hf "megatron_byteps_hf, transformers" 3.12
+((with_hf == 0)) ||
+  extra hf "integrations/hf integrations/ray" \
+    "megatron_byteps_hf, megatron_byteps_ray, transformers, ray" 3.12
+((with_s3 == 0)) || extra s3 integrations/ray "megatron_byteps_ray, ray, multistorageclient, moto"
 ((with_rl == 0)) ||
   extra rl "integrations/hf integrations/rl" "megatron_byteps_hf, megatron_byteps_rl" 3.12

@@ -123,8 +123,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--optimizer servers needs --mode local: it was not tried under Ray")
     if options.lora and options.hf_model is None:
         parser.error("--lora needs --hf-model")
-    if options.hf_model is not None and options.mode == "ray":
-        parser.error("--hf-model needs --mode local: Ray's environment has no transformers")
     if options.steps is None:
         options.steps = DEFAULT_STEPS if options.hf_model is None else hf.STEPS
     if options.spares is None:

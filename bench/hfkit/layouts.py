@@ -20,12 +20,13 @@ class Layout:
     ranks: int
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     ep: int = 1
     extra: tuple[str, ...] = ()
 
     @property
     def dp(self) -> int:
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.pp * self.cp)
 
     def arguments(self, *, lora: bool) -> list[str]:
         """Of Megatron, but for model, data and backend."""
@@ -39,6 +40,7 @@ class Layout:
         for flag, size in (
             ("--tensor-model-parallel-size", self.tp),
             ("--pipeline-model-parallel-size", self.pp),
+            ("--context-parallel-size", self.cp),
             ("--expert-model-parallel-size", self.ep),
         ):
             arguments += [flag, str(size)] if size > 1 else []

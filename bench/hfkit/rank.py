@@ -14,7 +14,6 @@ import peft
 import pretrain_dpu_gpt
 import torch
 import transformers
-from megatron.bridge.peft import base
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -24,11 +23,13 @@ from paritykit.seen import RankSeen
 
 from .models import VOCABULARY, make
 
+# Before anything else of Megatron-Bridge is imported.
+auto_bridge()
+from megatron.bridge.peft import base  # noqa: E402
+
 BEFORE, AFTER = "before", "after"
 """Folders of a job: the model written before the first step, and after the last one."""
 _BATCH, _LENGTH = 2, 16
-
-auto_bridge()
 
 
 @dataclass(kw_only=True)

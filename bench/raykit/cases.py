@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,32 @@ import ray
 
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.pool import Pool
-from megatron_byteps_ray.settings import Limits, Settings
+from megatron_byteps_ray.settings import PRELOAD, Limits, Settings
+
+from .nodes import Nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY, STRIKE = 12, 4, 7
-RANKS, SPARES = 2, 2
+RANKS, SPARES = 2, 3
 SCHEDULER, SERVER = 0, 1
 
-MODEL = """
+MODEL: tuple[str, ...] = tuple(
+    """
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --position-embedding-type rope
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4
     --hidden-dropout 0.1 --attention-dropout 0.1 --optimizer adam --lr 1e-3 --min-lr 1e-4
     --lr-decay-style cosine --split 100,0,0 --eval-iters 0 --eval-interval 1000000
     --log-interval 1 --seed 1234 --mock-data --use-dpu-reduce --dpu-reduce-route flat
-""".split()  # noqa: SIM905
+    """.split()  # noqa: SIM905
+)
 
 ENVIRONMENT = {
     "MEGATRON_CPU": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
+    # Sums of more than two values have one result, whoever comes first.
+    "BYTEPS_DETERMINISTIC": "1",
 }
 
 
@@ -41,14 +48,19 @@ class Case:
     """One way to fail."""
 
     title: str
+    ranks: int = RANKS
     faults: Sequence[Mapping[str, Any]] = ()
     breaks: int | None = None
     """The driver kills this process of BytePS (0: the scheduler) while rank 0 holds a step."""
+    loses_node: bool = False
+    """The driver kills a machine with a rank, while rank 0 holds a step; see ``raykit.nodes``."""
     incarnations: int = 2
     """With those that fail."""
     blames: str = ""
     """What the first failure's text must hold."""
     limits: Mapping[str, float] = field(default_factory=dict)
+    model: Sequence[str] = MODEL
+    """Of the training script, like what follows."""
     arguments: Sequence[str] = ()
     thorough: bool = False
 
@@ -135,10 +147,82 @@ CASES = {
         arguments=["--async-save"],
         thorough=True,
     ),
+    "node": Case(
+        title="a whole machine is killed, and a spare machine takes its rank",
+        faults=[_fault(0, "hold:{folder}/go")],
+        loses_node=True,
+        blames="was lost with its actor",
+    ),
+    "tp2": Case(
+        title="a rank's actor is killed: 4 ranks, tensor parallelism 2",
+        ranks=4,
+        faults=[_fault(3, "actor")],
+        blames="rank 3 was lost with its actor",
+        arguments=["--tensor-model-parallel-size", "2"],
+    ),
+    "pp2": Case(
+        title="a rank's actor is killed: 4 ranks, pipeline parallelism 2",
+        ranks=4,
+        faults=[_fault(2, "actor")],
+        blames="rank 2 was lost with its actor",
+        arguments=["--pipeline-model-parallel-size", "2", "--num-layers", "2"],
+        thorough=True,
+    ),
+    "dp4": Case(
+        title="a rank's actor is killed: 4 ranks, the distributed optimizer",
+        ranks=4,
+        faults=[_fault(1, "actor")],
+        blames="rank 1 was lost with its actor",
+        arguments=["--global-batch-size", "8", "--use-distributed-optimizer"],
+        thorough=True,
+    ),
+    "ep2": Case(
+        title="a rank's actor is killed: expert parallelism 2",
+        faults=[_fault(1, "actor")],
+        blames="rank 1 was lost with its actor",
+        arguments=[
+            *("--expert-model-parallel-size", "2", "--num-experts", "4"),
+            *("--moe-router-topk", "2", "--disable-bias-linear"),
+        ],
+        thorough=True,
+    ),
 }
 
 
-def pool_settings(folder: Path, *, spares: int = SPARES) -> Settings:
+_PLAIN = Case(title="", incarnations=1)
+
+ROOM = 3
+"""Processors of the first node that a pool leaves to ``several_nodes``: for the scheduler, the
+server, and one rank."""
+
+
+def cluster_settings(settings: Settings) -> Settings:
+    """For the cluster of a pool with these settings, and that room."""
+    return replace(settings, ranks=settings.ranks + ROOM)
+
+
+@contextmanager
+def several_nodes(folder: Path) -> Iterator[Runner]:
+    """Two ranks and a spare, each on a node of its own; two of the nodes may be lost.
+
+    Their cluster is that of ``cluster_settings``, and the room is free.
+    """
+    nodes = Nodes(folder / "nodes")
+    settings = pool_settings(folder / "pool", spares=1)
+    pool = Pool(settings)
+    try:
+        for _ in range(2):
+            nodes.add(cpus=1)
+        pool.open()
+        yield Runner(pool, settings, folder / "jobs", nodes)
+    finally:
+        pool.close()
+        nodes.close()
+
+
+def pool_settings(
+    folder: Path, *, spares: int = SPARES, preload: Sequence[str] = PRELOAD
+) -> Settings:
     """Of the pool that all cases share: its actors import everything once."""
     tree = ROOT / "build" / "Megatron-LM"
     return Settings(
@@ -148,7 +232,7 @@ def pool_settings(folder: Path, *, spares: int = SPARES) -> Settings:
         folder=folder,
         environment=ENVIRONMENT,
         python_path=(str(tree), str(ROOT / "bench")),
-        preload=(*Settings.preload, "pretrain_dpu_gpt"),
+        preload=(*preload, "pretrain_dpu_gpt"),
         limits=Limits(warm=1200.0),
     )
 
@@ -157,6 +241,8 @@ def pool_settings(folder: Path, *, spares: int = SPARES) -> Settings:
 class Outcome:
     """What became of a job."""
 
+    folder: Path
+    """Of the job."""
     events: list[dict[str, Any]]
     steps: list[dict[str, Any]]
     """As the driver recorded them, those that were done twice too."""
@@ -178,12 +264,16 @@ class Outcome:
 class Runner:
     """Runs jobs, one after the other, on the actors of one pool."""
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
+    def __init__(
+        self, pool: Pool, settings: Settings, folder: Path, nodes: Nodes | None = None
+    ) -> None:
+        """``settings`` are those of the pool, ``nodes`` those that may be lost."""
         self._pool = pool
+        self._nodes = nodes
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._settings = pool_settings(folder)
-        self._whole: dict[tuple[str, ...], dict[int, list[float]]] = {}
+        self._settings = settings
+        self._whole: dict[tuple[str, ...], Outcome] = {}
 
     def run(
         self,
@@ -194,18 +284,21 @@ class Runner:
     ) -> Outcome:
         """One job in a folder of its own; ``changes`` are of its settings."""
         # Actors that the job before has lost are being replaced.
-        if not self._pool.wait_warm(RANKS + SPARES, self._settings.limits.warm):
+        actors = self._settings.ranks + self._settings.spares
+        if not self._pool.wait_warm(actors, self._settings.limits.warm):
             raise RuntimeError("the pool's actors do not become warm")
         folder = self._folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         saved = ["--save", str(folder / "saved"), "--save-interval", str(SAVE_EVERY)]
         faults = json.dumps(list(case.faults)).replace("{folder}", str(folder))
+        own = [argument.replace("{folder}", str(folder)) for argument in case.arguments]
         events: list[dict[str, Any]] = []
         settings = replace(
             self._settings,
+            ranks=case.ranks,
             folder=folder,
-            arguments=(*MODEL, "--train-iters", str(STEPS), *saved, *case.arguments),
+            arguments=(*case.model, "--train-iters", str(STEPS), *saved, *own),
             environment={
                 **self._settings.environment,
                 "RAYKIT_FAULTS": faults,
@@ -219,10 +312,10 @@ class Runner:
         def listen(event: dict[str, Any]) -> None:
             nonlocal broken
             events.append(event)
-            if case.breaks is not None and event["event"] == "step" and not broken:
+            if event["event"] == "step" and not broken:
                 broken = True
-                # 9 is SIGKILL. Ranks go on only when the process is gone.
-                ray.get(self._pool.byteps[case.breaks].signal.remote(9))
+                self._break(case)
+                # Ranks go on only now.
                 (folder / "go").touch()
             if on_event is not None:
                 on_event(event, job)
@@ -230,23 +323,33 @@ class Runner:
         job = Job(settings, listen, self._pool)
         job.run()
         return Outcome(
+            folder=folder,
             events=events,
             steps=record_of_steps(folder),
             state=json.loads((folder / "job.json").read_text()),
         )
 
-    def uninterrupted(self, case: Case) -> dict[int, list[float]]:
-        """The losses of the same job without faults."""
-        key = tuple(case.arguments)
+    def _break(self, case: Case) -> None:
+        """Kill what the case says."""
+        if case.breaks is not None:
+            ray.get(self._pool.byteps[case.breaks].signal.remote(9))  # SIGKILL
+        if case.loses_node:
+            assert self._nodes is not None
+            places = [slot.facts["node"] for slot in self._pool.assigned]
+            self._nodes.lose(next(node for node in places if node in self._nodes.known))
+
+    def uninterrupted(self, case: Case) -> Outcome:
+        """The same job without faults."""
+        key = (str(case.ranks), *case.model, *case.arguments)
         if key not in self._whole:
-            plain = Case(title="", incarnations=1, arguments=case.arguments)
-            self._whole[key] = self.run(f"whole{len(self._whole)}", plain).losses
+            plain = replace(_PLAIN, ranks=case.ranks, model=case.model, arguments=case.arguments)
+            self._whole[key] = self.run(f"whole{len(self._whole)}", plain)
         return self._whole[key]
 
 
-def problems(case: Case, outcome: Outcome, whole: Mapping[int, list[float]]) -> list[str]:
+def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
     """What is not as it must be; empty where the job survived the failure."""
-    found = []
+    found, whole = [], uninterrupted.losses
     failures = outcome.of("failure")
     count = len(outcome.of("incarnation"))
     # A busy machine may keep all ranks from a step for longer than such a limit.

@@ -1,4 +1,4 @@
-"""One training run under Ray, on this machine or a cluster; needs build/venv-ray."""
+"""One training run under Ray, on this machine or a cluster; needs build/venv-ray or venv-hf."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from megatron_byteps_ray.cluster import cluster
 from megatron_byteps_ray.console import Console
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import JobError as RayJobError
-from megatron_byteps_ray.settings import Settings
+from megatron_byteps_ray.settings import Settings, preload_for
 
 from .job import ENTRY, JobError, Record, Step, read_record
 
 SAVE_EVERY = 50
+"""Steps, where a rank is to be lost; fewer where that is soon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class RayJob:
             folder=self.folder,
             environment=self.environment,
             python_path=(str(self.tree.absolute()),),
+            preload=preload_for(self.arguments),
         )
         record, begin = Record(), [0.0]
         show = Console(lambda text: print(f"  {text}", flush=True))
@@ -91,7 +93,8 @@ class RayJob:
         if self.lose_at is None:
             return []
         saved = str((self.folder / "checkpoints").absolute())
-        return ["--save", saved, "--load", saved, "--save-interval", str(SAVE_EVERY)]
+        every = max(1, min(SAVE_EVERY, self.lose_at // 2))
+        return ["--save", saved, "--load", saved, "--save-interval", str(every)]
 
     def _lose(self, job: Job, event: dict[str, Any]) -> None:
         first = event["incarnation"] == 0

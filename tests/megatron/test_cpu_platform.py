@@ -147,6 +147,7 @@ def test_stand_ins_and_their_removal() -> None:
     assert torch.zeros(2, device="cuda").device.type == "cpu"
     assert torch.tensor([1], device="cuda:0").device.type == "cpu"
     assert torch.ones(1, device=torch.cuda.current_device()).device.type == "cpu"
+    assert torch.tensor([1], device="cpu", pin_memory=True).item() == 1
     assert torch.zeros(1, device="meta").device.type == "meta"
     tensor = torch.zeros(1)
     assert tensor.cuda() is tensor

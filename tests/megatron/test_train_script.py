@@ -114,7 +114,6 @@ def test_bad_usage_and_a_tree_that_is_not_there(run_dir: Path) -> None:
     bad = [sys.executable, str(ROOT / "scripts" / "train.py"), "--workers", "0"]
     assert subprocess.run(bad, capture_output=True, timeout=LIMIT_S).returncode == 2
     refused = [["--spares", "1"], ["--address", "auto"], ["--lose-rank-at", "5"], ["--lora"]]
-    refused += [["--hf-model", "smollm2", "--mode", "ray"]]
     for flag in refused:
         with pytest.raises(SystemExit) as stop:
             train.parse(flag)

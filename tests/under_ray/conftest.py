@@ -18,17 +18,23 @@ sys.path[:0] = [str(ROOT / name) for name in ("scripts", "bench", "integrations/
 
 from megatron_byteps_ray.cluster import cluster  # noqa: E402
 from megatron_byteps_ray.pool import Pool  # noqa: E402
-from raykit.cases import Runner, pool_settings  # noqa: E402
+from megatron_byteps_ray.settings import Settings  # noqa: E402
+from raykit.cases import Runner, cluster_settings, pool_settings  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Two ranks and two spares, a scheduler and a server."""
-    settings = pool_settings(tmp_path_factory.mktemp("pool"))
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Of the pool: two ranks and three spares, a scheduler and a server."""
+    return pool_settings(tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="session")
+def pool(settings: Settings) -> Iterator[Pool]:
+    """Actors that all tests share."""
     # Ray's sockets need a short path.
     folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
     try:
-        with cluster(settings, temp_dir=folder):
+        with cluster(cluster_settings(settings), temp_dir=folder):
             pool = Pool(settings)
             try:
                 pool.open()
@@ -40,6 +46,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def runner(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def runner(pool: Pool, settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """Runs jobs on that pool."""
-    return Runner(pool, tmp_path_factory.mktemp("jobs"))
+    return Runner(pool, settings, tmp_path_factory.mktemp("jobs"))

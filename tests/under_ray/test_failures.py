@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import ray
 
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import JobError
-from raykit.cases import CASES, STRIKE, Case, Runner, problems
+from raykit.cases import CASES, STRIKE, Case, Runner, problems, several_nodes
 
 NAMES = [
     pytest.param(name, marks=[pytest.mark.thorough] if case.thorough else [])
     for name, case in CASES.items()
+    if not case.loses_node
 ]
 
 
@@ -27,6 +29,23 @@ def test_a_failure_is_survived(runner: Runner, name: str) -> None:
     for recovered in outcome.of("recovered"):
         parts = recovered["phases"].seconds()
         assert {"noticed", "ended", "servers", "started", "groups", "step"} <= set(parts)
+
+
+def test_a_lost_machine_is_survived(runner: Runner, run_dir: Path) -> None:
+    case = CASES["node"]
+    places: list[list[str]] = []
+
+    def note(event: dict[str, Any], job: Job) -> None:
+        if event["event"] == "incarnation":
+            places.append([slot.facts["node"] for slot in job.pool.assigned])
+
+    with several_nodes(run_dir) as there:
+        outcome = there.run("node", case, note)
+    assert problems(case, outcome, runner.uninterrupted(case)) == []
+    before, after = places
+    # A rank went from one machine to another, and the other rank stayed.
+    assert len(set(before)) == len(set(after)) == 2
+    assert sum(old == new for old, new in zip(before, after, strict=True)) == 1
 
 
 def test_a_lost_actor_is_replaced_by_a_spare_at_the_same_rank(runner: Runner) -> None:

@@ -232,7 +232,8 @@ def _is_cuda(device: object) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with every CUDA device among its arguments turned into the CPU."""
+    """The function with every CUDA device among its arguments turned into the CPU, and no memory
+    pinned: that takes a GPU's driver."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

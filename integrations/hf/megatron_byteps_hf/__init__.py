@@ -8,6 +8,7 @@ Built on Megatron-Bridge, which knows how the weights of each family of models a
 ``model``       a folder with a Hugging Face model: its arguments for Megatron, its weights
 ``adapters``    LoRA adapters, and their files
 ``bridge``      Megatron-Bridge, imported without Transformer Engine where there is none
+``preload``     Megatron-Bridge again, imported by an import: for fork servers
 ``package``     the model that ``make train HF=1`` trains, taken out of a Python package
 ==============  ===================================================================
 """

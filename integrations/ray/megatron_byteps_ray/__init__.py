@@ -14,6 +14,9 @@
 ``failures``       what ended an incarnation, and who is to blame
 ``phases``         how long a recovery took, part by part
 ``metrics``        what Ray shows of the job
+``profiling``      some steps of some ranks, as torch and BytePS see them
+``traces``         timelines of both, made one file
+``dispatch``       calls to a group of ranks, without a job
 ``reporting``      what a rank tells its actor; ``report`` is for scripts of any kind
 =================  ==================================================================
 

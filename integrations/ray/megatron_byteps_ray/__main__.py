@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from .settings import Limits, Settings
+from .profiling import Profile
+from .settings import Limits, Settings, preload_for
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,10 +43,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--server-resource", help="Ray resource of the machines for scheduler and servers")
     add("--folder", type=Path, default=Settings.folder, help="state, logs (default: build/ray)")
     add("--python-path", action="append", default=[], help="import from here first; repeatable")
-    add("--preload", action="append", help="import beforehand, instead of torch and Megatron")
+    add(
+        "--environment",
+        action="append",
+        default=[],
+        type=_variable,
+        metavar="NAME=VALUE",
+        help="set it in all ranks and servers; repeatable",
+    )
+    add("--preload", action="append", help="import beforehand, instead of what Megatron needs")
     add("--max-restarts", type=int, default=Settings.max_restarts, help="default: 20")
     add("--max-fruitless", type=int, default=Settings.max_fruitless, help="default: 3")
     add("--resume", action="store_true", help="keep the counts of a driver that was lost")
+    add("--profile-folder", type=Path, help="profile some steps, for ui.perfetto.dev, to here")
+    add("--profile-ranks", type=_numbers, metavar="N,N", help="default: all")
+    for end in ("first", "last"):
+        default = getattr(Profile, end)
+        add(f"--profile-{end}", type=int, metavar="STEP", help=f"default: {default}")
     add("--address", help="of a Ray cluster, or auto (default: start one here for this job)")
     add("--dashboard", action="store_true", help="with the cluster that is started here")
     add("--metrics-port", type=int, help="of Ray's metrics, with the cluster started here")
@@ -72,34 +87,71 @@ def _settings(options: argparse.Namespace) -> Settings:
         *("gpus_per_rank", "server_cpus", "server_resource", "folder", "max_restarts"),
         *("max_fruitless", "resume"),
     )
+    preload = tuple(options.preload or ()) or preload_for(options.arguments)
+    chosen = {name: getattr(options, f"profile_{name}") for name in ("ranks", "first", "last")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if chosen and options.profile_folder is None:
+        raise ValueError(f"--profile-{next(iter(chosen))} needs --profile-folder")
+    profile = Profile(folder=options.profile_folder, **chosen) if options.profile_folder else None
     return Settings(
         **{name: getattr(options, name) for name in same},
         arguments=tuple(options.arguments),
         python_path=tuple(options.python_path),
-        preload=Settings.preload if options.preload is None else tuple(options.preload),
+        preload=preload,
+        environment=dict(options.environment),
+        profile=profile,
         limits=limits,
     )
 
 
-def run_local(settings: Settings) -> None:
-    """Become torchrun with the same script: embedded mode, no recovery."""
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    if not all(part.isdigit() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ranks with commas between them")
+    return tuple(int(part) for part in text.split(","))
+
+
+def run_local(settings: Settings) -> int:
+    """The same script under torchrun: embedded mode, no recovery. Without a profile this process
+    becomes torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(settings.ranks)]
-    if not settings.entry.endswith(".py"):
+    if not settings.entry.endswith(".py") or settings.profile is not None:
         command += ["-m", "megatron_byteps_ray.entry"]
     folders = [*settings.python_path, os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
     os.environ.update(settings.environment)
     if settings.servers:
         os.environ.setdefault("BYTEPS_EMBEDDED_SERVERS", str(settings.servers))
-    os.execv(sys.executable, [*command, settings.entry, *settings.arguments])
+    command += [settings.entry, *settings.arguments]
+    if settings.profile is None:
+        os.execv(sys.executable, command)
+    settings.profile.clear()
+    status = subprocess.run(command, env={**os.environ, **settings.profile.of_ranks()}).returncode
+    if status == 0:
+        merge_profile(settings.profile)
+    return status
+
+
+def merge_profile(profile: Profile) -> None:
+    """Make one file of what the processes left, and say where it is, or why it is not."""
+    try:
+        print(f"profile: {profile.merge()} (drop it on ui.perfetto.dev)", flush=True)
+    except ValueError as error:
+        print(f"warning: {error}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     settings: Settings = options.settings
     if options.mode == "local":
-        run_local(settings)
+        return run_local(settings)
     # Here, because a bad flag should not wait for Ray.
     from .cluster import cluster
     from .console import Console
@@ -116,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             metrics_port=options.metrics_port,
         ):
             job.run()
+        if settings.profile is not None:
+            merge_profile(settings.profile)
     except (JobError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

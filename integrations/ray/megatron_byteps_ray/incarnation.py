@@ -81,6 +81,7 @@ class Incarnation:
         """Whether all processes were started; if not, ``_ends`` says why."""
         environment = self._settings.forwarded()
         environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
+        environment |= self._settings.profile.of_ranks() if self._settings.profile else {}
         cluster, refused = self._servers.start(len(self._slots))
         if refused is not None:
             self._ends.append(refused)

@@ -21,6 +21,9 @@ SCHEMA = 1
 _STRIKES = 2
 """A place whose rank fails so often by itself is given up for a spare."""
 
+_WRITE_S = 60.0
+"""For servers to write their timelines."""
+
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -50,6 +53,8 @@ class Job:
             self._read_state()
         else:
             (self._folder / "steps.jsonl").unlink(missing_ok=True)
+        if settings.profile is not None:
+            settings.profile.clear()
         # A pool of the caller's stays open: its actors serve the next job.
         self._owns_pool = pool is None
         self.pool = pool or Pool(settings)
@@ -74,6 +79,8 @@ class Job:
                     phases.end("replaced")
                 failure, steps, phases = self._live(slots, phases)
                 if failure is None:
+                    if self._settings.profile is not None:
+                        self._servers.wait_end(_WRITE_S)
                     self._write_state("done", slots)
                     self._emit("done", incarnations=self._incarnation + 1)
                     return

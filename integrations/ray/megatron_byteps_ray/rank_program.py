@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import reporting
+from .profiling import profiled
 
 BEAT_S = 1.0
 STACKS_SIGNAL = signal.SIGUSR2
@@ -43,7 +44,8 @@ def run(order: dict[str, Any]) -> int:
         _watch_megatron()
     threading.Thread(target=_beat, name="progress", daemon=True).start()
     try:
-        call_entry(order["entry"], order["arguments"])
+        with profiled():
+            call_entry(order["entry"], order["arguments"])
         reporting.send("mark", mark="leaving")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
@@ -113,6 +115,13 @@ def _watch_megatron() -> None:
     _mark_after(training, "save_checkpoint_and_time", "saved", before="saving")
     _mark_after(training, "evaluate_and_print_results", "evaluated", before="evaluating")
     _mark_after(training, "train", "trained")
+    report_megatron_steps()
+
+
+def report_megatron_steps() -> None:
+    """Have each step of Megatron's loop reported."""
+    from megatron.training import training
+
     training.training_log = _reporting(training.training_log)
 
 

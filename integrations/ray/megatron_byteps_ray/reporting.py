@@ -6,10 +6,12 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 _lock = threading.Lock()
 _descriptor = -1
+_listeners: list[Callable[[], None]] = []
 
 
 def connect(descriptor: int) -> None:
@@ -29,11 +31,16 @@ def send(kind: str, **values: Any) -> None:
             data = data[os.write(_descriptor, data) :]
 
 
+def listen(call: Callable[[], None]) -> None:
+    """Have ``call`` called after each step that is reported."""
+    _listeners.append(call)
+
+
 def report(step: int, *, tokens: int = 0, **values: float) -> None:
     """Say that this rank has finished a step, from a script that is not Megatron's.
 
     Megatron's training loop is watched by itself. Any other script that wants to be watched for
-    hangs, and shown in the metrics, calls this once a step. Without an actor it does nothing.
+    hangs, profiled, and shown in the metrics, calls this once a step. Otherwise it does nothing.
 
     Args:
         step: number of the step, from 1.
@@ -43,3 +50,5 @@ def report(step: int, *, tokens: int = 0, **values: float) -> None:
     send(
         "step", step=int(step), tokens=int(tokens), values={k: float(v) for k, v in values.items()}
     )
+    for call in _listeners:
+        call()

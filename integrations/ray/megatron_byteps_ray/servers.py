@@ -45,6 +45,7 @@ class Servers:
         self.stop()
         environment = self._settings.forwarded()
         environment |= {"BYTEPS_SECRET": self._secret} if self._secret else {}
+        environment |= self._settings.profile.of_byteps() if self._settings.profile else {}
         self._known = {"DMLC_NUM_SERVER": str(len(self._pool.byteps) - 1)}
         limit = self._settings.limits.start
         for index, actor in enumerate(self._pool.byteps):
@@ -84,6 +85,13 @@ class Servers:
         )
         if doubted or not ends or not steps:
             self.stop()
+
+    def wait_end(self, limit_s: float) -> None:
+        """After a job that ended well: wait until they have ended by themselves, their files
+        written."""
+        refs = list(self.watched)
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=limit_s)
 
     def stop(self) -> None:
         """End them all, and wait for that; actors that do not answer are left to the pool."""

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from .profiling import Profile
 
 FORWARDED = ("BYTEPS_", "DMLC_INTERFACE", "GLOO_", "MEGATRON_", "NCCL_", "OMP_", "TORCH_")
 """Variables of the driver whose names begin so are set in all ranks and servers."""
 
 SET_BY_DRIVER = ("BYTEPS_SECRET_FILE",)
 """A file of the driver's machine means nothing on the others."""
+
+
+PRELOAD = ("torch", "byteps.torch", "megatron.training.training")
+"""What a Megatron script imports first of all."""
+_PRELOAD_HUGGING_FACE = "megatron_byteps_hf.preload"
+
+
+def preload_for(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Modules to import beforehand for a Megatron script with these arguments.
+
+    Megatron-Bridge, which ``--hf-model`` needs, takes as long to import as all the others.
+    """
+    pretrained = any(a.partition("=")[0] == "--hf-model" for a in arguments)
+    return (*PRELOAD, _PRELOAD_HUGGING_FACE) if pretrained else PRELOAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +84,15 @@ class Settings:
     """Of all ranks and servers, beside what is forwarded from the driver."""
     python_path: tuple[str, ...] = ()
     """Folders that ranks import from first."""
-    preload: tuple[str, ...] = ("torch", "byteps.torch", "megatron.training.training")
+    preload: tuple[str, ...] = PRELOAD
     """Modules that are imported before they are needed."""
     max_restarts: int = 20
     """How often the job is started again, all together."""
     max_fruitless: int = 3
     """How often in a row without a single step."""
     limits: Limits = Limits()
+    profile: Profile | None = None
+    """What to profile, if anything."""
     resume: bool = False
     """Take the counts of incarnations and restarts from the folder: the driver itself was lost."""
 
@@ -86,6 +104,9 @@ class Settings:
             raise ValueError(f"max_fruitless must be 1 or more, not {self.max_fruitless}")
         if self.min_ranks is not None and not 1 <= self.min_ranks <= self.ranks:
             raise ValueError(f"min_ranks must be from 1 to {self.ranks}, not {self.min_ranks}")
+        beyond = [rank for rank in self.profile.ranks if rank >= self.ranks] if self.profile else []
+        if beyond:
+            raise ValueError(f"rank {beyond[0]} cannot be profiled: there are {self.ranks} ranks")
         if self.gpus_per_rank not in (0.0, 1.0):
             raise ValueError(f"a rank has one GPU or none, not {self.gpus_per_rank}")
         if not self.entry.endswith(".py") and not all(self.entry.partition(":")):

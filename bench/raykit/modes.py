@@ -1,0 +1,206 @@
+"""Trains a layout locally and under Ray, and holds one run against the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hfkit.runs import make_model
+from megatron_byteps_ray.job import Job
+from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.settings import PRELOAD, Settings
+from paritykit import forked
+from paritykit.seen import RankSeen
+
+from .cases import ENVIRONMENT, pool_settings
+from .layouts import Cell
+
+if TYPE_CHECKING:
+    import torch
+
+SERVERS = 2
+PROGRAM = "paritykit.rank:train"
+_THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
+_ENVIRONMENT = {
+    # Small partitions: it matters which server sums what.
+    "BYTEPS_PARTITION_BYTES": "4096",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def settings_of_pool(folder: Path, ranks: int) -> Settings:
+    """Of the actors that all cells share."""
+    common = pool_settings(folder, spares=0)
+    return replace(
+        common,
+        entry="raykit.witness:main",
+        ranks=ranks,
+        servers=SERVERS,
+        # One cluster on this machine: Ray starts a worker ahead of time for each processor.
+        cpus_per_rank=0.125,
+        server_cpus=0.125,
+        preload=(*PRELOAD, "megatron_byteps_hf.preload", "raykit.witness"),
+    )
+
+
+def run_locally(cell: Cell, folder: Path, arguments: Sequence[str]) -> list[RankSeen]:
+    """Train as torchrun does, with BytePS beside the ranks: what each of them saw.
+
+    Raises:
+        JobFailed: a rank failed; the text has its log.
+    """
+    environment = {**ENVIRONMENT, **_ENVIRONMENT, "BYTEPS_EMBEDDED_SERVERS": str(SERVERS)}
+    settings = {"arguments": [*arguments, *_THROUGH_SERVERS], "environment": environment}
+    job = forked.Job(folder, PROGRAM, cell.ranks, settings)
+    job.run()
+    return [job.result(rank) for rank in range(cell.ranks)]
+
+
+def run_under_ray(
+    cell: Cell, folder: Path, arguments: Sequence[str], pool: Pool, settings: Settings
+) -> list[RankSeen]:
+    """Train on the pool's actors: what each rank saw.
+
+    Args:
+        settings: those of the pool.
+
+    Raises:
+        JobError: a rank failed; the text has its last words.
+    """
+    import torch
+
+    folder.mkdir(parents=True)
+    own = replace(
+        settings,
+        entry="raykit.witness:main",
+        arguments=(*arguments, *_THROUGH_SERVERS),
+        ranks=cell.ranks,
+        folder=folder,
+        environment={**settings.environment, **_ENVIRONMENT, "RAYKIT_SEEN": str(folder)},
+        max_restarts=0,
+    )
+
+    def ignore(event: dict[str, Any]) -> None:
+        del event
+
+    Job(own, ignore, pool).run()
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(cell.ranks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a cell."""
+
+    groups: int
+    """Groups of ranks that sum gradients through BytePS."""
+    sums: int
+    """A step's, over all groups."""
+    local_loss: float
+    """Of the last step."""
+    ray_loss: float
+    differences: list[str]
+    """Between the two runs; empty where every bit is the same."""
+    problems: list[str]
+    """What else is not as it must be."""
+
+    @property
+    def good(self) -> bool:
+        return not self.differences and not self.problems
+
+
+def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
+    """Hold a run under Ray against the local one, rank by rank."""
+    found = []
+    for rank, (one, other) in enumerate(zip(local, ray, strict=True)):
+        for what in ("losses", "norms of gradients", "names of sums", "sums", "parameters"):
+            if not _same(_part(one, what), _part(other, what)):
+                found.append(f"rank {rank}: other {what}")
+    sums = {
+        (total.members, name)
+        for seen in ray
+        for name, total in seen.steps[0].sums.items()
+        if len(total.members) > 1
+    }
+    shared = {rank for members, _ in sums for rank in members}
+    problems = []
+    for rank, seen in enumerate(ray):
+        if bool(seen.pushed_bytes) != (rank in shared):
+            problems.append(f"rank {rank} pushed {seen.pushed_bytes} bytes")
+        if seen.steps[0].grad_norm in (None, 0.0):
+            problems.append(f"rank {rank} has the gradients' norm {seen.steps[0].grad_norm}")
+    if len(set(_losses(ray))) != len(_losses(ray)):
+        problems.append(f"nothing was learned: {_losses(ray)}")
+    return Outcome(
+        groups=len({members for members, _ in sums}),
+        sums=len(sums),
+        local_loss=_losses(local)[-1],
+        ray_loss=_losses(ray)[-1],
+        differences=found,
+        problems=problems,
+    )
+
+
+def _losses(seen: Sequence[RankSeen]) -> list[float]:
+    """Of each step; the last stages of pipelines know them."""
+    known = next(one for one in seen if one.steps[0].loss is not None)
+    return [step.loss for step in known.steps if step.loss is not None]
+
+
+def _part(seen: RankSeen, what: str) -> Mapping[Any, Any]:
+    """What of a rank is compared: values, or tensors, by names."""
+    if what == "losses":
+        return {number: step.loss for number, step in enumerate(seen.steps)}
+    if what == "norms of gradients":
+        return {number: step.grad_norm for number, step in enumerate(seen.steps)}
+    if what == "names of sums":
+        return {name: seen.names.count(name) for name in seen.names}
+    if what == "parameters":
+        return seen.parameters
+    return {
+        (number, name): total.result
+        for number, step in enumerate(seen.steps)
+        for name, total in step.sums.items()
+    }
+
+
+def _same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+
+
+def _equal(one: torch.Tensor | Any, other: torch.Tensor | Any) -> bool:
+    equal = getattr(one, "equal", None)
+    return one == other if equal is None else bool(equal(other))
+
+
+def arguments_of(cell: Cell, data: Sequence[str], models: Path) -> list[str]:
+    """Of the training script; a Hugging Face model is made where it is not there."""
+    model = ["--hf-model", str(make_model(cell.model, models))] if cell.model else []
+    return [*model, *cell.arguments, *data]
+
+
+def run_both(
+    cell: Cell,
+    folder: Path,
+    *,
+    data: Sequence[str],
+    models: Path,
+    pool: Pool,
+    settings: Settings,
+) -> Outcome:
+    """Train locally and under Ray in a new folder, and compare.
+
+    Args:
+        data: arguments that name the data.
+        models: a folder for Hugging Face models that are made.
+        settings: those of the pool.
+
+    Raises:
+        JobFailed: a rank of the local run failed.
+        JobError: one under Ray did.
+    """
+    arguments = arguments_of(cell, data, models)
+    local = run_locally(cell, folder / "local", arguments)
+    ray = run_under_ray(cell, folder / "ray", arguments, pool, settings)
+    return compare(local, ray)

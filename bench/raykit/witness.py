@@ -1,0 +1,20 @@
+"""The training script under the eyes of a witness: the entry of jobs whose layouts are compared.
+
+Each rank leaves what it saw, a ``paritykit.seen.RankSeen``, in the folder that ``RAYKIT_SEEN``
+names: the counterpart of the results that ``paritykit.forked.Job`` collects.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from paritykit.rank import run
+
+
+def main() -> None:
+    seen = run(sys.argv[1:])
+    torch.save(seen, Path(os.environ["RAYKIT_SEEN"]) / f"rank{os.environ['RANK']}.pt")

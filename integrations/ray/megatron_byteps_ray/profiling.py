@@ -1,0 +1,153 @@
+"""Profiles some steps of some ranks: what torch does, and what BytePS does meanwhile.
+
+``Profile`` is what the flags say. It reaches the ranks by one variable of the environment, and
+``profiled`` does the work there, whatever started them. Each chosen rank leaves a trace of
+torch.profiler and BytePS's timeline in the folder, servers leave theirs, and ``Profile.merge``
+makes one file of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import reporting
+from .traces import merge
+
+VARIABLE = "MEGATRON_BYTEPS_PROFILE"
+MERGED = "profile.json"
+PARTS = "parts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What is profiled. Raises ValueError for what cannot be."""
+
+    folder: Path
+    """For the result: the same on all machines."""
+    ranks: tuple[int, ...] = ()
+    """None named: all."""
+    first: int = 3
+    """Steps are counted from 1, from the start of the ranks' processes."""
+    last: int = 5
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.first <= self.last:
+            raise ValueError(
+                f"the first step to be profiled must be 2 or more, and the last one no earlier, "
+                f"not {self.first} and {self.last}"
+            )
+        if any(rank < 0 for rank in self.ranks):
+            raise ValueError(f"ranks are numbers from 0, not {' '.join(map(str, self.ranks))}")
+
+    @property
+    def parts(self) -> Path:
+        """What each process leaves."""
+        return self.folder.absolute() / PARTS
+
+    def of_ranks(self) -> dict[str, str]:
+        """The variable that tells ranks; see ``profiled``."""
+        content = {"ranks": self.ranks, "first": self.first, "last": self.last}
+        return {VARIABLE: json.dumps({**content, "folder": str(self.folder.absolute())})}
+
+    def of_byteps(self) -> dict[str, str]:
+        """Variables of BytePS's processes that are profiled. Rounds are counted from 0."""
+        return {
+            "BYTEPS_TRACE_ON": "1",
+            "BYTEPS_TRACE_DIR": str(self.parts),
+            "BYTEPS_TRACE_START_STEP": str(self.first - 1),
+            "BYTEPS_TRACE_END_STEP": str(self.last - 1),
+        }
+
+    def clear(self) -> None:
+        """Remove what an earlier job left."""
+        for file in [*self.parts.glob("*.json"), self.folder / MERGED]:
+            file.unlink(missing_ok=True)
+
+    def merge(self) -> Path:
+        """Write one file of what all processes left, and return its path.
+
+        Raises:
+            ValueError: nothing was left, or it cannot be read.
+        """
+        files = sorted(self.parts.glob("*.json"))
+        if not any(file.name.startswith("torch-") for file in files):
+            raise ValueError(
+                f"no rank has left a profile in {self.parts}: either none is among those chosen, "
+                f"or training ended before step {self.first}, or the folder is not shared"
+            )
+        target = self.folder / MERGED
+        target.write_text(json.dumps(merge(files), ensure_ascii=False), encoding="utf-8")
+        return target
+
+
+def asked_for(environment: Mapping[str, str] | None = None) -> Profile | None:
+    """What the environment asks of this rank; None: nothing."""
+    values = os.environ if environment is None else environment
+    if not values.get(VARIABLE):
+        return None
+    content = json.loads(values[VARIABLE])
+    profile = Profile(
+        folder=Path(content["folder"]),
+        ranks=tuple(content["ranks"]),
+        first=content["first"],
+        last=content["last"],
+    )
+    chosen = not profile.ranks or int(values["RANK"]) in profile.ranks
+    return profile if chosen else None
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[None]:
+    """Around a rank's script: profile the steps that the environment asks for.
+
+    A step ends when it is reported (``reporting.report``; Megatron's are by themselves).
+    """
+    profile = asked_for()
+    if profile is None:
+        yield
+        return
+    # Before BytePS starts, which reads them once.
+    os.environ.update(profile.of_byteps())
+    profile.parts.mkdir(parents=True, exist_ok=True)
+    recorder = _Recorder(profile, profile.parts / f"torch-rank{os.environ['RANK']}.json")
+    reporting.listen(recorder.step_done)
+    try:
+        yield
+    finally:
+        recorder.stop()  # where training ended before the last step
+
+
+class _Recorder:
+    """Starts torch.profiler after one step, and writes its trace after another."""
+
+    def __init__(self, profile: Profile, target: Path) -> None:
+        self._profile = profile
+        self._target = target
+        self._steps = 0
+        self._running: Any = None
+
+    def step_done(self) -> None:
+        self._steps += 1
+        if self._steps == self._profile.first - 1:
+            from torch.profiler import profile
+
+            self._running = profile()
+            self._running.start()
+        elif self._steps == self._profile.last:
+            self.stop()
+
+    def stop(self) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.stop()
+        # Readers see the whole file or none.
+        part = self._target.with_suffix(".part")
+        running.export_chrome_trace(str(part))
+        part.replace(self._target)

@@ -1,0 +1,80 @@
+"""Hugging Face models under Ray: the same script, and a job with adapters that loses a rank."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "integrations" / "ray"))
+
+from hfkit.layouts import Layout  # noqa: E402
+from hfkit.runs import ADAPTER, make_model, same  # noqa: E402
+from megatron_byteps_ray.cluster import cluster  # noqa: E402
+from megatron_byteps_ray.pool import Pool  # noqa: E402
+from megatron_byteps_ray.settings import Settings, preload_for  # noqa: E402
+from raykit.cases import CASES, Case, Runner, pool_settings, problems  # noqa: E402
+from raykit.layouts import CELLS, LORA  # noqa: E402
+from raykit.modes import arguments_of, compare, run_locally, run_under_ray  # noqa: E402
+
+_THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Of the pool: two ranks and a spare."""
+    preload = preload_for(["--hf-model", "any"])
+    return pool_settings(tmp_path_factory.mktemp("pool"), spares=1, preload=preload)
+
+
+@pytest.fixture(scope="module")
+def pool(settings: Settings) -> Iterator[Pool]:
+    """Actors that both tests share."""
+    # Ray's sockets need a short path.
+    with (
+        tempfile.TemporaryDirectory(prefix="hr-", dir="/tmp") as folder,
+        cluster(settings, temp_dir=folder),
+    ):
+        pool = Pool(settings)
+        try:
+            pool.open()
+            yield pool
+        finally:
+            pool.close()
+
+
+def test_adapters_in_both_modes(
+    pool: Pool, settings: Settings, run_dir: Path, models: Path, data: list[str]
+) -> None:
+    cell = next(cell for cell in CELLS if (cell.layout, cell.trained) == ("cp2", LORA))
+    arguments = arguments_of(cell, data, models)
+    local = run_locally(cell, run_dir / "local", arguments)
+    ray = run_under_ray(cell, run_dir / "ray", arguments, pool, settings)
+    outcome = compare(local, ray)
+    assert outcome.differences == [] and outcome.problems == []
+    assert (outcome.groups, outcome.sums) == (1, 1)
+
+
+def test_a_job_with_adapters_survives_a_lost_rank(
+    pool: Pool, settings: Settings, run_dir: Path, models: Path
+) -> None:
+    model = make_model("llama", models)
+    layout = Layout(name="dp2", model="llama", ranks=2)
+    case = Case(
+        title="",
+        faults=CASES["actor"].faults,
+        blames=CASES["actor"].blames,
+        model=["--hf-model", str(model), *layout.arguments(lora=True), "--mock-data"],
+        arguments=[*_THROUGH_SERVERS, "--lora-dropout", "0.1", "--hf-save", "{folder}/model"],
+    )
+    runner = Runner(pool, settings, run_dir / "jobs")
+    outcome, whole = runner.run("lost", case), runner.uninterrupted(case)
+    assert problems(case, outcome, whole) == []
+    # What was written is what would have been without the loss, and not what was read.
+    written, wanted = outcome.folder / "model", whole.folder / "model"
+    assert same(written, wanted) and same(written / ADAPTER, wanted / ADAPTER)
+    assert not same(written, model)

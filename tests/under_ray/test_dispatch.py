@@ -1,0 +1,175 @@
+"""Calls to a group of ranks: what each gets, what comes back, and what fails."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from megatron_byteps_ray import dispatch
+from megatron_byteps_ray.dispatch import Arguments, DispatchError, Group, Mesh, Place
+from megatron_byteps_ray.pool import Pool
+
+_LATE_S = 10.0
+
+
+def _through(mesh: Mesh, by: str, *values: Any, **named: Any) -> tuple[list[Any], Any]:
+    """What each rank gets for its first argument, and the same joined again."""
+    how = dispatch.strategy(by)
+    cut = [own.values()[0] for own in how.cut(mesh, Arguments(values, named))]
+    return cut, how.join(mesh, cut)
+
+
+def test_the_mesh_is_numbered_as_megatron_does() -> None:
+    mesh = Mesh(tensor=2, context=3, data=2, pipeline=2)
+    assert mesh.size == 24
+    assert mesh.place(0) == Place(tensor=0, context=0, data=0, pipeline=0)
+    assert mesh.place(1) == Place(tensor=1, context=0, data=0, pipeline=0)
+    assert mesh.place(2).context == 1 and mesh.place(6).data == 1 and mesh.place(12).pipeline == 1
+    assert len(set(mesh.places())) == 24
+    with pytest.raises(ValueError, match="size 'data' must be 1 or more, not 0"):
+        Mesh(data=0)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        list(range(6)),
+        torch.arange(12).view(6, 2),
+        {"a": numpy.arange(12).reshape(6, 2), "b": [10, 11, 12, 13, 14, 15]},
+    ],
+    ids=["list", "tensor", "dict"],
+)
+def test_data_is_cut_over_data_ranks_alone(batch: Any) -> None:
+    mesh = Mesh(data=3, tensor=2, pipeline=2)
+    cut, joined = _through(mesh, "data", batch)
+    assert str(joined) == str(batch)
+    for place, own in zip(mesh.places(), cut, strict=True):
+        first = own["b"] if isinstance(own, dict) else own
+        assert len(first) == 2
+        if isinstance(own, list):
+            assert own == [2 * place.data, 2 * place.data + 1]
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_sequences_are_cut_as_megatron_does(context: int) -> None:
+    mesh = Mesh(data=2, context=context, tensor=2)
+    batch = torch.arange(2 * 12 * 2).view(2, 12, 2)
+    cut, joined = _through(mesh, "sequence", tokens=batch)
+    assert joined.equal(batch)
+    rank = next(n for n, p in enumerate(mesh.places()) if (p.data, p.context) == (1, context - 1))
+    # The last context rank has the two chunks in the middle, of the second row.
+    size = 12 // context
+    middle = (12 - size) // 2
+    assert cut[rank].equal(batch[1:, middle : middle + size])
+
+
+def test_parts_of_the_model_and_same_values() -> None:
+    mesh = Mesh(data=2, tensor=2, pipeline=2)
+    cut, joined = _through(mesh, "model", ["p0t0", "p0t1", "p1t0", "p1t1"])
+    assert cut == ["p0t0", "p0t1"] * 2 + ["p1t0", "p1t1"] * 2
+    assert joined == ["p0t0", "p0t1", "p1t0", "p1t1"]
+    assert _through(mesh, "same", {"x": torch.ones(2)})[1]["x"].equal(torch.ones(2))
+    with pytest.raises(ValueError, match="rank 1 returned another value than rank 0"):
+        dispatch.strategy("same").join(Mesh(data=2), [torch.zeros(2), torch.ones(2)])
+
+
+@pytest.mark.parametrize(
+    ("by", "values", "text"),
+    [
+        ("data", ([1, 2, 3],), "3 rows cannot be cut evenly over 2 data ranks"),
+        ("data", ([1, 2], [1, 2, 3, 4]), "batches of different lengths"),
+        ("data", (7,), "no batch: int"),
+        ("data", ("text",), "no batch: str"),
+        ("data", ({"a": [1, 2], "b": [1]},), "no batch: dict"),
+        ("sequence", (torch.zeros(2, 6),), "a second axis that 4 chunks divide"),
+        ("sequence", ([1, 2],), "a second axis"),
+        ("model", ([1, 2],), "a list with 1 items"),
+        ("nonsense", ([1, 2],), "no strategy 'nonsense'; there are: all same data"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(by: str, values: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        dispatch.strategy(by).cut(Mesh(data=2, context=2), Arguments(values))
+
+
+class Rank:
+    """What the ranks below are."""
+
+    def __init__(self, factor: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        self._factor = factor
+
+    def scaled(self, values: Sequence[int]) -> list[int]:
+        return [self._factor * value for value in values]
+
+    def total(self, values: torch.Tensor) -> float:
+        total = values.sum()
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    def rank(self) -> str:
+        return os.environ["RANK"]
+
+    def fail(self, how: str) -> None:
+        if torch.distributed.get_rank() == 1:
+            if how == "raise":
+                raise RuntimeError("a fault")
+            if how == "exit":
+                os._exit(1)
+            time.sleep(_LATE_S)
+
+
+@pytest.fixture(scope="module")
+def group(pool: Pool) -> Iterator[Group]:
+    del pool  # of whose cluster it takes the rest
+    group = Group.start(Rank, Mesh(data=2), factor=3, cpus=0.5)
+    yield group
+    group.close()
+
+
+class _Reversed:
+    """A user's: ranks get the arguments in the opposite order."""
+
+    def cut(self, mesh: Mesh, arguments: Arguments) -> list[Arguments]:
+        return list(reversed(dispatch.strategy("data").cut(mesh, arguments)))
+
+    def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
+        return dispatch.strategy("data").join(mesh, list(reversed(results)))
+
+
+def test_calls(group: Group) -> None:
+    assert group.call("scaled", [1, 2, 3, 4]) == [3, 6, 9, 12]
+    assert group.call("rank", by="all") == ["0", "1"]
+    # Ranks that talk to each other during a call.
+    assert group.call("total", torch.arange(4.0), by="same") == 12.0
+    if "reversed" not in dispatch._STRATEGIES:
+        dispatch.register("reversed", _Reversed())
+    assert group.call("scaled", [1, 2, 3, 4], by="reversed") == [3, 6, 9, 12]
+    with pytest.raises(ValueError, match="there is a strategy 'reversed' already"):
+        dispatch.register("reversed", _Reversed())
+    with pytest.raises(DispatchError, match="rank: rank 1 returned another value than rank 0"):
+        group.call("rank", by="same")
+
+    def none_above_ten(result: list[int]) -> None:
+        if max(result) > 10:
+            raise ArithmeticError(f"{max(result)} is above ten")
+
+    with pytest.raises(ArithmeticError, match="12 is above ten"):
+        group.call("scaled", [1, 2, 3, 4], check=none_above_ten)
+
+
+def test_failures_are_named(group: Group) -> None:
+    with pytest.raises(DispatchError, match="fail: rank 1 raised RuntimeError: a fault"):
+        group.call("fail", "raise", by="all")
+    with pytest.raises(DispatchError, match=r"fail: no answer within 2 s of ranks .*1"):
+        group.call("fail", "sleep", by="all", limit_s=2.0)
+    with pytest.raises(DispatchError, match="fail: rank 1 was lost"):
+        group.call("fail", "exit", by="all")
+    with pytest.raises(ValueError, match="2 actors for a mesh of 3 ranks"):
+        Group(group.actors, Mesh(data=3))

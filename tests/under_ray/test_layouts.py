@@ -1,0 +1,36 @@
+"""What ranks under Ray compute is what ranks under torchrun do, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.settings import Settings
+from paritykit.data import data_arguments, tiny_dataset
+from raykit.layouts import CELLS, FULL, Cell
+from raykit.modes import compare, run_locally, run_under_ray
+
+# Of four ranks, as many as the pool has; `make ray-layouts` runs all, and adapters.
+_CELLS = [
+    pytest.param(cell, id=cell.layout)
+    for cell in CELLS
+    if cell.trained == FULL and cell.layout in ("tp2-pp2", "dp4-distributed-optimizer")
+]
+
+
+@pytest.mark.parametrize("cell", _CELLS)
+def test_a_layout_in_both_modes(cell: Cell, pool: Pool, settings: Settings, run_dir: Path) -> None:
+    arguments = [*cell.arguments, *data_arguments(tiny_dataset(run_dir))]
+    local = run_locally(cell, run_dir / "local", arguments)
+    ray = run_under_ray(cell, run_dir / "ray", arguments, pool, settings)
+    outcome = compare(local, ray)
+    assert outcome.differences == [] and outcome.problems == []
+    assert (outcome.groups, outcome.sums) == ((0, 0) if cell.layout == "tp2-pp2" else (1, 1))
+    # One bit of one parameter of one rank would have been seen.
+    other = copy.deepcopy(ray)
+    next(iter(other[-1].parameters.values())).view(-1).view(torch.int32)[0] ^= 1
+    assert compare(local, other).differences == [f"rank {cell.ranks - 1}: other parameters"]
