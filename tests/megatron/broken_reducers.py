@@ -141,7 +141,9 @@ def pushed_too_early() -> None:
 
 
 def pushed_twice() -> None:
-    """Not broken: Megatron's rerun machine has each step's passes run again."""
+    """Not broken: Megatron's rerun machine has each step's passes run again. No gradient is zeroed
+    while servers send into its memory."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
     should_run = RerunStateMachine.should_run_forward_backward
@@ -151,7 +153,14 @@ def pushed_twice() -> None:
         self.rerun_requested = True
         return should_run(self, data_iterator)
 
+    reset = _ParamAndGradBuffer.reset
+
+    def reset_when_nothing_moves(self: _ParamAndGradBuffer) -> None:
+        assert all(bucket.dpu_server_bucket._pushed is None for bucket in self.buckets)
+        reset(self)
+
     RerunStateMachine.should_run_forward_backward = twice
+    _ParamAndGradBuffer.reset = reset_when_nothing_moves
 
 
 def copies_counted() -> None:
