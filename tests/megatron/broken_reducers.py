@@ -141,19 +141,26 @@ def pushed_too_early() -> None:
 
 
 def pushed_twice() -> None:
-    """Not broken: as when Megatron runs a step's passes again, and zeroes the gradients before."""
-    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+    """Not broken: Megatron's rerun machine has each step's passes run again. No gradient is zeroed
+    while servers send into its memory."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
-    ready = ServerOptimizer.bucket_is_ready
+    should_run = RerunStateMachine.should_run_forward_backward
 
-    def twice(self: ServerOptimizer, bucket: Any) -> None:
-        gradients = bucket._bucket.grad_data.clone()
-        ready(self, bucket)
-        bucket.forget_push()
-        bucket._bucket.grad_data.copy_(gradients)
-        ready(self, bucket)
+    def twice(self: RerunStateMachine, data_iterator: Any) -> bool:
+        self.mode = RerunMode.REPORT_DETERMINISM_STATS
+        self.rerun_requested = True
+        return should_run(self, data_iterator)
 
-    ServerOptimizer.bucket_is_ready = twice
+    reset = _ParamAndGradBuffer.reset
+
+    def reset_when_nothing_moves(self: _ParamAndGradBuffer) -> None:
+        assert all(bucket.dpu_server_bucket._pushed is None for bucket in self.buckets)
+        reset(self)
+
+    RerunStateMachine.should_run_forward_backward = twice
+    _ParamAndGradBuffer.reset = reset_when_nothing_moves
 
 
 def copies_counted() -> None:
