@@ -68,8 +68,9 @@ def stragglers(text: str) -> tuple[int, float]:
 
 
 def window(text: str) -> int | None:
-    """Bytes; None for what ``engine_window`` says."""
-    return None if text == "auto" else parse_size(text)
+    """Bytes; 0 for no limit, None for what ``engine_window`` says."""
+    words = {"auto": None, "none": 0}
+    return words[text] if text in words else parse_size(text)
 
 
 def slow(text: str) -> tuple[int, int]:
@@ -96,10 +97,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--core", type=rate, help="what the switch carries in all (default: no limit)")
     add("--mtu", type=int, default=9000, help="bytes, for the headers' part (default: 9000)")
     add("--partition", type=size, help="of the tensor (default: as the engine cuts it)")
-    add("--credit", type=int, help="partitions; 0: no limit (default: 16, with --window 0)")
     add(
-        "--window", type=argument(window), help="bytes for each server, or auto (default: no limit)"
+        "--window",
+        type=argument(window),
+        default="auto",
+        help="bytes for each server; auto: the engine's (default); none: no limit",
     )
+    add("--credit", type=int, default=0, help="partitions for all servers (default: no limit)")
     add("--credit-delay-us", type=float, default=0.0, help="until either returns (default: 0)")
     add("--socket-buffer", type=size, default=3 << 20, help="of a connection (default: 3MiB)")
     add("--staggered", action="store_true", help="each worker begins at another server")
@@ -118,10 +122,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", type=Path, metavar="FILE", help="draw time against workers (PNG)")
     add("--check", type=Path, metavar="FILE", help="compare with this of bench/pushpull_bench.py")
     add("--tolerance", type=float, default=0.05, help="for --check, relative (default: 0.05)")
-    parser.set_defaults(window=0)
     options = parser.parse_args(arguments)
-    if options.credit is None:
-        options.credit = 16 if options.window == 0 else 0
     try:
         options.scenarios = scenarios(options)
     except ValueError as error:
@@ -187,6 +188,14 @@ def headline(options: argparse.Namespace) -> str:
     return f"{size} at {link}, partitions: {partition}"
 
 
+def limits(options: argparse.Namespace) -> str:
+    """What a worker may have under way."""
+    window = "auto" if options.window is None else show_size(options.window)
+    parts = [f"window {window}"] if options.window != 0 else []
+    parts += [f"credit {options.credit}"] if options.credit else []
+    return ", ".join(parts) or "nothing limited"
+
+
 def check(options: argparse.Namespace) -> int:
     """Measured beside predicted, for every figure of a file."""
     try:
@@ -239,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.incast:
         return incast(options)
     rows: list[Row] = [predict(one, options.link / 8) for one in options.scenarios]
-    print(f"# {headline(options)}, credit {options.credit}, {options.latency_us:g} us a message")
+    print(f"# {headline(options)}, {limits(options)}, {options.latency_us:g} us a message")
     print(aligned(table(rows)))
     settings = {
         name: str(value) if isinstance(value, Path) else value

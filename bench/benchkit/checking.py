@@ -14,6 +14,7 @@ from benchkit.scenario import (
     SMALLEST_PARTITION,
     Scenario,
     engine_partition,
+    engine_window,
     payload_fraction,
     uniform,
 )
@@ -22,7 +23,7 @@ from benchkit.units import show_size
 HEAD = ("workers", "servers", "size", "type", "backend", "measured s", "predicted s", "off by")
 _SMALLEST = "BYTEPS_MIN_PARTITION_BYTES="
 _LARGEST = "BYTEPS_PARTITION_BYTES="
-_CREDIT = "BYTEPS_SCHEDULING_CREDIT="
+_WINDOW = "BYTEPS_SERVER_WINDOW_BYTES="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,14 @@ def _run(run: dict[str, Any], settings: str, model: Scenario) -> Iterator[Compar
             continue  # nobody waits for the sums that the simulation waits for
         case = row["case"]
         links = uniform(topology["workers"], topology["servers"], case["size"], rate)
+        # Tensors that are summed together follow each other as parts of one do.
+        partition = engine_partition(
+            case["size"] // case.get("tensors", 1),
+            topology["servers"],
+            _setting(settings, _SMALLEST, SMALLEST_PARTITION),
+            _setting(settings, _LARGEST, LARGEST_PARTITION),
+        )
+        window = _setting(settings, _WINDOW, 0)
         scenario = replace(
             model,
             size=links.size,
@@ -92,14 +101,8 @@ def _run(run: dict[str, Any], settings: str, model: Scenario) -> Iterator[Compar
             servers=links.servers,
             server_rate=rate,
             colocated=topology["colocate"],
-            # Tensors that are summed together follow each other as parts of one do.
-            partition=engine_partition(
-                case["size"] // case.get("tensors", 1),
-                topology["servers"],
-                _setting(settings, _SMALLEST, SMALLEST_PARTITION),
-                _setting(settings, _LARGEST, LARGEST_PARTITION),
-            ),
-            credit=_setting(settings, _CREDIT, model.credit),
+            partition=partition,
+            window=window or engine_window(partition, topology["servers"]),
         )
         through_servers = row["backend"] == "byteps"
         push_pull = simulation.push_pull(scenario).seconds if through_servers else None

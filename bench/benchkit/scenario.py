@@ -32,13 +32,13 @@ def engine_partition(
     return min(max(wanted, min(least, most)), most)
 
 
-WINDOW_OF_ALL_SERVERS = 8 << 20
+WINDOW_OF_ALL_SERVERS = 16 << 20
 
 
 def engine_window(partition: int, servers: int) -> int:
-    """Bytes that a worker should have under way for each server: two partitions, so that one
-    follows the other without a pause, and where those are small, 8 MiB over all servers, the rate
-    times the delay of 200 Gbit/s and 300 us."""
+    """Bytes that a worker may have under way for each server (BYTEPS_SERVER_WINDOW_BYTES=0): two
+    partitions, so that one follows the other without a pause, and where those are small, 16 MiB
+    over all servers, the rate times the delay of 200 Gbit/s and 600 us."""
     return max(2 * partition, WINDOW_OF_ALL_SERVERS // servers)
 
 
@@ -75,8 +75,9 @@ class Scenario:
     oversubscribed."""
     partition: int
     """Bytes of the partitions; the last may have fewer."""
-    credit: int = 16
-    """BYTEPS_SCHEDULING_CREDIT: partitions a worker may have in the transport; 0: no limit."""
+    credit: int = 0
+    """Partitions that a worker may have in the transport, for all servers together; 0: no limit.
+    The engine has a window for each server instead."""
     socket_buffer: int = 3 << 20
     """Bytes that the kernel takes from the engine ahead of the link, for each connection: a
     partition gives its credit back when all but these are sent. About what is left for payload of

@@ -92,9 +92,9 @@ def test_an_urgent_tensor_before_all_others_is_alone() -> None:
 
 @pytest.mark.parametrize(
     ("partition", "servers", "window"),
-    [(4_096_000, 1, 8 * MIB), (4_096_000, 2, 8_192_000), (MIB, 4, 2 * MIB), (131_072, 8, MIB)],
+    [(4_096_000, 1, 16 * MIB), (4_096_000, 4, 8_192_000), (MIB, 4, 4 * MIB), (131_072, 8, 2 * MIB)],
 )
-def test_the_recommended_window(partition: int, servers: int, window: int) -> None:
+def test_the_engines_window(partition: int, servers: int, window: int) -> None:
     assert engine_window(partition, servers) == window
 
 
