@@ -108,15 +108,15 @@ def swapped_buckets() -> None:
 
 def undecayed() -> None:
     """Servers are told of no weight decay."""
-    from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
-    step = ServerBucket.step
+    plain = ServerOptimizer._plain_step
 
-    def without(self: ServerBucket, told: Any) -> int:
-        number, scale, skip, rates = told
-        return step(self, (number, scale, skip, [(rate, 0.0) for rate, _ in rates]))
+    def without(self: ServerOptimizer) -> Any:
+        number, scale, skip, rates = plain(self)
+        return number, scale, skip, [(rate, 0.0) for rate, _ in rates]
 
-    ServerBucket.step = without
+    ServerOptimizer._plain_step = without
 
 
 def one_rank() -> None:

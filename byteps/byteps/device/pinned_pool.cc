@@ -20,6 +20,13 @@ uint64_t PowerOfTwo(uint64_t at_least) {
 
 }  // namespace
 
+void Keep(const PinnedBlock& block) {
+  static ps::Mutex mu;
+  static auto* kept = new std::vector<PinnedBlock>();
+  ps::MutexLock lock(&mu);
+  kept->push_back(block);
+}
+
 PinnedPool::PinnedPool(uint64_t limit, uint64_t largest, Allocate allocate)
     : top_(PowerOfTwo(largest)), allocate_(std::move(allocate)), limit_(limit) {}
 

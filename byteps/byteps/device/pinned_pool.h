@@ -32,7 +32,7 @@ namespace core {
 using PinnedBlock = std::shared_ptr<char>;
 
 // Nobody gets this block again: a device that failed may have taken a copy, and still use it.
-inline void Keep(const PinnedBlock& block) { (void)new PinnedBlock(block); }
+void Keep(const PinnedBlock& block);
 
 // Any thread may call anything.
 class PinnedPool {
