@@ -11,7 +11,7 @@ import pytest
 from megatron_byteps_ray import memory
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.memory import Keeper, Port, Snapshots
-from raykit.cases import SAVE_EVERY, STEPS, STRIKE, Case, Outcome, Runner, problems
+from raykit.cases import SAVE_EVERY, STRIKE, Case, Outcome, Runner, problems
 
 EVERY = 2
 # The last state before the strike may still be on its way to the actors by then.
@@ -111,20 +111,6 @@ def test_ranks_that_fail_by_themselves_get_the_checkpoint_next(runner: Runner) -
     kept, refused = outcome.of("state")
     assert f"from step {kept['step']} of it failed" in refused["why"]
     assert _first_steps(outcome) == [1, SAVE_EVERY + 1]
-
-
-def test_fewer_ranks_take_the_checkpoint(runner: Runner) -> None:
-    def lose_spares(event: dict[str, Any], job: Job) -> None:
-        if event["event"] == "failure":
-            for slot in job.pool.spares():
-                job.pool.lose(slot)
-
-    case = Case(title="", faults=[_fault(1, "actor")])
-    outcome = runner.run("memory-fewer", case, lose_spares, min_ranks=1, memory_save_interval=EVERY)
-    (state,) = outcome.of("state")
-    assert (state["source"], state["why"]) == ("checkpoint", "2 ranks became 1")
-    assert _first_steps(outcome) == [1, SAVE_EVERY + 1]
-    assert max(outcome.losses) == STEPS
 
 
 def _kept(snapshots: Snapshots) -> set[tuple[int, int]]:
