@@ -62,6 +62,8 @@ class Case:
     model: Sequence[str] = MODEL
     """Of the training script, like what follows."""
     arguments: Sequence[str] = ()
+    saves: bool = True
+    """Checkpoints."""
     thorough: bool = False
 
 
@@ -291,6 +293,7 @@ class Runner:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         saved = ["--save", str(folder / "saved"), "--save-interval", str(SAVE_EVERY)]
+        saved = saved if case.saves else []
         faults = json.dumps(list(case.faults)).replace("{folder}", str(folder))
         own = [argument.replace("{folder}", str(folder)) for argument in case.arguments]
         events: list[dict[str, Any]] = []

@@ -3,8 +3,8 @@
 ``RAYKIT_FAULTS`` holds a JSON list of faults, each with ``incarnation``, ``rank``, ``when`` and
 ``what``:
 
-- ``when``: ``start``, ``save`` (while a checkpoint is written), or the number of a step, which does
-  not come about.
+- ``when``: ``start``, ``save`` (while a checkpoint is written), ``memory:N`` (while the state of
+  step N is handed in), or the number of a step, which does not come about.
 - ``what``: ``kill`` (this process), ``actor`` (the actor that owns it), ``freeze`` (stop the
   process), ``sleep`` (for ever), ``raise``, or ``hold:FILE`` (wait until the file is there: the
   driver breaks something else meanwhile).
@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megatron_byteps_ray import training_state
 
 _HOLD_S = 120.0
 
@@ -61,6 +63,23 @@ def _before(module: Any, name: str, call: Callable[[dict[str, Any]], None]) -> N
     setattr(module, name, called)
 
 
+def _while_handed_in(step: int, what: str) -> None:
+    """Strike when a part of that step's state is with the actor."""
+
+    class Keeper(training_state.Keeper):
+        def __init__(self, name: str, of: int) -> None:
+            super().__init__(name, of)
+            self._strikes = of == step
+
+        def finish(self) -> None:
+            self.flush()
+            if self._strikes:
+                _do(what)
+            super().finish()
+
+    training_state.Keeper = Keeper
+
+
 def main() -> None:
     import pretrain_dpu_gpt
     from megatron.core import dist_checkpointing
@@ -75,6 +94,8 @@ def main() -> None:
             _do(what)
         elif when == "save":
             _before(dist_checkpointing, "save", lambda _, what=what: _do(what))
+        elif str(when).startswith("memory:"):
+            _while_handed_in(int(when.partition(":")[2]), what)
         else:
 
             def strike(kwargs: dict[str, Any], when: int = when, what: str = what) -> None:

@@ -10,7 +10,7 @@ import ray
 
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import JobError
-from raykit.cases import CASES, STRIKE, Case, Runner, problems, several_nodes
+from raykit.cases import CASES, SAVE_EVERY, STEPS, STRIKE, Case, Runner, problems, several_nodes
 
 NAMES = [
     pytest.param(name, marks=[pytest.mark.thorough] if case.thorough else [])
@@ -76,16 +76,22 @@ def test_servers_outlive_ranks_that_fail(runner: Runner, name: str, stay: bool) 
 
 
 def test_fewer_ranks_where_no_spare_is_left(runner: Runner) -> None:
+    """They take the checkpoint: what memory holds is cut for more of them."""
+
     def lose_spares(event: dict[str, Any], job: Job) -> None:
         if event["event"] == "failure":
             for slot in job.pool.spares():
                 job.pool.lose(slot)
 
     case = Case(title="", faults=CASES["actor"].faults)
-    outcome = runner.run("fewer", case, lose_spares, min_ranks=1)
+    outcome = runner.run("fewer", case, lose_spares, min_ranks=1, memory_save_interval=1)
     assert [event["ranks"] for event in outcome.of("incarnation")] == [2, 1]
     assert outcome.of("fewer")[0]["wanted"] == 2
-    assert max(outcome.losses) == 12
+    assert max(outcome.losses) == STEPS
+    (state,) = outcome.of("state")
+    assert (state["source"], state["why"]) == ("checkpoint", "2 ranks became 1")
+    second = [step["step"] for step in outcome.steps if step["incarnation"] == 1]
+    assert second[0] == SAVE_EVERY + 1
 
 
 def test_a_job_that_never_makes_a_step_is_given_up(runner: Runner) -> None:

@@ -10,8 +10,11 @@
 ``rank_actor``     an actor that owns one rank's process
 ``byteps_actor``   an actor that owns one ``byteps-server`` process
 ``fork_server``    the process from which ranks are forked, all imports done
+``memory``         training state in the memory of actors
+``training_state`` a rank's whole training state, as Megatron describes it
 ``rank_program``   what runs in the rank's process, around the user's script
 ``failures``       what ended an incarnation, and who is to blame
+``recovery``       where the state of the next one comes from: memory, or the checkpoint
 ``phases``         how long a recovery took, part by part
 ``metrics``        what Ray shows of the job
 ``profiling``      some steps of some ranks, as torch and BytePS see them

@@ -54,6 +54,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--preload", action="append", help="import beforehand, instead of what Megatron needs")
     add("--max-restarts", type=int, default=Settings.max_restarts, help="default: 20")
     add("--max-fruitless", type=int, default=Settings.max_fruitless, help="default: 3")
+    add(
+        "--memory-save-interval",
+        type=int,
+        metavar="N",
+        help="keep training state in memory, on two actors, every N steps (default: do not)",
+    )
     add("--resume", action="store_true", help="keep the counts of a driver that was lost")
     add("--profile-folder", type=Path, help="profile some steps, for ui.perfetto.dev, to here")
     add("--profile-ranks", type=_numbers, metavar="N,N", help="default: all")
@@ -85,7 +91,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     same = (
         *("entry", "ranks", "spares", "servers", "min_ranks", "rank_multiple", "cpus_per_rank"),
         *("gpus_per_rank", "server_cpus", "server_resource", "folder", "max_restarts"),
-        *("max_fruitless", "resume"),
+        *("max_fruitless", "resume", "memory_save_interval"),
     )
     preload = tuple(options.preload or ()) or preload_for(options.arguments)
     chosen = {name: getattr(options, f"profile_{name}") for name in ("ranks", "first", "last")}

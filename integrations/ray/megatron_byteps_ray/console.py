@@ -48,6 +48,21 @@ class Console:
         self._shown = 0.0
         return f"training again, after the failure:\n{event['phases'].table()}"
 
+    def _kept(self, event: dict[str, Any]) -> str:
+        if not event["first"]:
+            return ""
+        megabytes = event["bytes"] / 1e6
+        return f"  step {event['step']:6d}  in memory: {megabytes:.1f} MB; {event['where']}"
+
+    def _state(self, event: dict[str, Any]) -> str:
+        if event["source"] == "memory":
+            return (
+                f"state of step {event['step']} from memory: {event['bytes'] / 1e6:.1f} MB, "
+                f"{event['moved']} of {event['ranks']} ranks take it from another actor, "
+                f"{event['seconds']:.2f} s"
+            )
+        return f"state from the last checkpoint, if any, not from memory: {event['why']}"
+
     def _waiting(self, event: dict[str, Any]) -> str:
         return f"{event['available']} of {event['wanted']} ranks are ready: waiting for the others"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ class Incarnation:
         secret: str,
         phases: Phases | None,
         emit: Callable[..., None],
+        memory: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """``memory``: of each rank, where its state is kept; see ``RankActor.start``."""
         self.number = number
         self._settings = settings
         self._servers = servers
@@ -56,6 +58,9 @@ class Incarnation:
         self._first: dict[int, float] = {}
         """When each rank had finished its first step."""
         self._reporter: int | None = None
+        self._memory = memory
+        self._whole = 0
+        """The last step of which every rank's state is kept in memory."""
         self._finished: set[int] = set()
         self.steps = 0
         """Steps of rank 0."""
@@ -109,6 +114,8 @@ class Incarnation:
                 "entry": self._settings.entry,
                 "arguments": self._arguments,
             }
+            if self._memory:
+                order["memory"] = self._memory[rank]
             started[slot.actor.start.remote(order)] = rank
         for ref, rank in started.items():
             try:
@@ -189,6 +196,11 @@ class Incarnation:
             self._hear(_CALL_S, again=False)
         if all(seen.get("step") for seen in self._seen):
             self._recovered()
+        whole = min(seen.get("kept", 0) for seen in self._seen)
+        if whole > self._whole:
+            size = sum(seen["kept_bytes"] for seen in self._seen)
+            self._emit("kept", step=whole, bytes=size, first=self._whole == 0)
+            self._whole = whole
 
     def _hear(self, limit_s: float, *, again: bool) -> None:
         refs = list(self._asked)
@@ -206,7 +218,7 @@ class Incarnation:
             self._seen[rank] = seen
             self._show(rank, seen)
             if again:
-                self._asked[self._slots[rank].actor.progress.remote()] = rank
+                self._asked[self._slots[rank].actor.progress.remote(self._whole)] = rank
 
     def _show(self, rank: int, seen: dict[str, Any]) -> None:
         for name in _MARKS:

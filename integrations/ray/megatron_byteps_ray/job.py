@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from .layout import Layout, option
 from .metrics import Metrics
 from .phases import Phases
 from .pool import JobError, Pool, Slot
+from .recovery import Recovery
 from .servers import Servers
 from .settings import Settings
 
@@ -31,7 +32,7 @@ class Job:
     """Trains on the cluster that ``ray.init`` joined.
 
     ``listener`` is called with each event, a dict whose ``event`` is ``opened``, ``incarnation``,
-    ``step``, ``failure``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
+    ``step``, ``kept``, ``failure``, ``state``, ``recovered``, ``waiting``, ``fewer`` or ``done``.
     """
 
     def __init__(self, settings: Settings, listener: Listener, pool: Pool | None = None) -> None:
@@ -61,6 +62,9 @@ class Job:
         self._metrics = Metrics(self._folder.name)
         self._secret = settings.secret()
         self._servers = Servers(settings, self.pool, self._secret)
+        interval = settings.memory_save_interval
+        self._recovery = Recovery(interval) if interval is not None else None
+        self._from_memory = False
 
     def run(self) -> None:
         """Train to the end.
@@ -75,9 +79,10 @@ class Job:
             phases = None
             while True:
                 slots = self._gather()
+                memory = self._memory(slots)
                 if phases is not None:
                     phases.end("replaced")
-                failure, steps, phases = self._live(slots, phases)
+                failure, steps, phases = self._live(slots, phases, memory)
                 if failure is None:
                     if self._settings.profile is not None:
                         self._servers.wait_end(_WRITE_S)
@@ -90,8 +95,23 @@ class Job:
             if self._owns_pool:
                 self.pool.close()
 
+    def _memory(self, slots: Sequence[Slot]) -> list[Mapping[str, Any]]:
+        """For each rank, where its state is kept; after a failure, bring it there."""
+        if self._recovery is None:
+            return []
+        state = self._recovery.prepare(slots, self.pool.warm())
+        if state is None and self._incarnation:
+            why = "the driver was started again, and its actors too"
+            state = {"source": "checkpoint", "why": why, "seconds": 0.0}
+        self._from_memory = state is not None and state["source"] == "memory"
+        if state is not None:
+            if self._failures:
+                self._failures[-1]["state"] = state
+            self._emit("state", incarnation=self._incarnation, **state)
+        return self._recovery.orders(self._incarnation, slots, self.pool.spares())
+
     def _live(
-        self, slots: Sequence[Slot], phases: Phases | None
+        self, slots: Sequence[Slot], phases: Phases | None, memory: Sequence[Mapping[str, Any]]
     ) -> tuple[Failure | None, int, Phases | None]:
         """One incarnation: its failure, its steps, and the beginning of the next recovery."""
         self._write_state("running", slots)
@@ -112,10 +132,13 @@ class Job:
             secret=self._secret,
             phases=phases,
             emit=self._emit,
+            memory=memory,
         )
         failure = life.run()
         if failure is None:
             return None, life.steps, None
+        if self._recovery is not None:
+            self._recovery.after(failure, life.steps)
         recovery = Phases(failed_at=min(end.at for end in failure.causes))
         recovery.end("noticed", life.noticed_at)
         recovery.end("ended")
@@ -125,6 +148,8 @@ class Job:
         """The script's; a restart loads what the job saved, though nobody said so."""
         arguments = list(self._settings.arguments)
         saved = option(arguments, "--save")
+        if self._from_memory and not saved:
+            saved = str(self._folder / "memory")  # Megatron loads only where it is told to
         again = self._incarnation > 0 and saved and option(arguments, "--load") is None
         return [*arguments, "--load", saved] if again and saved else arguments
 
@@ -195,6 +220,8 @@ class Job:
             values["tokens_per_s"] = self._metrics.tokens_per_s
             with (self._folder / "steps.jsonl").open("a", encoding="utf-8") as record:
                 record.write(json.dumps(values) + "\n")
+        elif event == "kept" and self._recovery is not None:
+            values["where"] = self._recovery.where
         elif event == "recovered":
             spent = values["phases"].seconds()
             self._metrics.recovery(spent["total"])

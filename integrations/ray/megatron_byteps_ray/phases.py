@@ -13,7 +13,7 @@ ORDER = {
     "started": "ranks started",
     "groups": "process groups made",
     "byteps": "BytePS joined",
-    "loaded": "checkpoint loaded",
+    "loaded": "state loaded",
     "step": "first step done",
 }
 """What ends each part, in the order in which they come."""

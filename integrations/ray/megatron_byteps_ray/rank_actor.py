@@ -16,10 +16,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import memory
 from .rank_program import STACKS_SIGNAL
 
 LINES_SHOWN = 30
@@ -76,6 +77,9 @@ class RankActor:
         self._log = self._folder / "fork-server.log"
         self._news: dict[str, Any] = {}
         self._steps: collections.deque[dict[str, Any]] = collections.deque(maxlen=10_000)
+        self._snapshots = memory.Snapshots()
+        self._keeps: dict[str, Any] = {}
+        self._port = memory.Port(self._keep, self._fetch)
         self._connection = self._connect(preload, python_path, environment)
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
@@ -171,7 +175,12 @@ class RankActor:
             return probe.getsockname()[1]
 
     def start(self, order: dict[str, Any]) -> None:
-        """Start the rank; see ``fork_server``."""
+        """Start the rank; see ``fork_server``.
+
+        ``memory``, where it is there: ``job``, ``number`` of the incarnation, ``rank``, ``peer``
+        (the actor for copies, or None), ``interval`` and ``restore`` (the step, or None).
+        """
+        order = {**order, "environment": {**order["environment"]}}
         with self._changed:
             if self._running:
                 raise RuntimeError("this actor's rank runs already")
@@ -183,6 +192,14 @@ class RankActor:
             self._news, now = {}, time.monotonic()
             self._news.update(beat=now, changed=now, doing="start", step=0, pushed=0, marks={})
             self._steps.clear()
+            self._keeps = order.pop("memory", {})
+            if self._keeps:
+                asked = {name: self._keeps[name] for name in ("interval", "restore")}
+                asked["socket"] = self._port.name
+                order["environment"][memory.VARIABLE] = json.dumps(asked)
+                self._snapshots.begin(
+                    self._keeps["job"], self._keeps["number"], self._keeps["restore"]
+                )
             self._order({"order": "start", **order})
 
     def _order(self, order: dict[str, Any]) -> None:
@@ -199,8 +216,12 @@ class RankActor:
                 "lines": last_lines(self._log),
             }
 
-    def progress(self) -> dict[str, Any]:
-        """What the rank has done: its steps since the last call, and since when it is silent."""
+    def progress(self, whole: int = 0) -> dict[str, Any]:
+        """What the rank has done: its steps since the last call, and since when it is silent.
+
+        ``whole`` is a step of which every rank's snapshot is kept: older ones are dropped.
+        """
+        self._snapshots.drop_before(whole)
         with self._changed:
             steps, now = list(self._steps), time.monotonic()
             self._steps.clear()
@@ -210,12 +231,70 @@ class RankActor:
                 "running": self._running,
                 "step": news.get("step", 0),
                 "pushed": news.get("pushed", 0),
+                "kept": news.get("kept", 0),
+                "kept_bytes": news.get("kept_bytes", 0),
                 "doing": news.get("doing", ""),
                 "marks": dict(news.get("marks", {})),
                 "silent_s": now - news.get("beat", now),
                 "unchanged_s": now - news.get("changed", now),
                 "steps": steps,
             }
+
+    # ----------------------------------------------------------------- snapshots
+
+    def _keep(self, step: int, chunks: Iterable[bytes]) -> None:
+        """The rank hands in a snapshot: keep it, then copy it to the peer."""
+        keeps = self._keeps
+        job, number, rank = keeps["job"], keeps["number"], keeps["rank"]
+        count = 0
+        for index, chunk in enumerate(chunks):
+            self._snapshots.add(job, number, rank, step, index, chunk)
+            count += len(chunk)
+        if keeps["peer"] is not None:
+            # A peer that is lost ends the incarnation anyhow.
+            with contextlib.suppress(LookupError):
+                self._send(keeps["peer"], job, number, rank, step)
+        with self._changed:
+            if self._keeps is keeps:
+                self._news.update(kept=step, kept_bytes=count)
+
+    def _fetch(self, step: int) -> list[bytes]:
+        try:
+            return self._snapshots.chunks(self._keeps["job"], self._keeps["rank"], step)
+        except LookupError as error:
+            raise EOFError(str(error)) from error
+
+    def _send(self, to: Any, job: str, number: int | None, rank: int, step: int) -> None:
+        """Copy a snapshot to another actor, chunk by chunk.
+
+        Raises:
+            LookupError: it is not here, or that actor is gone.
+        """
+        import ray
+
+        for index, chunk in enumerate([*self._snapshots.chunks(job, rank, step), b""]):
+            try:
+                ray.get(to.take_chunk.remote(job, number, rank, step, index, chunk))
+            except ray.exceptions.RayError as error:
+                raise LookupError(f"a copy was not taken: {error}") from error
+
+    def take_chunk(
+        self, job: str, number: int | None, rank: int, step: int, index: int, chunk: bytes
+    ) -> None:
+        """Of another actor's snapshot; see ``memory.Snapshots.add``."""
+        self._snapshots.add(job, number, rank, step, index, bytes(chunk))
+
+    def begin_snapshots(self, job: str, number: int, step: int | None) -> None:
+        """Of an actor without a rank; see ``memory.Snapshots.begin``."""
+        self._snapshots.begin(job, number, step)
+
+    def snapshots(self, job: str) -> dict[tuple[int, int], int]:
+        """By rank and step: the bytes of each whole snapshot here."""
+        return self._snapshots.whole(job)
+
+    def send_snapshot(self, to: Any, job: str, rank: int, step: int) -> None:
+        """Copy a snapshot to the actor whose rank starts from it."""
+        self._send(to, job, None, rank, step)
 
     def stacks(self) -> list[str]:
         """Have the rank write the stacks of its threads to its log; the last lines of that."""

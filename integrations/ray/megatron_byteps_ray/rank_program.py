@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import reporting
+from . import reporting, training_state
 from .profiling import profiled
 
 BEAT_S = 1.0
@@ -42,10 +42,12 @@ def run(order: dict[str, Any]) -> int:
     if "megatron.training" in sys.modules:
         _prepare_checkpoints()
         _watch_megatron()
+    training_state.install()
     threading.Thread(target=_beat, name="progress", daemon=True).start()
     try:
         with profiled():
             call_entry(order["entry"], order["arguments"])
+        training_state.finish()
         reporting.send("mark", mark="leaving")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):

@@ -19,6 +19,8 @@ SET_BY_DRIVER = ("BYTEPS_SECRET_FILE",)
 
 PRELOAD = ("torch", "byteps.torch", "megatron.training.training")
 """What a Megatron script imports first of all."""
+_NO_MEMORY = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
+"""Their state is not that of Megatron's own distributed checkpoints."""
 _PRELOAD_HUGGING_FACE = "megatron_byteps_hf.preload"
 
 
@@ -90,6 +92,9 @@ class Settings:
     """How often the job is started again, all together."""
     max_fruitless: int = 3
     """How often in a row without a single step."""
+    memory_save_interval: int | None = None
+    """Keep each rank's training state in the memory of actors, every so many steps. None: do not.
+    Needs a script that trains with Megatron's loop."""
     limits: Limits = Limits()
     profile: Profile | None = None
     """What to profile, if anything."""
@@ -102,6 +107,13 @@ class Settings:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
         if self.max_fruitless < 1:
             raise ValueError(f"max_fruitless must be 1 or more, not {self.max_fruitless}")
+        if self.memory_save_interval is not None:
+            if self.memory_save_interval < 1:
+                raise ValueError(
+                    f"memory_save_interval must be 1 or more, not {self.memory_save_interval}"
+                )
+            for name in _NO_MEMORY & {one.partition("=")[0] for one in self.arguments}:
+                raise ValueError(f"memory_save_interval does not go with {name}")
         if self.min_ranks is not None and not 1 <= self.min_ranks <= self.ranks:
             raise ValueError(f"min_ranks must be from 1 to {self.ranks}, not {self.min_ranks}")
         beyond = [rank for rank in self.profile.ranks if rank >= self.ranks] if self.profile else []
