@@ -11,7 +11,7 @@ from .straggling import KINDS, WAYS, Links, delay, least_seconds, loads
 
 HEAD = (
     *("computing", "ranks", "sums by", "step ms", "links allow", "delay ms"),
-    *("seen of it", "from", "to", "links allow"),
+    *("seen of it", "range", "links allow"),
 )
 _TITLES = {"servers": "BytePS", "ring": "gloo"}
 
@@ -38,9 +38,10 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """A line under HEAD."""
-        seen = ("-",) * 4
+        seen = ("-",) * 3
         if self.seen is not None and self.seen_range is not None and self.least_seen is not None:
-            seen = tuple(f"{v:.2f}" for v in (self.seen, *self.seen_range, self.least_seen))
+            least, most = self.seen_range
+            seen = (f"{self.seen:.2f}", f"{least:.2f} to {most:.2f}", f"{self.least_seen:.2f}")
         return (
             f"{self.computing:g}",
             self.kind,

@@ -15,6 +15,10 @@ WAYS = ("servers", "ring")
 KINDS = ("balanced", "starts late", "longer", "skewed")
 FORWARD = 1 / 3
 """Of a rank's computing: no bucket is ready before the backward pass."""
+SEQUENCES = 8
+"""Of a rank in a skewed step."""
+SIGMA = 1.0
+"""Of their lengths' logarithms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +78,12 @@ def loads(kind: str, ranks: int, seconds: float, step: int, *, seed: int = 1) ->
         return [Load(seconds=seconds * (1 + (rank == late))) for rank in range(ranks)]
     if kind == "skewed":
         draw = random.Random(f"{seed} {step}")
-        tokens = [sum(draw.lognormvariate(0, SIGMA) for _ in range(SEQUENCES)) for _ in range(ranks)]
+        tokens = [
+            sum(draw.lognormvariate(0, SIGMA) for _ in range(SEQUENCES)) for _ in range(ranks)
+        ]
         mean = sum(tokens) / ranks
         return [Load(seconds=seconds * one / mean) for one in tokens]
     raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
-
-
-SEQUENCES = 8
-"""Of a rank in a step."""
-SIGMA = 1.0
 
 
 def delay(late: Sequence[Load], balanced: Sequence[Load]) -> float:
