@@ -10,8 +10,8 @@ from .straggler_rank import Experiment, Step
 from .straggling import KINDS, WAYS, Links, delay, least_seconds, loads
 
 HEAD = (
-    *("computing", "ranks", "sums by", "step ms", "links allow", "delay ms"),
-    *("seen of it", "range", "links allow"),
+    *("computing", "ranks", "sums by", "step ms", "at best", "delay ms"),
+    *("seen of it", "range", "at best"),
 )
 _TITLES = {"servers": "BytePS", "ring": "gloo"}
 

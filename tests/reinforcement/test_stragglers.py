@@ -99,23 +99,20 @@ def test_report_compares_with_the_balanced_step_of_the_same_number() -> None:
         assert row.seen == pytest.approx(0.5) and row.seen_range == pytest.approx((0.5, 0.5))
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+@pytest.mark.requires("root")
+@pytest.mark.parametrize(
+    "shards", [[], pytest.param(["--shards"], marks=pytest.mark.thorough)], ids=["all", "shards"]
+)
+def test_all_sums_of_a_short_run_are_right(tmp_path: Path, shards: list[str]) -> None:
+    file = tmp_path / "steps.json"
+    command = [sys.executable, str(SCRIPT), "--workers", "2", "--servers", "2", *shards]
+    command += ["--size", "256KiB", "--buckets", "4", "--computing", "1", "--steps", "1"]
+    ran = subprocess.run(
+        [*command, "--json", str(file)],
         capture_output=True,
         text=True,
         check=False,
         timeout=LIMIT_S,
-    )
-
-
-@pytest.mark.requires("root")
-@pytest.mark.parametrize("shards", [[], ["--shards"]])
-def test_all_sums_of_a_short_run_are_right(tmp_path: Path, shards: list[str]) -> None:
-    file = tmp_path / "steps.json"
-    ran = run(
-        *("--workers", "2", "--servers", "2", "--size", "256KiB", "--buckets", "4"),
-        *("--computing", "1", "--steps", "1", "--json", str(file), *shards),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "# wrong elements: 0" in ran.stdout
@@ -136,6 +133,11 @@ def test_all_sums_of_a_short_run_are_right(tmp_path: Path, shards: list[str]) ->
         (["--link", "fast"], "'fast' is not understood"),
     ],
 )
-def test_bad_usage_is_named(arguments: list[str], message: str) -> None:
-    ran = run(*arguments)
-    assert ran.returncode == 2 and message in ran.stderr
+def test_bad_usage_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import rl_stragglers
+
+    with pytest.raises(SystemExit, match="2"):
+        rl_stragglers.main(arguments)
+    assert message in capsys.readouterr().err
