@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts test-s3 test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts rl-stragglers test-s3 test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -137,6 +137,9 @@ test-rl: setup-rl ## reinforcement learning through verl: actor and critic, roll
 rl-layouts: setup-rl ## actor and critic in each layout, by GRPO and PPO, as a table
 	@$(PYTHON_RL) -W ignore bench/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
+rl-stragglers: setup ## how much of a late rank's delay a step shows, on emulated links
+	@$(PYTHON_ENV) bench/rl_stragglers.py $(ARGS)
 
 test-s3: setup-s3 ## a job under Ray whose checkpoints are in an object store
 	@$(PYTHON_S3) -m pytest $(PYTEST_ARGS) tests/object_store
