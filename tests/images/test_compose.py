@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import subprocess
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def compose() -> list[str | Path]:
     run("bash", "-euo", "pipefail", "-c", install)
     docker = ROOT / "docker"
     return [
+        "env", f"BYTEPS_SECRET={secrets.token_hex(32)}",
         ROOT / "build/venv-ship/bin/podman-compose", "--no-ansi", "--project-name", PROJECT,
         "--env-file", docker / "versions.env", "--file", docker / "compose.yaml",
     ]  # fmt: skip
