@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import time
 import uuid
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import LOOPBACK, REPOSITORY, RUN_S, START_S, clean_environment
+from cluster import LOOPBACK, REPOSITORY, RUN_S, START_S, clean_environment, free_ports
 
 SCRIPT = REPOSITORY / "scripts/cluster.sh"
 # What ssh does, without a network: the command goes to a shell, the host into a file.
@@ -61,13 +60,9 @@ def job(run_dir: Path) -> Iterator[Job]:
     made.run("down")
 
 
-def free_port() -> str:
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return str(listener.getsockname()[1])
-
-
 def up(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
-    return job.run("up", "--port", free_port(), "--master-port", free_port(), *words)
+    port = free_ports(2)
+    return job.run("up", "--port", str(port), "--master-port", str(port + 1), *words)
 
 
 def wait_for(job: Job, pattern: str, count: int) -> str:

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, LOOPBACK, Cluster, wait_all
+from cluster import END_S, LOOPBACK, Cluster, free_ports, wait_all
 from programs.observed import LARGE, ROUNDS, SMALL
 
 PARTITIONS = 3 + 1  # of a round of both tensors
@@ -19,19 +19,6 @@ WORKERS = 2
 pytestmark = pytest.mark.requires("prometheus")
 
 Figures = dict[str, float]
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens at."""
-    while True:
-        with socket.create_server((LOOPBACK, 0)) as first:
-            port = first.getsockname()[1]
-        try:
-            for number in range(port, port + count):
-                socket.create_server((LOOPBACK, number)).close()
-        except (OSError, OverflowError):
-            continue
-        return port
 
 
 def scrape(port: int) -> Figures:
