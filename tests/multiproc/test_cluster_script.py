@@ -61,8 +61,8 @@ def job(run_dir: Path) -> Iterator[Job]:
 
 
 def up(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
-    port = free_ports(2)
-    return job.run("up", "--port", str(port), "--master-port", str(port + 1), *words)
+    # Not in a row: the status of the job is at the port after the scheduler's.
+    return job.run("up", "--port", str(free_ports(2)), "--master-port", str(free_ports()), *words)
 
 
 def wait_for(job: Job, pattern: str, count: int) -> str:
