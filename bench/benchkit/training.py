@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import statistics
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from benchkit.gpus import gpus_of
 from benchkit.launch import Placement, rank_variables, start_nodes
 from benchkit.plan import Plan
 from benchkit.processes import LaunchError, Processes, plain_environment
+from ports import free_ports
 from trainkit.job import ENTRY, Record, read_record
 
 
@@ -144,7 +144,7 @@ def train(
             environment |= start_nodes(placement, processes, environment)[1]
         environment |= {
             "MASTER_ADDR": placement.workers[0].address,
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_ports()),
         }
         before = machine.ticks()
         for rank, host in enumerate(placement.workers):
@@ -174,10 +174,3 @@ def show_memory(launches: Sequence[Trained]) -> str:
     """The most GPU memory of any launch, in GB."""
     most = max(one.gpu_bytes for one in launches)
     return f"{most / 1e9:.2f}" if most else "-"
-
-
-def _free_port() -> int:
-    """A port that nobody has on this machine's loopback, and nobody at all on emulated hosts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

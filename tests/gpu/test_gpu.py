@@ -7,12 +7,13 @@ CPU that can run there.
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cluster import END_S, Cluster, wait_all
+
+from ports import free_ports
 
 pytestmark = pytest.mark.requires("gpu")
 
@@ -94,7 +95,7 @@ def test_peer_dies_while_an_nccl_kernel_runs(make_cluster: Callable[..., Cluster
     }
     cluster = make_cluster(workers=2, servers=1, env=SMALL)
     cluster.start_nodes()
-    nccl["MASTER_PORT"] = str(free_port())
+    nccl["MASTER_PORT"] = str(free_ports())
     for rank in range(2):
         env = {**nccl, "NCCL_HOSTID": str(rank)}
         cluster.start_worker(rank, "devices:peer_dies_under_nccl", env=env, device="cuda")
@@ -105,11 +106,3 @@ def test_peer_dies_while_an_nccl_kernel_runs(make_cluster: Callable[..., Cluster
     assert survivor.status == 0
     assert "worker 1" in (cluster.folder / "failed.0").read_text()
     assert (cluster.folder / "mark.shut_down.0").exists()
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

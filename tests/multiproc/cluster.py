@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -42,24 +40,6 @@ _OURS = ("DMLC_", "BYTEPS_", "TORCHELASTIC_")
 
 SECRET = secrets.token_hex(32)
 """Of every job of this session of tests."""
-
-
-def free_ports(count: int = 1) -> int:
-    """The first of ``count`` ports in a row that nobody listens at.
-
-    None of those that the kernel gives to whoever asks for any port: a node of the job itself might
-    get it before the one that it is for.
-    """
-    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
-    lowest = int(given.split()[0])
-    while True:
-        port = random.randrange(min(10_000, lowest // 2), lowest - count)
-        try:
-            for number in range(port, port + count):
-                socket.create_server((LOOPBACK, number)).close()
-        except OSError:
-            continue
-        return port
 
 
 def server_executable() -> str:

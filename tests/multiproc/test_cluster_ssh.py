@@ -14,7 +14,8 @@ import pytest
 from cluster import REPOSITORY, RUN_S, clean_environment
 from sshd import HOSTS, Sshd
 from test_cluster_script import alive
-from test_metrics import free_ports
+
+from ports import free_ports
 
 pytestmark = pytest.mark.requires("sshd", "root", "prometheus")
 

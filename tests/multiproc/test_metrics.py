@@ -9,8 +9,10 @@ import urllib.request
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, LOOPBACK, Cluster, free_ports, wait_all
+from cluster import END_S, LOOPBACK, Cluster, wait_all
 from programs.observed import LARGE, ROUNDS, SMALL
+
+from ports import free_ports
 
 PARTITIONS = 3 + 1  # of a round of both tensors
 BYTES = 4 * (LARGE + SMALL)

@@ -23,7 +23,8 @@ from cluster import (
     server_executable,
 )
 from programs.observed import LARGE, PARTITIONS, ROUNDS, SMALL
-from test_metrics import free_ports
+
+from ports import free_ports
 
 pytestmark = pytest.mark.requires("prometheus")  # which brings the HTTP server
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,8 @@ import native
 import pytest
 from relay import ADDRESS_VARIABLE
 from transports import VARIANTS, Transport
+
+from ports import free_ports
 
 Run = Callable[..., str]
 
@@ -164,10 +165,7 @@ def test_a_refused_node_keeps_no_endpoint(run_van: Run, transport: Transport) ->
 
 @each
 def test_a_server_listens_where_it_is_told(run_van: Run, transport: Transport) -> None:
-    family = socket.AF_INET6 if ":" in transport.host else socket.AF_INET
-    with socket.socket(family) as free:
-        free.bind((transport.host, 0))
-        port = free.getsockname()[1]
+    port = free_ports(host=transport.host)
     told = ("--kill", "server:0:20", "--expect", f"server 0 ({transport.host}:{port})")
     run_van(*told, "--rounds", "2000", *sizes([100]), env={"BYTEPS_NODE_PORT": str(port)})
 
