@@ -11,9 +11,11 @@ import numpy
 import pytest
 import torch
 
-from megatron_byteps_ray import dispatch
-from megatron_byteps_ray.dispatch import Arguments, DispatchError, Group, Mesh, Place
+from megatron_byteps_ray import dispatch, strategies
+from megatron_byteps_ray.dispatch import DispatchError, Group, Mesh
+from megatron_byteps_ray.mesh import Place
 from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.strategies import Arguments
 
 _LATE_S = 10.0
 
@@ -148,7 +150,7 @@ def test_calls(group: Group) -> None:
     assert group.call("rank", by="all") == ["0", "1"]
     # Ranks that talk to each other during a call.
     assert group.call("total", torch.arange(4.0), by="same") == 12.0
-    if "reversed" not in dispatch._STRATEGIES:
+    if "reversed" not in strategies._STRATEGIES:
         dispatch.register("reversed", _Reversed())
     assert group.call("scaled", [1, 2, 3, 4], by="reversed") == [3, 6, 9, 12]
     with pytest.raises(ValueError, match="there is a strategy 'reversed' already"):

@@ -20,6 +20,10 @@
 ``profiling``      some steps of some ranks, as torch and BytePS see them
 ``traces``         timelines of both, made one file
 ``dispatch``       calls to a group of ranks, without a job
+``mesh``           ranks as a mesh
+``strategies``     how such a call is cut over the mesh
+``batches``        what is cut, and joined again
+``ports``          ports of a machine
 ``reporting``      what a rank tells its actor; ``report`` is for scripts of any kind
 =================  ==================================================================
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import memory
+from .ports import free_port
 from .rank_program import STACKS_SIGNAL
 
 LINES_SHOWN = 30
@@ -170,9 +171,7 @@ class RankActor:
 
     def free_port(self) -> int:
         """A port of this machine that nobody listens at."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
+        return free_port()
 
     def start(self, order: dict[str, Any]) -> None:
         """Start the rank; see ``fork_server``.
