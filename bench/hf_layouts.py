@@ -10,7 +10,6 @@ Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is sh
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "Megatron-LM"
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("bench", "scripts", "integrations/hf"))]
 
-from benchkit.cells import put_cells  # noqa: E402
+from benchkit.cells import parse, put_cells  # noqa: E402
 from hfkit.layouts import by_name  # noqa: E402
 from hfkit.runs import PROGRAMS, Outcome, compare  # noqa: E402
 from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
@@ -58,17 +57,7 @@ def put(markdown: Path, lines: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
-    add("--markdown", type=Path, metavar="FILE", help="write the table into this document")
-    options = parser.parse_args(arguments)
-    try:
-        layouts = by_name(options.layout)
-    except ValueError as error:
-        parser.error(str(error))
+    layouts, markdown = parse(__doc__, by_name, arguments)
     start_fork_server([PROGRAMS])
     cells = [(layout, lora) for layout in layouts for lora in (False, True)]
     lines: list[str] = []
@@ -95,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for problem in outcome.problems():
                 print(f"{layout.name}, {way}: {problem}", file=sys.stderr)
                 good = False
-            if options.markdown is not None:
-                put(options.markdown, lines)
+            if markdown is not None:
+                put(markdown, lines)
     return 0 if good else 1
 
 

@@ -10,7 +10,6 @@ Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is sh
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -114,18 +113,10 @@ def run(cells: Sequence[Cell], markdown: Path | None) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
-    add("--markdown", type=Path, metavar="FILE", help="write the table into this document")
-    options = parser.parse_args(arguments)
-    try:
-        cells = by_name(options.layout)
-    except ValueError as error:
-        parser.error(str(error))
-    return 0 if run(cells, options.markdown) else 1
+    from benchkit.cells import parse
+
+    cells, markdown = parse(__doc__, by_name, arguments)
+    return 0 if run(cells, markdown) else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is sh
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from megatron_byteps_rl.cpu_environment import ENVIRONMENT  # noqa: E402
 # Before verl is imported, here or in the fork server.
 os.environ.update(ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
-from benchkit.cells import put_cells  # noqa: E402
+from benchkit.cells import parse, put_cells  # noqa: E402
 from paritykit.forked import JobFailed, start_fork_server  # noqa: E402
 from progress import Progress  # noqa: E402
 from rlkit.layouts import Layout, by_name  # noqa: E402
@@ -69,17 +68,7 @@ def put(markdown: Path, lines: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
-    add("--markdown", type=Path, metavar="FILE", help="write the table into this document")
-    options = parser.parse_args(arguments)
-    try:
-        layouts = by_name(options.layout)
-    except ValueError as error:
-        parser.error(str(error))
+    layouts, markdown = parse(__doc__, by_name, arguments)
     cells = [(layout, algorithm) for layout in layouts for algorithm in ALGORITHMS]
     lines, good = [], True
     with (
@@ -102,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good = good and outcome.good
             lines.append(row(layout, algorithm, outcome))
             bar.say(lines[-1], stream=sys.stdout)
-    if options.markdown is not None:
-        put(options.markdown, lines)
+    if markdown is not None:
+        put(markdown, lines)
     return 0 if good else 1
 
 

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 END = "<!-- end -->"
+
+
+def parse[T](
+    about: str, by_name: Callable[[Sequence[str]], T], arguments: Sequence[str] | None
+) -> tuple[T, Path | None]:
+    """The layouts that a command line names, as ``by_name`` has them, and the document to write.
+
+    Args:
+        about: the script's description.
+        by_name: the layouts of these names, all without names; raises ValueError.
+        arguments: None for the process's own.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
+    add("--markdown", type=Path, metavar="FILE", help="write the table into this document")
+    options = parser.parse_args(arguments)
+    try:
+        return by_name(options.layout), options.markdown
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def put_cells(
