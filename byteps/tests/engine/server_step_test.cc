@@ -13,6 +13,7 @@
 #include "byteps/server/sum_server.h"
 #include "ps/internal/postoffice.h"
 #include "ps/mutex.h"
+#include "server_channel.h"
 #include "settings.h"
 
 namespace byteps {
@@ -25,7 +26,7 @@ constexpr size_t kBytes = kElements * sizeof(float);
 using Values = std::vector<float>;
 
 // Keeps the answers, by receiver and number.
-class Answers : public Channel {
+class Answers : public ServerChannel {
  public:
   struct Answer {
     bool failed;
@@ -39,15 +40,6 @@ class Answers : public Channel {
       return found;
     }
   };
-
-  void Start(ChannelUser*) override {}
-  void Leave(bool, const std::string&) override {}
-  void Stop() override {}
-  void Abandon(const void*, size_t) override {}
-  bool RegistersMemory() const override { return false; }
-  int rank() const override { return 0; }
-  std::string NameOfServer(int) override { return "server"; }
-  std::string NameOfWorker(int) override { return "worker"; }
 
   bool Send(ps::Message* message) override {
     Answer answer{message->meta.option != 0, message->meta.body, {}};

@@ -13,6 +13,7 @@
 #include "byteps/server/sum_server.h"
 #include "ps/internal/postoffice.h"
 #include "ps/mutex.h"
+#include "server_channel.h"
 #include "settings.h"
 
 namespace byteps {
@@ -24,22 +25,13 @@ constexpr uint32_t kPartitionBytes = 16;
 constexpr uint32_t kLong = 600'000;  // ms
 
 // Keeps the answers, in the order in which they come.
-class Answers : public Channel {
+class Answers : public ServerChannel {
  public:
   struct Answer {
     uint64_t number;
     std::string error;
     std::vector<float> values;
   };
-
-  void Start(ChannelUser*) override {}
-  void Leave(bool, const std::string&) override {}
-  void Stop() override {}
-  void Abandon(const void*, size_t) override {}
-  bool RegistersMemory() const override { return false; }
-  int rank() const override { return 0; }
-  std::string NameOfServer(int) override { return "server"; }
-  std::string NameOfWorker(int) override { return "worker"; }
 
   bool Send(ps::Message* message) override {
     Answer answer{message->meta.addr, message->meta.body, {}};

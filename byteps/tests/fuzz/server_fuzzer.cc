@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "../engine/server_channel.h"
 #include "byteps/base/config.h"
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/update_rule.h"
@@ -30,17 +31,8 @@ constexpr int kWorkers = 3;
 constexpr uint32_t kPartitionBytes = 16;
 
 // Takes the answers.
-class Answers : public Channel {
+class Answers : public ServerChannel {
  public:
-  void Start(ChannelUser*) override {}
-  void Leave(bool, const std::string&) override {}
-  void Stop() override {}
-  void Abandon(const void*, size_t) override {}
-  bool RegistersMemory() const override { return false; }
-  int rank() const override { return 0; }
-  std::string NameOfServer(int) override { return "server"; }
-  std::string NameOfWorker(int) override { return "worker"; }
-
   bool Send(ps::Message* message) override {
     const ps::Meta& meta = message->meta;
     std::lock_guard<std::mutex> lock(mu_);
