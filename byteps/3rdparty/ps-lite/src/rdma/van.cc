@@ -58,10 +58,7 @@ void RdmaVan::Start(int customer_id, bool standalone) {
   token_ = NewToken();
   job_ = Postoffice::Get()->is_scheduler() ? NewJob() : 0;
   ForgetEndpointCounters();
-  {
-    MutexLock lock(&inbox_mu_);
-    stopped_ = stop_requested_ = false;
-  }
+  inbox_.Open();
   {
     MutexLock lock(&peers_mu_);
     stopping_ = false;
@@ -150,7 +147,7 @@ void RdmaVan::NamePeer(const Node& node) {
     event.lost = named;
     event.reason = "its connection closed";
     event.closed = true;
-    return Put(std::move(event));
+    return inbox_.Put(std::move(event));
   }
   // It may have had another name.
   const auto last = peers_.find(it->second->id);
@@ -319,10 +316,10 @@ void RdmaVan::Disconnect(int node_id) {
 void RdmaVan::SetIncarnation(int incarnation) { job_ = WithIncarnation(job_, incarnation); }
 
 void RdmaVan::Abandon(const void* begin, size_t bytes) {
-  if (!BeginUse()) return;
+  if (!inbox_.BeginUse()) return;
   const auto deadline = Endpoint::Clock::now() + kAbandonTime;
   for (const auto& endpoint : AllEndpoints()) endpoint->Abandon(begin, bytes, deadline);
-  EndUse();
+  inbox_.EndUse();
 }
 
 bool RdmaVan::BreakEndpoint(int node_id, Plane plane, int index) {
@@ -359,11 +356,7 @@ void RdmaVan::FlushEndpoints() {
 
 void RdmaVan::Stop() {
   Van::Stop();  // ends and joins the receiving thread
-  {
-    MutexLock lock(&inbox_mu_);
-    stopped_ = true;  // also when it never started
-    inbox_cond_.Wait(&inbox_mu_, [this]() PS_REQUIRES(inbox_mu_) { return users_ == 0; });
-  }
+  inbox_.Close();
   if (connector_) {
     FlushEndpoints();
     {
@@ -390,8 +383,7 @@ void RdmaVan::Stop() {
     RegistrationCache::ForgetRegistrations();
     connector_.reset();  // and the transport, but for memory that somebody still holds
   }
-  MutexLock lock(&inbox_mu_);
-  inbox_.clear();
+  inbox_.Clear();
 }
 
 }  // namespace ps

@@ -25,13 +25,13 @@
 #define PS_RDMA_VAN_H_
 
 #include <atomic>
-#include <deque>
 #include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "../van_inbox.h"
 #include "./connector.h"
 #include "./endpoint.h"
 #include "ps/internal/van.h"
@@ -117,11 +117,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   std::shared_ptr<rdma::Endpoint> OnResumption(const rdma::ConnectRequest& request,
                                                rdma::Refusal* refusal);
   std::string ReasonToRefuse(const rdma::ConnectRequest& request) PS_REQUIRES(peers_mu_);
-  // False once stopped.  Otherwise endpoints stay until EndUse.
-  bool BeginUse();
-  void EndUse();
   int Transmit(const Message& msg);
-  void Put(Event event);
   void HandleLoss(const Event& event);
   void FlushEndpoints();
 
@@ -136,12 +132,7 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   std::unordered_map<int, PeerPtr> peers_ PS_GUARDED_BY(peers_mu_);  // by node id
   bool stopping_ PS_GUARDED_BY(peers_mu_) = false;
 
-  Mutex inbox_mu_;
-  CondVar inbox_cond_;
-  std::deque<Event> inbox_ PS_GUARDED_BY(inbox_mu_);
-  bool stopped_ PS_GUARDED_BY(inbox_mu_) = true;
-  bool stop_requested_ PS_GUARDED_BY(inbox_mu_) = false;
-  int users_ PS_GUARDED_BY(inbox_mu_) = 0;  // in SendMsg or Abandon
+  VanInbox<Event> inbox_;  // whose users are in SendMsg or Abandon; endpoints stay as long
 };
 
 }  // namespace ps

@@ -32,28 +32,14 @@ std::shared_ptr<Endpoint> RdmaVan::Choose(int node_id, Plane plane) {
   return best;
 }
 
-bool RdmaVan::BeginUse() {
-  MutexLock lock(&inbox_mu_);
-  if (stopped_) return false;
-  ++users_;
-  return true;
-}
-
-void RdmaVan::EndUse() {
-  MutexLock lock(&inbox_mu_);
-  if (--users_ == 0) inbox_cond_.NotifyAll();
-}
-
 int RdmaVan::SendMsg(Message& msg) {
   if (msg.meta.control.cmd == Control::TERMINATE) {
-    MutexLock lock(&inbox_mu_);
-    stopped_ = stop_requested_ = true;
-    inbox_cond_.NotifyAll();
+    inbox_.End();
     return 0;
   }
-  if (!BeginUse()) return -1;
+  if (!inbox_.BeginUse()) return -1;
   const int bytes = Transmit(msg);
-  EndUse();
+  inbox_.EndUse();
   return bytes;
 }
 
@@ -68,7 +54,7 @@ int RdmaVan::Transmit(const Message& msg) {
     Event event;
     event.msg = msg;
     event.msg.meta.sender = peer;
-    Put(std::move(event));
+    inbox_.Put(std::move(event));
     return bytes;
   }
   const auto endpoint = Choose(peer, plane);
@@ -91,14 +77,6 @@ int RdmaVan::Transmit(const Message& msg) {
 }
 
 // -------------------------------------------------------------- receiving
-
-void RdmaVan::Put(Event event) {
-  {
-    MutexLock lock(&inbox_mu_);
-    inbox_.push_back(std::move(event));
-  }
-  inbox_cond_.NotifyAll();
-}
 
 char* RdmaVan::PlaceFor(Endpoint* /*endpoint*/, const Meta& meta, size_t bytes) {
   const auto& finder = Postoffice::Get()->handlers().place_for;
@@ -130,7 +108,7 @@ void RdmaVan::OnMessage(Endpoint* endpoint, rdma::Received received) {
   event.msg = std::move(msg);
   event.bytes = static_cast<int>(std::min<uint64_t>(received.bytes, 1 << 30));
   event.from = endpoint->shared_from_this();
-  Put(std::move(event));
+  inbox_.Put(std::move(event));
 }
 
 void RdmaVan::OnClosed(Endpoint* endpoint, const rdma::Ending& ending) {
@@ -169,7 +147,7 @@ void RdmaVan::OnClosed(Endpoint* endpoint, const rdma::Ending& ending) {
   event.closed = ending.by_peer;
   event.plane = endpoint->plane();
   event.reason = ending.reason;
-  Put(std::move(event));
+  inbox_.Put(std::move(event));
 }
 
 void RdmaVan::HandleLoss(const Event& event) {
@@ -190,18 +168,10 @@ void RdmaVan::HandleLoss(const Event& event) {
 int RdmaVan::RecvMsg(Message* msg) {
   while (true) {
     Event event;
-    {
-      MutexLock lock(&inbox_mu_);
-      inbox_cond_.Wait(&inbox_mu_, [this]() PS_REQUIRES(inbox_mu_) {
-        return stop_requested_ || !inbox_.empty();
-      });
-      if (stop_requested_) {
-        *msg = Message();
-        msg->meta.control.cmd = Control::TERMINATE;
-        return 0;
-      }
-      event = std::move(inbox_.front());
-      inbox_.pop_front();
+    if (!inbox_.Take(&event)) {
+      *msg = Message();
+      msg->meta.control.cmd = Control::TERMINATE;
+      return 0;
     }
     if (event.lost) {
       HandleLoss(event);

@@ -120,10 +120,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   pool_ = std::make_shared<tcp::MemoryPool>(Bytes("BYTEPS_RECEIVE_POOL_BYTES", 1 << 30));
   pollers_.clear();
   for (int i = 0; i < threads; ++i) pollers_.push_back(std::make_shared<tcp::Poller>(i));
-  {
-    MutexLock lock(&inbox_mu_);
-    stopped_ = stop_requested_ = false;
-  }
+  inbox_.Open();
   {
     MutexLock lock(&peers_mu_);
     stopping_ = false;
@@ -238,7 +235,7 @@ void TcpVan::NamePeer(const Node& node) {
     event.is_loss = true;
     event.lost_id = node.id;
     event.ending.reason = "its connection closed";
-    Put(std::move(event));
+    inbox_.Put(std::move(event));
     return;
   }
   // It may have had another name.
@@ -415,7 +412,7 @@ void TcpVan::OnClosed(const ConnectionPtr& connection, const Ending& ending) {
   event.is_loss = true;
   event.lost_id = connection->peer;
   event.ending = ending;
-  Put(std::move(event));
+  inbox_.Put(std::move(event));
 }
 
 // ----------------------------------------------------------------- messages
@@ -423,22 +420,17 @@ void TcpVan::OnClosed(const ConnectionPtr& connection, const Ending& ending) {
 int TcpVan::SendMsg(Message& msg) {
   size_t bytes = 0;
   for (const auto& value : msg.data) bytes += value.size();
-  {
-    MutexLock lock(&inbox_mu_);
-    if (stopped_) return -1;
-    if (msg.meta.control.cmd == Control::TERMINATE) {
-      stopped_ = stop_requested_ = true;
-      inbox_cond_.NotifyAll();
-      return 0;
-    }
-    if (msg.meta.recver == my_id_) {
-      Event event;
-      event.msg = msg;
-      event.msg.meta.sender = my_id_;
-      inbox_.push_back(std::move(event));
-      inbox_cond_.NotifyAll();
-      return 0;
-    }
+  if (!inbox_.is_open()) return -1;
+  if (msg.meta.control.cmd == Control::TERMINATE) {
+    inbox_.End();
+    return 0;
+  }
+  if (msg.meta.recver == my_id_) {
+    Event event;
+    event.msg = msg;
+    event.msg.meta.sender = my_id_;
+    inbox_.Put(std::move(event));
+    return 0;
   }
   const ConnectionPtr connection = Choose(msg.meta.recver);
   if (!connection || !connection->Send(msg)) {
@@ -472,19 +464,11 @@ void TcpVan::OnMessage(Connection* connection, Message* msg, size_t bytes) {
     event.msg = std::move(*msg);
     event.bytes = bytes;
     event.from = connection->shared_from_this();
-    return Put(std::move(event));
+    return inbox_.Put(std::move(event));
   }
   if (connection->peer == Node::kEmpty) throw dmlc::Error("it is no member of the job");
   const auto& handler = Postoffice::Get()->handlers().on_message;
   if (handler) handler(msg);
-}
-
-void TcpVan::Put(Event event) {
-  {
-    MutexLock lock(&inbox_mu_);
-    inbox_.push_back(std::move(event));
-  }
-  inbox_cond_.NotifyOne();
 }
 
 void TcpVan::HandleLoss(const Event& event) {
@@ -501,18 +485,10 @@ void TcpVan::HandleLoss(const Event& event) {
 int TcpVan::RecvMsg(Message* msg) {
   while (true) {
     Event event;
-    {
-      MutexLock lock(&inbox_mu_);
-      inbox_cond_.Wait(&inbox_mu_, [this]() PS_REQUIRES(inbox_mu_) {
-        return stop_requested_ || !inbox_.empty();
-      });
-      if (stop_requested_) {
-        *msg = Message();
-        msg->meta.control.cmd = Control::TERMINATE;
-        return 0;
-      }
-      event = std::move(inbox_.front());
-      inbox_.pop_front();
+    if (!inbox_.Take(&event)) {
+      *msg = Message();
+      msg->meta.control.cmd = Control::TERMINATE;
+      return 0;
     }
     if (event.is_loss) {
       HandleLoss(event);
@@ -551,10 +527,7 @@ void TcpVan::FlushConnections() {
 
 void TcpVan::Stop() {
   Van::Stop();  // ends and joins the receiving thread
-  {
-    MutexLock lock(&inbox_mu_);
-    stopped_ = true;  // also when it never started
-  }
+  inbox_.Close();
   for (auto& listener : listeners_) listener->Stop();
   FlushConnections();
   {
@@ -571,10 +544,7 @@ void TcpVan::Stop() {
     peers_.clear();
     peers_by_token_.clear();
   }
-  {
-    MutexLock lock(&inbox_mu_);
-    inbox_.clear();
-  }
+  inbox_.Clear();
   listeners_.clear();
   pollers_.clear();
 }

@@ -18,7 +18,6 @@
 #define PS_TCP_VAN_H_
 
 #include <atomic>
-#include <deque>
 #include <list>
 #include <memory>
 #include <string>
@@ -26,6 +25,7 @@
 #include <vector>
 
 #include "../node_token.h"
+#include "../van_inbox.h"
 #include "./connection.h"
 #include "./greeter.h"
 #include "./listener.h"
@@ -102,7 +102,6 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   // Null when there is none.
   tcp::ConnectionPtr Choose(int node_id);
   std::vector<tcp::ConnectionPtr> AllConnections();
-  void Put(Event event);
   void HandleLoss(const Event& event);
   void FlushConnections();
 
@@ -126,11 +125,7 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   std::unordered_map<int, PeerPtr> peers_ PS_GUARDED_BY(peers_mu_);  // by node id
   bool stopping_ PS_GUARDED_BY(peers_mu_) = false;
 
-  Mutex inbox_mu_;
-  CondVar inbox_cond_;
-  std::deque<Event> inbox_ PS_GUARDED_BY(inbox_mu_);
-  bool stopped_ PS_GUARDED_BY(inbox_mu_) = true;
-  bool stop_requested_ PS_GUARDED_BY(inbox_mu_) = false;
+  VanInbox<Event> inbox_;
 };
 
 }  // namespace ps
