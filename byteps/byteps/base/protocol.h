@@ -4,14 +4,14 @@
 //   meta.head   the Op                meta.addr    the request's number (worker's own)
 //   meta.key    the tensor's or partition's key
 //   meta.body   DECLARE: a DeclarationList; all others: a PushHeader, and what follows it; failed
-//               response: the reason; response to PUSH_TRY: an fp64, the sum's squares added up
+//               response: the reason; response to PUSH_TRY: the sum's GradientSums
 //   meta.option of a response: 0, or 1 when it failed
 //   meta.simple_app  of a DECLARE alone: the others go by an RDMA van's data plane
 //   data[0]     of PUSH_PULL, PUSH, PUSH_STEP, PUSH_NORM, PUSH_TRY: the values; of LOAD_STATE:
 //               fp32 values
 //               of the responses to PUSH_PULL, PULL, PUSH_STEP, PUSH_TRY and STEP: the part of the
 //               sum, or of the updated parameters, that was asked for; to PUSH_NORM: the sum's
-//               squares, added up, an fp64; to READ_STATE: fp32 values
+//               GradientSums; to READ_STATE: fp32 values
 //
 // A partition goes by one PUSH_PULL, which is answered when the sum is there, or by a PUSH, which
 // is answered when it has been added, and then a PULL.  Its declaration says by which.
@@ -23,9 +23,9 @@
 // READ_STATE, with the slot as a u32 after the header, write and read what is kept.
 //
 // PUSH_TRY, where the rule is speculative, is as PUSH_STEP, but the state stays as it is: the
-// answer has the parameters as the step would make them, and the squares.  What becomes of the step
-// each member says next: either by STEP, which makes another step of the same gradients, or by a
-// Verdict, a u8 that follows the header of PUSH_STEP, PUSH_NORM, PUSH_TRY and READ_STATE, before
+// answer has the parameters as the step would make them, and the GradientSums.  What becomes of the
+// step each member says next: either by STEP, which makes another step of the same gradients, or by
+// a Verdict, a u8 that follows the header of PUSH_STEP, PUSH_NORM, PUSH_TRY and READ_STATE, before
 // all else.  So a step that stands costs no message.
 //
 // Keys.  A tensor's key is a hash of its name and of its group's lowest rank,

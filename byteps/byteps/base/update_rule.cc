@@ -62,6 +62,7 @@ std::string UpdateRule::Pack() const {
   out.Put(static_cast<uint8_t>(algorithm));
   out.Put(static_cast<uint8_t>(in_order));
   out.Put(static_cast<uint8_t>(speculative));
+  out.Put(static_cast<uint8_t>(counts_zeros));
   out.PutSize(groups.size());
   for (const Group& group : groups) {
     for (const double value : {group.beta1, group.beta2, group.eps}) PutDouble(&out, value);
@@ -85,7 +86,9 @@ bool UpdateRule::Unpack(const std::string& text, uint64_t elements, UpdateRule* 
   rule->in_order = in_order == 1;
   const uint8_t speculative = in.Get<uint8_t>();
   rule->speculative = speculative == 1;
-  if (in_order > 1 || speculative > 1) return false;
+  const uint8_t counts_zeros = in.Get<uint8_t>();
+  rule->counts_zeros = counts_zeros == 1;
+  if (in_order > 1 || speculative > 1 || counts_zeros > 1) return false;
   rule->groups.resize(in.GetCount(kGroupBytes));
   for (Group& group : rule->groups) {
     for (double* value : {&group.beta1, &group.beta2, &group.eps}) *value = GetDouble(&in);

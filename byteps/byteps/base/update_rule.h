@@ -12,9 +12,9 @@ namespace core {
 
 // How a tensor of parameters is updated from its summed gradients.  A part of its declaration.
 //
-// On the wire, little-endian: u8 algorithm, u8 in_order, u8 speculative, u32 groups, each: u64
-// times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments, each: u64 end, u32
-// group, u8 counted.
+// On the wire, little-endian: u8 algorithm, u8 in_order, u8 speculative, u8 counts_zeros, u32
+// groups, each: u64 times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments, each:
+// u64 end, u32 group, u8 counted.
 struct UpdateRule {
   // The numbers are part of the protocol.
   enum Algorithm : uint8_t { kAdamW = 1, kSgd = 2 };
@@ -32,7 +32,7 @@ struct UpdateRule {
   struct Segment {
     uint64_t end = 0;
     uint32_t group = 0;
-    // In the norm of the gradients.  Of a parameter that several tensors hold, one copy is.
+    // In GradientSums.  Of a parameter that several tensors hold, one copy is.
     bool counted = true;
     bool operator==(const Segment&) const = default;
   };
@@ -44,6 +44,8 @@ struct UpdateRule {
   // Steps may be tried (PUSH_TRY): the server keeps the gradients until it hears what becomes of
   // them.
   bool speculative = false;
+  // GradientSums tell how many gradients are 0.
+  bool counts_zeros = false;
   std::vector<Group> groups;
   std::vector<Segment> segments;  // ascending; the last one ends with the tensor
 
@@ -57,6 +59,13 @@ struct UpdateRule {
   static bool Unpack(const std::string& text, uint64_t elements, UpdateRule* rule);
   bool operator==(const UpdateRule&) const = default;
 };
+
+// Of the summed gradients of a partition that count.  As it is on the wire: fp64, little-endian.
+struct GradientSums {
+  double squares = 0;  // added up; no finite number if any gradient is none, counted or not
+  double zeros = 0;    // how many are 0, if the rule counts them
+};
+static_assert(sizeof(GradientSums) == 16);
 
 // What becomes of the step that a member tried last.  The numbers are part of the protocol.
 enum class Verdict : uint8_t {

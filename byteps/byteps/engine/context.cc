@@ -27,9 +27,9 @@ ps::Message Context::MakeRequestMessage(int op, Request request) {
   PushHeader header;
   header.round = operation.round;
   header.timeout_ms = static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9));
-  if (!operation.moves_state() && op != kPushNorm) {  // which ask for no part
+  if (op != kLoadState && op != kPushNorm) {  // which ask for no part
     header.pull_offset =
-        static_cast<uint32_t>(wanted.offset - operation.Whole(request.index).offset);
+        static_cast<uint32_t>(wanted.offset - operation.Offered(request.index).offset);
     header.pull_bytes = static_cast<uint32_t>(wanted.bytes);
   }
   const int server = ps::Postoffice::ServerRankToID(request.server);

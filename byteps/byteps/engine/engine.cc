@@ -92,7 +92,7 @@ std::vector<TensorPtr> Engine::Declare(const std::vector<TensorSpec>& specs) {
 int64_t Engine::PushPull(const PushPullRequest& request) {
   const TensorSpec& spec = request.tensor;
   if (failed()) throw Error(context_.operations.failure());
-  if (request.pull_begin > std::min(request.pull_end, spec.bytes)) {
+  if (request.pull_begin > std::min(request.pull_end, request.OfferedBytes())) {
     throw UsageError("the wanted part of '" + spec.name + "' ends before it begins");
   }
   if (spec.bytes == 0) {  // nothing to sum, nobody to ask

@@ -6,6 +6,17 @@
 namespace byteps {
 namespace core {
 
+namespace {
+
+// Of as many elements, in fp32.
+uint64_t StateBytes(uint64_t bytes, DType dtype) { return bytes / SizeOf(dtype) * sizeof(float); }
+
+}  // namespace
+
+uint64_t PushPullRequest::OfferedBytes() const {
+  return op == kReadState ? StateBytes(tensor.bytes, tensor.dtype) : tensor.bytes;
+}
+
 Operation::Operation(PushPullRequest what, TensorPtr which)
     : request(std::move(what)),
       tensor(std::move(which)),
@@ -18,8 +29,12 @@ Operation::Part Operation::Whole(uint64_t index) const {
 
 Operation::Part Operation::State(uint64_t index) const {
   const Part whole = Whole(index);
-  const uint64_t size = SizeOf(request.tensor.dtype);
-  return {whole.offset / size * sizeof(float), whole.bytes / size * sizeof(float)};
+  const DType dtype = request.tensor.dtype;
+  return {StateBytes(whole.offset, dtype), StateBytes(whole.bytes, dtype)};
+}
+
+Operation::Part Operation::Offered(uint64_t index) const {
+  return request.op == kReadState ? State(index) : Whole(index);
 }
 
 Operation::Part Operation::Sent(uint64_t index) const {
@@ -30,11 +45,10 @@ Operation::Part Operation::Sent(uint64_t index) const {
 
 Operation::Part Operation::Wanted(uint64_t index) const {
   if (request.op == kLoadState) return {0, 0};
-  if (request.op == kReadState) return State(index);
-  if (request.op == kPushNorm) return {index * sizeof(double), sizeof(double)};
-  const Part whole = Whole(index);
-  const uint64_t end = whole.offset + whole.bytes;
-  const uint64_t from = std::min(std::max(request.pull_begin, whole.offset), end);
+  if (request.op == kPushNorm) return {index * sizeof(GradientSums), sizeof(GradientSums)};
+  const Part all = Offered(index);
+  const uint64_t end = all.offset + all.bytes;
+  const uint64_t from = std::min(std::max(request.pull_begin, all.offset), end);
   const uint64_t to = std::max(std::min(request.pull_end, end), from);
   return {from, to - from};
 }
@@ -45,11 +59,9 @@ char* Operation::Target(uint64_t index) const {
 
 Operation::Part Operation::WantedOutput() const {
   if (request.op == kLoadState) return {0, 0};
-  if (request.op == kPushNorm) return {0, tensor->declaration.NumPartitions() * sizeof(double)};
-  if (request.op == kReadState) {
-    return {0, request.tensor.bytes / SizeOf(request.tensor.dtype) * sizeof(float)};
-  }
-  const uint64_t end = std::min(request.pull_end, request.tensor.bytes);
+  if (request.op == kPushNorm)
+    return {0, tensor->declaration.NumPartitions() * sizeof(GradientSums)};
+  const uint64_t end = std::min(request.pull_end, request.OfferedBytes());
   return {request.pull_begin, end - std::min(end, request.pull_begin)};
 }
 

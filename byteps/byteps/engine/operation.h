@@ -25,19 +25,22 @@ struct PushPullRequest {
   TensorSpec tensor;  // input and output are on tensor.device
   const void* input = nullptr;
   void* output = nullptr;  // may be `input`
-  // The part of the sum that is wanted, in bytes; the rest of `output` stays as it
-  // is.  Equal ends: nothing is.
+  // The part of the sum, or of the state, that is wanted, in bytes; the rest of `output`
+  // stays as it is.  Equal ends: nothing is.
   uint64_t pull_begin = 0;
   uint64_t pull_end = UINT64_MAX;  // to the end of the tensor
   int priority = 0;                // higher goes first
   DeviceStream stream = nullptr;   // of the GPU: after whose work so far input is ready
   // What is asked of the servers: kPushPull for a sum; of a tensor with a rule kPushStep,
-  // kPushNorm (output: an fp64 for each partition), kPushTry, kStep (of the round of the last
+  // kPushNorm (output: GradientSums of each partition), kPushTry, kStep (of the round of the last
   // kPushNorm or kPushTry; no input), kLoadState (no output) or kReadState (no input).  State is
   // fp32 and on the CPU.
   int op = kPushPull;
-  double* squares = nullptr;  // of kPushTry: for each partition, on the CPU
-  std::string detail;         // what follows the header: an UpdateStep, or a slot
+  GradientSums* sums = nullptr;  // of kPushTry: for each partition, on the CPU
+  std::string detail;            // what follows the header: an UpdateStep, or a slot
+
+  // All of what pull_begin and pull_end name a part of.
+  uint64_t OfferedBytes() const;
 };
 
 // When a partition that is traced came to the end of a stage, in SteadyNs; 0: it has
@@ -81,8 +84,10 @@ class Operation {
   // Whether it takes a turn of its own; kStep goes on with the one before.
   bool begins_round() const { return request.op != kStep && !moves_state(); }
 
-  // Of partition `index`: all of it; what of the input is sent; what of the output is wanted.
+  // Of partition `index`: all of it; what a server may be asked for a part of; what of the input
+  // is sent; what of the output is wanted.
   Part Whole(uint64_t index) const;
+  Part Offered(uint64_t index) const;
   Part Sent(uint64_t index) const;
   Part Wanted(uint64_t index) const;
   // Where the wanted sum of partition `index` belongs.

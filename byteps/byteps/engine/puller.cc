@@ -60,8 +60,8 @@ void Puller::OnAnswer(ps::Message* msg) {
 std::string Puller::Refusal(const ps::Message& msg, const Request& request) {
   const uint64_t wanted = request.operation->Wanted(request.index).bytes;
   const uint64_t got = msg.data.empty() ? 0 : msg.data[0].size();
-  const bool has_squares = request.operation->request.op == kPushTry;
-  if (has_squares && msg.meta.body.size() != sizeof(double)) {
+  const bool has_sums = request.operation->request.op == kPushTry;
+  if (has_sums && msg.meta.body.size() != sizeof(GradientSums)) {
     return "the answer of " + context_->channel->NameOfServer(request.server) + " about '" +
            request.operation->name() + "' has no sum of squares";
   }
@@ -71,17 +71,17 @@ std::string Puller::Refusal(const ps::Message& msg, const Request& request) {
          " bytes instead of " + std::to_string(wanted);
 }
 
-void Puller::KeepSquares(const ps::Message& msg, const Request& request) {
+void Puller::KeepSums(const ps::Message& msg, const Request& request) {
   Operation& operation = *request.operation;
   if (operation.request.op != kPushTry || !operation.BeginWriting()) return;
-  memcpy(operation.request.squares + request.index, msg.meta.body.data(), sizeof(double));
+  memcpy(operation.request.sums + request.index, msg.meta.body.data(), sizeof(GradientSums));
   operation.EndWriting();
 }
 
 void Puller::OnSum(ps::Message* msg, Request request) {
   const std::string refusal = Refusal(*msg, request);
   if (!refusal.empty()) return Fail(request, refusal);
-  KeepSquares(*msg, request);
+  KeepSums(*msg, request);
   const int64_t now = SteadyNs();
   const uint64_t bytes = request.operation->Wanted(request.index).bytes;
   if (PartitionTimes* times = request.times()) times->answered = now;

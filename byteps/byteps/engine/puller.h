@@ -38,8 +38,8 @@ class Puller {
   using Queue = BlockingQueue<Arrived>;
 
   // Why an answer cannot be used; empty if it can.
-  // Of a PUSH_TRY, the squares that come with the parameters.
-  static void KeepSquares(const ps::Message& msg, const Request& request);
+  // Of a PUSH_TRY, the sums that come with the parameters.
+  static void KeepSums(const ps::Message& msg, const Request& request);
   std::string Refusal(const ps::Message& msg, const Request& request);
   void OnSum(ps::Message* msg, Request request);
   void Fail(const Request& request, const std::string& error);

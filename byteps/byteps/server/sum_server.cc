@@ -276,13 +276,13 @@ void Server::OnWorkerGone(int rank, const std::string& reason) {
 }
 
 void Server::Answer(const Caller& caller, uint64_t key, const std::string& error,
-                    const ps::SArray<char>* values, const ps::SArray<char>* squares) {
+                    const ps::SArray<char>* values, const ps::SArray<char>* sums) {
   ps::Message msg = MakeAnswer(caller.op, ps::Postoffice::WorkerRankToID(caller.rank), key,
                                caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
     AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
   }
-  if (squares != nullptr) msg.meta.body.assign(squares->data(), squares->size());
+  if (sums != nullptr) msg.meta.body.assign(sums->data(), sums->size());
   channel_->Send(&msg);
 }
 
@@ -378,7 +378,7 @@ Server::Round* Server::FindRound(Engine* engine, Partition* partition, const Pus
 void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {
   const Declaration& declaration = partition->tensor->declaration;
   Caller caller = CallerOf(*msg, received);
-  if (msg->meta.head == kPushNorm) caller.bytes = sizeof(double);
+  if (msg->meta.head == kPushNorm) caller.bytes = sizeof(GradientSums);
   const int member = declaration.MemberIndex(caller.rank);
   const PushHeader header = HeaderOf(*msg);
   std::string error;
@@ -528,10 +528,10 @@ void Server::Deliver(Partition* partition, Round* round) {
     const int member = declaration.MemberIndex(caller.rank);
     switch (caller.op) {
       case kPushNorm:
-        Answer(caller, partition->key, "", &round->norm);
+        Answer(caller, partition->key, "", &round->sums);
         break;
       case kPushTry:
-        Answer(caller, partition->key, "", &round->parameters, &round->norm);
+        Answer(caller, partition->key, "", &round->parameters, &round->sums);
         break;
       default:
         Answer(caller, partition->key, "", &round->sum);

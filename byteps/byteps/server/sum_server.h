@@ -118,7 +118,7 @@ class Server {
     std::string step;
     int step_of = -1;
     int step_op = 0;
-    ps::SArray<char> norm;  // for who waits for it before the update
+    ps::SArray<char> sums;  // GradientSums, for who waits for them before the update
     // Of PUSH_TRY: the step, once it was tried; what is sent; and whether a LOAD_STATE came, after
     // which it does not matter what becomes of the step.
     std::string tried;
@@ -227,9 +227,9 @@ class Server {
   void TraceRound(const Partition& partition, const Round& round, bool answered);
   std::string MissingRanks(const Partition& partition, const Round& round) const;
 
-  // `squares`: of a PUSH_TRY.
+  // `sums`: of a PUSH_TRY.
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
-              const ps::SArray<char>* values, const ps::SArray<char>* squares = nullptr);
+              const ps::SArray<char>* values, const ps::SArray<char>* sums = nullptr);
 
   Channel* const channel_;
   const bool deterministic_;

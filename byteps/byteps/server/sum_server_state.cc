@@ -55,10 +55,14 @@ bool Server::HasFormOfUpdate(const ps::Message& msg, const Declaration& declarat
   const UpdateRule& rule = *declaration.rule;
   const uint64_t size = declaration.PartitionSize(index);
   const int op = msg.meta.head;
+  const uint64_t state = size / SizeOf(declaration.dtype) * sizeof(float);
+  const uint64_t offered = op == kReadState ? state : size;
   PushHeader header;
   std::string detail;
   if (!PushHeader::Unpack(msg.meta.body, &header, &detail)) return false;
-  if (header.pull_offset > size || header.pull_bytes > size - header.pull_offset) return false;
+  if (header.pull_offset > offered || header.pull_bytes > offered - header.pull_offset) {
+    return false;
+  }
   if (HasVerdict(op)) {
     const int verdict = detail.empty() ? -1 : detail[0];
     if (verdict < 0 || verdict > static_cast<int>(Verdict::kDrop)) return false;
@@ -67,7 +71,7 @@ bool Server::HasFormOfUpdate(const ps::Message& msg, const Declaration& declarat
   if (op == kPushTry && !rule.speculative) return false;
   uint64_t values = 0;
   if (op == kPushStep || op == kPushNorm || op == kPushTry) values = size;
-  if (op == kLoadState) values = size / SizeOf(declaration.dtype) * sizeof(float);
+  if (op == kLoadState) values = state;
   if (values == 0 ? !msg.data.empty() : msg.data.size() != 1 || msg.data[0].size() != values) {
     return false;
   }
@@ -112,9 +116,9 @@ std::string Server::AgreeOnPush(const Declaration& declaration, const ps::Messag
 std::string Server::CompleteUpdate(Partition* partition, Round* round) {
   const PartitionState& state = *partition->state;
   if (round->step_op == kPushStep) return MakeStep(partition, round);
-  const double squares = state.SumOfSquares(round->sum.data());
-  round->norm.resize(sizeof(squares));
-  memcpy(round->norm.data(), &squares, sizeof(squares));
+  const GradientSums sums = state.SumsOf(round->sum.data());
+  round->sums.resize(sizeof(sums));
+  memcpy(round->sums.data(), &sums, sizeof(sums));
   if (round->step_op == kPushTry) {
     UpdateStep step;
     UpdateStep::Unpack(round->step, &step);
@@ -125,7 +129,7 @@ std::string Server::CompleteUpdate(Partition* partition, Round* round) {
     round->tried = round->step;
     counters_.tried_partitions.Add();
   }
-  round->step_of = -1;  // who is told of the squares says what to do then
+  round->step_of = -1;  // who is told of these says what to do then
   return "";
 }
 
@@ -178,7 +182,7 @@ void Server::Step(Partition* partition, const ps::Message& msg, int64_t received
   Caller caller = CallerOf(msg, received);
   Round* round = FindPushed(partition, msg, caller);
   if (round == nullptr) return;
-  if (!round->done || round->norm.empty()) {
+  if (!round->done || round->sums.empty()) {
     return Refuse(msg, "worker " + std::to_string(caller.rank) + " asks for a step of '" +
                            declaration.name + "' before it was told the norm of its gradients");
   }
@@ -207,10 +211,9 @@ void Server::MoveState(Partition* partition, const ps::Message& msg, int64_t rec
     std::string detail;
     error = Settle(partition, msg, HeaderOf(msg, &detail).round);
     if (!error.empty()) return Refuse(msg, error);
-    values.resize(state->size() * sizeof(float));
-    error = state->Read(SlotOf(msg), values.data());
-    caller.offset = 0;
-    caller.bytes = static_cast<uint32_t>(values.size());
+    values.resize(caller.bytes);
+    error = state->Read(SlotOf(msg), caller.offset, caller.bytes, values.data());
+    caller.offset = 0;  // of what is sent
   }
   if (!error.empty()) return Refuse(msg, error);
   Answer(caller, msg.meta.key, "", values.empty() ? nullptr : &values);

@@ -40,7 +40,8 @@ std::string Packed(uint8_t verdict) {
 class UpdatedTensor {
  public:
   UpdatedTensor(const SpecTuple& spec, bool is_adamw, const std::vector<GroupTuple>& groups,
-                const std::vector<SegmentTuple>& segments, bool in_order, bool speculative)
+                const std::vector<SegmentTuple>& segments, bool in_order, bool speculative,
+                bool counts_zeros)
       : spec_(std::apply(Spec, spec)) {
     auto rule = std::make_shared<UpdateRule>();
     rule->algorithm = is_adamw ? UpdateRule::kAdamW : UpdateRule::kSgd;
@@ -52,6 +53,7 @@ class UpdatedTensor {
     }
     rule->in_order = in_order;
     rule->speculative = speculative;
+    rule->counts_zeros = counts_zeros;
     spec_.rule = std::move(rule);
     GetWorker()->Declare({spec_});
   }
@@ -60,12 +62,12 @@ class UpdatedTensor {
                    uint8_t verdict, uintptr_t stream) const {
     return Start(kPushStep, gradients, parameters, Packed(verdict) + Packed(step), stream);
   }
-  int64_t PushNorm(uintptr_t gradients, uintptr_t norms, uint8_t verdict, uintptr_t stream) const {
-    return Start(kPushNorm, gradients, norms, Packed(verdict), stream);
+  int64_t PushNorm(uintptr_t gradients, uintptr_t sums, uint8_t verdict, uintptr_t stream) const {
+    return Start(kPushNorm, gradients, sums, Packed(verdict), stream);
   }
-  int64_t PushTry(uintptr_t gradients, uintptr_t parameters, uintptr_t norms, const StepTuple& step,
+  int64_t PushTry(uintptr_t gradients, uintptr_t parameters, uintptr_t sums, const StepTuple& step,
                   uint8_t verdict, uintptr_t stream) const {
-    return Start(kPushTry, gradients, parameters, Packed(verdict) + Packed(step), stream, norms);
+    return Start(kPushTry, gradients, parameters, Packed(verdict) + Packed(step), stream, sums);
   }
   int64_t Step(uintptr_t parameters, const StepTuple& step, uintptr_t stream) const {
     return Start(kStep, 0, parameters, Packed(step), stream);
@@ -73,8 +75,15 @@ class UpdatedTensor {
   int64_t Load(uint32_t slot, uintptr_t values) const {
     return Start(kLoadState, values, 0, Slot(slot), 0);
   }
-  int64_t Read(uint32_t slot, uintptr_t values, uint8_t verdict) const {
-    return Start(kReadState, 0, values, Packed(verdict) + Slot(slot), 0);
+  // Elements `begin` to `end` of a slot, to `values`.
+  int64_t Read(uint32_t slot, uint64_t begin, uint64_t end, uintptr_t values,
+               uint8_t verdict) const {
+    PushPullRequest request;
+    request.pull_begin = begin * sizeof(float);
+    request.pull_end = end * sizeof(float);
+    // Where the whole slot would begin.
+    const uintptr_t output = values - request.pull_begin;
+    return Start(kReadState, 0, output, Packed(verdict) + Slot(slot), 0, 0, std::move(request));
   }
   uint64_t NumPartitions() const {
     const uint64_t size = GetWorker()->PartitionBytes(spec_.bytes);
@@ -89,14 +98,13 @@ class UpdatedTensor {
   }
 
   int64_t Start(int op, uintptr_t input, uintptr_t output, std::string detail, uintptr_t stream,
-                uintptr_t squares = 0) const {
-    PushPullRequest request;
+                uintptr_t sums = 0, PushPullRequest request = {}) const {
     request.tensor = spec_;
     request.input = reinterpret_cast<const void*>(input);
     request.output = reinterpret_cast<void*>(output);
     request.stream = reinterpret_cast<DeviceStream>(stream);
     request.op = op;
-    request.squares = reinterpret_cast<double*>(squares);
+    request.sums = reinterpret_cast<GradientSums*>(sums);
     request.detail = std::move(detail);
     return GetWorker()->PushPull(request);
   }
@@ -110,20 +118,20 @@ void DefineUpdatedTensor(py::module_* m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<UpdatedTensor>(*m, "UpdatedTensor")
       .def(py::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
-                    const std::vector<SegmentTuple>&, bool, bool>(),
+                    const std::vector<SegmentTuple>&, bool, bool, bool>(),
            py::arg("spec"), py::arg("is_adamw"), py::arg("groups"), py::arg("segments"),
-           py::arg("in_order"), py::arg("speculative"), Unlocked())
+           py::arg("in_order"), py::arg("speculative"), py::arg("counts_zeros"), Unlocked())
       .def("push_step", &UpdatedTensor::PushStep, py::arg("gradients"), py::arg("parameters"),
            py::arg("step"), py::arg("verdict"), py::arg("stream"), Unlocked())
-      .def("push_norm", &UpdatedTensor::PushNorm, py::arg("gradients"), py::arg("norms"),
+      .def("push_norm", &UpdatedTensor::PushNorm, py::arg("gradients"), py::arg("sums"),
            py::arg("verdict"), py::arg("stream"), Unlocked())
       .def("push_try", &UpdatedTensor::PushTry, py::arg("gradients"), py::arg("parameters"),
-           py::arg("norms"), py::arg("step"), py::arg("verdict"), py::arg("stream"), Unlocked())
+           py::arg("sums"), py::arg("step"), py::arg("verdict"), py::arg("stream"), Unlocked())
       .def("step", &UpdatedTensor::Step, py::arg("parameters"), py::arg("step"), py::arg("stream"),
            Unlocked())
       .def("load", &UpdatedTensor::Load, py::arg("slot"), py::arg("values"), Unlocked())
-      .def("read", &UpdatedTensor::Read, py::arg("slot"), py::arg("values"), py::arg("verdict"),
-           Unlocked())
+      .def("read", &UpdatedTensor::Read, py::arg("slot"), py::arg("begin"), py::arg("end"),
+           py::arg("values"), py::arg("verdict"), Unlocked())
       .def("num_partitions", &UpdatedTensor::NumPartitions, Unlocked());
 }
 

@@ -27,9 +27,7 @@ import byteps.torch as bps
 import torch
 import torch.distributed as dist
 from byteps.torch import c_lib
-
-Range = tuple[int, int]
-"""First element, and last plus one."""
+from byteps.torch.pieces import Piece, Range, are_even, longest
 
 PIECES = 8
 """A tensor is cut into at most so many pieces, each of BYTEPS_NODE_PIECE_BYTES at least."""
@@ -110,108 +108,6 @@ class HostLayout:
         return tuple(members[index] for members in self.hosts)
 
 
-# ----------------------------------------------------------------------------- pieces of a tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A part of a tensor that is summed by itself. The same on all ranks, but for `wanted`."""
-
-    scatters: tuple[tuple[Range, ...], ...]
-    """Reduce-scatters inside the host: of each, the elements that local index 0, 1, ... gets."""
-    wanted: Range | None
-    """Of what this rank pushes, all scatters' elements one after the other, what it wants the sum
-    of; None: all."""
-    gather: bool
-    """Whether all ranks of the host want all of it."""
-
-    @property
-    def length(self) -> int:
-        """Elements that a rank pushes."""
-        return sum(_longest(ranges) for ranges in self.scatters)
-
-
-def _longest(ranges: Sequence[Range]) -> int:
-    return max(end - begin for begin, end in ranges)
-
-
-def piece_count(part_bytes: int) -> int:
-    """Into how many pieces a tensor is cut of which each rank pushes so many bytes."""
-    return max(1, min(PIECES, part_bytes // int(setting("BYTEPS_NODE_PIECE_BYTES"))))
-
-
-def whole_pieces(elements: int, per_host: int, pieces: int) -> list[Piece]:
-    """Cut a tensor that every rank wants all of, into at most `pieces`.
-
-    Only the last piece may be no multiple of `per_host`: its last ranges are then shorter.
-    """
-    each = max(1, elements // pieces // per_host) * per_host
-    begins = [index * each for index in range(min(pieces, -(-elements // each)))]
-    cut = []
-    for begin, end in zip(begins, [*begins[1:], elements], strict=True):
-        part = -(-(end - begin) // per_host)
-        edges = [min(begin + index * part, end) for index in range(per_host + 1)]
-        ranges = tuple(itertools.pairwise(edges))
-        cut.append(Piece(scatters=(ranges,), wanted=None, gather=True))
-    return cut
-
-
-def shard_pieces(
-    elements: int, owned: Sequence[Sequence[int]], host: int, local: int, pieces: int
-) -> list[Piece] | None:
-    """Cut a tensor of which each rank wants one of several equal shards.
-
-    Args:
-        elements: of the tensor, a multiple of the number of shards.
-        owned: for each host, the shard that each of its ranks owns.
-        host, local: which of these this rank is.
-        pieces: about so many are made.
-
-    Returns:
-        None where ranks of different local indices own the same shard, or not all shards have an
-        owner: the parts that they push would overlap, or leave something out.
-    """
-    per_host = len(owned[0])
-    parts = [sorted({shards[index] for shards in owned}) for index in range(per_host)]
-    shards = sum(len(part) for part in parts)
-    if len({len(part) for part in parts}) != 1 or {s for part in parts for s in part} != set(
-        range(shards)
-    ):
-        return None
-    size, slabs, mine = elements // shards, len(parts[0]), owned[host][local]
-    if slabs >= pieces:
-        groups = [range(slabs * p // pieces, slabs * (p + 1) // pieces) for p in range(pieces)]
-        return [_slab_piece(parts, group, (0, size), size, local, mine) for group in groups]
-    cuts = max(1, min(pieces // slabs, size))
-    edges = [size * c // cuts for c in range(cuts + 1)]
-    return [
-        _slab_piece(parts, (slab,), edge, size, local, mine)
-        for slab in range(slabs)
-        for edge in itertools.pairwise(edges)
-    ]
-
-
-def _slab_piece(
-    parts: Sequence[Sequence[int]],
-    slabs: Sequence[int],
-    cut: Range,
-    size: int,
-    local: int,
-    mine: int,
-) -> Piece:
-    """The same cut of some shards of each local index; slab t holds everybody's t-th shard."""
-    begin, end = cut
-    scatters = [
-        tuple((part[slab] * size + begin, part[slab] * size + end) for part in parts)
-        for slab in slabs
-    ]
-    wanted = (0, 0)
-    for place, slab in enumerate(slabs):
-        if parts[local][slab] == mine:
-            wanted = (place * (end - begin), (place + 1) * (end - begin))
-    return Piece(scatters=tuple(scatters), wanted=wanted, gather=False)
-
-
 # ----------------------------------------------------------------------------- inside the host
 
 
@@ -226,6 +122,20 @@ class NodeGroup:
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Put the sum of every rank's part of `source` that belongs to this rank into `output`."""
         self._group._reduce_scatter_base(output, source, dist.ReduceScatterOptions()).wait()
+
+    def add_in_order(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """As `reduce_scatter`, but values are added in the order of ranks, wherever they lie, and
+        those of half types in fp32 and rounded once."""
+        received = torch.empty_like(source)
+        options = dist.AllToAllOptions()
+        sent = source.view(torch.uint8), received.view(torch.uint8)
+        self._group.alltoall_base(sent[1], sent[0], [], [], options).wait()
+        wide = torch.float32 if source.dtype.itemsize < 4 else source.dtype
+        first, *others = received.chunk(self.size)
+        total = first.to(wide)
+        for other in others:
+            total = total + other
+        output.copy_(total)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
         """Put every rank's part into `output`, one after the other."""
@@ -297,7 +207,7 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 
 @contextlib.contextmanager
-def _beside_the_caller(tensor: torch.Tensor) -> Iterator[None]:
+def beside_the_caller(tensor: torch.Tensor) -> Iterator[None]:
     """On a GPU, queue work on a stream of ours, after what the caller's stream has by now."""
     if not tensor.is_cuda:
         yield
@@ -309,6 +219,56 @@ def _beside_the_caller(tensor: torch.Tensor) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
         yield
+
+
+def await_beside(tensor: torch.Tensor) -> None:
+    """On a GPU, have the caller's stream wait for what `beside_the_caller` has queued by now."""
+    if tensor.is_cuda:
+        stream = _streams[tensor.device.index]
+        torch.cuda.current_stream(tensor.device).wait_stream(stream)
+
+
+# ----------------------------------------------------------------------------- a piece's way
+
+
+def piece_count(part_bytes: int) -> int:
+    """Into how many pieces a tensor is cut of which each rank pushes so many bytes."""
+    return max(1, min(PIECES, part_bytes // int(setting("BYTEPS_NODE_PIECE_BYTES"))))
+
+
+def scatter(
+    flat: torch.Tensor, piece: Piece, node: NodeGroup, local: int, *, in_order: bool = False
+) -> torch.Tensor:
+    """Sum a piece of `flat` inside the host; return what this rank pushes, in `flat` if it can be.
+
+    With `in_order` the sum of an element does not depend on its place, nor on what the ranks are
+    connected by. Two values have the same sum either way.
+    """
+    lengths = [longest(ranges) for ranges in piece.scatters]
+    if piece.is_in_place:
+        begin, end = piece.scatters[0][local]
+        part = flat[begin:end]
+    else:
+        part = flat.new_empty(sum(lengths))
+    add = node.add_in_order if in_order and node.size > 2 else node.reduce_scatter
+    offset = 0
+    for ranges, length in zip(piece.scatters, lengths, strict=True):
+        add(part[offset : offset + length], _side_by_side(flat, ranges, length))
+        offset += length
+    return part
+
+
+def gather(target: torch.Tensor, piece: Piece, part: torch.Tensor, node: NodeGroup) -> None:
+    """Put the parts that the host's ranks have of a piece into `target`, which has its length."""
+    (ranges,) = piece.scatters
+    if are_even(ranges):
+        node.all_gather(target, part)
+        return
+    whole, first = part.new_empty(len(part) * len(ranges)), ranges[0][0]
+    node.all_gather(whole, part)
+    for index, (begin, end) in enumerate(ranges):
+        place = index * len(part)
+        target[begin - first : end - first].copy_(whole[place : place + end - begin])
 
 
 # ----------------------------------------------------------------------------- the sum
@@ -387,11 +347,11 @@ class NodeSum:
         flat, rank = tensor.view(-1), dist.get_rank()
         local, pending = self.layout.local_index(rank), []
         pushes = self.pushes(rank, flat.element_size())
-        with torch.no_grad(), _beside_the_caller(flat):
+        with torch.no_grad(), beside_the_caller(flat):
             if self.average:
                 flat.div_(self.node.size)
             for piece, push in zip(self.pieces, pushes, strict=True):
-                part = self._scatter(flat, piece, local)
+                part = scatter(flat, piece, self.node, local)
                 handle = bps.push_pull_async_inplace(
                     part,
                     average=self.average,
@@ -404,22 +364,6 @@ class NodeSum:
                 )
                 pending.append((piece, part, handle))
         return PendingNodeSum(flat=flat, node=self.node, local=local, pending=pending)
-
-    def _scatter(self, flat: torch.Tensor, piece: Piece, local: int) -> torch.Tensor:
-        """Sum a piece inside the host; return what this rank pushes, in `flat` if it can be."""
-        lengths = [_longest(ranges) for ranges in piece.scatters]
-        in_place = len(lengths) == 1 and _are_even(piece.scatters[0])
-        if in_place:
-            begin, end = piece.scatters[0][local]
-            part = flat[begin:end]
-        else:
-            part = flat.new_empty(sum(lengths))
-        offset = 0
-        for ranges, length in zip(piece.scatters, lengths, strict=True):
-            source = _side_by_side(flat, ranges, length)
-            self.node.reduce_scatter(part[offset : offset + length], source)
-            offset += length
-        return part
 
 
 @dataclass(kw_only=True)
@@ -443,27 +387,15 @@ class PendingNodeSum:
         pending, self.pending = self.pending, []
         if not pending:
             return
-        with torch.no_grad(), _beside_the_caller(self.flat):
+        with torch.no_grad(), beside_the_caller(self.flat):
             for piece, part, handle in pending:
                 bps.synchronize(handle)
                 if piece.gather:
-                    self._gather(piece, part)
+                    (ranges,) = piece.scatters
+                    gather(self.flat[ranges[0][0] : ranges[-1][1]], piece, part, self.node)
                 elif piece.wanted is not None and not _is_view(part, self.flat):
                     self._keep(piece, part)
-        if self.flat.is_cuda:
-            stream = _streams[self.flat.device.index]
-            torch.cuda.current_stream(self.flat.device).wait_stream(stream)
-
-    def _gather(self, piece: Piece, part: torch.Tensor) -> None:
-        (ranges,) = piece.scatters
-        if _are_even(ranges):
-            self.node.all_gather(self.flat[ranges[0][0] : ranges[-1][1]], part)
-            return
-        whole = part.new_empty(len(part) * len(ranges))
-        self.node.all_gather(whole, part)
-        for index, (begin, end) in enumerate(ranges):
-            first = index * len(part)
-            self.flat[begin:end].copy_(whole[first : first + end - begin])
+        await_beside(self.flat)
 
     def _keep(self, piece: Piece, part: torch.Tensor) -> None:
         """Copy the wanted elements to where they belong."""
@@ -473,17 +405,13 @@ class PendingNodeSum:
             begin, end = ranges[self.local]
             if piece.wanted == (offset, offset + end - begin) and end > begin:
                 self.flat[begin:end].copy_(part[offset : offset + end - begin])
-            offset += _longest(ranges)
-
-
-def _are_even(ranges: Sequence[Range]) -> bool:
-    return len({end - begin for begin, end in ranges}) == 1
+            offset += longest(ranges)
 
 
 def _side_by_side(flat: torch.Tensor, ranges: Sequence[Range], length: int) -> torch.Tensor:
     """The ranges one after the other, each filled up with zeros: a view where they lie so."""
     adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-    if adjacent and _are_even(ranges):
+    if adjacent and are_even(ranges):
         return flat[ranges[0][0] : ranges[-1][1]]
     copy = flat.new_zeros(length * len(ranges))
     for index, (begin, end) in enumerate(ranges):

@@ -153,7 +153,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         tried = self._speculation.tries
         self._all(lambda bucket: bucket.push_try(step) if tried else bucket.push_norm())
         # The same bits on all members, whatever their processors: fsum rounds once.
-        squares = math.fsum(part for b in self._buckets for part in b.tensor.norms.tolist())
+        squares = math.fsum(part for b in self._buckets for part in b.tensor.squares)
         self.last_norm = math.sqrt(squares)
         finite = math.isfinite(self.last_norm)
         scale = min(1.0, self.max_norm / (self.last_norm + _EPS)) if finite else 1.0

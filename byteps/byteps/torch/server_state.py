@@ -155,6 +155,7 @@ class ServerTensor:
         *,
         in_order: bool = False,
         speculative: bool = False,
+        counts_zeros: bool = False,
     ) -> None:
         """Tell the servers.
 
@@ -164,6 +165,7 @@ class ServerTensor:
             segments: which elements belong to which group; they cover the tensor.
             in_order: servers add the gradients in the order of ranks, not of arrival.
             speculative: there will be `push_try`; servers keep memory for the gradients.
+            counts_zeros: servers count the gradients that are 0.
 
         Raises:
             BytePSError: a server refuses, or has too little memory.
@@ -172,13 +174,23 @@ class ServerTensor:
         self._device = torch.device(declaration.device)
         self._tensor = c_lib.UpdatedTensor(
             *(engine.spec_of(declaration), rule.is_adamw, rule.groups, list(segments)),
-            in_order,
-            speculative,
+            *(in_order, speculative, counts_zeros),
         )
-        self.norms = torch.empty(self._tensor.num_partitions(), dtype=torch.float64)
-        """Of `push_norm` and `push_try`: each partition's sum of the squares of what counts."""
+        self._sums = torch.empty(self._tensor.num_partitions(), 2, dtype=torch.float64)
         self._is_open = False
         self._verdict = 0
+
+    @property
+    def squares(self) -> list[float]:
+        """After `push_norm` or `push_try`: each partition's squares of what counts, added up; no
+        finite number if any gradient is none."""
+        return self._sums[:, 0].tolist()
+
+    @property
+    def zeros(self) -> int:
+        """After `push_norm` or `push_try`: how many gradients that count are 0, if servers count
+        them."""
+        return int(self._sums[:, 1].sum().item())
 
     def push_step(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
         """Start; the servers update as soon as they have the sum. Both may be one tensor."""
@@ -189,14 +201,14 @@ class ServerTensor:
     def push_norm(self, gradients: torch.Tensor) -> int:
         """Start; the servers answer with the sum's squares."""
         engine.will_be_moved(gradients)
-        where = gradients.data_ptr(), self.norms.data_ptr()
+        where = gradients.data_ptr(), self._sums.data_ptr()
         return self._tensor.push_norm(*where, self._last_word(), self._stream())
 
     def push_try(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
         """Start; the servers answer with the parameters as the step would make them, and with the
         sum's squares. Both tensors may be one. Then comes `keep`, `drop`, or `step`."""
         engine.will_be_moved(gradients, parameters)
-        where = gradients.data_ptr(), parameters.data_ptr(), self.norms.data_ptr()
+        where = gradients.data_ptr(), parameters.data_ptr(), self._sums.data_ptr()
         verdict, self._is_open = self._last_word(), True
         return self._tensor.push_try(*where, step, verdict, self._stream())
 
@@ -230,17 +242,21 @@ class ServerTensor:
         engine.will_be_moved(values)
         engine.wait(self._tensor.load(slot, values.data_ptr()), values)
 
-    def read(self, slot: int) -> torch.Tensor:
-        """The fp32 values of a slot, on the CPU."""
-        values = torch.empty(self.numel)
+    def read(self, slot: int, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """The fp32 values of a slot, on the CPU: of elements `begin` to `end`, or to the last."""
+        end = self.numel if end is None else end
+        values = torch.empty(end - begin)
+        if begin == end:
+            return values
         engine.will_be_moved(values)
         # Other ranks have not said it yet, and this one says it again with its next push.
-        engine.wait(self._tensor.read(slot, values.data_ptr(), self._verdict), values)
+        where = begin, end, values.data_ptr()
+        engine.wait(self._tensor.read(slot, *where, self._verdict), values)
         return values
 
     def wait(self, handle: int, *tensors: torch.Tensor) -> None:
         """Until what was started with these tensors has ended; raises BytePSError if it failed."""
-        engine.wait(handle, *tensors, self.norms)
+        engine.wait(handle, *tensors, self._sums)
 
     def _stream(self) -> int:
         if self._device.type != "cuda":

@@ -31,6 +31,7 @@ std::vector<Declaration> SomeDeclarations() {
       rule.groups = {{0.9, 0.95, 1e-8, false}, {0.8, 0.9, 1e-6, false}};
       rule.segments = {{3, 1}, {199, 0, false}, {200, 1}};
       rule.in_order = true;
+      rule.counts_zeros = true;
       d.rule = std::make_shared<UpdateRule>(rule);
     }
     all.push_back(d);

@@ -33,8 +33,8 @@ class Answers : public ServerChannel {
     std::string body;
     Values values;
 
-    double squares() const {
-      double found = -1;
+    GradientSums sums() const {
+      GradientSums found;
       EXPECT_EQ(body.size(), sizeof(found));
       memcpy(&found, body.data(), std::min(body.size(), sizeof(found)));
       return found;
@@ -85,6 +85,7 @@ class Job {
     rule->groups = {{0.9, 0.95, 1e-8, false}};
     rule->segments = {{kElements, 0}};
     rule->speculative = true;
+    rule->counts_zeros = true;
     declaration_.rule = rule;
   }
 
@@ -114,10 +115,14 @@ class Job {
     return step;
   }
 
+  static float GradientOf(size_t i, uint32_t rank, uint32_t round) {
+    return static_cast<float>((i * 7 + rank * 3 + round * 5) % 11) - 4;
+  }
+
   uint64_t Push(int op, int rank, uint32_t round, Verdict verdict, const UpdateStep& step) {
     Values gradients(kElements);
     for (size_t i = 0; i < kElements; ++i) {
-      gradients[i] = static_cast<float>((i * 7 + rank * 3 + round * 5) % 11) - 4;
+      gradients[i] = GradientOf(i, rank, round);
     }
     return Ask(rank, op, round, Packed(verdict) + (op == kPushNorm ? "" : step.Pack()), &gradients);
   }
@@ -127,8 +132,10 @@ class Job {
   uint64_t Step(int rank, uint32_t round, const UpdateStep& step) {
     return Ask(rank, kStep, round, step.Pack(), nullptr);
   }
-  uint64_t Read(int rank, uint32_t round, uint32_t slot, Verdict verdict) {
-    return Ask(rank, kReadState, round, Packed(verdict) + Bytes(slot), nullptr);
+  // A part of the slot, in bytes.
+  uint64_t Read(int rank, uint32_t round, uint32_t slot, Verdict verdict, uint32_t offset = 0,
+                uint32_t bytes = kBytes) {
+    return Ask(rank, kReadState, round, Packed(verdict) + Bytes(slot), nullptr, offset, bytes);
   }
 
   // All ranks try a step: what they are answered, which is the same.
@@ -161,11 +168,15 @@ class Job {
   Server& server() { return server_; }
 
  private:
-  uint64_t Ask(int rank, int op, uint32_t round, const std::string& detail, const Values* values) {
+  uint64_t Ask(int rank, int op, uint32_t round, const std::string& detail, const Values* values,
+               uint32_t offset = 0, uint32_t bytes = kBytes) {
     PushHeader header;
     header.round = round;
     header.timeout_ms = 600'000;
-    if (op != kLoadState && op != kReadState && op != kPushNorm) header.pull_bytes = kBytes;
+    if (op != kLoadState && op != kPushNorm) {
+      header.pull_offset = offset;
+      header.pull_bytes = bytes;
+    }
     ps::Message request = MakeRequest(op, 8, declaration_.Key(), ++number_, header.Pack() + detail);
     if (values != nullptr) {
       ps::SArray<char> copied;
@@ -209,6 +220,17 @@ bool Holds(const Values& state, const Values& parameters) {
   return std::equal(parameters.begin(), parameters.end(), state.begin());
 }
 
+// Of the sum of what the workers push in a round.
+double ZerosOf(uint32_t round, uint32_t workers) {
+  double zeros = 0;
+  for (size_t i = 0; i < kElements; ++i) {
+    float sum = 0;
+    for (uint32_t rank = 0; rank < workers; ++rank) sum += Job::GradientOf(i, rank, round);
+    zeros += sum == 0;
+  }
+  return zeros;
+}
+
 // Whatever becomes of the steps that were tried, parameters and moments have the bits of steps that
 // were made at once.
 TEST(ServerSteps, TriedOnesGiveTheSameBits) {
@@ -225,7 +247,8 @@ TEST(ServerSteps, TriedOnesGiveTheSameBits) {
       so_far.push_back(scales[round]);
       const Values after = MadeAtOnce(so_far, workers);
       const auto tried = job.TryAll(round, verdict, Job::StepOf(steps + 1));
-      EXPECT_GT(tried.squares(), 0);
+      EXPECT_GT(tried.sums().squares, 0);
+      EXPECT_EQ(tried.sums().zeros, ZerosOf(round, workers));
       verdict = scales[round] == 1 ? Verdict::kKeep : Verdict::kDrop;
       if (scales[round] == 1) EXPECT_TRUE(Holds(after, tried.values)) << round;
       if (scales[round] == 0) EXPECT_TRUE(Holds(before, job.State(round, verdict))) << round;
@@ -325,6 +348,29 @@ TEST(ServerSteps, AreOvertakenByALoad) {
   EXPECT_FALSE(tried.failed) << tried.body;
   EXPECT_EQ(job.Await(waits).values, tried.values);
   EXPECT_EQ(job.State(1, Verdict::kDrop), loaded);
+}
+
+// A checkpoint is read in parts, and a part makes the step that was kept as the whole does.
+TEST(ServerSteps, AreReadInParts) {
+  const Values kept = MadeAtOnce({1}, 2);
+  Job job;
+  ASSERT_EQ(job.Declare(), "");
+  job.Load(1);
+  job.TryAll(0, Verdict::kNone, Job::StepOf(1));
+  using Parts = std::vector<std::pair<uint32_t, uint32_t>>;
+  for (const auto& [begin, end] : Parts{{0, 0}, {3, 4}, {1, kElements - 1}, {0, kElements}}) {
+    const auto size = static_cast<uint32_t>(sizeof(float));
+    const auto part =
+        job.Await(job.Read(1, 0, 0, Verdict::kKeep, begin * size, (end - begin) * size));
+    EXPECT_FALSE(part.failed) << part.body;
+    EXPECT_EQ(part.values, Values(kept.begin() + begin, kept.begin() + end)) << begin;
+  }
+  EXPECT_EQ(job.State(0, Verdict::kKeep), kept);
+  for (const auto& [offset, bytes] : Parts{{4, kBytes}, {kBytes + 4, 0}, {UINT32_MAX, 4}}) {
+    const auto beyond = job.Await(job.Read(1, 0, 0, Verdict::kKeep, offset, bytes));
+    EXPECT_TRUE(beyond.failed);
+    EXPECT_NE(beyond.body.find("does not have the declared form"), std::string::npos);
+  }
 }
 
 // A step is tried by all or by none; and the rule has to allow it.

@@ -41,10 +41,11 @@ class Answers : public ServerChannel {
     DEMAND(asked_[key]-- == 1);  // answered once
     DEMAND(!meta.request);
     DEMAND(meta.option == 0 || !meta.body.empty());
-    DEMAND(meta.option != 0 || meta.body.size() == (meta.head == kPushTry ? sizeof(double) : 0));
+    DEMAND(meta.option != 0 ||
+           meta.body.size() == (meta.head == kPushTry ? sizeof(GradientSums) : 0));
     for (const auto& value : message->data) {
       if (meta.head == kPushNorm) {
-        ForEach<double>(value, [](double squares) { DEMAND(squares >= 0); });
+        ForEach<double>(value, [](double sum) { DEMAND(sum >= 0); });
       } else if (meta.head == kPushStep || meta.head == kPushTry || meta.head == kStep) {
         // Parameters begin at 0, and gradients are positive.
         ForEach<float>(value,
@@ -106,6 +107,7 @@ Declaration TheDeclaration(int which) {
   rule->groups.push_back(rule->groups[0]);
   rule->segments = {{3, 1}, {d.bytes / sizeof(float), 0}};
   rule->speculative = which != 3;
+  rule->counts_zeros = which == 4;
   d.rule = rule;
   return d;
 }
@@ -175,7 +177,8 @@ ps::Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declarati
     detail = data->ConsumeRandomLengthString(64);
   }
   const uint32_t round = data->ConsumeIntegralInRange<uint32_t>(0, 3);
-  const std::string body = Header(round, asks ? size : 0) + detail;
+  const bool reads = kind == kReadState;
+  const std::string body = Header(round, asks || reads ? size : 0) + detail;
   ps::Message request = MakeRequest(kind, 8, d.Key() + index, number, body);
   if (kind == kPushStep || kind == kPushTry || kind == kPushNorm) {
     AddValues(&request, Ones(bytes));

@@ -47,21 +47,24 @@ std::string PartitionState::Load(uint32_t slot, const char* values) {
   return "";
 }
 
-std::string PartitionState::Read(uint32_t slot, char* values) const {
+std::string PartitionState::Read(uint32_t slot, size_t offset, size_t bytes, char* values) const {
   if (!state_) return NotLoaded();
-  memcpy(values, Slot(slot), size_ * sizeof(float));
+  // For nothing there may be no place.
+  if (bytes > 0) memcpy(values, reinterpret_cast<const char*>(Slot(slot)) + offset, bytes);
   return "";
 }
 
-double PartitionState::SumOfSquares(const char* gradients) const {
+GradientSums PartitionState::SumsOf(const char* gradients) const {
   const DType t = declaration_->dtype;
-  double sum = 0;
+  GradientSums sums;
   for (const Run& run : runs_) {
     const char* const at = gradients + run.begin * SizeOf(t);
+    const size_t n = run.end - run.begin;
     // 0 times what is no finite number is none either.
-    sum += (run.counted ? 1.0 : 0.0) * core::SumOfSquares(t, at, run.end - run.begin);
+    sums.squares += (run.counted ? 1.0 : 0.0) * SumOfSquares(t, at, n);
+    if (rule_.counts_zeros && run.counted) sums.zeros += static_cast<double>(CountZeros(t, at, n));
   }
-  return sum;
+  return sums;
 }
 
 std::string PartitionState::ReadParameters(char* values) const {

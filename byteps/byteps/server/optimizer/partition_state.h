@@ -26,16 +26,15 @@ class PartitionState {
   // Slot 0 is the parameters, which must come first and set the others to 0.  `values` has size()
   // fp32 values.
   std::string Load(uint32_t slot, const char* values);
-  // Copies a slot's values.
-  std::string Read(uint32_t slot, char* values) const;
+  // Copies a part of a slot's values, which are size() times 4 bytes.
+  std::string Read(uint32_t slot, size_t offset, size_t bytes, char* values) const;
 
   // `values`, in the tensor's type: gradients before, the updated parameters after.
   std::string Update(const UpdateStep& step, char* values);
   // The parameters that Update would send, to the bit; nothing changes.
   std::string Preview(const UpdateStep& step, const char* gradients, char* parameters) const;
-  // The squares, added up, of gradients in the tensor's type: of those that count, or no finite
-  // number if any gradient is none.
-  double SumOfSquares(const char* gradients) const;
+  // Of gradients in the tensor's type.
+  GradientSums SumsOf(const char* gradients) const;
   // The parameters, as an update would send them.
   std::string ReadParameters(char* values) const;
 

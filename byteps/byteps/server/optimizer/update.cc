@@ -3,6 +3,7 @@
 // compiler vectorise roots.
 #include "byteps/server/optimizer/update.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -178,6 +179,18 @@ BYTEPS_INLINE inline double SquaresLoop(const void* values, size_t n) {
   return sum;
 }
 
+template <typename E>
+BYTEPS_INLINE inline uint64_t ZerosLoop(const void* values, size_t n) {
+  uint64_t zeros = 0;
+  for (size_t i = 0; i < n;) {
+    const size_t end = std::min(n, i + (size_t{1} << 20));
+    uint32_t some = 0;  // as wide as a value, so that the loop becomes vectors
+    for (; i < end; ++i) some += E::Get(values, i) == 0.0f ? 1 : 0;
+    zeros += some;
+  }
+  return zeros;
+}
+
 // A template cannot have clones; these are their instances.
 #define BYTEPS_UPDATES(E)                                                                          \
   BYTEPS_MULTIVERSION void AdamW##E(const AdamWNumbers& c, void* values, float* master,            \
@@ -203,6 +216,9 @@ BYTEPS_INLINE inline double SquaresLoop(const void* values, size_t n) {
   }                                                                                                \
   BYTEPS_MULTIVERSION double Squares##E(const void* values, size_t n) {                            \
     return SquaresLoop<E>(values, n);                                                              \
+  }                                                                                                \
+  BYTEPS_MULTIVERSION uint64_t Zeros##E(const void* values, size_t n) {                            \
+    return ZerosLoop<E>(values, n);                                                                \
   }
 
 BYTEPS_UPDATES(Float32)
@@ -250,6 +266,10 @@ void RoundParameters(DType t, void* values, const float* master, size_t n) {
 
 double SumOfSquares(DType t, const void* values, size_t n) {
   return t == DType::kBFloat16 ? SquaresBFloat16(values, n) : SquaresFloat32(values, n);
+}
+
+uint64_t CountZeros(DType t, const void* values, size_t n) {
+  return t == DType::kBFloat16 ? ZerosBFloat16(values, n) : ZerosFloat32(values, n);
 }
 
 }  // namespace core

@@ -59,6 +59,9 @@ void RoundParameters(DType t, void* values, const float* master, size_t n);
 // alone.
 double SumOfSquares(DType t, const void* values, size_t n);
 
+// How many of n values of type t are 0, or -0.
+uint64_t CountZeros(DType t, const void* values, size_t n);
+
 }  // namespace core
 }  // namespace byteps
 #endif  // BYTEPS_SERVER_OPTIMIZER_UPDATE_H_
