@@ -5,6 +5,7 @@ All of them are quiet: training goes on, and nothing but the numbers is wrong.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -135,9 +136,9 @@ def one_rank() -> None:
 
 def pushed_too_early() -> None:
     """Gradients that other stages add to are sent before they do."""
-    from megatron.core.distributed.dpu_reduce.server_optimizer import _SummedLater
+    from megatron.core.distributed.dpu_reduce.summed_later import SummedLater
 
-    _SummedLater.__call__ = lambda self, parameter, name: False
+    SummedLater.__call__ = lambda self, parameter, name: False
 
 
 def pushed_twice() -> None:
@@ -163,6 +164,56 @@ def pushed_twice() -> None:
     _ParamAndGradBuffer.reset = reset_when_nothing_moves
 
 
+def lost() -> None:
+    """The last rank ends in its second step, with some of its gradients sent."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    ready, steps = ServerOptimizer.bucket_is_ready, 0
+    step = ServerOptimizer.step
+
+    def is_ready(self: ServerOptimizer, bucket: Any) -> None:
+        if (
+            steps == 1
+            and bucket is self._buckets[1]
+            and dist.get_rank() == dist.get_world_size() - 1
+        ):
+            os._exit(7)
+        ready(self, bucket)
+
+    def counted(self: ServerOptimizer) -> Any:
+        nonlocal steps
+        steps += 1
+        return step(self)
+
+    ServerOptimizer.bucket_is_ready, ServerOptimizer.step = is_ready, counted
+
+
+def sent_before_the_step() -> None:
+    """Not broken: all gradients that only data-parallel ranks sum were sent when the step begins,
+    after the first one, in which Megatron finds out when a bucket is ready."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    step = ServerOptimizer.step
+
+    def step_when_sent(self: ServerOptimizer) -> Any:
+        if self._steps > 0:
+            waiting = [bucket for bucket in self._buckets if bucket._pushed is None]
+            late = [parameter for bucket in waiting for _, parameter in bucket.places]
+            assert all(getattr(parameter, "sequence_parallel", False) for parameter in late)
+            assert len(late) > 0 and len(waiting) < len(self._buckets) / 2
+        return step(self)
+
+    ServerOptimizer.step = step_when_sent
+
+
+def too_many_zeros() -> None:
+    """A gradient that is no zero is counted as one, on one rank."""
+    from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
+
+    counted = ServerBucket.zeros.fget
+    ServerBucket.zeros = property(lambda self: counted(self) + (dist.get_rank() == 0))
+
+
 def copies_counted() -> None:
     """The norm has the copies of a parameter on tensor-parallel ranks each."""
     from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
@@ -179,7 +230,10 @@ BREAKS: dict[str, Callable[[], None]] = {
     "swapped-buckets": swapped_buckets,
     "undecayed": undecayed,
     "one-rank": one_rank,
+    "too-many-zeros": too_many_zeros,
     "copies-counted": copies_counted,
     "pushed-too-early": pushed_too_early,
     "pushed-twice": pushed_twice,
+    "lost": lost,
+    "sent-before-the-step": sent_before_the_step,
 }

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import broken_reducers
+import faults
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -20,8 +25,9 @@ from megatron.core.distributed import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import cpu_platform
+from megatron.training import cpu_platform, training
 
+from paritykit.forked import LIMIT_S
 from paritykit.rank import run
 from paritykit.seen import RankSeen
 
@@ -39,16 +45,45 @@ def train(
     hide_byteps: bool = False,
     broken: str = "",
     environment: dict[str, str] | None = None,
+    waits: bool = False,
 ) -> RankSeen:
     """Megatron's training loop through the entry script, on the small model.
 
     ``hide_byteps`` makes ``import byteps`` fail; ``broken`` names a function of
-    broken_reducers.py.
+    broken_reducers.py; with ``waits`` checkpoints are written after another step.
     """
     if hide_byteps:
         sys.modules["byteps"] = None  # type: ignore[assignment]
+    if waits:
+        _write_later(folder)
     broken_by = broken_reducers.BREAKS[broken] if broken else None
     return run([*MODEL, *_through_servers(arguments)], broken=broken_by)
+
+
+def _write_later(folder: Path) -> None:
+    """Have the process that writes checkpoints wait until this rank has made three steps."""
+    writer, log = filesystem_async.FileSystemWriterAsync, training.training_log
+    write, steps = writer.write_preloaded_data, 0
+
+    @functools.wraps(log)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            (folder / f"third-step.{dist.get_rank()}").touch()
+        return log(*args, **kwargs)
+
+    def write_later(*args: Any, **kwargs: Any) -> Any:
+        rank = os.environ["RANK"]
+        deadline = time.monotonic() + LIMIT_S
+        while not (folder / f"third-step.{rank}").exists():
+            (folder / f"waited.{rank}").touch()
+            assert time.monotonic() < deadline, "training does not go on"
+            time.sleep(0.01)
+        return write(*args, **kwargs)
+
+    training.training_log = training_log
+    writer.write_preloaded_data = staticmethod(write_later)
 
 
 def _through_servers(arguments: Sequence[str]) -> list[str]:
@@ -59,10 +94,23 @@ def _through_servers(arguments: Sequence[str]) -> list[str]:
 
 
 def train_layout(
-    folder: Path, arguments: Sequence[str], broken: str, frozen: str, environment: dict[str, str]
+    folder: Path,
+    arguments: Sequence[str],
+    broken: str,
+    frozen: str,
+    exact: bool,
+    environment: dict[str, str],
 ) -> RankSeen:
     """A run of the parity harness whose reducer is broken."""
-    return run(arguments, frozen=frozen, broken=broken_reducers.BREAKS[broken])
+    return run(arguments, frozen=frozen, exact=exact, broken=broken_reducers.BREAKS[broken])
+
+
+def train_on_hosts(
+    folder: Path, arguments: Sequence[str], hosts: str, environment: dict[str, str]
+) -> RankSeen:
+    """Training where each rank is on the host of the letter at its place."""
+    os.environ["BYTEPS_HOST_ID"] = hosts[int(os.environ["RANK"])]
+    return run([*MODEL, *arguments])
 
 
 def _poison() -> None:
@@ -86,6 +134,23 @@ def train_poisoned(
 ) -> RankSeen:
     """Training in which one rank comes upon a NaN."""
     return run([*MODEL, *_through_servers(arguments)], broken=_poison)
+
+
+def train_faulty(
+    folder: Path,
+    arguments: Sequence[str],
+    victim: str = "",
+    phase: str = "",
+    environment: dict[str, str] | None = None,
+) -> RankSeen:
+    """Training in which a rank or a server is killed; see faults.py."""
+    broken = functools.partial(faults.install, folder, victim, phase)
+    try:
+        return run([*MODEL, *_through_servers(arguments)], broken=broken)
+    except BaseException:
+        if not victim:  # the servers end with the first rank: all have heard from them
+            faults.meet(folder, wait=True)
+        raise
 
 
 # --------------------------------------------------------------------------- megatron.core alone

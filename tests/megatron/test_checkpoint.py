@@ -77,6 +77,7 @@ def test_the_optimizer_on_the_servers_resumes(train: Train, run_dir: Path) -> No
     ("saves", "resumes"),
     [
         pytest.param(SERVERS, (*MEGATRON, *SPLIT), id="from-servers"),
+        pytest.param((*SERVERS, *SPLIT), MEGATRON, id="from-split", marks=pytest.mark.thorough),
         pytest.param((*MEGATRON, *SPLIT), SERVERS, id="to-servers", marks=pytest.mark.thorough),
     ],
 )
@@ -89,7 +90,8 @@ def test_the_optimizer_moves(
 ) -> None:
     """Between servers and Megatron's distributed optimizer, in another layout."""
     dropout = ("--hidden-dropout", "0", "--attention-dropout", "0")
-    plain = (*dropout, *PADDED, "--global-batch-size", "4")
+    # The first layer of an MLP is saved as two tensors.
+    plain = (*dropout, *PADDED, "--swiglu", "--global-batch-size", "4")
     folder = str(run_dir / "checkpoint")
 
     def losses(*arguments: str) -> list[float | None]:

@@ -33,10 +33,14 @@ def made_up(
         for rank in members:
             begin, end = (8 * rank, 8 * rank + 8) if sharded else (0, 8 * ranks)
             bucket = Sum(
-                members=members, local=parts[rank], result=total[begin:end].clone(), offset=begin
+                members=members,
+                local=parts[rank],
+                result=total[begin:end].clone(),
+                offset=begin,
+                places={"p": (0, 8 * ranks)},
             )
             loss = 5.0 - number if rank == 0 else None
-            steps[rank].append(Step(sums={"bucket": bucket}, loss=loss, grad_norm=1.0))
+            steps[rank].append(Step(sums={"chunk0/bucket": bucket}, loss=loss, grad_norm=1.0))
     names = ["bucket"] * STEPS if byteps else []
     pushed = 8 * ranks * (wire_size or dtype.itemsize) * STEPS if byteps else 0
     return [
@@ -68,7 +72,7 @@ def test_nothing_wrong(ranks: int, dtype: torch.dtype, sharded: bool) -> None:
 
 
 def result(run: Run, rank: int = 1, step: int = 2) -> torch.Tensor:
-    return run[rank].steps[step].sums["bucket"].result
+    return run[rank].steps[step].sums["chunk0/bucket"].result
 
 
 def one_place_off(run: Run) -> None:
@@ -79,13 +83,14 @@ def one_place_off(run: Run) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_one_place_of_one_element_of_two_values(sharded: bool) -> None:
     said = misses(one_place_off, 2, torch.float32, sharded)
-    assert "BytePS: not the rounded sum of two values: step 3, rank 1, bucket (1 in all)" in said
-    assert "bits differ: step 3, rank 1, bucket (1 in all)" in said
+    where = "step 3, rank 1, chunk0/bucket (1 in all)"
+    assert f"BytePS: not the rounded sum of two values: {where}" in said
+    assert f"bits differ: {where}" in said
 
 
 def test_one_element_of_one_member() -> None:
     said = misses(one_place_off, 4, torch.float32, False)
-    assert said == "BytePS: members got different sums: step 3, rank 1, bucket (1 in all)"
+    assert said == "BytePS: members got different sums: step 3, rank 1, chunk0/bucket (1 in all)"
 
 
 CHANGES: dict[str, tuple[Callable[[Run], object], str]] = {
@@ -100,7 +105,13 @@ CHANGES: dict[str, tuple[Callable[[Run], object], str]] = {
     ),
     "more pulled": (lambda run: setattr(run[2], "pulled_bytes", 68), "host 2 pulled 68 bytes"),
     "fewer steps": (lambda run: run[1].steps.pop(), "rank 1: 3 and 4 steps"),
-    "other bucket": (lambda run: run[0].steps[0].sums.clear(), "rank 0, step 1: other buckets"),
+    "no bucket": (lambda run: run[0].steps[0].sums.clear(), "rank 0, step 1: other parameters"),
+    "other bucket": (
+        lambda run: (
+            run[0].steps[0].sums.update({"chunk0/x": run[0].steps[0].sums.pop("chunk0/bucket")})
+        ),
+        "rank 0, step 1: other buckets",
+    ),
     "first loss": (lambda run: setattr(run[0].steps[0], "loss", 5.1), "the first losses differ"),
     "late loss": (lambda run: setattr(run[0].steps[3], "loss", 2.1), "the losses differ by 0.05"),
     "loss nan": (
@@ -125,7 +136,7 @@ def test_sent_as_bf16(ranks: int) -> None:
     def misses_of(*, rounded_parts: bool, rounded_sum: bool) -> str:
         ours = made_up(ranks, torch.float32, byteps=True, wire_size=2)
         for step in range(STEPS):
-            sums = [rank.steps[step].sums["bucket"] for rank in ours]
+            sums = [rank.steps[step].sums["chunk0/bucket"] for rank in ours]
             parts = [s.local.bfloat16() if rounded_parts else s.local for s in sums]
             total = torch.stack([part.double() for part in parts]).sum(0)
             for one in sums:

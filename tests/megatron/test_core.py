@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,22 @@ def test_inside_one_host_nothing_is_pushed(run_job: RunJob) -> None:
     assert ours.result(0)["pushed"] == 0
     log = ours.log_of(0).read_text()
     assert "all ranks are on one host" in log and log.count("dpu_reduce: dense gradients") == 1
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_between_hosts_the_way_is_chosen_by_trying(run_job: RunJob, sharded: bool) -> None:
+    """Either way may be the faster one here. All ranks take the same, and sum the same."""
+    config = {"overlap_grad_reduce": True, "use_distributed_optimizer": sharded}
+    auto = {**config, "use_dpu_reduce": True, "dpu_reduce_route": "auto"}
+    ours = run_job("core_forced", 4, config=auto, per_host=2)
+    theirs = run_job("core_forced", 4, config=config)
+    for rank in range(4):
+        for name, value in ours.result(rank).items():
+            torch.testing.assert_close(value, theirs.result(rank)[name], rtol=1e-2, atol=1e-2)
+    logs = [ours.log_of(rank).read_text() for rank in range(4)]
+    assert "dense gradients" in logs[0] and "Gbit/s through servers" in logs[0]
+    told = [re.findall(r"gradient sums: \d+ of \d+ buckets go through", log) for log in logs]
+    assert told[0] and told == told[:1] * 4
 
 
 def test_refusals_where_ddp_is_built(run_job: RunJob) -> None:

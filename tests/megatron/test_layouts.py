@@ -106,9 +106,11 @@ def reference(
         ("dp4-overlap", "stale", "float32: error"),
         ("dp4-do-bf16-wire-acc2", "stale", "bfloat16: error"),
         ("servers-dp2-bf16-acc2", "undecayed", "parameters differ by"),
+        ("servers-dp2-bf16-acc2", "undecayed", "updates are off by"),
         ("servers-dp2-bf16-acc2", "one-rank", "copies of "),
         ("servers-pp2-vpp2-dp2-overlap-acc4", "pushed-too-early", "norms differ by"),
         ("servers-tp2-dp2", "copies-counted", "norms differ by"),
+        ("servers-tp2-dp2-overlap-acc2", "too-many-zeros", "gradients of the first step are 0"),
     ],
 )
 def test_a_broken_reducer_is_found_out(
@@ -119,6 +121,15 @@ def test_a_broken_reducer_is_found_out(
     # It was BytePS that was broken, not the run it is compared with.
     assert not any(miss.startswith("all-reduce") for miss in report.misses)
     assert report.theirs.worst < 0.02
+
+
+def test_gradients_that_tensor_parallel_ranks_sum_hold_up_no_others(
+    reference: Reference, run_dir: Path
+) -> None:
+    """With the optimizer on the servers, and overlap: norms have buckets of their own."""
+    name = "servers-tp2-dp2-overlap-acc2"
+    report = reference.against(name, run_dir, "sent-before-the-step")
+    assert not report.misses
 
 
 def test_passes_that_run_again_are_sent_again(reference: Reference, run_dir: Path) -> None:

@@ -32,7 +32,7 @@ def test_every_part_of_the_identity_counts() -> None:
     kinds, models, chunks = ("dense", "expert"), (0, 1), (0, 1, 10)
     groups = ((0,), (0, 1), (0, 2), (0, 1, 2), (1, 2), (10, 11))
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64)
-    buckets = (0, 1, 10, 11)
+    buckets, buffers = (0, 1, 10, 11), (0, 1, 10)
     names = {
         _name(
             kind=kind,
@@ -42,12 +42,13 @@ def test_every_part_of_the_identity_counts() -> None:
             param_dtype=param,
             grad_dtype=grad,
             bucket_id=bucket,
+            buffer=buffer,
         )
-        for kind, group, model, chunk, param, grad, bucket in itertools.product(
-            kinds, groups, models, chunks, dtypes, dtypes, buckets
+        for kind, group, model, chunk, param, grad, bucket, buffer in itertools.product(
+            kinds, groups, models, chunks, dtypes, dtypes, buckets, buffers
         )
     }
-    assert len(names) == 2 * 6 * 2 * 3 * 5 * 5 * 4
+    assert len(names) == 2 * 6 * 2 * 3 * 5 * 5 * 4 * 3
 
 
 def test_an_unusual_dtype_has_a_name() -> None:

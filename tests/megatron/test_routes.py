@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from byteps.cost_model import Servers
-from megatron.core.distributed.dpu_reduce import plan
+from megatron.core.distributed.dpu_reduce import job, table
+from megatron.core.distributed.dpu_reduce.measure import Measured
 from megatron.core.distributed.dpu_reduce.routes import (
     COLLECTIVE,
     FLAT,
@@ -99,6 +100,33 @@ def test_uneven_hosts_are_summed_flat_and_the_reason_is_said() -> None:
     assert NODE_FIRST not in decide(uneven, network(2, 2)).loads
 
 
+@pytest.mark.parametrize(
+    ("hosts", "asked", "route", "why"),
+    [
+        ((0, 0, 1, 1), "auto", NODE_FIRST, "fewest bytes"),
+        ((0, 0, 1, 1), NODE_FIRST, NODE_FIRST, "asked for"),
+        ((0, 0, 1, 1), FLAT, FLAT, "asked for"),
+        ((0, 0, 0, 1), "auto", FLAT, "hosts have 1 or 3 ranks: not node first"),
+        ((0, 0, 0, 1), NODE_FIRST, FLAT, "hosts have 1 or 3 ranks: not node first"),
+        ((0, 1, 2), "auto", FLAT, "one rank a host"),
+        ((0, 1), NODE_FIRST, FLAT, "asked for, with one rank a host"),
+        ((0, 0), NODE_FIRST, FLAT, "all ranks are on one host"),
+        ((0,), "auto", FLAT, "a single rank"),
+    ],
+)
+def test_with_the_optimizer_on_the_servers_all_goes_through_them(
+    hosts: tuple[int, ...], asked: str, route: str, why: str
+) -> None:
+    what = Sum(hosts=hosts, gradient_bytes=2 * M, wire_bytes=M, updated=True)
+    rates = network(len(set(hosts)), 4, gbps=10)
+    decision = decide(what, rates, asked)
+    assert (decision.route, decision.why) == (route, why)
+    assert COLLECTIVE not in decision.loads
+    if NODE_FIRST in decision.loads:
+        assert decision.loads[NODE_FIRST].host == M == decision.loads[FLAT].host / 2
+    assert "optimizer on the servers" in table.describe("dense", [(what, decision)], rates)
+
+
 def test_slow_servers_are_left_out_where_rates_are_known() -> None:
     what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
     servers = Servers(hosts=4, extra=4)
@@ -106,6 +134,19 @@ def test_slow_servers_are_left_out_where_rates_are_known() -> None:
         rates = Network(servers=servers, host_rate=100e9 / 8, server_rate=server_gbps * 1e9 / 8)
         assert decide(what, rates).route == route
     assert decide(what, rates).seconds[FLAT] == pytest.approx(M * 8 / 50e9)
+
+
+def test_measured_rates_decide() -> None:
+    """Bytes say 1.5 times as fast; what was measured may say something else."""
+    what = Sum(hosts=hosts_of(4), gradient_bytes=M, wire_bytes=M)
+    told = network(4, 4, gbps=100)
+    for through_servers, route in ((80e8, FLAT), (60e8, COLLECTIVE)):
+        seen = Measured(size=1 << 26, rates={FLAT: through_servers, COLLECTIVE: 100e8})
+        decision = decide(what, seen.applied(told))
+        assert decision.route == route
+        assert decision.seconds == {FLAT: M / through_servers, COLLECTIVE: 1.5 * M / 100e8}
+        text = table.describe("dense", [(what, decision)], seen.applied(told))
+        assert "measured with 67.1 MB" in text and "80 by the collective" in text
 
 
 def test_servers_on_the_workers_hosts_gain_nothing_by_themselves() -> None:
@@ -118,7 +159,7 @@ def test_servers_on_the_workers_hosts_gain_nothing_by_themselves() -> None:
 def test_the_table_tells_bytes_times_and_the_choice() -> None:
     what = Sum(hosts=hosts_of(4, 2), gradient_bytes=10**9, wire_bytes=10**9)
     rates = network(4, 4, gbps=10)
-    text = plan.describe("dense", [(what, decide(what, rates))] * 3, rates)
+    text = table.describe("dense", [(what, decide(what, rates))] * 3, rates)
     assert (
         "8 ranks, 2 on each of 4 hosts; servers: 1 on each of 4 machines" in text
         and "10 Gbit/s a host" in text
@@ -141,7 +182,7 @@ def test_only_real_cards_are_asked_for_their_rate(tmp_path: Path) -> None:
         (folder / "device" if real else folder).mkdir(parents=True)
         (folder / "speed").write_text(speed + "\n")
         (folder / "operstate").write_text(state + "\n")
-    assert plan._card_gbps("", tmp_path) == 25
-    assert plan._card_gbps("eth1", tmp_path) == 100
-    assert plan._card_gbps("veth0", tmp_path) == 0
-    assert plan._card_gbps("missing", tmp_path) == 0
+    assert job.card_gbps("", tmp_path) == 25
+    assert job.card_gbps("eth1", tmp_path) == 100
+    assert job.card_gbps("veth0", tmp_path) == 0
+    assert job.card_gbps("missing", tmp_path) == 0

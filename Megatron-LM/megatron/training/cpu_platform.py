@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 from argparse import ArgumentParser, Namespace
@@ -246,6 +247,25 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _write_checkpoints(*args: Any) -> None:
+    """The loop of the process that writes checkpoints, which takes its GPU by number."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    torch.cuda.device_count = lambda: 1
+    next(original for owner, _, original in _replaced if owner is PersistentAsyncCaller).__func__(
+        *args
+    )
+
+
+def _copied(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+    """What is to be written, as it is now: training goes on and changes the model, which lies in
+    the CPU's memory."""
+    return [
+        (name, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
+        for name, key, (objects, tensors) in write_buckets
+    ]
+
+
 # fmt: off
 _FACTORIES = (
     "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones",
@@ -257,6 +277,8 @@ _FACTORIES = (
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """What is replaced: the owner, the attribute and what takes its place."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
     from megatron.core.tensor_parallel import random as megatron_random
 
     cuda = torch.cuda
@@ -299,6 +321,16 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield megatron_random, "_get_cuda_rng_state", _get_rng_state
     yield megatron_random, "_set_cuda_rng_state", _set_rng_state
     yield DataLoader, "__iter__", _iterate_data
+    # Checkpoints that are written while training goes on: the process that does it has these
+    # stand-ins too.
+    yield PersistentAsyncCaller, "async_loop", staticmethod(_write_checkpoints)
+    start = inspect.getattr_static(PersistentAsyncCaller, "_get_process").__func__
+    yield (
+        PersistentAsyncCaller,
+        "_get_process",
+        classmethod(lambda cls, rank, mode="", *nice: start(cls, rank, "fork", *nice)),
+    )
+    yield FileSystemWriterAsync, "preload_tensors", staticmethod(_copied)
     # Tensors and modules that are sent to, or made on, the GPU.
     yield torch.Tensor, "cuda", _itself
     yield torch.Tensor, "pin_memory", _itself
@@ -322,7 +354,7 @@ def install() -> None:
     if is_active():
         return
     for owner, name, replacement in list(_stand_ins()):
-        _replaced.append((owner, name, getattr(owner, name)))
+        _replaced.append((owner, name, inspect.getattr_static(owner, name)))
         setattr(owner, name, replacement)
     # Megatron's small fused functions are torch.compile'd where they are defined. On the CPU that
     # costs seconds of a C++ compiler at the first step, on every rank, and gains nothing.

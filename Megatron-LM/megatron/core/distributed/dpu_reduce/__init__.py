@@ -14,6 +14,7 @@ Megatron calls this module at these places, each a hook of a line or two:
 ``validate_args``            the parsed arguments: refuse what is not supported
 ``validate_ddp_config``      a ``DistributedDataParallelConfig`` is made
 ``refuse_fsdp``              a fully sharded wrapper is built
+``apart``                    DDP has grouped parameters: which need a buffer of their own?
 ``initialize``               torch.distributed is up: start BytePS once
 ``register``                 a ``DistributedDataParallel`` was built: plan its buckets
 ``takes``                    a bucket group is ready: does BytePS sum it?
@@ -28,9 +29,12 @@ Megatron calls this module at these places, each a hook of a line or two:
 ``refusals``           what cannot be served
 ``naming``             names, priorities and placements of buckets
 ``routes``             the ways to sum a bucket, and which is the fastest
-``plan``               hosts and links of the job; the operation of each bucket
+``job``                hosts and links of the job
+``plan``               the operation of each bucket
 ``sums``               the sums under way
+``summed_later``       gradients that change after the backward pass, apart
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update
+``server_routes``      whether their copies are summed alike
 ``server_optimizer``   the optimizer of those
 ``server_checkpoint``  what is saved of it
 ``bytepslib``          BytePS, imported when it is first needed
@@ -44,15 +48,18 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from .job import initialize
 from .naming import bucket_name, bucket_priority, group_name, partition_count
-from .plan import BucketOp, forget, initialize, register
+from .plan import BucketOp, forget, register
 from .refusals import refuse_fsdp, validate_args, validate_ddp_config
+from .summed_later import apart
 from .sums import GradSyncHandle, start_grad_sync, takes
 
 __all__ = [
     "BucketOp",
     "GradSyncHandle",
     "add_checkpoint_metadata",
+    "apart",
     "bucket_name",
     "bucket_priority",
     "gradients_will_be_zeroed",

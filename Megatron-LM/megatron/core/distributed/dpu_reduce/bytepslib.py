@@ -33,9 +33,25 @@ def nodes() -> ModuleType:
     return module
 
 
+def pieces() -> ModuleType:
+    """The module ``byteps.torch.pieces``. Raises RuntimeError as :func:`byteps` does."""
+    byteps()
+    from byteps.torch import pieces as module
+
+    return module
+
+
 def server_state() -> ModuleType:
     """The module ``byteps.torch.server_state``. Raises RuntimeError as :func:`byteps` does."""
     byteps()
     from byteps.torch import server_state as module
+
+    return module
+
+
+def server_nodes() -> ModuleType:
+    """The module ``byteps.torch.server_nodes``. Raises RuntimeError as :func:`byteps` does."""
+    byteps()
+    from byteps.torch import server_nodes as module
 
     return module

@@ -40,6 +40,7 @@ def bucket_name(
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
     bucket_id: int,
+    buffer: int = 0,
 ) -> str:
     """The key of a bucket: a pure function of what identifies it.
 
@@ -55,8 +56,11 @@ def bucket_name(
         param_dtype: dtype of the buffer's parameters.
         grad_dtype: dtype in which the buffer's gradients are summed.
         bucket_id: index of the bucket in its buffer.
+        buffer: index of the buffer among those of the model chunk that have these dtypes.
     """
     dtypes = f"{_dtype_name(param_dtype)}-{_dtype_name(grad_dtype)}"
+    if buffer:
+        dtypes += f"-{buffer}"
     return (
         f"dpu_reduce/{kind}/{group_name(group)}/model{model}/chunk{chunk}/{dtypes}/"
         f"bucket{bucket_id}"

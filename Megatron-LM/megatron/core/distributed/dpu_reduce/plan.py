@@ -5,18 +5,19 @@
 from __future__ import annotations
 
 import logging
-import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from .bytepslib import byteps, nodes
-from .naming import bucket_name, bucket_priority, named, partition_count
+from . import job, table
+from .bytepslib import byteps, nodes, pieces
+from .measure import Measured, measure
+from .naming import bucket_name, bucket_priority, group_name, named, partition_count
 from .refusals import WIRE_DTYPES, validate_ddp_config
-from .routes import COLLECTIVE, FLAT, NODE_FIRST, Decision, Network, Sum, decide, per_host
+from .routes import AUTO, COLLECTIVE, FLAT, NODE_FIRST, Decision, Sum, decide
 
 if TYPE_CHECKING:
     from byteps.torch.nodes import NodeSum
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     )
 
 logger = logging.getLogger(__name__)
-
-_GBPS = 1e9 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,140 +61,22 @@ class BucketOp:
     node_shards: NodeSum | None = None
     """Node first, with the distributed optimizer: the sum of which each rank gets its shard."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What all ranks told each other when BytePS started."""
-
-    hosts: tuple[int, ...]
-    """Of each rank: a number for each host."""
-    network: Network
+    def wanted(self, elements: int) -> tuple[int, int]:
+        """First and last plus one of the bucket's elements that this rank's optimizer owns."""
+        shard = elements // len(self.owners)
+        index = self.owners.index(torch.distributed.get_rank())
+        return index * shard, (index + 1) * shard
 
 
-_BY_SERVERS = Decision(route=FLAT, why="servers keep the optimizer", loads={}, seconds={})
-
-_job: _Job | None = None
 _told: set[str] = set()
-
-
-def initialize() -> None:
-    """Start BytePS on this rank, once; later calls do nothing. Blocks until every rank is there.
-
-    torch.distributed must be initialised: its ranks are the BytePS workers.
-
-    Raises:
-        RuntimeError: BytePS is missing, or counts its workers differently from torch.distributed.
-        byteps.torch.BytePSError: the scheduler or a server cannot be reached.
-    """
-    global _job
-    bps = byteps()
-    if not torch.distributed.is_initialized():
-        raise RuntimeError("--use-dpu-reduce: initialise torch.distributed before BytePS")
-    if not bps.is_initialized():
-        bps.init()
-        _job = None
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if (bps.rank(), bps.size()) != (rank, size):
-        raise RuntimeError(
-            f"BytePS is worker {bps.rank()} of {bps.size()}, torch.distributed is rank {rank} of "
-            f"{size}: check RANK and WORLD_SIZE against DMLC_WORKER_ID and DMLC_NUM_WORKER"
-        )
-    if _job is None:
-        _job = _meet()
 
 
 def forget() -> None:
     """Let go of everything that was planned."""
-    global _job
-    _job = None
+    job.forget()
     _told.clear()
+    _measurements.clear()
     named.clear()
-
-
-def _meet() -> _Job:
-    """Learn every rank's host and link; all ranks call this."""
-    bps, node = byteps(), nodes()
-    mine = (
-        node.host_name(),
-        float(node.setting("BYTEPS_LINK_GBPS")) or _card_gbps(node.setting("DMLC_INTERFACE")),
-        float(node.setting("BYTEPS_SERVER_LINK_GBPS")),
-        -1 if _embedded() else int(node.setting("BYTEPS_LOCAL_SERVERS")),
-        int(node.setting("BYTEPS_SERVERS_PER_MACHINE")),
-    )
-    told: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(told, mine)
-    names, rates, server_rates, local, per_machine = zip(*told, strict=True)
-    numbers = {name: index for index, name in enumerate(dict.fromkeys(names))}
-    for variable, values in (
-        ("BYTEPS_LOCAL_SERVERS", local),
-        ("BYTEPS_SERVERS_PER_MACHINE", per_machine),
-    ):
-        if len(set(values)) > 1:
-            raise RuntimeError(
-                f"--use-dpu-reduce: ranks disagree on {variable}: {sorted(set(values))}"
-            )
-    count = len(bps.bytes_per_server(1, name="count"))
-    servers = _servers(len(numbers), count, local[0], per_machine[0])
-    # One plan for all ranks: the slowest card decides, and a rate that a rank does not know is not
-    # known.
-    host, server = min(rates), min(server_rates)
-    return _Job(
-        hosts=tuple(numbers[name] for name in names),
-        network=Network(
-            servers=servers,
-            host_rate=host * _GBPS or None,
-            server_rate=server * _GBPS or None,
-        ),
-    )
-
-
-def _servers(hosts: int, count: int, local: int, per_machine: int) -> Any:
-    """``local`` servers on each host, out of ``count``; -1: all of them are."""
-    from byteps import cost_model
-
-    if local < 0:
-        each = max(1, count // hosts)
-        return cost_model.Servers(hosts=hosts, extra=0, local=each)
-    if local * hosts > count:
-        raise RuntimeError(
-            f"--use-dpu-reduce: BYTEPS_LOCAL_SERVERS={local} on {hosts} hosts are more than the "
-            f"job's {count} servers"
-        )
-    extra = count - local * hosts
-    if extra % per_machine:
-        raise RuntimeError(
-            f"--use-dpu-reduce: {extra} servers on machines of their own are no whole number of "
-            f"machines with BYTEPS_SERVERS_PER_MACHINE={per_machine}"
-        )
-    return cost_model.Servers(
-        hosts=hosts, extra=extra // per_machine, local=local, per_machine=per_machine
-    )
-
-
-def _embedded() -> bool:
-    from byteps.launcher import embedded
-
-    return bool(embedded.is_running())
-
-
-def _card_gbps(interface: str, root: Path = Path("/sys/class/net")) -> float:
-    """Rate of the named network card, or of the slowest that is up; 0 where none tells.
-
-    Only devices are asked: what a virtual interface says of its speed is made up.
-    """
-    rates = []
-    for entry in [root / interface] if interface else sorted(root.glob("*")):
-        try:
-            speed = int((entry / "speed").read_text())
-            up = (entry / "operstate").read_text().strip() == "up"
-        except (OSError, ValueError):
-            continue
-        if up and speed > 0 and (entry / "device").exists():
-            rates.append(speed / 1e3)
-    return min(rates, default=0.0)
-
-
-# --------------------------------------------------------------------------- a model's plan
 
 
 def register(ddp: DistributedDataParallel) -> None:
@@ -208,20 +89,27 @@ def register(ddp: DistributedDataParallel) -> None:
     """
     validate_ddp_config(ddp.ddp_config)
     chunk = _chunk_index(ddp.module)
-    initialize()
+    job.initialize()
     decisions: dict[int, Decision] = {}
-    for kind, group, groups, _ in _kinds(ddp):
-        if ddp.ddp_config.dpu_optimizer:
-            decisions |= {id(bucket): _BY_SERVERS for g in groups for bucket in g.buckets}
-        elif groups:
-            decisions |= _decide(ddp.ddp_config, kind, group, groups)
+    for kind, group, groups, buffers in _kinds(ddp):
+        if groups:
+            decisions |= _decide(ddp.ddp_config, kind, group, groups, buffers)
 
     for kind, group, _, buffers in _kinds(ddp):
         if not buffers:
             continue
         model = named.next_model(kind, _ranks(group), chunk)
+        alike: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
         for buffer in buffers:
-            _register_buffer(buffer, decisions, kind=kind, group=group, model=model, chunk=chunk)
+            dtypes = (buffer.param_dtype, buffer.grad_dtype)
+            _register_buffer(
+                *(buffer, alike[dtypes], decisions),
+                kind=kind,
+                group=group,
+                model=model,
+                chunk=chunk,
+            )
+            alike[dtypes] += 1
 
     buckets = [bucket for *_, buffers in _kinds(ddp) for b in buffers for bucket in b.buckets]
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
@@ -292,93 +180,118 @@ def _decide(
     kind: str,
     group: _Group,
     groups: Sequence[_ParamAndGradBucketGroup],
+    buffers: Sequence[_ParamAndGradBuffer],
 ) -> dict[int, Decision]:
     """The decision for each bucket, by its id; tell on rank 0 how it came about."""
-    assert _job is not None
-    hosts = tuple(_job.hosts[rank] for rank in _ranks(group))
-    asked = config.dpu_reduce_route or "auto"
-    decisions, table = {}, []
-    for bucket_group in groups:
-        sent = sum(_sent_bytes(bucket, config) for bucket in bucket_group.buckets)
-        what = Sum(
+    hosts = tuple(job.joined().hosts[rank] for rank in _ranks(group))
+    asked = config.dpu_reduce_route or AUTO
+    sums = [
+        Sum(
             hosts=hosts,
             gradient_bytes=sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets),
-            wire_bytes=sent,
+            wire_bytes=sum(_sent_bytes(bucket, config) for bucket in bucket_group.buckets),
             sharded=config.use_distributed_optimizer,
             instances=config.num_distributed_optimizer_instances,
+            updated=config.dpu_optimizer,
         )
-        decision = decide(what, _job.network, asked)
-        table.append((what, decision))
+        for bucket_group in groups
+    ]
+    network = job.joined().network
+    if asked == AUTO and job.joined().measures and len(set(hosts)) > 1 and not config.dpu_optimizer:
+        network = _measured(kind, group, groups, sums, buffers[0]).applied(network)
+    decisions, rows = {}, []
+    for bucket_group, what in zip(groups, sums, strict=True):
+        decision = decide(what, network, asked)
+        rows.append((what, decision))
         decisions |= {id(bucket): decision for bucket in bucket_group.buckets}
     if torch.distributed.get_rank() == 0:
-        text = describe(kind, table, _job.network)
+        text = table.describe(kind, rows, network)
         if text not in _told:
             _told.add(text)
-            print(_as_lines(text), flush=True)
+            print(table.as_lines(text), flush=True)
     return decisions
 
 
-def _as_lines(text: str) -> str:
-    """The table as it is, or where lines of the log are JSON as one of them."""
-    if os.environ.get("BYTEPS_LOG_FORMAT") != "json":
-        return text
-    from byteps import logs
+_measurements: dict[tuple[object, ...], Measured] = {}
+"""By group and by what is summed: model chunks that are alike are measured once."""
 
-    return logs.render(logging.INFO, text)
+
+@dataclass(frozen=True, kw_only=True)
+class _Scratch:
+    """Stands in for a bucket whose sum is tried."""
+
+    grad_data: torch.Tensor
+
+
+def _measured(
+    kind: str,
+    group: _Group,
+    groups: Sequence[_ParamAndGradBucketGroup],
+    sums: Sequence[Sum],
+    buffer: _ParamAndGradBuffer,
+) -> Measured:
+    """The rates of the largest sum of a kind; all members of the group call this."""
+    config, ranks = buffer.ddp_config, _ranks(group)
+    what, bucket_group = max(
+        zip(sums, groups, strict=True), key=lambda pair: pair[0].gradient_bytes
+    )
+    like = bucket_group.buckets[0].grad_data
+    wire_dtype = _wire_dtype(buffer.param_dtype, like.dtype, config)
+    owners = _ranks(buffer.data_parallel_group)
+    key = (kind, ranks, owners, like.dtype, wire_dtype, what.sharded, what.gradient_bytes)
+    if key in _measurements:
+        return _measurements[key]
+
+    def sum_op(tensor: torch.Tensor, route: str) -> BucketOp:
+        dtypes = f"{like.dtype}-{wire_dtype}".replace("torch.", "")
+        return BucketOp(
+            name=f"dpu_reduce/measured/{kind}/{group_name(ranks)}/{dtypes}/{tensor.numel()}",
+            group=ranks,
+            owners=owners,
+            priority=0,
+            placement=min(ranks),
+            wire_dtype=wire_dtype,
+            route=route,
+        )
+
+    def flat(tensor: torch.Tensor) -> None:
+        op, bps = sum_op(tensor, FLAT), byteps()
+        handle = bps.push_pull_async_inplace(
+            tensor,
+            average=False,
+            name=op.name,
+            placement=op.placement,
+            group=op.group,
+            pull=op.wanted(tensor.numel()) if what.sharded else None,
+            wire_dtype=wire_dtype,
+        )
+        bps.synchronize(handle)
+
+    def node_first(tensor: torch.Tensor) -> None:
+        op = sum_op(tensor, NODE_FIRST)
+        whole, shards = _node_sums(op, _Scratch(grad_data=tensor), buffer, group)
+        replace(shards or whole, placement=op.placement).start(tensor).wait()
+
+    def collective(tensor: torch.Tensor) -> None:
+        if not what.sharded:
+            torch.distributed.all_reduce(tensor, group=group)
+            return
+        within = buffer.data_parallel_group
+        shard = tensor.view(within.size(), -1)[within.rank()]
+        torch.distributed.reduce_scatter_tensor(shard, tensor, group=within)
+        if what.instances > 1:
+            across = bucket_group.inter_distributed_optimizer_instance_group
+            torch.distributed.all_reduce(shard, group=across)
+
+    tries = {FLAT: flat, NODE_FIRST: node_first, COLLECTIVE: collective}
+    _measurements[key] = measure(what, job.joined().network, tries, group, like)
+    return _measurements[key]
 
 
 def _sent_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> int:
-    return bucket.grad_data.numel() * _wire_dtype(bucket.grad_data.dtype, config).itemsize
-
-
-def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) -> str:
-    """The table of a model chunk's sums: bytes over the cards and time by each route, and which
-    was chosen and why."""
-    first = sums[0][0]
-    members, servers = sorted(per_host(first.hosts).values()), network.servers
-    each = str(members[0]) if members[0] == members[-1] else f"{members[0]} to {members[-1]}"
-    rates = "link rates not known (BYTEPS_LINK_GBPS): bytes are compared"
-    if network.host_rate:
-        server = network.server_rate or network.host_rate
-        rates = f"{network.host_rate / _GBPS:g} Gbit/s a host, {server / _GBPS:g} Gbit/s a server"
-    lines = [
-        f"dpu_reduce: {kind} gradients over {len(first.hosts)} ranks, {each} on each of "
-        f"{len(set(first.hosts))} hosts; servers: {servers.per_machine if servers.extra else 0} on "
-        f"each of {servers.extra} machines of their own, {servers.local} on each of "
-        f"{servers.hosts} hosts; {rates}"
-    ]
-    rows = [("buckets", "MB", "way", "MB a host's card", "MB a server's card", "ms", "chosen")]
-    by_plan: dict[tuple[str, str], list[tuple[Sum, Decision]]] = {}
-    for what, decision in sums:
-        by_plan.setdefault((decision.route, decision.why), []).append((what, decision))
-    for (chosen, why), alike in by_plan.items():
-        head = (str(len(alike)), f"{sum(what.gradient_bytes for what, _ in alike) / 1e6:.1f}")
-        for route in alike[0][1].loads:
-            host = sum(decision.loads[route].host for _, decision in alike) / 1e6
-            server = sum(decision.loads[route].server for _, decision in alike) / 1e6
-            seconds = sum(decision.seconds[route] for _, decision in alike)
-            rows.append(
-                (
-                    *head,
-                    _collective_name(first) if route == COLLECTIVE else f"BytePS {route}",
-                    f"{host:.1f}",
-                    "-" if route == COLLECTIVE else f"{server:.1f}",
-                    f"{seconds * 1e3:.1f}" if network.host_rate else "-",
-                    f"yes: {why}" if route == chosen else "",
-                )
-            )
-            head = ("", "")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _collective_name(what: Sum) -> str:
-    if not what.sharded:
-        return "all-reduce"
-    return "reduce-scatter" if what.instances == 1 else "reduce-scatter, all-reduce of shards"
+    param_dtype = next(iter(bucket.params_list)).dtype
+    wire_dtype = _wire_dtype(param_dtype, bucket.grad_data.dtype, config)
+    return bucket.grad_data.numel() * wire_dtype.itemsize
 
 
 def _spread(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
@@ -400,9 +313,14 @@ def _spread(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
     return total
 
 
-def _wire_dtype(grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig) -> torch.dtype:
-    """The wire type that was asked for is for fp32: of a half type it would keep less."""
+def _wire_dtype(
+    param_dtype: torch.dtype, grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig
+) -> torch.dtype:
+    """The wire type that was asked for is for fp32: of a half type it would keep less. With the
+    optimizer on the servers, parameters come down in it."""
     if ddp_config.dpu_reduce_wire_dtype is None or grad_dtype != torch.float32:
+        return grad_dtype
+    if ddp_config.dpu_optimizer and param_dtype == torch.float32:
         return grad_dtype
     return WIRE_DTYPES[ddp_config.dpu_reduce_wire_dtype]
 
@@ -413,6 +331,7 @@ def _ranks(group: _Group) -> tuple[int, ...]:
 
 def _register_buffer(
     buffer: _ParamAndGradBuffer,
+    index: int,
     decisions: dict[int, Decision],
     *,
     kind: str,
@@ -427,9 +346,7 @@ def _register_buffer(
             f"--use-dpu-reduce: the {kind} data-parallel group {ranks} is not {instances} "
             f"optimizer instance(s) of ranks {owners}"
         )
-    wire_dtype = _wire_dtype(buffer.grad_dtype, buffer.ddp_config)
-    if buffer.ddp_config.dpu_optimizer and buffer.param_dtype == torch.float32:
-        wire_dtype = torch.float32  # in which parameters come down
+    wire_dtype = _wire_dtype(buffer.param_dtype, buffer.grad_dtype, buffer.ddp_config)
     for bucket in buffer.buckets:
         op = BucketOp(
             name=bucket_name(
@@ -440,6 +357,7 @@ def _register_buffer(
                 param_dtype=buffer.param_dtype,
                 grad_dtype=buffer.grad_dtype,
                 bucket_id=bucket.bucket_id,
+                buffer=index,
             ),
             group=ranks,
             owners=owners,
@@ -457,8 +375,6 @@ def _placed(
     op: BucketOp, bucket: _ParamAndGradBucket, buffer: _ParamAndGradBuffer, group: _Group
 ) -> BucketOp:
     """The operation with its place on the servers and, node first, its sums inside the host."""
-    from dataclasses import replace
-
     bps, elements = byteps(), bucket.grad_data.numel()
     if op.route == COLLECTIVE or elements == 0:
         return op
@@ -478,13 +394,15 @@ def _placed(
 
 
 def _node_sums(
-    op: BucketOp, bucket: _ParamAndGradBucket, buffer: _ParamAndGradBuffer, group: _Group
+    op: BucketOp,
+    bucket: _ParamAndGradBucket | _Scratch,
+    buffer: _ParamAndGradBuffer,
+    group: _Group,
 ) -> tuple[NodeSum, NodeSum | None]:
-    assert _job is not None
-    node, rank = nodes(), torch.distributed.get_rank()
-    layout = node.HostLayout.of(op.group, [str(_job.hosts[r]) for r in op.group])
+    node, cutting, rank = nodes(), pieces(), torch.distributed.get_rank()
+    layout = node.HostLayout.of(op.group, [str(job.joined().hosts[r]) for r in op.group])
     beside, elements = layout.beside(rank), bucket.grad_data.numel()
-    pieces = node.piece_count(elements * op.wire_dtype.itemsize // len(beside))
+    count = node.piece_count(elements * op.wire_dtype.itemsize // len(beside))
     common = {
         "layout": layout,
         "node": node.groups.get(
@@ -496,7 +414,7 @@ def _node_sums(
     }
     whole = node.NodeSum(
         name=op.name,
-        pieces=tuple(node.whole_pieces(elements, len(beside), pieces)),
+        pieces=tuple(cutting.whole_pieces(elements, len(beside), count)),
         **common,
     )
     if not buffer.ddp_config.use_distributed_optimizer:
@@ -509,7 +427,9 @@ def _node_sums(
             f"--use-dpu-reduce: rank {rank} is not shard {mine} of the owners {op.owners} in the "
             f"data-parallel group {op.group}"
         )
-    cut = node.shard_pieces(elements, owned, layout.host_of(rank), layout.local_index(rank), pieces)
+    cut = cutting.shard_pieces(
+        elements, owned, layout.host_of(rank), layout.local_index(rank), count
+    )
     if cut is None:
         # Several instances on one host: its ranks own the same shards, and gather more than these.
         return whole, None

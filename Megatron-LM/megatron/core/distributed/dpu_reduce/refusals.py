@@ -120,7 +120,6 @@ _REFUSALS: tuple[_Refusal, ...] = (
 
 
 _STATELESS = "ranks hold no optimizer state with it"
-_UNSUMMED = "the sums of the gradients stay on the servers"
 
 _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
     _Refusal(
@@ -141,8 +140,8 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
     _Refusal(
         attributes=("dpu_reduce_route",),
         flag="--dpu-reduce-route",
-        reason="every rank pushes whole buckets",
-        allowed=("auto", "flat", None),
+        reason="no collective takes the place of servers that update",
+        allowed=("auto", "flat", "node-first", None),
     ),
     _Refusal(
         attributes=(
@@ -192,14 +191,9 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         reason="BytePS runs on the host",
     ),
     _Refusal(
-        attributes=("log_num_zeros_in_grad",),
-        flag="--log-num-zeros-in-grad",
-        reason=_UNSUMMED,
-    ),
-    _Refusal(
         attributes=("save_wgrads_interval",),
         flag="--save-wgrads-interval",
-        reason=_UNSUMMED,
+        reason="the sums of the gradients stay on the servers",
     ),
     _Refusal(
         attributes=("mtp_num_layers",),

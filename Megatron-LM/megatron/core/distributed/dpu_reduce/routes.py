@@ -34,10 +34,16 @@ class Network:
     compared, as if all cards were alike."""
     server_rate: float | None
     """Of a server's card; None: as the host's."""
+    collective_rate: float | None = None
+    """Bytes a second over a worker host's card in a collective; None: as ``host_rate``."""
+    measured_bytes: int = 0
+    """Rates were measured with a tensor of so many bytes; 0: cards or settings told them."""
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, route: str, load: Load) -> float:
         """Time of a load; in units of a byte's time where rates are not known."""
         host = self.host_rate or 1.0
+        if route == COLLECTIVE and self.collective_rate:
+            return load.seconds(self.collective_rate, self.collective_rate)
         return load.seconds(host, (self.server_rate if self.host_rate else None) or host)
 
 
@@ -55,6 +61,8 @@ class Sum:
     """The distributed optimizer: each rank needs its own shard."""
     instances: int = 1
     """Of that optimizer: consecutive members, equally many, hold all shards once."""
+    updated: bool = False
+    """Servers keep the optimizer, and answer with parameters instead of the sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +94,7 @@ def loads_of(what: Sum, servers: Servers) -> dict[str, Load]:
 
     hosts, members = what.hosts, max(per_host(what.hosts).values())
     shards = len(hosts) // what.instances
-    loads = {COLLECTIVE: _collective(what)}
+    loads = {} if what.updated else {COLLECTIVE: _collective(what)}
     pulled = what.wire_bytes / shards if what.sharded else what.wire_bytes
     loads[FLAT] = cost_model.push_pull(servers, members * what.wire_bytes, members * pulled)
     if can_be_node_first(hosts):
@@ -112,15 +120,24 @@ def _collective(what: Sum) -> Load:
     return cost_model.Load(host=scatter.host + reduce.host)
 
 
+def best_through_servers(what: Sum, network: Network) -> str:
+    """The route through servers that needs the least time."""
+    loads = loads_of(what, network.servers)
+    ours = [route for route in loads if route != COLLECTIVE]
+    return min(ours, key=lambda route: network.seconds(route, loads[route]))
+
+
 def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
     """The route of a sum: the one that was asked for, if it is possible, else the fastest."""
     loads = loads_of(what, network.servers)
-    seconds = {route: network.seconds(load) for route, load in loads.items()}
+    seconds = {route: network.seconds(route, load) for route, load in loads.items()}
 
     def decision(route: str, why: str) -> Decision:
         return Decision(route=route, why=why, loads=loads, seconds=seconds)
 
     one_host = len(set(what.hosts)) == 1
+    if what.updated:
+        return decision(*_for_servers(what, asked))
     if asked == COLLECTIVE or (asked == FLAT and len(what.hosts) > 1):
         return decision(asked, "asked for")
     if len(what.hosts) == 1:
@@ -128,14 +145,31 @@ def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
     if one_host:
         return decision(COLLECTIVE, "all ranks are on one host")
     if asked == NODE_FIRST:
-        if NODE_FIRST in loads:
-            return decision(NODE_FIRST, "asked for")
-        counts = sorted(set(per_host(what.hosts).values()))
-        if counts == [1]:
-            return decision(FLAT, "asked for, with one rank a host")
-        return decision(FLAT, f"hosts have {' or '.join(map(str, counts))} ranks: not node first")
-    ours = min((route for route in loads if route != COLLECTIVE), key=seconds.__getitem__)
+        return decision(*_node_first(what, "asked for"))
+    ours = best_through_servers(what, network)
     gain = seconds[COLLECTIVE] / seconds[ours]
     if gain * MARGIN >= 1:
         return decision(ours, f"{gain:.2f} x as fast as the collective")
     return decision(COLLECTIVE, f"{ours} would be {gain:.2f} x as fast")
+
+
+def _node_first(what: Sum, why: str) -> tuple[str, str]:
+    """That route, or the flat one with a reason, of a sum over several hosts."""
+    if can_be_node_first(what.hosts):
+        return NODE_FIRST, why
+    counts = sorted(set(per_host(what.hosts).values()))
+    if counts == [1]:
+        return FLAT, "one rank a host" if why != "asked for" else f"{why}, with one rank a host"
+    return FLAT, f"hosts have {' or '.join(map(str, counts))} ranks: not node first"
+
+
+def _for_servers(what: Sum, asked: str) -> tuple[str, str]:
+    """The route where servers keep the optimizer: no collective can take their place, and node
+    first each card carries the fewest bytes."""
+    if asked == FLAT:
+        return FLAT, "asked for"
+    if len(what.hosts) == 1:
+        return FLAT, "a single rank"
+    if len(set(what.hosts)) == 1:
+        return FLAT, "all ranks are on one host"
+    return _node_first(what, "asked for" if asked == NODE_FIRST else "fewest bytes")

@@ -4,21 +4,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from .bytepslib import byteps, server_state
+from .bytepslib import byteps, server_nodes, server_state
 
 if TYPE_CHECKING:
-    from byteps.torch.server_state import Rule, Step
+    from byteps.torch import TensorDeclaration
+    from byteps.torch.server_nodes import SharedTensor, Started
+    from byteps.torch.server_state import Rule, Segment, Step
 
     from ..param_and_grad_buffer import _ParamAndGradBucket
     from .plan import BucketOp
-
-_PACKED_AT_ONCE = 1 << 22
-"""Elements: memory of this size is taken while gradients are made shorter where they lie."""
 
 
 class ServerBucket:
@@ -28,6 +28,9 @@ class ServerBucket:
     Else, with parameters of bf16 and gradients of fp32, both travel in fp32: the parameters come
     down into the gradients' memory, whose content is used up then, and are rounded here, to nearest
     even as servers round.
+
+    Node first, the ranks of a host sum in the type of the gradients, each sends a part, and they
+    gather what comes down: see :mod:`byteps.torch.server_nodes`.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class ServerBucket:
         counts: Callable[[torch.nn.Parameter], bool],
         in_order: bool,
         speculative: bool,
+        counts_zeros: bool,
     ) -> None:
         """Lay the parameters side by side, as the gradients are, and tell the servers.
 
@@ -50,16 +54,14 @@ class ServerBucket:
             rule: how parameters are updated.
             group_of: index of the parameter group.
             counts: whether this rank's copy of a parameter counts in the norm of the gradients.
-            in_order: servers add gradients in the order of ranks.
+            in_order: gradients are added in the order of ranks.
             speculative: servers may be asked to try a step.
+            counts_zeros: servers count the gradients that are 0.
 
         Raises:
             byteps.torch.BytePSError: a server refuses, or has too little memory.
         """
-        op: BucketOp = bucket.dpu_reduce_op
         self._bucket = bucket
-        self.is_first = op.group[0] == torch.distributed.get_rank()
-        """Whether this rank loads what the servers keep."""
         grads = bucket.grad_data
         begins = {parameter: begin for parameter, (begin, _) in bucket.param_to_index.items()}
         self.places = sorted(
@@ -69,35 +71,36 @@ class ServerBucket:
         """First element in the bucket, and the parameter."""
         dtype = self.places[0][1].dtype
         self._parameters = torch.zeros(grads.numel(), dtype=dtype, device=grads.device)
-        segments: list[tuple[int, int, bool]] = []
+        segments: list[Segment] = []
         add = server_state().add_segment
         with torch.no_grad():
             for begin, parameter in self.places:
                 if segments and segments[-1][0] < begin:
                     # What lies between parameters is 0 and stays so.
-                    add(segments, begin, *segments[-1][1:])
+                    add(segments, begin, segments[-1][1], False)
                 part = self._part(self._parameters, begin, parameter)
                 part.copy_(parameter.detach())
                 parameter.data = part
                 add(segments, begin + parameter.numel(), group_of[parameter], counts(parameter))
-        add(segments, grads.numel(), *segments[-1][1:])
-        declaration = byteps().TensorDeclaration(
-            name=op.name,
-            dtype=op.wire_dtype,
-            numel=grads.numel(),
+        if segments[-1][0] < grads.numel():
+            add(segments, grads.numel(), segments[-1][1], False)
+        self._tensor, self._members = _shared_tensor(
+            bucket,
+            rule,
+            segments,
             average=average,
-            group=list(op.group),
-            placement=op.placement,
-            device=grads.device,
+            in_order=in_order,
+            speculative=speculative,
+            counts_zeros=counts_zeros,
         )
-        self._tensor = server_state().ServerTensor(
-            declaration, rule, segments, in_order=in_order, speculative=speculative
-        )
+        """`_members`: the ranks that send the same elements."""
+        self.is_first = self._members[0] == torch.distributed.get_rank()
+        """Whether this rank loads what it sends into the servers."""
         self._num_groups = len(rule.groups)
-        self._sent: torch.Tensor | None = None
-        self._pushed: int | None = None
+        self._pushed: Started | None = None
         self._tried: Step | None = None
-        self._landed: torch.Tensor | None = None
+        self._lies_in_gradients = False
+        """Whether what came down has to be copied to the parameters."""
 
     @staticmethod
     def _part(flat: torch.Tensor, begin: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -105,77 +108,75 @@ class ServerBucket:
 
     @property
     def squares(self) -> list[float]:
-        """Of `start`: the sum of the gradients' squares, in parts."""
-        return self._tensor.norms.tolist()
+        """Of `start`: the sum of the gradients' squares, in parts, of what this rank sends."""
+        return self._tensor.squares
 
     @property
-    def _received(self) -> torch.Tensor:
-        """Where parameters come down to, in the optimizer's step."""
-        op: BucketOp = self._bucket.dpu_reduce_op
-        return self._parameters if op.wire_dtype == self._parameters.dtype else self._gradients
+    def zeros(self) -> int:
+        """Of `start`: how many summed gradients of what this rank sends are 0, if servers count
+        them."""
+        return self._tensor.zeros
 
     @property
-    def _gradients(self) -> torch.Tensor:
-        assert self._sent is not None
-        return self._sent
+    def local(self) -> int:
+        """This rank's place among those of its host that send a part each; else 0."""
+        return self._tensor.local
 
-    def prepare(self) -> None:
-        """Gradients have the type in which they travel."""
+    def of_host(self, values: Sequence[float]) -> list[list[float]]:
+        """What each of the ranks gives that sum a bucket first, in one order on all of them."""
+        return self._tensor.of_host(values)
+
+    def _target(self) -> torch.Tensor | None:
+        """Where parameters come down to, in the optimizer's step; None: where gradients lie."""
         op: BucketOp = self._bucket.dpu_reduce_op
-        grads = self._bucket.grad_data
-        self._sent = grads if op.wire_dtype == grads.dtype else _shortened(grads, op.wire_dtype)
+        self._lies_in_gradients = op.wire_dtype != self._parameters.dtype
+        return None if self._lies_in_gradients else self._parameters
 
-    def push_step(self, step: Step) -> int:
+    def push_step(self, step: Step) -> Started:
         """Start; the servers update as soon as they have the sum."""
-        self.prepare()
-        self._landed = self._received
-        return self._tensor.push_step(self._gradients, self._landed, step)
+        return self._tensor.push_step(self._bucket.grad_data, self._target(), step)
 
     def push_early(self, attempt: Step | None) -> None:
         """The bucket's gradients will not change any more: send them. `start` then goes on."""
         self.forget_push()
         self._pushed = self._push(attempt)
 
-    def start(self, attempt: Step | None) -> int:
+    def start(self, attempt: Step | None) -> Started:
         """Start, unless it was; the servers answer with the sum's squares.
 
         Args:
             attempt: a step that the servers try; its parameters come with the squares, into the
                 memory of the gradients. What is answered has been sent, so that nobody needs it.
         """
-        handle, self._pushed = self._pushed, None
-        return self._push(attempt) if handle is None else handle
+        started, self._pushed = self._pushed, None
+        return self._push(attempt) if started is None else started
 
-    def _push(self, attempt: Step | None) -> int:
-        self.prepare()
+    def _push(self, attempt: Step | None) -> Started:
         self._tried = attempt
         if attempt is None:
-            return self._tensor.push_norm(self._gradients)
-        return self._tensor.push_try(self._gradients, self._gradients, attempt)
+            return self._tensor.push_norm(self._bucket.grad_data)
+        return self._tensor.push_try(self._bucket.grad_data, attempt)
 
     def forget_push(self) -> None:
         """If gradients were sent for a step that was not made, since Megatron computes them anew:
         wait until nothing reads or writes their memory any more."""
-        handle, self._pushed = self._pushed, None
-        if handle is None:
+        started, self._pushed = self._pushed, None
+        if started is None:
             return
-        self.wait(handle)
+        self._tensor.end(started)
         if self._tried is not None:
             self._tensor.drop()
             return
-        unused = torch.empty_like(self._gradients)
-        skip = (1, 1.0, True, [(0.0, 0.0)] * self._num_groups)
-        self._tensor.wait(self._tensor.step(unused, skip), unused)
+        self._tensor.forget((1, 1.0, True, [(0.0, 0.0)] * self._num_groups))
 
-    def finish(self, step: Step) -> int | None:
+    def finish(self, step: Step) -> Started | None:
         """After `start`: make the step. What was started is returned, None if nothing had to be."""
         if self._tried is None:
-            self._landed = self._received
-            return self._tensor.step(self._landed, step)
+            return self._tensor.step(self._target(), step)
         skip = step[2]
-        self._landed = self._parameters if skip else self._gradients
+        self._lies_in_gradients = not skip
         if not skip and self._tried != step:
-            return self._tensor.step(self._landed, step)
+            return self._tensor.step(None, step)
         if skip:
             self._tensor.drop()
         else:
@@ -186,18 +187,22 @@ class ServerBucket:
         """A checkpoint is loaded: drop a step that was tried and neither kept nor dropped."""
         self._tensor.give_up()
 
-    def wait(self, handle: int) -> None:
-        """Until what was started has ended; raises BytePSError when it failed."""
-        self._tensor.wait(handle, self._parameters, self._gradients)
+    def wait(self, started: Started, *, failed: bool = False) -> None:
+        """Until what was started has ended; raises BytePSError when it failed. If another bucket
+        has `failed` before, the ranks of the host are not waited for."""
+        if failed:
+            self._tensor.end(started)
+        else:
+            self._tensor.wait(started)
 
     def take_parameters(self) -> None:
         """The model has what has come down."""
-        assert self._landed is not None
-        if self._landed is not self._parameters:
-            self._parameters.copy_(self._landed)
+        if self._lies_in_gradients:
+            self._tensor.take(self._parameters)
 
     def load_parameters(self) -> None:
-        """Give the servers the model's parameters, with no history. Called on the first rank."""
+        """Give the servers the model's parameters, with no history. Called on the first rank; node
+        first, on all ranks of the first host."""
         self._tensor.load(0, self._parameters.float().cpu())
 
     def load(self, slot: int, values: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
@@ -208,18 +213,79 @@ class ServerBucket:
                 self._part(flat, begin, parameter).copy_(values[parameter])
         self._tensor.load(slot, flat)
 
-    def read(self, slot: int) -> dict[Any, torch.Tensor]:
-        """What the servers keep of each parameter, in fp32, on the CPU."""
-        flat = self._tensor.read(slot)
-        return {parameter: self._part(flat, begin, parameter) for begin, parameter in self.places}
+    @property
+    def owned(self) -> list[tuple[int, int]]:
+        """Begin and end of the elements that this rank saves. If each rank sends all, these are
+        those that it would own in Megatron's distributed optimizer; node first, its share of each
+        part that it sends."""
+        found = []
+        for first, last in self._tensor.mine:
+            size = -(-(last - first) // len(self._members))
+            begin = first + self._members.index(torch.distributed.get_rank()) * size
+            found.append((min(begin, last), min(begin + size, last)))
+        return found
+
+    def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        """What the servers keep of these elements, which this rank sends, in fp32, on the CPU."""
+        return self._tensor.read(slot, begin, end)
+
+    def gather(
+        self, slot: int, begin: int, end: int, *, wanted: bool = True
+    ) -> torch.Tensor | None:
+        """What the servers keep of any elements. Node first, all ranks of the host call this. None
+        if it is not `wanted` on this rank."""
+        if not wanted and not self._tensor.is_shared:
+            return None
+        values = self._tensor.gather(slot, begin, end)
+        return values if wanted else None
 
 
-def _shortened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values in a type of half the size, in the first half of their memory."""
-    short = values.view(dtype)[: values.numel()]
-    # Each part is read before its memory, or that of later parts, is written.
-    for part, target in zip(
-        values.split(_PACKED_AT_ONCE), short.split(_PACKED_AT_ONCE), strict=True
-    ):
-        target.copy_(part.to(dtype))
-    return short
+def _shared_tensor(
+    bucket: _ParamAndGradBucket,
+    rule: Rule,
+    segments: list[Segment],
+    *,
+    average: bool,
+    in_order: bool,
+    **servers: bool,
+) -> tuple[SharedTensor, Sequence[int]]:
+    """What the servers keep of a bucket, and the ranks that send the same of it as this one.
+
+    `servers`: what else these are asked to do.
+    """
+    op: BucketOp = bucket.dpu_reduce_op
+    rank, grads, sums = torch.distributed.get_rank(), bucket.grad_data, op.node_whole
+    host, declarations = None, [_declaration(op, grads, average)]
+    if sums is not None:
+        host = server_nodes().OnHost(
+            group=sums.node,
+            local=sums.layout.local_index(rank),
+            average=average,
+            in_order=in_order,
+        )
+        declarations = [
+            replace(one, dtype=op.wire_dtype, wire_dtype=None)
+            for one in sums.declarations(rank, grads.dtype, grads.device)
+        ]
+    tensor = server_nodes().SharedTensor(
+        declarations,
+        rule,
+        segments,
+        pieces=() if sums is None else sums.pieces,
+        host=host,
+        in_order=in_order,
+        **servers,
+    )
+    return tensor, list(declarations[0].group)
+
+
+def _declaration(op: BucketOp, grads: torch.Tensor, average: bool) -> TensorDeclaration:
+    return byteps().TensorDeclaration(
+        name=op.name,
+        dtype=op.wire_dtype,
+        numel=grads.numel(),
+        average=average,
+        group=list(op.group),
+        placement=op.placement,
+        device=grads.device,
+    )

@@ -3,24 +3,31 @@
 """Checkpoints of an optimizer that is on the servers.
 
 They are those of Megatron's distributed optimizer with ``--dist-ckpt-optim-fully-reshardable``: for
-each parameter of the model there are the fp32 value and the moments, cut as the parameter is. So
+each parameter of the model there are the fp32 value and the moments, in the parameter's shape. So
 either of the two optimizers goes on where the other one stopped, in another layout too.
+
+A rank reads and saves what it would own in the distributed optimizer, in tensors that nothing else
+uses: they may be written while training goes on. One rank of each group loads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...dist_checkpointing.dict_utils import nested_values
-from ...dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from ...dist_checkpointing.mapping import ShardedBase
 from ...dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from .server_buckets import ServerBucket
+from .server_shards import is_saved, pieces, with_values
 
 SHARDING = "fully_reshardable"
 """As Megatron's metadata of a checkpoint calls this form."""
+WHOLE = "dpu_optimizer_whole"
+"""Set in that metadata, the rank that loads saves as well, all of it: for copies of a rank's state
+that go back to the same rank."""
 _PREFIX = "optimizer.state"
 
 
@@ -43,8 +50,9 @@ def sharded_state(
     slots: Sequence[str],
     steps: int,
     is_loading: bool,
+    is_whole: bool = False,
 ) -> dict[str, Any]:
-    """The state of some buckets, as Megatron's checkpoints want it.
+    """This rank's part of the state of some buckets, as Megatron's checkpoints want it.
 
     Args:
         buckets: dense or expert ones.
@@ -52,29 +60,24 @@ def sharded_state(
         model_state: the model's own sharded state, of which each parameter's is a part.
         slots: what servers keep of a parameter.
         steps: that were made.
-        is_loading: tensors are there to be written to; else they hold what the servers have.
+        is_loading: tensors are there to be written to, on one rank of each group; else they hold
+            what the servers have.
+        is_whole: on the same rank.
 
     Raises:
         byteps.torch.BytePSError: a server is lost.
     """
     found, _ = extract_sharded_tensors_and_factories(model_state)
     sharded = {id(one.data): one for one in nested_values(found)}
-    state: dict[int, dict[str, Any]] = {}
-    for bucket in buckets:
-        values = [
-            {parameter: torch.empty(parameter.shape) for _, parameter in bucket.places}
-            if is_loading
-            else bucket.read(slot)
-            for slot in range(len(slots))
-        ]
-        for _, parameter in bucket.places:
-            model_parameter = sharded[id(parameter)]
-            state[len(state)] = {
-                name: make_sharded_optimizer_tensor(
-                    model_parameter, of_slot[parameter], prefix=f"{_PREFIX}.{name}"
-                )
-                for name, of_slot in zip(slots, values, strict=True)
-            }
+    state = {}
+    for number, bucket in enumerate(buckets):
+        if is_loading:
+            part = _whole(bucket, sharded, slots, lambda slot, begin, end: torch.empty(end - begin))
+        elif is_whole:
+            part = _whole(bucket, sharded, slots, bucket.gather)
+        else:
+            part = _owned(bucket, sharded, slots)
+        state.update({f"{number}.{name}": value for name, value in part.items()})
     groups = [
         {key: value for key, value in group.items() if key != "params"} | {"step": steps}
         for group in param_groups
@@ -84,6 +87,69 @@ def sharded_state(
         "param_state": state,
         "param_state_sharding_type": SHARDING,
     }
+
+
+def _whole(
+    bucket: ServerBucket,
+    sharded: Mapping[int, Any],
+    slots: Sequence[str],
+    values: Callable[[int, int, int], torch.Tensor],
+) -> dict[str, ShardedBase]:
+    """Whole parameters, if this rank is one that gives them to the servers."""
+    if not bucket.is_first:
+        return {}
+    return {
+        f"{place}.{name}": with_values(
+            sharded[id(parameter)],
+            f"{_PREFIX}.{name}.{sharded[id(parameter)].key}",
+            values(slot, begin, begin + parameter.numel()).view(parameter.shape),
+            copy=bucket.local,
+        )
+        for place, (begin, parameter) in enumerate(bucket.places)
+        for slot, name in enumerate(slots)
+    }
+
+
+def _owned(
+    bucket: ServerBucket, sharded: Mapping[int, Any], slots: Sequence[str]
+) -> dict[str, ShardedBase]:
+    """What this rank saves of a bucket."""
+    places = [
+        (place, first, parameter, sharded[id(parameter)])
+        for place, (first, parameter) in enumerate(bucket.places)
+        if is_saved(sharded[id(parameter)])
+    ]
+    saved: dict[str, ShardedBase] = {}
+    for slot, name in enumerate(slots):
+        for place, first, parameter, model_parameter in places:
+            key = f"{_PREFIX}.{name}.{model_parameter.key}"
+            if pieces(model_parameter, key, 0, 0) is not None:
+                continue
+            # It cannot be cut: who has its first element saves all of it.
+            mine = any(begin <= first < end for begin, end in bucket.owned)
+            whole = bucket.gather(slot, first, first + parameter.numel(), wanted=mine)
+            if whole is not None:
+                values = whole.view(parameter.shape)
+                saved[f"{place}.{name}"] = with_values(model_parameter, key, values)
+        for begin, end in bucket.owned:
+            cut = [
+                (f"{place}.{name}", first, piece)
+                for place, first, parameter, model_parameter in places
+                if first < end and begin < first + parameter.numel()
+                for piece in pieces(
+                    model_parameter,
+                    f"{_PREFIX}.{name}.{model_parameter.key}",
+                    max(begin, first) - first,
+                    min(end, first + parameter.numel()) - first,
+                )
+                or ()
+            ]
+            values = bucket.read(slot, begin, end) if cut else torch.empty(0)
+            for short, first, piece in cut:
+                at = first + piece.begin
+                one = values[at - begin : at - begin + piece.end - piece.begin]
+                saved[f"{short}.{at}"] = piece.holding(one)
+    return saved
 
 
 def load(
@@ -100,14 +166,16 @@ def load(
     steps = {int(g["step"] or 0) for g in state["optimizer"]["param_groups"] if "step" in g}
     if len(steps) > 1:
         raise ValueError(f"--dpu-optimizer: parameter groups made {sorted(steps)} steps")
-    place = 0
-    for bucket in buckets:
-        states = {}
-        for _, parameter in bucket.places:
-            states[parameter] = state["param_state"][place]
-            place += 1
+    for number, bucket in enumerate(buckets):
         if not bucket.is_first:
             continue
+        values = state["param_state"]
         for slot, name in enumerate(slots):
-            bucket.load(slot, {parameter: one[name] for parameter, one in states.items()})
+            bucket.load(
+                slot,
+                {
+                    parameter: values[f"{number}.{place}.{name}"]
+                    for place, (_, parameter) in enumerate(bucket.places)
+                },
+            )
     return steps.pop() if steps else None

@@ -28,16 +28,17 @@ from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
 from ...utils import get_model_config, log_single_rank
-from . import server_checkpoint
+from . import server_checkpoint, server_routes
 from .bytepslib import byteps, server_state
 from .refusals import validate_optimizer_config
 from .server_buckets import ServerBucket
+from .summed_later import SummedLater
 
 if TYPE_CHECKING:
+    from byteps.torch.server_nodes import Started
     from byteps.torch.server_state import Step
 
     from ...optimizer.optimizer_config import OptimizerConfig
-    from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel import DistributedDataParallel
 
 _EPS = 1e-6
@@ -94,34 +95,6 @@ def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.o
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, **common)
 
 
-class _SummedLater:
-    """Which gradients Megatron's finalize_model_grads changes after the backward pass: it sums them
-    over tensor- or pipeline-parallel ranks, or scales them all."""
-
-    def __init__(self, config: TransformerConfig, tp_group: _Group, pp_group: _Group) -> None:
-        self._config = config
-        self._tensor_parallel = tp_group.size() > 1
-        self._pipeline_parallel = pp_group.size() > 1
-
-    def __call__(self, parameter: torch.nn.Parameter, name: str) -> bool:
-        if self._config.calculate_per_token_loss:
-            return True
-        if self._tensor_parallel and (
-            getattr(parameter, "sequence_parallel", False)
-            or getattr(parameter, "average_gradients_across_tp_domain", False)
-            or "q_layernorm" in name
-            or "k_layernorm" in name
-        ):
-            return True
-        # Embeddings may be shared by stages; which, the model alone knows.
-        return self._pipeline_parallel and (
-            "embedding" in name
-            or "output_layer" in name
-            or getattr(parameter, "pipeline_parallel", False)
-            or getattr(parameter, "flextron_router_pp_sync", False)
-        )
-
-
 class ServerOptimizer(MegatronOptimizer):
     """Sends gradients to the servers, which update, and takes the parameters that come back.
 
@@ -157,9 +130,11 @@ class ServerOptimizer(MegatronOptimizer):
         self._rule = server_state().rule_of(self.optimizer)
         self._looks = config.clip_grad > 0.0 or math.isfinite(config.grad_norm_skip_threshold)
         """Whether a step asks for the norm."""
+        self._counts_zeros = config.log_num_zeros_in_grad
         self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
         self._speculation = server_state().Speculation(
-            model_chunks[0].ddp_config.dpu_optimizer_clip, useful=self._looks or self._overlaps
+            model_chunks[0].ddp_config.dpu_optimizer_clip,
+            useful=self._looks or self._overlaps or self._counts_zeros,
         )
         self._steps = 0
         self._failure = ""
@@ -183,7 +158,10 @@ class ServerOptimizer(MegatronOptimizer):
         has_copies = any(
             group is not None and group.size() > 1 for group in (dense_group, expert_group)
         )
-        summed_later = _SummedLater(get_model_config(model_chunks[0]), tp_group, pp_group)
+        for group, kind in ((dense_group, "buffers"), (expert_group, "expert_parallel_buffers")):
+            if group is not None:
+                server_routes.keep_copies_alike(model_chunks, kind, group)
+        summed_later = SummedLater(get_model_config(model_chunks[0]), tp_group, pp_group)
         for chunk in model_chunks:
             names = {parameter: name for name, parameter in chunk.named_parameters()}
             for buckets, buffers in (
@@ -201,6 +179,7 @@ class ServerOptimizer(MegatronOptimizer):
                         counts=self._counts,
                         in_order=has_copies,
                         speculative=self._speculation.is_on,
+                        counts_zeros=self._counts_zeros,
                     )
                     bucket.dpu_server_bucket, bucket.dpu_optimizer = mine, self
                     buckets.append(mine)
@@ -221,13 +200,13 @@ class ServerOptimizer(MegatronOptimizer):
     # ------------------------------------------------------------------- a step
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float | None, None]:
+    def step(self) -> tuple[bool, float | None, int | None]:
         """Send the gradients, return when the updated parameters are there.
 
         Returns:
             whether parameters were updated (not if the norm is not finite or above
-            ``grad_norm_skip_threshold``), the norm, and None. Without clipping there is no norm,
-            and nothing is checked.
+            ``grad_norm_skip_threshold``), the norm, and how many gradients are 0. Without clipping
+            there is no norm, and nothing is checked; zeros are counted if the config asks for it.
 
         Raises:
             byteps.torch.BytePSError: a rank or a server was lost. The parameters may be those of
@@ -254,7 +233,7 @@ class ServerOptimizer(MegatronOptimizer):
         if not self._loaded:
             self._load_parameters()
         plain = self._plain_step()
-        if not self._looks and not self._overlaps:
+        if not self._looks and not self._overlaps and not self._counts_zeros:
             with self._timer("optimizer-inner-step"):
                 self._all(lambda bucket: bucket.push_step(plain))
                 self._take()
@@ -263,7 +242,7 @@ class ServerOptimizer(MegatronOptimizer):
         tried = self._speculation.tries
         with self._timer("optimizer-clip-main-grad"):
             self._all(lambda bucket: bucket.start(plain if tried else None))
-            norm = self._norm() if self._looks else 0.0
+            norm, zeros = self._norm_and_zeros()
         scale = 1.0
         if self.config.clip_grad > 0.0 and math.isfinite(norm):
             scale = min(1.0, self.config.clip_grad / (norm + _EPS))
@@ -276,7 +255,7 @@ class ServerOptimizer(MegatronOptimizer):
         self._speculation.note(tried=tried, clipped=scale != 1.0, skipped=skip)
         if (advice := self._speculation.advice()) is not None:
             log_single_rank(_logger, logging.WARNING, f"--dpu-optimizer: {advice}")
-        return not skip, norm if self._looks else None, None
+        return not skip, norm if self._looks else None, zeros
 
     def _plain_step(self) -> Step:
         """The next one, if nothing is clipped."""
@@ -296,34 +275,42 @@ class ServerOptimizer(MegatronOptimizer):
             self._load_parameters()
         bucket.push_early(self._plain_step() if self._speculation.tries else None)
 
-    def _norm(self) -> float:
-        """Of all gradients of the model, the same bits on every rank.
+    def _norm_and_zeros(self) -> tuple[float, int | None]:
+        """Of all gradients of the model, the same bits on every rank; 0 and None if not wanted.
 
         Partial sums are added by fsum, which rounds once: their order does not matter, nor which
         ranks share a replica.
         """
+        if not self._looks and not self._counts_zeros:
+            return 0.0, None
         parts = self._parts(self._dense, self.grad_stats_parallel_group)
         if self._expert_group is not None:
             parts += self._parts(self._expert, self._expert_group)
-        return math.sqrt(math.fsum(parts))
+        squares, zeros = (math.fsum(part) for part in zip(*parts, strict=True))
+        norm = math.sqrt(squares) if self._looks else 0.0
+        return norm, int(zeros) if self._counts_zeros else None
 
-    def _parts(self, buckets: Sequence[ServerBucket], group: _Group) -> list[float]:
-        mine = math.fsum(part for bucket in buckets for part in bucket.squares)
+    def _parts(self, buckets: Sequence[ServerBucket], group: _Group) -> list[tuple[float, float]]:
+        """Squares and zeros of each rank of a group."""
+        squares = math.fsum(part for bucket in buckets for part in bucket.squares)
+        mine = [squares, float(sum(bucket.zeros for bucket in buckets))]
+        if buckets:  # where the ranks of a host sum first, each has its parts
+            mine = [math.fsum(one) for one in zip(*buckets[0].of_host(mine), strict=True)]
         if group.size() == 1:
-            return [mine]
-        one = torch.tensor([mine], dtype=torch.float64, device=self._device)
+            return [(mine[0], mine[1])]
+        one = torch.tensor(mine, dtype=torch.float64, device=self._device)
         parts = [torch.empty_like(one) for _ in range(group.size())]
         torch.distributed.all_gather(parts, one, group=group)
-        return [part.item() for part in parts]
+        return [(part[0].item(), part[1].item()) for part in parts]
 
-    def _all(self, start: Callable[[ServerBucket], int | None]) -> None:
+    def _all(self, start: Callable[[ServerBucket], Started | None]) -> None:
         """Start something for each bucket, if `start` does; wait for all, also when one fails."""
         handles = [start(bucket) for bucket in self._buckets]
         errors = []
         for bucket, handle in zip(self._buckets, handles, strict=True):
             try:
                 if handle is not None:
-                    bucket.wait(handle)
+                    bucket.wait(handle, failed=bool(errors))
             except byteps().BytePSError as error:
                 errors.append(error)
         if errors:
@@ -402,6 +389,7 @@ class ServerOptimizer(MegatronOptimizer):
                 slots=self._slots,
                 steps=self._steps,
                 is_loading=is_loading,
+                is_whole=bool((metadata or {}).get(server_checkpoint.WHOLE)),
             )
             for buckets, groups in self._kinds()
         ]

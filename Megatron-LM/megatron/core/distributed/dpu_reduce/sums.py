@@ -59,13 +59,6 @@ def takes(bucket_group: _ParamAndGradBucketGroup) -> bool:
     return any(bucket.dpu_reduce_op.route != COLLECTIVE for bucket in bucket_group.buckets)
 
 
-def _wanted(bucket: _ParamAndGradBucket, op: BucketOp) -> tuple[int, int]:
-    """First and last plus one of the bucket's elements that this rank's optimizer owns."""
-    shard = bucket.grad_data.numel() // len(op.owners)
-    index = op.owners.index(torch.distributed.get_rank())
-    return index * shard, (index + 1) * shard
-
-
 def start_grad_sync(
     bucket_group: _ParamAndGradBucketGroup, force_all_reduce: bool | None = False
 ) -> GradSyncHandle | None:
@@ -134,7 +127,7 @@ def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average:
         priority=op.priority,
         placement=op.placement,
         group=op.group,
-        pull=_wanted(bucket, op) if sharded else None,
+        pull=op.wanted(bucket.grad_data.numel()) if sharded else None,
         wire_dtype=op.wire_dtype,
     )
     return _PushPull(handle, bucket.grad_data)

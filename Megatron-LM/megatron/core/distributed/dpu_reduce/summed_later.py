@@ -1,0 +1,110 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Which gradients Megatron changes after the backward pass, and buffers of their own for them.
+
+``finalize_model_grads`` sums some gradients over tensor-parallel ranks (norms, with sequence
+parallelism) or pipeline stages (embeddings). Where servers keep the optimizer, a bucket with such a
+gradient is sent in the optimizer's step: no other can be sent while the backward pass runs. These
+parameters are few, but most buckets have one. So they are laid into buffers of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ...transformer.transformer_config import TransformerConfig
+    from ..distributed_data_parallel import DistributedDataParallel
+
+_Group = torch.distributed.ProcessGroup
+_Buffers = Mapping[Any, tuple[list[torch.nn.Parameter], list[int]]]
+"""Parameters of each buffer, with the indices that Megatron gave them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KeyOfLater:
+    """Identifies a buffer as Megatron's BufferKey does, and differs from all of those."""
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    is_expert_parallel: bool
+
+
+class SummedLater:
+    """Whether Megatron's finalize_model_grads changes a gradient after the backward pass: it sums
+    some over tensor- or pipeline-parallel ranks, or scales them all."""
+
+    def __init__(
+        self, config: TransformerConfig, tp_group: _Group, pp_group: _Group | Sequence[_Group]
+    ) -> None:
+        self._config = config
+        self._tensor_parallel = tp_group.size() > 1
+        pipelines = pp_group if isinstance(pp_group, Sequence) else [pp_group]
+        self._pipeline_parallel = any(group.size() > 1 for group in pipelines)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether all gradients are."""
+        return bool(self._config.calculate_per_token_loss)
+
+    def __call__(self, parameter: torch.nn.Parameter, name: str) -> bool:
+        if self.are_all:
+            return True
+        if self._tensor_parallel and (
+            getattr(parameter, "sequence_parallel", False)
+            or getattr(parameter, "average_gradients_across_tp_domain", False)
+            or "q_layernorm" in name
+            or "k_layernorm" in name
+        ):
+            return True
+        # Embeddings may be shared by stages; which, the model alone knows.
+        return self._pipeline_parallel and (
+            "embedding" in name
+            or "output_layer" in name
+            or getattr(parameter, "pipeline_parallel", False)
+            or getattr(parameter, "flextron_router_pp_sync", False)
+        )
+
+
+def apart(
+    ddp: DistributedDataParallel,
+    buffers: _Buffers,
+    names: Mapping[torch.nn.Parameter, str],
+    config: TransformerConfig,
+) -> _Buffers:
+    """The buffers of a DDP that is being built, those of gradients that are summed later apart.
+
+    Nothing changes where nothing would be sent earlier for it: without ``dpu_optimizer`` or
+    ``overlap_grad_reduce``, or if all gradients of a buffer are summed later, or none.
+
+    Args:
+        ddp: with its config and process groups.
+        buffers: by Megatron's key.
+        names: of all parameters in the model.
+        config: of the model.
+    """
+    if not (ddp.ddp_config.dpu_optimizer and ddp.ddp_config.overlap_grad_reduce):
+        return buffers
+    later = SummedLater(config, ddp.tp_group, ddp.pp_group)
+    if later.are_all:
+        return buffers
+    cut: dict[Any, tuple[list[torch.nn.Parameter], list[int]]] = {}
+    for key, (parameters, indices) in buffers.items():
+        both = list(zip(parameters, indices, strict=True))
+        waits = {parameter: later(parameter, names[parameter]) for parameter in parameters}
+        if len(set(waits.values())) < 2:
+            cut[key] = (parameters, indices)
+            continue
+        key_of_later = _KeyOfLater(
+            param_dtype=key.param_dtype,
+            grad_dtype=key.grad_dtype,
+            is_expert_parallel=key.is_expert_parallel,
+        )
+        for part, wait in ((key, False), (key_of_later, True)):
+            chosen = [pair for pair in both if waits[pair[0]] == wait]
+            cut[part] = ([p for p, _ in chosen], [index for _, index in chosen])
+    return cut

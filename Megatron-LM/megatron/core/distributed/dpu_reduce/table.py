@@ -1,0 +1,82 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""The table of how gradients are summed, and why, which a job prints when training begins."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from .routes import COLLECTIVE, Decision, Network, Sum, per_host
+
+_GBPS = 1e9 / 8
+
+
+def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) -> str:
+    """The table of a model chunk's sums: bytes over the cards and time by each route, and which
+    was chosen and why."""
+    first = sums[0][0]
+    members, servers = sorted(per_host(first.hosts).values()), network.servers
+    each = str(members[0]) if members[0] == members[-1] else f"{members[0]} to {members[-1]}"
+    keeps = "optimizer on the servers; " if first.updated else ""
+    lines = [
+        f"dpu_reduce: {kind} gradients over {len(first.hosts)} ranks, {each} on each of "
+        f"{len(set(first.hosts))} hosts; {keeps}servers: "
+        f"{servers.per_machine if servers.extra else 0} on each of {servers.extra} machines of "
+        f"their own, {servers.local} on each of {servers.hosts} hosts; {_rates(network)}"
+    ]
+    rows = [("buckets", "MB", "way", "MB a host's card", "MB a server's card", "ms", "chosen")]
+    by_plan: dict[tuple[str, str], list[tuple[Sum, Decision]]] = {}
+    for what, decision in sums:
+        by_plan.setdefault((decision.route, decision.why), []).append((what, decision))
+    for (chosen, why), alike in by_plan.items():
+        head = (str(len(alike)), f"{sum(what.gradient_bytes for what, _ in alike) / 1e6:.1f}")
+        for route in alike[0][1].loads:
+            host = sum(decision.loads[route].host for _, decision in alike) / 1e6
+            server = sum(decision.loads[route].server for _, decision in alike) / 1e6
+            seconds = sum(decision.seconds[route] for _, decision in alike)
+            rows.append(
+                (
+                    *head,
+                    _collective_name(first) if route == COLLECTIVE else f"BytePS {route}",
+                    f"{host:.1f}",
+                    "-" if route == COLLECTIVE else f"{server:.1f}",
+                    f"{seconds * 1e3:.1f}" if network.host_rate else "-",
+                    f"yes: {why}" if route == chosen else "",
+                )
+            )
+            head = ("", "")
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _rates(network: Network) -> str:
+    if not network.host_rate:
+        return "link rates not known (BYTEPS_LINK_GBPS): bytes are compared"
+    if network.collective_rate:
+        return (
+            f"measured with {network.measured_bytes / 1e6:.1f} MB: over a host's card "
+            f"{network.host_rate / _GBPS:.3g} Gbit/s through servers, "
+            f"{network.collective_rate / _GBPS:.3g} by the collective"
+        )
+    server = network.server_rate or network.host_rate
+    return f"{network.host_rate / _GBPS:g} Gbit/s a host, {server / _GBPS:g} Gbit/s a server"
+
+
+def _collective_name(what: Sum) -> str:
+    if not what.sharded:
+        return "all-reduce"
+    return "reduce-scatter" if what.instances == 1 else "reduce-scatter, all-reduce of shards"
+
+
+def as_lines(text: str) -> str:
+    """The table as it is, or where lines of the log are JSON as one of them."""
+    if os.environ.get("BYTEPS_LOG_FORMAT") != "json":
+        return text
+    from byteps import logs
+
+    return logs.render(logging.INFO, text)
