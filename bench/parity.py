@@ -64,7 +64,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--budget", type=float, metavar="S", help="begin nothing new after so many seconds"
     )
     parser.add_argument("--list", action="store_true", help="show the layouts and stop")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the documentation")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write the documentation; with --layout and on a CPU, only these rows of it",
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave logs and records there")
     return parser.parse_args(arguments)
 
@@ -98,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = options.keep or Path(scratch)
         platform = PLATFORMS[options.device]
         reports = compare_all(layouts, folder, platform, options.jobs, options.budget)
-    tell(reports, options.markdown, options.device)
+    tell(reports, options.markdown, options.device, rows_only=bool(options.layout))
     compared = {report.layout.name for report in reports}
     missing = [layout.name for layout in layouts if layout.name not in compared]
     if missing:
@@ -161,14 +166,22 @@ def compare_one(
     return report
 
 
-def tell(reports: list[Report], markdown: Path | None, device: str) -> None:
-    """Print the table, and write the document of this kind of device where one is asked for."""
+def tell(
+    reports: list[Report], markdown: Path | None, device: str, *, rows_only: bool = False
+) -> None:
+    """Print the table, and write the document of this kind of device where one is asked for; of
+    that of a CPU with `rows_only` just the rows of these layouts, if it is there."""
     from paritykit import report as text
+    from paritykit.layouts import LAYOUTS
+    from paritykit.merging import merged
 
     if reports:
         print("\n" + text.summary(reports))
     if markdown is not None:
         document = (text.markdown_on_gpus if device == "cuda" else text.markdown)(reports)
+        if rows_only and device == "cpu" and markdown.exists():
+            order = [layout.name for layout in LAYOUTS]
+            document = merged(markdown.read_text(encoding="utf-8"), document, order)
         markdown.parent.mkdir(parents=True, exist_ok=True)
         markdown.write_text(document, encoding="utf-8")
 

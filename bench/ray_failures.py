@@ -2,9 +2,10 @@
 """Breaks jobs under Ray in every way that they must survive, and tells what became of each.
 
 Each job trains a small GPT on two or four ranks of this machine, with spares, a scheduler and a
-server.
-It has survived when its losses, of every step, before and after the failure, are those of a job
-without one, to the last bit. Times are in seconds from the failure.
+server. With --device cuda each rank has a GPU of its own: cases of more ranks than there are GPUs
+are left out, and GPUs beyond two are spares. It has survived when its losses, of every step,
+before and after the failure, are those of a job without one, to the last bit. Times are in seconds
+from the failure.
 
 Exit status: 0 all were survived; 1 one was not; 2 bad usage.
 """
@@ -19,11 +20,19 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_byteps_ray.cluster import cluster
-from megatron_byteps_ray.phases import ORDER
-from megatron_byteps_ray.pool import Pool
-from raykit.cases import (
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / name) for name in ("bench", "scripts")]
+
+from benchkit.gpus import count_gpus  # noqa: E402
+from megatron_byteps_ray.cluster import cluster  # noqa: E402
+from megatron_byteps_ray.phases import ORDER  # noqa: E402
+from megatron_byteps_ray.pool import Pool  # noqa: E402
+from paritykit.platforms import CUDA, PLATFORMS  # noqa: E402
+from raykit.cases import (  # noqa: E402
     CASES,
+    RANKS,
+    SPARES,
+    Case,
     Outcome,
     Runner,
     cluster_settings,
@@ -86,16 +95,34 @@ def put(markdown: Path, text: str) -> None:
     markdown.write_text(before + text + after, encoding="utf-8")
 
 
+def _fits(case: Case, gpus: int) -> bool:
+    return case.ranks <= gpus and not case.loses_node
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="only these")
+    parser.add_argument(
+        "--device", choices=PLATFORMS, default="cpu", help="of the ranks (default: %(default)s)"
+    )
     parser.add_argument("--markdown", type=Path, help="write the table into this document")
     options = parser.parse_args()
+    platform, spares = PLATFORMS[options.device], SPARES
+    if platform is CUDA:
+        if options.markdown is not None:
+            parser.error("--markdown writes the table of the CPU")
+        spares = count_gpus() - RANKS
+        if spares < 0:
+            parser.error(f"--device cuda needs {RANKS} GPUs, and torch sees {count_gpus()}")
+        fitting = [n for n in options.case if _fits(CASES[n], count_gpus())]
+        if not fitting:
+            parser.error(f"none of these cases fits on {count_gpus()} GPUs of one machine")
+        options.case = fitting
     rows, good = rows_of(options.markdown), True
     with tempfile.TemporaryDirectory(prefix="rf-", dir="/tmp") as scratch:
-        settings = pool_settings(Path(scratch) / "pool")
+        settings = pool_settings(Path(scratch) / "pool", spares=spares, platform=platform)
         with cluster(cluster_settings(settings), temp_dir=f"{scratch}/ray"):
             pool = Pool(settings)
             try:
@@ -122,5 +149,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parent)]
     sys.exit(main())

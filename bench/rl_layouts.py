@@ -36,8 +36,8 @@ ALGORITHMS = ("grpo", "ppo")
 BEGIN = "<!-- made by `make rl-layouts MARKDOWN=docs/rl.md`; not to be edited by hand -->"
 HEAD = [
     "| layout of training | layout of the rollout | algorithm | samples a prompt | actor | critic "
-    "| sums a step | rollout and training | KiB sent in a reshard |",
-    "|---|---|---|---:|---|---|---:|---:|---:|",
+    "| reward | sums a step | rollout and training | KiB sent in a reshard |",
+    "|---|---|---|---:|---|---|---:|---:|---:|---:|",
 ]
 
 
@@ -45,10 +45,11 @@ def row(layout: Layout, algorithm: str, outcome: Outcome) -> str:
     """A line of the table."""
     same = {True: "the same bits", False: "**different**", None: "none"}
     roles = [same[outcome.equal.get(role)] for role in ("actor", "critic")]
+    reward = "rule" if outcome.rewards_apart is None else f"{outcome.rewards_apart:.3f}"
     sums = f"{sum(outcome.sums.values())}"
     sent = "" if outcome.sent_bytes is None else f"{outcome.sent_bytes / 1024:,.0f}"
     cells = [layout.training, layout.rollout, algorithm.upper(), f"{layout.samples}", *roles]
-    return f"| {' | '.join([*cells, sums, f'{outcome.apart:.3f}', sent])} |"
+    return f"| {' | '.join([*cells, reward, sums, f'{outcome.apart:.3f}', sent])} |"
 
 
 def put(markdown: Path, lines: Sequence[str]) -> None:
@@ -80,11 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from megatron_byteps_rl import task
 
         model = task.make_model(Path(folder) / "base")
+        from rlkit import rewards
+
+        reward = rewards.write(model, Path(folder) / "reward")
         print("\n".join(HEAD), flush=True)
         for number, (layout, algorithm) in enumerate(cells):
             bar.update(f"{layout.name} {algorithm}", done=number)
             try:
-                outcome = compare(Path(folder) / str(number), layout, algorithm, model)
+                outcome = compare(Path(folder) / str(number), layout, algorithm, model, reward)
             except (JobFailed, AssertionError) as error:
                 print(f"{layout.name} {algorithm}: {error}", file=sys.stderr)
                 return 1

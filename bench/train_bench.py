@@ -140,6 +140,8 @@ def run(options: argparse.Namespace) -> list[Trained]:
                 shown.update(f"launch {index} {way.name}", done=len(done))
                 route = options.route or ("flat" if options.ranks_per_host == 1 else "node-first")
                 one = train(plan, what, way, index, hosts, route)
+                if route == "auto" and one.routes and way.name not in {old.backend for old in done}:
+                    shown.say(one.routes)
                 done.append(one)
                 shown.say(
                     f"launch {index} {way.name}: {one.median_s * 1e3:.1f} ms a step; "

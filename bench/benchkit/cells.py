@@ -10,6 +10,17 @@ from pathlib import Path
 END = "<!-- end -->"
 
 
+def parser_of(about: str) -> argparse.ArgumentParser:
+    """One with ``--layout`` and ``--markdown``, for a script with this description."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
+    add("--markdown", type=Path, metavar="FILE", help="write the table into this document")
+    return parser
+
+
 def parse[T](
     about: str, by_name: Callable[[Sequence[str]], T], arguments: Sequence[str] | None
 ) -> tuple[T, Path | None]:
@@ -20,12 +31,7 @@ def parse[T](
         by_name: the layouts of these names, all without names; raises ValueError.
         arguments: None for the process's own.
     """
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
-    add("--markdown", type=Path, metavar="FILE", help="write the table into this document")
+    parser = parser_of(about)
     options = parser.parse_args(arguments)
     try:
         return by_name(options.layout), options.markdown
@@ -41,6 +47,7 @@ def put_cells(
     head: Sequence[str],
     known: Sequence[Hashable],
     key_of: Callable[[list[str]], Hashable],
+    machine: str = "",
 ) -> None:
     """Write these lines of the table between its two marks, and keep the other cells' lines.
 
@@ -49,6 +56,7 @@ def put_cells(
         head: the table's first two lines.
         known: the keys of all cells, in their order.
         key_of: which cell a line is of, from its columns.
+        machine: what it was run on; without it, this machine's CPU.
 
     Raises:
         SystemExit: the document has no place for it.
@@ -62,6 +70,8 @@ def put_cells(
         for line in [*table.splitlines(), *lines]
         if line.startswith("| ")
     }
-    machine = f"Run on the CPU of {platform.system()} {platform.machine()}."
-    text = "\n".join(["", machine, "", *head, *(rows[key] for key in known if key in rows), ""])
+    machine = machine or f"the CPU of {platform.system()} {platform.machine()}"
+    text = "\n".join(
+        ["", f"Run on {machine}.", "", *head, *(rows[key] for key in known if key in rows), ""]
+    )
     markdown.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")

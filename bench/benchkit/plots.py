@@ -11,7 +11,14 @@ from benchkit.summary import Row, Run, rows
 from benchkit.tables import ratio_pairs
 from benchkit.units import show_size
 
-_COLOURS = {"byteps": "tab:blue", "gloo": "tab:orange", "nccl": "tab:green", "sockets": "tab:gray"}
+_COLOURS = {
+    "byteps": "tab:blue",
+    "gloo": "tab:orange",
+    "gloo-nodes": "tab:olive",
+    "nccl": "tab:green",
+    "nccl-nodes": "tab:cyan",
+    "sockets": "tab:gray",
+}
 _DASHES = ("-", "--", ":", "-.")
 
 

@@ -74,6 +74,11 @@ class Processes:
         self._started.append(process)
         return process.pid
 
+    def text_of(self, title: str) -> str:
+        """All that a process has printed by now."""
+        (process,) = (one for one in self._started if one.title == title)
+        return process.text
+
     def wait_file(self, path: Path, timeout_s: float) -> str:
         """The content of a file that one of the processes is about to write."""
         deadline = time.monotonic() + timeout_s

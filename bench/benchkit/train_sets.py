@@ -13,7 +13,7 @@ MODEL = """
     --lr 1e-4 --min-lr 1e-5 --overlap-grad-reduce
 """.split()  # noqa: SIM905
 
-# 340 million parameters: four ranks share two GPUs.
+# 340 million parameters: four or eight ranks share two GPUs.
 SMALLER = """
     --bf16 --num-layers 12 --hidden-size 1536 --num-attention-heads 12
     --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 2
@@ -29,6 +29,7 @@ ON_CPU = """
 FP32 = ("byteps", "all-reduce", "sharded")
 SENT_AS_BF16 = ("byteps-wire-bf16", "sharded-bf16")
 OPTIMIZER = ("servers-bf16", "servers-bf16-wait", "sharded-bf16", "sharded")
+OPTIMIZER_BY_HOST = ("servers-bf16", "servers-bf16-flat", "sharded-bf16", "sharded")
 BY_HOST = ("byteps-by-host-bf16", "by-host-bf16", "sharded-bf16")
 
 
@@ -94,6 +95,9 @@ _ON_MORE_SERVERS = _bars(
 # Steps that are made again are about as long as those that wait.
 _CLIPPED = _bars(("servers-bf16", "servers-bf16-wait", 0.93))
 
+# Two ranks a host: flat, each card carries twice the bytes.
+_ON_SERVERS_BY_HOST = (*_ON_SERVERS, *_bars(("servers-bf16", "servers-bf16-flat", 1.6)))
+
 STEPS: tuple[Steps, ...] = (
     Steps(
         hosts=4,
@@ -110,6 +114,7 @@ STEPS: tuple[Steps, ...] = (
         hosts=4,
         ranks_per_host=2,
         rate="10gbit",
+        model=SMALLER,
         ways=(*BY_HOST, "sharded"),
         bars=_bars(
             ("byteps-by-host-bf16", "by-host-bf16", 1.25),
@@ -155,6 +160,19 @@ STEPS: tuple[Steps, ...] = (
             ("optimizer-clipped", 4, "100mbit", ON_CPU, "1e-3", _CLIPPED),
             ("optimizer", 8, "50mbit", ON_CPU, "1e6", _ON_MORE_SERVERS),
         )
+    ),
+    *(
+        Steps(
+            label="optimizer",
+            hosts=4,
+            ranks_per_host=2,
+            rate=rate,
+            model=(*model, "--clip-grad", "1e6"),
+            on_gpu=model is SMALLER,
+            ways=OPTIMIZER_BY_HOST,
+            bars=_ON_SERVERS_BY_HOST,
+        )
+        for rate, model in (("10gbit", SMALLER), ("100mbit", ON_CPU))
     ),
 )
 

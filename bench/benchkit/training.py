@@ -74,10 +74,15 @@ def _ways() -> Iterator[Way]:
         if not half:
             sent = (*arguments, *asked, "--dpu-reduce-wire-dtype", "bf16")
             yield Way(name=f"{short}-wire-bf16", arguments=sent, through_servers=True, half=True)
-    # The optimizer on the servers: parameters come down before the norm is known, or after.
-    servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer", "--dpu-optimizer-clip")
-    for name, clip in (("servers-bf16", "speculate"), ("servers-bf16-wait", "wait")):
-        yield Way(name=name, arguments=(*servers, clip), through_servers=True, half=True)
+    # The optimizer on the servers: parameters come down before the norm is known, or after; the
+    # ranks of a host sum first where several share one, or never.
+    servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer")
+    for name, more in (
+        ("servers-bf16", ("--dpu-optimizer-clip", "speculate")),
+        ("servers-bf16-wait", ("--dpu-optimizer-clip", "wait")),
+        ("servers-bf16-flat", ("--dpu-reduce-route", "flat")),
+    ):
+        yield Way(name=name, arguments=(*servers, *more), through_servers=True, half=True)
 
 
 WAYS = {way.name: way for way in _ways()}
@@ -102,6 +107,8 @@ class Trained:
     """Part of this machine's processors that was busy during the launch, its start included."""
     gpu_bytes: int = 0
     """What torch had in use at most on the GPU of a rank; 0 without GPUs."""
+    routes: str = ""
+    """How gradients were summed, as rank 0 told."""
 
     @property
     def median_s(self) -> float:
@@ -139,8 +146,6 @@ def train(
         arguments = [*what.arguments, *own, "--record-steps", str(record_file)]
         if way.through_servers:
             arguments += ["--dpu-reduce-route", route]
-            if plan.topology.link_bits:
-                environment["BYTEPS_LINK_GBPS"] = str(plan.topology.link_bits / 1e9)
             environment |= start_nodes(placement, processes, environment)[1]
         environment |= {
             "MASTER_ADDR": placement.workers[0].address,
@@ -156,6 +161,7 @@ def train(
         processes.wait_all(plan.timeout_s)
         busy = (machine.ticks() - before).fraction
         record = read_record(record_file)
+        routes = routes_in(processes.text_of("worker-0"))
         if not record.checksum:
             raise LaunchError(f"training ended without its record\n{processes.logs()}")
     return Trained(
@@ -167,7 +173,18 @@ def train(
         checksum=record.checksum,
         busy=busy,
         gpu_bytes=record.gpu_bytes,
+        routes=routes,
     )
+
+
+def routes_in(log: str) -> str:
+    """The tables of how gradients are summed, and why, that a rank printed."""
+    lines, inside = [], False
+    for line in log.splitlines():
+        inside = line.startswith("dpu_reduce: ") or (inside and line.startswith("  "))
+        if inside:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def show_memory(launches: Sequence[Trained]) -> str:

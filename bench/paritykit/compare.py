@@ -175,10 +175,13 @@ def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankS
         if other.names:
             report.misses.append(f"rank {rank}: all-reduce used BytePS")
         for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=True)):
-            if a.sums.keys() != b.sums.keys():
+            # Servers that keep the optimizer have some parameters in buckets of their own.
+            if a.gradients().keys() != b.gradients().keys():
+                report.misses.append(f"rank {rank}, step {step + 1}: other parameters")
+            elif a.sums.keys() != b.sums.keys() and not report.layout.servers:
                 report.misses.append(f"rank {rank}, step {step + 1}: other buckets")
         spread = [
-            _spread(s.members, report.layout) for step in one.steps for s in step.sums.values()
+            way_of(s.members, report.layout) for step in one.steps for s in step.sums.values()
         ]
         for way in () if report.layout.servers else ("flat", "node-first"):
             # Node first, a sum is pushed in pieces.
@@ -191,13 +194,13 @@ def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankS
                 report.misses.append(f"rank {rank}: {begun} {way} push-pulls for {wanted}")
 
 
-def _spread(members: Sequence[int], layout: Layout) -> str:
+def way_of(members: Sequence[int], layout: Layout) -> str:
     """How the members of a sum ought to sum, from how they are spread over hosts."""
     counts = Counter(member // layout.per_host for member in members)
     if len(counts) == 1:
         return "collective"
     even = len(set(counts.values())) == 1 and min(counts.values()) > 1
-    return "node-first" if layout.route == "node-first" and even else "flat"
+    return "node-first" if layout.is_node_first and even else "flat"
 
 
 def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
@@ -223,7 +226,7 @@ def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
 
 def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
     """What a rank pushes and pulls for a sum: its part of what the cost model has for its host."""
-    way = _spread(total.members, layout)
+    way = way_of(total.members, layout)
     if way == "collective":
         return 0.0, 0.0
     element = 2 if layout.wire else total.local.element_size()
@@ -231,9 +234,14 @@ def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
     wanted = total.result.numel() * element
     if way == "flat":
         return whole, wanted
-    beside = sum(member // layout.per_host == rank // layout.per_host for member in total.members)
+    beside = len(beside_of(rank, total.members, layout))
     # With a shard owned by several ranks of a host, each pulls its part, and they exchange them.
     return whole / beside, min(wanted, whole / beside)
+
+
+def beside_of(rank: int, members: Sequence[int], layout: Layout) -> list[int]:
+    """The members of a sum that share a rank's host."""
+    return [member for member in members if member // layout.per_host == rank // layout.per_host]
 
 
 def _check_errors(report: Report) -> None:
@@ -252,9 +260,9 @@ def check_first_step(report: Report, ours: Sequence[RankSeen], theirs: Sequence[
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if one.steps[0].loss != other.steps[0].loss:
             report.misses.append(f"rank {rank}: the first losses differ")
-        for name, mine in one.steps[0].sums.items():
-            twin = other.steps[0].sums[name]
-            if not torch.equal(mine.local, twin.local):
+        twins = other.steps[0].gradients()
+        for name, mine in one.steps[0].gradients().items():
+            if not torch.equal(mine, twins[name]):
                 report.misses.append(f"rank {rank}, {name}: the first local gradients differ")
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -99,6 +100,9 @@ class Job:
                 if process.is_alive():
                     process.kill()
                 process.join()
+                # What it started ends with it: Megatron's writers of checkpoints wait for more.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def _wait(self, processes: list[Any], *, fails: bool) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -176,6 +180,7 @@ class Job:
 
 def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
     """Main function of a rank, in a process of its own."""
+    os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
     # Megatron's own children are forked, as in any other process.

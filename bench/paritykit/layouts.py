@@ -58,6 +58,8 @@ class Layout:
     """Further arguments of Megatron."""
     servers: bool = False
     """In the run through BytePS servers keep the optimizer; in the other one Megatron does."""
+    clip: str = ""
+    """How servers make steps that may be clipped: ``--dpu-optimizer-clip``."""
     environment: tuple[tuple[str, str], ...] = ()
     """Further variables of the ranks that sum through BytePS."""
     refused: str = ""
@@ -67,12 +69,25 @@ class Layout:
         """What is added for the run through BytePS."""
         wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
         servers = ["--dpu-optimizer"] if self.servers else []
-        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *wire, *servers]
+        clip = ["--dpu-optimizer-clip", self.clip] if self.clip else []
+        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *wire, *servers, *clip]
+
+    @property
+    def is_node_first(self) -> bool:
+        """Whether ranks of a host sum first where they can: with servers that update, that is what
+        ``auto`` means."""
+        return self.route == "node-first" or (self.servers and self.route == "auto")
+
+    @property
+    def is_held_against_fp64(self) -> bool:
+        """Whether each update is made in fp64 too: where ranks of a host sum first, what servers
+        get depends on the order in which they add."""
+        return self.servers and not self.refused and self.per_host == 1
 
     @property
     def ranks_that_sum_first(self) -> int:
         """Of each host, by torch.distributed, before servers sum over hosts."""
-        return self.per_host if self.route == "node-first" else 1
+        return self.per_host if self.is_node_first else 1
 
     @property
     def dp(self) -> int:
@@ -133,6 +148,7 @@ _CLIPS_AT_FIRST = ("--clip-grad", "2")
 _CLIPS_NEVER = ("--clip-grad", "100")
 _NO_CLIP = ("--clip-grad", "0")
 _SEQUENCE = ("--sequence-parallel",)
+_ZEROS = ("--log-num-zeros-in-grad",)
 
 LAYOUTS: tuple[Layout, ...] = (
     # Data parallelism alone.
@@ -293,14 +309,44 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="servers-ep2-tp2-etp1-dp2", ranks=4, tp=2, ep=2, etp=1, experts=4, servers=True),
     Layout(name="servers-ep2-pp2-dp4", ranks=8, pp=2, ep=2, experts=4, servers=True,
            accumulation=2),
-    # Sent while the backward pass runs: all buckets, those without tied embeddings, or none.
+    # Sent while the backward pass runs: all gradients, those that only data-parallel ranks sum, or
+    # none.
     Layout(name="servers-dp4-overlap-acc2", ranks=4, servers=True, overlap=True, accumulation=2),
     Layout(name="servers-dp2-overlap-bf16-sent-as-bf16-no-clip", ranks=2, servers=True,
            overlap=True, dtype="bf16", wire="bf16", extra=_NO_CLIP),
     Layout(name="servers-pp2-vpp2-dp2-overlap-acc4", ranks=4, pp=2, vpp=2, servers=True,
            overlap=True, accumulation=4),
+    Layout(name="servers-tp2-dp2-overlap-acc2", ranks=4, tp=2, servers=True, overlap=True,
+           accumulation=2, extra=(*_SEQUENCE, *_ZEROS)),
+    Layout(name="servers-ep2-tp2-pp2-dp2-overlap-clips-never", ranks=8, tp=2, pp=2, ep=2, experts=4,
+           servers=True, overlap=True, extra=(*_CLIPS_NEVER, *_ZEROS)),
     Layout(name="servers-ep2-tp2-dp4-overlap-tokens", ranks=8, tp=2, ep=2, experts=4, servers=True,
            overlap=True, extra=_TOKENS),
+    # Ranks of a host sum first, and each sends a part; the hosts of three send whole buckets.
+    Layout(name="node2-servers-dp4", ranks=4, per_host=2, route=_NODE, servers=True),
+    Layout(name="node2-servers-dp4-overlap-acc2", ranks=4, per_host=2, route="auto", servers=True,
+           overlap=True, accumulation=2),
+    Layout(name="node2-servers-dp4-clips-at-first-acc2", ranks=4, per_host=2, route=_NODE,
+           servers=True, accumulation=2, extra=_CLIPS_AT_FIRST),
+    Layout(name="node2-servers-dp4-wait", ranks=4, per_host=2, route=_NODE, servers=True,
+           overlap=True, clip="wait"),
+    Layout(name="node2-servers-dp4-bf16-frozen-no-clip", ranks=4, per_host=2, route=_NODE,
+           servers=True, dtype="bf16", frozen="embedding", extra=(*_NO_CLIP, *_UNTIED)),
+    Layout(name="node2-servers-dp4-bf16-wire-overlap", ranks=4, per_host=2, route=_NODE,
+           servers=True, overlap=True, dtype="bf16-wire"),
+    Layout(name="node2-servers-dp4-bf16-sent-as-bf16-overlap", ranks=4, per_host=2, route=_NODE,
+           servers=True, overlap=True, dtype="bf16", wire="bf16"),
+    Layout(name="node2-servers-ep2-dp4-overlap", ranks=4, per_host=2, route=_NODE, servers=True,
+           ep=2, experts=4, overlap=True),
+    Layout(name="node3-servers-dp6-sent-as-bf16", ranks=6, per_host=3, route=_NODE, servers=True,
+           dtype="bf16", wire="bf16", extra=_TOKENS),
+    Layout(name="node3-servers-dp6-zeros", ranks=6, per_host=3, route=_NODE, servers=True,
+           extra=_ZEROS),
+    Layout(name="node4-servers-tp2-dp4", ranks=8, per_host=4, route=_NODE, servers=True, tp=2,
+           overlap=True, extra=(*_SEQUENCE, *_ZEROS)),
+    Layout(name="node2-servers-pp2-dp4-tied-bf16-wire", ranks=8, per_host=2, route=_NODE,
+           servers=True, pp=2, accumulation=2, dtype="bf16-wire"),
+    Layout(name="node3-servers-dp4", ranks=4, per_host=3, route=_NODE, servers=True),
     # What cannot be served is refused, not trained wrongly.
     Layout(name="servers-do", ranks=2, servers=True, distributed_optimizer=True,
            refused="--use-distributed-optimizer"),

@@ -35,12 +35,36 @@ def train(folder: Path, *, width: int, away: bool, through_byteps: bool) -> dict
         that was allocated on the device, beyond what was before the model (0 on a CPU); and
         ``held``, of the buffers' storages.
     """
-    device = _start()
-    # What a first matrix product allocates for good is no part of the model.
-    first = torch.nn.Linear(8, 8, dtype=torch.bfloat16, device=device)
-    first(torch.ones(8, 8, dtype=torch.bfloat16, device=device)).sum().backward()
-    del first
+    device = start()
     before = _allocated(device)
+    module, ddp, optimizer = model_of(width, device, through_byteps=through_byteps)
+    seen: dict[str, Any] = {"checksums": [], "bytes": {}, "held": {}}
+    for step in range(STEPS):
+        _reset_peak(device)
+        make_step(step, width, device, ddp, optimizer)
+        seen["checksums"].append(checksum(module))
+        _note(seen, "step", before, device, ddp)
+        if not away:
+            continue
+        kept = _leave(ddp, optimizer)
+        _reset_peak(device)
+        _note(seen, "away", before, device, ddp)
+        # What generates has the memory meanwhile, so that it comes back at other addresses.
+        other = torch.full((width * width // (1 + step % 2),), torch.nan, device=device)
+        _come_back(ddp, optimizer, kept, device)
+        del other
+        assert checksum(module) == seen["checksums"][-1], "the parameters are not as they were"
+    from megatron.core.distributed import dpu_reduce
+
+    dpu_reduce.shutdown()
+    dist.destroy_process_group()
+    return seen
+
+
+def model_of(
+    width: int, device: torch.device, *, through_byteps: bool
+) -> tuple[torch.nn.Module, DistributedDataParallel, Any]:
+    """Four layers of this width in bf16: the module, the same wrapped, its optimizer."""
     torch.manual_seed(3)
     layers = [torch.nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(4)]
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
@@ -64,37 +88,23 @@ def train(folder: Path, *, width: int, away: bool, through_byteps: bool) -> dict
         ),
         [ddp],
     )
-    seen: dict[str, Any] = {"checksums": [], "bytes": {}, "held": {}}
-    for step in range(STEPS):
-        _reset_peak(device)
-        ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        x = torch.arange(8 * width, device=device).view(8, width).float()
-        ddp(
-            torch.sin(x + 100 * step + dist.get_rank()).bfloat16()
-        ).float().square().sum().backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
-        seen["checksums"].append(_checksum(module))
-        _note(seen, "step", before, device, ddp)
-        if not away:
-            continue
-        kept = _leave(ddp, optimizer)
-        _reset_peak(device)
-        _note(seen, "away", before, device, ddp)
-        # What generates has the memory meanwhile, so that it comes back at other addresses.
-        other = torch.full((width * width // (1 + step % 2),), torch.nan, device=device)
-        _come_back(ddp, optimizer, kept, device)
-        del other
-        assert _checksum(module) == seen["checksums"][-1], "the parameters are not as they were"
-    from megatron.core.distributed import dpu_reduce
-
-    dpu_reduce.shutdown()
-    dist.destroy_process_group()
-    return seen
+    return module, ddp, optimizer
 
 
-def _start() -> torch.device:
+def make_step(
+    step: int, width: int, device: torch.device, ddp: DistributedDataParallel, optimizer: Any
+) -> None:
+    """Train one step, on values that differ by step and rank."""
+    ddp.zero_grad_buffer()
+    optimizer.zero_grad()
+    x = torch.arange(8 * width, device=device).view(8, width).float()
+    ddp(torch.sin(x + 100 * step + dist.get_rank()).bfloat16()).float().square().sum().backward()
+    ddp.finish_grad_sync()
+    optimizer.step()
+
+
+def start() -> torch.device:
+    """Join the others; the device of this rank."""
     if cpu_platform.is_wanted():
         cpu_platform.install()
         device = torch.device("cpu")
@@ -104,6 +114,9 @@ def _start() -> torch.device:
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl")
     parallel_state.initialize_model_parallel()
+    # What a first matrix product allocates for good is no part of the model.
+    first = torch.nn.Linear(8, 8, dtype=torch.bfloat16, device=device)
+    first(torch.ones(8, 8, dtype=torch.bfloat16, device=device)).sum().backward()
     return device
 
 
@@ -147,7 +160,8 @@ def _move_optimizer(optimizer: Any, device: torch.device) -> None:
                     state[name] = value.to(device)
 
 
-def _checksum(module: torch.nn.Module) -> str:
+def checksum(module: torch.nn.Module) -> str:
+    """Of the parameters."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
         # A copy: what NumPy has seen can be freed no more.

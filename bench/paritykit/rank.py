@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from megatron.core.transformer import torch_norm
 from megatron.training import training
 
 from .attention import allow_context_parallel
+from .exact import ExactUpdates
 from .seen import RankSeen, Step, Sum
 
 
@@ -33,6 +35,7 @@ class Witness:
         self._steps: list[Step] = []
         self._step = Step()
         self._locals: dict[int, torch.Tensor] = {}
+        self.exact: ExactUpdates | None = None
 
     def watch(self) -> None:
         """Look on where gradients are about to be summed, where they were, and at the log."""
@@ -60,6 +63,8 @@ class Witness:
             norm = values["grad_norm"]
             witness._step.loss = None if loss is None else float(loss.item())
             witness._step.grad_norm = None if norm is None else float(norm)
+            zeros = values["num_zeros_in_grad"]
+            witness._step.zeros = None if zeros is None else int(zeros)
             witness._steps.append(witness._step)
             witness._step, witness._locals = Step(), {}
             return log(*args, **kwargs)
@@ -67,6 +72,24 @@ class Witness:
         group.start_grad_sync = start_grad_sync
         DistributedDataParallel.finish_grad_sync = finish_grad_sync
         training.training_log = training_log
+
+    def watch_updates(self) -> None:
+        """Make each update a second time, in fp64."""
+        setup = training.setup_model_and_optimizer
+        witness = self
+
+        @functools.wraps(setup)
+        def set_up(*args: Any, **kwargs: Any) -> Any:
+            found = setup(*args, **kwargs)
+            summed = [
+                (bucket, group)
+                for chunk in witness.models
+                for _, bucket, group, _ in _buckets(chunk)
+            ]
+            witness.exact = ExactUpdates(found[1], summed, training.get_args().train_iters)
+            return found
+
+        training.setup_model_and_optimizer = set_up
 
     def watch_byteps(self) -> None:
         """Note the name of each push-pull."""
@@ -83,6 +106,7 @@ class Witness:
     def _chunk_done(self, chunk: Any) -> None:
         number = next((i for i, model in enumerate(self.models) if model is chunk), 0)
         sharded = chunk.ddp_config.use_distributed_optimizer
+        names = {parameter: name for name, parameter in chunk.named_parameters()}
         for name, bucket, group, owners in _buckets(chunk):
             result, offset = bucket.grad_data, 0
             if sharded:
@@ -96,6 +120,7 @@ class Witness:
                 local=self._locals[id(bucket)].cpu(),
                 result=result.clone().cpu(),
                 offset=offset,
+                places={names[p]: place for p, place in bucket.param_to_index.items()},
             )
 
     def seen(self) -> RankSeen:
@@ -111,7 +136,9 @@ class Witness:
             names=self.names,
             byteps_imported="byteps.torch" in sys.modules,
             pushed_bytes=_counted("byteps_worker_pushed_bytes_total"),
-            pulled_bytes=_counted("byteps_worker_pulled_bytes_total"),
+            pulled_bytes=_counted("byteps_worker_pulled_bytes_total")
+            - (self.exact.read_bytes if self.exact else 0),
+            update_error=(self.exact.error, self.exact.size) if self.exact else None,
         )
 
 
@@ -160,12 +187,16 @@ def train(folder: Path, arguments: Sequence[str], **options: Any) -> RankSeen:
 
 
 def run(
-    arguments: Sequence[str], frozen: str = "", broken: Callable[[], None] | None = None
+    arguments: Sequence[str],
+    frozen: str = "",
+    broken: Callable[[], None] | None = None,
+    exact: bool = False,
 ) -> RankSeen:
     """Train under the eyes of a :class:`Witness`.
 
     Parameters with ``frozen`` in their names do not require gradients. ``broken`` is called
-    before the witness looks, to break the reducer that it looks at.
+    before the witness looks, to break the reducer that it looks at. With ``exact`` each update is
+    held against one in fp64.
     """
     sys.argv = ["pretrain_dpu_gpt.py", *arguments]
     # On a GPU; what has no deterministic implementation is warned about, in the log.
@@ -178,6 +209,8 @@ def run(
     if broken is not None:
         broken()
     witness.watch()
+    if exact:
+        witness.watch_updates()
     if "--use-dpu-reduce" in arguments and sys.modules.get("byteps", True) is not None:
         witness.watch_byteps()
     config_of = pretrain_dpu_gpt.gpt_config_from_args

@@ -8,7 +8,7 @@ import torch
 
 from .compare import BYTES_TOLERANCE, LOSS_TOLERANCE, SENT_AS_BF16_TOLERANCE, Report
 from .layouts import MICRO_BATCH, SEQUENCE, STEPS, Layout
-from .updates import MANY_BF16_TOLERANCE, TOLERANCE
+from .updates import ALLOWED_ERROR, MANY_BF16_TOLERANCE, TOLERANCE
 
 _HEAD = (
     *("layout", "ranks", "groups", "sums a step", "same bits"),
@@ -16,7 +16,7 @@ _HEAD = (
 )
 _SERVERS_HEAD = (
     *("layout", "ranks", "groups", "buckets", "parameters differ"),
-    *("norms differ", "losses differ", "ok"),
+    *("norms differ", "losses differ", "error", "error of Megatron's", "ok"),
 )
 _FEATURES = (
     "layout",
@@ -111,6 +111,11 @@ _SERVERS = f"""## The optimizer on the servers
 - Copies of a parameter that are the same to the last bit on several ranks with Megatron's optimizer
   are so here: over data-parallel ranks, tensor-parallel ones, and the stages that tie embeddings.
 - Each rank pushes its gradients and pulls its parameters once a step, and nothing else.
+- **Errors against fp64.** Beside each run every update is made once more in fp64 by torch's optimizer, from
+  the same gradients, summed and rounded as the optimizer gets them, and the norm that the run had. The error
+  is that of the final fp32 parameters, those on the servers or Megatron's own, as one vector, relative to
+  its norm. Ours may be {ALLOWED_ERROR:g} times Megatron's at most: each is near one rounding, of other values. How
+  sums are rounded is above. Where ranks of a host sum first this is left out (-).
 """  # noqa: E501
 
 
@@ -143,7 +148,7 @@ def servers_cells(report: Report) -> list[str]:
     layout, update = report.layout, report.update
     head = [layout.name, str(layout.ranks)]
     if update is None:
-        return [*head, *["-"] * 5, "MISS" if report.misses else "refused"]
+        return [*head, *["-"] * 7, "MISS" if report.misses else "refused"]
     return [
         *head,
         ", ".join(map(str, report.groups)),
@@ -151,6 +156,10 @@ def servers_cells(report: Report) -> list[str]:
         f"{update.parameters:.1e}",
         f"{update.norm:.1e}" if update.norm else "-",
         f"{report.loss_difference:.1e}",
+        *(
+            f"{error:.2e}" if layout.is_held_against_fp64 else "-"
+            for error in (update.ours, update.theirs)
+        ),
         "MISS" if report.misses else "yes",
     ]
 

@@ -53,6 +53,7 @@ def train(
         "arguments": arguments,
         "environment": environment,
         "frozen": layout.frozen,
+        "exact": layout.is_held_against_fp64,
         **(options or {}),
     }
     first_gpu = GPUS_APART * LAYOUTS.index(layout) if layout in LAYOUTS else 0

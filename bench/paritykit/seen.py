@@ -19,6 +19,8 @@ class Sum:
     servers keep it."""
     offset: int
     """Where in the bucket the result begins."""
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each parameter, by its name: first element in the bucket, and last plus one."""
 
 
 @dataclass(kw_only=True)
@@ -30,6 +32,16 @@ class Step:
     loss: float | None = None
     """Average over all ranks; None where the pipeline's last stage is elsewhere."""
     grad_norm: float | None = None
+    zeros: int | None = None
+    """Gradients that are 0, where they are counted."""
+
+    def gradients(self) -> dict[str, Any]:
+        """Of each parameter, as they went into the sums, whatever buckets they were in."""
+        return {
+            f"{bucket.split('/', 1)[0]}/{name}": total.local[begin:end]
+            for bucket, total in self.sums.items()
+            for name, (begin, end) in total.places.items()
+        }
 
 
 @dataclass(kw_only=True)
@@ -45,3 +57,6 @@ class RankSeen:
     pushed_bytes: int = 0
     """To servers, as the engine counts them, in the whole run."""
     pulled_bytes: int = 0
+    update_error: tuple[float, float] | None = None
+    """Of the final fp32 parameters, sums of squares: of how far they are from those that updates in
+    fp64 make of the same gradients, and of these."""

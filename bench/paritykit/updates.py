@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .compare import Report, begin_report, check_first_step, check_losses
+from .compare import (
+    Report,
+    begin_report,
+    beside_of,
+    check_first_step,
+    check_losses,
+    way_of,
+)
 from .layouts import Layout
 from .seen import RankSeen
 
@@ -19,6 +26,8 @@ from .seen import RankSeen
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-4, "bf16-wire": 1e-3}
 MANY_BF16_TOLERANCE = 2e-2
 """Of three or more values of bf16: servers round once, an all-reduce after every addition."""
+ALLOWED_ERROR = 1.1
+"""Our updates' error over that of Megatron's own optimizer, which rounds other values."""
 BYTES_TOLERANCE = 0.02
 _TIED = ("word_embeddings.weight", "output_layer.weight")
 
@@ -31,6 +40,11 @@ class Difference:
     """The norm of the difference of all final parameters, relative to their norm."""
     norm: float = 0.0
     """Of a step's gradients, relative; the largest."""
+    ours: float = 0.0
+    """How far our fp32 parameters are from those that updates in fp64 make of the same gradients,
+    relative to their norm."""
+    theirs: float = 0.0
+    """The same of Megatron's own optimizer, with its gradients."""
 
 
 def tolerance(report: Report) -> float:
@@ -51,10 +65,21 @@ def compare_updates(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[R
     check_first_step(report, ours, theirs)
     check_losses(report, ours, theirs)
     limit = tolerance(report)
-    report.update = Difference(parameters=_parameters(ours, theirs), norm=_norms(ours, theirs))
+    report.update = Difference(
+        parameters=_parameters(ours, theirs),
+        norm=_norms(ours, theirs),
+        ours=_update_error(ours),
+        theirs=_update_error(theirs),
+    )
     for what, found in (("parameters", report.update.parameters), ("norms", report.update.norm)):
         if not found <= limit:
             report.misses.append(f"{what} differ by {found:.3g}, more than {limit:g}")
+    allowed = ALLOWED_ERROR * report.update.theirs
+    if layout.is_held_against_fp64 and not report.update.ours <= allowed:
+        report.misses.append(
+            f"updates are off by {report.update.ours:.3g} from fp64, more than {allowed:.3g}"
+        )
+    report.misses += _zeros(ours, theirs)
     report.misses += _split(ours, theirs)
     report.misses += _bytes(layout, ours)
     return report
@@ -72,6 +97,15 @@ def _parameters(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
     return math.sqrt(difference / size)
 
 
+def _update_error(ranks: Sequence[RankSeen]) -> float:
+    """Of all parameters, as one vector."""
+    found = [seen.update_error for seen in ranks]
+    if None in found:
+        return math.nan
+    error, size = (math.fsum(part) for part in zip(*(one for one in found if one), strict=True))
+    return math.sqrt(error / size) if size else math.nan
+
+
 def _norms(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
     """0 where nothing is clipped: then there is no norm in ours."""
     worst = 0.0
@@ -82,6 +116,14 @@ def _norms(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
             difference = abs(a.grad_norm - b.grad_norm) / b.grad_norm
             worst = math.nan if math.isnan(difference) else max(worst, difference)
     return worst
+
+
+def _zeros(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
+    """Before the first update both runs have the same gradients, and so as many that are 0."""
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        found, wanted = one.steps[0].zeros, other.steps[0].zeros
+        if found != wanted:
+            yield f"rank {rank}: {found} gradients of the first step are 0, not {wanted}"
 
 
 def _split(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
@@ -107,23 +149,32 @@ def _made_again(layout: Layout, seen: RankSeen) -> list[bool]:
     extra = list(layout.extra)
     limit = float(extra[extra.index("--clip-grad") + 1]) if "--clip-grad" in extra else 1.0
     clipped = [0 < limit < (step.grad_norm or 0.0) for step in seen.steps]
-    return [now and clipped[max(0, i - 2) : i] != [True, True] for i, now in enumerate(clipped)]
+    tries = [
+        layout.clip != "wait" and clipped[max(0, i - 2) : i] != [True, True]
+        for i in range(len(clipped))
+    ]
+    return [now and tried for now, tried in zip(clipped, tries, strict=True)]
 
 
 def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
     """Each rank pushes its gradients and pulls its parameters once a step, in one type, and pulls
     them twice if the step is made again; one rank of each group loads the fp32 parameters before.
+    Node first, the ranks of a host do each their part of that.
     """
     for rank, seen in enumerate(ours):
-        moved: Counter[str] = Counter()
+        moved: dict[str, float] = defaultdict(float)
         again = _made_again(layout, seen)
         for number, step in enumerate(seen.steps):
             for total in step.sums.values():
                 size = 2 if layout.wire else total.local.element_size()
-                moved["pushed"] += total.local.numel() * size
-                moved["pulled"] += total.local.numel() * size * (2 if again[number] else 1)
-                if number == 0 and total.members[0] == rank:
-                    moved["pushed"] += total.local.numel() * 4
+                elements, first = float(total.local.numel()), total.members[:1]
+                if way_of(total.members, layout) == "node-first":
+                    elements /= len(beside_of(rank, total.members, layout))
+                    first = tuple(beside_of(first[0], total.members, layout))
+                moved["pushed"] += elements * size
+                moved["pulled"] += elements * size * (2 if again[number] else 1)
+                if number == 0 and rank in first:
+                    moved["pushed"] += elements * 4
         for what, counted in (("pushed", seen.pushed_bytes), ("pulled", seen.pulled_bytes)):
             if abs(counted - moved[what]) > BYTES_TOLERANCE * moved[what]:
-                yield f"rank {rank} {what} {counted} bytes, not {moved[what]}"
+                yield f"rank {rank} {what} {counted} bytes, not {moved[what]:.0f}"

@@ -15,6 +15,7 @@ import ray
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import PRELOAD, Limits, Settings
+from paritykit.platforms import CPU, Platform
 
 from .nodes import Nodes
 
@@ -33,14 +34,22 @@ MODEL: tuple[str, ...] = tuple(
     """.split()  # noqa: SIM905
 )
 
-ENVIRONMENT = {
-    "MEGATRON_CPU": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore",
-    # Sums of more than two values have one result, whoever comes first.
-    "BYTEPS_DETERMINISTIC": "1",
-}
+
+def environment_on(platform: Platform) -> dict[str, str]:
+    """Of all ranks and servers."""
+    return {
+        **platform.environment,
+        "PYTHONWARNINGS": "ignore",
+        # Sums of more than two values have one result, whoever comes first.
+        "BYTEPS_DETERMINISTIC": "1",
+    }
+
+
+ENVIRONMENT = environment_on(CPU)
+
+IN_BACKGROUND = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+"""Checkpoints are written by a process beside each rank. Without the second flag Megatron ignores
+the first; its other strategy needs a package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +73,8 @@ class Case:
     arguments: Sequence[str] = ()
     saves: bool = True
     """Checkpoints."""
+    memory_every: int | None = None
+    """Keep states in the memory of actors every so many steps; recoveries start from there."""
     thorough: bool = False
 
 
@@ -146,7 +157,7 @@ CASES = {
         title="a rank's actor is killed, with checkpoints written in the background",
         faults=[_fault(1, "actor", STRIKE + 2)],
         blames="rank 1 was lost with its actor",
-        arguments=["--async-save"],
+        arguments=IN_BACKGROUND,
         thorough=True,
     ),
     "node": Case(
@@ -188,6 +199,31 @@ CASES = {
         ],
         thorough=True,
     ),
+    "memory": Case(
+        title="a rank's actor is killed, without checkpoints: its state is in a peer's memory",
+        faults=[_fault(1, "actor")],
+        blames="rank 1 was lost with its actor",
+        saves=False,
+        memory_every=2,
+    ),
+    "memory-process": Case(
+        title="rank 0's process is killed, without checkpoints: its state is in its actor's memory",
+        faults=[_fault(0, "kill")],
+        blames="rank 0 was killed by signal 9",
+        saves=False,
+        memory_every=2,
+        thorough=True,
+    ),
+    "memory-dp4": Case(
+        title="a rank's actor is killed, without checkpoints: 4 ranks, the distributed optimizer",
+        ranks=4,
+        faults=[_fault(2, "actor")],
+        blames="rank 2 was lost with its actor",
+        arguments=["--global-batch-size", "8", "--use-distributed-optimizer"],
+        saves=False,
+        memory_every=2,
+        thorough=True,
+    ),
 }
 
 
@@ -223,7 +259,11 @@ def several_nodes(folder: Path) -> Iterator[Runner]:
 
 
 def pool_settings(
-    folder: Path, *, spares: int = SPARES, preload: Sequence[str] = PRELOAD
+    folder: Path,
+    *,
+    spares: int = SPARES,
+    preload: Sequence[str] = PRELOAD,
+    platform: Platform = CPU,
 ) -> Settings:
     """Of the pool that all cases share: its actors import everything once."""
     tree = ROOT / "build" / "Megatron-LM"
@@ -232,7 +272,9 @@ def pool_settings(
         ranks=RANKS,
         spares=spares,
         folder=folder,
-        environment=ENVIRONMENT,
+        arguments=platform.arguments,
+        gpus_per_rank=float(platform.shares_devices),
+        environment=environment_on(platform),
         python_path=(str(tree), str(ROOT / "bench")),
         preload=(*preload, "pretrain_dpu_gpt"),
         limits=Limits(warm=1200.0),
@@ -297,11 +339,18 @@ class Runner:
         faults = json.dumps(list(case.faults)).replace("{folder}", str(folder))
         own = [argument.replace("{folder}", str(folder)) for argument in case.arguments]
         events: list[dict[str, Any]] = []
+        changes.setdefault("memory_save_interval", case.memory_every)
         settings = replace(
             self._settings,
             ranks=case.ranks,
             folder=folder,
-            arguments=(*case.model, "--train-iters", str(STEPS), *saved, *own),
+            arguments=(
+                *case.model,
+                *("--train-iters", str(STEPS)),
+                *saved,
+                *own,
+                *self._settings.arguments,
+            ),
             environment={
                 **self._settings.environment,
                 "RAYKIT_FAULTS": faults,
@@ -369,6 +418,9 @@ def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
         if set(losses) != set(whole.get(step, [])):
             found.append(f"step {step}: losses {losses}, without faults {whole.get(step)}")
     recovered = outcome.of("recovered")
+    sources = {event["source"] for event in outcome.of("state")}
+    if case.memory_every is not None and sources != {"memory"}:
+        found.append(f"states were read from {sources or 'nowhere'}: {outcome.of('state')}")
     if case.incarnations > 1 and not recovered:
         found.append("no recovery was reported")
     return found

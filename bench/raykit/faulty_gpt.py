@@ -82,9 +82,12 @@ def _while_handed_in(step: int, what: str) -> None:
 
 def main() -> None:
     import pretrain_dpu_gpt
+    import torch
     from megatron.core import dist_checkpointing
     from megatron.training import training
 
+    # Steps that are done twice are compared to the last bit, on GPUs as well.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_INCARNATION"])
     for fault in json.loads(os.environ.get("RAYKIT_FAULTS", "[]")):
         if (fault["rank"], fault["incarnation"]) != (rank, incarnation):

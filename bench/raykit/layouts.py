@@ -59,6 +59,10 @@ class _Row:
 
 
 _ROWS = (
+    _Row(name="dp2", ranks=2),
+    _Row(name="dp2-distributed-optimizer", ranks=2, distributed_optimizer=True),
+    _Row(name="tp2", ranks=2, tp=2),
+    _Row(name="pp2", ranks=2, pp=2),
     _Row(name="tp2-dp2", ranks=4, tp=2),
     _Row(name="pp2-dp2", ranks=4, pp=2),
     _Row(name="pp4-dp2", ranks=8, pp=4),

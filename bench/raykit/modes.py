@@ -12,9 +12,10 @@ from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import PRELOAD, Settings
 from paritykit import forked
+from paritykit.platforms import CPU, Platform
 from paritykit.seen import RankSeen
 
-from .cases import ENVIRONMENT, pool_settings
+from .cases import environment_on, pool_settings
 from .layouts import Cell
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ _ENVIRONMENT = {
 }
 
 
-def settings_of_pool(folder: Path, ranks: int) -> Settings:
+def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Settings:
     """Of the actors that all cells share."""
-    common = pool_settings(folder, spares=0)
+    common = pool_settings(folder, spares=0, platform=platform)
     return replace(
         common,
         entry="raykit.witness:main",
@@ -45,15 +46,20 @@ def settings_of_pool(folder: Path, ranks: int) -> Settings:
     )
 
 
-def run_locally(cell: Cell, folder: Path, arguments: Sequence[str]) -> list[RankSeen]:
+def run_locally(
+    cell: Cell, folder: Path, arguments: Sequence[str], platform: Platform = CPU
+) -> list[RankSeen]:
     """Train as torchrun does, with BytePS beside the ranks: what each of them saw.
 
     Raises:
         JobFailed: a rank failed; the text has its log.
     """
-    environment = {**ENVIRONMENT, **_ENVIRONMENT, "BYTEPS_EMBEDDED_SERVERS": str(SERVERS)}
-    settings = {"arguments": [*arguments, *_THROUGH_SERVERS], "environment": environment}
-    job = forked.Job(folder, PROGRAM, cell.ranks, settings)
+    own = {**environment_on(platform), **_ENVIRONMENT, "BYTEPS_EMBEDDED_SERVERS": str(SERVERS)}
+    # The platform's GPU settings are the job's: which of them a rank sees differs by rank.
+    environment = {name: value for name, value in own.items() if name not in platform.environment}
+    everything = [*arguments, *_THROUGH_SERVERS, *platform.arguments]
+    settings = {"arguments": everything, "environment": environment}
+    job = forked.Job(folder, PROGRAM, cell.ranks, settings, platform)
     job.run()
     return [job.result(rank) for rank in range(cell.ranks)]
 
@@ -75,7 +81,7 @@ def run_under_ray(
     own = replace(
         settings,
         entry="raykit.witness:main",
-        arguments=(*arguments, *_THROUGH_SERVERS),
+        arguments=(*arguments, *_THROUGH_SERVERS, *settings.arguments),
         ranks=cell.ranks,
         folder=folder,
         environment={**settings.environment, **_ENVIRONMENT, "RAYKIT_SEEN": str(folder)},
@@ -178,29 +184,3 @@ def arguments_of(cell: Cell, data: Sequence[str], models: Path) -> list[str]:
     """Of the training script; a Hugging Face model is made where it is not there."""
     model = ["--hf-model", str(make_model(cell.model, models))] if cell.model else []
     return [*model, *cell.arguments, *data]
-
-
-def run_both(
-    cell: Cell,
-    folder: Path,
-    *,
-    data: Sequence[str],
-    models: Path,
-    pool: Pool,
-    settings: Settings,
-) -> Outcome:
-    """Train locally and under Ray in a new folder, and compare.
-
-    Args:
-        data: arguments that name the data.
-        models: a folder for Hugging Face models that are made.
-        settings: those of the pool.
-
-    Raises:
-        JobFailed: a rank of the local run failed.
-        JobError: one under Ray did.
-    """
-    arguments = arguments_of(cell, data, models)
-    local = run_locally(cell, folder / "local", arguments)
-    ray = run_under_ray(cell, folder / "ray", arguments, pool, settings)
-    return compare(local, ray)

@@ -35,8 +35,8 @@ class Nodes:
         """Ray's numbers of those that are there."""
         return set(self._names)
 
-    def add(self, cpus: int = 1) -> str:
-        """Start a node; Ray's number of it.
+    def add(self, cpus: int = 1, gpus: int = 0) -> str:
+        """Start a node; Ray's number of it. Ray takes it to have so many GPUs, whatever there is.
 
         Ray gives a node 30 s to start, and the node gives its agents 15 s. A busy machine keeps
         neither, so that it is tried again.
@@ -48,7 +48,7 @@ class Nodes:
         while True:
             name = f"raykit-{uuid.uuid4().hex[:12]}"
             log = self._folder / f"{name}.log"
-            if self._start(name, cpus, log):
+            if self._start(name, cpus, gpus, log):
                 while time.monotonic() < deadline:
                     for node in ray.nodes():
                         if node["Alive"] and name in node["Resources"]:
@@ -60,11 +60,12 @@ class Nodes:
             if "timed out during startup" not in text or time.monotonic() > deadline:
                 raise RuntimeError(f"a node of Ray did not start:\n{text[-2000:]}")
 
-    def _start(self, name: str, cpus: int, log: Path) -> bool:
+    def _start(self, name: str, cpus: int, gpus: int, log: Path) -> bool:
         """Whether Ray says that it did."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
         command += ["--address", ray.get_runtime_context().gcs_address]
         command += ["--node-ip-address", "127.0.0.1", "--num-cpus", str(cpus)]
+        command += ["--num-gpus", str(gpus)]
         command += ["--object-store-memory", str(_OBJECT_STORE_BYTES)]
         command += ["--resources", json.dumps({name: 1}), "--dashboard-agent-listen-port", "0"]
         environment = {**os.environ, _MARK: name, "RAY_worker_niceness": "0"}

@@ -19,15 +19,15 @@ from verl import DataProto
 from verl.utils import hf_tokenizer
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import TrainingWorkerConfig
 from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from megatron_byteps_hf.bridge import auto_bridge
-from megatron_byteps_rl import task, trainer
+from megatron_byteps_rl import reward, task, trainer
 from megatron_byteps_rl.cpu import held_bytes
 from megatron_byteps_rl.settings import Settings
 
+from . import rewards, sums
 from .runs import ROWS, STEPS
 
 auto_bridge()
@@ -37,7 +37,7 @@ assert len(PROMPTS) == ROWS
 
 
 class Roles:
-    """Actor, rollout, reference and critic of one rank, as verl's trainer makes them."""
+    """Actor, rollout, reference, critic and reward of one rank, as verl's trainer makes them."""
 
     def __init__(self, settings: Settings) -> None:
         from megatron_byteps_rl.workers import ActorRolloutRef
@@ -50,6 +50,7 @@ class Roles:
         self.tokenizer = hf_tokenizer(str(settings.model))
         self.actor = ActorRolloutRef(config=config.actor_rollout_ref, role="actor_rollout_ref")
         self.critic = self._critic() if settings.algorithm == "ppo" else None
+        self.reward = rewards.make(config) if settings.reward_model else None
         self.actor.init_model()
         self.hand_over(0)
 
@@ -57,17 +58,7 @@ class Roles:
         from megatron_byteps_rl.workers import Critic
 
         critic = omega_conf_to_dataclass(self.config.critic)
-        critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
-        critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
-        made = Critic(
-            config=TrainingWorkerConfig(
-                model_type="value_model",
-                model_config=critic.model,
-                engine_config=critic.engine,
-                optimizer_config=critic.optim,
-                checkpoint_config=critic.checkpoint,
-            )
-        )
+        made = Critic(reward.value_worker_config(self.config.critic))
         made.reset()
         made.set_loss_fn(partial(value_loss, config=critic))
         return made
@@ -100,29 +91,10 @@ def _inferred(function: Callable[..., Any], made: DataProto, name: str) -> torch
     return no_padding_2_padding(tu.get(output, name), data).float() * made.batch["response_mask"]
 
 
-def _summed(group: Any) -> list[str]:
-    """Names of the sums of a bucket group: none where a rank has no other to add to."""
-    operations = [getattr(bucket, "dpu_reduce_op", None) for bucket in group.buckets]
-    return [op.name for op in operations if op is not None and len(op.group) > 1]
-
-
 def _names(engine: Any) -> list[str]:
-    return [name for m in engine.module for group in m.bucket_groups for name in _summed(group)]
-
-
-def _counted() -> list[str]:
-    """A list that grows by the names of the sums that BytePS makes from now on."""
-    import megatron.core.distributed.param_and_grad_buffer as buffers
-
-    seen: list[str] = []
-    start = buffers.dpu_reduce.start_grad_sync
-
-    def count(group: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.extend(_summed(group))
-        return start(group, *args, **kwargs)
-
-    buffers.dpu_reduce.start_grad_sync = count
-    return seen
+    return [
+        name for m in engine.module for group in m.bucket_groups for name in sums.of_group(group)
+    ]
 
 
 def _watched(engines: Iterable[Any]) -> dict[str, int]:
@@ -151,7 +123,7 @@ def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, 
     from megatron_byteps_rl.workers import checksum
 
     roles = Roles(Settings(folder=folder, **settings))
-    seen = _counted()
+    seen = sums.count()
     rows = len(PROMPTS) * samples
     size = roles.actor.world_size // (settings.get("tensor", 1) * settings.get("pipeline", 1))
     sizes = {"global_batch_size": rows * size, "mini_batch_size": rows * size}
@@ -160,7 +132,8 @@ def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, 
     workers = {"actor": roles.actor.actor, "critic": roles.critic}
     engines = {role: worker.engine for role, worker in workers.items() if worker is not None}
     held = _watched(engines.values())
-    apart = []
+    apart, scored = [], []
+    frozen = checksum(roles.reward.engine) if roles.reward else None
     for step in range(STEPS):
         made = roles.generate(PROMPTS * samples, seed=step, temperature=1.0)
         # The ranks of a copy must train on the same.
@@ -173,6 +146,8 @@ def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, 
         zeros = torch.zeros(rows, 3)
         noise = torch.randn(rows, 3, generator=drawn)
         made.batch.update({"old_log_probs": zeros - 2, "ref_log_prob": zeros - 2})
+        if roles.reward is not None:
+            scored.append(rewards.score(roles.reward, settings["reward_model"], made))
         made.batch.update({"values": zeros, "advantages": noise, "returns": noise * 0.5})
         if roles.critic is not None:
             roles.critic.train_mini_batch(_columns(made, **sizes, **fixed))
@@ -189,7 +164,11 @@ def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, 
         "apart": apart,
         "reshard": roles.actor.reshard_cost(),
         "held_bytes": held,
+        "scored": scored,
     }
+    if roles.reward is not None:
+        assert rewards.is_frozen(roles.reward), "the reward's model could be trained"
+        assert checksum(roles.reward.engine) == frozen, "the reward's model was trained"
     roles.actor.leave()
     return result
 

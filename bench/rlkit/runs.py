@@ -32,17 +32,25 @@ class Outcome:
     sent_bytes: int | None
     """Of all ranks to others in one reshard; None where the rollout takes whole tensors."""
 
+    rewards_apart: float | None
+    """Largest difference of a reward between its model in this layout and the whole one, in fp32;
+    None where a rule gives the reward."""
+
     @property
     def good(self) -> bool:
-        return all(self.equal.values()) and self.apart < ROUNDING
+        return all(self.equal.values()) and max(self.apart, self.rewards_apart or 0.0) < ROUNDING
 
 
-def _run(folder: Path, layout: Layout, algorithm: str, model: Path, *, byteps: bool) -> list[Any]:
+def _run(
+    folder: Path, layout: Layout, algorithm: str, model: Path, reward: Path, *, byteps: bool
+) -> list[Any]:
     settings = {"algorithm": algorithm, "through_byteps": byteps, "ranks": layout.ranks}
     settings |= {"tensor": layout.tensor, "pipeline": layout.pipeline, "model": model}
     # One micro-batch of each data-parallel rank.
     settings |= {"prompts": ROWS, "responses": layout.copies * layout.samples, "updates": 1}
     settings |= {"offload": layout.offload and byteps}
+    if algorithm == "ppo":
+        settings |= {"reward": "megatron", "reward_model": reward}
     if layout.resharded is not None:
         settings |= {"rollout": "megatron", "rollout_tensor": layout.resharded}
     job = Job(
@@ -55,15 +63,22 @@ def _run(folder: Path, layout: Layout, algorithm: str, model: Path, *, byteps: b
     return [job.result(rank) for rank in range(layout.ranks)]
 
 
-def compare(folder: Path, layout: Layout, algorithm: str, model: Path) -> Outcome:
+def compare(folder: Path, layout: Layout, algorithm: str, model: Path, reward: Path) -> Outcome:
     """Train some steps through BytePS and through all-reduce.
+
+    Args:
+        folder: for the ranks' logs and results.
+        layout: of all models.
+        algorithm: GRPO's reward is the rule's, PPO's that of a model.
+        model: folder of the base model.
+        reward: folder of the reward's model.
 
     Raises:
         JobFailed: a rank failed; the text has its log.
         AssertionError: a sum did not go the way it should have.
     """
-    ours = _run(folder / "byteps", layout, algorithm, model, byteps=True)
-    theirs = _run(folder / "all-reduce", layout, algorithm, model, byteps=False)
+    ours = _run(folder / "byteps", layout, algorithm, model, reward, byteps=True)
+    theirs = _run(folder / "all-reduce", layout, algorithm, model, reward, byteps=False)
     roles = list(ours[0]["checksums"])
     for one, other in zip(ours, theirs, strict=True):
         names = [name for role in roles for name in one["names"][role]]
@@ -78,6 +93,8 @@ def compare(folder: Path, layout: Layout, algorithm: str, model: Path) -> Outcom
         held = one["held_bytes"]
         assert (held["rollout"] == 0) == layout.offload, f"buffers take {held}"
         assert held["training"] > 0, f"buffers take {held}"
+    scored = [step for one in ours for step in one["scored"] if step is not None]
+    assert bool(scored) == (algorithm == "ppo"), "rewards of a model, or none"
     costs = [one["reshard"] for one in ours]
     assert all((cost is None) == (layout.resharded is None) for cost in costs), costs
     return Outcome(
@@ -87,5 +104,10 @@ def compare(folder: Path, layout: Layout, algorithm: str, model: Path) -> Outcom
         },
         sums={role: len(ours[0]["names"][role]) for role in roles},
         apart=max(apart),
+        rewards_apart=max((_apart(step) for step in scored), default=None),
         sent_bytes=None if None in costs else sum(cost["sent_bytes"] for cost in costs),
     )
+
+
+def _apart(scored: Mapping[str, Any]) -> float:
+    return float((scored["rewards"] - scored["whole"]).abs().max())

@@ -23,7 +23,13 @@ def make_run(
 ) -> Run:
     """Four workers and four servers; ``busy`` says how busy the machine was, by launch."""
     topology = Topology(workers=4, servers=4, emulated_hosts=8, link_bits=link_bits)
-    plan = Plan(cases=(CASE,), topology=topology, backends=tuple(samples), max_busy=MAX_BUSY)
+    plan = Plan(
+        cases=(CASE,),
+        topology=topology,
+        backends=tuple(samples),
+        device="cuda" if any(name.startswith("nccl") for name in samples) else "cpu",
+        max_busy=MAX_BUSY,
+    )
     run = Run(plan=plan, name="made-up")
     for backend, launches in samples.items():
         for index, seconds in enumerate(launches):

@@ -16,6 +16,7 @@ from benchkit.columns import aligned
 from benchkit.document import parts_in
 from benchkit.markdown import BEGIN, END, replace_results, section
 from benchkit.options import parse
+from benchkit.plan import BACKENDS
 from benchkit.plots import described, draw, draw_overview, parts_of_limit
 from benchkit.sets import SETS, choose
 from benchkit.tables import ratio_table, result_table
@@ -136,6 +137,12 @@ def test_overview_compares_times_with_one_limit(run_dir: Path) -> None:
         picture = run_dir / f"{len(runs)}.svg"
         draw_overview(runs, picture)
         assert "<svg" in picture.read_text()
+
+
+def test_every_backend_has_a_place_in_the_overview(run_dir: Path) -> None:
+    draw_overview([make_run({name: [[1.25, 1.25]] for name in BACKENDS})], run_dir / "all.svg")
+    drawn = (run_dir / "all.svg").read_text()
+    assert all(f"{name} 0.80" in drawn for name in BACKENDS)
 
 
 def test_the_documents_chart_shows_its_tables() -> None:
