@@ -7,7 +7,7 @@ folder="$root/build/bundle"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/bundle.sh [-h] [FOLDER]
+usage: scripts/bundle.sh [-h] [--with PARTS] [FOLDER]
 
 Collects in one folder (default: build/bundle; it is made anew) what benchmarks and training need
 beside this checkout, Python, PyTorch, NumPy and a C++ compiler: the byteps package and
@@ -22,27 +22,49 @@ library is as new as this one's, and use them there:
   python3 bench/pushpull_bench.py --workers 4 --servers 4 --emulate 8@10gbit --sizes 256MiB
   python3 bench/train_bench.py --tree FOLDER/Megatron-LM --workers 2 --servers 1
 
-Run `make setup` first.
+  --with PARTS  also what these need: "ray" (docs/ray.md), "hf" (docs/huggingface.md), or "ray hf".
+                Packages are compressed then, into one file that `activate` unpacks when it is
+                first used: about 50 MB in all. The last line names what the machine must have
+                beside PyTorch
+
+Run `make setup` first, with --with also `scripts/setup.sh --ray` or `--hf`.
 TEXT
 }
 
-case "${1:-}" in
-  -h | --help)
-    usage
-    exit 0
-    ;;
-  -*)
-    echo "error: bundle.sh has no option $1" >&2
-    usage >&2
-    exit 2
-    ;;
-esac
-if (($# > 1)); then
-  echo "error: bundle.sh takes one folder, got: $*" >&2
+with=()
+given=()
+while (($# > 0)); do
+  case "$1" in
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    --with)
+      (($# > 1)) || { echo 'error: --with needs parts: "ray", "hf" or both' >&2; exit 2; }
+      read -ra with <<<"$2"
+      shift
+      ;;
+    -*)
+      echo "error: bundle.sh has no option $1" >&2
+      usage >&2
+      exit 2
+      ;;
+    *) given+=("$1") ;;
+  esac
+  shift
+done
+if ((${#given[@]} > 1)); then
+  echo "error: bundle.sh takes one folder, got: ${given[*]}" >&2
   usage >&2
   exit 2
 fi
-folder="${1:-$folder}"
+folder="${given[0]:-$folder}"
+for name in "${with[@]}"; do
+  if [[ $name != ray && $name != hf ]]; then
+    echo "error: --with takes \"ray\", \"hf\" or both, not $name" >&2
+    exit 2
+  fi
+done
 
 fail() {
   echo "error: $*" >&2
@@ -51,6 +73,13 @@ fail() {
 
 python="$root/build/venv/bin/python"
 [[ -x $python && -x $root/build/venv/bin/byteps-server ]] || fail "there is no build: run make setup"
+# build/venv-hf has Ray, too.
+extra=""
+if ((${#with[@]} > 0)); then
+  extra="$root/build/venv-ray/bin/python"
+  if [[ " ${with[*]} " == *" hf "* ]]; then extra="$root/build/venv-hf/bin/python"; fi
+  [[ -x $extra ]] || fail "$extra is missing: run scripts/setup.sh ${with[*]/#/--}"
+fi
 packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 
 # Nothing but an earlier bundle is overwritten.
@@ -79,6 +108,10 @@ cp -r "$root"/build/Megatron-LM/{megatron,pyproject.toml} "$part/Megatron-LM/"
 for entry in "$root"/build/Megatron-LM/*.py; do
   if [[ -e $entry ]]; then cp "$entry" "$part/Megatron-LM/"; fi
 done
+expected=""
+if [[ -n $extra ]]; then
+  expected="$("$extra" "$root/scripts/bundle_packages.py" "${with[@]}" --to "$part/python")"
+fi
 find "$part" -name __pycache__ -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- shared libraries
@@ -106,9 +139,22 @@ done < <(
 
 # ---------------------------------------------------------------- activate
 
+if ((${#with[@]} > 0)); then
+  XZ_OPT=-T0 tar -cJf "$part/python.tar.xz" -C "$part" python
+  rm -rf "$part/python"
+fi
+
 cat >"$part/activate" <<'TEXT'
 # To be read by a shell: `. FOLDER/activate`. Prepends this folder to what the shell has.
 bundle="$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")" && pwd)"
+# Packages come compressed where they are many. A folder that is there is whole.
+if [ ! -d "$bundle/python" ]; then
+  rm -rf "$bundle/python.new" &&
+    python3 -c 'import sys, tarfile
+with tarfile.open(sys.argv[1]) as packed:
+    packed.extractall(sys.argv[2], filter="tar")' "$bundle/python.tar.xz" "$bundle/python.new" &&
+    mv "$bundle/python.new/python" "$bundle/python" && rmdir "$bundle/python.new"
+fi
 export PATH="$bundle/bin:$PATH"
 export PYTHONPATH="$bundle/python:$bundle/Megatron-LM${PYTHONPATH:+:$PYTHONPATH}"
 export LD_LIBRARY_PATH="$bundle/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
@@ -122,3 +168,4 @@ chmod -R u+w,go+rX "$folder"
 "$python" -c 'import sys; print("Python %d.%d" % sys.version_info[:2])' >"$folder/python-version"
 echo "$folder: $(du -sm "$folder" | cut -f1) MB, for $(uname -m), $(<"$folder/python-version"), glibc" \
   "$(getconf GNU_LIBC_VERSION | cut -d' ' -f2) or later"
+if [[ -n $expected ]]; then echo "$expected"; fi

@@ -1,6 +1,6 @@
-"""Tests with an object store: an S3 server in this process.
+"""Tests with object stores: servers of S3 and of Google Cloud Storage in this process.
 
-By `make test-s3` alone, in build/venv-s3.
+By `make test-object-store` alone, in build/venv-s3.
 """
 
 from __future__ import annotations

@@ -136,6 +136,8 @@ def snapshot(values: dict[str, Any]) -> dict[str, Any]:
         if training.should_disable_forward_pre_hook(settings):
             training.force_param_sync(values["model"], optimizer=values["optimizer"])
         metadata = checkpointing._build_sharded_state_dict_metadata(settings, dp_cp_group=data)
+        # What a rank is given back is what it has saved.
+        metadata["dpu_optimizer_whole"] = True
         random_numbers = checkpointing.get_rng_state(
             settings.ckpt_format,
             of("tp", None) or checkpointing.mpu.get_tensor_model_parallel_group(),

@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Copies into a bundle what Ray or Megatron-Bridge needs and a machine with PyTorch lacks.
+
+Run by the Python of an environment that has them; scripts/bundle.sh does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a part of the project adds to a bundle."""
+
+    package: str
+    """Our own, in the checkout."""
+    distributions: tuple[str, ...]
+    """Whose files are copied."""
+    expected: tuple[str, ...]
+    """Distributions that the machine must have: large, or part of most installations of PyTorch."""
+
+
+PARTS = {
+    "ray": Part(
+        package="integrations/ray/megatron_byteps_ray",
+        distributions=("ray", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),
+        expected=("attrs", "click", "filelock", "msgpack", "protobuf", "requests"),
+    ),
+    "hf": Part(
+        package="integrations/hf/megatron_byteps_hf",
+        distributions=(
+            *("megatron-bridge", "nvidia-modelopt", "pulp", "nvidia-ml-py"),
+            *("pydantic", "pydantic-core", "annotated-types"),
+        ),
+        expected=("accelerate", "peft", "safetensors", "scipy", "transformers"),
+    ),
+}
+LEFT_OUT = (
+    *("ray/jars/", "ray/cpp/", "ray/rllib/", "ray/dashboard/client/"),
+    "pulp/solverdir/",
+)
+"""Large, and not needed: Java, C++, other libraries on Ray, the dashboard's pages, solvers."""
+_LARGE_BYTES = 1 << 20
+
+
+def copy(distribution: str, to: Path) -> None:
+    """Copy a distribution's modules and its metadata, but not its programs.
+
+    Raises:
+        SystemExit: this environment does not have it.
+    """
+    try:
+        found = importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(f"error: {sys.prefix} has no {distribution}: run make setup") from None
+    for file in found.files or ():
+        name = str(file)
+        if name.startswith(("../", *LEFT_OUT)) or "__pycache__" in name:
+            continue
+        target = to / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(str(file.locate()), target)
+        if target.stat().st_size > _LARGE_BYTES:
+            _strip(target)
+
+
+def _strip(file: Path) -> None:
+    """Take the symbols for debuggers out of a program or a library, if it is one."""
+    with file.open("rb") as opened:
+        is_program = opened.read(4) == b"\x7fELF"
+    if is_program:
+        subprocess.run(["strip", "--strip-unneeded", str(file)], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=" ".join(PARTS))
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="of modules")
+    options = parser.parse_args()
+    for name in options.parts:
+        part = PARTS[name]
+        for distribution in part.distributions:
+            copy(distribution, options.to)
+        own = ROOT / part.package
+        shutil.copytree(own, options.to / own.name, ignore=shutil.ignore_patterns("__pycache__"))
+    expected = sorted({one for name in options.parts for one in PARTS[name].expected})
+    print(f"expected there beside PyTorch: {' '.join(expected)}")
+
+
+if __name__ == "__main__":
+    main()
