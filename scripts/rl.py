@@ -3,10 +3,11 @@
 
 Actor, critic (with PPO), reference and rollout are verl's, its models Megatron's. Gradients of
 actor and critic are summed by BytePS: a scheduler and servers start beside the ranks. With
---compare the same job runs through all-reduce too.
+--compare the same job runs through all-reduce too. With --reward megatron the reward is a model:
+trained first, by BytePS too, and then frozen in Megatron's workers, in the layout of the others.
 
-Exit status: 0 the reward rose as it must, and both ways agree; 1 not, or the job failed; 2 bad
-usage.
+Exit status: 0 right responses rose as they must, and both ways agree; 1 not, or the job failed; 2
+bad usage.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ from trainkit.rl_report import Outcome
 ROOT = Path(__file__).resolve().parent.parent
 ALGORITHMS = ("grpo", "ppo")
 ROLLOUTS = ("transformers", "megatron")
+REWARDS = ("rule", "megatron")
 STEPS = 30
 RISE = 0.25
-"""A whole run's reward rises by this much at least, from the first steps to the last."""
+"""In a whole run the part of right responses, by the rule, rises by this much at least, from the
+first steps to the last. It is the reward, unless a model gives that."""
+REWARD_STEPS = 150
+"""Of the training of the reward's model."""
 LIMIT_S = 3600.0
 _POLL_S = 0.5
 _GRACE_S = 20.0
@@ -53,13 +58,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--pipeline", type=positive, default=1, help="pipeline stages (default: 1)")
     add("--rollout", choices=ROLLOUTS, default="transformers", help="default: transformers")
     add("--rollout-tensor", type=positive, default=1, help="its tensor-parallel ranks (default: 1)")
+    add("--reward", choices=REWARDS, default="rule", help="who gives it (default: rule)")
     add("--servers", type=positive, default=1, help="BytePS servers (default: 1)")
     add("--compare", action="store_true", help="train through all-reduce too")
     steps = ("FIRST", "LAST")
     add("--profile", type=positive, nargs=2, metavar=steps, help="steps to record, for Perfetto")
     add("--profile-ranks", type=int, nargs="+", default=[0], metavar="RANK", help="default: 0")
     add("--seed", type=positive, default=1, help="default: 1")
-    add("--rise", type=float, default=RISE, help=f"of the reward, at least (default: {RISE})")
+    add("--rise", type=float, default=RISE, help=f"of right responses (default: {RISE})")
     add("--out", type=Path, default=ROOT / "build" / "rl", help="default: build/rl")
     add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
     add("overrides", nargs="*", metavar="-- NAME=VALUE", help="of verl's configuration")
@@ -104,7 +110,44 @@ def make_model(options: argparse.Namespace) -> Path:
         return task.make_model(options.data_cache / "rl-base", options.seed)
 
 
-def train(options: argparse.Namespace, model: Path, *, backend: str) -> Outcome:
+def make_reward(options: argparse.Namespace, base: Path) -> Path:
+    """The folder of the reward's model, trained or found there.
+
+    Raises:
+        JobError: its training failed; the text has the end of its log.
+    """
+    folder = options.data_cache / f"rl-reward-{options.seed}-{options.workers}"
+    note = folder / "reward.json"
+    if note.is_file() and _is_for(note, base):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    print(f"reward's model through BytePS: {options.workers} ranks", flush=True)
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += [
+        "--nproc-per-node",
+        str(options.workers),
+        "-m",
+        "megatron_byteps_rl.reward_training",
+    ]
+    command += ["--model", str(base), "--out", str(folder), "--seed", str(options.seed)]
+    command += ["--steps", str(REWARD_STEPS)]
+    _run("reward", command, options, folder, REWARD_STEPS, _shower_of_losses)
+    accuracy = json.loads(note.read_text(encoding="utf-8"))["accuracy"]
+    print(f"reward's model: {accuracy:.3f} of fresh answers told apart", flush=True)
+    return folder
+
+
+def _is_for(note: Path, base: Path) -> bool:
+    """Whether the model beside this note was trained as it would be now, from this base model."""
+    bases = [(folder / "base.json").read_text(encoding="utf-8") for folder in (note.parent, base)]
+    steps = json.loads(note.read_text(encoding="utf-8"))["steps"]
+    return bases[0] == bases[1] and steps == REWARD_STEPS
+
+
+def train(
+    options: argparse.Namespace, model: Path, reward: Path | None, *, backend: str
+) -> Outcome:
     """One run through ``BytePS`` or ``all-reduce``.
 
     Raises:
@@ -120,31 +163,52 @@ def train(options: argparse.Namespace, model: Path, *, backend: str) -> Outcome:
     command += ["--steps", str(options.steps), "--seed", str(options.seed)]
     command += ["--rollout", options.rollout, "--rollout-tensor", str(options.rollout_tensor)]
     command += ["--model", str(model), "--out", str(folder)]
+    command += ["--reward-model", str(reward)] if reward else []
     if options.profile:
         command += ["--profile", *map(str, options.profile)]
         command += ["--profile-ranks", *map(str, options.profile_ranks)]
     command += ["--all-reduce"] if backend != "BytePS" else []
     command += ["--", *options.overrides]
-    variables = {**os.environ, **environment(options.servers, options.workers)}
-    process = Spawned("verl", command, variables, folder, cwd=Path.cwd())
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        with Progress("rl", total=options.steps) as bar:
-            bar.update("Ray and the ranks start, and import torch, Megatron and verl")
-            show = _shower(bar, options.steps)
-            while process.running and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                show(rl_report.read_steps(folder))
-            show(rl_report.read_steps(folder))
-    finally:
-        end_all([process], _GRACE_S)
-    end = "was ended after an hour" if time.monotonic() >= deadline else "failed"
-    if process.status != 0 or not (folder / "end.json").is_file():
-        log = last_lines(folder / "verl.log", 60)
-        raise JobError(f"the job {end} (exit status {process.status})\n{log}")
+    _run("verl", command, options, folder, options.steps, _shower)
+    if not (folder / "end.json").is_file():
+        raise JobError(f"the job left no end.json\n{last_lines(folder / 'verl.log', 60)}")
     if options.profile:
         _merge_profile(folder)
     return rl_report.read(folder, backend)
+
+
+def _run(
+    title: str,
+    command: Sequence[str],
+    options: argparse.Namespace,
+    folder: Path,
+    steps: int,
+    shower: Callable[[Progress, int], Callable[[Path], None]],
+) -> None:
+    """Run to the end, and show the steps that come into ``folder`` meanwhile.
+
+    Raises:
+        JobError: it failed; the text has the end of its log.
+    """
+    from megatron_byteps_rl.cpu_environment import ENVIRONMENT
+
+    variables = {**os.environ, **environment(options.servers, options.workers), **ENVIRONMENT}
+    process = Spawned(title, command, variables, folder, cwd=Path.cwd())
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        with Progress("rl", total=steps) as bar:
+            bar.update("the ranks start, and import torch, Megatron and verl")
+            show = shower(bar, steps)
+            while process.running and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                show(folder)
+            show(folder)
+    finally:
+        end_all([process], _GRACE_S)
+    end = "was ended after an hour" if time.monotonic() >= deadline else "failed"
+    if process.status != 0:
+        log = last_lines(folder / f"{title}.log", 60)
+        raise JobError(f"the job {end} (exit status {process.status})\n{log}")
 
 
 def _merge_profile(folder: Path) -> None:
@@ -154,16 +218,30 @@ def _merge_profile(folder: Path) -> None:
     print(f"profile of {len(files)} files, for https://ui.perfetto.dev: {target}", flush=True)
 
 
-def _shower(bar: Progress, steps: int) -> Callable[[list[rl_report.Step]], None]:
+def _shower_of_losses(bar: Progress, steps: int) -> Callable[[Path], None]:
+    """A function that says how far the training of the reward's model is."""
+
+    def show(folder: Path) -> None:
+        file = folder / "steps.jsonl"
+        if file.is_file():
+            done = file.read_text(encoding="utf-8").count("\n")
+            bar.update("training of the reward's model", done=done)
+
+    return show
+
+
+def _shower(bar: Progress, steps: int) -> Callable[[Path], None]:
     """A function that prints the steps that it has not printed yet."""
     shown = 0
 
-    def show(seen: list[rl_report.Step]) -> None:
+    def show(folder: Path) -> None:
         nonlocal shown
+        seen = rl_report.read_steps(folder)
         for step in seen[shown:]:
             bar.update("training", done=step.number)
             line = (
-                f"  step {step.number:3d}/{steps}  reward {step.reward:.3f}  KL {step.kl:+.4f}  "
+                f"  step {step.number:3d}/{steps}  reward {step.reward:.3f}  "
+                f"right {step.accuracy:.3f}  KL {step.kl:+.4f}  "
                 f"rollout and training differ by {step.mismatch:.4f}"
             )
             if (cost := step.reshard) is not None:
@@ -175,11 +253,12 @@ def _shower(bar: Progress, steps: int) -> Callable[[list[rl_report.Step]], None]
 
 
 def check(outcome: Outcome, rise: float) -> bool:
-    """Whether the reward rose as far as it has to."""
-    first, last = outcome.first_reward, outcome.last_reward
+    """Whether the part of right responses rose as far as it has to."""
+    print(f"reward: {outcome.first_reward:.3f} -> {outcome.last_reward:.3f}")
+    first, last = outcome.first_accuracy, outcome.last_accuracy
     rose = last - first >= rise
     word = "rose" if rose else "did NOT rise"
-    print(f"reward: {word} by {rise:.2f} or more ({first:.3f} -> {last:.3f})")
+    print(f"right responses: {word} by {rise:.2f} or more ({first:.3f} -> {last:.3f})")
     return rose
 
 
@@ -188,8 +267,9 @@ def run(options: argparse.Namespace) -> int:
         print("error: verl is not installed: use `make rl`", file=sys.stderr)
         return 1
     model = make_model(options)
+    reward = make_reward(options, model) if options.reward == "megatron" else None
     backends = ["BytePS", "all-reduce"] if options.compare else ["BytePS"]
-    outcomes = [train(options, model, backend=backend) for backend in backends]
+    outcomes = [train(options, model, reward, backend=backend) for backend in backends]
     picture = options.out / f"{options.algorithm}.png"
     rl_report.draw(outcomes, picture, f"{options.algorithm.upper()} of a tiny Llama on sums")
     print(f"\n{rl_report.samples(outcomes[0])}\n\n{rl_report.table(outcomes)}\n")

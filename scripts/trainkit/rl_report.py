@@ -35,6 +35,8 @@ class Step:
     """From the reference, per token."""
     mismatch: float
     """Largest difference of a token's probability between rollout and training."""
+    accuracy: float
+    """The part of the responses that the rule calls right: the reward, unless a model gives it."""
     seconds: float
     reshard: Reshard | None = None
     """Of the weights that generated; None where the rollout takes whole tensors."""
@@ -47,7 +49,8 @@ class Sample:
     prompt: str
     response: str
     wanted: str
-    score: float
+    right: bool
+    """By the rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,14 @@ class Outcome:
     @property
     def last_reward(self) -> float:
         return statistics.fmean(step.reward for step in self.steps[-EDGE:])
+
+    @property
+    def first_accuracy(self) -> float:
+        return statistics.fmean(step.accuracy for step in self.steps[:EDGE])
+
+    @property
+    def last_accuracy(self) -> float:
+        return statistics.fmean(step.accuracy for step in self.steps[-EDGE:])
 
 
 def read_steps(folder: Path) -> list[Step]:
@@ -93,6 +104,7 @@ def _step(entry: dict[str, Any]) -> Step:
         reward=data["critic/score/mean"],
         kl=data.get("actor/kl_loss", data.get("actor/reward_kl_penalty", 0.0)),
         mismatch=data["training/rollout_probs_diff_max"],
+        accuracy=data["rule/accuracy"],
         seconds=data["timing_s/step"],
         reshard=reshard,
     )
@@ -101,7 +113,7 @@ def _step(entry: dict[str, Any]) -> Step:
 def _samples(file: Path) -> list[Sample]:
     entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
-        Sample(prompt=e["input"], response=e["output"], wanted=e["gts"], score=e["score"])
+        Sample(prompt=e["input"], response=e["output"], wanted=e["gts"], right=e["acc"] == 1)
         for e in entries
     ]
 
@@ -141,21 +153,23 @@ def samples(outcome: Outcome) -> str:
     for sample in outcome.before[:: max(1, len(outcome.before) // _SHOWN)][:_SHOWN]:
         rows.append([sample.prompt, sample.wanted, sample.response, after[sample.prompt].response])
     right = [
-        f"{sum(s.score for s in some):.0f} of {len(some)}"
-        for some in (outcome.before, outcome.after)
+        f"{sum(s.right for s in some)} of {len(some)}" for some in (outcome.before, outcome.after)
     ]
     return _aligned([*rows, ["all", "", *right]])
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """The summary that ends ``make rl``."""
-    rows = [["backend", "first reward", "last reward", "last KL", "mismatch", "s/step"]]
+    rows = [
+        ["backend", "first reward", "last reward", "right", "last KL", "mismatch", "s/step"],
+    ]
     for outcome in outcomes:
         rows.append(
             [
                 outcome.backend,
                 f"{outcome.first_reward:.3f}",
                 f"{outcome.last_reward:.3f}",
+                f"{outcome.first_accuracy:.3f} -> {outcome.last_accuracy:.3f}",
                 f"{outcome.steps[-1].kl:.4f}",
                 f"{max(s.mismatch for s in outcome.steps):.4f}",
                 f"{statistics.median(s.seconds for s in outcome.steps):.2f}",
@@ -177,6 +191,9 @@ def draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     for outcome, style in zip(outcomes, styles, strict=False):
         numbers = [step.number for step in outcome.steps]
         upper.plot(numbers, [s.reward for s in outcome.steps], label=outcome.backend, **style)
+        if any(s.reward != s.accuracy for s in outcome.steps):
+            right = [s.accuracy for s in outcome.steps]
+            upper.plot(numbers, right, label=f"right, {outcome.backend}", **style, linestyle=":")
         lower.plot(numbers, [s.kl for s in outcome.steps], label=outcome.backend, **style)
     upper.set_title(title)
     upper.set_ylabel("reward")

@@ -38,3 +38,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from megatron_byteps_rl import task
 
     return task.make_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="session")
+def reward_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model that was not trained."""
+    from rlkit import rewards
+
+    return rewards.write(model, tmp_path_factory.mktemp("reward") / "model")

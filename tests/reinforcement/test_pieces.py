@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from megatron_byteps_rl import task
 from megatron_byteps_rl.settings import Settings
 from trainkit import rl_report
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings(**values: Any) -> Settings:
@@ -26,6 +29,9 @@ def settings(**values: Any) -> Settings:
         ({"algorithm": "sarsa"}, "algorithm 'sarsa' is not known; it can be grpo, ppo"),
         ({"ranks": 3, "tensor": 2}, "3 ranks cannot be cut into tensor 2, pipeline 1"),
         ({"rollout": "vllm"}, "rollout 'vllm' is not known; it can be transformers, megatron"),
+        ({"reward": "judge"}, "reward 'judge' is not known; it can be rule, megatron"),
+        ({"reward": "megatron"}, "'megatron' with the model None: the reward megatron needs a"),
+        ({"reward_model": Path("some")}, "'rule' with the model some: .* and the rule none"),
         ({"rollout_tensor": 2}, "rollout_tensor 2 needs the rollout megatron"),
         (
             {"ranks": 3, "rollout": "megatron", "rollout_tensor": 2},
@@ -55,6 +61,27 @@ def test_verl_takes_the_settings_and_refuses_others() -> None:
     assert config.critic.megatron.override_ddp_config.use_dpu_reduce is True
     with pytest.raises(ValueError, match="not_there"):
         trainer.compose(["actor_rollout_ref.not_there=1"])
+
+
+def documented() -> list[list[str]]:
+    """The additions to verl's command line in docs/rl.md, each as the words that a shell makes."""
+    blocks = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8").split("```")[1::2]
+    blocks = [block.replace("\\\n", " ") for block in blocks if block.startswith("\n  ")]
+    return [shlex.split(block) for block in blocks]
+
+
+def test_verl_takes_what_the_documentation_adds() -> None:
+    from megatron_byteps_rl import trainer
+
+    switches, reward, profile = documented()
+    config = trainer.compose(["model_engine=megatron", *switches, *reward, *profile])
+    for role in (config.actor_rollout_ref.actor, config.critic):
+        assert role.megatron.override_ddp_config.use_dpu_reduce is True
+    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+    # Ray takes text alone.
+    assert variables.DMLC_PS_ROOT_PORT == "9000" and variables.DMLC_NUM_WORKER == "32"
+    assert config.reward_worker.megatron.forward_only is True
+    assert config.actor_rollout_ref.actor.profiler.enable is True
 
 
 @pytest.mark.parametrize(
@@ -141,13 +168,14 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
         for number, reward in enumerate(rewards, 1):
             data = {"critic/score/mean": reward, "actor/kl_loss": 0.01 * number}
             data |= {"training/rollout_probs_diff_max": 0.02, "timing_s/step": 1.5}
+            data |= {"rule/accuracy": reward / 2}
             if number > 1:
                 data |= {"reshard/seconds": 0.25, "reshard/sent_bytes": 4e6}
             lines.append({"step": number, "data": data})
         text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9'
         (folder / "steps.jsonl").write_text(text)
         for number, output in ((0, "3"), (len(rewards), "7")):
-            sample = {"input": "3+4=", "output": output, "gts": "7", "score": output == "7"}
+            sample = {"input": "3+4=", "output": output, "gts": "7", "acc": output == "7"}
             (folder / "samples" / f"{number}.jsonl").write_text(json.dumps(sample) + "\n")
         end = {"parameters_sha256": {"actor": [checksum, checksum]}}
         (folder / "end.json").write_text(json.dumps(end))
@@ -156,6 +184,8 @@ def test_report_reads_what_verl_writes(tmp_path: Path) -> None:
     outcome = write(tmp_path / "one", [0.2, 0.4, 0.6, 0.8, 0.9, 1.0], "a")
     assert outcome.first_reward == pytest.approx(0.4)
     assert outcome.last_reward == pytest.approx(0.9)
+    assert outcome.first_accuracy == pytest.approx(0.2)
+    assert outcome.last_accuracy == pytest.approx(0.45)
     assert [step.number for step in outcome.steps] == [1, 2, 3, 4, 5, 6]
     assert outcome.steps[0].reshard is None
     assert outcome.steps[1].reshard == rl_report.Reshard(seconds=0.25, sent_bytes=4_000_000)

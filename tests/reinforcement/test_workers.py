@@ -22,12 +22,18 @@ from rlkit.runs import compare
     ],
 )
 def test_trains_as_through_all_reduce(
-    fork_server: None, tmp_path: Path, model: Path, layout: str, algorithm: str
+    fork_server: None,
+    tmp_path: Path,
+    model: Path,
+    reward_model: Path,
+    layout: str,
+    algorithm: str,
 ) -> None:
     # That every bucket of both models is summed at every step, under a name of its own, is seen
     # to by compare().
-    outcome = compare(tmp_path / "job", by_name([layout])[0], algorithm, model)
+    outcome = compare(tmp_path / "job", by_name([layout])[0], algorithm, model, reward_model)
     assert set(outcome.equal) == ({"actor", "critic"} if algorithm == "ppo" else {"actor"})
     assert outcome.good, outcome
     assert outcome.apart > 0  # layouts, and fp32 from bf16, are told apart
+    assert (outcome.rewards_apart is None) == (algorithm == "grpo")
     assert (outcome.sent_bytes is None) == ("-to-" not in layout)

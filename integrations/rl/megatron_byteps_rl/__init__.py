@@ -12,6 +12,9 @@ by ``transformers`` and by Megatron's own inference engine.
 ``resharding``        weights from the layout of training to the rollout's
 ``workers``           verl's workers, with generation
 ``trainer``           verl's PPO trainer, without inference servers
+``reward``            the reward as a Megatron model: its configuration and its values
+``reward_group``      its worker group in verl's trainer
+``reward_training``   trains such a model
 ``settings``          which algorithm, layout and route, as overrides of verl's configuration
 ``task``              sums of two digits, and a reward that can be checked
 ====================  =============================================================

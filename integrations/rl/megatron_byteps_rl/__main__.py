@@ -23,6 +23,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--pipeline", type=int, default=1, help="pipeline stages (default: 1)")
     add("--rollout", choices=sorted(ROLLOUTS), default="transformers", help="default: transformers")
     add("--rollout-tensor", type=int, default=1, help="its tensor-parallel ranks (default: 1)")
+    add("--reward-model", type=Path, help="folder of a model that gives the reward")
     add("--profile", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps to profile")
     add("--profile-ranks", type=int, nargs="+", default=[0], help="default: 0")
     add("--steps", type=int, default=30, help="default: 30")
@@ -43,6 +44,8 @@ def run(options: argparse.Namespace) -> None:
         pipeline=options.pipeline,
         rollout=options.rollout,
         rollout_tensor=options.rollout_tensor,
+        reward="megatron" if options.reward_model else "rule",
+        reward_model=options.reward_model.resolve() if options.reward_model else None,
         profile=tuple(options.profile) if options.profile else None,
         profile_ranks=tuple(options.profile_ranks),
         steps=options.steps,

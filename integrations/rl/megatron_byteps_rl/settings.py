@@ -15,6 +15,8 @@ ROLLOUTS = {
     "megatron": "megatron_rollout.MegatronRollout",
 }
 """The rollouts of this package: ``actor_rollout_ref.rollout.name``, module and class."""
+REWARDS = ("rule", "megatron")
+"""What scores a response: the rule that checks sums, or a model in Megatron's workers."""
 BYTEPS = {"use_dpu_reduce": "true"}
 """What a job of verl's sets to have its gradients summed by BytePS."""
 
@@ -31,6 +33,9 @@ class Settings:
     rollout: str = "transformers"
     rollout_tensor: int = 1
     """Ranks that share a copy of the model in the rollout."""
+    reward: str = "rule"
+    reward_model: Path | None = None
+    """Folder of the reward's model, which has the layout of training."""
     offload: bool = False
     """Parameters, their gradients, and optimizer state leave the device while nobody needs them."""
     profile: tuple[int, int] | None = None
@@ -58,6 +63,13 @@ class Settings:
         if self.rollout not in ROLLOUTS:
             raise ValueError(
                 f"rollout {self.rollout!r} is not known; it can be {', '.join(ROLLOUTS)}"
+            )
+        if self.reward not in REWARDS:
+            raise ValueError(f"reward {self.reward!r} is not known; it can be {', '.join(REWARDS)}")
+        if (self.reward == "megatron") != (self.reward_model is not None):
+            raise ValueError(
+                f"reward {self.reward!r} with the model {self.reward_model}: the reward megatron "
+                "needs a model, and the rule none"
             )
         if self.rollout_tensor != 1 and self.rollout != "megatron":
             raise ValueError(
@@ -117,13 +129,29 @@ class Settings:
             "global_profiler.profile_continuous_steps": True,
             "global_profiler.save_path": self.profile_folder,
         }
-        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+        for role in self._roles():
             values |= {
                 f"{role}.profiler.enable": True,
                 f"{role}.profiler.ranks": _list(self.profile_ranks),
                 f"{role}.profiler.tool_config.torch.contents": "[cpu]",
             }
         return values
+
+    def _roles(self) -> list[str]:
+        """Sections of verl's configuration that describe a Megatron model."""
+        roles = ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"]
+        return roles if self.reward_model is None else [*roles, "reward_worker"]
+
+    def _reward(self) -> dict[str, object]:
+        if self.reward_model is None:
+            return {}
+        return {
+            "+critic@reward_worker": "megatron_critic",
+            "+model@reward_worker.model": "hf_model",
+            "reward_worker.megatron.forward_only": True,
+            "reward_worker.use_dynamic_bsz": True,
+            "reward_worker.model.path": self.reward_model,
+        }
 
     def overrides(self) -> list[str]:
         """For verl's ``ppo_trainer``, as its command line takes them."""
@@ -177,7 +205,8 @@ class Settings:
             "trainer.validation_data_dir": self.folder / "samples",
             "trainer.balance_batch": False,
         }
-        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+        values |= self._reward()
+        for role in self._roles():
             values |= {
                 f"{role}.megatron.tensor_model_parallel_size": self.tensor,
                 f"{role}.megatron.pipeline_model_parallel_size": self.pipeline,
@@ -188,8 +217,8 @@ class Settings:
                 values |= {
                     f"{role}.megatron.{what}_offload": True for what in ("param", "optimizer")
                 }
-        for model in ("actor_rollout_ref.model", "critic.model"):
-            values |= {f"{model}.use_remove_padding": False}
+        for owner in ("actor_rollout_ref", *self._roles()[2:]):
+            values |= {f"{owner}.model.use_remove_padding": False}
         if self.through_byteps:
             # All ranks share this machine, where nothing would go to servers unless asked for.
             for role in ("actor_rollout_ref.actor", "critic"):

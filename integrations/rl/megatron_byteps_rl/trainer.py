@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -19,7 +20,8 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
 
-from . import task
+from . import reward, task
+from .reward_group import ModelReward
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
@@ -74,13 +76,17 @@ class _Servers:
 
 
 class Generation:
-    """Responses with their rewards, as verl's agent loops give them."""
+    """Responses with their rewards, as verl's agent loops give them.
+
+    The rule's score is ``acc``, and the reward unless a model gives it.
+    """
 
     def __init__(self, config: DictConfig, workers: Any) -> None:
         from verl.utils import hf_tokenizer
 
         self._workers = workers
         self._rollout = config.actor_rollout_ref.rollout
+        self._asks_a_model = config.get(reward.SECTION) is not None
         tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -106,14 +112,16 @@ class Generation:
         made = unpad_dataproto(self._workers.generate_sequences(asked), padding)
         generated = time.monotonic()
         scores = self._scores(made, prompts)
-        rewards = torch.zeros_like(made.batch["rollout_log_probs"])
-        last = made.batch["response_mask"].sum(1) - 1
-        rewards[torch.arange(len(rewards)), last] = torch.tensor(scores)
-        made.batch["rm_scores"] = rewards
+        if not self._asks_a_model:
+            rewards = torch.zeros_like(made.batch["rollout_log_probs"])
+            last = made.batch["response_mask"].sum(1) - 1
+            rewards[torch.arange(len(rewards)), last] = torch.tensor(scores)
+            made.batch["rm_scores"] = rewards
+        made.non_tensor_batch["acc"] = np.array(scores, dtype=np.float32)
         ended = time.monotonic()
         made.meta_info = {
             "timing": {"generate": generated - begin, "score": ended - generated},
-            "reward_extra_keys": [],
+            "reward_extra_keys": ["acc"],
         }
         return made
 
@@ -145,12 +153,15 @@ def _without_servers() -> Iterator[None]:
         ray_trainer.LLMServerManager = theirs
 
 
-class Trainer(RayPPOTrainer):
-    """verl's trainer, with what the way to the rollout took among the metrics of each step."""
+class Trainer(ModelReward):
+    """verl's trainer, with more metrics of each step: how many responses are right by the rule, and
+    what the way to the rollout took."""
 
     def _update_actor(self, batch: DataProto) -> DataProto:
+        right = float(np.mean(batch.non_tensor_batch["acc"]))
         waited = [s for s in self.actor_rollout_wg.first_token_s() if s is not None]
         output = super()._update_actor(batch)
+        output.meta_info["metrics"]["rule/accuracy"] = [right]
         if waited:
             output.meta_info["metrics"]["rollout/first_token_seconds"] = [max(waited)]
         # Of the weights that this step's responses were generated with.
@@ -178,6 +189,9 @@ def make_trainer(config: DictConfig) -> RayPPOTrainer:
 
     reference, critic = need_reference_policy(config), need_critic(config)
     validate_config(config, use_reference_policy=reference, use_critic=critic)
+    asks_a_model = config.get(reward.SECTION) is not None
+    if asks_a_model:
+        reward.check(config)
     actor = Role.ActorRolloutRef if reference else Role.ActorRollout
     roles = {actor: ray.remote(ActorRolloutRef)}
     if critic:
@@ -190,7 +204,7 @@ def make_trainer(config: DictConfig) -> RayPPOTrainer:
         role_worker_mapping=roles,
         resource_pool_manager=Pools(
             resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
-            mapping=dict.fromkeys(roles, pool),
+            mapping=dict.fromkeys([*roles, *([Role.RewardModel] if asks_a_model else [])], pool),
         ),
         ray_worker_group_cls=RayWorkerGroup,
         train_dataset=task.Sums(tokenizer),

@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from verl import DataProto
 from verl.single_controller.base.decorator import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from verl.utils import tensordict_utils as tu
 from verl.utils.megatron_utils import load_megatron_model_to_gpu
 from verl.utils.profiler import DistProfiler
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from . import cpu, rollout
+from . import cpu, reward, rollout
 
 
 def checksum(engine: Any) -> str:
@@ -144,3 +146,20 @@ class Critic(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self) -> str:
         return checksum(self.engine)
+
+
+class Reward(Critic):
+    """A reward model: verl's critic without an optimizer."""
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    @DistProfiler.annotate(color="brown", role="reward_compute")
+    def compute_rewards(self, data: TensorDict) -> TensorDict | None:
+        """``rewards``, float32 [batch]; None on ranks that have no output of the model.
+
+        Args:
+            data: this rank's part of ``reward.columns``.
+        """
+        output = self.infer_batch(data)
+        if output is None:
+            return None
+        return tu.get_tensordict({"rewards": reward.at_last_token(tu.get(output, "values"))})
