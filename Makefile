@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts rl-stragglers test-s3 test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts rl-stragglers test-object-store test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,7 +23,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 	@echo
 	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) OPTIMIZER=servers (which keep it) MODE=ray (under Ray) HF=1 (SmolLM2, or HF=FOLDER) LORA=1 (adapters alone) ARGS="--seed 1" (any flag of scripts/train.py)'
-	@echo 'make rl: ALGORITHM=ppo (default: grpo) ROLLOUT=megatron (default: transformers) STEPS=30 WORKERS=2 COMPARE=1 (through all-reduce too) ARGS="--seed 2" (any flag of scripts/rl.py)'
+	@echo 'make rl: ALGORITHM=ppo (default: grpo) ROLLOUT=megatron (default: transformers) REWARD=megatron (default: rule) STEPS=30 WORKERS=2 COMPARE=1 (through all-reduce too) ARGS="--seed 2" (any flag of scripts/rl.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/correctness.md (write it anew)'
 	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/benchmarking.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/suite.py)'
 	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
@@ -60,7 +60,7 @@ train: $(if $(WITH_HF),setup-hf,$(if $(filter ray,$(MODE)),setup-ray,setup)) ## 
 
 rl: setup-rl ## teach a tiny model to add, by GRPO or PPO through verl, gradients summed by BytePS
 	@$(PYTHON_RL) -W ignore scripts/rl.py \
-		$(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(if $(filter-out 0,$(COMPARE)),--compare) \
+		$(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(if $(REWARD),--reward $(REWARD)) $(if $(filter-out 0,$(COMPARE)),--compare) \
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
@@ -141,7 +141,7 @@ rl-layouts: setup-rl ## actor and critic in each layout, by GRPO and PPO, as a t
 rl-stragglers: setup ## how much of a late rank's delay a step shows, on emulated links
 	@$(PYTHON_ENV) bench/rl_stragglers.py $(ARGS)
 
-test-s3: setup-s3 ## a job under Ray whose checkpoints are in an object store
+test-object-store: setup-s3 ## jobs under Ray whose checkpoints are in S3 and in Google Cloud Storage
 	@$(PYTHON_S3) -m pytest $(PYTEST_ARGS) tests/object_store
 
 test-rdma: setup ## the transports' tests in a virtual machine, with every setting, and between two machines
@@ -193,8 +193,8 @@ bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtua
 	@$(PYTHON_ENV) -W ignore bench/rdma_bench.py --json build/bench/rdma.json \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
-bundle: setup ## build/bundle: what benchmarks need on a machine without network access
-	@scripts/bundle.sh
+bundle: setup $(if $(filter hf,$(WITH)),setup-hf,$(if $(filter ray,$(WITH)),setup-ray)) ## build/bundle: what a machine without network access needs, for benchmarks, or WITH="ray hf"
+	@scripts/bundle.sh $(if $(WITH),--with "$(WITH)")
 
 lint: setup ## ruff, shellcheck, clang-format and the patch check
 	@scripts/lint.sh

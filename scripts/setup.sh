@@ -26,7 +26,7 @@ what is up to date is left alone, and a run with nothing to do takes a second or
           transformers, Megatron-Bridge (Python 3.12) and the package megatron_byteps_rl of
           integrations/rl
   --s3    also make build/venv-s3 from requirements-s3.lock: that of --ray, with Megatron's storage
-          client and an S3 server for tests
+          client, and servers of S3 and of Google Cloud Storage for tests
 
 environment:
   PYTHON                  the Python (>= 3.12) to use; otherwise found on PATH, under pyenv or by uv

@@ -21,6 +21,8 @@ MODULES = {
     "byteps/torch/memory.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/nodes.py": "tests/unit/test_nodes.py",
     "byteps/torch/ops.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/pieces.py": "tests/unit/test_nodes.py",
+    "byteps/torch/server_nodes.py": "tests/unit/test_server_nodes.py",
     "byteps/torch/server_optimizer.py": "tests/multiproc/test_server_optimizer.py",
     "byteps/torch/server_state.py": "tests/multiproc/test_server_optimizer.py",
 }

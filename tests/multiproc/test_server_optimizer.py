@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from cluster import RUN_S, Cluster, wait_all
+from cluster import Cluster
 
 ENV = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "60"}
 
@@ -41,30 +41,6 @@ def test_steps_that_are_tried(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(workers=2, servers=2, env=ENV)
     cluster.run("server_optimizer:speculates", device="cpu")
     demand_same_bits(cluster)
-
-
-def test_a_rank_is_lost_at_each_phase(make_cluster: Callable[..., Cluster]) -> None:
-    """Of a step that is tried: no rank has other parameters than it would have had, and the job
-    resumes from its checkpoint to the same bits."""
-    env = {**ENV, "BYTEPS_KEEP": "1", "BYTEPS_PEER_TIMEOUT_S": "5"}
-    cluster = make_cluster(workers=2, servers=2, env=env)
-    cluster.start_nodes()
-    for life, phase in enumerate(("before", "between", "after", None)):
-        workers = [
-            cluster.start_worker(
-                rank,
-                "server_optimizer:dies",
-                title=f"life {life} worker {rank}",
-                device="cpu",
-                life=life,
-                phase=phase,
-            )
-            for rank in range(2)
-        ]
-        wait_all(workers, RUN_S)
-        assert (cluster.folder / f"mark.ended{life}.0").exists(), workers[0].text
-        assert (cluster.folder / f"mark.ended{life}.1").exists() == (phase is None)
-    cluster.demand_checks()
 
 
 def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from byteps.torch.nodes import HostLayout, Piece, host_name, shard_pieces, whole_pieces
+from byteps.torch.nodes import HostLayout, host_name
+from byteps.torch.pieces import Piece, shard_pieces, whole_pieces
 
 
 def test_hosts_come_from_names() -> None:

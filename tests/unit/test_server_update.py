@@ -54,6 +54,9 @@ extern "C" void Sgd(int t, double rate, double decay, double momentum, double da
 extern "C" double Squares(int t, const void* values, size_t n) {
   return SumOfSquares(static_cast<DType>(t), values, n);
 }
+extern "C" uint64_t Zeros(int t, const void* values, size_t n) {
+  return CountZeros(static_cast<DType>(t), values, n);
+}
 """
 
 
@@ -145,15 +148,28 @@ def mean_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found.double() - exact).abs() / exact.abs().clamp_min(1e-30)).mean())
 
 
+def rounds_roots() -> bool:
+    """Whether torch's square roots are the nearest fp32 values; on some processors they are not."""
+    values = torch.rand(COUNT)
+    return torch.equal(values.sqrt(), values.double().sqrt().float())
+
+
 def demand_as_torch(found: list[torch.Tensor], theirs: Reference, exact: Reference) -> None:
     """Moments to the bit, parameters within one ulp, and no further from fp64 than torch's."""
     names = [name for name in theirs.optimizer.state[theirs.parameter] if name != "step"]
     others, rights = theirs.found(*names), exact.found(*names)
+    exact_roots = rounds_roots()
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # else torch does not fuse
-        assert ulps(found[0], others[0]) <= 1
+        if exact_roots:
+            assert ulps(found[0], others[0]) <= 1
+        # Else a step may differ by an ulp of itself. It is at most some learning rates long.
+        size = torch.maximum(found[0].abs(), others[0].abs())
+        limit = torch.nextafter(size, size + 1) - size + 2.0**-23 * 4 * STEPS * rate(1)
+        assert bool(((found[0] - others[0]).abs() <= limit).all())
         assert all(torch.equal(a, b) for a, b in zip(found[1:], others[1:], strict=True))
     for mine, other, right in zip(found, others, rights, strict=True):
-        assert mean_error(mine, right) <= 1.01 * mean_error(other, right)
+        # With other roots the errors are others, of the same size.
+        assert mean_error(mine, right) <= (1.01 if exact_roots else 1.05) * mean_error(other, right)
         assert mean_error(mine, right) < 1e-5
 
 
@@ -252,3 +268,15 @@ def test_squares(libraries: dict[str, ctypes.CDLL], dtype: torch.dtype, count: i
     values[count // 2] = float("nan")
     squares = libraries["shipped"].Squares(NUMBERS[dtype], pointer(values), ctypes.c_size_t(count))
     assert squares != squares
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("count", [1, 15, 16, COUNT])
+def test_zeros(libraries: dict[str, ctypes.CDLL], dtype: torch.dtype, count: int) -> None:
+    values = gradient(1, dtype)[:count].clone()
+    values[::3] = 0.0
+    values[::7] = -0.0
+    values[1::7] = float("nan")
+    for library in libraries.values():
+        found = library.Zeros(NUMBERS[dtype], pointer(values), ctypes.c_size_t(count))
+        assert found == count - int(torch.count_nonzero(values))

@@ -6,10 +6,8 @@ The argument ``device`` is "cpu" or "cuda".
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -242,74 +240,6 @@ def speculates(job: Job) -> None:
             demand_same(job, f"{name} {kind}", pairs[0].mine)
 
 
-def dies(job: Job) -> None:
-    """One life of a job in which rank 1 kills itself in step 2, at a phase of it.
-
-    args: ``life``; ``phase``: "before" its gradients go up; "between" the answers and its taking of
-    the parameters, of which it has taken some; "after" that, before the next step; None: it lives.
-
-    The first life writes what steps that wait give, and a checkpoint after step 1, which the others
-    resume from. Whatever a rank has at any moment is what it would have had.
-    """
-    bps.init()
-    life, phase = job.args["life"], job.args["phase"]
-    checkpoint = job.folder / "checkpoint.pt"
-    if life == 0:
-        waits = Pair(job, "adamw", torch.bfloat16, "waits", max_norm=1e6, clip="wait")
-        expected = []
-        for step in range(STEPS):
-            waits.step(step)
-            expected.append(fingerprint(waits.mine))
-        (job.folder / f"expected.{job.rank}").write_text(json.dumps(expected))
-    expected = json.loads((job.folder / f"expected.{job.rank}").read_text())
-    tries = Pair(job, "adamw", torch.bfloat16, "tries", max_norm=1e6)
-    if life == 0:
-        for step in range(2):
-            tries.step(step)
-        if job.rank == 0:
-            state = tries.served.state_dict()
-            torch.save({"state": state, "parameters": [p.detach() for p in tries.mine]}, checkpoint)
-    else:
-        saved = torch.load(checkpoint)
-        with torch.no_grad():
-            for mine, other in zip(tries.mine, saved["parameters"], strict=True):
-                mine.copy_(other)
-        tries.served.load_state_dict(saved["state"])
-    with job.check(f"life {life}: step 1"):
-        assert fingerprint(tries.mine) == expected[1]
-    for step in range(2, STEPS):
-        if job.rank == 1 and step == 2 and phase is not None:
-            step_and_die(tries, phase)
-        try:
-            tries.step(step)
-        except bps.BytePSError:
-            # All of its parameters are those of the step before.
-            with job.check(f"life {life}: step {step} failed"):
-                assert phase is not None and step in ({3} if phase == "after" else {2, 3})
-                assert fingerprint(tries.mine) == expected[step - 1]
-            break
-        with job.check(f"life {life}: step {step}"):
-            assert fingerprint(tries.mine) == expected[step]
-    else:
-        with job.check(f"life {life}: it lives"):
-            assert phase is None
-    job.mark(f"ended{life}")
-    bps.shutdown()
-
-
-def step_and_die(pair: Pair, phase: str) -> None:
-    def end(*ignored: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if phase == "before":
-        end()
-    if phase == "between":
-        last = pair.served._buckets[-1]
-        last.keep = end  # type: ignore[method-assign]
-    pair.step(2)
-    end()
-
-
 def demand_equal_states(pairs: list[Pair]) -> None:
     tried, waited = (pair.served.state_dict()["state"] for pair in pairs)
     for index, one in tried.items():
@@ -324,6 +254,7 @@ def counted(job: Job) -> None:
         rule_of(torch.optim.SGD(parameters(0, torch.float32), lr=0.1)),
         [(1000, 0, True), (2500, 0, False), (3000, 0, True)],
         in_order=True,
+        counts_zeros=True,
     )
     if job.rank == 0:
         served.load(0, torch.zeros(3000))
@@ -331,11 +262,16 @@ def counted(job: Job) -> None:
     for spoil in (False, True):
         gradients = values + job.rank
         gradients[2000] = math.inf if spoil else 0.0
+        gradients[0] = job.rank - sum(range(job.size)) / job.size
         served.wait(served.push_norm(gradients), gradients)
         total = job.size * values.double() + sum(range(job.size))
+        total[0] = 0
         total[1000:2500] = 0
+        with job.check(f"zeros, spoiled: {spoil}"):
+            # The first sum is 0, and so are those that do not count.
+            assert served.zeros == 1, served.zeros
         with job.check(f"squares, spoiled: {spoil}"):
-            found = sum(served.norms.tolist())
+            found = sum(served.squares)
             wanted = math.nan if spoil else total.square().sum().item()
             assert math.isnan(found) if spoil else math.isclose(found, wanted), (found, wanted)
         served.wait(served.step(gradients, (1, 1.0, True, [(0.1, 0.0)])), gradients)

@@ -1,0 +1,126 @@
+"""What a rank sends where the ranks of a host sum first, and servers update."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import byteps.torch as bps
+import pytest
+import torch
+import torch.distributed as dist
+from byteps.torch import server_nodes
+from byteps.torch.nodes import NodeGroup
+from byteps.torch.pieces import whole_pieces
+from byteps.torch.server_nodes import OnHost, SharedTensor, cut_segments
+
+SEGMENTS = [(5, 0, True), (6, 1, False), (40, 1, True), (97, 2, True)]
+
+
+def _each(segments: list[tuple[int, int, bool]]) -> list[tuple[int, bool]]:
+    """Of every element: its parameter group, and whether its gradient counts in the norm."""
+    begins = [0, *(end for end, *_ in segments)]
+    return [
+        what
+        for begin, (end, *what) in zip(begins[:-1], segments, strict=True)
+        for _ in range(begin, end)
+    ]
+
+
+@pytest.mark.parametrize("per_host", [1, 2, 3, 8])
+@pytest.mark.parametrize("pieces", [1, 3, 8])
+def test_each_element_keeps_its_group_and_counts_once(per_host: int, pieces: int) -> None:
+    whole, found = _each(SEGMENTS), {}
+    for piece, local in itertools.product(whole_pieces(97, per_host, pieces), range(per_host)):
+        begin, end = piece.scatters[0][local]
+        own = cut_segments(SEGMENTS, (begin, end), piece.length)
+        assert own[-1][0] == piece.length
+        assert not any(counts for _, counts in _each(own)[end - begin :]), "zeros do not count"
+        ends = [0, *(last for last, *_ in own)]
+        assert all(a < b for a, b in itertools.pairwise(ends)), "no segment is empty"
+        for element, what in zip(range(begin, end), _each(own), strict=False):
+            assert element not in found
+            found[element] = what
+    assert [found[element] for element in range(97)] == whole
+
+
+def test_a_rank_that_has_nothing_of_a_piece_sends_zeros() -> None:
+    assert cut_segments(SEGMENTS, (97, 97), 2) == [(2, 0, False)]
+
+
+def on_a_host(size: int, body: Callable[[int, NodeGroup], Any]) -> list[Any]:
+    """What the ranks of a host return, each a thread."""
+    store = dist.HashStore()
+
+    def of(rank: int) -> Any:
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=600))
+        return body(rank, NodeGroup(group, size))
+
+    with ThreadPoolExecutor(max_workers=size) as pool:
+        return list(pool.map(of, range(size)))
+
+
+class Kept:
+    """A ServerTensor of this rank; slot 0 of what servers keep is what was loaded."""
+
+    def __init__(self, declaration: bps.TensorDeclaration, *_: Any, **options: Any) -> None:
+        self.values = torch.full((declaration.numel,), torch.nan)
+
+    def load(self, slot: int, values: torch.Tensor) -> None:
+        self.values.copy_(values)
+
+    def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        return self.values[begin:end].clone()
+
+
+@pytest.mark.parametrize(("elements", "size", "pieces"), [(24, 2, 3), (25, 3, 2), (7, 4, 1)])
+def test_ranks_load_their_parts_and_gather_any_range(
+    monkeypatch: pytest.MonkeyPatch, elements: int, size: int, pieces: int
+) -> None:
+    monkeypatch.setattr(server_nodes, "ServerTensor", Kept)
+    monkeypatch.setattr(server_nodes, "_PACKED_AT_ONCE", 3)  # in several turns
+    cut, whole = whole_pieces(elements, size, pieces), torch.arange(float(elements))
+    ranges = [(b, e) for b in range(elements + 1) for e in range(b, elements + 1)]
+
+    def gathered(rank: int, group: NodeGroup) -> list[tuple[int, int]]:
+        declarations = [
+            bps.TensorDeclaration(name="x", dtype=torch.float32, numel=piece.length)
+            for piece in cut
+        ]
+        host = OnHost(group=group, local=rank)
+        segments = [(elements, 0, True)]
+        tensor = SharedTensor(declarations, None, segments, pieces=cut, host=host)
+        tensor.load(0, whole)
+        for begin, end in ranges:
+            assert torch.equal(tensor.gather(0, begin, end), whole[begin:end])
+        for begin, end in tensor.mine:
+            assert torch.equal(tensor.read(0, begin, end), whole[begin:end])
+        with pytest.raises(ValueError, match="not of one part of this rank"):
+            tensor.read(0, 0, elements)
+        return tensor.mine
+
+    mine = itertools.chain(*on_a_host(size, gathered))
+    assert sorted(e for one in mine for e in range(*one)) == list(range(elements))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_values_are_added_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
+    """Wherever an element lies. A ring begins with another rank in each part."""
+    random = torch.Generator().manual_seed(size)
+    same = [(torch.randn(8, generator=random) * 10**rank).to(dtype) for rank in range(size)]
+
+    def sum_of(rank: int, group: NodeGroup) -> torch.Tensor:
+        output = torch.empty(8, dtype=dtype)
+        group.add_in_order(output, same[rank].repeat(size))
+        return output
+
+    outputs = on_a_host(size, sum_of)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = same[0].to(wide)
+    for value in same[1:]:
+        expected = expected + value
+    assert all(torch.equal(output, expected.to(dtype)) for output in outputs)
