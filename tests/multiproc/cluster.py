@@ -341,6 +341,28 @@ def wait_all(processes: Iterable[Process], timeout_s: float) -> None:
         raise Late("\n".join(late))
 
 
+def stop(process: Process) -> None:
+    """Send SIGSTOP and wait until each thread has stopped: the signal is under way when kill() returns."""
+    process.send(signal.SIGSTOP)
+    deadline = time.monotonic() + END_S
+    while not _stopped(process.pid):
+        if time.monotonic() > deadline:
+            raise Late(f"{process.title} was not stopped by SIGSTOP:\n{last_lines(process.log)}")
+        time.sleep(0.001)
+
+
+def _stopped(pid: int) -> bool:
+    """Whether no thread of it runs, as far as /proc shows. False where there is no such process."""
+    states = []
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            # The name, in brackets, may hold anything.
+            states.append(task.read_text().rpartition(")")[2].split()[0])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # a thread that has ended meanwhile
+    return bool(states) and all(state in "TtZX" for state in states)
+
+
 def processes_with(variable: str, value: str) -> dict[int, str]:
     """Pids, with their command lines, of the processes that have this in their environment."""
     wanted = f"{variable}={value}".encode()

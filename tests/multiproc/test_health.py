@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import END_S, START_S, Cluster, Spawned, clean_environment, server_executable
+from cluster import END_S, START_S, Cluster, Spawned, clean_environment, server_executable, stop
 
 
 def ask(socket: Path | str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +64,7 @@ def test_a_process_that_hangs_is_not_well(make_cluster: Callable[..., Cluster]) 
     server = start(cluster, "server", "--role", "server", socket=socket)
     cluster.servers.append(server)
     wait_for(socket, "server", server)
-    server.send(signal.SIGSTOP)
+    stop(server)
     said = ask(socket)
     server.send(signal.SIGCONT)
     assert said.returncode == 1

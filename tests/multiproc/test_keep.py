@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, HERE, RUN_S, START_S, Cluster, Spawned, wait_all, wait_for_file
+from cluster import END_S, HERE, RUN_S, START_S, Cluster, Spawned, stop, wait_all, wait_for_file
 from endings import demand_error, demand_failed, wait_for_text
 
 KEEP = {"BYTEPS_KEEP": "1", "BYTEPS_PARTITION_BYTES": "16384"}
@@ -111,7 +111,7 @@ def test_stopped_worker_of_an_old_incarnation(make_cluster: Make) -> None:
     it goes on it learns why it is none any more, and changes nothing."""
     cluster = loops(make_cluster, workers=2, servers=1)
     old = cluster.workers["worker 1"]
-    old.send(signal.SIGSTOP)
+    stop(old)
     for rank in range(2):
         cluster.start_worker(rank, "keep:joins", title=f"life 1 worker {rank}", salt=1, stays=True)
     demand_error(cluster.workers["worker 0"], r"worker 1\b.*no heartbeat")

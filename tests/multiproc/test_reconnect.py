@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, Cluster, wait_all, wait_for_file
+from cluster import END_S, Cluster, stop, wait_all, wait_for_file
 from endings import demand_error, demand_failed, start_looping, wait_for_text
 from sockets import Socket, connections_of
 
@@ -115,7 +115,7 @@ def test_a_server_that_is_silent_meanwhile(make_cluster: Callable[..., Cluster])
     cluster = make_cluster(workers=2, servers=1, env=SETTINGS)
     cluster.start("rounds:checked")
     cluster.wait_mark("looping", range(2))
-    cluster.servers[0].send(signal.SIGSTOP)
+    stop(cluster.servers[0])
     for worker in cluster.workers.values():
         for one in between(worker.pid, server_port(cluster, 0)):
             one.reset()
@@ -131,7 +131,7 @@ def test_no_longer_than_said(make_cluster: Callable[..., Cluster]) -> None:
     env = {**SETTINGS, "BYTEPS_RECONNECT_TIMEOUT_S": "2"}
     cluster = start_looping(make_cluster, env, workers=2, servers=1)
     (server,) = cluster.servers
-    server.send(signal.SIGSTOP)
+    stop(server)
     for one in between(cluster.workers["worker 1"].pid, server_port(cluster, 0)):
         one.reset()
     survivors = list(cluster.workers.values())

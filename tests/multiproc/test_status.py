@@ -21,6 +21,7 @@ from cluster import (
     Cluster,
     clean_environment,
     server_executable,
+    stop,
 )
 from programs.observed import LARGE, PARTITIONS, ROUNDS, SMALL
 
@@ -173,7 +174,7 @@ def test_a_node_that_is_silent_is_shown_so(make_cluster: Callable[..., Cluster])
     cluster, port = make(make_cluster, BYTEPS_PEER_TIMEOUT_S="12")
     server = cluster.start_server()
     wait_for(port, lambda s: s["servers"]["active"] == 1)
-    server.send(signal.SIGSTOP)
+    stop(server)
     status = wait_for(port, lambda s: s["nodes"][0]["state"] == "silent")
     assert status["nodes"][0]["silent_s"] > 4
     server.send(signal.SIGCONT)

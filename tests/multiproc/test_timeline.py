@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import END_S, REPOSITORY, Cluster, wait_all
+from cluster import END_S, REPOSITORY, Cluster, stop, wait_all
 from programs.observed import ROUNDS
 
 WORKER_STAGES = ["queue", "push", "server", "pull queue", "pull"]
@@ -176,7 +175,7 @@ def test_what_failed_is_in_it(make_cluster: Callable[..., Cluster], run_dir: Pat
     cluster.start("observed:waiting")
     cluster.wait_mark("pushed", [0])
     lost = cluster.workers["worker 1"]
-    lost.send(signal.SIGSTOP)
+    stop(lost)
     wait_all([process for process in cluster.everyone() if process is not lost], END_S)
     (worker,) = timelines(run_dir, "worker")
     (server,) = timelines(run_dir, "server")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from authority import Authority
-from cluster import END_S, Cluster, clean_environment, server_executable, wait_all
+from cluster import END_S, Cluster, clean_environment, server_executable, stop, wait_all
 from endings import demand_error, start_looping, wait_for_text
 from sockets import connections_of
 from test_reconnect import between, resent, server_port, wait_for_rounds
@@ -53,8 +53,7 @@ def overheard(cluster: Cluster) -> bytes:
     deadline = time.monotonic() + END_S
     while True:
         assert time.monotonic() < deadline, "whenever the server was stopped, nothing was under way"
-        server.send(signal.SIGSTOP)
-        time.sleep(0.05)  # it may still take what it is reading
+        stop(server)
         mine = [one for one in connections_of(server.pid) if one.local == port]
         longest = max((one.waiting(1 << 20) for one in mine), key=len)
         server.send(signal.SIGCONT)

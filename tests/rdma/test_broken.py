@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import END_S, Cluster, wait_all
+from cluster import END_S, Cluster, stop, wait_all
 from endings import demand_error, demand_failed, error_of
 from transports import make
 
@@ -105,7 +105,7 @@ def test_no_longer_than_said(make_breakable: Make, run_dir: Path) -> None:
     cluster.start_worker(1, "failures:loop")
     cluster.wait_mark("looping", range(2))
     (server,) = cluster.servers
-    server.send(signal.SIGSTOP)
+    stop(server)
     break_queue_pairs(order, "data")
     workers = list(cluster.workers.values())
     wait_all(workers, END_S)
