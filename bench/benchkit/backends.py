@@ -70,11 +70,13 @@ class TwoLevels:
         self._local = self._layout.local_index(rank)
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+        from byteps.torch.pieces import whole_pieces
+
         under_way = []
         for tensor in tensors:
             per_host = self._node.size
             count = self._nodes.piece_count(tensor.nbytes // per_host)
-            for piece in self._nodes.whole_pieces(tensor.numel(), per_host, count):
+            for piece in whole_pieces(tensor.numel(), per_host, count):
                 (ranges,) = piece.scatters
                 begin, length = ranges[0][0], piece.length
                 whole = tensor[begin : ranges[-1][1]]
@@ -139,21 +141,22 @@ class PushPull:
             self._bps.synchronize(handle)
 
     def _reduce_node_first(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+        from byteps.torch.pieces import whole_pieces
+
         pending, partitions, rank = [], 0, dist.get_rank()
         assert self._node is not None
         for index, tensor in enumerate(tensors):
-            pieces = self._nodes.piece_count(tensor.nbytes // self._node.size)
+            count = self._nodes.piece_count(tensor.nbytes // self._node.size)
             one = self._nodes.NodeSum(
                 name=f"{label}.{index}",
                 layout=self._layout,
                 node=self._node,
-                pieces=tuple(self._nodes.whole_pieces(tensor.numel(), self._node.size, pieces)),
+                pieces=tuple(whole_pieces(tensor.numel(), self._node.size, count)),
                 priority=-index,
                 placement=partitions,
             )
             pending.append(one.start(tensor))
-            for push in one.pushes(rank, tensor.element_size()):
-                partitions += -(-push.nbytes // self._bps.partition_bytes(push.nbytes))
+            partitions += sum(push.partitions for push in one.pushes(rank, tensor.element_size()))
         for one in pending:
             one.wait()
 

@@ -91,6 +91,20 @@ def test_two_workers_and_a_server_on_emulated_hosts(run_dir: Path) -> None:
     assert "speed over that of gloo" in output
 
 
+@pytest.mark.requires("root")
+def test_hosts_of_two_ranks_sum_in_pieces(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTEPS_NODE_PIECE_BYTES", "16384")
+    status, output = run_tool(
+        run_dir,
+        *("--workers", "4", "--ranks-per-host", "2", "--emulate", "3@200mbit", "--sizes", "256KiB"),
+        *("--backends", "byteps,gloo-nodes", "--iters", "1", "--warmup", "0", "--max-busy", "1"),
+    )
+    assert status == 0, output
+    for backend in ("byteps", "gloo-nodes"):
+        (line,) = lines_of(output, backend)
+        assert line[4] == "4" and line[-1] == "0", line
+
+
 @pytest.mark.thorough
 @pytest.mark.requires("root")
 def test_plain_sockets_beside_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
