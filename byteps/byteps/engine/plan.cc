@@ -41,8 +41,9 @@ Plan::Plan(const Config& config, const Launch& launch, int num_servers)
       hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))),
       fused_(config.Bool("BYTEPS_FUSED_PUSH_PULL")) {}
 
-uint32_t Plan::PartitionBytes(uint64_t bytes) const {
-  return core::PartitionBytes(bytes, num_servers_, smallest_partition_, largest_partition_);
+uint32_t Plan::PartitionBytes(uint64_t bytes, uint64_t piece_of) const {
+  return core::PartitionBytes(std::max(bytes, piece_of), num_servers_, smallest_partition_,
+                              largest_partition_);
 }
 
 Declaration Plan::Declare(const TensorSpec& spec) const {
@@ -53,7 +54,7 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
   d.fused = fused_;
   d.hash = hash_;
   d.bytes = spec.bytes;
-  d.partition_bytes = PartitionBytes(d.bytes);
+  d.partition_bytes = PartitionBytes(d.bytes, spec.piece_of);
   d.group = spec.group;
   d.rule = spec.rule;
   if (d.group.empty()) {

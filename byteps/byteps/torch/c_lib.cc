@@ -99,11 +99,11 @@ void Init(int num_servers) {
                      std::make_unique<Session>(config, options));
 }
 
-std::vector<uint64_t> BytesPerServer(const std::string& name, uint64_t bytes,
+std::vector<uint64_t> BytesPerServer(const std::string& name, uint64_t bytes, uint64_t piece_of,
                                      std::vector<uint32_t> group,
                                      std::optional<uint64_t> placement) {
   return GetWorker()->BytesPerServer(
-      Spec(name, "float32", bytes, true, std::move(group), placement, kCpu));
+      Spec(name, "float32", bytes, piece_of, true, std::move(group), placement, kCpu));
 }
 
 void Declare(const std::vector<SpecTuple>& tuples) {
@@ -113,11 +113,11 @@ void Declare(const std::vector<SpecTuple>& tuples) {
 }
 
 int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
-                 uintptr_t output, uint64_t bytes, bool average, int priority,
+                 uintptr_t output, uint64_t bytes, uint64_t piece_of, bool average, int priority,
                  std::vector<uint32_t> group, std::optional<uint64_t> placement,
                  std::optional<std::pair<uint64_t, uint64_t>> pull, int device, uintptr_t stream) {
   PushPullRequest request;
-  request.tensor = Spec(name, dtype, bytes, average, std::move(group), placement, device);
+  request.tensor = Spec(name, dtype, bytes, piece_of, average, std::move(group), placement, device);
   request.input = reinterpret_cast<const void*>(input);
   request.output = reinterpret_cast<void*>(output);
   request.priority = priority;
@@ -175,9 +175,9 @@ PYBIND11_MODULE(c_lib, m) {
     return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size);
   });
   m.def("push_pull", &PushPull, py::arg("name"), py::arg("dtype"), py::arg("input"),
-        py::arg("output"), py::arg("bytes"), py::arg("average"), py::arg("priority"),
-        py::arg("group"), py::arg("placement"), py::arg("pull"), py::arg("device"),
-        py::arg("stream"), Unlocked());
+        py::arg("output"), py::arg("bytes"), py::arg("piece_of"), py::arg("average"),
+        py::arg("priority"), py::arg("group"), py::arg("placement"), py::arg("pull"),
+        py::arg("device"), py::arg("stream"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", &Wait, py::arg("handle"), py::arg("stream") = 0);
   m.def("declare", &Declare, py::arg("tensors"), Unlocked());
@@ -198,10 +198,13 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("built_with_prometheus", &BuiltWithPrometheus);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
   m.def(
-      "partition_bytes", [](uint64_t bytes) { return GetWorker()->PartitionBytes(bytes); },
-      py::arg("bytes"));
-  m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("bytes"), py::arg("group"),
-        py::arg("placement"));
+      "partition_bytes",
+      [](uint64_t bytes, uint64_t piece_of) {
+        return GetWorker()->PartitionBytes(bytes, piece_of);
+      },
+      py::arg("bytes"), py::arg("piece_of"));
+  m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("bytes"), py::arg("piece_of"),
+        py::arg("group"), py::arg("placement"));
   m.def("config",
         [] { return GetWorker()->started() ? settings : Config::FromEnvironment().Print(); });
   DefineUpdatedTensor(&m);

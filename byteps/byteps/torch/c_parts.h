@@ -20,18 +20,19 @@ namespace core {
 // The worker of this process.
 Worker* GetWorker();
 
-// (name, dtype, bytes, average, group, placement, device)
-using SpecTuple = std::tuple<std::string, std::string, uint64_t, bool, std::vector<uint32_t>,
-                             std::optional<uint64_t>, int>;
+// (name, dtype, bytes, piece of so many bytes, average, group, placement, device)
+using SpecTuple = std::tuple<std::string, std::string, uint64_t, uint64_t, bool,
+                             std::vector<uint32_t>, std::optional<uint64_t>, int>;
 
 inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64_t bytes,
-                       bool average, std::vector<uint32_t> group, std::optional<uint64_t> placement,
-                       int device) {
+                       uint64_t piece_of, bool average, std::vector<uint32_t> group,
+                       std::optional<uint64_t> placement, int device) {
   TensorSpec spec;
   if (!ParseDType(dtype, &spec.dtype))
     throw UsageError("tensors of " + dtype + " cannot be summed");
   spec.name = name;
   spec.bytes = bytes;
+  spec.piece_of = piece_of;
   spec.average = average;
   spec.group = std::move(group);
   spec.placement = placement;

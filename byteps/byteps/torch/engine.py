@@ -322,9 +322,12 @@ class TensorDeclaration:
     """As push_pull has it."""
     device: torch.device | str = "cpu"
     """Where the tensor is; for one on a GPU, pinned memory is reserved now."""
+    piece_of: int = 0
+    """Elements of the tensor that this one is a piece of, the same on all members: it is cut into
+    partitions as long as that one's. 0: it is no piece."""
 
 
-_Spec = tuple[str, str, int, bool, list[int], int | None, int]
+_Spec = tuple[str, str, int, int, bool, list[int], int | None, int]
 
 
 def spec_of(tensor: TensorDeclaration) -> _Spec:
@@ -348,6 +351,7 @@ def spec_of(tensor: TensorDeclaration) -> _Spec:
         tensor.name,
         DTYPES[dtype],
         tensor.numel * dtype.itemsize,
+        tensor.piece_of * dtype.itemsize,
         bool(tensor.average),
         ranks_of(tensor.group),
         tensor.placement,
@@ -380,6 +384,7 @@ def start(
     placement: int | None,
     pull: tuple[int, int] | None = None,
     wire_dtype: torch.dtype | None = None,
+    piece_of: int = 0,
 ) -> int:
     """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
 
@@ -401,6 +406,7 @@ def start(
         wire_dtype: torch.bfloat16 or torch.float16 sends an fp32 or fp64 tensor as that: half or a
             quarter of the bytes, each value rounded before it is sent, added in fp32 by the
             server, and the sum rounded once. The same on all members.  None: the tensor's own.
+        piece_of: elements of the tensor that `tensor` is a piece of: see `TensorDeclaration`.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.
@@ -432,6 +438,7 @@ def start(
         input=tensor.data_ptr(),
         output=received.data_ptr(),
         bytes=tensor.numel() * size,
+        piece_of=piece_of * size,
         average=bool(average),
         priority=int(priority),
         group=ranks_of(group),
@@ -519,18 +526,29 @@ def get_pushpull_speed() -> tuple[int, float]:
     return c_lib.pushpull_speed()
 
 
-def partition_bytes(nbytes: int) -> int:
-    """Bytes of the partitions (the last may have fewer) of a tensor of `nbytes` bytes."""
+def partition_bytes(nbytes: int, *, piece_of: int = 0) -> int:
+    """Bytes of the partitions (the last may have fewer) of a tensor of `nbytes` bytes, which may be
+    a piece of one of `piece_of` bytes."""
     _launched()
-    return c_lib.partition_bytes(nbytes)
+    return c_lib.partition_bytes(nbytes, piece_of)
+
+
+def partition_count(nbytes: int, *, piece_of: int = 0) -> int:
+    """How many partitions such a tensor has."""
+    return -(-nbytes // partition_bytes(nbytes, piece_of=piece_of))
 
 
 def bytes_per_server(
-    nbytes: int, *, name: str, group: Group = None, placement: int | None = None
+    nbytes: int,
+    *,
+    name: str,
+    group: Group = None,
+    placement: int | None = None,
+    piece_of: int = 0,
 ) -> list[int]:
     """Bytes that each server, in the order of their ranks, gets of a tensor of `nbytes` bytes.
 
-    The other arguments are those that it is summed with.
+    The other arguments are those that it is summed with, but for `piece_of`, which is in bytes.
 
     Raises:
         BytePSError: byteps is not initialised.
@@ -538,7 +556,11 @@ def bytes_per_server(
     """
     _launched()
     return c_lib.bytes_per_server(
-        name=name, bytes=nbytes, group=ranks_of(group), placement=placement
+        name=name,
+        bytes=nbytes,
+        piece_of=piece_of,
+        group=ranks_of(group),
+        placement=placement,
     )
 
 

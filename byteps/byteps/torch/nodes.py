@@ -23,10 +23,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import byteps.torch as bps
 import torch
 import torch.distributed as dist
-from byteps.torch import c_lib
+from byteps.torch import c_lib, engine
 from byteps.torch.pieces import Piece, Range, are_even, longest
 
 PIECES = 8
@@ -280,8 +279,24 @@ class Push:
 
     name: str
     nbytes: int
+    piece_of: int
+    """Bytes that the rank pushes of the whole tensor: partitions are as long as that one's."""
     group: tuple[int, ...]
     placement: int
+
+    @property
+    def partitions(self) -> int:
+        return engine.partition_count(self.nbytes, piece_of=self.piece_of)
+
+    def bytes_per_server(self) -> list[int]:
+        """In the order of the servers' ranks."""
+        return engine.bytes_per_server(
+            self.nbytes,
+            name=self.name,
+            group=self.group,
+            placement=self.placement,
+            piece_of=self.piece_of,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,18 +325,28 @@ class NodeSum:
         size = element_size if self.wire_dtype is None else self.wire_dtype.itemsize
         place, pushes = self.placement + local, []
         for index, piece in enumerate(self.pieces):
-            name = f"{self.name}/part{local}of{self.node.size}/piece{index}"
-            nbytes = piece.length * size
-            pushes.append(Push(name=name, nbytes=nbytes, group=across, placement=place))
-            place += -(-nbytes // bps.partition_bytes(nbytes))
+            push = Push(
+                name=f"{self.name}/part{local}of{self.node.size}/piece{index}",
+                nbytes=piece.length * size,
+                piece_of=self.length * size,
+                group=across,
+                placement=place,
+            )
+            pushes.append(push)
+            place += push.partitions
         return pushes
+
+    @property
+    def length(self) -> int:
+        """Elements that a rank pushes."""
+        return sum(piece.length for piece in self.pieces)
 
     def declarations(
         self, rank: int, dtype: torch.dtype, device: torch.device
-    ) -> list[bps.TensorDeclaration]:
+    ) -> list[engine.TensorDeclaration]:
         """What a rank tells the servers, for `bps.declare`, of a tensor of this type and place."""
         return [
-            bps.TensorDeclaration(
+            engine.TensorDeclaration(
                 name=push.name,
                 dtype=dtype,
                 numel=piece.length,
@@ -330,6 +355,7 @@ class NodeSum:
                 placement=push.placement,
                 wire_dtype=self.wire_dtype,
                 device=device,
+                piece_of=self.length,
             )
             for piece, push in zip(self.pieces, self.pushes(rank, dtype.itemsize), strict=True)
         ]
@@ -352,7 +378,8 @@ class NodeSum:
                 flat.div_(self.node.size)
             for piece, push in zip(self.pieces, pushes, strict=True):
                 part = scatter(flat, piece, self.node, local)
-                handle = bps.push_pull_async_inplace(
+                handle = engine.start(
+                    part,
                     part,
                     average=self.average,
                     name=push.name,
@@ -361,6 +388,7 @@ class NodeSum:
                     group=push.group,
                     pull=piece.wanted,
                     wire_dtype=self.wire_dtype,
+                    piece_of=self.length,
                 )
                 pending.append((piece, part, handle))
         return PendingNodeSum(flat=flat, node=self.node, local=local, pending=pending)
@@ -389,7 +417,7 @@ class PendingNodeSum:
             return
         with torch.no_grad(), beside_the_caller(self.flat):
             for piece, part, handle in pending:
-                bps.synchronize(handle)
+                engine.synchronize(handle)
                 if piece.gather:
                     (ranges,) = piece.scatters
                     gather(self.flat[ranges[0][0] : ranges[-1][1]], piece, part, self.node)

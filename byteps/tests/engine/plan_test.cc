@@ -34,6 +34,20 @@ TEST(Plan, NoMorePartitionsThanKeysWithManyServers) {
   EXPECT_GT(d.NumPartitions(), kMaxPartitions / 2);
 }
 
+TEST(Plan, PiecesHavePartitionsAsLongAsTheWholeTensors) {
+  const Plan plan = PlanOf(0, 1, 4);
+  const Declaration whole = plan.Declare(SpecOf("whole", 128 << 20));
+  EXPECT_EQ(whole.partition_bytes, 512u << 10);
+  TensorSpec spec = SpecOf("piece", 16 << 20);
+  spec.piece_of = whole.bytes;
+  EXPECT_EQ(plan.Declare(spec).partition_bytes, whole.partition_bytes);
+  EXPECT_EQ(plan.Declare(spec).NumPartitions(), whole.NumPartitions() / 8);
+  // All of a piece may fit into one.
+  spec.bytes = 4096;
+  EXPECT_EQ(plan.Declare(spec).NumPartitions(), 1u);
+  EXPECT_EQ(plan.BytesPerServer(spec), (std::vector<uint64_t>{4096, 0, 0, 0}));
+}
+
 TEST(Plan, TooLargeForItsPartitionsSaysWhatToRaise) {
   const Plan plan = PlanOf(0, 1, 1, {{"BYTEPS_PARTITION_BYTES", "4096"}});
   try {

@@ -303,12 +303,13 @@ def _spread(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
         sums = op.node_shards or op.node_whole
         if sums is None:
             nbytes = bucket.grad_data.numel() * op.wire_dtype.itemsize
-            pushes = [(op.name, nbytes, op.group, op.placement)]
+            parts = [
+                bps.bytes_per_server(nbytes, name=op.name, group=op.group, placement=op.placement)
+            ]
         else:
-            size = bucket.grad_data.element_size()
-            pushes = [(p.name, p.nbytes, p.group, p.placement) for p in sums.pushes(rank, size)]
-        for name, nbytes, group, placement in pushes:
-            part = bps.bytes_per_server(nbytes, name=name, group=group, placement=placement)
+            pushes = sums.pushes(rank, bucket.grad_data.element_size())
+            parts = [push.bytes_per_server() for push in pushes]
+        for part in parts:
             total = [a + b for a, b in zip(total, part, strict=True)]
     return total
 
@@ -385,10 +386,7 @@ def _placed(
     assert op.route == NODE_FIRST
     sums = _node_sums(op, bucket, buffer, group)
     pushes = sums[0].pushes(torch.distributed.get_rank(), bucket.grad_data.element_size())
-    partitions = sum(
-        partition_count(push.nbytes, bps.partition_bytes(push.nbytes)) for push in pushes
-    )
-    placement = named.next_placement(op.group, partitions)
+    placement = named.next_placement(op.group, sum(push.partitions for push in pushes))
     whole, shards = (replace(one, placement=placement) if one else None for one in sums)
     return replace(op, placement=placement, node_whole=whole, node_shards=shards)
 
