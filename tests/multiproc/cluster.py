@@ -342,7 +342,7 @@ def wait_all(processes: Iterable[Process], timeout_s: float) -> None:
 
 
 def stop(process: Process) -> None:
-    """Send SIGSTOP and wait until each thread has stopped: the signal is under way when kill() returns."""
+    """Send SIGSTOP and wait until each thread stands still: kill() returns before they do."""
     process.send(signal.SIGSTOP)
     deadline = time.monotonic() + END_S
     while not _stopped(process.pid):
