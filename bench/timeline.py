@@ -10,13 +10,15 @@ backward pass and all else computed.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "integrations" / "ray"))
+
+from megatron_byteps_ray import traces
 
 COLORS = {
     "push": "tab:blue",
@@ -50,14 +52,14 @@ def _names(events: list[dict[str, Any]], what: str) -> dict[tuple[int, int], str
     }
 
 
-def read_timeline(text: str) -> list[Slice]:
+def read_timeline(trace: dict[str, Any]) -> list[Slice]:
     """The threads' slices, and the time that each partition was with the servers.
 
     Raises:
-        ValueError: the text is no timeline.
+        ValueError: it is no timeline of BytePS.
     """
     try:
-        events = json.loads(text)["traceEvents"]
+        events = trace["traceEvents"]
         threads = _names(events, "thread_name")
         processes = {pid: name for (pid, _), name in _names(events, "process_name").items()}
         slices = []
@@ -81,20 +83,19 @@ def read_timeline(text: str) -> list[Slice]:
                             end=event["ts"] / 1e3,
                         )
                     )
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"no timeline of BytePS: {error!r}") from error
     return slices
 
 
-def read_profile(text: str) -> list[Slice]:
+def read_profile(trace: dict[str, Any]) -> list[Slice]:
     """The kernels of a trace of torch.profiler, by CUDA stream; without any, what was computed on
     the CPU.
 
     Raises:
-        ValueError: the text is no such trace.
+        ValueError: it is no such trace.
     """
     try:
-        trace = json.loads(text)
         base = trace.get("baseTimeNanoseconds", 0) / 1e6
         kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
         computed = kernels or _outermost(
@@ -109,7 +110,7 @@ def read_profile(text: str) -> list[Slice]:
             )
             for event in computed
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"no trace of torch.profiler: {error!r}") from error
 
 
@@ -136,13 +137,6 @@ def _kind_of(event: dict[str, Any]) -> str:
         return "kernel"
     in_backward = event["name"].startswith("autograd::engine")
     return "backward" if in_backward else "other computation"
-
-
-def read_text(file: Path) -> str:
-    """Also of one that torch.profiler has compressed."""
-    if file.suffix == ".gz":
-        return gzip.decompress(file.read_bytes()).decode("utf-8")
-    return file.read_text(encoding="utf-8")
 
 
 def within(slices: list[Slice], begin: float | None, end: float | None) -> list[Slice]:
@@ -201,7 +195,7 @@ def main() -> int:
     for files, read in ((arguments.files, read_timeline), (arguments.profile, read_profile)):
         for file in files:
             try:
-                slices += read(read_text(file))
+                slices += read(traces.read(file))
             except (OSError, ValueError) as error:
                 print(f"error: {file}: {error}", file=sys.stderr)
                 return 1

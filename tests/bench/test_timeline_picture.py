@@ -32,7 +32,7 @@ PROFILE = {
 
 
 def test_slices_and_waiting_are_read() -> None:
-    push, server = timeline.read_timeline(json.dumps(TIMELINE))
+    push, server = timeline.read_timeline(TIMELINE)
     assert (push.track, push.kind) == ("worker 0: push loop 0", "push")
     assert (push.begin, push.end) == (2.0, 3.5)
     assert (server.kind, server.begin, server.end) == ("server", 5.0, 9.0)
@@ -41,7 +41,7 @@ def test_slices_and_waiting_are_read() -> None:
 
 
 def test_kernels_are_read_by_the_same_clock() -> None:
-    (kernel,) = timeline.read_profile(json.dumps(PROFILE))
+    (kernel,) = timeline.read_profile(PROFILE)
     assert kernel.track == "GPU 0, stream 7: kernels"
     assert (kernel.begin, kernel.end) == (1.5, 1.75)
 
@@ -53,7 +53,7 @@ def test_without_kernels_the_outermost_operators_are_read() -> None:
     node = "autograd::engine::evaluate_function: MmBackward0"
     events = [operator("aten::mm", 12, 3), operator(node, 10, 10), operator("aten::add", 20, 1)]
     events.append(operator("aten::mul", 12, 2, tid=2))
-    read = timeline.read_profile(json.dumps({"traceEvents": events}))
+    read = timeline.read_profile({"traceEvents": events})
     assert [(s.track, round(s.begin * 1e3)) for s in read] == [
         ("CPU: backward", 10),
         ("CPU: other computation", 12),
@@ -61,10 +61,10 @@ def test_without_kernels_the_outermost_operators_are_read() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": [{"ph": "X"}]}'])
-def test_other_files_are_errors(text: str) -> None:
+@pytest.mark.parametrize("trace", [{}, {"traceEvents": [{"ph": "X"}]}])
+def test_other_traces_are_errors(trace: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="no timeline"):
-        timeline.read_timeline(text)
+        timeline.read_timeline(trace)
 
 
 def test_picture(tmp_path: Path) -> None:

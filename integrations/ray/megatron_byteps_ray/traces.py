@@ -26,7 +26,7 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
     Raises:
         ValueError: a file is no timeline; the text names it.
     """
-    traces = [_read(file) for file in files]
+    traces = [read(file) for file in files]
     bases = [trace["baseTimeNanoseconds"] for trace in traces if _is_of_torch(trace)]
     origin = min(bases, default=0)
     events: list[Any] = []
@@ -43,7 +43,12 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
+    """A timeline of BytePS or a trace of torch.profiler, also of one that was compressed.
+
+    Raises:
+        ValueError: it is neither; the text names the file.
+    """
     try:
         raw = file.read_bytes()
         text = gzip.decompress(raw) if file.suffix == ".gz" else raw
