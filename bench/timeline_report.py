@@ -2,8 +2,8 @@
 """Say what held up a worker's sums: tables out of the timelines that BYTEPS_TRACE_ON=1 writes.
 
 Of each process: how many partitions were in each stage, how long, and for how much of the time none
-was. Of each worker besides: when it began to send and when it got the last sum, and for what the link
-upwards stood still: where partitions were while none was being pushed.
+was. Of each worker also: when it began to push and when it got the last sum, and where partitions
+were while none was being pushed.
 """
 
 from __future__ import annotations
