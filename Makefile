@@ -64,8 +64,9 @@ rl: setup-rl ## teach a tiny model to add, by GRPO or PPO through verl, gradient
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
-# Tests that run side by side; 0 gives them a terminal, as --pdb needs.
-JOBS ?= $(shell cores=$$(nproc); echo $$(( cores < 8 ? cores : 8 )))
+# Tests that run side by side, one more than processors since many wait for a time to pass; 0 gives
+# them a terminal, as --pdb needs.
+JOBS ?= $(shell cores=$$(nproc); echo $$(( cores < 8 ? cores + 1 : 8 )))
 
 test: setup lint ## lint, then every test (or TESTS) but those of the targets below
 	@$(PYTHON_ENV) tests/native.py >/dev/null
