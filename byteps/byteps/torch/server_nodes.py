@@ -297,10 +297,8 @@ class SharedTensor:
         failed: bps.BytePSError | None = None
         with self._beside(self._gradients):
             for index, handle in enumerate(started.handles):
-                part = self._parts[index]
-                used = (self._gradients, self._sent(part), *started.landings[index : index + 1])
                 try:
-                    part.tensor.wait(handle, *used)
+                    self._parts[index].tensor.wait(handle)
                 except bps.BytePSError as error:
                     failed = failed or error
                 if then is not None and failed is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -263,7 +264,7 @@ def counted(job: Job) -> None:
         gradients = values + job.rank
         gradients[2000] = math.inf if spoil else 0.0
         gradients[0] = job.rank - sum(range(job.size)) / job.size
-        served.wait(served.push_norm(gradients), gradients)
+        served.wait(served.push_norm(gradients))
         total = job.size * values.double() + sum(range(job.size))
         total[0] = 0
         total[1000:2500] = 0
@@ -274,7 +275,34 @@ def counted(job: Job) -> None:
             found = sum(served.squares)
             wanted = math.nan if spoil else total.square().sum().item()
             assert math.isnan(found) if spoil else math.isclose(found, wanted), (found, wanted)
-        served.wait(served.step(gradients, (1, 1.0, True, [(0.1, 0.0)])), gradients)
+        served.wait(served.step(gradients, (1, 1.0, True, [(0.1, 0.0)])))
+
+
+def keeps_memory(job: Job) -> None:
+    """What is under way keeps its tensors alive, also when nobody else does."""
+    bps.init()
+    count = 200_000
+    served = ServerTensor(
+        bps.TensorDeclaration(name="memory", dtype=torch.float32, numel=count),
+        rule_of(torch.optim.SGD(parameters(0, torch.float32), lr=0.1)),
+        [(count, 0, True)],
+    )
+    if job.rank == 0:
+        served.load(0, torch.zeros(count))
+    gradients, landing = torch.full((count,), job.rank + 1.0), torch.empty(count)
+    left = [weakref.ref(gradients), weakref.ref(landing)]
+    handle = served.push_step(gradients, landing, (1, 1.0, False, [(0.5, 0.0)]))
+    del gradients, landing
+    with job.check("while it is under way"):
+        assert all(one() is not None for one in left)
+    landing = left[1]()
+    served.wait(handle)
+    with job.check("what came down"):
+        mean = (job.size + 1) / 2
+        assert landing is not None and landing.eq(-0.5 * mean).all()
+    del landing
+    with job.check("afterwards"):
+        assert all(one() is None for one in left)
 
 
 def disagree(job: Job) -> None:
