@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,37 @@ class Speculation:
 
     def _counts(self) -> tuple[int, int]:
         return self.tried, self.redone
+
+
+def start_and_wait[B, H](
+    buckets: Sequence[B], start: Callable[[B], H | None], wait: Callable[[B, H, bool], None]
+) -> None:
+    """Start something for each bucket, if `start` does; wait for all of it, also when one fails:
+    nothing is read or written any more when this returns or raises.
+
+    Args:
+        start: its error ends the round of starts.
+        wait: is told whether anything has failed before.
+
+    Raises:
+        RuntimeError: the first one, which may be a BytePSError.
+    """
+    started: list[tuple[B, H]] = []
+    errors: list[RuntimeError] = []
+    try:
+        for bucket in buckets:
+            handle = start(bucket)
+            if handle is not None:
+                started.append((bucket, handle))
+    except RuntimeError as error:
+        errors.append(error)
+    for bucket, handle in started:
+        try:
+            wait(bucket, handle, bool(errors))
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def add_segment(segments: list[Segment], end: int, group: int, counted: bool = True) -> None:

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import byteps.torch as bps
 import torch
@@ -303,6 +304,29 @@ def keeps_memory(job: Job) -> None:
     del landing
     with job.check("afterwards"):
         assert all(one() is None for one in left)
+
+
+def interrupted(job: Job) -> None:
+    """A step that ends otherwise than by BytePS wants a checkpoint too, and goes on from it."""
+    bps.init()
+    for clip in ("speculate", "wait"):
+        pair = Pair(job, "adamw", torch.float32, clip, max_norm=1e6, clip=clip)
+        pair.step(0)
+        saved = pair.served.state_dict()
+        bucket = pair.served._buckets[-1]
+        with (
+            job.check_raises(f"{clip}: an interrupt", OSError, "by hand"),
+            mock.patch.object(bucket, "wait", side_effect=OSError("by hand")),
+        ):
+            pair.step(1)
+        with job.check_raises(f"{clip}: afterwards", bps.BytePSError, "earlier step .*by hand"):
+            pair.served.step()
+        pair.served.load_state_dict(saved)
+        with job.check(f"{clip}: from a checkpoint"):
+            for step in (1, 2):
+                pair.step(step)
+                pair.demand_equal()
+            pair.demand_equal_state()
 
 
 def disagree(job: Job) -> None:
