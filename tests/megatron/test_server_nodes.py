@@ -6,9 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from byteps.torch import BytePSError
+from byteps.torch.server_state import Speculation
+from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
+from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 from megatron.core.distributed.dpu_reduce.server_routes import alike
 
 from paritykit.data import data_arguments
@@ -151,6 +156,42 @@ def test_a_lost_rank_ends_the_job(run_job: RunJob, dataset: Dataset) -> None:
     for rank in (0, 1, 2):
         log = job.log_of(rank).read_text()
         assert "BytePSError" in log or "RuntimeError" in log, rank
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which would end the tests."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("connection closed by peer"), Interrupt()])
+def test_after_a_step_that_failed_nothing_is_sent(error: BaseException) -> None:
+    """By whatever it failed, in the step or in the backward pass."""
+    bucket = mock.Mock()
+    said = f"earlier step failed .{error!s}" if str(error) else "earlier step failed .Interrupt"
+    for fails in ("step", "early"):
+        optimizer = ServerOptimizer.__new__(ServerOptimizer)
+        optimizer.optimizer = mock.Mock(param_groups=[])
+        optimizer._rule = mock.Mock(groups=[], **{"groups_of.return_value": []})
+        optimizer._failure, optimizer._early, optimizer._loaded = "", {bucket}, True
+        optimizer._speculation, optimizer._steps = Speculation("speculate"), 0
+        bucket.push_early.side_effect = None if fails == "step" else error
+        optimizer._step = mock.Mock(side_effect=error)
+        with pytest.raises(type(error)):
+            optimizer.step() if fails == "step" else optimizer.bucket_is_ready(bucket)
+        bucket.reset_mock(side_effect=True)
+        for call in (optimizer.step, lambda one=optimizer: one.bucket_is_ready(bucket)):
+            with pytest.raises(BytePSError, match=said):
+                call()
+        assert not bucket.push_early.called
+
+
+def test_a_load_forgets_what_was_sent_of_a_step_that_failed() -> None:
+    bucket = ServerBucket.__new__(ServerBucket)
+    bucket._tensor, bucket._pushed = mock.Mock(), mock.sentinel.started
+    bucket._tensor.end.side_effect = BytePSError("worker 1 was lost")
+    bucket.give_up()
+    bucket.forget_push()  # as the next pass begins
+    bucket._tensor.end.assert_called_once_with(mock.sentinel.started)
+    bucket._tensor.give_up.assert_called_once_with()
 
 
 def test_copies_are_summed_alike(seen: Seen) -> None:

@@ -43,6 +43,14 @@ def test_steps_that_are_tried(make_cluster: Callable[..., Cluster]) -> None:
     demand_same_bits(cluster)
 
 
+def test_tensors_live_as_long_as_they_are_used(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1, env=ENV).run("server_optimizer:keeps_memory")
+
+
+def test_a_step_that_is_interrupted(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1, env=ENV).run("server_optimizer:interrupted", device="cpu")
+
+
 def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
     """On a learning rate: all are told where servers update at once, else at least the second."""
     cluster = make_cluster(workers=2, servers=1, env=ENV)

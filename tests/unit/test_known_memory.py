@@ -57,7 +57,10 @@ def test_a_storage_is_known_once_and_forgotten_when_it_is_resized(extension: Eng
 def test_memory_that_was_freed_is_not_summed() -> None:
     tensor = torch.zeros(1000)
     tensor.untyped_storage().resize_(0)
-    for check in (lambda: engine._check(tensor, "g"), lambda: engine.will_be_moved(tensor)):
+    for check in (
+        lambda: engine._check(tensor, "g"),
+        lambda: engine.move(lambda: pytest.fail("it was started"), tensor),
+    ):
         with pytest.raises(ValueError, match="ends at byte 4,000 of a storage of 0 bytes"):
             check()
     engine._check(torch.zeros(0), "g")

@@ -16,6 +16,7 @@ from byteps.torch import server_nodes
 from byteps.torch.nodes import NodeGroup
 from byteps.torch.pieces import whole_pieces
 from byteps.torch.server_nodes import OnHost, SharedTensor, cut_segments
+from byteps.torch.server_state import start_and_wait
 
 SEGMENTS = [(5, 0, True), (6, 1, False), (40, 1, True), (97, 2, True)]
 
@@ -124,3 +125,67 @@ def test_values_are_added_in_the_order_of_ranks(size: int, dtype: torch.dtype) -
     for value in same[1:]:
         expected = expected + value
     assert all(torch.equal(output, expected.to(dtype)) for output in outputs)
+
+
+class Lonely:
+    """A group of two ranks, of which the other one was lost before it gathers."""
+
+    size = 2
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        output.copy_(source[: output.numel()])
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+class Moving(Kept):
+    """A ServerTensor that notes what is waited for."""
+
+    waited: list[int]
+
+    def push_try(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Any) -> int:
+        return gradients.storage_offset()
+
+    def wait(self, handle: int) -> None:
+        Moving.waited.append(handle)
+
+
+def test_all_parts_are_waited_for_when_a_rank_of_the_host_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what comes down for the others would be written into memory that the caller has back."""
+    monkeypatch.setattr(server_nodes, "ServerTensor", Moving)
+    monkeypatch.setattr(Moving, "waited", [], raising=False)
+    cut = whole_pieces(12, 2, 3)
+    declarations = [
+        bps.TensorDeclaration(name="x", dtype=torch.float32, numel=piece.length) for piece in cut
+    ]
+    host: Any = OnHost(group=Lonely(), local=0)  # type: ignore[arg-type]
+    tensor = SharedTensor(declarations, None, [(12, 0, True)], pieces=cut, host=host)  # type: ignore[arg-type]
+    started = tensor.push_try(torch.ones(12), (1, 1.0, False, []))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        tensor.wait(started)
+    assert Moving.waited == [0, 4, 8]
+
+
+@pytest.mark.parametrize(("starts", "waits"), [("b", ""), ("", "a"), ("c", "a"), ("", "abc")])
+def test_what_was_started_is_waited_for_when_something_fails(starts: str, waits: str) -> None:
+    waited: dict[str, bool] = {}
+
+    def start(bucket: str) -> str | None:
+        if bucket in starts:
+            raise RuntimeError(f"start {bucket}")
+        return None if bucket == "n" else bucket.upper()
+
+    def wait(bucket: str, handle: str, failed: bool) -> None:
+        assert handle == bucket.upper()
+        waited[bucket] = failed
+        if bucket in waits:
+            raise bps.BytePSError(f"wait {bucket}")
+
+    first = f"start {starts}" if starts else f"wait {waits[0]}"
+    with pytest.raises(RuntimeError, match=first):
+        start_and_wait("anbc", start, wait)
+    started = "abc".partition(starts)[0] if starts else "abc"
+    assert waited == {bucket: bool(starts) or bucket != "a" for bucket in started}

@@ -389,6 +389,7 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
                             std::to_string(header.round) + " of '" + declaration.name +
                             "' while round " + std::to_string(partition->first_round) + " is open");
   }
+  if (declaration.rule) GiveUpBefore(engine, partition, caller.rank, header.round);
   round->pushed[member] = true;
   for (const auto& gone : engine->gone) {
     const int lost = declaration.MemberIndex(gone.first);

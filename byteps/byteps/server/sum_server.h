@@ -17,7 +17,8 @@
 //
 // A step that is tried (PUSH_TRY) changes nothing: parameters are computed from the state and sent,
 // and the gradients are kept.  The round stays until each member has said what becomes of the step.
-// The first one who does so has it made, or dropped; who says something else gets an error.
+// The first one who does so has it made, or dropped; who says something else gets an error.  A
+// member that pushes the next round has given up whatever it has left open of those before.
 #ifndef BYTEPS_SERVER_SUM_SERVER_H_
 #define BYTEPS_SERVER_SUM_SERVER_H_
 
@@ -192,6 +193,9 @@ class Server {
   // Takes what a member says of the step that it tried in the round of this number, if it tried
   // one.  A push is its last word on it.  Why it cannot be, or "".
   std::string Settle(Partition* partition, const ps::Message& msg, uint32_t number);
+  // The member of `rank` has begun the round of this number: what it has left open of those before
+  // failed there, and it will neither push nor ask again.
+  void GiveUpBefore(Engine* engine, Partition* partition, int rank, uint32_t number);
   // How this member wants another step than the first one does, or "".
   static std::string Agree(const Declaration& declaration, int rank, int op,
                            const std::string& step, Round* round);

@@ -177,6 +177,24 @@ std::string Server::Settle(Partition* partition, const ps::Message& msg, uint32_
   return error;
 }
 
+void Server::GiveUpBefore(Engine* engine, Partition* partition, int rank, uint32_t number) {
+  const Declaration& declaration = partition->tensor->declaration;
+  const int member = declaration.MemberIndex(rank);
+  const uint32_t ahead = number - partition->first_round;
+  for (uint32_t i = 0; i < ahead; ++i) {
+    Round* const round = &partition->rounds[i];
+    if (round->told[member]) continue;
+    if (!round->done) {
+      FailRound(engine, partition, round,
+                "worker " + std::to_string(rank) + " gave up round " +
+                    std::to_string(round->number) + " of '" + declaration.name +
+                    "', in which something of it failed, and went on");
+    }
+    round->pushed[member] = round->told[member] = true;
+  }
+  DropDoneRounds(partition);
+}
+
 void Server::Step(Partition* partition, const ps::Message& msg, int64_t received) {
   const Declaration& declaration = partition->tensor->declaration;
   Caller caller = CallerOf(msg, received);

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -95,7 +95,9 @@ _lock = threading.Lock()
 _in_flight: dict[int, _InFlight] = {}
 # Failed operations: the transport may read their tensors until it is shut down.
 _orphans: list[_InFlight] = []
-# Likewise, of failed updates.
+# Of updates under way, by handle: what the engine reads and writes, alive as long.
+_moving: dict[int, tuple[torch.Tensor, ...]] = {}
+# Of updates that failed: likewise.
 _kept: list[tuple[torch.Tensor, ...]] = []
 # By name: copies in the type of the wire that nobody uses, kept where the transport registers what
 # it sends, so that it does so once.
@@ -189,6 +191,7 @@ def _stop(*, suspend: bool, failure: str = "") -> None:
         c_lib.shutdown(suspend, failure)
         _in_flight.clear()
         _orphans.clear()
+        _moving.clear()
         _kept.clear()
         _wire_buffers.clear()
         _launch = None
@@ -490,35 +493,47 @@ def synchronize(handle: int) -> torch.Tensor:
     return _in_flight.pop(handle).finish()
 
 
-def will_be_moved(*tensors: torch.Tensor) -> None:
-    """Tell the transport, where it wants to know, of memory that it will read or write.
+def move(
+    start: Callable[[], int], *tensors: torch.Tensor, numbers: torch.Tensor | None = None
+) -> int:
+    """Start an operation of a c_lib.UpdatedTensor; return a handle for `wait`.
+
+    Args:
+        start: starts it, and returns its handle.
+        tensors: whose memory it reads or writes; they live until it has ended.
+        numbers: likewise, a few on the CPU that come with an answer.
 
     Raises:
-        ValueError: the memory of a tensor was freed.
+        BytePSError: the job failed.
+        ValueError: the memory of a tensor was freed; nothing was started.
     """
     for tensor in tensors:
         _check_memory(tensor, "a tensor")
-    if _registers_memory:
-        for tensor in tensors:
-            if not tensor.is_cuda:
-                memory.will_be_sent(tensor)
+        if _registers_memory and not tensor.is_cuda:
+            memory.will_be_sent(tensor)
+    handle = start()
+    _moving[handle] = tensors if numbers is None else (*tensors, numbers)
+    return handle
 
 
-def wait(handle: int, *tensors: torch.Tensor) -> None:
-    """Block until an operation of a c_lib.UpdatedTensor has ended; `tensors` are those it uses.
+def wait(handle: int) -> None:
+    """Block until what `move` has started has ended.
 
-    Of tensors on a GPU, what comes is there for the current stream's work from now on.
+    Of tensors on a GPU, what comes is there for the current stream's work from now on. An exception
+    of a signal handler is raised at once, and the handle may be waited for again.
 
     Raises:
         BytePSError: it failed; the text says why.
     """
+    tensors = _moving.get(handle, ())
     device = next((t.device for t in tensors if t.is_cuda), None)
     stream = 0 if device is None else torch.cuda.current_stream(device).cuda_stream
     try:
         c_lib.wait(handle, stream)
     except BytePSError:
-        _kept.append(tensors)
+        _kept.append(_moving.pop(handle, ()))
         raise
+    del _moving[handle]
 
 
 def get_pushpull_speed() -> tuple[int, float]:

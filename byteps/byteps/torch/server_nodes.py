@@ -294,17 +294,15 @@ class SharedTensor:
 
     def _end(self, started: Started, then: Callable[[int], None] | None = None) -> None:
         assert self._gradients is not None
-        failed: bps.BytePSError | None = None
+        failed: RuntimeError | None = None
         with self._beside(self._gradients):
             for index, handle in enumerate(started.handles):
-                part = self._parts[index]
-                used = (self._gradients, self._sent(part), *started.landings[index : index + 1])
                 try:
-                    part.tensor.wait(handle, *used)
-                except bps.BytePSError as error:
+                    self._parts[index].tensor.wait(handle)
+                    if then is not None and failed is None:
+                        then(index)
+                except RuntimeError as error:
                     failed = failed or error
-                if then is not None and failed is None:
-                    then(index)
         if failed is not None:
             raise failed
 

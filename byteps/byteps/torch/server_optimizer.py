@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from byteps.torch import engine
-from byteps.torch.server_state import Bucket, Speculation, Step, make_buckets, rule_of
+from byteps.torch.server_state import (
+    Bucket,
+    Speculation,
+    Step,
+    make_buckets,
+    rule_of,
+    start_and_wait,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -138,8 +145,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             bucket.collect_gradients()
         try:
             self._step()
-        except engine.BytePSError as error:
-            self._failure = str(error)
+        except BaseException as error:  # an interrupt, too, leaves a step half made
+            self._failure = str(error) or type(error).__name__
             raise
         return loss
 
@@ -193,15 +200,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _all(self, start: Callable[[Bucket], int]) -> None:
         """Start something for each bucket; wait for all, also when one fails."""
-        handles = [start(bucket) for bucket in self._buckets]
-        errors = []
-        for bucket, handle in zip(self._buckets, handles, strict=True):
-            try:
-                bucket.wait(handle)
-            except engine.BytePSError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        start_and_wait(self._buckets, start, lambda bucket, handle, _: bucket.wait(handle))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. They stay where they are, whatever `set_to_none` says."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,37 @@ class Speculation:
         return self.tried, self.redone
 
 
+def start_and_wait[B, H](
+    buckets: Sequence[B], start: Callable[[B], H | None], wait: Callable[[B, H, bool], None]
+) -> None:
+    """Start something for each bucket, if `start` does; wait for all of it, also when one fails:
+    nothing is read or written any more when this returns or raises.
+
+    Args:
+        start: its error ends the round of starts.
+        wait: is told whether anything has failed before.
+
+    Raises:
+        RuntimeError: the first one, which may be a BytePSError.
+    """
+    started: list[tuple[B, H]] = []
+    errors: list[RuntimeError] = []
+    try:
+        for bucket in buckets:
+            handle = start(bucket)
+            if handle is not None:
+                started.append((bucket, handle))
+    except RuntimeError as error:
+        errors.append(error)
+    for bucket, handle in started:
+        try:
+            wait(bucket, handle, bool(errors))
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def add_segment(segments: list[Segment], end: int, group: int, counted: bool = True) -> None:
     """Append elements up to `end`, to the last segment if they are like it."""
     if segments and segments[-1][1:] == (group, counted):
@@ -194,23 +225,31 @@ class ServerTensor:
 
     def push_step(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
         """Start; the servers update as soon as they have the sum. Both may be one tensor."""
-        engine.will_be_moved(gradients, parameters)
         where = gradients.data_ptr(), parameters.data_ptr()
-        return self._tensor.push_step(*where, step, self._last_word(), self._stream())
+        return engine.move(
+            lambda: self._tensor.push_step(*where, step, self._last_word(), self._stream()),
+            *(gradients, parameters),
+        )
 
     def push_norm(self, gradients: torch.Tensor) -> int:
         """Start; the servers answer with the sum's squares."""
-        engine.will_be_moved(gradients)
         where = gradients.data_ptr(), self._sums.data_ptr()
-        return self._tensor.push_norm(*where, self._last_word(), self._stream())
+        return engine.move(
+            lambda: self._tensor.push_norm(*where, self._last_word(), self._stream()),
+            gradients,
+            numbers=self._sums,
+        )
 
     def push_try(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
         """Start; the servers answer with the parameters as the step would make them, and with the
         sum's squares. Both tensors may be one. Then comes `keep`, `drop`, or `step`."""
-        engine.will_be_moved(gradients, parameters)
         where = gradients.data_ptr(), parameters.data_ptr(), self._sums.data_ptr()
-        verdict, self._is_open = self._last_word(), True
-        return self._tensor.push_try(*where, step, verdict, self._stream())
+
+        def start() -> int:
+            verdict, self._is_open = self._last_word(), True
+            return self._tensor.push_try(*where, step, verdict, self._stream())
+
+        return engine.move(start, gradients, parameters, numbers=self._sums)
 
     def keep(self) -> None:
         """The step that was tried stands. Nothing is sent: what is started next says so."""
@@ -232,15 +271,17 @@ class ServerTensor:
 
     def step(self, parameters: torch.Tensor, step: Step) -> int:
         """Start; after push_norm or push_try, the servers update."""
-        engine.will_be_moved(parameters)
-        self._is_open, self._verdict = False, 0
-        return self._tensor.step(parameters.data_ptr(), step, self._stream())
+
+        def start() -> int:
+            self._is_open, self._verdict = False, 0
+            return self._tensor.step(parameters.data_ptr(), step, self._stream())
+
+        return engine.move(start, parameters)
 
     def load(self, slot: int, values: torch.Tensor) -> None:
         """Put fp32 values, on the CPU, into a slot. Slot 0 comes first and zeroes the others."""
         values = values.contiguous()
-        engine.will_be_moved(values)
-        engine.wait(self._tensor.load(slot, values.data_ptr()), values)
+        engine.wait(engine.move(lambda: self._tensor.load(slot, values.data_ptr()), values))
 
     def read(self, slot: int, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """The fp32 values of a slot, on the CPU: of elements `begin` to `end`, or to the last."""
@@ -248,15 +289,14 @@ class ServerTensor:
         values = torch.empty(end - begin)
         if begin == end:
             return values
-        engine.will_be_moved(values)
         # Other ranks have not said it yet, and this one says it again with its next push.
         where = begin, end, values.data_ptr()
-        engine.wait(self._tensor.read(slot, *where, self._verdict), values)
+        engine.wait(engine.move(lambda: self._tensor.read(slot, *where, self._verdict), values))
         return values
 
-    def wait(self, handle: int, *tensors: torch.Tensor) -> None:
-        """Until what was started with these tensors has ended; raises BytePSError if it failed."""
-        engine.wait(handle, *tensors, self._sums)
+    def wait(self, handle: int) -> None:
+        """Until what was started has ended; raises BytePSError if it failed."""
+        engine.wait(handle)
 
     def _stream(self) -> int:
         if self._device.type != "cuda":
@@ -366,7 +406,7 @@ class Bucket:
 
     def wait(self, handle: int) -> None:
         """Until what was started has ended; raises BytePSError when it failed."""
-        self.tensor.wait(handle, self.parameters, self.gradients)
+        self.tensor.wait(handle)
 
 
 def make_buckets(

@@ -373,6 +373,37 @@ TEST(ServerSteps, AreReadInParts) {
   }
 }
 
+// A member whose operation failed may have left out a push, or a step that it was to ask for. It
+// goes on with the next round: the others hear of it, and nothing of the old round is kept.
+TEST(ServerSteps, AreGivenUpByTheNextPush) {
+  constexpr uint32_t kRounds = 5000;  // more than a member may be ahead of an open round
+  Job job;
+  ASSERT_EQ(job.Declare(), "");
+  job.Load(1);
+  const uint64_t norms[] = {job.Push(kPushNorm, 0, 0, Verdict::kNone, {}),
+                            job.Push(kPushNorm, 1, 0, Verdict::kNone, {})};
+  for (const uint64_t norm : norms) EXPECT_FALSE(job.Await(norm).failed);
+  const uint64_t waits = job.Push(kPushStep, 0, 1, Verdict::kNone, Job::StepOf(1));
+  UpdateStep step = Job::StepOf(1);
+  step.skip = true;
+  std::vector<uint64_t> last(2);
+  for (uint32_t round = 2; round < kRounds; ++round) {
+    for (const int rank : {1, 0}) {
+      last[rank] = job.Push(kPushStep, rank, round, Verdict::kNone, step);
+    }
+  }
+  const auto refused = job.Await(waits);
+  EXPECT_TRUE(refused.failed);
+  EXPECT_NE(refused.body.find("worker 1 gave up"), std::string::npos) << refused.body;
+  for (const uint64_t number : last) {
+    const auto answer = job.Await(number);
+    EXPECT_FALSE(answer.failed) << answer.body;
+  }
+  EXPECT_TRUE(job.Await(job.Step(0, 0, Job::StepOf(1))).failed);
+  EXPECT_EQ(job.server().OpenRounds(), 0);
+  EXPECT_EQ(job.State(kRounds - 1), MadeAtOnce({0}, 2));
+}
+
 // A step is tried by all or by none; and the rule has to allow it.
 TEST(ServerSteps, AreTriedByAll) {
   Job job;

@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import byteps.torch as bps
 import torch
@@ -263,7 +265,7 @@ def counted(job: Job) -> None:
         gradients = values + job.rank
         gradients[2000] = math.inf if spoil else 0.0
         gradients[0] = job.rank - sum(range(job.size)) / job.size
-        served.wait(served.push_norm(gradients), gradients)
+        served.wait(served.push_norm(gradients))
         total = job.size * values.double() + sum(range(job.size))
         total[0] = 0
         total[1000:2500] = 0
@@ -274,7 +276,57 @@ def counted(job: Job) -> None:
             found = sum(served.squares)
             wanted = math.nan if spoil else total.square().sum().item()
             assert math.isnan(found) if spoil else math.isclose(found, wanted), (found, wanted)
-        served.wait(served.step(gradients, (1, 1.0, True, [(0.1, 0.0)])), gradients)
+        served.wait(served.step(gradients, (1, 1.0, True, [(0.1, 0.0)])))
+
+
+def keeps_memory(job: Job) -> None:
+    """What is under way keeps its tensors alive, also when nobody else does."""
+    bps.init()
+    count = 200_000
+    served = ServerTensor(
+        bps.TensorDeclaration(name="memory", dtype=torch.float32, numel=count),
+        rule_of(torch.optim.SGD(parameters(0, torch.float32), lr=0.1)),
+        [(count, 0, True)],
+    )
+    if job.rank == 0:
+        served.load(0, torch.zeros(count))
+    gradients, landing = torch.full((count,), job.rank + 1.0), torch.empty(count)
+    left = [weakref.ref(gradients), weakref.ref(landing)]
+    handle = served.push_step(gradients, landing, (1, 1.0, False, [(0.5, 0.0)]))
+    del gradients, landing
+    with job.check("while it is under way"):
+        assert all(one() is not None for one in left)
+    landing = left[1]()
+    served.wait(handle)
+    with job.check("what came down"):
+        mean = (job.size + 1) / 2
+        assert landing is not None and landing.eq(-0.5 * mean).all()
+    del landing
+    with job.check("afterwards"):
+        assert all(one() is None for one in left)
+
+
+def interrupted(job: Job) -> None:
+    """A step that ends otherwise than by BytePS wants a checkpoint too, and goes on from it."""
+    bps.init()
+    for clip in ("speculate", "wait"):
+        pair = Pair(job, "adamw", torch.float32, clip, max_norm=1e6, clip=clip)
+        pair.step(0)
+        saved = pair.served.state_dict()
+        bucket = pair.served._buckets[-1]
+        with (
+            job.check_raises(f"{clip}: an interrupt", OSError, "by hand"),
+            mock.patch.object(bucket, "wait", side_effect=OSError("by hand")),
+        ):
+            pair.step(1)
+        with job.check_raises(f"{clip}: afterwards", bps.BytePSError, "earlier step .*by hand"):
+            pair.served.step()
+        pair.served.load_state_dict(saved)
+        with job.check(f"{clip}: from a checkpoint"):
+            for step in (1, 2):
+                pair.step(step)
+                pair.demand_equal()
+            pair.demand_equal_state()
 
 
 def disagree(job: Job) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -184,7 +185,12 @@ class ServerBucket:
         return None
 
     def give_up(self) -> None:
-        """A checkpoint is loaded: drop a step that was tried and neither kept nor dropped."""
+        """A checkpoint is loaded: drop a step that was tried and neither kept nor dropped. What was
+        sent early may be of a step that failed, on this rank or another one."""
+        started, self._pushed = self._pushed, None
+        if started is not None:
+            with suppress(byteps().BytePSError):
+                self._tensor.end(started)
         self._tensor.give_up()
 
     def wait(self, started: Started, *, failed: bool = False) -> None:

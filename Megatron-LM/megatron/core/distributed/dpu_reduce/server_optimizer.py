@@ -211,22 +211,32 @@ class ServerOptimizer(MegatronOptimizer):
         Raises:
             byteps.torch.BytePSError: a rank or a server was lost. The parameters may be those of
                 this step on some servers and of the last one on others.
+            RuntimeError: likewise, another rank of this host was lost.
             ValueError: a parameter group changed in what servers were told once.
         """
-        if self._failure:
-            raise byteps().BytePSError(
-                f"--dpu-optimizer: an earlier step failed ({self._failure}): load a checkpoint"
-            )
+        self._demand_no_failure()
         now = self._rule.groups_of(self.optimizer.param_groups)
         if now != self._rule.groups:
             raise ValueError(
                 "--dpu-optimizer: parameter groups changed in more than learning rate and weight "
                 f"decay: servers were told {self._rule.groups}, and now it is {now}"
             )
-        try:
+        with self._failing():
             return self._step()
-        except byteps().BytePSError as error:
-            self._failure = str(error)
+
+    def _demand_no_failure(self) -> None:
+        if self._failure:
+            raise byteps().BytePSError(
+                f"--dpu-optimizer: an earlier step failed ({self._failure}): load a checkpoint"
+            )
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Around parts of a step: whatever ends one of them leaves the step half made."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = str(error) or type(error).__name__
             raise
 
     def _step(self) -> tuple[bool, float | None, None]:
@@ -271,9 +281,11 @@ class ServerOptimizer(MegatronOptimizer):
         """
         if bucket not in self._early:
             return
-        if not self._loaded:
-            self._load_parameters()
-        bucket.push_early(self._plain_step() if self._speculation.tries else None)
+        self._demand_no_failure()
+        with self._failing():
+            if not self._loaded:
+                self._load_parameters()
+            bucket.push_early(self._plain_step() if self._speculation.tries else None)
 
     def _norm_and_zeros(self) -> tuple[float, int | None]:
         """Of all gradients of the model, the same bits on every rank; 0 and None if not wanted.
@@ -305,16 +317,11 @@ class ServerOptimizer(MegatronOptimizer):
 
     def _all(self, start: Callable[[ServerBucket], Started | None]) -> None:
         """Start something for each bucket, if `start` does; wait for all, also when one fails."""
-        handles = [start(bucket) for bucket in self._buckets]
-        errors = []
-        for bucket, handle in zip(self._buckets, handles, strict=True):
-            try:
-                if handle is not None:
-                    bucket.wait(handle, failed=bool(errors))
-            except byteps().BytePSError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        server_state().start_and_wait(
+            self._buckets,
+            start,
+            lambda bucket, started, failed: bucket.wait(started, failed=failed),
+        )
 
     def _take(self) -> None:
         for bucket in self._buckets:
