@@ -148,6 +148,9 @@ def scenario(options: argparse.Namespace, workers: int, servers: int) -> Scenari
     if options.slow:
         kinds = _split(kinds, options.slow[0], rate=options.slow[1] * payload)
     partition = options.partition or engine_partition(options.size, servers)
+    window = options.window
+    if window is None:
+        window = engine_window(partition, servers, rate)
     slow_servers, slow_rate = options.slow_servers or (0, math.inf)
     return Scenario(
         size=options.size,
@@ -157,7 +160,7 @@ def scenario(options: argparse.Namespace, workers: int, servers: int) -> Scenari
         colocated=options.colocate,
         core_rate=options.core * payload if options.core else math.inf,
         partition=partition,
-        window=engine_window(partition, servers) if options.window is None else options.window,
+        window=window,
         credit_delay=options.credit_delay_us * 1e-6,
         slow_servers=slow_servers,
         slow_server_rate=slow_rate * payload,

@@ -102,7 +102,7 @@ def _run(run: dict[str, Any], settings: str, model: Scenario) -> Iterator[Compar
             server_rate=rate,
             colocated=topology["colocate"],
             partition=partition,
-            window=window or engine_window(partition, topology["servers"]),
+            window=window or engine_window(partition, topology["servers"], rate),
         )
         through_servers = row["backend"] == "byteps"
         push_pull = simulation.push_pull(scenario).seconds if through_servers else None

@@ -36,7 +36,8 @@ class Rule:
         if self.windows == 0.5:
             window = scenario.partition
         elif self.windows:
-            window = round(self.windows * engine_window(scenario.partition, scenario.servers))
+            own = engine_window(scenario.partition, scenario.servers, scenario.workers[0].rate)
+            window = round(self.windows * own)
         return replace(scenario, credit=self.credit, window=window, socket_buffer=self.buffer)
 
 
@@ -95,7 +96,7 @@ def compare_incast(
     """
     rate = scenario.server_rate
     limit = scenario.size / rate
-    window = engine_window(scenario.partition, scenario.servers)
+    window = engine_window(scenario.partition, scenario.servers, rate)
     bounds = (
         ("16 partitions in all", {"credit": _CREDIT}),
         ("a window a server", {"window": window}),

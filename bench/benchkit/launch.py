@@ -46,6 +46,7 @@ class Placement:
 
     def __init__(self, topology: Topology, hosts: Sequence[Host]) -> None:
         self.ranks_per_host = topology.ranks_per_host
+        self.uneven = topology.uneven
         used = topology.worker_hosts
         self.workers = [hosts[self.host_of(i) % len(hosts)] for i in range(topology.workers)]
         first = 0 if topology.colocate else used
@@ -164,6 +165,10 @@ def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
     """What a launcher would tell a rank of itself."""
     size, host, number = len(placement.workers), placement.workers[rank], placement.host_of(rank)
     first = number * placement.ranks_per_host
+    connections = {}
+    if placement.uneven > 1:
+        ahead = rank - first == number % placement.ranks_per_host
+        connections["BYTEPS_TCP_CONNECTIONS"] = str(placement.uneven if ahead else 1)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - first),
@@ -173,6 +178,7 @@ def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
         "BYTEPS_LOCAL_SERVERS": str(placement.local_servers),
         "BYTEPS_SERVERS_PER_MACHINE": str(placement.servers_per_machine),
         "GLOO_SOCKET_IFNAME": host.interface,
+        **connections,
         **(_as_hosts_of_their_own(host, placement.ranks_per_host) if host.namespace else {}),
     }
 

@@ -63,6 +63,13 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         "--ranks-per-host", type=int, default=1, metavar="R", help="workers that share a host"
     )
     where.add_argument(
+        "--uneven",
+        type=int,
+        default=1,
+        metavar="N",
+        help="connections with each server of one rank of each host, the others have 1",
+    )
+    where.add_argument(
         "--servers-per-machine",
         type=int,
         default=1,
@@ -133,6 +140,7 @@ def _topology(options: argparse.Namespace, environment: Mapping[str, str]) -> To
         workers=workers,
         servers=servers,
         ranks_per_host=options.ranks_per_host,
+        uneven=options.uneven,
         colocate=options.colocate,
         servers_per_machine=options.servers_per_machine,
         local_servers=options.local_servers,

@@ -72,6 +72,10 @@ class Topology:
     """Processes on each of these."""
     ranks_per_host: int = 1
     """Workers that share a host and its link; the last host may have fewer."""
+    uneven: int = 1
+    """Above 1, of each host one rank, the first of the first, the second of the second and so on,
+    has so many TCP connections with each server, and the others one: TCP gives it a larger part of
+    the link."""
     colocate: bool = False
     """Servers run on the workers' hosts, server i on host i mod hosts."""
     local_servers: int = 0
@@ -92,6 +96,8 @@ class Topology:
             raise ValueError("there must be at least one worker and one server")
         if self.ranks_per_host < 1 or self.local_servers < 0 or self.servers_per_machine < 1:
             raise ValueError("a host has at least one rank, and no fewer than 0 servers")
+        if self.uneven < 1 or (self.uneven > 1 and self.ranks_per_host == 1):
+            raise ValueError("--uneven is a number of connections, for hosts of several ranks")
         if (self.local_servers or self.servers_per_machine > 1) and self.colocate:
             raise ValueError("--colocate puts all servers on the workers' hosts already")
         if self.emulated_hosts and self.emulated_hosts < self.hosts_needed:

@@ -62,6 +62,8 @@ def topology_text(topology: Topology) -> str:
     what = f"{topology.workers} workers"
     if topology.ranks_per_host > 1:
         what += f" on {topology.worker_hosts} hosts"
+    if topology.uneven > 1:
+        what += f", one of each with {topology.uneven} connections a server and the others with 1"
     what += f", {topology.servers} servers"
     if topology.servers_per_machine > 1:
         what += f" of {topology.servers_per_machine} processes each"

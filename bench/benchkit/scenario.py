@@ -32,14 +32,16 @@ def engine_partition(
     return min(max(wanted, min(least, most)), most)
 
 
-WINDOW_OF_ALL_SERVERS = 16 << 20
+MOST_BY_RATE = 16 << 20
+COVERED_S = 5e-3
 
 
-def engine_window(partition: int, servers: int) -> int:
+def engine_window(partition: int, servers: int, rate: float) -> int:
     """Bytes that a worker may have under way for each server (BYTEPS_SERVER_WINDOW_BYTES=0): two
-    partitions, so that one follows the other without a pause, and where those are small, 16 MiB
-    over all servers, the rate times the delay of 200 Gbit/s and 600 us."""
-    return max(2 * partition, WINDOW_OF_ALL_SERVERS // servers)
+    partitions, so that one follows the other without a pause, and where those are small, what the
+    worker's link of ``rate`` bytes a second carries in 5 ms, over all servers, 16 MiB at most
+    (byteps/engine/push_scheduler.h)."""
+    return max(2 * partition, int(min(MOST_BY_RATE, COVERED_S * rate)) // servers)
 
 
 def _whole_pages(count: int) -> int:

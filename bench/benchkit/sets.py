@@ -143,6 +143,18 @@ def _nodes(ranks: int, rate: str, size: str, launches: int, iters: int) -> Exper
     )
 
 
+def _uneven(launches: int, iters: int) -> Experiment:
+    """Two hosts of two ranks, of which TCP gives one a larger part of the link."""
+    case = _case("64MiB", iters=iters)
+    topology = replace(_node_topology(2, 2, 2, "500mbit"), uneven=4)
+    return Experiment(
+        name="uneven-2-a-host-500mbit",
+        why="a rank that gets more of its host's link does not run ahead of the sums",
+        plan=replace(_plan(topology, [case], launches), backends=("byteps",)),
+        gates=[Gate(kind="of-limit", case=case, low=0.9)],
+    )
+
+
 def _nodes_on_gpus(hosts: int, gates: Sequence[tuple[str, float]]) -> Experiment:
     """Two GPUs a host, as many servers as hosts. Hosts share this machine's GPUs."""
     case = _case("256MiB", iters=5, warmup=2)
@@ -194,6 +206,7 @@ def _quick() -> list[Experiment]:
         _eight("200mbit", "64MiB", launches=2, iters=3),
         *_controls(launches=2, iters=3),
         _nodes(2, "100mbit", "64MiB", launches=2, iters=2),
+        _uneven(launches=1, iters=3),
         _few_servers(4, 2, "500mbit", 1.2, launches=2, iters=3),
         _small(launches=3, iters=200),
     ]
@@ -205,6 +218,7 @@ def _full() -> list[Experiment]:
         *(_eight(rate, "256MiB", launches=5, iters=3) for rate in ("200mbit", "500mbit")),
         *_controls(launches=5, iters=5),
         *(_nodes(ranks, "500mbit", "64MiB", launches=5, iters=3) for ranks in (2, 4)),
+        _uneven(launches=3, iters=3),
         _few_servers(4, 2, "500mbit", 1.2, launches=5, iters=5),
         _few_servers(8, 2, "200mbit", 1.13, launches=5, iters=3),
         _small(launches=5, iters=1000),

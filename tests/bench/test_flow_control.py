@@ -91,11 +91,18 @@ def test_an_urgent_tensor_before_all_others_is_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("partition", "servers", "window"),
-    [(4_096_000, 1, 16 * MIB), (4_096_000, 4, 8_192_000), (MIB, 4, 4 * MIB), (131_072, 8, 2 * MIB)],
+    ("partition", "servers", "rate", "window"),
+    [
+        (4_096_000, 1, 12.5e9, 16 * MIB),
+        (4_096_000, 4, 12.5e9, 8_192_000),
+        (MIB, 4, 12.5e9, 4 * MIB),
+        (131_072, 8, 12.5e9, 2 * MIB),
+        (131_072, 8, 1.25e9, 781_250),
+        (131_072, 8, 0.125e9, 262_144),
+    ],
 )
-def test_the_engines_window(partition: int, servers: int, window: int) -> None:
-    assert engine_window(partition, servers) == window
+def test_the_engines_window(partition: int, servers: int, rate: float, window: int) -> None:
+    assert engine_window(partition, servers, rate) == window
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_a_launcher_says_how_many_workers_there_are() -> None:
         (["--min", "4KiB"], "--min and --max together"),
         (["--emulate", "500mbit"], "like 8@500mbit"),
         (["--emulate", "4@1gbit", "--workers", "4", "--servers", "4"], "need 8 hosts"),
+        (["--uneven", "4"], "for hosts of several ranks"),
         (["--iters", "0"], "at least 1"),
         (["--workers", "0"], "at least one worker"),
     ],

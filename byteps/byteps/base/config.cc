@@ -101,9 +101,8 @@ std::vector<Variable> MakeTable() {
        "enqueue copies to the GPU."},
       {"BYTEPS_SERVER_WINDOW_BYTES", kInt, "bytes", "0", 0, 1e12, "",
        "Partitions that a worker may have on their way to each server; the others wait where one "
-       "of "
-       "higher priority overtakes them. 0: twice the partition, and no less than 16 MiB over all "
-       "servers."},
+       "of higher priority overtakes them. 0: twice the partition, and no less than what all "
+       "servers together take in 5 ms, 16 MiB at most."},
       {"BYTEPS_PINNED_BYTES", kInt, "bytes", "268435456", 1, 1e15, "",
        "Pinned host memory of a worker whose tensors are on a GPU: partitions pass through it. As "
        "much as the declared tensors need, at most this much, at least one partition of "

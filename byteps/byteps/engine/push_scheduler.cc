@@ -2,20 +2,29 @@
 
 #include <algorithm>
 
+#include "byteps/base/steady_time.h"
+
 namespace byteps {
 namespace core {
 namespace {
 
-constexpr uint64_t kLeastWindows = 16 << 20;  // of all servers together
+// Of all servers together.
+constexpr uint64_t kMostByRate = 16 << 20;
+constexpr int64_t kCoveredNs = 5'000'000;
 
 }  // namespace
 
 PushScheduler::PushScheduler(int num_servers, uint64_t window)
-    : window_(window), least_window_(kLeastWindows / num_servers), servers_(num_servers) {}
+    : window_(window), servers_(num_servers) {}
 
 bool PushScheduler::HasRoom(const Server& server, uint64_t bytes) const {
-  const uint64_t window = window_ > 0 ? window_ : std::max(2 * bytes, least_window_);
-  return server.under_way == 0 || server.under_way + bytes <= window;
+  if (server.under_way == 0) return true;
+  uint64_t window = window_;
+  if (window == 0) {
+    const uint64_t all = std::min(kMostByRate, rate_.BytesIn(kCoveredNs).value_or(kMostByRate));
+    window = std::max(2 * bytes, all / servers_.size());
+  }
+  return server.under_way + bytes <= window;
 }
 
 void PushScheduler::Update(int number) {
@@ -31,7 +40,7 @@ void PushScheduler::Update(int number) {
 
 void PushScheduler::Count(const Task& task) {
   servers_[task.server].under_way += task.bytes;
-  ++under_way_;
+  if (under_way_++ == 0) rate_.Begin(SteadyNs());
 }
 
 void PushScheduler::Add(int priority, std::vector<Task> tasks) {
@@ -111,6 +120,7 @@ void PushScheduler::Return(int server, uint64_t bytes) {
     ps::MutexLock lock(&mu_);
     servers_[server].under_way -= bytes;
     --under_way_;
+    rate_.Add(bytes, queued_ > 0, SteadyNs());
     Update(server);
     if (!servers_[server].listed) return;
   }

@@ -9,11 +9,13 @@
 // other would never go on.
 //
 // The window of a server: BYTEPS_SERVER_WINDOW_BYTES, or by itself twice the partition that wants
-// to go, and no less than 16 MiB over all servers together.  Two partitions keep a link busy while
-// a completion is on its way; more only makes what is urgent wait.  The 16 MiB are for few servers
-// and small partitions: they cover 200 Gbit/s times 600 us, after which a busy server has said what
-// it has.  An idle server takes a partition of
-// any size.
+// to go, and no less than what servers take in 5 ms, over all of them together, 16 MiB at most. Two
+// partitions keep a link busy while a completion is on its way; the 5 ms are for small partitions
+// and fast links: a busy server says what it has after some 600 us, and it may not get a processor
+// at once.  The 16 MiB cover 600 us of 200 Gbit/s, and are the window until the rate is known. More
+// only makes what is urgent wait, and lets the ranks that share a link run apart: each has as much
+// of it as it has in the link's queue, and where one host's first rank and another's second are
+// ahead, both sums wait.  An idle server takes a partition of any size.
 #ifndef BYTEPS_ENGINE_PUSH_SCHEDULER_H_
 #define BYTEPS_ENGINE_PUSH_SCHEDULER_H_
 
@@ -24,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "byteps/engine/delivery_rate.h"
 #include "byteps/engine/operation.h"
 #include "ps/mutex.h"
 
@@ -85,7 +88,6 @@ class PushScheduler {
   void Count(const Task& task) PS_REQUIRES(mu_);
 
   const uint64_t window_;
-  const uint64_t least_window_;
 
   ps::Mutex mu_;
   ps::CondVar cond_;  // there may be something to take
@@ -97,6 +99,7 @@ class PushScheduler {
   uint64_t sequence_ PS_GUARDED_BY(mu_) = 0;
   size_t queued_ PS_GUARDED_BY(mu_) = 0;
   size_t under_way_ PS_GUARDED_BY(mu_) = 0;
+  DeliveryRate rate_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <thread>
 
@@ -83,6 +84,56 @@ TEST(PushScheduler, WindowByItself) {
   EXPECT_EQ(TakeIndex(&large), 1u);
   EXPECT_EQ(TakeIndex(&large), 2u);
   EXPECT_TRUE(NothingGoes(&large, 63));
+}
+
+TEST(DeliveryRate, IsTheHighestAndFallsWhileOthersWait) {
+  constexpr int64_t kMs = 1'000'000;
+  DeliveryRate rate;
+  rate.Begin(0);
+  rate.Add(500, true, 10 * kMs);
+  EXPECT_FALSE(rate.BytesIn(kMs)) << "too short to know";
+  rate.Add(1500, true, 20 * kMs);
+  EXPECT_EQ(rate.BytesIn(kMs), 100u);
+  rate.Add(4000, true, 40 * kMs);
+  EXPECT_EQ(rate.BytesIn(kMs), 200u);
+  rate.Add(20, true, 60 * kMs);
+  EXPECT_EQ(rate.BytesIn(kMs), 198u);
+  for (int i = 0; i < 100; ++i) rate.Add(20, i % 2 == 0, (70 + 10 * i) * kMs);
+  EXPECT_EQ(rate.BytesIn(kMs), 198u) << "there was little to push";
+  rate.Begin(5000 * kMs);
+  for (int i = 1; i <= 1000; ++i) rate.Add(20, true, (5000 + 20 * i) * kMs);
+  EXPECT_EQ(rate.BytesIn(kMs), 1u) << "the link has become slow";
+  rate.Begin(50000 * kMs);
+  rate.Add(8000, false, 50020 * kMs);
+  EXPECT_EQ(rate.BytesIn(kMs), 400u) << "no less than what came";
+}
+
+TEST(DeliveryRate, PausesDoNotCount) {
+  constexpr int64_t kMs = 1'000'000;
+  DeliveryRate rate;
+  rate.Begin(0);
+  rate.Add(1000, true, 10 * kMs);
+  rate.Begin(9000 * kMs);
+  rate.Add(2000, true, 9020 * kMs);
+  EXPECT_EQ(rate.BytesIn(kMs), 100u);
+}
+
+TEST(DeliveryRate, LittleToPushFromTheStartSaysNothing) {
+  DeliveryRate rate;
+  rate.Begin(0);
+  rate.Add(10, false, 30'000'000);
+  EXPECT_FALSE(rate.BytesIn(1));
+}
+
+TEST(PushScheduler, WindowShrinksToWhatAServerTakes) {
+  PushScheduler scheduler(2, 0);
+  scheduler.Add(0, {TaskOf(0, 100, 1), TaskOf(0, 100, 2), TaskOf(0, 100, 3), TaskOf(0, 100, 4)});
+  for (const uint64_t wanted : {1, 2, 3}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  scheduler.Return(0, 100);  // 5 ms of it are less than two partitions
+  EXPECT_TRUE(NothingGoes(&scheduler, 1));
+  scheduler.Return(0, 100);
+  EXPECT_EQ(TakeIndex(&scheduler), 4u);
 }
 
 TEST(PushScheduler, CallerTakesOnlyWhatWouldGoFirst) {
