@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -199,7 +199,8 @@ def _decide(
     network = job.joined().network
     if asked == AUTO and job.joined().measures and len(set(hosts)) > 1 and not config.dpu_optimizer:
         network = _measured(kind, group, groups, sums, buffers[0]).applied(network)
-    decisions, rows = {}, []
+    decisions: dict[int, Decision] = {}
+    rows = []
     for bucket_group, what in zip(groups, sums, strict=True):
         decision = decide(what, network, asked)
         rows.append((what, decision))
@@ -436,10 +437,11 @@ def _node_sums(
 
 def _chunk_index(module: torch.nn.Module) -> int:
     """Virtual pipeline stage of a model chunk, which mixed-precision wrappers may hide."""
+    part: Any = module
     while True:
-        stage = getattr(module, "vp_stage", None)
+        stage = getattr(part, "vp_stage", None)
         if stage is not None:
             return int(stage)
-        if not hasattr(module, "module"):
+        if not hasattr(part, "module"):
             return 0
-        module = module.module
+        part = part.module

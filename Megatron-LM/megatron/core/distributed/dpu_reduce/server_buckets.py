@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -235,6 +235,12 @@ class ServerBucket:
         """What the servers keep of these elements, which this rank sends, in fp32, on the CPU."""
         return self._tensor.read(slot, begin, end)
 
+    @overload
+    def gather(
+        self, slot: int, begin: int, end: int, *, wanted: Literal[True] = True
+    ) -> torch.Tensor: ...
+    @overload
+    def gather(self, slot: int, begin: int, end: int, *, wanted: bool) -> torch.Tensor | None: ...
     def gather(
         self, slot: int, begin: int, end: int, *, wanted: bool = True
     ) -> torch.Tensor | None:
@@ -282,7 +288,9 @@ def _shared_tensor(
         in_order=in_order,
         **servers,
     )
-    return tensor, list(declarations[0].group)
+    members = declarations[0].group
+    assert isinstance(members, Sequence)
+    return tensor, list(members)
 
 
 def _declaration(op: BucketOp, grads: torch.Tensor, average: bool) -> TensorDeclaration:

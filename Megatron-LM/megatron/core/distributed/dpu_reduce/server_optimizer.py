@@ -239,7 +239,7 @@ class ServerOptimizer(MegatronOptimizer):
             self._failure = str(error) or type(error).__name__
             raise
 
-    def _step(self) -> tuple[bool, float | None, None]:
+    def _step(self) -> tuple[bool, float | None, int | None]:
         if not self._loaded:
             self._load_parameters()
         plain = self._plain_step()
