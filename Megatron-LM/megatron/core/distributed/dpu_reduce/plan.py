@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import job, table
-from .bytepslib import byteps, nodes, pieces
+from . import bytepslib, job, table
 from .measure import Measured, measure
 from .naming import bucket_name, bucket_priority, group_name, named, partition_count
 from .refusals import WIRE_DTYPES, validate_ddp_config
@@ -129,7 +128,7 @@ def register(ddp: DistributedDataParallel) -> None:
 
 def _declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParallelConfig) -> None:
     """Tell the servers of all sums by one message to each, so that no first step waits for them."""
-    bps, rank, declarations = byteps(), torch.distributed.get_rank(), []
+    bps, rank, declarations = bytepslib.byteps, torch.distributed.get_rank(), []
     average = config.average_in_collective
     for bucket in buckets:
         op: BucketOp = bucket.dpu_reduce_op
@@ -256,7 +255,7 @@ def _measured(
         )
 
     def flat(tensor: torch.Tensor) -> None:
-        op, bps = sum_op(tensor, FLAT), byteps()
+        op, bps = sum_op(tensor, FLAT), bytepslib.byteps
         handle = bps.push_pull_async_inplace(
             tensor,
             average=False,
@@ -297,7 +296,7 @@ def _sent_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConf
 
 def _spread(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
     """Bytes that this rank pushes to each server in one step, of these buckets."""
-    bps, rank = byteps(), torch.distributed.get_rank()
+    bps, rank = bytepslib.byteps, torch.distributed.get_rank()
     total = [0] * len(bps.bytes_per_server(1, name="count"))
     for bucket in buckets:
         op: BucketOp = bucket.dpu_reduce_op
@@ -377,7 +376,7 @@ def _placed(
     op: BucketOp, bucket: _ParamAndGradBucket, buffer: _ParamAndGradBuffer, group: _Group
 ) -> BucketOp:
     """The operation with its place on the servers and, node first, its sums inside the host."""
-    bps, elements = byteps(), bucket.grad_data.numel()
+    bps, elements = bytepslib.byteps, bucket.grad_data.numel()
     if op.route == COLLECTIVE or elements == 0:
         return op
     nbytes = elements * op.wire_dtype.itemsize
@@ -398,7 +397,7 @@ def _node_sums(
     buffer: _ParamAndGradBuffer,
     group: _Group,
 ) -> tuple[NodeSum, NodeSum | None]:
-    node, cutting, rank = nodes(), pieces(), torch.distributed.get_rank()
+    node, cutting, rank = bytepslib.nodes, bytepslib.pieces, torch.distributed.get_rank()
     layout = node.HostLayout.of(op.group, [str(job.joined().hosts[r]) for r in op.group])
     beside, elements = layout.beside(rank), bucket.grad_data.numel()
     count = node.piece_count(elements * op.wire_dtype.itemsize // len(beside))
