@@ -197,7 +197,7 @@ bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtua
 bundle: setup $(if $(filter hf,$(WITH)),setup-hf,$(if $(filter ray,$(WITH)),setup-ray)) ## build/bundle: what a machine without network access needs, for benchmarks, or WITH="ray hf"
 	@scripts/bundle.sh $(if $(WITH),--with "$(WITH)")
 
-lint: setup ## ruff, shellcheck, clang-format and the patch check
+lint: setup ## ruff, mypy, shellcheck, clang-format and the patch check
 	@scripts/lint.sh
 
 check-patches: setup ## patches apply with no fuzz and export unchanged

@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> list[Trained]:
         arguments=train_script.megatron_arguments(options, dataset.prefix),
         warmup=options.warmup,
     )
-    done = []
+    done: list[Trained] = []
     total = plan.launches * len(options.ways)
     with hosts_of(plan) as hosts, Progress("training", total=total, unit="launches") as shown:
         for index in range(plan.launches):

@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[Steps, list[Trained],
 
 def rows_of(steps: Steps, done: Sequence[Trained]) -> list[tuple[str, ...]]:
     """A row for each way."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for way in steps.ways:
         mine = [one for one in done if one.backend == way]
         medians = [one.median_s for one in mine]
@@ -149,7 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (options.tree / "pretrain_dpu_gpt.py").is_file():
         print(f"train_suite.py: {options.tree} is no patched Megatron-LM: run `make setup`")
         return 1
-    good, table, verdicts = True, [HEAD], []
+    good = True
+    table: list[tuple[str, ...]] = [HEAD]
+    verdicts: list[str] = []
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "meta": metadata(sys.argv[1:] if arguments is None else arguments),

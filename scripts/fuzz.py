@@ -85,7 +85,8 @@ def keep(folder: Path, target: str) -> int:
     """Add to the corpus what reaches more than it does; return how many files it has."""
     kept = CORPUS / target
     kept.mkdir(parents=True, exist_ok=True)
-    command = [folder / f"{target}_fuzzer", "-merge=1", "-close_fd_mask=3", kept, SCRATCH / target]
+    command: list[str | Path] = [folder / f"{target}_fuzzer", "-merge=1", "-close_fd_mask=3"]
+    command += [kept, SCRATCH / target]
     subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
     return len(list(kept.iterdir()))
 

@@ -8,7 +8,7 @@ usage() {
   cat <<'TEXT'
 usage: scripts/lint.sh [--fix]
 
-Checks Python (ruff), shell scripts (shellcheck), the C++ files of overlays, benchmarks and tests
+Checks Python (ruff, mypy), shell scripts (shellcheck), the C++ files of overlays, benchmarks and tests
 (clang-format), the container files (hadolint), the Kubernetes manifests (against its schemas), their
 versions against docker/versions.env, and the patch series. --fix rewrites what can be rewritten first.
 Needs build/venv: run scripts/setup.sh before.
@@ -58,6 +58,14 @@ run() {
 
 run "ruff check" "$bin/ruff" check .
 run "ruff format" "$bin/ruff" format --check --diff .
+# check_types: tests under the names that pyproject.toml gives them.
+check_types() {
+  mkdir -p build/types
+  ln -sfn ../../tests build/types/tests
+  "$bin/mypy" | sed 's,^build/types/tests/,tests/,'
+}
+
+run "mypy" check_types
 run "shellcheck (${#shell[@]} files)" "$bin/shellcheck" -x "${shell[@]}"
 if ((${#cpp[@]} > 0)); then
   run "clang-format (${#cpp[@]} files)" "$bin/clang-format" --dry-run -Werror "${cpp[@]}"

@@ -193,8 +193,8 @@ def _signals_wait() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for ending, handler in before.items():
+            signal.signal(ending, signal.SIG_DFL if handler is None else handler)
         for number in came[:1]:
             signal.raise_signal(number)
 

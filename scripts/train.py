@@ -328,7 +328,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"\n{table(results)}\n")
     good = check_fall(results[0], options)
     if options.compare:
-        good = check(*results, options) and good
+        ours, theirs = results
+        good = check(ours, theirs, options) and good
     print(f"loss curve: {picture}\nall losses: {losses}")
     return 0 if good else 1
 
@@ -365,7 +366,8 @@ def run_pretrained(options: argparse.Namespace) -> int:
     if not good:
         print("the loss did NOT fall")
     if options.compare:
-        good = check(*results, options) and good
+        ours, theirs = results
+        good = check(ours, theirs, options) and good
     print(f"written: {written}\nloss curve: {picture}\nall losses: {losses}")
     return 0 if good else 1
 

@@ -82,7 +82,8 @@ def build(*programs: str, sanitize: str = "") -> Path:
             f"-DCMAKE_CXX_COMPILER={compiler}",
             *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
         )
-        compile_all = (cmake, "--build", folder, "--parallel", "2", "--target", *programs)
+        compile_all: list[str | Path] = [cmake, "--build", folder, "--parallel", "2"]
+        compile_all += ["--target", *programs]
         log = folder / "build.log"
         try:
             status = progress.run(f"building {folder.name}", compile_all, log, timeout_s=LIMIT_S)

@@ -157,8 +157,8 @@ class PushPull:
             )
             pending.append(one.start(tensor))
             partitions += sum(push.partitions for push in one.pushes(rank, tensor.element_size()))
-        for one in pending:
-            one.wait()
+        for begun in pending:
+            begun.wait()
 
     def close(self) -> None:
         self._nodes.groups.forget()

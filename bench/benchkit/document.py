@@ -15,7 +15,9 @@ _RATIO = ("NCCL's time over BytePS's", "speed over NCCL's (min..max)")
 
 def _tables(text: str) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Each table's heading, the nearest line above that begins with #, and its rows by column."""
-    heading, head, rows = "", [], []
+    heading = ""
+    head: list[str] = []
+    rows: list[dict[str, str]] = []
     for line in [*text.splitlines(), ""]:
         if line.startswith("|"):
             cells = [cell.strip() for cell in line.strip("| ").split("|")]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from benchkit.emulation import LOOPBACK, Emulation, Host
-from benchkit.launch import launch
+from benchkit.launch import Launch, launch
 from benchkit.plan import Plan
 from benchkit.summary import Run, percentile
 from progress import Progress
@@ -39,7 +39,7 @@ def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
     total = plan.launches * len(plan.backends)
     with hosts_of(plan) as hosts, Progress(name or "bench", total=total, unit="launches") as shown:
         for index in range(plan.launches + plan.retries):
-            done = []
+            done: list[Launch] = []
             for backend in plan.backends:
                 shown.update(f"launch {index} {backend}", done=len(run.launches) + len(done))
                 done.append(launch(plan, backend, index, hosts))

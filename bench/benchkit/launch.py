@@ -75,7 +75,8 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
         Processes(Path(folder)) as processes,
     ):
         placement = Placement(plan.topology, hosts)
-        pids, environment = [], plain_environment()
+        pids: list[int] = []
+        environment = plain_environment()
         if backend == "byteps":
             pids, job = start_nodes(placement, processes, environment)
             environment |= job

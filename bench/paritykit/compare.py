@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -206,8 +206,8 @@ def way_of(members: Sequence[int], layout: Layout) -> str:
 def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
     """The ranks of each host push and pull as many bytes as the cost model says."""
     layout = report.layout
-    pushed: Counter[int] = Counter()
-    pulled: Counter[int] = Counter()
+    pushed: defaultdict[int, float] = defaultdict(float)
+    pulled: defaultdict[int, float] = defaultdict(float)
     for rank, seen in enumerate(ours):
         for step in seen.steps:
             for total in step.sums.values():

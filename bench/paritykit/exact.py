@@ -88,7 +88,7 @@ class ExactUpdates:
             before = dict(self._summed())
         is_made, norm, _ = result
         if is_made and self._twin is not None:
-            self._follow(before, norm)
+            self._follow(self._twin, before, norm)
         self._made += 1
         if self._made == self._last:
             self._measure()
@@ -110,14 +110,19 @@ class ExactUpdates:
         dist.all_reduce(total, group=group)
         return total.to(sent.dtype)
 
-    def _follow(self, gradients: dict[torch.nn.Parameter, torch.Tensor], norm: Any) -> None:
+    def _follow(
+        self,
+        twin: torch.optim.Optimizer,
+        gradients: dict[torch.nn.Parameter, torch.Tensor],
+        norm: Any,
+    ) -> None:
         limit = self._optimizer.config.clip_grad
         scale = min(1.0, limit / (float(norm) + _EPS)) if norm and limit > 0 else 1.0
         for parameter, copy in self._copies.items():
             copy.grad = gradients[parameter] * scale
-        for group, twin in zip(self._groups, self._twin.param_groups, strict=True):
-            twin.update(lr=group["lr"], weight_decay=group["weight_decay"])
-        self._twin.step()
+        for group, followed in zip(self._groups, twin.param_groups, strict=True):
+            followed.update(lr=group["lr"], weight_decay=group["weight_decay"])
+        twin.step()
 
     def _measure(self) -> None:
         for parameter, value in self._masters():

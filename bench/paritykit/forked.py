@@ -102,6 +102,7 @@ class Job:
                 process.join()
                 # What it started ends with it: Megatron's writers of checkpoints wait for more.
                 with suppress(ProcessLookupError):
+                    assert process.pid is not None  # it was started
                     os.killpg(process.pid, signal.SIGKILL)
 
     def _wait(self, processes: list[Any], *, fails: bool) -> None:

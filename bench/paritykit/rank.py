@@ -97,9 +97,9 @@ class Witness:
 
         push_pull = bps.push_pull_async_inplace
 
-        def noted(*args: Any, name: str, **kwargs: Any) -> Any:
-            self.names.append(name)
-            return push_pull(*args, name=name, **kwargs)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.names.append(kwargs["name"])
+            return push_pull(*args, **kwargs)
 
         bps.push_pull_async_inplace = noted
 
@@ -221,11 +221,15 @@ def run(
                 parameter.requires_grad_(frozen not in name)
         return models
 
+    def watch(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        witness.models.extend(models)
+        return models
+
     def with_hooks(*args: Any, **kwargs: Any) -> Any:
         config = config_of(*args, **kwargs)
         if frozen:
             config.pre_wrap_hooks.append(freeze)
-        config.post_wrap_hooks.append(lambda models: witness.models.extend(models) or models)
+        config.post_wrap_hooks.append(watch)
         return config
 
     pretrain_dpu_gpt.gpt_config_from_args = with_hooks

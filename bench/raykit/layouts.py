@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hfkit.layouts import Layout as HuggingFaceLayout
 from paritykit.layouts import Layout
@@ -36,7 +37,13 @@ class _Row:
     distributed_optimizer: bool = False
 
     def cells(self) -> list[Cell]:
-        sizes = {"ranks": self.ranks, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+        sizes: dict[str, Any] = {
+            "ranks": self.ranks,
+            "tp": self.tp,
+            "pp": self.pp,
+            "cp": self.cp,
+            "ep": self.ep,
+        }
         gpt = Layout(
             name=self.name,
             **sizes,
@@ -50,7 +57,7 @@ class _Row:
             **sizes,
             extra=("--use-distributed-optimizer",) if self.distributed_optimizer else (),
         )
-        same = {"layout": self.name, "ranks": self.ranks}
+        same: dict[str, Any] = {"layout": self.name, "ranks": self.ranks}
         adapters = tuple(pretrained.arguments(lora=True))
         return [
             Cell(**same, trained=FULL, model="", arguments=tuple(gpt.megatron_arguments())),

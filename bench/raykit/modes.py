@@ -177,7 +177,7 @@ def _same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
 
 def _equal(one: torch.Tensor | Any, other: torch.Tensor | Any) -> bool:
     equal = getattr(one, "equal", None)
-    return one == other if equal is None else bool(equal(other))
+    return bool(one == other if equal is None else equal(other))
 
 
 def arguments_of(cell: Cell, data: Sequence[str], models: Path) -> list[str]:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .job import Record
 
@@ -114,7 +115,10 @@ def draw(
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    styles = [{"linewidth": 3.5, "alpha": 0.45}, {"linewidth": 1.0, "color": "black"}]
+    styles: list[dict[str, Any]] = [
+        {"linewidth": 3.5, "alpha": 0.45},
+        {"linewidth": 1.0, "color": "black"},
+    ]
     for result, style in zip(results, styles, strict=False):
         steps = [step.iteration for step in result.record.steps]
         label = f"{result.backend}, {result.workers} workers"

@@ -187,7 +187,10 @@ def draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    styles = [{"linewidth": 3.5, "alpha": 0.45}, {"linewidth": 1.0, "color": "black"}]
+    styles: list[dict[str, Any]] = [
+        {"linewidth": 3.5, "alpha": 0.45},
+        {"linewidth": 1.0, "color": "black"},
+    ]
     for outcome, style in zip(outcomes, styles, strict=False):
         numbers = [step.number for step in outcome.steps]
         upper.plot(numbers, [s.reward for s in outcome.steps], label=outcome.backend, **style)

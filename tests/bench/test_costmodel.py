@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from byteps import cost_model as costmodel
 
@@ -77,7 +79,7 @@ def test_fill_of_the_partitions() -> None:
         lambda: costmodel.ring(4, M, 0.0),
     ],
 )
-def test_numbers_that_make_no_sense(call: object) -> None:
+def test_numbers_that_make_no_sense(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"there must be one|neither may be"):
         call()
 

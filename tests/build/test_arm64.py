@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster import Nursery
 import platform
 import subprocess
 import sys
@@ -66,7 +67,7 @@ class ArmCluster(Cluster):
 def cluster(
     request: pytest.FixtureRequest,
     server: Path,
-    nursery: object,  # noqa: F811
+    nursery: Nursery,  # noqa: F811
     run_dir: Path,
 ) -> Iterator[ArmCluster]:
     env = {"BYTEPS_PARTITION_BYTES": str(PARTITION), "BYTEPS_OP_TIMEOUT_S": "60"}

@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
@@ -182,7 +183,7 @@ class Job:
             self._start()
             for fault in self.script.faults:
                 if fault.kind not in FROM_THE_START:
-                    self._later(fault.at_s, lambda fault=fault: self._break(fault))
+                    self._later(fault.at_s, partial(self._break, fault))
             self._await_end()
         finally:
             for timer in self._timers:
@@ -310,7 +311,7 @@ class Job:
 
     # ----- faults
 
-    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+    def _later(self, seconds: float, act: Callable[[], object]) -> None:
         timer = threading.Timer(seconds, act)
         with self._lock:
             self._timers.append(timer)
@@ -329,7 +330,7 @@ class Job:
         elif fault.kind == "cut":
             link = ("ip", "-n", self._switch, "link", "set", port)
             _run(*link, "down")
-            self._later(fault.seconds, lambda: _run(*link, "up") and None)
+            self._later(fault.seconds, lambda: _run(*link, "up"))
         elif fault.kind == "reset":
             _run("ip", "netns", "exec", namespace, "ss", "-K", "state", "established")
         else:

@@ -100,8 +100,8 @@ def test_steps_done_again_are_compared(run_dir: Path) -> None:
             for step, loss in steps.items()
         ]
         (run_dir / f"life-{life}.jsonl").write_text("\n".join(lines) + "\n")
-    steps, again, wrong = replayed(sorted(run_dir.glob("life-*.jsonl")))
-    assert (steps, again) == (3, 2)
+    made, again, wrong = replayed(sorted(run_dir.glob("life-*.jsonl")))
+    assert (made, again) == (3, 2)
     assert wrong == ["step 3 gave the loss 3.0, and 3.5 in life-1"]
 
 

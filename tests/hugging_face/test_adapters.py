@@ -14,7 +14,7 @@ PLAIN = by_name(["dp2"])[0]
 
 
 def _seen(
-    layout: Layout, run_dir: Path, models: Path, data: list[str], name: str, **options: object
+    layout: Layout, run_dir: Path, models: Path, data: list[str], name: str, **options: Any
 ) -> Any:
     model = make_model(layout.model, models)
     job = train(layout, model, run_dir / name, data, lora=True, through_byteps=True, **options)

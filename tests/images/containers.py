@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +43,12 @@ _EMULATOR = Path("/usr/lib/binfmt.d/qemu-aarch64.conf")
 _HYBRID = Path("/sys/fs/cgroup/unified")
 
 
-def run(*command: str | Path, timeout_s: float = 3000, **env: str) -> str:
+def run(*command: str | Path, timeout_s: float = 3000, env: Mapping[str, str] | None = None) -> str:
     """What the command prints; the assertion that it succeeds shows all of it."""
     words = [Path(command[0]).name, *map(str, command[1:])]
     with tempfile.TemporaryDirectory() as folder, Path(folder, "out").open("w+b") as out:
         log = Path(folder, "errors")
-        full = {**os.environ, **env}
+        full = {**os.environ, **(env or {})}
         status = progress.run(
             " ".join(words)[:40], command, log,
             stdout=out, env=full, timeout_s=timeout_s, stream=screen,
@@ -74,11 +74,13 @@ def python_of(version: str) -> Path:
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return Path(sys.executable)
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    candidates = [
+    candidates: list[str | Path | None] = [
         shutil.which(f"python{version}"),
         *pyenv.glob(f"versions/{version}.*/bin/python3"),
     ]
-    for candidate in filter(None, candidates):
+    for candidate in candidates:
+        if candidate is None:
+            continue
         asked = subprocess.run([candidate, "-V"], capture_output=True, text=True, check=False)
         if asked.stdout.startswith(f"Python {version}."):
             return Path(candidate)
@@ -116,16 +118,16 @@ class Buildah:
         return config
 
     def __call__(self, *arguments: str | Path) -> str:
-        return run("buildah", *arguments, **self.env)
+        return run("buildah", *arguments, env=self.env)
 
     def base(self, suite: str, arch: str, *packages: str) -> str:
         """The name of an image of a small Debian with these packages."""
         script = ROOT / "tests/images/bases.sh"
-        return run(script, suite, arch, CACHE / "images", *packages, **self.env).strip()
+        return run(script, suite, arch, CACHE / "images", *packages, env=self.env).strip()
 
     def image(self, *arguments: str, **env: str) -> None:
         """Runs scripts/images.sh."""
-        run(ROOT / "scripts/images.sh", *arguments, **self.env, **env)
+        run(ROOT / "scripts/images.sh", *arguments, env={**self.env, **env})
 
     @contextmanager
     def container(self, image: str, arch: str) -> Iterator[str]:
@@ -191,7 +193,7 @@ network_config_dir = "{folder}/networks"
         return [*enter, *map(str, arguments)]
 
     def run(self, *command: str | Path) -> str:
-        return run(*self.command(*command), timeout_s=1500, **self.env)
+        return run(*self.command(*command), timeout_s=1500, env=self.env)
 
     def __call__(self, *arguments: str | Path) -> str:
         return self.run("podman", *arguments)

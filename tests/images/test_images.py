@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Spawned
+from cluster import Cluster, Nursery, Spawned
 from containers import Buildah
 
 PLATFORMS = ("linux/amd64", "linux/arm64")
@@ -76,7 +76,7 @@ class ImageCluster(Cluster):
 
 @pytest.mark.parametrize("platform", ["linux/arm64"])
 def test_arm64_servers_of_x86_workers(
-    container: str, buildah: Buildah, nursery: object, run_dir: Path
+    container: str, buildah: Buildah, nursery: Nursery, run_dir: Path
 ) -> None:
     assert os.uname().machine == "x86_64"
     env = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "120"}

@@ -66,7 +66,7 @@ def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
     python = environment / "bin/python"
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run([python, *install], check=True, timeout=300)
     (site,) = environment.glob("lib/python3*/site-packages")
     (site / "torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Change = Callable[[str, torch.Tensor], None]
+Change = Callable[[str, torch.Tensor], object]
 
 
 def _change_results(change: Change) -> None:
@@ -22,9 +22,9 @@ def _change_results(change: Change) -> None:
     push_pull, synchronize = bps.push_pull_async_inplace, bps.synchronize
     names: dict[int, str] = {}
 
-    def named(*args: Any, name: str, **kwargs: Any) -> int:
-        handle = push_pull(*args, name=name, **kwargs)
-        names[handle] = name
+    def named(*args: Any, **kwargs: Any) -> Any:
+        handle = push_pull(*args, **kwargs)
+        names[handle] = kwargs["name"]
         return handle
 
     def changed(handle: int) -> torch.Tensor:
@@ -210,8 +210,9 @@ def too_many_zeros() -> None:
     """A gradient that is no zero is counted as one, on one rank."""
     from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
 
-    counted = ServerBucket.zeros.fget
-    ServerBucket.zeros = property(lambda self: counted(self) + (dist.get_rank() == 0))
+    buckets: Any = ServerBucket  # of which mypy knows no properties, but their values
+    counted = buckets.zeros.fget
+    buckets.zeros = property(lambda self: counted(self) + (dist.get_rank() == 0))
 
 
 def copies_counted() -> None:

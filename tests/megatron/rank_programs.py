@@ -165,7 +165,7 @@ class Mixed(torch.nn.Module):
         self.second = torch.nn.Linear(16, 12, dtype=torch.bfloat16)
         self.expert = torch.nn.Linear(12, 4, dtype=torch.float32)
         for parameter in self.expert.parameters():
-            parameter.allreduce = False
+            parameter.allreduce = False  # type: ignore[attr-defined] # as Megatron marks them
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.expert(self.second(self.first(x).bfloat16()).float())

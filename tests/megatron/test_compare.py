@@ -60,8 +60,8 @@ def misses(change: Callable[[Run], object], ranks: int, dtype: torch.dtype, shar
     ours = made_up(ranks, dtype, byteps=True, sharded=sharded)
     theirs = copy.deepcopy(made_up(ranks, dtype, byteps=False, sharded=sharded))
     change(ours)
-    kind = "fp32" if dtype is torch.float32 else "bf16-wire"
-    return "; ".join(compare(Layout(name="x", ranks=ranks, dtype=kind), ours, theirs).misses)
+    layout = Layout(name="x", ranks=ranks, dtype="fp32" if dtype is torch.float32 else "bf16-wire")
+    return "; ".join(compare(layout, ours, theirs).misses)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

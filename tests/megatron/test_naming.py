@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from megatron.core.distributed import dpu_reduce
 from megatron.core.distributed.dpu_reduce import naming
 
 
-def _name(**changed: object) -> str:
-    identity = {
+def _name(**changed: Any) -> str:
+    identity: dict[str, Any] = {
         "kind": "dense",
         "group": (0, 1),
         "model": 0,

@@ -146,11 +146,13 @@ def test_ranks_save_a_bucket(whole: bool) -> None:
     model = {str(n): one for n, one in enumerate((PLAIN, COLUMNS, HALVES, elsewhere))}
     parameters = [one.data for one in model.values()]
     count = parameters[0].numel()
-    saved, read = [], []
+    saved: list[Any] = []
+    read = []
     for rank in range(3):
         bucket = Bucket(parameters, rank, 3)
+        buckets: list[Any] = [bucket]
         state = server_checkpoint.sharded_state(
-            [bucket], [], model, slots=["param", "m"], steps=1, is_loading=False, is_whole=whole
+            buckets, [], model, slots=["param", "m"], steps=1, is_loading=False, is_whole=whole
         )
         read.append(bucket.read_elements)
         parts = list(state["param_state"].values())

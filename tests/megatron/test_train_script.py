@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def _in_session(leader: int) -> list[int]:
     return found
 
 
-def _wait_for(condition: object, what: str) -> None:
+def _wait_for(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, f"no {what} in time"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -77,8 +78,11 @@ CONFIG_REFUSED = {
 }
 
 
+Parse = Callable[..., Namespace]
+
+
 @pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch) -> object:
+def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
     """Parses a command line as Megatron does, on a machine that is taken to have a GPU."""
     monkeypatch.setattr(cpu_platform, "is_wanted", lambda: False)
 
@@ -94,12 +98,12 @@ def byteps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that can be imported; validation asks for no more."""
     monkeypatch.setitem(sys.modules, "byteps", ModuleType("byteps"))
     monkeypatch.setitem(sys.modules, "byteps.torch", ModuleType("byteps.torch"))
-    sys.modules["byteps"].torch = sys.modules["byteps.torch"]
+    vars(sys.modules["byteps"])["torch"] = sys.modules["byteps.torch"]
 
 
 @pytest.mark.usefixtures("byteps")
 @pytest.mark.parametrize(("flag", "values"), REFUSED.items(), ids=REFUSED)
-def test_refused(parse: object, flag: str, values: tuple[str, ...]) -> None:
+def test_refused(parse: Parse, flag: str, values: tuple[str, ...]) -> None:
     args = parse("--use-dpu-reduce", flag, *values)
     shown = "=".join([flag, *values])
     pattern = rf"--use-dpu-reduce does not work with {re.escape(shown)}: \w.* Drop one of the two"
@@ -108,20 +112,20 @@ def test_refused(parse: object, flag: str, values: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("flag", "values"), REFUSED.items(), ids=REFUSED)
-def test_not_refused_without_the_flag(parse: object, flag: str, values: tuple[str, ...]) -> None:
+def test_not_refused_without_the_flag(parse: Parse, flag: str, values: tuple[str, ...]) -> None:
     dpu_reduce.validate_args(parse(flag, *values))
 
 
 @pytest.mark.usefixtures("byteps")
 @pytest.mark.parametrize("words", ALLOWED, ids=lambda words: words[0])
-def test_allowed(parse: object, words: tuple[str, ...]) -> None:
+def test_allowed(parse: Parse, words: tuple[str, ...]) -> None:
     dpu_reduce.validate_args(parse("--use-dpu-reduce", *words))
 
 
 @pytest.mark.usefixtures("byteps")
 @pytest.mark.parametrize(("flag", "values"), OPTIMIZER_REFUSED.items(), ids=OPTIMIZER_REFUSED)
 def test_refused_with_the_optimizer_on_the_servers(
-    parse: object, flag: str, values: tuple[str, ...]
+    parse: Parse, flag: str, values: tuple[str, ...]
 ) -> None:
     words = ("--use-dpu-reduce", flag, *values)
     dpu_reduce.validate_args(parse(*words))
@@ -131,7 +135,7 @@ def test_refused_with_the_optimizer_on_the_servers(
 
 
 @pytest.mark.usefixtures("byteps")
-def test_the_optimizer_on_the_servers_needs(parse: object) -> None:
+def test_the_optimizer_on_the_servers_needs(parse: Parse) -> None:
     with pytest.raises(ValueError, match="--dpu-optimizer needs --use-dpu-reduce"):
         dpu_reduce.validate_args(parse("--dpu-optimizer"))
     with pytest.raises(ValueError, match="clip=guess is not known; it can be speculate or wait"):
@@ -157,7 +161,7 @@ def test_a_checkpoint_of_another_form_is_refused() -> None:
 
 
 def test_missing_byteps_is_an_error_of_the_arguments(
-    parse: object, monkeypatch: pytest.MonkeyPatch
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "byteps", None)
     monkeypatch.delitem(sys.modules, "byteps.torch", raising=False)
@@ -173,7 +177,7 @@ def test_config_refused(name: str, flag: str) -> None:
     DistributedDataParallelConfig(**{name: True})
 
 
-def test_wire_dtype_needs_the_flag(parse: object) -> None:
+def test_wire_dtype_needs_the_flag(parse: Parse) -> None:
     args = parse("--dpu-reduce-wire-dtype", "bf16")
     with pytest.raises(ValueError, match="--dpu-reduce-wire-dtype=bf16 needs --use-dpu-reduce"):
         arguments.validate_args(args)
@@ -186,7 +190,7 @@ def test_unknown_wire_dtype() -> None:
         DistributedDataParallelConfig(use_dpu_reduce=True, dpu_reduce_wire_dtype="int8")
 
 
-def test_a_route_needs_the_flag_and_must_be_known(parse: object) -> None:
+def test_a_route_needs_the_flag_and_must_be_known(parse: Parse) -> None:
     with pytest.raises(ValueError, match="--dpu-reduce-route=flat needs --use-dpu-reduce"):
         arguments.validate_args(parse("--dpu-reduce-route", "flat"))
     with pytest.raises(ValueError, match="--dpu-reduce-route=node-first needs --use-dpu-reduce"):
@@ -201,7 +205,7 @@ def test_fully_sharded_wrappers_refuse() -> None:
         dpu_reduce.refuse_fsdp(DistributedDataParallelConfig(use_dpu_reduce=True))
 
 
-def test_the_flag_reaches_the_config(parse: object) -> None:
+def test_the_flag_reaches_the_config(parse: Parse) -> None:
     from megatron.training.training import get_megatron_ddp_config
 
     for words, expected in (((), False), (("--use-dpu-reduce",), True)):

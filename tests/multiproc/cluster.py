@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -193,14 +193,14 @@ class Cluster:
         self.workers_wanted = workers
         self.servers_wanted = servers
         self.port = 0
-        self.scheduler: Spawned | None = None
+        self._scheduler: Spawned | None = None
         self.servers: list[Spawned] = []
         self.workers: dict[str, Nursed] = {}
         self._nursery = nursery
         self._env = {**clean_environment(folder), **(env or {})}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -216,7 +216,12 @@ class Cluster:
 
     def everyone(self) -> list[Process]:
         nodes: list[Process] = [*self.workers.values(), *self.servers]
-        return [*nodes, self.scheduler] if self.scheduler is not None else nodes
+        return [*nodes, self._scheduler] if self._scheduler is not None else nodes
+
+    @property
+    def scheduler(self) -> Spawned:
+        assert self._scheduler is not None, "it was not started"
+        return self._scheduler
 
     def set_env(self, env: Mapping[str, str]) -> None:
         """For the processes that start from now on, beside what was set before."""
@@ -234,9 +239,10 @@ class Cluster:
     def start_scheduler(self) -> Spawned:
         port_file = self.folder / "scheduler.port"
         command = [server_executable(), "--role", "scheduler", "--port-file", str(port_file)]
-        self.scheduler = Spawned("scheduler", command, self.node_environment(), self.folder)
-        self.port = int(wait_for_file(port_file, START_S, [self.scheduler]).split()[1])
-        return self.scheduler
+        started = Spawned("scheduler", command, self.node_environment(), self.folder)
+        self._scheduler = started
+        self.port = int(wait_for_file(port_file, START_S, [started]).split()[1])
+        return started
 
     def start_server(self) -> Spawned:
         """Its address is in the file ``server N.port`` once the job is complete."""

@@ -48,7 +48,6 @@ def test_killed_worker(make_cluster: Make, workers: int) -> None:
     cluster.workers["worker 1"].send(signal.SIGKILL)
     for rank in (0, 2):
         demand_error(cluster.workers[f"worker {rank}"], r"worker 1\b.*lost")
-    assert cluster.scheduler is not None
     wait_for_text(cluster.scheduler, r"incarnation 1 of the job failed: worker 1 .* incarnation 2")
     come_again(cluster, workers)
     demand_well(cluster)
@@ -70,7 +69,6 @@ def test_again_and_again(make_cluster: Make) -> None:
             wait_for_file(mark, START_S, [worker])
     cluster.go("end3")
     wait_all([cluster.workers[f"life 3 worker {rank}"] for rank in range(2)], RUN_S)
-    assert cluster.scheduler is not None
     assert "waiting for incarnation 4" in cluster.scheduler.text
     assert [cluster.workers[f"life 3 worker {rank}"].status for rank in range(2)] == [0, 0]
     nodes = [*cluster.servers, cluster.scheduler]
@@ -158,7 +156,6 @@ def test_an_error_of_the_user_s(make_cluster: Make) -> None:
     cluster.go("raise")
     wait_all(cluster.workers.values(), END_S)
     assert [worker.status for worker in cluster.workers.values()] == [1, 1]
-    assert cluster.scheduler is not None
     wait_for_text(
         cluster.scheduler,
         r"incarnation 1 of the job failed: worker [01] \(.*\) failed: "
@@ -188,7 +185,6 @@ def test_told_to_end(make_cluster: Make, gathered: bool) -> None:
         cluster.wait_mark("looping", range(2))
     else:
         cluster.start_nodes()
-    assert cluster.scheduler is not None
     for node in [*cluster.servers, cluster.scheduler]:
         node.send(signal.SIGTERM)
         assert node.wait(END_S) in (143, -signal.SIGTERM), node.text
@@ -199,7 +195,6 @@ def test_told_to_end(make_cluster: Make, gathered: bool) -> None:
 def test_server_that_no_scheduler_wants(make_cluster: Make) -> None:
     """Without its scheduler a kept server ends when nobody answers for BYTEPS_START_TIMEOUT_S."""
     cluster = loops(make_cluster, workers=1, servers=1, env={"BYTEPS_START_TIMEOUT_S": "3"})
-    assert cluster.scheduler is not None
     cluster.scheduler.send(signal.SIGKILL)
     demand_failed(
         cluster.servers[0],
@@ -266,7 +261,6 @@ def test_torchrun_restarts_workers(make_cluster: Make) -> None:
     begun = re.findall(r"attempt 1: rank \d of 2 begins at step (\d+)", torchrun.text)
     assert len(begun) == 2 and all(0 < int(step) <= 20 for step in begun), torchrun.text
     assert len(re.findall(r"attempt 1: rank \d ended with loss", torchrun.text)) == 2
-    assert cluster.scheduler is not None
     assert re.search("incarnation 1 of the job failed: worker 1 .*lost", cluster.scheduler.text)
     demand_well(cluster)
     assert pids == [node.pid for node in cluster.servers]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from cluster import START_S, Cluster, Spawned, clean_environment, server_executable
+from cluster import START_S, Cluster, Process, clean_environment, server_executable
 
 TEXT = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z) (?P<severity>[A-Z]+) (?P<role>\w+) "
@@ -58,7 +58,7 @@ def test_every_line_of_a_job(make_cluster: Callable[..., Cluster], form: str) ->
     cluster.wait_mark("done", [0, 1])
     cluster.go("end")
     cluster.finish()
-    processes: list[tuple[Spawned, str, int]] = [
+    processes: list[tuple[Process, str, int]] = [
         (cluster.workers["worker 0"], "worker", 0),
         (cluster.workers["worker 1"], "worker", 1),
         (cluster.servers[0], "server", 0),

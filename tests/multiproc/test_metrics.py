@@ -7,6 +7,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from cluster import END_S, LOOPBACK, Cluster, wait_all
@@ -46,7 +47,7 @@ def of(figures: Figures, role: str, rank: int) -> Figures:
     return found
 
 
-def make(make_cluster: Callable[..., Cluster], program: str, **args: int) -> tuple[Cluster, int]:
+def make(make_cluster: Callable[..., Cluster], program: str, **args: Any) -> tuple[Cluster, int]:
     """A cluster whose workers serve metrics at the port and the next, its server at the third."""
     port = free_ports(WORKERS + 1)
     env = {

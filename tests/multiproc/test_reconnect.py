@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, Cluster, stop, wait_all, wait_for_file
+from cluster import END_S, Cluster, Process, stop, wait_all, wait_for_file
 from endings import demand_error, demand_failed, start_looping, wait_for_text
 from sockets import Socket, connections_of
 
@@ -86,8 +86,8 @@ def test_connections_with_the_scheduler(make_cluster: Callable[..., Cluster]) ->
     cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
     cluster.start("rounds:checked")
     cluster.wait_mark("looping", range(2))
-    assert cluster.scheduler is not None
-    for number, process in enumerate([*cluster.workers.values(), *cluster.servers]):
+    processes: list[Process] = [*cluster.workers.values(), *cluster.servers]
+    for number, process in enumerate(processes):
         (one,) = between(process.pid, cluster.port)
         one.reset()
         # One line for each, so far.

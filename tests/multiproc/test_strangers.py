@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from cluster import (
@@ -127,7 +128,7 @@ def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
     ],
     ids=["route", "receiver", "rank", "role", "node-id", "far", "resumes", "index", "nobody"],
 )
-def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, int], reason: str) -> None:
+def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, Any], reason: str) -> None:
     """Not even one that has the secret: the worker is connected, and stays so."""
     nodes = nodes_of(steady)
     hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})

@@ -63,7 +63,7 @@ def gcs() -> Iterator[Bucket]:
             credentials=AnonymousCredentials(),
             client_options={"api_endpoint": url},
         )
-        options = {"base_path": BUCKET, "project_id": "test", "endpoint_url": url}
+        options: dict[str, Any] = {"base_path": BUCKET, "project_id": "test", "endpoint_url": url}
         # No credentials: the server asks for none, and Google's would be asked for a token.
         options |= {"skip_signature": True}
         yield Bucket(

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import native
 import pytest
@@ -125,7 +125,7 @@ def _remote_reports(item: pytest.Item) -> Iterator[pytest.TestReport]:
 
 
 def _report(item: pytest.Item, outcome: Any, longrepr: Any) -> pytest.TestReport:
-    keywords = dict.fromkeys(item.keywords, 1)
+    keywords: dict[str, Literal[1]] = dict.fromkeys(item.keywords, 1)
     return pytest.TestReport(item.nodeid, item.location, keywords, outcome, longrepr, "call")
 
 
@@ -133,12 +133,14 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
     """Of the session: started for the first test that needs it, with all of them."""
     config = item.config
     if _RUN not in config.stash:
-        factory: pytest.TempPathFactory = config._tmp_path_factory
+        # Outside fixtures pytest has no public way to it.
+        factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+        tests = config.stash[_REMOTE]
         try:
             build_meddle()
-            if any("test_van.py" in test for test in config.stash[_REMOTE]):
+            if any("test_van.py" in test for test in tests):
                 native.build("van_test")  # the guest cannot, and would take minutes
-            run = RemoteRun(factory.mktemp("guest") / "shared", config.stash[_REMOTE])
+            run = RemoteRun(factory.mktemp("guest") / "shared", tests)
             config.stash[_RUN] = run
             config.add_cleanup(run.close)
         except (VmError, native.BuildError) as error:

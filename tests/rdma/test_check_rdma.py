@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,14 +20,16 @@ LINK_LOCAL = "fe80:0000:0000:0000:0a00:27ff:fe00:0001"
 Checked = subprocess.CompletedProcess[str]
 
 
-def check(*flags: str, prefix: tuple[str, ...] = (), **env: str) -> Checked:
+def check(
+    *flags: str, prefix: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+) -> Checked:
     """What the script says, with none of this process's settings."""
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "CHECK_"))
     }
     return subprocess.run(
         [*prefix, SCRIPT, *flags],
-        env={**clean, **env},
+        env={**clean, **(env or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -74,7 +76,7 @@ class FakeMachine:
         self.write(f"sys/class/net/{interface}/mtu", "9000")
 
     def check(self, *flags: str, **env: str) -> Checked:
-        return check(*flags, CHECK_RDMA_ROOT=str(self.root), **env)
+        return check(*flags, env={"CHECK_RDMA_ROOT": str(self.root), **env})
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_device_of_the_interface_is_taken(machine: FakeMachine) -> None:
 def test_low_limit_on_locked_memory(machine: FakeMachine) -> None:
     machine.write("proc/self/status", "CapEff:\t0000000000000000")
     limited = ("bash", "-c", 'ulimit -l 64 && exec "$@"', "-")
-    checked = check(prefix=limited, CHECK_RDMA_ROOT=str(machine.root))
+    checked = check(prefix=limited, env={"CHECK_RDMA_ROOT": str(machine.root)})
     assert "may lock 64 KiB of memory (ulimit -l)" in wrongs(checked)[0]
     assert "memlock unlimited" in checked.stdout
 
@@ -204,8 +206,8 @@ def test_guest_is_good() -> None:
 @pytest.mark.on_rdma
 def test_guest_with_little_locked_memory() -> None:
     """A user without root's right to lock what they like."""
-    poor = ("setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock")
-    poor = (*poor, "bash", "-c", 'ulimit -l 64 && exec "$@"', "-")
+    less = ("setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock")
+    poor = (*less, "bash", "-c", 'ulimit -l 64 && exec "$@"', "-")
     checked = check("--device", "rxe0", prefix=poor)
     assert checked.returncode == 1, checked.stdout
     assert "may lock 64 KiB of memory (ulimit -l)" in wrongs(checked)[0]

@@ -16,7 +16,7 @@ from paritykit.forked import Job
 
 RANKS = 4
 # fp32: the same sums in another order.
-CLOSE = {"atol": 2e-5, "rtol": 1e-4}
+CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-4}
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,10 @@ def test_layouts_that_cannot_be_are_refused() -> None:
 
 
 def test_models_that_cannot_be_resharded_are_refused() -> None:
+    group: Any = None  # nothing is sent
     part = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="one chunk of the model a rank, not 2"):
-        reshard([part, part], part, None)
+        reshard([part, part], part, group)
     half = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"type torch.float32 cannot become torch.bfloat16"):
-        reshard([part], half, None)
+        reshard([part], half, group)

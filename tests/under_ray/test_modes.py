@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.pool import Pool
@@ -32,7 +33,7 @@ def test_a_script_runs_in_both_modes(pool: Pool, run_dir: Path) -> None:
         folder=run_dir / "job",
         environment=ENVIRONMENT,
     )
-    events = []
+    events: list[Any] = []
     Job(settings, events.append, pool).run()
     command = [sys.executable, "-m", "megatron_byteps_ray", "--mode", "local", "--ranks", "2"]
     run = subprocess.run(

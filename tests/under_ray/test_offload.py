@@ -109,8 +109,9 @@ def test_ranks_leave_their_devices_and_come_back(pool: Pool) -> None:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_plain_modules_leave_too(kind: type) -> None:
     """In fp32, where the optimizer's parameters are the model's: each is moved once."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4, bias=False))
-    model[1].weight = torch.nn.Parameter(model[0].weight.detach().t())
+    first, last = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4, bias=False)
+    last.weight = torch.nn.Parameter(first.weight.detach().t())
+    model = torch.nn.Sequential(first, last)
     optimizer = kind(model.parameters(), lr=0.1)
     state = DeviceState([model], optimizer)
 

@@ -182,6 +182,11 @@ def test_interface_address_matches_the_kernel() -> None:
     assert embedded._interface_address("lo") == socket.inet_ntoa(b"\x7f\x00\x00\x01")
 
 
+def _folder_of(state: embedded._Embedded) -> Path:
+    assert state.folder is not None
+    return state.folder
+
+
 class TestStop:
     """How long stop() waits, and that it always ends what was started."""
 
@@ -207,14 +212,14 @@ class TestStop:
         child = self.add(started, "import time; time.sleep(1)")
         embedded.stop()
         assert child.status == 0
-        assert not started.folder.exists()
+        assert not _folder_of(started).exists()
         assert not embedded.is_running()
 
     def test_terminates_after_the_deadline(self, started: embedded._Embedded) -> None:
         child = self.add(started, "import time; time.sleep(600)")
         embedded.stop(timeout_s=0.1)
         assert child.status == -signal.SIGTERM
-        assert not started.folder.exists()
+        assert not _folder_of(started).exists()
 
     def test_kills_what_does_not_terminate(self, started: embedded._Embedded) -> None:
         code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
@@ -233,7 +238,7 @@ class TestStop:
         failed = self.add(started, "raise SystemExit(1)")
         embedded.stop()
         assert (failed.status, hung.status) == (1, -signal.SIGTERM)
-        assert started.folder.exists(), "the logs of a failure stay"
+        assert _folder_of(started).exists(), "the logs of a failure stay"
 
     def test_does_not_wait_long_when_dying(
         self, started: embedded._Embedded, monkeypatch: pytest.MonkeyPatch

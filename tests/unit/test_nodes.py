@@ -94,7 +94,9 @@ def test_ranks_that_alternate_between_hosts() -> None:
     """Group positions 0, 2 on one host, 1, 3 on the other."""
     owned = [[0, 2], [1, 3]]
     for host, local in itertools.product(range(2), range(2)):
-        (piece,) = shard_pieces(8, owned, host, local, 1) or ()
+        pieces = shard_pieces(8, owned, host, local, 1)
+        assert pieces is not None
+        (piece,) = pieces
         begin, end = piece.wanted or (0, 0)
         mine = owned[host][local]
         assert _reduced(piece, local)[begin:end] == [2 * mine, 2 * mine + 1]

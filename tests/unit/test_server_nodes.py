@@ -12,7 +12,7 @@ import byteps.torch as bps
 import pytest
 import torch
 import torch.distributed as dist
-from byteps.torch import server_nodes
+from byteps.torch import server_nodes, server_state
 from byteps.torch.nodes import NodeGroup
 from byteps.torch.pieces import whole_pieces
 from byteps.torch.server_nodes import OnHost, SharedTensor, cut_segments
@@ -25,8 +25,8 @@ def _each(segments: list[tuple[int, int, bool]]) -> list[tuple[int, bool]]:
     """Of every element: its parameter group, and whether its gradient counts in the norm."""
     begins = [0, *(end for end, *_ in segments)]
     return [
-        what
-        for begin, (end, *what) in zip(begins[:-1], segments, strict=True)
+        (group, counts)
+        for begin, (end, group, counts) in zip(begins[:-1], segments, strict=True)
         for _ in range(begin, end)
     ]
 
@@ -93,7 +93,8 @@ def test_ranks_load_their_parts_and_gather_any_range(
         ]
         host = OnHost(group=group, local=rank)
         segments = [(elements, 0, True)]
-        tensor = SharedTensor(declarations, None, segments, pieces=cut, host=host)
+        rule = server_state.Rule(is_adamw=False, groups=[])
+        tensor = SharedTensor(declarations, rule, segments, pieces=cut, host=host)
         tensor.load(0, whole)
         for begin, end in ranges:
             assert torch.equal(tensor.gather(0, begin, end), whole[begin:end])
@@ -145,7 +146,7 @@ class Moving(Kept):
     waited: list[int]
 
     def push_try(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Any) -> int:
-        return gradients.storage_offset()
+        return int(gradients.storage_offset())
 
     def wait(self, handle: int) -> None:
         Moving.waited.append(handle)

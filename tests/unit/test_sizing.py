@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byteps import cost_model, sizing
@@ -65,7 +66,7 @@ def test_slow_server_cards_need_more_machines() -> None:
     ("change", "why"),
     [({"hosts": 1}, "one host"), ({"hosts": 2}, "1.00 times")],
 )
-def test_nccl_alone_where_servers_gain_nothing(change: dict[str, int], why: str) -> None:
+def test_nccl_alone_where_servers_gain_nothing(change: dict[str, Any], why: str) -> None:
     advice = sizing.advise(dataclasses.replace(JOB, **change))
     assert advice.chosen is None
     assert why in advice.why

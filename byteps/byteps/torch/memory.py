@@ -54,7 +54,8 @@ _resize = torch.UntypedStorage.resize_
 def _watch_resizes() -> None:
     """Have `UntypedStorage.resize_` forget the storage first: torch tells nobody of it."""
     if torch.UntypedStorage.resize_ is _resize:
-        torch.UntypedStorage.resize_ = _forget_and_resize
+        # torch declares the method of a base class, for all kinds of storages.
+        torch.UntypedStorage.resize_ = _forget_and_resize  # type: ignore[assignment]
 
 
 def _forget_and_resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -39,9 +39,9 @@ def _names_of_transformer_engine() -> Iterator[None]:
     for name, module in modules.items():
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__ = []
-    pytorch.TransformerLayer = _absent("TransformerLayer")
-    pytorch.ops = types.SimpleNamespace(Sequential=_absent("Sequential"))
-    package.pytorch = pytorch
+    operations = types.SimpleNamespace(Sequential=_absent("Sequential"))
+    vars(pytorch).update(TransformerLayer=_absent("TransformerLayer"), ops=operations)
+    vars(package).update(pytorch=pytorch)
     sys.modules.update(modules)
     try:
         yield

@@ -26,8 +26,8 @@ def gguf_file() -> Path:
     """
     # Found, not imported: the package itself wants a program that runs the model.
     spec = importlib.util.find_spec(PACKAGE)
-    folder = Path(spec.submodule_search_locations[0]) if spec is not None else None
-    files = sorted(folder.glob("*.gguf")) if folder is not None else []
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
         raise FileNotFoundError(f"the package {PACKAGE} with a model is not installed")
     return files[0]

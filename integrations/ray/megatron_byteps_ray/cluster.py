@@ -44,7 +44,7 @@ def cluster(
     if address is not None:
         ray.init(address=address, **quiet)
     else:
-        options = {} if temp_dir is None else {"_temp_dir": temp_dir}
+        options: dict[str, Any] = {} if temp_dir is None else {"_temp_dir": temp_dir}
         if metrics_port is not None:
             options["_metrics_export_port"] = metrics_port
         actors = settings.ranks + settings.spares

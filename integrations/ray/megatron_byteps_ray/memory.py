@@ -22,7 +22,8 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 CHUNK_BYTES = 32 << 20
 VARIABLE = "MEGATRON_BYTEPS_MEMORY"
@@ -137,14 +138,14 @@ def _address(name: str) -> str:
     return "\0" + name
 
 
-def _read(stream: BinaryIO, count: int) -> bytes:
+def _read(stream: BufferedRWPair, count: int) -> bytes:
     data = stream.read(count)
     if len(data) < count:
         raise EOFError
     return data
 
 
-def _read_chunks(stream: BinaryIO) -> Iterator[bytes]:
+def _read_chunks(stream: BufferedRWPair) -> Iterator[bytes]:
     """All chunks, the empty one too. Raises EOFError where that does not come."""
     while True:
         (length,) = _LENGTH.unpack(_read(stream, _LENGTH.size))
@@ -153,7 +154,7 @@ def _read_chunks(stream: BinaryIO) -> Iterator[bytes]:
             return
 
 
-def _write_chunk(stream: BinaryIO, chunk: bytes | bytearray) -> None:
+def _write_chunk(stream: BufferedRWPair, chunk: bytes | bytearray) -> None:
     stream.write(_LENGTH.pack(len(chunk)))
     stream.write(chunk)
 

@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import importlib
 import inspect
+import io
 import os
 import runpy
 import signal
@@ -33,6 +34,7 @@ def run(order: dict[str, Any]) -> int:
     os.dup2(log, 2)
     os.close(log)
     # Whole lines, soon: who reads the log of a rank that was killed wants its last words.
+    assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)

@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from . import batches
@@ -85,7 +86,7 @@ class _Data:
             if total % mesh.data:
                 raise ValueError(f"{total} rows cannot be cut evenly over {mesh.data} data ranks")
         return [
-            arguments.each(lambda v, n=place.data: batches.part(v, n, mesh.data))
+            arguments.each(partial(batches.part, number=place.data, of=mesh.data))
             for place in mesh.places()
         ]
 
@@ -117,7 +118,7 @@ class _Sequence(_Data):
                     )
         by_data = super().cut(mesh, arguments)
         return [
-            by_data[rank].each(lambda v, n=place.context: batches.chunked(v, n, mesh.context))
+            by_data[rank].each(partial(batches.chunked, number=place.context, of=mesh.context))
             for rank, place in enumerate(mesh.places())
         ]
 

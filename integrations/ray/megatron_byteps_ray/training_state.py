@@ -15,7 +15,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any, cast
 
 from .memory import VARIABLE, Keeper, fetch
 
@@ -83,7 +83,7 @@ def _hand_in(name: str, step: int, state: dict[str, Any]) -> None:
 
         try:
             with Keeper(name, step) as target:
-                torch.save(state, target)
+                torch.save(state, cast(IO[bytes], target))  # which it writes to and flushes
                 target.finish()
         except (OSError, EOFError) as error:
             # The job's end, or that of the actor: with it this rank ends as well.
@@ -203,6 +203,7 @@ def _from_memory(
     found = copy.deepcopy(state["common"])
     checkpointing.set_loaded_iteration(found["iteration"])
     if not rank0:
+        assert sharded_state_dict is not None  # Megatron leaves it out for rank0 alone
         found = _fill(found, state["shards"], sharded_state_dict)
     return found, "memory", False, checkpointing.CheckpointType.GLOBAL
 

@@ -188,7 +188,9 @@ def _register_engines() -> None:
         # Megatron's local attention takes no mask of verl's shape.
         return args, {**kwargs, "attention_mask": None}
 
-    class OnCpu:
+    mixed_in: Any = object  # an engine of verl's comes beside it below
+
+    class OnCpu(mixed_in):
         """Megatron's local layers."""
 
         def __init__(self, **kwargs: Any) -> None:

@@ -92,6 +92,7 @@ class _Controller(TextGenerationController):
         vocab_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        assert sampling_params is not None  # of the request, always
         logits = last_token_logits[:, : self._words].float()  # without the padding
         token, log_prob = draw(logits, sampling_params.temperature, self.sampling_rng)
         self._drawn.append(log_prob)
@@ -172,7 +173,9 @@ class MegatronRollout(BaseRollout):
         """
         if self._model is None:
             raise RuntimeError("rollout: update_weights() before follow()")
-        self.cost = reshard(self._trained, self._model, dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None
+        self.cost = reshard(self._trained, self._model, world)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

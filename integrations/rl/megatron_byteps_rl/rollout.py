@@ -114,7 +114,9 @@ class TransformersRollout(BaseRollout):
         mask = torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in prompts])
         generator = torch.Generator().manual_seed(seed)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        drawn, log_probs, masks = [], [], []
+        drawn: list[torch.Tensor] = []
+        log_probs: list[torch.Tensor] = []
+        masks: list[torch.Tensor] = []
         going = torch.ones(len(prompts), dtype=torch.bool)
         past, whole, step, place = None, mask, ids, positions
         for _ in range(length):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import byteps.torch as bps
 import torch
 
@@ -26,11 +28,15 @@ def tensors(job: Job, count: int) -> list[bps.TensorDeclaration]:
     ]
 
 
+def _members(tensor: bps.TensorDeclaration, job: Job) -> list[int]:
+    return list(tensor.group) if isinstance(tensor.group, list) else list(range(job.size))
+
+
 def many(job: Job) -> None:
     """Two hundred tensors of two groups by one call; then some are summed."""
     bps.init()
     everyone = tensors(job, 200)
-    own = [t for t in everyone if t.group is None or job.rank in t.group]
+    own = [t for t in everyone if job.rank in _members(t, job)]
     bps.declare(own)
     bps.declare(own)
     bps.declare("a single name")
@@ -48,17 +54,18 @@ def many(job: Job) -> None:
                 group=tensor.group,
                 wire_dtype=tensor.wire_dtype,
             )
-            ranks = list(tensor.group or range(job.size))
+            ranks = _members(tensor, job)
             values.demand_exact(given, values.exact_sum(COUNT, ranks, tensor.name, 0, "float32"))
-    spec = {"name": "x", "dtype": torch.float32, "numel": COUNT}
-    for label, bad in (
+    spec: dict[str, Any] = {"name": "x", "dtype": torch.float32, "numel": COUNT}
+    wrong: tuple[tuple[str, dict[str, Any]], ...] = (
         ("name", {"name": ""}),
         ("numel", {"numel": 0}),
         ("dtype", {"dtype": torch.complex64}),
         ("wire", {"wire_dtype": torch.int8}),
         ("placement", {"placement": -1}),
         ("group", {"group": [job.size + 3, job.rank]}),
-    ):
+    )
+    for label, bad in wrong:
         with job.check_raises(f"bad {label}", ValueError, "."):
             bps.declare([bps.TensorDeclaration(**{**spec, **bad})])
     bps.shutdown()

@@ -57,28 +57,28 @@ def every_order(job: Job) -> None:
 
     for label, first in (("in order", 0), ("reversed", 1)):
         with job.check(f"a name used again in flight, waited for {label}"):
-            waiting = [(start(f"again.{label}", round_), round_) for round_ in range(4)]
+            rounds = [(start(f"again.{label}", round_), round_) for round_ in range(4)]
             if first:
-                waiting.reverse()
-            for handle, round_ in waiting:
+                rounds.reverse()
+            for handle, round_ in rounds:
                 demand(handle, f"again.{label}", round_)
 
     with job.check("two hundred names at once, three rounds each"):
-        waiting = [(start(f"all.{i}", r), f"all.{i}", r) for r in range(3) for i in range(200)]
-        own.shuffle(waiting)
-        for handle, name, round_ in waiting:
+        many = [(start(f"all.{i}", r), f"all.{i}", r) for r in range(3) for i in range(200)]
+        own.shuffle(many)
+        for handle, name, round_ in many:
             demand(handle, name, round_)
 
     with job.check("priorities and versions change no sum"):
-        waiting = []
+        handles = []
         for i in range(20):
             given = values.exact_input(COUNT, job.rank, f"priority.{i}", 0, "float32")
-            waiting.append(
+            handles.append(
                 bps.push_pull_async(
                     given, average=False, name=f"priority.{i}", version=i, priority=-i
                 )
             )
-        for i, handle in enumerate(waiting):
+        for i, handle in enumerate(handles):
             demand(handle, f"priority.{i}", 0)
 
     with job.check("placement changes no sum"):

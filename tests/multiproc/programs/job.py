@@ -53,7 +53,9 @@ class Job:
             self._checks[name] = None
 
     @contextmanager
-    def check_raises(self, name: str, kind: type[Exception], pattern: str) -> Iterator[None]:
+    def check_raises(
+        self, name: str, kind: type[Exception] | tuple[type[Exception], ...], pattern: str
+    ) -> Iterator[None]:
         """Passes when the body raises `kind` with a text that has `pattern` (a regex) in it."""
         with self.check(name):
             try:
@@ -62,7 +64,7 @@ class Job:
                 text = str(error)
                 assert re.search(pattern, text), f"{pattern!r} is not in {text!r}"
             else:
-                raise AssertionError(f"did not raise {kind.__name__}")
+                raise AssertionError(f"did not raise {kind}")
 
     def mark(self, name: str) -> None:
         """Tell the test that this point was reached."""

@@ -274,8 +274,8 @@ def once(job: Job) -> None:
         assert len(set(places)) < len(places), "no address came twice: this shows nothing"
     bps.shutdown()
     with job.check("shutdown leaves nothing"):
-        left = registered(os.getpid())
-        assert not any(left.values()), left
+        rest = registered(os.getpid())
+        assert not any(rest.values()), rest
 
 
 def poor(job: Job) -> None:

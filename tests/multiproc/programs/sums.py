@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
+from typing import Any
 
 import byteps.torch as bps
 import torch
@@ -57,6 +59,7 @@ def every_dtype(job: Job) -> None:
 def exact(job: Job, name: str, count: int, dtype: str, average: bool) -> None:
     """Four rounds of one name, one for each way to call."""
     ranks = list(range(job.size))
+    ways: tuple[Callable[..., Any], ...]
     ways = (bps.push_pull, bps.push_pull_inplace, bps.push_pull_async, bps.push_pull_async_inplace)
     for round_, way in enumerate(ways):
         given = values.exact_input(count, job.rank, name, round_, dtype)

@@ -1,20 +1,41 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""BytePS, imported when it is first needed, so that Megatron runs without it."""
+"""BytePS, imported when it is first needed, so that Megatron runs without it.
+
+``bytepslib.byteps`` is the module ``byteps.torch``, ``bytepslib.nodes`` is ``byteps.torch.nodes``,
+and so on. Each raises RuntimeError where BytePS is not there or does not load.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["byteps", "load", "nodes", "pieces", "server_nodes", "server_state"]
+
+if TYPE_CHECKING:
+    # So that type checkers find calls of what these modules do not have.
+    import byteps.torch as byteps
+    from byteps.torch import nodes, pieces, server_nodes, server_state
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "byteps":
+            return load()
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        load()
+        return importlib.import_module(f"byteps.torch.{name}")
 
 
-def byteps() -> ModuleType:
-    """The module ``byteps.torch``.
+def load() -> Any:
+    """Import ``byteps.torch``.
 
     Raises:
         RuntimeError: it is not there or does not load.
     """
     try:
-        import byteps.torch as bps
+        return importlib.import_module("byteps.torch")
     except ImportError as error:
         raise RuntimeError(
             "--use-dpu-reduce needs the package byteps (the build of Megatron-BytePS, with "
@@ -22,36 +43,3 @@ def byteps() -> ModuleType:
             f"{error}. Install it with `make setup` in a Megatron-BytePS checkout, or "
             "`pip install <checkout>/build/byteps`; or drop --use-dpu-reduce."
         ) from error
-    return bps
-
-
-def nodes() -> ModuleType:
-    """The module ``byteps.torch.nodes``. Raises RuntimeError as :func:`byteps` does."""
-    byteps()
-    from byteps.torch import nodes as module
-
-    return module
-
-
-def pieces() -> ModuleType:
-    """The module ``byteps.torch.pieces``. Raises RuntimeError as :func:`byteps` does."""
-    byteps()
-    from byteps.torch import pieces as module
-
-    return module
-
-
-def server_state() -> ModuleType:
-    """The module ``byteps.torch.server_state``. Raises RuntimeError as :func:`byteps` does."""
-    byteps()
-    from byteps.torch import server_state as module
-
-    return module
-
-
-def server_nodes() -> ModuleType:
-    """The module ``byteps.torch.server_nodes``. Raises RuntimeError as :func:`byteps` does."""
-    byteps()
-    from byteps.torch import server_nodes as module
-
-    return module

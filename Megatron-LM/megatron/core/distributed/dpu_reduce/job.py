@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .bytepslib import byteps, nodes
+from . import bytepslib
 from .routes import Network
 
 _GBPS = 1e9 / 8
@@ -40,7 +40,7 @@ def initialize() -> None:
         byteps.torch.BytePSError: the scheduler or a server cannot be reached.
     """
     global _job
-    bps = byteps()
+    bps = bytepslib.byteps
     if not torch.distributed.is_initialized():
         raise RuntimeError("--use-dpu-reduce: initialise torch.distributed before BytePS")
     if not bps.is_initialized():
@@ -70,7 +70,7 @@ def joined() -> Job:
 
 def _meet() -> Job:
     """Learn every rank's host and link; all ranks call this."""
-    bps, node = byteps(), nodes()
+    bps, node = bytepslib.byteps, bytepslib.nodes
     mine = (
         node.host_name(),
         float(node.setting("BYTEPS_LINK_GBPS")) or card_gbps(node.setting("DMLC_INTERFACE")),

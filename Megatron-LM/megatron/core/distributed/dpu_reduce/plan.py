@@ -8,12 +8,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import job, table
-from .bytepslib import byteps, nodes, pieces
+from . import bytepslib, job, table
 from .measure import Measured, measure
 from .naming import bucket_name, bucket_priority, group_name, named, partition_count
 from .refusals import WIRE_DTYPES, validate_ddp_config
@@ -129,7 +128,7 @@ def register(ddp: DistributedDataParallel) -> None:
 
 def _declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParallelConfig) -> None:
     """Tell the servers of all sums by one message to each, so that no first step waits for them."""
-    bps, rank, declarations = byteps(), torch.distributed.get_rank(), []
+    bps, rank, declarations = bytepslib.byteps, torch.distributed.get_rank(), []
     average = config.average_in_collective
     for bucket in buckets:
         op: BucketOp = bucket.dpu_reduce_op
@@ -199,7 +198,8 @@ def _decide(
     network = job.joined().network
     if asked == AUTO and job.joined().measures and len(set(hosts)) > 1 and not config.dpu_optimizer:
         network = _measured(kind, group, groups, sums, buffers[0]).applied(network)
-    decisions, rows = {}, []
+    decisions: dict[int, Decision] = {}
+    rows = []
     for bucket_group, what in zip(groups, sums, strict=True):
         decision = decide(what, network, asked)
         rows.append((what, decision))
@@ -255,7 +255,7 @@ def _measured(
         )
 
     def flat(tensor: torch.Tensor) -> None:
-        op, bps = sum_op(tensor, FLAT), byteps()
+        op, bps = sum_op(tensor, FLAT), bytepslib.byteps
         handle = bps.push_pull_async_inplace(
             tensor,
             average=False,
@@ -296,7 +296,7 @@ def _sent_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConf
 
 def _spread(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
     """Bytes that this rank pushes to each server in one step, of these buckets."""
-    bps, rank = byteps(), torch.distributed.get_rank()
+    bps, rank = bytepslib.byteps, torch.distributed.get_rank()
     total = [0] * len(bps.bytes_per_server(1, name="count"))
     for bucket in buckets:
         op: BucketOp = bucket.dpu_reduce_op
@@ -376,7 +376,7 @@ def _placed(
     op: BucketOp, bucket: _ParamAndGradBucket, buffer: _ParamAndGradBuffer, group: _Group
 ) -> BucketOp:
     """The operation with its place on the servers and, node first, its sums inside the host."""
-    bps, elements = byteps(), bucket.grad_data.numel()
+    bps, elements = bytepslib.byteps, bucket.grad_data.numel()
     if op.route == COLLECTIVE or elements == 0:
         return op
     nbytes = elements * op.wire_dtype.itemsize
@@ -397,7 +397,7 @@ def _node_sums(
     buffer: _ParamAndGradBuffer,
     group: _Group,
 ) -> tuple[NodeSum, NodeSum | None]:
-    node, cutting, rank = nodes(), pieces(), torch.distributed.get_rank()
+    node, cutting, rank = bytepslib.nodes, bytepslib.pieces, torch.distributed.get_rank()
     layout = node.HostLayout.of(op.group, [str(job.joined().hosts[r]) for r in op.group])
     beside, elements = layout.beside(rank), bucket.grad_data.numel()
     count = node.piece_count(elements * op.wire_dtype.itemsize // len(beside))
@@ -436,10 +436,11 @@ def _node_sums(
 
 def _chunk_index(module: torch.nn.Module) -> int:
     """Virtual pipeline stage of a model chunk, which mixed-precision wrappers may hide."""
+    part: Any = module
     while True:
-        stage = getattr(module, "vp_stage", None)
+        stage = getattr(part, "vp_stage", None)
         if stage is not None:
             return int(stage)
-        if not hasattr(module, "module"):
+        if not hasattr(part, "module"):
             return 0
-        module = module.module
+        part = part.module

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .bytepslib import byteps
+from . import bytepslib
 from .routes import ROUTES
 
 OPTIMIZER_CLIPS = ("speculate", "wait")
@@ -310,7 +310,7 @@ def validate_args(args: Namespace) -> None:
     if not getattr(args, "use_dpu_reduce", False):
         return
     _refuse(args)
-    byteps()
+    bytepslib.load()
 
 
 def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:

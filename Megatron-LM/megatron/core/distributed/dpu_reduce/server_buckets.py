@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from .bytepslib import byteps, server_nodes, server_state
+from . import bytepslib
 
 if TYPE_CHECKING:
     from byteps.torch import TensorDeclaration
@@ -73,7 +73,7 @@ class ServerBucket:
         dtype = self.places[0][1].dtype
         self._parameters = torch.zeros(grads.numel(), dtype=dtype, device=grads.device)
         segments: list[Segment] = []
-        add = server_state().add_segment
+        add = bytepslib.server_state.add_segment
         with torch.no_grad():
             for begin, parameter in self.places:
                 if segments and segments[-1][0] < begin:
@@ -189,7 +189,7 @@ class ServerBucket:
         sent early may be of a step that failed, on this rank or another one."""
         started, self._pushed = self._pushed, None
         if started is not None:
-            with suppress(byteps().BytePSError):
+            with suppress(bytepslib.byteps.BytePSError):
                 self._tensor.end(started)
         self._tensor.give_up()
 
@@ -235,6 +235,12 @@ class ServerBucket:
         """What the servers keep of these elements, which this rank sends, in fp32, on the CPU."""
         return self._tensor.read(slot, begin, end)
 
+    @overload
+    def gather(
+        self, slot: int, begin: int, end: int, *, wanted: Literal[True] = True
+    ) -> torch.Tensor: ...
+    @overload
+    def gather(self, slot: int, begin: int, end: int, *, wanted: bool) -> torch.Tensor | None: ...
     def gather(
         self, slot: int, begin: int, end: int, *, wanted: bool = True
     ) -> torch.Tensor | None:
@@ -263,7 +269,7 @@ def _shared_tensor(
     rank, grads, sums = torch.distributed.get_rank(), bucket.grad_data, op.node_whole
     host, declarations = None, [_declaration(op, grads, average)]
     if sums is not None:
-        host = server_nodes().OnHost(
+        host = bytepslib.server_nodes.OnHost(
             group=sums.node,
             local=sums.layout.local_index(rank),
             average=average,
@@ -273,7 +279,7 @@ def _shared_tensor(
             replace(one, dtype=op.wire_dtype, wire_dtype=None)
             for one in sums.declarations(rank, grads.dtype, grads.device)
         ]
-    tensor = server_nodes().SharedTensor(
+    tensor = bytepslib.server_nodes.SharedTensor(
         declarations,
         rule,
         segments,
@@ -282,11 +288,13 @@ def _shared_tensor(
         in_order=in_order,
         **servers,
     )
-    return tensor, list(declarations[0].group)
+    members = declarations[0].group
+    assert isinstance(members, Sequence)
+    return tensor, list(members)
 
 
 def _declaration(op: BucketOp, grads: torch.Tensor, average: bool) -> TensorDeclaration:
-    return byteps().TensorDeclaration(
+    return bytepslib.byteps.TensorDeclaration(
         name=op.name,
         dtype=op.wire_dtype,
         numel=grads.numel(),

@@ -28,8 +28,7 @@ from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
 from ...utils import get_model_config, log_single_rank
-from . import server_checkpoint, server_routes
-from .bytepslib import byteps, server_state
+from . import bytepslib, server_checkpoint, server_routes
 from .refusals import validate_optimizer_config
 from .server_buckets import ServerBucket
 from .summed_later import SummedLater
@@ -127,12 +126,12 @@ class ServerOptimizer(MegatronOptimizer):
         self.grad_stats_parallel_group = dense_group
         self.tp_group, self.expert_tp_group = tp_group, expert_tp_group
         self._expert_group = expert_group
-        self._rule = server_state().rule_of(self.optimizer)
+        self._rule = bytepslib.server_state.rule_of(self.optimizer)
         self._looks = config.clip_grad > 0.0 or math.isfinite(config.grad_norm_skip_threshold)
         """Whether a step asks for the norm."""
         self._counts_zeros = config.log_num_zeros_in_grad
         self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
-        self._speculation = server_state().Speculation(
+        self._speculation = bytepslib.server_state.Speculation(
             model_chunks[0].ddp_config.dpu_optimizer_clip,
             useful=self._looks or self._overlaps or self._counts_zeros,
         )
@@ -226,7 +225,7 @@ class ServerOptimizer(MegatronOptimizer):
 
     def _demand_no_failure(self) -> None:
         if self._failure:
-            raise byteps().BytePSError(
+            raise bytepslib.byteps.BytePSError(
                 f"--dpu-optimizer: an earlier step failed ({self._failure}): load a checkpoint"
             )
 
@@ -239,7 +238,7 @@ class ServerOptimizer(MegatronOptimizer):
             self._failure = str(error) or type(error).__name__
             raise
 
-    def _step(self) -> tuple[bool, float | None, None]:
+    def _step(self) -> tuple[bool, float | None, int | None]:
         if not self._loaded:
             self._load_parameters()
         plain = self._plain_step()
@@ -317,7 +316,7 @@ class ServerOptimizer(MegatronOptimizer):
 
     def _all(self, start: Callable[[ServerBucket], Started | None]) -> None:
         """Start something for each bucket, if `start` does; wait for all, also when one fails."""
-        server_state().start_and_wait(
+        bytepslib.server_state.start_and_wait(
             self._buckets,
             start,
             lambda bucket, started, failed: bucket.wait(started, failed=failed),

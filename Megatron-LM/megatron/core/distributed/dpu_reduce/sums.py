@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .bytepslib import byteps
+from . import bytepslib
 from .plan import BucketOp
 from .routes import COLLECTIVE
 
@@ -30,7 +30,7 @@ class _PushPull:
         self._tensor = tensor
 
     def wait(self) -> None:
-        byteps().synchronize(self._handle)
+        bytepslib.byteps.synchronize(self._handle)
 
 
 class GradSyncHandle:
@@ -120,7 +120,7 @@ def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average:
     if op.node_whole is not None:
         node = (op.node_shards if sharded else None) or op.node_whole
         return node.start(bucket.grad_data)
-    handle = byteps().push_pull_async_inplace(
+    handle = bytepslib.byteps.push_pull_async_inplace(
         bucket.grad_data,
         average=average,
         name=op.name,

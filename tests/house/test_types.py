@@ -1,0 +1,83 @@
+"""scripts/lint.sh has mypy check types: that it sees the project's own modules, however they are
+found, and that what it is told of the compiled module is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from byteps.torch import c_lib
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = ROOT / "byteps/byteps/torch/c_lib.pyi"
+MISTAKES = {
+    "from byteps.torch import nodes; nodes.whole_pieces(12, 2, 1)": 'no attribute "whole_pieces"',
+    "from byteps.torch import c_lib; c_lib.poll('a')": 'incompatible type "str"',
+    "import byteps.torch as bps; bps.partition_bytes()": "Too few arguments",
+    "from megatron.core.distributed.dpu_reduce import bytepslib as b; b.nodes.no_such": "no_such",
+    "from megatron.core.distributed.dpu_reduce.naming import no_such": "no_such",
+    "from benchkit.plan import no_such": "no_such",
+    "from paritykit.layouts import no_such": "no_such",
+    "from trainkit.job import no_such": "no_such",
+    "from progress import no_such": "no_such",
+    "from megatron_byteps_hf.options import no_such": "no_such",
+    "from megatron_byteps_ray.settings import no_such": "no_such",
+    "from megatron_byteps_rl.settings import no_such": "no_such",
+    "from cluster import no_such": "no_such",
+    "from programs.job import no_such": "no_such",
+    "from vm.guest import no_such": "no_such",
+    "import torch; torch.zeros(3).no_such()": 'no attribute "no_such"',
+    "import no_such_module": "no_such_module",
+}
+"""A line of a program, and what mypy says of it."""
+
+
+def test_mistakes_are_found(tmp_path: Path) -> None:
+    program = tmp_path / "mistaken.py"
+    program.write_text("".join(f"def _{n}() -> None: {one}\n" for n, one in enumerate(MISTAKES)))
+    # A cache of its own: another mypy may run meanwhile.
+    options = ["--cache-dir", "build/types/cache-of-test", "--follow-imports", "silent"]
+    overlays = ["byteps", "Megatron-LM"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, *overlays, program],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=500,
+    )  # fmt: skip
+    found = dict(re.findall(r"mistaken\.py:(\d+): error: (.*)", done.stdout))
+    assert set(found) == {str(n) for n in range(1, len(MISTAKES) + 1)}, done.stdout + done.stderr
+    for said, wanted in zip(found.values(), MISTAKES.values(), strict=True):
+        assert wanted in said
+
+
+def _signatures(tree: ast.AST) -> dict[str, list[str]]:
+    """Of each function the arguments, with = where they have a default; classes have none."""
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = []
+        elif isinstance(node, ast.FunctionDef):
+            given = node.args
+            names = [f"arg{n}" for n, _ in enumerate(given.posonlyargs)]
+            names += [one.arg for one in given.args]
+            needed = len(names) - len(given.defaults)
+            found[node.name] = names[:needed] + [f"{name}=" for name in names[needed:]]
+    return found
+
+
+def _compiled() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for owner in (c_lib, c_lib.UpdatedTensor):
+        for name, value in vars(owner).items():
+            if isinstance(value, type):
+                found[name] = []
+            elif callable(value) and (name == "__init__" or not name.startswith("_")):
+                # pybind11 writes each signature as Python would.
+                first = str(value.__doc__).splitlines()[0]
+                found |= _signatures(ast.parse(f"def {first}: ..."))
+    return found
+
+
+def test_the_stub_is_of_the_compiled_module() -> None:
+    assert _signatures(ast.parse(STUB.read_text())) == _compiled()
