@@ -23,6 +23,7 @@ SUITES = (
     "Plan",
     "PushHeader",
     "PushScheduler",
+    "DeliveryRate",
     "RdmaWire",
     "SentMessages",
     "ServerSteps",
