@@ -385,8 +385,15 @@ class ServerOptimizer(MegatronOptimizer):
         server_checkpoint.check_metadata(metadata)
         if not self._loaded and not is_loading:
             self._load_parameters()
-            # Ranks read next, and only the first one of each group has loaded.
-            torch.distributed.barrier()
+            # Ranks read next, and only the first one of each group has loaded. Ranks without
+            # buckets are not here.
+            ddp = self.model_chunks[0]
+            for buckets, group in (
+                (self._dense, ddp.dp_cp_group),
+                (self._expert, ddp.expt_dp_group),
+            ):
+                if buckets:
+                    torch.distributed.barrier(group=group)
         parts = [
             server_checkpoint.sharded_state(
                 buckets,
