@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._demand_same_rule()
+        self._demand_same_rule(self.param_groups)
         for bucket in self._buckets:
             bucket.collect_gradients()
         try:
@@ -231,28 +231,33 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a saved state on the servers; what the group's lowest rank passes counts.
+        """Put a saved state on the servers: all members pass the same one.
 
-        fp32 parameters are taken as the model has them, so load the model first; those of bf16 from
-        "master_param", where it was saved.
+        fp32 parameters are taken as the model of the group's lowest rank has them, so load the
+        model first; those of bf16 from "master_param", where it was saved.
 
         Raises:
             BytePSError: a server refuses or is lost.
             ValueError: it was saved with other parameters or options, or after different numbers of
-                steps.
+                steps. Nothing has changed.
         """
-        groups = state_dict["param_groups"]
-        sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups]
+        saved_groups = state_dict["param_groups"]
+        sizes = [[len(g["params"]) for g in some] for some in (saved_groups, self.param_groups)]
         if sizes[0] != sizes[1]:
             raise ValueError(f"the state has groups of {sizes[0]} parameters, not {sizes[1]}")
+        groups = [
+            mine | {key: value for key, value in theirs.items() if key != "params"}
+            for mine, theirs in zip(self.param_groups, saved_groups, strict=True)
+        ]
         state = state_dict["state"]
-        places = [place for bucket in self._buckets for place in bucket.places]
-        counts = {float(state.get(index, {}).get("step", 0)) for index, _, _ in places}
+        # On every rank, so that nobody waits for one that refuses.
+        self._demand_same_rule(groups)
+        self._demand_same_shapes(state)
+        counts = {float(state.get(index, {}).get("step", 0)) for index, _, _ in self._places()}
         if len(counts) > 1:
             raise ValueError(f"parameters made different numbers of steps: {sorted(counts)}")
         for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-        self._demand_same_rule()
+            mine.update(theirs)
         # Of SGD, torch saves no number of steps; it tells the first step from later ones alone.
         self.steps = int(max(counts, default=0.0))
         self._speculation.forget()
@@ -272,18 +277,27 @@ class ServerOptimizer(torch.optim.Optimizer):
                 saved = state.get(index, {}).get(name)
                 if saved is None:
                     continue
-                if saved.shape != parameter.shape:
-                    raise ValueError(
-                        f"{name} of parameter {index} has the shape {tuple(saved.shape)}, "
-                        f"the parameter {tuple(parameter.shape)}"
-                    )
                 values[begin : begin + parameter.numel()] = saved.detach().float().cpu().view(-1)
                 found = True
             if found:
                 bucket.tensor.load(slot, values)
 
-    def _demand_same_rule(self) -> None:
-        now = self._rule.groups_of(self.param_groups)
+    def _places(self) -> list[tuple[int, int, torch.Tensor]]:
+        """Of all buckets."""
+        return [place for bucket in self._buckets for place in bucket.places]
+
+    def _demand_same_shapes(self, state: dict[int, dict[str, Any]]) -> None:
+        for index, _, parameter in self._places():
+            for name in self._rule.slot_names:
+                saved = state.get(index, {}).get(name)
+                if saved is not None and saved.shape != parameter.shape:
+                    raise ValueError(
+                        f"{name} of parameter {index} has the shape {tuple(saved.shape)}, "
+                        f"the parameter {tuple(parameter.shape)}"
+                    )
+
+    def _demand_same_rule(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        now = self._rule.groups_of(param_groups)
         if now != self._rule.groups:
             raise ValueError(
                 "parameter groups changed in more than learning rate and weight decay: servers "
