@@ -132,10 +132,7 @@ class ServerOptimizer(torch.optim.Optimizer):
                 only load_state_dict makes them whole.
             ValueError: a parameter group changed in what servers were told once.
         """
-        if self._failure:
-            raise engine.BytePSError(
-                f"'{self._name}' failed in an earlier step ({self._failure}): load a checkpoint"
-            )
+        self._demand_no_failure()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -149,6 +146,12 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._failure = str(error) or type(error).__name__
             raise
         return loss
+
+    def _demand_no_failure(self) -> None:
+        if self._failure:
+            raise engine.BytePSError(
+                f"'{self._name}' failed in an earlier step ({self._failure}): load a checkpoint"
+            )
 
     def _step(self) -> None:
         rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.param_groups]
@@ -214,7 +217,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         torch's own optimizer can load it, and `load_state_dict` what torch's has saved. For bf16
         parameters there is "master_param", the fp32 values, as well. Not collective: the rank that
         saves calls it, while nobody is in `step`.
+
+        Raises:
+            BytePSError: a server is lost, or a step failed: servers may have different steps.
         """
+        self._demand_no_failure()
         saved = super().state_dict()
         slots = self._rule.slot_names
         for bucket in self._buckets:

@@ -321,8 +321,9 @@ def interrupted(job: Job) -> None:
             mock.patch.object(bucket, "wait", side_effect=OSError("by hand")),
         ):
             pair.step(1)
-        with job.check_raises(f"{clip}: afterwards", bps.BytePSError, "earlier step .*by hand"):
-            pair.served.step()
+        for name, call in (("step", pair.served.step), ("state", pair.served.state_dict)):
+            with job.check_raises(f"{clip}: {name}", bps.BytePSError, "earlier step .*by hand"):
+                call()
         pair.served.load_state_dict(saved)
         with job.check(f"{clip}: from a checkpoint"):
             for step in (1, 2):

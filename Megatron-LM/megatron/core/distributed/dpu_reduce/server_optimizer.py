@@ -381,8 +381,16 @@ class ServerOptimizer(MegatronOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[Any, Any]:
-        """The state as the distributed optimizer would save it; see :mod:`.server_checkpoint`."""
+        """The state as the distributed optimizer would save it; see :mod:`.server_checkpoint`.
+
+        Raises:
+            byteps.torch.BytePSError: a server is lost; or a step failed, so that servers may have
+                the state of different ones, and none is to be saved.
+            ValueError: a checkpoint of another form is wanted.
+        """
         server_checkpoint.check_metadata(metadata)
+        if not is_loading:
+            self._demand_no_failure()
         if not self._loaded and not is_loading:
             self._load_parameters()
             # Ranks read next, and only the first one of each group has loaded. Ranks without
