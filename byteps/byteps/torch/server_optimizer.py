@@ -167,18 +167,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.last_norm = math.sqrt(squares)
         finite = math.isfinite(self.last_norm)
         scale = min(1.0, self.max_norm / (self.last_norm + _EPS)) if finite else 1.0
-        if tried and not finite:
-            for bucket in self._buckets:
-                bucket.drop()
-        elif tried and scale == 1.0:
-            for bucket in self._buckets:
-                bucket.keep()
-        elif tried:
-            self._all(lambda bucket: bucket.step_again((self.steps + 1, scale, False, rates)))
-            for bucket in self._buckets:
-                bucket.take()
-        else:
-            self._all(lambda bucket: bucket.step((self.steps + 1, scale, not finite, rates)))
+        self._make((self.steps + 1, scale, not finite, rates), tried=tried)
         self._speculation.note(tried=tried, clipped=scale != 1.0, skipped=not finite)
         advice = self._speculation.advice()
         if advice is not None and self._is_lowest():
@@ -190,6 +179,19 @@ class ServerOptimizer(torch.optim.Optimizer):
             self.steps += 1
         else:
             self.skipped_steps += 1
+
+    def _make(self, step: Step, *, tried: bool) -> None:
+        """Make a step whose norm is known, and take its parameters; or none, as it says."""
+        _, scale, skip, _ = step
+        if not tried:
+            self._all(lambda bucket: bucket.step(step))
+        elif scale != 1.0:
+            self._all(lambda bucket: bucket.step_again(step))
+            for bucket in self._buckets:
+                bucket.take()
+        else:
+            for bucket in self._buckets:
+                bucket.drop() if skip else bucket.keep()
 
     @property
     def tried_steps(self) -> int:
@@ -223,18 +225,22 @@ class ServerOptimizer(torch.optim.Optimizer):
         """
         self._demand_no_failure()
         saved = super().state_dict()
-        slots = self._rule.slot_names
         for bucket in self._buckets:
-            flat = {name: bucket.tensor.read(slot) for slot, name in enumerate(slots)}
-            for index, begin, parameter in bucket.places:
-                state = saved["state"].setdefault(index, {})
-                for name, values in flat.items():
-                    if name == "master_param" and parameter.dtype == torch.float32:
-                        continue
-                    part = values[begin : begin + parameter.numel()]
-                    state[name] = part.view(parameter.shape).clone()
-                state["step"] = torch.tensor(float(self.steps))
+            saved["state"].update(self._state_of(bucket))
         return saved
+
+    def _state_of(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
+        """Of each parameter of a bucket, by its index."""
+        flat = {name: bucket.tensor.read(slot) for slot, name in enumerate(self._rule.slot_names)}
+        found = {}
+        for index, begin, parameter in bucket.places:
+            state = {
+                name: values[begin : begin + parameter.numel()].view(parameter.shape).clone()
+                for name, values in flat.items()
+                if name != "master_param" or parameter.dtype != torch.float32
+            }
+            found[index] = state | {"step": torch.tensor(float(self.steps))}
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
