@@ -17,12 +17,15 @@ import faults
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     param_and_grad_buffer,
 )
+from megatron.core.distributed.dpu_reduce import server_checkpoint
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform, training
@@ -171,11 +174,11 @@ class Mixed(torch.nn.Module):
         return self.expert(self.second(self.first(x).bfloat16()).float())
 
 
-def _on_core(body: Callable[[], Any]) -> Any:
+def _on_core(body: Callable[[], Any], **groups: int) -> Any:
     """Run with torch.distributed and Megatron's groups in place, without megatron.training."""
     cpu_platform.install()
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(**groups)
     torch.manual_seed(3)
     try:
         return body()
@@ -194,6 +197,28 @@ def _wrap(
         config.setdefault("dpu_reduce_route", "flat")
     ddp_config = DistributedDataParallelConfig(**config)
     return DistributedDataParallel(transformer, ddp_config, module, pg_collection=pg_collection)
+
+
+def core_frozen_stage(folder: Path, environment: dict[str, str] | None = None) -> int:
+    """A checkpoint before the first step, of a pipeline whose first stage learns nothing: how many
+    fp32 parameters it has of this rank."""
+
+    def body() -> int:
+        module = torch.nn.Linear(4, 3)
+        module.requires_grad_(parallel_state.get_pipeline_model_parallel_rank() > 0)
+        ddp = _wrap(module, use_dpu_reduce=True, dpu_optimizer=True)
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.1), [ddp])
+        if optimizer.is_stub_optimizer:  # Megatron saves nothing of it
+            return 0
+        model = {
+            name: ShardedTensor.from_rank_offsets(name, parameter)
+            for name, parameter in ddp.module.named_parameters()
+        }
+        metadata = {"distrib_optim_sharding_type": server_checkpoint.SHARDING}
+        saved = optimizer.sharded_state_dict(model, metadata=metadata)["param_state"]
+        return sum(value.data.numel() for name, value in saved.items() if ".param." in name)
+
+    return _on_core(body, pipeline_model_parallel_size=2)
 
 
 def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from training_jobs import Trained
 
+from paritykit.forked import Job
+
 Train = Callable[..., Trained]
 
 SHAPE = (4, 3, 5)
@@ -170,6 +172,13 @@ def test_ranks_save_a_bucket(whole: bool) -> None:
             wanted = one.build() if isinstance(one, ShardedTensorFactory) else [one]
             for key, value in collected(wanted).items():
                 assert torch.equal(found.pop(key), value), key
+
+
+def test_a_stage_that_learns_nothing_saves_nothing(run_job: Callable[..., Job]) -> None:
+    """And is not waited for."""
+    job = run_job("core_frozen_stage", 4)
+    assert sum(job.result(rank) for rank in (0, 1)) == 0
+    assert sum(job.result(rank) for rank in (2, 3)) == 4 * 3 + 3
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@ hosts of two ranks."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -163,7 +164,7 @@ class Interrupt(BaseException):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("connection closed by peer"), Interrupt()])
-def test_after_a_step_that_failed_nothing_is_sent(error: BaseException) -> None:
+def test_after_a_step_that_failed_nothing_is_sent_or_saved(error: BaseException) -> None:
     """By whatever it failed, in the step or in the backward pass."""
     bucket = mock.Mock()
     said = f"earlier step failed .{error!s}" if str(error) else "earlier step failed .Interrupt"
@@ -178,7 +179,12 @@ def test_after_a_step_that_failed_nothing_is_sent(error: BaseException) -> None:
         with pytest.raises(type(error)):
             optimizer.step() if fails == "step" else optimizer.bucket_is_ready(bucket)
         bucket.reset_mock(side_effect=True)
-        for call in (optimizer.step, lambda one=optimizer: one.bucket_is_ready(bucket)):
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        for call in (
+            optimizer.step,
+            functools.partial(optimizer.bucket_is_ready, bucket),
+            functools.partial(optimizer.sharded_state_dict, {}, metadata=metadata),
+        ):
             with pytest.raises(BytePSError, match=said):
                 call()
         assert not bucket.push_early.called

@@ -51,6 +51,10 @@ def test_a_step_that_is_interrupted(make_cluster: Callable[..., Cluster]) -> Non
     make_cluster(workers=2, servers=1, env=ENV).run("server_optimizer:interrupted", device="cpu")
 
 
+def test_a_state_that_does_not_fit(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1, env=ENV).run("server_optimizer:loads", device="cpu")
+
+
 def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
     """On a learning rate: all are told where servers update at once, else at least the second."""
     cluster = make_cluster(workers=2, servers=1, env=ENV)

@@ -12,10 +12,11 @@ import byteps.torch as bps
 import pytest
 import torch
 import torch.distributed as dist
-from byteps.torch import server_nodes, server_state
+from byteps.torch import server_parts, server_state
 from byteps.torch.nodes import NodeGroup
 from byteps.torch.pieces import whole_pieces
-from byteps.torch.server_nodes import OnHost, SharedTensor, cut_segments
+from byteps.torch.server_nodes import OnHost, SharedTensor
+from byteps.torch.server_parts import cut_segments
 from byteps.torch.server_state import start_and_wait
 
 SEGMENTS = [(5, 0, True), (6, 1, False), (40, 1, True), (97, 2, True)]
@@ -81,8 +82,8 @@ class Kept:
 def test_ranks_load_their_parts_and_gather_any_range(
     monkeypatch: pytest.MonkeyPatch, elements: int, size: int, pieces: int
 ) -> None:
-    monkeypatch.setattr(server_nodes, "ServerTensor", Kept)
-    monkeypatch.setattr(server_nodes, "_PACKED_AT_ONCE", 3)  # in several turns
+    monkeypatch.setattr(server_parts, "ServerTensor", Kept)
+    monkeypatch.setattr(server_parts, "_GATHERED_AT_ONCE", 3)  # in several turns
     cut, whole = whole_pieces(elements, size, pieces), torch.arange(float(elements))
     ranges = [(b, e) for b in range(elements + 1) for e in range(b, elements + 1)]
 
@@ -156,7 +157,7 @@ def test_all_parts_are_waited_for_when_a_rank_of_the_host_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else what comes down for the others would be written into memory that the caller has back."""
-    monkeypatch.setattr(server_nodes, "ServerTensor", Moving)
+    monkeypatch.setattr(server_parts, "ServerTensor", Moving)
     monkeypatch.setattr(Moving, "waited", [], raising=False)
     cut = whole_pieces(12, 2, 3)
     declarations = [

@@ -4,8 +4,8 @@
 #include <cstdio>
 #include <utility>
 
-#include "byteps/base/declaration_list.h"
 #include "byteps/base/log.h"
+#include "byteps/base/text.h"
 #include "byteps/base/thread_name.h"
 #include "byteps/observe/status_record.h"
 #include "byteps/server/reducer.h"
@@ -18,25 +18,12 @@ namespace {
 // A worker that is further ahead than this has lost count.
 constexpr uint32_t kMaxRoundsAhead = 4096;
 
-std::string Hex(uint64_t x) {
-  char text[32];
-  snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(x));
-  return text;
-}
-
 // Of a request that HasForm().
 PushHeader HeaderOf(const ps::Message& msg) {
   PushHeader header;
   std::string rest;
   PushHeader::Unpack(msg.meta.body, &header, &rest);
   return header;
-}
-
-// Whether a request has a header, which asks for a part of `size` bytes.
-bool AsksForAPart(const ps::Message& msg, uint64_t size) {
-  PushHeader header;
-  if (!PushHeader::Unpack(msg.meta.body, &header)) return false;
-  return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
 }
 
 bool All(const std::vector<bool>& flags) {
@@ -112,169 +99,6 @@ uint64_t Server::OpenRounds() const {
   return open;
 }
 
-// ---------------------------------------------------- the channel's threads
-
-void Server::OnMessage(ps::Message* msg) {
-  if (!msg->meta.request) return;
-  switch (msg->meta.head) {
-    case kDeclare:
-      return OnDeclare(*msg);
-    case kPushPull:
-    case kPush:
-    case kPull:
-    case kPushStep:
-    case kPushNorm:
-    case kPushTry:
-    case kStep:
-    case kLoadState:
-    case kReadState:
-      return OnRequest(msg);
-    default: {
-      Refuse(*msg, "the server does not know operation " + std::to_string(msg->meta.head) +
-                       ": install the same byteps on every node");
-    }
-  }
-}
-
-void Server::OnDeclare(const ps::Message& msg) {
-  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
-  std::vector<Declaration> declarations;
-  std::string error;
-  if (!UnpackDeclarations(msg.meta.body, &declarations, &error)) {
-    return Refuse(msg, "the declaration of worker " + std::to_string(rank) + " " + error);
-  }
-  for (const auto& declaration : declarations) {
-    const std::string refusal = Declare(rank, declaration);
-    if (error.empty()) error = refusal;
-  }
-  if (!error.empty()) return Refuse(msg, error);
-  Answer(Caller{rank, msg.meta.addr, msg.meta.head}, msg.meta.key, "", nullptr);
-}
-
-std::string Server::Declare(int rank, const Declaration& declaration) {
-  if (declaration.MemberIndex(rank) < 0) {
-    return "worker " + std::to_string(rank) + " is no member of the group of '" + declaration.name +
-           "': " + declaration.Describe();
-  }
-  const uint64_t key = declaration.Key();
-  ps::WriterLock lock(&mu_);
-  if (declaration.rule && tensors_.count(key) == 0) {
-    const std::string refusal = state_memory_.Promise(declaration, channel_->rank());
-    if (!refusal.empty()) return refusal;
-  }
-  auto& tensor = tensors_[key];
-  if (!tensor) {
-    tensor = std::make_unique<Tensor>();
-    tensor->declaration = declaration;
-    tensor->declared_by = rank;
-    counters_.declared_tensors.Add();
-  } else if (!(tensor->declaration == declaration) && tensor->refusal.empty()) {
-    tensor->refusal = "workers disagree on a tensor: worker " +
-                      std::to_string(tensor->declared_by) + " declared '" +
-                      tensor->declaration.name + "' (" + tensor->declaration.Describe() +
-                      "), worker " + std::to_string(rank) + " declared '" + declaration.name +
-                      "' (" + declaration.Describe() + "), both with key " + Hex(key);
-    BPS_LOG(WARNING) << tensor->refusal;
-    // Those who pushed already are waiting for a sum that cannot come.
-    for (auto& engine : engines_) {
-      Task task;
-      task.kind = Task::kRefuse;
-      task.tensor = tensor.get();
-      task.reason = tensor->refusal;
-      engine->queue.Push(std::move(task));
-    }
-  }
-  return tensor->refusal;
-}
-
-void Server::Refuse(const ps::Message& request, const std::string& error) {
-  counters_.refused_requests.Add();
-  const Caller caller{ps::Postoffice::IDtoRank(request.meta.sender), request.meta.addr,
-                      request.meta.head};
-  Answer(caller, request.meta.key, error, nullptr);
-}
-
-std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const {
-  const std::string worker = "worker " + std::to_string(ps::Postoffice::IDtoRank(msg.meta.sender));
-  const bool pull = msg.meta.head == kPull || msg.meta.head == kReadState;
-  if (tensor == nullptr || index >= tensor->declaration.NumPartitions()) {
-    return worker + (pull ? " pulled" : " pushed") + " key " + Hex(msg.meta.key) +
-           ", which nobody declared";
-  }
-  if (!tensor->refusal.empty()) return tensor->refusal;
-  const Declaration& declaration = tensor->declaration;
-  if (declaration.MemberIndex(ps::Postoffice::IDtoRank(msg.meta.sender)) < 0) {
-    return worker + " is no member of the group of '" + declaration.name + "'";
-  }
-  if (!HasForm(msg, declaration, index)) {
-    return std::string(pull ? "a pull" : "a push") + " of '" + declaration.name + "' from " +
-           worker + " does not have the declared form";
-  }
-  return "";
-}
-
-bool Server::HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index) {
-  if (declaration.rule) return HasFormOfUpdate(msg, declaration, index);
-  const int op = msg.meta.head;
-  if (op != kPushPull && op != kPush && op != kPull) return false;
-  const uint64_t size = declaration.PartitionSize(index);
-  const bool values =
-      op == kPull ? msg.data.empty() : msg.data.size() == 1 && msg.data[0].size() == size;
-  return values && AsksForAPart(msg, size) && declaration.fused == (op == kPushPull);
-}
-
-void Server::OnRequest(ps::Message* msg) {
-  const uint64_t index = msg->meta.key & (kMaxPartitions - 1);
-  Task task;
-  const Tensor* tensor = nullptr;
-  std::string error;
-  {
-    ps::ReaderLock lock(&mu_);
-    const auto it = tensors_.find(msg->meta.key - index);
-    if (it != tensors_.end()) tensor = it->second.get();
-    error = Refusal(*msg, tensor, index);
-    const auto partition = partitions_.find(msg->meta.key);
-    if (partition != partitions_.end()) task.partition = partition->second.get();
-  }
-  if (!error.empty()) return Refuse(*msg, error);
-  if (task.partition == nullptr) {
-    ps::WriterLock lock(&mu_);
-    task.partition = FindOrMake(*tensor, msg->meta.key);
-  }
-  task.msg = std::move(*msg);
-  task.received = SteadyNs();
-  if (!task.msg.data.empty()) {
-    counters_.received_partitions.Add();
-    counters_.received_bytes.Add(task.msg.data[0].size());
-  }
-  engines_[task.partition->engine]->queue.Push(std::move(task));
-}
-
-Server::Partition* Server::FindOrMake(const Tensor& tensor, uint64_t key) {
-  auto& partition = partitions_[key];
-  if (!partition) {
-    partition = std::make_unique<Partition>();
-    partition->tensor = &tensor;
-    partition->key = key;
-    partition->index = key & (kMaxPartitions - 1);
-    partition->engine = next_engine_++ % engines_.size();
-    if (tensor.declaration.rule) {
-      partition->state = std::make_unique<PartitionState>(&tensor.declaration, partition->index);
-    }
-  }
-  return partition.get();
-}
-
-void Server::OnWorkerGone(int rank, const std::string& reason) {
-  for (auto& engine : engines_) {
-    Task task;
-    task.kind = Task::kGone;
-    task.rank = rank;
-    task.reason = reason;
-    engine->queue.Push(std::move(task));
-  }
-}
-
 void Server::Answer(const Caller& caller, uint64_t key, const std::string& error,
                     const ps::SArray<char>* values, const ps::SArray<char>* sums) {
   ps::Message msg = MakeAnswer(caller.op, ps::Postoffice::WorkerRankToID(caller.rank), key,
@@ -285,8 +109,6 @@ void Server::Answer(const Caller& caller, uint64_t key, const std::string& error
   if (sums != nullptr) msg.meta.body.assign(sums->data(), sums->size());
   channel_->Send(&msg);
 }
-
-// ---------------------------------------------------------- engine threads
 
 void Server::Run(Engine* engine) {
   Task task;
@@ -379,47 +201,10 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
   const Declaration& declaration = partition->tensor->declaration;
   Caller caller = CallerOf(*msg, received);
   if (msg->meta.head == kPushNorm) caller.bytes = sizeof(GradientSums);
-  const int member = declaration.MemberIndex(caller.rank);
-  const PushHeader header = HeaderOf(*msg);
-  std::string error;
-  if (declaration.rule && header.round > 0) error = Settle(partition, *msg, header.round - 1);
-  Round* round = FindRound(engine, partition, header);
-  if (round == nullptr || round->pushed[member]) {
-    return Refuse(*msg, "worker " + std::to_string(caller.rank) + " pushed round " +
-                            std::to_string(header.round) + " of '" + declaration.name +
-                            "' while round " + std::to_string(partition->first_round) + " is open");
-  }
-  if (declaration.rule) GiveUpBefore(engine, partition, caller.rank, header.round);
-  round->pushed[member] = true;
-  for (const auto& gone : engine->gone) {
-    const int lost = declaration.MemberIndex(gone.first);
-    if (round->done || lost < 0 || round->pushed[lost]) continue;
-    FailRound(engine, partition, round,
-              gone.second + " while the push_pull of '" + declaration.name + "' waited for it");
-  }
-  if (round->done) {  // it failed before this push came
-    round->told[member] = true;
-    Refuse(*msg, round->failure);
-    return DropDoneRounds(partition);
-  }
-  if (declaration.rule && error.empty()) error = AgreeOnPush(declaration, *msg, round);
-  if (!error.empty()) {
-    FailRound(engine, partition, round, error);
-    round->told[member] = true;
-    Refuse(*msg, error);
-    return DropDoneRounds(partition);
-  }
-  if (deterministic_ || (declaration.rule && declaration.rule->in_order)) {
-    round->waiting.resize(declaration.group.size());
-    round->waiting[member] = std::move(msg->data[0]);
-    while (round->added < declaration.group.size() && round->pushed[round->added]) {
-      auto& next = round->waiting[round->added];
-      Accumulate(engine, declaration, round, std::move(next));
-      next = ps::SArray<char>();
-    }
-  } else {
-    Accumulate(engine, declaration, round, std::move(msg->data[0]));
-  }
+  Round* const round = Admit(engine, partition, *msg, caller.rank);
+  if (round == nullptr) return;
+  AddInTurn(engine, declaration, round, declaration.MemberIndex(caller.rank),
+            std::move(msg->data[0]));
   caller.added = round->last_added = SteadyNs();
   if (round->first_taken == 0) round->first_taken = caller.taken;
   counters_.adding_ns.Add(caller.added - caller.taken);
@@ -432,15 +217,68 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
   } else {
     round->callers.push_back(caller);
   }
-  if (round->added == declaration.group.size()) {
-    lateness_.Add(caller.rank, caller.received - round->first_taken);
-    if (declaration.rule) error = CompleteUpdate(partition, round);
-    if (error.empty()) {
-      Finish(engine, partition, round);
-    } else {
-      FailRound(engine, partition, round, error);
-    }
-    DropDoneRounds(partition);
+  if (round->added < declaration.group.size()) return;
+  lateness_.Add(caller.rank, caller.received - round->first_taken);
+  const std::string error = declaration.rule ? CompleteUpdate(partition, round) : "";
+  if (error.empty()) {
+    Finish(engine, partition, round);
+  } else {
+    FailRound(engine, partition, round, error);
+  }
+  DropDoneRounds(partition);
+}
+
+Server::Round* Server::Admit(Engine* engine, Partition* partition, const ps::Message& msg,
+                             int rank) {
+  const Declaration& declaration = partition->tensor->declaration;
+  const int member = declaration.MemberIndex(rank);
+  const PushHeader header = HeaderOf(msg);
+  std::string error;
+  if (declaration.rule && header.round > 0) error = Settle(partition, msg, header.round - 1);
+  Round* const round = FindRound(engine, partition, header);
+  if (round == nullptr || round->pushed[member]) {
+    Refuse(msg, "worker " + std::to_string(rank) + " pushed round " + std::to_string(header.round) +
+                    " of '" + declaration.name + "' while round " +
+                    std::to_string(partition->first_round) + " is open");
+    return nullptr;
+  }
+  if (declaration.rule) GiveUpBefore(engine, partition, rank, header.round);
+  round->pushed[member] = true;
+  FailWithoutThoseGone(engine, partition, round);
+  if (round->done) {
+    error = round->failure;  // it failed before this push came
+  } else {
+    if (declaration.rule && error.empty()) error = AgreeOnPush(declaration, msg, round);
+    if (error.empty()) return round;
+    FailRound(engine, partition, round, error);
+  }
+  round->told[member] = true;
+  Refuse(msg, error);
+  DropDoneRounds(partition);
+  return nullptr;
+}
+
+void Server::FailWithoutThoseGone(Engine* engine, Partition* partition, Round* round) {
+  const Declaration& declaration = partition->tensor->declaration;
+  for (const auto& [rank, reason] : engine->gone) {
+    const int lost = declaration.MemberIndex(rank);
+    if (round->done || lost < 0 || round->pushed[lost]) continue;
+    FailRound(engine, partition, round,
+              reason + " while the push_pull of '" + declaration.name + "' waited for it");
+  }
+}
+
+void Server::AddInTurn(Engine* engine, const Declaration& declaration, Round* round, int member,
+                       ps::SArray<char> values) {
+  if (!deterministic_ && !(declaration.rule && declaration.rule->in_order)) {
+    return Accumulate(engine, declaration, round, std::move(values));
+  }
+  round->waiting.resize(declaration.group.size());
+  round->waiting[member] = std::move(values);
+  while (round->added < declaration.group.size() && round->pushed[round->added]) {
+    auto& next = round->waiting[round->added];
+    Accumulate(engine, declaration, round, std::move(next));
+    next = ps::SArray<char>();
   }
 }
 

@@ -165,7 +165,7 @@ class Server {
     std::thread thread;
   };
 
-  // The channel's threads.
+  // The channel's threads (sum_server_requests.cc).
   void OnDeclare(const ps::Message& msg);
   // Takes what the worker of `rank` declares.  Why the tensor cannot be summed; empty if it can.
   std::string Declare(int rank, const Declaration& declaration);
@@ -184,6 +184,13 @@ class Server {
   void Run(Engine* engine);
   void Serve(Engine* engine, Task* task);
   void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received);
+  // The round of a push of this worker, if it may be added; null: it was refused.
+  Round* Admit(Engine* engine, Partition* partition, const ps::Message& msg, int rank);
+  // Fails a round that lacks the push of a worker that is gone.
+  void FailWithoutThoseGone(Engine* engine, Partition* partition, Round* round);
+  // Adds a member's push now, or in the order of ranks once it is its turn.
+  void AddInTurn(Engine* engine, const Declaration& declaration, Round* round, int member,
+                 ps::SArray<char> values);
   void Pull(Partition* partition, const ps::Message& msg, int64_t received);
   // The member's round, if it may be told of it now; null: it was refused.
   Round* FindPushed(Partition* partition, const ps::Message& msg, const Caller& caller);

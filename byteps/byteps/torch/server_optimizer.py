@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -132,15 +132,12 @@ class ServerOptimizer(torch.optim.Optimizer):
                 only load_state_dict makes them whole.
             ValueError: a parameter group changed in what servers were told once.
         """
-        if self._failure:
-            raise engine.BytePSError(
-                f"'{self._name}' failed in an earlier step ({self._failure}): load a checkpoint"
-            )
+        self._demand_no_failure()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._demand_same_rule()
+        self._demand_same_rule(self.param_groups)
         for bucket in self._buckets:
             bucket.collect_gradients()
         try:
@@ -149,6 +146,12 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._failure = str(error) or type(error).__name__
             raise
         return loss
+
+    def _demand_no_failure(self) -> None:
+        if self._failure:
+            raise engine.BytePSError(
+                f"'{self._name}' failed in an earlier step ({self._failure}): load a checkpoint"
+            )
 
     def _step(self) -> None:
         rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.param_groups]
@@ -164,18 +167,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.last_norm = math.sqrt(squares)
         finite = math.isfinite(self.last_norm)
         scale = min(1.0, self.max_norm / (self.last_norm + _EPS)) if finite else 1.0
-        if tried and not finite:
-            for bucket in self._buckets:
-                bucket.drop()
-        elif tried and scale == 1.0:
-            for bucket in self._buckets:
-                bucket.keep()
-        elif tried:
-            self._all(lambda bucket: bucket.step_again((self.steps + 1, scale, False, rates)))
-            for bucket in self._buckets:
-                bucket.take()
-        else:
-            self._all(lambda bucket: bucket.step((self.steps + 1, scale, not finite, rates)))
+        self._make((self.steps + 1, scale, not finite, rates), tried=tried)
         self._speculation.note(tried=tried, clipped=scale != 1.0, skipped=not finite)
         advice = self._speculation.advice()
         if advice is not None and self._is_lowest():
@@ -187,6 +179,19 @@ class ServerOptimizer(torch.optim.Optimizer):
             self.steps += 1
         else:
             self.skipped_steps += 1
+
+    def _make(self, step: Step, *, tried: bool) -> None:
+        """Make a step whose norm is known, and take its parameters; or none, as it says."""
+        _, scale, skip, _ = step
+        if not tried:
+            self._all(lambda bucket: bucket.step(step))
+        elif scale != 1.0:
+            self._all(lambda bucket: bucket.step_again(step))
+            for bucket in self._buckets:
+                bucket.take()
+        else:
+            for bucket in self._buckets:
+                bucket.drop() if skip else bucket.keep()
 
     @property
     def tried_steps(self) -> int:
@@ -214,45 +219,58 @@ class ServerOptimizer(torch.optim.Optimizer):
         torch's own optimizer can load it, and `load_state_dict` what torch's has saved. For bf16
         parameters there is "master_param", the fp32 values, as well. Not collective: the rank that
         saves calls it, while nobody is in `step`.
+
+        Raises:
+            BytePSError: a server is lost, or a step failed: servers may have different steps.
         """
+        self._demand_no_failure()
         saved = super().state_dict()
-        slots = self._rule.slot_names
         for bucket in self._buckets:
-            flat = {name: bucket.tensor.read(slot) for slot, name in enumerate(slots)}
-            for index, begin, parameter in bucket.places:
-                state = saved["state"].setdefault(index, {})
-                for name, values in flat.items():
-                    if name == "master_param" and parameter.dtype == torch.float32:
-                        continue
-                    part = values[begin : begin + parameter.numel()]
-                    state[name] = part.view(parameter.shape).clone()
-                state["step"] = torch.tensor(float(self.steps))
+            saved["state"].update(self._state_of(bucket))
         return saved
+
+    def _state_of(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
+        """Of each parameter of a bucket, by its index."""
+        flat = {name: bucket.tensor.read(slot) for slot, name in enumerate(self._rule.slot_names)}
+        found = {}
+        for index, begin, parameter in bucket.places:
+            state = {
+                name: values[begin : begin + parameter.numel()].view(parameter.shape).clone()
+                for name, values in flat.items()
+                if name != "master_param" or parameter.dtype != torch.float32
+            }
+            found[index] = state | {"step": torch.tensor(float(self.steps))}
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a saved state on the servers; what the group's lowest rank passes counts.
+        """Put a saved state on the servers: all members pass the same one.
 
-        fp32 parameters are taken as the model has them, so load the model first; those of bf16 from
-        "master_param", where it was saved.
+        fp32 parameters are taken as the model of the group's lowest rank has them, so load the
+        model first; those of bf16 from "master_param", where it was saved.
 
         Raises:
             BytePSError: a server refuses or is lost.
             ValueError: it was saved with other parameters or options, or after different numbers of
-                steps.
+                steps. Nothing has changed.
         """
-        groups = state_dict["param_groups"]
-        sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups]
+        saved_groups = state_dict["param_groups"]
+        sizes = [[len(g["params"]) for g in some] for some in (saved_groups, self.param_groups)]
         if sizes[0] != sizes[1]:
             raise ValueError(f"the state has groups of {sizes[0]} parameters, not {sizes[1]}")
+        groups = [
+            mine | {key: value for key, value in theirs.items() if key != "params"}
+            for mine, theirs in zip(self.param_groups, saved_groups, strict=True)
+        ]
         state = state_dict["state"]
-        places = [place for bucket in self._buckets for place in bucket.places]
-        counts = {float(state.get(index, {}).get("step", 0)) for index, _, _ in places}
+        # On every rank, so that nobody waits for one that refuses.
+        self._demand_same_rule(groups)
+        self._demand_same_shapes(state)
+        counts = {float(state.get(index, {}).get("step", 0)) for index, _, _ in self._places()}
         if len(counts) > 1:
             raise ValueError(f"parameters made different numbers of steps: {sorted(counts)}")
         for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-        self._demand_same_rule()
+            mine.update(theirs)
         # Of SGD, torch saves no number of steps; it tells the first step from later ones alone.
         self.steps = int(max(counts, default=0.0))
         self._speculation.forget()
@@ -272,18 +290,27 @@ class ServerOptimizer(torch.optim.Optimizer):
                 saved = state.get(index, {}).get(name)
                 if saved is None:
                     continue
-                if saved.shape != parameter.shape:
-                    raise ValueError(
-                        f"{name} of parameter {index} has the shape {tuple(saved.shape)}, "
-                        f"the parameter {tuple(parameter.shape)}"
-                    )
                 values[begin : begin + parameter.numel()] = saved.detach().float().cpu().view(-1)
                 found = True
             if found:
                 bucket.tensor.load(slot, values)
 
-    def _demand_same_rule(self) -> None:
-        now = self._rule.groups_of(self.param_groups)
+    def _places(self) -> list[tuple[int, int, torch.Tensor]]:
+        """Of all buckets."""
+        return [place for bucket in self._buckets for place in bucket.places]
+
+    def _demand_same_shapes(self, state: dict[int, dict[str, Any]]) -> None:
+        for index, _, parameter in self._places():
+            for name in self._rule.slot_names:
+                saved = state.get(index, {}).get(name)
+                if saved is not None and saved.shape != parameter.shape:
+                    raise ValueError(
+                        f"{name} of parameter {index} has the shape {tuple(saved.shape)}, "
+                        f"the parameter {tuple(parameter.shape)}"
+                    )
+
+    def _demand_same_rule(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        now = self._rule.groups_of(param_groups)
         if now != self._rule.groups:
             raise ValueError(
                 "parameter groups changed in more than learning rate and weight decay: servers "

@@ -321,14 +321,37 @@ def interrupted(job: Job) -> None:
             mock.patch.object(bucket, "wait", side_effect=OSError("by hand")),
         ):
             pair.step(1)
-        with job.check_raises(f"{clip}: afterwards", bps.BytePSError, "earlier step .*by hand"):
-            pair.served.step()
+        for name, call in (("step", pair.served.step), ("state", pair.served.state_dict)):
+            with job.check_raises(f"{clip}: {name}", bps.BytePSError, "earlier step .*by hand"):
+                call()
         pair.served.load_state_dict(saved)
         with job.check(f"{clip}: from a checkpoint"):
             for step in (1, 2):
                 pair.step(step)
                 pair.demand_equal()
             pair.demand_equal_state()
+
+
+def loads(job: Job) -> None:
+    """A state that does not fit is refused by every rank, and changes nothing."""
+    bps.init()
+    pair = Pair(job, "adamw", torch.float32, "loads")
+    pair.step(0)
+    shape, option = (pair.served.state_dict() for _ in range(2))
+    shape["state"][1]["exp_avg"] = torch.zeros(3, 4)
+    shape["param_groups"][0]["lr"] = 7.0
+    option["param_groups"][1]["betas"] = (0.5, 0.5)
+    told = r"exp_avg of parameter 1 has the shape \(3, 4\), the parameter"
+    with job.check_raises("a shape", ValueError, told):
+        pair.served.load_state_dict(shape)
+    with job.check_raises("an option", ValueError, "changed in more than"):
+        pair.served.load_state_dict(option)
+    with job.check("groups"):
+        assert pair.served.param_groups[0]["lr"] == 0.01
+    for step in (1, 2):
+        with job.check(f"step {step}"):
+            pair.step(step)
+            pair.demand_equal()
 
 
 def disagree(job: Job) -> None:

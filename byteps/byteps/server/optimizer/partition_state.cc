@@ -73,28 +73,23 @@ std::string PartitionState::ReadParameters(char* values) const {
   return "";
 }
 
-AdamWStep PartitionState::AdamWOf(const UpdateStep& step, const Run& run) const {
-  const UpdateRule::Group& group = rule_.groups[run.group];
-  const UpdateStep::Rate& rate = step.rates[run.group];
-  return {rate.learning_rate,
-          rate.weight_decay,
-          group.beta1,
-          group.beta2,
-          group.eps,
-          step.number,
-          static_cast<float>(step.grad_scale)};
-}
-
-SgdStep PartitionState::SgdOf(const UpdateStep& step, const Run& run) const {
-  const UpdateRule::Group& group = rule_.groups[run.group];
-  const UpdateStep::Rate& rate = step.rates[run.group];
-  return {rate.learning_rate,
-          rate.weight_decay,
-          group.beta1,
-          group.beta2,
-          group.nesterov,
-          !has_momentum_,
-          static_cast<float>(step.grad_scale)};
+template <typename OfAdamW, typename OfSgd>
+void PartitionState::ForEachRun(const UpdateStep& step, OfAdamW adamw, OfSgd sgd) const {
+  const float scale = static_cast<float>(step.grad_scale);
+  for (const Run& run : runs_) {
+    const UpdateRule::Group& group = rule_.groups[run.group];
+    const UpdateStep::Rate& rate = step.rates[run.group];
+    const size_t n = run.end - run.begin;
+    if (rule_.algorithm == UpdateRule::kAdamW) {
+      adamw(run, n,
+            AdamWStep{rate.learning_rate, rate.weight_decay, group.beta1, group.beta2, group.eps,
+                      step.number, scale});
+    } else {
+      sgd(run, n,
+          SgdStep{rate.learning_rate, rate.weight_decay, group.beta1, group.beta2, group.nesterov,
+                  !has_momentum_, scale});
+    }
+  }
 }
 
 float* PartitionState::Momentum(const Run& run) const {
@@ -104,16 +99,16 @@ float* PartitionState::Momentum(const Run& run) const {
 std::string PartitionState::Update(const UpdateStep& step, char* values) {
   if (!state_) return NotLoaded();
   const DType t = declaration_->dtype;
-  for (const Run& run : runs_) {
-    char* const at = values + run.begin * SizeOf(t);
-    const size_t n = run.end - run.begin;
-    float* const master = Slot(0) + run.begin;
-    if (rule_.algorithm == UpdateRule::kAdamW) {
-      UpdateAdamW(t, AdamWOf(step, run), at, master, Slot(1) + run.begin, Slot(2) + run.begin, n);
-    } else {
-      UpdateSgd(t, SgdOf(step, run), at, master, Momentum(run), n);
-    }
-  }
+  const auto at = [&](const Run& run) { return values + run.begin * SizeOf(t); };
+  ForEachRun(
+      step,
+      [&](const Run& run, size_t n, const AdamWStep& numbers) {
+        UpdateAdamW(t, numbers, at(run), Slot(0) + run.begin, Slot(1) + run.begin,
+                    Slot(2) + run.begin, n);
+      },
+      [&](const Run& run, size_t n, const SgdStep& numbers) {
+        UpdateSgd(t, numbers, at(run), Slot(0) + run.begin, Momentum(run), n);
+      });
   has_momentum_ = true;
   return "";
 }
@@ -122,18 +117,17 @@ std::string PartitionState::Preview(const UpdateStep& step, const char* gradient
                                     char* parameters) const {
   if (!state_) return NotLoaded();
   const DType t = declaration_->dtype;
-  for (const Run& run : runs_) {
-    const char* const from = gradients + run.begin * SizeOf(t);
-    char* const to = parameters + run.begin * SizeOf(t);
-    const size_t n = run.end - run.begin;
-    const float* const master = Slot(0) + run.begin;
-    if (rule_.algorithm == UpdateRule::kAdamW) {
-      PreviewAdamW(t, AdamWOf(step, run), from, to, master, Slot(1) + run.begin,
-                   Slot(2) + run.begin, n);
-    } else {
-      PreviewSgd(t, SgdOf(step, run), from, to, master, Momentum(run), n);
-    }
-  }
+  const auto from = [&](const Run& run) { return gradients + run.begin * SizeOf(t); };
+  const auto to = [&](const Run& run) { return parameters + run.begin * SizeOf(t); };
+  ForEachRun(
+      step,
+      [&](const Run& run, size_t n, const AdamWStep& numbers) {
+        PreviewAdamW(t, numbers, from(run), to(run), Slot(0) + run.begin, Slot(1) + run.begin,
+                     Slot(2) + run.begin, n);
+      },
+      [&](const Run& run, size_t n, const SgdStep& numbers) {
+        PreviewSgd(t, numbers, from(run), to(run), Slot(0) + run.begin, Momentum(run), n);
+      });
   return "";
 }
 

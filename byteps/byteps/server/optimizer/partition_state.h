@@ -48,8 +48,10 @@ class PartitionState {
   };
 
   float* Slot(uint32_t slot) const { return state_.get() + slot * size_; }
-  AdamWStep AdamWOf(const UpdateStep& step, const Run& run) const;
-  SgdStep SgdOf(const UpdateStep& step, const Run& run) const;
+  // Calls one of the two, as the rule says, with each run, how many elements it has, and the
+  // numbers of its group in this step.
+  template <typename OfAdamW, typename OfSgd>
+  void ForEachRun(const UpdateStep& step, OfAdamW adamw, OfSgd sgd) const;
   // Of SGD, from the start of a run; null where there is none.
   float* Momentum(const Run& run) const;
   std::string NotLoaded() const;

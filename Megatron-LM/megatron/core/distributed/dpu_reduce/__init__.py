@@ -29,6 +29,8 @@ Megatron calls this module at these places, each a hook of a line or two:
 ``refusals``           what cannot be served
 ``naming``             names, priorities and placements of buckets
 ``routes``             the ways to sum a bucket, and which is the fastest
+``measure``            how fast they are on these links
+``table``              what was chosen, in words
 ``job``                hosts and links of the job
 ``plan``               the operation of each bucket
 ``sums``               the sums under way
@@ -37,6 +39,7 @@ Megatron calls this module at these places, each a hook of a line or two:
 ``server_routes``      whether their copies are summed alike
 ``server_optimizer``   the optimizer of those
 ``server_checkpoint``  what is saved of it
+``server_shards``      which part of a parameter a rank saves
 ``bytepslib``          BytePS, imported when it is first needed
 =====================  ============================================================
 """

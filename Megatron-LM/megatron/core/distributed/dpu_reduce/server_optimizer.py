@@ -381,12 +381,27 @@ class ServerOptimizer(MegatronOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[Any, Any]:
-        """The state as the distributed optimizer would save it; see :mod:`.server_checkpoint`."""
+        """The state as the distributed optimizer would save it; see :mod:`.server_checkpoint`.
+
+        Raises:
+            byteps.torch.BytePSError: a server is lost; or a step failed, so that servers may have
+                the state of different ones, and none is to be saved.
+            ValueError: a checkpoint of another form is wanted.
+        """
         server_checkpoint.check_metadata(metadata)
+        if not is_loading:
+            self._demand_no_failure()
         if not self._loaded and not is_loading:
             self._load_parameters()
-            # Ranks read next, and only the first one of each group has loaded.
-            torch.distributed.barrier()
+            # Ranks read next, and only the first one of each group has loaded. Ranks without
+            # buckets are not here.
+            ddp = self.model_chunks[0]
+            for buckets, group in (
+                (self._dense, ddp.dp_cp_group),
+                (self._expert, ddp.expt_dp_group),
+            ):
+                if buckets:
+                    torch.distributed.barrier(group=group)
         parts = [
             server_checkpoint.sharded_state(
                 buckets,

@@ -1,0 +1,189 @@
+// What the channel's threads do: declarations, and the checks of requests before an engine thread
+// has them.
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/declaration_list.h"
+#include "byteps/base/log.h"
+#include "byteps/base/steady_time.h"
+#include "byteps/base/text.h"
+#include "byteps/server/sum_server.h"
+#include "ps/internal/postoffice.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Whether a request has a header, which asks for a part of `size` bytes.
+bool AsksForAPart(const ps::Message& msg, uint64_t size) {
+  PushHeader header;
+  if (!PushHeader::Unpack(msg.meta.body, &header)) return false;
+  return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
+}
+
+}  // namespace
+
+void Server::OnMessage(ps::Message* msg) {
+  if (!msg->meta.request) return;
+  switch (msg->meta.head) {
+    case kDeclare:
+      return OnDeclare(*msg);
+    case kPushPull:
+    case kPush:
+    case kPull:
+    case kPushStep:
+    case kPushNorm:
+    case kPushTry:
+    case kStep:
+    case kLoadState:
+    case kReadState:
+      return OnRequest(msg);
+    default: {
+      Refuse(*msg, "the server does not know operation " + std::to_string(msg->meta.head) +
+                       ": install the same byteps on every node");
+    }
+  }
+}
+
+void Server::OnDeclare(const ps::Message& msg) {
+  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+  std::vector<Declaration> declarations;
+  std::string error;
+  if (!UnpackDeclarations(msg.meta.body, &declarations, &error)) {
+    return Refuse(msg, "the declaration of worker " + std::to_string(rank) + " " + error);
+  }
+  for (const auto& declaration : declarations) {
+    const std::string refusal = Declare(rank, declaration);
+    if (error.empty()) error = refusal;
+  }
+  if (!error.empty()) return Refuse(msg, error);
+  Answer(Caller{rank, msg.meta.addr, msg.meta.head}, msg.meta.key, "", nullptr);
+}
+
+std::string Server::Declare(int rank, const Declaration& declaration) {
+  if (declaration.MemberIndex(rank) < 0) {
+    return "worker " + std::to_string(rank) + " is no member of the group of '" + declaration.name +
+           "': " + declaration.Describe();
+  }
+  const uint64_t key = declaration.Key();
+  ps::WriterLock lock(&mu_);
+  if (declaration.rule && tensors_.count(key) == 0) {
+    const std::string refusal = state_memory_.Promise(declaration, channel_->rank());
+    if (!refusal.empty()) return refusal;
+  }
+  auto& tensor = tensors_[key];
+  if (!tensor) {
+    tensor = std::make_unique<Tensor>();
+    tensor->declaration = declaration;
+    tensor->declared_by = rank;
+    counters_.declared_tensors.Add();
+  } else if (!(tensor->declaration == declaration) && tensor->refusal.empty()) {
+    tensor->refusal = "workers disagree on a tensor: worker " +
+                      std::to_string(tensor->declared_by) + " declared '" +
+                      tensor->declaration.name + "' (" + tensor->declaration.Describe() +
+                      "), worker " + std::to_string(rank) + " declared '" + declaration.name +
+                      "' (" + declaration.Describe() + "), both with key " + Hex(key);
+    BPS_LOG(WARNING) << tensor->refusal;
+    // Those who pushed already are waiting for a sum that cannot come.
+    for (auto& engine : engines_) {
+      Task task;
+      task.kind = Task::kRefuse;
+      task.tensor = tensor.get();
+      task.reason = tensor->refusal;
+      engine->queue.Push(std::move(task));
+    }
+  }
+  return tensor->refusal;
+}
+
+void Server::Refuse(const ps::Message& request, const std::string& error) {
+  counters_.refused_requests.Add();
+  const Caller caller{ps::Postoffice::IDtoRank(request.meta.sender), request.meta.addr,
+                      request.meta.head};
+  Answer(caller, request.meta.key, error, nullptr);
+}
+
+std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const {
+  const std::string worker = "worker " + std::to_string(ps::Postoffice::IDtoRank(msg.meta.sender));
+  const bool pull = msg.meta.head == kPull || msg.meta.head == kReadState;
+  if (tensor == nullptr || index >= tensor->declaration.NumPartitions()) {
+    return worker + (pull ? " pulled" : " pushed") + " key " + Hex(msg.meta.key) +
+           ", which nobody declared";
+  }
+  if (!tensor->refusal.empty()) return tensor->refusal;
+  const Declaration& declaration = tensor->declaration;
+  if (declaration.MemberIndex(ps::Postoffice::IDtoRank(msg.meta.sender)) < 0) {
+    return worker + " is no member of the group of '" + declaration.name + "'";
+  }
+  if (!HasForm(msg, declaration, index)) {
+    return std::string(pull ? "a pull" : "a push") + " of '" + declaration.name + "' from " +
+           worker + " does not have the declared form";
+  }
+  return "";
+}
+
+bool Server::HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index) {
+  if (declaration.rule) return HasFormOfUpdate(msg, declaration, index);
+  const int op = msg.meta.head;
+  if (op != kPushPull && op != kPush && op != kPull) return false;
+  const uint64_t size = declaration.PartitionSize(index);
+  const bool values =
+      op == kPull ? msg.data.empty() : msg.data.size() == 1 && msg.data[0].size() == size;
+  return values && AsksForAPart(msg, size) && declaration.fused == (op == kPushPull);
+}
+
+void Server::OnRequest(ps::Message* msg) {
+  const uint64_t index = msg->meta.key & (kMaxPartitions - 1);
+  Task task;
+  const Tensor* tensor = nullptr;
+  std::string error;
+  {
+    ps::ReaderLock lock(&mu_);
+    const auto it = tensors_.find(msg->meta.key - index);
+    if (it != tensors_.end()) tensor = it->second.get();
+    error = Refusal(*msg, tensor, index);
+    const auto partition = partitions_.find(msg->meta.key);
+    if (partition != partitions_.end()) task.partition = partition->second.get();
+  }
+  if (!error.empty()) return Refuse(*msg, error);
+  if (task.partition == nullptr) {
+    ps::WriterLock lock(&mu_);
+    task.partition = FindOrMake(*tensor, msg->meta.key);
+  }
+  task.msg = std::move(*msg);
+  task.received = SteadyNs();
+  if (!task.msg.data.empty()) {
+    counters_.received_partitions.Add();
+    counters_.received_bytes.Add(task.msg.data[0].size());
+  }
+  engines_[task.partition->engine]->queue.Push(std::move(task));
+}
+
+Server::Partition* Server::FindOrMake(const Tensor& tensor, uint64_t key) {
+  auto& partition = partitions_[key];
+  if (!partition) {
+    partition = std::make_unique<Partition>();
+    partition->tensor = &tensor;
+    partition->key = key;
+    partition->index = key & (kMaxPartitions - 1);
+    partition->engine = next_engine_++ % engines_.size();
+    if (tensor.declaration.rule) {
+      partition->state = std::make_unique<PartitionState>(&tensor.declaration, partition->index);
+    }
+  }
+  return partition.get();
+}
+
+void Server::OnWorkerGone(int rank, const std::string& reason) {
+  for (auto& engine : engines_) {
+    Task task;
+    task.kind = Task::kGone;
+    task.rank = rank;
+    task.reason = reason;
+    engine->queue.Push(std::move(task));
+  }
+}
+
+}  // namespace core
+}  // namespace byteps
