@@ -194,7 +194,7 @@ bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtua
 	@$(PYTHON_ENV) -W ignore bench/rdma_bench.py --json build/bench/rdma.json \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
-bundle: setup $(if $(filter hf,$(WITH)),setup-hf,$(if $(filter ray,$(WITH)),setup-ray)) ## build/bundle: what a machine without network access needs, for benchmarks, or WITH="ray hf"
+bundle: setup $(if $(filter rl,$(WITH)),setup-rl,$(if $(filter hf,$(WITH)),setup-hf,$(if $(filter ray,$(WITH)),setup-ray))) ## build/bundle: what a machine without network access needs, for benchmarks, or WITH="ray hf rl"
 	@scripts/bundle.sh $(if $(WITH),--with "$(WITH)")
 
 lint: setup ## ruff, mypy, shellcheck, clang-format and the patch check

@@ -53,14 +53,8 @@ def row(cell: Cell, outcome: Outcome) -> str:
 
 def put(markdown: Path, lines: Sequence[str], platform: Platform) -> None:
     """Write these lines of the platform's table into the document."""
-    from benchkit.cells import put_cells
+    from benchkit.cells import machine_of, put_cells
 
-    machine = ""
-    if platform.shares_devices:
-        import torch
-
-        gpus = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
-        machine = f"{gpus}, torch {torch.__version__}"
     put_cells(
         markdown,
         lines,
@@ -68,7 +62,7 @@ def put(markdown: Path, lines: Sequence[str], platform: Platform) -> None:
         head=HEAD,
         known=[(cell.layout, cell.trained) for cell in CELLS],
         key_of=lambda columns: (columns[0], columns[1]),
-        machine=machine,
+        machine=machine_of(platform.name),
     )
 
 
@@ -146,32 +140,17 @@ def run(
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[list[Cell], argparse.Namespace]:
-    from benchkit.cells import parser_of
-    from paritykit.platforms import PLATFORMS
+    from benchkit.cells import add_device_options, fitting, parser_of
 
     parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--device", choices=PLATFORMS, default="cpu", help="of the ranks (default: %(default)s)")
-    add("--jobs", type=int, default=1, metavar="N", help="local runs at once (default: 1)")
-    add("--budget", type=float, metavar="S", help="begin nothing new after so many seconds")
+    add_device_options(parser)
     options = parser.parse_args(arguments)
     try:
         cells = by_name(options.layout)
     except ValueError as error:
         parser.error(str(error))
-    if options.jobs < 1:
-        parser.error(f"--jobs must be 1 or more, not {options.jobs}")
-    if options.device == "cuda":
-        from benchkit.gpus import count_gpus
-
-        # Ray gives no GPU to two ranks.
-        fitting = [cell for cell in cells if cell.ranks <= count_gpus()]
-        too_large = {cell.layout: cell.ranks for cell in cells if cell not in fitting}
-        if too_large and (options.layout or not fitting):
-            name, ranks = next(iter(too_large.items()))
-            parser.error(f"{name} needs {ranks} GPUs, and torch sees {count_gpus()}")
-        cells = fitting
-    return cells, options
+    # Ray gives no GPU to two ranks.
+    return fitting(parser, options, cells, lambda cell: cell.layout), options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

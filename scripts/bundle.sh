@@ -22,12 +22,12 @@ library is as new as this one's, and use them there:
   python3 bench/pushpull_bench.py --workers 4 --servers 4 --emulate 8@10gbit --sizes 256MiB
   python3 bench/train_bench.py --tree FOLDER/Megatron-LM --workers 2 --servers 1
 
-  --with PARTS  also what these need: "ray" (docs/ray.md), "hf" (docs/huggingface.md), or "ray hf".
-                Packages are compressed then, into one file that `activate` unpacks when it is
-                first used: about 50 MB in all. The last line names what the machine must have
-                beside PyTorch
+  --with PARTS  also what these need: "ray" (docs/ray.md), "hf" (docs/huggingface.md), "rl"
+                (docs/rl.md; it brings the other two along), or several of them. Packages are
+                compressed then, into one file that `activate` unpacks when it is first used: about
+                50 MB in all. The last line names what the machine must have beside PyTorch
 
-Run `make setup` first, with --with also `scripts/setup.sh --ray` or `--hf`.
+Run `make setup` first, with --with also `scripts/setup.sh --ray`, `--hf` or `--rl`.
 TEXT
 }
 
@@ -40,7 +40,7 @@ while (($# > 0)); do
       exit 0
       ;;
     --with)
-      (($# > 1)) || { echo 'error: --with needs parts: "ray", "hf" or both' >&2; exit 2; }
+      (($# > 1)) || { echo 'error: --with needs parts: "ray", "hf", "rl"' >&2; exit 2; }
       read -ra with <<<"$2"
       shift
       ;;
@@ -60,8 +60,8 @@ if ((${#given[@]} > 1)); then
 fi
 folder="${given[0]:-$folder}"
 for name in "${with[@]}"; do
-  if [[ $name != ray && $name != hf ]]; then
-    echo "error: --with takes \"ray\", \"hf\" or both, not $name" >&2
+  if [[ $name != ray && $name != hf && $name != rl ]]; then
+    echo "error: --with takes \"ray\", \"hf\", \"rl\" or several of them, not $name" >&2
     exit 2
   fi
 done
@@ -73,14 +73,16 @@ fail() {
 
 python="$root/build/venv/bin/python"
 [[ -x $python && -x $root/build/venv/bin/byteps-server ]] || fail "there is no build: run make setup"
-# build/venv-hf has Ray, too.
+# build/venv-hf has Ray, too, and build/venv-rl has all.
 extra=""
 if ((${#with[@]} > 0)); then
   extra="$root/build/venv-ray/bin/python"
   if [[ " ${with[*]} " == *" hf "* ]]; then extra="$root/build/venv-hf/bin/python"; fi
+  if [[ " ${with[*]} " == *" rl "* ]]; then extra="$root/build/venv-rl/bin/python"; fi
   [[ -x $extra ]] || fail "$extra is missing: run scripts/setup.sh ${with[*]/#/--}"
 fi
-packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
+# Hydra needs an omegaconf of its own: one lock for all packages.
+packages="$("${extra:-$python}" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 
 # Nothing but an earlier bundle is overwritten.
 if [[ -e $folder && ! -e $folder/activate ]] && [[ -n "$(ls -A "$folder")" ]]; then
@@ -99,7 +101,7 @@ for program in ip tc sysctl; do
   cp -L "$path" "$part/bin/"
 done
 cp -r "$packages"/byteps "$packages"/byteps-*.dist-info "$part/python/"
-# What megatron.training imports, as requirements.lock has it.
+# What megatron.training imports.
 for package in packaging omegaconf yaml psutil einops; do
   [[ -e $packages/$package ]] || fail "$packages has no $package: run make setup"
   cp -r "$packages/$package" "$part/python/"

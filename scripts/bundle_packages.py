@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Copies into a bundle what Ray or Megatron-Bridge needs and a machine with PyTorch lacks.
+"""Copies into a bundle what Ray, Megatron-Bridge or verl needs and a machine with PyTorch lacks.
 
 Run by the Python of an environment that has them; scripts/bundle.sh does that.
 """
@@ -27,6 +27,8 @@ class Part:
     """Whose files are copied."""
     expected: tuple[str, ...]
     """Distributions that the machine must have: large, or part of most installations of PyTorch."""
+    needs: tuple[str, ...] = ()
+    """Other parts, which it brings along."""
 
 
 PARTS = {
@@ -43,12 +45,29 @@ PARTS = {
         ),
         expected=("accelerate", "peft", "safetensors", "scipy", "transformers"),
     ),
+    "rl": Part(
+        package="integrations/rl/megatron_byteps_rl",
+        distributions=(
+            *("verl", "tensordict", "torchdata", "codetiming", "datasets", "dill", "multiprocess"),
+            *("hydra-core", "omegaconf", "antlr4-python3-runtime", "cachetools", "pyvers"),
+            # tensordict's, datasets' and those of verl's servers, which are imported all the same.
+            *("orjson", "importlib-metadata", "lazy-importer", "opentelemetry-api"),
+            *("fastapi", "starlette", "uvicorn"),
+            # What Megatron-Bridge imports where verl asks it for its training's settings.
+            *("megatron-energon", "braceexpand", "filetype", "mfusepy", "rapidyaml", "deprecation"),
+            *("webdataset", "multi-storage-client", "jmespath", "lark", "prettytable", "wcwidth"),
+            *("pyroute2", "wcmatch", "bracex", "xattr", "cffi", "pycparser"),
+        ),
+        expected=("aiohttp", "cloudpickle", "h11", "pandas", "pyarrow", "tqdm", "xxhash"),
+        needs=("ray", "hf"),
+    ),
 }
 LEFT_OUT = (
     *("ray/jars/", "ray/cpp/", "ray/rllib/", "ray/dashboard/client/"),
-    "pulp/solverdir/",
+    *("pulp/solverdir/", "multistorageclient/explorer/static/", "multiprocess/tests/", "tests/"),
 )
-"""Large, and not needed: Java, C++, other libraries on Ray, the dashboard's pages, solvers."""
+"""Not needed, and most of it large: Java, C++, other libraries on Ray, the dashboard's pages,
+solvers, and the tests of verl and others."""
 _LARGE_BYTES = 1 << 20
 
 
@@ -86,13 +105,13 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=" ".join(PARTS))
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="of modules")
     options = parser.parse_args()
-    for name in options.parts:
-        part = PARTS[name]
+    parts = dict.fromkeys(one for name in options.parts for one in (*PARTS[name].needs, name))
+    for part in map(PARTS.__getitem__, parts):
         for distribution in part.distributions:
             copy(distribution, options.to)
         own = ROOT / part.package
         shutil.copytree(own, options.to / own.name, ignore=shutil.ignore_patterns("__pycache__"))
-    expected = sorted({one for name in options.parts for one in PARTS[name].expected})
+    expected = sorted({one for name in parts for one in PARTS[name].expected})
     print(f"expected there beside PyTorch: {' '.join(expected)}")
 
 

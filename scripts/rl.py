@@ -5,6 +5,7 @@ Actor, critic (with PPO), reference and rollout are verl's, its models Megatron'
 actor and critic are summed by BytePS: a scheduler and servers start beside the ranks. With
 --compare the same job runs through all-reduce too. With --reward megatron the reward is a model:
 trained first, by BytePS too, and then frozen in Megatron's workers, in the layout of the others.
+With --device cuda each rank has a GPU of its own.
 
 Exit status: 0 right responses rose as they must, and both ways agree; 1 not, or the job failed; 2
 bad usage.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -33,6 +35,7 @@ from trainkit.rl_report import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 ALGORITHMS = ("grpo", "ppo")
+DEVICES = ("cpu", "cuda")
 ROLLOUTS = ("transformers", "megatron")
 REWARDS = ("rule", "megatron")
 STEPS = 30
@@ -52,8 +55,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--algorithm", choices=ALGORITHMS, default="grpo", help="default: grpo")
+    add("--device", choices=DEVICES, default="cpu", help="of the ranks (default: cpu)")
     add("--steps", type=positive, default=STEPS, help=f"default: {STEPS}")
-    add("--workers", type=positive, default=2, help="ranks (default: 2)")
+    add(
+        "--workers", type=positive, help="ranks (default: 2, on GPUs as many as there are, up to 2)"
+    )
     add("--tensor", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
     add("--pipeline", type=positive, default=1, help="pipeline stages (default: 1)")
     add("--rollout", choices=ROLLOUTS, default="transformers", help="default: transformers")
@@ -61,6 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--reward", choices=REWARDS, default="rule", help="who gives it (default: rule)")
     add("--servers", type=positive, default=1, help="BytePS servers (default: 1)")
     add("--compare", action="store_true", help="train through all-reduce too")
+    add("--budget", type=float, metavar="S", help="begin no other job after so many seconds")
     steps = ("FIRST", "LAST")
     add("--profile", type=positive, nargs=2, metavar=steps, help="steps to record, for Perfetto")
     add("--profile-ranks", type=int, nargs="+", default=[0], metavar="RANK", help="default: 0")
@@ -70,6 +77,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
     add("overrides", nargs="*", metavar="-- NAME=VALUE", help="of verl's configuration")
     options = parser.parse_args(arguments)
+    if options.workers is None:
+        options.workers = _default_workers(options.device)
     if options.workers % (options.tensor * options.pipeline):
         parser.error(
             f"--workers {options.workers} is no multiple of --tensor {options.tensor} times "
@@ -90,6 +99,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if wrong := [rank for rank in options.profile_ranks if not 0 <= rank < options.workers]:
         parser.error(f"--profile-ranks {wrong[0]}: the ranks are 0 to {options.workers - 1}")
     return options
+
+
+def _default_workers(device: str) -> int:
+    """As many as have a place, and no more than two."""
+    if device == "cpu":
+        return 2
+    import torch
+
+    return max(1, min(2, torch.cuda.device_count()))
 
 
 def environment(servers: int, ranks: int) -> dict[str, str]:
@@ -130,7 +148,8 @@ def make_reward(options: argparse.Namespace, base: Path) -> Path:
         "-m",
         "megatron_byteps_rl.reward_training",
     ]
-    command += ["--model", str(base), "--out", str(folder), "--seed", str(options.seed)]
+    command += ["--device", options.device, "--seed", str(options.seed)]
+    command += ["--model", str(base), "--out", str(folder)]
     command += ["--steps", str(REWARD_STEPS)]
     _run("reward", command, options, folder, REWARD_STEPS, _shower_of_losses)
     accuracy = json.loads(note.read_text(encoding="utf-8"))["accuracy"]
@@ -158,6 +177,7 @@ def train(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_rl"]
+    command += ["--device", options.device]
     command += ["--algorithm", options.algorithm, "--ranks", str(options.workers)]
     command += ["--tensor", str(options.tensor), "--pipeline", str(options.pipeline)]
     command += ["--steps", str(options.steps), "--seed", str(options.seed)]
@@ -190,9 +210,10 @@ def _run(
     Raises:
         JobError: it failed; the text has the end of its log.
     """
-    from megatron_byteps_rl.cpu_environment import ENVIRONMENT
+    from megatron_byteps_rl.devices import ENVIRONMENTS
 
-    variables = {**os.environ, **environment(options.servers, options.workers), **ENVIRONMENT}
+    variables = {**os.environ, **environment(options.servers, options.workers)}
+    variables |= ENVIRONMENTS[options.device]
     process = Spawned(title, command, variables, folder, cwd=Path.cwd())
     deadline = time.monotonic() + LIMIT_S
     try:
@@ -263,18 +284,35 @@ def check(outcome: Outcome, rise: float) -> bool:
 
 
 def run(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("verl") is None:
-        print("error: verl is not installed: use `make rl`", file=sys.stderr)
+    if importlib.util.find_spec("megatron_byteps_rl") is None:
+        print("error: megatron_byteps_rl is not installed: use `make rl`", file=sys.stderr)
         return 1
+    from megatron_byteps_rl.devices import check as check_device
+
+    try:
+        check_device(options.device, options.workers)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    deadline = math.inf if options.budget is None else time.monotonic() + options.budget
     model = make_model(options)
     reward = make_reward(options, model) if options.reward == "megatron" else None
     backends = ["BytePS", "all-reduce"] if options.compare else ["BytePS"]
-    outcomes = [train(options, model, reward, backend=backend) for backend in backends]
+    outcomes: list[Outcome] = []
+    for backend in backends:
+        if outcomes and time.monotonic() > deadline:
+            print(f"not run, since --budget is used up: {backend}", file=sys.stderr)
+            break
+        outcomes.append(train(options, model, reward, backend=backend))
     picture = options.out / f"{options.algorithm}.png"
     rl_report.draw(outcomes, picture, f"{options.algorithm.upper()} of a tiny Llama on sums")
     print(f"\n{rl_report.samples(outcomes[0])}\n\n{rl_report.table(outcomes)}\n")
+    if peaks := rl_report.memory(outcomes):
+        print(f"{peaks}\n")
     good = check(outcomes[0], options.rise)
-    if options.compare:
+    if len(outcomes) < len(backends):
+        good = False
+    elif options.compare:
         same = rl_report.same(*outcomes)
         print(f"rewards and parameters of both ways: {'the same bits' if same else 'DIFFERENT'}")
         good = good and (same or options.workers > 2)

@@ -6,8 +6,16 @@ import argparse
 import platform
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 END = "<!-- end -->"
+
+
+class HasRanks(Protocol):
+    """A cell, or a layout."""
+
+    @property
+    def ranks(self) -> int: ...
 
 
 def parser_of(about: str) -> argparse.ArgumentParser:
@@ -19,6 +27,51 @@ def parser_of(about: str) -> argparse.ArgumentParser:
     add("--layout", nargs="+", default=[], metavar="NAME", help="only these (default: all)")
     add("--markdown", type=Path, metavar="FILE", help="write the table into this document")
     return parser
+
+
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """``--device``, ``--jobs`` and ``--budget``, of a script whose ranks may have GPUs."""
+    from paritykit.platforms import PLATFORMS
+
+    add = parser.add_argument
+    add("--device", choices=PLATFORMS, default="cpu", help="of the ranks (default: %(default)s)")
+    add("--jobs", type=int, default=1, metavar="N", help="runs at once (default: 1)")
+    add("--budget", type=float, metavar="S", help="begin nothing new after so many seconds")
+
+
+def fitting[C: HasRanks](
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    cells: list[C],
+    name_of: Callable[[C], str],
+) -> list[C]:
+    """The cells for which there are enough devices: with ``--device cuda`` each rank takes a GPU.
+
+    Exits with status 2 where a layout that was asked for has too many ranks, where none fits, and
+    for a bad ``--jobs``.
+    """
+    if options.jobs < 1:
+        parser.error(f"--jobs must be 1 or more, not {options.jobs}")
+    if options.device != "cuda":
+        return cells
+    from benchkit.gpus import count_gpus
+
+    found = [cell for cell in cells if cell.ranks <= count_gpus()]
+    too_large = [cell for cell in cells if cell.ranks > count_gpus()]
+    if too_large and (options.layout or not found):
+        first = too_large[0]
+        parser.error(f"{name_of(first)} needs {first.ranks} GPUs, and torch sees {count_gpus()}")
+    return found
+
+
+def machine_of(device: str) -> str:
+    """What ran the cells, for ``put_cells``; empty for this machine's CPU."""
+    if device != "cuda":
+        return ""
+    import torch
+
+    gpus = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
+    return f"{gpus}, torch {torch.__version__}"
 
 
 def parse[T](

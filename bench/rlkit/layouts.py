@@ -34,17 +34,22 @@ class Layout:
     @property
     def rollout(self) -> str:
         if self.resharded is None:
-            return f"{self.ranks} whole models"
+            return "1 whole model" if self.ranks == 1 else f"{self.ranks} whole models"
         return f"{self.ranks // self.resharded} times tp{self.resharded}, resharded"
 
 
 LAYOUTS = (
+    Layout(name="dp1", ranks=1),
     Layout(name="dp2", ranks=2),
     Layout(name="dp2-offload", ranks=2, offload=True),
+    Layout(name="tp2", ranks=2, tensor=2),
+    Layout(name="pp2", ranks=2, pipeline=2),
     Layout(name="tp2-dp2", ranks=4, tensor=2),
     Layout(name="pp2-dp2", ranks=4, pipeline=2),
     Layout(name="tp2-pp2", ranks=4, tensor=2, pipeline=2, samples=4),
     Layout(name="tp2-pp2-dp2", ranks=8, tensor=2, pipeline=2, samples=4),
+    Layout(name="tp2-to-tp1", ranks=2, tensor=2, resharded=1),
+    Layout(name="pp2-to-tp2", ranks=2, pipeline=2, resharded=2),
     Layout(name="tp2-dp2-to-tp1", ranks=4, tensor=2, resharded=1),
     Layout(name="pp2-dp2-to-tp2", ranks=4, pipeline=2, resharded=2),
     Layout(name="tp2-pp2-to-tp1", ranks=4, tensor=2, pipeline=2, samples=4, resharded=1),

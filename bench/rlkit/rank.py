@@ -23,8 +23,8 @@ from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from megatron_byteps_hf.bridge import auto_bridge
-from megatron_byteps_rl import reward, task, trainer
-from megatron_byteps_rl.cpu import held_bytes
+from megatron_byteps_rl import memory, reward, task, trainer
+from megatron_byteps_rl.engines import held_bytes
 from megatron_byteps_rl.settings import Settings
 
 from . import rewards, sums
@@ -165,6 +165,7 @@ def train(folder: Path, *, settings: dict[str, Any], samples: int) -> dict[str, 
         "reshard": roles.actor.reshard_cost(),
         "held_bytes": held,
         "scored": scored,
+        "peaks": memory.peaks(),
     }
     if roles.reward is not None:
         assert rewards.is_frozen(roles.reward), "the reward's model could be trained"

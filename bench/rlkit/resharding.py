@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_byteps_hf.bridge import auto_bridge
-from megatron_byteps_rl import cpu, task
+from megatron_byteps_rl import engines, task
 
 auto_bridge()
 
@@ -29,7 +29,7 @@ def compare(folder: Path, *, model: Path, tensor: int, pipeline: int, rollout: i
         for each time: ``trained`` and ``resharded``, logits [batch, length, vocabulary] of the same
         tokens; what was generated, with and without randomness; the reshard's cost.
     """
-    cpu.prepare()
+    engines.prepare()
     parallel_state.initialize_model_parallel(tensor, pipeline)
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -63,7 +63,7 @@ def _trained(model: Path, tensor: int, pipeline: int) -> tuple[Any, Any]:
 
     provider = AutoBridge.from_hf_pretrained(str(model)).to_megatron_provider(load_weights=False)
     for name, value in {
-        **cpu.TRANSFORMER,
+        **engines.transformer(),
         "attention_backend": AttnBackend.unfused,
         "transformer_layer_spec": local_layer_spec,
         "tensor_model_parallel_size": tensor,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_byteps_hf.bridge import auto_bridge
-from megatron_byteps_rl import cpu, reward, reward_training, trainer
+from megatron_byteps_rl import engines, reward, reward_training, trainer
 from megatron_byteps_rl.settings import Settings
 
 from . import sums
@@ -80,7 +80,7 @@ def is_frozen(worker: Any) -> bool:
     return (
         worker.engine.optimizer is None
         and not any(hasattr(chunk, "bucket_groups") for chunk in chunks)
-        and cpu.held_bytes(chunks) == 0
+        and engines.held_bytes(chunks) == 0
     )
 
 
@@ -90,7 +90,7 @@ def train(folder: Path, *, settings: dict[str, Any], steps: int, out: Path | Non
     Returns:
         what ``reward_training.train`` does, and ``summed``, the number of sums by BytePS.
     """
-    cpu.prepare()
+    engines.prepare()
     summed = sums.count()
     made = reward_training.train(
         Settings(folder=folder, **settings), steps=steps, out=out, right=0.0
@@ -102,7 +102,7 @@ def values(folder: Path, *, settings: dict[str, Any], model: Path) -> dict[str, 
     """Rewards of one batch, the same in every layout, by a frozen model in this one."""
     from verl.utils import hf_tokenizer
 
-    cpu.prepare()
+    engines.prepare()
     made = Settings(folder=folder, reward="megatron", reward_model=model, **settings)
     worker = make(trainer.compose(made.overrides()))
     drawn = reward_training.answers(64, torch.Generator().manual_seed(11))

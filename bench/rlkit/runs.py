@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_byteps_rl import memory
 from paritykit.forked import Job
+from paritykit.platforms import CPU, Platform
 
 from .layouts import Layout
 
@@ -36,15 +38,27 @@ class Outcome:
     """Largest difference of a reward between its model in this layout and the whole one, in fp32;
     None where a rule gives the reward."""
 
+    peaks: Mapping[str, int]
+    """Bytes of the GPU that took the most, by phase, through BytePS; empty on CPUs."""
+
     @property
     def good(self) -> bool:
         return all(self.equal.values()) and max(self.apart, self.rewards_apart or 0.0) < ROUNDING
 
 
 def _run(
-    folder: Path, layout: Layout, algorithm: str, model: Path, reward: Path, *, byteps: bool
+    folder: Path,
+    layout: Layout,
+    algorithm: str,
+    model: Path,
+    reward: Path,
+    *,
+    byteps: bool,
+    platform: Platform,
+    first_gpu: int,
 ) -> list[Any]:
-    settings = {"algorithm": algorithm, "through_byteps": byteps, "ranks": layout.ranks}
+    settings: dict[str, Any] = {"device": platform.name, "algorithm": algorithm}
+    settings |= {"through_byteps": byteps, "ranks": layout.ranks}
     settings |= {"tensor": layout.tensor, "pipeline": layout.pipeline, "model": model}
     # One micro-batch of each data-parallel rank.
     settings |= {"prompts": ROWS, "responses": layout.copies * layout.samples, "updates": 1}
@@ -58,12 +72,22 @@ def _run(
         program=f"{PROGRAMS}:train",
         ranks=layout.ranks,
         settings={"settings": settings, "samples": layout.samples},
+        platform=platform,
+        first_gpu=first_gpu,
     )
     job.run()
     return [job.result(rank) for rank in range(layout.ranks)]
 
 
-def compare(folder: Path, layout: Layout, algorithm: str, model: Path, reward: Path) -> Outcome:
+def compare(
+    folder: Path,
+    layout: Layout,
+    algorithm: str,
+    model: Path,
+    reward: Path,
+    platform: Platform = CPU,
+    first_gpu: int = 0,
+) -> Outcome:
     """Train some steps through BytePS and through all-reduce.
 
     Args:
@@ -72,13 +96,27 @@ def compare(folder: Path, layout: Layout, algorithm: str, model: Path, reward: P
         algorithm: GRPO's reward is the rule's, PPO's that of a model.
         model: folder of the base model.
         reward: folder of the reward's model.
+        platform: of the ranks.
+        first_gpu: of rank 0, where ranks have GPUs.
 
     Raises:
         JobFailed: a rank failed; the text has its log.
         AssertionError: a sum did not go the way it should have.
     """
-    ours = _run(folder / "byteps", layout, algorithm, model, reward, byteps=True)
-    theirs = _run(folder / "all-reduce", layout, algorithm, model, reward, byteps=False)
+
+    def way(name: str, *, byteps: bool) -> list[Any]:
+        return _run(
+            folder / name,
+            layout,
+            algorithm,
+            model,
+            reward,
+            byteps=byteps,
+            platform=platform,
+            first_gpu=first_gpu,
+        )
+
+    ours, theirs = way("byteps", byteps=True), way("all-reduce", byteps=False)
     roles = list(ours[0]["checksums"])
     for one, other in zip(ours, theirs, strict=True):
         names = [name for role in roles for name in one["names"][role]]
@@ -106,6 +144,7 @@ def compare(folder: Path, layout: Layout, algorithm: str, model: Path, reward: P
         apart=max(apart),
         rewards_apart=max((_apart(step) for step in scored), default=None),
         sent_bytes=None if None in costs else sum(cost["sent_bytes"] for cost in costs),
+        peaks=memory.most([one["peaks"] for one in ours]),
     )
 
 

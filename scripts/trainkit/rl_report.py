@@ -12,6 +12,7 @@ from typing import Any
 EDGE = 3
 """Steps at each end of a run whose mean reward counts."""
 _SHOWN = 12
+_PEAK = "memory/peak_bytes/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Step:
     accuracy: float
     """The part of the responses that the rule calls right: the reward, unless a model gives it."""
     seconds: float
+    peaks: dict[str, int]
+    """Bytes of the GPU that took the most, by phase, up to this step; empty on CPUs."""
     reshard: Reshard | None = None
     """Of the weights that generated; None where the rollout takes whole tensors."""
 
@@ -106,6 +109,11 @@ def _step(entry: dict[str, Any]) -> Step:
         mismatch=data["training/rollout_probs_diff_max"],
         accuracy=data["rule/accuracy"],
         seconds=data["timing_s/step"],
+        peaks={
+            name.removeprefix(_PEAK): int(value)
+            for name, value in data.items()
+            if name.startswith(_PEAK)
+        },
         reshard=reshard,
     )
 
@@ -175,6 +183,18 @@ def table(outcomes: Sequence[Outcome]) -> str:
                 f"{statistics.median(s.seconds for s in outcome.steps):.2f}",
             ]
         )
+    return _aligned(rows)
+
+
+def memory(outcomes: Sequence[Outcome]) -> str:
+    """The peak memory of each phase as a table; empty where no GPU was used."""
+    phases = dict.fromkeys(phase for o in outcomes for phase in o.steps[-1].peaks)
+    if not phases:
+        return ""
+    rows = [["peak MiB of a GPU", *(outcome.backend for outcome in outcomes)]]
+    for phase in phases:
+        taken = [outcome.steps[-1].peaks.get(phase, 0) / (1 << 20) for outcome in outcomes]
+        rows.append([phase, *(f"{value:,.1f}" for value in taken)])
     return _aligned(rows)
 
 

@@ -17,10 +17,10 @@ TREE = ROOT / "build" / "Megatron-LM"
 FOLDERS = ("scripts", "bench", "integrations/hf", "integrations/rl")
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
 
-from megatron_byteps_rl.cpu_environment import ENVIRONMENT  # noqa: E402
+from megatron_byteps_rl.devices import ENVIRONMENTS  # noqa: E402
 
 # Before verl is imported, here or in the fork server.
-os.environ.update(ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+os.environ.update({**ENVIRONMENTS["cpu"]} | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 from paritykit.forked import start_fork_server  # noqa: E402
 from rlkit.runs import PROGRAMS  # noqa: E402

@@ -1,22 +1,26 @@
-"""Trains by verl on this machine's CPU: ``python -m megatron_byteps_rl --help``."""
+"""Trains by verl on this machine: ``python -m megatron_byteps_rl --help``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cpu_environment import ENVIRONMENT
+from .devices import ENVIRONMENTS, check
 from .settings import ALGORITHMS, ROLLOUTS, Settings
+
+_OBJECT_STORE_BYTES = 100 << 20  # batches of short sequences go through it
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m megatron_byteps_rl", description=__doc__)
     add = parser.add_argument
     add("--algorithm", choices=sorted(ALGORITHMS), default="grpo", help="default: grpo")
+    add("--device", choices=sorted(ENVIRONMENTS), default="cpu", help="of the ranks (default: cpu)")
     add("--all-reduce", action="store_true", help="sum gradients by all-reduce, not by BytePS")
     add("--ranks", type=int, default=2, help="default: 2")
     add("--tensor", type=int, default=1, help="tensor-parallel ranks (default: 1)")
@@ -34,10 +38,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Train, and write what came of it."""
-    settings = Settings(
+def settings_of(options: argparse.Namespace) -> Settings:
+    """The job of a command line.
+
+    Raises:
+        ValueError: it cannot be, or not on this machine.
+    """
+    check(options.device, options.ranks)
+    return Settings(
         algorithm=options.algorithm,
+        device=options.device,
         through_byteps=not options.all_reduce,
         ranks=options.ranks,
         tensor=options.tensor,
@@ -53,8 +63,13 @@ def run(options: argparse.Namespace) -> None:
         model=options.model.resolve(),
         folder=options.out.resolve(),
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.update(ENVIRONMENT | settings.trace_environment())
+
+
+def run(settings: Settings, overrides: Sequence[str]) -> None:
+    """Train, and write what came of it."""
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    environment = dict(ENVIRONMENTS[settings.device])
+    os.environ.update(environment | settings.trace_environment())
     # Ray would give its workers a nice value of 15.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ["VERL_FILE_LOGGER_PATH"] = str(settings.folder / "steps.jsonl")
@@ -62,14 +77,18 @@ def run(options: argparse.Namespace) -> None:
 
     from . import trainer
 
-    config = trainer.compose([*settings.overrides(), *options.overrides])
+    config = trainer.compose([*settings.overrides(), *overrides])
     with tempfile.TemporaryDirectory(prefix="verl-ray-") as folder:
         ray.init(
             num_cpus=settings.ranks + 1,
+            num_gpus=0 if settings.device == "cpu" else settings.ranks,
             include_dashboard=False,
             log_to_driver=True,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            # Also on a machine that has no network.
+            _node_ip_address="127.0.0.1",
             _temp_dir=folder,
-            runtime_env={"env_vars": ENVIRONMENT | _inherited()},
+            runtime_env={"env_vars": environment | _inherited()},
         )
         try:
             made = trainer.make_trainer(config)
@@ -83,9 +102,18 @@ def run(options: argparse.Namespace) -> None:
 
 def _inherited() -> dict[str, str]:
     """What workers are told of this process's environment."""
-    prefixes = ("BYTEPS_", "DMLC_", "GLOO_", "OMP_", "PYTHONWARNINGS", "HF_", "RAY_")
+    prefixes = ("BYTEPS_", "DMLC_", "GLOO_", "NCCL_", "OMP_", "PYTHONWARNINGS", "HF_", "RAY_")
     return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
 
 
+def main() -> None:
+    options = parse(None)
+    try:
+        settings = settings_of(options)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    run(settings, options.overrides)
+
+
 if __name__ == "__main__":
-    run(parse(None))
+    main()

@@ -179,8 +179,9 @@ class MegatronRollout(BaseRollout):
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """float32 [batch, length, vocabulary] of int64 [batch, length]; the ranks of a copy call
-        it together, with the same tokens."""
+        """float32 [batch, length, vocabulary] of int64 [batch, length], on the model's device; the
+        ranks of a copy call it together, with the same tokens."""
+        tokens = tokens.to(next(self._model.parameters()).device)
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return self._model(tokens, places, None, runtime_gather_output=True).float()
 

@@ -86,6 +86,14 @@ class PeerCopies(CopyService):
         self._receives.clear()
 
 
+def _meet(device: torch.device, group: dist.ProcessGroup) -> None:
+    """NCCL makes a group's communicator at its first operation, and all ranks have to be there: in
+    a reshard a rank may have nothing to send or receive."""
+    if device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        torch.cuda.synchronize(device)
+
+
 def reshard(source: Sequence[Any], target: Any, group: dist.ProcessGroup) -> Cost:
     """Give ``target`` the weights of ``source``; all ranks of ``group`` call it together.
 
@@ -108,9 +116,12 @@ def reshard(source: Sequence[Any], target: Any, group: dist.ProcessGroup) -> Cos
         names = [", ".join(sorted(map(str, some))) for some in types]
         raise ValueError(f"resharding: weights of type {names[0]} cannot become {names[1]}")
     service = PeerCopies(group)
+    _meet(next(target.parameters()).device, group)
     begin = time.monotonic()
     with torch.profiler.record_function("reshard"):
         reshard_model_weights(source[0], target, service, group=group)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     return Cost(
         seconds=time.monotonic() - begin,
         sent_bytes=service.sent_bytes,

@@ -2,8 +2,8 @@
 
 verl's worker for values learns 1 for a right answer and 0 for any other, by least squares, as its
 value at the last token. Gradients are summed by BytePS. The model is written in the form of Hugging
-Face, with the head ``lm_head.weight`` [1, hidden], which is what a ``reward_worker`` loads. On a
-CPU the variables of ``cpu_environment`` must be set.
+Face, with the head ``lm_head.weight`` [1, hidden], which is what a ``reward_worker`` loads. The
+variables of ``devices`` must be set.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
 from . import task
+from .devices import ENVIRONMENTS
 from .reward import at_last_token, columns, value_worker_config
 from .settings import Settings
 
@@ -216,19 +217,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--device", choices=sorted(ENVIRONMENTS), default="cpu", help="of the ranks (default: cpu)")
     add("--all-reduce", action="store_true", help="sum gradients by all-reduce, not by BytePS")
     add("--steps", type=int, default=STEPS, help=f"default: {STEPS}")
     add("--seed", type=int, default=1, help="default: 1")
     add("--model", type=Path, required=True, help="folder of the base model")
     add("--out", type=Path, required=True, help="folder of the trained model, and of steps.jsonl")
     options = parser.parse_args(arguments)
-    from . import cpu
+    from . import engines
 
-    if cpu.is_wanted():
-        cpu.prepare()
+    engines.prepare()
     options.out.mkdir(parents=True, exist_ok=True)
     settings = Settings(
         algorithm="ppo",
+        device=options.device,
         through_byteps=not options.all_reduce,
         ranks=dist.get_world_size(),
         seed=options.seed,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from verl.utils.device import get_device_id
 from verl.workers.rollout import base
 from verl.workers.rollout.base import BaseRollout
 
@@ -16,7 +17,7 @@ from .settings import ROLLOUTS
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """Responses to prompts; all of a batch have the same padded length."""
+    """Responses to prompts, on the CPU; all of a batch have the same padded length."""
 
     prompts: torch.Tensor
     """int64 [batch, prompt]; padded on the left."""
@@ -31,7 +32,7 @@ class Generated:
 
 
 class TransformersRollout(BaseRollout):
-    """One whole model on each rank, whatever the layout of training.
+    """One whole model on each rank, on its device, whatever the layout of training.
 
     It computes in fp32, with the weights that training has in bf16.
     """
@@ -50,6 +51,7 @@ class TransformersRollout(BaseRollout):
         self._model = AutoModelForCausalLM.from_config(
             self.model_config.hf_config, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        self._model.to(get_device_id())
         self._model.requires_grad_(False)
         self._ready = False
 
@@ -110,14 +112,15 @@ class TransformersRollout(BaseRollout):
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         width = self.config.prompt_length
         rows = [[pad] * (width - len(tokens)) + list(tokens) for tokens in prompts]
-        ids = torch.tensor(rows)
-        mask = torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in prompts])
-        generator = torch.Generator().manual_seed(seed)
+        here = self._model.device
+        ids = torch.tensor(rows, device=here)
+        mask = torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in prompts], device=here)
+        generator = torch.Generator(here).manual_seed(seed)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         drawn: list[torch.Tensor] = []
         log_probs: list[torch.Tensor] = []
         masks: list[torch.Tensor] = []
-        going = torch.ones(len(prompts), dtype=torch.bool)
+        going = torch.ones(len(prompts), dtype=torch.bool, device=here)
         past, whole, step, place = None, mask, ids, positions
         for _ in range(length):
             out = self._model(
@@ -134,11 +137,11 @@ class TransformersRollout(BaseRollout):
             whole = torch.cat([whole, masks[-1][:, None]], 1)
             step, place = drawn[-1][:, None], place[:, -1:] + 1
         return Generated(
-            prompts=ids,
-            responses=torch.stack(drawn, 1),
-            prompt_mask=mask,
-            response_mask=torch.stack(masks, 1),
-            log_probs=torch.stack(log_probs, 1),
+            prompts=ids.cpu(),
+            responses=torch.stack(drawn, 1).cpu(),
+            prompt_mask=mask.cpu(),
+            response_mask=torch.stack(masks, 1).cpu(),
+            log_probs=torch.stack(log_probs, 1).cpu(),
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import task
+from .devices import ENVIRONMENTS
 
 ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
 """Names, and verl's advantage estimators."""
@@ -26,6 +27,8 @@ class Settings:
     """One job."""
 
     algorithm: str = "grpo"
+    device: str = "cpu"
+    """Of the ranks, as ``devices`` names it."""
     through_byteps: bool = True
     ranks: int = 2
     tensor: int = 1
@@ -59,6 +62,10 @@ class Settings:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(
                 f"algorithm {self.algorithm!r} is not known; it can be {', '.join(ALGORITHMS)}"
+            )
+        if self.device not in ENVIRONMENTS:
+            raise ValueError(
+                f"device {self.device!r} is not known; it can be {', '.join(ENVIRONMENTS)}"
             )
         if self.rollout not in ROLLOUTS:
             raise ValueError(
@@ -133,7 +140,9 @@ class Settings:
             values |= {
                 f"{role}.profiler.enable": True,
                 f"{role}.profiler.ranks": _list(self.profile_ranks),
-                f"{role}.profiler.tool_config.torch.contents": "[cpu]",
+                f"{role}.profiler.tool_config.torch.contents": (
+                    "[cpu]" if self.device == "cpu" else "[cpu,cuda]"
+                ),
             }
         return values
 
@@ -192,7 +201,7 @@ class Settings:
             "trainer.use_v1": False,
             "trainer.nnodes": 1,
             "trainer.n_gpus_per_node": self.ranks,
-            "trainer.device": "cpu",
+            "trainer.device": self.device,
             "trainer.logger": "[file]",
             "trainer.total_training_steps": self.steps,
             "trainer.total_epochs": self.steps,

@@ -19,8 +19,9 @@ from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from verl.utils.device import get_device_name
 
-from . import reward, task
+from . import memory, reward, task
 from .reward_group import ModelReward
 
 
@@ -44,13 +45,16 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 
 class Pools(ResourcePoolManager):
-    """Places for ranks without GPUs."""
+    """Places for ranks: each a processor, and a GPU where verl's platform has GPUs."""
 
     def create_resource_pool(self) -> None:
+        use_gpu = get_device_name() != "cpu"
         for name, counts in self.resource_pool_spec.items():
             self.resource_pool_dict[name] = RayResourcePool(
-                process_on_nodes=counts, use_gpu=False, max_colocate_count=1, name_prefix=name
+                process_on_nodes=counts, use_gpu=use_gpu, max_colocate_count=1, name_prefix=name
             )
+        if use_gpu:
+            self._check_resource_available()
 
 
 class _Servers:
@@ -166,6 +170,8 @@ class Trainer(ModelReward):
             output.meta_info["metrics"]["rollout/first_token_seconds"] = [max(waited)]
         # Of the weights that this step's responses were generated with.
         costs = [cost for cost in self.actor_rollout_wg.reshard_cost() if cost is not None]
+        for phase, most in memory.most(self.actor_rollout_wg.memory_peaks()).items():
+            output.meta_info["metrics"][f"{memory.METRIC}{phase}"] = [most]
         if costs:
             output.meta_info["metrics"] |= {
                 "reshard/seconds": [max(cost["seconds"] for cost in costs)],

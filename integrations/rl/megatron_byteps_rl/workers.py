@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from verl.utils.megatron_utils import load_megatron_model_to_gpu
 from verl.utils.profiler import DistProfiler
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from . import cpu, reward, rollout
+from . import engines, memory, reward, rollout
 
 
 def checksum(engine: Any) -> str:
@@ -49,9 +50,18 @@ def _checksum(engine: Any) -> str:
 class ActorRolloutRef(ActorRolloutRefWorker):
     """Actor, rollout and reference in one process."""
 
+    PHASES: Mapping[str, str] = {
+        "generate_sequences": "generation",
+        "compute_log_prob": "log-probabilities",
+        "compute_ref_log_prob": "reference",
+        "update_actor": "actor update",
+        "update_weights": "weights to the rollout",
+    }
+    """Methods whose peak memory is kept, and its names."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if cpu.is_wanted():
-            cpu.prepare()
+        if engines.are_wanted():
+            engines.prepare()
         rollout.register()
         super().__init__(*args, **kwargs)
 
@@ -66,6 +76,7 @@ class ActorRolloutRef(ActorRolloutRefWorker):
         if hasattr(self.rollout, "follow"):
             self.rollout.follow(self.actor.engine)
         self._watch_gradients()
+        memory.watch(self, self.PHASES)
 
     def _watch_gradients(self) -> None:
         """Keep the time at which the last gradients were summed and the optimizer began."""
@@ -124,6 +135,11 @@ class ActorRolloutRef(ActorRolloutRefWorker):
         return self._first_token_s
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def memory_peaks(self) -> dict[str, int]:
+        """Of all models of this process; see ``memory.peaks``."""
+        return memory.peaks()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self) -> str:
         return checksum(self.actor.engine)
 
@@ -138,10 +154,14 @@ class ActorRolloutRef(ActorRolloutRefWorker):
 class Critic(TrainingWorker):
     """verl's critic."""
 
+    PHASES: Mapping[str, str] = {"infer_batch": "values", "train_mini_batch": "critic update"}
+    """Methods whose peak memory is kept, and its names."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if cpu.is_wanted():
-            cpu.prepare()
+        if engines.are_wanted():
+            engines.prepare()
         super().__init__(*args, **kwargs)
+        memory.watch(self, self.PHASES)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self) -> str:
@@ -150,6 +170,8 @@ class Critic(TrainingWorker):
 
 class Reward(Critic):
     """A reward model: verl's critic without an optimizer."""
+
+    PHASES: Mapping[str, str] = {"compute_rewards": "reward"}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
     @DistProfiler.annotate(color="brown", role="reward_compute")

@@ -1,0 +1,193 @@
+"""verl's Megatron engines with Megatron's local layers, which need no Transformer Engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
+
+VENDOR = "local"
+"""Under which verl finds these engines where ``VERL_ENGINE_VENDOR`` names it."""
+
+# What Megatron and its bridge would take from Transformer Engine and Apex.
+TRANSFORMER = {
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "cross_entropy_loss_fusion": False,
+    "attention_backend": "unfused",
+}
+"""Settings of Megatron's transformer, on any device."""
+
+
+def transformer() -> dict[str, Any]:
+    """``TRANSFORMER``, and where this process initializes weights."""
+    return {**TRANSFORMER, "use_cpu_initialization": get_device_name() == "cpu"}
+
+
+def held_bytes(chunks: Iterable[Any]) -> int:
+    """Bytes that the parameter and gradient buffers of these model chunks take now.
+
+    Chunks that do not train have no such buffers.
+    """
+    tensors = [
+        tensor
+        for chunk in chunks
+        for b in _buffers(chunk)
+        for tensor in (b.param_data, b.grad_data)
+    ]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallel
+
+    if not isinstance(chunk, DistributedDataParallel):
+        return []
+    return chunk.buffers + chunk.expert_parallel_buffers
+
+
+def are_wanted() -> bool:
+    """Whether this process is to use these engines, and not verl's own."""
+    return os.environ.get("VERL_PLATFORM") == "cpu" or (
+        os.environ.get("VERL_ENGINE_VENDOR") == VENDOR
+    )
+
+
+_prepared = False
+
+
+def prepare() -> None:
+    """Make this process a worker with these engines, before verl imports its own; once.
+
+    Joins the process group that the environment describes: over gloo, and NCCL for GPUs. A rank
+    takes the GPU of its local rank, among those that it sees.
+
+    Raises:
+        RuntimeError: torch.distributed could not be joined, or a GPU is wanted and none is seen.
+    """
+    global _prepared
+    if _prepared:
+        return
+    # transformers' models are imported before torch.cuda's stand-ins are there.
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    from megatron_byteps_hf.bridge import auto_bridge
+
+    auto_bridge()
+    # verl tells each rank that it is alone on its host, which would start servers beside each.
+    if size := os.environ.get("RAY_LOCAL_WORLD_SIZE"):
+        local_rank = int(os.environ["RANK"]) % int(size)
+        os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=size)
+    if get_device_name() == "cpu":
+        from megatron.training import cpu_platform
+
+        cpu_platform.install()
+        # verl would name gloo twice, once for the CPU and once for the device, which torch refuses.
+        initialize_global_process_group_ray(backend="gloo")
+    else:
+        take_gpu()
+        initialize_global_process_group_ray()
+    register()
+    _prepared = True
+
+
+def take_gpu() -> None:
+    """Make this rank's GPU the current one: under Ray a process sees only its own.
+
+    Raises:
+        RuntimeError: torch sees none.
+    """
+    seen = torch.cuda.device_count()
+    if seen == 0:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise RuntimeError(
+            f"rank {os.environ.get('RANK', '0')} sees no GPU (CUDA_VISIBLE_DEVICES={visible})"
+        )
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % seen)
+    torch.cuda.init()
+
+
+def register() -> None:
+    """Make these verl's Megatron engines: for the CPU, and as a vendor's for GPUs."""
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from verl.utils.megatron_utils import (
+        load_megatron_model_to_gpu,
+        offload_megatron_model_to_cpu,
+    )
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.megatron import (
+        MegatronEngineWithLMHead,
+        MegatronEngineWithValueHead,
+    )
+
+    def without_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Sequences are padded on the right: what attention may not look at comes later anyhow, and
+        # Megatron's local attention takes no mask of verl's shape.
+        return args, {**kwargs, "attention_mask": None}
+
+    mixed_in: Any = object  # an engine of verl's comes beside it below
+
+    class Local(mixed_in):
+        """Megatron's local layers."""
+
+        def _build_tf_config(self) -> None:
+            mine, chosen = transformer(), self.engine_config.override_transformer_config
+            self.engine_config.override_transformer_config.update(
+                {**mine, "transformer_layer_spec": local_layer_spec}
+                | {"pipeline_dtype": torch.bfloat16}
+                | {name: chosen[name] for name in chosen if name not in mine}
+            )
+            super()._build_tf_config()
+
+        def _build_megatron_module(self) -> Any:
+            models = super()._build_megatron_module()
+            for model in models:
+                for part in model.modules():
+                    if isinstance(part, GPTModel):
+                        part.register_forward_pre_hook(without_mask, with_kwargs=True)
+            return models
+
+    class OnCpu(Local):
+        """The same on a CPU."""
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            # verl seeds Megatron's generator of the device where it counts a device.
+            model_parallel_cuda_manual_seed(self.engine_config.seed)
+
+        def to(
+            self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+        ) -> None:
+            """As on a GPU, where parameters and gradients move to the host or back.
+
+            Device and host have one name here: where the parameters are says what is meant.
+            """
+            buffers = [buffer for chunk in self.module for buffer in _buffers(chunk)]
+            if not (model and buffers):
+                return  # from the CPU to the CPU
+            if any(buffer.param_data.untyped_storage().nbytes() == 0 for buffer in buffers):
+                load_megatron_model_to_gpu(self.module, load_grad=grad)
+            else:
+                offload_megatron_model_to_cpu(self.module)
+
+    for model_type, engine in (
+        ("language_model", MegatronEngineWithLMHead),
+        ("value_model", MegatronEngineWithValueHead),
+    ):
+        for kind, place in (
+            (OnCpu, {"device": "cpu"}),
+            (Local, {"device": "cuda", "vendor": VENDOR}),
+        ):
+            about = f"{engine.__name__}: {kind.__doc__}"
+            made = type(f"{kind.__name__}{engine.__name__}", (kind, engine), {"__doc__": about})
+            EngineRegistry.register(model_type=model_type, backend="megatron", **place)(made)
