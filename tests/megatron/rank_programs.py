@@ -56,7 +56,7 @@ def train(
     broken_reducers.py; with ``waits`` checkpoints are written after another step.
     """
     if hide_byteps:
-        sys.modules["byteps"] = None  # type: ignore[assignment]
+        sys.modules["byteps"] = None  # type: ignore[assignment] # as the import system has it
     if waits:
         _write_later(folder)
     broken_by = broken_reducers.BREAKS[broken] if broken else None

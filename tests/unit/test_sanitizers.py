@@ -4,6 +4,7 @@ ThreadSanitizer, each built whole by `tests/native.py --sanitize`."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,5 +84,5 @@ def test_a_whole_job(programs: Path, run_dir: Path, fused: str) -> None:
     finally:
         for process in processes:
             if process.running:
-                process.send(9)  # type: ignore[arg-type]
+                process.send(signal.SIGKILL)
                 process.wait(LIMIT_S)

@@ -163,8 +163,10 @@ def test_all_parts_are_waited_for_when_a_rank_of_the_host_is_lost(
     declarations = [
         bps.TensorDeclaration(name="x", dtype=torch.float32, numel=piece.length) for piece in cut
     ]
-    host: Any = OnHost(group=Lonely(), local=0)  # type: ignore[arg-type]
-    tensor = SharedTensor(declarations, None, [(12, 0, True)], pieces=cut, host=host)  # type: ignore[arg-type]
+    group: Any = Lonely()
+    host = OnHost(group=group, local=0)
+    rule = server_state.Rule(is_adamw=False, groups=[])
+    tensor = SharedTensor(declarations, rule, [(12, 0, True)], pieces=cut, host=host)
     started = tensor.push_try(torch.ones(12), (1, 1.0, False, []))
     with pytest.raises(RuntimeError, match="closed by peer"):
         tensor.wait(started)

@@ -255,7 +255,9 @@ def ranks_of(group: Group) -> list[int]:
     """Its ranks, ascending; empty for all workers. Raises ValueError when it is no group."""
     if group is None:
         return []
-    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives outsiders
+    # What new_group() gives the ranks outside.
+    outside: object = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    if group is outside:
         raise ValueError(f"rank {_launched().rank} is no member of the group")
     if isinstance(group, torch.distributed.ProcessGroup):
         return sorted(torch.distributed.get_process_group_ranks(group))

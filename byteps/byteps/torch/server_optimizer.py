@@ -117,6 +117,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    # Overloads of torch say that it returns a loss with a closure alone; one signature cannot.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, return when the updated parameters are there.

@@ -106,7 +106,9 @@ class Pair:
             set_rates(optimizer, step)
         set_gradients(self.job, self.mine, step)
         if spoil and self.job.rank == 1:
-            self.mine[2].grad[3, 5] = math.nan  # type: ignore[index]
+            spoilt = self.mine[2].grad
+            assert spoilt is not None
+            spoilt[3, 5] = math.nan
         for index, parameter in enumerate(self.exact):
             parameter.grad = mean_gradient(self.job, step, index, self.dtype)
         if self.served.max_norm is not None:
