@@ -7,6 +7,8 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$root/scripts/lib/python.sh"
 # shellcheck source=scripts/lib/system.sh
 source "$root/scripts/lib/system.sh"
+# shellcheck source=scripts/lib/cache.sh
+source "$root/scripts/lib/cache.sh"
 
 usage() {
   cat <<'TEXT'
@@ -120,17 +122,18 @@ stamp() {
 
 # Any Python 3 with pip will do for this; a half-made folder is never taken for a whole one.
 bootstrap_uv() {
-  local folder python
+  local folder python new
   folder="$(dirname "$(dirname "$uv")")"
   for python in "${PYTHON:-}" "$(find_python || true)" python3 /usr/bin/python3; do
     [[ -n "$python" ]] || continue
-    rm -rf "$folder.new"
-    if "$python" -m venv "$folder.new" && "$folder.new/bin/python" -m pip install \
-      --disable-pip-version-check --require-hashes -r "$root/requirements-uv.lock"; then
-      # The scripts in it name the folder they were made in; uv itself is a plain executable.
-      rm -rf "$folder" && mv "$folder.new" "$folder"
+    new="$folder.$BASHPID"
+    # The scripts in it name the folder they were made in; uv itself is a plain executable.
+    if "$python" -m venv "$new" && "$new/bin/python" -m pip install \
+      --disable-pip-version-check --require-hashes -r "$root/requirements-uv.lock" &&
+      keep "$new" "$folder"; then
       return 0
     fi
+    rm -rf "$new"
   done
   echo "error: could not install uv: it needs a python3 with venv and pip (python3-venv)"
   return 1
@@ -186,14 +189,17 @@ install_requirements() {
 }
 
 build_byteps() {
-  local wheels="$cache/wheels/$1"
+  local wheels="$cache/wheels/$1" new="$cache/wheels/$1.$BASHPID"
   if ! compgen -G "$wheels/*.whl" >/dev/null; then
     # The build folder stays, so that the next build compiles only what changed.
     # Verbose: the log, and who waits for it, see how far the compiler is.
-    PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip --verbose wheel --no-deps --no-build-isolation \
-      --disable-pip-version-check --config-settings "build-dir=$root/build/cmake-byteps" \
-      --wheel-dir "$wheels.new" "$root/build/byteps"
-    rm -rf "$wheels" && mv "$wheels.new" "$wheels"
+    if ! PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip --verbose wheel --no-deps \
+      --no-build-isolation --disable-pip-version-check \
+      --config-settings "build-dir=$root/build/cmake-byteps" --wheel-dir "$new" "$root/build/byteps" ||
+      ! keep "$new" "$wheels"; then
+      rm -rf "$new"
+      return 1
+    fi
   fi
   "$uv" pip install --python "$venv/bin/python" --no-deps --reinstall "$wheels"/*.whl
   "$venv/bin/python" -c 'import byteps.torch'

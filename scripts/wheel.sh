@@ -9,6 +9,8 @@ source "$root/scripts/lib/system.sh"
 source "$root/scripts/lib/python.sh"
 # shellcheck source=scripts/lib/ship_tools.sh
 source "$root/scripts/lib/ship_tools.sh"
+# shellcheck source=scripts/lib/cache.sh
+source "$root/scripts/lib/cache.sh"
 # shellcheck source=scripts/lib/library_sources.sh
 source "$root/scripts/lib/library_sources.sh"
 
@@ -128,9 +130,7 @@ build_wheel() {
       --wheel-dir "$work/$1" "$source_tree" || exit 1
     long "auditwheel for $1" \
       auditwheel --verbose repair --only-plat --wheel-dir "$work/$1/fit" "$work/$1"/*.whl || exit 1
-    mkdir -p "$cache/ship"
-    rm -rf "$kept"
-    mv "$work/$1/fit" "$kept"
+    keep "$work/$1/fit" "$kept"
   fi
   echo "$kept"/*.whl
 }
@@ -148,8 +148,7 @@ build_server() {
         "$venv/bin/cmake" --build "$build" --target byteps-server --parallel "$(nproc)" &&
       long "installing for $1" "$venv/bin/cmake" --install "$build" --strip --prefix "$work/prefix-$1" ||
       exit 1
-    mkdir -p "$kept"
-    mv "$work/prefix-$1/bin/byteps-server" "$kept/byteps-server"
+    keep "$work/prefix-$1/bin" "$kept"
   fi
   echo "$kept/byteps-server"
 }

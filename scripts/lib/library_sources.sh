@@ -40,7 +40,7 @@ fetch_sources() {
     done
     for package; do [[ -d $(echo "$package"-*) ]]; done
   ) || status=1
-  ((status != 0)) || mv -T "$work/tree" "$folder" 2>/dev/null || [[ -d $folder ]] || status=1
+  ((status != 0)) || keep "$work/tree" "$folder" || status=1
   rm -rf "$work"
   ((status == 0)) || echo "error: could not fetch the sources of $*" >&2
   return "$status"

@@ -45,6 +45,29 @@ def test_make_lists_its_targets() -> None:
     assert {"setup", "train", "test", "lint", "check-patches", "clean", "distclean"} <= {*targets}
 
 
+def test_setups_that_make_the_same_at_once_keep_one(tmp_path: Path) -> None:
+    """Whoever comes first: nobody sees a folder that is not whole, or none where there was one."""
+    makers = """
+        source scripts/lib/cache.sh
+        for i in $(seq 20); do
+          (
+            new="$0/kept.$BASHPID"
+            mkdir -p "$new" && echo whole >"$new/file" && keep "$new" "$0/in/kept" || exit 1
+            [[ "$(<"$0/in/kept/file")" == whole ]]
+          ) &
+          jobs+=($!)
+        done
+        for job in "${jobs[@]}"; do wait "$job" || exit 1; done
+    """
+    result = run("bash", "-c", makers, str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
+        "in/kept/file"
+    ]
+    nowhere = run("bash", "-c", 'source scripts/lib/cache.sh; keep "$0/none" "$0/x"', str(tmp_path))
+    assert nowhere.returncode == 1
+
+
 def test_python_that_does_not_run_is_named() -> None:
     command = "source scripts/lib/python.sh; find_python"
     result = run("bash", "-c", command, env={"PYTHON": "/no/such/python"})
