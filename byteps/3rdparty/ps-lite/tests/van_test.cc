@@ -363,6 +363,7 @@ class Node {
       std::lock_guard<std::mutex> lock(mu_);
       auto it = pending_.find(msg.meta.addr);
       if (it == pending_.end()) return;
+      if (giving_up_ && it->second.memory != nullptr) return;
       pending = it->second;
       pending_.erase(it);
       const bool told = msg.meta.head == kBreak;
@@ -434,6 +435,13 @@ class Node {
     return it->second.memory->data();
   }
 
+  // What is answered before AbandonAll is given up, too: there is something, however fast answers
+  // are.
+  void GiveUpFromNowOn() {
+    std::lock_guard<std::mutex> lock(mu_);
+    giving_up_ = true;
+  }
+
   // Gives up what it waits for: when Abandon has returned, nothing is written there.
   void AbandonAll(int round) {
     std::vector<Pending> given_up;
@@ -448,6 +456,7 @@ class Node {
         it = pending_.erase(it);
         --outstanding_[false];
       }
+      giving_up_ = false;
     }
     size_t bytes = 0;
     for (const Pending& one : given_up) {
@@ -557,9 +566,11 @@ class Node {
       if (options.rounds >= 8 && round % (options.rounds / 4) == 1) Tell(Resources());
       Misbehave(round);
       if (round == options.stall_round && rank_ == 0) AbandonStalled();
-      for (const size_t size : options.sizes) {
+      for (const size_t& size : options.sizes) {
         for (int server = 0; server < options.servers; ++server) {
           if (!WaitForRoom(false, options.window)) break;
+          const bool is_last = &size == &options.sizes.back() && server == options.servers - 1;
+          if (round == options.abandon_round && is_last) GiveUpFromNowOn();
           const uint64_t seed = ((round * 64ull + rank_) * 64 + server) * 1000003 + size;
           Request(kEcho, server, size, MakeValue(size, seed), seed);
           bytes += size;
@@ -603,6 +614,7 @@ class Node {
   uint64_t last_request_ = 0;
   uint64_t broken_after_ = 0;  // that request
   bool is_mended_ = true;      // what was broken
+  bool giving_up_ = false;     // answers stay pending
   int breaks_asked_ = 0;       // of a server, and not answered
   uint64_t asked_seed_ = 0;    // of the last value for which a place was asked
   std::atomic<bool> pings_stop_{false};
