@@ -30,17 +30,14 @@ def section(experiment: Experiment, run: Run) -> list[str]:
         counted += f" ({made - rounds} more were left out: the machine was too busy)"
     if not run.quiet:
         counted += " (**the machine was too busy in all of them**)"
+    # Where nothing else was measured there are no ratios.
+    tables = result_table(run), ratio_table(run), gate_table(judge_all(experiment.gates, run))
     return [
         f"### {experiment.name}",
         "",
         f"{experiment.why.capitalize()}. {topology_text(run.plan.topology)}. {counted}.",
         "",
-        *pipes(result_table(run)),
-        "",
-        *pipes(ratio_table(run)),
-        "",
-        *pipes(gate_table(judge_all(experiment.gates, run))),
-        "",
+        *[line for table in tables if len(table) > 1 for line in (*pipes(table), "")],
     ]
 
 
