@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +13,12 @@ sys.path.insert(0, str(ROOT / "integrations" / "ray"))
 
 from hfkit.layouts import Layout  # noqa: E402
 from hfkit.runs import ADAPTER, make_model, same  # noqa: E402
-from megatron_byteps_ray.cluster import cluster  # noqa: E402
 from megatron_byteps_ray.pool import Pool  # noqa: E402
 from megatron_byteps_ray.settings import Settings, preload_for  # noqa: E402
 from raykit.cases import CASES, Case, Runner, pool_settings, problems  # noqa: E402
 from raykit.layouts import CELLS, LORA  # noqa: E402
 from raykit.modes import arguments_of, compare, run_locally, run_under_ray  # noqa: E402
+from raykit.pools import warm_pool  # noqa: E402
 
 _THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
 
@@ -34,17 +33,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 @pytest.fixture(scope="module")
 def pool(settings: Settings) -> Iterator[Pool]:
     """Actors that both tests share."""
-    # Ray's sockets need a short path.
-    with (
-        tempfile.TemporaryDirectory(prefix="hr-", dir="/tmp") as folder,
-        cluster(settings, temp_dir=folder),
-    ):
-        pool = Pool(settings)
-        try:
-            pool.open()
-            yield pool
-        finally:
-            pool.close()
+    with warm_pool(settings) as pool:
+        yield pool
 
 
 def test_adapters_in_both_modes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,27 +10,18 @@ from pathlib import Path
 import pytest
 from object_store.stores import STORES
 
-from megatron_byteps_ray.cluster import cluster
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
 from raykit.cases import CASES, IN_BACKGROUND, STEPS, STRIKE, Case, Runner, pool_settings, problems
+from raykit.pools import warm_pool
 
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pool, Settings]]:
     """Actors that the tests share, and their settings."""
     settings = pool_settings(tmp_path_factory.mktemp("pool"), spares=1)
-    # Ray's sockets need a short path.
-    with (
-        tempfile.TemporaryDirectory(prefix="os-", dir="/tmp") as scratch,
-        cluster(settings, temp_dir=scratch),
-    ):
-        pool = Pool(settings)
-        try:
-            pool.open()
-            yield pool, settings
-        finally:
-            pool.close()
+    with warm_pool(settings) as pool:
+        yield pool, settings
 
 
 @pytest.mark.timeout(1800)

@@ -5,9 +5,7 @@ By `make test-ray` alone, in build/venv-ray.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / name) for name in ("scripts", "bench", "integrations/ray")]
 
-from megatron_byteps_ray.cluster import cluster  # noqa: E402
 from megatron_byteps_ray.pool import Pool  # noqa: E402
 from megatron_byteps_ray.settings import Settings  # noqa: E402
 from raykit.cases import Runner, cluster_settings, pool_settings  # noqa: E402
+from raykit.pools import warm_pool  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -31,18 +29,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 @pytest.fixture(scope="session")
 def pool(settings: Settings) -> Iterator[Pool]:
     """Actors that all tests share."""
-    # Ray's sockets need a short path.
-    folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
-    try:
-        with cluster(cluster_settings(settings), temp_dir=folder):
-            pool = Pool(settings)
-            try:
-                pool.open()
-                yield pool
-            finally:
-                pool.close()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with warm_pool(settings, of_cluster=cluster_settings(settings)) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")
