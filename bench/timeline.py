@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "integrations" / "ray"))
 
+from benchkit.timelines import stages_of
 from megatron_byteps_ray import traces
 
 COLORS = {
@@ -62,27 +63,26 @@ def read_timeline(trace: dict[str, Any]) -> list[Slice]:
         events = trace["traceEvents"]
         threads = _names(events, "thread_name")
         processes = {pid: name for (pid, _), name in _names(events, "process_name").items()}
-        slices = []
-        waiting: dict[tuple[int, str], float] = {}
-        for event in events:
-            if event["ph"] == "X":
-                track = f"{processes[event['pid']]}: {threads[event['pid'], event['tid']]}"
-                begin, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
-                slices.append(Slice(track=track, kind=event["name"], begin=begin, end=end))
-            elif event["ph"] in "be" and event["name"] == "server":
-                row = event["pid"], event["id2"]["local"]
-                if event["ph"] == "b":
-                    waiting[row] = event["ts"] / 1e3
-                else:
-                    track = f"{processes[event['pid']]}: on the network and with the servers"
-                    slices.append(
-                        Slice(
-                            track=track,
-                            kind="server",
-                            begin=waiting.pop(row),
-                            end=event["ts"] / 1e3,
-                        )
-                    )
+        slices = [
+            Slice(
+                track=f"{processes[event['pid']]}: {threads[event['pid'], event['tid']]}",
+                kind=event["name"],
+                begin=event["ts"] / 1e3,
+                end=(event["ts"] + event["dur"]) / 1e3,
+            )
+            for event in events
+            if event["ph"] == "X"
+        ]
+        slices += [
+            Slice(
+                track=f"{processes[pid]}: on the network and with the servers",
+                kind=stage.name,
+                begin=stage.begin,
+                end=stage.end,
+            )
+            for (pid, _), stage in stages_of(events)
+            if stage.name == "server"
+        ]
     except (KeyError, TypeError) as error:
         raise ValueError(f"no timeline of BytePS: {error!r}") from error
     return slices

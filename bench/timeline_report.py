@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "integrations" / "ray"))
 
 from benchkit.columns import aligned
+from benchkit.timelines import Row, Stage, row_of, stages_of
 from megatron_byteps_ray import traces
 
 PUSH, SERVER = "push", "server"
@@ -31,15 +32,6 @@ BEFORE_PUSH = {
 }
 """Stages of a worker before the push, from the one next to it on."""
 NOTHING = "there was nothing to send"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A partition's stay in one stage. Milliseconds since the epoch."""
-
-    name: str
-    begin: float
-    end: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,34 +66,27 @@ def ways_of(trace: dict[str, Any]) -> list[Way]:
         raise ValueError(f"no timeline of BytePS: {error!r}") from error
 
 
-def _ways_of(events: Iterable[dict[str, Any]]) -> list[Way]:
+def _ways_of(events: Sequence[dict[str, Any]]) -> list[Way]:
     processes: dict[int, str] = {}
-    wholes: dict[tuple[int, str], dict[str, Any]] = {}
-    stages: dict[tuple[int, str], list[Stage]] = defaultdict(list)
-    begun: dict[tuple[int, str], tuple[str, float]] = {}
+    wholes: dict[Row, dict[str, Any]] = {}
     for event in events:
         if event["ph"] == "M" and event["name"] == "process_name":
             processes[event["pid"]] = event["args"]["name"]
-        if event.get("cat") != "partition":
-            continue
-        key, at = (event["pid"], event["id2"]["local"]), event["ts"] / 1e3
-        if "args" in event:
-            wholes[key] = event["args"]
-        elif event["ph"] == "b":
-            begun[key] = event["name"], at
-        elif key in begun:
-            name, begin = begun.pop(key)
-            stages[key].append(Stage(name=name, begin=begin, end=at))
+        elif "args" in event and (row := row_of(event)) is not None:
+            wholes[row] = event["args"]
+    stages: dict[Row, list[Stage]] = defaultdict(list)
+    for row, stage in stages_of(events):
+        stages[row].append(stage)
     return [
         Way(
-            process=processes[key[0]],
+            process=processes[row[0]],
             tensor=whole["tensor"],
             nbytes=whole["bytes"],
             failed=bool(whole.get("failed")),
-            stages=tuple(stages[key]),
+            stages=tuple(stages[row]),
         )
-        for key, whole in wholes.items()
-        if stages[key]
+        for row, whole in wholes.items()
+        if stages[row]
     ]
 
 

@@ -126,6 +126,8 @@ class PushPull:
         if self._node is not None:
             self._reduce_node_first(tensors, label)
             return
+        from byteps.torch import engine
+
         handles, partitions = [], 0
         for index, tensor in enumerate(tensors):
             handle = self._bps.push_pull_async_inplace(
@@ -136,7 +138,7 @@ class PushPull:
                 placement=partitions,
             )
             handles.append(handle)
-            partitions += -(-tensor.nbytes // self._bps.partition_bytes(tensor.nbytes))
+            partitions += engine.partition_count(tensor.nbytes)
         for handle in handles:
             self._bps.synchronize(handle)
 
