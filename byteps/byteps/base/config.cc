@@ -75,10 +75,8 @@ std::vector<Variable> MakeTable() {
        "Rate of a server's network card, each way, for the cost model. 0: as BYTEPS_LINK_GBPS."},
       {"BYTEPS_MEASURE_LINKS", kBool, "", "1", 0, 1, "",
        "Before training begins, ranks on several hosts sum a scratch tensor of at most 64 MiB "
-       "through "
-       "servers and by the collective, in turn, so that gradients go the faster way. 0 on any "
-       "worker, "
-       "or BYTEPS_LINK_GBPS: none measures, and the rates of the cards decide."},
+       "through servers and by the collective, in turn, so that gradients go the faster way. 0 on "
+       "any worker, or BYTEPS_LINK_GBPS: none measures, and the rates of the cards decide."},
       {"BYTEPS_LOCAL_SERVERS", kInt, "servers", "0", 0, 256, "",
        "Servers on each worker's host, which share its network card, for the cost model; the "
        "others are on machines of their own. In embedded mode all servers are local. The same on "

@@ -37,9 +37,9 @@ class Puller {
   };
   using Queue = BlockingQueue<Arrived>;
 
-  // Why an answer cannot be used; empty if it can.
   // Of a PUSH_TRY, the sums that come with the parameters.
   static void KeepSums(const ps::Message& msg, const Request& request);
+  // Why an answer cannot be used; empty if it can.
   std::string Refusal(const ps::Message& msg, const Request& request);
   void OnSum(ps::Message* msg, Request request);
   void Fail(const Request& request, const std::string& error);

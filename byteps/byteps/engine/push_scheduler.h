@@ -8,14 +8,19 @@
 // answers wait for other workers, and workers that hold their windows for sums that wait for each
 // other would never go on.
 //
-// The window of a server: BYTEPS_SERVER_WINDOW_BYTES, or by itself twice the partition that wants
-// to go, and no less than what servers take in 5 ms, over all of them together, 16 MiB at most. Two
-// partitions keep a link busy while a completion is on its way; the 5 ms are for small partitions
-// and fast links: a busy server says what it has after some 600 us, and it may not get a processor
-// at once.  The 16 MiB cover 600 us of 200 Gbit/s, and are the window until the rate is known. More
-// only makes what is urgent wait, and lets the ranks that share a link run apart: each has as much
-// of it as it has in the link's queue, and where one host's first rank and another's second are
-// ahead, both sums wait.  An idle server takes a partition of any size.
+// The window of a server is BYTEPS_SERVER_WINDOW_BYTES.  If that is 0, it is twice the partition
+// that wants to go, or a server's share of what all servers take in 5 ms, whichever is more.  The
+// share is 16 MiB over all servers at most, and until the rate is known.
+//
+// Two partitions keep a link busy while a completion is on its way.  The 5 ms are for small
+// partitions: a busy server takes some 600 us to say what it has, longer if it waits for a
+// processor.  16 MiB cover 600 us of 200 Gbit/s.
+//
+// A larger window makes what is urgent wait.  It also lets ranks that share a link run apart: the
+// rank that has more in the link's queue gets more of the link.  If that is the first rank on one
+// host and the second on another, the sums of both wait.
+//
+// An idle server takes a partition of any size.
 #ifndef BYTEPS_ENGINE_PUSH_SCHEDULER_H_
 #define BYTEPS_ENGINE_PUSH_SCHEDULER_H_
 
