@@ -232,8 +232,9 @@ class TestStop:
         assert child.status == -signal.SIGKILL
 
     def test_does_not_wait_long_for_the_rest_of_a_failed_job(
-        self, started: embedded._Embedded
+        self, started: embedded._Embedded, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(embedded, "GRACE_S", 10.0)
         hung = self.add(started, "import time; time.sleep(600)")
         failed = self.add(started, "raise SystemExit(1)")
         embedded.stop()
@@ -245,6 +246,8 @@ class TestStop:
     ) -> None:
         """The other ranks may be waiting for this process to end."""
         monkeypatch.setattr(sys, "last_exc", RuntimeError("uncaught"), raising=False)
+        # A busy machine takes a while to end a process, too.
+        monkeypatch.setattr(embedded, "GRACE_S", 10.0)
         child = self.add(started, "import time; time.sleep(600)")
         embedded.stop()
         assert child.status == -signal.SIGTERM
