@@ -11,8 +11,12 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,15 +39,21 @@ PARTS = {
     "ray": Part(
         package="integrations/ray/megatron_byteps_ray",
         distributions=("ray", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),
-        expected=("attrs", "click", "filelock", "msgpack", "protobuf", "requests"),
+        expected=(
+            *("attrs", "click", "filelock", "msgpack", "protobuf", "requests"),
+            "typing-extensions",
+        ),
     ),
     "hf": Part(
         package="integrations/hf/megatron_byteps_hf",
         distributions=(
             *("megatron-bridge", "nvidia-modelopt", "pulp", "nvidia-ml-py"),
-            *("pydantic", "pydantic-core", "annotated-types"),
+            *("pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
         ),
-        expected=("accelerate", "peft", "safetensors", "scipy", "transformers"),
+        expected=(
+            *("accelerate", "peft", "safetensors", "scipy", "transformers"),
+            *("numpy", "regex", "rich", "setuptools", "six", "tqdm"),
+        ),
     ),
     "rl": Part(
         package="integrations/rl/megatron_byteps_rl",
@@ -58,10 +68,26 @@ PARTS = {
             *("webdataset", "multi-storage-client", "jmespath", "lark", "prettytable", "wcwidth"),
             *("pyroute2", "wcmatch", "bracex", "xattr", "cffi", "pycparser"),
         ),
-        expected=("aiohttp", "cloudpickle", "h11", "pandas", "pyarrow", "tqdm", "xxhash"),
+        expected=(
+            *("aiohttp", "cloudpickle", "h11", "pandas", "pyarrow", "tqdm", "xxhash"),
+            *("annotated-doc", "anyio", "fsspec", "huggingface-hub", "pillow", "python-dateutil"),
+            *("urllib3", "zipp"),
+        ),
         needs=("ray", "hf"),
     ),
 }
+ALWAYS = ("torch", "einops", "omegaconf", "packaging", "psutil", "pyyaml")
+"""There with any bundle: PyTorch on the machine, the others by scripts/bundle.sh."""
+UNNEEDED = (
+    *("comet-ml", "mlflow", "tensorboard", "wandb"),  # where runs are recorded
+    *("flash-linear-attention", "flashinfer-cubin", "flashinfer-python"),
+    *("fast-hadamard-transform", "ninja", "pybind11"),  # build kernels
+    *("diffusers", "mistral-common", "open-clip-torch", "qwen-vl-utils", "timm"),
+    *("nvidia-resiliency-ext", "pylatexenc", "s3fs", "tzdata"),
+    *("datasets", "hydra-core"),  # by Megatron-Bridge alone
+    "megatron-core",  # the bundle's own, patched
+)
+"""Requirements that are imported only by what nothing here uses."""
 LEFT_OUT = (
     *("ray/jars/", "ray/cpp/", "ray/rllib/", "ray/dashboard/client/"),
     *("pulp/solverdir/", "multistorageclient/explorer/static/", "multiprocess/tests/", "tests/"),
@@ -69,6 +95,26 @@ LEFT_OUT = (
 """Not needed, and most of it large: Java, C++, other libraries on Ray, the dashboard's pages,
 solvers, and the tests of verl and others."""
 _LARGE_BYTES = 1 << 20
+
+
+def requirements(distribution: str) -> set[str]:
+    """Names of what a distribution asks for in this environment."""
+    asked = map(Requirement, importlib.metadata.requires(distribution) or ())
+    return {
+        canonicalize_name(one.name)
+        for one in asked
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    }
+
+
+def forgotten(parts: Iterable[Part]) -> dict[str, set[str]]:
+    """What these parts' distributions ask for and nothing accounts for, by distribution."""
+    parts = tuple(parts)
+    copied = [one for part in parts for one in part.distributions]
+    expected = [one for part in parts for one in part.expected]
+    known = {canonicalize_name(one) for one in (*copied, *expected, *ALWAYS, *UNNEEDED)}
+    found = {one: requirements(one) - known for one in copied}
+    return {distribution: names for distribution, names in found.items() if names}
 
 
 def copy(distribution: str, to: Path) -> None:
@@ -106,6 +152,11 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="of modules")
     options = parser.parse_args()
     parts = dict.fromkeys(one for name in options.parts for one in (*PARTS[name].needs, name))
+    for distribution, names in forgotten(PARTS[name] for name in parts).items():
+        raise SystemExit(
+            f"error: {distribution} needs {', '.join(sorted(names))}: let {Path(__file__).name} "
+            "copy it, or say that it is expected or unneeded"
+        )
     for part in map(PARTS.__getitem__, parts):
         for distribution in part.distributions:
             copy(distribution, options.to)
