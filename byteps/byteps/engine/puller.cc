@@ -43,11 +43,15 @@ char* Puller::PlaceFor(const ps::Meta& meta, size_t bytes) {
 void Puller::OnAnswer(ps::Message* msg) {
   Request request;
   if (!context_->requests.Take(msg->meta.addr, &request)) return;  // given up already
+  const bool more_follows = msg->meta.option == 0 && msg->meta.head == kPush;
+  if (!more_follows) {
+    context_->scheduler->Answer(request.server, request.operation->Sent(request.index).bytes);
+  }
   if (msg->meta.option != 0) {
     context_->counters->failed_requests.Add();
     return Fail(request, msg->meta.body);
   }
-  if (msg->meta.head == kPush) {  // it was added: ask for the sum
+  if (more_follows) {  // it was added: ask for the sum
     const OperationPtr operation = request.operation;
     const int server = request.server;
     ps::Message pull = context_->MakeRequestMessage(kPull, std::move(request));

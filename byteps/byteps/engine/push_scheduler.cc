@@ -11,6 +11,8 @@ namespace {
 // Of all servers together.
 constexpr uint64_t kMostByRate = 16 << 20;
 constexpr int64_t kCoveredNs = 5'000'000;
+// Of its window a worker that is ahead keeps this part.
+constexpr uint64_t kStepBack = 4;
 
 }  // namespace
 
@@ -24,6 +26,7 @@ bool PushScheduler::HasRoom(const Server& server, uint64_t bytes) const {
     const uint64_t all = std::min(kMostByRate, rate_.BytesIn(kCoveredNs).value_or(kMostByRate));
     window = std::max(2 * bytes, all / servers_.size());
   }
+  if (server.waiting > static_cast<int64_t>(window)) window /= kStepBack;
   return server.under_way + bytes <= window;
 }
 
@@ -115,14 +118,39 @@ bool PushScheduler::Take(Task* task) {
   return true;
 }
 
+void PushScheduler::Deliver(int server, uint64_t bytes) {
+  {
+    ps::MutexLock lock(&mu_);
+    servers_[server].waiting += static_cast<int64_t>(bytes);
+    rate_.Add(bytes, queued_ > 0, SteadyNs());
+    if (!Leave(server, bytes)) return;
+  }
+  cond_.NotifyOne();
+}
+
 void PushScheduler::Return(int server, uint64_t bytes) {
   {
     ps::MutexLock lock(&mu_);
-    servers_[server].under_way -= bytes;
-    --under_way_;
-    rate_.Add(bytes, queued_ > 0, SteadyNs());
-    Update(server);
-    if (!servers_[server].listed) return;
+    if (!Leave(server, bytes)) return;
+  }
+  cond_.NotifyOne();
+}
+
+bool PushScheduler::Leave(int server, uint64_t bytes) {
+  servers_[server].under_way -= bytes;
+  --under_way_;
+  Update(server);
+  return servers_[server].listed.has_value();
+}
+
+void PushScheduler::Answer(int number, uint64_t bytes) {
+  {
+    ps::MutexLock lock(&mu_);
+    Server& server = servers_[number];
+    server.waiting -= static_cast<int64_t>(bytes);
+    if (server.listed) return;
+    Update(number);
+    if (!server.listed) return;
   }
   cond_.NotifyOne();
 }

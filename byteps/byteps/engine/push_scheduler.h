@@ -20,6 +20,10 @@
 // rank that has more in the link's queue gets more of the link.  If that is the first rank on one
 // host and the second on another, the sums of both wait.
 //
+// Equal windows do not make them equal for long.  So a worker that is ahead of the others steps
+// back: while more than a window of its values wait on a server for those of other workers, the
+// window is a quarter, and the others of its host get more of the link.
+//
 // An idle server takes a partition of any size.
 #ifndef BYTEPS_ENGINE_PUSH_SCHEDULER_H_
 #define BYTEPS_ENGINE_PUSH_SCHEDULER_H_
@@ -55,7 +59,11 @@ class PushScheduler {
   // Blocks until there is a task to go on with (true), or Close was called (false).
   bool Take(Task* task);
 
-  // So many bytes for this server have left, or will never.
+  // So many bytes that were taken for this server are there, and wait for other workers' values.
+  void Deliver(int server, uint64_t bytes);
+  // The server has answered what was delivered, or is about to be.
+  void Answer(int server, uint64_t bytes);
+  // What was taken for this server will never leave, or is nothing to wait for.
   void Return(int server, uint64_t bytes);
 
   // Empties the queues; what was taken stays taken.
@@ -83,6 +91,7 @@ class PushScheduler {
   struct Server {
     std::map<Order, Task> queue;
     uint64_t under_way = 0;       // bytes
+    int64_t waiting = 0;          // bytes that were delivered and not answered
     std::optional<Order> listed;  // its first task is in going_
   };
 
@@ -91,6 +100,8 @@ class PushScheduler {
   void Update(int number) PS_REQUIRES(mu_);
   Task TakeFirst() PS_REQUIRES(mu_);
   void Count(const Task& task) PS_REQUIRES(mu_);
+  // What was taken is no longer under way.  Whether the server's next one may go.
+  bool Leave(int server, uint64_t bytes) PS_REQUIRES(mu_);
 
   const uint64_t window_;
 

@@ -161,7 +161,7 @@ void Pusher::Send(const Task& task, int track) {
     values.reset(const_cast<char*>(source), task.bytes,
                  [task, times, scheduler = context_->scheduler](char*) {
                    if (times != nullptr) times->sent = SteadyNs();
-                   scheduler->Return(task.server, task.bytes);
+                   scheduler->Deliver(task.server, task.bytes);
                  });
     AddValues(&msg, values);
   } else {  // it asks for something

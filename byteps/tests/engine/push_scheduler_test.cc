@@ -130,10 +130,57 @@ TEST(PushScheduler, WindowShrinksToWhatAServerTakes) {
   scheduler.Add(0, {TaskOf(0, 100, 1), TaskOf(0, 100, 2), TaskOf(0, 100, 3), TaskOf(0, 100, 4)});
   for (const uint64_t wanted : {1, 2, 3}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
-  scheduler.Return(0, 100);  // 5 ms of it are less than two partitions
+  scheduler.Deliver(0, 100);  // 5 ms of it are less than two partitions
   EXPECT_TRUE(NothingGoes(&scheduler, 1));
-  scheduler.Return(0, 100);
+  scheduler.Deliver(0, 100);
   EXPECT_EQ(TakeIndex(&scheduler), 4u);
+}
+
+TEST(PushScheduler, WhoIsAheadOfTheOthersStepsBack) {
+  PushScheduler scheduler(3, 40);
+  std::vector<Task> tasks;
+  for (uint64_t i = 0; i < 20; ++i) tasks.push_back(TaskOf(0, 10, i));
+  scheduler.Add(0, std::move(tasks));
+  for (uint64_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(TakeIndex(&scheduler), i);
+    scheduler.Deliver(0, 10);
+  }
+  for (uint64_t i = 4; i < 8; ++i)
+    EXPECT_EQ(TakeIndex(&scheduler), i) << "a window of values waits";
+  EXPECT_TRUE(NothingGoes(&scheduler, 2));
+  for (int i = 0; i < 3; ++i) scheduler.Deliver(0, 10);
+  EXPECT_TRUE(NothingGoes(&scheduler, 2)) << "more wait, and one partition is on its way";
+  scheduler.Add(0, {TaskOf(1, 10, 100)});
+  EXPECT_EQ(TakeIndex(&scheduler), 100u) << "at another server nothing waits";
+  scheduler.Deliver(0, 10);
+  EXPECT_EQ(TakeIndex(&scheduler), 8u) << "it goes on, one by one";
+  EXPECT_TRUE(NothingGoes(&scheduler, 2));
+  for (int i = 0; i < 3; ++i) scheduler.Answer(0, 10);
+  EXPECT_TRUE(NothingGoes(&scheduler, 2));
+  scheduler.Answer(0, 10);  // a window waits, no more
+  for (const uint64_t wanted : {9, 10, 11}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
+  EXPECT_TRUE(NothingGoes(&scheduler, 2));
+}
+
+TEST(PushScheduler, AnAnswerMayComeBeforeTheDelivery) {
+  PushScheduler scheduler(2, 20);
+  scheduler.Add(0, {TaskOf(0, 10, 1), TaskOf(0, 10, 2), TaskOf(0, 10, 3)});
+  for (const uint64_t wanted : {1, 2}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
+  scheduler.Answer(0, 10);
+  EXPECT_TRUE(NothingGoes(&scheduler, 1));
+  scheduler.Deliver(0, 10);
+  EXPECT_EQ(TakeIndex(&scheduler), 3u);
+}
+
+TEST(PushScheduler, WhatIsDroppedIsNotWaitedFor) {
+  PushScheduler scheduler(2, 20);
+  for (uint64_t i = 0; i < 10; ++i) {
+    scheduler.Add(0, {TaskOf(0, 10, i)});
+    EXPECT_EQ(TakeIndex(&scheduler), i);
+    scheduler.Return(0, 10);
+  }
+  scheduler.Add(0, {TaskOf(0, 10, 11), TaskOf(0, 10, 12)});
+  for (const uint64_t wanted : {11, 12}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
 }
 
 TEST(PushScheduler, CallerTakesOnlyWhatWouldGoFirst) {
