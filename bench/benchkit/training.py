@@ -125,6 +125,12 @@ def step_seconds(record: Record, warmup: int) -> list[float]:
     return spans
 
 
+def arguments_of(what: Training, way: Way, hosts: int, route: str) -> list[str]:
+    """For Megatron; a way that names its route keeps it."""
+    routed = ("--dpu-reduce-route", route) if way.through_servers else ()
+    return [*what.arguments, *routed, *way.megatron_arguments(hosts, what.arguments)]
+
+
 def train(
     plan: Plan, what: Training, way: Way, index: int, hosts: Sequence[Host], route: str = "auto"
 ) -> Trained:
@@ -142,10 +148,9 @@ def train(
         environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
         if plan.device == "cpu":
             environment["MEGATRON_CPU"] = "1"
-        own = way.megatron_arguments(plan.topology.worker_hosts, what.arguments)
-        arguments = [*what.arguments, *own, "--record-steps", str(record_file)]
+        arguments = arguments_of(what, way, plan.topology.worker_hosts, route)
+        arguments += ["--record-steps", str(record_file)]
         if way.through_servers:
-            arguments += ["--dpu-reduce-route", route]
             environment |= start_nodes(placement, processes, environment)[1]
         environment |= {
             "MASTER_ADDR": placement.workers[0].address,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import train_bench
 from benchkit.gpus import gpus_of
 from benchkit.processes import LaunchError
-from benchkit.training import WAYS, Trained, step_seconds
+from benchkit.training import WAYS, Trained, Training, arguments_of, step_seconds
 from trainkit.job import Record, Step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +122,18 @@ def test_ways_name_their_arguments() -> None:
     ]
     assert WAYS["sharded"].megatron_arguments(4, []) == ["--use-distributed-optimizer"]
     assert WAYS["byteps"].through_servers and not WAYS["sharded"].through_servers
+
+
+@pytest.mark.parametrize(
+    ("way", "route"),
+    [("servers-bf16", "node-first"), ("servers-bf16-flat", "flat"), ("sharded", None)],
+)
+def test_a_way_that_names_its_route_keeps_it(way: str, route: str | None) -> None:
+    what = Training(tree=Path("tree"), arguments=("--bf16",), warmup=1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dpu-reduce-route")
+    known, _ = parser.parse_known_args(arguments_of(what, WAYS[way], 4, "node-first"))
+    assert known.dpu_reduce_route == route
 
 
 def test_hosts_that_outnumber_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ namespace {
 // Of all servers together.
 constexpr uint64_t kMostByRate = 16 << 20;
 constexpr int64_t kCoveredNs = 5'000'000;
-// Of its window a worker that is ahead keeps this part.
+// A worker is ahead of the others where so much of its window waits for them, and keeps so much.
+constexpr int64_t kAhead = 2;
 constexpr uint64_t kStepBack = 4;
 
 }  // namespace
@@ -26,7 +27,7 @@ bool PushScheduler::HasRoom(const Server& server, uint64_t bytes) const {
     const uint64_t all = std::min(kMostByRate, rate_.BytesIn(kCoveredNs).value_or(kMostByRate));
     window = std::max(2 * bytes, all / servers_.size());
   }
-  if (server.waiting > static_cast<int64_t>(window)) window /= kStepBack;
+  if (server.waiting * kAhead > static_cast<int64_t>(window)) window /= kStepBack;
   return server.under_way + bytes <= window;
 }
 

@@ -21,8 +21,8 @@
 // host and the second on another, the sums of both wait.
 //
 // Equal windows do not make them equal for long.  So a worker that is ahead of the others steps
-// back: while more than a window of its values wait on a server for those of other workers, the
-// window is a quarter, and the others of its host get more of the link.
+// back: while more than half a window of its values wait on a server for those of other workers,
+// the window is a quarter, and the others of its host get more of the link.
 //
 // An idle server takes a partition of any size.
 #ifndef BYTEPS_ENGINE_PUSH_SCHEDULER_H_
