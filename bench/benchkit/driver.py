@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from benchkit.emulation import LOOPBACK, Emulation, Host
 from benchkit.launch import Launch, launch
+from benchkit.mps import together
 from benchkit.plan import Plan
 from benchkit.summary import Run, percentile
 from progress import Progress
@@ -16,12 +17,13 @@ from progress import Progress
 
 @contextmanager
 def hosts_of(plan: Plan) -> Iterator[Sequence[Host]]:
-    """The hosts of a plan's topology, for as long as they are needed."""
-    if not plan.topology.emulated_hosts:
-        yield [LOOPBACK]
-        return
-    with Emulation(plan.topology) as emulation:
-        yield emulation.hosts
+    """The hosts of a plan's topology, for as long as they are needed, on GPUs that ranks share."""
+    with together(plan):
+        if not plan.topology.emulated_hosts:
+            yield [LOOPBACK]
+            return
+        with Emulation(plan.topology) as emulation:
+            yield emulation.hosts
 
 
 def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:

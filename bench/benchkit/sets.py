@@ -195,7 +195,7 @@ def _few_servers(
 
 def _gpu() -> list[Experiment]:
     return [
-        _nodes_on_gpus(4, [("of-limit", 0.93), ("ratio", 2.1)]),
+        _nodes_on_gpus(4, [("of-limit", 0.93), ("ratio", 1.5)]),
         _nodes_on_gpus(2, [("ratio", 0.98)]),
     ]
 

@@ -1,0 +1,103 @@
+"""bench/benchkit/mps.py, with a service that the test plays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from benchkit import gpus
+from benchkit.mps import together
+from benchkit.plan import Case, Plan, Topology
+
+SERVICE = """#!/bin/sh
+# As the real one: -f serves until it is told to quit; without a word it takes a command.
+state="$CUDA_MPS_PIPE_DIRECTORY/state"
+if [ "$1" = -f ]; then
+  echo $$ > "$state"
+  {serving}
+  while [ "$(cat "$state")" != quit ]; do sleep 0.05; done
+  echo ended >> "{told}"
+else
+  read -r command
+  [ -e "$state" ] || exit 1
+  echo "$command" >> "{told}"
+  if [ "$command" = quit ]; then echo quit > "$state"; fi
+fi
+"""
+
+
+def plan_of(workers: int, device: str = "cuda") -> Plan:
+    case = Case(size=1024, dtype="float32", iters=1, warmup=0)
+    topology = Topology(workers=workers, servers=1)
+    return Plan(cases=(case,), topology=topology, backends=("byteps",), device=device)
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a service on PATH writes what it is told; the machine has two GPUs."""
+    return install(tmp_path, monkeypatch)
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, serving: str = ":") -> Path:
+    told = folder / "told"
+    program = folder / "nvidia-cuda-mps-control"
+    program.write_text(SERVICE.format(told=told, serving=serving))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    return told
+
+
+def test_ranks_that_share_gpus_have_the_service_while_they_need_it(
+    told: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with together(plan_of(4)):
+        folder = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+        assert (folder / "state").exists()
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ and not folder.exists()
+    assert told.read_text().split() == ["get_server_list", "quit", "ended"]
+    assert "4 ranks share 2 GPUs, at once" in capsys.readouterr().err
+
+
+def test_it_ends_with_an_error_too(told: Path) -> None:
+    with pytest.raises(RuntimeError, match="a rank failed"), together(plan_of(4)):
+        raise RuntimeError("a rank failed")
+    assert told.read_text().split()[-1] == "ended"
+
+
+@pytest.mark.parametrize("plan", [plan_of(2), plan_of(8, "cpu")])
+def test_without_shared_gpus_nothing_is_started(told: Path, plan: Plan) -> None:
+    with together(plan):
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert not told.exists()
+
+
+def test_the_users_own_service_is_left_alone(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")
+    with together(plan_of(4)):
+        assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "/run/mps"
+    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "/run/mps" and not told.exists()
+
+
+def test_ranks_take_turns_where_the_service_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path, monkeypatch, serving='rm "$state"; echo no permission; exit 1')
+    with together(plan_of(4)):
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    said = capsys.readouterr().err
+    assert "4 ranks share 2 GPUs, in turns" in said and "no permission" in said
+
+
+def test_ranks_take_turns_where_there_is_no_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with together(plan_of(4)):
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert "in turns: nvidia-cuda-mps-control is not on PATH" in capsys.readouterr().err
