@@ -197,7 +197,8 @@ class TestStop:
         folder.mkdir()
         state = embedded._Embedded(pid=os.getpid(), folder=folder)
         monkeypatch.setattr(embedded, "_current", state)
-        monkeypatch.setattr(embedded, "GRACE_S", 0.3)
+        # A busy machine takes a while to end a process, too.
+        monkeypatch.setattr(embedded, "GRACE_S", 10.0)
         return state
 
     @staticmethod
@@ -221,7 +222,10 @@ class TestStop:
         assert child.status == -signal.SIGTERM
         assert not _folder_of(started).exists()
 
-    def test_kills_what_does_not_terminate(self, started: embedded._Embedded) -> None:
+    def test_kills_what_does_not_terminate(
+        self, started: embedded._Embedded, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(embedded, "GRACE_S", 0.3)
         code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
         child = self.add(started, code + "; time.sleep(600)")
         deadline = time.monotonic() + 30
@@ -232,9 +236,8 @@ class TestStop:
         assert child.status == -signal.SIGKILL
 
     def test_does_not_wait_long_for_the_rest_of_a_failed_job(
-        self, started: embedded._Embedded, monkeypatch: pytest.MonkeyPatch
+        self, started: embedded._Embedded
     ) -> None:
-        monkeypatch.setattr(embedded, "GRACE_S", 10.0)
         hung = self.add(started, "import time; time.sleep(600)")
         failed = self.add(started, "raise SystemExit(1)")
         embedded.stop()
@@ -246,8 +249,6 @@ class TestStop:
     ) -> None:
         """The other ranks may be waiting for this process to end."""
         monkeypatch.setattr(sys, "last_exc", RuntimeError("uncaught"), raising=False)
-        # A busy machine takes a while to end a process, too.
-        monkeypatch.setattr(embedded, "GRACE_S", 10.0)
         child = self.add(started, "import time; time.sleep(600)")
         embedded.stop()
         assert child.status == -signal.SIGTERM

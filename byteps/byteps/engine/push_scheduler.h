@@ -61,7 +61,7 @@ class PushScheduler {
 
   // So many bytes that were taken for this server are there, and wait for other workers' values.
   void Deliver(int server, uint64_t bytes);
-  // The server has answered what was delivered, or is about to be.
+  // The server has answered about so many bytes, which may be known before their delivery is.
   void Answer(int server, uint64_t bytes);
   // What was taken for this server will never leave, or is nothing to wait for.
   void Return(int server, uint64_t bytes);
