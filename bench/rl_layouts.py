@@ -29,10 +29,10 @@ sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
 from benchkit.cells import add_device_options, fitting, machine_of, parser_of, put_cells  # noqa: E402
 from megatron_byteps_rl.devices import ENVIRONMENTS, check  # noqa: E402
 from paritykit.forked import JobFailed, start_fork_server  # noqa: E402
-from paritykit.platforms import PLATFORMS, Platform  # noqa: E402
+from paritykit.platforms import CUDA, PLATFORMS, Platform  # noqa: E402
 from progress import Progress  # noqa: E402
 from rlkit.layouts import Layout, by_name  # noqa: E402
-from rlkit.runs import PROGRAMS, Outcome, compare  # noqa: E402
+from rlkit.runs import PROGRAMS, Outcome, compare, large_model  # noqa: E402
 
 ALGORITHMS = ("grpo", "ppo")
 BEGIN = {
@@ -113,6 +113,8 @@ def run(
 
         folder = Path(scratch)
         model = task.make_model(folder / "base")
+        if platform is CUDA:  # to see what each phase takes of its memory
+            model = large_model(model, folder / "large")
         from rlkit import rewards
 
         reward = rewards.write(model, folder / "reward")

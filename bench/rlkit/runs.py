@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_byteps_rl import memory
 from paritykit.forked import Job
 from paritykit.platforms import CPU, Platform
@@ -44,6 +46,25 @@ class Outcome:
     @property
     def good(self) -> bool:
         return all(self.equal.values()) and max(self.apart, self.rewards_apart or 0.0) < ROUNDING
+
+
+def large_model(base: Path, folder: Path) -> Path:
+    """Write a model of 100 million parameters that was not taught, with the base model's tokenizer.
+
+    Beside it what CUDA's libraries take of a GPU's memory is little.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(base)
+    config.hidden_size, config.intermediate_size = 1024, 2816
+    config.num_hidden_layers = 8
+    config.num_attention_heads = config.num_key_value_heads = 16
+    config.head_dim = config.hidden_size // config.num_attention_heads
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
 
 
 def _run(

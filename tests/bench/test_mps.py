@@ -15,8 +15,8 @@ SERVICE = """#!/bin/sh
 # As the real one: -f serves until it is told to quit; without a word it takes a command.
 state="$CUDA_MPS_PIPE_DIRECTORY/state"
 if [ "$1" = -f ]; then
+  {start}
   echo $$ > "$state"
-  {serving}
   while [ "$(cat "$state")" != quit ]; do sleep 0.05; done
   echo ended >> "{told}"
 else
@@ -40,10 +40,10 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return install(tmp_path, monkeypatch)
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, serving: str = ":") -> Path:
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, start: str = ":") -> Path:
     told = folder / "told"
     program = folder / "nvidia-cuda-mps-control"
-    program.write_text(SERVICE.format(told=told, serving=serving))
+    program.write_text(SERVICE.format(told=told, start=start))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
@@ -85,7 +85,7 @@ def test_the_users_own_service_is_left_alone(told: Path, monkeypatch: pytest.Mon
 def test_ranks_take_turns_where_the_service_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install(tmp_path, monkeypatch, serving='rm "$state"; echo no permission; exit 1')
+    install(tmp_path, monkeypatch, start="echo no permission; exit 1")
     with together(plan_of(4)):
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     said = capsys.readouterr().err
