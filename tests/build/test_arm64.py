@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cluster import Nursery
 import platform
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/multiproc"), str(Path(__file__).parent)]
 
-from cluster import Cluster, Spawned  # noqa: E402
+from cluster import Cluster, Nursery, Spawned  # noqa: E402
 from cluster_fixtures import nursery  # noqa: E402
 from elf import needs  # noqa: E402
 
@@ -27,7 +26,7 @@ LIBRARIES = "/usr/aarch64-linux-gnu"
 CPUS = {"cortex-a53": "armv8.0", "cortex-a76": "fp16 and no bf16", "max": "all that there is"}
 PARTITION = 4096
 
-pytestmark = [pytest.mark.requires("arm64")]
+pytestmark = [pytest.mark.requires("arm64"), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,8 @@ def refuse_to_serve_metrics(folder: Path) -> None:
     assert "prometheus-cpp" in done.stderr
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.thorough
+@pytest.mark.timeout(1200)
 def test_builds_without_and_with_what_is_optional(tmp_path: Path) -> None:
     without = configure(tmp_path, *(f"-DBYTEPS_WITH_{part}=OFF" for part in PARTS))
     assert "RDMA: compiled in" not in without

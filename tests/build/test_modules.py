@@ -10,7 +10,10 @@ MODULES = {
     "byteps/__init__.py": "",
     "byteps/cost_model.py": "tests/bench/test_costmodel.py",
     "byteps/launcher/__init__.py": "",
+    "byteps/launcher/board.py": "tests/multiproc/test_embedded.py",
+    "byteps/launcher/children.py": "tests/unit/test_embedded_choices.py",
     "byteps/launcher/embedded.py": "tests/multiproc/test_embedded.py",
+    "byteps/launcher/environment.py": "tests/unit/test_embedded_choices.py",
     "byteps/logs.py": "tests/multiproc/test_logs.py",
     "byteps/server/__init__.py": "tests/multiproc/test_optimizer.py",
     "byteps/sizing.py": "tests/unit/test_sizing.py",
@@ -23,6 +26,7 @@ MODULES = {
     "byteps/torch/ops.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/pieces.py": "tests/unit/test_nodes.py",
     "byteps/torch/server_nodes.py": "tests/unit/test_server_nodes.py",
+    "byteps/torch/server_parts.py": "tests/unit/test_server_nodes.py",
     "byteps/torch/server_optimizer.py": "tests/multiproc/test_server_optimizer.py",
     "byteps/torch/server_state.py": "tests/multiproc/test_server_optimizer.py",
 }

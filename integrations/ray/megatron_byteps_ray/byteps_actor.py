@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from byteps.launcher import embedded
+from byteps.launcher.children import Child, find_executable
 
 from .rank_actor import node_facts
 
@@ -23,7 +23,7 @@ class BytePSActor:
         self._folder = Path(folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._name = name
-        self._child: embedded.Child | None = None
+        self._child: Child | None = None
         self._starts = 0
 
     def facts(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class BytePSActor:
         self.stop()
         host = node_facts()["address"]
         values = {**os.environ, **environment, "DMLC_ROLE": role}
-        command = [embedded.find_executable(), "--role", role, "--die-with-parent"]
+        command = [find_executable(), "--role", role, "--die-with-parent"]
         port_file = self._folder / f"{self._name}-{os.getpid()}.port"
         if role == "scheduler":
             values |= {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0"}
@@ -47,7 +47,7 @@ class BytePSActor:
             port_file.unlink(missing_ok=True)
         log = self._folder / f"{self._name}.log"
         self._starts += 1
-        child = self._child = embedded.Child(self._name, command, values, log)
+        child = self._child = Child(self._name, command, values, log)
         if role != "scheduler":
             return host, 0
         deadline = time.monotonic() + limit_s
