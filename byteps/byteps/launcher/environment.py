@@ -34,6 +34,7 @@ def byteps_error(text: str) -> RuntimeError:
 
 
 def integer(env: Mapping[str, str], name: str, low: int, high: int) -> int | None:
+    """A variable's whole number, None where it is not set. Raises BytePSError outside low..high."""
     text = env.get(name)
     if text is None:
         return None
@@ -43,6 +44,7 @@ def integer(env: Mapping[str, str], name: str, low: int, high: int) -> int | Non
 
 
 def seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    """A variable's seconds. Raises BytePSError where they are not positive."""
     text = env.get(name)
     if text is None:
         return default
