@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,17 @@ def test_hanging_test_is_ended_with_its_logs(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "where it hangs" in result.stdout
     assert "Timeout" in result.stdout
+
+
+def test_pytest_passes_over_only_folders_that_a_target_names() -> None:
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["pytest"]["ini_options"]["norecursedirs"]
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    for pattern in patterns:
+        if "/" in pattern:  # of a path
+            assert pattern in makefile, f"no target runs {pattern}"
+    names = [pattern for pattern in patterns if "/" not in pattern]
+    files = [file.relative_to(REPOSITORY) for file in REPOSITORY.glob("tests/**/test_*.py")]
+    assert files
+    for file in files:
+        assert not any(fnmatch(part, name) for part in file.parent.parts for name in names), file
