@@ -12,8 +12,11 @@ endif()
 find_package(GTest)
 if(GTest_FOUND)
   add_executable(engine_test
+    tests/engine/declarations_test.cc
     tests/engine/device_test.cc
+    tests/engine/engine_gpu_test.cc
     tests/engine/engine_test.cc
+    tests/engine/failure_test.cc
     tests/engine/fake_channel.cc
     tests/engine/link_test.cc
     tests/engine/plan_test.cc

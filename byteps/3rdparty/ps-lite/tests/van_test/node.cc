@@ -1,135 +1,37 @@
-// Tries a transport: one scheduler, servers and workers, each a process, that exchange
-// messages whose every byte is checked.  Values come back from where they were received, as
-// they do from a BytePS server.
-//
-//   van_test [--transport tcp|ibverbs] [--host ADDRESS] [--workers N] [--servers K]
-//            [--rounds R] [--sizes BYTES,BYTES...] [--window MESSAGES] [--ping-ms MS]
-//            [--places cached|plain] [--abandon ROUND] [--stall ROUND] [--refused N]
-//            [--kill ROLE:RANK:ROUND] [--break PLANE:ROUND[:EVERY]] [--expect TEXT] [--timeout S]
-//
-//   --window   requests of a worker under way
-//   --ping-ms  each worker also sends control messages at this pace, and tells their delay
-//   --places   workers say where answers belong: in the memory of the request, which is in
-//              the registration cache, or not
-//   --abandon  in that round workers give up all that they wait for, and write to its memory
-//   --stall    worker 0 gives up a value of 64 MiB in that round, while server 0 does nothing
-//   --refused  as many processes want to join that the scheduler refuses, and stay
-//   --kill     that worker ends by SIGKILL in that round; or server, told by worker 0
-//   --break    worker 0 breaks its first endpoint of that plane to server 0 in that round, and
-//              amid the messages of each EVERY-th from then on, several times in a row, once
-//              the last ones are mended; with PLANE "served", server 0 breaks its end of that
-//              worker's data
-//   --expect   every survivor must fail, with this in its error
-//   --timeout  for the whole run; who is not done by then is killed and has failed
-//
-// Exit status: 0 all went as expected; 1 not; 2 bad usage.  Other settings come from the
-// environment, as for byteps-server.
+#include "node.h"
+
 #include <dirent.h>
-#include <getopt.h>
 #include <signal.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <fstream>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <sstream>
-#include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "options.h"
 #include "ps/endpoint_counters.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
 #include "ps/membership.h"
-#include "ps/registration_cache.h"
+#include "values.h"
 #ifdef BYTEPS_WITH_RDMA
-#include "../src/rdma/van.h"
+#include "../../src/rdma/van.h"
 #endif
 
+namespace van_test {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 enum Op : int { kPing = 1, kEcho = 2, kDie = 3, kStall = 4, kBreak = 5 };
-
-struct Options {
-  std::string transport = "tcp";
-  std::string host = "127.0.0.1";
-  int workers = 1;
-  int servers = 1;
-  int rounds = 10;
-  std::vector<size_t> sizes = {0, 1, 1000, 4096, 4097, 65536, 1000000};
-  size_t window = 16;
-  int ping_ms = 0;
-  std::string places;
-  int abandon_round = -1;
-  int stall_round = -1;
-  int refused = 0;
-  std::string kill_role;
-  int kill_rank = -1;
-  int kill_round = -1;
-  std::string break_plane;
-  int break_round = -1;
-  int break_every = 0;
-  std::string expect;
-  double timeout_s = 60;
-};
-
-Options options;
-
-double Seconds(Clock::duration d) { return std::chrono::duration<double>(d).count(); }
-
-// Differs by sender, receiver, message and place.  By words: an emulated processor is slow.
-uint64_t WordAt(uint64_t seed, size_t place) {
-  return (seed * 0x9e3779b97f4a7c15ull + place) * 0xd6e8feb86659fd93ull;
-}
-
-// What a server does to every word.
-constexpr uint64_t kMark = 0x5a5a5a5a5a5a5a5aull;
-
-// Calls work(place, bytes) for each word, and for what is left behind the last.
-template <typename Work>
-void ForWords(size_t bytes, Work work) {
-  for (size_t at = 0; at < bytes; at += 8) work(at, std::min<size_t>(8, bytes - at));
-}
-
-void Fill(char* data, size_t bytes, uint64_t seed) {
-  ForWords(bytes, [&](size_t at, size_t n) {
-    const uint64_t word = WordAt(seed, at);
-    memcpy(data + at, &word, n);
-  });
-}
-
-void Mark(char* data, size_t bytes) {
-  ForWords(bytes, [&](size_t at, size_t n) {
-    uint64_t word = 0;
-    memcpy(&word, data + at, n);
-    word ^= kMark;
-    memcpy(data + at, &word, n);
-  });
-}
-
-// The place of the first byte that is not as it should be, or -1.
-int64_t FirstWrong(const char* data, size_t bytes, uint64_t seed, uint64_t mark = kMark) {
-  int64_t wrong = -1;
-  ForWords(bytes, [&](size_t at, size_t n) {
-    const uint64_t word = WordAt(seed, at) ^ mark;
-    if (wrong < 0 && memcmp(data + at, &word, n) != 0) wrong = static_cast<int64_t>(at);
-  });
-  return wrong;
-}
 
 // What the kernel says of this process: pinned and resident KiB, and open files.
 std::string Resources() {
@@ -149,20 +51,6 @@ std::string Resources() {
   }
   return "pinned_kib=" + pinned + " rss_kib=" + resident + " fds=" + std::to_string(files - 3);
 }
-
-// What a worker's values lie in.
-class Memory {
- public:
-  explicit Memory(size_t bytes) : bytes_(new char[bytes]) {
-    if (options.places == "cached") number_ = ps::RegistrationCache::Add(bytes_.get(), bytes);
-  }
-  ~Memory() { ps::RegistrationCache::Remove(number_); }
-  char* data() { return bytes_.get(); }
-
- private:
-  std::unique_ptr<char[]> bytes_;
-  uint64_t number_ = 0;
-};
 
 // An endpoint is broken so many times in a row, with pauses of up to all but one of these.
 constexpr int kBreaks = 4;
@@ -621,191 +509,11 @@ class Node {
   std::vector<double> delays_;  // the receiving thread's own until all have come
 };
 
-// How long the others may outlive one that ended badly.
-constexpr double kGraceSeconds = 10;
-
-struct Child {
-  std::string name;
-  bool may_be_killed = false;  // servers get their ranks as they come
-  bool stays = false;          // until it is killed
-};
-
-// The child's process id; the child itself never returns.
-pid_t Spawn(const std::string& role, int rank, int port, int port_pipe) {
-  fflush(stdout);
-  const pid_t pid = fork();
-  if (pid != 0) return pid;
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  signal(SIGPIPE, SIG_IGN);
-  auto* node = new Node(role, rank, port);  // its handlers may run until the end
-  const int status = node->Run(port_pipe);
-  fflush(stdout);
-  _exit(status);
-}
-
-bool EndedWell(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == 0; }
-bool WasKilled(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL; }
-
-// Waits for all of them; the number that did not end as they should.
-int Wait(std::map<pid_t, Child> children) {
-  const auto begin = Clock::now();
-  double limit_s = options.timeout_s;
-  int bad = 0;
-  int to_be_killed = options.kill_role.empty() ? 0 : 1;
-  while (!children.empty()) {
-    int status = 0;
-    if (std::all_of(children.begin(), children.end(),
-                    [](const auto& c) { return c.second.stays; })) {
-      for (const auto& child : children) {
-        kill(child.first, SIGKILL);
-        waitpid(child.first, &status, 0);
-        if (!WasKilled(status)) ++bad;
-      }
-      break;
-    }
-    const pid_t pid = waitpid(-1, &status, WNOHANG);
-    if (pid > 0) {
-      if (to_be_killed > 0 && children[pid].may_be_killed && WasKilled(status)) {
-        --to_be_killed;
-      } else if (!EndedWell(status)) {
-        printf("%s: FAILED, wait status %d\n", children[pid].name.c_str(), status);
-        ++bad;
-        // The others may wait for it as long as a job may take to start.
-        limit_s = std::min(limit_s, Seconds(Clock::now() - begin) + kGraceSeconds);
-      }
-      children.erase(pid);
-      continue;
-    }
-    if (Seconds(Clock::now() - begin) > limit_s) {
-      for (const auto& child : children) {
-        printf("%s: FAILED, still running after %.0f s\n", child.second.name.c_str(), limit_s);
-        kill(child.first, SIGKILL);
-        waitpid(child.first, &status, 0);
-        ++bad;
-      }
-      return bad;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  return bad + to_be_killed;
-}
-
-int RunAll() {
-  int ends[2];
-  if (pipe(ends) != 0) return 1;
-  std::map<pid_t, Child> children;
-  children[Spawn("scheduler", 0, 0, ends[1])] = {"scheduler", false};
-  close(ends[1]);
-  int port = 0;
-  if (read(ends[0], &port, sizeof(port)) != sizeof(port)) {
-    printf("the scheduler did not start\n");
-    return Wait(children) + 1;
-  }
-  for (const std::string role : {"server", "worker"}) {
-    for (int rank = 0; rank < (role == "server" ? options.servers : options.workers); ++rank) {
-      const bool dies = options.kill_role == role;
-      children[Spawn(role, rank, port, -1)] = {role + " " + std::to_string(rank), dies};
-    }
-  }
-  for (int n = 0; n < options.refused; ++n) {
-    const int rank = options.workers + n;
-    children[Spawn("worker", rank, port, -1)] = {"refused " + std::to_string(n), false, true};
-  }
-  return Wait(children);
-}
-
-[[noreturn]] void Usage(const std::string& error) {
-  fprintf(stderr, "van_test: %s; the head of van_test.cc explains the options\n", error.c_str());
-  exit(2);
-}
-
-std::vector<std::string> Fields(const std::string& text, char separator) {
-  std::vector<std::string> fields;
-  std::istringstream in(text);
-  for (std::string field; std::getline(in, field, separator);) fields.push_back(field);
-  return fields;
-}
-
-void Parse(int argc, char** argv) {
-  const option long_options[] = {
-      {"transport", 1, nullptr, 't'}, {"host", 1, nullptr, 'h'},    {"workers", 1, nullptr, 'w'},
-      {"servers", 1, nullptr, 's'},   {"rounds", 1, nullptr, 'r'},  {"sizes", 1, nullptr, 'z'},
-      {"window", 1, nullptr, 'o'},    {"ping-ms", 1, nullptr, 'p'}, {"kill", 1, nullptr, 'k'},
-      {"break", 1, nullptr, 'b'},     {"expect", 1, nullptr, 'e'},  {"timeout", 1, nullptr, 'x'},
-      {"places", 1, nullptr, 'l'},    {"abandon", 1, nullptr, 'a'}, {"stall", 1, nullptr, 'y'},
-      {"refused", 1, nullptr, 'f'},   {nullptr, 0, nullptr, 0}};
-  for (int c; (c = getopt_long(argc, argv, "", long_options, nullptr)) != -1;) {
-    const std::string value = optarg == nullptr ? "" : optarg;
-    const auto fields = Fields(value, ':');
-    switch (c) {
-      case 't':
-        options.transport = value;
-        break;
-      case 'h':
-        options.host = value;
-        break;
-      case 'w':
-        options.workers = atoi(optarg);
-        break;
-      case 's':
-        options.servers = atoi(optarg);
-        break;
-      case 'r':
-        options.rounds = atoi(optarg);
-        break;
-      case 'z':
-        options.sizes.clear();
-        for (const auto& size : Fields(value, ',')) options.sizes.push_back(std::stoull(size));
-        break;
-      case 'o':
-        options.window = atoi(optarg);
-        break;
-      case 'p':
-        options.ping_ms = atoi(optarg);
-        break;
-      case 'l':
-        if (value != "cached" && value != "plain") Usage("--places cached|plain");
-        options.places = value;
-        break;
-      case 'a':
-        options.abandon_round = atoi(optarg);
-        break;
-      case 'y':
-        options.stall_round = atoi(optarg);
-        break;
-      case 'f':
-        options.refused = atoi(optarg);
-        break;
-      case 'k':
-        if (fields.size() != 3) Usage("--kill ROLE:RANK:ROUND");
-        options.kill_role = fields[0];
-        options.kill_rank = std::stoi(fields[1]);
-        options.kill_round = std::stoi(fields[2]);
-        break;
-      case 'b':
-        if (fields.size() != 2 && fields.size() != 3) Usage("--break PLANE:ROUND[:EVERY]");
-        options.break_plane = fields[0];
-        options.break_round = std::stoi(fields[1]);
-        if (fields.size() == 3) options.break_every = std::stoi(fields[2]);
-        break;
-      case 'e':
-        options.expect = value;
-        break;
-      case 'x':
-        options.timeout_s = atof(optarg);
-        break;
-      default:
-        Usage("bad option");
-    }
-  }
-  if (optind < argc) Usage(std::string("unexpected argument ") + argv[optind]);
-}
-
 }  // namespace
 
-int main(int argc, char** argv) {
-  Parse(argc, argv);
-  const int bad = RunAll();
-  printf("van_test: %s\n", bad == 0 ? "ok" : "FAILED");
-  return bad == 0 ? 0 : 1;
+int RunNode(const std::string& role, int rank, int port, int port_pipe) {
+  auto* node = new Node(role, rank, port);  // its handlers may run until the process ends
+  return node->Run(port_pipe);
 }
+
+}  // namespace van_test

@@ -1,0 +1,207 @@
+// Sums of tensors on a GPU that a thread plays, over servers that a script plays.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <future>
+#include <string>
+#include <vector>
+
+#include "byteps/device/fake.h"
+#include "job.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Whether `stream` does nothing more before `hold`, which this gives up, lets copies go on.
+bool WaitsForCopies(DeviceStream stream, std::promise<void>* hold) {
+  std::atomic<bool> released{false};
+  std::atomic<bool> waited{false};
+  CallWhenDone(stream, [&] { waited = released.load(); });
+  released = true;
+  hold->set_value();
+  fake::Synchronize(stream);
+  return waited;
+}
+
+TEST(Gpu, ManySumsThroughLittlePinnedMemory) {
+  const uint64_t pinned_before = fake::PinnedBytes();
+  for (const bool in_place : {true, false}) {
+    // Copies of the second kind of partition are not awaited.
+    for (const auto& [pinned, partition] :
+         {std::pair("1", "8192"), std::pair("65536", "8192"), std::pair("1", "131072")}) {
+      Script script;
+      script.in_place = in_place;
+      script.shuffled = true;
+      Job job(3, script, {{"BYTEPS_PINNED_BYTES", pinned}, {"BYTEPS_PARTITION_BYTES", partition}});
+      fake::SetCurrentDevice(0);
+      const DeviceStream stream = MakeStream();
+      std::vector<std::vector<float>> tensors;
+      for (int i = 0; i < 20; ++i) tensors.push_back(Values(1 + 1700 * i, i));
+      const auto before = tensors;
+      std::vector<int64_t> handles;
+      for (int i = 0; i < 20; ++i) {
+        handles.push_back(job.Start("t" + std::to_string(i), &tensors[i], 0, stream, i % 3));
+      }
+      for (const int64_t handle : handles) job.Wait(handle, stream);
+      fake::Synchronize(stream);  // the host did not wait for the copies, the stream did
+      for (int i = 0; i < 20; ++i) EXPECT_EQ(tensors[i], Times(before[i], 3)) << i;
+    }
+  }
+  EXPECT_LE(fake::PinnedBytes() - pinned_before, 65536u + 131072u);
+}
+
+TEST(Gpu, RoundsOfOneNameInFlight) {
+  Job job(2);
+  fake::SetCurrentDevice(0);
+  std::vector<std::vector<float>> rounds;
+  for (int i = 0; i < 4; ++i) rounds.push_back(Values(6000, i));
+  const auto before = rounds;
+  std::vector<int64_t> handles;
+  for (auto& values : rounds) handles.push_back(job.Start("x", &values, 0));
+  for (const int64_t handle : handles) job.Wait(handle);
+  fake::Synchronize(nullptr);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(rounds[i], Times(before[i], 3)) << i;
+}
+
+// A gradient that is still computed holds neither a window nor the stream of copies.
+TEST(Gpu, WhatIsNotReadyHoldsUpNobody) {
+  Job job(1, {}, {{"BYTEPS_SERVER_WINDOW_BYTES", "1"}});
+  fake::SetCurrentDevice(0);
+  const DeviceStream busy = MakeStream(), idle = MakeStream();
+  auto late = Values(5000, 1), early = Values(5000, 2);
+  const auto late_sum = Times(late, 3), early_sum = Times(early, 3);
+  const auto hold = fake::Hold(busy);
+  const int64_t waiting = job.Start("late", &late, 0, busy, 9);
+  job.Wait(job.Start("early", &early, 0, idle), idle);
+  fake::Synchronize(idle);
+  EXPECT_EQ(early, early_sum);
+  EXPECT_FALSE(job.worker.Poll(waiting));
+  hold->set_value();
+  job.Wait(waiting, busy);
+  fake::Synchronize(busy);
+  EXPECT_EQ(late, late_sum);
+}
+
+TEST(Gpu, StreamsWaitForCopiesAndTheHostDoesNot) {
+  Job job(1);
+  fake::SetCurrentDevice(0);
+  const DeviceStream stream = MakeStream();
+  auto values = Values(1000, 1);
+  const auto sum = Times(values, 3);
+  const auto hold = fake::HoldCopiesToDevice();
+  job.Wait(job.Start("x", &values, 0, stream), stream);  // returns, though nothing is copied yet
+  EXPECT_TRUE(WaitsForCopies(stream, hold.get()));
+  EXPECT_EQ(values, sum);
+}
+
+// The last answer may be that of a partition of which nothing is wanted.
+TEST(Gpu, StreamsWaitForCopiesOfAWantedPart) {
+  Job job(2);
+  fake::SetCurrentDevice(0);
+  const DeviceStream stream = MakeStream();
+  auto values = Values(8 * kPage / sizeof(float), 1);
+  auto request = Job::RequestFor("x", &values, 0, stream);
+  job.Wait(job.worker.PushPull(request), stream);
+  fake::Synchronize(stream);
+  const auto pushes = job.channel->pushes();
+  const auto first = std::min_element(pushes.begin(), pushes.end());
+  const int other = 1 - first->second;
+  const auto at_other = std::count_if(pushes.begin(), pushes.end(),
+                                      [&](const auto& push) { return push.second == other; });
+  ASSERT_GT(at_other, 0);
+
+  request.pull_end = kPage;
+  const auto before = values;
+  job.channel->HoldServer(other, false);
+  const auto hold = fake::HoldCopiesToDevice();
+  const int64_t handle = job.worker.PushPull(request);
+  ASSERT_TRUE(job.channel->AwaitHeld(at_other));
+  ASSERT_TRUE(job.Settles("pulled_partitions_total", 2.0 * pushes.size() - at_other));
+  job.channel->Release();
+  job.Wait(handle, stream);
+  EXPECT_TRUE(WaitsForCopies(stream, hold.get()));
+  for (size_t i = 0; i < values.size(); ++i) {
+    ASSERT_EQ(values[i], before[i] * (i < kPage / sizeof(float) ? 3 : 1)) << i;
+  }
+}
+
+TEST(Gpu, TwoDevicesAndTheCallersDevice) {
+  Job job(2);
+  fake::SetCurrentDevice(0);
+  const DeviceStream first = MakeStream();
+  fake::SetCurrentDevice(1);
+  const DeviceStream second = MakeStream();
+  auto a = Values(3000, 1), b = Values(3000, 2);
+  const auto a_sum = Times(a, 3), b_sum = Times(b, 3);
+  const int64_t of_a = job.Start("a", &a, 0, first), of_b = job.Start("b", &b, 1, second);
+  EXPECT_EQ(fake::CurrentDeviceNumber(), 1);
+  job.Wait(of_a, first);
+  job.Wait(of_b, second);
+  EXPECT_EQ(fake::CurrentDeviceNumber(), 1);
+  fake::Synchronize(second);
+  fake::SetCurrentDevice(0);
+  fake::Synchronize(first);
+  EXPECT_EQ(a, a_sum);
+  EXPECT_EQ(b, b_sum);
+}
+
+// As when a peer is lost while an NCCL kernel waits for it: the GPU's work never ends.
+TEST(Gpu, FailureWhileTheGpuHangs) {
+  fake::SetCurrentDevice(0);
+  const DeviceStream stuck = MakeStream();
+  const auto hold = fake::Hold(stuck);
+  auto values = Values(3000, 1);
+  {
+    Job job(2);
+    const int64_t handle = job.Start("x", &values, 0, stuck);
+    job.channel->FailJob("worker 1 was lost");
+    EXPECT_EQ(job.ErrorOf(handle, stuck), "worker 1 was lost");
+  }  // Stop returns
+  hold->set_value();
+  fake::Synchronize(stuck);
+}
+
+TEST(Gpu, BrokenDeviceFailsWhatIsUnderWay) {
+  fake::SetCurrentDevice(0);
+  for (const size_t elements : {3000, 100000}) {
+    const DeviceStream stream = MakeStream();
+    const auto hold = fake::Hold(stream);
+    auto values = Values(elements, 1);
+    Job job(1);
+    const int64_t handle = job.Start("x", &values, 0, stream);
+    fake::SetBroken(true);
+    hold->set_value();
+    const std::string error = job.ErrorOf(handle, stream);
+    fake::SetBroken(false);
+    EXPECT_TRUE(Has(error, "broken")) << error;
+  }
+}
+
+// The device fails while a copy is given to it.
+TEST(Gpu, BrokenDeviceFailsCopies) {
+  fake::SetCurrentDevice(0);
+  // Copies that were given to it before it broke are waited for by nobody.  They may still be made.
+  static auto& kept = *new std::deque<std::vector<float>>;
+  for (const size_t elements : {3000, 100000}) {
+    Job job(1);
+    auto& values = kept.emplace_back(Values(elements, 1));
+    auto request = Job::RequestFor("x", &values, 0, nullptr);
+    job.Wait(job.worker.PushPull(request));  // declares it
+    fake::Synchronize(nullptr);
+    job.channel->HoldServer(0, false);
+    const int64_t handle = job.worker.PushPull(request);
+    ASSERT_TRUE(job.channel->AwaitHeld(1));
+    fake::SetBroken(true);
+    job.channel->Release();
+    const std::string error = job.ErrorOf(handle);
+    fake::SetBroken(false);
+    EXPECT_TRUE(Has(error, "broken")) << error;
+  }
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps

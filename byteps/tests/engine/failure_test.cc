@@ -1,0 +1,116 @@
+// A worker whose peers, or whose job, fail; servers are played by a script.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "job.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+TEST(Failure, OfOnePushEndsItsOperationAlone) {
+  Job job(1);
+  auto bad = Values(9000, 1), good = Values(9000, 2);
+  const auto sum = Times(good, 3);
+  job.channel->Change([](Script* s) { s->failure = "worker 2 left"; });
+  const int64_t handle = job.Start("bad", &bad);
+  EXPECT_TRUE(Has(job.ErrorOf(handle), "worker 2 left"));
+  job.channel->Change([](Script* s) { s->failure.clear(); });
+  job.Wait(job.Start("good", &good));
+  EXPECT_EQ(good, sum);
+}
+
+TEST(Failure, OfTheJobEndsEverything) {
+  Job job(2);
+  auto first = Values(3000, 1), second = Values(3000, 2);
+  job.Wait(job.Start("first", &first));
+  job.channel->HoldServer(-1, false);
+  const int64_t handle = job.Start("first", &second);
+  ASSERT_TRUE(job.channel->AwaitHeld(3));
+  job.channel->FailJob("worker 1 was lost");
+  job.channel->FailJob("something else");
+  EXPECT_EQ(job.ErrorOf(handle), "worker 1 was lost");
+  EXPECT_THROW(job.Start("first", &second), Error);
+  EXPECT_TRUE(job.worker.failed());
+  job.worker.Stop(false);
+  EXPECT_FALSE(job.worker.started());
+}
+
+// After a failed Wait the memory may be anybody's.
+TEST(Failure, NothingIsWrittenAfterwards) {
+  for (const bool in_place : {true, false}) {
+    Script script;
+    script.in_place = in_place;
+    script.chunk = 64;
+    script.chunk_us = 200;
+    // One partition, so that what is awaited below is all that reads the tensor.
+    Job job(1, script,
+            {{"BYTEPS_PARTITION_BYTES", "1048576"}, {"BYTEPS_MIN_PARTITION_BYTES", "1048576"}});
+    auto values = Values(100'000, 1);  // 1.25 s to receive in place
+    if (!in_place) job.channel->HoldServer(-1, false);
+    const int64_t handle = job.Start("x", &values);
+    if (in_place) {
+      ASSERT_TRUE(job.channel->AwaitPlacing());
+    } else {
+      ASSERT_TRUE(job.channel->AwaitHeld(1));
+    }
+    job.channel->FailJob("gone");
+    EXPECT_EQ(job.ErrorOf(handle), "gone");
+    std::fill(values.begin(), values.end(), -1.0f);
+    job.channel->Change([](Script* s) { s->chunk_us = 0; });
+    job.channel->Release();
+    job.worker.Stop(false);
+    EXPECT_EQ(std::count(values.begin(), values.end(), -1.0f), 100'000) << in_place;
+  }
+}
+
+TEST(Failure, OfAConnectionThatNobodyExplains) {
+  Job job(1);
+  auto values = Values(100, 1);
+  job.Wait(job.Start("x", &values));
+  job.channel->Close();
+  const std::string error = job.ErrorOf(job.Start("x", &values));
+  EXPECT_TRUE(Has(error, "could not be sent to server 0")) << error;
+}
+
+TEST(Failure, LateAnswersNameTheServer) {
+  Job job(2, {}, {{"BYTEPS_OP_TIMEOUT_S", "0.1"}});
+  auto values = Values(100, 1);
+  job.worker.Declare({Job::RequestFor("x", &values).tensor});
+  job.channel->HoldServer(0, false);
+  const std::string error = job.ErrorOf(job.Start("x", &values));
+  EXPECT_TRUE(Has(error, "'x' timed out: no answer from server 0")) << error;
+}
+
+TEST(Failure, StopWhileOthersCall) {
+  for (int i = 0; i < 20; ++i) {
+    // Longer than the worker: what it has failed may still be sent.
+    std::vector<std::vector<float>> all;
+    for (int t = 0; t < 3; ++t) all.push_back(Values(3000, t));
+    Job job(2);
+    std::vector<std::thread> callers;
+    for (int t = 0; t < 3; ++t) {
+      callers.emplace_back([&job, &values = all[t], t] {
+        try {
+          for (int n = 0;; ++n) {
+            const std::string name = std::to_string(t) + "." + std::to_string(n);
+            if (!job.worker.WaitFor(job.Start(name, &values), nullptr, kPatience)) return;
+          }
+        } catch (const Error&) {
+        }
+      });
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(i));
+    job.worker.Stop(false);
+    for (auto& caller : callers) caller.join();
+  }
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps
