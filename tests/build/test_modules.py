@@ -21,6 +21,7 @@ MODULES = {
     "byteps/torch/broadcast.py": "tests/multiproc/test_optimizer.py",
     "byteps/torch/compression.py": "tests/multiproc/test_optimizer.py",
     "byteps/torch/engine.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/figures.py": "tests/multiproc/test_metrics.py",
     "byteps/torch/memory.py": "tests/multiproc/test_push_pull.py",
     "byteps/torch/nodes.py": "tests/unit/test_nodes.py",
     "byteps/torch/ops.py": "tests/multiproc/test_push_pull.py",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 from megatron.core.distributed import dpu_reduce
 from megatron.core.distributed.dpu_reduce import naming
@@ -65,13 +64,6 @@ def test_what_the_next_forward_needs_first_has_the_highest_priority() -> None:
     assert order[0] == 0
     assert order == sorted(order, reverse=True)
     assert len(set(order)) == len(order)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "partitions"), [(0, 0), (1, 1), (99, 1), (100, 1), (101, 2), (1000, 10), (1001, 11)]
-)
-def test_partition_count(nbytes: int, partitions: int) -> None:
-    assert dpu_reduce.partition_count(nbytes, 100) == partitions
 
 
 def test_what_is_built_for_other_groups_changes_neither_names_nor_placements() -> None:

@@ -13,7 +13,6 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
 
 import torch
 from byteps import logs
@@ -538,11 +537,6 @@ def wait(handle: int) -> None:
     del _moving[handle]
 
 
-def get_pushpull_speed() -> tuple[int, float]:
-    """(ms since the epoch, MB/s of tensors summed over the last 10 s; 0.0 if there were none)."""
-    return c_lib.pushpull_speed()
-
-
 def partition_bytes(nbytes: int, *, piece_of: int = 0) -> int:
     """Bytes of the partitions (the last may have fewer) of a tensor of `nbytes` bytes, which may be
     a piece of one of `piece_of` bytes."""
@@ -579,63 +573,3 @@ def bytes_per_server(
         group=ranks_of(group),
         placement=placement,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Histogram:
-    """How often something took how long."""
-
-    count: int
-    """How often it was seen."""
-    sum: float
-    """Seconds, all together."""
-    buckets: dict[float, int]
-    """Upper end of a bucket in seconds -> how often it took at most that."""
-
-
-class Endpoint(TypedDict):
-    """What went by one RDMA connection since the last `init`."""
-
-    peer: str
-    """"scheduler" or "server 0"."""
-    plane: str
-    """"control" or "data"."""
-    index: int
-    """Among the endpoints of its plane to this peer."""
-    messages_sent: int
-    bytes_sent: int
-    """Of messages, with their values; what the transport says to itself is not counted."""
-    messages_received: int
-    bytes_received: int
-    values_in_place: int
-    bytes_in_place: int
-    """Of the values received, those that the device wrote into the tensor, or its pinned buffer."""
-    values_in_pool: int
-    bytes_in_pool: int
-    """Those that it wrote into memory of the transport's, from which they were copied."""
-    values_in_frames: int
-    bytes_in_frames: int
-    """Those so small that they came in their message's frame."""
-
-
-def get_metrics() -> dict[str, Any]:
-    """What this worker counted since the process began, and what its queues hold now.
-
-    The names and meanings are those of docs/observability.md, which Prometheus gets as well: an int
-    or a `Histogram` each. "rdma_endpoints" is a list of `Endpoint`, empty where TCP is used. Never
-    blocks for long, and works before `init` and after a failure.
-    """
-    metrics: dict[str, Any] = {"rdma_endpoints": c_lib.endpoints()}
-    for name, value in c_lib.metrics().items():
-        if isinstance(value, tuple):
-            bounds, cumulative, count, total = value
-            buckets = dict(zip(bounds, cumulative, strict=True))
-            metrics[name] = Histogram(count=count, sum=total, buckets=buckets)
-        else:
-            metrics[name] = value
-    return metrics
-
-
-def print_config() -> None:
-    """Print every setting in force, one NAME=value a line."""
-    print(c_lib.config(), end="")

@@ -28,7 +28,7 @@ def dealt(sizes: list[int]) -> list[int]:
         part = bps.bytes_per_server(nbytes, name=f"dealt/{number}", placement=place)
         assert sum(part) == nbytes
         total = [a + b for a, b in zip(total, part, strict=True)]
-        place += -(-nbytes // bps.partition_bytes(nbytes))
+        place += bps.partition_count(nbytes)
     return total
 
 
@@ -54,7 +54,7 @@ def spread(job: Job) -> None:
         with job.check(f"by name: {label}"):
             loads = by_name(sizes)
             # Each server gets its part of a large tensor; small ones fall where they may.
-            largest = max(-(-size // bps.partition_bytes(size)) for size in sizes)
+            largest = max(bps.partition_count(size) for size in sizes)
             limit = 1.05 if largest >= 64 else 1.5
             assert max(loads) <= limit * sum(loads) / len(loads), loads
     with job.check("refused"):

@@ -119,7 +119,7 @@ def apart(job: Job) -> None:
             assert bytes_ >= rounds * nbytes, moved
             # Heads and rendezvous are small beside the values.
             assert bytes_ <= rounds * nbytes + 2048 * messages, moved
-            partitions = -(-nbytes // bps.partition_bytes(nbytes))
+            partitions = bps.partition_count(nbytes)
             assert messages >= rounds * partitions, moved
     with job.check("no value was copied: the device wrote each into the tensor"):
         assert total(moved, data, "values_in_place") == rounds * partitions, moved

@@ -98,6 +98,7 @@ def large(job: Job) -> None:
             pages = -(-(nbytes // 128) // mmap.PAGESIZE)
             wanted = min(max(pages * mmap.PAGESIZE, smallest), largest)
             assert bps.partition_bytes(nbytes) == wanted, nbytes
+            assert bps.partition_count(nbytes) == -(-nbytes // wanted), nbytes
     for dtype, count in (("float32", 1_100_001), ("bfloat16", 3_000_003), ("uint8", 4_200_001)):
         with job.check(f"large {dtype}"):
             exact(job, f"large.{dtype}", count, dtype, average=False)

@@ -52,7 +52,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .job import initialize
-from .naming import bucket_name, bucket_priority, group_name, partition_count
+from .naming import bucket_name, bucket_priority, group_name
 from .plan import BucketOp, forget, register
 from .refusals import refuse_fsdp, validate_args, validate_ddp_config
 from .summed_later import apart
@@ -70,7 +70,6 @@ __all__ = [
     "initialize",
     "keeps_optimizer",
     "make_server_optimizer",
-    "partition_count",
     "refuse_fsdp",
     "register",
     "shutdown",

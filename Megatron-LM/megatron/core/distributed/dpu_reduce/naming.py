@@ -76,11 +76,6 @@ def bucket_priority(*, chunk: int, bucket_id: int, num_buckets: int) -> int:
     return -(num_buckets - 1 - bucket_id) - chunk * _CHUNK_PRIORITY_STRIDE
 
 
-def partition_count(nbytes: int, partition_bytes: int) -> int:
-    """Number of partitions into which BytePS cuts a tensor of ``nbytes`` bytes."""
-    return -(-nbytes // partition_bytes)
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 

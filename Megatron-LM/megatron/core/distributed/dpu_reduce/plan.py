@@ -14,7 +14,7 @@ import torch
 
 from . import bytepslib, job, table
 from .measure import Measured, measure
-from .naming import bucket_name, bucket_priority, group_name, named, partition_count
+from .naming import bucket_name, bucket_priority, group_name, named
 from .refusals import WIRE_DTYPES, validate_ddp_config
 from .routes import AUTO, COLLECTIVE, FLAT, NODE_FIRST, Decision, Sum, decide
 
@@ -381,7 +381,7 @@ def _placed(
         return op
     nbytes = elements * op.wire_dtype.itemsize
     if op.route == FLAT:
-        partitions = partition_count(nbytes, bps.partition_bytes(nbytes))
+        partitions = bps.partition_count(nbytes)
         return replace(op, placement=named.next_placement(op.group, partitions))
     assert op.route == NODE_FIRST
     sums = _node_sums(op, bucket, buffer, group)
