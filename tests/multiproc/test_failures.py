@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, LOOPBACK, Cluster, wait_all
+from cluster import END_S, LOOPBACK, Cluster, stop, wait_all
 from endings import demand_error, demand_failed, error_of, start_looping, wait_for_text
 
 PEER_TIMEOUT_S = 3
@@ -206,8 +206,12 @@ def test_signals_end_nodes_promptly(
         cluster.wait_mark("looping", [0])
     else:
         time.sleep(1.0)  # there is no sign of a server's being admitted
+    # Each has its signal before another one can tell it that it ends.
     for node in cluster.servers:
+        stop(node)
         node.send(number)
+    for node in cluster.servers:
+        node.send(signal.SIGCONT)
     # One that dies by the signal is seen as -n here, and as 128+n in a shell.
     for node in cluster.servers:
         assert node.wait(5) in (status, -number), node.text

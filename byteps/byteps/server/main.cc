@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -101,8 +102,10 @@ struct Outcome {
 };
 
 int wake_fd = -1;
-volatile sig_atomic_t caught_signal = 0;
-volatile sig_atomic_t signal_count = 0;
+// The kernel chooses which thread runs the handler; the main thread reads these.
+std::atomic<int> caught_signal{0};
+std::atomic<int> signal_count{0};
+static_assert(std::atomic<int>::is_always_lock_free, "a handler may take no lock");
 
 void Wake() {
   const uint64_t one = 1;
@@ -112,7 +115,7 @@ void Wake() {
 
 void OnSignal(int number) {
   caught_signal = number;
-  signal_count = signal_count + 1;
+  ++signal_count;
   Wake();
 }
 
