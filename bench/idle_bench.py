@@ -20,10 +20,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from benchkit.emulation import LOOPBACK
+from benchkit.errors import LaunchError
 from benchkit.interrupts import become_interruptible
 from benchkit.launch import Placement, start_nodes, start_workers
 from benchkit.plan import Topology
-from benchkit.processes import LaunchError, Processes, plain_environment
+from benchkit.processes import Processes, plain_environment
 from benchkit.units import parse_size, show_size
 from progress import Progress
 

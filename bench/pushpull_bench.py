@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from benchkit.columns import aligned
 from benchkit.emulation import EmulationError, remove_stale
+from benchkit.errors import LaunchError
 from benchkit.gates import Gate, judge_all
 from benchkit.interrupts import become_interruptible
 from benchkit.options import in_cluster, make_gates, make_plan, parse
 from benchkit.plan import Plan
-from benchkit.processes import LaunchError
 from benchkit.summary import Run
 
 

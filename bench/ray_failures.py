@@ -2,8 +2,8 @@
 """Breaks jobs under Ray in every way that they must survive, and tells what became of each.
 
 Each job trains a small GPT on two or four ranks of this machine, with spares, a scheduler and a
-server. With --device cuda each rank has a GPU of its own: cases of more ranks than there are GPUs
-are left out, and GPUs beyond two are spares. It has survived when its losses, of every step,
+server. With --device cuda ranks are on GPUs, which they share where there are too few, and the case
+that loses a machine is left out. It has survived when its losses, of every step,
 before and after the failure, are those of a job without one, to the last bit. Times are in seconds
 from the failure.
 
@@ -23,16 +23,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / name) for name in ("bench", "scripts")]
 
-from benchkit.gpus import count_gpus  # noqa: E402
+from benchkit.cells import refuse_missing_gpus  # noqa: E402
 from megatron_byteps_ray.cluster import cluster  # noqa: E402
 from megatron_byteps_ray.phases import ORDER  # noqa: E402
 from megatron_byteps_ray.pool import Pool  # noqa: E402
 from paritykit.platforms import CUDA, PLATFORMS  # noqa: E402
 from raykit.cases import (  # noqa: E402
     CASES,
-    RANKS,
-    SPARES,
-    Case,
     Outcome,
     Runner,
     cluster_settings,
@@ -40,6 +37,7 @@ from raykit.cases import (  # noqa: E402
     problems,
     several_nodes,
 )
+from raykit.gpus import gpus_to_offer  # noqa: E402
 
 BEGIN = "<!-- made by `make ray-failures MARKDOWN=docs/ray.md`; not to be edited by hand -->"
 END = "<!-- end -->"
@@ -95,10 +93,6 @@ def put(markdown: Path, text: str) -> None:
     markdown.write_text(before + text + after, encoding="utf-8")
 
 
-def _fits(case: Case, gpus: int) -> bool:
-    return case.ranks <= gpus and not case.loses_node
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,21 +103,20 @@ def main() -> int:
     )
     parser.add_argument("--markdown", type=Path, help="write the table into this document")
     options = parser.parse_args()
-    platform, spares = PLATFORMS[options.device], SPARES
+    platform = PLATFORMS[options.device]
     if platform is CUDA:
         if options.markdown is not None:
             parser.error("--markdown writes the table of the CPU")
-        spares = count_gpus() - RANKS
-        if spares < 0:
-            parser.error(f"--device cuda needs {RANKS} GPUs, and torch sees {count_gpus()}")
-        fitting = [n for n in options.case if _fits(CASES[n], count_gpus())]
-        if not fitting:
-            parser.error(f"none of these cases fits on {count_gpus()} GPUs of one machine")
-        options.case = fitting
+        refuse_missing_gpus(parser, options.device)
+        # The machines that it would lose have no GPUs.
+        options.case = [name for name in options.case if not CASES[name].loses_node]
+        if not options.case:
+            parser.error("--device cuda leaves out the case that loses a machine: none is left")
     rows, good = rows_of(options.markdown), True
     with tempfile.TemporaryDirectory(prefix="rf-", dir="/tmp") as scratch:
-        settings = pool_settings(Path(scratch) / "pool", spares=spares, platform=platform)
-        with cluster(cluster_settings(settings), temp_dir=f"{scratch}/ray"):
+        settings = pool_settings(Path(scratch) / "pool", platform=platform)
+        offered = gpus_to_offer(settings)
+        with cluster(cluster_settings(settings), temp_dir=f"{scratch}/ray", gpus=offered):
             pool = Pool(settings)
             try:
                 pool.open()

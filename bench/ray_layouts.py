@@ -2,9 +2,9 @@
 """Trains in every layout twice: by ranks as torchrun starts them, and by ranks under Ray.
 
 Each cell trains a few steps, a small GPT or LoRA adapters on a small Hugging Face model: on this
-machine's CPU, or (--device cuda) each rank on a GPU of its own, in the layouts for which there are
-enough. All cells share one Ray cluster, and its actors. docs/ray.md says what must come out, and
-holds the tables that --markdown writes.
+machine's CPU, or (--device cuda) on its GPUs, which ranks share where there are too few. All cells
+share one Ray cluster, and its actors. docs/ray.md says what must come out, and holds the tables
+that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
 """
@@ -80,6 +80,7 @@ def run(
     from paritykit.data import data_arguments, tiny_dataset
     from paritykit.forked import JobFailed, start_fork_server
     from progress import Progress
+    from raykit.gpus import gpus_to_offer
     from raykit.modes import arguments_of, compare, run_locally, run_under_ray, settings_of_pool
 
     deadline = math.inf if budget is None else time.monotonic() + budget
@@ -98,7 +99,7 @@ def run(
         start_fork_server(["hfkit.rank"], platform)
         data = data_arguments(tiny_dataset(folder))
         models = folder / "models"
-        with cluster(settings, temp_dir=f"{scratch}/ray"):
+        with cluster(settings, temp_dir=f"{scratch}/ray", gpus=gpus_to_offer(settings)):
             pool = Pool(settings)
             try:
                 pool.open()
@@ -140,17 +141,16 @@ def run(
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[list[Cell], argparse.Namespace]:
-    from benchkit.cells import add_device_options, fitting, parser_of
+    from benchkit.cells import add_device_options, parse_device_options, parser_of
 
     parser = parser_of(__doc__)
     add_device_options(parser)
-    options = parser.parse_args(arguments)
+    options = parse_device_options(parser, arguments)
     try:
         cells = by_name(options.layout)
     except ValueError as error:
         parser.error(str(error))
-    # Ray gives no GPU to two ranks.
-    return fitting(parser, options, cells, lambda cell: cell.layout), options
+    return cells, options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

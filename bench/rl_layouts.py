@@ -2,9 +2,8 @@
 """Trains verl's actor and critic in every layout, by GRPO and by PPO.
 
 Each cell trains a few steps through BytePS and through all-reduce, and hands the weights to the
-rollout after each: on this machine's CPU, or (--device cuda) each rank on a GPU of its own, in the
-layouts for which there are enough. docs/rl.md says what must come out, and holds the tables that
---markdown writes.
+rollout after each: on this machine's CPU, or (--device cuda) on its GPUs, which ranks share where
+there are too few. docs/rl.md says what must come out, and holds the tables that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
 """
@@ -26,7 +25,13 @@ TREE = ROOT / "build" / "Megatron-LM"
 FOLDERS = ("bench", "scripts", "integrations/hf", "integrations/rl")
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
 
-from benchkit.cells import add_device_options, fitting, machine_of, parser_of, put_cells  # noqa: E402
+from benchkit.cells import (  # noqa: E402
+    add_device_options,
+    machine_of,
+    parse_device_options,
+    parser_of,
+    put_cells,
+)
 from megatron_byteps_rl.devices import ENVIRONMENTS, check  # noqa: E402
 from paritykit.forked import JobFailed, start_fork_server  # noqa: E402
 from paritykit.platforms import CUDA, PLATFORMS, Platform  # noqa: E402
@@ -153,13 +158,13 @@ def run(
 def parse(arguments: Sequence[str] | None) -> tuple[list[Layout], argparse.Namespace]:
     parser = parser_of(__doc__)
     add_device_options(parser)
-    options = parser.parse_args(arguments)
+    options = parse_device_options(parser, arguments)
     try:
         layouts = by_name(options.layout)
         check(options.device, 1)
     except ValueError as error:
         parser.error(str(error))
-    return fitting(parser, options, layouts, lambda layout: layout.name), options
+    return layouts, options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from benchkit import machine
 from benchkit.columns import aligned
 from benchkit.emulation import Emulation, EmulationError
+from benchkit.errors import LaunchError
 from benchkit.interrupts import become_interruptible
 from benchkit.launch import Placement, start_nodes, start_workers
 from benchkit.markdown import pipes
 from benchkit.plan import Topology
-from benchkit.processes import LaunchError, Processes, plain_environment
+from benchkit.processes import Processes, plain_environment
 from benchkit.scenario import payload_fraction
 from benchkit.units import parse_rate, parse_size, show_rate, show_size
 from progress import Progress

@@ -27,11 +27,11 @@ from benchkit import record
 from benchkit.columns import aligned
 from benchkit.driver import progress, run_plan
 from benchkit.emulation import EmulationError
+from benchkit.errors import LaunchError
 from benchkit.experiment import Experiment, demand_hardware
 from benchkit.gates import judge_all
 from benchkit.interrupts import become_interruptible
 from benchkit.markdown import replace_results, results
-from benchkit.processes import LaunchError
 from benchkit.sets import QUICK, SETS, choose
 from benchkit.summary import Run
 from benchkit.tables import brief_tables, gate_table, ratio_table, result_table

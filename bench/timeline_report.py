@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import statistics
 import sys
 from collections import Counter, defaultdict
@@ -219,4 +220,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads it may have seen enough
     sys.exit(main())

@@ -35,9 +35,9 @@ import prepare_data  # noqa: E402
 import train as train_script  # noqa: E402
 import train_bench  # noqa: E402
 from benchkit.emulation import EmulationError  # noqa: E402
+from benchkit.errors import LaunchError  # noqa: E402
 from benchkit.interrupts import become_interruptible  # noqa: E402
 from benchkit.markdown import pipes  # noqa: E402
-from benchkit.processes import LaunchError  # noqa: E402
 from benchkit.record import metadata  # noqa: E402
 from benchkit.train_sets import STEPS, Bar, Steps, choose  # noqa: E402
 from benchkit.training import Trained, show_memory  # noqa: E402

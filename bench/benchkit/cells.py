@@ -6,16 +6,8 @@ import argparse
 import platform
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 END = "<!-- end -->"
-
-
-class HasRanks(Protocol):
-    """A cell, or a layout."""
-
-    @property
-    def ranks(self) -> int: ...
 
 
 def parser_of(about: str) -> argparse.ArgumentParser:
@@ -39,29 +31,28 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=float, metavar="S", help="begin nothing new after so many seconds")
 
 
-def fitting[C: HasRanks](
-    parser: argparse.ArgumentParser,
-    options: argparse.Namespace,
-    cells: list[C],
-    name_of: Callable[[C], str],
-) -> list[C]:
-    """The cells for which there are enough devices: with ``--device cuda`` each rank takes a GPU.
-
-    Exits with status 2 where a layout that was asked for has too many ranks, where none fits, and
-    for a bad ``--jobs``.
-    """
+def parse_device_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """The options of a command line, None for the process's own; exits with status 2 for a bad
+    ``--jobs``, or where there is no GPU for ``--device cuda``."""
+    options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs must be 1 or more, not {options.jobs}")
-    if options.device != "cuda":
-        return cells
+    refuse_missing_gpus(parser, options.device)
+    return options
+
+
+def refuse_missing_gpus(parser: argparse.ArgumentParser, device: str) -> None:
+    """Exit with status 2 where there is no GPU for ``--device cuda``."""
+    if device != "cuda":
+        return
+    import torch
+
     from benchkit.gpus import count_gpus
 
-    found = [cell for cell in cells if cell.ranks <= count_gpus()]
-    too_large = [cell for cell in cells if cell.ranks > count_gpus()]
-    if too_large and (options.layout or not found):
-        first = too_large[0]
-        parser.error(f"{name_of(first)} needs {first.ranks} GPUs, and torch sees {count_gpus()}")
-    return found
+    if not count_gpus():
+        parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")
 
 
 def machine_of(device: str) -> str:

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from benchkit.processes import LaunchError
+from benchkit.errors import LaunchError
 
 
 def gpus_of(rank: int, ranks_per_host: int) -> str:
@@ -21,6 +21,18 @@ def gpus_of(rank: int, ranks_per_host: int) -> str:
     if ranks_per_host > count_gpus():
         raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {count_gpus()}")
     return some_gpus(rank // ranks_per_host * ranks_per_host, ranks_per_host)
+
+
+def outnumbered(ranks: int) -> bool:
+    """Whether so many ranks share GPUs of this machine. NCCL refuses that to ranks of a machine."""
+    return 0 < count_gpus() < ranks
+
+
+def place_among(number: int, per_machine: int) -> dict[str, str]:
+    """Variables of a rank, of which so many have a GPU each. Those are a machine to NCCL, which
+    lets no two ranks of a machine share a GPU."""
+    machine, local = divmod(number, per_machine)
+    return {"LOCAL_RANK": str(local), "NCCL_HOSTID": f"machine{machine}"}
 
 
 def some_gpus(first: int, count: int) -> str:

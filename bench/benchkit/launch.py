@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchkit.emulation import Host
+from benchkit.errors import LaunchError
 from benchkit.measure import Measured
 from benchkit.plan import Case, Plan, Topology
-from benchkit.processes import LaunchError, Processes, plain_environment, server_executable
+from benchkit.processes import Processes, plain_environment, server_executable
 from benchkit.sockets import SocketsError, build
 
 _START_S = 150.0
@@ -42,9 +43,15 @@ def measured_from_json(entry: dict[str, Any]) -> Measured:
 
 
 class Placement:
-    """Which host each process of a topology runs on."""
+    """Which host each process of a topology runs on.
 
-    def __init__(self, topology: Topology, hosts: Sequence[Host]) -> None:
+    Args:
+        shares_gpus: whether ranks of several hosts share a GPU.
+    """
+
+    def __init__(
+        self, topology: Topology, hosts: Sequence[Host], *, shares_gpus: bool = False
+    ) -> None:
         self.ranks_per_host = topology.ranks_per_host
         self.uneven = topology.uneven
         used = topology.worker_hosts
@@ -56,6 +63,8 @@ class Placement:
         self.servers_per_machine = topology.servers_per_machine
         self.local_servers = topology.local_servers
         self.servers += [hosts[i % len(hosts)] for i in range(used)] * topology.local_servers
+        self.apart = any(host.namespace for host in hosts) or shares_gpus
+        """Whether NCCL has to take each host of workers for a machine."""
         # It moves no gradients: beside worker 0 it costs no host.
         self.scheduler = self.workers[0]
 
@@ -74,7 +83,7 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
         tempfile.TemporaryDirectory(prefix="pushpull-bench-") as folder,
         Processes(Path(folder)) as processes,
     ):
-        placement = Placement(plan.topology, hosts)
+        placement = Placement(plan.topology, hosts, shares_gpus=plan.shares_gpus())
         pids: list[int] = []
         environment = plain_environment()
         if backend == "byteps":
@@ -180,14 +189,14 @@ def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
         "BYTEPS_SERVERS_PER_MACHINE": str(placement.servers_per_machine),
         "GLOO_SOCKET_IFNAME": host.interface,
         **connections,
-        **(_as_hosts_of_their_own(host, placement.ranks_per_host) if host.namespace else {}),
+        **(_as_machine(number, host, placement.ranks_per_host) if placement.apart else {}),
     }
 
 
-def _as_hosts_of_their_own(host: Host, ranks: int) -> dict[str, str]:
-    """Keep NCCL from seeing that ranks of different hosts share a machine."""
+def _as_machine(number: int, host: Host, ranks: int) -> dict[str, str]:
+    """Keep NCCL from seeing that the ranks of this host share a machine with others."""
     variables = {
-        "NCCL_HOSTID": str(host.namespace),
+        "NCCL_HOSTID": f"bench-host-{number}",
         "NCCL_SOCKET_IFNAME": host.interface,
         "NCCL_IB_DISABLE": "1",
         "NCCL_NVLS_ENABLE": "0",

@@ -57,9 +57,9 @@ def iteration_seconds(spans: Sequence[tuple[int, int]], *, one_clock: bool) -> f
 
 
 def _finish(device: str) -> None:
-    """Wait for what the GPU still has to do."""
+    """Wait for what the caller's stream still has to do."""
     if device == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
 
 def measure(

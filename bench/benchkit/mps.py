@@ -47,12 +47,11 @@ def together(plan: Plan) -> Iterator[None]:
 
 def _sharing(plan: Plan) -> str:
     """How many share what; nothing where each rank has a GPU of its own."""
-    if plan.device != "cuda":
+    if not plan.shares_gpus():
         return ""
     from benchkit.gpus import count_gpus
 
-    ranks, gpus = plan.topology.workers, count_gpus()
-    return f"{ranks} ranks share {gpus} GPUs" if 0 < gpus < ranks else ""
+    return f"{plan.topology.workers} ranks share {count_gpus()} GPUs"
 
 
 def _served(folder: Path, sharing: str) -> Iterator[None]:

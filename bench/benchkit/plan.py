@@ -150,6 +150,14 @@ class Plan:
         if self.launches < 1 or self.retries < 0:
             raise ValueError("there must be at least one launch, and no fewer than 0 retries")
 
+    def shares_gpus(self) -> bool:
+        """Whether the ranks outnumber this machine's GPUs."""
+        if self.device != "cuda":
+            return False
+        from benchkit.gpus import outnumbered
+
+        return outnumbered(self.topology.workers)
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -11,6 +11,7 @@ from types import TracebackType
 
 import children
 from benchkit.emulation import Host
+from benchkit.errors import LaunchError
 from children import LAUNCHER_VARIABLES, Spawned, end_all, last_lines
 
 _GRACE_S = 5.0
@@ -18,10 +19,6 @@ _POLL_S = 0.02
 _LOG_LINES = 30
 # Of every job that this process launches.
 _SECRET = secrets.token_hex(32)
-
-
-class LaunchError(Exception):
-    """A launch did not end well; the text has the ends of its logs."""
 
 
 def server_executable() -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from benchkit import machine
 from benchkit.emulation import Host
+from benchkit.errors import LaunchError
 from benchkit.gpus import gpus_of
 from benchkit.launch import Placement, rank_variables, start_nodes
 from benchkit.plan import Plan
-from benchkit.processes import LaunchError, Processes, plain_environment
+from benchkit.processes import Processes, plain_environment
 from ports import free_ports
 from trainkit.job import ENTRY, Record, read_record
 
@@ -143,7 +144,7 @@ def train(
         tempfile.TemporaryDirectory(prefix="train-bench-") as folder,
         Processes(Path(folder)) as processes,
     ):
-        placement = Placement(plan.topology, hosts)
+        placement = Placement(plan.topology, hosts, shares_gpus=plan.shares_gpus())
         record_file = Path(folder) / "steps.jsonl"
         environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
         if plan.device == "cpu":

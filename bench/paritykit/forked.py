@@ -150,15 +150,11 @@ class Job:
 
         together = self.per_host if self.per_host > 1 else self.ranks
         per_machine = min(together, gpus.count_gpus())
-        machine, local = divmod(rank, per_machine)
+        first = self.first_gpu + rank // per_machine * per_machine
         return {
             # No more: torch takes the rank's number modulo these for its GPU's.
-            "CUDA_VISIBLE_DEVICES": gpus.some_gpus(
-                self.first_gpu + machine * per_machine, per_machine
-            ),
-            "LOCAL_RANK": str(local),
-            # For NCCL, which lets no two ranks of a machine share a GPU.
-            "NCCL_HOSTID": f"machine{machine}",
+            "CUDA_VISIBLE_DEVICES": gpus.some_gpus(first, per_machine),
+            **gpus.place_among(rank, per_machine),
         }
 
     def log_of(self, rank: int) -> Path:

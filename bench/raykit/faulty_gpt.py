@@ -24,6 +24,8 @@ from typing import Any
 
 from megatron_byteps_ray import training_state
 
+from .gpus import take_a_share
+
 _HOLD_S = 120.0
 
 
@@ -86,6 +88,7 @@ def main() -> None:
     from megatron.core import dist_checkpointing
     from megatron.training import training
 
+    take_a_share()
     # Steps that are done twice are compared to the last bit, on GPUs as well.
     torch.use_deterministic_algorithms(True, warn_only=True)
     rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_INCARNATION"])

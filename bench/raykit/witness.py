@@ -14,7 +14,10 @@ import torch
 
 from paritykit.rank import run
 
+from .gpus import take_a_share
+
 
 def main() -> None:
+    take_a_share()
     seen = run(sys.argv[1:])
     torch.save(seen, Path(os.environ["RAYKIT_SEEN"]) / f"rank{os.environ['RANK']}.pt")

@@ -25,7 +25,8 @@ import torch
 
 from benchkit import machine
 from benchkit.emulation import LOOPBACK
-from benchkit.processes import LaunchError, Processes, plain_environment, server_executable
+from benchkit.errors import LaunchError
+from benchkit.processes import Processes, plain_environment, server_executable
 
 START_S = 60.0
 RUN_S = 180.0

@@ -9,11 +9,11 @@ import pytest
 from made_up import make_run
 
 import suite
+from benchkit.errors import LaunchError
 from benchkit.experiment import Experiment
 from benchkit.gates import Gate
 from benchkit.markdown import BEGIN, END
 from benchkit.plan import Plan
-from benchkit.processes import LaunchError
 from benchkit.sets import SETS
 from benchkit.summary import Run
 

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 import train_bench
+from benchkit.emulation import LOOPBACK
+from benchkit.errors import LaunchError
 from benchkit.gpus import gpus_of
-from benchkit.processes import LaunchError
+from benchkit.launch import Placement, rank_variables
+from benchkit.plan import Plan, Topology
 from benchkit.training import WAYS, Trained, Training, arguments_of, step_seconds
 from trainkit.job import Record, Step
 
@@ -142,6 +145,21 @@ def test_hosts_that_outnumber_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -
     assert [gpus_of(rank, 1) for rank in range(5)] == ["4", "5", "6", "4", "5"]
     with pytest.raises(LaunchError, match="4 ranks a host need as many GPUs, not 3"):
         gpus_of(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "machines"),
+    [("cuda", 2, {None}), ("cuda", 4, {"bench-host-0", "bench-host-1"}), ("cpu", 4, {None})],
+)
+def test_hosts_are_machines_to_nccl_where_they_share_gpus(
+    device: str, workers: int, machines: set[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    topology = Topology(workers=workers, servers=1, ranks_per_host=2)
+    plan = Plan(cases=(), topology=topology, backends=("byteps",), device=device)
+    placement = Placement(topology, [LOOPBACK], shares_gpus=plan.shares_gpus())
+    variables = [rank_variables(rank, placement) for rank in range(workers)]
+    assert {one.get("NCCL_HOSTID") for one in variables} == machines
 
 
 @pytest.mark.thorough

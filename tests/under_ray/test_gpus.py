@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
 from raykit.cases import ENVIRONMENT
+from raykit.gpus import gpus_to_offer, take_a_share
 from raykit.nodes import Nodes
 
 SCRIPT = """
@@ -51,3 +56,35 @@ def test_each_rank_has_a_gpu_and_imports_after_the_fork(pool: Pool, run_dir: Pat
         ("2", "0,1")
     }
     assert all(one["imported here"] for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "number", "of", "found"),
+    [
+        (4, 3, 4, {"LOCAL_RANK": "3"}),
+        (1, 0, 1, {"LOCAL_RANK": "0"}),
+        (1, 2, 4, {"LOCAL_RANK": "0", "NCCL_HOSTID": "machine2"}),
+        (2, 1, 3, {"LOCAL_RANK": "1", "NCCL_HOSTID": "machine0"}),
+        (2, 2, 3, {"LOCAL_RANK": "0", "NCCL_HOSTID": "machine1"}),
+    ],
+)
+def test_ranks_share_gpus_where_there_are_too_few(
+    gpus: int, number: int, of: int, found: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    monkeypatch.setenv("MEGATRON_CPU", "0")
+    monkeypatch.setenv("LOCAL_RANK", str(number))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of))
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    take_a_share()
+    names = ("LOCAL_RANK", "NCCL_HOSTID")
+    assert {name: os.environ[name] for name in names if name in os.environ} == found
+
+
+def test_a_cluster_offers_gpus_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    settings = Settings(entry="train.py", ranks=2, spares=1)
+    assert gpus_to_offer(settings) is None
+    assert gpus_to_offer(replace(settings, gpus_per_rank=1.0)) == 3
+    assert gpus_to_offer(replace(settings, gpus_per_rank=1.0, spares=0)) is None

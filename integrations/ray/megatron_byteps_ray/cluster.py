@@ -27,6 +27,7 @@ def cluster(
     temp_dir: str | None = None,
     dashboard: bool = False,
     metrics_port: int | None = None,
+    gpus: int | None = None,
 ) -> Iterator[None]:
     """Be a driver of the cluster at ``address`` ("auto": this machine's); None starts one here.
 
@@ -37,6 +38,7 @@ def cluster(
         temp_dir: folder for Ray's sockets and logs; its path must be short. None: Ray's own.
         dashboard: whether to start Ray's dashboard.
         metrics_port: where Prometheus finds the metrics; None: Ray chooses.
+        gpus: how many a cluster that is started here offers; None: as many as Ray finds.
     """
     # Ray starts actors with nice 15: whatever else runs here would slow training down.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -53,6 +55,7 @@ def cluster(
         _start(
             settings.limits.place,
             num_cpus=math.ceil(cpus),
+            num_gpus=gpus,
             resources=own,
             include_dashboard=dashboard,
             _node_ip_address="127.0.0.1",
