@@ -50,9 +50,8 @@ DeviceCopies* DeviceCopies::Of(int device) {
 
 DeviceCopies::DeviceCopies(int device) : device_(device), events_(std::make_shared<Events>()) {
   const CurrentDevice current(device);
-  for (Lane* lane : {&to_host_, &few_to_host_, &to_device_}) {
-    lane->work = MakeStream();
-    lane->calls = MakeStream();
+  for (const CopyLane lane : {CopyLane::kToHost, CopyLane::kFewToHost, CopyLane::kToDevice}) {
+    lanes_[lane] = {MakeStream(), MakeStream()};
   }
 }
 
@@ -64,10 +63,18 @@ DeviceMoment DeviceCopies::MomentOf(DeviceStream stream) {
 
 DeviceMoment DeviceCopies::Now(DeviceStream stream) {
   const CurrentDevice current(device_);
-  return MomentOf(stream);
+  // An event that was just recorded is not done for some microseconds, even of an idle stream.
+  return StreamIsIdle(stream) ? nullptr : MomentOf(stream);
 }
 
-bool DeviceCopies::IsDone(const DeviceMoment& moment) { return EventIsDone(moment.get()); }
+bool DeviceCopies::IsDone(const DeviceMoment& moment) {
+  return !moment || EventIsDone(moment.get());
+}
+
+void DeviceCopies::Check() {
+  const CurrentDevice current(device_);
+  (void)StreamIsIdle(lanes_.at(CopyLane::kToDevice).work);
+}
 
 DeviceStream DeviceCopies::CallsFor(DeviceStream stream) {
   ps::MutexLock lock(&mu_);
@@ -84,44 +91,44 @@ void DeviceCopies::CallAfter(const DeviceMoment& moment, DeviceStream stream,
                              std::function<void()> then) {
   const CurrentDevice current(device_);
   const DeviceStream calls = CallsFor(stream);
-  WaitForEvent(calls, moment.get());
+  if (moment) WaitForEvent(calls, moment.get());
   CallWhenDone(calls, std::move(then));
 }
 
-void DeviceCopies::CallFrom(DeviceStream calls, DeviceStream work, std::function<void()> then) {
-  // The event may serve again at once: the stream waits for what it stands for now.
-  WaitForEvent(calls, MomentOf(work).get());
+DeviceMoment DeviceCopies::Enqueue(CopyLane lane, const std::vector<Copy>& copies) {
+  const CurrentDevice current(device_);
+  const DeviceStream stream = lanes_.at(lane).work;
+  for (const Copy& copy : copies) {
+    if (lane == CopyLane::kToDevice) {
+      CopyToDevice(copy.to, copy.from, copy.bytes, stream);
+    } else {
+      CopyToHost(copy.to, copy.from, copy.bytes, stream);
+    }
+  }
+  return MomentOf(stream);
+}
+
+void DeviceCopies::CallAfter(CopyLane lane, const DeviceMoment& copied,
+                             std::function<void()> then) {
+  const CurrentDevice current(device_);
+  const DeviceStream calls = lanes_.at(lane).calls;
+  WaitForEvent(calls, copied.get());
   CallWhenDone(calls, std::move(then));
 }
 
-void DeviceCopies::ToHost(const std::vector<Copy>& copies, std::function<void()> then) {
-  const CurrentDevice current(device_);
-  for (const Copy& copy : copies) CopyToHost(copy.to, copy.from, copy.bytes, to_host_.work);
-  CallFrom(to_host_.calls, to_host_.work, std::move(then));
-}
-
-void DeviceCopies::ToDevice(const std::vector<Copy>& copies, std::function<void()> then) {
-  const CurrentDevice current(device_);
-  for (const Copy& copy : copies) CopyToDevice(copy.to, copy.from, copy.bytes, to_device_.work);
-  CallFrom(to_device_.calls, to_device_.work, std::move(then));
-}
-
-bool DeviceCopies::FewToHost(const Copy& copy, std::function<void()> then) {
-  const CurrentDevice current(device_);
-  CopyToHost(copy.to, copy.from, copy.bytes, few_to_host_.work);
-  const DeviceMoment copied = MomentOf(few_to_host_.work);
+bool DeviceCopies::AwaitOrCallAfter(CopyLane lane, const DeviceMoment& copied,
+                                    std::function<void()> then) {
   const auto end = std::chrono::steady_clock::now() + kAwaited;
   do {
     if (IsDone(copied)) return true;
   } while (std::chrono::steady_clock::now() < end);
-  WaitForEvent(few_to_host_.calls, copied.get());
-  CallWhenDone(few_to_host_.calls, std::move(then));
+  CallAfter(lane, copied, std::move(then));
   return false;
 }
 
 DeviceMoment DeviceCopies::CopiedToDevice() {
   const CurrentDevice current(device_);
-  return MomentOf(to_device_.work);
+  return MomentOf(lanes_.at(CopyLane::kToDevice).work);
 }
 
 void DeviceCopies::MakeWait(DeviceStream stream, const DeviceMoment& moment) {

@@ -21,9 +21,16 @@
 namespace byteps {
 namespace core {
 
-// A moment in the work of a stream.  When the last copy goes, it is kept for reuse: that may be
-// inside a callback of the driver's, where no event may be destroyed.
+// A moment in the work of a stream; null: it had none left.  When the last copy goes, it is kept
+// for reuse: that may be inside a callback of the driver's, where no event may be destroyed.
 using DeviceMoment = std::shared_ptr<void>;
+
+// Copies of a lane are made one after the other.
+enum class CopyLane {
+  kToHost,
+  kFewToHost,  // few bytes, which do not wait for long copies
+  kToDevice,
+};
 
 // What is copied: one end is on the device, the other in pinned memory.
 struct Copy {
@@ -48,37 +55,36 @@ class DeviceCopies {
   static bool IsDone(const DeviceMoment& moment);
   // Calls `then` when all that `stream` was given before `moment` is done.
   void CallAfter(const DeviceMoment& moment, DeviceStream stream, std::function<void()> then);
+  // Does nothing but throw where the device has failed, whose callbacks never come.
+  void Check();
 
-  // Enqueue copies and call `then` when all are done.
-  void ToHost(const std::vector<Copy>& copies, std::function<void()> then);
-  void ToDevice(const std::vector<Copy>& copies, std::function<void()> then);
-  // Copies so few bytes that this thread awaits it, which takes a fraction of the time until the
-  // driver calls.  True: it is done, and nothing is called.  False: the device had other work, and
-  // calls `then`.
-  bool FewToHost(const Copy& copy, std::function<void()> then);
+  // Enqueues copies.  The result: all are done.
+  DeviceMoment Enqueue(CopyLane lane, const std::vector<Copy>& copies);
+  // Calls `then` when `copied`, which Enqueue gave, is done.
+  void CallAfter(CopyLane lane, const DeviceMoment& copied, std::function<void()> then);
+  // Likewise, but first this thread waits a moment: a short copy takes a fraction of the time until
+  // the driver calls.  True: it is done, and nothing is called.
+  bool AwaitOrCallAfter(CopyLane lane, const DeviceMoment& copied, std::function<void()> then);
   // All copies to the device so far.
   DeviceMoment CopiedToDevice();
   // What the caller's `stream` is given from now on waits for `moment`.
   void MakeWait(DeviceStream stream, const DeviceMoment& moment);
 
  private:
-  // A stream, and the one from which is called.
-  struct Lane {
+  // The stream of a lane, and the one from which is called.
+  struct Streams {
     DeviceStream work = nullptr;
     DeviceStream calls = nullptr;
   };
   class Events;
 
   DeviceMoment MomentOf(DeviceStream stream);
-  void CallFrom(DeviceStream calls, DeviceStream work, std::function<void()> then);
   // One for each stream of the caller's, so that none waits for what another one computes.
   DeviceStream CallsFor(DeviceStream stream);
 
   const int device_;
   const std::shared_ptr<Events> events_;
-  Lane to_host_;
-  Lane few_to_host_;  // they do not wait for long copies
-  Lane to_device_;
+  std::map<CopyLane, Streams> lanes_;  // does not change
   ps::Mutex mu_;
   std::map<DeviceStream, DeviceStream> callers_ PS_GUARDED_BY(mu_);
 };

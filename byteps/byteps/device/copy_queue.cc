@@ -11,59 +11,75 @@ constexpr size_t kMostBytes = 1 << 20;
 
 }  // namespace
 
+void CopyQueue::Turn::CallDone() const {
+  for (const Entry& entry : entries) entry.done();
+}
+
 void CopyQueue::Add(Entry entry) {
   ps::MutexLock lock(&mu_);
   waiting_.push_back(std::move(entry));
   if (taken_) return;
   taken_ = true;
-  while (!waiting_.empty()) {
-    const Entries entries = TakeTurn();
+  while (true) {
+    Turn turn = TakeTurn();
     lock.Unlock();
-    Begin(entries);
+    Enqueue(&turn);
     lock.Lock();
+    const bool last = waiting_.empty();
+    // Who awaits copies leaves the turn to others.
+    const bool may_await = last && lane_ == CopyLane::kToHost && turn.bytes <= kMostBytes;
+    if (may_await) taken_ = false;
+    lock.Unlock();
+    Tell(std::move(turn), may_await);
+    if (may_await) return;
+    lock.Lock();
+    if (waiting_.empty()) break;
   }
   taken_ = false;
 }
 
-CopyQueue::Entries CopyQueue::TakeTurn() {
-  Entries entries;
-  size_t bytes = 0;
+CopyQueue::Turn CopyQueue::TakeTurn() {
+  Turn turn;
   do {
-    bytes += waiting_.front().copy.bytes;
-    entries.push_back(std::move(waiting_.front()));
+    turn.bytes += waiting_.front().copy.bytes;
+    turn.entries.push_back(std::move(waiting_.front()));
     waiting_.pop_front();
-  } while (!waiting_.empty() && bytes + waiting_.front().copy.bytes <= kMostBytes);
-  return entries;
+  } while (!waiting_.empty() && turn.bytes + waiting_.front().copy.bytes <= kMostBytes);
+  return turn;
 }
 
-void CopyQueue::Begin(const Entries& entries) {
+void CopyQueue::Enqueue(Turn* turn) {
   std::vector<Copy> copies;
-  std::vector<std::function<void()>> done;
-  for (const Entry& entry : entries) {
-    copies.push_back(entry.copy);
-    done.push_back(entry.done);
-  }
-  const auto all_done = [done = std::move(done)] {
-    for (const auto& one : done) one();
-  };
-  std::string error;
+  for (const Entry& entry : turn->entries) copies.push_back(entry.copy);
   try {
-    DeviceCopies* const device = DeviceCopies::Of(device_);
-    if (direction_ == CopyDirection::kToHost) {
-      device->ToHost(copies, all_done);
-    } else {
-      device->ToDevice(copies, all_done);
-    }
+    turn->copied = DeviceCopies::Of(device_)->Enqueue(lane_, copies);
+  } catch (const Error& e) {
+    turn->error = e.what();
+  }
+}
+
+void CopyQueue::Tell(Turn turn, bool may_await) {
+  const auto told = std::make_shared<const Turn>(std::move(turn));
+  std::string error = told->error;
+  try {
+    if (error.empty()) CallOrAwait(told, may_await);
   } catch (const Error& e) {
     error = e.what();
   }
-  for (const Entry& entry : entries) entry.begun(error);
+  for (const Entry& entry : told->entries) entry.begun(error);
 }
 
-CopyQueue* CopyQueues::Of(int device, CopyDirection direction) {
+void CopyQueue::CallOrAwait(const std::shared_ptr<const Turn>& turn, bool may_await) {
+  DeviceCopies* const device = DeviceCopies::Of(device_);
+  const auto done = [turn] { turn->CallDone(); };
+  if (!may_await) return device->CallAfter(lane_, turn->copied, done);
+  if (device->AwaitOrCallAfter(lane_, turn->copied, done)) done();
+}
+
+CopyQueue* CopyQueues::Of(int device, CopyLane lane) {
   ps::MutexLock lock(&mu_);
-  auto& queue = queues_[{device, direction}];
-  if (!queue) queue = std::make_unique<CopyQueue>(device, direction);
+  auto& queue = queues_[{device, lane}];
+  if (!queue) queue = std::make_unique<CopyQueue>(device, lane);
   return queue.get();
 }
 

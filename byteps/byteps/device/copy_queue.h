@@ -3,7 +3,7 @@
 // A driver serves one caller at a time, and callers that come in crowds hold each other up for
 // longer than their copies take.  So one thread at a time gives copies to it; what others ask for
 // meanwhile goes with its next turn, and one call of the driver's says that all of a turn are
-// done.
+// done.  Copies to the host that nothing follows are awaited by who gave them, for a moment.
 #ifndef BYTEPS_DEVICE_COPY_QUEUE_H_
 #define BYTEPS_DEVICE_COPY_QUEUE_H_
 
@@ -21,8 +21,6 @@
 namespace byteps {
 namespace core {
 
-enum class CopyDirection { kToHost, kToDevice };
-
 // Any thread may call anything.
 class CopyQueue {
  public:
@@ -31,11 +29,12 @@ class CopyQueue {
     // Called once, by Add of this thread or of another one that is in it: the device has the copy,
     // or failed, with its words.  After a failure the copy may still be made, at any time.
     std::function<void(const std::string& error)> begun;
-    // As CallWhenDone has it: on the driver's thread, not to block; perhaps before `begun`.
+    // As CallWhenDone has it: on the driver's thread, or on one that is in Add; not to block;
+    // perhaps before `begun`.
     std::function<void()> done;
   };
 
-  CopyQueue(int device, CopyDirection direction) : device_(device), direction_(direction) {}
+  CopyQueue(int device, CopyLane lane) : device_(device), lane_(lane) {}
   CopyQueue(const CopyQueue&) = delete;
   CopyQueue& operator=(const CopyQueue&) = delete;
 
@@ -43,14 +42,24 @@ class CopyQueue {
   void Add(Entry entry);
 
  private:
-  using Entries = std::vector<Entry>;
-
   // What goes in one turn; at least one entry.
-  Entries TakeTurn() PS_REQUIRES(mu_);
-  void Begin(const Entries& entries);
+  struct Turn {
+    std::vector<Entry> entries;
+    size_t bytes = 0;
+    DeviceMoment copied;
+    std::string error;  // of the device
+
+    void CallDone() const;
+  };
+
+  Turn TakeTurn() PS_REQUIRES(mu_);
+  void Enqueue(Turn* turn);
+  // Whoever waits for the copies of a turn learns of them, by this thread where it may await them.
+  void Tell(Turn turn, bool may_await);
+  void CallOrAwait(const std::shared_ptr<const Turn>& turn, bool may_await);
 
   const int device_;
-  const CopyDirection direction_;
+  const CopyLane lane_;
   ps::Mutex mu_;
   std::deque<Entry> waiting_ PS_GUARDED_BY(mu_);
   bool taken_ PS_GUARDED_BY(mu_) = false;  // a thread gives copies to the device
@@ -59,11 +68,11 @@ class CopyQueue {
 // The queues of all devices.
 class CopyQueues {
  public:
-  CopyQueue* Of(int device, CopyDirection direction);
+  CopyQueue* Of(int device, CopyLane lane);
 
  private:
   ps::Mutex mu_;
-  std::map<std::pair<int, CopyDirection>, std::unique_ptr<CopyQueue>> queues_ PS_GUARDED_BY(mu_);
+  std::map<std::pair<int, CopyLane>, std::unique_ptr<CopyQueue>> queues_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace core

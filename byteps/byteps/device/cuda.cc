@@ -15,6 +15,13 @@ CudaStream Stream(DeviceStream stream) { return static_cast<CudaStream>(stream);
 CudaEvent Event(DeviceEvent event) { return static_cast<CudaEvent>(event); }
 CudaPointer Pointer(const void* memory) { return reinterpret_cast<CudaPointer>(memory); }
 
+// Of what a query says.
+bool IsDone(CudaResult result) {
+  if (result == kCudaNotReady) return false;
+  CheckCuda(result, "work on the GPU");
+  return true;
+}
+
 void CallAndDelete(void* function) {
   const std::unique_ptr<std::function<void()>> then(static_cast<std::function<void()>*>(function));
   (*then)();
@@ -42,12 +49,9 @@ void RecordEvent(DeviceEvent event, DeviceStream stream) {
   CheckCuda(Cuda().cuEventRecord(Event(event), Stream(stream)), "cuEventRecord");
 }
 
-bool EventIsDone(DeviceEvent event) {
-  const CudaResult result = Cuda().cuEventQuery(Event(event));
-  if (result == kCudaNotReady) return false;
-  CheckCuda(result, "work on the GPU");
-  return true;
-}
+bool EventIsDone(DeviceEvent event) { return IsDone(Cuda().cuEventQuery(Event(event))); }
+
+bool StreamIsIdle(DeviceStream stream) { return IsDone(Cuda().cuStreamQuery(Stream(stream))); }
 
 void WaitForEvent(DeviceStream stream, DeviceEvent event) {
   CheckCuda(Cuda().cuStreamWaitEvent(Stream(stream), Event(event), 0), "cuStreamWaitEvent");

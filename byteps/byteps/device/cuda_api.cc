@@ -66,6 +66,7 @@ Loaded Load() {
   find(&api->cuEventRecord, "cuEventRecord");
   find(&api->cuEventQuery, "cuEventQuery");
   find(&api->cuStreamCreate, "cuStreamCreate");
+  find(&api->cuStreamQuery, "cuStreamQuery");
   find(&api->cuStreamWaitEvent, "cuStreamWaitEvent");
   find(&api->cuLaunchHostFunc, "cuLaunchHostFunc");
   find(&api->cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");

@@ -39,6 +39,7 @@ struct CudaApi {
   CudaResult (*cuEventRecord)(CudaEvent event, CudaStream stream);
   CudaResult (*cuEventQuery)(CudaEvent event);
   CudaResult (*cuStreamCreate)(CudaStream* stream, unsigned flags);
+  CudaResult (*cuStreamQuery)(CudaStream stream);
   CudaResult (*cuStreamWaitEvent)(CudaStream stream, CudaEvent event, unsigned flags);
   CudaResult (*cuLaunchHostFunc)(CudaStream stream, void (*function)(void* data), void* data);
   CudaResult (*cuMemcpyDtoHAsync)(void* host, CudaPointer device, size_t bytes, CudaStream stream);

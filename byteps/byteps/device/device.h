@@ -35,6 +35,8 @@ DeviceEvent MakeEvent();
 void RecordEvent(DeviceEvent event, DeviceStream stream);
 // Whether that work is done.
 bool EventIsDone(DeviceEvent event);
+// Whether all work that `stream` has now is done.
+bool StreamIsIdle(DeviceStream stream);
 // What `stream` is given from now on waits for what `event` stands for now.
 void WaitForEvent(DeviceStream stream, DeviceEvent event);
 

@@ -68,6 +68,11 @@ class Stream {
     cond_.NotifyOne();
   }
 
+  bool idle() {
+    ps::MutexLock lock(&mu_);
+    return work_.empty() && !working_;
+  }
+
  private:
   void Run() {
     while (true) {
@@ -77,8 +82,11 @@ class Stream {
         cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return !work_.empty(); });
         work = std::move(work_.front());
         work_.pop_front();
+        working_ = true;
       }
       work();
+      ps::MutexLock lock(&mu_);
+      working_ = false;
     }
   }
 
@@ -86,6 +94,7 @@ class Stream {
   ps::Mutex mu_;
   ps::CondVar cond_;
   std::deque<Work> work_ PS_GUARDED_BY(mu_);
+  bool working_ PS_GUARDED_BY(mu_) = false;
   std::thread thread_;
 };
 
@@ -182,6 +191,11 @@ bool EventIsDone(DeviceEvent event) {
   ps::MutexLock lock(&given->mu);
   return !given->recorded.valid() ||
          given->recorded.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+bool StreamIsIdle(DeviceStream stream) {
+  Enter();
+  return Of(stream)->idle();
 }
 
 void WaitForEvent(DeviceStream stream, DeviceEvent event) {

@@ -38,7 +38,7 @@ void Engine::Watch() {
 std::string Engine::Verdict(const OperationPtr& operation) {
   try {
     // Callbacks of a device that failed never come.
-    if (operation->ready) (void)DeviceCopies::IsDone(operation->ready);
+    if (operation->on_gpu()) DeviceCopies::Of(operation->request.tensor.device)->Check();
   } catch (const Error& e) {
     return "push_pull of '" + operation->name() + "' failed: " + e.what();
   }
@@ -66,7 +66,7 @@ std::string Engine::Silence(const OperationPtr& operation) {
   }
   if (!names.empty()) return names;
   try {
-    if (operation->ready && !DeviceCopies::IsDone(operation->ready)) {
+    if (!DeviceCopies::IsDone(operation->ready)) {
       return "the GPU, which still computes its values,";
     }
   } catch (const Error&) {

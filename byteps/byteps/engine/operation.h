@@ -73,7 +73,7 @@ class Operation {
   const Clock::time_point started = Clock::now();
   int64_t handle = 0;                 // set once, before anybody else knows of this
   uint32_t round = 0;                 // likewise
-  DeviceMoment ready;                 // likewise; of a tensor on a GPU: when its values are there
+  DeviceMoment ready;                 // likewise; when its values are there, on a GPU
   std::vector<PartitionTimes> times;  // by partition; empty when it is not traced
 
   const std::string& name() const { return request.tensor.name; }

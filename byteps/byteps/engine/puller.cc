@@ -202,7 +202,7 @@ void Puller::EnqueueCopy(const Request& request, int track) {
     trace->Row(*request.operation, request.index, SteadyNs());
     trace->CopySlice(*request.operation, request.index, false, enqueued);
   };
-  context_->copies.Of(operation.request.tensor.device, CopyDirection::kToDevice)
+  context_->copies.Of(operation.request.tensor.device, CopyLane::kToDevice)
       ->Add({copy, std::move(begun), std::move(done)});
 }
 

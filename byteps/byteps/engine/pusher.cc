@@ -129,11 +129,13 @@ void Pusher::StartCopy(Task task, int track) {
       Keep(task.block);
       Fail(task, error);
     };
-    return context_->copies.Of(device, CopyDirection::kToHost)
+    return context_->copies.Of(device, CopyLane::kToHost)
         ->Add({copy, std::move(begun), std::move(resume)});
   }
   try {
-    if (!DeviceCopies::Of(device)->FewToHost(copy, std::move(resume))) return;
+    constexpr CopyLane kLane = CopyLane::kFewToHost;
+    DeviceCopies* const copies = DeviceCopies::Of(device);
+    if (!copies->AwaitOrCallAfter(kLane, copies->Enqueue(kLane, {copy}), resume)) return;
   } catch (const Error&) {
     Keep(task.block);
     throw;

@@ -146,17 +146,21 @@ TEST(DeviceCopies, KeepTheCallersDevice) {
   std::promise<void> here, there;
   memset(data, 7, sizeof(data));
   EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
-  copies->ToHost({{block.get(), data, 100}}, [&] { here.set_value(); });
+  copies->CallAfter(CopyLane::kToHost,
+                    copies->Enqueue(CopyLane::kToHost, {{block.get(), data, 100}}),
+                    [&] { here.set_value(); });
   EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
   here.get_future().wait();
-  copies->ToDevice({{back, block.get(), 100}}, [&] { there.set_value(); });
+  copies->CallAfter(CopyLane::kToDevice,
+                    copies->Enqueue(CopyLane::kToDevice, {{back, block.get(), 100}}),
+                    [&] { there.set_value(); });
   EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
   there.get_future().wait();
   EXPECT_EQ(memcmp(data, back, 100), 0);
   EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
 }
 
-TEST(DeviceCopies, FewBytesAreAwaitedForAMomentOnly) {
+TEST(DeviceCopies, AreAwaitedForAMomentOnly) {
   fake::SetCurrentDevice(0);
   auto* const pool = PinnedPool::Shared(1 << 20, 4096);
   pool->Reserve(4096);
@@ -166,7 +170,12 @@ TEST(DeviceCopies, FewBytesAreAwaitedForAMomentOnly) {
   memset(data, 9, sizeof(data));
   const auto hold = fake::HoldCopiesToHost();
   std::promise<void> here;
-  EXPECT_FALSE(copies->FewToHost({block.get(), data, 100}, [&] { here.set_value(); }));
+  const auto await = [&](std::promise<void>* called) {
+    constexpr CopyLane kLane = CopyLane::kFewToHost;
+    return copies->AwaitOrCallAfter(kLane, copies->Enqueue(kLane, {{block.get(), data, 100}}),
+                                    [called] { called->set_value(); });
+  };
+  EXPECT_FALSE(await(&here));
   EXPECT_EQ(fake::CurrentDeviceNumber(), 0);
   hold->set_value();
   here.get_future().wait();
@@ -177,7 +186,7 @@ TEST(DeviceCopies, FewBytesAreAwaitedForAMomentOnly) {
   for (int i = 0; !awaited; ++i) {
     memset(data, i, sizeof(data));
     std::promise<void> called;
-    awaited = copies->FewToHost({block.get(), data, 100}, [&] { called.set_value(); });
+    awaited = await(&called);
     if (!awaited) called.get_future().wait();
     EXPECT_EQ(memcmp(data, block.get(), 100), 0);
   }
@@ -190,13 +199,13 @@ TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
   constexpr int kMore = 5;
   const PinnedBlock block = pool->TryTake(4096);
   std::vector<char> data(kMore + 1);
-  std::iota(data.begin(), data.end(), 1);
-  CopyQueue queue(1, CopyDirection::kToHost);
+  std::iota(block.get(), block.get() + data.size(), 1);
+  CopyQueue queue(1, CopyLane::kToDevice);
   std::promise<void> in_turn, go_on, all_done;
   std::atomic<int> begun{0}, done{0};
   const auto entry = [&](int i) {
     CopyQueue::Entry one;
-    one.copy = {block.get() + i, &data[i], 1};
+    one.copy = {&data[i], block.get() + i, 1};
     one.done = [&] {
       if (++done == kMore + 1) all_done.set_value();
     };
@@ -230,18 +239,59 @@ TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
 }
 
 TEST(CopyQueue, FailureOfTheDeviceIsToldAll) {
-  CopyQueue queue(0, CopyDirection::kToDevice);
-  int failed = 0;
-  fake::SetBroken(true);
-  for (int i = 0; i < 3; ++i) {
-    CopyQueue::Entry entry;
-    entry.copy = {nullptr, nullptr, 1};
-    entry.begun = [&](const std::string& error) { failed += error.find("broken") != error.npos; };
-    entry.done = [] { FAIL() << "it was never made"; };
-    queue.Add(entry);
+  for (const CopyLane lane : {CopyLane::kToDevice, CopyLane::kToHost}) {
+    CopyQueue queue(0, lane);
+    int failed = 0;
+    fake::SetBroken(true);
+    for (int i = 0; i < 3; ++i) {
+      CopyQueue::Entry entry;
+      entry.copy = {nullptr, nullptr, 1};
+      entry.begun = [&](const std::string& error) { failed += error.find("broken") != error.npos; };
+      entry.done = [] { FAIL() << "it was never made"; };
+      queue.Add(entry);
+    }
+    fake::SetBroken(false);
+    EXPECT_EQ(failed, 3);
   }
-  fake::SetBroken(false);
-  EXPECT_EQ(failed, 3);
+}
+
+// So that a second one's copies do not wait for the first one's.
+TEST(CopyQueue, WhoAwaitsACopyLeavesTheTurnToOthers) {
+  fake::SetCurrentDevice(0);
+  auto* const pool = PinnedPool::Shared(1 << 20, 4096);
+  pool->Reserve(4096);
+  const PinnedBlock block = pool->TryTake(4096);
+  char data[2] = {3, 4};
+  CopyQueue queue(1, CopyLane::kToHost);
+  std::promise<void> told, go_on;
+  const auto hold = fake::HoldCopiesToHost();  // the driver calls once this lets them go
+  std::thread first([&] {
+    CopyQueue::Entry one;
+    one.copy = {block.get(), &data[0], 1};
+    one.begun = [&](const std::string& error) {
+      EXPECT_EQ(error, "");
+      told.set_value();
+      go_on.get_future().wait();
+    };
+    one.done = [] {};
+    queue.Add(one);
+  });
+  told.get_future().wait();
+  std::promise<void> begun, done;
+  CopyQueue::Entry two;
+  two.copy = {block.get() + 1, &data[1], 1};
+  two.begun = [&](const std::string& error) {
+    EXPECT_EQ(error, "");
+    begun.set_value();
+  };
+  two.done = [&] { done.set_value(); };
+  queue.Add(two);
+  begun.get_future().wait();  // by this thread
+  hold->set_value();
+  done.get_future().wait();
+  EXPECT_EQ(memcmp(block.get(), data, 2), 0);
+  go_on.set_value();
+  first.join();
 }
 
 TEST(DeviceCopies, StreamsOfTheCallersWaitForThemselvesOnly) {
@@ -260,11 +310,24 @@ TEST(DeviceCopies, StreamsOfTheCallersWaitForThemselvesOnly) {
   EXPECT_TRUE(DeviceCopies::IsDone(late));
 }
 
+TEST(DeviceCopies, WorkOfAnIdleStreamIsDone) {
+  fake::SetCurrentDevice(0);
+  DeviceCopies* const copies = DeviceCopies::Of(0);
+  const DeviceStream stream = MakeStream();
+  EXPECT_EQ(copies->Now(stream), nullptr);
+  EXPECT_TRUE(DeviceCopies::IsDone(nullptr));
+  const auto hold = fake::Hold(stream);
+  EXPECT_NE(copies->Now(stream), nullptr);
+  hold->set_value();
+  fake::Synchronize(stream);
+}
+
 TEST(DeviceCopies, FailuresAreErrors) {
   DeviceCopies* const copies = DeviceCopies::Of(0);
   fake::SetBroken(true);
   EXPECT_THROW(copies->Now(nullptr), Error);
   EXPECT_THROW(copies->CopiedToDevice(), Error);
+  EXPECT_THROW(copies->Check(), Error);
   fake::SetBroken(false);
 }
 
