@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Say what held up a worker's sums: tables out of the timelines that BYTEPS_TRACE_ON=1 writes.
 
-Of each process: how many partitions were in each stage, how long, and for how much of the time none
-was. Of each worker also: when it began to push and when it got the last sum, and where partitions
+Of each process: how many partitions were in each stage, how long, for how much of the time none was,
+and when a tensor's first partition and its last one left the stage, since the tensor was begun. Of each worker also: when it began to push and when it got the last sum, and where partitions
 were while none was being pushed.
 """
 
@@ -41,6 +41,7 @@ class Way:
 
     process: str
     tensor: str
+    round: int
     nbytes: int
     failed: bool
     stages: tuple[Stage, ...]
@@ -82,6 +83,7 @@ def _ways_of(events: Sequence[dict[str, Any]]) -> list[Way]:
         Way(
             process=processes[row[0]],
             tensor=whole["tensor"],
+            round=whole["round"],
             nbytes=whole["bytes"],
             failed=bool(whole.get("failed")),
             stages=tuple(stages[row]),
@@ -127,6 +129,25 @@ def occupancies(ways: Sequence[Way]) -> dict[str, Occupancy]:
     return found
 
 
+def departures(ways: Sequence[Way]) -> dict[str, list[tuple[float, float]]]:
+    """By stage, of each tensor and round: when the first and the last partition left it, in
+    milliseconds since the first of them came to its first stage.
+    """
+    together: dict[tuple[str, int], list[Way]] = defaultdict(list)
+    for way in ways:
+        together[way.tensor, way.round].append(way)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for sum_ in together.values():
+        begin = min(way.begin for way in sum_)
+        ends: dict[str, list[float]] = defaultdict(list)
+        for way in sum_:
+            for stage in way.stages:
+                ends[stage.name].append(stage.end - begin)
+        for name, left in ends.items():
+            found[name].append((min(left), max(left)))
+    return found
+
+
 def standstills(ways: Sequence[Way]) -> dict[str, float]:
     """Milliseconds in which nothing was being pushed, by what was the matter."""
     found: dict[str, float] = defaultdict(float)
@@ -159,7 +180,10 @@ def report(process: str, ways: Sequence[Way]) -> str:
 
 def stage_table(ways: Sequence[Way], span: float) -> list[Sequence[str]]:
     """A row for each stage."""
-    table: list[Sequence[str]] = [("stage", "p50 ms", "p99 ms", "partitions in it", "none in it")]
+    table: list[Sequence[str]] = [
+        ("stage", "p50 ms", "p99 ms", "partitions in it", "none in it", "first left", "last left")
+    ]
+    left = departures(ways)
     for name, occupancy in occupancies(ways).items():
         lasted = sorted(s.end - s.begin for way in ways for s in way.stages if s.name == name)
         table.append(
@@ -169,6 +193,7 @@ def stage_table(ways: Sequence[Way], span: float) -> list[Sequence[str]]:
                 f"{lasted[min(len(lasted) - 1, int(0.99 * len(lasted)))]:.3f}",
                 f"{occupancy.partition_ms / max(span, 1e-9):.1f}",
                 f"{occupancy.empty_ms / max(span, 1e-9):.0%}",
+                *(f"{statistics.median(times):.3f}" for times in zip(*left[name], strict=True)),
             )
         )
     return table

@@ -27,7 +27,8 @@ def partition(
         row = {"pid": pid, "tid": 0, "ts": at * 1e3, "id2": {"local": str(number)}}
         return {"ph": ph, "name": name, "cat": "partition", **row, **more}
 
-    events = [event("b", "grads", begin, args={"tensor": "grads", "bytes": nbytes})]
+    whole = {"tensor": "grads", "round": 0, "bytes": nbytes}
+    events = [event("b", "grads", begin, args=whole)]
     for name, ms in stages:
         events += [event("b", name, begin), event("e", name, begin + ms)]
         begin += ms
@@ -57,6 +58,18 @@ def test_stages_that_are_empty_are_seen() -> None:
     assert (found["push"].partition_ms, found["push"].empty_ms) == (8, 20 - 8)
     assert (found["server"].partition_ms, found["server"].empty_ms) == (16, 7)
     assert (found["compute"].partition_ms, found["compute"].empty_ms) == (4, 18)
+
+
+def test_when_the_first_and_the_last_partition_leave_a_stage() -> None:
+    assert timeline_report.departures(timeline_report.ways_of(WORKER)) == {
+        "compute": [(2, 2)],
+        "copy from GPU": [(3, 3)],
+        "queue": [(8, 8)],
+        "push": [(7, 12)],
+        "server": [(15, 20)],
+    }
+    table = timeline_report.stage_table(timeline_report.ways_of(WORKER), 20)
+    assert table[3] == ("push", "4.000", "4.000", "0.4", "60%", "7.000", "12.000")
 
 
 def test_the_reason_is_what_is_next_to_the_push() -> None:
