@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Say what held up a worker's sums: tables out of the timelines that BYTEPS_TRACE_ON=1 writes.
 
-Of each process: how many partitions were in each stage, how long, for how much of the time none was,
-and when a tensor's first partition and its last one left the stage, since the tensor was begun. Of each worker also: when it began to push and when it got the last sum, and where partitions
+Of each process: how many partitions were in each stage, how long, for how much of the time none
+was, and when a tensor's first partition and its last one left the stage, since the tensor was
+begun. Of each worker also: when it began to push and when it got the last sum, and where partitions
 were while none was being pushed.
 """
 

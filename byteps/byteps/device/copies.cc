@@ -63,6 +63,10 @@ DeviceMoment DeviceCopies::MomentOf(DeviceStream stream) {
 
 DeviceMoment DeviceCopies::Now(DeviceStream stream) {
   const CurrentDevice current(device_);
+  return NowIn(stream);
+}
+
+DeviceMoment DeviceCopies::NowIn(DeviceStream stream) {
   // An event that was just recorded is not done for some microseconds, even of an idle stream.
   return StreamIsIdle(stream) ? nullptr : MomentOf(stream);
 }
@@ -128,10 +132,11 @@ bool DeviceCopies::AwaitOrCallAfter(CopyLane lane, const DeviceMoment& copied,
 
 DeviceMoment DeviceCopies::CopiedToDevice() {
   const CurrentDevice current(device_);
-  return MomentOf(lanes_.at(CopyLane::kToDevice).work);
+  return NowIn(lanes_.at(CopyLane::kToDevice).work);
 }
 
 void DeviceCopies::MakeWait(DeviceStream stream, const DeviceMoment& moment) {
+  if (!moment) return;
   const CurrentDevice current(device_);
   WaitForEvent(stream, moment.get());
 }

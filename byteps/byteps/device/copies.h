@@ -65,7 +65,7 @@ class DeviceCopies {
   // Likewise, but first this thread waits a moment: a short copy takes a fraction of the time until
   // the driver calls.  True: it is done, and nothing is called.
   bool AwaitOrCallAfter(CopyLane lane, const DeviceMoment& copied, std::function<void()> then);
-  // All copies to the device so far.
+  // All copies to the device so far are done.
   DeviceMoment CopiedToDevice();
   // What the caller's `stream` is given from now on waits for `moment`.
   void MakeWait(DeviceStream stream, const DeviceMoment& moment);
@@ -79,6 +79,7 @@ class DeviceCopies {
   class Events;
 
   DeviceMoment MomentOf(DeviceStream stream);
+  DeviceMoment NowIn(DeviceStream stream);
   // One for each stream of the caller's, so that none waits for what another one computes.
   DeviceStream CallsFor(DeviceStream stream);
 

@@ -25,9 +25,8 @@ void CopyQueue::Add(Entry entry) {
     lock.Unlock();
     Enqueue(&turn);
     lock.Lock();
-    const bool last = waiting_.empty();
     // Who awaits copies leaves the turn to others.
-    const bool may_await = last && lane_ == CopyLane::kToHost && turn.bytes <= kMostBytes;
+    const bool may_await = waiting_.empty() && turn.bytes <= kMostBytes;
     if (may_await) taken_ = false;
     lock.Unlock();
     Tell(std::move(turn), may_await);

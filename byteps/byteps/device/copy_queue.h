@@ -3,7 +3,8 @@
 // A driver serves one caller at a time, and callers that come in crowds hold each other up for
 // longer than their copies take.  So one thread at a time gives copies to it; what others ask for
 // meanwhile goes with its next turn, and one call of the driver's says that all of a turn are
-// done.  Copies to the host that nothing follows are awaited by who gave them, for a moment.
+// done.  Who gave the last ones awaits them for a moment, which takes less time than a call, of
+// the processors too.
 #ifndef BYTEPS_DEVICE_COPY_QUEUE_H_
 #define BYTEPS_DEVICE_COPY_QUEUE_H_
 

@@ -123,7 +123,7 @@ bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
   if (!operation->AwaitEnd(limit)) return false;
   context_.operations.Forget(handle);
   if (!operation->error().empty()) ThrowFailure(operation, stream);
-  if (const DeviceMoment landed = operation->landed()) {
+  if (const DeviceMoment landed = operation->landed()) {  // it is still being copied
     DeviceCopies::Of(operation->request.tensor.device)->MakeWait(stream, landed);
   }
   return true;

@@ -194,18 +194,19 @@ TEST(DeviceCopies, AreAwaitedForAMomentOnly) {
 
 TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
   fake::SetCurrentDevice(0);
-  auto* const pool = PinnedPool::Shared(1 << 20, 4096);
-  pool->Reserve(4096);
+  constexpr size_t kLong = 2 << 20;  // is not awaited, so that its giver keeps its turn
   constexpr int kMore = 5;
-  const PinnedBlock block = pool->TryTake(4096);
-  std::vector<char> data(kMore + 1);
-  std::iota(block.get(), block.get() + data.size(), 1);
+  char* const host = static_cast<char*>(PinMemory(kLong));
+  std::vector<char> data(kLong);
+  std::iota(host, host + kLong, 1);
   CopyQueue queue(1, CopyLane::kToDevice);
   std::promise<void> in_turn, go_on, all_done;
   std::atomic<int> begun{0}, done{0};
   const auto entry = [&](int i) {
     CopyQueue::Entry one;
-    one.copy = {&data[i], block.get() + i, 1};
+    // The long one first, the others at its end.
+    const size_t at = i == 0 ? 0 : kLong - i;
+    one.copy = {&data[at], host + at, i == 0 ? kLong - kMore : 1};
     one.done = [&] {
       if (++done == kMore + 1) all_done.set_value();
     };
@@ -235,7 +236,7 @@ TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
   go_on.set_value();
   first.join();
   all_done.get_future().wait();
-  EXPECT_EQ(memcmp(block.get(), data.data(), data.size()), 0);
+  EXPECT_EQ(memcmp(host, data.data(), data.size()), 0);
 }
 
 TEST(CopyQueue, FailureOfTheDeviceIsToldAll) {
