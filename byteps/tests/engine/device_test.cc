@@ -196,7 +196,7 @@ TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
   fake::SetCurrentDevice(0);
   constexpr size_t kLong = 2 << 20;  // is not awaited, so that its giver keeps its turn
   constexpr int kMore = 5;
-  char* const host = static_cast<char*>(PinMemory(kLong));
+  static char* const host = static_cast<char*>(PinMemory(kLong));  // pinned to the end
   std::vector<char> data(kLong);
   std::iota(host, host + kLong, 1);
   CopyQueue queue(1, CopyLane::kToDevice);

@@ -48,6 +48,7 @@ void CopyOn(int device, char letter) {
   core::CallWhenDone(other, [&called] { called = true; });
   Expect(called, "what was to be called when it was done");
   Expect(core::EventIsDone(event), "the end of the work");
+  Expect(core::StreamIsIdle(stream), "that nothing is left to do");
 }
 
 // In a thread, with `mine` current as the caller's device (-1: none).

@@ -97,6 +97,7 @@ int cuEventRecord(void* event, void* stream) {
 }
 int cuEventQuery(void*) { return 0; }
 int cuStreamCreate(void** stream, unsigned) { return Make(stream); }
+int cuStreamQuery(void* stream) { return Check(stream); }
 // Events may be waited for across contexts.
 int cuStreamWaitEvent(void* stream, void*, unsigned) { return Check(stream); }
 int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
