@@ -122,11 +122,33 @@ def test_values_are_added_in_the_order_of_ranks(size: int, dtype: torch.dtype) -
         return output
 
     outputs = on_a_host(size, sum_of)
+    assert all(output.dtype == dtype for output in outputs)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     expected = same[0].to(wide)
     for value in same[1:]:
         expected = expected + value
     assert all(torch.equal(output, expected.to(dtype)) for output in outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_parts_are_summed_and_gathered(size: int, dtype: torch.dtype) -> None:
+    def around(rank: int, group: NodeGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        source = torch.arange(5 * size).add(rank).to(dtype)
+        whole = torch.zeros_like(source)
+        here, elsewhere = whole.chunk(size)[rank], torch.empty(5, dtype=dtype)
+        for part in (elsewhere, here):  # the latter in its place already
+            whole.zero_()
+            group.reduce_scatter(part, source)
+            group.all_gather(whole, part)
+            if part is elsewhere:
+                first = whole.clone()
+        return first, whole
+
+    expected = torch.arange(5 * size).mul(size).add(size * (size - 1) // 2).to(dtype)
+    for first, second in on_a_host(size, around):
+        assert torch.equal(first, expected)
+        assert torch.equal(second, expected)
 
 
 class Lonely:

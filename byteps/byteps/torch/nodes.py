@@ -31,6 +31,9 @@ from byteps.torch.pieces import Piece, Range, are_even, longest
 PIECES = 8
 """A tensor is cut into at most so many pieces, each of BYTEPS_NODE_PIECE_BYTES at least."""
 
+_TAG = 0x6270
+"""Of messages between two ranks of a host; another one than programs are likely to use."""
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -111,7 +114,11 @@ class HostLayout:
 
 
 class NodeGroup:
-    """Collectives among the ranks of a host."""
+    """Collectives among the ranks of a host, of contiguous tensors of one dimension.
+
+    On the CPU values go straight to whoever adds or keeps them: gloo's reduce-scatter is an
+    all-reduce of a copy, and its all-gather hands parts on from rank to rank.
+    """
 
     def __init__(self, group: Any, size: int) -> None:
         """`group` is a ProcessGroup or a backend of one, with so many ranks."""
@@ -120,7 +127,10 @@ class NodeGroup:
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Put the sum of every rank's part of `source` that belongs to this rank into `output`."""
-        self._group._reduce_scatter_base(output, source, dist.ReduceScatterOptions()).wait()
+        if source.is_cuda:
+            self._group._reduce_scatter_base(output, source, dist.ReduceScatterOptions()).wait()
+        else:
+            self.add_in_order(output, source)
 
     def add_in_order(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """As `reduce_scatter`, but values are added in the order of ranks, wherever they lie, and
@@ -129,16 +139,30 @@ class NodeGroup:
         options = dist.AllToAllOptions()
         sent = source.view(torch.uint8), received.view(torch.uint8)
         self._group.alltoall_base(sent[1], sent[0], [], [], options).wait()
-        wide = torch.float32 if source.dtype.itemsize < 4 else source.dtype
-        first, *others = received.chunk(self.size)
-        total = first.to(wide)
-        for other in others:
-            total = total + other
-        output.copy_(total)
+        total, *others = received.chunk(self.size)
+        if source.is_floating_point() and source.dtype.itemsize < 4:
+            total = total.float()
+        for other in others[:-1]:
+            total += other
+        if others:
+            torch.add(total, others[-1], out=output)
+        else:
+            output.copy_(total)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
         """Put every rank's part into `output`, one after the other."""
-        self._group._allgather_base(output, part).wait()
+        if part.is_cuda:
+            self._group._allgather_base(output, part).wait()
+            return
+        own, places, works = self._group.rank(), output.chunk(self.size), []
+        for distance in range(1, self.size):
+            source, target = (own - distance) % self.size, (own + distance) % self.size
+            works.append(self._group.recv([places[source]], source, _TAG))
+            works.append(self._group.send([part], target, _TAG))
+        if places[own].data_ptr() != part.data_ptr():
+            places[own].copy_(part)
+        for work in works:
+            work.wait()
 
 
 class NodeGroups:
@@ -151,8 +175,8 @@ class NodeGroups:
 
     def __init__(self) -> None:
         self._store: Any = None
-        self._made: dict[tuple[int, ...], NodeGroup] = {}
-        self._counts: dict[tuple[int, ...], int] = {}
+        self._made: dict[tuple[str, tuple[int, ...]], NodeGroup] = {}
+        self._counts: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def get(
         self,
@@ -170,15 +194,16 @@ class NodeGroups:
         store = dist.distributed_c10d._get_default_store()
         if store is not self._store:  # torch.distributed was started anew
             self._store, self._made, self._counts = store, {}, {}
-        if ranks not in self._made:
+        key = device.type, ranks
+        if key not in self._made:
             for group in known:
                 if tuple(dist.get_process_group_ranks(group)) == ranks:
-                    self._made[ranks] = NodeGroup(group, len(ranks))
-                    return self._made[ranks]
-            count = self._counts[ranks] = self._counts.get(ranks, 0) + 1
-            name = f"byteps/node/{'-'.join(map(str, ranks))}/{count}"
-            self._made[ranks] = NodeGroup(_backend(ranks, device, name, store), len(ranks))
-        return self._made[ranks]
+                    self._made[key] = NodeGroup(group, len(ranks))
+                    return self._made[key]
+            count = self._counts[key] = self._counts.get(key, 0) + 1
+            name = f"byteps/node/{device.type}/{'-'.join(map(str, ranks))}/{count}"
+            self._made[key] = NodeGroup(_backend(ranks, device, name, store), len(ranks))
+        return self._made[key]
 
     def forget(self) -> None:
         """Let go of all groups; later calls make new ones."""
