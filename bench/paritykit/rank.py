@@ -93,15 +93,15 @@ class Witness:
 
     def watch_byteps(self) -> None:
         """Note the name of each push-pull."""
-        import byteps.torch as bps
+        from byteps.torch import engine
 
-        push_pull = bps.push_pull_async_inplace
+        start = engine.start  # by all ways to begin one
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self.names.append(kwargs["name"])
-            return push_pull(*args, **kwargs)
+            return start(*args, **kwargs)
 
-        bps.push_pull_async_inplace = noted
+        engine.start = noted
 
     def _chunk_done(self, chunk: Any) -> None:
         number = next((i for i, model in enumerate(self.models) if model is chunk), 0)

@@ -26,6 +26,8 @@ REPRESENTATIVE = (
     "ep2-dp4-overlap-acc2",
     "dp4-do-inst2-bf16-wire-overlap",
     "cp2-dp2-do-bf16-wire",
+    "node2-dp4-overlap-acc2",
+    "node2-dp4-do-overlap",
     "do-fp32-scatter",
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",
