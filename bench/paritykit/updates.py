@@ -123,11 +123,9 @@ def _zeros(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str
     unclear = _cancelling(ours)
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         found, wanted = one.steps[0].zeros, other.steps[0].zeros
-        if found is None or wanted is None:
-            same = found is wanted
-        else:
-            same = abs(found - wanted) <= unclear
-        if not same:
+        if found is not None and wanted is not None and abs(found - wanted) <= unclear:
+            continue
+        if found != wanted:
             yield f"rank {rank}: {found} gradients of the first step are 0, not {wanted}"
 
 
