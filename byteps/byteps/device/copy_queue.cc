@@ -6,7 +6,8 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Of one turn: its first copy waits for the last, no longer than this takes, 20 to 40 us.
+// Of one turn: its first copy waits for the last, no longer than this takes, 20 to 40 us.  A longer
+// one goes by itself, and is not awaited.
 constexpr size_t kMostBytes = 1 << 20;
 
 }  // namespace
@@ -16,63 +17,53 @@ void CopyQueue::Turn::CallDone() const {
 }
 
 void CopyQueue::Add(Entry entry) {
+  {
+    ps::MutexLock lock(&mu_);
+    waiting_.push_back(std::move(entry));
+    if (taken_) return;
+    taken_ = true;
+  }
+  for (Turn turn; TakeTurn(&turn); turn = Turn()) Give(std::move(turn));
+}
+
+bool CopyQueue::Leave(Entry* entry) {
   ps::MutexLock lock(&mu_);
-  waiting_.push_back(std::move(entry));
-  if (taken_) return;
-  taken_ = true;
-  while (true) {
-    Turn turn = TakeTurn();
-    lock.Unlock();
-    Enqueue(&turn);
-    lock.Lock();
-    // Who awaits copies leaves the turn to others.
-    const bool may_await = waiting_.empty() && turn.bytes <= kMostBytes;
-    if (may_await) taken_ = false;
-    lock.Unlock();
-    Tell(std::move(turn), may_await);
-    if (may_await) return;
-    lock.Lock();
-    if (waiting_.empty()) break;
-  }
-  taken_ = false;
+  if (taken_) waiting_.push_back(std::move(*entry));
+  return taken_;
 }
 
-CopyQueue::Turn CopyQueue::TakeTurn() {
-  Turn turn;
-  do {
-    turn.bytes += waiting_.front().copy.bytes;
-    turn.entries.push_back(std::move(waiting_.front()));
+bool CopyQueue::TakeTurn(Turn* turn) {
+  ps::MutexLock lock(&mu_);
+  while (!waiting_.empty()) {
+    const size_t bytes = waiting_.front().copy.bytes;
+    if (!turn->entries.empty() && turn->bytes + bytes > kMostBytes) break;
+    turn->bytes += bytes;
+    turn->entries.push_back(std::move(waiting_.front()));
     waiting_.pop_front();
-  } while (!waiting_.empty() && turn.bytes + waiting_.front().copy.bytes <= kMostBytes);
-  return turn;
-}
-
-void CopyQueue::Enqueue(Turn* turn) {
-  std::vector<Copy> copies;
-  for (const Entry& entry : turn->entries) copies.push_back(entry.copy);
-  try {
-    turn->copied = DeviceCopies::Of(device_)->Enqueue(lane_, copies);
-  } catch (const Error& e) {
-    turn->error = e.what();
   }
+  taken_ = !turn->entries.empty();
+  return taken_;
 }
 
-void CopyQueue::Tell(Turn turn, bool may_await) {
-  const auto told = std::make_shared<const Turn>(std::move(turn));
-  std::string error = told->error;
+void CopyQueue::Give(Turn turn) {
+  const auto given = std::make_shared<const Turn>(std::move(turn));
+  std::string error;
   try {
-    if (error.empty()) CallOrAwait(told, may_await);
+    AwaitOrCall(given);
   } catch (const Error& e) {
     error = e.what();
   }
-  for (const Entry& entry : told->entries) entry.begun(error);
+  for (const Entry& entry : given->entries) entry.begun(error);
 }
 
-void CopyQueue::CallOrAwait(const std::shared_ptr<const Turn>& turn, bool may_await) {
+void CopyQueue::AwaitOrCall(const std::shared_ptr<const Turn>& turn) {
+  std::vector<Copy> copies;
+  for (const Entry& entry : turn->entries) copies.push_back(entry.copy);
   DeviceCopies* const device = DeviceCopies::Of(device_);
+  const DeviceMoment copied = device->Enqueue(lane_, copies);
   const auto done = [turn] { turn->CallDone(); };
-  if (!may_await) return device->CallAfter(lane_, turn->copied, done);
-  if (device->AwaitOrCallAfter(lane_, turn->copied, done)) done();
+  if (turn->bytes > kMostBytes) return device->CallAfter(lane_, copied, done);
+  if (device->AwaitOrCallAfter(lane_, copied, done)) done();
 }
 
 CopyQueue* CopyQueues::Of(int device, CopyLane lane) {

@@ -1,10 +1,10 @@
 // Copies of one engine between a GPU and pinned memory, one queue for each direction.
 //
 // A driver serves one caller at a time, and callers that come in crowds hold each other up for
-// longer than their copies take.  So one thread at a time gives copies to it; what others ask for
-// meanwhile goes with its next turn, and one call of the driver's says that all of a turn are
-// done.  Who gave the last ones awaits them for a moment, which takes less time than a call, of
-// the processors too.
+// longer than their copies take.  So one thread at a time gives copies to it, a turn after the
+// other; what others ask for meanwhile goes with its next turn.  It awaits the copies of a turn for
+// a moment: that takes less time than a call by the driver, of the processors too, since a call
+// wakes two threads.
 #ifndef BYTEPS_DEVICE_COPY_QUEUE_H_
 #define BYTEPS_DEVICE_COPY_QUEUE_H_
 
@@ -41,23 +41,24 @@ class CopyQueue {
 
   // Gives the copy to the device, or leaves that to whoever does so now.
   void Add(Entry entry);
+  // Leaves the copy to whoever gives copies to the device now, and takes it from *entry.  False:
+  // nobody does.
+  bool Leave(Entry* entry);
 
  private:
   // What goes in one turn; at least one entry.
   struct Turn {
     std::vector<Entry> entries;
     size_t bytes = 0;
-    DeviceMoment copied;
-    std::string error;  // of the device
 
     void CallDone() const;
   };
 
-  Turn TakeTurn() PS_REQUIRES(mu_);
-  void Enqueue(Turn* turn);
-  // Whoever waits for the copies of a turn learns of them, by this thread where it may await them.
-  void Tell(Turn turn, bool may_await);
-  void CallOrAwait(const std::shared_ptr<const Turn>& turn, bool may_await);
+  // False, with nothing to give: this thread does so no longer.
+  bool TakeTurn(Turn* turn);
+  void Give(Turn turn);
+  // Until the copies are done, or will be told of by the driver.
+  void AwaitOrCall(const std::shared_ptr<const Turn>& turn);
 
   const int device_;
   const CopyLane lane_;

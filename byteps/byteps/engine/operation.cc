@@ -1,12 +1,16 @@
 #include "byteps/engine/operation.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 namespace byteps {
 namespace core {
 
 namespace {
+
+// Longer than the last copy to the GPU takes.
+constexpr std::chrono::microseconds kAwake(100);
 
 // Of as many elements, in fp32.
 uint64_t StateBytes(uint64_t bytes, DType dtype) { return bytes / SizeOf(dtype) * sizeof(float); }
@@ -20,7 +24,8 @@ uint64_t PushPullRequest::OfferedBytes() const {
 Operation::Operation(PushPullRequest what, TensorPtr which)
     : request(std::move(what)),
       tensor(std::move(which)),
-      partitions_left_(tensor ? tensor->declaration.NumPartitions() : 0) {}
+      partitions_left_(tensor ? tensor->declaration.NumPartitions() : 0),
+      arrivals_left_(partitions_left_.load()) {}
 
 Operation::Part Operation::Whole(uint64_t index) const {
   const Declaration& d = tensor->declaration;
@@ -65,10 +70,7 @@ Operation::Part Operation::WantedOutput() const {
   return {request.pull_begin, end - std::min(end, request.pull_begin)};
 }
 
-bool Operation::is_done() {
-  ps::MutexLock lock(&mu_);
-  return done_;
-}
+bool Operation::is_done() { return done_; }
 
 std::string Operation::error() {
   ps::MutexLock lock(&mu_);
@@ -85,9 +87,27 @@ void Operation::End(const std::string& error, DeviceMoment moment) {
   cond_.NotifyAll();
 }
 
+void Operation::CountArrival() {
+  if (arrivals_left_.fetch_sub(1) != 1) return;
+  {
+    ps::MutexLock lock(&mu_);
+    arrived_ = true;
+  }
+  cond_.NotifyAll();
+}
+
 bool Operation::AwaitEnd(std::chrono::nanoseconds limit) {
+  const auto deadline = Clock::now() + limit;
   ps::MutexLock lock(&mu_);
-  return cond_.WaitFor(&mu_, limit, [this]() PS_REQUIRES(mu_) { return done_; });
+  if (!cond_.WaitUntil(&mu_, deadline,
+                       [this]() PS_REQUIRES(mu_) { return done_ || arrived_; })) {
+    return false;
+  }
+  lock.Unlock();
+  const auto awake = std::min(deadline, Clock::now() + kAwake);
+  while (!done_ && Clock::now() < awake) std::this_thread::yield();
+  lock.Lock();
+  return cond_.WaitUntil(&mu_, deadline, [this] { return done_.load(); });
 }
 
 bool Operation::BeginWriting() {
@@ -100,14 +120,15 @@ bool Operation::BeginWriting() {
 void Operation::EndWriting() {
   {
     ps::MutexLock lock(&mu_);
-    --writers_;
+    // Before it ends nobody waits for that, and who waits for the end is not to be woken.
+    if (--writers_ > 0 || !done_) return;
   }
-  cond_.NotifyAll();
+  written_.NotifyAll();
 }
 
 void Operation::AwaitWriters() {
   ps::MutexLock lock(&mu_);
-  cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return writers_ == 0; });
+  written_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return writers_ == 0; });
 }
 
 DeviceMoment Operation::landed() {

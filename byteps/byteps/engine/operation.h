@@ -102,6 +102,9 @@ class Operation {
   bool is_done();
   // Whether it failed, and why; of one that is done.
   std::string error();
+  // A sum is there, but on its way to the GPU.  Behind the last one, who waits for the end wakes, and
+  // stays awake while that is copied: waking takes as long.
+  void CountArrival();
   // One of its partitions is through.  True for the last one: the operation has to be ended.
   bool CountPartition() { return partitions_left_.fetch_sub(1) == 1; }
   // True for the first who asks, who then has to end it.
@@ -115,7 +118,7 @@ class Operation {
   // failed, and the memory may be another's.
   bool BeginWriting();
   void EndWriting();
-  // Blocks until all who began have ended.
+  // Blocks until all who began have ended; after End.
   void AwaitWriters();
 
   // When its sums are on the GPU: of one that ended well.
@@ -129,11 +132,14 @@ class Operation {
 
  private:
   std::atomic<uint64_t> partitions_left_;
+  std::atomic<uint64_t> arrivals_left_;
   std::atomic<bool> claimed_{false};
 
   ps::Mutex mu_;
-  ps::CondVar cond_;
-  bool done_ PS_GUARDED_BY(mu_) = false;
+  ps::CondVar cond_;  // it ended, or all sums have come
+  bool arrived_ PS_GUARDED_BY(mu_) = false;
+  ps::CondVar written_;            // after that, nobody writes any more
+  std::atomic<bool> done_{false};  // set with mu_ held
   std::string error_ PS_GUARDED_BY(mu_);
   int writers_ PS_GUARDED_BY(mu_) = 0;
   DeviceMoment landed_ PS_GUARDED_BY(mu_);

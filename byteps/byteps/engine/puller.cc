@@ -97,6 +97,7 @@ void Puller::OnSum(ps::Message* msg, Request request) {
   Arrived arrived;
   arrived.request = std::move(request);
   const bool on_gpu = arrived.request.operation->output_on_gpu();
+  if (on_gpu) arrived.request.operation->CountArrival();
   const char* place = on_gpu ? arrived.request.block.get()
                              : arrived.request.operation->Target(arrived.request.index);
   const bool landed = bytes == 0 || msg->data[0].data() == place;
@@ -106,11 +107,9 @@ void Puller::OnSum(ps::Message* msg, Request request) {
     arrived.values = std::move(msg->data[0]);
     arrived.request.block.reset();
   }
-  if (bytes <= kFew || (landed && !on_gpu)) {
-    Handle(&arrived, receive_track_);
-  } else {
-    queue_->Push(std::move(arrived));
-  }
+  if (bytes <= kFew || (landed && !on_gpu)) return Handle(&arrived, receive_track_);
+  if (landed && LeaveCopy(&arrived)) return;
+  queue_->Push(std::move(arrived));
 }
 
 void Puller::Fail(const Request& request, const std::string& error) {
@@ -128,6 +127,7 @@ void Puller::Loop(int track) {
 
 void Puller::Handle(Arrived* arrived, int track) {
   const Request& request = arrived->request;
+  if (arrived->copy) return QueueOf(request)->Add(std::move(*arrived->copy));
   PartitionTimes* const times = request.times();
   if (times != nullptr && times->pulling == 0) times->pulling = SteadyNs();
   if (request.operation->output_on_gpu() && (request.block || !arrived->values.empty())) {
@@ -179,35 +179,48 @@ void Puller::MoveToDevice(Arrived* arrived, int track) {
     memcpy(request.block.get(), arrived->values.data(), arrived->values.size());
     context_->counters->copied_bytes.Add(arrived->values.size());
   }
-  if (request.operation->BeginWriting()) EnqueueCopy(request, track);  // else it failed meanwhile
+  if (!request.operation->BeginWriting()) return;  // it failed meanwhile
+  QueueOf(request)->Add(CopyOf(request, track));
 }
 
-void Puller::EnqueueCopy(const Request& request, int track) {
+bool Puller::LeaveCopy(Arrived* arrived) {
+  const Request& request = arrived->request;
+  if (!request.operation->BeginWriting()) return true;  // it failed meanwhile
+  arrived->copy = CopyOf(request, receive_track_);
+  return QueueOf(request)->Leave(&*arrived->copy);
+}
+
+CopyQueue* Puller::QueueOf(const Request& request) {
+  return context_->copies.Of(request.operation->request.tensor.device, CopyLane::kToDevice);
+}
+
+CopyQueue::Entry Puller::CopyOf(const Request& request, int track) {
   Operation& operation = *request.operation;
   const Copy copy = {operation.Target(request.index), request.block.get(),
                      operation.Wanted(request.index).bytes};
-  const int64_t enqueued = SteadyNs();
+  const int64_t begin = SteadyNs();
   const auto& trace = context_->trace;
+  PartitionTimes* const times = request.times();
+  if (times != nullptr && times->pulling == 0) times->pulling = begin;
   trace->BeginCopy(operation);
-  auto begun = [this, request, track, enqueued](const std::string& error) {
+  auto begun = [this, request, track, begin](const std::string& error) {
     if (error.empty()) {
-      Begun(request, track, enqueued);
+      Begun(request, track, begin);
     } else {
       Keep(request.block);
       Fail(request, error);
     }
     request.operation->EndWriting();
   };
-  auto done = [request, enqueued, trace] {
+  auto done = [request, begin, trace] {
     trace->Row(*request.operation, request.index, SteadyNs());
-    trace->CopySlice(*request.operation, request.index, false, enqueued);
+    trace->CopySlice(*request.operation, request.index, false, begin);
   };
-  context_->copies.Of(operation.request.tensor.device, CopyLane::kToDevice)
-      ->Add({copy, std::move(begun), std::move(done)});
+  return {copy, std::move(begun), std::move(done)};
 }
 
-void Puller::Begun(const Request& request, int track, int64_t enqueued) {
-  context_->trace->Slice(*request.operation, request.index, track, "pull", enqueued,
+void Puller::Begun(const Request& request, int track, int64_t begin) {
+  context_->trace->Slice(*request.operation, request.index, track, "pull", begin,
                          TraceArrow::kEnds);
   try {
     Count(request.operation);

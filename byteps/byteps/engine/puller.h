@@ -2,12 +2,14 @@
 //
 // Values of a tensor on the CPU are received straight into it, and the thread that received them
 // only counts; those of a tensor on a GPU are received into pinned memory, from which a pull loop
-// enqueues the copy.  What was received elsewhere, since the transport cannot do better or no
+// has them copied: the one that does so already, or else another.  What was received elsewhere, since the transport cannot do better or no
 // pinned memory was free, is copied by a pull loop.
 #ifndef BYTEPS_ENGINE_PULLER_H_
 #define BYTEPS_ENGINE_PULLER_H_
 
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "byteps/base/blocking_queue.h"
 #include "byteps/engine/context.h"
@@ -33,7 +35,8 @@ class Puller {
  private:
   struct Arrived {
     Request request;
-    ps::SArray<char> values;  // empty when they are in request.block
+    ps::SArray<char> values;               // empty when they are in request.block
+    std::optional<CopyQueue::Entry> copy;  // to the GPU, which nobody has given to it
   };
   using Queue = BlockingQueue<Arrived>;
 
@@ -48,9 +51,13 @@ class Puller {
   bool CopyToOutput(const Arrived& arrived);
   // Of a tensor on a GPU: once there is pinned memory, enqueues the copy from there.
   void MoveToDevice(Arrived* arrived, int track);
-  void EnqueueCopy(const Request& request, int track);
+  // Leaves the copy of what landed in pinned memory to whoever gives copies to the GPU now.  False:
+  // a pull loop has to.
+  bool LeaveCopy(Arrived* arrived);
+  CopyQueue::Entry CopyOf(const Request& request, int track);
+  CopyQueue* QueueOf(const Request& request);
   // That a copy to the GPU has been enqueued.
-  void Begun(const Request& request, int track, int64_t enqueued);
+  void Begun(const Request& request, int track, int64_t begin);
   // That a partition is through; ends the operation behind its last one.  Throws Error.
   void Count(const OperationPtr& operation);
 

@@ -194,7 +194,7 @@ TEST(DeviceCopies, AreAwaitedForAMomentOnly) {
 
 TEST(CopyQueue, WhatComesMeanwhileGoesWithTheNextTurn) {
   fake::SetCurrentDevice(0);
-  constexpr size_t kLong = 2 << 20;  // is not awaited, so that its giver keeps its turn
+  constexpr size_t kLong = 2 << 20;  // is not awaited
   constexpr int kMore = 5;
   static char* const host = static_cast<char*>(PinMemory(kLong));  // pinned to the end
   std::vector<char> data(kLong);
@@ -256,16 +256,26 @@ TEST(CopyQueue, FailureOfTheDeviceIsToldAll) {
   }
 }
 
-// So that a second one's copies do not wait for the first one's.
-TEST(CopyQueue, WhoAwaitsACopyLeavesTheTurnToOthers) {
+// By who does not want to give any to the device itself.
+TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
   fake::SetCurrentDevice(0);
   auto* const pool = PinnedPool::Shared(1 << 20, 4096);
   pool->Reserve(4096);
   const PinnedBlock block = pool->TryTake(4096);
   char data[2] = {3, 4};
   CopyQueue queue(1, CopyLane::kToHost);
+  std::promise<void> second_done;
+  CopyQueue::Entry two;
+  two.copy = {block.get() + 1, &data[1], 1};
+  std::thread::id teller;
+  two.begun = [&](const std::string& error) {
+    EXPECT_EQ(error, "");
+    teller = std::this_thread::get_id();
+  };
+  two.done = [&] { second_done.set_value(); };
+  EXPECT_FALSE(queue.Leave(&two)) << "there is nobody";
+
   std::promise<void> told, go_on;
-  const auto hold = fake::HoldCopiesToHost();  // the driver calls once this lets them go
   std::thread first([&] {
     CopyQueue::Entry one;
     one.copy = {block.get(), &data[0], 1};
@@ -277,22 +287,45 @@ TEST(CopyQueue, WhoAwaitsACopyLeavesTheTurnToOthers) {
     one.done = [] {};
     queue.Add(one);
   });
+  const std::thread::id giver = first.get_id();
   told.get_future().wait();
-  std::promise<void> begun, done;
-  CopyQueue::Entry two;
-  two.copy = {block.get() + 1, &data[1], 1};
-  two.begun = [&](const std::string& error) {
-    EXPECT_EQ(error, "");
-    begun.set_value();
-  };
-  two.done = [&] { done.set_value(); };
-  queue.Add(two);
-  begun.get_future().wait();  // by this thread
-  hold->set_value();
-  done.get_future().wait();
-  EXPECT_EQ(memcmp(block.get(), data, 2), 0);
+  EXPECT_TRUE(queue.Leave(&two));
   go_on.set_value();
   first.join();
+  second_done.get_future().wait();
+  EXPECT_EQ(teller, giver);
+  EXPECT_EQ(memcmp(block.get(), data, 2), 0);
+  EXPECT_FALSE(queue.Leave(&two)) << "whoever gave copies has gone";
+}
+
+// Copies that take long are told of by the driver, and hold up nobody's.
+TEST(CopyQueue, ALongWaitIsLeftToTheDriver) {
+  fake::SetCurrentDevice(0);
+  auto* const pool = PinnedPool::Shared(1 << 20, 4096);
+  pool->Reserve(4096);
+  const PinnedBlock block = pool->TryTake(4096);
+  char data[3] = {5, 6, 7};
+  CopyQueue queue(1, CopyLane::kToHost);
+  const auto hold = fake::HoldCopiesToHost();
+  std::promise<void> all_done;
+  std::atomic<int> begun{0}, done{0};
+  for (int i = 0; i < 3; ++i) {
+    CopyQueue::Entry one;
+    one.copy = {block.get() + i, &data[i], 1};
+    one.begun = [&](const std::string& error) {
+      EXPECT_EQ(error, "");
+      ++begun;
+    };
+    one.done = [&] {
+      if (++done == 3) all_done.set_value();
+    };
+    queue.Add(one);  // returns, though no copy is made
+    EXPECT_EQ(begun, i + 1);
+  }
+  EXPECT_EQ(done, 0);
+  hold->set_value();
+  all_done.get_future().wait();
+  EXPECT_EQ(memcmp(block.get(), data, 3), 0);
 }
 
 TEST(DeviceCopies, StreamsOfTheCallersWaitForThemselvesOnly) {
