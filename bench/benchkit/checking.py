@@ -92,6 +92,7 @@ def _run(run: dict[str, Any], settings: str, model: Scenario) -> Iterator[Compar
             topology["servers"],
             _setting(settings, _SMALLEST, SMALLEST_PARTITION),
             _setting(settings, _LARGEST, LARGEST_PARTITION),
+            link=topology["link_bits"] / 8,
         )
         window = _setting(settings, _WINDOW, 0)
         scenario = replace(

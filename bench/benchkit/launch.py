@@ -88,7 +88,7 @@ def launch(plan: Plan, backend: str, index: int, hosts: Sequence[Host]) -> Launc
         environment = plain_environment()
         if backend == "byteps":
             pids, job = start_nodes(placement, processes, environment)
-            environment |= job
+            environment = _told_of_links(plan) | environment | job
         spec: dict[str, Any] = {}
         if backend == "sockets":
             pids, spec["sockets"] = start_sockets(plan, placement, processes, environment)
@@ -169,6 +169,12 @@ def start_workers(
         variables = rank_variables(rank, placement)
         command = [sys.executable, "-m", program, str(spec_file), str(result)]
         processes.start(f"worker-{rank}", command, host, {**environment, **variables})
+
+
+def _told_of_links(plan: Plan) -> dict[str, str]:
+    """What the network cards of hosts would tell: those of emulated ones make up their rate."""
+    bits = plan.topology.link_bits
+    return {"BYTEPS_LINK_GBPS": f"{bits / 1e9:g}"} if bits else {}
 
 
 def rank_variables(rank: int, placement: Placement) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 _HEADERS = 52  # bytes of a packet: IPv4, TCP, and TCP's time stamps
 _PAGE = 4096
 _PARTITIONS_PER_SERVER = 64
+_PARTITION_S = 2e-6
 SMALLEST_PARTITION = 131_072
 LARGEST_PARTITION = 4_096_000
 _FRAME = 14  # bytes: what a shaper counts beside the packet
@@ -21,14 +22,21 @@ def payload_fraction(mtu: int) -> float:
 
 
 def engine_partition(
-    size: int, servers: int, smallest: int = SMALLEST_PARTITION, largest: int = LARGEST_PARTITION
+    size: int,
+    servers: int,
+    smallest: int = SMALLEST_PARTITION,
+    largest: int = LARGEST_PARTITION,
+    *,
+    link: float = 0.0,
 ) -> int:
-    """Bytes of the partitions into which the engine cuts a tensor: 64 for each server, whole pages,
-    within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/engine/placement.h)."""
+    """Bytes of the partitions into which the engine cuts a tensor: 64 for each server, or fewer
+    where a worker's link of ``link`` bytes a second is fast, whole pages, within
+    BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/engine/placement.h)."""
     if servers < 1:
         raise ValueError("there must be one server at least")
     least, most = _whole_pages(smallest), _whole_pages(largest)
-    wanted = _whole_pages(size // (_PARTITIONS_PER_SERVER * servers))
+    worth = int(math.sqrt(size / servers * link * _PARTITION_S))
+    wanted = _whole_pages(max(size // (_PARTITIONS_PER_SERVER * servers), worth))
     return min(max(wanted, min(least, most)), most)
 
 
@@ -143,7 +151,8 @@ class Scenario:
     @property
     def urgent_partition(self) -> int:
         """Bytes of the partitions of the urgent tensor, which is cut as the engine cuts it."""
-        return engine_partition(self.urgent_size, self.servers)
+        link = min(group.rate for group in self.workers)
+        return engine_partition(self.urgent_size, self.servers, link=link)
 
     @property
     def urgent_partitions(self) -> int:
@@ -178,5 +187,5 @@ def uniform(workers: int, servers: int, size: int, rate: float) -> Scenario:
         workers=(Workers(count=workers, rate=rate),),
         servers=servers,
         server_rate=rate,
-        partition=engine_partition(size, servers),
+        partition=engine_partition(size, servers, link=rate),
     )

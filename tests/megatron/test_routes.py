@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 
 import pytest
 from byteps.cost_model import Servers
-from megatron.core.distributed.dpu_reduce import job, table
+from megatron.core.distributed.dpu_reduce import table
 from megatron.core.distributed.dpu_reduce.measure import Measured
 from megatron.core.distributed.dpu_reduce.routes import (
     COLLECTIVE,
@@ -168,21 +167,3 @@ def test_the_table_tells_bytes_times_and_the_choice() -> None:
     assert rows[0] == ["3", "3000.0", "all-reduce", "4500.0", "-", "3600.0"]
     assert rows[1][:5] == ["BytePS", "flat", "6000.0", "6000.0", "4800.0"]
     assert rows[2][:6] == ["BytePS", "node-first", "3000.0", "3000.0", "2400.0", "yes:"]
-
-
-def test_only_real_cards_are_asked_for_their_rate(tmp_path: Path) -> None:
-    for name, speed, state, real in (
-        ("eth0", "25000", "up", True),
-        ("eth1", "100000", "up", True),
-        ("eth2", "1000", "down", True),
-        ("veth0", "10000", "up", False),
-        ("virtio", "-1", "up", True),
-    ):
-        folder = tmp_path / name
-        (folder / "device" if real else folder).mkdir(parents=True)
-        (folder / "speed").write_text(speed + "\n")
-        (folder / "operstate").write_text(state + "\n")
-    assert job.card_gbps("", tmp_path) == 25
-    assert job.card_gbps("eth1", tmp_path) == 100
-    assert job.card_gbps("veth0", tmp_path) == 0
-    assert job.card_gbps("missing", tmp_path) == 0

@@ -13,6 +13,21 @@ def test_spread(make_cluster: Callable[..., Cluster], servers: int) -> None:
     make_cluster(workers=1, servers=servers).run("placement:spread", servers=servers)
 
 
+@pytest.mark.parametrize(
+    ("rates", "slowest"), [(("25", "100"), 25), (("100", None), 0)], ids=["the-slowest", "unknown"]
+)
+def test_the_slowest_workers_link_decides(
+    make_cluster: Callable[..., Cluster], rates: tuple[str | None, str | None], slowest: int
+) -> None:
+    """Partitions are as long as it wants them, the same on all workers."""
+    cluster = make_cluster(workers=2, servers=1)
+    cluster.start_nodes()
+    for rank, rate in enumerate(rates):
+        env = {} if rate is None else {"BYTEPS_LINK_GBPS": rate}
+        cluster.start_worker(rank, "placement:by_link", env=env, slowest=slowest)
+    cluster.finish()
+
+
 @pytest.mark.parametrize("name", ["djb2", "sdbm", "built_in", "naive"])
 def test_other_hashes(make_cluster: Callable[..., Cluster], name: str) -> None:
     env = {"BYTEPS_KEY_HASH_FN": name}

@@ -9,6 +9,7 @@ import native
 import pytest
 
 SUITES = (
+    "CardMbps",
     "CopyQueue",
     "DeclarationList",
     "Declarations",
@@ -19,6 +20,7 @@ SUITES = (
     "JsonText",
     "LinkOutage",
     "LinkPatience",
+    "Membership",
     "PinnedPool",
     "Plan",
     "PushHeader",

@@ -61,6 +61,10 @@ class Channel {
   // Whether what is sent is registered with a device first: see ps/registration_cache.h.
   virtual bool RegistersMemory() const = 0;
 
+  // Of a worker that has joined: Gbit/s each way of the slowest worker's network card, the same on
+  // all workers; 0 where one of them is not known.
+  virtual double link_gbps() const = 0;
+
   // This node's rank among those of its role, once it has joined.
   virtual int rank() const = 0;
 

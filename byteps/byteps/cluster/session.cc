@@ -140,6 +140,10 @@ bool Session::RegistersMemory() const {
   return ps::Postoffice::Get()->van()->GetType() == "ibverbs";
 }
 
+double Session::link_gbps() const {
+  return ps::Postoffice::Get()->van()->membership()->link_mbps() / 1e3;
+}
+
 std::string Session::host() const { return ps::Postoffice::Get()->van()->node().hostname; }
 int Session::rank() const {
   return ps::Postoffice::IDtoRank(ps::Postoffice::Get()->van()->node().id);

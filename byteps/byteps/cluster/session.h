@@ -38,6 +38,7 @@ class Session : public Channel {
   bool Send(ps::Message* message) override;
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override;
+  double link_gbps() const override;
   int rank() const override;
   std::string NameOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;

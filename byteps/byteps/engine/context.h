@@ -28,7 +28,7 @@ struct Context {
   // The pool for tensors on GPUs.
   PinnedPool* pool() { return PinnedPool::Shared(pinned_bytes, plan.largest_partition()); }
 
-  const Plan plan;
+  Plan plan;
   const double op_timeout_s;
   const uint64_t pinned_bytes;
   const std::unique_ptr<Channel> channel;

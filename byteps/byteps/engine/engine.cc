@@ -36,6 +36,7 @@ Engine::~Engine() { Stop(false, ""); }
 
 void Engine::Start() {
   context_.channel->Start(this);
+  context_.plan.SetLink(context_.channel->link_gbps());
   for (long i = 0; i < loops_; ++i) {
     const std::string number = std::to_string(i);
     const int push = context_.trace->AddTrack("push loop " + number);

@@ -42,8 +42,8 @@ Plan::Plan(const Config& config, const Launch& launch, int num_servers)
       fused_(config.Bool("BYTEPS_FUSED_PUSH_PULL")) {}
 
 uint32_t Plan::PartitionBytes(uint64_t bytes, uint64_t piece_of) const {
-  return core::PartitionBytes(std::max(bytes, piece_of), num_servers_, smallest_partition_,
-                              largest_partition_);
+  return core::PartitionBytes(std::max(bytes, piece_of), num_servers_, link_bytes_per_s_,
+                              smallest_partition_, largest_partition_);
 }
 
 Declaration Plan::Declare(const TensorSpec& spec) const {

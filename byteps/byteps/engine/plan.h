@@ -29,10 +29,14 @@ struct TensorSpec {
   std::shared_ptr<const UpdateRule> rule = nullptr;  // how servers update it, if they do
 };
 
-// Never changes; any thread.
+// Any thread, once the link is set; from then on it does not change.
 class Plan {
  public:
   Plan(const Config& config, const Launch& launch, int num_servers);
+
+  // Gbit/s each way of the slowest worker's network card, the same on all workers; 0: not known.
+  void SetLink(double gbps) { link_bytes_per_s_ = gbps * 1e9 / 8; }
+  double link_gbps() const { return link_bytes_per_s_ * 8 / 1e9; }
 
   int num_servers() const { return num_servers_; }
   const Launch& launch() const { return launch_; }
@@ -67,6 +71,7 @@ class Plan {
   const uint32_t largest_partition_;
   const KeyHash hash_;
   const bool fused_;
+  double link_bytes_per_s_ = 0;
 };
 
 }  // namespace core

@@ -203,6 +203,9 @@ PYBIND11_MODULE(c_lib, m) {
         return GetWorker()->PartitionBytes(bytes, piece_of);
       },
       py::arg("bytes"), py::arg("piece_of"));
+  m.def(
+      "link_gbps", [] { return GetWorker()->LinkGbps(); },
+      "Of the slowest worker's network card, each way; 0 where one of them is not known.");
   m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("bytes"), py::arg("piece_of"),
         py::arg("group"), py::arg("placement"));
   m.def("config",

@@ -537,6 +537,12 @@ def wait(handle: int) -> None:
     del _moving[handle]
 
 
+def link_gbps() -> float:
+    """Gbit/s each way of the slowest worker's network card; 0 where one of them is not known."""
+    _launched()
+    return c_lib.link_gbps()
+
+
 def partition_bytes(nbytes: int, *, piece_of: int = 0) -> int:
     """Bytes of the partitions (the last may have fewer) of a tensor of `nbytes` bytes, which may be
     a piece of one of `piece_of` bytes."""

@@ -1,11 +1,16 @@
-// What becomes of a link that broke: how long, in which words, and which messages again.
+// What a link can carry; and what becomes of one that broke: how long, in which words, and which
+// messages again.
 #include <gtest/gtest.h>
+#include <stdlib.h>
 
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <random>
 
 #include "../../3rdparty/ps-lite/src/link_outage.h"
 #include "../../3rdparty/ps-lite/src/membership/text.h"
+#include "../../3rdparty/ps-lite/src/net_address.h"
 #include "../../3rdparty/ps-lite/src/rdma/sent_messages.h"
 #include "../../3rdparty/ps-lite/src/rdma/wire.h"
 #include "ps/internal/message.h"
@@ -15,6 +20,53 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+
+// Linux's interface for this host alone, which real machines have without a device.
+class Card {
+ public:
+  Card() {
+    char name[] = "/tmp/card.XXXXXX";
+    root_ = mkdtemp(name);
+    std::filesystem::create_directory(root_ + "/lo");
+  }
+  ~Card() { std::filesystem::remove_all(root_); }
+
+  void AddDevice() { std::filesystem::create_directory(root_ + "/lo/device"); }
+  void SaySpeed(const std::string& speed) { std::ofstream(root_ + "/lo/speed") << speed << "\n"; }
+  int Mbps(const std::string& address = "127.0.0.1") { return CardMbps(address, root_); }
+
+ private:
+  std::string root_;
+};
+
+TEST(CardMbps, OnlyDevicesAreAsked) {
+  Card card;
+  card.SaySpeed("10000");
+  EXPECT_EQ(card.Mbps(), 0);
+  card.AddDevice();
+  EXPECT_EQ(card.Mbps(), 10'000);
+  EXPECT_EQ(card.Mbps("192.0.2.1"), 0) << "no interface has this address";
+  EXPECT_EQ(card.Mbps("host"), 0);
+}
+
+TEST(CardMbps, WhatIsNoSpeedIsNotKnown) {
+  Card card;
+  card.AddDevice();
+  EXPECT_EQ(card.Mbps(), 0);
+  for (const char* speed : {"-1", "", "fast"}) {
+    card.SaySpeed(speed);
+    EXPECT_EQ(card.Mbps(), 0) << speed;
+  }
+}
+
+TEST(Membership, ALinkIsToldAsItIs) {
+  for (const int mbps : {0, 1, 25'000, 999'999'999}) {
+    EXPECT_EQ(membership::ParseLink(membership::PackLink(mbps)), mbps);
+  }
+  for (const char* other : {"", "link=", "link=-5", "finish"}) {
+    EXPECT_EQ(membership::ParseLink(other), 0) << other;
+  }
+}
 
 TEST(LinkPatience, TheSchedulerAloneMustHearSoonOfAProcessThatEnded) {
   EXPECT_EQ(LinkPatience(9, false, 30, LinkFault::kClosed), seconds(30));

@@ -17,6 +17,7 @@ class ServerChannel : public Channel {
   void Stop() override {}
   void Abandon(const void*, size_t) override {}
   bool RegistersMemory() const override { return false; }
+  double link_gbps() const override { return 0; }
   int rank() const override { return 0; }
   std::string NameOfServer(int) override { return "server"; }
   std::string NameOfWorker(int) override { return "worker"; }

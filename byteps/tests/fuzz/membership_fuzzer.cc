@@ -81,8 +81,9 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
       break;
     default:
       message.meta.body =
-          "protocol=3 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
-          " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2));
+          "protocol=4 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
+          " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2)) +
+          " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000));
   }
   return message;
 }

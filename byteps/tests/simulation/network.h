@@ -150,6 +150,7 @@ class SimulatedChannel : public core::Channel {
   bool Send(ps::Message* message) override;
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override { return false; }
+  double link_gbps() const override { return membership_->link_mbps() / 1e3; }
   int rank() const override;
   std::string NameOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;

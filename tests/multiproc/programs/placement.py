@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import byteps.torch as bps
+import torch
+from byteps.torch import engine
 
 from .job import Job
 
@@ -74,4 +79,20 @@ def hashed(job: Job) -> None:
         with job.check(label):
             loads = by_name(SETS[label])
             assert min(loads) > 0, loads
+    bps.shutdown()
+
+
+def by_link(job: Job) -> None:
+    """Partitions are longer where the slowest worker's link is known to be fast."""
+    bps.init()
+    with job.check("all know the slowest worker's link"):
+        assert engine.link_gbps() == job.args["slowest"]
+    size = 16 << 20
+    with job.check("partitions are as long as it wants them"):
+        worth = int(math.sqrt(size * engine.link_gbps() * 1e9 / 8 * 2e-6))
+        pages = -(-max(size // 64, worth) // mmap.PAGESIZE)
+        assert bps.partition_bytes(size) == pages * mmap.PAGESIZE
+    with job.check("so they are summed"):
+        ones = torch.ones(size // 4)
+        assert bps.push_pull(ones, average=False, name="ones").eq(job.size).all()
     bps.shutdown()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +72,6 @@ def _meet() -> Job:
     bps, node = bytepslib.byteps, bytepslib.nodes
     mine = (
         node.host_name(),
-        float(node.setting("BYTEPS_LINK_GBPS")) or card_gbps(node.setting("DMLC_INTERFACE")),
         float(node.setting("BYTEPS_SERVER_LINK_GBPS")),
         -1 if _embedded() else int(node.setting("BYTEPS_LOCAL_SERVERS")),
         int(node.setting("BYTEPS_SERVERS_PER_MACHINE")),
@@ -81,7 +79,7 @@ def _meet() -> Job:
     )
     told: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(told, mine)
-    names, rates, server_rates, local, per_machine, measures = zip(*told, strict=True)
+    names, server_rates, local, per_machine, measures = zip(*told, strict=True)
     numbers = {name: index for index, name in enumerate(dict.fromkeys(names))}
     for variable, values in (
         ("BYTEPS_LOCAL_SERVERS", local),
@@ -95,7 +93,7 @@ def _meet() -> Job:
     servers = _servers(len(numbers), count, local[0], per_machine[0])
     # One plan for all ranks: the slowest card decides, and a rate that a rank does not know is not
     # known.
-    host, server = min(rates), min(server_rates)
+    host, server = bytepslib.engine.link_gbps(), min(server_rates)
     return Job(
         hosts=tuple(numbers[name] for name in names),
         network=Network(
@@ -134,20 +132,3 @@ def _embedded() -> bool:
     from byteps.launcher import embedded
 
     return bool(embedded.is_running())
-
-
-def card_gbps(interface: str, root: Path = Path("/sys/class/net")) -> float:
-    """Rate of the named network card, or of the slowest that is up; 0 where none tells.
-
-    Only devices are asked: what a virtual interface says of its speed is made up.
-    """
-    rates = []
-    for entry in [root / interface] if interface else sorted(root.glob("*")):
-        try:
-            speed = int((entry / "speed").read_text())
-            up = (entry / "operstate").read_text().strip() == "up"
-        except (OSError, ValueError):
-            continue
-        if up and speed > 0 and (entry / "device").exists():
-            rates.append(speed / 1e3)
-    return min(rates, default=0.0)

@@ -9,7 +9,8 @@
 //   node                              scheduler
 //    | -- ADD_NODE (role, rank, counts) --> |  checks, gives an id
 //    | <-- WELCOME (id) or REFUSED (why) -- |
-//    | <-- ADD_NODE (servers, to workers) - |  once all have registered
+//    | <-- ADD_NODE (servers, to workers) - |  once all have registered; with the slowest worker's
+//    |                                      |  link
 //    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives; a node's may carry a
 //    |                                      |  report on itself (SetReporter)
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
@@ -86,11 +87,12 @@ struct MembershipSettings {
   // Scheduler: outlives failures, and takes as many workers as the first one of each incarnation
   // says.  Server: takes any number of workers.
   bool keep = false;
+  int link_mbps = 0;  // of a worker's network card; 0: what the card says
   // Such a scheduler gives up when no worker comes for so long after a failure; 0: never.
   double keep_timeout_s = 1800;
 
   // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
-  // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_KEEP and
+  // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP and
   // BYTEPS_KEEP_TIMEOUT_S.
   static MembershipSettings FromEnvironment();
 };
@@ -168,6 +170,10 @@ class Membership {
   // Ends the timer thread.  Nothing is sent or reported afterwards.
   void Stop();
 
+  // On a worker that has joined: Mbit/s each way of the slowest worker's network card; 0 where one
+  // of them is not known.  The same on all workers.
+  int link_mbps();
+
   // True if `msg` was one of membership's.  Receiving thread.
   bool Handle(const Message& msg);
 
@@ -193,6 +199,7 @@ class Membership {
     Clock::time_point heard;
     bool left = false;
     bool left_to_suspend = false;
+    int link_mbps = 0;
   };
 
   // What a node says of the job when it registers.
@@ -200,6 +207,7 @@ class Membership {
     int protocol = 0;
     int workers = -1;  // -1: whatever the job has
     int servers = -1;
+    int link_mbps = 0;  // of a worker's network card; 0: not known
   };
   static std::string PackClaim(const Claim& claim);
   static bool ParseClaim(const std::string& text, Claim* claim);
@@ -264,6 +272,7 @@ class Membership {
   int expected_servers_ PS_GUARDED_BY(mu_) = 0;
   bool welcomed_ PS_GUARDED_BY(mu_) = false;
   bool left_acknowledged_ PS_GUARDED_BY(mu_) = false;
+  int link_mbps_ PS_GUARDED_BY(mu_) = 0;
   Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
   bool scheduler_closed_ PS_GUARDED_BY(mu_) = false;
   Clock::time_point scheduler_closed_at_ PS_GUARDED_BY(mu_);

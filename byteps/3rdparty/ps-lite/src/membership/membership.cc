@@ -19,6 +19,7 @@ namespace ps {
 
 using membership::Describe;
 using membership::Limit;
+using membership::ParseLink;
 using membership::RoleAndRank;
 using membership::ToDuration;
 
@@ -32,6 +33,8 @@ constexpr double kLastWordSeconds = 0.5;
 constexpr double kPeersWordSeconds = 1.5;
 // Of each role.  A job that claims to have more is not believed: the scheduler would count them.
 constexpr int kMaxNodes = 1 << 20;
+// Of nine digits, as messages have it.
+constexpr double kMostMbps = 999'999'999;
 // How long it may take the scheduler to fail the job once it is told of that.
 constexpr double kVerdictSeconds = 5.0;
 // How the LEAVE of a server begins that was told to end.
@@ -43,7 +46,7 @@ bool BeginsWith(const std::string& text, const std::string& prefix) {
   return text.compare(0, prefix.size(), prefix) == 0;
 }
 
-double Seconds(const char* name, double fallback) {
+double Number(const char* name, double fallback) {
   const char* text = Environment::Get()->find(name);
   return text == nullptr ? fallback : atof(text);
 }
@@ -57,14 +60,15 @@ double HeartbeatSeconds(double peer_timeout_s) {
 MembershipSettings MembershipSettings::FromEnvironment() {
   MembershipSettings settings;
   settings.is_scheduler = std::string(GetEnv("DMLC_ROLE", "")) == "scheduler";
-  settings.peer_timeout_s = Seconds("BYTEPS_PEER_TIMEOUT_S", settings.peer_timeout_s);
-  settings.start_timeout_s = Seconds("BYTEPS_START_TIMEOUT_S", settings.start_timeout_s);
+  settings.peer_timeout_s = Number("BYTEPS_PEER_TIMEOUT_S", settings.peer_timeout_s);
+  settings.start_timeout_s = Number("BYTEPS_START_TIMEOUT_S", settings.start_timeout_s);
   settings.workers = GetEnv("DMLC_NUM_WORKER", -1);
   settings.servers = GetEnv("DMLC_NUM_SERVER", -1);
   settings.rank = GetEnv("DMLC_WORKER_ID", -1);
   settings.rejoin = GetEnv("BYTEPS_REJOIN", 0) != 0;
+  settings.link_mbps = static_cast<int>(std::min(Number("BYTEPS_LINK_GBPS", 0) * 1000, kMostMbps));
   settings.keep = GetEnv("BYTEPS_KEEP", 0) != 0;
-  settings.keep_timeout_s = Seconds("BYTEPS_KEEP_TIMEOUT_S", settings.keep_timeout_s);
+  settings.keep_timeout_s = Number("BYTEPS_KEEP_TIMEOUT_S", settings.keep_timeout_s);
   return settings;
 }
 
@@ -90,15 +94,15 @@ void Membership::Stop() {
 std::string Membership::PackClaim(const Claim& claim) {
   std::ostringstream text;
   text << "protocol=" << claim.protocol << " workers=" << claim.workers
-       << " servers=" << claim.servers;
+       << " servers=" << claim.servers << " link=" << claim.link_mbps;
   return text.str();
 }
 
 bool Membership::ParseClaim(const std::string& text, Claim* claim) {
   // So many digits fit into an int, whatever comes.
-  const int found = sscanf(text.c_str(), "protocol=%9d workers=%9d servers=%9d", &claim->protocol,
-                           &claim->workers, &claim->servers);
-  return found == 3 && claim->workers <= kMaxNodes && claim->servers <= kMaxNodes;
+  const int found = sscanf(text.c_str(), "protocol=%9d workers=%9d servers=%9d link=%9d",
+                           &claim->protocol, &claim->workers, &claim->servers, &claim->link_mbps);
+  return found == 4 && claim->link_mbps >= 0 && claim->workers <= kMaxNodes && claim->servers <= kMaxNodes;
 }
 
 void Membership::Send(Control::Command command, int recver, const std::string& body,
@@ -165,6 +169,9 @@ void Membership::Join() {
     self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
     if (settings_.rejoin || (settings_.keep && self.role == Node::SERVER)) claim.workers = -1;
     if (settings_.rejoin) claim.servers = -1;
+    if (self.role == Node::WORKER) {
+      claim.link_mbps = settings_.link_mbps > 0 ? settings_.link_mbps : CardMbps(self.hostname);
+    }
     Send(Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
   }
   timer_ = std::thread(&Membership::TimerLoop, this);
@@ -453,8 +460,14 @@ void Membership::OnAdmission(const Message& msg) {
     MutexLock lock(&mu_);
     if (state_ != State::kJoining) return;
     state_ = State::kActive;
+    link_mbps_ = ParseLink(msg.meta.body);
   }
   cond_.NotifyAll();
+}
+
+int Membership::link_mbps() {
+  MutexLock lock(&mu_);
+  return link_mbps_;
 }
 
 void Membership::CheckScheduler(Clock::time_point now) {

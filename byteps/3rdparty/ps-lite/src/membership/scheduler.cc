@@ -1,5 +1,6 @@
 // The scheduler's part of the membership: who is admitted, lost, or has left.
 #include <algorithm>
+#include <climits>
 #include <utility>
 
 #include "./text.h"
@@ -13,6 +14,7 @@ namespace ps {
 using membership::Describe;
 using membership::kProtocol;
 using membership::Limit;
+using membership::PackLink;
 using membership::Plural;
 using membership::ToDuration;
 
@@ -85,7 +87,8 @@ void Membership::Register(const Message& msg) {
   if (msg.meta.control.node.size() != 1) return;
   Node node = msg.meta.control.node[0];
   Claim claim;
-  if (!ParseClaim(msg.meta.body, &claim)) claim.protocol = -1;
+  // Another protocol may say something else than this one.
+  if (!ParseClaim(msg.meta.body, &claim) && claim.protocol == kProtocol) claim.protocol = -1;
   std::string refusal;
   bool complete = false;
   bool later = false;
@@ -110,6 +113,7 @@ void Membership::Register(const Message& msg) {
       Peer peer;
       peer.node = node;
       peer.heard = Clock::now();
+      peer.link_mbps = claim.link_mbps;
       peers_[node.id] = peer;
       last_arrival_ = peer.heard;
       any_worker_ = any_worker_ || node.role == Node::WORKER;
@@ -150,16 +154,22 @@ void Membership::AdmitAll() {
   // Only workers connect to others, and only to servers: nobody else needs addresses.
   std::vector<Node> servers;
   std::vector<int> everyone;
+  int link_mbps = INT_MAX;
   {
     MutexLock lock(&mu_);
     for (const auto& entry : peers_) {
       everyone.push_back(entry.first);
-      if (entry.second.node.role == Node::SERVER) servers.push_back(entry.second.node);
+      if (entry.second.node.role == Node::SERVER) {
+        servers.push_back(entry.second.node);
+      } else {
+        link_mbps = std::min(link_mbps, entry.second.link_mbps);
+      }
     }
   }
+  const std::string link = PackLink(link_mbps);
   for (const int id : everyone) {
     const bool worker = id % 2 == Postoffice::WorkerRankToID(0) % 2;
-    Send(Control::ADD_NODE, id, "", worker ? servers : std::vector<Node>());
+    Send(Control::ADD_NODE, id, link, worker ? servers : std::vector<Node>());
   }
 }
 

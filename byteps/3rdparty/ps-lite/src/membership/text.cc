@@ -1,5 +1,6 @@
 #include "./text.h"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "../net_address.h"
@@ -24,6 +25,14 @@ std::string Limit(double seconds, const char* variable) {
 
 std::string Plural(int n, const char* noun) {
   return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
+}
+
+std::string PackLink(int mbps) { return "link=" + std::to_string(mbps); }
+
+int ParseLink(const std::string& text) {
+  int mbps = 0;
+  sscanf(text.c_str(), "link=%9d", &mbps);
+  return std::max(mbps, 0);
 }
 
 std::chrono::steady_clock::duration ToDuration(double seconds) {

@@ -10,7 +10,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 3;
+constexpr int kProtocol = 4;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // Ids of nodes that are refused: far from those that are admitted.
@@ -23,6 +23,11 @@ std::string Limit(double seconds, const char* variable);
 
 // "1 worker", "2 workers"
 std::string Plural(int n, const char* noun);
+
+// What the scheduler says of the slowest worker's link: "link=25000", in Mbit/s.
+std::string PackLink(int mbps);
+// 0 for anything else.
+int ParseLink(const std::string& text);
 
 // "worker 1", from a node id
 std::string RoleAndRank(int node_id);
