@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 from byteps.cost_model import Servers
 from megatron.core.distributed.dpu_reduce import table

@@ -99,8 +99,7 @@ void Operation::CountArrival() {
 bool Operation::AwaitEnd(std::chrono::nanoseconds limit) {
   const auto deadline = Clock::now() + limit;
   ps::MutexLock lock(&mu_);
-  if (!cond_.WaitUntil(&mu_, deadline,
-                       [this]() PS_REQUIRES(mu_) { return done_ || arrived_; })) {
+  if (!cond_.WaitUntil(&mu_, deadline, [this]() PS_REQUIRES(mu_) { return done_ || arrived_; })) {
     return false;
   }
   lock.Unlock();

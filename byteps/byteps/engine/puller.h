@@ -2,8 +2,8 @@
 //
 // Values of a tensor on the CPU are received straight into it, and the thread that received them
 // only counts; those of a tensor on a GPU are received into pinned memory, from which a pull loop
-// has them copied: the one that does so already, or else another.  What was received elsewhere, since the transport cannot do better or no
-// pinned memory was free, is copied by a pull loop.
+// has them copied: the one that does so already, or else another.  What was received elsewhere,
+// since the transport cannot do better or no pinned memory was free, is copied by a pull loop.
 #ifndef BYTEPS_ENGINE_PULLER_H_
 #define BYTEPS_ENGINE_PULLER_H_
 

@@ -102,7 +102,8 @@ bool Membership::ParseClaim(const std::string& text, Claim* claim) {
   // So many digits fit into an int, whatever comes.
   const int found = sscanf(text.c_str(), "protocol=%9d workers=%9d servers=%9d link=%9d",
                            &claim->protocol, &claim->workers, &claim->servers, &claim->link_mbps);
-  return found == 4 && claim->link_mbps >= 0 && claim->workers <= kMaxNodes && claim->servers <= kMaxNodes;
+  return found == 4 && claim->link_mbps >= 0 && claim->workers <= kMaxNodes &&
+         claim->servers <= kMaxNodes;
 }
 
 void Membership::Send(Control::Command command, int recver, const std::string& body,
