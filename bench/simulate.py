@@ -147,8 +147,7 @@ def scenario(options: argparse.Namespace, workers: int, servers: int) -> Scenari
         kinds = _split(kinds, options.stragglers[0], start=options.stragglers[1])
     if options.slow:
         kinds = _split(kinds, options.slow[0], rate=options.slow[1] * payload)
-    slowest = min(options.link, options.slow[1]) if options.slow else options.link
-    partition = options.partition or engine_partition(options.size, servers, link=slowest / 8)
+    partition = options.partition or engine_partition(options.size, servers)
     window = options.window
     if window is None:
         window = engine_window(partition, servers, rate)

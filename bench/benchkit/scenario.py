@@ -29,9 +29,12 @@ def engine_partition(
     *,
     link: float = 0.0,
 ) -> int:
-    """Bytes of the partitions into which the engine cuts a tensor: 64 for each server, or fewer
-    where a worker's link of ``link`` bytes a second is fast, whole pages, within
-    BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/engine/placement.h)."""
+    """Bytes of the partitions into which the engine cuts a tensor: 64 for each server, whole pages,
+    within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/engine/placement.h).
+
+    ``link``: bytes a second of a worker's link, where TCP carries the values; on a fast one they
+    are longer.
+    """
     if servers < 1:
         raise ValueError("there must be one server at least")
     least, most = _whole_pages(smallest), _whole_pages(largest)
@@ -151,8 +154,7 @@ class Scenario:
     @property
     def urgent_partition(self) -> int:
         """Bytes of the partitions of the urgent tensor, which is cut as the engine cuts it."""
-        link = min(group.rate for group in self.workers)
-        return engine_partition(self.urgent_size, self.servers, link=link)
+        return engine_partition(self.urgent_size, self.servers)
 
     @property
     def urgent_partitions(self) -> int:
@@ -187,5 +189,5 @@ def uniform(workers: int, servers: int, size: int, rate: float) -> Scenario:
         workers=(Workers(count=workers, rate=rate),),
         servers=servers,
         server_rate=rate,
-        partition=engine_partition(size, servers, link=rate),
+        partition=engine_partition(size, servers),
     )

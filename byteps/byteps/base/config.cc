@@ -69,8 +69,10 @@ std::vector<Variable> MakeTable() {
        "Where the ranks of a host sum first, a tensor is cut into at most 8 pieces, of which each "
        "rank pushes at least this much. The same on all workers."},
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
-       "Rate of the network card of a worker's host, each way, for the cost model. 0: that of the "
-       "interface, if it is a real one that tells."},
+       "Rate of the network card of a worker's host, each way: for the cost model, and for "
+       "partitions, which are longer on fast links. 0: what the card says that has the worker's "
+       "address, if it is a real one. The slowest worker's holds for all; where one is not known, "
+       "none is."},
       {"BYTEPS_SERVER_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of a server's network card, each way, for the cost model. 0: as BYTEPS_LINK_GBPS."},
       {"BYTEPS_MEASURE_LINKS", kBool, "", "1", 0, 1, "",
@@ -88,11 +90,10 @@ std::vector<Variable> MakeTable() {
        "Tensors are cut into partitions of at most this many bytes, rounded up to whole pages. The "
        "same on all workers."},
       {"BYTEPS_MIN_PARTITION_BYTES", kInt, "bytes", "131072", 1, 1073741824, "",
-       "A tensor is cut into 64 partitions a server, so that sums flow back early, but none "
-       "smaller "
-       "than this (and the last), rounded up to whole pages, or than BYTEPS_PARTITION_BYTES if "
-       "that "
-       "is less. The same on all workers."},
+       "A tensor is cut into 64 partitions a server, so that sums flow back early, or fewer where "
+       "links are known to be fast (BYTEPS_LINK_GBPS), but none smaller than this (and the last), "
+       "rounded up to whole pages, or than BYTEPS_PARTITION_BYTES if that is less. The same on all "
+       "workers."},
       {"BYTEPS_PUSH_THREAD", kInt, "threads", "4", 1, 64, "",
        "Push loops of a worker, which take partitions by priority, enqueue copies from the GPU and "
        "send, and as many pull loops, which copy sums that did not arrive in their place, and "

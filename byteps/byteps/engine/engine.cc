@@ -36,7 +36,8 @@ Engine::~Engine() { Stop(false, ""); }
 
 void Engine::Start() {
   context_.channel->Start(this);
-  context_.plan.SetLink(context_.channel->link_gbps());
+  // RDMA leaves nothing for the processors to do that partitions' length would change.
+  if (!context_.channel->RegistersMemory()) context_.plan.SetLink(context_.channel->link_gbps());
   for (long i = 0; i < loops_; ++i) {
     const std::string number = std::to_string(i);
     const int push = context_.trace->AddTrack("push loop " + number);

@@ -46,6 +46,7 @@ class Engine : public ChannelUser {
   bool failed() { return context_.operations.failed(); }
   bool RegistersMemory() const { return context_.channel->RegistersMemory(); }
   const Plan& plan() const { return context_.plan; }
+  double link_gbps() const { return context_.channel->link_gbps(); }
   WorkerGauges Gauges();
 
   void OnMessage(ps::Message* msg) override;

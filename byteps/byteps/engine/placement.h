@@ -31,9 +31,9 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 // than the given limits.  No more than kMaxPartitions, if the greatest size allows it.
 // Limits are whole pages, and so is the result.
 //
-// On fast links they are longer.  The processors take some time for each partition,
-// of which kPartitionSeconds are not hidden behind the links; and links idle for as long as they
-// carry one.  Of n bytes a server the sum of both is least with partitions of
+// On fast links they are longer.  Processors take some time for each partition, of which
+// kPartitionSeconds are not hidden behind the links; and links idle for as long as they carry one.
+// Of n bytes a server the sum of both is least with partitions of
 // sqrt(n * rate * kPartitionSeconds) bytes.  `link_bytes_per_s`: of a worker; 0: not known.
 constexpr uint64_t kPartitionsPerServer = 64;
 constexpr double kPartitionSeconds = 2e-6;

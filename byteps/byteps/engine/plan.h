@@ -34,9 +34,9 @@ class Plan {
  public:
   Plan(const Config& config, const Launch& launch, int num_servers);
 
-  // Gbit/s each way of the slowest worker's network card, the same on all workers; 0: not known.
+  // Gbit/s each way of the slowest worker's network card, to which processors copy; the same on all
+  // workers.  0: not known.
   void SetLink(double gbps) { link_bytes_per_s_ = gbps * 1e9 / 8; }
-  double link_gbps() const { return link_bytes_per_s_ * 8 / 1e9; }
 
   int num_servers() const { return num_servers_; }
   const Launch& launch() const { return launch_; }
