@@ -32,6 +32,8 @@ class OperationTrace {
              TraceArrow arrow);
   // A copy begins, of which CopySlice will tell.
   void BeginCopy(const Operation& operation) { Expect(operation); }
+  // It is not made after all.
+  void DropCopy(const Operation& operation) { Told(operation); }
   // A copy of one of the GPU's two directions, done now.  It began when it was enqueued, or when
   // the one before it was done.
   void CopySlice(const Operation& operation, uint64_t index, bool to_host, int64_t enqueued);

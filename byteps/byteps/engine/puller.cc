@@ -108,7 +108,7 @@ void Puller::OnSum(ps::Message* msg, Request request) {
     arrived.request.block.reset();
   }
   if (bytes <= kFew || (landed && !on_gpu)) return Handle(&arrived, receive_track_);
-  if (landed && LeaveCopy(&arrived)) return;
+  if (landed && LeaveCopy(arrived.request)) return;
   queue_->Push(std::move(arrived));
 }
 
@@ -127,7 +127,6 @@ void Puller::Loop(int track) {
 
 void Puller::Handle(Arrived* arrived, int track) {
   const Request& request = arrived->request;
-  if (arrived->copy) return QueueOf(request)->Add(std::move(*arrived->copy));
   PartitionTimes* const times = request.times();
   if (times != nullptr && times->pulling == 0) times->pulling = SteadyNs();
   if (request.operation->output_on_gpu() && (request.block || !arrived->values.empty())) {
@@ -183,11 +182,15 @@ void Puller::MoveToDevice(Arrived* arrived, int track) {
   QueueOf(request)->Add(CopyOf(request, track));
 }
 
-bool Puller::LeaveCopy(Arrived* arrived) {
-  const Request& request = arrived->request;
-  if (!request.operation->BeginWriting()) return true;  // it failed meanwhile
-  arrived->copy = CopyOf(request, receive_track_);
-  return QueueOf(request)->Leave(&*arrived->copy);
+bool Puller::LeaveCopy(const Request& request) {
+  Operation& operation = *request.operation;
+  if (!operation.BeginWriting()) return true;  // it failed meanwhile
+  CopyQueue::Entry copy = CopyOf(request, receive_track_);
+  if (QueueOf(request)->Leave(&copy)) return true;
+  context_->trace->DropCopy(operation);
+  if (PartitionTimes* times = request.times()) times->pulling = 0;
+  operation.EndWriting();
+  return false;
 }
 
 CopyQueue* Puller::QueueOf(const Request& request) {

@@ -8,7 +8,6 @@
 #define BYTEPS_ENGINE_PULLER_H_
 
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "byteps/base/blocking_queue.h"
@@ -35,8 +34,7 @@ class Puller {
  private:
   struct Arrived {
     Request request;
-    ps::SArray<char> values;               // empty when they are in request.block
-    std::optional<CopyQueue::Entry> copy;  // to the GPU, which nobody has given to it
+    ps::SArray<char> values;  // empty when they are in request.block
   };
   using Queue = BlockingQueue<Arrived>;
 
@@ -53,7 +51,7 @@ class Puller {
   void MoveToDevice(Arrived* arrived, int track);
   // Leaves the copy of what landed in pinned memory to whoever gives copies to the GPU now.  False:
   // a pull loop has to.
-  bool LeaveCopy(Arrived* arrived);
+  bool LeaveCopy(const Request& request);
   CopyQueue::Entry CopyOf(const Request& request, int track);
   CopyQueue* QueueOf(const Request& request);
   // That a copy to the GPU has been enqueued.
