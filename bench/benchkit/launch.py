@@ -172,7 +172,7 @@ def start_workers(
 
 
 def _told_of_links(plan: Plan) -> dict[str, str]:
-    """What the network cards of hosts would tell: those of emulated ones make up their rate."""
+    """The rate of emulated links, which hosts cannot find: virtual cards make theirs up."""
     bits = plan.topology.link_bits
     return {"BYTEPS_LINK_GBPS": f"{bits / 1e9:g}"} if bits else {}
 

@@ -70,9 +70,9 @@ std::vector<Variable> MakeTable() {
        "rank pushes at least this much. The same on all workers."},
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of the network card of a worker's host, each way: for the cost model, and for "
-       "partitions, which are longer on fast links. 0: what the card says that has the worker's "
-       "address, if it is a real one. The slowest worker's holds for all; where one is not known, "
-       "none is."},
+       "partitions, which are longer on fast links. 0: what the card with the worker's address "
+       "says, if it is a real one. All workers use the slowest one's rate, or none where one of "
+       "them is not known."},
       {"BYTEPS_SERVER_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of a server's network card, each way, for the cost model. 0: as BYTEPS_LINK_GBPS."},
       {"BYTEPS_MEASURE_LINKS", kBool, "", "1", 0, 1, "",

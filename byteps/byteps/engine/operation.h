@@ -102,8 +102,8 @@ class Operation {
   bool is_done();
   // Whether it failed, and why; of one that is done.
   std::string error();
-  // A sum is there, but on its way to the GPU.  Behind the last one, who waits for the end wakes,
-  // and stays awake while that is copied: waking takes as long.
+  // The sum of a partition has come, and is on its way to the GPU.  The last one wakes whoever
+  // waits for the end, who stays awake while it is copied: waking takes as long as that copy.
   void CountArrival();
   // One of its partitions is through.  True for the last one: the operation has to be ended.
   bool CountPartition() { return partitions_left_.fetch_sub(1) == 1; }

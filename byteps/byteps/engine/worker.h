@@ -64,8 +64,9 @@ class Worker {
 
   std::pair<uint64_t, double> Speed() { return speed_.Get(); }
 
-  // Bytes of the partitions into which a tensor of `bytes` bytes is cut.
   double LinkGbps() { return Started()->link_gbps(); }
+
+  // Bytes of the partitions into which a tensor of `bytes` bytes is cut.
   uint32_t PartitionBytes(uint64_t bytes, uint64_t piece_of) {
     return Started()->plan().PartitionBytes(bytes, piece_of);
   }

@@ -34,7 +34,6 @@ struct Script {
   std::string refusal;     // of every declaration
   std::string failure;     // of every push
   bool drops_declarations = false;
-  double link_gbps = 0;
 };
 
 class FakeChannel : public Channel {
@@ -48,7 +47,7 @@ class FakeChannel : public Channel {
   bool Send(ps::Message* message) override;
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override { return false; }
-  double link_gbps() const override { return script_.link_gbps; }
+  double link_gbps() const override { return 0; }
   int rank() const override { return 0; }
   std::string NameOfServer(int rank) override { return "server " + std::to_string(rank); }
   std::string NameOfWorker(int rank) override { return "worker " + std::to_string(rank); }

@@ -87,9 +87,9 @@ struct MembershipSettings {
   // Scheduler: outlives failures, and takes as many workers as the first one of each incarnation
   // says.  Server: takes any number of workers.
   bool keep = false;
-  int link_mbps = 0;  // of a worker's network card; 0: what the card says
   // Such a scheduler gives up when no worker comes for so long after a failure; 0: never.
   double keep_timeout_s = 1800;
+  int link_mbps = 0;  // of a worker's network card; 0: what the card says
 
   // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
   // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP and
