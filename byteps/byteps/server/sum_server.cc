@@ -17,6 +17,9 @@ namespace {
 
 // A worker that is further ahead than this has lost count.
 constexpr uint32_t kMaxRoundsAhead = 4096;
+// To wake an engine thread takes longer than to add as many bytes.
+constexpr size_t kServedHere = 64 << 10;
+constexpr auto kNever = std::chrono::steady_clock::time_point::max();
 
 // Of a request that HasForm().
 PushHeader HeaderOf(const ps::Message& msg) {
@@ -110,41 +113,73 @@ void Server::Answer(const Caller& caller, uint64_t key, const std::string& error
   channel_->Send(&msg);
 }
 
+void Server::Queue(Engine* engine, Task task) {
+  ++engine->waiting;
+  engine->queue.Push(std::move(task));
+}
+
 void Server::Run(Engine* engine) {
   Task task;
   while (true) {
+    Clock::time_point look;
+    {
+      ps::MutexLock lock(&engine->mu);
+      // By the clock: there may be no moment without work.
+      FailLateRounds(engine);
+      look = engine->open.empty() ? kNever : std::get<0>(engine->open.begin()->first);
+      engine->looks_at = look;
+    }
     bool timed_out = false;
-    // By the clock: there may be no moment without work.
-    FailLateRounds(engine);
-    // Nothing can be late while no round is open: sleep until there is work.
-    const bool got =
-        engine->open.empty()
-            ? engine->queue.Pop(&task)
-            : engine->queue.PopFor(&task, std::get<0>(engine->open.begin()->first) - Clock::now(),
-                                   &timed_out);
+    const bool got = look == kNever ? engine->queue.Pop(&task)
+                                    : engine->queue.PopFor(&task, look - Clock::now(), &timed_out);
     if (!got) {
       if (!timed_out) return;
       continue;
     }
-    switch (task.kind) {
-      case Task::kRequest:
-        Serve(engine, &task);
-        break;
-      case Task::kGone:
-        engine->gone[task.rank] = task.reason;
-        FailRoundsWithout(engine, task.rank, task.reason);
-        break;
-      case Task::kRefuse:
-        for (Partition* partition : engine->partitions) {
-          if (partition->tensor != task.tensor) continue;
-          for (auto& round : partition->rounds) {
-            if (!round.done) FailRound(engine, partition, &round, task.reason);
-          }
-          DropDoneRounds(partition);
-        }
-        break;
+    {
+      ps::MutexLock lock(&engine->mu);
+      Do(engine, &task);
     }
+    --engine->waiting;
     task = Task();
+  }
+}
+
+bool Server::ServeHere(Engine* engine, Task* task) {
+  const Partition& partition = *task->partition;
+  if (partition.tensor->declaration.PartitionSize(partition.index) > kServedHere) return false;
+  if (engine->waiting > 0 || !engine->mu.TryLock()) return false;
+  Do(engine, task);
+  const bool early =
+      !engine->open.empty() && std::get<0>(engine->open.begin()->first) < engine->looks_at;
+  if (early) engine->looks_at = std::get<0>(engine->open.begin()->first);
+  engine->mu.Unlock();
+  if (early) {
+    Task look;
+    look.kind = Task::kLook;
+    Queue(engine, std::move(look));
+  }
+  return true;
+}
+
+void Server::Do(Engine* engine, Task* task) noexcept {
+  switch (task->kind) {
+    case Task::kRequest:
+      return Serve(engine, task);
+    case Task::kGone:
+      engine->gone[task->rank] = task->reason;
+      return FailRoundsWithout(engine, task->rank, task->reason);
+    case Task::kRefuse:
+      for (Partition* partition : engine->partitions) {
+        if (partition->tensor != task->tensor) continue;
+        for (auto& round : partition->rounds) {
+          if (!round.done) FailRound(engine, partition, &round, task->reason);
+        }
+        DropDoneRounds(partition);
+      }
+      return;
+    case Task::kLook:
+      return;
   }
 }
 

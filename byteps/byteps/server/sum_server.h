@@ -1,11 +1,11 @@
 // The server: adds what the workers push and answers with the sums.
 //
-// The channel's threads check each request and hand it to the engine thread that
-// owns the partition.  An engine thread owns its partitions alone, so no lock is
-// held while it adds.  Pushes are added from where they were received, and the sum
-// is sent to all from where one of them was received.  Where there are more than two
-// of a half type or of fp32, they meet in a wider accumulator and are rounded once
-// (reducer.h).
+// The channel's threads check each request.  Each partition belongs to an engine, which serves one
+// request at a time: in its thread or, if the partition is small and nothing waits for the engine,
+// in the channel's thread that has the request, since to wake another takes longer.  Pushes are
+// added from where they were received, and the sum is sent to all from where one of them was
+// received.  Where there are more than two of a half type or of fp32, they meet in a wider
+// accumulator and are rounded once (reducer.h).
 //
 // Rounds.  A worker numbers its pushes of a tensor.  A round is complete when every
 // member of the tensor's group has pushed it; rounds never mix, however far one
@@ -93,7 +93,7 @@ class Server {
     int op;  // that it asked by
     uint32_t offset = 0;
     uint32_t bytes = 0;
-    // When its push came, an engine thread took it, and it was added, in SteadyNs.
+    // When its push came, its engine took it, and it was added, in SteadyNs.
     int64_t received = 0;
     int64_t taken = 0;
     int64_t added = 0;
@@ -135,14 +135,14 @@ class Server {
     uint64_t key = 0;
     uint64_t index = 0;
     size_t engine = 0;
-    // Of its engine thread:
+    // Guarded by its engine's mu:
     std::unique_ptr<PartitionState> state;  // null of a tensor that is summed, and no more
     uint32_t first_round = 0;
     std::deque<Round> rounds;
   };
 
   struct Task {
-    enum Kind { kRequest, kGone, kRefuse } kind = kRequest;
+    enum Kind { kRequest, kGone, kRefuse, kLook } kind = kRequest;
     Partition* partition = nullptr;
     ps::Message msg;                 // kRequest
     int64_t received = 0;            // kRequest: when, in SteadyNs
@@ -156,13 +156,18 @@ class Server {
 
   struct Engine {
     BlockingQueue<Task> queue;
-    std::vector<Partition*> partitions;
-    std::map<Deadline, Partition*> open;  // the rounds that are not done
-    std::map<int, std::string> gone;      // rank -> why
-    std::atomic<size_t> open_rounds{0};   // how many these are
-    Scratch scratch;
-    int track = 0;  // of the timeline
+    // Tasks that were queued and not done yet.
+    std::atomic<size_t> waiting{0};
+    std::atomic<size_t> open_rounds{0};  // how many are in `open`
+    int track = 0;                       // of the timeline
     std::thread thread;
+    ps::Mutex mu;  // held by who serves
+    std::vector<Partition*> partitions PS_GUARDED_BY(mu);
+    std::map<Deadline, Partition*> open PS_GUARDED_BY(mu);  // the rounds that are not done
+    std::map<int, std::string> gone PS_GUARDED_BY(mu);      // rank -> why
+    Scratch scratch PS_GUARDED_BY(mu);
+    // When the thread looks what is late, if nothing is queued before.
+    Clock::time_point looks_at PS_GUARDED_BY(mu);
   };
 
   // The channel's threads (sum_server_requests.cc).
@@ -179,18 +184,28 @@ class Server {
                               uint64_t index);
   Partition* FindOrMake(const Tensor& tensor, uint64_t key) PS_REQUIRES(mu_);
   void Refuse(const ps::Message& request, const std::string& error);
+  // For the engine's thread.
+  static void Queue(Engine* engine, Task task);
 
   // Engine threads.
   void Run(Engine* engine);
-  void Serve(Engine* engine, Task* task);
-  void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received);
+  // Who serves: engine threads, and the channel's.
+  //
+  // Serves a request at once, if it is small and nothing waits for its engine.
+  bool ServeHere(Engine* engine, Task* task);
+  void Do(Engine* engine, Task* task) noexcept PS_REQUIRES(engine->mu);
+  void Serve(Engine* engine, Task* task) PS_REQUIRES(engine->mu);
+  void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received)
+      PS_REQUIRES(engine->mu);
   // The round of a push of this worker, if it may be added; null: it was refused.
-  Round* Admit(Engine* engine, Partition* partition, const ps::Message& msg, int rank);
+  Round* Admit(Engine* engine, Partition* partition, const ps::Message& msg, int rank)
+      PS_REQUIRES(engine->mu);
   // Fails a round that lacks the push of a worker that is gone.
-  void FailWithoutThoseGone(Engine* engine, Partition* partition, Round* round);
+  void FailWithoutThoseGone(Engine* engine, Partition* partition, Round* round)
+      PS_REQUIRES(engine->mu);
   // Adds a member's push now, or in the order of ranks once it is its turn.
   void AddInTurn(Engine* engine, const Declaration& declaration, Round* round, int member,
-                 ps::SArray<char> values);
+                 ps::SArray<char> values) PS_REQUIRES(engine->mu);
   void Pull(Partition* partition, const ps::Message& msg, int64_t received);
   // The member's round, if it may be told of it now; null: it was refused.
   Round* FindPushed(Partition* partition, const ps::Message& msg, const Caller& caller);
@@ -202,7 +217,8 @@ class Server {
   std::string Settle(Partition* partition, const ps::Message& msg, uint32_t number);
   // The member of `rank` has begun the round of this number: what it has left open of those before
   // failed there, and it will neither push nor ask again.
-  void GiveUpBefore(Engine* engine, Partition* partition, int rank, uint32_t number);
+  void GiveUpBefore(Engine* engine, Partition* partition, int rank, uint32_t number)
+      PS_REQUIRES(engine->mu);
   // How this member wants another step than the first one does, or "".
   static std::string Agree(const Declaration& declaration, int rank, int op,
                            const std::string& step, Round* round);
@@ -217,21 +233,25 @@ class Server {
   // The caller and what it wants, from a request's header.
   static Caller CallerOf(const ps::Message& msg, int64_t received);
   // The round, made if it is new; null if it is out of reach.
-  Round* FindRound(Engine* engine, Partition* partition, const PushHeader& header);
+  Round* FindRound(Engine* engine, Partition* partition, const PushHeader& header)
+      PS_REQUIRES(engine->mu);
   // Adds the next push; after the last one, round->sum is what is answered.
   void Accumulate(Engine* engine, const Declaration& declaration, Round* round,
-                  ps::SArray<char> values);
+                  ps::SArray<char> values) PS_REQUIRES(engine->mu);
   bool AddsWide(DType t) const;
-  void Finish(Engine* engine, Partition* partition, Round* round);
+  void Finish(Engine* engine, Partition* partition, Round* round) PS_REQUIRES(engine->mu);
   static Deadline DeadlineOf(const Partition& partition, const Round& round);
   // A round that is done, once its callers were answered: nothing waits for it any more.
-  static void Close(Engine* engine, const Partition& partition, const Round& round);
+  static void Close(Engine* engine, const Partition& partition, const Round& round)
+      PS_REQUIRES(engine->mu);
   // Sends the sum to those who wait for it; gives it up once every member has it.
   void Deliver(Partition* partition, Round* round);
-  void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason);
+  void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason)
+      PS_REQUIRES(engine->mu);
   void DropDoneRounds(Partition* partition);
-  void FailRoundsWithout(Engine* engine, int rank, const std::string& reason);
-  void FailLateRounds(Engine* engine);
+  void FailRoundsWithout(Engine* engine, int rank, const std::string& reason)
+      PS_REQUIRES(engine->mu);
+  void FailLateRounds(Engine* engine) PS_REQUIRES(engine->mu);
   static TracedPartition Traced(const Partition& partition, const Round& round,
                                 const Caller& caller);
   // Tells the timeline of a round's pushes, which were answered now or never.
@@ -252,7 +272,7 @@ class Server {
   ps::SharedMutex mu_;
   StateMemory state_memory_ PS_GUARDED_BY(mu_);
   // What they point to stays.  A tensor changes with mu_ held alone, a partition
-  // in its engine thread.
+  // with its engine's mu.
   std::unordered_map<uint64_t, std::unique_ptr<Tensor>> tensors_ PS_GUARDED_BY(mu_);  // by key
   std::unordered_map<uint64_t, std::unique_ptr<Partition>> partitions_ PS_GUARDED_BY(mu_);
   size_t next_engine_ PS_GUARDED_BY(mu_) = 0;

@@ -91,7 +91,7 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
       task.kind = Task::kRefuse;
       task.tensor = tensor.get();
       task.reason = tensor->refusal;
-      engine->queue.Push(std::move(task));
+      Queue(engine.get(), std::move(task));
     }
   }
   return tensor->refusal;
@@ -157,7 +157,8 @@ void Server::OnRequest(ps::Message* msg) {
     counters_.received_partitions.Add();
     counters_.received_bytes.Add(task.msg.data[0].size());
   }
-  engines_[task.partition->engine]->queue.Push(std::move(task));
+  Engine* const engine = engines_[task.partition->engine].get();
+  if (!ServeHere(engine, &task)) Queue(engine, std::move(task));
 }
 
 Server::Partition* Server::FindOrMake(const Tensor& tensor, uint64_t key) {
@@ -181,7 +182,7 @@ void Server::OnWorkerGone(int rank, const std::string& reason) {
     task.kind = Task::kGone;
     task.rank = rank;
     task.reason = reason;
-    engine->queue.Push(std::move(task));
+    Queue(engine.get(), std::move(task));
   }
 }
 

@@ -31,10 +31,11 @@ class Answers : public ServerChannel {
     uint64_t number;
     std::string error;
     std::vector<float> values;
+    std::thread::id sent_by;
   };
 
   bool Send(ps::Message* message) override {
-    Answer answer{message->meta.addr, message->meta.body, {}};
+    Answer answer{message->meta.addr, message->meta.body, {}, std::this_thread::get_id()};
     for (const auto& value : message->data) {
       answer.values.resize(value.size() / sizeof(float));
       memcpy(answer.values.data(), value.data(), value.size());
@@ -68,12 +69,13 @@ class ServerTest : public testing::Test {
     declaration_.bytes = 8 * kPartitionBytes;
     declaration_.partition_bytes = kPartitionBytes;
     declaration_.group = {0, 1};
-    for (int rank : {0, 1}) {
-      Tell(
-          MakeRequest(kDeclare, 8, declaration_.Key(), ++number_, PackDeclarations({declaration_})),
-          rank);
-    }
+    for (int rank : {0, 1}) Declare(rank);
     answers_.Await(2);
+  }
+
+  void Declare(int rank) {
+    Tell(MakeRequest(kDeclare, 8, declaration_.Key(), ++number_, PackDeclarations({declaration_})),
+         rank);
   }
 
   // Returns the number of the request.
@@ -81,13 +83,13 @@ class ServerTest : public testing::Test {
     PushHeader header;
     header.round = round;
     header.timeout_ms = timeout_ms;
-    header.pull_bytes = kPartitionBytes;
+    header.pull_bytes = declaration_.partition_bytes;
     ps::Message push =
         MakeRequest(kPushPull, 8, declaration_.Key() + index, ++number_, header.Pack());
     ps::SArray<char> values;
-    values.resize(kPartitionBytes);
+    values.resize(declaration_.partition_bytes);
     const float value = static_cast<float>(1 + rank + 10 * index);
-    for (size_t at = 0; at < kPartitionBytes; at += sizeof(value)) {
+    for (size_t at = 0; at < values.size(); at += sizeof(value)) {
       memcpy(values.data() + at, &value, sizeof(value));
     }
     AddValues(&push, values);
@@ -115,6 +117,36 @@ class ServerTest : public testing::Test {
   Declaration declaration_;
   uint64_t number_ = 0;
 };
+
+// Of a small partition, whoever brings the last push finds its engine idle and sends the sum.
+TEST_F(ServerTest, SmallSumsAreSentByWhoBringsThem) {
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  size_t answers = 2;
+  for (uint32_t round = 0;; ++round) {
+    Push(0, 0, round, kLong);
+    Push(1, 0, round, kLong);
+    const auto all = answers_.Await(answers += 2);
+    ASSERT_EQ(all.size(), answers);
+    EXPECT_EQ(all.back().values, std::vector<float>(4, 3));
+    if (all.back().sent_by == std::this_thread::get_id()) return;
+    // Its engine has just been told of an earlier deadline.
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+  }
+}
+
+// Who receives goes on receiving.
+TEST_F(ServerTest, LargeSumsAreSentByAnEngineThread) {
+  declaration_.name = "large";
+  declaration_.bytes = declaration_.partition_bytes = 128 << 10;
+  for (int rank : {0, 1}) Declare(rank);
+  for (uint32_t round = 0; round < 50; ++round) {
+    Push(0, 0, round, kLong);
+    Push(1, 0, round, kLong);
+    const auto all = answers_.Await(6 + 2 * round);
+    ASSERT_EQ(all.size(), 6 + 2 * round);
+    EXPECT_NE(all.back().sent_by, std::this_thread::get_id());
+  }
+}
 
 // Each by its own deadline, whatever came first, and nobody else's round with it.
 TEST_F(ServerTest, LateRoundsFailAlone) {
