@@ -90,8 +90,8 @@ void Operation::End(const std::string& error, DeviceMoment moment) {
 void Operation::CountArrival() {
   if (arrivals_left_.fetch_sub(1) != 1) return;
   {
+    // Who has looked in vain has the lock until it sleeps.
     ps::MutexLock lock(&mu_);
-    arrived_ = true;
   }
   cond_.NotifyAll();
 }
@@ -99,7 +99,7 @@ void Operation::CountArrival() {
 bool Operation::AwaitEnd(std::chrono::nanoseconds limit) {
   const auto deadline = Clock::now() + limit;
   ps::MutexLock lock(&mu_);
-  if (!cond_.WaitUntil(&mu_, deadline, [this]() PS_REQUIRES(mu_) { return done_ || arrived_; })) {
+  if (!cond_.WaitUntil(&mu_, deadline, [this] { return done_ || arrivals_left_ == 0; })) {
     return false;
   }
   lock.Unlock();

@@ -136,8 +136,7 @@ class Operation {
   std::atomic<bool> claimed_{false};
 
   ps::Mutex mu_;
-  ps::CondVar cond_;  // it ended, or all sums have come
-  bool arrived_ PS_GUARDED_BY(mu_) = false;
+  ps::CondVar cond_;               // it ended, or all sums have come
   ps::CondVar written_;            // after that, nobody writes any more
   std::atomic<bool> done_{false};  // set with mu_ held
   std::string error_ PS_GUARDED_BY(mu_);
