@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster, cpu_seconds
+from cluster import END_S, Cluster, cpu_seconds, wait_for_file
+from sockets import connections_of
 
 IDLE_S = 2.0
 IDLE_LIMIT = 0.10  # of a core; upstream's polling loops burn whole cores
@@ -75,6 +76,29 @@ def test_idle_processes_use_little_cpu(make_cluster: Callable[..., Cluster]) -> 
     cluster.go("on")
     cluster.finish()
     assert max(used.values()) < IDLE_LIMIT, f"of a core, while idle: {used}"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "connections"),
+    [
+        (1, {"BYTEPS_IO_THREADS": "4"}, 4),
+        (1, {"BYTEPS_IO_THREADS": "2"}, 2),
+        (2, {"BYTEPS_IO_THREADS": "4"}, 3),
+        (1, {"BYTEPS_IO_THREADS": "4", "BYTEPS_TCP_CONNECTIONS": "1"}, 1),
+    ],
+)
+def test_connections(
+    make_cluster: Callable[..., Cluster], nodes: int, settings: dict[str, str], connections: int
+) -> None:
+    """As many as the link wants, which is a fast one inside a host, and as there are threads."""
+    cluster = make_cluster(workers=nodes, servers=nodes, env=settings)
+    cluster.start("lifecycle:idle")
+    cluster.wait_mark("idle", range(nodes))
+    made = connections_of(cluster.workers["worker 0"].pid)
+    port = int(wait_for_file(cluster.folder / "server 0.port", END_S).split()[1])
+    cluster.go("on")
+    cluster.finish()
+    assert len([one for one in made if one.remote == port]) == connections
 
 
 def test_speed_and_config(make_cluster: Callable[..., Cluster]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 SUITES = (
     "CardMbps",
+    "ConnectionsFor",
     "CopyQueue",
     "DeclarationList",
     "Declarations",
@@ -17,6 +18,7 @@ SUITES = (
     "Engine",
     "Failure",
     "Gpu",
+    "IsLoopback",
     "JsonText",
     "LinkOutage",
     "LinkPatience",

@@ -69,10 +69,11 @@ std::vector<Variable> MakeTable() {
        "Where the ranks of a host sum first, a tensor is cut into at most 8 pieces, of which each "
        "rank pushes at least this much. The same on all workers."},
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
-       "Rate of the network card of a worker's host, each way: for the cost model, and for "
-       "partitions, which are longer on fast links. 0: what the card with the worker's address "
-       "says, if it is a real one. All workers use the slowest one's rate, or none where one of "
-       "them is not known."},
+       "Rate of the network card of a worker's host, each way: for the cost model, for partitions, "
+       "which are longer on fast links, and for BYTEPS_TCP_CONNECTIONS. 0: what the card with the "
+       "worker's address says, if it is a real one. All workers use the slowest one's rate, or "
+       "none "
+       "where one of them is not known."},
       {"BYTEPS_SERVER_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of a server's network card, each way, for the cost model. 0: as BYTEPS_LINK_GBPS."},
       {"BYTEPS_MEASURE_LINKS", kBool, "", "1", 0, 1, "",
@@ -175,8 +176,10 @@ std::vector<Variable> MakeTable() {
        "Threads of each process that move bytes over TCP. 0: a quarter of the processors that each "
        "worker of the host has, at most 8."},
       {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
-       "TCP connections between a worker and each server. 0: one, but with fewer than four servers "
-       "8 over all of them, and to each at most BYTEPS_IO_THREADS."},
+       "TCP connections between a worker and each server. 0: one for each 10 Gbit/s that the "
+       "worker "
+       "exchanges with the server where the network card is the limit (BYTEPS_LINK_GBPS; 40 where "
+       "its rate is not known, 100 inside a host), at most BYTEPS_IO_THREADS."},
       {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
        "Memory for values received over TCP that a process keeps for reuse while nobody uses it."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",

@@ -13,6 +13,7 @@
 #include "../../3rdparty/ps-lite/src/net_address.h"
 #include "../../3rdparty/ps-lite/src/rdma/sent_messages.h"
 #include "../../3rdparty/ps-lite/src/rdma/wire.h"
+#include "../../3rdparty/ps-lite/src/tcp/van.h"
 #include "ps/internal/message.h"
 
 namespace ps {
@@ -57,6 +58,30 @@ TEST(CardMbps, WhatIsNoSpeedIsNotKnown) {
     card.SaySpeed(speed);
     EXPECT_EQ(card.Mbps(), 0) << speed;
   }
+}
+
+TEST(IsLoopback, AddressesOfThisHostAlone) {
+  for (const char* host : {"127.0.0.1", "127.255.0.3", "::1", "localhost"}) {
+    EXPECT_TRUE(IsLoopback(host)) << host;
+  }
+  for (const char* host : {"128.0.0.1", "10.0.0.127", "fe80::1", "127.example.org", ""}) {
+    EXPECT_FALSE(IsLoopback(host)) << host;
+  }
+}
+
+TEST(ConnectionsFor, AsManyAsTheLinkWants) {
+  EXPECT_EQ(tcp::ConnectionsFor(10, 1, 8), 1);
+  EXPECT_EQ(tcp::ConnectionsFor(10.1, 1, 8), 2);
+  EXPECT_EQ(tcp::ConnectionsFor(25, 2, 8), 2);
+  EXPECT_EQ(tcp::ConnectionsFor(25, 4, 8), 1);
+  EXPECT_EQ(tcp::ConnectionsFor(100, 4, 8), 3);
+  EXPECT_EQ(tcp::ConnectionsFor(100, 1000, 8), 1);
+}
+
+TEST(ConnectionsFor, NoneWaitsForTheThreadOfAnother) {
+  EXPECT_EQ(tcp::ConnectionsFor(400, 1, 8), 8);
+  EXPECT_EQ(tcp::ConnectionsFor(100, 1, 1), 1);
+  EXPECT_EQ(tcp::ConnectionsFor(1e6, 1, 3), 3);
 }
 
 TEST(Membership, ALinkIsToldAsItIs) {

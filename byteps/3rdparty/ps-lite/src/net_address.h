@@ -26,6 +26,9 @@ std::string NumericAddress(const std::string& host);
 // `sysfs`: where the kernel tells of interfaces.
 int CardMbps(const std::string& address, const std::string& sysfs = "/sys/class/net");
 
+// Whether what is sent to `host`, an address or "localhost", stays on this host.
+bool IsLoopback(const std::string& host);
+
 // "host:port", with brackets around an IPv6 address.
 std::string JoinHostPort(const std::string& host, int port);
 

@@ -451,6 +451,11 @@ void Membership::TimerLoop() {
 // ------------------------------------------------------------- other nodes
 
 void Membership::OnAdmission(const Message& msg) {
+  {
+    // It says how many connections a link wants.
+    MutexLock lock(&mu_);
+    link_mbps_ = ParseLink(msg.meta.body);
+  }
   for (const auto& node : msg.meta.control.node) {
     if (node.role == Node::SCHEDULER) continue;
     links_->Connect(node);
@@ -461,7 +466,6 @@ void Membership::OnAdmission(const Message& msg) {
     MutexLock lock(&mu_);
     if (state_ != State::kJoining) return;
     state_ = State::kActive;
-    link_mbps_ = ParseLink(msg.meta.body);
   }
   cond_.NotifyAll();
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <thread>
 #include <utility>
@@ -33,7 +34,12 @@ constexpr auto kGreetersTime = std::chrono::milliseconds(200);
 constexpr int kMaxConnections = 64;
 // One thread moves some gigabytes a second; more than this many find nothing left to do.
 constexpr int kMaxThreads = 8;
-constexpr int kManyServers = 4;
+// A connection carries some 16 Gbit/s each way at once.  More connections than the link needs share
+// it less evenly, and what is late holds up a sum.
+constexpr double kConnectionGbps = 10;
+// A link that nobody has told of, and one inside a host.
+constexpr double kUnknownGbps = 40;
+constexpr double kLoopbackGbps = 100;
 // Room for so many where the next incarnation of the job may bring any number of workers.
 constexpr size_t kAnyNumberOfPeers = 1 << 16;
 
@@ -53,19 +59,13 @@ int Processors() {
   return CPU_COUNT(&set);
 }
 
-// A quarter of the processors that each of this host's workers has: the others belong to
-// the framework, or to the server's additions.
-int DefaultThreads() {
-  const int local = std::max(GetEnv("BYTEPS_LOCAL_SIZE", 1), GetEnv("LOCAL_WORLD_SIZE", 1));
-  return std::clamp(Processors() / local / 4, 1, kMaxThreads);
+int WorkersOfThisHost() {
+  return std::max(GetEnv("BYTEPS_LOCAL_SIZE", 1), GetEnv("LOCAL_WORLD_SIZE", 1));
 }
 
-// A connection carries some 40 Gbit/s, so that four servers fill any card by one each; more would
-// only share a slow link less evenly, and what is late holds up a sum.
-int DefaultConnections(int threads, int servers) {
-  if (servers >= kManyServers) return 1;
-  return std::clamp(kMaxThreads / std::max(servers, 1), 1, threads);
-}
+// A quarter of the processors that each of this host's workers has: the others belong to
+// the framework, or to the server's additions.
+int DefaultThreads() { return std::clamp(Processors() / WorkersOfThisHost() / 4, 1, kMaxThreads); }
 
 }  // namespace
 
@@ -106,14 +106,12 @@ void TcpVan::Start(int customer_id, bool standalone) {
   int threads = GetEnv("BYTEPS_IO_THREADS", 0);
   if (threads == 0) threads = post->is_scheduler() ? 1 : DefaultThreads();
   connections_per_server_ = GetEnv("BYTEPS_TCP_CONNECTIONS", 0);
-  if (connections_per_server_ == 0) {
-    connections_per_server_ = DefaultConnections(threads, post->num_servers());
-  }
-  // Of the connections that a worker makes only the worker knows how many there will be.
+  // Only a worker knows how many connections it makes, and only when it has joined.
+  const int most = connections_per_server_ > 0 ? connections_per_server_ : kMaxThreads;
   const size_t peers = GetEnv("BYTEPS_KEEP", 0) > 0 && !post->is_worker() ? kAnyNumberOfPeers
                        : post->is_scheduler() ? post->num_workers() + post->num_servers()
-                       : post->is_server()    ? kMaxThreads * post->num_workers()
-                                              : connections_per_server_ * post->num_servers();
+                       : post->is_server()    ? most * post->num_workers()
+                                              : most * post->num_servers();
   tcp::MakeRoomForFiles(peers);
   token_ = NewToken();
   job_ = post->is_scheduler() ? NewJob() : 0;
@@ -187,6 +185,21 @@ void TcpVan::OnAccepted(tcp::Fd fd) {
   }
 }
 
+int tcp::ConnectionsFor(double gbps, int servers, int threads) {
+  const double wanted = std::ceil(gbps / std::max(servers, 1) / kConnectionGbps);
+  return static_cast<int>(std::clamp<double>(wanted, 1, threads));
+}
+
+int TcpVan::ConnectionsWith(const Node& node) {
+  if (node.role == Node::SCHEDULER) return 1;
+  if (connections_per_server_ > 0) return connections_per_server_;
+  double gbps = membership()->link_mbps() / 1e3;
+  if (IsLoopback(node.hostname)) gbps = kLoopbackGbps;
+  if (gbps == 0) gbps = kUnknownGbps;
+  return tcp::ConnectionsFor(gbps / WorkersOfThisHost(), Postoffice::Get()->num_servers(),
+                             static_cast<int>(pollers_.size()));
+}
+
 void TcpVan::Connect(const Node& node) {
   CHECK_NE(node.id, Node::kEmpty);
   if (!ConnectsTo(my_role_, node.role)) {
@@ -197,7 +210,7 @@ void TcpVan::Connect(const Node& node) {
 
   auto peer = std::make_shared<Peer>();
   peer->id = node.id;
-  const int count = node.role == Node::SCHEDULER ? 1 : connections_per_server_;
+  const int count = ConnectionsWith(node);
   for (int i = 0; i < count; ++i) {
     peer->connections.push_back(NewConnection());
     peer->connections.back()->peer = node.id;

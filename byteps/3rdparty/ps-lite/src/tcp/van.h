@@ -1,9 +1,10 @@
 // A van over TCP.
 //
 // Connections.  The scheduler and each server listen, at one port each.  Everybody connects to
-// the scheduler, and a worker to each server, by BYTEPS_TCP_CONNECTIONS connections; who was
-// connected to answers along the same connections.  Nobody else is connected, and a worker
-// listens nowhere.  A message takes the connection on which the fewest bytes wait.
+// the scheduler, and a worker to each server, by BYTEPS_TCP_CONNECTIONS connections, or as many as
+// the link wants; who was connected to answers along the same connections.  Nobody else is
+// connected, and a worker listens nowhere.  A message takes the connection on which the fewest
+// bytes wait.
 //
 // Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not.  Data messages
 // are handed to the data handler by the poller that read them; control messages, and the news
@@ -35,6 +36,14 @@
 #include "ps/mutex.h"
 
 namespace ps {
+
+namespace tcp {
+
+// Connections of a worker that exchanges `gbps`, Gbit/s each way, with all servers together, with
+// each of them.  No more than it has threads, each of which serves one of them.
+int ConnectionsFor(double gbps, int servers, int threads);
+
+}  // namespace tcp
 
 class TcpVan : public Van, public tcp::ConnectionOwner {
  public:
@@ -95,6 +104,8 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   // Empty: it may connect.
   std::string ReasonToRefuse(const tcp::Hello& hello) const;
 
+  // How many are made with it.
+  int ConnectionsWith(const Node& node);
   // The next poller's, in turn.
   tcp::ConnectionPtr NewConnection();
   static bool IsEmpty(const Peer& peer);
@@ -108,7 +119,7 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   tcp::ConnectionSettings settings_;
   tcp::Greeter::Host host_;
   double start_timeout_s_ = 0;
-  int connections_per_server_ = 1;
+  int connections_per_server_ = 0;  // 0: as many as the link wants
   uint64_t token_ = 0;
   std::atomic<uint64_t> job_{0};
   std::atomic<int> my_id_{Node::kEmpty};
