@@ -50,6 +50,10 @@ void AddValues(ps::Message* msg, const ps::SArray<char>& values) {
   msg->AddData(values);
 }
 
+ps::SArray<char> RoomForValues(size_t bytes) {
+  return ps::SArray<char>(new char[bytes], bytes, true);
+}
+
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed) {
   uint64_t hash = 14695981039346656037ull ^ seed;
   const auto* p = static_cast<const unsigned char*>(data);

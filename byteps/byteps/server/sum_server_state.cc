@@ -117,13 +117,13 @@ std::string Server::CompleteUpdate(Partition* partition, Round* round) {
   const PartitionState& state = *partition->state;
   if (round->step_op == kPushStep) return MakeStep(partition, round);
   const GradientSums sums = state.SumsOf(round->sum.data());
-  round->sums.resize(sizeof(sums));
+  round->sums = RoomForValues(sizeof(sums));
   memcpy(round->sums.data(), &sums, sizeof(sums));
   if (round->step_op == kPushTry) {
     UpdateStep step;
     UpdateStep::Unpack(round->step, &step);
     round->parameters = std::move(round->spare);
-    if (round->parameters.empty()) round->parameters.resize(round->sum.size());
+    if (round->parameters.empty()) round->parameters = RoomForValues(round->sum.size());
     const std::string error = state.Preview(step, round->sum.data(), round->parameters.data());
     if (!error.empty()) return error;
     round->tried = round->step;
@@ -229,7 +229,7 @@ void Server::MoveState(Partition* partition, const ps::Message& msg, int64_t rec
     std::string detail;
     error = Settle(partition, msg, HeaderOf(msg, &detail).round);
     if (!error.empty()) return Refuse(msg, error);
-    values.resize(caller.bytes);
+    values = RoomForValues(caller.bytes);
     error = state->Read(SlotOf(msg), caller.offset, caller.bytes, values.data());
     caller.offset = 0;  // of what is sent
   }

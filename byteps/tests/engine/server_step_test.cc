@@ -179,8 +179,7 @@ class Job {
     }
     ps::Message request = MakeRequest(op, 8, declaration_.Key(), ++number_, header.Pack() + detail);
     if (values != nullptr) {
-      ps::SArray<char> copied;
-      copied.resize(kBytes);
+      const ps::SArray<char> copied = RoomForValues(kBytes);
       memcpy(copied.data(), values->data(), kBytes);
       AddValues(&request, copied);
     }

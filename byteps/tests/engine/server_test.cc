@@ -86,8 +86,7 @@ class ServerTest : public testing::Test {
     header.pull_bytes = declaration_.partition_bytes;
     ps::Message push =
         MakeRequest(kPushPull, 8, declaration_.Key() + index, ++number_, header.Pack());
-    ps::SArray<char> values;
-    values.resize(declaration_.partition_bytes);
+    const ps::SArray<char> values = RoomForValues(declaration_.partition_bytes);
     const float value = static_cast<float>(1 + rank + 10 * index);
     for (size_t at = 0; at < values.size(); at += sizeof(value)) {
       memcpy(values.data() + at, &value, sizeof(value));

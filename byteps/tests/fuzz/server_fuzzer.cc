@@ -129,8 +129,7 @@ Declaration AnyDeclaration(FuzzedDataProvider* data) {
 }
 
 ps::SArray<char> Ones(size_t bytes) {
-  ps::SArray<char> values;
-  values.resize(bytes);
+  ps::SArray<char> values = RoomForValues(bytes);
   const float one = 1;
   for (size_t i = 0; i < bytes; ++i) {
     values[i] = reinterpret_cast<const char*>(&one)[i % sizeof(one)];
@@ -148,8 +147,8 @@ ps::Message LoadOfZeros(const Declaration& d, uint64_t index, uint32_t slot, siz
                         uint64_t number) {
   const std::string detail(reinterpret_cast<const char*>(&slot), sizeof(slot));
   ps::Message request = MakeRequest(kLoadState, 8, d.Key() + index, number, Header(0, 0) + detail);
-  ps::SArray<char> zeros;
-  zeros.resize(bytes, 0);
+  const ps::SArray<char> zeros = RoomForValues(bytes);
+  memset(zeros.data(), 0, bytes);
   AddValues(&request, zeros);
   return request;
 }
