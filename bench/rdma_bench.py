@@ -46,8 +46,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", default="1MiB", help="of a partition (default: %(default)s)")
-    parser.add_argument("--partitions", type=int, default=64, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of a run (default: %(default)s)")
+    parser.add_argument("--partitions", type=int, default=256, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="of a run (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--writes", type=int, default=200, help="perftest's (default: %(default)s)")
     parser.add_argument(

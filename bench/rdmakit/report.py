@@ -9,7 +9,7 @@ from typing import Any
 
 from benchkit.units import show_size
 
-LEAST_SHARE = 0.85
+LEAST_SHARE = 0.90
 """Of ib_write_bw, that push_pull has to reach with two planes."""
 LEAST_GAIN = 3.0
 """Times that the p99 of a control round trip has to be lower with two planes than with one."""

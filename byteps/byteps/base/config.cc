@@ -72,8 +72,7 @@ std::vector<Variable> MakeTable() {
        "Rate of the network card of a worker's host, each way: for the cost model, for partitions, "
        "which are longer on fast links, and for BYTEPS_TCP_CONNECTIONS. 0: what the card with the "
        "worker's address says, if it is a real one. All workers use the slowest one's rate, or "
-       "none "
-       "where one of them is not known."},
+       "none where one of them is not known."},
       {"BYTEPS_SERVER_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
        "Rate of a server's network card, each way, for the cost model. 0: as BYTEPS_LINK_GBPS."},
       {"BYTEPS_MEASURE_LINKS", kBool, "", "1", 0, 1, "",
@@ -101,8 +100,9 @@ std::vector<Variable> MakeTable() {
        "enqueue copies to the GPU."},
       {"BYTEPS_SERVER_WINDOW_BYTES", kInt, "bytes", "0", 0, 1e12, "",
        "Partitions that a worker may have on their way to each server; the others wait where one "
-       "of higher priority overtakes them. 0: twice the partition, and no less than what all "
-       "servers together take in 5 ms, 16 MiB at most."},
+       "of higher priority overtakes them. 0: twice the partition, and no less than the server's "
+       "share of what all servers together take in 5 ms. That counts as 16 MiB at most, and over "
+       "RDMA always as 16 MiB."},
       {"BYTEPS_PINNED_BYTES", kInt, "bytes", "268435456", 1, 1e15, "",
        "Pinned host memory of a worker whose tensors are on a GPU: partitions pass through it. As "
        "much as the declared tensors need, at most this much, at least one partition of "
@@ -177,9 +177,8 @@ std::vector<Variable> MakeTable() {
        "worker of the host has, at most 8."},
       {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
        "TCP connections between a worker and each server. 0: one for each 10 Gbit/s that the "
-       "worker "
-       "exchanges with the server where the network card is the limit (BYTEPS_LINK_GBPS; 40 where "
-       "its rate is not known, 100 inside a host), at most BYTEPS_IO_THREADS."},
+       "worker exchanges with the server where the network card is the limit (BYTEPS_LINK_GBPS; 40 "
+       "where its rate is not known, 100 inside a host), at most BYTEPS_IO_THREADS."},
       {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
        "Memory for values received over TCP that a process keeps for reuse while nobody uses it."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",

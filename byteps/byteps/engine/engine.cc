@@ -36,8 +36,12 @@ Engine::~Engine() { Stop(false, ""); }
 
 void Engine::Start() {
   context_.channel->Start(this);
-  // Over RDMA partitions cost the processors little, so that their number does not matter.
-  if (!context_.channel->RegistersMemory()) context_.plan.SetLink(context_.channel->link_gbps());
+  if (context_.channel->RegistersMemory()) {
+    context_.scheduler->IgnoreRate();
+  } else {
+    // Over RDMA partitions cost the processors little, so that their number does not matter.
+    context_.plan.SetLink(context_.channel->link_gbps());
+  }
   for (long i = 0; i < loops_; ++i) {
     const std::string number = std::to_string(i);
     const int push = context_.trace->AddTrack("push loop " + number);

@@ -9,7 +9,7 @@ namespace core {
 namespace {
 
 // Of all servers together.
-constexpr uint64_t kMostByRate = 16 << 20;
+constexpr uint64_t kMost = 16 << 20;
 constexpr int64_t kCoveredNs = 5'000'000;
 // A worker is ahead of the others where so much of its window waits for them, and keeps so much.
 constexpr int64_t kAhead = 2;
@@ -20,13 +20,19 @@ constexpr uint64_t kStepBack = 4;
 PushScheduler::PushScheduler(int num_servers, uint64_t window)
     : window_(window), servers_(num_servers) {}
 
+void PushScheduler::IgnoreRate() {
+  ps::MutexLock lock(&mu_);
+  follows_rate_ = false;
+}
+
+uint64_t PushScheduler::WindowOfAll() const {
+  return follows_rate_ ? std::min(kMost, rate_.BytesIn(kCoveredNs).value_or(kMost)) : kMost;
+}
+
 bool PushScheduler::HasRoom(const Server& server, uint64_t bytes) const {
   if (server.under_way == 0) return true;
   uint64_t window = window_;
-  if (window == 0) {
-    const uint64_t all = std::min(kMostByRate, rate_.BytesIn(kCoveredNs).value_or(kMostByRate));
-    window = std::max(2 * bytes, all / servers_.size());
-  }
+  if (window == 0) window = std::max(2 * bytes, WindowOfAll() / servers_.size());
   if (server.waiting * kAhead > static_cast<int64_t>(window)) window /= kStepBack;
   return server.under_way + bytes <= window;
 }

@@ -10,7 +10,9 @@
 //
 // The window of a server is BYTEPS_SERVER_WINDOW_BYTES.  If that is 0, it is twice the partition
 // that wants to go, or a server's share of what all servers take in 5 ms, whichever is more.  The
-// share is 16 MiB over all servers at most, and until the rate is known.
+// share is 16 MiB over all servers at most, and until the rate is known.  Over RDMA it is always
+// that: a card gives each queue pair an equal part of the link, and a partition asks before it is
+// written, so that two of them let a slow link run dry.
 //
 // Two partitions keep a link busy while a completion is on its way.  The 5 ms are for small
 // partitions: a busy server takes some 600 us to say what it has, longer if it waits for a
@@ -47,6 +49,9 @@ class PushScheduler {
  public:
   // `window`: bytes for each server; 0: the rule above.
   PushScheduler(int num_servers, uint64_t window);
+
+  // From now on no window follows the rate at which servers take what is pushed.
+  void IgnoreRate();
 
   // Queues tasks of one priority, in this order.
   void Add(int priority, std::vector<Task> tasks);
@@ -95,6 +100,8 @@ class PushScheduler {
     std::optional<Order> listed;  // its first task is in going_
   };
 
+  // What all windows together hold, unless that is too little for two partitions each.
+  uint64_t WindowOfAll() const PS_REQUIRES(mu_);
   bool HasRoom(const Server& server, uint64_t bytes) const PS_REQUIRES(mu_);
   // Lists the server in going_ when its first task may go, and not otherwise.
   void Update(int number) PS_REQUIRES(mu_);
@@ -116,6 +123,7 @@ class PushScheduler {
   size_t queued_ PS_GUARDED_BY(mu_) = 0;
   size_t under_way_ PS_GUARDED_BY(mu_) = 0;
   DeliveryRate rate_ PS_GUARDED_BY(mu_);
+  bool follows_rate_ PS_GUARDED_BY(mu_) = true;
 };
 
 }  // namespace core

@@ -137,6 +137,16 @@ TEST(PushScheduler, WindowShrinksToWhatAServerTakes) {
   EXPECT_EQ(TakeIndex(&scheduler), 4u);
 }
 
+TEST(PushScheduler, WindowsCanIgnoreTheRate) {
+  PushScheduler scheduler(2, 0);
+  scheduler.IgnoreRate();
+  scheduler.Add(0, {TaskOf(0, 100, 1), TaskOf(0, 100, 2), TaskOf(0, 100, 3), TaskOf(0, 100, 4)});
+  for (const uint64_t wanted : {1, 2}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  scheduler.Deliver(0, 50);  // 5 ms of it are less than two partitions
+  for (const uint64_t wanted : {3, 4}) EXPECT_EQ(TakeIndex(&scheduler), wanted);
+}
+
 TEST(PushScheduler, WhoIsAheadOfTheOthersStepsBack) {
   PushScheduler scheduler(3, 40);
   std::vector<Task> tasks;
