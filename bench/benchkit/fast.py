@@ -16,6 +16,8 @@ from benchkit.units import parse_rate, parse_size
 PROCESSORS = 16
 _LAUNCHES = 5
 _LARGE = "256MiB"
+# The kernel's copies take most of the processors' time, and plain sockets make the same ones.
+_MOST_CPU = 1.1
 
 
 def _case(size: str, *, iters: int, warmup: int = 2) -> Case:
@@ -89,7 +91,7 @@ def experiments(ring: str) -> list[Experiment]:
             large,
         ),
         _loopback(1, 4, [Gate(kind="speed", case=large, low=10.0)], large),
-        _loopback(2, 2, [Gate(kind="cpu-seconds", case=large, high=1.5)], large),
+        _loopback(2, 2, [Gate(kind="cpu", case=large, base="sockets", high=_MOST_CPU)], large),
         _links(
             "4+4-10gbit",
             "the links allow 1.5 times a ring's speed",
