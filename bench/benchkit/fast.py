@@ -91,7 +91,15 @@ def experiments(ring: str) -> list[Experiment]:
             large,
         ),
         _loopback(1, 4, [Gate(kind="speed", case=large, low=10.0)], large),
-        _loopback(2, 2, [Gate(kind="cpu", case=large, base="sockets", high=_MOST_CPU)], large),
+        _loopback(
+            2,
+            2,
+            [
+                Gate(kind="cpu-seconds", case=large, high=1.5),
+                Gate(kind="cpu", case=large, base="sockets", high=_MOST_CPU),
+            ],
+            large,
+        ),
         _links(
             "4+4-10gbit",
             "the links allow 1.5 times a ring's speed",

@@ -16,7 +16,8 @@ class Gate:
 
     kind: str
     """``ratio``: times as fast as the base; ``of-limit``: part of what the links allow; ``cpu``:
-    processor seconds for a GB, over the base's; ``speed``: GB a second."""
+    processor seconds for a GB, over the base's; ``speed``: GB a second; ``cpu-seconds``: for a GB,
+    of all processes of the job."""
     case: Case
     """BytePS's."""
     base: str = "gloo"
@@ -33,6 +34,8 @@ class Gate:
             return f"{what}: part of the links' limit"
         if self.kind == "speed":
             return f"{what}: GB/s"
+        if self.kind == "cpu-seconds":
+            return f"{what}: processor seconds a GB"
         base = self.base_case or self.case
         same = base.dtype == self.case.dtype and base.size == self.case.size
         against = self.base if same else f"{self.base} {show_size(base.size)} {base.dtype}"
@@ -64,6 +67,8 @@ def judge(gate: Gate, run: Run) -> Verdict:
         return Verdict(gate=gate, value=row(run, "byteps", gate.case).of_limit)
     if gate.kind == "speed":
         return Verdict(gate=gate, value=row(run, "byteps", gate.case).algbw / 1e9)
+    if gate.kind == "cpu-seconds":
+        return Verdict(gate=gate, value=row(run, "byteps", gate.case).cpu_s_per_gb)
     ours = run.of("byteps", gate.case)
     theirs = run.of(gate.base, gate.base_case or gate.case)
     if gate.kind == "cpu":

@@ -119,6 +119,8 @@ def test_all_rounds_count_when_none_was_quiet() -> None:
         # 1 MiB in a second; 0.4 processor seconds for three times 1 MiB.
         ("speed", 0.001, None, 1.048576e-3, True),
         ("speed", 0.002, None, 1.048576e-3, False),
+        ("cpu-seconds", None, 128.0, 0.4 / 3 / 1.048576e-3, True),
+        ("cpu-seconds", None, 127.0, 0.4 / 3 / 1.048576e-3, False),
     ],
 )
 def test_bars(kind: str, low: float | None, high: float | None, value: float, ok: bool) -> None:
