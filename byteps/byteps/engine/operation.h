@@ -107,6 +107,11 @@ class Operation {
   void CountArrival();
   // One of its partitions is through.  True for the last one: the operation has to be ended.
   bool CountPartition() { return partitions_left_.fetch_sub(1) == 1; }
+  // A copy to the GPU was enqueued; it is done.  The second may be told of first.
+  void CountCopyBegun() { ++copies_; }
+  void CountCopyDone() { --copies_; }
+  // Whether one is not done, or not known to be; when all have begun.
+  bool is_copying() const { return copies_ != 0; }
   // True for the first who asks, who then has to end it.
   bool ClaimEnd() { return !claimed_.exchange(true); }
   // Ends it, well when `error` is empty.  `moment`: when its sums are on the GPU.
@@ -131,8 +136,12 @@ class Operation {
   int unsent(std::chrono::nanoseconds* since);
 
  private:
+  // Until it ended, or until then.
+  void StayAwake(Clock::time_point until) const;
+
   std::atomic<uint64_t> partitions_left_;
   std::atomic<uint64_t> arrivals_left_;
+  std::atomic<int64_t> copies_{0};
   std::atomic<bool> claimed_{false};
 
   ps::Mutex mu_;

@@ -146,8 +146,7 @@ void Puller::Handle(Arrived* arrived, int track) {
 void Puller::Count(const OperationPtr& operation) {
   if (!operation->CountPartition()) return;
   DeviceMoment landed;
-  // Also when of this last partition nothing was wanted: others may still be copied.
-  if (operation->output_on_gpu()) {
+  if (operation->is_copying()) {
     landed = DeviceCopies::Of(operation->request.tensor.device)->CopiedToDevice();
   }
   context_->operations.Finish(operation, std::move(landed));
@@ -216,6 +215,7 @@ CopyQueue::Entry Puller::CopyOf(const Request& request, int track) {
     request.operation->EndWriting();
   };
   auto done = [request, begin, trace] {
+    request.operation->CountCopyDone();
     trace->Row(*request.operation, request.index, SteadyNs());
     trace->CopySlice(*request.operation, request.index, false, begin);
   };
@@ -225,6 +225,7 @@ CopyQueue::Entry Puller::CopyOf(const Request& request, int track) {
 void Puller::Begun(const Request& request, int track, int64_t begin) {
   context_->trace->Slice(*request.operation, request.index, track, "pull", begin,
                          TraceArrow::kEnds);
+  request.operation->CountCopyBegun();
   try {
     Count(request.operation);
   } catch (const Error& e) {
