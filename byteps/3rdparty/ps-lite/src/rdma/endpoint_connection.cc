@@ -22,9 +22,8 @@ constexpr int kAckTimer = 18;
 constexpr int kTries = 7;
 constexpr auto kSilence = std::chrono::seconds(8);
 
-// Values are written in pieces, so many of which make the window.  Each one costs a request, a
-// completion and perhaps the waking of a thread, so that more pieces take more of the processors.
-constexpr uint64_t kPieces = 2;
+// Values are written in pieces, so many of which make the window.
+constexpr uint64_t kPieces = 4;
 
 ibv_qp_attr AttributesFor(rdma_cm_id* id, ibv_qp_state state, int* mask) {
   ibv_qp_attr attributes;
