@@ -337,6 +337,28 @@ def core_no_sync(folder: Path, config: dict[str, Any]) -> list[tuple[int, int, i
     return _on_core(body)
 
 
+def core_priorities(folder: Path) -> list[int]:
+    """With which priority each bucket of one buffer is pushed."""
+
+    def body() -> list[int]:
+        import byteps.torch as bps
+
+        module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        ddp = _wrap(module, overlap_grad_reduce=True, bucket_size=64, use_dpu_reduce=True)
+        push_pull, seen = bps.push_pull_async_inplace, list[int]()
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs.get("priority", 0))
+            return push_pull(*args, **kwargs)
+
+        bps.push_pull_async_inplace = noted
+        ddp(torch.ones(2, 8)).sum().backward()
+        ddp.finish_grad_sync()
+        return seen
+
+    return _on_core(body)
+
+
 def core_models(folder: Path) -> list[list[Any]]:
     """The operations of two models that one process wraps, one after the other."""
 

@@ -93,6 +93,13 @@ def test_no_sync_starts_no_sum(run_job: RunJob, overlap: bool) -> None:
     assert first[2] == second[2] >= 3
 
 
+def test_no_bucket_overtakes_another(run_job: RunJob) -> None:
+    """The optimizer needs all of them."""
+    priorities = run_job("core_priorities", 2).result(0)
+    assert len(priorities) >= 3
+    assert len(set(priorities)) == 1
+
+
 def test_two_models_of_one_process_have_keys_of_their_own(run_job: RunJob) -> None:
     job = run_job("core_models", 2)
     first, second = job.result(0)

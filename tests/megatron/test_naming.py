@@ -55,17 +55,6 @@ def test_an_unusual_dtype_has_a_name() -> None:
     assert "/int32-fp32/" in _name(param_dtype=torch.int32)
 
 
-def test_what_the_next_forward_needs_first_has_the_highest_priority() -> None:
-    order = [
-        dpu_reduce.bucket_priority(chunk=chunk, bucket_id=bucket, num_buckets=4)
-        for chunk in (0, 1)
-        for bucket in (3, 2, 1, 0)
-    ]
-    assert order[0] == 0
-    assert order == sorted(order, reverse=True)
-    assert len(set(order)) == len(order)
-
-
 def test_what_is_built_for_other_groups_changes_neither_names_nor_placements() -> None:
     """Not even for a group with the same lowest rank: its members alone know of it."""
     everywhere, here = naming.Named(), naming.Named()

@@ -52,7 +52,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .job import initialize
-from .naming import bucket_name, bucket_priority, group_name
+from .naming import bucket_name, group_name
 from .plan import BucketOp, forget, register
 from .refusals import refuse_fsdp, validate_args, validate_ddp_config
 from .summed_later import apart
@@ -64,7 +64,6 @@ __all__ = [
     "add_checkpoint_metadata",
     "apart",
     "bucket_name",
-    "bucket_priority",
     "gradients_will_be_zeroed",
     "group_name",
     "initialize",

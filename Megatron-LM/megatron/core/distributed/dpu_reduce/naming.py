@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Names, priorities and placements of buckets: pure functions of what identifies them."""
+"""Names and placements of buckets: pure functions of what identifies them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-
-_CHUNK_PRIORITY_STRIDE = 1 << 16
 
 _DTYPE_NAMES = {
     torch.float32: "fp32",
@@ -65,15 +63,6 @@ def bucket_name(
         f"dpu_reduce/{kind}/{group_name(group)}/model{model}/chunk{chunk}/{dtypes}/"
         f"bucket{bucket_id}"
     )
-
-
-def bucket_priority(*, chunk: int, bucket_id: int, num_buckets: int) -> int:
-    """Priority of a bucket: 0 is the highest.
-
-    Buckets are filled in the order of the backward pass, so that the last one of a buffer holds
-    the parameters that the next forward pass uses first, and chunk 0 runs before chunk 1.
-    """
-    return -(num_buckets - 1 - bucket_id) - chunk * _CHUNK_PRIORITY_STRIDE
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from . import bytepslib, job, table
 from .measure import Measured, measure
-from .naming import bucket_name, bucket_priority, group_name, named
+from .naming import bucket_name, group_name, named
 from .refusals import WIRE_DTYPES, validate_ddp_config
 from .routes import AUTO, COLLECTIVE, FLAT, NODE_FIRST, Decision, Sum, decide
 
@@ -47,8 +47,6 @@ class BucketOp:
     """Global ranks among which the distributed optimizer cuts the bucket into equal shards, in
     this order: the members of this rank's optimizer instance, which is all of the group where
     there is one instance."""
-    priority: int
-    """Higher goes first. 0 for what the next forward pass needs first, negative after that."""
     placement: int
     """Place of the bucket's first partition in the round robin over the servers."""
     wire_dtype: torch.dtype
@@ -248,7 +246,6 @@ def _measured(
             name=f"dpu_reduce/measured/{kind}/{group_name(ranks)}/{dtypes}/{tensor.numel()}",
             group=ranks,
             owners=owners,
-            priority=0,
             placement=min(ranks),
             wire_dtype=wire_dtype,
             route=route,
@@ -362,9 +359,6 @@ def _register_buffer(
             ),
             group=ranks,
             owners=owners,
-            priority=bucket_priority(
-                chunk=chunk, bucket_id=bucket.bucket_id, num_buckets=len(buffer.buckets)
-            ),
             placement=0,
             wire_dtype=wire_dtype,
             route=decisions[id(bucket)].route,
@@ -407,7 +401,6 @@ def _node_sums(
             beside, bucket.grad_data.device, (buffer.data_parallel_group, group)
         ),
         "average": buffer.ddp_config.average_in_collective,
-        "priority": op.priority,
         "wire_dtype": op.wire_dtype,
     }
     whole = node.NodeSum(

@@ -120,11 +120,12 @@ def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average:
     if op.node_whole is not None:
         node = (op.node_shards if sharded else None) or op.node_whole
         return node.start(bucket.grad_data)
+    # All have one priority. The optimizer needs every bucket, so that no later one overtakes: where
+    # ranks are not level, the sums of both would wait for somebody.
     handle = bytepslib.byteps.push_pull_async_inplace(
         bucket.grad_data,
         average=average,
         name=op.name,
-        priority=op.priority,
         placement=op.placement,
         group=op.group,
         pull=op.wanted(bucket.grad_data.numel()) if sharded else None,
