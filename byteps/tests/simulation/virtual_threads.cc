@@ -4,6 +4,7 @@
 
 #include <cxxabi.h>
 #include <pthread.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -447,6 +448,13 @@ int clock_nanosleep(clockid_t clock, int flags, const timespec* time, timespec* 
   if (!byteps::simulation::IsPlayed())
     return syscall(SYS_clock_nanosleep, clock, flags, time, left);
   return byteps::simulation::SleepUntil(time->tv_sec * 1'000'000'000 + time->tv_nsec);
+}
+
+// Or else a thread that looks until it is late would look for ever.
+int sched_yield() noexcept {
+  constexpr int64_t kTakes = 10'000;  // ns
+  if (!byteps::simulation::IsPlayed()) return static_cast<int>(syscall(SYS_sched_yield));
+  return byteps::simulation::SleepUntil(world->now() + kTakes);
 }
 
 }  // extern "C"

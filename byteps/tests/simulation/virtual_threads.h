@@ -4,7 +4,8 @@
 // both clocks of this process are played: all threads share one, exactly one of them runs at a
 // time, and a random generator picks which goes on whenever one waits, and often when it takes or
 // gives up a lock.  Time stands still while any thread can run, and jumps to the next deadline when
-// none can.  So one seed is one order of events, always the same, and hours pass in milliseconds.
+// none can; to yield is to sleep for a moment.  So one seed is one order of events, always the
+// same, and hours pass in milliseconds.
 //
 // It works by defining the C library's functions of those names, which come before the library's
 // own.  The code under test is not changed, nor compiled differently.
