@@ -61,8 +61,8 @@ class _InFlight:
     elements: tuple[int, int]
     """First and last plus one of the flattened elements that are wanted."""
     name: str
-    stream: int | None
-    """The CUDA stream in which it was started; None on the CPU."""
+    stream: int
+    """As current_stream gives it, when it was started."""
 
     def finish(self) -> torch.Tensor:
         """The caller's output, with the sums in its own type: on a GPU, for the current stream."""
@@ -74,7 +74,7 @@ class _InFlight:
 
     def _give_back(self) -> None:
         """The copy in the type of the wire is free for its next use."""
-        if self.stream is not None:
+        if self.received.is_cuda:
             now = torch.cuda.current_stream(self.received.device)
             # Or else torch would hand the memory out again to the other stream.
             if now.cuda_stream != self.stream:
@@ -269,10 +269,20 @@ def ranks_of(group: Group) -> list[int]:
     return ranks
 
 
-def _current_stream(device: torch.device) -> int:
-    """torch.cuda.current_stream(device).cuda_stream, which makes an object: 15 us in a thread that
-    has slept."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+def _number_of(device: torch.device) -> int:
+    """The GPU's number; -1 for the CPU."""
+    if device.type != "cuda":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def current_stream(device: torch.device) -> int:
+    """The address of the device's current CUDA stream; 0 for the CPU.
+
+    torch.cuda.current_stream makes an object for it, which takes 15 us in a thread that has slept.
+    """
+    number = _number_of(device)
+    return 0 if number < 0 else torch._C._cuda_getCurrentRawStream(number)
 
 
 def _check(tensor: torch.Tensor, what: str) -> None:
@@ -354,10 +364,6 @@ def spec_of(tensor: TensorDeclaration) -> _Spec:
         raise ValueError(f"{tensor.name!r} has {tensor.numel} elements: nothing to sum")
     if tensor.placement is not None and tensor.placement < 0:
         raise ValueError(f"placement of {tensor.name!r} must not be negative")
-    device = torch.device(tensor.device)
-    number = -1
-    if device.type == "cuda":
-        number = torch.cuda.current_device() if device.index is None else device.index
     return (
         tensor.name,
         DTYPES[dtype],
@@ -366,7 +372,7 @@ def spec_of(tensor: TensorDeclaration) -> _Spec:
         bool(tensor.average),
         ranks_of(tensor.group),
         tensor.placement,
-        number,
+        _number_of(torch.device(tensor.device)),
     )
 
 
@@ -437,14 +443,12 @@ def start(
     received = output
     if wire_dtype is not None and wire_dtype != tensor.dtype:
         tensor = received = _wire_copy(tensor, wire_dtype, name)
-    device, stream = -1, None
-    if tensor.is_cuda:
-        device, stream = tensor.device.index, _current_stream(tensor.device)
-    elif _registers_memory:
+    stream = current_stream(tensor.device)
+    if _registers_memory and not tensor.is_cuda:
         memory.will_be_sent(tensor)
         memory.will_be_sent(received)
     size = tensor.element_size()
-    # By position: names take longer to be found.
+    # By position: pybind11 takes longer to match names.
     handle = c_lib.push_pull(
         name,
         DTYPES[tensor.dtype],
@@ -457,8 +461,8 @@ def start(
         ranks_of(group),
         placement,
         None if pull is None else (elements[0] * size, elements[1] * size),
-        device,
-        0 if stream is None else stream,
+        _number_of(tensor.device),
+        stream,
     )
     _in_flight[handle] = _InFlight(
         sent=tensor,
@@ -491,8 +495,8 @@ def synchronize(handle: int) -> torch.Tensor:
     """
     operation = _in_flight.get(handle)
     stream = 0
-    if operation is not None and operation.received.is_cuda:
-        stream = _current_stream(operation.received.device)
+    if operation is not None:
+        stream = current_stream(operation.received.device)
     try:
         c_lib.wait(handle, stream)
     except BytePSError:
@@ -537,7 +541,7 @@ def wait(handle: int) -> None:
     """
     tensors = _moving.get(handle, ())
     device = next((t.device for t in tensors if t.is_cuda), None)
-    stream = 0 if device is None else _current_stream(device)
+    stream = 0 if device is None else current_stream(device)
     try:
         c_lib.wait(handle, stream)
     except BytePSError:

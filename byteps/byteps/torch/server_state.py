@@ -299,9 +299,7 @@ class ServerTensor:
         engine.wait(handle)
 
     def _stream(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        return torch.cuda.current_stream(self._device).cuda_stream
+        return engine.current_stream(self._device)
 
 
 class Bucket:
