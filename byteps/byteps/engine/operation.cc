@@ -12,10 +12,10 @@ namespace {
 // Longer than the last copy to the GPU takes.
 constexpr std::chrono::microseconds kAwake(100);
 
-// A sum of at most so many bytes comes within some 200 us where the other members are there: to
-// sleep and to wake would take a tenth of that.  Who waits longer sleeps.
-constexpr uint64_t kFew = 16 << 10;
-constexpr std::chrono::microseconds kAwakeForFew(200);
+// A sum of at most so many bytes takes some 200 us where the other members are ready.  To sleep
+// and wake would add a tenth to that, so whoever waits for it sleeps only after that time.
+constexpr uint64_t kSmallSum = 16 << 10;
+constexpr std::chrono::microseconds kAwakeForSmall(200);
 
 // Of as many elements, in fp32.
 uint64_t StateBytes(uint64_t bytes, DType dtype) { return bytes / SizeOf(dtype) * sizeof(float); }
@@ -104,7 +104,7 @@ void Operation::CountArrival() {
 bool Operation::AwaitEnd(std::chrono::nanoseconds limit) {
   const auto now = Clock::now();
   const auto deadline = now + limit;
-  if (request.tensor.bytes <= kFew) StayAwake(std::min(deadline, now + kAwakeForFew));
+  if (request.tensor.bytes <= kSmallSum) StayAwake(std::min(deadline, now + kAwakeForSmall));
   ps::MutexLock lock(&mu_);
   if (!cond_.WaitUntil(&mu_, deadline, [this] { return done_ || arrivals_left_ == 0; })) {
     return false;

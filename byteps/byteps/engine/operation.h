@@ -107,10 +107,10 @@ class Operation {
   void CountArrival();
   // One of its partitions is through.  True for the last one: the operation has to be ended.
   bool CountPartition() { return partitions_left_.fetch_sub(1) == 1; }
-  // A copy to the GPU was enqueued; it is done.  The second may be told of first.
+  // Each copy to the GPU is counted when it is enqueued and when it is done, in either order.
   void CountCopyBegun() { ++copies_; }
   void CountCopyDone() { --copies_; }
-  // Whether one is not done, or not known to be; when all have begun.
+  // Whether a copy is still under way, or may be.  To be asked once all were enqueued.
   bool is_copying() const { return copies_ != 0; }
   // True for the first who asks, who then has to end it.
   bool ClaimEnd() { return !claimed_.exchange(true); }
@@ -136,7 +136,7 @@ class Operation {
   int unsent(std::chrono::nanoseconds* since);
 
  private:
-  // Until it ended, or until then.
+  // Yields until it has ended, or until then.
   void StayAwake(Clock::time_point until) const;
 
   std::atomic<uint64_t> partitions_left_;

@@ -450,7 +450,7 @@ int clock_nanosleep(clockid_t clock, int flags, const timespec* time, timespec* 
   return byteps::simulation::SleepUntil(time->tv_sec * 1'000'000'000 + time->tv_nsec);
 }
 
-// Or else a thread that looks until it is late would look for ever.
+// Time has to pass: a thread that yields until a deadline would never reach it.
 int sched_yield() noexcept {
   constexpr int64_t kTakes = 10'000;  // ns
   if (!byteps::simulation::IsPlayed()) return static_cast<int>(syscall(SYS_sched_yield));

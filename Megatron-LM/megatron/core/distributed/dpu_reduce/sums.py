@@ -120,8 +120,8 @@ def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average:
     if op.node_whole is not None:
         node = (op.node_shards if sharded else None) or op.node_whole
         return node.start(bucket.grad_data)
-    # All have one priority. The optimizer needs every bucket, so that no later one overtakes: where
-    # ranks are not level, the sums of both would wait for somebody.
+    # All buckets have one priority, since the optimizer needs every one of them. Where ranks are
+    # not level, a newer bucket that overtakes makes both wait for the slowest rank.
     handle = bytepslib.byteps.push_pull_async_inplace(
         bucket.grad_data,
         average=average,
