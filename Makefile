@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts rl-stragglers test-object-store test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup check test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts rl-stragglers test-object-store test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -68,10 +68,14 @@ rl: setup-rl ## teach a tiny model to add, by GRPO or PPO through verl, gradient
 # them a terminal, as --pdb needs.
 JOBS ?= $(shell cores=$$(nproc); echo $$(( cores < 8 ? cores + 1 : 8 )))
 
-test: setup lint ## lint, then every test (or TESTS) but those of the targets below
+# Three tiers of tests (CONTRIBUTING.md): check, test, and the thorough targets after it.
+check: setup lint ## before each commit: lint and the fast tests of one process, in a minute
+	@$(PYTHON_ENV) tests/native.py engine_test simulate >/dev/null
+	@$(PYTHON_ENV) -m pytest -n $$(nproc) --dist worksteal -m "not slow and not thorough" \
+		$(PYTEST_ARGS) $(or $(TESTS),tests/unit tests/house)
+
+test: setup lint ## lint, then every test (or TESTS) but those of the thorough targets below
 	@$(PYTHON_ENV) tests/native.py >/dev/null
-	@if [ -z "$(TESTS)" ] && scripts/clang.sh >/dev/null; then \
-		$(PYTHON_ENV) tests/native.py --sanitize address >/dev/null; fi
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "not thorough and not on_rdma" \
 		$(PYTEST_ARGS) $(TESTS)
 
@@ -88,11 +92,11 @@ WATCHED := tests/multiproc -k "not scale and not idle and not memory" \
 	$(addprefix --ignore=tests/multiproc/,test_metrics.py test_status.py)
 SANITIZERS ?= address thread
 
-test-sanitizers: setup ## units, jobs, chaos and the servers of tests/multiproc (or TESTS), watched by SANITIZERS
+test-sanitizers: setup ## fuzz corpora, units, jobs, chaos, servers of tests/multiproc (or TESTS), under SANITIZERS
 	@scripts/clang.sh >/dev/null
 	@for kind in $(SANITIZERS); do \
 		programs=$$($(PYTHON_ENV) tests/native.py --sanitize $$kind) && \
-		$(PYTHON_ENV) -m pytest -k $$kind tests/unit/test_sanitizers.py && \
+		$(PYTHON_ENV) -m pytest -m "sanitized_by_$$kind" tests/sanitizers && \
 		$(PYTHON_ENV) tests/chaos/chaos.py --sanitize $$kind --seeds $(or $(SEEDS),20) && \
 		MEGATRON_BYTEPS_TEST_SERVER="$$programs/byteps-server" $(PYTHON_ENV) -m pytest \
 			-n $(JOBS) --dist worksteal $(PYTEST_ARGS) $(or $(TESTS),$(WATCHED)) || exit 1; \

@@ -42,18 +42,30 @@ if ((fix)); then
   ((${#cpp[@]} == 0)) || "$bin/clang-format" -i "${cpp[@]}"
 fi
 
-failed=()
-# run NAME COMMAND...: prints the command's output only when it fails.
+names=()
+jobs=()
+outputs="$(mktemp -d)"
+trap 'rm -rf "$outputs"' EXIT
+# run NAME COMMAND...: starts it; `report` prints its output only when it failed.
 run() {
-  local name="$1" output
+  names+=("$1")
   shift
-  if output="$("$@" 2>&1)"; then
-    echo "lint: $name: ok"
-  else
-    echo "lint: $name: FAILED"
-    echo "$output"
-    failed+=("$name")
-  fi
+  "$@" >"$outputs/${#jobs[@]}" 2>&1 &
+  jobs+=($!)
+}
+
+failed=()
+report() {
+  local index
+  for index in "${!names[@]}"; do
+    if wait "${jobs[index]}"; then
+      echo "lint: ${names[index]}: ok"
+    else
+      echo "lint: ${names[index]}: FAILED"
+      cat "$outputs/$index"
+      failed+=("${names[index]}")
+    fi
+  done
 }
 
 run "ruff check" "$bin/ruff" check .
@@ -97,6 +109,7 @@ run "hadolint" "$bin/hadolint" docker/*.Dockerfile
 run "kubernetes" "$bin/kubernetes-validate" --strict --quiet -k 1.33 docker/kubernetes/*.yaml
 run "image versions" check_versions
 run "patches" "$root/scripts/apply_patches.sh" --check
+report
 
 if ((${#failed[@]} > 0)); then
   echo "lint: failed: ${failed[*]}" >&2

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each test starts a pytest of its own
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

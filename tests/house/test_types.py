@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from byteps.torch import c_lib
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,7 @@ MISTAKES = {
 """A line of a program, and what mypy says of it."""
 
 
+@pytest.mark.slow
 def test_mistakes_are_found(tmp_path: Path) -> None:
     program = tmp_path / "mistaken.py"
     program.write_text("".join(f"def _{n}() -> None: {one}\n" for n, one in enumerate(MISTAKES)))

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # it compiles each build
+
 OVERLAY = Path(__file__).parents[2] / "byteps"
 LIMIT_S = 120.0
 NUMBERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 7}  # of base/dtype.h

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # it compiles each build
+
 OVERLAY = Path(__file__).parents[2] / "byteps"
 LIMIT_S = 240.0
 NUMBERS = {torch.float32: 0, torch.bfloat16: 7}  # of base/dtype.h

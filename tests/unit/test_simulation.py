@@ -24,6 +24,7 @@ def simulate(*arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_schedules_of_messages_and_losses() -> None:
     """Some thousand jobs of `make simulate`, the same ones each time."""
     said = simulate("--seeds", "6000")

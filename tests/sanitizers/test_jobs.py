@@ -24,11 +24,15 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
 }
 
-pytestmark = [pytest.mark.sanitizers, pytest.mark.requires("clang")]
+pytestmark = pytest.mark.requires("clang")
 
 
 @pytest.fixture(
-    scope="module", params=["address", pytest.param("thread", marks=pytest.mark.thorough)]
+    scope="module",
+    params=[
+        pytest.param("address", marks=pytest.mark.sanitized_by_address),
+        pytest.param("thread", marks=pytest.mark.sanitized_by_thread),
+    ],
 )
 def programs(request: pytest.FixtureRequest) -> Path:
     """Their folder, for each sanitizer in turn."""
