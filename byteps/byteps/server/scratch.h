@@ -13,11 +13,18 @@ namespace core {
 // A stack of blocks that are not in use.  One thread's own.
 class Scratch {
  public:
-  // Uninitialised bytes, or nothing.
+  // Uninitialised bytes, or nothing.  A block that was moved from is empty.
   class Block {
    public:
     Block() = default;
     explicit Block(size_t size) : bytes_(new char[size]), size_(size) {}
+    Block(Block&& other) noexcept
+        : bytes_(std::move(other.bytes_)), size_(std::exchange(other.size_, 0)) {}
+    Block& operator=(Block&& other) noexcept {
+      bytes_ = std::move(other.bytes_);
+      size_ = std::exchange(other.size_, 0);
+      return *this;
+    }
     char* data() { return bytes_.get(); }
     size_t size() const { return size_; }
 

@@ -403,6 +403,34 @@ TEST(ServerSteps, AreGivenUpByTheNextPush) {
   EXPECT_EQ(job.State(kRounds - 1), MadeAtOnce({0}, 2));
 }
 
+// Three workers add in a wider type.  A step that fails once its sum is made leaves the server as
+// it was, and the next one is made.
+TEST(ServerSteps, FailBeforeTheParametersAreLoaded) {
+  Job job(3);
+  ASSERT_EQ(job.Declare(), "");
+  for (uint32_t round = 0; round < 3; ++round) {
+    std::vector<uint64_t> numbers;
+    for (const int rank : {2, 0, 1}) {
+      numbers.push_back(job.Push(kPushStep, rank, round, Verdict::kNone, Job::StepOf(1)));
+    }
+    for (const uint64_t number : numbers) {
+      const auto answer = job.Await(number);
+      EXPECT_NE(answer.body.find("'tensor' were never loaded"), std::string::npos) << answer.body;
+    }
+  }
+  job.Load(1);
+  std::vector<uint64_t> numbers;
+  for (const int rank : {2, 0, 1}) {
+    numbers.push_back(job.Push(kPushStep, rank, 3, Verdict::kNone, Job::StepOf(1)));
+  }
+  const Values made = MadeAtOnce({0, 0, 0, 1}, 3);
+  for (const uint64_t number : numbers) {
+    const auto answer = job.Await(number);
+    EXPECT_FALSE(answer.failed) << answer.body;
+    EXPECT_TRUE(Holds(made, answer.values));
+  }
+}
+
 // A step is tried by all or by none; and the rule has to allow it.
 TEST(ServerSteps, AreTriedByAll) {
   Job job;
