@@ -126,15 +126,15 @@ void Van::Receiving() {
     Message msg;
     try {
       RecvMsg(&msg);
-      if (msg.meta.control.cmd == Control::TERMINATE) return;
+      // The van's own is nobody's; what a peer calls so is not for this thread.
+      if (msg.meta.control.cmd == Control::TERMINATE && msg.meta.sender == Meta::kEmpty) return;
       if (Postoffice::Get()->verbose() >= 2) {
         PS_VLOG(2) << GetType() << "\treceived: " << msg.DebugString();
       }
       if (msg.meta.control.empty()) {
         ProcessDataMsg(&msg);
-      } else if (!membership_->Handle(msg)) {
-        LOG(WARNING) << "dropped a control message of node " << msg.meta.sender
-                     << " that means nothing to this node";
+      } else {
+        membership_->Handle(msg);
       }
     } catch (const std::exception& e) {
       // Whoever sent it is not understood; the others need not suffer.

@@ -37,6 +37,7 @@
 #include <chrono>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -174,8 +175,9 @@ class Membership {
   // of them is not known.  The same on all workers.
   int link_mbps();
 
-  // True if `msg` was one of membership's.  Receiving thread.
-  bool Handle(const Message& msg);
+  // A control message came.  One that its sender must not send is ignored, with a warning for the
+  // first one of each sender.  Receiving thread.
+  void Handle(const Message& msg);
 
   // The connection to `node_id` closed.  Receiving thread.
   void OnDisconnect(int node_id);
@@ -209,6 +211,8 @@ class Membership {
     int servers = -1;
     int link_mbps = 0;  // of a worker's network card; 0: not known
   };
+  // Whether the sender may send it to this node.
+  bool MayHave(const Message& msg);
   static std::string PackClaim(const Claim& claim);
   static bool ParseClaim(const std::string& text, Claim* claim);
 
@@ -221,9 +225,14 @@ class Membership {
 
   // Scheduler's part.
   void Register(const Message& msg);
-  // `later`: set when it may be admitted at another time.
+  // Why this node cannot be admitted; empty: it can, and has its rank and id.  Nothing else
+  // changes.  `later`: set when it may be admitted at another time.
+  std::string Assign(const Claim& claim, Node* node, bool* later) PS_REQUIRES(mu_);
   std::string ReasonToRefuse(const Node& node, const Claim& claim, bool* later) PS_REQUIRES(mu_);
-  void Refuse(const Node& node, const std::string& reason, bool later);
+  // Whether all have come with it.
+  bool Admit(const Claim& claim, const Node& node) PS_REQUIRES(mu_);
+  bool IsComplete() PS_REQUIRES(mu_);
+  void Refuse(const Node& node, const std::string& why, bool later);
   void AdmitAll();
   void OnLeave(int node_id, bool suspend);
   void TellOfDepartures();
@@ -287,6 +296,7 @@ class Membership {
   std::vector<Node> departed_ PS_GUARDED_BY(mu_);  // scheduler: servers do not know yet
   Clock::time_point departed_due_ PS_GUARDED_BY(mu_);
   int refused_ PS_GUARDED_BY(mu_) = 0;
+  std::set<int> warned_of_ PS_GUARDED_BY(mu_);  // senders of what they must not send
   std::thread timer_;
 };
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "../net_address.h"
+#include "./commands.h"
 #include "./text.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
@@ -37,8 +38,6 @@ constexpr int kMaxNodes = 1 << 20;
 constexpr double kMostMbps = 999'999'999;
 // How long it may take the scheduler to fail the job once it is told of that.
 constexpr double kVerdictSeconds = 5.0;
-// How the LEAVE of a server begins that was told to end.
-constexpr char kStopped[] = "stopped";
 // And the LEAVE of a worker in which something went wrong, before what did.
 constexpr char kWithFailure[] = "failed: ";
 
@@ -228,20 +227,17 @@ void Membership::SetReporter(std::function<std::string()> report) {
   reporter_ = std::move(report);
 }
 
-bool Membership::Handle(const Message& msg) {
+void Membership::Handle(const Message& msg) {
   const auto& control = msg.meta.control;
-  // The scheduler is the one authority; and who is in the job has nothing to register.
-  const bool registers = control.cmd == Control::ADD_NODE;
-  if (!settings_.is_scheduler && msg.meta.sender != kScheduler) return false;
-  if (settings_.is_scheduler && (msg.meta.sender == Node::kEmpty) != registers) return false;
-  if (settings_.is_scheduler && !IsOfThisIncarnation(msg)) return true;
-  if (settings_.is_scheduler && msg.meta.sender != Node::kEmpty) {
+  if (settings_.is_scheduler && !IsOfThisIncarnation(msg)) return;
+  if (!MayHave(msg)) return;
+  {
     MutexLock lock(&mu_);
-    auto it = peers_.find(msg.meta.sender);
-    if (it != peers_.end()) it->second.heard = Clock::now();
-  } else if (!settings_.is_scheduler && msg.meta.sender == kScheduler) {
-    MutexLock lock(&mu_);
-    scheduler_heard_ = Clock::now();
+    if (!settings_.is_scheduler) {
+      scheduler_heard_ = Clock::now();
+    } else if (auto it = peers_.find(msg.meta.sender); it != peers_.end()) {
+      it->second.heard = Clock::now();
+    }
   }
   switch (control.cmd) {
     case Control::ADD_NODE:
@@ -250,7 +246,7 @@ bool Membership::Handle(const Message& msg) {
       } else {
         OnAdmission(msg);
       }
-      return true;
+      return;
     case Control::WELCOME: {
       if (control.node.size() == 1) links_->SetSelf(control.node[0]);
       // The scheduler's number when this node connected may have been that of the last incarnation.
@@ -258,49 +254,49 @@ bool Membership::Handle(const Message& msg) {
       MutexLock lock(&mu_);
       welcomed_ = true;
       cond_.NotifyAll();
-      return true;
+      return;
     }
     case Control::REFUSED:
-      if (BeginsWith(msg.meta.body, membership::kAgain) && !settings_.is_scheduler) {
+      if (BeginsWith(msg.meta.body, membership::kAgain)) {
         // Only Join hears of it: nothing has failed yet.
         MutexLock lock(&mu_);
-        if (state_ != State::kJoining) return true;
+        if (state_ != State::kJoining) return;
         state_ = State::kFailed;
         failure_ = msg.meta.body.substr(strlen(membership::kAgain));
         come_again_ = true;
         cond_.NotifyAll();
-        return true;
+        return;
       }
       [[fallthrough]];
     case Control::JOB_FAILED:
-      if (settings_.is_scheduler) {
-        FailJob(msg.meta.body);
-      } else {
-        Fail(msg.meta.body);
+      if (settings_.is_scheduler) return FailJob(msg.meta.body);
+      if (control.cmd == Control::JOB_FAILED) {
+        // Only members are told, and its welcome may come later.
+        MutexLock lock(&mu_);
+        welcomed_ = true;
       }
-      return true;
+      return Fail(msg.meta.body);
     case Control::HEARTBEAT:
-      if (!settings_.is_scheduler) return true;
+      if (!settings_.is_scheduler) return;
       Send(Control::HEARTBEAT, msg.meta.sender);
       OnReport(msg.meta.sender, msg.meta.body);
-      return true;
+      return;
     case Control::LEAVE:
-      if (!settings_.is_scheduler) return true;
-      if (BeginsWith(msg.meta.body, kStopped)) {
+      if (BeginsWith(msg.meta.body, membership::kStopped)) {
         OnGone(msg.meta.sender, "was " + msg.meta.body);
       } else if (settings_.keep && BeginsWith(msg.meta.body, kWithFailure)) {
         OnGone(msg.meta.sender, msg.meta.body);
       } else {
         OnLeave(msg.meta.sender, msg.meta.body == "suspend");
       }
-      return true;
+      return;
     case Control::NODE_LEFT:
       for (const Node& node : control.node) OnNodeLeft(node);
-      return true;
+      return;
     case Control::JOB_END: {
       {
         MutexLock lock(&mu_);
-        if (state_ != State::kActive) return true;
+        if (state_ != State::kActive) return;
         state_ = State::kEnded;
         cond_.NotifyAll();
       }
@@ -308,11 +304,35 @@ bool Membership::Handle(const Message& msg) {
       event.kind = MembershipEvent::kEnded;
       event.suspended = msg.meta.body == "suspend";
       Emit(event);
-      return true;
+      return;
     }
     default:
-      return false;
+      return;  // MayHave knows no other
   }
+}
+
+bool Membership::MayHave(const Message& msg) {
+  const int sender = msg.meta.sender;
+  const Control::Command command = msg.meta.control.cmd;
+  const Node::Role to = links_->self().role;
+  Node::Role from = Node::SCHEDULER;
+  // A member has nothing to register, and one that registers is no member yet.
+  bool may = settings_.is_scheduler ? (sender == Node::kEmpty) == (command == Control::ADD_NODE)
+                                    : sender == kScheduler;
+  {
+    MutexLock lock(&mu_);
+    if (settings_.is_scheduler) {
+      auto it = peers_.find(sender);
+      // Register looks at the role that one claims who is no member yet.
+      from = it == peers_.end() ? Node::WORKER : it->second.node.role;
+    }
+    may = may && membership::MaySend(command, from, to, msg.meta.body);
+    if (may || !warned_of_.insert(sender).second) return may;
+  }
+  LOG(WARNING) << "ignored " << membership::NameOf(command) << " from " << NameOf(sender)
+               << ", which must not send it to this node; more of the kind from there is ignored "
+                  "without a warning";
+  return false;
 }
 
 void Membership::OnNodeLeft(const Node& node) {

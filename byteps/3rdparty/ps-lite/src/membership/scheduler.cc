@@ -54,26 +54,26 @@ std::string Membership::ReasonToRefuse(const Node& node, const Claim& claim, boo
   if (node.role == Node::SCHEDULER) return "it says that it is a scheduler";
   *later = settings_.keep;
   const bool worker = node.role == Node::WORKER;
-  if (expected_workers_ < 0 && worker) expected_workers_ = claim.workers;
-  if (expected_servers_ < 0 && worker) expected_servers_ = claim.servers;
-  if (claim.workers >= 0 && expected_workers_ >= 0 && claim.workers != expected_workers_) {
+  const int workers = expected_workers_ < 0 && worker ? claim.workers : expected_workers_;
+  const int servers = expected_servers_ < 0 && worker ? claim.servers : expected_servers_;
+  if (claim.workers >= 0 && workers >= 0 && claim.workers != workers) {
     return "it was started for " + Plural(claim.workers, "worker") + ", the scheduler for " +
-           Plural(expected_workers_, "worker") + " (WORLD_SIZE, DMLC_NUM_WORKER)";
+           Plural(workers, "worker") + " (WORLD_SIZE, DMLC_NUM_WORKER)";
   }
-  if (claim.servers >= 0 && expected_servers_ >= 0 && claim.servers != expected_servers_) {
+  if (claim.servers >= 0 && servers >= 0 && claim.servers != servers) {
     *later = false;
     return "it was started for " + Plural(claim.servers, "server") + ", the scheduler for " +
-           Plural(expected_servers_, "server") + " (DMLC_NUM_SERVER)";
+           Plural(servers, "server") + " (DMLC_NUM_SERVER)";
   }
   if (!worker) {
-    if (expected_servers_ >= 0 && Count(Node::SERVER) >= expected_servers_) {
-      return "the job has its " + Plural(expected_servers_, "server") + " already";
+    if (servers >= 0 && Count(Node::SERVER) >= servers) {
+      return "the job has its " + Plural(servers, "server") + " already";
     }
     return "";
   }
-  if (node.aux_id < 0 || node.aux_id >= expected_workers_) {
+  if (node.aux_id < 0 || node.aux_id >= workers) {
     return "its rank " + std::to_string(node.aux_id) + " is not below the number of workers, " +
-           std::to_string(expected_workers_) + " (RANK, DMLC_WORKER_ID)";
+           std::to_string(workers) + " (RANK, DMLC_WORKER_ID)";
   }
   auto it = peers_.find(Postoffice::WorkerRankToID(node.aux_id));
   if (it != peers_.end()) {
@@ -90,50 +90,78 @@ void Membership::Register(const Message& msg) {
   // Another protocol may say something else than this one.
   if (!ParseClaim(msg.meta.body, &claim) && claim.protocol == kProtocol) claim.protocol = -1;
   std::string refusal;
-  bool complete = false;
   bool later = false;
   int incarnation = 0;
   {
     MutexLock lock(&mu_);
+    if (state_ == State::kStopped) return;
     incarnation = incarnation_;
-    if (state_ == State::kFailed || state_ == State::kTurning) {
-      refusal = "the job has failed: " + failure_;
-      later = state_ == State::kTurning;
-    } else if (std::any_of(peers_.begin(), peers_.end(),
-                           [](const auto& entry) { return entry.second.left_to_suspend; })) {
-      refusal = "the job before it is being suspended";
-      later = true;
-    } else {
-      if (node.role == Node::WORKER && node.aux_id < 0) node.aux_id = FirstFreeRank(Node::WORKER);
-      refusal = ReasonToRefuse(node, claim, &later);
-    }
-    if (refusal.empty()) {
-      node.id = node.role == Node::WORKER ? Postoffice::WorkerRankToID(node.aux_id)
-                                          : Postoffice::ServerRankToID(FirstFreeRank(Node::SERVER));
-      Peer peer;
-      peer.node = node;
-      peer.heard = Clock::now();
-      peer.link_mbps = claim.link_mbps;
-      peers_[node.id] = peer;
-      last_arrival_ = peer.heard;
-      any_worker_ = any_worker_ || node.role == Node::WORKER;
-      complete = expected_workers_ >= 0 && expected_servers_ >= 0 &&
-                 Count(Node::WORKER) == expected_workers_ &&
-                 Count(Node::SERVER) == expected_servers_;
-      if (complete) failure_.clear();  // of the last incarnation
-    }
+    refusal = Assign(claim, &node, &later);
   }
-  if (!refusal.empty()) {
-    Refuse(node, Describe(node) + " was refused by the " + SchedulerName() + ": " + refusal, later);
-    return;
-  }
+  if (!refusal.empty()) return Refuse(node, refusal, later);
+  // It has a link before it is a peer: whoever is told of a failure can be told.
   links_->Connect(node);
+  bool complete = false;
+  {
+    MutexLock lock(&mu_);
+    if (state_ == State::kStopped) return;
+    if (incarnation == incarnation_ && state_ == State::kActive) {
+      complete = Admit(claim, node);
+    } else {
+      refusal = "the job has failed: " + failure_;
+      later = state_ != State::kFailed;
+    }
+  }
+  if (!refusal.empty()) return Refuse(node, refusal, later);
   Send(Control::WELCOME, node.id, std::to_string(incarnation), {node});
   PS_VLOG(1) << "admitted " << Describe(node);
   if (complete) AdmitAll();
 }
 
-void Membership::Refuse(const Node& node, const std::string& reason, bool later) {
+std::string Membership::Assign(const Claim& claim, Node* node, bool* later) {
+  if (state_ == State::kFailed || state_ == State::kTurning) {
+    *later = state_ == State::kTurning;
+    return "the job has failed: " + failure_;
+  }
+  if (state_ != State::kActive) return "the job has ended";
+  if (std::any_of(peers_.begin(), peers_.end(),
+                  [](const auto& entry) { return entry.second.left_to_suspend; })) {
+    *later = true;
+    return "the job before it is being suspended";
+  }
+  const bool worker = node->role == Node::WORKER;
+  if (worker && node->aux_id < 0) node->aux_id = FirstFreeRank(Node::WORKER);
+  const std::string refusal = ReasonToRefuse(*node, claim, later);
+  if (!refusal.empty()) return refusal;
+  node->id = worker ? Postoffice::WorkerRankToID(node->aux_id)
+                    : Postoffice::ServerRankToID(FirstFreeRank(Node::SERVER));
+  return "";
+}
+
+bool Membership::Admit(const Claim& claim, const Node& node) {
+  const bool worker = node.role == Node::WORKER;
+  if (expected_workers_ < 0 && worker) expected_workers_ = claim.workers;
+  if (expected_servers_ < 0 && worker) expected_servers_ = claim.servers;
+  Peer peer;
+  peer.node = node;
+  peer.heard = Clock::now();
+  peer.link_mbps = claim.link_mbps;
+  peers_[node.id] = peer;
+  last_arrival_ = peer.heard;
+  any_worker_ = any_worker_ || worker;
+  if (!IsComplete()) return false;
+  failure_.clear();  // of the last incarnation
+  return true;
+}
+
+bool Membership::IsComplete() {
+  return expected_workers_ >= 0 && expected_servers_ >= 0 &&
+         Count(Node::WORKER) == expected_workers_ && Count(Node::SERVER) == expected_servers_;
+}
+
+void Membership::Refuse(const Node& node, const std::string& why, bool later) {
+  const std::string reason =
+      Describe(node) + " was refused by the " + SchedulerName() + ": " + why;
   // Who comes again and again must not fill the log.
   if (later) {
     PS_VLOG(1) << reason << "; it may come again";
@@ -245,15 +273,12 @@ JobView Membership::View() {
     peer.left = entry.second.left;
     view.peers.push_back(peer);
   }
-  const bool complete = expected_workers_ >= 0 && expected_servers_ >= 0 &&
-                        Count(Node::WORKER) == expected_workers_ &&
-                        Count(Node::SERVER) == expected_servers_;
   if (state_ == State::kFailed) {
     view.phase = JobView::kFailed;
   } else if (state_ == State::kEnded) {
     view.phase = JobView::kEnded;
   } else {
-    view.phase = complete ? JobView::kRunning : JobView::kGathering;
+    view.phase = IsComplete() ? JobView::kRunning : JobView::kGathering;
   }
   return view;
 }
@@ -318,6 +343,7 @@ void Membership::BeginIncarnation() {
     }
     peers_.clear();
     departed_.clear();
+    warned_of_.clear();
     any_worker_ = false;
     expected_workers_ = -1;
     incarnation = ++incarnation_;
