@@ -8,9 +8,12 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cluster import SECRET
+from cluster import END_S, SECRET
 
 MAGIC = 0x5350424D
 VERSION = 3
@@ -52,17 +55,65 @@ def proof(secret: str, who: str, said: bytes) -> bytes:
     return hmac.digest(key, who.encode() + b"\0" + said, "sha256")
 
 
+class TooLate(Exception):
+    """The node closed the connection, since it did not hear everything in time."""
+
+
+@contextmanager
+def greeted(
+    address: tuple[str, int], hello: Hello, secret: str, timeout_s: float = END_S
+) -> Iterator[tuple[socket.socket, str]]:
+    """A connection that has said hello and proved the secret, and the refusal, or "".
+
+    Connects again when that took too long, as nodes do.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with socket.create_connection(address, timeout=timeout_s) as stranger:
+            try:
+                refused = greet(stranger, hello, secret)
+            except (TooLate, ConnectionError):
+                assert time.monotonic() < deadline, f"{address} closes every connection"
+                continue
+            yield stranger, refused
+            return
+
+
+def answer_to(said: bytes, address: tuple[str, int], timeout_s: float = END_S) -> bytes:
+    """All that the node says to this; it is asked again when it did not hear that in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with socket.create_connection(address, timeout=timeout_s) as stranger:
+            try:
+                stranger.sendall(said)
+            except ConnectionError:
+                answer = b""
+            else:
+                answer = read_all(stranger)
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"{address} answers nothing"
+
+
 def greet(stranger: socket.socket, hello: Hello, secret: str) -> str:
     """Say hello and prove the secret, and demand a proof; the refusal, or ""."""
     stranger.sendall(hello.encode())
-    challenge = stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+    challenge = receive(stranger, CHALLENGE_BYTES)
     if text := refusal(challenge + read_refusal(stranger, challenge), CHALLENGE_BYTES):
         return text
     said = hello.encode() + challenge[8 : CHALLENGE_BYTES - PROOF_BYTES]
     assert challenge[-PROOF_BYTES:] == proof(SECRET, "listens", said)
     stranger.sendall(proof(secret, "connects", said))
-    reply = stranger.recv(REPLY_BYTES, socket.MSG_WAITALL)
+    reply = receive(stranger, REPLY_BYTES)
     return refusal(reply + read_refusal(stranger, reply), REPLY_BYTES)
+
+
+def receive(stranger: socket.socket, count: int) -> bytes:
+    """So many bytes; raises TooLate when the other side closes before."""
+    said = stranger.recv(count, socket.MSG_WAITALL)
+    if len(said) < count:
+        raise TooLate(f"{len(said)} of {count} bytes came")
+    return said
 
 
 def read_refusal(stranger: socket.socket, answer: bytes) -> bytes:
@@ -107,7 +158,11 @@ def refusal(said: bytes, fixed: int = CHALLENGE_BYTES) -> str:
 
 def job_of(address: tuple[str, int]) -> int:
     """The job's number, which the scheduler tells whoever connects."""
-    with socket.create_connection(address, timeout=60) as stranger:
-        stranger.sendall(Hello(sender=0x77).encode())
-        challenge = stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
-    return struct.unpack_from("<Q", challenge, 8)[0]
+    deadline = time.monotonic() + END_S
+    while True:
+        with socket.create_connection(address, timeout=END_S) as stranger:
+            stranger.sendall(Hello(sender=0x77).encode())
+            try:
+                return struct.unpack_from("<Q", receive(stranger, CHALLENGE_BYTES), 8)[0]
+            except (TooLate, ConnectionError):
+                assert time.monotonic() < deadline, f"{address} closes every connection"

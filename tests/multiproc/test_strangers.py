@@ -7,7 +7,6 @@ import re
 import socket
 import struct
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +27,9 @@ from strangers import (
     JOB_FAILED,
     SCHEDULER,
     Hello,
+    answer_to,
     frame,
-    greet,
+    greeted,
     job_of,
     meta,
     read_all,
@@ -69,9 +69,7 @@ def connected(address: tuple[str, int]) -> Iterator[socket.socket]:
 )
 def test_other_protocols_are_told_so(steady: Cluster, said: bytes) -> None:
     for address in nodes_of(steady).values():
-        with connected(address) as stranger:
-            stranger.sendall(said)
-            assert "does not speak this protocol" in refusal(read_all(stranger))
+        assert "does not speak this protocol" in refusal(answer_to(said, address))
 
 
 def test_who_says_nothing_is_closed(steady: Cluster) -> None:
@@ -83,11 +81,9 @@ def test_who_says_nothing_is_closed(steady: Cluster) -> None:
 
 def test_another_version_is_named(steady: Cluster) -> None:
     for address in nodes_of(steady).values():
-        with connected(address) as stranger:
-            stranger.sendall(Hello(version=9).encode())
-            text = refusal(read_all(stranger))
-            assert "wire version 9" in text
-            assert "install the same byteps" in text
+        text = refusal(answer_to(Hello(version=9).encode(), address))
+        assert "wire version 9" in text
+        assert "install the same byteps" in text
 
 
 @pytest.mark.parametrize(
@@ -99,8 +95,8 @@ def test_another_version_is_named(steady: Cluster) -> None:
     ids=["no-job", "another-job"],
 )
 def test_a_server_takes_its_own_job_alone(steady: Cluster, hello: Hello, reason: str) -> None:
-    with connected(nodes_of(steady)["server"]) as stranger:
-        assert reason in greet(stranger, hello, SECRET)
+    with greeted(nodes_of(steady)["server"], hello, SECRET) as (_, said):
+        assert reason in said
 
 
 def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
@@ -108,8 +104,8 @@ def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
     nodes = nodes_of(steady)
     hello = Hello(job=job_of(nodes["scheduler"]) + 1, node_id=WORKER_0)
     for node in ("server", "scheduler"):
-        with connected(nodes[node]) as stranger:
-            said = greet(stranger, hello, SECRET)
+        with greeted(nodes[node], hello, SECRET) as (_, said):
+            pass
         assert "it is of incarnation 2 of the job, and this node of incarnation 1" in said
 
 
@@ -132,21 +128,18 @@ def test_no_one_takes_a_workers_place(steady: Cluster, change: dict[str, Any], r
     """Not even one that has the secret: the worker is connected, and stays so."""
     nodes = nodes_of(steady)
     hello = Hello(**{"job": job_of(nodes["scheduler"]), "node_id": WORKER_0, **change})
-    with connected(nodes["server"]) as stranger:
-        assert re.search(reason, greet(stranger, hello, SECRET))
+    with greeted(nodes["server"], hello, SECRET) as (_, said):
+        assert re.search(reason, said)
 
 
 def test_who_has_not_the_secret_is_told_and_closed(steady: Cluster) -> None:
     nodes = nodes_of(steady)
     hello = Hello(job=job_of(nodes["scheduler"]), node_id=WORKER_0)
     for address in nodes.values():
-        with connected(address) as stranger:
-            text = greet(stranger, hello, "another secret, as long")
+        with greeted(address, hello, "another secret, as long") as (_, text):
             assert "has not this job's secret" in text and "BYTEPS_SECRET_FILE" in text
-        with connected(address) as stranger:
-            stranger.sendall(Hello(authenticates=False).encode())
-            text = refusal(read_all(stranger))
-            assert "has a secret" in text and "BYTEPS_AUTH=0" in text
+        text = refusal(answer_to(Hello(authenticates=False).encode(), address))
+        assert "has a secret" in text and "BYTEPS_AUTH=0" in text
 
 
 def test_a_proof_is_of_use_once(steady: Cluster) -> None:
@@ -171,14 +164,8 @@ def test_those_who_wait_do_not_keep_others_out(steady: Cluster, words: str) -> N
         strangers.append(stranger)
         if words == "hello":
             stranger.sendall(Hello().encode())
-    deadline = time.monotonic() + END_S
-    while True:
-        with connected(address) as friend:
-            try:
-                assert greet(friend, Hello(sender=0x99, rank=1), SECRET) == ""
-                break
-            except (ConnectionError, struct.error):  # it was the oldest of too many
-                assert time.monotonic() < deadline
+    with greeted(address, Hello(sender=0x99, rank=1), SECRET) as (_, refused):
+        assert refused == ""
     for stranger in strangers:
         read_all(stranger)
         stranger.close()
@@ -276,7 +263,7 @@ def test_a_secret_is_not_printed() -> None:
 )
 def test_who_has_not_joined_has_nothing_to_say(steady: Cluster, said: bytes) -> None:
     """At the scheduler, which has to let anybody ask to join."""
-    with connected(nodes_of(steady)["scheduler"]) as stranger:
-        assert greet(stranger, Hello(), SECRET) == ""
+    with greeted(nodes_of(steady)["scheduler"], Hello(), SECRET) as (stranger, refused):
+        assert refused == ""
         stranger.sendall(said)
         assert refusal(read_all(stranger)) == ""
