@@ -18,8 +18,10 @@ if(GTest_FOUND)
     tests/engine/engine_test.cc
     tests/engine/failure_test.cc
     tests/engine/fake_channel.cc
+    tests/engine/greeter_test.cc
     tests/engine/link_test.cc
     tests/engine/membership_test.cc
+    tests/engine/pending_peers_test.cc
     tests/engine/plan_test.cc
     tests/engine/protocol_test.cc
     tests/engine/push_scheduler_test.cc

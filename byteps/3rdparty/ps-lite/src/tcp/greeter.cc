@@ -1,7 +1,9 @@
 #include "./greeter.h"
 
+#include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -15,8 +17,10 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// For all that has to be said.  An honest peer that was too slow connects again.
-constexpr auto kGreetingTime = std::chrono::milliseconds(1500);
+// A peer that was refused may send so much more, for its connection to end in order; and so much of
+// it is read before others have their turn.
+constexpr size_t kBytesAfterRefusal = 256 << 10;
+constexpr size_t kTurnBytes = 16 << 10;
 
 // Once for each kind: who tries again and again must not fill the log.
 void WarnOnce(std::atomic<bool>* warned, const std::string& reason) {
@@ -30,42 +34,59 @@ std::atomic<bool> warned_of_encryption{false};
 }  // namespace
 
 Greeter::Greeter(const Host* host, std::shared_ptr<Poller> poller, Fd fd)
-    : host_(host),
-      poller_(std::move(poller)),
-      socket_(std::make_shared<Stream>(std::move(fd), host->tls.get(), Stream::kListens)),
-      phase_(socket_->encrypted() ? Phase::kHandshake : Phase::kHello) {}
+    : host_(host), poller_(std::move(poller)), number_(fd.get()), fd_(std::move(fd)) {}
 
-void Greeter::Start() {
-  poller_->Watch(socket_->fd(), shared_from_this());
-  poller_->At(began_ + kGreetingTime, [weak = weak_from_this()] {
-    if (const Ptr self = weak.lock()) self->End("it did not say in time who it is");
-  });
-}
+void Greeter::Start() { poller_->Watch(number_, shared_from_this()); }
+
+void Greeter::ResetOnEnd() { tcp::ResetOnClose(number_); }
 
 void Greeter::End(const std::string& reason) {
   if (phase_ == Phase::kDone) return;
   phase_ = Phase::kDone;
   PS_VLOG(1) << "a connection was not taken: " << reason;
-  const Ptr self = shared_from_this();
-  poller_->Forget(socket_->fd());
+  const auto self = shared_from_this();
+  poller_->Forget(number_);
   socket_.reset();
-  host_->done(self);
+  fd_.Reset(-1);
+  host_->done(this);
 }
 
+// To close over bytes that were not read would reset the connection, which could take the reason
+// away from the peer.  So it is closed when the peer has, or when time or bytes have run out.
 void Greeter::Refuse(const std::string& bytes, const std::string& reason) {
   if (!bytes.empty()) socket_->Say(bytes);
-  // What it has sent behind is read: to close over it would reset the connection, and take the
-  // reason away.
-  shutdown(socket_->fd(), SHUT_WR);
-  char rest[4096];
-  while (recv(socket_->fd(), rest, sizeof(rest), MSG_DONTWAIT) > 0) continue;
-  End(reason);
+  shutdown(number_, SHUT_WR);
+  phase_ = Phase::kRefused;
+  refused_because_ = reason;
 }
 
-bool Greeter::OnReady(uint32_t /*events*/) {
+bool Greeter::ReadOnAfterRefusal() {
+  char rest[4096];
+  for (size_t turn = 0; turn < kTurnBytes;) {
+    const ssize_t n = recv(number_, rest, sizeof(rest), MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
+    read_after_refusal_ += std::max<ssize_t>(n, 0);
+    if (n <= 0 || read_after_refusal_ >= kBytesAfterRefusal) {
+      End(refused_because_);
+      return false;
+    }
+    turn += n;
+  }
+  return true;
+}
+
+bool Greeter::OnReady(uint32_t events) {
+  // It can be written to, and has said nothing.
+  if (events == EPOLLOUT) return false;
   try {
-    if (phase_ == Phase::kHandshake && !ShakeHands()) return false;
+    if (phase_ == Phase::kSilent) {
+      socket_ = std::make_shared<Stream>(std::move(fd_), host_->tls.get(), Stream::kListens);
+      phase_ = socket_->encrypted() ? Phase::kHandshake : Phase::kHello;
+    }
+    if (phase_ == Phase::kHandshake && !ShakeHands() && phase_ != Phase::kRefused) return false;
     while (Read()) continue;
+    if (phase_ == Phase::kRefused) return ReadOnAfterRefusal();
   } catch (const std::exception& e) {
     End(e.what());
   }
@@ -98,7 +119,7 @@ bool Greeter::ShakeHands() {
 }
 
 bool Greeter::Read() {
-  if (phase_ == Phase::kDone) return false;
+  if (phase_ != Phase::kHello && phase_ != Phase::kProof) return false;
   const size_t wanted = phase_ == Phase::kHello ? kHelloBytes : auth::kProofBytes;
   const iovec missing = {buffer_.data() + there_, wanted - there_};
   const ssize_t n = socket_->Read(&missing, 1);
@@ -160,12 +181,15 @@ void Greeter::OnProof() {
     WarnOnce(&warned_of_secret, "it has not this job's secret");
     return Refuse(reply.Encode(), "it has not this job's secret");
   }
-  poller_->Forget(socket_->fd());
+  poller_->Forget(number_);
   reply.refusal = host_->admit(socket_, hello_);
-  if (!reply.refusal.empty()) return Refuse(reply.Encode(), "it was refused: " + reply.refusal);
+  if (!reply.refusal.empty()) {
+    poller_->Watch(number_, shared_from_this());
+    return Refuse(reply.Encode(), "it was refused: " + reply.refusal);
+  }
   phase_ = Phase::kDone;
   socket_.reset();
-  host_->done(shared_from_this());
+  host_->done(this);
 }
 
 }  // namespace tcp

@@ -1,16 +1,17 @@
-// Who connected and has not yet proved that it is of this job.
+// A peer that connected and has not yet proved that it is of this job.
 //
 // It holds a socket and a few bytes for a short time, and nothing else: what the proof is for
-// (memory, a place among the peers, a word with the scheduler) begins when it is there.
+// (memory, a place among the peers, a word with the scheduler) begins when it is there.  One that
+// says nothing costs no more than its socket: not even encryption has begun.
 #ifndef PS_TCP_GREETER_H_
 #define PS_TCP_GREETER_H_
 
 #include <array>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "./pending_peers.h"
 #include "./poller.h"
 #include "./stream.h"
 #include "./wire.h"
@@ -19,16 +20,15 @@
 namespace ps {
 namespace tcp {
 
-class Greeter : public Pollable, public std::enable_shared_from_this<Greeter> {
+class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter> {
  public:
-  using Ptr = std::shared_ptr<Greeter>;
   struct Host {
-    // What is told to who connects: the job and this process.
+    // What is told to a peer that connects: the job and this process.
     std::function<Challenge()> challenge;
-    // It has proved what it said.  Takes the socket, or leaves it and returns why not.
+    // The peer has proved what it said.  Takes the socket, or leaves it and returns why not.
     std::function<std::string(const StreamPtr&, const Hello&)> admit;
     // It is gone, one way or the other.
-    std::function<void(const Ptr&)> done;
+    std::function<void(const Greeter*)> done;
     const auth::Secret* secret = nullptr;
     std::shared_ptr<const tls::Context> tls;  // null: nothing is encrypted
   };
@@ -37,32 +37,36 @@ class Greeter : public Pollable, public std::enable_shared_from_this<Greeter> {
   Greeter(const Host* host, std::shared_ptr<Poller> poller, Fd fd);
 
   void Start();
-  // Closes the socket, for this reason.  Poller's thread.
-  void End(const std::string& reason);
-  Poller::Clock::time_point began() const { return began_; }
 
+  void End(const std::string& reason) override;
+  void ResetOnEnd() override;
+  bool answered() const override { return phase_ == Phase::kRefused; }
   bool OnReady(uint32_t events) override;
 
  private:
-  enum class Phase { kHandshake, kHello, kProof, kDone };
+  enum class Phase { kSilent, kHandshake, kHello, kProof, kRefused, kDone };
 
   // True: there may be more.
   bool ShakeHands();
   bool Read();
+  bool ReadOnAfterRefusal();
   void OnHello();
   void OnProof();
   void Refuse(const std::string& bytes, const std::string& reason);
 
   const Host* const host_;
   const std::shared_ptr<Poller> poller_;
-  const Poller::Clock::time_point began_ = Poller::Clock::now();
+  const int number_;  // of the socket
   // All below is of the poller's thread.
-  StreamPtr socket_;
-  Phase phase_;
+  Fd fd_;             // until it says something
+  StreamPtr socket_;  // since then
+  Phase phase_ = Phase::kSilent;
   std::array<char, kHelloBytes> buffer_;
   size_t there_ = 0;
   Hello hello_;
   std::string said_;
+  std::string refused_because_;
+  size_t read_after_refusal_ = 0;
 };
 
 }  // namespace tcp

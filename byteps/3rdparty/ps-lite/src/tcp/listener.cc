@@ -10,10 +10,13 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// Who connects while no file can be opened waits in the kernel's queue for so long.
+// While no file can be opened, connections wait in the kernel's queue for so long.
 constexpr auto kPause = std::chrono::milliseconds(100);
-// The same while too many have not said who they are.
+// The same while there is no room for one that has not authenticated.
 constexpr auto kShortPause = std::chrono::milliseconds(5);
+// Connections that are accepted before others of the poller's thread have their turn: fewer than it
+// serves in that turn, so that those that are here get on first.
+constexpr int kTurn = 16;
 
 }  // namespace
 
@@ -28,14 +31,17 @@ void Listener::Start() { poller_->Watch(fd_.get(), shared_from_this()); }
 void Listener::Stop() { poller_->Forget(fd_.get()); }
 
 bool Listener::OnReady(uint32_t /*events*/) {
-  while (true) {
+  for (int i = 0; i < kTurn; ++i) {
     if (!may_accept_()) {
       Pause(kShortPause);
       return false;
     }
-    Fd fd(accept4(fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    Address peer;
+    peer.length = sizeof(peer.storage);
+    Fd fd(accept4(fd_.get(), reinterpret_cast<sockaddr*>(&peer.storage), &peer.length,
+                  SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (fd) {
-      on_accept_(std::move(fd));
+      on_accept_(std::move(fd), peer);
       continue;
     }
     if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
@@ -48,6 +54,7 @@ bool Listener::OnReady(uint32_t /*events*/) {
     Pause(kPause);
     return false;
   }
+  return true;
 }
 
 void Listener::Pause(Poller::Clock::duration pause) {
@@ -55,8 +62,12 @@ void Listener::Pause(Poller::Clock::duration pause) {
   paused_ = true;
   poller_->At(Poller::Clock::now() + pause, [self = shared_from_this()] {
     self->paused_ = false;
-    self->OnReady(0);
+    self->TakeTurn();
   });
+}
+
+void Listener::TakeTurn() {
+  if (OnReady(0)) poller_->Post([self = shared_from_this()] { self->TakeTurn(); });
 }
 
 }  // namespace tcp

@@ -13,9 +13,10 @@ namespace tcp {
 
 class Listener : public Pollable, public std::enable_shared_from_this<Listener> {
  public:
-  // Called in the poller's thread with each connection that came.
-  using OnAccept = std::function<void(Fd)>;
-  // Likewise, before each: while it says false, who connects waits in the kernel's queue.
+  // Called in the poller's thread with each connection that came, and the address of its peer.
+  using OnAccept = std::function<void(Fd, const Address&)>;
+
+  // Likewise, before each: while it says false, connections wait in the kernel's queue.
   using MayAccept = std::function<bool()>;
 
   Listener(Poller* poller, Fd fd, MayAccept may_accept, OnAccept on_accept);
@@ -27,6 +28,7 @@ class Listener : public Pollable, public std::enable_shared_from_this<Listener> 
 
  private:
   void Pause(Poller::Clock::duration pause);
+  void TakeTurn();
 
   Poller* const poller_;
   const Fd fd_;

@@ -120,6 +120,11 @@ void SetOptions(int fd, double silence_s) {
   Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, seconds * 1000);
 }
 
+void ResetOnClose(int fd) {
+  const linger at_once = {1, 0};
+  (void)setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+}
+
 size_t MakeRoomForFiles(size_t connections) {
   rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kUsualFiles;

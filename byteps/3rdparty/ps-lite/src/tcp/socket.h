@@ -64,6 +64,9 @@ int ConnectError(int fd);
 // about `silence_s`.
 void SetOptions(int fd, double silence_s);
 
+// When it is closed, the connection is reset: the kernel keeps nothing of it.
+void ResetOnClose(int fd);
+
 // Raises the soft limit of open files so that `connections` more fit, as far as the hard
 // limit allows.  Returns how many files may be open.
 size_t MakeRoomForFiles(size_t connections);

@@ -26,10 +26,14 @@ namespace {
 constexpr auto kLinger = std::chrono::seconds(1);
 constexpr auto kLook = std::chrono::milliseconds(1);
 constexpr double kPatience = 5.0;  // seconds
-// Who has not proved to be of this job: so many at once, and beyond that the oldest one goes, if
-// it has had this time.
-constexpr size_t kGreeters = 128;
-constexpr auto kGreetersTime = std::chrono::milliseconds(200);
+// Connections that have not authenticated: so many at once, each for so long.  An honest node needs
+// two round trips, and connects again if that was too little.  15,000 of them per second are let
+// go.
+constexpr size_t kPendingPeers = 768;
+constexpr size_t kPendingEncrypted = 384;  // each may take some 100 KiB
+constexpr size_t kPendingLeast = 64;
+constexpr auto kGreetingTime = std::chrono::milliseconds(1500);
+constexpr auto kLeastGreetingTime = std::chrono::milliseconds(50);
 // Of the pair of a worker and a server, or of a node and the scheduler.
 constexpr int kMaxConnections = 64;
 // One thread moves some gigabytes a second; more than this many find nothing left to do.
@@ -101,7 +105,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   host_.admit = [this](const tcp::StreamPtr& socket, const tcp::Hello& hello) {
     return Admit(socket, hello);
   };
-  host_.done = [this](const tcp::Greeter::Ptr& greeter) { greeters_.remove(greeter); };
+  host_.done = [this](const tcp::Greeter* greeter) { pending_->Remove(greeter); };
   start_timeout_s_ = Seconds("BYTEPS_START_TIMEOUT_S", 30);
   int threads = GetEnv("BYTEPS_IO_THREADS", 0);
   if (threads == 0) threads = post->is_scheduler() ? 1 : DefaultThreads();
@@ -112,12 +116,19 @@ void TcpVan::Start(int customer_id, bool standalone) {
                        : post->is_scheduler() ? post->num_workers() + post->num_servers()
                        : post->is_server()    ? most * post->num_workers()
                                               : most * post->num_servers();
-  tcp::MakeRoomForFiles(peers);
+  const size_t files = tcp::MakeRoomForFiles(peers + kPendingPeers);
   token_ = NewToken();
   job_ = post->is_scheduler() ? NewJob() : 0;
   pool_ = std::make_shared<tcp::MemoryPool>(Bytes("BYTEPS_RECEIVE_POOL_BYTES", 1 << 30));
   pollers_.clear();
   for (int i = 0; i < threads; ++i) pollers_.push_back(std::make_shared<tcp::Poller>(i));
+  // Where few files may be open, most of them are for the job's own connections.
+  const size_t room =
+      std::clamp(files / 4, kPendingLeast, settings_.tls ? kPendingEncrypted : kPendingPeers);
+  pending_ = std::make_unique<tcp::PendingPeers>(
+      pollers_[0].get(),
+      tcp::PendingPeers::Limits{room, kLeastGreetingTime, kGreetingTime,
+                                "it did not say in time who it is", "have not authenticated"});
   inbox_.Open();
   {
     MutexLock lock(&peers_mu_);
@@ -145,8 +156,10 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
         continue;  // such as "::1" in a container without IPv6
       }
       listeners_.push_back(std::make_shared<tcp::Listener>(
-          pollers_[0].get(), std::move(fd), [this] { return MayAccept(); },
-          [this](tcp::Fd accepted) { OnAccepted(std::move(accepted)); }));
+          pollers_[0].get(), std::move(fd), [this] { return pending_->MayAdd(); },
+          [this](tcp::Fd accepted, const tcp::Address& from) {
+            OnAccepted(std::move(accepted), from);
+          }));
     }
   } catch (const dmlc::Error& e) {
     listeners_.clear();
@@ -167,17 +180,9 @@ ConnectionPtr TcpVan::NewConnection() {
   return std::make_shared<Connection>(this, &settings_, poller, pool_);
 }
 
-bool TcpVan::MayAccept() {
-  if (greeters_.size() < kGreeters) return true;
-  const tcp::Greeter::Ptr oldest = greeters_.front();
-  if (Connection::Clock::now() - oldest->began() < kGreetersTime) return false;
-  oldest->End("too many connect and do not say who they are");
-  return true;
-}
-
-void TcpVan::OnAccepted(tcp::Fd fd) {
+void TcpVan::OnAccepted(tcp::Fd fd, const tcp::Address& address) {
   const auto greeter = std::make_shared<tcp::Greeter>(&host_, pollers_[0], std::move(fd));
-  greeters_.push_back(greeter);
+  pending_->Add(greeter, address);
   try {
     greeter->Start();
   } catch (const dmlc::Error& e) {
@@ -551,7 +556,7 @@ void TcpVan::Stop() {
     connection->Close({"this node closed it", false, true});
   }
   for (auto& poller : pollers_) poller->Stop();
-  greeters_.clear();
+  if (pending_) pending_->Clear();
   {
     MutexLock lock(&peers_mu_);
     peers_.clear();

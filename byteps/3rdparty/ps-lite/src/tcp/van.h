@@ -19,7 +19,6 @@
 #define PS_TCP_VAN_H_
 
 #include <atomic>
-#include <list>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -31,6 +30,7 @@
 #include "./greeter.h"
 #include "./listener.h"
 #include "./memory_pool.h"
+#include "./pending_peers.h"
 #include "./poller.h"
 #include "ps/internal/van.h"
 #include "ps/mutex.h"
@@ -98,8 +98,7 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   void OnResumed(tcp::Connection* connection, tcp::Poller::Clock::duration after,
                  size_t again) override;
   void OnClosed(const tcp::ConnectionPtr& connection, const tcp::Ending& ending) override;
-  void OnAccepted(tcp::Fd fd);
-  bool MayAccept();
+  void OnAccepted(tcp::Fd fd, const tcp::Address& address);
   std::string Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello);
   // Empty: it may connect.
   std::string ReasonToRefuse(const tcp::Hello& hello) const;
@@ -127,9 +126,8 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   std::vector<std::shared_ptr<tcp::Poller>> pollers_;
   std::vector<std::shared_ptr<tcp::Listener>> listeners_;
   std::atomic<size_t> next_poller_{0};
-  // Those that have not proved anything yet, in the order in which they came.  Of the first
-  // poller's thread.
-  std::list<tcp::Greeter::Ptr> greeters_;
+  // Those that have not proved anything yet.  Of the first poller's thread.
+  std::unique_ptr<tcp::PendingPeers> pending_;
 
   Mutex peers_mu_;
   std::unordered_map<uint64_t, PeerPtr> peers_by_token_ PS_GUARDED_BY(peers_mu_);

@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""Unauthenticated peers by the thousand: connects to one port again and again, and proves nothing.
+
+Runs until its standard input closes, and then prints what it did, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ipaddress
+import itertools
+import json
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from strangers import Hello
+
+TICK_S = 0.01
+BYTE_S = 0.1
+"""A slow peer says a byte so often."""
+KINDS = ("silent", "slow", "talking", "endless")
+"""Says nothing; says its hello byte by byte; says hello and no proof; never stops saying junk."""
+TIMEOUT_S = 60
+FILES_OF_ITS_OWN = 64
+JUNK = b"\xff" * 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    address: tuple[str, int]
+    kind: str = "silent"
+    burst: int = 0
+    """Connections that are made at once; the others follow at `rate`."""
+    rate: float = 1000.0
+    """Connections per second."""
+    count: int = 0
+    """Of all; 0: until told to stop."""
+    sources: int = 0
+    """So many addresses of 127.0.0.0/8 that nobody else has; 0: the one that connections have."""
+    most: int = 12_000
+    """Connections that it keeps open."""
+
+
+class Flood:
+    """A process that carries out a plan; a context manager."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan = plan
+        self._log = folder / "flood.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        host, port = self.plan.address
+        words = [f"--{name}={getattr(self.plan, name)}" for name in _NUMBERS]
+        command = [sys.executable, __file__, f"{host}:{port}", f"--kind={self.plan.kind}", *words]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            )
+        return self
+
+    def wait_ready(self) -> None:
+        """Until the burst, or all of a plan that ends, is connected."""
+        assert self._process is not None and self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n", self._log.read_text()
+
+    def stop(self) -> dict[str, int]:
+        """How many it `opened`, how many the other end `closed`, how many could not `connect`."""
+        assert self._process is not None
+        said, _ = self._process.communicate(timeout=TIMEOUT_S)
+        assert self._process.returncode == 0, self._log.read_text()
+        return json.loads(said.splitlines()[-1])
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+_NUMBERS = ("burst", "rate", "count", "sources", "most")
+
+
+class _Flooder:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._epoll = select.epoll()
+        self._open: dict[int, socket.socket] = {}
+        # Of slow ones, and of endless ones that have room.
+        self._say_next: collections.deque[tuple[float, int, int]] = collections.deque()
+        self._sources = _sources(plan.sources)
+        self.done = {"opened": 0, "closed": 0, "connect": 0}
+        self._ready = False
+        self._began = time.monotonic()
+        self._hello = Hello().encode()
+
+    def run(self) -> None:
+        self._epoll.register(sys.stdin.fileno(), select.EPOLLIN | select.EPOLLHUP)
+        while self._serve(TICK_S):
+            self._say_what_is_due()
+            for _ in range(self._due()):
+                self._connect()
+            if not self._ready and self._is_ready():
+                self._ready = True
+                print("ready", flush=True)
+
+    def _due(self) -> int:
+        """Connections to make now."""
+        plan = self._plan
+        since = time.monotonic() - self._began
+        due = plan.burst + int(since * plan.rate) - self.done["opened"]
+        if plan.count:
+            due = min(due, plan.count - self.done["opened"])
+        return max(0, min(due, 500, plan.most - len(self._open)))
+
+    def _is_ready(self) -> bool:
+        return self.done["opened"] >= max(self._plan.burst, self._plan.count, 1)
+
+    def _connect(self) -> None:
+        self.done["opened"] += 1
+        family = socket.AF_INET6 if ":" in self._plan.address[0] else socket.AF_INET
+        one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        if self._sources:
+            one.setsockopt(socket.IPPROTO_IP, socket.IP_BIND_ADDRESS_NO_PORT, 1)
+            one.bind((next(self._sources), 0))
+        try:
+            with contextlib.suppress(BlockingIOError):
+                one.connect(self._plan.address)
+        except OSError:
+            self.done["connect"] += 1
+            one.close()
+            return
+        self._open[one.fileno()] = one
+        events = select.EPOLLIN | select.EPOLLRDHUP
+        if self._plan.kind in ("talking", "endless"):
+            events |= select.EPOLLOUT
+        self._epoll.register(one, events)
+        if self._plan.kind == "slow":
+            self._say_next.append((time.monotonic() + BYTE_S, one.fileno(), 0))
+
+    def _say_what_is_due(self) -> None:
+        now = time.monotonic()
+        while self._say_next and self._say_next[0][0] <= now:
+            _, number, said = self._say_next.popleft()
+            one = self._open.get(number)
+            if one is None:
+                continue
+            with contextlib.suppress(OSError):
+                one.send(self._hello[said : said + 1])
+                if said + 1 < len(self._hello) - 1:
+                    self._say_next.append((now + BYTE_S, number, said + 1))
+
+    def _serve(self, wait_s: float) -> bool:
+        """False: it was told to stop."""
+        for number, events in self._epoll.poll(wait_s):
+            if number == sys.stdin.fileno():
+                return False
+            one = self._open[number]
+            try:
+                if events & select.EPOLLIN and not one.recv(65536):
+                    raise ConnectionResetError
+                if events & (select.EPOLLERR | select.EPOLLHUP):
+                    raise ConnectionResetError
+                if events & select.EPOLLOUT and self._plan.kind == "endless":
+                    one.send(JUNK)
+                elif events & select.EPOLLOUT:
+                    one.send(self._hello)
+                    self._epoll.modify(number, select.EPOLLIN | select.EPOLLRDHUP)
+            except BlockingIOError:
+                continue
+            except OSError:
+                # The endless one goes on talking for as long as it is let.
+                if self._plan.kind == "endless" and not events & select.EPOLLERR:
+                    with contextlib.suppress(OSError):
+                        one.send(JUNK)
+                        self._epoll.modify(number, select.EPOLLOUT)
+                        continue
+                self.done["closed"] += 1
+                self._epoll.unregister(number)
+                self._open.pop(number).close()
+        return True
+
+
+def _sources(count: int) -> Iterator[str] | None:
+    if count == 0:
+        return None
+    first = int(ipaddress.IPv4Address("127.77.0.1"))
+    return itertools.cycle(str(ipaddress.IPv4Address(first + i)) for i in range(count))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address", help="HOST:PORT")
+    parser.add_argument("--kind", choices=KINDS, default="silent")
+    for name in _NUMBERS:
+        kind = float if name == "rate" else int
+        parser.add_argument(f"--{name}", type=kind, default=getattr(Plan, name))
+    arguments = vars(parser.parse_args())
+    host, _, port = arguments.pop("address").rpartition(":")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    arguments["most"] = min(arguments["most"], hard - FILES_OF_ITS_OWN)
+    flooder = _Flooder(Plan(address=(host, int(port)), **arguments))
+    flooder.run()
+    print(json.dumps(flooder.done), flush=True)
+    os._exit(0)  # not one close after the other
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Unauthenticated peers by the thousand neither keep a job from starting nor end one that runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cluster import END_S, LOOPBACK, SECRET, Cluster, Process
+from flood import Flood, Plan
+from sockets import connections_of
+from strangers import Hello, greeted, read_all
+from test_reconnect import between, rounds_of, server_port, wait_for_rounds
+
+MOST_LINES = 10
+MOST_MIB = 64
+MOST_FILES = 1024
+BURST = 5000
+"""More than the kernel queues for one listener."""
+
+
+def peak_mib(process: Process) -> float:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def open_files(process: Process) -> int:
+    return len(os.listdir(f"/proc/{process.pid}/fd"))
+
+
+@contextmanager
+def flooded(process: Process, plan: Plan, folder: Path) -> Iterator[Flood]:
+    """Floods it meanwhile, and demands that it takes the process little."""
+    mib, files = peak_mib(process), open_files(process)
+    with Flood(plan, folder) as flood:
+        flood.wait_ready()
+        yield flood
+        assert peak_mib(process) - mib <= MOST_MIB
+        assert open_files(process) - files <= MOST_FILES
+        done = flood.stop()
+        assert done["opened"] >= plan.burst and done["connect"] == 0, done
+    said = re.findall(r".*(?:pending_peers|greeter|listener)\.cc.*\n", process.text)
+    assert len(said) <= MOST_LINES, "".join(said)
+
+
+def plan_for(port: int, kind: str, sources: int, burst: int, count: int = 0) -> Plan:
+    if kind == "endless":  # it takes bandwidth, not places
+        return Plan(address=(LOOPBACK, port), kind=kind, burst=20, rate=50, sources=sources)
+    address = (LOOPBACK, port)
+    return Plan(address=address, kind=kind, burst=burst, sources=sources, count=count)
+
+
+def break_links(cluster: Cluster) -> None:
+    """Of the first worker with the scheduler and with the server."""
+    worker = cluster.workers["worker 0"]
+    for port in (cluster.port, server_port(cluster, 0)):
+        for one in between(worker.pid, port):
+            one.reset()
+
+
+def run_amid_floods(cluster: Cluster, kind: str, sources: int, burst: int, count: int = 0) -> None:
+    """A whole job, whose connections break, while the scheduler and then the server are flooded."""
+    scheduler = cluster.start_scheduler()
+    with flooded(scheduler, plan_for(cluster.port, kind, sources, burst, count), cluster.folder):
+        cluster.start_server()
+        for rank in range(2):
+            cluster.start_worker(rank, "rounds:checked", most=60_000)
+        cluster.wait_mark("looping", range(2))
+        break_links(cluster)
+        wait_for_rounds(cluster, 3)
+    server = cluster.servers[0]
+    plan = plan_for(server_port(cluster, 0), kind, sources, burst, count)
+    with flooded(server, plan, cluster.folder):
+        break_links(cluster)
+        wait_for_rounds(cluster, 3)
+        break_links(cluster)
+        wait_for_rounds(cluster, 3)
+    assert rounds_of(cluster) >= 3
+    cluster.go("end")
+    cluster.finish()
+
+
+@pytest.mark.parametrize(("kind", "sources"), [("silent", 0), ("talking", 50)])
+def test_a_job_amid_a_flood(make_cluster: Callable[..., Cluster], kind: str, sources: int) -> None:
+    """From the nodes' own address, and from others."""
+    run_amid_floods(make_cluster(workers=2, servers=1), kind, sources, BURST)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tls", ["0", "1"], ids=["plain", "tls"])
+@pytest.mark.parametrize("sources", [0, 1, 5000], ids=["own", "another", "many"])
+@pytest.mark.parametrize("kind", ["silent", "slow", "talking", "endless"])
+def test_a_job_amid_ten_thousand(
+    make_cluster: Callable[..., Cluster], kind: str, sources: int, tls: str
+) -> None:
+    cluster = make_cluster(workers=2, servers=1, env={"BYTEPS_TLS": tls})
+    run_amid_floods(cluster, kind, sources, 10_000)
+
+
+@pytest.mark.thorough
+def test_every_link_amid_a_flood(make_cluster: Callable[..., Cluster]) -> None:
+    """All connections of a scheduler that is flooded break, again and again."""
+    cluster = make_cluster(workers=2, servers=2)
+    cluster.start("rounds:checked", most=60_000)
+    cluster.wait_mark("looping", range(2))
+    with flooded(cluster.scheduler, plan_for(cluster.port, "silent", 0, 8000), cluster.folder):
+        for _ in range(10):
+            for one in connections_of(cluster.scheduler.pid):
+                if one.local == cluster.port:
+                    one.reset()
+            wait_for_rounds(cluster, 2)
+    cluster.go("end")
+    cluster.finish()
+
+
+def test_one_that_never_stops_talking_is_closed(make_cluster: Callable[..., Cluster]) -> None:
+    """It is told why it is refused, and what it goes on saying is read no further than a little."""
+    most = 64 << 20
+    cluster = make_cluster(workers=1, servers=1)
+    cluster.start_scheduler()
+    sent: list[int] = []
+    with socket.create_connection((LOOPBACK, cluster.port), timeout=END_S) as stranger:
+
+        def talk() -> None:
+            junk = b"\xff" * (1 << 20)
+            try:
+                while sum(sent) < most:
+                    sent.append(stranger.send(junk))
+            except OSError:
+                return
+
+        # As many as keep it from finding nothing to read.
+        talkers = [threading.Thread(target=talk) for _ in range(4)]
+        for talker in talkers:
+            talker.start()
+        assert b"does not speak this protocol" in read_all(stranger)
+        for talker in talkers:
+            talker.join(END_S)
+    # 256 KiB, and what both kernels hold.
+    assert sum(sent) < most // 2
+    with greeted((LOOPBACK, cluster.port), Hello(), SECRET) as (_, refused):
+        assert refused == ""
