@@ -24,8 +24,11 @@ from cluster import (
 from endings import demand_error
 from strangers import (
     ADD_NODE,
+    CHALLENGE_BYTES,
     JOB_FAILED,
+    MAGIC,
     SCHEDULER,
+    VERSION,
     Hello,
     answer_to,
     frame,
@@ -213,6 +216,28 @@ def test_a_scheduler_without_the_secret(make_cluster: Callable[..., Cluster]) ->
     worker = cluster.start_worker(0, "failures:init_only", env={"BYTEPS_AUTH": "1"})
     wait_all([worker], END_S)
     demand_error(worker, "goes without a secret.*BYTEPS_SECRET_FILE")
+
+
+def test_what_a_false_scheduler_says_is_quoted(make_cluster: Callable[..., Cluster]) -> None:
+    """It has proved nothing: it can put no line and no escape sequence into the log."""
+    forged = "\x1b[2J\x1b]0;owned\x07\n2026-01-01T00:00:00Z ERROR the job was stopped\r\xe9"
+    cluster = make_cluster(workers=1, servers=1)
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        listener.settimeout(END_S)
+        cluster.port = listener.getsockname()[1]
+        server = cluster.start_server()
+        peer, _ = listener.accept()
+        with peer:
+            peer.settimeout(END_S)
+            peer.recv(len(Hello().encode()), socket.MSG_WAITALL)
+            said = forged.encode()
+            head = struct.pack("<IHH", MAGIC, VERSION, len(said))
+            peer.sendall(head + bytes(CHALLENGE_BYTES - len(head)) + said)
+            assert server.wait(END_S) != 0
+    assert re.search(r"has not authenticated, and says: \"\\x1b\[2J\\x1b\]0;owned", server.text)
+    assert server.text.isascii()
+    assert all(line.isprintable() for line in server.text.splitlines()), server.text
+    assert not re.search("^2026-01-01T00", server.text, re.MULTILINE)
 
 
 def test_a_secret_in_a_file(make_cluster: Callable[..., Cluster]) -> None:

@@ -1,4 +1,4 @@
-// What a listener takes from a peer that has not authenticated.
+// What a listener takes from a peer that has not authenticated, and what it shows of it.
 #include "../../3rdparty/ps-lite/src/tcp/greeter.h"
 
 #include <gtest/gtest.h>
@@ -9,6 +9,8 @@
 
 #include <memory>
 #include <string>
+
+#include "../../3rdparty/ps-lite/src/foreign_text.h"
 
 namespace ps {
 namespace tcp {
@@ -81,6 +83,14 @@ TEST_F(GreeterTest, APeerThatIsRefusedAndCloses) {
     while (greeter_->OnReady(EPOLLIN)) continue;
   }
   EXPECT_TRUE(done_);
+}
+
+TEST(ForeignText, IsQuotedPrintableAndShort) {
+  EXPECT_EQ(ForeignText("a job's secret"), "\"a job's secret\"");
+  EXPECT_EQ(ForeignText("\x1b[2J\nERROR \"x\" \xff\\"),
+            "\"\\x1b[2J\\x0aERROR \\x22x\\x22 \\xff\\x5c\"");
+  EXPECT_EQ(ForeignText(std::string(1000, 'x'), 3), "\"xxx\"...");
+  EXPECT_EQ(ForeignText(std::string("\0", 1)), "\"\\x00\"");
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "../foreign_text.h"
 #include "../membership/text.h"
 #include "../net_address.h"
 #include "./connector.h"
@@ -219,9 +220,9 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
   }
   if (refusal.again_soon && link->resumes) {
     link->pause = kFirstPause;
-    return TryAgain(link, refusal.reason);
+    return TryAgain(link, ForeignText(refusal.reason));
   }
-  link->endpoint->Fail("it refused the connection: " + refusal.reason);
+  link->endpoint->Fail(RefusedBecause(refusal.reason, false));
   Drop(link);
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "../foreign_text.h"
 #include "./connection.h"
 #include "dmlc/logging.h"
 #include "ps/mutex.h"
@@ -201,7 +202,7 @@ bool Connection::ReadChallenge() {
   if (data == nullptr) return false;
   const std::string refusal(data + kChallengeBytes, refusal_bytes);
   Skip(kChallengeBytes + refusal_bytes);
-  if (!refusal.empty()) throw dmlc::Error("it refused the connection: " + refusal);
+  if (!refusal.empty()) throw dmlc::Error(RefusedBecause(refusal, false));
   const auth::Secret& secret = settings_->secret;
   if (secret.is_there() && !challenge.authenticates) {
     throw dmlc::Error(std::string("it goes without a secret, and this node has one: ") +
@@ -230,7 +231,9 @@ bool Connection::ReadReply() {
   if (data == nullptr) return false;
   const std::string refusal(data + kReplyBytes, refusal_bytes);
   Skip(kReplyBytes + refusal_bytes);
-  if (!refusal.empty()) throw dmlc::Error("it refused the connection: " + refusal);
+  if (!refusal.empty()) {
+    throw dmlc::Error(RefusedBecause(refusal, settings_->secret.is_there()));
+  }
   phase_ = Phase::kHead;
   Resume(reply.received);
   return true;
