@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 
+#include "../../3rdparty/ps-lite/src/meta_codec.h"
 #include "byteps/base/declaration_list.h"
 
 namespace byteps {
@@ -172,6 +173,38 @@ TEST(PushHeader, AnyOtherLengthIsRefused) {
     EXPECT_FALSE(PushHeader::Unpack(wire.substr(0, size), &back)) << size;
   }
   EXPECT_FALSE(PushHeader::Unpack(wire + "x", &back));
+}
+
+// A message of many bytes that claims a node for each of them.
+TEST(Meta, ACountTakesNoMemoryBeforeItsNodesAreRead) {
+  constexpr size_t kBytes = 3 << 20;
+  const std::string empty = ps::EncodeMeta(ps::Meta());
+  for (const uint32_t nodes : {1u << 20, uint32_t{kBytes / 15}}) {
+    std::string bytes = empty + std::string(kBytes, '\xff');
+    for (int i = 0; i < 4; ++i) bytes[empty.size() - 4 + i] = static_cast<char>(nodes >> 8 * i);
+    ps::Meta meta;
+    EXPECT_FALSE(ps::DecodeMeta(bytes.data(), bytes.size(), &meta));
+    EXPECT_LE(meta.control.node.capacity(), 64u) << nodes;
+  }
+}
+
+TEST(Meta, TheNodesOfALargeJobComeBack) {
+  ps::Meta meta;
+  meta.control.cmd = ps::Control::ADD_NODE;
+  for (int i = 0; i < 5000; ++i) {
+    ps::Node node;
+    node.role = i % 2 == 0 ? ps::Node::SERVER : ps::Node::WORKER;
+    node.id = 8 + i;
+    node.aux_id = i / 2;
+    node.port = 1000 + i;
+    node.hostname = "host-" + std::to_string(i);
+    meta.control.node.push_back(node);
+  }
+  const std::string bytes = ps::EncodeMeta(meta);
+  ps::Meta back;
+  ASSERT_TRUE(ps::DecodeMeta(bytes.data(), bytes.size(), &back));
+  EXPECT_EQ(back.control.node.size(), 5000u);
+  EXPECT_EQ(ps::EncodeMeta(back), bytes);
 }
 
 }  // namespace

@@ -15,6 +15,10 @@ constexpr uint8_t kPush = 2;
 constexpr uint8_t kSimpleApp = 4;
 // The longest name that DNS allows has 253 letters.
 constexpr size_t kMaxHostBytes = 255;
+// The shortest node: a role, an id, a rank, a port, and the lengths of two names.
+constexpr size_t kLeastNodeBytes = 15;
+// Room that is taken before the nodes are read; for more of them, as they come.
+constexpr size_t kNodesAtOnce = 64;
 // Far more than any job has; ids, which are made from ranks, stay in their range.
 constexpr int kMaxRank = 1 << 24;
 
@@ -88,8 +92,8 @@ bool DecodeMeta(const char* data, size_t size, Meta* meta) {
     return false;
   }
   if (flags > (kRequest | kPush | kSimpleApp) || command > Control::JOB_END) return false;
-  // Each node takes some bytes: a count that could not be there reserves no memory.
-  if (nodes > in.left()) return false;
+  // A count that could not be there takes no memory; nor does one that could, before they are read.
+  if (nodes > in.left() / kLeastNodeBytes) return false;
   meta->request = (flags & kRequest) != 0;
   meta->push = (flags & kPush) != 0;
   meta->simple_app = (flags & kSimpleApp) != 0;
@@ -99,9 +103,9 @@ bool DecodeMeta(const char* data, size_t size, Meta* meta) {
   meta->data_type.clear();
   meta->control = Control();
   meta->control.cmd = static_cast<Control::Command>(command);
-  meta->control.node.resize(nodes);
-  for (Node& node : meta->control.node) {
-    if (!DecodeNode(&in, &node)) return false;
+  meta->control.node.reserve(std::min<size_t>(nodes, kNodesAtOnce));
+  for (uint32_t i = 0; i < nodes; ++i) {
+    if (!DecodeNode(&in, &meta->control.node.emplace_back())) return false;
   }
   return in.left() == 0;
 }
