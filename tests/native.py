@@ -27,6 +27,7 @@ SOURCE = REPOSITORY / "build/byteps"
 FOLDER = REPOSITORY / "build/cmake-tests"
 PROGRAMS = {
     "byteps-server": "the scheduler and the servers, as the wheel has it",
+    "connection_test": "both ends of TCP connections, and a relay that damages what they say",
     "engine_test": "the worker, with a channel and a GPU that tests play",
     "simulate": "whole jobs, in threads and time that a seed decides",
     "sum_worker": "a worker without Python, which checks every sum",

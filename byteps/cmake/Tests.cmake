@@ -32,6 +32,12 @@ if(GTest_FOUND)
     ${PSLITE}/src/rdma/wire.cc)
   target_compile_options(engine_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(engine_test PRIVATE worker_under_test GTest::gtest_main)
+  add_executable(connection_test
+    tests/connection/greeting_test.cc
+    tests/connection/link.cc
+    tests/connection/relay.cc)
+  target_compile_options(connection_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
+  target_link_libraries(connection_test PRIVATE pslite GTest::gtest_main)
   add_executable(tls_test tests/tls/tls_test.cc)
   target_compile_options(tls_test PRIVATE ${WARNINGS})
   target_link_libraries(tls_test PRIVATE pslite GTest::gtest_main)

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from cluster import END_S, SECRET
 
 MAGIC = 0x5350424D
-VERSION = 3
+VERSION = 4
 EMPTY = 2**31 - 1
 """A node id that has not been given yet."""
 ADD_NODE, JOB_FAILED = 2, 13
 SERVER, WORKER, SCHEDULER = 0, 1, 2
-CHALLENGE_BYTES, REPLY_BYTES, PROOF_BYTES = 96, 16, 32
+CHALLENGE_BYTES, REPLY_BYTES, PROOF_BYTES = 96, 48, 32
 _PURPOSE = b"Megatron-BytePS: authentication of connections, 1"
 
 

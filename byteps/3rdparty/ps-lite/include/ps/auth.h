@@ -24,7 +24,7 @@ std::string NewSecret();
 
 class Secret {
  public:
-  // None: the job goes without authentication.
+  // None: the job goes without authentication.  A proof is a checksum then, which anybody can make.
   Secret() = default;
   // `bytes` has at least kLeastSecretBytes.
   explicit Secret(const std::string& bytes);
@@ -37,10 +37,9 @@ class Secret {
   // kProofBytes for another use than proofs; each `purpose` has its own.  The secret is there.
   std::string Derive(const std::string& purpose) const;
 
-  // kProofBytes for whoever speaks as `who` after `said` was said.  Zeros without a secret.
+  // kProofBytes for whoever speaks as `who` after `said` was said.
   std::string Prove(const std::string& who, const std::string& said) const;
   // Whether `proof` begins with the first `bytes` of that.  Takes the same time for every proof.
-  // True without a secret.
   bool Proves(const char* proof, const std::string& who, const std::string& said,
               size_t bytes = kProofBytes) const;
 

@@ -302,7 +302,7 @@ bool Connection::OnReady(uint32_t events) {
     if (events & EPOLLOUT) OnWritable();
     return Receive();
   } catch (const std::exception& e) {
-    Close({e.what(), false, false});
+    Failed(e);
     return false;
   }
 }

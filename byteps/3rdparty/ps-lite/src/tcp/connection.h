@@ -14,7 +14,7 @@
 // sent until the other has told so.  When the socket breaks, who had connected connects again
 // and both say what they have received; what is missing is sent again, in the same order.  So
 // each message comes exactly once.  After BYTEPS_RECONNECT_TIMEOUT_S without a socket the
-// connection closes.
+// connection closes.  A greeting that fails then is one more failed attempt (wire.h).
 //
 // Life.  Closed once, by either side, an error, or Close; the owner hears of it once, in the
 // poller's thread.
@@ -63,7 +63,8 @@ class ConnectionOwner {
   virtual ~ConnectionOwner() = default;
   // All in the connection's poller thread.
 
-  // Who we connected to says who it is, and has proved it.  A reason is returned to give it up.
+  // Who we connected to says who it is, and has proved it.  A reason is returned to give it up, for
+  // good.
   virtual std::string OnChallenge(const ConnectionPtr& connection, const Challenge& challenge) = 0;
   // Where values belong, or null.  Called with a lock of the connection's held: see Abandon.
   virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
@@ -181,6 +182,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void TryNext();
   void TryAgain(const std::string& error, bool nobody_listens = false);
   void GiveUpAttempt(Clock::duration after, const std::string& complaint);
+  // What was read, or the lack of it, ends this connection or this attempt.  Poller's thread.
+  void Failed(const std::exception& error);
   void OnConnected();
   // False: not yet, or not any more.
   bool ShakeHands();

@@ -9,6 +9,7 @@
 #include "../foreign_text.h"
 #include "./connection.h"
 #include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
 #include "ps/mutex.h"
 
 namespace ps {
@@ -21,6 +22,11 @@ constexpr auto kLongestPause = std::chrono::milliseconds(500);
 // lost, and the kernel would wait ever longer to send them again.
 constexpr auto kConnectTime = std::chrono::seconds(2);
 constexpr auto kAnswerTime = std::chrono::seconds(5);
+
+// What the other end has decided, and proved to have said: to try again is of no use.
+struct Final : dmlc::Error {
+  using dmlc::Error::Error;
+};
 
 }  // namespace
 
@@ -125,6 +131,18 @@ void Connection::TryAgain(const std::string& error, bool nobody_listens) {
   });
 }
 
+void Connection::Failed(const std::exception& error) {
+  bool greets = false;
+  {
+    MutexLock lock(&mu_);
+    greets = state_ == State::kDialing || state_ == State::kGreeting;
+  }
+  const bool damaged = greets && was_open_ && dynamic_cast<const Final*>(&error) == nullptr;
+  if (!damaged) return Close({error.what(), false, false});
+  PS_VLOG(1) << "an attempt to connect again to node " << peer << " failed: " << error.what();
+  TryAgain(error.what());
+}
+
 void Connection::OnConnected() {
   Socket socket;
   std::string address;
@@ -213,7 +231,7 @@ bool Connection::ReadChallenge() {
     throw dmlc::Error(std::string("it has not this job's secret: ") + auth::kAdvice);
   }
   const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);
-  if (!complaint.empty()) throw dmlc::Error(complaint);
+  if (!complaint.empty()) throw Final(complaint);
   // Should the connection break, it is this very process that is meant, in this incarnation.
   hello_.receiver = challenge.sender;
   hello_.job = challenge.job;
@@ -225,17 +243,29 @@ bool Connection::ReadChallenge() {
 bool Connection::ReadReply() {
   const char* data = Peek(kReplyBytes);
   if (data == nullptr) return false;
+  const std::string mismatch = Mismatch(data);
+  if (!mismatch.empty()) throw dmlc::Error(mismatch);
   size_t refusal_bytes = 0;
-  const Reply reply = DecodeReply(data, &refusal_bytes);
+  Reply reply = DecodeReply(data, &refusal_bytes);
   data = Peek(kReplyBytes + refusal_bytes);
   if (data == nullptr) return false;
-  const std::string refusal(data + kReplyBytes, refusal_bytes);
+  reply.refusal.assign(data + kReplyBytes, refusal_bytes);
   Skip(kReplyBytes + refusal_bytes);
-  if (!refusal.empty()) {
-    throw dmlc::Error(RefusedBecause(refusal, settings_->secret.is_there()));
+  const bool proved =
+      settings_->secret.Proves(reply.proof.data(), kWhoReplies, said_ + reply.Claims());
+  if (!reply.refusal.empty()) {
+    const bool authenticated = proved && settings_->secret.is_there();
+    const std::string refusal = RefusedBecause(reply.refusal, authenticated);
+    if (proved) throw Final(refusal);
+    throw dmlc::Error(refusal);
   }
+  if (!proved) throw dmlc::Error("its answer was damaged on the way");
   phase_ = Phase::kHead;
-  Resume(reply.received);
+  try {
+    Resume(reply.received);
+  } catch (const dmlc::Error& e) {
+    throw Final(e.what());
+  }
   return true;
 }
 

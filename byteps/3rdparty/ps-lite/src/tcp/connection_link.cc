@@ -100,9 +100,13 @@ void Connection::Adopt(StreamPtr socket, const Hello& hello) {
 
 void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   Reply reply;
+  const auto answer = [&] {
+    reply.proof = settings_->secret.Prove(kWhoReplies, hello.said + reply.Claims());
+    socket->Say(reply.Encode());
+  };
   if (closed()) {
     reply.refusal = "this node has closed the connection";
-    return socket->Say(reply.Encode());
+    return answer();
   }
   bool unnoticed = false;
   {
@@ -114,7 +118,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   const int number = socket->fd();
   SetOptions(number, settings_->silence_s);
   reply.received = received_;
-  socket->Say(reply.Encode());
+  answer();
   Address address;
   address.length = sizeof(address.storage);
   const bool known =

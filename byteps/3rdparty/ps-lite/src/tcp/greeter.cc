@@ -182,7 +182,9 @@ void Greeter::OnProof() {
     return Refuse(reply.Encode(), "it has not this job's secret");
   }
   poller_->Forget(number_);
+  hello_.said = said_;
   reply.refusal = host_->admit(socket_, hello_);
+  reply.proof = host_->secret->Prove(kWhoReplies, said_ + reply.Claims());
   if (!reply.refusal.empty()) {
     poller_->Watch(number_, shared_from_this());
     return Refuse(reply.Encode(), "it was refused: " + reply.refusal);

@@ -34,6 +34,7 @@ void Fixed(const std::string& bytes, size_t size, ByteWriter* out) {
 
 const char kWhoConnects[] = "connects";
 const char kWhoListens[] = "listens";
+const char kWhoReplies[] = "replies";
 
 std::string Hello::Encode() const {
   std::string bytes = Preamble(index);
@@ -114,11 +115,20 @@ Challenge DecodeChallenge(const char* data, size_t* refusal_bytes) {
   return challenge;
 }
 
+std::string Reply::Claims() const {
+  std::string bytes;
+  ByteWriter out(&bytes);
+  out.Int(received);
+  out.Bytes(refusal.substr(0, kMaxRefusalBytes));
+  return bytes;
+}
+
 std::string Reply::Encode() const {
   const std::string reason = refusal.substr(0, kMaxRefusalBytes);
   std::string bytes = Preamble(static_cast<uint16_t>(reason.size()));
   ByteWriter out(&bytes);
   out.Int(received);
+  Fixed(proof, auth::kProofBytes, &out);
   out.Bytes(reason);
   return bytes;
 }
@@ -129,6 +139,7 @@ Reply DecodeReply(const char* data, size_t* refusal_bytes) {
   uint16_t bytes = 0;
   in.Int(&bytes);
   in.Int(&reply.received);
+  in.Bytes(auth::kProofBytes, &reply.proof);
   *refusal_bytes = std::min<size_t>(bytes, kMaxRefusalBytes);
   return reply;
 }

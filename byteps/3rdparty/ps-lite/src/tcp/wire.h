@@ -7,8 +7,16 @@
 //     | <-- Reply: takes the connection or refuses it -- |
 //
 // A proof (ps/auth.h) is over the Hello and the Challenge up to its proof, so that it is of
-// use for this connection alone, between these two processes, in this job and these roles.
+// use for this connection alone, between these two processes, in this job and these roles.  That
+// of the Reply is over what it says, too.  In a job without a secret the proofs are checksums.
 // Either answer may refuse; then a reason follows it and the connection closes.
+//
+// What a failed greeting means.  A refusal in a Reply with a proof is what this very process
+// decided: it is final.  Everything else (no proof, or a wrong one, bytes that do not parse, an
+// alert of TLS, another version) may as well come from bytes that were damaged on the way.  On a
+// connection that was open before it is one failed attempt, and the next one is made until
+// BYTEPS_RECONNECT_TIMEOUT_S is over; on a first connection it is final, since there it almost
+// always means different settings.
 //
 // Then each side sends frames:
 //
@@ -28,7 +36,7 @@ namespace ps {
 namespace tcp {
 
 constexpr uint32_t kMagic = 0x5350424d;  // "MBPS"
-constexpr uint16_t kVersion = 3;
+constexpr uint16_t kVersion = 4;
 
 struct Hello {
   uint64_t job = 0;       // and its incarnation; 0: not known yet, to the scheduler alone
@@ -42,6 +50,8 @@ struct Hello {
   bool resumes = false;   // this connection was there before, and broke
   uint64_t received = 0;  // messages that came whole over it
   std::string nonce;      // auth::kNonceBytes
+  // Not sent: what both ends have said when it is proved.  The proof of the Reply begins with it.
+  std::string said;
 
   std::string Encode() const;
 };
@@ -64,12 +74,15 @@ constexpr size_t kChallengeBytes = 96;
 
 struct Reply {
   uint64_t received = 0;  // messages that came whole over the connection that broke
+  std::string proof;      // auth::kProofBytes
   std::string refusal;    // empty: taken
 
+  // What its proof is over, behind what was said before.
+  std::string Claims() const;
   std::string Encode() const;
 };
 // Without the refusal.
-constexpr size_t kReplyBytes = 16;
+constexpr size_t kReplyBytes = 48;
 constexpr size_t kMaxRefusalBytes = 1024;
 
 // What a peer that begins so must be told; "" if it speaks as we do.  `data` has at least
@@ -89,6 +102,7 @@ Reply DecodeReply(const char* data, size_t* refusal_bytes);
 // Who proves what, in a proof.
 extern const char kWhoConnects[];
 extern const char kWhoListens[];
+extern const char kWhoReplies[];
 
 enum FrameType : uint8_t {
   kMessage = 1,
