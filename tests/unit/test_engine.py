@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import native
 import pytest
 
-SUITES = (
-    "CardMbps",
-    "ConnectionsFor",
-    "CopyQueue",
-    "DeclarationList",
-    "Declarations",
-    "DeviceCopies",
-    "Engine",
-    "Failure",
-    "Gpu",
-    "IsLoopback",
-    "JsonText",
-    "LinkOutage",
-    "LinkPatience",
-    "Membership",
-    "PinnedPool",
-    "Plan",
-    "PushHeader",
-    "PushScheduler",
-    "DeliveryRate",
-    "RdmaWire",
-    "SentMessages",
-    "ServerSteps",
-    "ServerTest",
-    "StatusBoard",
-    "StatusRecord",
-    "UpdateRule",
+SOURCES = Path(__file__).resolve().parents[2] / "byteps/tests/engine"
+SUITES = sorted(
+    {
+        suite
+        for source in SOURCES.glob("*_test.cc")
+        for suite in re.findall(r"^TEST(?:_F)?\((\w+),", source.read_text(), re.MULTILINE)
+    }
 )
 LIMIT_S = 240
 

@@ -171,7 +171,7 @@ class Refusal : public testing::TestWithParam<bool> {
 TEST_P(Refusal, ThatIsProvedIsFinal) {
   hub_.settings.reconnect_s = 1000;
   EXPECT_EQ(After([](Link* link) { link->GiveUp(); }),
-            "it refused the connection: this node has given the connection up");
+            "it refused the connection: \"this node has given the connection up\"");
   EXPECT_EQ(After([](Link* link) { link->BelongTo(5); }), "it belongs to another job");
 }
 

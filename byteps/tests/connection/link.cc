@@ -35,6 +35,12 @@ Hub::Hub(bool encrypts, double reconnect_s)
       connects(std::make_shared<Poller>(0)),
       listens(std::make_shared<Poller>(1)) {
   ps::tcp::MakeRoomForFiles(kManyFiles);
+  pending = std::make_unique<ps::tcp::PendingPeers>(
+      listens.get(), ps::tcp::PendingPeers::Limits{.room = kManyFiles,
+                                                   .least = {},
+                                                   .time = std::chrono::milliseconds(1500),
+                                                   .late = "it did not say in time who it is",
+                                                   .has_not_done = "authenticated"});
   settings.secret = ps::auth::Secret(kSecret);
   settings.reconnect_s = reconnect_s;
   settings.silence_s = reconnect_s / 2;
@@ -122,15 +128,20 @@ Link::Link(Hub* hub)
   host_.admit = [this](const ps::tcp::StreamPtr& socket, const ps::tcp::Hello& hello) {
     return Admit(socket, hello);
   };
-  host_.done = [this](const ps::tcp::Greeter::Ptr& greeter) { greeters_.remove(greeter); };
+  host_.done = [this](const ps::tcp::Greeter* greeter) {
+    hub_->pending->Remove(greeter);
+    greeters_.remove_if([=](const auto& one) { return one.get() == greeter; });
+  };
   int port = 0;
   ps::tcp::Fd fd = ps::tcp::Listen(ps::tcp::Resolve("127.0.0.1", 0)[0], &port);
   listener_ = std::make_shared<ps::tcp::Listener>(
       hub->listens.get(), std::move(fd), [] { return true; },
-      [this](ps::tcp::Fd accepted) {
-        greeters_.push_back(
-            std::make_shared<ps::tcp::Greeter>(&host_, hub_->listens, std::move(accepted)));
-        greeters_.back()->Start();
+      [this](ps::tcp::Fd accepted, const ps::tcp::Address& address) {
+        const auto greeter =
+            std::make_shared<ps::tcp::Greeter>(&host_, hub_->listens, std::move(accepted));
+        greeters_.push_back(greeter);
+        hub_->pending->Add(greeter, address);
+        greeter->Start();
       });
   listener_->Start();
   route = hub->relay.AddRoute(port);

@@ -22,6 +22,8 @@ struct Hub {
   explicit Hub(bool encrypts, double reconnect_s = 30);
 
   ps::tcp::ConnectionSettings settings;
+  // Before the poller whose thread uses it, so that it outlives that thread.
+  std::unique_ptr<ps::tcp::PendingPeers> pending;
   std::shared_ptr<ps::tcp::MemoryPool> pool;
   std::shared_ptr<ps::tcp::Poller> connects;
   std::shared_ptr<ps::tcp::Poller> listens;
@@ -94,7 +96,7 @@ class Link {
   const ps::auth::Secret other_secret_;
   const std::shared_ptr<const ps::tls::Context> other_tls_;
   // Of the listening poller's thread.
-  std::list<ps::tcp::Greeter::Ptr> greeters_;
+  std::list<std::shared_ptr<ps::tcp::Greeter>> greeters_;
   std::shared_ptr<ps::tcp::Listener> listener_;
   ps::tcp::ConnectionPtr connects_;
   ps::Mutex mu_;
