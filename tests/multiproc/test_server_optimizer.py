@@ -55,6 +55,11 @@ def test_a_state_that_does_not_fit(make_cluster: Callable[..., Cluster]) -> None
     make_cluster(workers=2, servers=1, env=ENV).run("server_optimizer:loads", device="cpu")
 
 
+def test_two_of_one_name(make_cluster: Callable[..., Cluster]) -> None:
+    """The second is refused, on all ranks, where any of them still uses the first."""
+    make_cluster(workers=3, servers=2, env=ENV).run("server_optimizer:names", servers=2)
+
+
 def test_members_that_disagree(make_cluster: Callable[..., Cluster]) -> None:
     """On a learning rate: all are told where servers update at once, else at least the second."""
     cluster = make_cluster(workers=2, servers=1, env=ENV)

@@ -88,6 +88,7 @@ _FAILURE_CHARS = 500
 _joined_by = -1
 """The process that is the worker."""
 _launch: _Launch | None = None
+_sessions = 0
 # Whether the transport registers what it sends.
 _registers_memory = False
 _lock = threading.Lock()
@@ -119,7 +120,7 @@ def init(lazy: bool = True) -> None:
         BytePSError: the scheduler does not answer or refuses, nodes stay away, a bad setting.
     """
     del lazy
-    global _joined_by, _launch, _registers_memory
+    global _joined_by, _launch, _registers_memory, _sessions
     with _lock:
         if c_lib.is_initialized():
             return
@@ -137,6 +138,7 @@ def init(lazy: bool = True) -> None:
             raise
         _registers_memory = c_lib.registers_memory()
         _joined_by = os.getpid()
+        _sessions += 1
         atexit.register(_at_exit)
 
 
@@ -223,6 +225,11 @@ def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
 def is_initialized() -> bool:
     """Whether this process is in a job."""
     return c_lib.is_initialized()
+
+
+def session() -> int:
+    """How many jobs this process has joined. Names and handles are those of one job."""
+    return _sessions
 
 
 def _launched() -> _Launch:

@@ -6,8 +6,11 @@ docs/server-optimizer.md.
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +29,10 @@ _logger = logging.getLogger(__name__)
 
 _EPS = 1e-6
 """Added to a norm before it divides, by torch and by Megatron."""
+
+_live: weakref.WeakValueDictionary[tuple[int, str], ServerOptimizer] = weakref.WeakValueDictionary()
+"""Those of this process that are in use, by job and name. All of them have this rank as a member, so
+that any two of one name have groups that overlap."""
 
 
 class ServerOptimizer(torch.optim.Optimizer):
@@ -46,7 +53,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         optimizer: a torch.optim.AdamW or torch.optim.SGD that has made no step. Its parameters are
             fp32 or bf16, contiguous, on the CPU or on GPUs. Those of the group's lowest rank are
             taken by all members.
-        name: the same on all members; another one for each optimizer of a group.
+        name: the same on all members. Optimizers whose groups have a rank in common need different
+            names: servers know their state by it. A name is free again once its optimizer was
+            closed, or collected, on every member.
         group: the ranks that share the parameters, or their ProcessGroup; None for all workers.
         average: divide the summed gradients by the size of the group.
         max_norm: where the norm of all summed gradients is larger, they are scaled down to it; a
@@ -60,7 +69,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     Raises:
         BytePSError: members disagree, or a server has too little memory: the text has the sizes.
-        ValueError: the optimizer has an option that servers do not know; the text names it.
+        ValueError: the optimizer has an option that servers do not know; the text names it. Or
+            another ServerOptimizer has the name, on any of the members: all of them raise.
     """
 
     def __init__(
@@ -93,8 +103,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         """Whose gradients were not finite."""
         self._failure = ""
+        self._is_closed = False
         self._name = name
         self._ranks = engine.ranks_of(group) or list(range(engine.size()))
+        self._demand_free_name()
         self._buckets = make_buckets(
             self.param_groups,
             self._rule,
@@ -108,6 +120,31 @@ class ServerOptimizer(torch.optim.Optimizer):
             for bucket in self._buckets:
                 bucket.tensor.load(0, bucket.parameters.float().cpu())
         self._take_parameters()
+        _live[engine.session(), name] = self
+
+    def _demand_free_name(self) -> None:
+        """Members collect their garbage at different times, so they ask each other."""
+        key = engine.session(), self._name
+        if key in _live:
+            gc.collect()
+        holders = int(self._sum(float(key in _live), "holders"))
+        if holders:
+            raise ValueError(
+                f"another ServerOptimizer named {self._name!r} is in use on {holders} of this "
+                f"group's {len(self._ranks)} ranks, and servers would keep both in one state: pass "
+                "name=... with a name of its own for each optimizer, or close() the other one"
+            )
+
+    def close(self) -> None:
+        """Give up the name, for another optimizer over the same parameters. Every member calls it.
+
+        `step`, `state_dict` and `load_state_dict` raise afterwards. Does nothing when closed. The
+        parameters stay as they are.
+        """
+        self._is_closed = True
+        key = engine.session(), self._name
+        if _live.get(key) is self:
+            del _live[key]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after the servers were told of the groups."""
@@ -149,10 +186,15 @@ class ServerOptimizer(torch.optim.Optimizer):
         return loss
 
     def _demand_no_failure(self) -> None:
+        self._demand_open()
         if self._failure:
             raise engine.BytePSError(
                 f"'{self._name}' failed in an earlier step ({self._failure}): load a checkpoint"
             )
+
+    def _demand_open(self) -> None:
+        if self._is_closed:
+            raise engine.BytePSError(f"'{self._name}' was closed: make another ServerOptimizer")
 
     def _step(self) -> None:
         rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.param_groups]
@@ -255,6 +297,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             ValueError: it was saved with other parameters or options, or after different numbers of
                 steps. Nothing has changed.
         """
+        self._demand_open()
         saved_groups = state_dict["param_groups"]
         sizes = [[len(g["params"]) for g in some] for some in (saved_groups, self.param_groups)]
         if sizes[0] != sizes[1]:
@@ -323,16 +366,23 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _take_parameters(self) -> None:
         """Once the lowest rank has loaded them."""
-        ready = torch.zeros(1)
+        self._sum(0.0, "loaded")
+        for bucket in self._buckets:
+            bucket.parameters.copy_(bucket.tensor.read(0))
+
+    def _sum(self, value: float, what: str) -> float:
+        """Over the group. Another group may ask the same under this optimizer's name."""
+        ranks = ",".join(map(str, self._ranks)).encode()
+        group = hashlib.blake2s(ranks, digest_size=6).hexdigest()
+        total = torch.full((1,), value)
         engine.synchronize(
             engine.start(
-                *(ready, ready),
+                *(total, total),
                 average=False,
-                name=f"{self._name}/loaded",
+                name=f"{self._name}/{what}/{group}",
                 priority=0,
                 group=self._ranks,
                 placement=None,
             )
         )
-        for bucket in self._buckets:
-            bucket.parameters.copy_(bucket.tensor.read(0))
+        return total.item()

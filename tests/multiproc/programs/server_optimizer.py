@@ -356,6 +356,62 @@ def loads(job: Job) -> None:
             pair.demand_equal()
 
 
+def _made(job: Job, name: str = "", group: list[int] | None = None) -> ServerOptimizer:
+    """Over a parameter of its own, all 1, by the default name unless there is one."""
+    torchs = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1)
+    if name:
+        served = ServerOptimizer(torchs, name=name, group=group)
+    else:
+        served = ServerOptimizer(torchs, group=group)
+    served.zero_grad()
+    return served
+
+
+def names(job: Job) -> None:
+    """Two optimizers of one name would share a state on the servers."""
+    bps.init()
+    first = _made(job)
+    taken = r"another ServerOptimizer named 'optimizer' is in use on {} of .* {} ranks.*name=\.\.\."
+    with job.check_raises("the same name", ValueError, taken.format(3, 3)):
+        _made(job)
+    if job.rank < 2:
+        with job.check_raises("in a part of the group", ValueError, taken.format(2, 2)):
+            _made(job, group=[0, 1])
+    with job.check("the first one goes on"):
+        parameter = first.param_groups[0]["params"][0]
+        for step in range(1, 3):
+            first.zero_grad()
+            parameter.grad.fill_(float(job.rank + step))
+            before = parameter.detach().clone()
+            first.step()
+            assert torch.allclose(before - parameter, torch.full((4,), 0.1 * (1 + step)))
+    second = _made(job, name="second")
+    with job.check("another name"):
+        second.step()
+    # A reference that one rank alone keeps: the others have collected theirs.
+    kept = [second] if job.rank == 1 else []
+    del second
+    with job.check_raises("alive on one rank", ValueError, "in use on 1 of .* 3 ranks"):
+        _made(job, name="second")
+    for served in kept:
+        served.close()
+    with job.check("closed there"):
+        _made(job, name="second").step()
+    first.close()
+    for name, call in (("step", first.step), ("state", first.state_dict)):
+        with job.check_raises(f"{name} when closed", bps.BytePSError, "'optimizer' was closed"):
+            call()
+    # Groups of no common rank may have the same name.
+    with job.check("groups apart"):
+        _made(job, name="apart", group=[0, 1] if job.rank < 2 else [2]).step()
+    third = _made(job, name="third")
+    bps.suspend()
+    bps.resume(job.size, job.args["servers"], job.rank)
+    with job.check("in the next job"):
+        _made(job, name="third").step()
+        third.close()
+
+
 def disagree(job: Job) -> None:
     """Members that ask for different steps are told so; the optimizer then wants a checkpoint."""
     bps.init()
