@@ -20,6 +20,7 @@
 #include "byteps/observe/metrics_server.h"
 #include "byteps/torch/c_parts.h"
 #include "ps/endpoint_counters.h"
+#include "ps/fork.h"
 #include "ps/registration_cache.h"
 
 namespace py = pybind11;
@@ -30,11 +31,19 @@ namespace core {
 // Never destroyed: its threads may be running when the interpreter ends, and
 // Python's atexit has stopped it by then unless it could not.
 Worker* GetWorker() {
+  if (ps::IsForkedCopy()) {
+    throw Error(
+        "this process was forked from a worker of a BytePS job and is no worker itself: call "
+        "byteps in the worker, or start this process by 'spawn' (multiprocessing) to join a job of "
+        "its own");
+  }
   static auto* worker = new Worker();
   return worker;
 }
 
 namespace {
+
+bool IsInitialized() { return !ps::IsForkedCopy() && GetWorker()->started(); }
 
 Launch launch;
 std::string settings;  // what the last Init found; the environment may have changed since
@@ -168,7 +177,8 @@ PYBIND11_MODULE(c_lib, m) {
       "shutdown",
       [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },
       py::arg("suspend"), py::arg("failure") = "", Unlocked());
-  m.def("is_initialized", [] { return GetWorker()->started(); });
+  m.def("is_initialized", &IsInitialized);
+  m.def("is_forked_copy", &ps::IsForkedCopy, "Whether this process was forked from a worker.");
   m.def("has_failed", [] { return GetWorker()->failed(); }, Unlocked());
   m.def("launch", [] {
     const Launch l = Launch::From(Config::FromEnvironment());
@@ -191,7 +201,11 @@ PYBIND11_MODULE(c_lib, m) {
       },
       py::arg("address"), py::arg("bytes"), Unlocked());
   m.def(
-      "remove_memory", [](uint64_t number) { ps::RegistrationCache::Remove(number); },
+      "remove_memory",
+      [](uint64_t number) {
+        // A storage is freed in a forked copy, too, where another thread may have held the lock.
+        if (!ps::IsForkedCopy()) ps::RegistrationCache::Remove(number);
+      },
       py::arg("number"), Unlocked());
   m.def("metrics", &Metrics);
   m.def("endpoints", &Endpoints);
@@ -208,8 +222,7 @@ PYBIND11_MODULE(c_lib, m) {
       "Of the slowest worker's network card, each way; 0 where one of them is not known.");
   m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("bytes"), py::arg("piece_of"),
         py::arg("group"), py::arg("placement"));
-  m.def("config",
-        [] { return GetWorker()->started() ? settings : Config::FromEnvironment().Print(); });
+  m.def("config", [] { return IsInitialized() ? settings : Config::FromEnvironment().Print(); });
   DefineUpdatedTensor(&m);
   m.def("unknown_variables", &Config::UnknownVariables);
 }

@@ -105,6 +105,21 @@ _kept: list[tuple[torch.Tensor, ...]] = []
 _wire_buffers: dict[str, torch.Tensor] = {}
 
 
+def _after_fork_in_child() -> None:
+    """What a forked process has of the job belongs to its parent: c_lib has closed its copies of
+    the connections, and refuses all calls."""
+    global _lock, _registers_memory
+    _lock = threading.Lock()  # another thread may have held it
+    if not c_lib.is_forked_copy():
+        return
+    atexit.unregister(_at_exit)
+    _registers_memory = False
+    _forget_tensors()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def init(lazy: bool = True) -> None:
     """Join the cluster as one worker; return when all workers and servers have.
 
@@ -116,12 +131,18 @@ def init(lazy: bool = True) -> None:
     Args:
         lazy: accepted for compatibility; joining is never put off.
 
+    A process that is forked from a worker, as torch's DataLoader does, is none itself: there
+    `is_initialized` is False, `rank` and `size` still tell the parent's, `shutdown` does nothing
+    and all else raises BytePSError.
+
     Raises:
-        BytePSError: the scheduler does not answer or refuses, nodes stay away, a bad setting.
+        BytePSError: the scheduler does not answer or refuses, nodes stay away, a bad setting; or
+            this process was forked from a worker.
     """
     del lazy
     global _joined_by, _launch, _registers_memory, _sessions
     with _lock:
+        _demand_no_copy()
         if c_lib.is_initialized():
             return
         _launch = _Launch(
@@ -180,7 +201,11 @@ def suspend() -> None:
     """Leave the job for a while: scheduler and servers wait for the workers to `resume`.
 
     To be called by all workers.
+
+    Raises:
+        BytePSError: this process was forked from a worker.
     """
+    _demand_no_copy()
     _stop(suspend=True)
 
 
@@ -191,12 +216,19 @@ def _stop(*, suspend: bool, failure: str = "") -> None:
             return
         atexit.unregister(_at_exit)
         c_lib.shutdown(suspend, failure)
-        _in_flight.clear()
-        _orphans.clear()
-        _moving.clear()
-        _kept.clear()
-        _wire_buffers.clear()
+        _forget_tensors()
         _launch = None
+
+
+def _forget_tensors() -> None:
+    """Nothing reads or writes them any more."""
+    for tensors in (_in_flight, _orphans, _moving, _kept, _wire_buffers):
+        tensors.clear()
+
+
+def _demand_no_copy() -> None:
+    if c_lib.is_forked_copy():
+        c_lib.has_failed()  # raises, and says what to do
 
 
 def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
@@ -207,6 +239,7 @@ def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
         num_servers: servers that the job has now.
         global_rank: this worker's rank, 0 <= global_rank < num_workers.
     """
+    _demand_no_copy()
     if c_lib.is_initialized():
         raise BytePSError("resume() needs a suspend() before it")
     # Whichever of the two the launcher set must not contradict the new numbers.
@@ -223,7 +256,7 @@ def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a job."""
+    """Whether this process is in a job. A process that was forked from a worker is not."""
     return c_lib.is_initialized()
 
 

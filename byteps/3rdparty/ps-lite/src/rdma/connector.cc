@@ -46,6 +46,7 @@ Connector::Connector(ConnectorOwner* owner, const Settings& settings, uint64_t t
     Throw("RDMA cannot be used on this host (no connection manager; is rdma_ucm loaded?)", errno);
   }
   DontBlock(channel_->fd);
+  channel_in_child_.emplace(channel_->fd);
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd_ < 0) Throw("eventfd", errno);
 }

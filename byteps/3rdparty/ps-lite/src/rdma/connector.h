@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -164,6 +165,7 @@ class Connector {
   // Known to this process alone: by it, it knows its challenges again.
   const auth::Secret challenges_{auth::NewNonce()};
   Owned<rdma_event_channel> channel_;
+  std::optional<ClosedInChild> channel_in_child_;
   Owned<rdma_cm_id> listener_;
   std::string host_;  // where it listens, and from where it connects
   int wake_fd_ = -1;

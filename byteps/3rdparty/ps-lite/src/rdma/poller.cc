@@ -25,6 +25,7 @@ constexpr int kBatches = 8;
 Poller::Poller(const Device& device, Plane plane, bool spin) : spin_(spin) {
   channel_.reset(ibv_create_comp_channel(device.context()));
   if (!channel_) Throw("cannot make a completion channel", errno);
+  channel_in_child_.emplace(channel_->fd);
   const int flags = fcntl(channel_->fd, F_GETFL);
   if (flags < 0 || fcntl(channel_->fd, F_SETFL, flags | O_NONBLOCK) != 0) {
     Throw("cannot set up a completion channel", errno);

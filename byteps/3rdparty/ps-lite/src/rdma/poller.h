@@ -5,6 +5,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <thread>
 
@@ -43,6 +44,7 @@ class Poller {
 
   const bool spin_;
   Owned<ibv_comp_channel> channel_;
+  std::optional<ClosedInChild> channel_in_child_;
   int wake_fd_ = -1;
   std::atomic<bool> stop_{false};
   Mutex mu_;

@@ -34,7 +34,8 @@ std::string Describe(const ibv_wc& wc) {
   return ibv_wc_status_str(wc.status) + std::string(text);
 }
 
-Device::Device(ibv_context* context, int port) : context_(context), port_(port) {
+Device::Device(ibv_context* context, int port)
+    : context_(context), commands_(context->cmd_fd), events_(context->async_fd), port_(port) {
   memset(&limits_, 0, sizeof(limits_));
   if (int error = ibv_query_device(context_, &limits_)) Throw("cannot query " + name(), error);
   ibv_port_attr attributes;

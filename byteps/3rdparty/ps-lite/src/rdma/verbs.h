@@ -9,6 +9,8 @@
 #include <memory>
 #include <string>
 
+#include "ps/fork.h"
+
 namespace ps {
 namespace rdma {
 
@@ -50,6 +52,8 @@ class Device {
   friend class Region;
 
   ibv_context* const context_;
+  const ClosedInChild commands_;
+  const ClosedInChild events_;
   const int port_;
   Owned<ibv_pd> pd_;
   ibv_device_attr limits_;

@@ -38,8 +38,10 @@ bool Listener::OnReady(uint32_t /*events*/) {
     }
     Address peer;
     peer.length = sizeof(peer.storage);
-    Fd fd(accept4(fd_.get(), reinterpret_cast<sockaddr*>(&peer.storage), &peer.length,
-                  SOCK_NONBLOCK | SOCK_CLOEXEC));
+    Fd fd = Fd::Make([&] {
+      return accept4(fd_.get(), reinterpret_cast<sockaddr*>(&peer.storage), &peer.length,
+                     SOCK_NONBLOCK | SOCK_CLOEXEC);
+    });
     if (fd) {
       on_accept_(std::move(fd), peer);
       continue;

@@ -21,7 +21,8 @@ constexpr int kEvents = 64;
 }  // namespace
 
 Poller::Poller(int number)
-    : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    : epoll_(Fd::Make([] { return epoll_create1(EPOLL_CLOEXEC); })),
+      wake_(Fd::Make([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
   if (!epoll_ || !wake_) {
     throw dmlc::Error(std::string("cannot wait for sockets: ") + strerror(errno) +
                       "; raise the limit of open files (ulimit -n)");

@@ -33,9 +33,15 @@ void Set(int fd, int level, int option, int value) {
 
 }  // namespace
 
-void Fd::Reset(int fd) {
-  if (fd_ >= 0) close(fd_);
-  fd_ = fd;
+void Fd::Close() {
+  if (fd_ < 0) return;
+  // In a forked copy it was closed, and the number may be another file's.
+  if (!IsForkedCopy()) {
+    const HoldForks hold;
+    KeepInChild(fd_);
+    close(fd_);
+  }
+  fd_ = -1;
 }
 
 std::string Address::Text() const {
@@ -73,7 +79,9 @@ std::vector<Address> Resolve(const std::string& host, int port) {
 }
 
 Fd Listen(const Address& address, int* port) {
-  Fd fd(socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  Fd fd = Fd::Make([&address] {
+    return socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  });
   if (!fd) throw dmlc::Error(strerror(errno));
   Set(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
   // IPv4 has a listener of its own.
@@ -92,11 +100,13 @@ Fd Listen(const Address& address, int* port) {
 }
 
 Fd BeginConnect(const Address& address) {
-  Fd fd(socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  Fd fd = Fd::Make([&address] {
+    return socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  });
   if (!fd) return fd;
   if (connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
     const int error = errno;
-    fd.Reset(-1);
+    fd.Close();
     errno = error;
   }
   return fd;

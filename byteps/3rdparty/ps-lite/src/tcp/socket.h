@@ -6,31 +6,37 @@
 #include <sys/socket.h>
 
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "ps/fork.h"
 
 namespace ps {
 namespace tcp {
 
-// Owns a file descriptor.
+// Owns a file descriptor, which forked children close (ps/fork.h).
 class Fd {
  public:
   Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(other.Release()) {}
+  explicit Fd(int fd) : fd_(fd) { CloseInChild(fd); }
+  // What `open` returns, a descriptor or -1 with errno, also where another thread forks meanwhile.
+  // It allocates nothing.
+  template <typename Open>
+  static Fd Make(const Open& open) {
+    const HoldForks hold;
+    return Fd(open());
+  }
+  Fd(Fd&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
   Fd& operator=(Fd&& other) noexcept {
-    Reset(other.Release());
+    std::swap(fd_, other.fd_);
+    other.Close();
     return *this;
   }
-  ~Fd() { Reset(-1); }
+  ~Fd() { Close(); }
 
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  int Release() {
-    const int fd = fd_;
-    fd_ = -1;
-    return fd;
-  }
-  void Reset(int fd);
+  void Close();
 
  private:
   int fd_ = -1;
