@@ -23,6 +23,7 @@ from cluster import (
     processes_with,
     wait_for_file,
 )
+from ports import free_ports
 
 MARK = "EMBEDDED_TEST_MARK"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -157,6 +158,21 @@ def test_several_hosts(job: Started) -> None:
     text = "".join(launcher.text for launcher in hosts)
     for rank in range(2):
         assert f"rank {rank} of 2, 2 servers, sums are right" in text
+    job.demand_nothing_left()
+
+
+@pytest.mark.parametrize("rendezvous", ["standalone", "master-addr"])
+def test_restarts(job: Started, rendezvous: str) -> None:
+    """torchrun lends all lives of a job one store, which has what the last one wrote."""
+    launcher: tuple[str, ...] = TORCHRUN
+    if rendezvous == "master-addr":
+        port = str(free_ports())
+        launcher = (*TORCHRUN[:-1], "--master-addr", "127.0.0.1", "--master-port", port)
+    started = job.start("restarts", *launcher, "--nproc-per-node", "2", "--max-restarts", "2")
+    assert started.wait(RUN_S) == 0, started.text
+    for life in range(3):
+        for rank in range(2):
+            assert f"rank {rank} of life {life}: sums inside the host are right" in started.text
     job.demand_nothing_left()
 
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Protocol
 
 from byteps.launcher.environment import Ranks, byteps_error
+from byteps.launcher.meeting import AbsentError, Store, meet, wait_for
 
-
-class Store(Protocol):
-    """The part of torch.distributed's key-value store that is used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+GRACE_S = 2.0
+"""For which the others wait longer than rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +44,41 @@ class Board:
 
     store: Store
     prefix: str
+    """Of keys that the ranks of this start of the job have for themselves."""
     ranks: Ranks
     timeout_s: float
+
+    @classmethod
+    def open(cls, store: Store, ranks: Ranks, timeout_s: float, deadline: float) -> Board:
+        """All ranks call this, and return when the others have come.
+
+        Raises:
+            BytePSError: some did not; the text names them.
+        """
+
+        def board(prefix: str) -> Board:
+            return cls(store=store, prefix=prefix, ranks=ranks, timeout_s=timeout_s)
+
+        # Rank 0 gives up at its own deadline and says so; leave it the time to.
+        until = deadline if ranks.rank == 0 else deadline + GRACE_S
+        try:
+            prefix = meet(store, "embedded", ranks.rank, ranks.world_size, until)
+        except AbsentError as error:
+            if ranks.rank != 0:
+                raise byteps_error(
+                    f"embedded mode: rank 0 did not answer within {timeout_s:g} s "
+                    "(BYTEPS_START_TIMEOUT_S): did it call bps.init(), with DMLC_PS_ROOT_URI unset?"
+                ) from None
+            absent = byteps_error(
+                f"embedded mode: ranks {error.members} of {ranks.world_size} did not call "
+                f"bps.init() within {timeout_s:g} s (BYTEPS_START_TIMEOUT_S), or have "
+                "DMLC_PS_ROOT_URI set"
+            )
+            board(error.prefix)._publish_error(absent)
+            raise absent from None
+        except RuntimeError as error:
+            raise _store_failed(error) from error
+        return board(prefix)
 
     def _rank_key(self, rank: int) -> str:
         return f"{self.prefix}/rank/{rank}"
@@ -73,18 +98,20 @@ class Board:
         try:
             address = start(self._count_servers(deadline))
         except Exception as error:
-            self.store.set(self._address_key, json.dumps({"error": str(error)}))
+            self._publish_error(error)
             raise
         self.store.set(self._address_key, json.dumps(vars(address)))
+
+    def _publish_error(self, error: Exception) -> None:
+        self.store.set(self._address_key, json.dumps({"error": str(error)}))
 
     def _count_servers(self, deadline: float) -> int:
         keys = [self._rank_key(rank) for rank in range(self.ranks.world_size)]
         if not self._wait(keys, deadline):
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             raise byteps_error(
-                f"embedded mode: ranks {missing} of {self.ranks.world_size} did not call "
-                f"bps.init() within {self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S), or have "
-                "DMLC_PS_ROOT_URI set"
+                f"embedded mode: ranks {missing} of {self.ranks.world_size} ended, or said nothing "
+                f"more, within {self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S)"
             )
         entries = [json.loads(self.store.get(key)) for key in keys]
         for rank, entry in enumerate(entries):
@@ -94,11 +121,10 @@ class Board:
 
     def address(self, deadline: float) -> Address:
         # Rank 0 gives up at its own deadline and publishes that; leave it the time to.
-        if not self._wait([self._address_key], deadline + 2.0):
+        if not self._wait([self._address_key], deadline + GRACE_S):
             raise byteps_error(
                 f"embedded mode: rank 0 did not publish the scheduler's address within "
-                f"{self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S): did it call bps.init(), with "
-                "DMLC_PS_ROOT_URI unset?"
+                f"{self.timeout_s:g} s (BYTEPS_START_TIMEOUT_S)"
             )
         entry = json.loads(self.store.get(self._address_key))
         if "error" in entry:
@@ -106,13 +132,11 @@ class Board:
         return Address(**entry)
 
     def _wait(self, keys: list[str], deadline: float) -> bool:
-        left = max(0.001, deadline - time.monotonic())
         try:
-            self.store.wait(keys, timedelta(seconds=left))
-        except RuntimeError as error:  # DistStoreError is one
-            if time.monotonic() >= deadline - 0.05:
-                return False
-            raise byteps_error(
-                f"embedded mode: torch.distributed's store failed: {error}"
-            ) from error
-        return True
+            return wait_for(self.store, keys, deadline)
+        except RuntimeError as error:
+            raise _store_failed(error) from error
+
+
+def _store_failed(error: Exception) -> RuntimeError:
+    return byteps_error(f"embedded mode: torch.distributed's store failed: {error}")

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from byteps.launcher.board import Address, Board, Store
+from byteps.launcher.board import Address, Board
 from byteps.launcher.children import Child, find_executable, wait_all
 from byteps.launcher.environment import (
     Ranks,
@@ -33,6 +33,7 @@ from byteps.launcher.environment import (
     scheduler_host,
     seconds,
 )
+from byteps.launcher.meeting import Store
 
 GRACE_S = 5.0
 DEFAULT_SERVERS = 1
@@ -58,8 +59,6 @@ class _Embedded:
 
 
 _current: _Embedded | None = None
-_generation = 0  # of the store's keys: init after shutdown must not read the old address
-_last_store: Store | None = None  # another store knows nothing of what was said in the last one
 
 
 def is_running() -> bool:
@@ -75,21 +74,16 @@ def start_if_needed() -> bool:
     the embedded mode is on. Raises BytePSError within BYTEPS_START_TIMEOUT_S with the reason, on
     every rank that takes part; what this rank had started is ended then.
     """
-    global _current, _generation, _last_store
+    global _current
     if _current is not None:
         return True
     if os.environ.get("DMLC_PS_ROOT_URI"):
         return False
     ranks = read_ranks(os.environ)
     store = _default_store(ranks)
-    # Ranks that were there before and ranks that are new agree on the number: after a failure their
-    # process groups, and so their store, are new to all of them.
-    _generation = _generation + 1 if store is _last_store else 0
-    _last_store = store
-    prefix = f"byteps-embedded/{_generation}"
     _current = _Embedded(pid=os.getpid())
     try:
-        _start(_current, ranks, store, prefix)
+        _start(_current, ranks, store)
     except BaseException:
         stop(graceful=False)
         raise
@@ -116,7 +110,7 @@ def _default_store(ranks: Ranks) -> Store | None:
     return dist.distributed_c10d._get_default_store()
 
 
-def _start(state: _Embedded, ranks: Ranks, store: Store | None, prefix: str) -> None:
+def _start(state: _Embedded, ranks: Ranks, store: Store | None) -> None:
     timeout_s = seconds(os.environ, "BYTEPS_START_TIMEOUT_S", DEFAULT_START_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
     servers = 0
@@ -136,7 +130,7 @@ def _start(state: _Embedded, ranks: Ranks, store: Store | None, prefix: str) -> 
             raise problem
         address = _start_scheduler(state, ranks, executable, servers, deadline)
     else:
-        board = Board(store=store, prefix=prefix, ranks=ranks, timeout_s=timeout_s)
+        board = Board.open(store, ranks, timeout_s, deadline)
         board.report(servers, problem)
         if ranks.rank == 0:
             board.publish(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import platform
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from byteps.launcher import meeting
 from byteps.torch import c_lib, engine
 from byteps.torch.pieces import Piece, Range, are_even, longest
 
@@ -170,13 +172,12 @@ class NodeGroups:
 
     ``torch.distributed.new_group`` would have to be called by all ranks of the job in one order, or
     by ranks that have made equally many groups before; ranks that wrap different models do neither.
-    So the members meet in torch.distributed's store under names of their own.
+    So the members meet in torch.distributed's store (:mod:`byteps.launcher.meeting`).
     """
 
     def __init__(self) -> None:
         self._store: Any = None
         self._made: dict[tuple[str, tuple[int, ...]], NodeGroup] = {}
-        self._counts: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def get(
         self,
@@ -193,16 +194,14 @@ class NodeGroups:
         """
         store = dist.distributed_c10d._get_default_store()
         if store is not self._store:  # torch.distributed was started anew
-            self._store, self._made, self._counts = store, {}, {}
+            self._store, self._made = store, {}
         key = device.type, ranks
         if key not in self._made:
             for group in known:
                 if tuple(dist.get_process_group_ranks(group)) == ranks:
                     self._made[key] = NodeGroup(group, len(ranks))
                     return self._made[key]
-            count = self._counts[key] = self._counts.get(key, 0) + 1
-            name = f"byteps/node/{device.type}/{'-'.join(map(str, ranks))}/{count}"
-            self._made[key] = NodeGroup(_backend(ranks, device, name, store), len(ranks))
+            self._made[key] = NodeGroup(_backend(ranks, device, store), len(ranks))
         return self._made[key]
 
     def forget(self) -> None:
@@ -210,9 +209,18 @@ class NodeGroups:
         self._made.clear()
 
 
-def _backend(ranks: tuple[int, ...], device: torch.device, name: str, store: Any) -> Any:
-    place, timeout = ranks.index(dist.get_rank()), timedelta(seconds=_op_timeout_s())
-    own = dist.PrefixStore(name, store)
+def _backend(ranks: tuple[int, ...], device: torch.device, store: Any) -> Any:
+    place, seconds = ranks.index(dist.get_rank()), _op_timeout_s()
+    timeout, name = timedelta(seconds=seconds), f"node/{device.type}/{'-'.join(map(str, ranks))}"
+    try:
+        prefix = meeting.meet(store, name, place, len(ranks), time.monotonic() + seconds)
+    except meeting.AbsentError as error:
+        absent = [ranks[member] for member in error.members]
+        raise RuntimeError(
+            f"ranks {absent} of this host did not come to sum with ranks {list(ranks)} within "
+            f"{seconds:g} s (BYTEPS_OP_TIMEOUT_S)"
+        ) from None
+    own = dist.PrefixStore(prefix, store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

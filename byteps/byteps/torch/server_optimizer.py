@@ -31,8 +31,8 @@ _EPS = 1e-6
 """Added to a norm before it divides, by torch and by Megatron."""
 
 _live: weakref.WeakValueDictionary[tuple[int, str], ServerOptimizer] = weakref.WeakValueDictionary()
-"""Those of this process that are in use, by job and name. All of them have this rank as a member, so
-that any two of one name have groups that overlap."""
+"""Those of this process that are in use, by job and name. All of them have this rank as a member,
+so that any two of one name have groups that overlap."""
 
 
 class ServerOptimizer(torch.optim.Optimizer):
