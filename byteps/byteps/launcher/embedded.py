@@ -7,7 +7,9 @@ address travels to every rank through torch.distributed's default store, with a 
 makes unless BYTEPS_SECRET or BYTEPS_SECRET_FILE is set. ``bps.shutdown()`` calls :func:`stop` last.
 
 No child outlives its rank: ``--die-with-parent`` makes the kernel end it, also when the rank is
-killed.
+killed. The other ranks are then told which one was lost, and the children remove their logs: these
+say no more. Logs are kept where a child has failed by itself. Where everything is killed at once,
+nobody is left to remove them.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class _Embedded:
     """What one start_if_needed() made, for stop() to undo."""
 
     pid: int
+    rank: int = 0
     folder: Path | None = None
     children: list[Child] = field(default_factory=list)
     saved_environment: dict[str, str | None] = field(default_factory=dict)
@@ -81,7 +84,7 @@ def start_if_needed() -> bool:
         return False
     ranks = read_ranks(os.environ)
     store = _default_store(ranks)
-    _current = _Embedded(pid=os.getpid())
+    _current = _Embedded(pid=os.getpid(), rank=ranks.rank)
     try:
         _start(_current, ranks, store)
     except BaseException:
@@ -155,11 +158,13 @@ def _start_child(
     arguments: Sequence[str] = (),
 ) -> Child:
     assert state.folder is not None
+    log = state.folder / f"{title.replace(' ', '-')}.log"
+    options = ("--role", role, f"--die-with-parent=worker {state.rank}", "--log", str(log))
     child = Child(
         title,
-        [executable, "--role", role, "--die-with-parent", *arguments],
+        [executable, *options, *arguments],
         {**os.environ, **environment, "DMLC_ROLE": role},
-        state.folder / f"{title.replace(' ', '-')}.log",
+        log,
     )
     state.children.append(child)
     return child

@@ -5,7 +5,6 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
-#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -27,6 +26,7 @@
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_server.h"
 #include "byteps/server/health.h"
+#include "byteps/server/parent.h"
 #include "byteps/server/reducer.h"
 #include "byteps/server/sum_server.h"
 #include "ps/auth.h"
@@ -58,7 +58,7 @@ constexpr auto kRejoinPause = std::chrono::milliseconds(50);
 
 const char kUsage[] =
     "usage: byteps-server [--role scheduler|server] [--keep] [--port-file PATH]\n"
-    "                     [--die-with-parent]\n"
+    "                     [--die-with-parent[=NAME] [--log PATH]]\n"
     "       byteps-server --new-secret PATH\n"
     "       byteps-server --health\n"
     "       byteps-server --print-config | --config-markdown | --metrics-markdown |\n"
@@ -71,7 +71,11 @@ const char kUsage[] =
     "                      many workers as then come; the same as BYTEPS_KEEP=1.  A job that ends\n"
     "                      well, or a signal, ends this process as always\n"
     "  --port-file PATH    write \"HOST PORT\" there once this process listens\n"
-    "  --die-with-parent   end when the process that started this one ends\n"
+    "  --die-with-parent[=NAME]\n"
+    "                      end when the process that started this one ends, and tell the other\n"
+    "                      nodes that NAME was lost\n"
+    "  --log PATH          the file that the output goes to: with the parent's end it is removed,\n"
+    "                      and its folder with the last file in it\n"
     "  --new-secret PATH   write a random secret for a job there, which this user alone may read;\n"
     "                      the file must not exist\n"
     "  --health            ask the process at BYTEPS_HEALTH_SOCKET how it is: prints its answer\n"
@@ -91,6 +95,8 @@ struct Arguments {
   std::string role;
   std::string port_file;
   bool die_with_parent = false;
+  std::string parent_name;
+  std::string log;
 };
 
 // What the handlers tell the main thread, which sleeps on `fd`.
@@ -119,6 +125,10 @@ void OnSignal(int number) {
   Wake();
 }
 
+int SignalStatus() {
+  return 128 + (caught_signal == kParentEnded ? SIGTERM : caught_signal.load());
+}
+
 // Joining blocks until the cluster is complete and looks at no flag: until then a
 // signal ends the process by itself (SIG_DFL).
 void SetSignalHandlers(void (*handler)(int)) {
@@ -127,6 +137,8 @@ void SetSignalHandlers(void (*handler)(int)) {
   action.sa_handler = handler;
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
+  if (handler == SIG_DFL) action.sa_handler = &Parent::EndAtOnce;
+  sigaction(kParentEnded, &action, nullptr);
   action.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &action, nullptr);
 }
@@ -262,7 +274,12 @@ class Node : public ChannelUser {
 // Told to end by a signal: a server finishes the sums that some workers have pushed and others
 // have not, no longer than BYTEPS_STOP_TIMEOUT_S, and ends the job, so that everybody learns why.
 // A second signal, or the end of the job, ends the wait.
-void EndByOrder(const Config& config, Server* server, Session* session, Outcome* outcome) {
+void EndByOrder(const Config& config, const Parent& parent, Server* server, Session* session,
+                Outcome* outcome) {
+  if (caught_signal == kParentEnded) {  // no sum that a rank lacks will be complete
+    session->StopByOrder(parent.How());
+    return;
+  }
   const auto deadline = std::chrono::steady_clock::now() +
                         std::chrono::duration<double>(config.Float("BYTEPS_STOP_TIMEOUT_S"));
   const int signals = signal_count;
@@ -297,8 +314,9 @@ void ReturnMemory() {
 }
 
 // Serves one job.  Throws JobFailedError when it fails, another Error when it cannot be joined.
-void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& port_file,
-               HealthReport* health, StatusBoard* board, Outcome* outcome) {
+void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoin,
+               const std::string& port_file, HealthReport* health, StatusBoard* board,
+               Outcome* outcome) {
   SessionOptions options;
   options.role = role;
   options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
@@ -332,7 +350,7 @@ void ServeOnce(const Config& config, Role role, bool rejoin, const std::string& 
       board->Attach(session.host(), session.port(), [&session] { return session.View(); });
     }
     WaitForOutcome(outcome);
-    if (caught_signal != 0) EndByOrder(config, server.get(), &session, outcome);
+    if (caught_signal != 0) EndByOrder(config, parent, server.get(), &session, outcome);
   } catch (...) {
     if (board != nullptr) board->Detach();
     session.Stop();
@@ -373,7 +391,7 @@ void WarnOfUnknownVariables() {
   }
 }
 
-int Serve(const Arguments& arguments) {
+int Serve(const Arguments& arguments, const Parent& parent) {
   const Config config = Config::FromEnvironment();
   const Role role = ChooseRole(arguments, config);
   ps::SetLogIdentity(NameOf(role), role == Role::kScheduler ? 0 : -1);
@@ -399,7 +417,7 @@ int Serve(const Arguments& arguments) {
   for (bool rejoin = false;; rejoin = true) {
     Outcome outcome;
     try {
-      ServeOnce(config, role, rejoin, arguments.port_file, &health, board.get(), &outcome);
+      ServeOnce(config, parent, role, rejoin, arguments.port_file, &health, board.get(), &outcome);
     } catch (const JobFailedError& e) {
       if (!keep || caught_signal != 0) throw;
       ps::WriteLogLine('W', __FILE__, __LINE__,
@@ -407,7 +425,7 @@ int Serve(const Arguments& arguments) {
       std::this_thread::sleep_for(kRejoinPause);
       continue;
     }
-    if (caught_signal != 0) return 128 + caught_signal;
+    if (caught_signal != 0) return SignalStatus();
     ps::MutexLock lock(&outcome.mu);
     if (!outcome.suspended) return 0;
   }
@@ -434,6 +452,7 @@ int Main(int argc, char** argv) {
     kKeep,
     kPortFile,
     kDie,
+    kLog,
     kSecret,
     kHealth,
     kPrint,
@@ -445,7 +464,8 @@ int Main(int argc, char** argv) {
   const option options[] = {{"role", required_argument, nullptr, kRole},
                             {"keep", no_argument, nullptr, kKeep},
                             {"port-file", required_argument, nullptr, kPortFile},
-                            {"die-with-parent", no_argument, nullptr, kDie},
+                            {"die-with-parent", optional_argument, nullptr, kDie},
+                            {"log", required_argument, nullptr, kLog},
                             {"new-secret", required_argument, nullptr, kSecret},
                             {"health", no_argument, nullptr, kHealth},
                             {"print-config", no_argument, nullptr, kPrint},
@@ -456,7 +476,7 @@ int Main(int argc, char** argv) {
                             {"help", no_argument, nullptr, 'h'},
                             {nullptr, 0, nullptr, 0}};
   Arguments arguments;
-  const pid_t parent = getppid();
+  Parent parent(getppid());
   try {
     for (int c; (c = getopt_long(argc, argv, "h", options, nullptr)) != -1;) {
       switch (c) {
@@ -471,6 +491,10 @@ int Main(int argc, char** argv) {
           break;
         case kDie:
           arguments.die_with_parent = true;
+          if (optarg != nullptr) arguments.parent_name = optarg;
+          break;
+        case kLog:
+          arguments.log = optarg;
           break;
         case kSecret:
           WriteNewSecret(optarg);
@@ -506,17 +530,21 @@ int Main(int argc, char** argv) {
       }
     }
     if (optind < argc) throw UsageError(std::string("unexpected argument '") + argv[optind] + "'");
-    if (arguments.die_with_parent) {
-      prctl(PR_SET_PDEATHSIG, SIGTERM);
-      // It may have ended before the kernel was asked to tell.
-      if (getppid() != parent) return 128 + SIGTERM;
+    if (arguments.die_with_parent && !parent.Watch(arguments.parent_name, arguments.log)) {
+      parent.RemoveLog();
+      return 128 + SIGTERM;
     }
-    return Serve(arguments);
+    const int status = Serve(arguments, parent);
+    if (caught_signal == kParentEnded && parent.HasEnded()) parent.RemoveLog();
+    return status;
   } catch (const UsageError& e) {
     std::cerr << "byteps-server: " << e.what() << "\n";
     return kExitUsage;
   } catch (const std::exception& e) {
-    if (caught_signal != 0) return 128 + caught_signal;
+    // A failure may be the parent's end as others have noticed it.
+    const bool perhaps = caught_signal == 0 || caught_signal == kParentEnded;
+    if (perhaps && parent.HasEnded()) parent.RemoveLog();
+    if (caught_signal != 0) return SignalStatus();
     ps::WriteLogLine('E', __FILE__, __LINE__, e.what());
     return kExitFailure;
   }
