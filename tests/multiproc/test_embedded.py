@@ -23,9 +23,11 @@ from cluster import (
     processes_with,
     wait_for_file,
 )
+
 from ports import free_ports
 
 MARK = "EMBEDDED_TEST_MARK"
+CLUSTERS_OWN = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "DMLC_NUM_WORKER")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
@@ -109,6 +111,10 @@ def test_torchrun_with_no_scheduler(job: Started) -> None:
     assert launcher.wait(RUN_S) == 0, launcher.text
     for rank in range(2):
         assert f"rank {rank} of 2, 2 servers, sums are right" in launcher.text
+    started = (
+        r"INFO worker 0 .*embedded mode .*started the scheduler at 127\.0\.0\.1:\d+.* 2 in all"
+    )
+    assert len(re.findall(started, launcher.text)) == 2, "one line for each init"
     job.demand_nothing_left()
     assert not {name for name in shared_memory() - before if "byteps" in name.lower()}
 
@@ -152,7 +158,8 @@ def test_several_hosts(job: Started) -> None:
     # The rendezvous finds this store at the address and uses it instead of its own.
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}")
     conf = ("--rdzv-conf", "is_host=0", "--rdzv-id", job.mark, "--local-addr", "127.0.0.1")
-    hosts = [job.start("once", *common, *rendezvous, *conf) for _ in range(2)]
+    env = {"BYTEPS_EMBEDDED_SERVERS": "1"}
+    hosts = [job.start("once", *common, *rendezvous, *conf, env=env) for _ in range(2)]
     for launcher in hosts:
         assert launcher.wait(RUN_S) == 0, launcher.text
     text = "".join(launcher.text for launcher in hosts)
@@ -184,7 +191,28 @@ def test_killed_ranks_leave_no_server(job: Started) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert launcher.wait(RUN_S) != 0
-    job.demand_no_process()
+    job.demand_nothing_left()
+
+
+def test_killed_rank_is_named(job: Started) -> None:
+    """Rank 0 takes the scheduler and the servers with it: others are told of it, not of these."""
+    port = str(free_ports())
+    ranks = []
+    for rank in range(2):
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env = {**numbers, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(job.start("forever", env=env))
+    pids = [int(wait_for_file(job.folder / f"pid.{rank}", RUN_S, ranks)) for rank in range(2)]
+    os.kill(pids[0], signal.SIGKILL)
+    deadline = time.monotonic() + END_S
+    while not (said := re.findall("BytePSError: .*", ranks[1].text)):
+        assert time.monotonic() < deadline and ranks[1].running, ranks[1].text
+        time.sleep(0.01)
+    assert re.search(r"worker 0\b.* was lost", said[0]), said
+    assert "by order" not in said[0]
+    os.kill(pids[1], signal.SIGKILL)
+    job.demand_nothing_left()
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler"])
@@ -231,7 +259,7 @@ def test_interrupt_ends_everything(job: Started) -> None:
 def test_needs_torch_distributed(make_cluster: Callable[..., Cluster]) -> None:
     """With several ranks and no process group, the error says what to do."""
     cluster = make_cluster(workers=2)
-    unset = dict.fromkeys(("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"))
+    unset = dict.fromkeys(CLUSTERS_OWN)
     worker = cluster.start_worker(0, "failures:init_only", env=unset)
     assert worker.wait(END_S) == 1
     assert re.search("BytePSError: .*init_process_group.*DMLC_PS_ROOT_URI", worker.text)
@@ -240,7 +268,7 @@ def test_needs_torch_distributed(make_cluster: Callable[..., Cluster]) -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "two", "2x", "1.5", "", "100000"])
 def test_bad_number_of_servers(make_cluster: Callable[..., Cluster], value: str) -> None:
     cluster = make_cluster(workers=1)
-    unset = dict.fromkeys(("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"))
+    unset = dict.fromkeys(CLUSTERS_OWN)
     env = {**unset, "BYTEPS_EMBEDDED_SERVERS": value}
     worker = cluster.start_worker(0, "failures:init_only", env=env)
     assert worker.wait(END_S) == 1

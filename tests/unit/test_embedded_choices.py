@@ -59,6 +59,44 @@ def test_bad_ranks(change: dict[str, str | None], pattern: str) -> None:
         environment.read_ranks(env)
 
 
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"DMLC_NUM_SERVER": "4"}, "DMLC_PS_ROOT_URI is unset, but DMLC_NUM_SERVER=4 is set"),
+        ({"DMLC_PS_ROOT_PORT": "9000"}, "DMLC_PS_ROOT_PORT=9000 is set"),
+        (
+            {"DMLC_PS_ROOT_URI": "", "DMLC_PS_ROOT_PORT": "9000", "DMLC_NUM_WORKER": "4"},
+            "is empty, but DMLC_PS_ROOT_PORT=9000 and DMLC_NUM_WORKER=4 are set",
+        ),
+        ({"LOCAL_WORLD_SIZE": "2"}, "WORLD_SIZE=4 is more than this host's 2 .*_EMBEDDED_SERVERS"),
+    ],
+)
+def test_a_cluster_was_meant(
+    change: dict[str, str], pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address got lost: nothing is started in its place."""
+    for name in [name for name in os.environ if name.startswith(("DMLC_", "BYTEPS_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {**TORCHRUN, "LOCAL_WORLD_SIZE": "4", **change}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=pattern):
+        embedded.start_if_needed()
+    assert not embedded.is_running()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"},
+        {**TORCHRUN, "BYTEPS_EMBEDDED_SERVERS": "1"},
+        {"DMLC_WORKER_ID": "0", "DMLC_NUM_WORKER": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        {},
+    ],
+)
+def test_no_cluster_was_meant(env: dict[str, str]) -> None:
+    environment.demand_no_cluster(env, environment.read_ranks(env))
+
+
 def test_one_host_uses_loopback() -> None:
     env = {"MASTER_ADDR": "10.1.2.3", "DMLC_NODE_HOST": "10.1.2.3"}
     assert environment.scheduler_host(env, ONE_HOST) == "127.0.0.1"

@@ -4,7 +4,9 @@
 that cluster and nothing happens here. Without it, global rank 0 starts the scheduler on a port that
 the kernel chooses, local rank 0 of every host starts ``BYTEPS_EMBEDDED_SERVERS`` servers, and the
 address travels to every rank through torch.distributed's default store, with a secret that rank 0
-makes unless BYTEPS_SECRET or BYTEPS_SECRET_FILE is set. ``bps.shutdown()`` calls :func:`stop` last.
+makes unless BYTEPS_SECRET or BYTEPS_SECRET_FILE is set. Rank 0 says so in one line. Where other
+settings show that a cluster was meant, nothing is started. ``bps.shutdown()`` calls :func:`stop`
+last.
 
 No child outlives its rank: ``--die-with-parent`` makes the kernel end it, also when the rank is
 killed. The other ranks are then told which one was lost, and the children remove their logs: these
@@ -14,6 +16,7 @@ nobody is left to remove them.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -25,11 +28,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from byteps import logs
 from byteps.launcher.board import Address, Board
 from byteps.launcher.children import Child, find_executable, wait_all
 from byteps.launcher.environment import (
     Ranks,
     byteps_error,
+    demand_no_cluster,
     integer,
     read_ranks,
     scheduler_host,
@@ -83,6 +88,7 @@ def start_if_needed() -> bool:
     if os.environ.get("DMLC_PS_ROOT_URI"):
         return False
     ranks = read_ranks(os.environ)
+    demand_no_cluster(os.environ, ranks)
     store = _default_store(ranks)
     _current = _Embedded(pid=os.getpid(), rank=ranks.rank)
     try:
@@ -199,6 +205,16 @@ def _start_scheduler(
             )
     port = int(port_file.read_text().split()[1])
     port_file.unlink()
+    # Not by a logger: at its default level it says nothing, and who lost an address must see this.
+    sys.stderr.write(
+        logs.render(
+            logging.INFO,
+            f"embedded mode (DMLC_PS_ROOT_URI is not set): this rank has started the scheduler at "
+            f"{host}:{port}, and the first rank of each host starts its servers, {servers} in all; "
+            f"their logs are in {state.folder}",
+        )
+        + "\n"
+    )
     return replace(asked, port=port)
 
 

@@ -84,6 +84,33 @@ def read_ranks(env: Mapping[str, str]) -> Ranks:
     return Ranks(rank=rank, world_size=size, local_rank=local_rank, local_world_size=local_world)
 
 
+def demand_no_cluster(env: Mapping[str, str], ranks: Ranks) -> None:
+    """For a job that names no scheduler. Raises BytePSError where it was meant to name one.
+
+    What only a cluster needs is set, or the ranks are on several hosts and nobody said how many
+    servers each of these is to start. DMLC_NUM_WORKER alone may stand in for WORLD_SIZE.
+    """
+    names = ["DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"]
+    if "WORLD_SIZE" in env:
+        names.append("DMLC_NUM_WORKER")
+    given = [f"{name}={env[name]}" for name in names if name in env]
+    be = "is" if len(given) == 1 else "are"
+    unset = "unset" if "DMLC_PS_ROOT_URI" not in env else "empty"
+    if given:
+        raise byteps_error(
+            f"DMLC_PS_ROOT_URI is {unset}, but {' and '.join(given)} {be} set: set "
+            "DMLC_PS_ROOT_URI to the scheduler's address to join a cluster, or unset the others to "
+            "have a scheduler and servers started beside the ranks (embedded mode)"
+        )
+    if not ranks.single_host and "BYTEPS_EMBEDDED_SERVERS" not in env:
+        raise byteps_error(
+            f"DMLC_PS_ROOT_URI is {unset}, and WORLD_SIZE={ranks.world_size} is more than this "
+            f"host's {ranks.local_world_size} ranks: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT to "
+            "join a cluster, or BYTEPS_EMBEDDED_SERVERS to the number of servers that each host is "
+            "to start beside its ranks (embedded mode)"
+        )
+
+
 def _interface_address(name: str) -> str:
     import fcntl
     import struct
