@@ -22,6 +22,7 @@ if(GTest_FOUND)
     tests/engine/link_test.cc
     tests/engine/membership_test.cc
     tests/engine/pending_peers_test.cc
+    tests/engine/meta_test.cc
     tests/engine/plan_test.cc
     tests/engine/protocol_test.cc
     tests/engine/push_scheduler_test.cc

@@ -1,11 +1,13 @@
 // Steps of an optimizer on the server: which of them change its state, and when.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -167,7 +169,30 @@ class Job {
   Answers::Answer Await(uint64_t number) { return answers_.Await(number); }
   Server& server() { return server_; }
 
+  // Whether the server comes to hold the memory of so many of the values that it was sent: an
+  // engine thread lets go of a request after it has answered.
+  bool ComesToHold(int values) const {
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    while (*held_ != values) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+  }
+
  private:
+  ps::SArray<char> Counted(const Values& values) const {
+    ++*held_;
+    ps::SArray<char> copied;
+    char* const memory = new char[kBytes];
+    memcpy(memory, values.data(), kBytes);
+    copied.reset(memory, kBytes, [held = held_](char* gone) {
+      --*held;
+      delete[] gone;
+    });
+    return copied;
+  }
+
   uint64_t Ask(int rank, int op, uint32_t round, const std::string& detail, const Values* values,
                uint32_t offset = 0, uint32_t bytes = kBytes) {
     PushHeader header;
@@ -178,11 +203,7 @@ class Job {
       header.pull_bytes = bytes;
     }
     ps::Message request = MakeRequest(op, 8, declaration_.Key(), ++number_, header.Pack() + detail);
-    if (values != nullptr) {
-      const ps::SArray<char> copied = RoomForValues(kBytes);
-      memcpy(copied.data(), values->data(), kBytes);
-      AddValues(&request, copied);
-    }
+    if (values != nullptr) AddValues(&request, Counted(*values));
     return Tell(rank, std::move(request));
   }
 
@@ -192,6 +213,7 @@ class Job {
     return number_;
   }
 
+  const std::shared_ptr<std::atomic<int>> held_ = std::make_shared<std::atomic<int>>(0);
   Answers answers_;
   Server server_;
   Declaration declaration_;
@@ -440,6 +462,27 @@ TEST(ServerSteps, AreTriedByAll) {
   const auto refused = job.Await(job.Push(kPushStep, 1, 0, Verdict::kNone, Job::StepOf(1)));
   EXPECT_NE(refused.body.find("to be tried"), std::string::npos) << refused.body;
   EXPECT_EQ(job.Await(waits).body, refused.body);
+}
+
+// What is kept of a step that was tried is what was promised: one sum of the gradients, until the
+// members say what becomes of it.
+TEST(ServerSteps, KeepOneGradient) {
+  for (const uint32_t workers : {1u, 2u, 3u, 4u}) {
+    Job job(workers);
+    ASSERT_EQ(job.Declare(), "");
+    job.Load(1);
+    ASSERT_TRUE(job.ComesToHold(0));
+    Verdict verdict = Verdict::kNone;
+    for (uint32_t round = 0; round < 4; ++round) {
+      job.TryAll(round, verdict, Job::StepOf(1 + round));
+      EXPECT_TRUE(job.ComesToHold(1)) << workers << " workers, round " << round;
+      verdict = Verdict::kKeep;
+    }
+    for (uint32_t rank = 0; rank < workers; ++rank) {
+      EXPECT_FALSE(job.Await(job.Step(rank, 3, Job::StepOf(4))).failed);
+    }
+    EXPECT_TRUE(job.ComesToHold(0)) << workers;
+  }
 }
 
 // The gradients are counted with the state.
