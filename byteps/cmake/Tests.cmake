@@ -26,6 +26,7 @@ if(GTest_FOUND)
     tests/engine/plan_test.cc
     tests/engine/protocol_test.cc
     tests/engine/push_scheduler_test.cc
+    tests/engine/remains_test.cc
     tests/engine/server_step_test.cc
     tests/engine/server_test.cc
     tests/engine/status_test.cc

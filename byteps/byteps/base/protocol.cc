@@ -97,21 +97,21 @@ std::string Declaration::Describe() const {
 
 std::string PushHeader::Pack() const {
   WireWriter out;
-  for (uint32_t field : {round, timeout_ms, pull_offset, pull_bytes}) out.Put(field);
+  for (uint32_t field : {round, timeout_ms, pull_offset, pull_bytes, oldest}) out.Put(field);
   return out.Take();
 }
 
 bool PushHeader::Unpack(const std::string& text, PushHeader* header) {
   WireReader in(text);
-  for (uint32_t* field :
-       {&header->round, &header->timeout_ms, &header->pull_offset, &header->pull_bytes}) {
+  for (uint32_t* field : {&header->round, &header->timeout_ms, &header->pull_offset,
+                          &header->pull_bytes, &header->oldest}) {
     *field = in.Get<uint32_t>();
   }
   return in.ok() && in.at_end();
 }
 
 bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string* rest) {
-  constexpr size_t kBytes = 4 * sizeof(uint32_t);
+  constexpr size_t kBytes = 5 * sizeof(uint32_t);
   if (text.size() < kBytes) return false;
   *rest = text.substr(kBytes);
   return Unpack(text.substr(0, kBytes), header);

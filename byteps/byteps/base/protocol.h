@@ -103,6 +103,9 @@ struct PushHeader {
   uint32_t timeout_ms = 0;   // for how long the worker will wait
   uint32_t pull_offset = 0;  // the part of the partition's sum that it wants back,
   uint32_t pull_bytes = 0;   // perhaps nothing
+  // The first round of this tensor that has not ended at the worker, not after `round`.  What it
+  // has left open of those before has failed there, and it will neither push nor ask again.
+  uint32_t oldest = 0;
 
   std::string Pack() const;
   // False when `text` is no header.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -19,13 +20,15 @@
 namespace byteps {
 namespace core {
 
-// A name that is summed.  Of what follows only the atomics change.
+// A name that is summed.  Of what follows only the atomics change, and `running`.
 struct Tensor {
   Declaration declaration;
   uint64_t key = 0;
   Plan::Layout layout;
   std::atomic<uint32_t> rounds{0};    // that this worker has begun
+  std::atomic<uint32_t> oldest{0};    // of the rounds that have not ended, or the next one
   std::atomic<bool> has_room{false};  // in pinned memory, for a tensor on a GPU
+  std::set<uint32_t> running;         // the rounds that have not ended; of Operations, by its lock
 };
 using TensorPtr = std::shared_ptr<Tensor>;
 

@@ -32,8 +32,13 @@ int64_t Operations::Begin(const OperationPtr& operation) {
     if (failed_) throw Error(failure_);
     operation->handle = NextHandle();
     if (operation->tensor) {
-      auto& rounds = operation->tensor->rounds;
-      operation->round = operation->begins_round() ? rounds++ : rounds - 1;
+      Tensor* const tensor = operation->tensor.get();
+      if (operation->begins_round()) {
+        operation->round = tensor->rounds++;
+        tensor->running.insert(operation->round);
+      } else {
+        operation->round = tensor->rounds - 1;
+      }
       running_.insert(operation);
     }
     by_handle_[operation->handle] = operation;
@@ -83,8 +88,15 @@ void Operations::Remove(const OperationPtr& operation) {
     ps::MutexLock lock(&mu_);
     running_.erase(operation);
     idle = running_.empty();
+    if (operation->tensor && operation->begins_round()) EndRound(*operation);
   }
   if (idle) cond_.NotifyAll();
+}
+
+void Operations::EndRound(const Operation& operation) {
+  Tensor* const tensor = operation.tensor.get();
+  tensor->running.erase(operation.round);
+  tensor->oldest = tensor->running.empty() ? tensor->rounds.load() : *tensor->running.begin();
 }
 
 bool Operations::FailAll(const std::string& reason) {

@@ -64,6 +64,8 @@ class Operations {
   using RunningSet = std::set<OperationPtr, BeganBefore>;
 
   void Remove(const OperationPtr& operation);
+  // Tells its tensor which of its rounds have not ended.
+  static void EndRound(const Operation& operation);
 
   WorkerCounters* const counters_;
   SpeedMeter* const speed_;

@@ -1,11 +1,8 @@
 #include "byteps/server/sum_server.h"
 
-#include <algorithm>
-#include <cstdio>
 #include <utility>
 
 #include "byteps/base/log.h"
-#include "byteps/base/text.h"
 #include "byteps/base/thread_name.h"
 #include "byteps/observe/status_record.h"
 #include "byteps/server/reducer.h"
@@ -15,8 +12,6 @@ namespace byteps {
 namespace core {
 namespace {
 
-// A worker that is further ahead than this has lost count.
-constexpr uint32_t kMaxRoundsAhead = 4096;
 // To wake an engine thread takes longer than to add as many bytes.
 constexpr size_t kServedHere = 64 << 10;
 constexpr auto kNever = std::chrono::steady_clock::time_point::max();
@@ -27,10 +22,6 @@ PushHeader HeaderOf(const ps::Message& msg) {
   std::string rest;
   PushHeader::Unpack(msg.meta.body, &header, &rest);
   return header;
-}
-
-bool All(const std::vector<bool>& flags) {
-  return std::find(flags.begin(), flags.end(), false) == flags.end();
 }
 
 }  // namespace
@@ -94,12 +85,6 @@ std::string Server::Report() {
   record.busy_ns = counters_.adding_ns.Get();
   lateness_.Take(&record.sums_since, &record.late);
   return record.Pack();
-}
-
-uint64_t Server::OpenRounds() const {
-  uint64_t open = 0;
-  for (const auto& engine : engines_) open += engine->open_rounds;
-  return open;
 }
 
 void Server::Answer(const Caller& caller, uint64_t key, const std::string& error,
@@ -210,28 +195,6 @@ Server::Caller Server::CallerOf(const ps::Message& msg, int64_t received) {
           now};
 }
 
-Server::Round* Server::FindRound(Engine* engine, Partition* partition, const PushHeader& header) {
-  // Unsigned, so that a round before the first open one is far ahead as well.
-  const uint32_t ahead = header.round - partition->first_round;
-  if (ahead >= kMaxRoundsAhead) return nullptr;
-  if (partition->first_round == 0 && partition->rounds.empty())
-    engine->partitions.push_back(partition);
-  const size_t members = partition->tensor->declaration.group.size();
-  while (partition->rounds.size() <= ahead) {
-    Round round;
-    round.number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());
-    round.pushed.resize(members);
-    round.told.resize(members);
-    round.started = Clock::now();
-    round.timeout_s = header.timeout_ms / 1000.0;
-    round.deadline = round.started + std::chrono::milliseconds(header.timeout_ms);
-    engine->open.emplace(DeadlineOf(*partition, round), partition);
-    ++engine->open_rounds;
-    partition->rounds.push_back(std::move(round));
-  }
-  return &partition->rounds[ahead];
-}
-
 void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {
   const Declaration& declaration = partition->tensor->declaration;
   Caller caller = CallerOf(*msg, received);
@@ -270,37 +233,31 @@ Server::Round* Server::Admit(Engine* engine, Partition* partition, const ps::Mes
   const PushHeader header = HeaderOf(msg);
   std::string error;
   if (declaration.rule && header.round > 0) error = Settle(partition, msg, header.round - 1);
-  Round* const round = FindRound(engine, partition, header);
+  // Those that are there, so that none of them puts this one out of reach; then those before it
+  // that were not there.
+  GiveUpBefore(engine, partition, rank, header.oldest);
+  DropDoneRounds(partition);
+  Round* round = FindRound(engine, partition, header);
   if (round == nullptr || round->pushed[member]) {
-    Refuse(msg, "worker " + std::to_string(rank) + " pushed round " + std::to_string(header.round) +
-                    " of '" + declaration.name + "' while round " +
-                    std::to_string(partition->first_round) + " is open");
+    Refuse(msg, OutOfReach(*partition, rank, header.round));
     return nullptr;
   }
-  if (declaration.rule) GiveUpBefore(engine, partition, rank, header.round);
+  GiveUpBefore(engine, partition, rank, header.oldest);
   round->pushed[member] = true;
   FailWithoutThoseGone(engine, partition, round);
   if (round->done) {
     error = round->failure;  // it failed before this push came
   } else {
     if (declaration.rule && error.empty()) error = AgreeOnPush(declaration, msg, round);
-    if (error.empty()) return round;
-    FailRound(engine, partition, round, error);
+    if (!error.empty()) FailRound(engine, partition, round, error);
   }
-  round->told[member] = true;
-  Refuse(msg, error);
-  DropDoneRounds(partition);
-  return nullptr;
-}
-
-void Server::FailWithoutThoseGone(Engine* engine, Partition* partition, Round* round) {
-  const Declaration& declaration = partition->tensor->declaration;
-  for (const auto& [rank, reason] : engine->gone) {
-    const int lost = declaration.MemberIndex(rank);
-    if (round->done || lost < 0 || round->pushed[lost]) continue;
-    FailRound(engine, partition, round,
-              reason + " while the push_pull of '" + declaration.name + "' waited for it");
+  if (!error.empty()) {
+    round->told[member] = true;
+    Refuse(msg, error);
+    round = nullptr;
   }
+  DropDoneRounds(partition);  // not one that is returned: it is open
+  return round;
 }
 
 void Server::AddInTurn(Engine* engine, const Declaration& declaration, Round* round, int member,
@@ -324,6 +281,11 @@ Server::Round* Server::FindPushed(Partition* partition, const ps::Message& msg,
   const PushHeader header = HeaderOf(msg);
   const uint32_t ahead = header.round - partition->first_round;
   Round* round = ahead < partition->rounds.size() ? &partition->rounds[ahead] : nullptr;
+  const auto failed = partition->failures.find(header.round);
+  if (round == nullptr && failed != partition->failures.end()) {
+    Refuse(msg, failed->second);
+    return nullptr;
+  }
   if (round == nullptr || !round->pushed[member] || round->told[member]) {
     Refuse(msg, "worker " + std::to_string(caller.rank) + " pulled round " +
                     std::to_string(header.round) + " of '" + declaration.name +
@@ -385,15 +347,6 @@ void Server::Finish(Engine* engine, Partition* partition, Round* round) {
   Close(engine, *partition, *round);
 }
 
-Server::Deadline Server::DeadlineOf(const Partition& partition, const Round& round) {
-  return {round.deadline, partition.key, round.number};
-}
-
-void Server::Close(Engine* engine, const Partition& partition, const Round& round) {
-  engine->open.erase(DeadlineOf(partition, round));
-  --engine->open_rounds;
-}
-
 void Server::Deliver(Partition* partition, Round* round) {
   const Declaration& declaration = partition->tensor->declaration;
   for (const Caller& caller : round->callers) {
@@ -415,49 +368,7 @@ void Server::Deliver(Partition* partition, Round* round) {
   TraceRound(*partition, *round, true);
   round->callers.clear();
   round->parameters = ps::SArray<char>();
-  if (All(round->told)) round->sum = ps::SArray<char>();
-}
-
-void Server::FailRound(Engine* engine, Partition* partition, Round* round,
-                       const std::string& reason) {
-  const Declaration& declaration = partition->tensor->declaration;
-  counters_.failed_sums.Add();
-  TraceRound(*partition, *round, false);
-  for (const Caller& caller : round->callers) {
-    Answer(caller, partition->key, reason, nullptr);
-    round->told[declaration.MemberIndex(caller.rank)] = true;
-  }
-  round->failure = reason;
-  round->callers.clear();
-  round->waiting.clear();
-  engine->scratch.Return(std::move(round->wide));
-  round->sum = round->spare = ps::SArray<char>();
-  round->done = true;
-  Close(engine, *partition, *round);
-}
-
-void Server::DropDoneRounds(Partition* partition) {
-  // A round stays until every member has its sum, or has heard that there is none.
-  while (!partition->rounds.empty()) {
-    const Round& round = partition->rounds.front();
-    if (!round.done || !All(round.told)) return;
-    partition->rounds.pop_front();
-    ++partition->first_round;
-  }
-}
-
-void Server::FailRoundsWithout(Engine* engine, int rank, const std::string& reason) {
-  for (Partition* partition : engine->partitions) {
-    const Declaration& declaration = partition->tensor->declaration;
-    const int member = declaration.MemberIndex(rank);
-    if (member < 0) continue;
-    for (auto& round : partition->rounds) {
-      if (round.done || round.pushed[member]) continue;
-      FailRound(engine, partition, &round,
-                reason + " while the push_pull of '" + declaration.name + "' waited for it");
-    }
-    DropDoneRounds(partition);
-  }
+  if (round->all_told()) round->sum = ps::SArray<char>();
 }
 
 TracedPartition Server::Traced(const Partition& partition, const Round& round,
@@ -476,38 +387,6 @@ void Server::TraceRound(const Partition& partition, const Round& round, bool ans
                      {"add", caller.added},
                      {"other workers", answered ? round.last_added : 0},
                      {"answer", now}});
-  }
-}
-
-std::string Server::MissingRanks(const Partition& partition, const Round& round) const {
-  const auto& group = partition.tensor->declaration.group;
-  std::string missing;
-  for (size_t i = 0; i < group.size(); ++i) {
-    if (round.pushed[i]) continue;
-    missing += (missing.empty() ? "worker " : ", worker ") + std::to_string(group[i]);
-  }
-  return missing;
-}
-
-void Server::FailLateRounds(Engine* engine) {
-  if (engine->open.empty()) return;
-  const auto now = Clock::now();
-  while (!engine->open.empty()) {
-    const auto& [deadline, key, number] = engine->open.begin()->first;
-    if (now < deadline) return;
-    Partition* const partition = engine->open.begin()->second;
-    const Declaration& declaration = partition->tensor->declaration;
-    Round* const round = &partition->rounds[number - partition->first_round];
-    char limit[96];
-    snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_OP_TIMEOUT_S=%g)",
-             std::chrono::duration<double>(now - round->started).count(), round->timeout_s);
-    FailRound(engine, partition, round,
-              "push_pull of '" + declaration.name + "' timed out: partition " +
-                  std::to_string(partition->index) + ", key " + Hex(partition->key) + ", " +
-                  std::to_string(declaration.PartitionSize(partition->index)) +
-                  " bytes, still lacks the push of " + MissingRanks(*partition, *round) +
-                  " after " + limit);
-    DropDoneRounds(partition);
   }
 }
 

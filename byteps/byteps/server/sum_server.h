@@ -11,17 +11,22 @@
 // member of the tensor's group has pushed it; rounds never mix, however far one
 // worker is ahead of another.
 //
+// An operation may fail at one worker alone, before all of its partitions were pushed.  Each push
+// therefore says which rounds have ended at its worker (PushHeader::oldest).  What that worker has
+// left open of these is given up, in GiveUpBefore and nowhere else: the others are told, and
+// nothing is kept of it but the reason, for who comes later.
+//
 // Parameters.  Of a tensor with an UpdateRule the server keeps the parameters and their moments
 // (optimizer/): when a round is complete it updates them, and answers with them.  Members that
 // ask for different steps in one round get an error; the state is as it was.
 //
 // A step that is tried (PUSH_TRY) changes nothing: parameters are computed from the state and sent,
 // and the gradients are kept.  The round stays until each member has said what becomes of the step.
-// The first one who does so has it made, or dropped; who says something else gets an error.  A
-// member that pushes the next round has given up whatever it has left open of those before.
+// The first one who does so has it made, or dropped; who says something else gets an error.
 #ifndef BYTEPS_SERVER_SUM_SERVER_H_
 #define BYTEPS_SERVER_SUM_SERVER_H_
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -128,6 +133,8 @@ class Server {
     bool updated = false;  // the state is what became of the round
     bool done = false;     // there is a sum, or there will be none
     std::string failure;   // why there will be none
+
+    bool all_told() const { return std::find(told.begin(), told.end(), false) == told.end(); }
   };
 
   struct Partition {
@@ -139,6 +146,8 @@ class Server {
     std::unique_ptr<PartitionState> state;  // null of a tensor that is summed, and no more
     uint32_t first_round = 0;
     std::deque<Round> rounds;
+    // Why the last rounds before the first one failed, by number, for members that come later.
+    std::map<uint32_t, std::string> failures;
   };
 
   struct Task {
@@ -215,8 +224,8 @@ class Server {
   // Takes what a member says of the step that it tried in the round of this number, if it tried
   // one.  A push is its last word on it.  Why it cannot be, or "".
   std::string Settle(Partition* partition, const ps::Message& msg, uint32_t number);
-  // The member of `rank` has begun the round of this number: what it has left open of those before
-  // failed there, and it will neither push nor ask again.
+  // What the member of `rank` has left open of the rounds before this number failed there, and it
+  // will neither push nor ask again.  Drops no round.
   void GiveUpBefore(Engine* engine, Partition* partition, int rank, uint32_t number)
       PS_REQUIRES(engine->mu);
   // How this member wants another step than the first one does, or "".
@@ -232,6 +241,10 @@ class Server {
   std::string Decide(Partition* partition, int rank, const std::string& step, Round* round);
   // The caller and what it wants, from a request's header.
   static Caller CallerOf(const ps::Message& msg, int64_t received);
+  // Why a push of this number comes to no round, where it does not.
+  static std::string OutOfReach(const Partition& partition, int rank, uint32_t number);
+  // How many rounds of a tensor a member may be ahead of the first one that is open.
+  static uint32_t MaxRoundsAhead(const Declaration& declaration);
   // The round, made if it is new; null if it is out of reach.
   Round* FindRound(Engine* engine, Partition* partition, const PushHeader& header)
       PS_REQUIRES(engine->mu);

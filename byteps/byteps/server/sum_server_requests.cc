@@ -18,7 +18,7 @@ namespace {
 // Whether a request has a header, which asks for a part of `size` bytes.
 bool AsksForAPart(const ps::Message& msg, uint64_t size) {
   PushHeader header;
-  if (!PushHeader::Unpack(msg.meta.body, &header)) return false;
+  if (!PushHeader::Unpack(msg.meta.body, &header) || header.oldest > header.round) return false;
   return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
 }
 

@@ -60,6 +60,7 @@ bool Server::HasFormOfUpdate(const ps::Message& msg, const Declaration& declarat
   PushHeader header;
   std::string detail;
   if (!PushHeader::Unpack(msg.meta.body, &header, &detail)) return false;
+  if (header.oldest > header.round) return false;
   if (header.pull_offset > offered || header.pull_bytes > offered - header.pull_offset) {
     return false;
   }
@@ -175,24 +176,6 @@ std::string Server::Settle(Partition* partition, const ps::Message& msg, uint32_
     DropDoneRounds(partition);
   }
   return error;
-}
-
-void Server::GiveUpBefore(Engine* engine, Partition* partition, int rank, uint32_t number) {
-  const Declaration& declaration = partition->tensor->declaration;
-  const int member = declaration.MemberIndex(rank);
-  const uint32_t ahead = number - partition->first_round;
-  for (uint32_t i = 0; i < ahead; ++i) {
-    Round* const round = &partition->rounds[i];
-    if (round->told[member]) continue;
-    if (!round->done) {
-      FailRound(engine, partition, round,
-                "worker " + std::to_string(rank) + " gave up round " +
-                    std::to_string(round->number) + " of '" + declaration.name +
-                    "', in which something of it failed, and went on");
-    }
-    round->pushed[member] = round->told[member] = true;
-  }
-  DropDoneRounds(partition);
 }
 
 void Server::Step(Partition* partition, const ps::Message& msg, int64_t received) {

@@ -152,11 +152,12 @@ PushHeader SomeHeader() {
   header.timeout_ms = 600'000;
   header.pull_offset = 0xfffffffe;
   header.pull_bytes = 7;
+  header.oldest = 0x01000003;
   return header;
 }
 
-TEST(PushHeader, IsFourLittleEndianNumbers) {
-  const std::string wire("\4\3\2\1\xc0\x27\x09\0\xfe\xff\xff\xff\7\0\0\0", 16);
+TEST(PushHeader, IsFiveLittleEndianNumbers) {
+  const std::string wire("\4\3\2\1\xc0\x27\x09\0\xfe\xff\xff\xff\7\0\0\0\3\0\0\1", 20);
   EXPECT_EQ(SomeHeader().Pack(), wire);
   PushHeader back;
   ASSERT_TRUE(PushHeader::Unpack(wire, &back));
@@ -164,6 +165,7 @@ TEST(PushHeader, IsFourLittleEndianNumbers) {
   EXPECT_EQ(back.timeout_ms, 600'000u);
   EXPECT_EQ(back.pull_offset, 0xfffffffeu);
   EXPECT_EQ(back.pull_bytes, 7u);
+  EXPECT_EQ(back.oldest, 0x01000003u);
 }
 
 TEST(PushHeader, AnyOtherLengthIsRefused) {

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <string>
 #include <thread>
@@ -46,6 +47,11 @@ class Answers : public ServerChannel {
     return true;
   }
 
+  size_t Count() {
+    ps::MutexLock lock(&mu_);
+    return answers_.size();
+  }
+
   // All so far, once there are so many.
   std::vector<Answer> Await(size_t count) {
     ps::MutexLock lock(&mu_);
@@ -79,9 +85,11 @@ class ServerTest : public testing::Test {
   }
 
   // Returns the number of the request.
-  uint64_t Push(int rank, uint64_t index, uint32_t round, uint32_t timeout_ms) {
+  uint64_t Push(int rank, uint64_t index, uint32_t round, uint32_t timeout_ms,
+                uint32_t oldest = 0) {
     PushHeader header;
     header.round = round;
+    header.oldest = oldest;
     header.timeout_ms = timeout_ms;
     header.pull_bytes = declaration_.partition_bytes;
     ps::Message push =
@@ -96,10 +104,31 @@ class ServerTest : public testing::Test {
     return number_;
   }
 
+  // How many rounds of a tensor of `bytes` bytes worker 0 may push when nobody else pushes any.
+  uint32_t MostRounds(const std::string& name, uint64_t bytes) {
+    declaration_.name = name;
+    declaration_.bytes = bytes;
+    for (int rank : {0, 1}) Declare(rank);
+    const uint64_t open = server_.OpenRounds();
+    answers_.Await(answered_ += 2);
+    for (uint32_t round = 0;; ++round) {
+      const uint64_t number = Push(0, 0, round, kLong);
+      // Those that are taken have no answer yet.
+      if (ComesToHave(open + round + 1, [&] { return answers_.Count() > answered_; })) continue;
+      const auto refused = answers_.Await(++answered_).back();
+      EXPECT_EQ(refused.number, number);
+      EXPECT_NE(refused.error.find("a worker may be " + std::to_string(round) + " rounds ahead"),
+                std::string::npos)
+          << refused.error;
+      return round;
+    }
+  }
+
   // So many open rounds: a round is closed after its answers are sent.
-  bool ComesToHave(uint64_t rounds) {
+  bool ComesToHave(uint64_t rounds, const std::function<bool()>& never = [] { return false; }) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     while (server_.OpenRounds() != rounds) {
+      if (never()) return false;
       if (std::chrono::steady_clock::now() > deadline) return false;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -115,6 +144,7 @@ class ServerTest : public testing::Test {
   Server server_;
   Declaration declaration_;
   uint64_t number_ = 0;
+  size_t answered_ = 2;
 };
 
 // Of a small partition, whoever brings the last push finds its engine idle and sends the sum.
@@ -202,6 +232,42 @@ TEST_F(ServerTest, RoundsThatAreDoneHaveNoDeadline) {
   EXPECT_EQ(told.back().number, too_late);
   EXPECT_EQ(told.back().error, failed.back().error);
   EXPECT_TRUE(ComesToHave(0));
+}
+
+// What comes of a round that its member gave up is too late; what is pushed before older rounds
+// have ended is not.
+TEST_F(ServerTest, RoundsAreGivenUpByTheirMember) {
+  const uint64_t waits = Push(0, 0, 0, kLong);
+  const uint64_t ahead = Push(0, 0, 1, kLong);
+  Push(1, 0, 1, kLong);  // overtakes round 0, which it has not given up
+  auto all = answers_.Await(4);
+  ASSERT_EQ(all.size(), 4u);
+  EXPECT_EQ(all[2].number == ahead ? all[2].error : all[3].error, "");
+  EXPECT_TRUE(ComesToHave(1));
+  Push(1, 0, 2, kLong, 2);
+  all = answers_.Await(5);
+  ASSERT_EQ(all.size(), 5u);
+  EXPECT_EQ(all[4].number, waits);
+  EXPECT_EQ(all[4].error,
+            "worker 1 gave up round 0 of 'tensor', in which something of it failed, and went on");
+  const uint64_t late = Push(1, 0, 0, kLong);
+  all = answers_.Await(6);
+  ASSERT_EQ(all.size(), 6u);
+  EXPECT_EQ(all[5].number, late);
+  EXPECT_EQ(all[5].error, all[4].error);
+  Push(0, 0, 2, kLong, 2);
+  all = answers_.Await(8);
+  ASSERT_EQ(all.size(), 8u);
+  EXPECT_EQ(all[6].error + all[7].error, "");
+  EXPECT_TRUE(ComesToHave(0));
+}
+
+// A worker cannot make a server keep more than some rounds of a tensor; how many depends on its
+// size.
+TEST_F(ServerTest, RoundsAreOpenWithinLimits) {
+  EXPECT_EQ(MostRounds("of few bytes", 4 << 10), 1024);
+  EXPECT_EQ(MostRounds("of some bytes", 32 << 20), 32);
+  EXPECT_EQ(MostRounds("of many bytes", 1 << 30), 16);
 }
 
 // A lost worker ends its rounds at once: nothing is left of their deadlines.

@@ -81,7 +81,7 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
       break;
     default:
       message.meta.body =
-          "protocol=4 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
+          "protocol=5 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
           " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2)) +
           " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000));
   }

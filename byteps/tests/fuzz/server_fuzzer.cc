@@ -139,7 +139,7 @@ ps::SArray<char> Ones(size_t bytes) {
 
 // What of an update's message comes before its detail.
 std::string Header(uint32_t round, size_t wanted) {
-  const uint32_t header[4] = {round, 60'000, 0, static_cast<uint32_t>(wanted)};
+  const uint32_t header[5] = {round, 60'000, 0, static_cast<uint32_t>(wanted), round};
   return std::string(reinterpret_cast<const char*>(header), sizeof(header));
 }
 
@@ -200,12 +200,14 @@ ps::Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answe
   if (d.rule && data->ConsumeIntegralInRange<int>(0, 7) > 0) {
     return AnyUpdate(data, number, d, index, size, answers);
   }
-  uint32_t header[4] = {data->ConsumeIntegralInRange<uint32_t>(0, 3), 60'000, 0,
-                        static_cast<uint32_t>(size)};
+  uint32_t header[5] = {data->ConsumeIntegralInRange<uint32_t>(0, 3), 60'000, 0,
+                        static_cast<uint32_t>(size), 0};
   if (data->ConsumeIntegralInRange<int>(0, 7) == 0) {
-    for (uint32_t& field : header) field = data->ConsumeIntegral<uint32_t>();
+    for (int i = 0; i < 4; ++i) header[i] = data->ConsumeIntegral<uint32_t>();
     header[1] = 60'000;
   }
+  // Some of those before have ended at the worker.
+  if (number % 2 == 0) header[4] = header[0];
   std::string body(reinterpret_cast<const char*>(header), sizeof(header));
   if (data->ConsumeIntegralInRange<int>(0, 15) == 0) body = data->ConsumeRandomLengthString(24);
   const int kinds[] = {kPushPull, kPush, kPull};

@@ -10,7 +10,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 4;
+constexpr int kProtocol = 5;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // Ids of nodes that are refused: far from those that are admitted.
