@@ -16,6 +16,7 @@ if(GTest_FOUND)
     tests/engine/device_test.cc
     tests/engine/engine_gpu_test.cc
     tests/engine/engine_test.cc
+    tests/engine/failing_memory.cc
     tests/engine/failure_test.cc
     tests/engine/fake_channel.cc
     tests/engine/greeter_test.cc

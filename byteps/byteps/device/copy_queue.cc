@@ -1,6 +1,11 @@
 #include "byteps/device/copy_queue.h"
 
+#include <exception>
+#include <new>
+#include <vector>
+
 #include "byteps/base/error.h"
+#include "byteps/base/log.h"
 
 namespace byteps {
 namespace core {
@@ -38,22 +43,37 @@ bool CopyQueue::TakeTurn(Turn* turn) {
     const size_t bytes = waiting_.front().copy.bytes;
     if (!turn->entries.empty() && turn->bytes + bytes > kMostBytes) break;
     turn->bytes += bytes;
-    turn->entries.push_back(std::move(waiting_.front()));
-    waiting_.pop_front();
+    turn->entries.splice(turn->entries.end(), waiting_, waiting_.begin());
   }
   taken_ = !turn->entries.empty();
   return taken_;
 }
 
-void CopyQueue::Give(Turn turn) {
-  const auto given = std::make_shared<const Turn>(std::move(turn));
-  std::string error;
+void CopyQueue::Give(Turn turn) noexcept {
+  // Made before it is needed.
+  static const std::string kNoMemory =
+      "this process is out of memory: it cannot copy between a GPU and memory";
+  std::shared_ptr<Turn> given;
+  std::string failure;
+  const std::string* error = &failure;
   try {
+    given = std::make_shared<Turn>();
+    std::swap(*given, turn);
     AwaitOrCall(given);
-  } catch (const Error& e) {
-    error = e.what();
+  } catch (const std::bad_alloc&) {
+    error = &kNoMemory;
+  } catch (const std::exception& e) {
+    failure = e.what();
   }
-  for (const Entry& entry : given->entries) entry.begun(error);
+  for (const Entry& entry : given ? given->entries : turn.entries) TellBegun(entry, *error);
+}
+
+void CopyQueue::TellBegun(const Entry& entry, const std::string& error) {
+  try {
+    entry.begun(error);
+  } catch (const std::exception& e) {
+    BPS_LOG(ERROR) << "a copy between a GPU and memory: " << e.what();
+  }
 }
 
 void CopyQueue::AwaitOrCall(const std::shared_ptr<const Turn>& turn) {

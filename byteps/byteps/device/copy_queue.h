@@ -8,13 +8,12 @@
 #ifndef BYTEPS_DEVICE_COPY_QUEUE_H_
 #define BYTEPS_DEVICE_COPY_QUEUE_H_
 
-#include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "byteps/device/copies.h"
 #include "ps/mutex.h"
@@ -46,9 +45,12 @@ class CopyQueue {
   bool Leave(Entry* entry);
 
  private:
+  // Moving entries from one to another takes no memory, and so cannot fail.
+  using Entries = std::list<Entry>;
+
   // What goes in one turn; at least one entry.
   struct Turn {
-    std::vector<Entry> entries;
+    Entries entries;
     size_t bytes = 0;
 
     void CallDone() const;
@@ -56,14 +58,17 @@ class CopyQueue {
 
   // False, with nothing to give: this thread does so no longer.
   bool TakeTurn(Turn* turn);
-  void Give(Turn turn);
+  // Does not throw: who gives copies to the device goes on with the next ones.
+  void Give(Turn turn) noexcept;
+  // Without its error, or the operation, a waiting one is ended by its time-out.
+  static void TellBegun(const Entry& entry, const std::string& error);
   // Until the copies are done, or will be told of by the driver.
   void AwaitOrCall(const std::shared_ptr<const Turn>& turn);
 
   const int device_;
   const CopyLane lane_;
   ps::Mutex mu_;
-  std::deque<Entry> waiting_ PS_GUARDED_BY(mu_);
+  Entries waiting_ PS_GUARDED_BY(mu_);
   bool taken_ PS_GUARDED_BY(mu_) = false;  // a thread gives copies to the device
 };
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <future>
+#include <new>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -14,6 +15,7 @@
 #include "byteps/device/copy_queue.h"
 #include "byteps/device/fake.h"
 #include "byteps/device/pinned_pool.h"
+#include "failing_memory.h"
 
 namespace byteps {
 namespace core {
@@ -253,6 +255,39 @@ TEST(CopyQueue, FailureOfTheDeviceIsToldAll) {
     }
     fake::SetBroken(false);
     EXPECT_EQ(failed, 3);
+  }
+}
+
+// A thread that gives copies to the device and finds no memory tells of each copy once, and the
+// queue serves the next ones.
+TEST(CopyQueue, LackOfMemoryIsTold) {
+  fake::SetCurrentDevice(0);
+  static char* const host = static_cast<char*>(PinMemory(4096));  // pinned to the end
+  static char data[4096];
+  CopyQueue queue(1, CopyLane::kToDevice);
+  // Memory for nothing, for its entry, and for its turn as well; then for all.
+  for (const int times : {0, 1, 2, -1}) {
+    int begun = 0;
+    bool lacked = false;
+    std::promise<void> done;
+    CopyQueue::Entry entry;
+    entry.copy = {data, host, sizeof(data)};
+    entry.begun = [&begun, &lacked](const std::string& error) {
+      ++begun;
+      lacked = error.find("out of memory") != error.npos;
+    };
+    entry.done = [&] { done.set_value(); };
+    {
+      const MemoryOnlyTimes little(times);
+      if (times == 0) {
+        EXPECT_THROW(queue.Add(entry), std::bad_alloc);
+      } else {
+        queue.Add(entry);
+      }
+    }
+    EXPECT_EQ(begun, times == 0 ? 0 : 1) << times;
+    EXPECT_EQ(lacked, times > 0) << times;
+    if (times < 0) done.get_future().wait();
   }
 }
 
