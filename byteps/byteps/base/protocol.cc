@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "byteps/base/out_of_memory.h"
 #include "byteps/base/wire.h"
 
 namespace byteps {
@@ -51,7 +52,7 @@ void AddValues(ps::Message* msg, const ps::SArray<char>& values) {
 }
 
 ps::SArray<char> RoomForValues(size_t bytes) {
-  return ps::SArray<char>(new char[bytes], bytes, true);
+  return ps::SArray<char>(NewBytes(bytes), bytes, true);
 }
 
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed) {

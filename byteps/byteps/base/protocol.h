@@ -121,7 +121,7 @@ ps::Message MakeRequest(int op, int receiver, uint64_t key, uint64_t number, std
 ps::Message MakeAnswer(int op, int receiver, uint64_t key, uint64_t number,
                        const std::string& error);
 void AddValues(ps::Message* msg, const ps::SArray<char>& values);
-// Memory for so many bytes of values, not initialised.
+// Memory for so many bytes of values, not initialised.  Throws OutOfMemory.
 ps::SArray<char> RoomForValues(size_t bytes);
 
 // FNV-1a, 64 bits.

@@ -24,7 +24,8 @@ class ChannelUser {
 
   // Where the `bytes` bytes of values that follow `meta` belong.  They are received there, and
   // OnMessage gets the message with them.  Null: the channel receives them into memory of its
-  // own.  The memory must stay until OnMessage was called for the message, or Abandon or Stop
+  // own.  ps::Nowhere(): the values are dropped (ps/nowhere.h), which an RDMA channel need not do.
+  // The memory must stay until OnMessage was called for the message, or Abandon or Stop
   // has returned.
   virtual char* PlaceFor(const ps::Meta& /*meta*/, size_t /*bytes*/) { return nullptr; }
 

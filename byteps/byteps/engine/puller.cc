@@ -70,6 +70,11 @@ std::string Puller::Refusal(const ps::Message& msg, const Request& request) {
            request.operation->name() + "' has no sum of squares";
   }
   if (msg.data.size() <= 1 && got == wanted) return "";
+  if (got == 0 && msg.meta.data_size != 0) {  // it was dropped
+    return "this worker is out of memory: it wanted " + std::to_string(wanted) +
+           " bytes for the answer of " + context_->channel->NameOfServer(request.server) +
+           " to a push_pull of '" + request.operation->name() + "'";
+  }
   return "the answer of " + context_->channel->NameOfServer(request.server) +
          " to a push_pull of '" + request.operation->name() + "' has " + std::to_string(got) +
          " bytes instead of " + std::to_string(wanted);

@@ -31,6 +31,7 @@
 #include "byteps/server/sum_server.h"
 #include "ps/auth.h"
 #include "ps/log_line.h"
+#include "ps/nowhere.h"
 #ifdef BYTEPS_WITH_RDMA
 #include "ps/mutex.h"
 #include "ps/verbs_library.h"
@@ -232,6 +233,10 @@ class Node : public ChannelUser {
 
   void OnMessage(ps::Message* msg) override {
     if (server_ != nullptr) server_->OnMessage(msg);
+  }
+
+  char* PlaceFor(const ps::Meta& meta, size_t bytes) override {
+    return server_ != nullptr && server_->Expects(meta, bytes) ? nullptr : ps::Nowhere();
   }
 
   void OnEvent(const ps::MembershipEvent& event) override {

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "byteps/base/out_of_memory.h"
+
 namespace byteps {
 namespace core {
 
@@ -17,7 +19,7 @@ class Scratch {
   class Block {
    public:
     Block() = default;
-    explicit Block(size_t size) : bytes_(new char[size]), size_(size) {}
+    explicit Block(size_t size) : bytes_(NewBytes(size)), size_(size) {}
     Block(Block&& other) noexcept
         : bytes_(std::move(other.bytes_)), size_(std::exchange(other.size_, 0)) {}
     Block& operator=(Block&& other) noexcept {
@@ -33,7 +35,7 @@ class Scratch {
     size_t size_ = 0;
   };
 
-  // At least `size` bytes.
+  // At least `size` bytes.  Throws OutOfMemory.
   Block Take(size_t size) {
     while (!spare_.empty()) {
       Block block = std::move(spare_.back());

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "byteps/base/log.h"
+#include "byteps/base/out_of_memory.h"
 #include "byteps/base/thread_name.h"
 #include "byteps/observe/status_record.h"
 #include "byteps/server/reducer.h"
@@ -49,6 +50,7 @@ Server::~Server() {
   for (auto& engine : engines_) engine->thread.join();
   if (!tracer_ || rank_ < 0) return;
   for (const auto& entry : partitions_) {
+    if (!entry.second) continue;
     for (const Round& round : entry.second->rounds) TraceRound(*entry.second, round, false);
   }
   tracer_->Write(Role::kServer, rank_);
@@ -100,7 +102,12 @@ void Server::Answer(const Caller& caller, uint64_t key, const std::string& error
 
 void Server::Queue(Engine* engine, Task task) {
   ++engine->waiting;
-  engine->queue.Push(std::move(task));
+  try {
+    engine->queue.Push(std::move(task));
+  } catch (const std::bad_alloc&) {
+    --engine->waiting;
+    throw;
+  }
 }
 
 void Server::Run(Engine* engine) {
@@ -148,6 +155,14 @@ bool Server::ServeHere(Engine* engine, Task* task) {
 }
 
 void Server::Do(Engine* engine, Task* task) noexcept {
+  try {
+    Handle(engine, task);
+  } catch (const std::bad_alloc& e) {
+    OnOutOfMemory(engine, *task, e);
+  }
+}
+
+void Server::Handle(Engine* engine, Task* task) {
   switch (task->kind) {
     case Task::kRequest:
       return Serve(engine, task);
@@ -201,6 +216,7 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
   if (msg->meta.head == kPushNorm) caller.bytes = sizeof(GradientSums);
   Round* const round = Admit(engine, partition, *msg, caller.rank);
   if (round == nullptr) return;
+  if (msg->data[0].empty()) throw OutOfMemory(ValueBytes(*msg));  // they were dropped
   AddInTurn(engine, declaration, round, declaration.MemberIndex(caller.rank),
             std::move(msg->data[0]));
   caller.added = round->last_added = SteadyNs();

@@ -32,6 +32,8 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <new>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -75,7 +77,12 @@ class Server {
   // How many sums some members have pushed and others have not.  Any thread.
   uint64_t OpenRounds() const;
 
-  // Takes a request over.  Any thread, several at a time; does not block.
+  // Whether a request, of which the meta has come, may have values of so many bytes.  Those of
+  // others need no memory (ps/nowhere.h): they will be refused.  Any thread.
+  bool Expects(const ps::Meta& meta, size_t bytes);
+
+  // Takes a request over.  Any thread, several at a time; does not block.  Where there is no memory
+  // for it, it is refused, and so is its round.
   void OnMessage(ps::Message* msg);
 
   // The worker of `rank` will push nothing more: rounds that lack its push fail,
@@ -180,6 +187,7 @@ class Server {
   };
 
   // The channel's threads (sum_server_requests.cc).
+  void Dispatch(ps::Message* msg);
   void OnDeclare(const ps::Message& msg);
   // Takes what the worker of `rank` declares.  Why the tensor cannot be summed; empty if it can.
   std::string Declare(int rank, const Declaration& declaration);
@@ -187,6 +195,11 @@ class Server {
   void OnRequest(ps::Message* msg);
   // Why it cannot be served; empty if it can.
   std::string Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const;
+  // Bytes of values that a request comes with, or came with before they were dropped.
+  static uint64_t ValueBytes(const ps::Message& msg);
+  // Bytes of values that a request of this operation has; none of an operation that is not the
+  // tensor's.
+  static std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index);
   // Whether the values and the header are those that `declaration` lets it have.
   static bool HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index);
   static bool HasFormOfUpdate(const ps::Message& msg, const Declaration& declaration,
@@ -203,6 +216,12 @@ class Server {
   // Serves a request at once, if it is small and nothing waits for its engine.
   bool ServeHere(Engine* engine, Task* task);
   void Do(Engine* engine, Task* task) noexcept PS_REQUIRES(engine->mu);
+  void Handle(Engine* engine, Task* task) PS_REQUIRES(engine->mu);
+  // Ends what a task that found no memory has begun.
+  void OnOutOfMemory(Engine* engine, const Task& task, const std::bad_alloc& error)
+      PS_REQUIRES(engine->mu);
+  // "server 0 is out of memory: ...", about what a request wanted to do.
+  std::string NoMemoryFor(const ps::Message& msg, const std::bad_alloc& error);
   void Serve(Engine* engine, Task* task) PS_REQUIRES(engine->mu);
   void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received)
       PS_REQUIRES(engine->mu);

@@ -24,8 +24,26 @@ bool AsksForAPart(const ps::Message& msg, uint64_t size) {
 
 }  // namespace
 
+bool Server::Expects(const ps::Meta& meta, size_t bytes) {
+  const uint64_t index = meta.key & (kMaxPartitions - 1);
+  ps::ReaderLock lock(&mu_);
+  const auto it = tensors_.find(meta.key - index);
+  if (!meta.request || it == tensors_.end() || !it->second) return false;
+  const Declaration& declaration = it->second->declaration;
+  if (index >= declaration.NumPartitions()) return false;
+  return bytes == ValueBytes(meta.head, declaration, index).value_or(0);
+}
+
 void Server::OnMessage(ps::Message* msg) {
   if (!msg->meta.request) return;
+  try {
+    Dispatch(msg);
+  } catch (const std::bad_alloc& e) {
+    Refuse(*msg, NoMemoryFor(*msg, e));
+  }
+}
+
+void Server::Dispatch(ps::Message* msg) {
   switch (msg->meta.head) {
     case kDeclare:
       return OnDeclare(*msg);
@@ -74,9 +92,10 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
   }
   auto& tensor = tensors_[key];
   if (!tensor) {
-    tensor = std::make_unique<Tensor>();
-    tensor->declaration = declaration;
-    tensor->declared_by = rank;
+    auto made = std::make_unique<Tensor>();
+    made->declaration = declaration;
+    made->declared_by = rank;
+    tensor = std::move(made);
     counters_.declared_tensors.Add();
   } else if (!(tensor->declaration == declaration) && tensor->refusal.empty()) {
     tensor->refusal = "workers disagree on a tensor: worker " +
@@ -123,14 +142,46 @@ std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64
   return "";
 }
 
-bool Server::HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index) {
-  if (declaration.rule) return HasFormOfUpdate(msg, declaration, index);
-  const int op = msg.meta.head;
-  if (op != kPushPull && op != kPush && op != kPull) return false;
+uint64_t Server::ValueBytes(const ps::Message& msg) {
+  uint64_t bytes = 0;
+  for (const auto& value : msg.data) bytes += value.size();
+  return bytes > 0 ? bytes : static_cast<uint32_t>(msg.meta.data_size);
+}
+
+std::optional<uint64_t> Server::ValueBytes(int op, const Declaration& declaration, uint64_t index) {
   const uint64_t size = declaration.PartitionSize(index);
-  const bool values =
-      op == kPull ? msg.data.empty() : msg.data.size() == 1 && msg.data[0].size() == size;
-  return values && AsksForAPart(msg, size) && declaration.fused == (op == kPushPull);
+  switch (op) {
+    case kPushPull:
+    case kPush:
+      if (!declaration.rule && declaration.fused == (op == kPushPull)) return size;
+      return std::nullopt;
+    case kPull:
+      if (!declaration.rule && !declaration.fused) return 0;
+      return std::nullopt;
+    case kPushStep:
+    case kPushNorm:
+    case kPushTry:
+      if (declaration.rule) return size;
+      return std::nullopt;
+    case kLoadState:
+      if (declaration.rule) return size / SizeOf(declaration.dtype) * sizeof(float);
+      return std::nullopt;
+    case kStep:
+    case kReadState:
+      if (declaration.rule) return 0;
+      return std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool Server::HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index) {
+  const std::optional<uint64_t> values = ValueBytes(msg.meta.head, declaration, index);
+  if (!values || ValueBytes(msg) != *values || msg.data.size() != (*values > 0 ? 1 : 0)) {
+    return false;
+  }
+  if (declaration.rule) return HasFormOfUpdate(msg, declaration, index);
+  return AsksForAPart(msg, declaration.PartitionSize(index));
 }
 
 void Server::OnRequest(ps::Message* msg) {
@@ -155,7 +206,7 @@ void Server::OnRequest(ps::Message* msg) {
   task.received = SteadyNs();
   if (!task.msg.data.empty()) {
     counters_.received_partitions.Add();
-    counters_.received_bytes.Add(task.msg.data[0].size());
+    counters_.received_bytes.Add(ValueBytes(task.msg));
   }
   Engine* const engine = engines_[task.partition->engine].get();
   if (!ServeHere(engine, &task)) Queue(engine, std::move(task));
@@ -164,14 +215,15 @@ void Server::OnRequest(ps::Message* msg) {
 Server::Partition* Server::FindOrMake(const Tensor& tensor, uint64_t key) {
   auto& partition = partitions_[key];
   if (!partition) {
-    partition = std::make_unique<Partition>();
-    partition->tensor = &tensor;
-    partition->key = key;
-    partition->index = key & (kMaxPartitions - 1);
-    partition->engine = next_engine_++ % engines_.size();
+    auto made = std::make_unique<Partition>();
+    made->tensor = &tensor;
+    made->key = key;
+    made->index = key & (kMaxPartitions - 1);
+    made->engine = next_engine_++ % engines_.size();
     if (tensor.declaration.rule) {
-      partition->state = std::make_unique<PartitionState>(&tensor.declaration, partition->index);
+      made->state = std::make_unique<PartitionState>(&tensor.declaration, made->index);
     }
+    partition = std::move(made);
   }
   return partition.get();
 }

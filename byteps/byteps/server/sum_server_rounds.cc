@@ -1,6 +1,7 @@
 // How rounds begin, and how those end that have no sum.
 #include <algorithm>
 #include <cstdio>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -57,9 +58,14 @@ Server::Round* Server::FindRound(Engine* engine, Partition* partition, const Pus
     round.started = Clock::now();
     round.timeout_s = header.timeout_ms / 1000.0;
     round.deadline = round.started + std::chrono::milliseconds(header.timeout_ms);
-    engine->open.emplace(DeadlineOf(*partition, round), partition);
-    ++engine->open_rounds;
     partition->rounds.push_back(std::move(round));
+    try {
+      engine->open.emplace(DeadlineOf(*partition, partition->rounds.back()), partition);
+    } catch (const std::bad_alloc&) {
+      partition->rounds.pop_back();
+      throw;
+    }
+    ++engine->open_rounds;
   }
   return &partition->rounds[ahead];
 }

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <string>
 
+#include "byteps/base/out_of_memory.h"
 #include "byteps/base/wire.h"
 #include "byteps/server/sum_server.h"
 #include "ps/internal/postoffice.h"
@@ -70,12 +71,6 @@ bool Server::HasFormOfUpdate(const ps::Message& msg, const Declaration& declarat
     detail.erase(0, 1);
   }
   if (op == kPushTry && !rule.speculative) return false;
-  uint64_t values = 0;
-  if (op == kPushStep || op == kPushNorm || op == kPushTry) values = size;
-  if (op == kLoadState) values = state;
-  if (values == 0 ? !msg.data.empty() : msg.data.size() != 1 || msg.data[0].size() != values) {
-    return false;
-  }
   switch (op) {
     case kPushStep:
     case kPushTry:
@@ -206,6 +201,7 @@ void Server::MoveState(Partition* partition, const ps::Message& msg, int64_t rec
   std::string error;
   ps::SArray<char> values;
   if (msg.meta.head == kLoadState) {
+    if (msg.data[0].empty()) throw OutOfMemory(ValueBytes(msg));  // they were dropped
     error = state->Load(SlotOf(msg), msg.data[0].data());
     for (Round& round : partition->rounds) round.overtaken = !round.tried.empty();
   } else {

@@ -135,8 +135,7 @@ class LoopJob {
     ps::MutexLock lock(&mu_);
     if (failing_rank_ != rank || push.data.empty()) return false;
     failing_rank_ = -1;
-    workers_[rank]->Take(
-        MakeAnswer(push.meta.head, 0, push.meta.key, push.meta.addr, failure_));
+    workers_[rank]->Take(MakeAnswer(push.meta.head, 0, push.meta.key, push.meta.addr, failure_));
     return true;
   }
 

@@ -1,6 +1,7 @@
 // The server's rounds: which of them fail, and when.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -12,6 +13,7 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/server/sum_server.h"
+#include "failing_memory.h"
 #include "ps/internal/postoffice.h"
 #include "ps/mutex.h"
 #include "server_channel.h"
@@ -108,6 +110,8 @@ class ServerTest : public testing::Test {
   uint32_t MostRounds(const std::string& name, uint64_t bytes) {
     declaration_.name = name;
     declaration_.bytes = bytes;
+    declaration_.partition_bytes =
+        std::max(kPartitionBytes, static_cast<uint32_t>(bytes / (kMaxPartitions / 2)));
     for (int rank : {0, 1}) Declare(rank);
     const uint64_t open = server_.OpenRounds();
     answers_.Await(answered_ += 2);
@@ -254,7 +258,7 @@ TEST_F(ServerTest, RoundsAreGivenUpByTheirMember) {
   all = answers_.Await(6);
   ASSERT_EQ(all.size(), 6u);
   EXPECT_EQ(all[5].number, late);
-  EXPECT_EQ(all[5].error, all[4].error);
+  EXPECT_EQ(all[5].error, "worker 1 pushed round 0 of 'tensor', which is over");
   Push(0, 0, 2, kLong, 2);
   all = answers_.Await(8);
   ASSERT_EQ(all.size(), 8u);
@@ -268,6 +272,74 @@ TEST_F(ServerTest, RoundsAreOpenWithinLimits) {
   EXPECT_EQ(MostRounds("of few bytes", 4 << 10), 1024);
   EXPECT_EQ(MostRounds("of some bytes", 32 << 20), 32);
   EXPECT_EQ(MostRounds("of many bytes", 1 << 30), 16);
+}
+
+// A server without memory says what it wanted it for, and goes on.
+TEST_F(ServerTest, LackOfMemoryFailsItsRound) {
+  constexpr size_t kBytes = 128 << 10;
+  declaration_.name = "wide";
+  declaration_.bytes = declaration_.partition_bytes = kBytes;
+  declaration_.group = {0, 1, 2};
+  for (int rank : {0, 1, 2}) Declare(rank);
+  answers_.Await(5);
+  {
+    const NoMemoryFrom limit(2 * kBytes);
+    for (int rank : {0, 1}) Push(rank, 0, 0, kLong);
+    answers_.Await(7);
+  }
+  Push(2, 0, 0, kLong);
+  auto all = answers_.Await(8);
+  ASSERT_EQ(all.size(), 8u);
+  for (size_t i = 5; i < 8; ++i) {
+    EXPECT_EQ(all[i].error,
+              "server 0 is out of memory: it wanted 262144 bytes for a push of 'wide' from worker "
+              "1, partition 0; take more servers, or servers with more memory (python -m "
+              "byteps.sizing says how much)");
+  }
+  for (int rank : {0, 1, 2}) Push(rank, 0, 1, kLong);
+  all = answers_.Await(11);
+  for (size_t i = 8; i < 11; ++i) EXPECT_EQ(all[i].values, std::vector<float>(kBytes / 4, 6));
+  EXPECT_TRUE(ComesToHave(0));
+}
+
+// The transport had no memory, and dropped the values.
+TEST_F(ServerTest, DroppedValuesFailTheirRound) {
+  const uint64_t waits = Push(0, 3, 0, kLong);
+  PushHeader header;
+  header.timeout_ms = kLong;
+  header.pull_bytes = kPartitionBytes;
+  ps::Message push = MakeRequest(kPushPull, 8, declaration_.Key() + 3, ++number_, header.Pack());
+  push.data.emplace_back();
+  push.meta.data_size = kPartitionBytes;
+  Tell(push, 1);
+  const auto all = answers_.Await(4);
+  ASSERT_EQ(all.size(), 4u);
+  for (size_t i = 2; i < 4; ++i) {
+    EXPECT_TRUE(all[i].number == waits || all[i].number == number_);
+    EXPECT_NE(all[i].error.find("it wanted 16 bytes for a push of 'tensor' from worker 1, "
+                                "partition 3"),
+              std::string::npos)
+        << all[i].error;
+  }
+  EXPECT_TRUE(ComesToHave(0));
+}
+
+// Before any memory is taken for them.
+TEST_F(ServerTest, ValuesThatNobodyDeclaredAreNotExpected) {
+  const auto expects = [this](int op, uint64_t key, size_t bytes) {
+    return server_.Expects(MakeRequest(op, 8, key, 1, "").meta, bytes);
+  };
+  const uint64_t key = declaration_.Key();
+  EXPECT_TRUE(expects(kPushPull, key + 7, kPartitionBytes));
+  EXPECT_FALSE(expects(kPushPull, key + 7, kPartitionBytes + 4));
+  EXPECT_FALSE(expects(kPushPull, key + 8, kPartitionBytes));
+  EXPECT_FALSE(expects(kPushPull, key + kMaxPartitions, kPartitionBytes));
+  EXPECT_FALSE(expects(kPush, key, kPartitionBytes));
+  EXPECT_FALSE(expects(kPull, key, kPartitionBytes));
+  EXPECT_FALSE(expects(kPushStep, key, kPartitionBytes));
+  EXPECT_FALSE(expects(kDeclare, key, kPartitionBytes));
+  EXPECT_FALSE(expects(77, key, kPartitionBytes));
+  EXPECT_FALSE(server_.Expects(MakeAnswer(kPushPull, 8, key, 1, "").meta, kPartitionBytes));
 }
 
 // A lost worker ends its rounds at once: nothing is left of their deadlines.

@@ -1,11 +1,16 @@
 // A worker without Python: sums tensors over a real job and checks every value.
 //
 //   sum_worker [--rounds N] [--tensors N] [--bytes N] [--seed N] [--pause-ms N] [--salt N]
+//              [--fail-in N]
 //
 // Settings come from the environment, as for any worker.  Each round sums all tensors at once.
 // The inputs differ by rank, tensor, element, round and salt, and are whole numbers, so that each
 // sum is known exactly.  The salt is that of an incarnation of the job: what another one pushed
 // would show.
+//
+// In round --fail-in the first push of rank 0 has a key that nobody declared, so that its operation
+// fails at this rank alone, before it was pushed.  All ranks may fail in that round; then they go
+// on.
 //
 // Exit status: 0 all sums were right; 1 the job failed, the last line says why; 2 bad usage;
 // 3 a sum was not there in time, nor failed; 4 a sum was wrong.
@@ -14,6 +19,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -24,6 +30,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "byteps/base/config.h"
@@ -44,6 +51,25 @@ struct Options {
   int seed = 1;
   int pause_ms = 0;
   int salt = 0;
+  int fail_in = -1;
+};
+
+// A session that may send the next push under a key that nobody declared.
+class BrokenSession : public Session {
+ public:
+  using Session::Session;
+
+  void BreakNextPush() { breaks_ = true; }
+
+  bool Send(ps::Message* message) override {
+    if (message->data.empty() || !breaks_.exchange(false)) return Session::Send(message);
+    ps::Message broken = *message;
+    broken.meta.key ^= kMaxPartitions;
+    return Session::Send(&broken);
+  }
+
+ private:
+  std::atomic<bool> breaks_{false};
 };
 
 struct Tensor {
@@ -79,7 +105,9 @@ class Job {
       const size_t count = std::max<size_t>(1, options.bytes / sizeof(float) / (i + 1));
       tensors_.push_back({"tensor." + std::to_string(i), std::vector<float>(count)});
     }
-    worker_.Start(config, launch_, session.num_servers, std::make_unique<Session>(config, session));
+    auto made = std::make_unique<BrokenSession>(config, session);
+    session_ = made.get();
+    worker_.Start(config, launch_, session.num_servers, std::move(made));
   }
 
   ExitStatus Run() {
@@ -88,7 +116,8 @@ class Job {
     worker_.Declare(specs);
     std::mt19937 random(options_.seed * 1000 + launch_.rank);
     for (int round = 0; round < options_.rounds; ++round) {
-      const ExitStatus status = Sum(round, &random);
+      const bool fails = round == options_.fail_in;
+      const ExitStatus status = fails ? Fail(&random) : Sum(round, &random);
       if (status != kGood) return status;
       std::this_thread::sleep_for(std::chrono::milliseconds(options_.pause_ms));
     }
@@ -105,7 +134,18 @@ class Job {
     return spec;
   }
 
-  ExitStatus Sum(int round, std::mt19937* random) {
+  // The round that fails: at rank 0, and then at the others, if at all.
+  ExitStatus Fail(std::mt19937* random) {
+    if (launch_.rank == 0) session_->BreakNextPush();
+    std::string error;
+    const ExitStatus status = Sum(options_.fail_in, random, &error);
+    if (status != kGood) return status;
+    fprintf(stderr, "round %d: %s\n", options_.fail_in, error.c_str());
+    return launch_.rank == 0 && error.empty() ? kWrong : kGood;
+  }
+
+  // `error`: where operations may fail, why the last one did.
+  ExitStatus Sum(int round, std::mt19937* random, std::string* error = nullptr) {
     std::vector<std::pair<int, int64_t>> handles;
     for (int i = 0; i < options_.tensors; ++i) {
       auto& values = tensors_[i].values;
@@ -120,10 +160,16 @@ class Job {
     }
     std::shuffle(handles.begin(), handles.end(), *random);
     for (const auto& [i, handle] : handles) {
-      if (!worker_.WaitFor(handle, nullptr,
-                           std::chrono::nanoseconds(static_cast<int64_t>(patience_ * 1e9)))) {
-        fprintf(stderr, "no answer: tensor %d of round %d\n", i, round);
-        return kLate;
+      try {
+        if (!worker_.WaitFor(handle, nullptr,
+                             std::chrono::nanoseconds(static_cast<int64_t>(patience_ * 1e9)))) {
+          fprintf(stderr, "no answer: tensor %d of round %d\n", i, round);
+          return kLate;
+        }
+      } catch (const Error& e) {
+        if (error == nullptr) throw;
+        *error = e.what();
+        continue;
       }
       if (!IsRight(i, round)) return kWrong;
     }
@@ -146,18 +192,17 @@ class Job {
   const Launch launch_;
   const double patience_;  // seconds: the worker itself must have given up by then
   std::vector<Tensor> tensors_;
-  Worker worker_;  // last: it writes into the tensors
+  BrokenSession* session_ = nullptr;  // of worker_
+  Worker worker_;                     // last: it writes into the tensors
 };
 
 int Main(int argc, char** argv) {
   Options options;
-  const option names[] = {{"rounds", required_argument, nullptr, 'r'},
-                          {"tensors", required_argument, nullptr, 't'},
-                          {"bytes", required_argument, nullptr, 'b'},
-                          {"seed", required_argument, nullptr, 's'},
-                          {"pause-ms", required_argument, nullptr, 'p'},
-                          {"salt", required_argument, nullptr, 'x'},
-                          {nullptr, 0, nullptr, 0}};
+  const option names[] = {
+      {"rounds", required_argument, nullptr, 'r'},   {"tensors", required_argument, nullptr, 't'},
+      {"bytes", required_argument, nullptr, 'b'},    {"seed", required_argument, nullptr, 's'},
+      {"pause-ms", required_argument, nullptr, 'p'}, {"salt", required_argument, nullptr, 'x'},
+      {"fail-in", required_argument, nullptr, 'f'},  {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", names, nullptr)) != -1;) {
     if (c == 'r') options.rounds = atoi(optarg);
     if (c == 't') options.tensors = atoi(optarg);
@@ -165,6 +210,7 @@ int Main(int argc, char** argv) {
     if (c == 's') options.seed = atoi(optarg);
     if (c == 'p') options.pause_ms = atoi(optarg);
     if (c == 'x') options.salt = atoi(optarg);
+    if (c == 'f') options.fail_in = atoi(optarg);
     if (c == '?') return kUsage;
   }
   if (optind < argc) {

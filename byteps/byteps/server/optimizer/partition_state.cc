@@ -4,6 +4,8 @@
 #include <cstring>
 #include <new>
 
+#include "byteps/base/out_of_memory.h"
+
 namespace byteps {
 namespace core {
 
@@ -32,10 +34,7 @@ std::string PartitionState::Load(uint32_t slot, const char* values) {
   if (slot > 0 && !state_) return NotLoaded();
   if (!state_) {
     state_.reset(new (std::nothrow) float[slots * size_]);
-    if (!state_) {
-      return "the server has no memory for the optimizer state of '" + declaration_->name + "', " +
-             std::to_string(slots * size_ * sizeof(float)) + " bytes of one partition";
-    }
+    if (!state_) throw OutOfMemory(slots * size_ * sizeof(float));
   }
   memcpy(Slot(slot), values, size_ * sizeof(float));
   if (slot == 0) {

@@ -24,7 +24,7 @@ class PartitionState {
   size_t size() const { return size_; }
 
   // Slot 0 is the parameters, which must come first and set the others to 0.  `values` has size()
-  // fp32 values.
+  // fp32 values.  The first one throws OutOfMemory where there is none.
   std::string Load(uint32_t slot, const char* values);
   // Copies a part of a slot's values, which are size() times 4 bytes.
   std::string Read(uint32_t slot, size_t offset, size_t bytes, char* values) const;

@@ -10,6 +10,7 @@
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 #include "ps/mutex.h"
+#include "ps/nowhere.h"
 
 namespace ps {
 
@@ -80,7 +81,9 @@ int RdmaVan::Transmit(const Message& msg) {
 
 char* RdmaVan::PlaceFor(Endpoint* /*endpoint*/, const Meta& meta, size_t bytes) {
   const auto& finder = Postoffice::Get()->handlers().place_for;
-  return meta.control.empty() && finder ? finder(meta, bytes) : nullptr;
+  char* const place = meta.control.empty() && finder ? finder(meta, bytes) : nullptr;
+  // A device writes somewhere; no more at a time than BYTEPS_RDMA_RECEIVE_WINDOW_BYTES.
+  return place == Nowhere() ? nullptr : place;
 }
 
 void RdmaVan::OnMessage(Endpoint* endpoint, rdma::Received received) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "../meta_codec.h"
@@ -301,6 +302,9 @@ bool Connection::OnReady(uint32_t events) {
     }
     if (events & EPOLLOUT) OnWritable();
     return Receive();
+  } catch (const std::bad_alloc&) {
+    Close({"the node that it was lost to is out of memory", false, false});
+    return false;
   } catch (const std::exception& e) {
     Failed(e);
     return false;

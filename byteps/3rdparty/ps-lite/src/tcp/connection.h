@@ -66,7 +66,8 @@ class ConnectionOwner {
   // Who we connected to says who it is, and has proved it.  A reason is returned to give it up, for
   // good.
   virtual std::string OnChallenge(const ConnectionPtr& connection, const Challenge& challenge) = 0;
-  // Where values belong, or null.  Called with a lock of the connection's held: see Abandon.
+  // Where the values of a message, of so many bytes together, belong, if they are one, or null;
+  // Nowhere(): they are dropped.  Called with a lock of the connection's held: see Abandon.
   virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
   // The socket broke.  For how long the connection may be without one: 0 closes it.

@@ -2,12 +2,15 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <new>
+#include <numeric>
 #include <utility>
 
 #include "../meta_codec.h"
 #include "./connection.h"
 #include "dmlc/logging.h"
 #include "ps/mutex.h"
+#include "ps/nowhere.h"
 #include "ps/wire_bytes.h"
 
 namespace ps {
@@ -90,7 +93,9 @@ uint64_t Connection::Epoch() {
 ssize_t Connection::Read(const Socket& socket) {
   iovec vector[2];
   int count = 0;
-  const size_t missing = phase_ == Phase::kValues ? place_bytes_ - place_done_ : 0;
+  // What goes nowhere is read into the buffer.
+  const size_t missing =
+      phase_ == Phase::kValues && place_ != nullptr ? place_bytes_ - place_done_ : 0;
   if (missing > 0) vector[count++] = {place_ + place_done_, missing};
   if (buffer_begin_ == buffer_end_) buffer_begin_ = buffer_end_ = 0;
   vector[count++] = {buffer_.data() + buffer_end_, buffer_.size() - buffer_end_};
@@ -202,13 +207,24 @@ void Connection::BeginValue() {
   if (value_ == sizes_.size()) return;
   place_bytes_ = sizes_[value_];
   SArray<char> values;
-  if (place_bytes_ > 0 && sizes_.size() == 1) {
-    place_ = owner_->PlaceFor(incoming_.meta, place_bytes_);
-    if (place_ != nullptr) values.reset(place_, place_bytes_, [](char*) {});
+  if (place_bytes_ > 0) {
+    const bool one = sizes_.size() == 1;
+    const uint64_t all = std::accumulate(sizes_.begin(), sizes_.end(), uint64_t{0});
+    char* const place = owner_->PlaceFor(incoming_.meta, all);
+    if (one || place == Nowhere()) place_ = place;
+    if (place_ != nullptr && place_ != Nowhere()) values.reset(place_, place_bytes_, [](char*) {});
   }
   if (place_bytes_ > 0 && place_ == nullptr) {
-    values = pool_->Take(place_bytes_);
-    place_ = values.data();
+    try {
+      values = pool_->Take(place_bytes_);
+      place_ = values.data();
+    } catch (const std::bad_alloc&) {
+      place_ = Nowhere();  // for the owner to say of whose values that is
+    }
+  }
+  if (place_ == Nowhere()) {
+    incoming_.meta.data_size = static_cast<int>(place_bytes_);
+    place_ = nullptr;
   }
   incoming_.data.push_back(values);
 }
@@ -218,7 +234,7 @@ bool Connection::ParseValues() {
     const size_t there =
         std::min(place_bytes_ - place_done_, buffer_end_ - buffer_begin_);  // came with the meta
     if (there > 0) {
-      memcpy(place_ + place_done_, buffer_.data() + buffer_begin_, there);
+      if (place_ != nullptr) memcpy(place_ + place_done_, buffer_.data() + buffer_begin_, there);
       place_done_ += there;
       buffer_begin_ += there;
     }
