@@ -102,6 +102,7 @@ void Server::Answer(const Caller& caller, uint64_t key, const std::string& error
 
 void Server::Queue(Engine* engine, Task task) {
   ++engine->waiting;
+  if (task.received == 0) task.received = SteadyNs();
   try {
     engine->queue.Push(std::move(task));
   } catch (const std::bad_alloc&) {
@@ -116,10 +117,10 @@ void Server::Run(Engine* engine) {
     Clock::time_point look;
     {
       ps::MutexLock lock(&engine->mu);
-      // By the clock: there may be no moment without work.
-      FailLateRounds(engine);
-      look = engine->open.empty() ? kNever : std::get<0>(engine->open.begin()->first);
-      engine->looks_at = look;
+      NotePause(engine);
+      // What is queued may be what a round waits for.
+      if (engine->queue.Size() == 0) FailLateRounds(engine, Clock::now());
+      engine->looks_at = look = NextLook(*engine);
     }
     bool timed_out = false;
     const bool got = look == kNever ? engine->queue.Pop(&task)
@@ -130,6 +131,8 @@ void Server::Run(Engine* engine) {
     }
     {
       ps::MutexLock lock(&engine->mu);
+      // There may be no moment without work.
+      FailLateRounds(engine, Clock::time_point(std::chrono::nanoseconds(task.received)));
       Do(engine, &task);
     }
     --engine->waiting;

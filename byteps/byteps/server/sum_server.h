@@ -161,7 +161,7 @@ class Server {
     enum Kind { kRequest, kGone, kRefuse, kLook } kind = kRequest;
     Partition* partition = nullptr;
     ps::Message msg;                 // kRequest
-    int64_t received = 0;            // kRequest: when, in SteadyNs
+    int64_t received = 0;            // when, in SteadyNs
     int rank = 0;                    // kGone
     const Tensor* tensor = nullptr;  // kRefuse
     std::string reason;
@@ -183,7 +183,10 @@ class Server {
     std::map<int, std::string> gone PS_GUARDED_BY(mu);      // rank -> why
     Scratch scratch PS_GUARDED_BY(mu);
     // When the thread looks what is late, if nothing is queued before.
-    Clock::time_point looks_at PS_GUARDED_BY(mu);
+    Clock::time_point looks_at PS_GUARDED_BY(mu) = Clock::time_point::max();
+    // Until when nothing is late, since this process stood still for `pause` before.
+    Clock::time_point grace_until PS_GUARDED_BY(mu);
+    Clock::duration pause PS_GUARDED_BY(mu){};
   };
 
   // The channel's threads (sum_server_requests.cc).
@@ -283,7 +286,13 @@ class Server {
   void DropDoneRounds(Partition* partition);
   void FailRoundsWithout(Engine* engine, int rank, const std::string& reason)
       PS_REQUIRES(engine->mu);
-  void FailLateRounds(Engine* engine) PS_REQUIRES(engine->mu);
+  // Those whose deadline was before `as_of`, if all that came until then was served.
+  void FailLateRounds(Engine* engine, Clock::time_point as_of) PS_REQUIRES(engine->mu);
+  // Where the thread of an engine looks much later than it wanted to, this process stood still
+  // (SIGSTOP, a paused VM, swap), and what it waits for may lie in its sockets: grants a grace
+  // period, in which nothing is late.
+  void NotePause(Engine* engine) PS_REQUIRES(engine->mu);
+  static Clock::time_point NextLook(const Engine& engine) PS_REQUIRES(engine.mu);
   static TracedPartition Traced(const Partition& partition, const Round& round,
                                 const Caller& caller);
   // Tells the timeline of a round's pushes, which were answered now or never.

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "byteps/base/log.h"
 #include "byteps/base/text.h"
 #include "byteps/server/sum_server.h"
 
@@ -19,6 +20,12 @@ constexpr uint64_t kLeastRoundsAhead = 16;
 constexpr uint64_t kMostRoundsAhead = 1024;
 // Of each partition.
 constexpr size_t kFailuresKept = 16;
+// While rounds are open an engine's thread looks so often whether this process stands still; who
+// wakes so much later has.  The grace is shorter than that of workers (engine_watch.cc), who would
+// not know what is late.
+constexpr auto kLookEvery = std::chrono::seconds(1);
+constexpr auto kPause = std::chrono::seconds(1);
+constexpr auto kMostGrace = std::chrono::seconds(3);
 
 }  // namespace
 
@@ -112,24 +119,46 @@ void Server::FailRoundsWithout(Engine* engine, int rank, const std::string& reas
   }
 }
 
-void Server::FailLateRounds(Engine* engine) {
-  if (engine->open.empty()) return;
+void Server::NotePause(Engine* engine) {
   const auto now = Clock::now();
+  if (engine->looks_at == Clock::time_point::max() || now < engine->looks_at + kPause) return;
+  engine->pause = now - engine->looks_at;
+  engine->grace_until = now + std::min<Clock::duration>(engine->pause, kMostGrace);
+  BPS_LOG(INFO) << "server " << channel_->rank() << " stood still for "
+                << Seconds(std::chrono::duration<double>(engine->pause).count())
+                << ": sums that are late have "
+                << Seconds(std::chrono::duration<double>(engine->grace_until - now).count())
+                << " more";
+}
+
+Server::Clock::time_point Server::NextLook(const Engine& engine) {
+  if (engine.open.empty()) return Clock::time_point::max();
+  const auto late = std::max(std::get<0>(engine.open.begin()->first), engine.grace_until);
+  return std::min(late, Clock::now() + kLookEvery);
+}
+
+void Server::FailLateRounds(Engine* engine, Clock::time_point as_of) {
+  if (as_of < engine->grace_until) return;
   while (!engine->open.empty()) {
     const auto& [deadline, key, number] = engine->open.begin()->first;
-    if (now < deadline) return;
+    if (as_of < deadline) return;
     Partition* const partition = engine->open.begin()->second;
     const Declaration& declaration = partition->tensor->declaration;
     Round* const round = &partition->rounds[number - partition->first_round];
     char limit[96];
     snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_OP_TIMEOUT_S=%g)",
-             std::chrono::duration<double>(now - round->started).count(), round->timeout_s);
+             std::chrono::duration<double>(as_of - round->started).count(), round->timeout_s);
+    std::string pause;
+    if (round->started < engine->grace_until) {
+      pause = "; this server stood still for " +
+              Seconds(std::chrono::duration<double>(engine->pause).count()) + " meanwhile";
+    }
     FailRound(engine, partition, round,
               "push_pull of '" + declaration.name + "' timed out: partition " +
                   std::to_string(partition->index) + ", key " + Hex(partition->key) + ", " +
                   std::to_string(declaration.PartitionSize(partition->index)) +
                   " bytes, still lacks the push of " + MissingRanks(*partition, *round) +
-                  " after " + limit);
+                  " after " + limit + pause);
     DropDoneRounds(partition);
   }
 }

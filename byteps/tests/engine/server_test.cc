@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -45,8 +46,25 @@ class Answers : public ServerChannel {
     }
     ps::MutexLock lock(&mu_);
     answers_.push_back(std::move(answer));
+    held_ = holds_;
     cond_.NotifyAll();
+    cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return !holds_; });
     return true;
+  }
+
+  // Who sends the next answer does not return before Release.
+  void Hold() {
+    ps::MutexLock lock(&mu_);
+    holds_ = true;
+  }
+  bool AwaitHeld() {
+    ps::MutexLock lock(&mu_);
+    return cond_.WaitFor(&mu_, kPatience, [this]() PS_REQUIRES(mu_) { return held_; });
+  }
+  void Release() {
+    ps::MutexLock lock(&mu_);
+    holds_ = held_ = false;
+    cond_.NotifyAll();
   }
 
   size_t Count() {
@@ -67,6 +85,8 @@ class Answers : public ServerChannel {
   ps::Mutex mu_;
   ps::CondVar cond_;
   std::vector<Answer> answers_ PS_GUARDED_BY(mu_);
+  bool holds_ PS_GUARDED_BY(mu_) = false;
+  bool held_ PS_GUARDED_BY(mu_) = false;
 };
 
 class ServerTest : public testing::Test {
@@ -179,6 +199,32 @@ TEST_F(ServerTest, LargeSumsAreSentByAnEngineThread) {
     ASSERT_EQ(all.size(), 6 + 2 * round);
     EXPECT_NE(all.back().sent_by, std::this_thread::get_id());
   }
+}
+
+// A server that stood still looks at what has come meanwhile before it calls anything late, and
+// waits a little for what comes then.
+TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
+  declaration_.name = "large";  // served by the engine's thread
+  declaration_.bytes = 3 * (128 << 10);
+  declaration_.partition_bytes = 128 << 10;
+  for (int rank : {0, 1}) Declare(rank);
+  answers_.Await(4);
+  constexpr uint32_t kShort = 500;
+  std::set<uint64_t> sums = {Push(0, 0, 0, kShort), Push(0, 1, 0, kShort)};
+  answers_.Hold();  // the engine's thread stands still where it answers
+  Push(0, 2, 0, kLong);
+  Push(1, 2, 0, kLong);
+  ASSERT_TRUE(answers_.AwaitHeld());
+  sums.insert(Push(1, 0, 0, kShort));  // in time, but not looked at
+  std::this_thread::sleep_for(std::chrono::milliseconds(4 * kShort + 500));
+  sums.insert(Push(1, 1, 0, kShort));  // as it comes from a socket after a pause
+  answers_.Release();
+  const auto all = answers_.Await(10);
+  ASSERT_EQ(all.size(), 10u);
+  for (const auto& answer : all) {
+    if (sums.count(answer.number) == 1) EXPECT_EQ(answer.error, "");
+  }
+  EXPECT_TRUE(ComesToHave(0));
 }
 
 // Each by its own deadline, whatever came first, and nobody else's round with it.
