@@ -48,6 +48,7 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
         and (Path("/usr/sbin/sshd").exists() or _has("apt-get", "dpkg-deb"))
     ),
     "clang": lambda: _succeeds("scripts/clang.sh"),
+    "valgrind": lambda: _succeeds("scripts/valgrind.sh"),
     "slurm": lambda: all(
         shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
         for program in ("slurmctld", "slurmd", "srun", "munged")

@@ -54,6 +54,11 @@ srun                   slurm-client   required
 /usr/sbin/munged       munge          required
 '
 
+# Thorough tests of memory (tests/unit/test_valgrind.py).
+valgrind_needs='
+valgrind               valgrind       required
+'
+
 has_header() {
   echo "#include <$1>" | g++ -E -x c++ - >/dev/null 2>&1
 }
@@ -126,3 +131,4 @@ setup_more() {
 
 setup_images() { setup_more "$image_needs"; }
 setup_slurm() { setup_more "$slurm_needs"; }
+setup_valgrind() { setup_more "$valgrind_needs"; }
