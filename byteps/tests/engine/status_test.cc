@@ -169,7 +169,8 @@ TEST(StatusBoard, ErrorsAreKeptUpToSomeNumber) {
   }
   const std::string json = board.Json();
   EXPECT_TRUE(Has(json, "problem 99."));
-  EXPECT_TRUE(Has(json, "problem 80."));
+  // The last problem of this process, which other tests may have logged, is one of them.
+  EXPECT_TRUE(Has(json, "problem 81."));
   EXPECT_FALSE(Has(json, "problem 79."));
   board.Detach();
   EXPECT_TRUE(Has(board.Json(), "\"state\":\"running\"")) << "as it was at last";
