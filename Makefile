@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts rl-stragglers test-object-store test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: help setup check test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-plan bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts rl-stragglers test-object-store test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -180,7 +180,7 @@ bench: setup ## push-pull beside all-reduce on emulated links, idle costs, sums:
 	@status=0; $(PYTHON_ENV) -W ignore bench/suite.py --set $(SET) --json build/bench/$(SET).json \
 		--chart $(or $(CHART),build/bench/$(SET).svg) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS) || status=1; \
-	$(if $(ONLY),,$(MAKE) -k bench-sharded bench-idle bench-reducer ARGS= || status=1;) exit $$status
+	$(if $(ONLY),,$(MAKE) -k bench-sharded bench-idle bench-reducer bench-plan ARGS= || status=1;) exit $$status
 
 SHARDED := --workers 4 --servers 4 --emulate 8@100mbit --route auto --steps 12 --warmup 3 --launches 3
 
@@ -195,6 +195,9 @@ bench-idle: setup ## processor time and memory of a job that sums nothing
 
 bench-reducer: setup ## the servers' additions beside plain loops over the same memory
 	@$(PYTHON_ENV) -W ignore bench/reducer_bench.py --min-of-limit 0.7 $(ARGS)
+
+bench-plan: setup ## Python's part of the plan and of a push in a job of 8,192 ranks
+	@$(PYTHON_ENV) -W ignore bench/plan_bench.py --max-plan 1 --max-push 30 $(ARGS)
 
 bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtual machine
 	@$(PYTHON_ENV) -W ignore bench/rdma_bench.py --json build/bench/rdma.json \

@@ -235,9 +235,11 @@ def _leaving(
 ) -> Load:
     sent: dict[int, float] = {}
     for members in groups:
-        if len(set(members)) > 1:
-            for host in set(members):
-                sent[host] = sent.get(host, 0.0) + part(members) * size
+        hosts = set(members)
+        if len(hosts) > 1:
+            leaving = part(members) * size
+            for host in hosts:
+                sent[host] = sent.get(host, 0.0) + leaving
     return Load(host=max(sent.values(), default=0.0))
 
 

@@ -109,10 +109,9 @@ void Init(int num_servers) {
 }
 
 std::vector<uint64_t> BytesPerServer(const std::string& name, uint64_t bytes, uint64_t piece_of,
-                                     std::vector<uint32_t> group,
-                                     std::optional<uint64_t> placement) {
+                                     const Ranks& group, std::optional<uint64_t> placement) {
   return GetWorker()->BytesPerServer(
-      Spec(name, "float32", bytes, piece_of, true, std::move(group), placement, kCpu));
+      Spec(name, "float32", bytes, piece_of, true, group, placement, kCpu));
 }
 
 void Declare(const std::vector<SpecTuple>& tuples) {
@@ -123,10 +122,10 @@ void Declare(const std::vector<SpecTuple>& tuples) {
 
 int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
                  uintptr_t output, uint64_t bytes, uint64_t piece_of, bool average, int priority,
-                 std::vector<uint32_t> group, std::optional<uint64_t> placement,
+                 const Ranks& group, std::optional<uint64_t> placement,
                  std::optional<std::pair<uint64_t, uint64_t>> pull, int device, uintptr_t stream) {
   PushPullRequest request;
-  request.tensor = Spec(name, dtype, bytes, piece_of, average, std::move(group), placement, device);
+  request.tensor = Spec(name, dtype, bytes, piece_of, average, group, placement, device);
   request.input = reinterpret_cast<const void*>(input);
   request.output = reinterpret_cast<void*>(output);
   request.priority = priority;
@@ -170,6 +169,12 @@ PYBIND11_MODULE(c_lib, m) {
       PyErr_SetString(error.ptr(), e.what());
     }
   });
+
+  py::class_<Ranks>(m, "Ranks", "A group's ranks, ascending; none: all workers.")
+      .def(py::init([](std::vector<uint32_t> values) { return Ranks{std::move(values)}; }),
+           py::arg("values"))
+      .def("__len__", [](const Ranks& ranks) { return ranks.values.size(); });
+  py::implicitly_convertible<py::sequence, Ranks>();
 
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   m.def("init", &Init, py::arg("num_servers"), Unlocked());

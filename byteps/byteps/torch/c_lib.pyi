@@ -10,7 +10,13 @@ from typing import Any
 class BytePSError(RuntimeError): ...
 class BytePSUsageError(BytePSError, ValueError): ...
 
-type _Spec = tuple[str, str, int, int, bool, Sequence[int], int | None, int]
+class Ranks:
+    """A group's ranks, ascending; none: all workers."""
+
+    def __init__(self, values: Sequence[int]) -> None: ...
+    def __len__(self) -> int: ...
+
+type _Spec = tuple[str, str, int, int, bool, Ranks | Sequence[int], int | None, int]
 """Name, dtype, bytes, bytes of the tensor that it is a piece of, average, group, placement, GPU."""
 type _Group = tuple[float, float, float, bool]
 """beta1, beta2, eps, nesterov."""
@@ -47,7 +53,7 @@ class UpdatedTensor:
 def add_memory(address: int, bytes: int) -> int: ...
 def built_with_prometheus() -> bool: ...
 def bytes_per_server(
-    name: str, bytes: int, piece_of: int, group: Sequence[int], placement: int | None
+    name: str, bytes: int, piece_of: int, group: Ranks | Sequence[int], placement: int | None
 ) -> list[int]: ...
 def config() -> str: ...
 def declare(tensors: Sequence[_Spec]) -> None: ...
@@ -70,7 +76,7 @@ def push_pull(
     piece_of: int,
     average: bool,
     priority: int,
-    group: Sequence[int],
+    group: Ranks | Sequence[int],
     placement: int | None,
     pull: tuple[int, int] | None,
     device: int,

@@ -20,12 +20,18 @@ namespace core {
 // The worker of this process.
 Worker* GetWorker();
 
+// A group's ranks, ascending; none: all workers.  A class of its own, so that Python converts the
+// ranks of a large group once and not for each push.
+struct Ranks {
+  std::vector<uint32_t> values;
+};
+
 // (name, dtype, bytes, piece of so many bytes, average, group, placement, device)
-using SpecTuple = std::tuple<std::string, std::string, uint64_t, uint64_t, bool,
-                             std::vector<uint32_t>, std::optional<uint64_t>, int>;
+using SpecTuple = std::tuple<std::string, std::string, uint64_t, uint64_t, bool, Ranks,
+                             std::optional<uint64_t>, int>;
 
 inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64_t bytes,
-                       uint64_t piece_of, bool average, std::vector<uint32_t> group,
+                       uint64_t piece_of, bool average, const Ranks& group,
                        std::optional<uint64_t> placement, int device) {
   TensorSpec spec;
   if (!ParseDType(dtype, &spec.dtype))
@@ -34,7 +40,7 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
   spec.bytes = bytes;
   spec.piece_of = piece_of;
   spec.average = average;
-  spec.group = std::move(group);
+  spec.group = group.values;
   spec.placement = placement;
   spec.device = device;
   return spec;

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -309,6 +310,43 @@ def ranks_of(group: Group) -> list[int]:
     return ranks
 
 
+class _Groups:
+    """The ranks of groups that cannot change, as the engine wants them: a push of a large group
+    would otherwise take longest for these."""
+
+    MOST = 256
+    """Groups that are kept: those that were used first go first."""
+
+    def __init__(self) -> None:
+        self._all = c_lib.Ranks([])
+        self._known: dict[int, tuple[Callable[[], object], c_lib.Ranks]] = {}
+        """By the object's id; what returns the object for as long as it lives, and its ranks."""
+
+    def ranks(self, group: Group) -> c_lib.Ranks:
+        """Raises ValueError when it is no group."""
+        if group is None:
+            return self._all
+        known = self._known.get(id(group))
+        if known is not None and known[0]() is group:
+            return known[1]
+        ranks = c_lib.Ranks(ranks_of(group))
+        if isinstance(group, tuple):
+            self._keep(group, lambda: group, ranks)
+        elif isinstance(group, torch.distributed.ProcessGroup):
+            # Not kept alive: the program ends it.
+            self._keep(group, weakref.ref(group), ranks)
+        return ranks
+
+    def _keep(self, group: object, get: Callable[[], object], ranks: c_lib.Ranks) -> None:
+        self._known.pop(id(group), None)
+        if len(self._known) >= self.MOST:
+            del self._known[next(iter(self._known))]
+        self._known[id(group)] = get, ranks
+
+
+_groups = _Groups()
+
+
 def _number_of(device: torch.device) -> int:
     """The GPU's number; -1 for the CPU."""
     if device.type != "cuda":
@@ -388,7 +426,7 @@ class TensorDeclaration:
     partitions as long as that one's. 0: it is no piece."""
 
 
-_Spec = tuple[str, str, int, int, bool, list[int], int | None, int]
+_Spec = tuple[str, str, int, int, bool, c_lib.Ranks, int | None, int]
 
 
 def spec_of(tensor: TensorDeclaration) -> _Spec:
@@ -410,7 +448,7 @@ def spec_of(tensor: TensorDeclaration) -> _Spec:
         tensor.numel * dtype.itemsize,
         tensor.piece_of * dtype.itemsize,
         bool(tensor.average),
-        ranks_of(tensor.group),
+        _groups.ranks(tensor.group),
         tensor.placement,
         _number_of(torch.device(tensor.device)),
     )
@@ -498,7 +536,7 @@ def start(
         piece_of * size,
         bool(average),
         int(priority),
-        ranks_of(group),
+        _groups.ranks(group),
         placement,
         None if pull is None else (elements[0] * size, elements[1] * size),
         _number_of(tensor.device),
@@ -629,6 +667,6 @@ def bytes_per_server(
         name=name,
         bytes=nbytes,
         piece_of=piece_of,
-        group=ranks_of(group),
+        group=_groups.ranks(group),
         placement=placement,
     )

@@ -15,6 +15,7 @@ once. On the CPU the sum inside the host is done when it returns.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import platform
 import time
@@ -85,7 +86,7 @@ class HostLayout:
             hosts.setdefault(name, []).append(rank)
         return HostLayout(hosts=tuple(tuple(members) for members in hosts.values()))
 
-    @property
+    @functools.cached_property
     def per_host(self) -> int | None:
         """Ranks on each host; None where hosts have different numbers."""
         sizes = {len(members) for members in self.hosts}
@@ -93,10 +94,21 @@ class HostLayout:
 
     def host_of(self, rank: int) -> int:
         """Which of `hosts` a rank is on. Raises ValueError for a rank that is no member."""
-        for index, members in enumerate(self.hosts):
-            if rank in members:
-                return index
-        raise ValueError(f"rank {rank} is none of {self.hosts}")
+        return self._place(rank)[0]
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Its host, and its place among the ranks of that."""
+        if rank not in self._places:
+            raise ValueError(f"rank {rank} is none of {self.hosts}")
+        return self._places[rank]
+
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (host, local)
+            for host, members in enumerate(self.hosts)
+            for local, rank in enumerate(members)
+        }
 
     def beside(self, rank: int) -> tuple[int, ...]:
         """The ranks of its host, itself among them."""
@@ -104,12 +116,16 @@ class HostLayout:
 
     def local_index(self, rank: int) -> int:
         """Its place among the ranks of its host."""
-        return self.beside(rank).index(rank)
+        return self._place(rank)[1]
 
     def across(self, rank: int) -> tuple[int, ...]:
         """The ranks of the same local index, one a host. Only where `per_host` is not None."""
-        index = self.local_index(rank)
-        return tuple(members[index] for members in self.hosts)
+        return self._across[self.local_index(rank)]
+
+    @functools.cached_property
+    def _across(self) -> tuple[tuple[int, ...], ...]:
+        """By local index: each the same object whenever it is asked for."""
+        return tuple(zip(*self.hosts, strict=True))
 
 
 # ----------------------------------------------------------------------------- inside the host
@@ -317,7 +333,7 @@ class Push:
     group: tuple[int, ...]
     placement: int
 
-    @property
+    @functools.cached_property
     def partitions(self) -> int:
         return engine.partition_count(self.nbytes, piece_of=self.piece_of)
 
@@ -354,6 +370,16 @@ class NodeSum:
 
     def pushes(self, rank: int, element_size: int) -> list[Push]:
         """What a rank sends to servers, a push-pull for each piece."""
+        key = rank, element_size, engine.session()  # another job may cut tensors otherwise
+        if key not in self._pushes:
+            self._pushes[key] = self._make_pushes(rank, element_size)
+        return self._pushes[key]
+
+    @functools.cached_property
+    def _pushes(self) -> dict[tuple[int, int, int], list[Push]]:
+        return {}
+
+    def _make_pushes(self, rank: int, element_size: int) -> list[Push]:
         local, across = self.layout.local_index(rank), self.layout.across(rank)
         size = element_size if self.wire_dtype is None else self.wire_dtype.itemsize
         place, pushes = self.placement + local, []
@@ -369,7 +395,7 @@ class NodeSum:
             place += push.partitions
         return pushes
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         """Elements that a rank pushes."""
         return sum(piece.length for piece in self.pieces)

@@ -5,6 +5,7 @@ A piece is on the network while the host sums another one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +26,12 @@ class Piece:
     gather: bool
     """Whether all ranks of the host want all of it."""
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         """Elements that a rank pushes."""
         return sum(longest(ranges) for ranges in self.scatters)
 
-    @property
+    @functools.cached_property
     def is_in_place(self) -> bool:
         """Whether a rank pushes its part from where it lies in the tensor."""
         return len(self.scatters) == 1 and are_even(self.scatters[0])

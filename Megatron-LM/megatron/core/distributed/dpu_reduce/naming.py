@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ _DTYPE_NAMES = {
 }
 
 
+@functools.lru_cache(maxsize=64)
 def group_name(group: tuple[int, ...]) -> str:
     """A name of all ranks of a group: its lowest rank, its size, and a digest of the others.
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from .refusals import WIRE_DTYPES, validate_ddp_config
 from .routes import AUTO, COLLECTIVE, FLAT, NODE_FIRST, Decision, Sum, decide
 
 if TYPE_CHECKING:
-    from byteps.torch.nodes import NodeSum
+    from byteps.torch.nodes import HostLayout, NodeSum
 
     from ..distributed_data_parallel import DistributedDataParallel
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -385,6 +386,19 @@ def _placed(
     return replace(op, placement=placement, node_whole=whole, node_shards=shards)
 
 
+@functools.lru_cache(maxsize=16)
+def _layout(group: tuple[int, ...], hosts: tuple[int, ...]) -> HostLayout:
+    """How a group is spread over the hosts of all ranks."""
+    return bytepslib.nodes.HostLayout.of(group, [str(hosts[rank]) for rank in group])
+
+
+@functools.lru_cache(maxsize=16)
+def _owned(layout: HostLayout, group: tuple[int, ...], shards: int) -> list[list[int]]:
+    """For each host, the shard that each of its ranks owns."""
+    places = {rank: place for place, rank in enumerate(group)}
+    return [[places[rank] % shards for rank in members] for members in layout.hosts]
+
+
 def _node_sums(
     op: BucketOp,
     bucket: _ParamAndGradBucket | _Scratch,
@@ -392,7 +406,7 @@ def _node_sums(
     group: _Group,
 ) -> tuple[NodeSum, NodeSum | None]:
     node, cutting, rank = bytepslib.nodes, bytepslib.pieces, torch.distributed.get_rank()
-    layout = node.HostLayout.of(op.group, [str(job.joined().hosts[r]) for r in op.group])
+    layout = _layout(op.group, job.joined().hosts)
     beside, elements = layout.beside(rank), bucket.grad_data.numel()
     count = node.piece_count(elements * op.wire_dtype.itemsize // len(beside))
     common = {
@@ -411,7 +425,7 @@ def _node_sums(
     if not buffer.ddp_config.use_distributed_optimizer:
         return whole, None
     shards = len(op.owners)
-    owned = [[op.group.index(r) % shards for r in members] for members in layout.hosts]
+    owned = _owned(layout, op.group, shards)
     mine = owned[layout.host_of(rank)][layout.local_index(rank)]
     if op.owners[mine] != rank:
         raise RuntimeError(

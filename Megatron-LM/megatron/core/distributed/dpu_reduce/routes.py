@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -77,15 +80,17 @@ class Decision:
     """As :meth:`Network.seconds` has it."""
 
 
-def per_host(hosts: Sequence[int]) -> dict[int, int]:
+# A plan asks the same of every bucket group: groups of thousands are looked at once.
+@functools.lru_cache(maxsize=64)
+def per_host(hosts: tuple[int, ...]) -> Mapping[int, int]:
     """Members on each host."""
-    return {host: list(hosts).count(host) for host in set(hosts)}
+    return MappingProxyType(Counter(hosts))
 
 
-def can_be_node_first(hosts: Sequence[int]) -> bool:
+def can_be_node_first(hosts: tuple[int, ...]) -> bool:
     """Whether there are several hosts, with equally many members each, and more than one."""
-    counts = set(per_host(hosts).values())
-    return len(set(hosts)) > 1 and len(counts) == 1 and max(counts) > 1
+    counts = per_host(hosts)
+    return len(counts) > 1 and len(set(counts.values())) == 1 and max(counts.values()) > 1
 
 
 def loads_of(what: Sum, servers: Servers) -> dict[str, Load]:
@@ -106,23 +111,33 @@ def loads_of(what: Sum, servers: Servers) -> dict[str, Load]:
 
 
 def _collective(what: Sum) -> Load:
-    """As Megatron does it: with the distributed optimizer a reduce-scatter within each instance,
-    then an all-reduce of each shard across them."""
     from byteps import cost_model
 
-    hosts, shards = what.hosts, len(what.hosts) // what.instances
-    if not what.sharded:
-        return cost_model.all_reduces([hosts], what.gradient_bytes)
+    each = _sent_by_collective(what.hosts, what.sharded, what.instances)
+    return cost_model.Load(host=each * what.gradient_bytes)
+
+
+@functools.lru_cache(maxsize=64)
+def _sent_by_collective(hosts: tuple[int, ...], sharded: bool, instances: int) -> float:
+    """For each byte of gradients, over the busiest card. As Megatron does it: with the distributed
+    optimizer a reduce-scatter within each instance, then an all-reduce of each shard across them.
+    """
+    from byteps import cost_model
+
+    if not sharded:
+        return cost_model.all_reduces([hosts], 1.0).host
+    shards = len(hosts) // instances
     within = [hosts[first : first + shards] for first in range(0, len(hosts), shards)]
-    across = [hosts[shard::shards] for shard in range(shards)]
-    scatter = cost_model.reduce_scatters(within, what.gradient_bytes)
-    reduce = cost_model.all_reduces(across, what.gradient_bytes / shards)
-    return cost_model.Load(host=scatter.host + reduce.host)
+    across = [hosts[shard::shards] for shard in range(shards)] if instances > 1 else []
+    scatter = cost_model.reduce_scatters(within, 1.0)
+    return scatter.host + cost_model.all_reduces(across, 1.0).host / shards
 
 
-def best_through_servers(what: Sum, network: Network) -> str:
-    """The route through servers that needs the least time."""
-    loads = loads_of(what, network.servers)
+def best_through_servers(
+    what: Sum, network: Network, loads: Mapping[str, Load] | None = None
+) -> str:
+    """The route through servers that needs the least time. `loads`: as `loads_of` has them."""
+    loads = loads_of(what, network.servers) if loads is None else loads
     ours = [route for route in loads if route != COLLECTIVE]
     return min(ours, key=lambda route: network.seconds(route, loads[route]))
 
@@ -135,7 +150,7 @@ def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
     def decision(route: str, why: str) -> Decision:
         return Decision(route=route, why=why, loads=loads, seconds=seconds)
 
-    one_host = len(set(what.hosts)) == 1
+    one_host = len(per_host(what.hosts)) == 1
     if what.updated:
         return decision(*_for_servers(what, asked))
     if asked == COLLECTIVE or (asked == FLAT and len(what.hosts) > 1):
@@ -146,7 +161,7 @@ def decide(what: Sum, network: Network, asked: str = AUTO) -> Decision:
         return decision(COLLECTIVE, "all ranks are on one host")
     if asked == NODE_FIRST:
         return decision(*_node_first(what, "asked for"))
-    ours = best_through_servers(what, network)
+    ours = best_through_servers(what, network, loads)
     gain = seconds[COLLECTIVE] / seconds[ours]
     if gain * MARGIN >= 1:
         return decision(ours, f"{gain:.2f} x as fast as the collective")
@@ -170,6 +185,6 @@ def _for_servers(what: Sum, asked: str) -> tuple[str, str]:
         return FLAT, "asked for"
     if len(what.hosts) == 1:
         return FLAT, "a single rank"
-    if len(set(what.hosts)) == 1:
+    if len(per_host(what.hosts)) == 1:
         return FLAT, "all ranks are on one host"
     return _node_first(what, "asked for" if asked == NODE_FIRST else "fewest bytes")

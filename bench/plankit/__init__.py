@@ -1,0 +1,1 @@
+"""What bench/plan_bench.py needs."""
