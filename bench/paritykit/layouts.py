@@ -347,6 +347,9 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="node2-servers-pp2-dp4-tied-bf16-wire", ranks=8, per_host=2, route=_NODE,
            servers=True, pp=2, accumulation=2, dtype="bf16-wire"),
     Layout(name="node3-servers-dp4", ranks=4, per_host=3, route=_NODE, servers=True),
+    # The stages' groups are spread over hosts in different ways, so that no host sums first.
+    Layout(name="node3-servers-ep2-pp2-dp4", ranks=8, per_host=3, route=_NODE, servers=True, ep=2,
+           pp=2, experts=4),
     # What cannot be served is refused, not trained wrongly.
     Layout(name="servers-do", ranks=2, servers=True, distributed_optimizer=True,
            refused="--use-distributed-optimizer"),

@@ -174,19 +174,42 @@ def _made_again(layout: Layout, seen: RankSeen) -> list[bool]:
     return [now and tried for now, tried in zip(clipped, tries, strict=True)]
 
 
+def _kind(name: str) -> str:
+    """Of a bucket by its name: dense or expert."""
+    return "expert" if name.split("/")[1].startswith("expert") else "dense"
+
+
+def _kinds_that_sum_first(layout: Layout, ours: Sequence[RankSeen]) -> set[str]:
+    """The kinds of buckets that the ranks of a host sum first.
+
+    Parts of the model have copies of one another's parameters. So that these stay the same to the
+    bit, none of a kind sum first unless the groups of all parts are spread over hosts alike.
+    """
+    spreads: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for seen in ours:
+        for name, total in seen.steps[0].sums.items():
+            hosts = [member // layout.per_host for member in total.members]
+            first_seen = list(dict.fromkeys(hosts))
+            sums_first = way_of(total.members, layout) == "node-first"
+            spread = tuple(map(first_seen.index, hosts)) if sums_first else ()
+            spreads[_kind(name)].add(spread)
+    return {kind for kind, found in spreads.items() if len(found) == 1 and () not in found}
+
+
 def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
     """Each rank pushes its gradients and pulls its parameters once a step, in one type, and pulls
     them twice if the step is made again; one rank of each group loads the fp32 parameters before.
     Node first, the ranks of a host do each their part of that.
     """
+    sum_first = _kinds_that_sum_first(layout, ours)
     for rank, seen in enumerate(ours):
         moved: dict[str, float] = defaultdict(float)
         again = _made_again(layout, seen)
         for number, step in enumerate(seen.steps):
-            for total in step.sums.values():
+            for name, total in step.sums.items():
                 size = 2 if layout.wire else total.local.element_size()
                 elements, first = float(total.local.numel()), total.members[:1]
-                if way_of(total.members, layout) == "node-first":
+                if _kind(name) in sum_first:
                     elements /= len(beside_of(rank, total.members, layout))
                     first = tuple(beside_of(first[0], total.members, layout))
                 moved["pushed"] += elements * size

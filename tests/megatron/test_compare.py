@@ -11,6 +11,7 @@ import torch
 from paritykit.compare import compare
 from paritykit.layouts import STEPS, Layout
 from paritykit.seen import RankSeen, Step, Sum
+from paritykit.updates import _bytes
 
 Run = list[RankSeen]
 
@@ -187,3 +188,33 @@ def test_every_rank_of_a_host_pushes_all() -> None:
 def test_parameters_of_two_members() -> None:
     said = misses(lambda run: run[1].parameters["p"].add_(1), 2, torch.float32, False)
     assert said == "bits differ: rank 1, parameter p (1 in all)"
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_hosts_sum_first_only_if_all_parts_are_spread_alike(alike: bool) -> None:
+    """With the optimizer on the servers, two stages. Three ranks a host leave the first one's group
+    uneven, and the second one's even: neither sums first."""
+    layout = Layout(
+        name="x", ranks=8, per_host=2 if alike else 3, route="node-first", servers=True, pp=2
+    )
+    elements = 32
+    ours = []
+    for rank in range(8):
+        members = tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
+        bucket = Sum(members=members, local=torch.ones(elements), result=torch.ones(0), offset=0)
+        steps = [Step(sums={"chunk0/dense0/bucket0": bucket}) for _ in range(STEPS)]
+        each = elements * 4 // (2 if alike else 1)
+        loads = rank in (members[:2] if alike else members[:1])
+        ours.append(
+            RankSeen(
+                steps=steps,
+                parameters={},
+                names=[],
+                byteps_imported=True,
+                pushed_bytes=each * (STEPS + loads),
+                pulled_bytes=each * STEPS,
+            )
+        )
+    assert list(_bytes(layout, ours)) == []
+    ours[5].pushed_bytes //= 2
+    assert any("rank 5 pushed" in miss for miss in _bytes(layout, ours))

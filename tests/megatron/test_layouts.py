@@ -40,6 +40,7 @@ THOROUGH = (
     "pp2-vpp2-dp2-do-overlap",
     "servers-dp4-bf16-wire",
     "servers-pp2-vpp2-dp2-overlap-acc4",
+    "node3-servers-ep2-pp2-dp4",
 )
 """Those whose parts meet in others as well."""
 
