@@ -6,6 +6,7 @@ All of them are quiet: training goes on, and nothing but the numbers is wrong.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,36 @@ def pushed_too_early() -> None:
     SummedLater.__call__ = lambda self, parameter, name: False
 
 
+def checked() -> None:
+    """Not broken: gradients that were sent early are looked at again in the step."""
+    os.environ["BYTEPS_CHECK_GRADIENTS"] = "1"
+
+
+def pushed_too_early_checked() -> None:
+    """The same, and it is noticed."""
+    checked()
+    pushed_too_early()
+
+
+def summed_once_more_checked() -> None:
+    """As if a new version of Megatron summed another gradient over tensor-parallel ranks."""
+    checked()
+    from megatron.core import mpu
+
+    module: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    sums = module._allreduce_non_tensor_model_parallel_grads
+
+    def more(model: Any, *args: Any, **kwargs: Any) -> None:
+        sums(model, *args, **kwargs)
+        for chunk in model:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith("layers.1.mlp.linear_fc2.weight"):
+                    group = mpu.get_tensor_model_parallel_group()
+                    dist.all_reduce(parameter.main_grad, group=group)
+
+    module._allreduce_non_tensor_model_parallel_grads = more
+
+
 def pushed_twice() -> None:
     """Not broken: Megatron's rerun machine has each step's passes run again. No gradient is zeroed
     while servers send into its memory."""
@@ -233,7 +264,10 @@ BREAKS: dict[str, Callable[[], None]] = {
     "one-rank": one_rank,
     "too-many-zeros": too_many_zeros,
     "copies-counted": copies_counted,
+    "checked": checked,
     "pushed-too-early": pushed_too_early,
+    "pushed-too-early-checked": pushed_too_early_checked,
+    "summed-once-more-checked": summed_once_more_checked,
     "pushed-twice": pushed_twice,
     "lost": lost,
     "sent-before-the-step": sent_before_the_step,

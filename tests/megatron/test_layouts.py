@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,20 @@ class Reference:
         self._data = data_arguments(dataset)
         self._seen: dict[str, list[RankSeen]] = {}
 
+    def failure(self, name: str, folder: Path, broken: str) -> str:
+        """What the ranks of a run write whose reducer is broken so that it fails."""
+        (layout,) = by_name([name])
+        job = train(
+            layout,
+            folder / broken,
+            self._data,
+            through_byteps=True,
+            program="rank_programs:train_layout",
+            options={"broken": broken},
+            fails=True,
+        )
+        return "".join(job.log_of(rank).read_text() for rank in range(job.ranks))
+
     def against(self, name: str, folder: Path, broken: str) -> Report:
         """The report on a run of the layout whose reducer is broken."""
         (layout,) = by_name([name])
@@ -133,6 +148,44 @@ def test_gradients_that_tensor_parallel_ranks_sum_hold_up_no_others(
     name = "servers-tp2-dp2-overlap-acc2"
     report = reference.against(name, run_dir, "sent-before-the-step")
     assert not report.misses
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "said"),
+    [
+        (
+            "servers-tp2-dp2-overlap-acc2",
+            "summed-once-more-checked",
+            r"gradients of \S*layers\.1\.mlp\.linear_fc2\.weight have changed since",
+        ),
+        (
+            "servers-pp2-vpp2-dp2-overlap-acc4",
+            "pushed-too-early-checked",
+            r"gradients of \S*word_embeddings\.weight have changed since",
+        ),
+    ],
+)
+def test_a_gradient_that_changes_after_it_was_sent_is_named(
+    reference: Reference, run_dir: Path, name: str, broken: str, said: str
+) -> None:
+    """With the optimizer on the servers, and overlap: Megatron sums a gradient that we take for
+    complete."""
+    assert re.search(said, reference.failure(name, run_dir, broken))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "servers-tp2-dp2-overlap-acc2",
+        pytest.param("servers-pp2-vpp2-dp2-overlap-acc4", marks=pytest.mark.thorough),
+        pytest.param("node2-servers-dp4-overlap-acc2", marks=pytest.mark.thorough),
+    ],
+)
+def test_no_gradient_changes_after_it_was_sent(
+    reference: Reference, run_dir: Path, name: str
+) -> None:
+    """Whatever this Megatron does after the backward pass; the results are the same."""
+    assert not reference.against(name, run_dir, "checked").misses
 
 
 def test_passes_that_run_again_are_sent_again(reference: Reference, run_dir: Path) -> None:

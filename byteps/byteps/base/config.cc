@@ -61,10 +61,14 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_LOCAL_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
        "As LOCAL_WORLD_SIZE, for launchers other than torchrun."},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
-       "Embedded mode: servers started on each host."},
+       "Embedded mode: servers started on each host. A job on several hosts has to set it."},
       {"BYTEPS_HOST_ID", kString, "", "", 0, 0, "",
        "Name of this host. Workers with the same name are taken to share a network card and to "
        "reach each other without it. Default: the host's name and the kernel's boot id."},
+      {"BYTEPS_CHECK_GRADIENTS", kBool, "", "0", 0, 1, "",
+       "With --dpu-optimizer and --overlap-grad-reduce: send copies of the gradients that are sent "
+       "while the backward pass runs, and fail in the step if anything has changed one since. For "
+       "debugging; takes the copies' memory."},
       {"BYTEPS_NODE_PIECE_BYTES", kInt, "bytes", "1048576", 1, 1073741824, "",
        "Where the ranks of a host sum first, a tensor is cut into at most 8 pieces, of which each "
        "rank pushes at least this much. The same on all workers."},

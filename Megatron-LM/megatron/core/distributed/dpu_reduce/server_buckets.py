@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..param_and_grad_buffer import _ParamAndGradBucket
     from .plan import BucketOp
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element."""
+
 
 class ServerBucket:
     """A bucket's gradients go up, its parameters come down.
@@ -45,6 +48,7 @@ class ServerBucket:
         in_order: bool,
         speculative: bool,
         counts_zeros: bool,
+        checked: Mapping[torch.nn.Parameter, str] | None = None,
     ) -> None:
         """Lay the parameters side by side, as the gradients are, and tell the servers.
 
@@ -58,6 +62,8 @@ class ServerBucket:
             in_order: gradients are added in the order of ranks.
             speculative: servers may be asked to try a step.
             counts_zeros: servers count the gradients that are 0.
+            checked: names of the parameters, to fail in the step where a gradient that was pushed
+                early has changed since; None: nothing is checked.
 
         Raises:
             byteps.torch.BytePSError: a server refuses, or has too little memory.
@@ -98,6 +104,9 @@ class ServerBucket:
         self.is_first = self._members[0] == torch.distributed.get_rank()
         """Whether this rank loads what it sends into the servers."""
         self._num_groups = len(rule.groups)
+        self._checked = checked
+        self._checksums: torch.Tensor | None = None
+        """Of the gradients that were pushed early."""
         self._pushed: Started | None = None
         self._tried: Step | None = None
         self._lies_in_gradients = False
@@ -140,7 +149,11 @@ class ServerBucket:
     def push_early(self, attempt: Step | None) -> None:
         """The bucket's gradients will not change any more: send them. `start` then goes on."""
         self.forget_push()
-        self._pushed = self._push(attempt)
+        gradients = self._bucket.grad_data
+        if self._checked is not None:
+            # Servers send parameters into the memory that was pushed.
+            self._checksums, gradients = self._sums_of_bits(), gradients.clone()
+        self._pushed = self._push(attempt, gradients)
 
     def start(self, attempt: Step | None) -> Started:
         """Start, unless it was; the servers answer with the sum's squares.
@@ -148,20 +161,60 @@ class ServerBucket:
         Args:
             attempt: a step that the servers try; its parameters come with the squares, into the
                 memory of the gradients. What is answered has been sent, so that nobody needs it.
+
+        Raises:
+            RuntimeError: gradients are checked, and one has changed since it was pushed.
         """
         started, self._pushed = self._pushed, None
-        return self._push(attempt) if started is None else started
+        if started is None:
+            return self._push(attempt, self._bucket.grad_data)
+        if changed := self._changed():
+            with suppress(bytepslib.byteps.BytePSError):
+                self._tensor.end(started)
+            raise RuntimeError(
+                f"--dpu-optimizer: the gradients of {', '.join(changed)} have changed since they "
+                "were sent to the servers, so that the step would miss what was added: something "
+                "sums or scales them after the backward pass that dpu_reduce/summed_later.py does "
+                "not know of (BYTEPS_CHECK_GRADIENTS=1). Without --overlap-grad-reduce nothing is "
+                "sent before the step"
+            )
+        return started
 
-    def _push(self, attempt: Step | None) -> Started:
+    def _push(self, attempt: Step | None, gradients: torch.Tensor) -> Started:
         self._tried = attempt
         if attempt is None:
-            return self._tensor.push_norm(self._bucket.grad_data)
-        return self._tensor.push_try(self._bucket.grad_data, attempt)
+            return self._tensor.push_norm(gradients)
+        return self._tensor.push_try(gradients, attempt)
+
+    def _sums_of_bits(self) -> torch.Tensor:
+        """Of each parameter's gradient."""
+        grads = self._bucket.grad_data
+        bits = grads.view(_INTEGERS[grads.element_size()])
+        return torch.stack(
+            [
+                bits[begin : begin + parameter.numel()].sum(dtype=torch.int64)
+                for begin, parameter in self.places
+            ]
+        )
+
+    def _changed(self) -> list[str]:
+        """Names of the parameters whose gradients have changed since they were pushed."""
+        before, self._checksums = self._checksums, None
+        if before is None:
+            return []
+        assert self._checked is not None
+        same = (before == self._sums_of_bits()).tolist()
+        return [
+            self._checked[parameter]
+            for (_, parameter), is_same in zip(self.places, same, strict=True)
+            if not is_same
+        ]
 
     def forget_push(self) -> None:
         """If gradients were sent for a step that was not made, since Megatron computes them anew:
         wait until nothing reads or writes their memory any more."""
         started, self._pushed = self._pushed, None
+        self._checksums = None
         if started is None:
             return
         self._tensor.end(started)
