@@ -86,10 +86,8 @@ test-thorough: setup ## longer runs, and more settings, of what make test tries
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "thorough and not on_rdma" \
 		$(PYTEST_ARGS) $(or $(TESTS),$(THOROUGH))
 
-# Left out: what needs a worker's processor time as it is, or bounds memory, or wants figures of
-# servers, which are built without prometheus-cpp here.
-WATCHED := tests/multiproc -k "not scale and not idle and not memory" \
-	$(addprefix --ignore=tests/multiproc/,test_metrics.py test_status.py)
+# Left out: what needs a worker's processor time as it is, or bounds memory.
+WATCHED := tests/multiproc -k "not scale and not idle and not memory and not flood"
 SANITIZERS ?= address thread
 
 test-sanitizers: setup ## fuzz corpora, units, jobs, chaos, servers of tests/multiproc (or TESTS), under SANITIZERS

@@ -79,8 +79,8 @@ long() {
 
 # configure_for ARCH sets `options`, what CMake is told.
 configure_for() {
-  options=(-DBYTEPS_STATIC_RUNTIME=ON -DBYTEPS_WITH_RDMA=ON -DBYTEPS_WITH_PROMETHEUS=ON
-    "-DBYTEPS_PROMETHEUS_SOURCE=$prometheus" "-DBYTEPS_SODIUM_SOURCE=$sodium")
+  options=(-DBYTEPS_STATIC_RUNTIME=ON -DBYTEPS_WITH_RDMA=ON
+    "-DBYTEPS_SODIUM_SOURCE=$sodium")
   if [[ $1 != "$(uname -m)" ]]; then
     [[ $1 == aarch64 ]] || {
       echo "error: only arm64 can be cross-compiled; build for $1 on such a machine" >&2
@@ -102,7 +102,7 @@ build_key() {
   {
     "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
     "$compiler" --version | head -n 1
-    echo "$* $prometheus $sodium ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
+    echo "$* $sodium ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
     declare -f configure_for build_server build_wheel
   } | sha256sum | cut -c -32
 }
@@ -171,8 +171,6 @@ pack_server() {
 }
 
 release=$(. /etc/os-release && echo "$ID-$VERSION_ID")
-prometheus="$cache/prometheus-cpp-$release"
-fetch_prometheus_source "$prometheus"
 sodium="$cache/libsodium-$release"
 fetch_sodium_source "$sodium"
 if ! ((server_only)); then

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Generator
-from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,6 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "gpu": lambda: Path("/dev/nvidiactl").exists(),
     "nvcc": lambda: shutil.which("nvcc") is not None,
     "rdma": lambda: _holds_any("/sys/class/infiniband"),
-    "prometheus": lambda: find_library("prometheus-cpp-pull") is not None,
     "root": lambda: os.geteuid() == 0,
     "sshd": lambda: (
         _has("ssh", "ssh-keygen")

@@ -72,7 +72,6 @@ def build(*programs: str, sanitize: str = "") -> Path:
         folder = FOLDER.with_name(f"cmake-{sanitize}")
         compiler = _run(REPOSITORY / "scripts/clang.sh").split()[-1]
         options = [f"-DBYTEPS_SANITIZE={sanitize}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
-        options += ["-DBYTEPS_WITH_PROMETHEUS=OFF"]  # which is not built with a sanitizer
         # Nothing of it runs here.  In one of the two builds clang checks its locks (ps/mutex.h).
         options += [f"-DBYTEPS_WITH_RDMA={'AUTO' if sanitize == 'thread' else 'OFF'}"]
     with _alone_in(folder):

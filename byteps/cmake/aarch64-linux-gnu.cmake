@@ -1,7 +1,7 @@
 # Toolchain file: cross-compiles for arm64 with Debian's g++-aarch64-linux-gnu.
 #   cmake -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake ...
 # Needs no arm64 package: all that is linked is the C library, which comes with the compiler, and
-# what is built from source (BYTEPS_PROMETHEUS_SOURCE). Headers of libibverbs are the same on all.
+# what is built from source (BYTEPS_SODIUM_SOURCE). Headers of libibverbs are the same on all.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)

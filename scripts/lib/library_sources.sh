@@ -1,9 +1,7 @@
 # shellcheck shell=bash
-# Sourced: the sources of libraries that are compiled into what is shipped: prometheus-cpp and its HTTP
-# server, and libsodium. They come from the distribution's signed source packages, so that no address
-# stands here.
+# Sourced: the sources of the library that is compiled into what is shipped, libsodium. They come from
+# the distribution's signed source packages, so that no address stands here.
 
-fetch_prometheus_source() { fetch_sources "$1" prometheus-cpp civetweb; }
 fetch_sodium_source() { fetch_sources "$1" libsodium; }
 
 # fetch_sources FOLDER PACKAGE...: makes FOLDER with PACKAGE-VERSION/ for each, unless it is there.

@@ -8,7 +8,6 @@ git                    git            required
 pkg-config             pkg-config     required
 infiniband/verbs.h     libibverbs-dev optional
 rdma/rdma_cma.h        librdmacm-dev  optional
-prometheus/exposer.h   prometheus-cpp-dev optional
 ip                     iproute2       optional
 sodium.h               libsodium-dev  required
 gtest/gtest.h          libgtest-dev   optional

@@ -17,7 +17,7 @@ from test_cluster_script import alive
 
 from ports import free_ports
 
-pytestmark = pytest.mark.requires("sshd", "root", "prometheus")
+pytestmark = pytest.mark.requires("sshd", "root")
 
 PROGRAM = """
 import os, time, torch, byteps.torch as bps

@@ -7,6 +7,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,8 +19,6 @@ from ports import free_ports
 PARTITIONS = 3 + 1  # of a round of both tensors
 BYTES = 4 * (LARGE + SMALL)
 WORKERS = 2
-
-pytestmark = pytest.mark.requires("prometheus")
 
 Figures = dict[str, float]
 
@@ -149,6 +148,43 @@ def test_embedded_servers_have_ports_after_the_workers(
 
 def is_server(figures: Figures, rank: int) -> bool:
     return f'byteps_server_sums_total{{role="server",rank="{rank}"}}' in figures
+
+
+def test_half_requests_delay_no_scrape(make_cluster: Callable[..., Cluster]) -> None:
+    """Of unauthenticated clients, which connect and do not finish what they ask."""
+    cluster, port = make(make_cluster, "observed:known")
+    cluster.wait_mark("done", range(WORKERS))
+    with ExitStack() as halves:
+        for at in (port, port + WORKERS):
+            for _ in range(200):
+                half = socket.create_connection((LOOPBACK, at), timeout=END_S)
+                halves.enter_context(half)
+                half.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+        for _ in range(10):
+            assert of(scrape(port), "worker", 0)["operations_total"] == 2 * ROUNDS
+            assert of(scrape(port + WORKERS), "server", 0)["sums_total"] > 0
+    cluster.go("end")
+    cluster.finish()
+
+
+def test_by_default_one_address_of_the_job_and_loopback(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """And no other one, which may lead to another network."""
+    port = free_ports(2)
+    host = "127.0.0.2"
+    env = {"BYTEPS_METRICS_PORT": str(port), "DMLC_NODE_HOST": host, "BYTEPS_LOCAL_RANK": "1"}
+    cluster = make_cluster(workers=1, servers=1, env=env)
+    cluster.start_nodes()
+    cluster.start_worker(0, "observed:known", env={"BYTEPS_LOCAL_RANK": None})
+    cluster.wait_mark("done", [0])
+    for at in (port, port + 1):
+        for served in (LOOPBACK, host):
+            socket.create_connection((served, at), timeout=END_S).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.3", at), timeout=END_S)
+    cluster.go("end")
+    cluster.finish()
 
 
 def test_port_that_is_taken(make_cluster: Callable[..., Cluster]) -> None:

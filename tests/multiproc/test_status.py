@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from cluster import (
     END_S,
     LOOPBACK,
@@ -26,8 +25,6 @@ from cluster import (
 from programs.observed import LARGE, PARTITIONS, ROUNDS, SMALL
 
 from ports import free_ports
-
-pytestmark = pytest.mark.requires("prometheus")  # which brings the HTTP server
 
 STATUS = REPOSITORY / "scripts/status.sh"
 WORKERS = 2

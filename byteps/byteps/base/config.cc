@@ -224,7 +224,9 @@ std::vector<Variable> MakeTable() {
        "Serve metrics to Prometheus at this port plus the local rank: LOCAL_RANK of a worker, "
        "BYTEPS_LOCAL_RANK of a server. 0: do not."},
       {"BYTEPS_METRICS_HOST", kString, "", "", 0, 0, "",
-       "Address of this host at which metrics are served. Default: all of them."},
+       "Address of this host at which metrics are served, to everybody. Default: the one at which "
+       "the "
+       "other nodes reach this process, and 127.0.0.1. 0.0.0.0: all of them."},
       {"BYTEPS_STATUS_PORT", kInt, "port", "0", 0, 65535, "",
        "The scheduler shows who is in the job, and what each does, at this port: a page, and the "
        "same as JSON at /status. 0: it does not."},

@@ -1,4 +1,4 @@
-// Metrics for Prometheus, over HTTP, when built with prometheus-cpp.
+// Metrics for Prometheus, over HTTP.
 #ifndef BYTEPS_OBSERVE_METRICS_SERVER_H_
 #define BYTEPS_OBSERVE_METRICS_SERVER_H_
 
@@ -9,13 +9,11 @@
 
 #include "byteps/base/config.h"
 #include "byteps/base/role.h"
+#include "byteps/observe/http_server.h"
 #include "byteps/observe/metrics.h"
 
 namespace byteps {
 namespace core {
-
-// Whether this build has the library.
-bool BuiltWithPrometheus();
 
 // What is served.  Both functions are called by the server's thread, at any time.
 struct MetricsSource {
@@ -24,12 +22,16 @@ struct MetricsSource {
   std::function<std::vector<Metric>()> metrics;
 };
 
-// Answers GET /metrics until it is destroyed, which waits for the requests under way.
+// What Prometheus gets, in its text format.
+std::string MetricsText(const MetricsSource& source);
+
+// Answers GET /metrics until it is destroyed, which waits for the requests in progress.
 class MetricsServer {
  public:
   // Listens at BYTEPS_METRICS_PORT plus `local_rank`, which keeps the processes of one
-  // host apart, of BYTEPS_METRICS_HOST.  None when the port is 0.  Throws UsageError when
-  // it cannot listen there or the build lacks the library.
+  // host apart, of BYTEPS_METRICS_HOST: by default of the address at which the other nodes
+  // reach this process, and of loopback.  None when the port is 0.  Throws UsageError when
+  // it cannot listen there.
   static std::unique_ptr<MetricsServer> Make(const Config& config, int local_rank,
                                              MetricsSource source);
   ~MetricsServer();
@@ -37,10 +39,9 @@ class MetricsServer {
   MetricsServer& operator=(const MetricsServer&) = delete;
 
  private:
-  class Impl;
-  explicit MetricsServer(std::unique_ptr<Impl> impl);
+  explicit MetricsServer(std::unique_ptr<HttpServer> server);
 
-  std::unique_ptr<Impl> impl_;
+  std::unique_ptr<HttpServer> server_;
 };
 
 }  // namespace core

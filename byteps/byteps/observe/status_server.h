@@ -5,27 +5,27 @@
 #include <memory>
 
 #include "byteps/base/config.h"
+#include "byteps/observe/http_server.h"
 #include "byteps/observe/status_board.h"
 
 namespace byteps {
 namespace core {
 
 // Answers GET / (a page), /status (JSON) and /status.txt (a table) until it is destroyed, which
-// waits for the requests under way.  Nothing can be changed through it.
+// waits for the requests in progress.  Nothing can be changed through it.
 class StatusServer {
  public:
   // Listens at BYTEPS_STATUS_PORT of BYTEPS_STATUS_HOST.  None when the port is 0.  Throws
-  // UsageError when it cannot listen there, or the build lacks the library.  `board` outlives it.
+  // UsageError when it cannot listen there.  `board` outlives it.
   static std::unique_ptr<StatusServer> Make(const Config& config, StatusBoard* board);
   ~StatusServer();
   StatusServer(const StatusServer&) = delete;
   StatusServer& operator=(const StatusServer&) = delete;
 
  private:
-  class Impl;
-  explicit StatusServer(std::unique_ptr<Impl> impl);
+  explicit StatusServer(std::unique_ptr<HttpServer> server);
 
-  std::unique_ptr<Impl> impl_;
+  std::unique_ptr<HttpServer> server_;
 };
 
 }  // namespace core

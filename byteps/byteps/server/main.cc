@@ -447,8 +447,7 @@ std::string Features() {
     rdma = std::string("no: ") + e.what();
   }
 #endif
-  return std::string("additions: ") + InstructionSet() + "\nrdma: " + rdma +
-         "\nprometheus: " + (BuiltWithPrometheus() ? "yes" : "not compiled in") + "\n";
+  return std::string("additions: ") + InstructionSet() + "\nrdma: " + rdma + "\n";
 }
 
 int Main(int argc, char** argv) {

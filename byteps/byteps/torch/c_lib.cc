@@ -214,7 +214,6 @@ PYBIND11_MODULE(c_lib, m) {
       py::arg("number"), Unlocked());
   m.def("metrics", &Metrics);
   m.def("endpoints", &Endpoints);
-  m.def("built_with_prometheus", &BuiltWithPrometheus);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
   m.def(
       "partition_bytes",

@@ -3,7 +3,6 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -16,11 +15,6 @@
 namespace ps {
 namespace tcp {
 namespace {
-
-// A peer that was refused may send so much more, for its connection to end in order; and so much of
-// it is read before others have their turn.
-constexpr size_t kBytesAfterRefusal = 256 << 10;
-constexpr size_t kTurnBytes = 16 << 10;
 
 // Once for each kind: who tries again and again must not fill the log.
 void WarnOnce(std::atomic<bool>* warned, const std::string& reason) {
@@ -51,29 +45,12 @@ void Greeter::End(const std::string& reason) {
   host_->done(this);
 }
 
-// To close over bytes that were not read would reset the connection, which could take the reason
-// away from the peer.  So it is closed when the peer has, or when time or bytes have run out.
+// It is closed when the peer has, or when time or bytes have run out.
 void Greeter::Refuse(const std::string& bytes, const std::string& reason) {
   if (!bytes.empty()) socket_->Say(bytes);
   shutdown(number_, SHUT_WR);
   phase_ = Phase::kRefused;
   refused_because_ = reason;
-}
-
-bool Greeter::ReadOnAfterRefusal() {
-  char rest[4096];
-  for (size_t turn = 0; turn < kTurnBytes;) {
-    const ssize_t n = recv(number_, rest, sizeof(rest), MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
-    read_after_refusal_ += std::max<ssize_t>(n, 0);
-    if (n <= 0 || read_after_refusal_ >= kBytesAfterRefusal) {
-      End(refused_because_);
-      return false;
-    }
-    turn += n;
-  }
-  return true;
 }
 
 bool Greeter::OnReady(uint32_t events) {
@@ -86,7 +63,11 @@ bool Greeter::OnReady(uint32_t events) {
     }
     if (phase_ == Phase::kHandshake && !ShakeHands() && phase_ != Phase::kRefused) return false;
     while (Read()) continue;
-    if (phase_ == Phase::kRefused) return ReadOnAfterRefusal();
+    if (phase_ == Phase::kRefused) {
+      const Leftovers::Result result = leftovers_.Read(number_);
+      if (result == Leftovers::kEnd) End(refused_because_);
+      return result == Leftovers::kMore;
+    }
   } catch (const std::exception& e) {
     End(e.what());
   }

@@ -49,7 +49,6 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
   // True: there may be more.
   bool ShakeHands();
   bool Read();
-  bool ReadOnAfterRefusal();
   void OnHello();
   void OnProof();
   void Refuse(const std::string& bytes, const std::string& reason);
@@ -66,7 +65,7 @@ class Greeter : public PendingPeer, public std::enable_shared_from_this<Greeter>
   Hello hello_;
   std::string said_;
   std::string refused_because_;
-  size_t read_after_refusal_ = 0;
+  Leftovers leftovers_;
 };
 
 }  // namespace tcp

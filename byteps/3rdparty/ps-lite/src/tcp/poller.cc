@@ -20,7 +20,7 @@ constexpr int kEvents = 64;
 
 }  // namespace
 
-Poller::Poller(int number)
+Poller::Poller(const std::string& name)
     : epoll_(Fd::Make([] { return epoll_create1(EPOLL_CLOEXEC); })),
       wake_(Fd::Make([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
   if (!epoll_ || !wake_) {
@@ -32,7 +32,7 @@ Poller::Poller(int number)
   event.data.u64 = 0;
   CHECK_EQ(epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event), 0) << strerror(errno);
   thread_ = std::thread(&Poller::Loop, this);
-  pthread_setname_np(thread_.native_handle(), ("bps-tcp-" + std::to_string(number)).c_str());
+  pthread_setname_np(thread_.native_handle(), ("bps-" + name).c_str());
 }
 
 Poller::~Poller() { Stop(); }

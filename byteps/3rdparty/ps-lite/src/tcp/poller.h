@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -30,7 +31,9 @@ class Poller {
   using Clock = std::chrono::steady_clock;
   using Task = std::function<void()>;
 
-  explicit Poller(int number);
+  // Its thread is called bps-NAME.
+  explicit Poller(const std::string& name);
+  explicit Poller(int number) : Poller("tcp-" + std::to_string(number)) {}
   ~Poller();  // stops
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;

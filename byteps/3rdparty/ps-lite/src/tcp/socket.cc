@@ -23,6 +23,9 @@ constexpr int kProbes = 3;
 // What the kernel may hold that it has not sent: enough to keep a link busy while a thread wakes,
 // and no more, since urgent messages wait behind it (bench/simulate.py).
 constexpr int kUnsentBytes = 256 << 10;
+// What is read of a peer that was answered, in all and in a turn.
+constexpr size_t kLeftoverBytes = 256 << 10;
+constexpr size_t kTurnBytes = 16 << 10;
 // Files that a process opens beside its connections.
 constexpr size_t kUsualFiles = 1024;
 
@@ -128,6 +131,20 @@ void SetOptions(int fd, double silence_s) {
   Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, seconds / 2 / kProbes));
   Set(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
   Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, seconds * 1000);
+}
+
+Leftovers::Result Leftovers::Read(int fd) {
+  char rest[4096];
+  for (size_t turn = 0; turn < kTurnBytes;) {
+    const ssize_t n = recv(fd, rest, sizeof(rest), MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return kNothingYet;
+    if (n <= 0) return kEnd;
+    turn += n;
+    bytes_ += n;
+    if (bytes_ >= kLeftoverBytes) return kEnd;
+  }
+  return kMore;
 }
 
 void ResetOnClose(int fd) {

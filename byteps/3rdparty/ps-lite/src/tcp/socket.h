@@ -70,6 +70,18 @@ int ConnectError(int fd);
 // about `silence_s`.
 void SetOptions(int fd, double silence_s);
 
+// Reads and drops what a peer goes on sending after it was answered: to close over bytes that were
+// not read would reset the connection, which could take the answer away from the peer.
+class Leftovers {
+ public:
+  enum Result { kMore, kNothingYet, kEnd };
+  // A little of it, so that others have their turn.  kEnd: the peer has closed, or sent too much.
+  Result Read(int fd);
+
+ private:
+  size_t bytes_ = 0;
+};
+
 // When it is closed, the connection is reset: the kernel keeps nothing of it.
 void ResetOnClose(int fd);
 
