@@ -24,6 +24,7 @@ TARGETS = {
     "declarations": "the list of tensors that a worker declares",
     "frame": "frames on a TCP connection, and their metas",
     "hello": "the greeting of a TCP connection",
+    "http": "a request over HTTP",
     "membership": "a scheduler among broken members, and a node with a broken scheduler",
     "meta": "the meta of a message",
     "rdma": "private data, frames and targets of RDMA connections",

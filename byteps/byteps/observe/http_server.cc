@@ -23,7 +23,6 @@ using ps::tcp::Fd;
 using ps::tcp::Leftovers;
 using ps::tcp::PendingPeers;
 
-constexpr size_t kMostRequestBytes = 8192;
 constexpr size_t kConnections = 64;
 constexpr auto kTime = std::chrono::seconds(10);
 constexpr auto kLeastTime = std::chrono::milliseconds(50);
@@ -132,19 +131,11 @@ class HttpConnection : public ps::tcp::PendingPeer,
       if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
       if (n <= 0) return Finish();
       text_.append(part, n);
-      // A line of its own that is empty ends the head; what follows is not looked at.
-      const size_t end = std::min(text_.find("\r\n\r\n"), text_.find("\n\n"));
-      if (end != std::string::npos && end < kMostRequestBytes) {
-        Say(AnswerTo(text_.substr(0, text_.find_first_of("\r\n")), *handler_));
-      } else if (text_.size() >= kMostRequestBytes) {
-        Say(Refusal(431, "a request has no more than 8 KiB here"));
-      }
+      std::string reply = ReplyTo(text_, *handler_);
+      if (reply.empty()) continue;
+      text_ = std::move(reply);
+      phase_ = Phase::kAnswer;
     }
-  }
-
-  void Say(const HttpAnswer& answer) {
-    text_ = Encode(answer);
-    phase_ = Phase::kAnswer;
   }
 
   void Write() {
@@ -171,6 +162,16 @@ class HttpConnection : public ps::tcp::PendingPeer,
 };
 
 }  // namespace
+
+std::string ReplyTo(const std::string& request, const HttpServer::Handler& handler) {
+  // An empty line ends the head; what follows is not looked at.
+  const size_t end = std::min(request.find("\r\n\r\n"), request.find("\n\n"));
+  if (end < kMostHttpRequestBytes) {
+    return Encode(AnswerTo(request.substr(0, request.find_first_of("\r\n")), handler));
+  }
+  if (request.size() < kMostHttpRequestBytes) return "";
+  return Encode(Refusal(431, "a request has no more than 8 KiB here"));
+}
 
 class HttpServer::Impl {
  public:

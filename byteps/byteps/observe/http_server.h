@@ -6,6 +6,7 @@
 #ifndef BYTEPS_OBSERVE_HTTP_SERVER_H_
 #define BYTEPS_OBSERVE_HTTP_SERVER_H_
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <string>
@@ -41,6 +42,11 @@ class HttpServer {
   class Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+// A request of at most so many bytes is answered.
+constexpr size_t kMostHttpRequestBytes = 8192;
+// What is answered to the bytes that came of a request; "" while more of them are needed.
+std::string ReplyTo(const std::string& request, const HttpServer::Handler& handler);
 
 }  // namespace core
 }  // namespace byteps
