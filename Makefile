@@ -1,7 +1,7 @@
 # `make` lists the targets. All work is done by scripts/, each of which has -h.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test-thorough setup-ray setup-hf setup-rl setup-s3 train rl test test-rdma parity bench bench-sharded bench-idle bench-reducer bench-plan bench-rdma bundle test-gpu test-ray ray-failures ray-layouts test-hf hf-layouts test-rl rl-layouts rl-stragglers test-object-store test-sanitizers simulate fuzz chaos soak test-images test-slurm wheel images site lint check-patches clean distclean
+.PHONY: $(shell sed -nE 's/^([a-z0-9-]+):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 MAKEFLAGS += --no-print-directory
 # torch is compiled once, not by each of the hundreds of processes that import it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -190,6 +190,9 @@ bench-sharded: setup ## whole steps with the distributed optimizer, beside torch
 
 bench-idle: setup ## processor time and memory of a job that sums nothing
 	@$(PYTHON_ENV) -W ignore bench/idle_bench.py --max-core 0.01 --max-worker-memory 64MiB $(ARGS)
+
+bench-flood: setup ## start, links and memory of a job amid a flood of unauthenticated connections
+	@$(PYTHON_ENV) -W ignore bench/flood_bench.py $(ARGS)
 
 bench-reducer: setup ## the servers' additions beside plain loops over the same memory
 	@$(PYTHON_ENV) -W ignore bench/reducer_bench.py --min-of-limit 0.7 $(ARGS)
