@@ -79,7 +79,7 @@ TEST_F(GreeterTest, APeerThatIsRefusedAndCloses) {
   SayJunk();
   while (greeter_->OnReady(EPOLLIN)) continue;
   if (!done_) {
-    peer_.Reset(-1);
+    peer_.Close();
     while (greeter_->OnReady(EPOLLIN)) continue;
   }
   EXPECT_TRUE(done_);

@@ -41,7 +41,7 @@ void Greeter::End(const std::string& reason) {
   const auto self = shared_from_this();
   poller_->Forget(number_);
   socket_.reset();
-  fd_.Reset(-1);
+  fd_.Close();
   host_->done(this);
 }
 
