@@ -136,7 +136,8 @@ def test_embedded_servers_have_ports_after_the_workers(
     port = free_ports(3)
     env = {"BYTEPS_METRICS_PORT": str(port), "BYTEPS_EMBEDDED_SERVERS": "2"}
     cluster = make_cluster(workers=1, env=env)
-    nowhere = {"DMLC_PS_ROOT_URI": None, "DMLC_PS_ROOT_PORT": None, "DMLC_NUM_SERVER": None}
+    names = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "DMLC_NUM_WORKER")
+    nowhere = dict.fromkeys(names)
     cluster.start_worker(0, "observed:known", env=nowhere)
     cluster.wait_mark("done", [0])
     assert of(scrape(port), "worker", 0)["operations_total"] == 2 * ROUNDS
