@@ -111,8 +111,9 @@ def test_every_link_amid_a_flood(make_cluster: Callable[..., Cluster]) -> None:
     cluster.wait_mark("looping", range(2))
     with flooded(cluster.scheduler, plan_for(cluster.port, "silent", 0, 8000), cluster.folder):
         for _ in range(10):
-            for process in (*cluster.servers, *cluster.workers.values()):
-                for one in between(process.pid, cluster.port):
+            nodes: list[Process] = [*cluster.servers, *cluster.workers.values()]
+            for node in nodes:
+                for one in between(node.pid, cluster.port):
                     with suppress(OSError):  # it has just been replaced
                         one.reset()
             wait_for_rounds(cluster, 2)
