@@ -31,6 +31,7 @@ if(GTest_FOUND)
     tests/engine/remains_test.cc
     tests/engine/server_step_test.cc
     tests/engine/server_test.cc
+    tests/engine/stall_watch_test.cc
     tests/engine/status_test.cc
     # Needs no device, nor its headers.
     ${PSLITE}/src/rdma/wire.cc)

@@ -21,7 +21,7 @@ def start_looping(
 
 def error_of(worker: Nursed) -> str:
     """The last error that the worker raised: the line after its traceback."""
-    return worker.text.rstrip().rpartition("Error:")[2].strip()
+    return re.split(r"^[\w.]+Error:", worker.text.rstrip(), flags=re.MULTILINE)[-1].strip()
 
 
 def demand_error(worker: Nursed, *patterns: str) -> None:

@@ -16,8 +16,9 @@ namespace {
 constexpr double kGraceSeconds = 5.0;
 constexpr double kLookEverySeconds = 1.0;
 
-double SecondsSince(Operation::Clock::time_point then) {
-  return std::chrono::duration<double>(Operation::Clock::now() - then).count();
+// In which this process ran: answers that came while it stood still are not read yet.
+double SecondsSince(ps::AwakeClock::time_point then) {
+  return std::chrono::duration<double>(ps::AwakeClock::now() - then).count();
 }
 
 }  // namespace
@@ -48,7 +49,7 @@ std::string Engine::Verdict(const OperationPtr& operation) {
     return "push_pull of '" + operation->name() + "' could not be sent to " +
            context_.channel->NameOfServer(unsent) + ": its connection is closed";
   }
-  const double age = SecondsSince(operation->started);
+  const double age = SecondsSince(operation->awaited_since);
   if (age <= context_.op_timeout_s + kGraceSeconds) return "";
   return "push_pull of '" + operation->name() + "' timed out: no answer from " +
          Silence(operation) + " after " + Seconds(age) +

@@ -149,12 +149,12 @@ void Operation::SetUnsent(int server) {
   ps::MutexLock lock(&mu_);
   if (unsent_ >= 0) return;
   unsent_ = server;
-  unsent_since_ = Clock::now();
+  unsent_since_ = ps::AwakeClock::now();
 }
 
 int Operation::unsent(std::chrono::nanoseconds* since) {
   ps::MutexLock lock(&mu_);
-  *since = Clock::now() - unsent_since_;
+  *since = ps::AwakeClock::now() - unsent_since_;
   return unsent_;
 }
 

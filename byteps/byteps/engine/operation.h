@@ -14,6 +14,7 @@
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/plan.h"
 #include "ps/mutex.h"
+#include "ps/stall_watch.h"
 
 namespace byteps {
 namespace core {
@@ -71,6 +72,8 @@ class Operation {
   const PushPullRequest request;
   const TensorPtr tensor;  // null: nothing is summed
   const Clock::time_point started = Clock::now();
+  // Of the time that this process waits for it.
+  const ps::AwakeClock::time_point awaited_since = ps::AwakeClock::now();
   int64_t handle = 0;                 // set once, before anybody else knows of this
   uint32_t round = 0;                 // likewise
   DeviceMoment ready;                 // likewise; when its values are there, on a GPU
@@ -152,7 +155,7 @@ class Operation {
   int writers_ PS_GUARDED_BY(mu_) = 0;
   DeviceMoment landed_ PS_GUARDED_BY(mu_);
   int unsent_ PS_GUARDED_BY(mu_) = -1;
-  Clock::time_point unsent_since_ PS_GUARDED_BY(mu_);
+  ps::AwakeClock::time_point unsent_since_ PS_GUARDED_BY(mu_);
 };
 using OperationPtr = std::shared_ptr<Operation>;
 

@@ -6,6 +6,8 @@
 #include <chrono>
 #include <string>
 
+#include "ps/stall_watch.h"
+
 namespace ps {
 
 enum class LinkFault {
@@ -26,7 +28,7 @@ std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, do
                                                  LinkFault fault);
 
 struct LinkOutage {
-  using Clock = std::chrono::steady_clock;
+  using Clock = AwakeClock;
 
   std::string reason;
   LinkFault fault = LinkFault::kBroken;

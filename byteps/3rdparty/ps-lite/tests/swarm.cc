@@ -26,7 +26,7 @@
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = ps::AwakeClock;
 using ps::Node;
 
 struct Options {

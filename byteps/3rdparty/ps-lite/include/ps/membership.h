@@ -21,6 +21,11 @@
 //    |                                      |  of some moments together
 //    | <-- JOB_END (finish | suspend) ----- |  to servers, once no worker is left
 //
+// Each command is taken from those alone who may send it (src/membership/commands.cc).
+//
+// All times are of the AwakeClock: who stood still itself gives the others time to be heard before
+// it calls them lost, and says of itself that it stood still (ps/stall_watch.h).
+//
 // After a suspended job the scheduler forgets the nodes and admits those of the
 // next one; its worker count is then taken from the first worker that comes.
 //
@@ -45,6 +50,7 @@
 #include "dmlc/logging.h"
 #include "ps/internal/message.h"
 #include "ps/mutex.h"
+#include "ps/stall_watch.h"
 
 namespace ps {
 
@@ -192,7 +198,7 @@ class Membership {
   std::string NameOf(int node_id);
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = AwakeClock;
   // kTurning: a scheduler tells the nodes of a failure, and then waits for others.
   enum class State { kJoining, kActive, kTurning, kFailed, kEnded, kStopped };
 
@@ -252,8 +258,9 @@ class Membership {
   // The node is gone, or silent: the job fails.  But before a worker came there is no
   // job that could fail: the scheduler forgets the node.
   void OnLost(int node_id, const std::string& how);
-  // The same with all of what happened: "was lost: ...", "was stopped by order (SIGTERM)".
-  void OnGone(int node_id, const std::string& what);
+  // The same with all of what happened: "was lost: ...", "was stopped by order (SIGTERM)"; and
+  // what happened before.
+  void OnGone(int node_id, const std::string& what, const std::string& before = "");
   void OnReport(int node_id, const std::string& report);
 
   // The other nodes' part.
@@ -262,6 +269,9 @@ class Membership {
   void CheckScheduler(Clock::time_point now);
   void ReportBrokenLink();
   std::string SchedulerName() const;
+  // What comes before the reason why another node is lost: "worker 1 (10.0.0.3) stood still for
+  // 40.0 s; " if this process did so a short while ago, and for long; empty otherwise.
+  std::string StoodStill() const;
 
   MembershipLinks* const links_;
   const MembershipSettings settings_;

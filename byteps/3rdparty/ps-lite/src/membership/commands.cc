@@ -15,8 +15,8 @@ constexpr unsigned kNodes = kWorkers | kServers;
 struct Rule {
   Control::Command command;
   const char* name;
-  unsigned to_nodes;        // that may get it from the scheduler
-  unsigned from_nodes;      // that may send it to the scheduler
+  unsigned to_nodes;    // that may get it from the scheduler
+  unsigned from_nodes;  // that may send it to the scheduler
 };
 
 constexpr Rule kRules[] = {

@@ -142,6 +142,17 @@ std::string Membership::SchedulerName() const {
   return "scheduler (" + JoinHostPort(links_->scheduler().hostname, links_->scheduler().port) + ")";
 }
 
+std::string Membership::StoodStill() const {
+  const auto limit = ToDuration(settings_.peer_timeout_s);
+  const auto pause = StallWatch::Get()->StoodStill(limit, std::chrono::steady_clock::now());
+  // A shorter one is no reason to be taken for lost.
+  if (pause < limit / 3) return "";
+  char text[64];
+  snprintf(text, sizeof(text), " stood still for %.1f s; ",
+           std::chrono::duration<double>(pause).count());
+  return (settings_.is_scheduler ? "the " + SchedulerName() : Describe(links_->self())) + text;
+}
+
 std::string Membership::NameOf(int node_id) {
   MutexLock lock(&mu_);
   if (node_id == kScheduler) return SchedulerName();
@@ -404,6 +415,7 @@ void Membership::ReportBrokenLink() {
   std::string reason;
   bool reported = false;
   const std::string self = Describe(links_->self());
+  const std::string before = StoodStill();
   {
     MutexLock lock(&mu_);
     auto peer = peers_.find(broken_link_);
@@ -412,8 +424,8 @@ void Membership::ReportBrokenLink() {
       return;
     }
     const bool known = peer != peers_.end();
-    reason = (known ? Describe(peer->second.node) : RoleAndRank(broken_link_)) + " was lost to " +
-             self + ": " + broken_how_;
+    reason = before + (known ? Describe(peer->second.node) : RoleAndRank(broken_link_)) +
+             " was lost to " + self + ": " + broken_how_;
     reported = broken_reported_;
     broken_reported_ = true;
     broken_deadline_ = Clock::now() + ToDuration(kVerdictSeconds);
@@ -423,16 +435,22 @@ void Membership::ReportBrokenLink() {
 }
 
 void Membership::TimerLoop() {
-  const auto interval = ToDuration(HeartbeatSeconds(settings_.peer_timeout_s));
-  auto next = Clock::now() + interval;
+  const double heartbeat_s = HeartbeatSeconds(settings_.peer_timeout_s);
+  StallWatch::Feeder feeder(heartbeat_s);
+  // By the steady clock: others wait for it, even if this process stood still.
+  auto next = std::chrono::steady_clock::now() + ToDuration(heartbeat_s);
   MutexLock lock(&mu_);
   while (state_ != State::kStopped) {
     if (state_ != State::kActive && state_ != State::kJoining) {
+      feeder.Rest();
       cond_.Wait(&mu_);  // nothing to watch any more
       continue;
     }
+    feeder.Tick();
     const auto now = Clock::now();
-    auto wake = next;
+    const auto until_next = next - std::chrono::steady_clock::now();
+    const bool beat = until_next <= Clock::duration::zero();
+    auto wake = now + until_next;
     const auto last_word = scheduler_closed_at_ + ToDuration(kLastWordSeconds);
     if (scheduler_closed_) wake = std::min(wake, last_word);
     const bool departures = !departed_.empty();
@@ -441,7 +459,7 @@ void Membership::TimerLoop() {
     const bool verdict_due = broken && now >= broken_deadline_;
     if (broken) wake = std::min(wake, broken_deadline_);
     if (now < wake) {
-      cond_.WaitUntil(&mu_, wake);
+      cond_.WaitUntil(&mu_, feeder.SleepUntil(wake));
       continue;
     }
     const bool lost = scheduler_closed_ && now >= last_word;
@@ -450,11 +468,11 @@ void Membership::TimerLoop() {
     lock.Unlock();
     if (tell) TellOfDepartures();
     if (lost) {
-      Fail(SchedulerName() + " was lost: " + how);
+      Fail(StoodStill() + SchedulerName() + " was lost: " + how);
     } else if (verdict_due) {
       ReportBrokenLink();
     }
-    if (now < next) {
+    if (!beat) {
       lock.Lock();
       continue;
     }
@@ -464,7 +482,7 @@ void Membership::TimerLoop() {
       CheckScheduler(now);
     }
     lock.Lock();
-    next = now + interval;
+    next = std::chrono::steady_clock::now() + ToDuration(heartbeat_s);
   }
 }
 
@@ -507,7 +525,7 @@ void Membership::CheckScheduler(Clock::time_point now) {
   }
   if (!welcomed) return;  // Join has its own deadline
   if (silent) {
-    Fail(SchedulerName() + " was lost: no heartbeat for " +
+    Fail(StoodStill() + SchedulerName() + " was lost: no heartbeat for " +
          Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S"));
     return;
   }

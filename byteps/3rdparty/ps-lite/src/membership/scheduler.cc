@@ -160,8 +160,7 @@ bool Membership::IsComplete() {
 }
 
 void Membership::Refuse(const Node& node, const std::string& why, bool later) {
-  const std::string reason =
-      Describe(node) + " was refused by the " + SchedulerName() + ": " + why;
+  const std::string reason = Describe(node) + " was refused by the " + SchedulerName() + ": " + why;
   // Who comes again and again must not fill the log.
   if (later) {
     PS_VLOG(1) << reason << "; it may come again";
@@ -220,17 +219,17 @@ std::string Membership::WhoIsMissing() {
 }
 
 void Membership::OnLost(int node_id, const std::string& how) {
-  OnGone(node_id, "was lost: " + how);
+  OnGone(node_id, "was lost: " + how, StoodStill());
 }
 
-void Membership::OnGone(int node_id, const std::string& what) {
+void Membership::OnGone(int node_id, const std::string& what, const std::string& before) {
   std::string reason;
   bool in_job = false;
   {
     MutexLock lock(&mu_);
     auto it = peers_.find(node_id);
     if (state_ != State::kActive || it == peers_.end() || it->second.left) return;
-    reason = Describe(it->second.node) + " " + what;
+    reason = before + Describe(it->second.node) + " " + what;
     in_job = any_worker_;
     if (!in_job) peers_.erase(it);
   }

@@ -83,7 +83,7 @@ class Connector {
   std::shared_ptr<Transport> transport();
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = AwakeClock;
 
   // After the first attempt to connect that failed; later ones are longer.
   static constexpr std::chrono::milliseconds kFirstPause{50};

@@ -81,7 +81,7 @@ class EndpointOwner {
 // Any thread may call any public function, but for those that say otherwise.
 class Endpoint : public std::enable_shared_from_this<Endpoint> {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = AwakeClock;
 
   // `active`: this side connects.
   Endpoint(EndpointOwner* owner, Plane plane, int index, bool active, const Settings& settings,

@@ -14,6 +14,7 @@
 
 #include "./socket.h"
 #include "ps/mutex.h"
+#include "ps/stall_watch.h"
 
 namespace ps {
 namespace tcp {
@@ -28,7 +29,7 @@ class Pollable {
 
 class Poller {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = AwakeClock;
   using Task = std::function<void()>;
 
   // Its thread is called bps-NAME.
