@@ -44,9 +44,8 @@ class Channel {
   // `user` outlives the channel.  Throws Error, and leaves nothing behind, when that fails.
   virtual void Start(ChannelUser* user) = 0;
 
-  // A worker tells that it will send nothing more, and what went wrong in it, if something did. See
-  // ps::Membership::Leave.
-  virtual void Leave(bool suspend, const std::string& failure) = 0;
+  // A worker tells that it will send nothing more, and why.  See ps::Membership::Leave.
+  virtual void Leave(const ps::Farewell& farewell) = 0;
 
   // Closes all connections; the user is not called any more when it has returned.
   virtual void Stop() = 0;

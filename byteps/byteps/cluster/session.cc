@@ -103,8 +103,8 @@ void Session::Join() {
   }
 }
 
-void Session::Leave(bool suspend, const std::string& failure) {
-  ps::Postoffice::Get()->van()->membership()->Leave(suspend, failure);
+void Session::Leave(const ps::Farewell& farewell) {
+  ps::Postoffice::Get()->van()->membership()->Leave(farewell);
 }
 
 void Session::Stop() {

@@ -33,7 +33,7 @@ class Session : public Channel {
   ~Session() override;
 
   void Start(ChannelUser* user) override;
-  void Leave(bool suspend, const std::string& failure) override;
+  void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
   bool Send(ps::Message* message) override;
   void Abandon(const void* begin, size_t bytes) override;

@@ -62,11 +62,17 @@ void Engine::Start() {
   });
 }
 
+void Engine::AwaitIdle() {
+  if (threads_.empty() || has_awaited_idle_) return;
+  has_awaited_idle_ = true;
+  context_.operations.AwaitIdle(peer_timeout_s_);
+}
+
 void Engine::Stop(bool suspend, const std::string& failure) {
   if (threads_.empty()) return;
-  context_.operations.AwaitIdle(peer_timeout_s_);
+  AwaitIdle();
   if (!failed()) {
-    context_.channel->Leave(suspend, failure.empty() ? context_.operations.first_error() : failure);
+    context_.channel->Leave({suspend, failure, context_.operations.first_error()});
   }
   Fail("byteps was shut down");
   context_.scheduler->Close();

@@ -37,6 +37,8 @@ class Engine : public ChannelUser {
 
   void Start();
   void Stop(bool suspend, const std::string& failure);
+  // The first thing that Stop does: waits for what is under way.
+  void AwaitIdle();
 
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
   int64_t PushPull(const PushPullRequest& request);
@@ -67,6 +69,7 @@ class Engine : public ChannelUser {
 
   const double peer_timeout_s_;
   const long loops_;
+  bool has_awaited_idle_ = false;
   Context context_;
   Declarations declarations_;
   Pusher pusher_;

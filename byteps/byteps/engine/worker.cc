@@ -1,8 +1,10 @@
 #include "byteps/engine/worker.h"
 
+#include <cstdlib>
 #include <string>
 
 #include "byteps/base/error.h"
+#include "ps/fork.h"
 
 namespace byteps {
 namespace core {
@@ -37,6 +39,22 @@ void Worker::Stop(bool suspend, const std::string& failure) {
   metrics_server_.reset();
   ps::MutexLock lock(&mu_);
   engine_.reset();
+}
+
+void Worker::StopAtExit() {
+  const auto stopping = engine();
+  if (!stopping) return;
+  stopping->AwaitIdle();
+#ifdef __GLIBC__
+  const auto stop = [](int status, void* worker) {
+    if (ps::IsForkedCopy()) return;
+    static_cast<Worker*>(worker)->Stop(false,
+                                       status == 0 ? "" : "exit status " + std::to_string(status));
+  };
+  // Others that the C library calls at the end, a GPU's driver among them, come after it.
+  if (on_exit(stop, this) == 0) return;
+#endif
+  Stop(false);
 }
 
 std::shared_ptr<Engine> Worker::engine() {

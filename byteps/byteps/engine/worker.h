@@ -33,8 +33,13 @@ class Worker {
 
   // Waits for what is under way (no longer than BYTEPS_PEER_TIMEOUT_S), says
   // goodbye, and closes.  Does nothing when not started.  `failure`: why this process ends, if not
-  // because its work is done; without it, that of the first operation that failed.
+  // because its work is done.
   void Stop(bool suspend, const std::string& failure = "");
+
+  // At the end of the process, before its exit status is known: waits for what is under way, and
+  // has the C library call Stop when it is known.  A status other than 0 is a failure.  What
+  // operations use must stay until then.
+  void StopAtExit();
 
   bool started() { return engine() != nullptr; }
 

@@ -74,6 +74,11 @@ def is_running() -> bool:
     return _current is not None
 
 
+def has_children() -> bool:
+    """Whether this process started some of it, and so must not end before the job does."""
+    return _current is not None and bool(_current.children)
+
+
 def start_if_needed() -> bool:
     """Start this job's scheduler and servers, unless the environment names a scheduler.
 

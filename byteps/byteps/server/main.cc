@@ -89,7 +89,7 @@ const char kUsage[] =
     "Settings come from the environment, at least DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,\n"
     "DMLC_NUM_WORKER (not with --keep), DMLC_NUM_SERVER and BYTEPS_SECRET_FILE.\n"
     "\n"
-    "Exit status: 0 the job ended well; 1 it failed; 2 bad usage or settings;\n"
+    "Exit status: 0 every worker left in order; 1 the job failed; 2 bad usage or settings;\n"
     "128+n ended by signal n.\n";
 
 struct Arguments {

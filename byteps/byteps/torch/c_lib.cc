@@ -182,6 +182,15 @@ PYBIND11_MODULE(c_lib, m) {
       "shutdown",
       [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },
       py::arg("suspend"), py::arg("failure") = "", Unlocked());
+  // `kept` stays until the process ends.
+  m.def(
+      "shutdown_at_exit",
+      [](py::object kept) {
+        (void)kept.release();
+        py::gil_scoped_release unlocked;
+        GetWorker()->StopAtExit();
+      },
+      py::arg("kept"));
   m.def("is_initialized", &IsInitialized);
   m.def("is_forked_copy", &ps::IsForkedCopy, "Whether this process was forked from a worker.");
   m.def("has_failed", [] { return GetWorker()->failed(); }, Unlocked());

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from byteps import logs
 from byteps.launcher import embedded
-from byteps.torch import c_lib, memory
+from byteps.torch import c_lib, departure, memory
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +83,12 @@ class _InFlight:
             _wire_buffers[self.name] = self.received
 
 
-_FAILURE_CHARS = 500
-"""Of an exception, for the other nodes to read."""
 _joined_by = -1
 """The process that is the worker."""
 _launch: _Launch | None = None
 _sessions = 0
+_handled_at_init = 0
+"""The id of the exception that is handled around all of this, if one is."""
 # Whether the transport registers what it sends.
 _registers_memory = False
 _lock = threading.Lock()
@@ -141,7 +140,7 @@ def init(lazy: bool = True) -> None:
             this process was forked from a worker.
     """
     del lazy
-    global _joined_by, _launch, _registers_memory, _sessions
+    global _handled_at_init, _joined_by, _launch, _registers_memory, _sessions
     with _lock:
         _demand_no_copy()
         if c_lib.is_initialized():
@@ -161,6 +160,7 @@ def init(lazy: bool = True) -> None:
         _registers_memory = c_lib.registers_memory()
         _joined_by = os.getpid()
         _sessions += 1
+        _handled_at_init = id(sys.exception())
         atexit.register(_at_exit)
 
 
@@ -175,8 +175,14 @@ def shutdown() -> None:
     a scheduler to join: one with ``--keep`` takes the next incarnation of the job, and in embedded
     mode new ones are started.  To such a scheduler a worker in which a sum failed has failed.
     Tensors are declared anew and handles of the last job are none any more.
+
+    Called while an exception is handled, as in ``finally``, it tells the others that this worker
+    failed, and by what: then the job has failed for all of them.
     """
-    _leave("")
+    error = sys.exception()
+    if id(error) == _handled_at_init:  # all of the job is done in some handler
+        error = None
+    _leave(departure.reason(error or departure.last_error()))
 
 
 def _leave(failure: str) -> None:
@@ -190,12 +196,15 @@ def _leave(failure: str) -> None:
 
 
 def _at_exit() -> None:
-    """Leave at the end of the process: with the exception that ends it, where there is one."""
-    # Set by the interpreter for an exception that nobody caught; at a prompt, life goes on.
-    error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None)
-    _leave(
-        "" if error is None else traceback.format_exception_only(error)[-1].strip()[:_FAILURE_CHARS]
-    )
+    """Leave at the end of the process: with the exception that ends it, where there is one, or
+    later, with the exit status, which only the C library learns."""
+    failure = departure.reason(departure.last_error())
+    if os.getpid() != _joined_by or failure or c_lib.has_failed() or embedded.has_children():
+        return _leave(failure)
+    with _lock:
+        kept = [*_in_flight.values(), *_orphans, *_moving.values(), *_kept]
+        c_lib.shutdown_at_exit(kept)
+        departure.on_abrupt_exit(c_lib.shutdown)
 
 
 def suspend() -> None:

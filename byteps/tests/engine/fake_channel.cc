@@ -40,7 +40,7 @@ void FakeChannel::Start(ChannelUser* user) {
   for (int i = 0; i < script_.threads; ++i) threads_.emplace_back([this] { Run(); });
 }
 
-void FakeChannel::Leave(bool /*suspend*/, const std::string& /*failure*/) { ++left_; }
+void FakeChannel::Leave(const ps::Farewell& /*farewell*/) { ++left_; }
 
 void FakeChannel::Stop() {
   {

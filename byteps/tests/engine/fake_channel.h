@@ -42,7 +42,7 @@ class FakeChannel : public Channel {
   ~FakeChannel() override;
 
   void Start(ChannelUser* user) override;
-  void Leave(bool suspend, const std::string& failure) override;
+  void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
   bool Send(ps::Message* message) override;
   void Abandon(const void* begin, size_t bytes) override;

@@ -1,4 +1,6 @@
 // The scheduler's membership, without a network: nodes say anything, and what it answers is kept.
+#include "ps/membership.h"
+
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -8,7 +10,6 @@
 #include "dmlc/logging.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
-#include "ps/membership.h"
 #include "ps/mutex.h"
 
 namespace ps {
@@ -133,7 +134,7 @@ class SchedulerMembership : public testing::Test {
     return ended_;
   }
 
-  static constexpr int kProtocol = 4;
+  static constexpr int kProtocol = 5;
   const int server_ = Postoffice::ServerRankToID(0);
   const int worker_ = Postoffice::WorkerRankToID(0);
   const int other_ = Postoffice::WorkerRankToID(1);
@@ -183,9 +184,9 @@ TEST_F(SchedulerMembership, AFailureWhileANodeIsAdmittedReachesIt) {
 TEST_F(SchedulerMembership, MembersCannotSayWhatTheSchedulerSays) {
   Gather();
   for (const int sender : {server_, worker_}) {
-    for (const auto command : {Control::JOB_END, Control::TERMINATE, Control::WELCOME,
-                               Control::REFUSED, Control::NODE_LEFT, Control::ADD_NODE,
-                               Control::BARRIER, Control::EMPTY}) {
+    for (const auto command :
+         {Control::JOB_END, Control::TERMINATE, Control::WELCOME, Control::REFUSED,
+          Control::NODE_LEFT, Control::ADD_NODE, Control::BARRIER, Control::EMPTY}) {
       Say(sender, command, "finish");
     }
   }
@@ -205,6 +206,33 @@ TEST_F(SchedulerMembership, EachRoleLeavesInItsOwnWay) {
   Say(other_, Control::LEAVE, "finish");
   EXPECT_TRUE(ended());
   EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 1);
+}
+
+TEST_F(SchedulerMembership, AWorkerThatFailsFailsTheJob) {
+  Gather();
+  Say(worker_, Control::LEAVE, "finish");
+  EXPECT_EQ(failure(), "");
+  Say(other_, Control::LEAVE, "failed: exit status 3");
+  EXPECT_EQ(failure(), "worker 1 (10.0.0.2) failed: exit status 3");
+  EXPECT_FALSE(ended());
+  EXPECT_EQ(links_.CountTo(server_, Control::JOB_FAILED), 1);
+  EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 0);
+}
+
+TEST_F(SchedulerMembership, AnOperationThatFailedIsTheWorkersAffair) {
+  Gather();
+  Say(worker_, Control::LEAVE, "suspend after: push_pull of 'a' timed out");
+  Say(other_, Control::LEAVE, "suspend after: push_pull of 'a' timed out");
+  EXPECT_EQ(failure(), "");
+  EXPECT_TRUE(ended());
+  EXPECT_EQ(membership_->View().incarnation, 2) << "it was suspended";
+}
+
+TEST_F(SchedulerMembership, ToAKeptClusterItIsAFailure) {
+  StartKept(1);
+  GatherNodes();
+  Say(worker_, Control::LEAVE, "finish after: push_pull of 'a' timed out");
+  EXPECT_EQ(failure(), "worker 0 (10.0.0.2) failed: push_pull of 'a' timed out");
 }
 
 TEST_F(SchedulerMembership, OnlyMembersAreHeard) {

@@ -13,7 +13,7 @@ namespace core {
 class ServerChannel : public Channel {
  public:
   void Start(ChannelUser*) override {}
-  void Leave(bool, const std::string&) override {}
+  void Leave(const ps::Farewell&) override {}
   void Stop() override {}
   void Abandon(const void*, size_t) override {}
   bool RegistersMemory() const override { return false; }

@@ -111,6 +111,19 @@ class Job {
   }
 
   ExitStatus Run() {
+    ExitStatus status = kGood;
+    try {
+      status = Work();
+    } catch (const std::exception& e) {
+      worker_.Stop(false, e.what());
+      throw;
+    }
+    worker_.Stop(false, status == kGood ? "" : "exit status " + std::to_string(status));
+    return status;
+  }
+
+ private:
+  ExitStatus Work() {
     std::vector<TensorSpec> specs;
     for (auto& tensor : tensors_) specs.push_back(SpecOf(tensor));
     worker_.Declare(specs);
@@ -121,11 +134,9 @@ class Job {
       if (status != kGood) return status;
       std::this_thread::sleep_for(std::chrono::milliseconds(options_.pause_ms));
     }
-    worker_.Stop(false);
     return kGood;
   }
 
- private:
   static TensorSpec SpecOf(const Tensor& tensor) {
     TensorSpec spec;
     spec.name = tensor.name;

@@ -143,9 +143,7 @@ class SimulatedChannel : public core::Channel {
   ~SimulatedChannel() override;
 
   void Start(core::ChannelUser* user) override;
-  void Leave(bool suspend, const std::string& failure) override {
-    membership_->Leave(suspend, failure);
-  }
+  void Leave(const ps::Farewell& farewell) override { membership_->Leave(farewell); }
   void Stop() override;
   bool Send(ps::Message* message) override;
   void Abandon(const void* begin, size_t bytes) override;

@@ -73,7 +73,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
     membership_->Join();
   }
   void Leave() {
-    if (is_worker_) membership_->Leave(false);
+    if (is_worker_) membership_->Leave({});
   }
   bool is_worker() const { return is_worker_; }
   bool ended() const { return ended_; }

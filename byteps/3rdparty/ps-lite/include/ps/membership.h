@@ -16,6 +16,7 @@
 //    | <-- JOB_FAILED (why) --------------- |  a peer was lost
 //    | -- JOB_FAILED (why) ---------------> |  a connection between two nodes broke
 //    | -- LEAVE (finish | suspend) -------> |  a worker has done its work
+//    | -- LEAVE (failed: why) ------------> |  a worker ends for another reason: the job fails
 //    | -- LEAVE (stopped ...) ------------> |  a server was told to end: the job fails
 //    | <-- NODE_LEFT (who) ---------------- |  to the worker itself at once; to servers, those
 //    |                                      |  of some moments together
@@ -104,6 +105,13 @@ struct MembershipSettings {
   static MembershipSettings FromEnvironment();
 };
 
+// How a worker leaves.
+struct Farewell {
+  bool suspend = false;  // it will come back
+  std::string failure;   // why its process ends, if not because its work is done
+  std::string error;     // the first operation that failed in it, though it went on
+};
+
 // How often nodes and scheduler hear of each other.
 double HeartbeatSeconds(double peer_timeout_s);
 
@@ -156,10 +164,10 @@ class Membership {
   // and JobFailed when the job failed after it had taken this node.
   void Join();
 
-  // On a worker: says goodbye and waits, a few seconds at most, for the answer.  `failure`: what
-  // went wrong in this worker, if something did.  A scheduler that keeps the cluster then counts
-  // the job as failed; for another one it is a goodbye as any.
-  void Leave(bool suspend, const std::string& failure = "");
+  // On a worker: says goodbye and waits, a few seconds at most, for the answer.  With a failure the
+  // job has failed, for all.  An error counts as one where the scheduler keeps the cluster: who has
+  // not done all of its work is started again.
+  void Leave(const Farewell& farewell);
 
   // On a server or the scheduler that was told to end: fails the job for the reason that it "was
   // `how`", such as "stopped by order (SIGTERM)", and returns when all were told, after a few
@@ -240,6 +248,7 @@ class Membership {
   bool IsComplete() PS_REQUIRES(mu_);
   void Refuse(const Node& node, const std::string& why, bool later);
   void AdmitAll();
+  void OnFarewell(int node_id, const std::string& text);
   void OnLeave(int node_id, bool suspend);
   void TellOfDepartures();
   void EndJob();

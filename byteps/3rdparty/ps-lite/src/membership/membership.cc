@@ -38,8 +38,11 @@ constexpr int kMaxNodes = 1 << 20;
 constexpr double kMostMbps = 999'999'999;
 // How long it may take the scheduler to fail the job once it is told of that.
 constexpr double kVerdictSeconds = 5.0;
-// And the LEAVE of a worker in which something went wrong, before what did.
+// How the LEAVE of a worker begins that will come back, and of one whose process fails.
+constexpr char kSuspend[] = "suspend";
 constexpr char kWithFailure[] = "failed: ";
+// In the LEAVE of a worker in which an operation failed, before what failed.
+constexpr char kAfter[] = " after: ";
 
 bool BeginsWith(const std::string& text, const std::string& prefix) {
   return text.compare(0, prefix.size(), prefix) == 0;
@@ -207,14 +210,14 @@ void Membership::Join() {
   throw dmlc::Error(failure_);
 }
 
-void Membership::Leave(bool suspend, const std::string& failure) {
+void Membership::Leave(const Farewell& farewell) {
   MutexLock lock(&mu_);
   if (state_ != State::kActive) return;
   lock.Unlock();
-  Send(Control::LEAVE, kScheduler,
-       !failure.empty() ? kWithFailure + failure
-       : suspend        ? "suspend"
-                        : "finish");
+  std::string text = farewell.suspend ? kSuspend : "finish";
+  if (!farewell.error.empty()) text += kAfter + farewell.error;
+  if (!farewell.failure.empty()) text = kWithFailure + farewell.failure;
+  Send(Control::LEAVE, kScheduler, text);
   lock.Lock();
   cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds), [this]() PS_REQUIRES(mu_) {
     return left_acknowledged_ || state_ != State::kActive;
@@ -293,13 +296,7 @@ void Membership::Handle(const Message& msg) {
       OnReport(msg.meta.sender, msg.meta.body);
       return;
     case Control::LEAVE:
-      if (BeginsWith(msg.meta.body, membership::kStopped)) {
-        OnGone(msg.meta.sender, "was " + msg.meta.body);
-      } else if (settings_.keep && BeginsWith(msg.meta.body, kWithFailure)) {
-        OnGone(msg.meta.sender, msg.meta.body);
-      } else {
-        OnLeave(msg.meta.sender, msg.meta.body == "suspend");
-      }
+      OnFarewell(msg.meta.sender, msg.meta.body);
       return;
     case Control::NODE_LEFT:
       for (const Node& node : control.node) OnNodeLeft(node);
@@ -319,6 +316,19 @@ void Membership::Handle(const Message& msg) {
     }
     default:
       return;  // MayHave knows no other
+  }
+}
+
+void Membership::OnFarewell(int node_id, const std::string& text) {
+  const size_t after = text.find(kAfter);
+  if (BeginsWith(text, membership::kStopped)) {
+    OnGone(node_id, "was " + text);
+  } else if (BeginsWith(text, kWithFailure)) {
+    OnGone(node_id, text);
+  } else if (settings_.keep && after != std::string::npos) {
+    OnGone(node_id, kWithFailure + text.substr(after + strlen(kAfter)));
+  } else {
+    OnLeave(node_id, BeginsWith(text, kSuspend));
   }
 }
 

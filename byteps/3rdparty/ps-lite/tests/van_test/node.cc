@@ -102,7 +102,7 @@ class Node {
       }
       error = Failure();
       if (role_ == "worker" && error.empty()) {
-        ps::Postoffice::Get()->van()->membership()->Leave(false);
+        ps::Postoffice::Get()->van()->membership()->Leave({});
       }
       Tell(Resources());
 #ifdef BYTEPS_WITH_RDMA
