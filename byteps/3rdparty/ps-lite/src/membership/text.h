@@ -13,6 +13,9 @@ namespace membership {
 constexpr int kProtocol = 5;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
+// How long after its connection closed the scheduler's last word may still come, or its
+// word on a peer whose connection broke.
+constexpr double kLastWordSeconds = 0.5;
 // Ids of nodes that are refused: far from those that are admitted.
 constexpr int kRefusedBase = 1 << 24;
 
