@@ -31,10 +31,16 @@ def _version(package: str) -> str:
 
 
 def series_hash() -> str:
-    """Of all that this project adds to BytePS: its patches and its overlay."""
+    """Of all that this project adds to BytePS: its patches and its overlay.
+
+    "not known" where they are not there, as where the benchmarks alone were unpacked.
+    """
     digest = hashlib.sha256()
-    for folder in ("patches/byteps", "byteps"):
-        for path in sorted((_ROOT / folder).rglob("*")):
+    folders = [_ROOT / folder for folder in ("patches/byteps", "byteps")]
+    if not all(folder.is_dir() for folder in folders):
+        return "not known"
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 digest.update(str(path.relative_to(_ROOT)).encode())
                 digest.update(path.read_bytes())

@@ -29,6 +29,19 @@ REDRAW = (
 )
 
 
+def test_what_was_measured_is_known_or_said_not_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = record.series_hash()
+    assert len(present) == 16 and int(present, 16)
+    monkeypatch.setattr(record, "_ROOT", tmp_path)
+    (tmp_path / "byteps").mkdir()
+    assert record.series_hash() == "not known"
+    (tmp_path / "patches/byteps").mkdir(parents=True)
+    (tmp_path / "byteps/one.cc").write_text("1")
+    assert len(record.series_hash()) == 16
+
+
 def test_columns_are_aligned() -> None:
     lines = aligned(result_table(make_run())).splitlines()
     assert len({len(line) for line in lines}) == 1
