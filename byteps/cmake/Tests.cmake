@@ -25,6 +25,7 @@ if(GTest_FOUND)
     tests/engine/membership_test.cc
     tests/engine/pending_peers_test.cc
     tests/engine/meta_test.cc
+    tests/engine/log_output_test.cc
     tests/engine/plan_test.cc
     tests/engine/protocol_test.cc
     tests/engine/push_scheduler_test.cc

@@ -11,6 +11,7 @@ namespace common {
 namespace {
 
 constexpr const char* kLevels[] = {"TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"};
+constexpr double kLastWordSeconds = 0.5;
 
 }  // namespace
 
@@ -31,6 +32,7 @@ LogMessageFatal::LogMessageFatal(const char* file, int line)
 
 LogMessageFatal::~LogMessageFatal() {
   GenerateLogMessage(false);
+  ps::FlushLog(kLastWordSeconds);
   abort();
 }
 

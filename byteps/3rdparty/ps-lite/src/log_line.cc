@@ -1,14 +1,15 @@
 #include "ps/log_line.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
 
+#include "./log_output.h"
 #include "ps/json_text.h"
 #include "ps/mutex.h"
 #include "ps/utc_text.h"
@@ -23,6 +24,13 @@ std::string HostName() {
   return name;
 }
 
+// What waits for a reader of the error output, at most.
+constexpr size_t kWaitingBytes = 1 << 20;
+// What the end of the process waits for such a reader.
+constexpr double kLastWordsSeconds = 0.5;
+
+std::string NoticeOf(uint64_t dropped);
+
 bool Says(const char* variable, const char* value) {
   const char* text = getenv(variable);
   return text != nullptr && strcmp(text, value) == 0;
@@ -30,6 +38,8 @@ bool Says(const char* variable, const char* value) {
 
 // Never destroyed: threads may write while the process ends.
 struct Log {
+  Log();
+
   const bool json = Says("BYTEPS_LOG_FORMAT", "json");
   const bool hide_time = Says("BYTEPS_LOG_HIDE_TIME", "1");
   const std::string host = HostName();
@@ -37,6 +47,7 @@ struct Log {
   std::string role PS_GUARDED_BY(mu) = "-";
   int rank PS_GUARDED_BY(mu) = -1;
   LoggedProblem problem PS_GUARDED_BY(mu);
+  LogOutput output{STDERR_FILENO, kWaitingBytes, NoticeOf};
 };
 
 Log* TheLog() {
@@ -67,13 +78,57 @@ std::string TimeText(int64_t microseconds) {
   return UtcText(microseconds / 1000000) + fraction;
 }
 
-void WriteAll(const std::string& bytes) {
-  size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t n = write(STDERR_FILENO, bytes.data() + done, bytes.size() - done);
-    if (n < 0 && errno != EINTR) return;  // nobody reads: there is nobody to tell
-    if (n > 0) done += n;
+// A fork waits until no thread is in the middle of a line.
+void BeforeFork() PS_NO_THREAD_SAFETY_ANALYSIS {
+  TheLog()->mu.Lock();
+  TheLog()->output.BeforeFork();
+}
+void AfterFork(bool in_child) PS_NO_THREAD_SAFETY_ANALYSIS {
+  TheLog()->output.AfterFork(in_child);
+  TheLog()->mu.Unlock();
+}
+
+Log::Log() {
+  pthread_atfork(BeforeFork, [] { AfterFork(false); }, [] { AfterFork(true); });
+  atexit([] { FlushLog(kLastWordsSeconds); });
+}
+
+// `text` as it stands in the log: a line for each of its own, or an object.
+std::string Render(Log* log, char severity, const char* file, int line, const std::string& text,
+                   int64_t us) PS_REQUIRES(log->mu) {
+  const std::string time = log->hide_time ? "" : TimeText(us);
+  const char* slash = strrchr(file, '/');
+  const std::string source =
+      std::string(slash != nullptr ? slash + 1 : file) + ":" + std::to_string(line);
+  const std::string rank = std::to_string(log->rank);
+  std::string out;
+  if (log->json) {
+    out = "{";
+    if (!time.empty()) out += "\"time\":\"" + time + "\",";
+    return out + "\"severity\":\"" + NameOf(severity) + "\",\"role\":" + JsonText(log->role) +
+           ",\"rank\":" + (log->rank < 0 ? "null" : rank) + ",\"host\":" + JsonText(log->host) +
+           ",\"source\":" + JsonText(source) + ",\"message\":" + JsonText(text) + "}\n";
   }
+  const std::string head = (time.empty() ? "" : time + " ") + NameOf(severity) + " " + log->role +
+                           " " + (log->rank < 0 ? "-" : rank) + " " + log->host + " " + source +
+                           ": ";
+  std::istringstream lines(text);
+  for (std::string part; std::getline(lines, part);) out += head + part + "\n";
+  return out.empty() ? head + "\n" : out;
+}
+
+int64_t MicrosecondsNow() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
+}
+
+std::string NoticeOf(uint64_t dropped) {
+  Log* log = TheLog();
+  MutexLock lock(&log->mu);
+  return Render(log, 'W', __FILE__, __LINE__,
+                std::to_string(dropped) +
+                    " lines were dropped here: nothing read the error output for a while",
+                MicrosecondsNow());
 }
 
 }  // namespace
@@ -87,37 +142,17 @@ void SetLogIdentity(const std::string& role, int rank) {
 
 void WriteLogLine(char severity, const char* file, int line, const std::string& text) {
   Log* log = TheLog();
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  const int64_t us = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
-  const std::string time = log->hide_time ? "" : TimeText(us);
-  const char* slash = strrchr(file, '/');
-  const std::string source =
-      std::string(slash != nullptr ? slash + 1 : file) + ":" + std::to_string(line);
-
+  const int64_t us = MicrosecondsNow();
   MutexLock lock(&log->mu);
   if (severity == 'W' || severity == 'E' || severity == 'F') {
     ++log->problem.count;
     log->problem.unix_ms = us / 1000;
     log->problem.text = text;
   }
-  const std::string rank = std::to_string(log->rank);
-  std::string out;
-  if (log->json) {
-    out = "{";
-    if (!time.empty()) out += "\"time\":\"" + time + "\",";
-    out += std::string("\"severity\":\"") + NameOf(severity) +
-           "\",\"role\":" + JsonText(log->role) + ",\"rank\":" + (log->rank < 0 ? "null" : rank) +
-           ",\"host\":" + JsonText(log->host) + ",\"source\":" + JsonText(source) +
-           ",\"message\":" + JsonText(text) + "}\n";
-    return WriteAll(out);
-  }
-  const std::string head = (time.empty() ? "" : time + " ") + NameOf(severity) + " " + log->role +
-                           " " + (log->rank < 0 ? "-" : rank) + " " + log->host + " " + source +
-                           ": ";
-  std::istringstream lines(text);
-  for (std::string part; std::getline(lines, part);) out += head + part + "\n";
-  WriteAll(out.empty() ? head + "\n" : out);
+  log->output.Write(Render(log, severity, file, line, text, us));
 }
+
+void FlushLog(double seconds) { TheLog()->output.Flush(seconds); }
 
 LoggedProblem LastLoggedProblem() {
   Log* log = TheLog();

@@ -17,9 +17,13 @@ namespace ps {
 // What lines tell of this process from now on.  `rank` less than 0: not known.
 void SetLogIdentity(const std::string& role, int rank);
 
-// Writes `text` to the error output, a line for each of its own, in one write.  `severity` is one
-// of T, D, I, W, E, F.  Any thread.
+// Writes `text` to the error output, a line for each of its own.  `severity` is one of T, D, I, W,
+// E, F.  Any thread.  Never waits for who reads: up to 1 MiB of lines are kept for a reader that is
+// slow, and what comes on top is dropped, and counted where the next line can be written.
 void WriteLogLine(char severity, const char* file, int line, const std::string& text);
+
+// Waits, so long at most, until what was written is read.  exit() does so for 0.5 s.
+void FlushLog(double seconds);
 
 // The last warning or error that was written here.
 struct LoggedProblem {
