@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from cluster import START_S, Cluster, Process, clean_environment, server_executable
+from endings import wait_for_text
 
 TEXT = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z) (?P<severity>[A-Z]+) (?P<role>\w+) "
@@ -85,9 +87,80 @@ def test_the_error_a_server_ends_with(make_cluster: Callable[..., Cluster], form
     cluster.port = 1
     server = cluster.start_server()
     assert server.wait(START_S) == 1
-    [line] = parse_all(server.text, form)
+    said, line = parse_all(server.text, form)
+    assert str(said["message"]).startswith("listening: server ")
     assert (line["severity"], line["role"], line["rank"]) == ("ERROR", "server", None)
     assert "the scheduler (127.0.0.1:1)" in str(line["message"])
+    # The place that found it, not the one that wrote the line.
+    assert str(line["source"]).startswith("membership.cc:")
+
+
+def messages(process: Process) -> list[str]:
+    lines = parse_all(process.text, "text")
+    assert {line["severity"] for line in lines} <= {"INFO"}, lines
+    return [str(line["message"]) for line in lines]
+
+
+def demand_in_order(said: list[str], patterns: list[str]) -> None:
+    """Each pattern matches the whole message, and none is left."""
+    for message, pattern in zip(said, patterns, strict=False):
+        assert re.fullmatch(pattern, message), f"{message!r} is not {pattern!r}\n" + "\n".join(said)
+    assert len(said) == len(patterns), said
+
+
+def test_how_a_job_goes(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=2, env={"BYTEPS_PARTITION_BYTES": "4096"})
+    cluster.start("observed:known")
+    cluster.wait_mark("done", [0, 1])
+    cluster.go("end")
+    cluster.finish()
+    version = r"byteps \S+ at 127\.0\.0\.1:\d+, TCP, not encrypted"
+    said = messages(cluster.scheduler)
+    [first, *joined] = said[:5]
+    demand_in_order([first], [rf"listening: scheduler of {version}, for 2 workers and 2 servers"])
+    for kind, address in (("server", r"127\.0\.0\.1:\d+"), ("worker", r"127\.0\.0\.1")):
+        ours = [line for line in joined if line.startswith(f"joined: {kind}")]
+        expected = [rf"joined: {kind} {n} of 2, {address} \(rank [01]\)" for n in (1, 2)]
+        demand_in_order(ours, expected)
+    left = [rf"left: worker [01], 127\.0\.0\.1; {n} of 2 workers still there" for n in (1, 0)]
+    done = "done: every worker left in order"
+    complete = "admitted: the job is complete, 2 workers and 2 servers"
+    demand_in_order(said[5:], [complete, *left, done])
+    for rank, server in enumerate(cluster.servers):
+        scheduler = rf"127\.0\.0\.1:{cluster.port}"
+        # The news of the last worker may be overtaken by the end of the job.
+        said = [line for line in messages(server) if not line.startswith("left: worker ")]
+        demand_in_order(
+            sorted(said),
+            [
+                r"admitted: the job is complete; this is server [01], for 2 workers",
+                rf"admitted: the scheduler at {scheduler} has taken this server; .*",
+                "done: every worker left in order",
+                rf"listening: server of {version}, scheduler {scheduler}",
+            ],
+        )
+        assert not cluster.workers[f"worker {rank}"].text, "workers are quiet unless they are asked"
+
+
+def test_who_is_missing(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=3, servers=2)
+    cluster.start_scheduler()
+    server = cluster.start_server()
+    cluster.start_worker(1, "observed:known")
+    pattern = (
+        r"waiting for worker 0, worker 2, 1 server; 1 of 2 servers and 1 of 3 workers are here\n"
+    )
+    wait_for_text(cluster.scheduler, pattern)
+    server.send(signal.SIGKILL)
+
+
+def test_a_higher_level_is_quiet(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=1, servers=1, env={"BYTEPS_LOG_LEVEL": "WARNING"})
+    cluster.start("observed:known")
+    cluster.wait_mark("done", [0])
+    cluster.go("end")
+    cluster.finish()
+    assert not cluster.scheduler.text + cluster.servers[0].text
 
 
 def test_a_bad_format_is_refused(make_cluster: Callable[..., Cluster]) -> None:

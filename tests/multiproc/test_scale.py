@@ -16,6 +16,9 @@ MESSAGES_A_NODE = 6
 """Welcome, the servers or the start, a farewell, its workers' departures, and an end; heartbeats
 are not counted. A list of all nodes that each hears of one by one would be thousands."""
 
+MOST_LINES = 80
+"""Those that come and leave are named 16 times each, and counted every ten seconds."""
+
 
 def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster]) -> None:
     program = native.build("swarm") / "swarm"
@@ -35,3 +38,6 @@ def test_two_thousand_nodes_join_and_leave(make_cluster: Callable[..., Cluster])
     assert told is not None, swarm.stdout
     assert float(told[1]) <= MESSAGES_A_NODE
     assert scheduler.wait(PATIENCE_S) == 0, scheduler.text
+    said = scheduler.text.splitlines()
+    assert len(said) <= MOST_LINES, said
+    assert "the job is complete, 1000 workers and 1000 servers" in scheduler.text

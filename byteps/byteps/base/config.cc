@@ -251,7 +251,8 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_TRACE_LIMIT", kInt, "partitions", "100000", 1, 100000000, "",
        "Partitions that a process records at most, the first ones; 100000 take about 60 MB."},
       {"BYTEPS_LOG_LEVEL", kChoice, "", "WARNING", 0, 0, "TRACE|DEBUG|INFO|WARNING|ERROR|FATAL",
-       "Least severity that is logged."},
+       "Least severity that is logged. Default: INFO for the scheduler and servers, WARNING for "
+       "workers."},
       {"BYTEPS_LOG_FORMAT", kChoice, "", "text", 0, 0, "text|json",
        "Form of the log's lines, each with time, severity, role, rank and host. json: one object a "
        "line."},

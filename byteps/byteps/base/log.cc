@@ -1,5 +1,8 @@
 // What byteps/common/logging.h declares, over ps/log_line.h.  Upstream's logging.cc is not
 // compiled: its lines name neither the process nor the host.
+#include "byteps/base/log.h"
+
+#include <atomic>
 #include <cstdlib>
 #include <string>
 
@@ -12,6 +15,8 @@ namespace {
 
 constexpr const char* kLevels[] = {"TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"};
 constexpr double kLastWordSeconds = 0.5;
+
+std::atomic<LogLevel> default_level{LogLevel::WARNING};
 
 }  // namespace
 
@@ -41,8 +46,14 @@ LogLevel MinLogLevelFromEnv() {
   for (int level = 0; level < 6; ++level) {
     if (text != nullptr && std::string(text) == kLevels[level]) return LogLevel(level);
   }
-  return LogLevel::WARNING;
+  return default_level;
 }
 
 }  // namespace common
+
+namespace core {
+
+void SetDefaultLogLevel(LogLevel level) { common::default_level = level; }
+
+}  // namespace core
 }  // namespace byteps

@@ -10,6 +10,10 @@ namespace core {
 using common::LogLevel;
 using common::LogMessage;
 
+// What is logged where BYTEPS_LOG_LEVEL does not say; without this call: WARNING.  To be called
+// before anything is logged.
+void SetDefaultLogLevel(LogLevel level);
+
 }  // namespace core
 }  // namespace byteps
 #endif  // BYTEPS_BASE_LOG_H_

@@ -21,6 +21,8 @@ namespace {
 
 // Between two attempts to join a job that has no room for this node yet.
 constexpr auto kJoinPause = std::chrono::milliseconds(200);
+// What a probe waits for the scheduler, if BYTEPS_START_TIMEOUT_S is not less.
+constexpr double kProbeSeconds = 5;
 
 }  // namespace
 
@@ -29,9 +31,7 @@ Session::Session(const Config& config, const SessionOptions& options)
 
 Session::~Session() { Stop(); }
 
-void Session::Start(ChannelUser* user) {
-  const bool worker = options_.role == Role::kWorker;
-  ps::SetLogIdentity(NameOf(options_.role), worker ? options_.rank : -1);
+void Session::Prepare(ChannelUser* user, int probe) {
   auto settings = config_.values();
   const std::string& transport = settings["DMLC_ENABLE_RDMA"];
   const bool rdma = transport == "ibverbs" || transport == "1";
@@ -52,6 +52,10 @@ void Session::Start(ChannelUser* user) {
   settings["DMLC_NUM_SERVER"] = std::to_string(options_.num_servers);
   settings["DMLC_WORKER_ID"] = std::to_string(options_.rank);
   settings["BYTEPS_REJOIN"] = options_.rejoin ? "1" : "0";
+  settings["BYTEPS_PROBE"] = std::to_string(probe);
+  if (probe > 0 && config_.Float("BYTEPS_START_TIMEOUT_S") > kProbeSeconds) {
+    settings["BYTEPS_START_TIMEOUT_S"] = std::to_string(kProbeSeconds);
+  }
   // ps-lite takes "set" for "given": these two are given only when they say something.
   for (const char* name : {"DMLC_NODE_HOST", "DMLC_INTERFACE"}) {
     if (settings[name].empty()) settings.erase(name);
@@ -60,7 +64,7 @@ void Session::Start(ChannelUser* user) {
   try {
     ps::tls::CheckSettings(ps::auth::Secret::FromEnvironment());
   } catch (const dmlc::Error& e) {
-    throw UsageError(e.what());
+    throw UsageError(e.what(), e.file(), e.line());
   }
   ps::Postoffice::Handlers handlers;
   handlers.on_message = [user](ps::Message* msg) { user->OnMessage(msg); };
@@ -69,20 +73,45 @@ void Session::Start(ChannelUser* user) {
   };
   handlers.on_event = [user](const ps::MembershipEvent& event) { user->OnEvent(event); };
   ps::Postoffice::Get()->SetHandlers(handlers);
+}
+
+void Session::Start(ChannelUser* user) {
+  const bool server = options_.role == Role::kServer;
+  const int known_rank = options_.role == Role::kWorker ? options_.rank : 0;
+  ps::SetLogIdentity(NameOf(options_.role), server ? -1 : known_rank);
+  Prepare(user, 0);
   try {
     Join();
   } catch (const ps::JobFailed& e) {
     ps::Postoffice::Get()->SetHandlers({});
-    throw JobFailedError(e.what());
+    throw JobFailedError(e.what(), e.file(), e.line());
   } catch (const dmlc::Error& e) {
     ps::Postoffice::Get()->SetHandlers({});
-    throw Error(e.what());
+    throw Error(e.what(), e.file(), e.line());
   }
   started_ = true;
   if (options_.role != Role::kScheduler) {
     ps::Postoffice::Get()->van()->membership()->SetReporter([user] { return user->Report(); });
   }
   ps::SetLogIdentity(NameOf(options_.role), options_.role == Role::kScheduler ? 0 : rank());
+}
+
+std::string Session::Probe(ChannelUser* user, int count) {
+  Prepare(user, count);
+  const struct Handlers {
+    ~Handlers() { ps::Postoffice::Get()->SetHandlers({}); }
+  } handlers;
+  try {
+    ps::Postoffice::Get()->Start(0, nullptr, false);
+    ps::Postoffice::Get()->Finalize(0, false);  // the scheduler, which asks nobody
+    return "";
+  } catch (const ps::WouldBeAdmitted& e) {
+    return e.what();
+  } catch (const ps::NoAnswer& e) {
+    throw NoSchedulerError(e.what(), e.file(), e.line());
+  } catch (const dmlc::Error& e) {
+    throw Error(e.what(), e.file(), e.line());
+  }
 }
 
 void Session::Join() {

@@ -25,6 +25,11 @@ struct JobFailedError : public Error {
   using Error::Error;
 };
 
+// Nobody answered at the scheduler's address.
+struct NoSchedulerError : public Error {
+  using Error::Error;
+};
+
 // The channel of a real job.  It wraps ps-lite, whose state is one per process: one session
 // may be started at a time.
 class Session : public Channel {
@@ -33,6 +38,10 @@ class Session : public Channel {
   ~Session() override;
 
   void Start(ChannelUser* user) override;
+  // Instead of Start: tries all that Start does, but joins nothing.  Returns what the scheduler
+  // says of `count` nodes like this one, which it would admit; "" on the scheduler.  Throws
+  // UsageError, NoSchedulerError, or Error for whatever else Start would fail of.
+  std::string Probe(ChannelUser* user, int count);
   void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
   bool Send(ps::Message* message) override;
@@ -57,6 +66,8 @@ class Session : public Channel {
   int port() const;
 
  private:
+  // Checks the settings and hands them, and the handlers, to ps-lite.
+  void Prepare(ChannelUser* user, int probe);
   // Joins; again and again as long as the scheduler may take this node later, up to
   // BYTEPS_START_TIMEOUT_S.
   void Join();

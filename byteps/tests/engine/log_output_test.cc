@@ -34,34 +34,38 @@ std::string ReadUntil(int fd, const std::string& word) {
   return all;
 }
 
-class LogOutputTest : public testing::TestWithParam<bool> {
- protected:
-  void SetUp() override {
-    const bool pipes = GetParam();
-    ASSERT_EQ(pipes ? pipe(ends_) : socketpair(AF_UNIX, SOCK_STREAM, 0, ends_), 0);
-    // Never destroyed: see there.
-    output_ = new LogOutput(ends_[1], kLimit, Notice);
+// A pipe or a connection, and what writes to it.
+struct Written {
+  explicit Written(bool pipes) {
+    EXPECT_EQ(pipes ? pipe(ends) : socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+    output = new LogOutput(ends[1], kLimit, Notice);
   }
-  int ends_[2];
-  LogOutput* output_ = nullptr;
+  int ends[2];
+  LogOutput* output;  // never destroyed: see there
 };
 
-TEST_P(LogOutputTest, WhatIsReadComesAtOnce) {
-  output_->Write(Line(7));
-  EXPECT_EQ(ReadUntil(ends_[0], "line"), Line(7));
-  EXPECT_EQ(fcntl(ends_[1], F_GETFL) & O_NONBLOCK, 0) << "others share the descriptor's file";
+void TryWhatIsReadComesAtOnce(bool pipes) {
+  const Written written(pipes);
+  written.output->Write(Line(7));
+  EXPECT_EQ(ReadUntil(written.ends[0], "line"), Line(7));
+  EXPECT_EQ(fcntl(written.ends[1], F_GETFL) & O_NONBLOCK, 0) << "others share the descriptor's file";
 }
 
-TEST_P(LogOutputTest, NobodyReadsForAWhile) {
+TEST(LogOutputTest, WhatIsReadComesAtOnce) {
+  for (const bool pipes : {true, false}) TryWhatIsReadComesAtOnce(pipes);
+}
+
+void TryNobodyReadsForAWhile(bool pipes) {
+  const Written written(pipes);
   int last = 0;
   // More than any pipe or socket takes, and than may wait.
   constexpr int kLines = 20'000;
-  for (; last < kLines; ++last) output_->Write(Line(last));
-  output_->Flush(0.01);
+  for (; last < kLines; ++last) written.output->Write(Line(last));
+  written.output->Flush(0.01);
   // All that was written first is there, in order; what came after it is counted.
   std::string expected;
   int kept = 0;
-  const std::string got = ReadUntil(ends_[0], "dropped");
+  const std::string got = ReadUntil(written.ends[0], "dropped");
   const size_t notice = got.rfind("dropped");
   ASSERT_NE(notice, std::string::npos) << got.substr(got.size() - 200);
   for (; expected.size() < notice; ++kept) expected += Line(kept);
@@ -69,22 +73,27 @@ TEST_P(LogOutputTest, NobodyReadsForAWhile) {
   EXPECT_GE(expected.size(), kLimit);
   EXPECT_LT(kept, kLines);
   EXPECT_EQ(got.substr(notice), Notice(kLines - kept));
-  output_->Flush(60);
-  output_->Write(Line(last));
-  EXPECT_EQ(ReadUntil(ends_[0], "line"), Line(last));
+  written.output->Flush(60);
+  written.output->Write(Line(last));
+  EXPECT_EQ(ReadUntil(written.ends[0], "line"), Line(last));
 }
 
-TEST_P(LogOutputTest, AChildOwnsNothingThatWaits) {
-  for (int i = 0; i < 5000; ++i) output_->Write(Line(i));
+TEST(LogOutputTest, NobodyReadsForAWhile) {
+  for (const bool pipes : {true, false}) TryNobodyReadsForAWhile(pipes);
+}
+
+void TryAChildOwnsNothingThatWaits(bool pipes) {
+  const Written written(pipes);
+  for (int i = 0; i < 5000; ++i) written.output->Write(Line(i));
   int mine[2];
   ASSERT_EQ(pipe(mine), 0);
-  output_->BeforeFork();
+  written.output->BeforeFork();
   const pid_t child = fork();
-  output_->AfterFork(child == 0);
+  written.output->AfterFork(child == 0);
   if (child == 0) {
-    dup2(mine[1], ends_[1]);
-    output_->Write("from the child\n");
-    output_->Flush(60);
+    dup2(mine[1], written.ends[1]);
+    written.output->Write("from the child\n");
+    written.output->Flush(60);
     _exit(0);
   }
   int status = -1;
@@ -94,8 +103,9 @@ TEST_P(LogOutputTest, AChildOwnsNothingThatWaits) {
   EXPECT_EQ(ReadUntil(mine[0], "from"), "from the child\n");
 }
 
-INSTANTIATE_TEST_SUITE_P(Ends, LogOutputTest, testing::Bool(),
-                         [](const auto& info) { return info.param ? "Pipe" : "Socket"; });
+TEST(LogOutputTest, AChildOwnsNothingThatWaits) {
+  for (const bool pipes : {true, false}) TryAChildOwnsNothingThatWaits(pipes);
+}
 
 }  // namespace
 }  // namespace ps

@@ -87,7 +87,7 @@ class SchedulerMembership : public testing::Test {
     message.meta.control.cmd = Control::ADD_NODE;
     message.meta.body = "protocol=" + std::to_string(kProtocol) +
                         " workers=" + std::to_string(workers) +
-                        " servers=" + std::to_string(servers) + " link=0";
+                        " servers=" + std::to_string(servers) + " link=0 probe=0";
     Node node;
     node.role = role;
     node.aux_id = role == Node::WORKER ? rank : -1;

@@ -3,6 +3,7 @@
 // most.
 #include <fuzzer/FuzzedDataProvider.h>
 
+#include <algorithm>
 #include <atomic>
 #include <set>
 #include <string>
@@ -83,7 +84,8 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
       message.meta.body =
           "protocol=5 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
           " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2)) +
-          " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000));
+          " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000)) +
+          " probe=" + std::to_string(std::max(data->ConsumeIntegralInRange<int>(-9, 3), 0));
   }
   return message;
 }

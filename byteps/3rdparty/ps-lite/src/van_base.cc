@@ -79,6 +79,12 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   self.port = port;
   SetNode(self);
   if (is_scheduler_) scheduler_.port = port;
+  if (port != 0 && post->handlers().on_event) {
+    MembershipEvent event;
+    event.kind = MembershipEvent::kListens;
+    event.node = self;
+    post->handlers().on_event(event);
+  }
   Connect(scheduler_);
   receiver_thread_ = std::make_unique<std::thread>(&Van::Receiving, this);
   pthread_setname_np(receiver_thread_->native_handle(), "bps-control");

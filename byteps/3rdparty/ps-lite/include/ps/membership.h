@@ -8,7 +8,7 @@
 //
 //   node                              scheduler
 //    | -- ADD_NODE (role, rank, counts) --> |  checks, gives an id
-//    | <-- WELCOME (id) or REFUSED (why) -- |
+//    | <-- WELCOME (id) or REFUSED (why) -- |  to a probe always REFUSED: with what it would say
 //    | <-- ADD_NODE (servers, to workers) - |  once all have registered; with the slowest worker's
 //    |                                      |  link
 //    | -- HEARTBEAT --> <-- HEARTBEAT ----- |  as long as the job lives; a node's may carry a
@@ -66,6 +66,16 @@ struct JobFailed : public dmlc::Error {
   using dmlc::Error::Error;
 };
 
+// The scheduler did not say anything in time.
+struct NoAnswer : public dmlc::Error {
+  using dmlc::Error::Error;
+};
+
+// What a probe ends with where the scheduler would admit this node (MembershipSettings::probe).
+struct WouldBeAdmitted : public dmlc::Error {
+  using dmlc::Error::Error;
+};
+
 // How membership reaches other nodes.  A van is behind it, or a test.
 class MembershipLinks {
  public:
@@ -98,10 +108,13 @@ struct MembershipSettings {
   // Such a scheduler gives up when no worker comes for so long after a failure; 0: never.
   double keep_timeout_s = 1800;
   int link_mbps = 0;  // of a worker's network card; 0: what the card says
+  // More than 0: Join asks whether so many nodes like this one would be admitted, and joins
+  // nothing; a scheduler admits nobody.
+  int probe = 0;
 
   // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
-  // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP and
-  // BYTEPS_KEEP_TIMEOUT_S.
+  // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP,
+  // BYTEPS_KEEP_TIMEOUT_S and BYTEPS_PROBE.
   static MembershipSettings FromEnvironment();
 };
 
@@ -118,9 +131,13 @@ double HeartbeatSeconds(double peer_timeout_s);
 struct MembershipEvent {
   enum Kind {
     kFailed,    // the job cannot go on; `reason` says why
-    kNodeLeft,  // the worker of `rank` left and will send nothing more
+    kNodeLeft,  // the worker of `rank` left and will send nothing more; to servers and scheduler
     kEnded,     // every worker left; `suspended` tells whether they come back
     kReported,  // scheduler: `node_id` sent `report`
+    kListens,   // this process is `node`, and others can connect to it
+    kWelcomed,  // the scheduler admitted this process as `node`; others may be missing
+    kAdmitted,  // scheduler: `node` is in the job, which has the numbers below now
+    kComplete,  // scheduler: nobody is missing
   };
   Kind kind;
   int rank = -1;
@@ -128,6 +145,16 @@ struct MembershipEvent {
   // Of kFailed, on a scheduler that goes on: the incarnation that it waits for now.  0: none.
   int next_incarnation = 0;
   std::string reason;
+  // The place in the source that found a failure.
+  const char* file = "";
+  int line = 0;
+  Node node;
+  // Of kAdmitted, kComplete, and kNodeLeft on the scheduler.
+  int incarnation = 0;
+  int workers = 0;
+  int servers = 0;
+  int expected_workers = -1;
+  int expected_servers = -1;
   int node_id = Node::kEmpty;
   std::string report;
 };
@@ -146,6 +173,7 @@ struct JobView {
   int workers = -1;     // that the job should have; -1: not known yet
   int servers = -1;
   std::vector<Peer> peers;
+  std::string missing;  // while it gathers: "worker 3, worker 7, 2 servers"
 };
 
 class Membership {
@@ -159,9 +187,10 @@ class Membership {
   ~Membership();
 
   // On the scheduler: begins to admit nodes, and returns.  On another node:
-  // registers and blocks until every node has.  Throws dmlc::Error when the
-  // scheduler does not answer, refuses, or gives up; ComeAgain when it would take this node later,
-  // and JobFailed when the job failed after it had taken this node.
+  // registers and blocks until every node has.  Throws dmlc::Error when the scheduler refuses or
+  // gives up, NoAnswer when it does not answer, ComeAgain when it would take this node later,
+  // and JobFailed when the job failed after it had taken this node.  A probe ends with one of these
+  // or with WouldBeAdmitted.
   void Join();
 
   // On a worker: says goodbye and waits, a few seconds at most, for the answer.  With a failure the
@@ -224,6 +253,7 @@ class Membership {
     int workers = -1;  // -1: whatever the job has
     int servers = -1;
     int link_mbps = 0;  // of a worker's network card; 0: not known
+    int probe = 0;      // it asks for so many nodes, and does not join
   };
   // Whether the sender may send it to this node.
   bool MayHave(const Message& msg);
@@ -233,8 +263,10 @@ class Membership {
   void Send(Control::Command command, int recver, const std::string& body = "",
             const std::vector<Node>& nodes = {});
   void Emit(const MembershipEvent& event);
-  void EmitFailure(const std::string& reason, int next_incarnation = 0);
-  void Fail(const std::string& reason);
+  // The place is that of the call, unless another one is given: what found the failure.
+  void EmitFailure(const std::string& reason, int next_incarnation, const char* file, int line);
+  void Fail(const std::string& reason, const char* file = __builtin_FILE(),
+            int line = __builtin_LINE());
   void TimerLoop();
 
   // Scheduler's part.
@@ -247,13 +279,20 @@ class Membership {
   bool Admit(const Claim& claim, const Node& node) PS_REQUIRES(mu_);
   bool IsComplete() PS_REQUIRES(mu_);
   void Refuse(const Node& node, const std::string& why, bool later);
+  // Sends REFUSED with `body` to a node that is not in the job, and closes its connection.
+  void SendAway(const Node& node, const std::string& body);
+  void AnswerProbe(const Node& node, const Claim& claim);
+  // Why so many nodes like `node` could not be admitted, one after the other; empty: they could.
+  std::string VerdictOnProbe(const Node& node, const Claim& claim, bool* later) PS_REQUIRES(mu_);
+  void EmitProgress(MembershipEvent::Kind kind, const Node& node);
   void AdmitAll();
   void OnFarewell(int node_id, const std::string& text);
   void OnLeave(int node_id, bool suspend);
   void TellOfDepartures();
   void EndJob();
   // `for_good`: the scheduler is told to end.
-  void FailJob(const std::string& reason, bool for_good = false);
+  void FailJob(const std::string& reason, bool for_good = false,
+               const char* file = __builtin_FILE(), int line = __builtin_LINE());
   void BeginIncarnation();
   // Why nobody needs to be waited for any more; empty: not so.
   std::string ReasonToGiveUp(Clock::time_point now) PS_REQUIRES(mu_);
@@ -274,6 +313,8 @@ class Membership {
 
   // The other nodes' part.
   void OnAdmission(const Message& msg);
+  // Whether `body`, of a REFUSED, answers this node's probe.
+  bool OnProbeAnswer(const std::string& body);
   void OnNodeLeft(const Node& node);
   void CheckScheduler(Clock::time_point now);
   void ReportBrokenLink();
@@ -291,9 +332,12 @@ class Membership {
   State state_ PS_GUARDED_BY(mu_) = State::kJoining;
   std::string failure_
       PS_GUARDED_BY(mu_);  // on a scheduler that keeps the cluster: of the last incarnation
+  const char* failure_file_ PS_GUARDED_BY(mu_) = "";  // what found it
+  int failure_line_ PS_GUARDED_BY(mu_) = 0;
   int incarnation_ PS_GUARDED_BY(mu_) = 1;
   Clock::time_point incarnation_begun_ PS_GUARDED_BY(mu_);
   bool come_again_ PS_GUARDED_BY(mu_) = false;
+  bool would_be_admitted_ PS_GUARDED_BY(mu_) = false;
   std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
   std::map<int, Peer> peers_ PS_GUARDED_BY(mu_);  // by node id; on the scheduler without itself
   int expected_workers_ PS_GUARDED_BY(mu_) = 0;

@@ -62,6 +62,7 @@ MembershipSettings MembershipSettings::FromEnvironment() {
   settings.rank = GetEnv("DMLC_WORKER_ID", -1);
   settings.rejoin = GetEnv("BYTEPS_REJOIN", 0) != 0;
   settings.link_mbps = static_cast<int>(std::min(Number("BYTEPS_LINK_GBPS", 0) * 1000, kMostMbps));
+  settings.probe = GetEnv("BYTEPS_PROBE", 0);
   settings.keep = GetEnv("BYTEPS_KEEP", 0) != 0;
   settings.keep_timeout_s = Number("BYTEPS_KEEP_TIMEOUT_S", settings.keep_timeout_s);
   return settings;
@@ -89,16 +90,17 @@ void Membership::Stop() {
 std::string Membership::PackClaim(const Claim& claim) {
   std::ostringstream text;
   text << "protocol=" << claim.protocol << " workers=" << claim.workers
-       << " servers=" << claim.servers << " link=" << claim.link_mbps;
+       << " servers=" << claim.servers << " link=" << claim.link_mbps << " probe=" << claim.probe;
   return text.str();
 }
 
 bool Membership::ParseClaim(const std::string& text, Claim* claim) {
   // So many digits fit into an int, whatever comes.
-  const int found = sscanf(text.c_str(), "protocol=%9d workers=%9d servers=%9d link=%9d",
-                           &claim->protocol, &claim->workers, &claim->servers, &claim->link_mbps);
-  return found == 4 && claim->link_mbps >= 0 && claim->workers <= kMaxNodes &&
-         claim->servers <= kMaxNodes;
+  const int found =
+      sscanf(text.c_str(), "protocol=%9d workers=%9d servers=%9d link=%9d probe=%9d",
+             &claim->protocol, &claim->workers, &claim->servers, &claim->link_mbps, &claim->probe);
+  return found == 5 && claim->link_mbps >= 0 && claim->workers <= kMaxNodes &&
+         claim->servers <= kMaxNodes && claim->probe >= 0 && claim->probe <= kMaxNodes;
 }
 
 void Membership::Send(Control::Command command, int recver, const std::string& body,
@@ -115,22 +117,27 @@ void Membership::Emit(const MembershipEvent& event) {
   if (listener_) listener_(event);
 }
 
-void Membership::Fail(const std::string& reason) {
+void Membership::Fail(const std::string& reason, const char* file, int line) {
   {
     MutexLock lock(&mu_);
     if (state_ != State::kJoining && state_ != State::kActive) return;
     state_ = State::kFailed;
     failure_ = reason;
+    failure_file_ = file;
+    failure_line_ = line;
   }
   cond_.NotifyAll();
-  EmitFailure(reason);
+  EmitFailure(reason, 0, file, line);
 }
 
-void Membership::EmitFailure(const std::string& reason, int next_incarnation) {
+void Membership::EmitFailure(const std::string& reason, int next_incarnation, const char* file,
+                             int line) {
   MembershipEvent event;
   event.kind = MembershipEvent::kFailed;
   event.next_incarnation = next_incarnation;
   event.reason = reason;
+  event.file = file;
+  event.line = line;
   Emit(event);
 }
 
@@ -161,6 +168,7 @@ void Membership::Join() {
   int incarnation = 0;
   Claim claim;
   claim.protocol = membership::kProtocol;
+  claim.probe = settings_.probe;
   {
     MutexLock lock(&mu_);
     scheduler_heard_ = Clock::now();
@@ -190,17 +198,18 @@ void Membership::Join() {
   cond_.WaitUntil(&mu_, deadline,
                   [this]() PS_REQUIRES(mu_) { return welcomed_ || state_ != State::kJoining; });
   if (state_ == State::kJoining && !welcomed_) {
-    throw dmlc::Error("the " + SchedulerName() + " did not answer within " +
-                      Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S"));
+    throw NoAnswer("the " + SchedulerName() + " did not answer within " +
+                   Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S"));
   }
   // The scheduler answers; it also gives up when nodes stay away, and says who.
   // Should it vanish meanwhile, the timer thread notices.
   cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return state_ != State::kJoining; });
   // A short job may even have ended before this thread woke.
   if (state_ != State::kFailed) return;
+  if (would_be_admitted_) throw WouldBeAdmitted(failure_);
   if (come_again_) throw ComeAgain(failure_);
-  if (welcomed_) throw JobFailed(failure_);
-  throw dmlc::Error(failure_);
+  if (welcomed_) throw JobFailed(failure_, failure_file_, failure_line_);
+  throw dmlc::Error(failure_, failure_file_, failure_line_);
 }
 
 void Membership::Leave(const Farewell& farewell) {
@@ -258,12 +267,19 @@ void Membership::Handle(const Message& msg) {
       if (control.node.size() == 1) links_->SetSelf(control.node[0]);
       // The scheduler's number when this node connected may have been that of the last incarnation.
       links_->SetIncarnation(atoi(msg.meta.body.c_str()));
-      MutexLock lock(&mu_);
-      welcomed_ = true;
-      cond_.NotifyAll();
+      {
+        MutexLock lock(&mu_);
+        welcomed_ = true;
+        cond_.NotifyAll();
+      }
+      MembershipEvent event;
+      event.kind = MembershipEvent::kWelcomed;
+      event.node = links_->self();
+      Emit(event);
       return;
     }
     case Control::REFUSED:
+      if (OnProbeAnswer(msg.meta.body)) return;
       if (BeginsWith(msg.meta.body, membership::kAgain)) {
         // Only Join hears of it: nothing has failed yet.
         MutexLock lock(&mu_);

@@ -42,6 +42,7 @@ void Membership::OnNodeLeft(const Node& node) {
   MembershipEvent event;
   event.kind = MembershipEvent::kNodeLeft;
   event.rank = Postoffice::IDtoRank(node.id);
+  event.node = node;
   event.reason = Describe(node) + " left the job";
   Emit(event);
 }

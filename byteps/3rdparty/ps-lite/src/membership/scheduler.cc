@@ -89,6 +89,7 @@ void Membership::Register(const Message& msg) {
   Claim claim;
   // Another protocol may say something else than this one.
   if (!ParseClaim(msg.meta.body, &claim) && claim.protocol == kProtocol) claim.protocol = -1;
+  if (claim.probe > 0) return AnswerProbe(node, claim);
   std::string refusal;
   bool later = false;
   int incarnation = 0;
@@ -115,7 +116,10 @@ void Membership::Register(const Message& msg) {
   if (!refusal.empty()) return Refuse(node, refusal, later);
   Send(Control::WELCOME, node.id, std::to_string(incarnation), {node});
   PS_VLOG(1) << "admitted " << Describe(node);
-  if (complete) AdmitAll();
+  EmitProgress(MembershipEvent::kAdmitted, node);
+  if (!complete) return;
+  AdmitAll();
+  EmitProgress(MembershipEvent::kComplete, node);
 }
 
 std::string Membership::Assign(const Claim& claim, Node* node, bool* later) {
@@ -167,13 +171,17 @@ void Membership::Refuse(const Node& node, const std::string& why, bool later) {
   } else {
     LOG(WARNING) << reason;
   }
+  SendAway(node, (later ? membership::kAgain : "") + reason);
+}
+
+void Membership::SendAway(const Node& node, const std::string& body) {
   Node target = node;
   {
     MutexLock lock(&mu_);
     target.id = membership::kRefusedBase + refused_++;
   }
   links_->Connect(target);
-  Send(Control::REFUSED, target.id, (later ? membership::kAgain : "") + reason);
+  Send(Control::REFUSED, target.id, body);
   links_->Disconnect(target.id);
 }
 
@@ -278,6 +286,7 @@ JobView Membership::View() {
     view.phase = JobView::kEnded;
   } else {
     view.phase = IsComplete() ? JobView::kRunning : JobView::kGathering;
+    if (view.phase == JobView::kGathering) view.missing = WhoIsMissing();
   }
   return view;
 }
@@ -309,7 +318,7 @@ void Membership::CheckPeers(Clock::time_point now) {
   if (!last_reason.empty()) FailJob(last_reason, true);
 }
 
-void Membership::FailJob(const std::string& reason, bool for_good) {
+void Membership::FailJob(const std::string& reason, bool for_good, const char* file, int line) {
   std::vector<int> receivers;
   const bool goes_on = settings_.keep && !for_good;
   int next = 0;
@@ -326,7 +335,7 @@ void Membership::FailJob(const std::string& reason, bool for_good) {
   }
   cond_.NotifyAll();
   for (int id : receivers) Send(Control::JOB_FAILED, id, reason);
-  EmitFailure(reason, next);
+  EmitFailure(reason, next, file, line);
   if (goes_on) BeginIncarnation();
 }
 
@@ -397,6 +406,7 @@ void Membership::OnLeave(int node_id, bool suspend) {
     all_left = all_left && Count(Node::WORKER) == expected_workers_;
   }
   Send(Control::NODE_LEFT, node_id, "", {who});
+  EmitProgress(MembershipEvent::kNodeLeft, who);
   if (all_left) return EndJob();
   cond_.NotifyAll();  // the timer has something to do soon
 }

@@ -13,6 +13,8 @@ namespace membership {
 constexpr int kProtocol = 5;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
+// And one whose receiver asked, and would be admitted.
+constexpr char kWould[] = "would: ";
 // How long after its connection closed the scheduler's last word may still come, or its
 // word on a peer whose connection broke.
 constexpr double kLastWordSeconds = 0.5;

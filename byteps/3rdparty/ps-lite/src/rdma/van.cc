@@ -86,7 +86,8 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     self.hostname = host;
     self.port = bound;
     SetNode(self);
-    connector_->Run();
+    // Where it is only looked whether a scheduler can listen, nobody is answered.
+    if (!scheduler || GetEnv("BYTEPS_PROBE", 0) == 0) connector_->Run();
     return bound;
   } catch (const dmlc::Error& e) {
     connector_.reset();

@@ -43,6 +43,11 @@ Device::Device(ibv_context* context, int port)
   if (int error = ibv_query_port(context_, port_, &attributes)) {
     Throw("cannot query port " + std::to_string(port_) + " of " + name(), error);
   }
+  if (attributes.state < IBV_PORT_ACTIVE) {
+    throw dmlc::Error("port " + std::to_string(port_) + " of " + name() +
+                      " is not active: look at its cable, at its network interface, and at the "
+                      "subnet manager where it is InfiniBand (`rdma link` shows its state)");
+  }
   max_message_bytes_ = attributes.max_msg_sz;
   pd_.reset(ibv_alloc_pd(context_));
   if (!pd_) Throw("cannot make a protection domain on " + name(), errno);

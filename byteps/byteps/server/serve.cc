@@ -1,0 +1,383 @@
+#include "byteps/server/serve.h"
+
+#include <malloc.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "byteps/base/config.h"
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
+#include "byteps/cluster/session.h"
+#include "byteps/observe/metrics_server.h"
+#include "byteps/observe/status_board.h"
+#include "byteps/observe/status_server.h"
+#include "byteps/server/health.h"
+#include "byteps/server/job_log.h"
+#include "byteps/server/sum_server.h"
+#include "ps/log_line.h"
+#include "ps/mutex.h"
+#include "ps/nowhere.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// A node is shown as silent when it has missed two.
+constexpr double kMissedHeartbeats = 2.5;
+// How often a server that was told to end looks whether its sums are complete.
+constexpr auto kDrainLook = std::chrono::milliseconds(2);
+// What the last answers may take to arrive.
+constexpr auto kArrivalLimit = std::chrono::seconds(1);
+// Before a server that outlived a job joins the next one: a job may fail as soon as it is joined.
+constexpr auto kRejoinPause = std::chrono::milliseconds(50);
+// What is left to the process after a second signal, to tell the others why.
+constexpr unsigned kSecondSignalSeconds = 3;
+constexpr int64_t kLookMs = 10'000;
+
+// What the handlers tell the main thread, which sleeps on `fd`.
+struct Outcome {
+  ps::Mutex mu;
+  bool ended PS_GUARDED_BY(mu) = false;
+  bool suspended PS_GUARDED_BY(mu) = false;
+  std::string failure PS_GUARDED_BY(mu);
+  // What found it.
+  const char* file PS_GUARDED_BY(mu) = "";
+  int line PS_GUARDED_BY(mu) = 0;
+};
+
+int wake_fd = -1;
+// The kernel chooses which thread runs the handler; the main thread reads these.
+std::atomic<int> caught_signal{0};
+std::atomic<int> signal_count{0};
+static_assert(std::atomic<int>::is_always_lock_free, "a handler may take no lock");
+
+void Wake() {
+  const uint64_t one = 1;
+  // A full counter (EAGAIN) has woken the reader already.
+  if (write(wake_fd, &one, sizeof(one)) < 0 && errno != EAGAIN) abort();
+}
+
+void OnSignal(int number) {
+  caught_signal = number;
+  // Whatever keeps the process then, the kernel ends it.
+  if (++signal_count == 2) alarm(kSecondSignalSeconds);
+  Wake();
+}
+
+int StatusOfSignal() {
+  return 128 + (caught_signal == kParentEnded ? SIGTERM : caught_signal.load());
+}
+
+void OnAlarm(int) { _exit(StatusOfSignal()); }
+
+// Joining blocks until the cluster is complete and looks at no flag: until then a
+// signal ends the process by itself (SIG_DFL).
+void SetSignalHandlers(void (*handler)(int)) {
+  struct sigaction action;
+  memset(&action, 0, sizeof(action));
+  action.sa_handler = handler;
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  if (handler == SIG_DFL) action.sa_handler = &Parent::EndAtOnce;
+  sigaction(kParentEnded, &action, nullptr);
+  action.sa_handler = OnAlarm;
+  sigaction(SIGALRM, &action, nullptr);
+  action.sa_handler = SIG_IGN;
+  sigaction(SIGPIPE, &action, nullptr);
+}
+
+// Readers see the whole file or none.
+void WritePortFile(const std::string& path, const Session& session) {
+  const std::string part = path + ".part";
+  std::ofstream out(part);
+  out << session.host() << " " << session.port() << "\n";
+  out.close();
+  if (!out || rename(part.c_str(), path.c_str()) != 0) {
+    throw Error("cannot write --port-file " + path + ": " + strerror(errno));
+  }
+}
+
+// What a server or scheduler says when it is asked how it is.  Thread-safe.
+class HealthReport {
+ public:
+  explicit HealthReport(Role role) : role_(role) {}
+
+  // `server`: null of a scheduler.
+  void Joined(int rank, Server* server) {
+    ps::MutexLock lock(&mu_);
+    rank_ = rank;
+    joined_ = true;
+    server_ = server;
+  }
+  // To be called before the server is destroyed.
+  void Left() {
+    ps::MutexLock lock(&mu_);
+    joined_ = false;
+    server_ = nullptr;
+  }
+
+  std::string Describe() {
+    ps::MutexLock lock(&mu_);
+    std::string text = NameOf(role_);
+    if (!joined_) return text + " waits for the job to gather";
+    if (role_ == Role::kServer) text += " " + std::to_string(rank_);
+    text += " serves";
+    if (server_ == nullptr) return text;
+    // Reading these takes the server's locks: one that is stuck does not answer.
+    for (const Metric& metric : server_->Metrics()) {
+      if (metric.kind == Metric::kHistogram || !metric.labels.empty()) continue;
+      char value[32];
+      snprintf(value, sizeof(value), "%.15g", metric.value);
+      text += " " + metric.name + "=" + value;
+    }
+    return text;
+  }
+
+ private:
+  const Role role_;
+  ps::Mutex mu_;
+  int rank_ PS_GUARDED_BY(mu_) = -1;
+  bool joined_ PS_GUARDED_BY(mu_) = false;
+  Server* server_ PS_GUARDED_BY(mu_) = nullptr;
+};
+
+// Sleeps until the job has an outcome or a signal came.  The scheduler looks now and then who is
+// missing.
+void WaitForOutcome(Role role, Outcome* outcome, Session* session, JobLog* log) {
+  while (true) {
+    int limit_ms = -1;
+    if (role == Role::kScheduler) {
+      const auto now = JobLog::Clock::now();
+      const auto pause = log->Look(session->View(), now) - now;
+      // Another event may make the next look due sooner.
+      limit_ms = static_cast<int>(std::min<int64_t>(
+          std::chrono::duration_cast<std::chrono::milliseconds>(pause).count() + 1, kLookMs));
+    }
+    {
+      ps::MutexLock lock(&outcome->mu);
+      if (outcome->ended || !outcome->failure.empty() || caught_signal != 0) return;
+    }
+    pollfd item{wake_fd, POLLIN, 0};
+    if (poll(&item, 1, limit_ms) > 0) {
+      uint64_t count;
+      if (read(wake_fd, &count, sizeof(count)) < 0 && errno != EAGAIN) abort();
+    }
+  }
+}
+
+// What the scheduler or a server hears of its job, for the main thread.
+class Node : public ChannelUser {
+ public:
+  // `server` is null on the scheduler, `board` on a server.
+  Node(Server* server, StatusBoard* board, JobLog* log, Outcome* outcome)
+      : server_(server), board_(board), log_(log), outcome_(outcome) {}
+
+  void OnMessage(ps::Message* msg) override {
+    if (server_ != nullptr) server_->OnMessage(msg);
+  }
+
+  char* PlaceFor(const ps::Meta& meta, size_t bytes) override {
+    return server_ != nullptr && server_->Expects(meta, bytes) ? nullptr : ps::Nowhere();
+  }
+
+  void OnEvent(const ps::MembershipEvent& event) override {
+    log_->OnEvent(event);
+    if (event.kind == ps::MembershipEvent::kNodeLeft && server_ != nullptr) {
+      server_->OnWorkerGone(event.rank, event.reason);
+      return;
+    }
+    if (event.kind == ps::MembershipEvent::kReported) {
+      if (board_ != nullptr) board_->OnReport(event.node_id, event.report);
+      return;
+    }
+    const bool is_scheduler = server_ == nullptr;
+    if (event.kind == ps::MembershipEvent::kFailed && event.next_incarnation > 0) {
+      if (board_ != nullptr) board_->OnIncarnation();
+      ps::WriteLogLine('W', event.file, event.line,
+                       "incarnation " + std::to_string(event.next_incarnation - 1) +
+                           " of the job failed: " + event.reason + "; waiting for incarnation " +
+                           std::to_string(event.next_incarnation));
+      return;
+    }
+    ps::MutexLock lock(&outcome_->mu);
+    if (event.kind == ps::MembershipEvent::kFailed && outcome_->failure.empty()) {
+      outcome_->failure = event.reason;
+      outcome_->file = event.file;
+      outcome_->line = event.line;
+    }
+    // The scheduler stays for those who come back.
+    if (event.kind == ps::MembershipEvent::kEnded && !(is_scheduler && event.suspended)) {
+      outcome_->ended = true;
+      outcome_->suspended = event.suspended;
+    }
+    Wake();
+  }
+
+  std::string Report() override { return server_ != nullptr ? server_->Report() : ""; }
+
+ private:
+  Server* const server_;
+  StatusBoard* const board_;
+  JobLog* const log_;
+  Outcome* const outcome_;
+};
+
+// Told to end by a signal: a server finishes the sums that some workers have pushed and others
+// have not, no longer than BYTEPS_STOP_TIMEOUT_S, and ends the job, so that everybody learns why.
+// A second signal, or the end of the job, ends the wait.
+void EndByOrder(const Config& config, const Parent& parent, Server* server, Session* session,
+                Outcome* outcome) {
+  if (caught_signal == kParentEnded) {  // no sum that a rank lacks will be complete
+    session->StopByOrder(parent.How());
+    return;
+  }
+  const auto deadline = std::chrono::steady_clock::now() +
+                        std::chrono::duration<double>(config.Float("BYTEPS_STOP_TIMEOUT_S"));
+  const int signals = signal_count;
+  const auto over = [outcome] {
+    ps::MutexLock lock(&outcome->mu);
+    return outcome->ended || !outcome->failure.empty();
+  };
+  bool drained = server == nullptr || server->OpenRounds() == 0;
+  while (!drained && !over() && signal_count == signals &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kDrainLook);
+    drained = server->OpenRounds() == 0;
+  }
+  // Who heard of the end before its sum has come would fail without it.
+  const auto arrived_by = std::chrono::steady_clock::now() + kArrivalLimit;
+  while (drained && !session->AllArrived() && !over() && signal_count == signals &&
+         std::chrono::steady_clock::now() < arrived_by) {
+    std::this_thread::sleep_for(kDrainLook);
+  }
+  if (over()) return;
+  session->StopByOrder(std::string("stopped by order (") +
+                       (caught_signal == SIGINT ? "SIGINT" : "SIGTERM") + ")" +
+                       (drained ? "" : " before the sums under way were complete"));
+}
+
+// What the last incarnation has used goes back to the kernel.  The C library would keep it, in the
+// arenas of threads that are gone, and the threads of this one may get other arenas.
+void ReturnMemory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
+// Serves one job.  Throws JobFailedError when it fails, another Error when it cannot be joined.
+void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoin, const std::string& port_file,
+               HealthReport* health, StatusBoard* board, JobLog* log, Outcome* outcome) {
+  SessionOptions options;
+  options.role = role;
+  options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
+  options.num_servers = static_cast<int>(config.Int("DMLC_NUM_SERVER"));
+  options.rejoin = rejoin;
+  Session session(config, options);
+  std::unique_ptr<Server> server;
+  std::unique_ptr<MetricsServer> metrics_server;
+  if (role == Role::kServer) {
+    server = std::make_unique<Server>(config, &session);
+    const MetricsSource source{Role::kServer, [&server] { return server->rank(); },
+                               [&server] { return server->Metrics(); }};
+    const int local_rank = static_cast<int>(config.Int("BYTEPS_LOCAL_RANK"));
+    metrics_server = MetricsServer::Make(config, local_rank, source);
+  }
+  Node node(server.get(), board, log, outcome);
+  SetSignalHandlers(SIG_DFL);
+  if (caught_signal != 0) return;  // after the last job, before this one
+  if (rejoin) log->OnRestart();
+  session.Start(&node);
+  if (rejoin) ReturnMemory();  // only now is the last session's transport gone
+  if (server) {
+    server->SetRank(session.rank());
+    log->OnComplete(session.rank(), config.Bool("BYTEPS_KEEP") ? -1 : options.num_workers);
+  }
+  health->Joined(session.rank(), server.get());
+  const struct Leaver {
+    HealthReport* health;
+    ~Leaver() { health->Left(); }
+  } leaver{health};
+  SetSignalHandlers(OnSignal);
+  try {
+    if (!port_file.empty()) WritePortFile(port_file, session);
+    if (board != nullptr) {
+      board->Attach(session.host(), session.port(), [&session] { return session.View(); });
+    }
+    WaitForOutcome(role, outcome, &session, log);
+    if (caught_signal != 0) EndByOrder(config, parent, server.get(), &session, outcome);
+  } catch (...) {
+    if (board != nullptr) board->Detach();
+    session.Stop();
+    throw;
+  }
+  if (board != nullptr) board->Detach();
+  session.Stop();
+  ps::MutexLock lock(&outcome->mu);
+  if (!outcome->failure.empty()) {
+    throw JobFailedError(outcome->failure, outcome->file, outcome->line);
+  }
+}
+
+}  // namespace
+
+int CaughtSignal() { return caught_signal; }
+
+int SignalStatus() { return StatusOfSignal(); }
+
+int Serve(const Arguments& arguments, const Parent& parent, const char* version) {
+  const Config config = Config::FromEnvironment();
+  const Role role = ChooseRole(arguments, config);
+  SetDefaultLogLevel(LogLevel::INFO);
+  ps::SetLogIdentity(NameOf(role), role == Role::kScheduler ? 0 : -1);
+  WarnOfUnknownVariables();
+  CheckAddress(config, role);
+  wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (wake_fd < 0) throw Error(std::string("eventfd: ") + strerror(errno));
+  JobLog log(config, role, version);
+  HealthReport health(role);
+  std::unique_ptr<HealthServer> health_server;
+  if (const std::string& path = config.String("BYTEPS_HEALTH_SOCKET"); !path.empty()) {
+    health_server = std::make_unique<HealthServer>(path, [&health] { return health.Describe(); });
+  }
+  std::unique_ptr<StatusBoard> board;
+  std::unique_ptr<StatusServer> status_server;
+  if (role == Role::kScheduler) {
+    board = std::make_unique<StatusBoard>(
+        version, kMissedHeartbeats * ps::HeartbeatSeconds(config.Float("BYTEPS_PEER_TIMEOUT_S")));
+    status_server = StatusServer::Make(config, board.get());
+  }
+  // A scheduler that keeps the cluster stays in its session through all incarnations.
+  const bool keep = role == Role::kServer && config.Bool("BYTEPS_KEEP");
+  for (bool rejoin = false;; rejoin = true) {
+    Outcome outcome;
+    try {
+      ServeOnce(config, parent, role, rejoin, arguments.port_file, &health, board.get(), &log, &outcome);
+    } catch (const JobFailedError& e) {
+      if (!keep || caught_signal != 0) throw;
+      ps::WriteLogLine('W', e.file(), e.line(),
+                       std::string(e.what()) + "; waiting for the next incarnation of the job");
+      std::this_thread::sleep_for(kRejoinPause);
+      continue;
+    }
+    if (caught_signal != 0) return SignalStatus();
+    ps::MutexLock lock(&outcome.mu);
+    if (!outcome.suspended) return 0;
+  }
+}
+
+}  // namespace core
+}  // namespace byteps
