@@ -24,6 +24,7 @@ Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its 
                                         the same); default: nowhere
   --status-host HOST BYTEPS_STATUS_HOST show it at this address of the machine instead, without
                                         asking who reads; 0.0.0.0: at all
+  --check                               look whether the scheduler could run here, and start nothing
   --dry-run                             print the settings and the command, and do nothing
   -h, --help                            show this
 
@@ -31,12 +32,14 @@ These four have no default: --host, --port, --workers (but with --keep), --serve
 handed through; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 
 Exit status: 0 the job ended well; 1 a failure, for example a worker was lost; 2 a setting is missing
-or bad; 130 or 143 after Ctrl-C or SIGTERM.
+or bad; 130 or 143 after Ctrl-C or SIGTERM. Of --check: 0 it could run; 1 something is wrong; 2 a
+setting is.
 TEXT
 }
 
 port_file=
 dry_run=0
+check=0
 while (($#)); do
   case $1 in
     -h | --help) usage; exit 0 ;;
@@ -49,6 +52,7 @@ while (($#)); do
     --port-file) need_argument "$1" "$@"; port_file=$2; shift 2 ;;
     --status-port) need_argument "$1" "$@"; export BYTEPS_STATUS_PORT=$2; shift 2 ;;
     --status-host) need_argument "$1" "$@"; export BYTEPS_STATUS_HOST=$2; shift 2 ;;
+    --check) check=1; shift ;;
     --dry-run) dry_run=1; shift ;;
     *) die_usage "unknown setting: $1" ;;
   esac
@@ -69,6 +73,9 @@ export DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_SERVER DMLC_ROLE=scheduler
 server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
 command=("$server" --role scheduler)
 [[ -z $port_file ]] || command+=(--port-file "$port_file")
+if ((check)); then
+  exec "${command[@]}" --check
+fi
 if ((dry_run)); then
   show_command "${command[@]}"
   exit

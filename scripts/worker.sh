@@ -24,12 +24,15 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
                          with the workers, whose number is DMLC_NUM_WORKER (default: --nnodes times
                          --nproc-per-node). Beside a few machines of their own
                          (server.sh --instances) they let every network card work: docs/cost-model.md
-                         has the best numbers
+                         has the best numbers. Their BYTEPS_LOCAL_RANK follows those of the ranks, so
+                         that all have metrics at ports of their own
   --secret-file FILE     BYTEPS_SECRET_FILE  the job's secret, the same on every machine (with a
                          scheduler required, unless BYTEPS_SECRET is set, or BYTEPS_AUTH=0; the
                          embedded mode makes one)
   --node-host HOST       DMLC_NODE_HOST  this machine's own address (default: found out)
   --interface NAME       DMLC_INTERFACE  take that address from this interface (default: found out)
+  --check                look whether these ranks would be admitted, also to a job that runs, and
+                         start nothing; SCRIPT may be left out
   --dry-run              print the settings and the command, and do nothing
   -h, --help             show this
 
@@ -41,34 +44,86 @@ defaults): --nnodes --nproc-per-node --node-rank --master-addr --master-port --r
 --config-markdown' lists them.
 
 Exit status: torchrun's; 2 when a setting is missing or bad.
+Exit status of --check: 0 they would be admitted; 1 something is wrong; 2 a setting is; 3 nothing
+that can be seen here is wrong, but the scheduler does not answer.
 TEXT
 }
 
 servers=
+module=0
 local_servers=${BYTEPS_LOCAL_SERVERS:-0}
 nnodes=1
 nproc=1
+node_rank=
 dry_run=0
+check=0
 launcher=()
 script=()
 
 # set_size FLAG VALUE: torchrun's, which the local servers have to know too.
 set_size() {
   launcher+=("$1=$2")
-  if [[ $1 == --nnodes ]]; then nnodes=$2; else nproc=$2; fi
+  case $1 in
+    --nnodes) nnodes=$2 ;;
+    --node-rank) node_rank=$2 ;;
+    *) nproc=$2 ;;
+  esac
+}
+
+# is_number TEXT...: whether each is a whole number.
+is_number() {
+  local text
+  for text in "$@"; do [[ $text =~ ^[0-9]{1,5}$ ]] || return 1; done
+}
+
+# check_workers asks what the ranks of this machine would be told, and returns the exit status.
+check_workers() {
+  local server ranks=1 wrong=0 status=0
+  if ((${#script[@]})) && [[ ${script[0]} != -* && ! -e ${script[0]} ]] && ((!module)); then
+    echo "WRONG there is no script ${script[0]}"
+    wrong=1
+  fi
+  # To import them would take seconds.
+  if ! "$python" -c 'import importlib.util as u, sys
+sys.exit(not (u.find_spec("torch") and u.find_spec("byteps")))'; then
+    echo "WRONG $python has no torch, or no byteps"
+    wrong=1
+  fi
+  server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
+  if [[ -z ${DMLC_PS_ROOT_URI:-} ]]; then
+    "$server" --print-config >/dev/null || return $?
+    echo "ok    the settings of a worker; no scheduler is given: the job starts its own (embedded mode)"
+    return "$wrong"
+  fi
+  if is_number "$nproc"; then
+    ranks=$((10#$nproc))
+    # What torchrun will say, as far as it is known before.
+    [[ -n $node_rank || $nnodes != 1 ]] || node_rank=0
+    if is_number "$nnodes"; then export WORLD_SIZE=$((10#$nnodes * ranks)); fi
+    if is_number "$node_rank"; then export RANK=$((10#$node_rank * ranks)); fi
+  fi
+  if ((10#$local_servers)); then
+    DMLC_NUM_WORKER=${DMLC_NUM_WORKER:-${WORLD_SIZE:-1}} BYTEPS_LOCAL_RANK=$ranks \
+      "$server" --role server --check="$((10#$local_servers))" || wrong=1
+  fi
+  "$server" --role worker --check="$ranks" || status=$?
+  ((wrong && status % 3 == 0)) || return "$status" # 0, or the scheduler that does not answer
+  return "$wrong"
 }
 
 # start_local_servers starts them beside this process, which becomes torchrun: they end when it does.
 start_local_servers() {
-  local workers=${DMLC_NUM_WORKER:-} server i
+  local workers=${DMLC_NUM_WORKER:-} ranks=1 server i
   if [[ -z $workers ]]; then
     [[ $nnodes =~ ^[0-9]{1,5}$ && $nproc =~ ^[0-9]{1,5}$ ]] || die_usage \
       "--local-servers needs DMLC_NUM_WORKER, or numbers for --nnodes and --nproc-per-node"
     workers=$((10#$nnodes * 10#$nproc))
   fi
+  # After those of the ranks, so that all have metrics at ports of their own.
+  if is_number "$nproc"; then ranks=$((10#$nproc)); fi
   server=$(find_program byteps-server "run 'make setup' or install the byteps wheel")
   for ((i = 0; i < 10#$local_servers; i++)); do
-    DMLC_ROLE=server DMLC_NUM_WORKER=$workers "$server" --die-with-parent --role server &
+    BYTEPS_LOCAL_RANK=$((ranks + i)) DMLC_ROLE=server DMLC_NUM_WORKER=$workers "$server" --die-with-parent --role server &
   done
 }
 
@@ -81,21 +136,22 @@ while (($#)); do
     --node-host) need_argument "$1" "$@"; set_node_host "$2"; shift 2 ;;
     --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
     --local-servers) need_argument "$1" "$@"; local_servers=$2; shift 2 ;;
-    --nnodes | --nproc-per-node) need_argument "$1" "$@"; set_size "$1" "$2"; shift 2 ;;
-    --nnodes=* | --nproc-per-node=*) set_size "${1%%=*}" "${1#*=}"; shift ;;
-    --node-rank | --master-addr | --master-port | --rdzv-backend | \
+    --nnodes | --nproc-per-node | --node-rank) need_argument "$1" "$@"; set_size "$1" "$2"; shift 2 ;;
+    --nnodes=* | --nproc-per-node=* | --node-rank=*) set_size "${1%%=*}" "${1#*=}"; shift ;;
+    --master-addr | --master-port | --rdzv-backend | \
       --rdzv-endpoint | --rdzv-id | --rdzv-conf | --max-restarts | --local-addr | --log-dir | \
       --redirects | --tee)
       need_argument "$1" "$@"; launcher+=("$1=$2"); shift 2 ;;
-    --node-rank=* | --master-addr=* | --master-port=* | --rdzv-*=*)
+    --master-addr=* | --master-port=* | --rdzv-*=*)
       launcher+=("$1"); shift ;;
-    -m | --module) launcher+=(--module); shift ;;
+    -m | --module) module=1; launcher+=(--module); shift ;;
+    --check) check=1; shift ;;
     --dry-run) dry_run=1; shift ;;
     --) shift; script=("$@"); break ;;
     *) die_usage "unknown setting: $1 (the script and its arguments stand after --)" ;;
   esac
 done
-((${#script[@]})) || die_usage "missing: -- SCRIPT"
+((${#script[@]} || check)) || die_usage "missing: -- SCRIPT"
 
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]]; then
   need_scheduler
@@ -116,6 +172,10 @@ fi
 export DMLC_ROLE=worker
 
 python=$(find_program python "run 'make setup'")
+if ((check)); then
+  check_workers
+  exit
+fi
 if ((dry_run)); then
   show_command "$python" -m torch.distributed.run ${launcher[@]+"${launcher[@]}"} "${script[@]}"
   exit

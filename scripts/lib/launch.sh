@@ -136,12 +136,6 @@ show_node() {
     "RDMA device ${node_rdma:-none} (BYTEPS_RDMA_DEVICE)" >&2
 }
 
-# answers HOST PORT: whether something takes connections there, within 3 s.
-answers() {
-  # shellcheck disable=SC2016 # the inner shell's
-  timeout 3 bash -c 'exec 3<>"/dev/tcp/$1/$2"' _ "$1" "$2" 2>/dev/null
-}
-
 # show_command COMMAND...: what would be run, with the settings it would get but for a secret, to be
 # pasted.
 show_command() {

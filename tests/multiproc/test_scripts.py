@@ -381,20 +381,56 @@ def test_ipv6_without_brackets_is_refused(run_dir: Path) -> None:
     assert "[IPV6]:PORT" in said.stderr
 
 
-def test_check_tells_of_a_scheduler_that_is_not_there(run_dir: Path) -> None:
-    rest = without(GOOD["server"], "--scheduler")
-    said = ask(run_dir, "server", "--check", "--scheduler", "127.0.0.1:9", *rest)
+def checks(said: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in said.stdout.splitlines() if line.startswith(("ok ", "WRONG "))]
+
+
+def test_check_of_a_scheduler(run_dir: Path) -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = str(listener.getsockname()[1])
+        rest = without(GOOD["scheduler"], "--port")
+        said = ask(run_dir, "scheduler", "--check", "--port", port, *rest)
     assert said.returncode == 1
-    assert "WRONG nothing answers at 127.0.0.1:9" in said.stdout
+    assert checks(said)[-1].startswith(f"WRONG the scheduler cannot listen on 127.0.0.1:{port}")
+    said = ask(run_dir, "scheduler", "--check", "--port", port, *rest)
+    assert said.returncode == 0
+    assert checks(said)[-1] == f"ok    it can listen at 127.0.0.1:{port} by TCP"
+
+
+def test_check_tells_of_a_scheduler_that_is_not_there(run_dir: Path) -> None:
+    for role in ("server", "worker"):
+        arguments = [word for word in GOOD[role] if word not in ("--", "script.py")]
+        said = ask(run_dir, role, "--check", *arguments)
+        assert said.returncode == 3
+        assert "WRONG the scheduler (127.0.0.1:9) did not answer" in said.stdout
+        assert "start it first" in said.stdout
+    rest = without(GOOD["server"], "--scheduler")
     said = ask(run_dir, "server", "--check", "--scheduler", "no.such.host.invalid:9", *rest)
     assert said.returncode == 1
-    assert "'no.such.host.invalid' does not resolve" in said.stdout
+    assert "no.such.host.invalid" in said.stdout
 
 
-def test_check_finds_a_scheduler(run_dir: Path) -> None:
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        scheduler = f"{LOOPBACK}:{listener.getsockname()[1]}"
-        rest = without(GOOD["server"], "--scheduler")
-        said = ask(run_dir, "server", "--check", "--scheduler", scheduler, *rest)
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert f"ok    the scheduler answers at {scheduler}" in said.stdout
+def test_check_asks_the_scheduler(scripted: Scripted) -> None:
+    port_file = scripted.folder / "port"
+    sizes = ["--workers", "2", "--servers", "2"]
+    where = ["--host", LOOPBACK, "--port", "0", "--port-file", str(port_file)]
+    scheduler = scripted.start("scheduler", *where, *sizes)
+    port = int(wait_for_file(port_file, START_S, [scheduler]).split()[1])
+    address = ["--scheduler", f"{LOOPBACK}:{port}"]
+
+    def check(role: str, *arguments: str) -> tuple[int, str]:
+        said = ask(scripted.folder, role, "--check", *address, *arguments)
+        return said.returncode, checks(said)[-1]
+
+    status, last = check("server", *sizes, "--instances", "2")
+    assert status == 0 and "would admit 2 servers of this machine: 0 of 2 servers" in last
+    status, last = check("server", "--workers", "3", "--servers", "2")
+    assert status == 1 and "it was started for 3 workers, the scheduler for 2 workers" in last
+    status, last = check("worker", "--servers", "2", "--nproc-per-node", "2")
+    assert status == 0 and "would admit 2 workers of this machine" in last
+    ranks = ["--servers", "2", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2"]
+    status, last = check("worker", *ranks)
+    assert status == 1 and "it was started for 4 workers" in last
+    status, last = check("worker", "--servers", "2", "--nproc-per-node", "2", "--", "no-script.py")
+    assert status == 1
+    assert scheduler.running
