@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def _succeeds(script: str) -> bool:
     return subprocess.run([path], capture_output=True, timeout=600, check=False).returncode == 0
 
 
+def _can_switch() -> bool:
+    """Whether there are network namespaces and TAP devices, for tests/netkit/switch.py."""
+    probe = "import sys, switch; sys.exit(not switch.available())"
+    folder = Path(__file__).parent / "netkit"
+    command = [sys.executable, "-c", probe]
+    return subprocess.run(command, cwd=folder, timeout=100, check=False).returncode == 0
+
+
 REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "gpu": lambda: Path("/dev/nvidiactl").exists(),
     "nvcc": lambda: shutil.which("nvcc") is not None,
@@ -52,6 +61,7 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
         for program in ("slurmctld", "slurmd", "srun", "munged")
     ),
     "arm64": lambda: _has("qemu-aarch64-static", "aarch64-linux-gnu-g++"),
+    "tap": lambda: _has("ip") and _can_switch(),
     "images": lambda: _has("buildah", "mmdebstrap", "qemu-aarch64-static", "podman", "crun"),
 }
 """What `requires` may name, and how its presence is seen."""

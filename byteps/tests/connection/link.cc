@@ -47,6 +47,11 @@ Hub::Hub(bool encrypts, double reconnect_s)
   if (encrypts) settings.tls = NewContext(settings.secret);
 }
 
+Hub::~Hub() {
+  connects->Stop();
+  listens->Stop();
+}
+
 // ---------------------------------------------------------------------- end
 
 std::vector<std::string> End::texts() {

@@ -20,6 +20,7 @@ namespace connection_test {
 // What the links of a test share.
 struct Hub {
   explicit Hub(bool encrypts, double reconnect_s = 30);
+  ~Hub();
 
   ps::tcp::ConnectionSettings settings;
   // Before the poller whose thread uses it, so that it outlives that thread.

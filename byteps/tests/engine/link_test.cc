@@ -127,6 +127,24 @@ TEST(LinkOutage, SaysHowLongWhereTheTimeWasTheReason) {
   EXPECT_EQ(outage.GivenUp(30, ""), "it broke, and it did not connect again");
 }
 
+TEST(LinkOutage, SaysThatLargePacketsVanish) {
+  auto outage = LinkOutage::Of("its connection timed out", LinkFault::kSilent, seconds(2), 2);
+  outage.unacknowledged = 5000;
+  const std::string text = outage.GivenUp(2, "");
+  EXPECT_NE(text.find("of 5000 bytes that were sent since none was acknowledged within 2.0 s "
+                      "(BYTEPS_RECONNECT_TIMEOUT_S=2): small packets pass"),
+            std::string::npos)
+      << text;
+  outage.unacknowledged = 16;  // it says nothing of large ones
+  EXPECT_EQ(outage.GivenUp(2, ""),
+            "its connection timed out, and was made again, but of 16 bytes that were sent since "
+            "none was acknowledged within 2.0 s (BYTEPS_RECONNECT_TIMEOUT_S=2)");
+  // The last attempt failed otherwise.
+  EXPECT_EQ(outage.GivenUp(2, "no answer"),
+            "its connection timed out, and could not be made again within 2.0 s "
+            "(BYTEPS_RECONNECT_TIMEOUT_S=2): no answer");
+}
+
 using Ints = rdma::SentMessages<std::unique_ptr<int>>;
 
 std::unique_ptr<int> Message(int n) { return std::make_unique<int>(n); }

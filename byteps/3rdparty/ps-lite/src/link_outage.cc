@@ -15,6 +15,8 @@ constexpr auto kClosedPatience = std::chrono::milliseconds(500);
 // And one whose connection broke: either is likely.  A node that lives sends a packet each
 // 1.5 s to connect.
 constexpr auto kBrokenPatience = std::chrono::seconds(5);
+// What every host takes in one packet (RFC 791, 3.1).
+constexpr uint64_t kSmallPacketBytes = 576;
 
 }  // namespace
 
@@ -44,8 +46,17 @@ LinkOutage LinkOutage::Of(const std::string& reason, LinkFault fault, Clock::dur
 std::string LinkOutage::GivenUp(double reconnect_s, const std::string& last_error) const {
   if (listener_gone || (briefly && fault == LinkFault::kClosed)) return reason;
   if (briefly) return reason + ", and it did not connect again";
-  return reason + ", and could not be made again within " +
-         membership::Limit(reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S") +
+  const std::string limit = membership::Limit(reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S");
+  if (last_error.empty() && unacknowledged > 0) {
+    const std::string text = reason + ", and was made again, but of " +
+                             std::to_string(unacknowledged) +
+                             " bytes that were sent since none was acknowledged within " + limit;
+    if (unacknowledged <= kSmallPacketBytes) return text;
+    return text +
+           ": small packets pass (a greeting did), and large ones do not; compare the MTU of both "
+           "hosts with that of the switches and tunnels between them (ip link; ping -M do -s SIZE)";
+  }
+  return reason + ", and could not be made again within " + limit +
          (last_error.empty() ? "" : ": " + last_error);
 }
 

@@ -4,6 +4,7 @@
 #define PS_LINK_OUTAGE_H_
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 
 #include "ps/stall_watch.h"
@@ -36,6 +37,8 @@ struct LinkOutage {
   Clock::time_point deadline;
   bool briefly = false;        // it has less time than BYTEPS_RECONNECT_TIMEOUT_S
   bool listener_gone = false;  // nobody listens any more where it was connected to
+  // Bytes that were sent since it was made again, of which the other end acknowledged none.
+  uint64_t unacknowledged = 0;
 
   static LinkOutage Of(const std::string& reason, LinkFault fault, Clock::duration patience,
                        double reconnect_s);

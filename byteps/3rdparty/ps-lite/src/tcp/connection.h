@@ -13,8 +13,10 @@
 // received, with each frame that it sends anyway or by one of its own, and keeps what it has
 // sent until the other has told so.  When the socket breaks, who had connected connects again
 // and both say what they have received; what is missing is sent again, in the same order.  So
-// each message comes exactly once.  After BYTEPS_RECONNECT_TIMEOUT_S without a socket the
-// connection closes.  A greeting that fails then is one more failed attempt (wire.h).
+// each message comes exactly once.  A greeting that fails then is one more failed attempt (wire.h).
+// The outage ends when something that was sent over the new socket has been acknowledged, or when
+// nothing is to be sent: a path may carry a greeting and nothing larger.  After
+// BYTEPS_RECONNECT_TIMEOUT_S of it the connection closes.
 //
 // Life.  Closed once, by either side, an error, or Close; the owner hears of it once, in the
 // poller's thread.
@@ -72,7 +74,7 @@ class ConnectionOwner {
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
   // The socket broke.  For how long the connection may be without one: 0 closes it.
   virtual Poller::Clock::duration Patience(Connection* connection, LinkFault fault) = 0;
-  // It has a socket again, after so long; so many messages are sent again.
+  // It had a socket again after so long, and that works; so many messages were sent again.
   virtual void OnResumed(Connection* connection, Poller::Clock::duration after, size_t again) = 0;
   virtual void OnClosed(const ConnectionPtr& connection, const Ending& ending) = 0;
 };
@@ -195,6 +197,16 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // ----- connection_link.cc
   // The socket of this epoch broke: what becomes of the connection?
   void Break(uint64_t epoch, const Ending& ending);
+  // It goes on if it never ended.
+  void BeginOutage(const Ending& ending, Clock::duration patience);
+  void EndOutageBy(Clock::time_point deadline);
+  // The time is over, unless it has another deadline since.
+  void OnDeadline();
+  // There is a socket: waits until something that is sent over it is acknowledged.
+  void AwaitAcknowledgement(size_t again);
+  void LookForAcknowledgement(uint64_t epoch, Clock::duration pause);
+  bool Acknowledged();
+  void EndOutage();
   // Lets go of the socket, and of what came by half.  `state` is the new one.
   void Detach(State state);
   void AdoptHere(const Socket& socket, const Hello& hello);
@@ -268,7 +280,15 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Of the poller's thread, of a connection that was open:
   bool was_open_ = false;
   uint64_t outages_ = 0;
-  LinkOutage outage_;  // the last
+  LinkOutage outage_;                   // the last
+  Clock::time_point longest_deadline_;  // of it, if the other end is known to live
+  // It has a socket again, over which nothing was acknowledged yet:
+  bool awaits_acknowledgement_ = false;
+  bool continues_ = false;       // and that one broke before anything was
+  uint64_t greeting_bytes_ = 0;  // that were written to it before
+  uint64_t arrived_before_ = 0;  // messages
+  Clock::time_point resumed_at_;
+  size_t sent_again_ = 0;
   bool broken_by_peer_ = false;
   Clock::time_point listener_gone_at_;
 

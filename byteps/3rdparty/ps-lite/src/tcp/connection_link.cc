@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "./connection.h"
+#include "./delivery.h"
 #include "dmlc/logging.h"
 #include "ps/mutex.h"
 
@@ -15,10 +16,23 @@ namespace {
 constexpr size_t kTellBytes = 64 << 10;
 constexpr uint64_t kTellMessages = 64;
 constexpr auto kTellSoon = std::chrono::milliseconds(20);
+// What a new socket has at least for the first acknowledgement, or a quarter of
+// BYTEPS_RECONNECT_TIMEOUT_S; and when that is looked for.
+constexpr auto kAcknowledgementTime = std::chrono::seconds(5);
+constexpr auto kFirstLook = std::chrono::milliseconds(5);
+constexpr auto kLongestLook = std::chrono::milliseconds(500);
+
+// A connection was made again before this end had noticed that it broke.
+constexpr char kUnnoticed[] = "its connection broke";
 
 LinkFault FaultOf(const std::string& reason) {
   if (reason == kTimedOut) return LinkFault::kSilent;
   return reason == kLinkClosed ? LinkFault::kClosed : LinkFault::kBroken;
+}
+
+Poller::Clock::duration ToDuration(double seconds) {
+  return std::chrono::duration_cast<Poller::Clock::duration>(
+      std::chrono::duration<double>(seconds));
 }
 
 }  // namespace
@@ -38,27 +52,97 @@ void Connection::Break(uint64_t epoch, const Ending& ending) {
   const auto patience =
       in_order ? Clock::duration::zero() : owner_->Patience(this, FaultOf(ending.reason));
   if (patience <= Clock::duration::zero()) return Close(ending);
-  broken_by_peer_ = ending.by_peer;
-  outage_ = LinkOutage::Of(ending.reason, FaultOf(ending.reason), patience, settings_->reconnect_s);
-  deadline_ = outage_.deadline;
-  // That it was silent for so long has counted already.
-  if (ending.reason == kTimedOut) {
-    deadline_ -= std::chrono::duration_cast<Clock::duration>(
-        std::chrono::duration<double>(std::min(settings_->silence_s, settings_->reconnect_s / 2)));
-  }
-  const uint64_t outage = ++outages_;
+  BeginOutage(ending, patience);
   Detach(active_ ? State::kDialing : State::kWaiting);
-  std::weak_ptr<Connection> weak = shared_from_this();
-  poller_->At(deadline_, [weak, outage] {
-    const ConnectionPtr self = weak.lock();
-    if (!self || self->outages_ != outage) return;
-    {
-      MutexLock lock(&self->mu_);
-      if (self->state_ == State::kOpen) return;
-    }
-    self->Close({self->GivenUp(), self->broken_by_peer_, false});
-  });
   if (active_) Redial();
+}
+
+void Connection::BeginOutage(const Ending& ending, Clock::duration patience) {
+  if (awaits_acknowledgement_ && Acknowledged()) EndOutage();
+  const LinkFault fault = FaultOf(ending.reason);
+  LinkOutage next = LinkOutage::Of(ending.reason, fault, patience, settings_->reconnect_s);
+  // That it was silent for so long has counted already.
+  auto counted = Clock::duration::zero();
+  if (fault == LinkFault::kSilent) {
+    counted = ToDuration(std::min(settings_->silence_s, settings_->reconnect_s / 2));
+  }
+  next.deadline -= counted;
+  // The last one is not over.
+  continues_ = std::exchange(awaits_acknowledgement_, false);
+  if (continues_ && outage_.deadline <= next.deadline) return;
+  broken_by_peer_ = ending.by_peer;
+  if (continues_) {
+    next.begin = outage_.begin;
+    next.unacknowledged = outage_.unacknowledged;
+  } else {
+    longest_deadline_ = next.begin + ToDuration(settings_->reconnect_s) - counted;
+  }
+  outage_ = next;
+  ++outages_;
+  EndOutageBy(outage_.deadline);
+}
+
+void Connection::EndOutageBy(Clock::time_point deadline) {
+  deadline_ = outage_.deadline = deadline;
+  std::weak_ptr<Connection> weak = shared_from_this();
+  poller_->At(deadline, [weak, outage = outages_, deadline] {
+    const ConnectionPtr self = weak.lock();
+    if (self && self->outages_ == outage && self->deadline_ == deadline) self->OnDeadline();
+  });
+}
+
+void Connection::OnDeadline() {
+  bool open = false;
+  {
+    MutexLock lock(&mu_);
+    open = state_ == State::kOpen;
+  }
+  if (open) {
+    if (!awaits_acknowledgement_) return;
+    if (Acknowledged()) return EndOutage();
+    // A socket that is there since a moment has its chance, too.
+    const auto chance =
+        std::min<Clock::duration>(kAcknowledgementTime, ToDuration(settings_->reconnect_s / 4));
+    if (Clock::now() < resumed_at_ + chance) return EndOutageBy(resumed_at_ + chance);
+  }
+  Close({GivenUp(), broken_by_peer_, false});
+}
+
+void Connection::AwaitAcknowledgement(size_t again) {
+  awaits_acknowledgement_ = true;
+  arrived_before_ = arrived_number_;
+  resumed_at_ = Clock::now();
+  sent_again_ = again;
+  // The other end lives, and that was in doubt.
+  outage_.briefly = false;
+  EndOutageBy(std::max(outage_.deadline, longest_deadline_));
+  LookForAcknowledgement(Epoch(), kFirstLook);
+}
+
+void Connection::LookForAcknowledgement(uint64_t epoch, Clock::duration pause) {
+  std::weak_ptr<Connection> weak = shared_from_this();
+  poller_->At(Clock::now() + pause, [weak, epoch, pause] {
+    const ConnectionPtr self = weak.lock();
+    if (!self || !self->awaits_acknowledgement_ || self->Epoch() != epoch) return;
+    if (self->closed()) return;
+    if (self->Acknowledged()) return self->EndOutage();
+    self->LookForAcknowledgement(epoch, std::min<Clock::duration>(2 * pause, kLongestLook));
+  });
+}
+
+bool Connection::Acknowledged() {
+  const Socket socket = CurrentSocket();
+  const Delivery delivery = socket ? DeliveryOf(socket->fd()) : Delivery();
+  // By the other end's process, or by its host.
+  if (arrived_number_ > arrived_before_ || !delivery.known) return true;
+  outage_.unacknowledged = std::max(outage_.unacknowledged, delivery.waiting);
+  return delivery.acknowledged > greeting_bytes_;
+}
+
+void Connection::EndOutage() {
+  awaits_acknowledgement_ = false;
+  outage_.unacknowledged = 0;
+  owner_->OnResumed(this, resumed_at_ - outage_.begin, sent_again_);
 }
 
 std::string Connection::GivenUp() const {
@@ -113,7 +197,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
     MutexLock lock(&mu_);
     unnoticed = state_ == State::kOpen;
   }
-  if (unnoticed) outage_.begin = Clock::now();
+  if (unnoticed) BeginOutage({kUnnoticed, true, false}, ToDuration(settings_->reconnect_s));
   Detach(State::kWaiting);
   const int number = socket->fd();
   SetOptions(number, settings_->silence_s);
@@ -139,6 +223,9 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
 void Connection::Resume(uint64_t received) {
   size_t again = 0;
   bool writes = false;
+  bool sends = false;
+  // Before anything behind the greeting is written.
+  if (const Socket socket = CurrentSocket()) greeting_bytes_ = DeliveryOf(socket->fd()).written();
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
@@ -155,14 +242,22 @@ void Connection::Resume(uint64_t received) {
     }
     again_ = flying_;
     again = again_.size();
+    sends = again > 0 || !urgent_.empty() || !bulk_.empty();
     queued_bytes_ = BytesOf(again_) + BytesOf(urgent_) + BytesOf(bulk_);
     state_ = State::kOpen;
     blocked_ = writable_ = false;
     writes = !writing_;  // else who wrote to the last socket goes on with this one
     writing_ = true;
   }
+  // The other end has got something over the last socket, which this end did not hear.
+  if (continues_ && received > arrived_number_) {
+    longest_deadline_ = Clock::now() + ToDuration(settings_->reconnect_s);
+  }
   arrived_number_ = received;
-  if (was_open_) owner_->OnResumed(this, Clock::now() - outage_.begin, again);
+  if (was_open_) {
+    AwaitAcknowledgement(again);
+    if (!sends) EndOutage();
+  }
   was_open_ = true;
   outage_.listener_gone = false;
   if (writes) Drain();
