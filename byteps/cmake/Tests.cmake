@@ -39,6 +39,7 @@ if(GTest_FOUND)
   target_compile_options(engine_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(engine_test PRIVATE worker_under_test GTest::gtest_main)
   add_executable(connection_test
+    tests/connection/choice_test.cc
     tests/connection/greeting_test.cc
     tests/connection/link.cc
     tests/connection/relay.cc)

@@ -9,7 +9,7 @@ from pathlib import Path
 import native
 import pytest
 
-SUITES = ("Greeting", "Refusal")
+SUITES = ("BestOf", "Greeting", "Refusal", "VanInbox")
 LIMIT_S = 500
 
 

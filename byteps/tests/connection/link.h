@@ -79,6 +79,8 @@ class Link {
   void Send(bool to_listener, const ps::SArray<char>& value);
   // Whether each end has got exactly these.
   bool Has(const std::vector<std::string>& at_listener, const std::vector<std::string>& back);
+  // The end that connects.
+  ps::tcp::ConnectionPtr connection() { return EndOf(true); }
   // In what state both are.
   std::string Text();
   // From now on the listener says that it has given the connection up.

@@ -43,6 +43,11 @@ bool Connection::closed() {
   return state_ == State::kClosed;
 }
 
+bool Connection::open() {
+  MutexLock lock(&mu_);
+  return state_ == State::kOpen;
+}
+
 // ----------------------------------------------------------------- sending
 
 bool Connection::Send(const Message& msg) {

@@ -122,6 +122,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Any thread.
   void Close(const Ending& ending);
   bool closed();
+  // Whether it has a socket over which messages go.
+  bool open();
 
   // Values on their way into these bytes are read elsewhere, and their message is dropped;
   // when this has returned, nothing is written there any more.  Must not be called with a lock

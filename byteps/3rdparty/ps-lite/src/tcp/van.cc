@@ -197,6 +197,20 @@ int tcp::ConnectionsFor(double gbps, int servers, int threads) {
   return static_cast<int>(std::clamp<double>(wanted, 1, threads));
 }
 
+ConnectionPtr tcp::BestOf(const std::vector<ConnectionPtr>& connections) {
+  ConnectionPtr best;
+  bool best_is_open = false;
+  for (const auto& connection : connections) {
+    if (!connection) continue;
+    const bool is_open = connection->open();
+    const bool fewer = !best || connection->queued_bytes() < best->queued_bytes();
+    if (is_open == best_is_open ? !fewer : best_is_open) continue;
+    best = connection;
+    best_is_open = is_open;
+  }
+  return best;
+}
+
 int TcpVan::ConnectionsWith(const Node& node) {
   if (node.role == Node::SCHEDULER) return 1;
   if (connections_per_server_ > 0) return connections_per_server_;
@@ -356,13 +370,7 @@ void TcpVan::OnResumed(Connection* connection, Connection::Clock::duration after
 ConnectionPtr TcpVan::Choose(int node_id) {
   MutexLock lock(&peers_mu_);
   auto it = peers_.find(node_id);
-  if (it == peers_.end()) return nullptr;
-  ConnectionPtr best;
-  for (const auto& connection : it->second->connections) {
-    if (!connection) continue;
-    if (!best || connection->queued_bytes() < best->queued_bytes()) best = connection;
-  }
-  return best;
+  return it == peers_.end() ? nullptr : tcp::BestOf(it->second->connections);
 }
 
 std::vector<ConnectionPtr> TcpVan::AllConnections() {
@@ -438,9 +446,15 @@ void TcpVan::OnClosed(const ConnectionPtr& connection, const Ending& ending) {
 // ----------------------------------------------------------------- messages
 
 int TcpVan::SendMsg(Message& msg) {
+  if (!inbox_.BeginUse()) return -1;
+  const int bytes = Dispatch(msg);
+  inbox_.EndUse();
+  return bytes;
+}
+
+int TcpVan::Dispatch(const Message& msg) {
   size_t bytes = 0;
   for (const auto& value : msg.data) bytes += value.size();
-  if (!inbox_.is_open()) return -1;
   if (msg.meta.control.cmd == Control::TERMINATE) {
     inbox_.End();
     return 0;
@@ -523,7 +537,9 @@ int TcpVan::RecvMsg(Message* msg) {
 }
 
 void TcpVan::Abandon(const void* begin, size_t bytes) {
+  if (!inbox_.BeginUse()) return;
   for (const auto& connection : AllConnections()) connection->Abandon(begin, bytes);
+  inbox_.EndUse();
 }
 
 bool TcpVan::AllArrived() {
@@ -546,8 +562,8 @@ void TcpVan::FlushConnections() {
 }
 
 void TcpVan::Stop() {
-  Van::Stop();  // ends and joins the receiving thread
-  inbox_.Close();
+  Van::Stop();     // ends and joins the receiving thread
+  inbox_.Close();  // waits for those who send
   for (auto& listener : listeners_) listener->Stop();
   FlushConnections();
   {

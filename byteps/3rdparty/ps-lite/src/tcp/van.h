@@ -4,7 +4,7 @@
 // the scheduler, and a worker to each server, by BYTEPS_TCP_CONNECTIONS connections, or as many as
 // the link wants; who was connected to answers along the same connections.  Nobody else is
 // connected, and a worker listens nowhere.  A message takes the connection on which the fewest
-// bytes wait.
+// bytes wait, of those that are not broken.
 //
 // Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not.  Data messages
 // are handed to the data handler by the poller that read them; control messages, and the news
@@ -43,6 +43,10 @@ namespace tcp {
 // each of them.  No more than it has threads, each of which serves one of them.
 int ConnectionsFor(double gbps, int servers, int threads);
 
+// Of these, which may be null, the one for the next message: that on which the fewest bytes wait,
+// and one that is broken only where all are.  Null: none is there.
+ConnectionPtr BestOf(const std::vector<ConnectionPtr>& connections);
+
 }  // namespace tcp
 
 class TcpVan : public Van, public tcp::ConnectionOwner {
@@ -71,6 +75,9 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   int RecvMsg(Message* msg) override;
 
  private:
+  // SendMsg, while Stop waits for it.
+  int Dispatch(const Message& msg);
+
   // A process at the other end of connections.
   struct Peer {
     int id = Node::kEmpty;
