@@ -36,8 +36,8 @@ PROGRAMS = {
     "van_test": "a transport without the engine above it",
 }
 SANITIZED = {
-    "address": ("engine_test", "sum_worker", "byteps-server", "fuzzers"),
-    "thread": ("engine_test", "sum_worker", "byteps-server"),
+    "address": ("connection_test", "engine_test", "sum_worker", "byteps-server", "fuzzers"),
+    "thread": ("connection_test", "engine_test", "sum_worker", "byteps-server"),
 }
 """What can be built with which sanitizer."""
 LIMIT_S = 1200

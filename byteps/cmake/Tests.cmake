@@ -42,7 +42,8 @@ if(GTest_FOUND)
     tests/connection/choice_test.cc
     tests/connection/greeting_test.cc
     tests/connection/link.cc
-    tests/connection/relay.cc)
+    tests/connection/relay.cc
+    tests/connection/sending_test.cc)
   target_compile_options(connection_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(connection_test PRIVATE pslite GTest::gtest_main)
   add_executable(tls_test tests/tls/tls_test.cc)

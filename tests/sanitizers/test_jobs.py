@@ -18,6 +18,8 @@ from cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_fil
 
 LIMIT_S = 240.0
 WORKERS, SERVERS = 2, 2
+RACE_STATUS = 66
+"""Of a program in which ThreadSanitizer found something."""
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -36,7 +38,8 @@ pytestmark = pytest.mark.requires("clang")
 )
 def programs(request: pytest.FixtureRequest) -> Path:
     """Their folder, for each sanitizer in turn."""
-    return native.build("engine_test", "byteps-server", "sum_worker", sanitize=request.param)
+    wanted = ("connection_test", "engine_test", "byteps-server", "sum_worker")
+    return native.build(*wanted, sanitize=request.param)
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -52,6 +55,41 @@ def test_the_worker_over_a_fake_channel(programs: Path, run_dir: Path) -> None:
             check=False,
         )
     assert ended.returncode == 0
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_connections(programs: Path, run_dir: Path) -> None:
+    with (run_dir / "connection_test.log").open("wb") as out:
+        ended = subprocess.run(
+            [programs / "connection_test", "--gtest_filter=-*Greeting*:*ADelay*"],
+            env={**os.environ, **OPTIONS},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert ended.returncode == 0
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_memory_that_changes_while_it_is_sent_is_seen(programs: Path, run_dir: Path) -> None:
+    """By ThreadSanitizer, which must not be told more than is so (tcp/handover.h)."""
+    if not programs.name.endswith("thread"):
+        return
+    log = run_dir / "connection_test.log"
+    test = "--gtest_filter=Sending.DISABLED_MemoryThatChanges"
+    with log.open("wb") as out:
+        ended = subprocess.run(
+            [programs / "connection_test", "--gtest_also_run_disabled_tests", test],
+            env={**os.environ, **OPTIONS},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert ended.returncode == RACE_STATUS
+    text = log.read_text(errors="replace")
+    assert "data race" in text and "Connection::Drain" in text
 
 
 @pytest.mark.timeout(LIMIT_S)

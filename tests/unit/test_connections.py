@@ -9,7 +9,7 @@ from pathlib import Path
 import native
 import pytest
 
-SUITES = ("BestOf", "Greeting", "Refusal", "VanInbox")
+SUITES = ("BestOf", "Greeting", "Refusal", "Sending", "VanInbox")
 LIMIT_S = 500
 
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../meta_codec.h"
+#include "./handover.h"
 #include "dmlc/logging.h"
 #include "ps/wire_bytes.h"
 
@@ -195,6 +196,11 @@ void Connection::Drain() {
       socket = socket_;
     }
     const auto vector = VectorOf(batch_, batch_done_);
+    for (const auto& piece : vector) NoteRead(piece);
+    for (const auto& outgoing : batch_) {
+      for (const auto& value : outgoing->values) HandOver(value.data());
+    }
+    const NotedAlready noted;
     do {
       written = socket->Write(vector.data(), static_cast<int>(vector.size()));
       error = written < 0 ? errno : 0;

@@ -4,6 +4,7 @@
 
 #include "./connection.h"
 #include "./delivery.h"
+#include "./handover.h"
 #include "dmlc/logging.h"
 #include "ps/mutex.h"
 
@@ -236,10 +237,7 @@ void Connection::Resume(uint64_t received) {
                         std::to_string(gone) + ", and " + std::to_string(last_number_) +
                         " were sent");
     }
-    while (!flying_.empty() && flying_.front()->number <= received) {
-      arrived_.push_back(std::move(flying_.front()));
-      flying_.pop_front();
-    }
+    LetArrive(received);
     again_ = flying_;
     again = again_.size();
     sends = again > 0 || !urgent_.empty() || !bulk_.empty();
@@ -271,7 +269,12 @@ void Connection::OnReceived(uint64_t received) {
                       " messages, where " + std::to_string(last_number_) + " were sent");
   }
   arrived_number_ = received;
+  LetArrive(received);
+}
+
+void Connection::LetArrive(uint64_t received) {
   while (!flying_.empty() && flying_.front()->number <= received) {
+    for (const auto& value : flying_.front()->values) TakeBack(value.data());
     arrived_.push_back(std::move(flying_.front()));
     flying_.pop_front();
   }

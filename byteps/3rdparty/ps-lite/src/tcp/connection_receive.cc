@@ -8,6 +8,7 @@
 
 #include "../meta_codec.h"
 #include "./connection.h"
+#include "./handover.h"
 #include "dmlc/logging.h"
 #include "ps/mutex.h"
 #include "ps/nowhere.h"
@@ -212,7 +213,11 @@ void Connection::BeginValue() {
     const uint64_t all = std::accumulate(sizes_.begin(), sizes_.end(), uint64_t{0});
     char* const place = owner_->PlaceFor(incoming_.meta, all);
     if (one || place == Nowhere()) place_ = place;
-    if (place_ != nullptr && place_ != Nowhere()) values.reset(place_, place_bytes_, [](char*) {});
+    if (place_ != nullptr && place_ != Nowhere()) {
+      // The peer answers only what it has received, and the answer may lie where that was.
+      TakeBack(place_);
+      values.reset(place_, place_bytes_, [](char*) {});
+    }
   }
   if (place_bytes_ > 0 && place_ == nullptr) {
     try {

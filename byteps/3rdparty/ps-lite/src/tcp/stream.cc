@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "./handover.h"
 #include "dmlc/logging.h"
 
 namespace ps {
@@ -26,7 +27,7 @@ ssize_t Stream::Write(const iovec* vector, int count) {
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(vector);
   message.msg_iovlen = count;
-  return sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  return SendMessage(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 void Stream::Say(const std::string& bytes) {
