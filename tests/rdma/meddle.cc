@@ -7,6 +7,8 @@
 //   MEDDLE_BREAK=FILE   whenever FILE is there, the queue pairs of the plane that its text names
 //                       ("data" or "control") fail, as they do when a card gives up on a peer,
 //                       and FILE is removed
+//   MEDDLE_FLIP=1       of every third request of a connection that is made again one bit is
+//                       flipped, in the request or in its answer, each time another one
 //
 // Only connections that this process asks for are touched.
 #include <dlfcn.h>
@@ -20,6 +22,7 @@
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -91,6 +94,39 @@ void Remember(const ConnectRequest& request, uint32_t number) {
   std::thread(Watch, std::string(path)).detach();
 }
 
+// Of MEDDLE_FLIP.
+struct Flips {
+  std::mutex mu;
+  size_t requests = 0;
+  std::set<rdma_cm_id*> answers;  // to be damaged
+};
+
+Flips& flips() {
+  static auto* one = new Flips;
+  return *one;
+}
+
+constexpr size_t kFlipEvery = 3;
+constexpr size_t kFlipStep = 5;  // bytes, from one to the next
+// Of an answer: behind are zeros.
+constexpr size_t kAnswerBytes = 64;
+
+void Flip(char* data, size_t bytes, size_t turn, const char* what) {
+  const size_t place = turn * kFlipStep % bytes;
+  data[place] = static_cast<char>(data[place] ^ (1 << turn % 8));
+  fprintf(stderr, "meddle: flipped a bit of byte %zu of %s\n", place, what);
+}
+
+// A request of a connection that is made again.
+void DamageRequest(rdma_cm_id* id, std::string* data) {
+  std::lock_guard<std::mutex> lock(flips().mu);
+  const size_t number = flips().requests++;
+  if (number % kFlipEvery != 0) return;
+  const size_t turn = number / kFlipEvery;
+  if (turn % 2 == 0) return Flip(data->data(), data->size(), turn, "a request");
+  flips().answers.insert(id);
+}
+
 int (*next_post_send)(ibv_qp*, ibv_send_wr*, ibv_send_wr**);
 
 // A frame lies in memory of the sender's until it has been sent.
@@ -147,8 +183,26 @@ extern "C" int rdma_connect(rdma_cm_id* id, rdma_conn_param* parameters) {
   if (to_server && rank != nullptr) request.rank = std::stoi(rank);
   std::string data = request.Encode();
   if (const char* version = getenv("MEDDLE_VERSION")) data[4] = static_cast<char>(atoi(version));
+  if (request.resumes && getenv("MEDDLE_FLIP") != nullptr) DamageRequest(id, &data);
   rdma_conn_param changed = *parameters;
   changed.private_data = data.data();
   changed.private_data_len = static_cast<uint8_t>(data.size());
   return next(id, &changed);
+}
+
+extern "C" int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
+  static const auto next = Next<decltype(&rdma_get_cm_event)>("rdma_get_cm_event", "RDMACM_1.0");
+  const int result = next(channel, event);
+  if (result != 0) return result;
+  const rdma_cm_event& got = **event;
+  const bool answer =
+      got.event == RDMA_CM_EVENT_REJECTED || got.event == RDMA_CM_EVENT_CONNECT_RESPONSE;
+  const rdma_conn_param& said = got.param.conn;
+  if (!answer || said.private_data_len < kAnswerBytes) return result;
+  std::lock_guard<std::mutex> lock(flips().mu);
+  if (flips().answers.erase(got.id) == 0) return result;
+  // In memory of the library's, which is its to change.
+  Flip(static_cast<char*>(const_cast<void*>(said.private_data)), kAnswerBytes,
+       flips().requests / kFlipEvery, "an answer");
+  return result;
 }

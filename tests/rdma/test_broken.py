@@ -95,6 +95,29 @@ def test_queue_pairs_are_made_again(make_breakable: Make, run_dir: Path) -> None
             assert re.search(rf"the {link}.* made again", worker.text), worker.text
 
 
+def test_a_damaged_greeting_is_one_more_attempt(make_breakable: Make, run_dir: Path) -> None:
+    """A bit of every third greeting of a connection that is made again is flipped."""
+    patient = {"BYTEPS_PEER_TIMEOUT_S": "30", "BYTEPS_PARTITION_BYTES": "65536"}
+    cluster = make_breakable(workers=2, servers=1, env=patient)
+    cluster.start_nodes()
+    order = run_dir / "break"
+    env = {"MEDDLE_BREAK": str(order), "MEDDLE_FLIP": "1"}
+    broken = cluster.start_worker(0, "rounds:checked", env=env, most=200_000, limit_s=400)
+    cluster.start_worker(1, "rounds:checked", most=200_000, limit_s=400)
+    cluster.wait_mark("looping", range(2))
+    breaks = 0
+    while not all(f"of {what}" in broken.text for what in ("a request", "an answer")) or (
+        breaks < BREAKS
+    ):
+        assert breaks < MOST_BREAKS, broken.text
+        break_queue_pairs(order, ("data", "control")[breaks % 2])
+        wait_while(cluster, order.exists)
+        wait_for_round(cluster)
+        breaks += 1
+    cluster.go("end")
+    cluster.finish()
+
+
 def test_no_longer_than_said(make_breakable: Make, run_dir: Path) -> None:
     """Then it is a loss, which names the link, both its ends and the limit."""
     order = run_dir / "break"
@@ -148,7 +171,7 @@ def test_another_version_is_refused(make_breakable: Make, version: int) -> None:
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:init_only", env={"MEDDLE_VERSION": str(version)})
     wait_all([worker], END_S)
-    demand_error(worker, rf"version {version}\b", r"version 4\b")
+    demand_error(worker, rf"version {version}\b", r"version 5\b")
     assert re.search(rf"version {version}\b", cluster.scheduler.text), cluster.scheduler.text
 
 

@@ -219,10 +219,33 @@ TEST(RdmaWire, ARefusalSaysWhetherItWillPass) {
   ASSERT_EQ(bytes.size(), 148u);
   ASSERT_TRUE(heard.Decode(bytes.data(), bytes.size()));
   EXPECT_TRUE(heard.again_soon);
-  EXPECT_EQ(heard.reason, std::string(138, 'x'));
+  EXPECT_EQ(heard.reason, std::string(122, 'x'));
+  EXPECT_EQ(heard.Claims(), said.Claims());
+  const std::string claims = said.Claims();
   said.again_soon = false;
+  EXPECT_NE(said.Claims(), claims);
+  said.proof = std::string(rdma::kAnswerProofBytes, 'p');
   ASSERT_TRUE(heard.Decode(said.Encode().data(), bytes.size()));
   EXPECT_FALSE(heard.again_soon);
+  EXPECT_EQ(heard.proof, said.proof);
+  EXPECT_EQ(heard.reason, std::string(122, 'x'));
+}
+
+TEST(RdmaWire, AProofIsOverAllThatAnAnswerSays) {
+  rdma::ConnectReply reply;
+  reply.slots = 8;
+  const std::string claims = reply.Claims();
+  reply.slots = 12;
+  EXPECT_NE(reply.Claims(), claims);
+  reply.proof = std::string(auth::kProofBytes, 'p');
+  EXPECT_EQ(reply.Encode(), reply.Claims() + reply.proof);
+  rdma::Challenge said, heard;
+  said.sender = 5;
+  said.nonce = std::string(auth::kNonceBytes, 'n');
+  said.proof = std::string(rdma::kAnswerProofBytes, 'p');
+  ASSERT_TRUE(heard.Decode(said.Encode().data(), said.Encode().size()));
+  EXPECT_EQ(heard.Claims(), said.Claims());
+  EXPECT_EQ(heard.proof, said.proof);
 }
 
 TEST(RdmaWire, ARequestThatResumesIsProvedAsOne) {

@@ -476,6 +476,10 @@ void Connector::OnRequest(const rdma_cm_event& event) {
       refusal.again_soon = !endpoint->closed();
     }
   }
+  if (!said.empty()) {
+    refusal.proof = settings_.secret.Prove(kWhoRefuses, said + refusal.Claims());
+    refusal.proof.resize(kAnswerProofBytes);
+  }
   if (!refusal.again_soon) {
     LOG(WARNING) << "refused an RDMA connection from " << address << ": " << reason;
   } else if (endpoint) {
@@ -488,6 +492,8 @@ std::string Connector::ChallengeTo(const ConnectRequest& request, int64_t period
   Challenge challenge;
   challenge.sender = token_;
   challenge.nonce = challenges_.Prove(std::to_string(period), request.Claims());
+  challenge.proof = settings_.secret.Prove(kWhoChallenges, request.Claims() + challenge.Claims());
+  challenge.proof.resize(kAnswerProofBytes);
   return challenge.Encode();
 }
 
@@ -506,7 +512,7 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
   }
   for (const int64_t period : {now, now - 1}) {
     *said = request.Claims() + ChallengeTo(request, period);
-    if (!secret.Proves(request.proof.data(), "connects", *said, kRequestProofBytes)) continue;
+    if (!secret.Proves(request.proof.data(), kWhoConnects, *said, kRequestProofBytes)) continue;
     for (auto it = used_proofs_.begin(); it != used_proofs_.end();) {
       it = it->second < now - 1 ? used_proofs_.erase(it) : std::next(it);
     }
@@ -514,6 +520,7 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
     if (!used_proofs_.emplace(request.proof, period).second) break;
     return true;
   }
+  said->clear();
   *refusal = std::string("the peer has not this job's secret: ") + auth::kAdvice;
   return false;
 }
@@ -532,7 +539,7 @@ void Connector::Accept(rdma_cm_id* id, const ConnectRequest& request, const std:
   reply.slots = settings_.receive_depth;
   reply.slot_bytes = settings_.slot_bytes();
   reply.mtu = static_cast<uint8_t>(settings_.path_mtu());
-  reply.proof = settings_.secret.Prove("listens", said);
+  reply.proof = settings_.secret.Prove(kWhoListens, said + reply.Claims());
   const std::string data = reply.Encode();
   auto parameters = Parameters(data, endpoint->queue_pair_number());
   poller->Add(endpoint);

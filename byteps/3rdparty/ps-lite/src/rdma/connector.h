@@ -107,7 +107,7 @@ class Connector {
     uint64_t receiver = 0;
     uint16_t attempt = 0;
     std::string challenge;  // empty: none yet
-    std::string said;       // what the last proof was over
+    std::string said;       // what this end has said, and the challenge
     Clock::time_point deadline;
     Clock::time_point next_try;
     Clock::duration pause;
@@ -156,6 +156,11 @@ class Connector {
   LinkPtr Take(rdma_cm_id* id);
   ConnectRequest MakeRequest(Link* link);
   void OnChallenge(Link* link, const Challenge& challenge);
+  // The greeting failed: on a link that was there before, one more attempt unless it is `proved`
+  // that the peer has decided so.
+  void GreetingFailed(Link* link, const std::string& error, bool proved);
+  // Whether who said that has the secret.  True without one.
+  bool Proves(const std::string& proof, const char* who, const std::string& said) const;
   // Throws when the id belongs to another device than that in use.
   std::shared_ptr<Transport> TransportFor(rdma_cm_id* id);
 

@@ -122,19 +122,32 @@ ConnectRequest Connector::MakeRequest(Link* link) {
   request.slots = settings_.receive_depth;
   request.slot_bytes = settings_.slot_bytes();
   request.attempt = link->attempt;
-  if (link->challenge.empty()) return request;
   link->said = request.Claims() + link->challenge;
-  request.proof = settings_.secret.Prove("connects", link->said).substr(0, kRequestProofBytes);
+  if (link->challenge.empty()) return request;
+  request.proof = settings_.secret.Prove(kWhoConnects, link->said).substr(0, kRequestProofBytes);
   return request;
 }
 
+bool Connector::Proves(const std::string& proof, const char* who, const std::string& said) const {
+  const auth::Secret& secret = settings_.secret;
+  if (!secret.is_there()) return true;
+  return !proof.empty() && secret.Proves(proof.data(), who, said, proof.size());
+}
+
+void Connector::GreetingFailed(Link* link, const std::string& error, bool proved) {
+  if (link->resumes && !proved) return TryAgain(link, error);
+  link->endpoint->Fail(error);
+  Drop(link);
+}
+
 void Connector::OnChallenge(Link* raw, const Challenge& challenge) {
-  if (raw->receiver != 0 && challenge.sender != raw->receiver) {
-    raw->endpoint->Fail("another process listens at this address now");
-    return Drop(raw);
-  }
   // The proof came too late for the challenge that it is over.
   if (!raw->challenge.empty()) return TryAgain(raw, "it asked for a proof once more");
+  const bool proved = Proves(challenge.proof, kWhoChallenges, raw->said + challenge.Claims());
+  if (raw->receiver != 0 && challenge.sender != raw->receiver) {
+    return GreetingFailed(raw, "another process listens at this address now", proved);
+  }
+  if (raw->resumes && !proved) return TryAgain(raw, "its challenge was damaged on the way");
   raw->challenge = challenge.Encode();
   LinkPtr link = Take(raw->id.get());
   link->id.reset();
@@ -173,17 +186,19 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
   const size_t bytes = event.param.conn.private_data_len;
   std::string error = Mismatch(data, bytes);
   if (error.empty() && !reply.Decode(data, bytes)) error = "its reply does not parse";
-  if (error.empty() && link->receiver != 0 && reply.sender != link->receiver) {
-    error = "another process listens at this address now";
-  }
-  const auth::Secret& secret = settings_.secret;
-  if (error.empty() && secret.is_there() &&
-      (link->said.empty() || !secret.Proves(reply.proof.data(), "listens", link->said))) {
+  if (error.empty() && !Proves(reply.proof, kWhoListens, link->said + reply.Claims())) {
     error = std::string("it has not this job's secret: ") + auth::kAdvice;
   }
+  const bool proved = error.empty();
+  if (proved && link->receiver != 0 && reply.sender != link->receiver) {
+    error = "another process listens at this address now";
+  }
+  if (error.empty()) error = owner_->OnReply(link->endpoint.get(), reply);
+  if (!error.empty()) {
+    rdma_reject(link->id.get(), nullptr, 0);
+    return GreetingFailed(link, error, proved);
+  }
   try {
-    if (error.empty()) error = owner_->OnReply(link->endpoint.get(), reply);
-    if (!error.empty()) throw dmlc::Error(error);
     link->receiver = reply.sender;  // should it break, it is this very process that is meant
     link->endpoint->Attach(link->id.get(), reply.mtu);
     // Before the peer can send: what it sends has this side answer.
@@ -194,7 +209,7 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
     link->endpoint->Open();
   } catch (const dmlc::Error& e) {
     rdma_reject(link->id.get(), nullptr, 0);
-    if (link->resumes && error.empty()) {
+    if (link->resumes) {
       link->endpoint->Break(e.what(), LinkFault::kBroken);
       return TryAgain(link, e.what());
     }
@@ -215,15 +230,15 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
   if (settings_.secret.is_there() && challenge.Decode(data, event.param.conn.private_data_len)) {
     return OnChallenge(link, challenge);
   }
-  if (!refusal.Decode(data, event.param.conn.private_data_len)) {
-    refusal.reason = "it gave no reason";
-  }
+  bool proved = refusal.Decode(data, event.param.conn.private_data_len);
+  if (!proved) refusal.reason = "it gave no reason";
+  proved = proved && Proves(refusal.proof, kWhoRefuses, link->said + refusal.Claims());
   if (refusal.again_soon && link->resumes) {
     link->pause = kFirstPause;
     return TryAgain(link, ForeignText(refusal.reason));
   }
-  link->endpoint->Fail(RefusedBecause(refusal.reason, false));
-  Drop(link);
+  GreetingFailed(link, RefusedBecause(refusal.reason, proved && settings_.secret.is_there()),
+                 proved);
 }
 
 }  // namespace rdma

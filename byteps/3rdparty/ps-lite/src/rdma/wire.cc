@@ -13,6 +13,9 @@ namespace {
 
 constexpr size_t kPreambleBytes = 8;
 constexpr size_t kRefusalBytes = 148;  // what the connection manager carries
+// Where its proof lies.  The reason before it ends by a zero.
+constexpr size_t kRefusalProof = kRefusalBytes - 1 - kAnswerProofBytes;
+constexpr size_t kMaxReason = kRefusalProof - kPreambleBytes - 1;
 constexpr uint8_t kMetaInRegion = 1;
 // No device posts more in a queue, and none gives back more than were posted.
 constexpr uint32_t kMaxSlots = 65535;
@@ -33,6 +36,11 @@ std::string Preamble() {
 }
 
 }  // namespace
+
+const char kWhoConnects[] = "connects";
+const char kWhoListens[] = "listens";
+const char kWhoChallenges[] = "challenges";
+const char kWhoRefuses[] = "refuses";
 
 std::string Mismatch(const char* data, size_t bytes) {
   ByteReader in(data, bytes);
@@ -97,7 +105,7 @@ bool ConnectRequest::Decode(const char* data, size_t bytes) {
   return slots > 1 && index < kMaxEndpoints && (is_data_plane || index == 0);
 }
 
-std::string ConnectReply::Encode() const {
+std::string ConnectReply::Claims() const {
   std::string bytes = Preamble();
   ByteWriter out(&bytes);
   out.Int(job);
@@ -105,10 +113,13 @@ std::string ConnectReply::Encode() const {
   out.Int(slots);
   out.Int(slot_bytes);
   out.Int(mtu);
+  return bytes;
+}
+
+std::string ConnectReply::Encode() const {
   std::string fixed = proof;
   fixed.resize(auth::kProofBytes, '\0');
-  out.Bytes(fixed);
-  return bytes;
+  return Claims() + fixed;
 }
 
 bool ConnectReply::Decode(const char* data, size_t bytes) {
@@ -122,7 +133,7 @@ bool ConnectReply::Decode(const char* data, size_t bytes) {
   return in.Bytes(auth::kProofBytes, &proof) && mtu <= kMaxMtu && slots > 1 && slots <= kMaxSlots;
 }
 
-std::string Challenge::Encode() const {
+std::string Challenge::Claims() const {
   std::string bytes;
   ByteWriter out(&bytes);
   out.Int(kChallengeMagic);
@@ -132,18 +143,30 @@ std::string Challenge::Encode() const {
   return bytes;
 }
 
+std::string Challenge::Encode() const {
+  std::string fixed = proof;
+  fixed.resize(kAnswerProofBytes, '\0');
+  return Claims() + fixed;
+}
+
 bool Challenge::Decode(const char* data, size_t bytes) {
   ByteReader in(data, bytes);
   uint32_t magic = 0, version = 0;
   if (!in.Int(&magic) || !in.Int(&version) || magic != kChallengeMagic || version != kVersion) {
     return false;
   }
-  return in.Int(&sender) && in.Bytes(auth::kNonceBytes, &nonce);
+  return in.Int(&sender) && in.Bytes(auth::kNonceBytes, &nonce) &&
+         in.Bytes(kAnswerProofBytes, &proof);
+}
+
+std::string Refusal::Claims() const {
+  return reason.substr(0, kMaxReason) + (again_soon ? '\1' : '\0');
 }
 
 std::string Refusal::Encode() const {
-  std::string bytes = Preamble() + reason.substr(0, kRefusalBytes - kPreambleBytes - 2);
+  std::string bytes = Preamble() + reason.substr(0, kMaxReason);
   bytes.resize(kRefusalBytes);  // zeros end the reason
+  if (!proof.empty()) bytes.replace(kRefusalProof, kAnswerProofBytes, proof);
   if (again_soon) bytes.back() = kAgainSoon;
   return bytes;
 }
@@ -155,8 +178,11 @@ bool Refusal::Decode(const char* data, size_t bytes) {
   // Of any version: so who is of another one is told that.
   const size_t room = std::min(bytes, kRefusalBytes - 1) - kPreambleBytes;
   reason.assign(data + kPreambleBytes, strnlen(data + kPreambleBytes, room));
-  again_soon =
-      version == kVersion && bytes >= kRefusalBytes && data[kRefusalBytes - 1] == kAgainSoon;
+  if (version == kVersion && bytes >= kRefusalBytes) {
+    reason = reason.substr(0, kMaxReason);
+    again_soon = data[kRefusalBytes - 1] == kAgainSoon;
+    proof.assign(data + kRefusalProof, kAnswerProofBytes);
+  }
   return !reason.empty();
 }
 

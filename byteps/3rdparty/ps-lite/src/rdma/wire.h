@@ -6,7 +6,9 @@
 //
 // In a job with a secret the first request is rejected with a Challenge, and the second one,
 // the same but for that, has a proof (ps/auth.h) over request and challenge; the reply has
-// another one.  Who listens keeps nothing meanwhile: it knows its challenge again.
+// another one.  Who listens keeps nothing meanwhile: it knows its challenge again.  A proof of what
+// the listener says is over that, too.  What a failed greeting means: see tcp/wire.h; a challenge,
+// a reply or a refusal without a proof may have been damaged.
 //
 // On the connection, each side first says in a Resume how many messages it has received since
 // the first connection of the two endpoints, and sends none before it knows the same of the other
@@ -39,7 +41,7 @@ namespace ps {
 namespace rdma {
 
 constexpr uint32_t kMagic = 0x444d5242;  // "BRMD"
-constexpr uint32_t kVersion = 4;
+constexpr uint32_t kVersion = 5;
 
 // What a peer that begins so must be told; "" if it speaks as we do.
 std::string Mismatch(const char* data, size_t bytes);
@@ -78,6 +80,8 @@ struct ConnectReply {
   uint8_t mtu = 0;
   std::string proof;  // auth::kProofBytes
 
+  // What its proof is over, behind what was said before.
+  std::string Claims() const;
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
@@ -86,19 +90,32 @@ struct ConnectReply {
 struct Challenge {
   uint64_t sender = 0;
   std::string nonce;  // auth::kNonceBytes
+  std::string proof;  // kAnswerProofBytes
 
+  // What its proof is over, behind the claims of the request.
+  std::string Claims() const;
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
+// Of a challenge and of a refusal: there is no room for more.
+constexpr size_t kAnswerProofBytes = 16;
 
 struct Refusal {
   std::string reason;
   bool again_soon = false;  // what stands in the way will pass
+  std::string proof;        // kAnswerProofBytes; zeros: none
 
+  // What its proof is over, behind what was said before.
+  std::string Claims() const;
   // At most 148 bytes: a longer reason is cut.
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };
+// Who proves what, in a proof.
+extern const char kWhoConnects[];
+extern const char kWhoListens[];
+extern const char kWhoChallenges[];
+extern const char kWhoRefuses[];
 
 enum FrameType : uint8_t {
   kMessage = 1,
