@@ -128,8 +128,7 @@ def test_of_a_cluster_that_is_kept(make_cluster: Make, ending: Ending) -> None:
 @EACH_THOROUGH
 @pytest.mark.thorough
 def test_of_an_embedded_cluster(make_cluster: Make, ending: Ending) -> None:
-    """Rank 0 has started the scheduler and a server: it says how they ended, and keeps their logs
-    if they failed."""
+    """Rank 0 has started the scheduler and a server, and learns from them how rank 1 ended."""
     cluster = make_cluster(workers=2)
     unset = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "DMLC_NUM_WORKER")
     for rank in range(2):
@@ -145,12 +144,8 @@ def test_of_an_embedded_cluster(make_cluster: Make, ending: Ending) -> None:
         return
     assert other.wait(END_S) == 1, other.text
     assert re.search("BytePSError: " + ending.why, other.text), other.text
-    for name in ("scheduler", "server 0"):
-        assert f"embedded {name} ended with exit status 1" in other.text, other.text
-    logs = list(cluster.folder.glob("byteps-embedded-*/*.log"))
-    assert len(logs) == 2
-    for log in logs:
-        assert re.search(ending.why, log.read_text()), log.read_text()
+    # It ends those that it has started, which by then may have failed by themselves.
+    assert not re.search("ended with signal (?!15)", other.text), other.text
 
 
 @pytest.mark.parametrize("way", ["raise", "exit-3"])
