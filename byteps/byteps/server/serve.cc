@@ -279,8 +279,9 @@ void ReturnMemory() {
 }
 
 // Serves one job.  Throws JobFailedError when it fails, another Error when it cannot be joined.
-void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoin, const std::string& port_file,
-               HealthReport* health, StatusBoard* board, JobLog* log, Outcome* outcome) {
+void ServeOnce(const Config& config, const Parent& parent, Role role, bool rejoin,
+               const std::string& port_file, HealthReport* health, StatusBoard* board, JobLog* log,
+               Outcome* outcome) {
   SessionOptions options;
   options.role = role;
   options.num_workers = static_cast<int>(config.Int("DMLC_NUM_WORKER"));
@@ -365,7 +366,8 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
   for (bool rejoin = false;; rejoin = true) {
     Outcome outcome;
     try {
-      ServeOnce(config, parent, role, rejoin, arguments.port_file, &health, board.get(), &log, &outcome);
+      ServeOnce(config, parent, role, rejoin, arguments.port_file, &health, board.get(), &log,
+                &outcome);
     } catch (const JobFailedError& e) {
       if (!keep || caught_signal != 0) throw;
       ps::WriteLogLine('W', e.file(), e.line(),

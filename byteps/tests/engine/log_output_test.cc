@@ -48,7 +48,8 @@ void TryWhatIsReadComesAtOnce(bool pipes) {
   const Written written(pipes);
   written.output->Write(Line(7));
   EXPECT_EQ(ReadUntil(written.ends[0], "line"), Line(7));
-  EXPECT_EQ(fcntl(written.ends[1], F_GETFL) & O_NONBLOCK, 0) << "others share the descriptor's file";
+  EXPECT_EQ(fcntl(written.ends[1], F_GETFL) & O_NONBLOCK, 0)
+      << "others share the descriptor's file";
 }
 
 TEST(LogOutputTest, WhatIsReadComesAtOnce) {
