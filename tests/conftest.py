@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 TAIL_LINES = 100
+BROKEN_INVARIANT = "the invariant '"
+"""How a program of ours begins to say that one was broken (ps/invariant.h)."""
 
 # A shell ignores SIGINT in what it starts in the background, and what tests start would inherit
 # that: scripts could not be interrupted, and no shell script can undo it.
@@ -94,12 +96,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"needs {name}, which this machine does not have")
 
 
+def _broken_invariants(folder: Path) -> list[str]:
+    """What the logs say of broken invariants, which no test may pass with."""
+    return [
+        f"{log.relative_to(folder)}: {line}"
+        for log in sorted(folder.rglob("*.log"))
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if BROKEN_INVARIANT in line
+    ]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     folder = getattr(item, "funcargs", {}).get("run_dir")
+    if report.when == "call" and report.passed and folder is not None:
+        broken = _broken_invariants(folder)
+        if broken and item.get_closest_marker("breaks_invariant") is None:
+            report.outcome = "failed"
+            report.longrepr = "\n".join(["an invariant was broken:", *broken])
     if report.failed and folder is not None:
         for log in sorted(folder.rglob("*.log")):
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

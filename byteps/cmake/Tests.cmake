@@ -21,6 +21,7 @@ if(GTest_FOUND)
     tests/engine/fake_channel.cc
     tests/engine/greeter_test.cc
     tests/engine/http_server_test.cc
+    tests/engine/invariant_test.cc
     tests/engine/link_test.cc
     tests/engine/membership_test.cc
     tests/engine/pending_peers_test.cc

@@ -360,6 +360,8 @@ class Job:
             all_ended.append((node, process, process.wait(0)))
         for node, process, status in all_ended:
             said = process.text.strip()
+            if "the invariant '" in said:
+                self._wrong.append(f"{node} broke an invariant: {said[-2000:]}")
             if status == -signal.SIGKILL and node in killed:
                 continue
             if status not in (0, 1):

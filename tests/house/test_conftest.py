@@ -132,3 +132,12 @@ def test_pytest_passes_over_only_folders_that_a_target_names() -> None:
     assert files
     for file in files:
         assert not any(fnmatch(part, name) for part in file.parent.parts for name in names), file
+
+
+@pytest.mark.parametrize("mark", ["", "@pytest.mark.breaks_invariant\n"], ids=["plain", "marked"])
+def test_a_broken_invariant_in_a_log_fails_the_test(tmp_path: Path, mark: str) -> None:
+    line = "ERROR server 0 a.cc:1: the invariant 'one is one' was broken: 2"
+    body = f'(run_dir / "deep").mkdir()\n    (run_dir / "deep/server.log").write_text("{line}")\n'
+    result = run_pytest(tmp_path, f"{mark}def test_a(run_dir):\n    {body}", ci=False)
+    assert (result.returncode == 0) == bool(mark), result.stdout
+    assert (f"deep/server.log: {line}" in result.stdout) != bool(mark), result.stdout

@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "ps/probe.h"
+
 namespace byteps {
 namespace core {
 namespace {
@@ -126,6 +128,7 @@ bool DeviceCopies::AwaitOrCallAfter(CopyLane lane, const DeviceMoment& copied,
   do {
     if (IsDone(copied)) return true;
   } while (std::chrono::steady_clock::now() < end);
+  PS_PROBE(kCopyCalled);
   CallAfter(lane, copied, std::move(then));
   return false;
 }

@@ -4,8 +4,9 @@
 #include <new>
 #include <vector>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "ps/probe.h"
 
 namespace byteps {
 namespace core {
@@ -25,7 +26,7 @@ void CopyQueue::Add(Entry entry) {
   {
     ps::MutexLock lock(&mu_);
     waiting_.push_back(std::move(entry));
-    if (taken_) return;
+    if (taken_) return PS_PROBE(kCopyLeft);
     taken_ = true;
   }
   for (Turn turn; TakeTurn(&turn); turn = Turn()) Give(std::move(turn));
@@ -33,12 +34,15 @@ void CopyQueue::Add(Entry entry) {
 
 bool CopyQueue::Leave(Entry* entry) {
   ps::MutexLock lock(&mu_);
-  if (taken_) waiting_.push_back(std::move(*entry));
-  return taken_;
+  if (!taken_) return false;
+  PS_PROBE(kCopyLeft);
+  waiting_.push_back(std::move(*entry));
+  return true;
 }
 
 bool CopyQueue::TakeTurn(Turn* turn) {
   ps::MutexLock lock(&mu_);
+  PS_INVARIANT_NOTED("one thread at a time gives copies", taken_, "nobody had begun to");
   while (!waiting_.empty()) {
     const size_t bytes = waiting_.front().copy.bytes;
     if (!turn->entries.empty() && turn->bytes + bytes > kMostBytes) break;

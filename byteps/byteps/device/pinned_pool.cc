@@ -1,8 +1,11 @@
 #include "byteps/device/pinned_pool.h"
 
 #include <algorithm>
+#include <string>
 
+#include "byteps/base/invariant.h"
 #include "byteps/device/device.h"
+#include "ps/probe.h"
 #include "ps/registration_cache.h"
 
 namespace byteps {
@@ -88,10 +91,19 @@ char* PinnedPool::Cut(uint64_t size) {
     free_[have].insert(data + have);
   }
   in_use_ += size;
+  PS_INVARIANT_NOTED(
+      "no more is in use than there is", in_use_ <= pinned_,
+      std::to_string(in_use_) + " bytes of " + std::to_string(pinned_) + " pinned ones");
   return data;
 }
 
 void PinnedPool::PutBack(char* data, uint64_t size) {
+  const auto free = free_.find(size);
+  const bool is_out = in_use_ >= size && (free == free_.end() || free->second.count(data) == 0);
+  PS_INVARIANT_NOTED("a block is returned once", is_out,
+                     "a pinned block of " + std::to_string(size) + " bytes came back, with " +
+                         std::to_string(in_use_) + " bytes in use");
+  if (!is_out) return;
   in_use_ -= size;
   char* const slab = std::prev(slabs_.upper_bound(data))->first;
   while (size < top_) {
@@ -142,12 +154,14 @@ void PinnedPool::ServeWaiters() {
   // block back at once, or many of them, do not call each other ever deeper.
   if (serving_) return;
   serving_ = true;
+  bool again = false;
   while (!waiters_.empty()) {
     char* data = Cut(waiters_.front().size);
     if (data == nullptr) break;
     Waiter waiter = std::move(waiters_.front());
     waiters_.pop_front();
     lock.Unlock();
+    if (std::exchange(again, true)) PS_PROBE(kPoolShared);
     waiter.then(Wrap(data, waiter.size));
     waiter = Waiter();
     lock.Lock();

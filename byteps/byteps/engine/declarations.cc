@@ -7,6 +7,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/text.h"
 #include "ps/internal/postoffice.h"
+#include "ps/probe.h"
 
 namespace byteps {
 namespace core {
@@ -114,6 +115,7 @@ void Declarations::AwaitAnswers(const std::shared_ptr<Exchange>& exchange) {
   if (!exchange->error.empty()) throw Error(exchange->error);
   if (silent.empty()) return;
   lock.Unlock();
+  PS_PROBE(kDeclarationLate);
   std::sort(silent.begin(), silent.end());
   const std::string more =
       exchange->count > 1 ? " and " + std::to_string(exchange->count - 1) + " more" : "";
@@ -146,7 +148,7 @@ void Declarations::OnAnswer(uint64_t number, const std::string& error) {
   {
     ps::MutexLock lock(&mu_);
     const auto it = messages_.find(number);
-    if (it == messages_.end()) return;  // given up already
+    if (it == messages_.end()) return PS_PROBE(kAnswerToNobody);  // given up already
     Exchange* exchange = it->second.first.get();
     if (exchange->error.empty()) exchange->error = error;
     --exchange->unanswered;

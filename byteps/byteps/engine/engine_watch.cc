@@ -5,6 +5,7 @@
 #include "byteps/base/text.h"
 #include "byteps/engine/engine.h"
 #include "ps/mutex.h"
+#include "ps/probe.h"
 
 namespace byteps {
 namespace core {
@@ -51,6 +52,7 @@ std::string Engine::Verdict(const OperationPtr& operation) {
   }
   const double age = SecondsSince(operation->awaited_since);
   if (age <= context_.op_timeout_s + kGraceSeconds) return "";
+  PS_PROBE(kNobodyAnswered);
   return "push_pull of '" + operation->name() + "' timed out: no answer from " +
          Silence(operation) + " after " + Seconds(age) +
          " (BYTEPS_OP_TIMEOUT_S=" + std::to_string(context_.op_timeout_s) + ")";

@@ -4,6 +4,9 @@
 #include <thread>
 #include <utility>
 
+#include "byteps/base/invariant.h"
+#include "ps/probe.h"
+
 namespace byteps {
 namespace core {
 
@@ -30,7 +33,10 @@ Operation::Operation(PushPullRequest what, TensorPtr which)
     : request(std::move(what)),
       tensor(std::move(which)),
       partitions_left_(tensor ? tensor->declaration.NumPartitions() : 0),
-      arrivals_left_(partitions_left_.load()) {}
+      arrivals_left_(partitions_left_.load()) {
+  const uint64_t partitions = partitions_left_;
+  if (partitions > 1) more_stages_.reset(new std::atomic<Stage>[partitions]());
+}
 
 Operation::Part Operation::Whole(uint64_t index) const {
   const Declaration& d = tensor->declaration;
@@ -85,6 +91,7 @@ std::string Operation::error() {
 void Operation::End(const std::string& error, DeviceMoment moment) {
   {
     ps::MutexLock lock(&mu_);
+    PS_INVARIANT_NOTED("an operation ends once", !done_, "'" + name() + "' ended again: " + error);
     done_ = true;
     error_ = error;
     landed_ = std::move(moment);
@@ -92,8 +99,28 @@ void Operation::End(const std::string& error, DeviceMoment moment) {
   cond_.NotifyAll();
 }
 
+void Operation::Move(uint64_t index, Stage to) {
+  const Stage from = StageOf(index)->exchange(to, std::memory_order_acq_rel);
+  // A GPU's values are copied first, and a pull of its own comes behind a push.
+  BPS_INVARIANT("a partition is in one stage", from < to,
+                "partition " + std::to_string(index) + " of '" + name() + "' went from stage " +
+                    std::to_string(static_cast<int>(from)) + " to " +
+                    std::to_string(static_cast<int>(to)));
+}
+
+bool Operation::CountPartition(uint64_t index) {
+  Move(index, Stage::kThrough);
+  const uint64_t left = partitions_left_.fetch_sub(1);
+  BPS_INVARIANT("a sum has as many parts as were counted", left > 0,
+                "'" + name() + "' had no partition left");
+  return left == 1;
+}
+
 void Operation::CountArrival() {
-  if (arrivals_left_.fetch_sub(1) != 1) return;
+  const uint64_t left = arrivals_left_.fetch_sub(1);
+  BPS_INVARIANT("a sum has as many parts as were counted", left > 0,
+                "'" + name() + "' had no partition to arrive");
+  if (left != 1) return;
   {
     // Who has looked in vain has the lock until it sleeps.
     ps::MutexLock lock(&mu_);
@@ -129,6 +156,8 @@ bool Operation::BeginWriting() {
 void Operation::EndWriting() {
   {
     ps::MutexLock lock(&mu_);
+    PS_INVARIANT_NOTED("whoever stops writing had begun", writers_ > 0,
+                       "nobody wrote into the output of '" + name() + "'");
     // Before it ends nobody waits for that, and who waits for the end is not to be woken.
     if (--writers_ > 0 || !done_) return;
   }
@@ -137,6 +166,7 @@ void Operation::EndWriting() {
 
 void Operation::AwaitWriters() {
   ps::MutexLock lock(&mu_);
+  if (writers_ > 0) PS_PROBE(kAwaitsWriters);
   written_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return writers_ == 0; });
 }
 

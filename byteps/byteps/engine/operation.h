@@ -108,8 +108,12 @@ class Operation {
   // The sum of a partition has come, and is on its way to the GPU.  The last one wakes whoever
   // waits for the end, who stays awake while it is copied: waking takes as long as that copy.
   void CountArrival();
+  // A partition goes on to another stage: each of them once, in this order.  Throws Error.
+  enum class Stage : uint8_t { kWaiting, kTaken, kCopying, kPushed, kPulled, kAnswered, kThrough };
+  void Move(uint64_t index, Stage to);
   // One of its partitions is through.  True for the last one: the operation has to be ended.
-  bool CountPartition() { return partitions_left_.fetch_sub(1) == 1; }
+  // Throws Error.
+  bool CountPartition(uint64_t index);
   // Each copy to the GPU is counted when it is enqueued and when it is done, in either order.
   void CountCopyBegun() { ++copies_; }
   void CountCopyDone() { --copies_; }
@@ -139,9 +143,14 @@ class Operation {
   int unsent(std::chrono::nanoseconds* since);
 
  private:
+  std::atomic<Stage>* StageOf(uint64_t index) {
+    return more_stages_ ? &more_stages_[index] : &stage_;
+  }
   // Yields until it has ended, or until then.
   void StayAwake(Clock::time_point until) const;
 
+  std::atomic<Stage> stage_{Stage::kWaiting};          // of the only partition
+  std::unique_ptr<std::atomic<Stage>[]> more_stages_;  // of many, by index
   std::atomic<uint64_t> partitions_left_;
   std::atomic<uint64_t> arrivals_left_;
   std::atomic<int64_t> copies_{0};

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <utility>
 
-#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 
 namespace byteps {
 namespace core {
@@ -41,7 +41,10 @@ int64_t Operations::Begin(const OperationPtr& operation) {
       }
       running_.insert(operation);
     }
-    by_handle_[operation->handle] = operation;
+    const bool is_new = by_handle_.emplace(operation->handle, operation).second;
+    BPS_INVARIANT("a handle stands for one operation", is_new,
+                  "handle " + std::to_string(operation->handle) + " was given to '" +
+                      operation->name() + "' too");
   }
   cond_.NotifyAll();
   return operation->handle;

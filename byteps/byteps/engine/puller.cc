@@ -7,6 +7,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/steady_time.h"
+#include "ps/probe.h"
 
 namespace byteps {
 namespace core {
@@ -35,6 +36,7 @@ char* Puller::PlaceFor(const ps::Meta& meta, size_t bytes) {
   if (!operation.output_on_gpu()) return operation.Target(request.index);
   if (!request.block) {
     request.block = context_->pool()->TryTake(bytes);
+    if (!request.block) PS_PROBE(kReceivedElsewhere);
     if (!request.block || !context_->requests.KeepBlock(meta.addr, request.block)) return nullptr;
   }
   return request.block.get();
@@ -43,6 +45,15 @@ char* Puller::PlaceFor(const ps::Meta& meta, size_t bytes) {
 void Puller::OnAnswer(ps::Message* msg) {
   Request request;
   if (!context_->requests.Take(msg->meta.addr, &request)) return;  // given up already
+  const Request asked = request;
+  try {
+    HandleAnswer(msg, std::move(request));
+  } catch (const Error& e) {
+    Fail(asked, e.what());
+  }
+}
+
+void Puller::HandleAnswer(ps::Message* msg, Request request) {
   const bool more_follows = msg->meta.option == 0 && msg->meta.head == kPush;
   if (!more_follows) {
     context_->scheduler->Answer(request.server, request.operation->Sent(request.index).bytes);
@@ -51,6 +62,8 @@ void Puller::OnAnswer(ps::Message* msg) {
     context_->counters->failed_requests.Add();
     return Fail(request, msg->meta.body);
   }
+  using Stage = Operation::Stage;
+  request.operation->Move(request.index, more_follows ? Stage::kPulled : Stage::kAnswered);
   if (more_follows) {  // it was added: ask for the sum
     const OperationPtr operation = request.operation;
     const int server = request.server;
@@ -142,14 +155,15 @@ void Puller::Handle(Arrived* arrived, int track) {
                          times == nullptr ? 0 : times->pulling, TraceArrow::kEnds);
   context_->trace->Row(*request.operation, request.index, SteadyNs());
   try {
-    Count(request.operation);
+    Count(request);
   } catch (const Error& e) {
     Fail(request, e.what());
   }
 }
 
-void Puller::Count(const OperationPtr& operation) {
-  if (!operation->CountPartition()) return;
+void Puller::Count(const Request& request) {
+  const OperationPtr& operation = request.operation;
+  if (!operation->CountPartition(request.index)) return;
   DeviceMoment landed;
   if (operation->is_copying()) {
     landed = DeviceCopies::Of(operation->request.tensor.device)->CopiedToDevice();
@@ -160,7 +174,10 @@ void Puller::Count(const OperationPtr& operation) {
 bool Puller::CopyToOutput(const Arrived& arrived) {
   if (arrived.values.empty()) return true;  // it landed there
   Operation& operation = *arrived.request.operation;
-  if (!operation.BeginWriting()) return false;  // it failed meanwhile
+  if (!operation.BeginWriting()) {  // it failed meanwhile
+    PS_PROBE(kEndedBeforeSum);
+    return false;
+  }
   memcpy(operation.Target(arrived.request.index), arrived.values.data(), arrived.values.size());
   operation.EndWriting();
   context_->counters->copied_bytes.Add(arrived.values.size());
@@ -176,19 +193,22 @@ void Puller::MoveToDevice(Arrived* arrived, int track) {
           ready.request.block = std::move(block);
           queue->Push(std::move(ready));
         });
-    if (!request.block) return;
+    if (!request.block) return PS_PROBE(kSumAwaitsPinned);
   }
   if (!arrived->values.empty()) {
     memcpy(request.block.get(), arrived->values.data(), arrived->values.size());
     context_->counters->copied_bytes.Add(arrived->values.size());
   }
-  if (!request.operation->BeginWriting()) return;  // it failed meanwhile
+  if (!request.operation->BeginWriting()) return PS_PROBE(kEndedBeforeSum);
   QueueOf(request)->Add(CopyOf(request, track));
 }
 
 bool Puller::LeaveCopy(const Request& request) {
   Operation& operation = *request.operation;
-  if (!operation.BeginWriting()) return true;  // it failed meanwhile
+  if (!operation.BeginWriting()) {  // it failed meanwhile
+    PS_PROBE(kEndedBeforeSum);
+    return true;
+  }
   CopyQueue::Entry copy = CopyOf(request, receive_track_);
   if (QueueOf(request)->Leave(&copy)) return true;
   context_->trace->DropCopy(operation);
@@ -232,7 +252,7 @@ void Puller::Begun(const Request& request, int track, int64_t begin) {
                          TraceArrow::kEnds);
   request.operation->CountCopyBegun();
   try {
-    Count(request.operation);
+    Count(request);
   } catch (const Error& e) {
     Fail(request, e.what());
   }

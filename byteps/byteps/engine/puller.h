@@ -42,6 +42,8 @@ class Puller {
   static void KeepSums(const ps::Message& msg, const Request& request);
   // Why an answer cannot be used; empty if it can.
   std::string Refusal(const ps::Message& msg, const Request& request);
+  // Of a request that was open until now.  Throws Error.
+  void HandleAnswer(ps::Message* msg, Request request);
   void OnSum(ps::Message* msg, Request request);
   void Fail(const Request& request, const std::string& error);
   void Handle(Arrived* arrived, int track);
@@ -57,7 +59,7 @@ class Puller {
   // That a copy to the GPU has been enqueued.
   void Begun(const Request& request, int track, int64_t begin);
   // That a partition is through; ends the operation behind its last one.  Throws Error.
-  void Count(const OperationPtr& operation);
+  void Count(const Request& request);
 
   Context* const context_;
   const int receive_track_;             // of the timeline: what needs no pull loop

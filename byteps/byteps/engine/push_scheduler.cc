@@ -1,8 +1,11 @@
 #include "byteps/engine/push_scheduler.h"
 
 #include <algorithm>
+#include <string>
 
+#include "byteps/base/invariant.h"
 #include "byteps/base/steady_time.h"
+#include "ps/probe.h"
 
 namespace byteps {
 namespace core {
@@ -33,7 +36,10 @@ bool PushScheduler::HasRoom(const Server& server, uint64_t bytes) const {
   if (server.under_way == 0) return true;
   uint64_t window = window_;
   if (window == 0) window = std::max(2 * bytes, WindowOfAll() / servers_.size());
-  if (server.waiting * kAhead > static_cast<int64_t>(window)) window /= kStepBack;
+  if (server.waiting * kAhead > static_cast<int64_t>(window)) {
+    PS_PROBE(kStepsBack);
+    window /= kStepBack;
+  }
   return server.under_way + bytes <= window;
 }
 
@@ -43,13 +49,21 @@ void PushScheduler::Update(int number) {
   server.listed.reset();
   if (server.queue.empty()) return;
   const auto& first = *server.queue.begin();
-  if (!HasRoom(server, first.second.bytes)) return;
+  if (!HasRoom(server, first.second.bytes)) return PS_PROBE(kWindowFull);
   server.listed = first.first;
   going_.insert({first.first, number});
 }
 
 void PushScheduler::Count(const Task& task) {
-  servers_[task.server].under_way += task.bytes;
+  Server& server = servers_[task.server];
+  // The rate may have changed since the task was chosen; what a window may ever be has not.
+  const uint64_t most = window_ > 0 ? window_ : std::max(2 * task.bytes, kMost / servers_.size());
+  PS_INVARIANT_NOTED("a window is within its limit",
+                     server.under_way == 0 || server.under_way + task.bytes <= most,
+                     std::to_string(server.under_way) + " bytes were on their way to server " +
+                         std::to_string(task.server) + ", " + std::to_string(task.bytes) +
+                         " more were taken, and the limit is " + std::to_string(most));
+  server.under_way += task.bytes;
   if (under_way_++ == 0) rate_.Begin(SteadyNs());
 }
 
@@ -77,10 +91,12 @@ bool PushScheduler::AddOrTake(int priority, Task task) {
     const bool is_first = going_.empty() || order < going_.begin()->first;
     const bool overtakes = server.queue.empty() || order < server.queue.begin()->first;
     if (is_first && overtakes && HasRoom(server, task.bytes)) {
+      PS_PROBE(kSentByCaller);
       Count(task);
       Update(number);
       return true;
     }
+    PS_PROBE(kCallerQueued);
     server.queue.emplace(order, std::move(task));
     ++queued_;
     Update(number);
@@ -103,6 +119,8 @@ Task PushScheduler::TakeFirst() {
   auto& queue = servers_[number].queue;
   Task task = std::move(queue.begin()->second);
   queue.erase(queue.begin());
+  PS_INVARIANT_NOTED("partitions queued are those of the queues", queued_ > 0,
+                     "a partition was taken where none was counted");
   --queued_;
   Count(task);
   Update(number);
@@ -144,7 +162,13 @@ void PushScheduler::Return(int server, uint64_t bytes) {
 }
 
 bool PushScheduler::Leave(int server, uint64_t bytes) {
-  servers_[server].under_way -= bytes;
+  uint64_t& under_way = servers_[server].under_way;
+  const bool was_taken = under_way_ > 0 && under_way >= bytes;
+  PS_INVARIANT_NOTED("a window is never below zero", was_taken,
+                     std::to_string(bytes) + " bytes left the window of server " +
+                         std::to_string(server) + ", which held " + std::to_string(under_way));
+  if (!was_taken) return false;
+  under_way -= bytes;
   --under_way_;
   Update(server);
   return servers_[server].listed.has_value();
@@ -170,6 +194,9 @@ std::vector<Task> PushScheduler::Clear() {
     server.queue.clear();
     server.listed.reset();
   }
+  PS_INVARIANT_NOTED("partitions queued are those of the queues", queued_ == tasks.size(),
+                     std::to_string(queued_) + " were counted, and the queues held " +
+                         std::to_string(tasks.size()));
   going_.clear();
   queued_ = 0;
   return tasks;

@@ -7,6 +7,7 @@
 #include "byteps/base/log.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/steady_time.h"
+#include "ps/probe.h"
 
 namespace byteps {
 namespace core {
@@ -70,11 +71,15 @@ void Pusher::Loop(int track) {
 
 void Pusher::Advance(Task task, int track) {
   const OperationPtr operation = task.operation;
-  if (operation->is_done()) return Drop(task);  // it failed meanwhile
+  if (operation->is_done()) {  // it failed meanwhile
+    PS_PROBE(kTaskOfEnded);
+    return Drop(task);
+  }
   if (task.stage == Task::kTake) {
     if (PartitionTimes* times = task.times()) times->taken = SteadyNs();
   }
   try {
+    if (task.stage == Task::kTake) operation->Move(task.index, Operation::Stage::kTaken);
     if (!operation->on_gpu() || task.bytes == 0 || task.stage == Task::kSend) {
       Send(task, track);
     } else if (task.stage == Task::kTake) {
@@ -103,7 +108,8 @@ void Pusher::PrepareFromDevice(Task task, int track) {
         ready.block = std::move(block);
         scheduler->Resume(std::move(ready));
       });
-  if (task.block) StartCopy(std::move(task), track);
+  if (!task.block) return PS_PROBE(kPushAwaitsPinned);
+  StartCopy(std::move(task), track);
 }
 
 void Pusher::StartCopy(Task task, int track) {
@@ -112,6 +118,7 @@ void Pusher::StartCopy(Task task, int track) {
       static_cast<const char*>(operation.request.input) + operation.Sent(task.index).offset;
   const Copy copy = {task.block.get(), source, task.bytes};
   const int device = operation.request.tensor.device;
+  task.operation->Move(task.index, Operation::Stage::kCopying);
   task.stage = Task::kSend;
   const int64_t enqueued = SteadyNs();
   context_->trace->BeginCopy(operation);
@@ -150,11 +157,12 @@ void Pusher::Send(const Task& task, int track) {
   const char* source =
       static_cast<const char*>(operation.request.input) + operation.Sent(task.index).offset;
   if (task.block) source = task.block.get();
+  task.operation->Move(task.index, Operation::Stage::kPushed);
   const int64_t now = SteadyNs();
   if (times != nullptr && times->copied == 0) times->copied = now;
   int op = operation.request.op;
   if (op == kPushPull && !context_->plan.fused()) op = kPush;
-  ps::Message msg = context_->MakeRequestMessage(
+  ps::Message msg = context_->MakeRequestMessage(  // may throw, and nothing after it
       op, Request{task.operation, task.index, task.server, now, nullptr});
   // Until the transport has sent the values, they hold their place in the window, and `task`
   // holds the operation and the pinned memory.
@@ -176,9 +184,18 @@ void Pusher::Send(const Task& task, int track) {
   context_->counters->pushed_partitions.Add();
   context_->counters->pushed_bytes.Add(task.bytes);
   const OperationTrace::Pending pending(context_->trace.get(), operation);
-  const bool sent = context_->channel->Send(&msg);
+  bool sent = false;
+  try {
+    sent = context_->channel->Send(&msg);
+  } catch (const std::exception& e) {
+    // The values are with the message, and leave the window with it.
+    context_->trace->Row(operation, task.index, 0);
+    return context_->operations.Fail(task.operation, e.what());
+  }
   context_->trace->Slice(operation, task.index, track, "push", now, TraceArrow::kBegins);
-  if (!sent) task.operation->SetUnsent(task.server);
+  if (sent) return;
+  PS_PROBE(kUnsent);
+  task.operation->SetUnsent(task.server);
 }
 
 }  // namespace core

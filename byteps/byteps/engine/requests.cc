@@ -1,20 +1,30 @@
 #include "byteps/engine/requests.h"
 
+#include <string>
 #include <utility>
+
+#include "byteps/base/invariant.h"
 
 namespace byteps {
 namespace core {
 
 uint64_t Requests::Remember(Request request) {
   ps::MutexLock lock(&mu_);
-  by_number_.emplace(++last_, std::move(request));
+  const bool is_new = by_number_.emplace(++last_, std::move(request)).second;
+  BPS_INVARIANT("a request has a number of its own", is_new, "number " + std::to_string(last_));
   return last_;
 }
 
 bool Requests::Take(uint64_t number, Request* request) {
   ps::MutexLock lock(&mu_);
   const auto it = by_number_.find(number);
-  if (it == by_number_.end()) return false;
+  if (it == by_number_.end()) {
+    // None is given up before its answer, but all of them when the job ends.
+    BPS_INVARIANT("a request is answered once", cleared_,
+                  "request " + std::to_string(number) + " of " + std::to_string(last_) +
+                      " was answered without being open");
+    return false;
+  }
   *request = std::move(it->second);
   by_number_.erase(it);
   return true;
@@ -51,6 +61,7 @@ size_t Requests::size() {
 void Requests::Clear() {
   std::unordered_map<uint64_t, Request> gone;  // goes without the lock
   ps::MutexLock lock(&mu_);
+  cleared_ = true;
   gone.swap(by_number_);
 }
 

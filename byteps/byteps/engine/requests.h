@@ -29,7 +29,7 @@ class Requests {
  public:
   // Returns its number, by which the answer will name it.
   uint64_t Remember(Request request);
-  // Takes it out.  False when there is none of this number.
+  // Takes it out.  False when there is none of this number after Clear; throws Error before that.
   bool Take(uint64_t number, Request* request);
   // As Take, and leaves it in.
   bool Peek(uint64_t number, Request* request);
@@ -43,6 +43,7 @@ class Requests {
  private:
   ps::Mutex mu_;
   uint64_t last_ PS_GUARDED_BY(mu_) = 0;
+  bool cleared_ PS_GUARDED_BY(mu_) = false;
   std::unordered_map<uint64_t, Request> by_number_ PS_GUARDED_BY(mu_);
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "ps/invariant.h"
 #include "ps/registration_cache.h"
 
 namespace byteps {
@@ -23,6 +24,13 @@ Metric Now(const char* name, const char* help, uint64_t value) {
 
 Metric Spread(const char* name, const char* help, const Histogram& histogram) {
   return {name, Metric::kHistogram, help, 0, histogram.Read()};
+}
+
+Metric BrokenInvariants(const char* name) {
+  return Counted(name,
+                 "Invariants that this process found broken, which is a fault of byteps: the log "
+                 "names them.",
+                 static_cast<double>(ps::NumBrokenInvariants()));
 }
 
 void PrintRows(std::ostringstream* out, const std::vector<Metric>& metrics) {
@@ -105,6 +113,7 @@ std::vector<Metric> Tell(const WorkerCounters& c, const WorkerGauges& g) {
       Counted("byteps_worker_memory_registrations_total",
               "Times that memory was registered with an RDMA device.",
               static_cast<double>(ps::RegistrationCache::Registrations())),
+      BrokenInvariants("byteps_worker_broken_invariants_total"),
   };
 }
 
@@ -148,6 +157,7 @@ std::vector<Metric> Tell(const ServerCounters& c, const ServerGauges& g) {
       Spread("byteps_server_round_wait_seconds",
              "From the first push of a round to its last: how far apart the workers are.",
              c.round_wait_seconds),
+      BrokenInvariants("byteps_server_broken_invariants_total"),
   };
   for (size_t i = 0; i < g.engine_queues.size(); ++i) {
     metrics.push_back(Now("byteps_server_engine_queue_tasks",

@@ -4,9 +4,11 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "byteps/base/invariant.h"
 #include "byteps/base/out_of_memory.h"
 
 namespace byteps {
@@ -41,6 +43,8 @@ class Scratch {
       Block block = std::move(spare_.back());
       spare_.pop_back();
       kept_ -= block.size();
+      BPS_INVARIANT("a scratch block has its memory", block.data() != nullptr,
+                    "a block of " + std::to_string(block.size()) + " bytes has none");
       if (block.size() >= size) return block;  // else it is too small now: let it go
     }
     return Block(size);

@@ -28,6 +28,7 @@
 #include "byteps/server/health.h"
 #include "byteps/server/job_log.h"
 #include "byteps/server/sum_server.h"
+#include "ps/invariant.h"
 #include "ps/log_line.h"
 #include "ps/mutex.h"
 #include "ps/nowhere.h"
@@ -377,7 +378,10 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
     }
     if (caught_signal != 0) return SignalStatus();
     ps::MutexLock lock(&outcome.mu);
-    if (!outcome.suspended) return 0;
+    if (outcome.suspended) continue;
+    // The job may have ended well before anybody saw what had gone wrong here.
+    if (ps::NumBrokenInvariants() > 0) throw Error(ps::BrokenInvariants().last);
+    return 0;
   }
 }
 

@@ -2,12 +2,14 @@
 
 #include <utility>
 
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/thread_name.h"
 #include "byteps/observe/status_record.h"
 #include "byteps/server/reducer.h"
 #include "ps/internal/postoffice.h"
+#include "ps/probe.h"
 
 namespace byteps {
 namespace core {
@@ -143,13 +145,18 @@ void Server::Run(Engine* engine) {
 bool Server::ServeHere(Engine* engine, Task* task) {
   const Partition& partition = *task->partition;
   if (partition.tensor->declaration.PartitionSize(partition.index) > kServedHere) return false;
-  if (engine->waiting > 0 || !engine->mu.TryLock()) return false;
+  if (engine->waiting > 0 || !engine->mu.TryLock()) {
+    PS_PROBE(kQueuedWhileServing);
+    return false;
+  }
+  PS_PROBE(kServedHere);
   Do(engine, task);
   const bool early =
       !engine->open.empty() && std::get<0>(engine->open.begin()->first) < engine->looks_at;
   if (early) engine->looks_at = std::get<0>(engine->open.begin()->first);
   engine->mu.Unlock();
   if (early) {
+    PS_PROBE(kLooksSooner);
     Task look;
     look.kind = Task::kLook;
     Queue(engine, std::move(look));
@@ -162,6 +169,8 @@ void Server::Do(Engine* engine, Task* task) noexcept {
     Handle(engine, task);
   } catch (const std::bad_alloc& e) {
     OnOutOfMemory(engine, *task, e);
+  } catch (const std::exception& e) {
+    ServingFailed(engine, *task, e.what());
   }
 }
 
@@ -265,6 +274,7 @@ Server::Round* Server::Admit(Engine* engine, Partition* partition, const ps::Mes
   round->pushed[member] = true;
   FailWithoutThoseGone(engine, partition, round);
   if (round->done) {
+    PS_PROBE(kPushAfterFailure);
     error = round->failure;  // it failed before this push came
   } else {
     if (declaration.rule && error.empty()) error = AgreeOnPush(declaration, msg, round);
@@ -312,6 +322,7 @@ Server::Round* Server::FindPushed(Partition* partition, const ps::Message& msg,
     return nullptr;
   }
   if (round->failure.empty()) return round;
+  PS_PROBE(kPullAfterFailure);
   round->told[member] = true;
   Refuse(msg, round->failure);
   DropDoneRounds(partition);
@@ -323,7 +334,11 @@ void Server::Pull(Partition* partition, const ps::Message& msg, int64_t received
   Round* round = FindPushed(partition, msg, caller);
   if (round == nullptr) return;
   round->callers.push_back(caller);
-  if (round->done) Deliver(partition, round);
+  if (round->done) {
+    Deliver(partition, round);
+  } else {
+    PS_PROBE(kPullBeforeSum);
+  }
   DropDoneRounds(partition);
 }
 
@@ -334,6 +349,9 @@ void Server::Accumulate(Engine* engine, const Declaration& declaration, Round* r
   const size_t members = declaration.group.size();
   const size_t added = ++round->added;
   const bool last = added == members;
+  BPS_INVARIANT("a member's push is added once", added <= members,
+                std::to_string(added) + " pushes of " + std::to_string(members) + " members of '" +
+                    declaration.name + "'");
   const int divisor = declaration.average && last ? static_cast<int>(members) : 1;
   if (added == 1) {
     round->sum = std::move(values);
@@ -372,6 +390,7 @@ void Server::Deliver(Partition* partition, Round* round) {
     counters_.answered_partitions.Add();
     counters_.answered_bytes.Add(caller.bytes);
     const int member = declaration.MemberIndex(caller.rank);
+    CheckUntold(*partition, *round, member);
     switch (caller.op) {
       case kPushNorm:
         Answer(caller, partition->key, "", &round->sums);

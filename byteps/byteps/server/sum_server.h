@@ -226,6 +226,9 @@ class Server {
   // "server 0 is out of memory: ...", about what a request wanted to do.
   std::string NoMemoryFor(const ps::Message& msg, const std::bad_alloc& error);
   void Serve(Engine* engine, Task* task) PS_REQUIRES(engine->mu);
+  // A task came to an error in its midst: fails all that is open of its request's partition.
+  void ServingFailed(Engine* engine, const Task& task, const std::string& error)
+      PS_REQUIRES(engine->mu);
   void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received)
       PS_REQUIRES(engine->mu);
   // The round of a push of this worker, if it may be added; null: it was refused.
@@ -283,6 +286,8 @@ class Server {
   void Deliver(Partition* partition, Round* round);
   void FailRound(Engine* engine, Partition* partition, Round* round, const std::string& reason)
       PS_REQUIRES(engine->mu);
+  // That this member has not been answered yet.
+  static void CheckUntold(const Partition& partition, const Round& round, int member);
   void DropDoneRounds(Partition* partition);
   void FailRoundsWithout(Engine* engine, int rank, const std::string& reason)
       PS_REQUIRES(engine->mu);

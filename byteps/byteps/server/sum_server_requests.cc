@@ -212,6 +212,43 @@ void Server::OnRequest(ps::Message* msg) {
   if (!ServeHere(engine, &task)) Queue(engine, std::move(task));
 }
 
+void Server::ServingFailed(Engine* engine, const Task& task, const std::string& error) {
+  if (task.kind != Task::kRequest) {
+    // Rounds that it was about end at their deadline.
+    BPS_LOG(ERROR) << "server " << channel_->rank() << ": " << error;
+    return;
+  }
+  Partition* const partition = task.partition;
+  const ps::Message& msg = task.msg;
+  BPS_LOG(ERROR) << "serving partition " << partition->index << " of '"
+                 << partition->tensor->declaration.name << "' failed: " << error;
+  for (Round& round : partition->rounds) {
+    // One that has its sum may have been told to some of its members.
+    std::erase_if(round.callers, [&](const Caller& caller) {
+      return round.told[partition->tensor->declaration.MemberIndex(caller.rank)];
+    });
+    const bool is_open = engine->open.count(DeadlineOf(*partition, round)) > 0;
+    if (is_open || !round.callers.empty()) FailRound(engine, partition, &round, error);
+  }
+  // Whoever waited in its round was answered by that, unless the request never got so far.
+  PushHeader header;
+  std::string detail;
+  PushHeader::Unpack(msg.meta.body, &header, &detail);
+  const uint32_t ahead = header.round - partition->first_round;
+  if (ahead < partition->rounds.size()) {
+    Round& round = partition->rounds[ahead];
+    const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+    const int member = partition->tensor->declaration.MemberIndex(rank);
+    if (!round.told[member]) {
+      round.pushed[member] = round.told[member] = true;
+      Refuse(msg, error);
+    }
+  } else {
+    Refuse(msg, error);
+  }
+  DropDoneRounds(partition);
+}
+
 Server::Partition* Server::FindOrMake(const Tensor& tensor, uint64_t key) {
   auto& partition = partitions_[key];
   if (!partition) {

@@ -5,9 +5,11 @@
 #include <string>
 #include <utility>
 
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/text.h"
 #include "byteps/server/sum_server.h"
+#include "ps/probe.h"
 
 namespace byteps {
 namespace core {
@@ -57,6 +59,7 @@ Server::Round* Server::FindRound(Engine* engine, Partition* partition, const Pus
   if (partition->first_round == 0 && partition->rounds.empty())
     engine->partitions.push_back(partition);
   const size_t members = partition->tensor->declaration.group.size();
+  if (ahead > 0 && partition->rounds.size() <= ahead) PS_PROBE(kRoundsOpen);
   while (partition->rounds.size() <= ahead) {
     Round round;
     round.number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());
@@ -74,7 +77,11 @@ Server::Round* Server::FindRound(Engine* engine, Partition* partition, const Pus
     }
     ++engine->open_rounds;
   }
-  return &partition->rounds[ahead];
+  Round* const round = &partition->rounds[ahead];
+  BPS_INVARIANT("rounds are numbered without a gap", round->number == header.round,
+                "round " + std::to_string(round->number) + " where " +
+                    std::to_string(header.round) + " belongs");
+  return round;
 }
 
 void Server::GiveUpBefore(Engine* engine, Partition* partition, int rank, uint32_t number) {
@@ -86,6 +93,7 @@ void Server::GiveUpBefore(Engine* engine, Partition* partition, int rank, uint32
     Round* const round = &partition->rounds[i];
     if (round->told[member]) continue;
     if (!round->done) {
+      PS_PROBE(kRoundGivenUp);
       FailRound(engine, partition, round,
                 "worker " + std::to_string(rank) + " gave up round " +
                     std::to_string(round->number) + " of '" + declaration.name +
@@ -100,6 +108,7 @@ void Server::FailWithoutThoseGone(Engine* engine, Partition* partition, Round* r
   for (const auto& [rank, reason] : engine->gone) {
     const int lost = declaration.MemberIndex(rank);
     if (round->done || lost < 0 || round->pushed[lost]) continue;
+    PS_PROBE(kRoundAfterLost);
     FailRound(engine, partition, round,
               reason + " while the push_pull of '" + declaration.name + "' waited for it");
   }
@@ -112,6 +121,7 @@ void Server::FailRoundsWithout(Engine* engine, int rank, const std::string& reas
     if (member < 0) continue;
     for (auto& round : partition->rounds) {
       if (round.done || round.pushed[member]) continue;
+      PS_PROBE(kRoundOfLost);
       FailRound(engine, partition, &round,
                 reason + " while the push_pull of '" + declaration.name + "' waited for it");
     }
@@ -142,6 +152,7 @@ void Server::FailLateRounds(Engine* engine, Clock::time_point as_of) {
   while (!engine->open.empty()) {
     const auto& [deadline, key, number] = engine->open.begin()->first;
     if (as_of < deadline) return;
+    PS_PROBE(kRoundLate);
     Partition* const partition = engine->open.begin()->second;
     const Declaration& declaration = partition->tensor->declaration;
     Round* const round = &partition->rounds[number - partition->first_round];
@@ -179,6 +190,7 @@ void Server::FailRound(Engine* engine, Partition* partition, Round* round,
   counters_.failed_sums.Add();
   TraceRound(*partition, *round, false);
   for (const Caller& caller : round->callers) {
+    CheckUntold(*partition, *round, declaration.MemberIndex(caller.rank));
     Answer(caller, partition->key, reason, nullptr);
     round->told[declaration.MemberIndex(caller.rank)] = true;
   }
@@ -189,6 +201,13 @@ void Server::FailRound(Engine* engine, Partition* partition, Round* round,
   round->sum = round->spare = ps::SArray<char>();
   round->done = true;
   Close(engine, *partition, *round);
+}
+
+void Server::CheckUntold(const Partition& partition, const Round& round, int member) {
+  PS_INVARIANT_NOTED("a round is answered once to each member", !round.told[member],
+                     "round " + std::to_string(round.number) + " of '" +
+                         partition.tensor->declaration.name + "', member " +
+                         std::to_string(member));
 }
 
 void Server::DropDoneRounds(Partition* partition) {
@@ -212,8 +231,11 @@ Server::Deadline Server::DeadlineOf(const Partition& partition, const Round& rou
 }
 
 void Server::Close(Engine* engine, const Partition& partition, const Round& round) {
-  engine->open.erase(DeadlineOf(partition, round));
-  --engine->open_rounds;
+  const size_t closed = engine->open.erase(DeadlineOf(partition, round));
+  PS_INVARIANT_NOTED("a round is closed once", closed == 1,
+                     "round " + std::to_string(round.number) + " of '" +
+                         partition.tensor->declaration.name + "' was not open");
+  engine->open_rounds -= closed;
 }
 
 uint64_t Server::OpenRounds() const {

@@ -2,10 +2,12 @@
 #include <cstring>
 #include <string>
 
+#include "byteps/base/invariant.h"
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/wire.h"
 #include "byteps/server/sum_server.h"
 #include "ps/internal/postoffice.h"
+#include "ps/probe.h"
 
 namespace byteps {
 namespace core {
@@ -119,7 +121,10 @@ std::string Server::CompleteUpdate(Partition* partition, Round* round) {
     UpdateStep step;
     UpdateStep::Unpack(round->step, &step);
     round->parameters = std::move(round->spare);
-    if (round->parameters.empty()) round->parameters = RoomForValues(round->sum.size());
+    if (round->parameters.empty()) {
+      PS_PROBE(kNoSpareMemory);
+      round->parameters = RoomForValues(round->sum.size());
+    }
     const std::string error = state.Preview(step, round->sum.data(), round->parameters.data());
     if (!error.empty()) return error;
     round->tried = round->step;
@@ -132,9 +137,17 @@ std::string Server::CompleteUpdate(Partition* partition, Round* round) {
 std::string Server::MakeStep(Partition* partition, Round* round) {
   UpdateStep step;
   UpdateStep::Unpack(round->step, &step);
+  BPS_INVARIANT("a step is kept or dropped, once", !round->updated,
+                "round " + std::to_string(round->number) + " of '" +
+                    partition->tensor->declaration.name + "'");
   round->updated = true;
+  const bool was_tried = !round->tried.empty();
+  if (was_tried) step.skip ? PS_PROBE(kStepDropped) : PS_PROBE(kStepMade);
   if (step.skip) return partition->state->ReadParameters(round->sum.data());
-  if (!round->tried.empty() && round->step != round->tried) counters_.redone_partitions.Add();
+  if (was_tried && round->step != round->tried) {
+    PS_PROBE(kStepRedone);
+    counters_.redone_partitions.Add();
+  }
   counters_.updated_partitions.Add();
   return partition->state->Update(step, round->sum.data());
 }
@@ -203,7 +216,10 @@ void Server::MoveState(Partition* partition, const ps::Message& msg, int64_t rec
   if (msg.meta.head == kLoadState) {
     if (msg.data[0].empty()) throw OutOfMemory(ValueBytes(msg));  // they were dropped
     error = state->Load(SlotOf(msg), msg.data[0].data());
-    for (Round& round : partition->rounds) round.overtaken = !round.tried.empty();
+    for (Round& round : partition->rounds) {
+      round.overtaken = !round.tried.empty();
+      if (round.overtaken) PS_PROBE(kStepOvertaken);
+    }
   } else {
     std::string detail;
     error = Settle(partition, msg, HeaderOf(msg, &detail).round);

@@ -9,6 +9,7 @@
 
 #include "byteps/base/declaration_list.h"
 #include "ps/internal/postoffice.h"
+#include "ps/invariant.h"
 
 namespace byteps {
 namespace core {
@@ -68,6 +69,7 @@ bool FakeChannel::Send(ps::Message* message) {
       if (!UnpackDeclarations(message->meta.body, &declared, &error)) abort();
       declarations_[server].push_back(declared);
     } else {
+      PS_INVARIANT("what is sent is sound", !script_.throws, "as the script says");
       pushes_.push_back({message->meta.key, server});
       linger_ms = script_.linger_ms;
     }
@@ -172,7 +174,11 @@ bool FakeChannel::TakeNext(ps::Message* request) {
 void FakeChannel::Run() {
   ps::Message request;
   while (TakeNext(&request)) {
-    Answer(std::move(request));
+    try {
+      Answer(std::move(request));
+    } catch (const std::exception& e) {  // a transport closes the connection, which ends the job
+      FailJob(e.what());
+    }
     request = ps::Message();
   }
 }
@@ -188,10 +194,12 @@ void FakeChannel::Answer(ps::Message request) {
   answer.meta.sender = request.meta.recver;
   Placing* placing = nullptr;
   float ranks = 1;
+  bool twice = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (op == kDeclare && script_.drops_declarations) return;
     ranks = script_.ranks;
+    twice = script_.answers_twice;
   }
   if (op == kPushPull && answer.meta.option == 0) {
     const std::vector<char> sum = SumOf(request, ranks);
@@ -202,7 +210,9 @@ void FakeChannel::Answer(ps::Message request) {
     }
   }
   request = ps::Message();
+  ps::Message again = answer;
   user_->OnMessage(&answer);
+  if (op == kPushPull && twice) user_->OnMessage(&again);
   std::lock_guard<std::mutex> lock(place_mu_);
   // Not by its address: two sums may have one tensor.
   placing_.remove_if([&](const Placing& p) { return &p == placing; });

@@ -34,6 +34,8 @@ struct Script {
   std::string refusal;     // of every declaration
   std::string failure;     // of every push
   bool drops_declarations = false;
+  bool answers_twice = false;  // every push
+  bool throws = false;         // Send, of a push: an invariant is broken
 };
 
 class FakeChannel : public Channel {

@@ -1,7 +1,7 @@
 // A worker without Python: sums tensors over a real job and checks every value.
 //
 //   sum_worker [--rounds N] [--tensors N] [--bytes N] [--seed N] [--pause-ms N] [--salt N]
-//              [--fail-in N]
+//              [--fail-in N] [--break-invariant]
 //
 // Settings come from the environment, as for any worker.  Each round sums all tensors at once.
 // The inputs differ by rank, tensor, element, round and salt, and are whole numbers, so that each
@@ -13,7 +13,8 @@
 // on.
 //
 // Exit status: 0 all sums were right; 1 the job failed, the last line says why; 2 bad usage;
-// 3 a sum was not there in time, nor failed; 4 a sum was wrong.
+// 3 a sum was not there in time, nor failed; 4 a sum was wrong; 5 all sums were right, but an
+// invariant (ps/invariant.h) was broken.  --break-invariant breaks one before the first round.
 #include <getopt.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -37,12 +38,13 @@
 #include "byteps/base/error.h"
 #include "byteps/cluster/session.h"
 #include "byteps/engine/worker.h"
+#include "ps/invariant.h"
 
 namespace byteps {
 namespace core {
 namespace {
 
-enum ExitStatus { kGood = 0, kFailed = 1, kUsage = 2, kLate = 3, kWrong = 4 };
+enum ExitStatus { kGood = 0, kFailed = 1, kUsage = 2, kLate = 3, kWrong = 4, kBroken = 5 };
 
 struct Options {
   int rounds = 20;
@@ -52,6 +54,7 @@ struct Options {
   int pause_ms = 0;
   int salt = 0;
   int fail_in = -1;
+  bool breaks_invariant = false;
 };
 
 // A session that may send the next push under a key that nobody declared.
@@ -119,7 +122,9 @@ class Job {
       throw;
     }
     worker_.Stop(false, status == kGood ? "" : "exit status " + std::to_string(status));
-    return status;
+    if (status != kGood || ps::NumBrokenInvariants() == 0) return status;
+    fprintf(stderr, "%s\n", ps::BrokenInvariants().last.c_str());
+    return kBroken;
   }
 
  private:
@@ -127,6 +132,8 @@ class Job {
     std::vector<TensorSpec> specs;
     for (auto& tensor : tensors_) specs.push_back(SpecOf(tensor));
     worker_.Declare(specs);
+    PS_INVARIANT_NOTED("nothing is broken on purpose", !options_.breaks_invariant,
+                       "this worker was told to");
     std::mt19937 random(options_.seed * 1000 + launch_.rank);
     for (int round = 0; round < options_.rounds; ++round) {
       const bool fails = round == options_.fail_in;
@@ -210,10 +217,11 @@ class Job {
 int Main(int argc, char** argv) {
   Options options;
   const option names[] = {
-      {"rounds", required_argument, nullptr, 'r'},   {"tensors", required_argument, nullptr, 't'},
-      {"bytes", required_argument, nullptr, 'b'},    {"seed", required_argument, nullptr, 's'},
-      {"pause-ms", required_argument, nullptr, 'p'}, {"salt", required_argument, nullptr, 'x'},
-      {"fail-in", required_argument, nullptr, 'f'},  {nullptr, 0, nullptr, 0}};
+      {"rounds", required_argument, nullptr, 'r'},    {"tensors", required_argument, nullptr, 't'},
+      {"bytes", required_argument, nullptr, 'b'},     {"seed", required_argument, nullptr, 's'},
+      {"pause-ms", required_argument, nullptr, 'p'},  {"salt", required_argument, nullptr, 'x'},
+      {"fail-in", required_argument, nullptr, 'f'},   {"break-invariant", no_argument, nullptr, 'i'},
+      {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", names, nullptr)) != -1;) {
     if (c == 'r') options.rounds = atoi(optarg);
     if (c == 't') options.tensors = atoi(optarg);
@@ -222,6 +230,7 @@ int Main(int argc, char** argv) {
     if (c == 'p') options.pause_ms = atoi(optarg);
     if (c == 'x') options.salt = atoi(optarg);
     if (c == 'f') options.fail_in = atoi(optarg);
+    if (c == 'i') options.breaks_invariant = true;
     if (c == '?') return kUsage;
   }
   if (optind < argc) {

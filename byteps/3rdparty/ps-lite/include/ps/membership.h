@@ -318,6 +318,8 @@ class Membership {
   void OnNodeLeft(const Node& node);
   void CheckScheduler(Clock::time_point now);
   void ReportBrokenLink();
+  // An invariant was broken in this process, whatever it does: the job fails.  Timer thread.
+  void CheckInvariants();
   std::string SchedulerName() const;
   // What comes before the reason why another node is lost: "worker 1 (10.0.0.3) stood still for
   // 40.0 s; " if this process did so a short while ago, and for long; empty otherwise.
@@ -360,6 +362,7 @@ class Membership {
   Clock::time_point departed_due_ PS_GUARDED_BY(mu_);
   int refused_ PS_GUARDED_BY(mu_) = 0;
   std::set<int> warned_of_ PS_GUARDED_BY(mu_);  // senders of what they must not send
+  uint64_t broken_invariants_;  // that this job has failed for, or an earlier one
   std::thread timer_;
 };
 

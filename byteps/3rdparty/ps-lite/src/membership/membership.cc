@@ -14,7 +14,9 @@
 #include "./text.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
+#include "ps/invariant.h"
 #include "ps/mutex.h"
+#include "ps/probe.h"
 
 namespace ps {
 
@@ -74,7 +76,8 @@ Membership::Membership(MembershipLinks* links, const MembershipSettings& setting
       settings_(settings),
       listener_(std::move(listener)),
       expected_workers_(settings.is_scheduler && settings.keep ? -1 : settings.workers),
-      expected_servers_(settings.servers) {}
+      expected_servers_(settings.servers),
+      broken_invariants_(NumBrokenInvariants()) {}
 
 Membership::~Membership() { Stop(); }
 
@@ -121,6 +124,7 @@ void Membership::Fail(const std::string& reason, const char* file, int line) {
   {
     MutexLock lock(&mu_);
     if (state_ != State::kJoining && state_ != State::kActive) return;
+    if (state_ == State::kJoining) PS_PROBE(kFailedInJoin);
     state_ = State::kFailed;
     failure_ = reason;
     failure_file_ = file;
@@ -231,6 +235,7 @@ void Membership::StopByOrder(const std::string& how) {
   if (settings_.is_scheduler) return FailJob("the " + SchedulerName() + " was " + how, true);
   MutexLock lock(&mu_);
   if (state_ != State::kActive) return;
+  PS_PROBE(kStoppedInJob);
   lock.Unlock();
   Send(Control::LEAVE, kScheduler, how);
   lock.Lock();
@@ -284,6 +289,7 @@ void Membership::Handle(const Message& msg) {
         // Only Join hears of it: nothing has failed yet.
         MutexLock lock(&mu_);
         if (state_ != State::kJoining) return;
+        PS_PROBE(kComeAgain);
         state_ = State::kFailed;
         failure_ = msg.meta.body.substr(strlen(membership::kAgain));
         come_again_ = true;
@@ -407,6 +413,7 @@ void Membership::TimerLoop() {
       lock.Lock();
       continue;
     }
+    CheckInvariants();
     if (settings_.is_scheduler) {
       CheckPeers(now);
     } else {
@@ -415,6 +422,15 @@ void Membership::TimerLoop() {
     lock.Lock();
     next = std::chrono::steady_clock::now() + ToDuration(heartbeat_s);
   }
+}
+
+void Membership::CheckInvariants() {
+  const InvariantReport broken = BrokenInvariants();
+  if (broken.count == broken_invariants_) return;
+  const std::string reason = Describe(links_->self()) + " cannot go on: " + broken.last;
+  if (!settings_.is_scheduler) return Send(Control::JOB_FAILED, kScheduler, reason);
+  broken_invariants_ = broken.count;  // the next incarnation may go on
+  FailJob(reason);
 }
 
 }  // namespace ps

@@ -7,6 +7,7 @@
 #include "ps/internal/postoffice.h"
 #include "ps/membership.h"
 #include "ps/mutex.h"
+#include "ps/probe.h"
 
 namespace ps {
 
@@ -62,6 +63,7 @@ void Membership::OnDisconnect(int node_id) {
   }
   // It may have ended in good order, or told of a failure: its last word comes
   // on another connection and may be behind this news.
+  PS_PROBE(kLastWord);
   scheduler_closed_ = true;
   scheduler_closed_at_ = Clock::now();
   scheduler_closed_how_ = "its connection closed";
@@ -101,6 +103,7 @@ void Membership::ReportBrokenLink() {
     MutexLock lock(&mu_);
     auto peer = peers_.find(broken_link_);
     if (peer != peers_.end() && peer->second.left) {
+      PS_PROBE(kLinkOfLeaver);
       broken_link_ = Node::kEmpty;  // it went in good order
       return;
     }
@@ -112,6 +115,7 @@ void Membership::ReportBrokenLink() {
     broken_deadline_ = Clock::now() + ToDuration(kVerdictSeconds);
   }
   if (reported) return Fail(reason);
+  PS_PROBE(kLinkReported);
   Send(Control::JOB_FAILED, kScheduler, reason);
 }
 

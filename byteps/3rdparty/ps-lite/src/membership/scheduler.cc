@@ -6,8 +6,10 @@
 #include "./text.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
+#include "ps/invariant.h"
 #include "ps/membership.h"
 #include "ps/mutex.h"
+#include "ps/probe.h"
 
 namespace ps {
 
@@ -125,6 +127,7 @@ void Membership::Register(const Message& msg) {
 std::string Membership::Assign(const Claim& claim, Node* node, bool* later) {
   if (state_ == State::kFailed || state_ == State::kTurning) {
     *later = state_ == State::kTurning;
+    if (*later) PS_PROBE(kCameWhileTurning);
     return "the job has failed: " + failure_;
   }
   if (state_ != State::kActive) return "the job has ended";
@@ -150,7 +153,8 @@ bool Membership::Admit(const Claim& claim, const Node& node) {
   peer.node = node;
   peer.heard = Clock::now();
   peer.link_mbps = claim.link_mbps;
-  peers_[node.id] = peer;
+  const bool is_free = peers_.emplace(node.id, peer).second;
+  PS_INVARIANT("a place in the job is one node's", is_free, "that of " + Describe(node));
   last_arrival_ = peer.heard;
   any_worker_ = any_worker_ || worker;
   if (!IsComplete()) return false;
@@ -236,7 +240,9 @@ void Membership::OnGone(int node_id, const std::string& what, const std::string&
   {
     MutexLock lock(&mu_);
     auto it = peers_.find(node_id);
-    if (state_ != State::kActive || it == peers_.end() || it->second.left) return;
+    if (state_ != State::kActive || it == peers_.end() || it->second.left) {
+      return PS_PROBE(kGoneAlready);
+    }
     reason = before + Describe(it->second.node) + " " + what;
     in_job = any_worker_;
     if (!in_job) peers_.erase(it);
@@ -245,6 +251,7 @@ void Membership::OnGone(int node_id, const std::string& what, const std::string&
     FailJob(reason);
     return;
   }
+  PS_PROBE(kForgotten);
   LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
   // Should it be there after all, it must not wait for a job that does without it.
   Send(Control::JOB_FAILED, node_id, reason);
@@ -314,7 +321,10 @@ void Membership::CheckPeers(Clock::time_point now) {
   for (int id : silent) {
     OnLost(id, "no heartbeat for " + Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S"));
   }
-  if (!reason.empty()) FailJob(reason);
+  if (!reason.empty()) {
+    PS_PROBE(kDidNotStart);
+    FailJob(reason);
+  }
   if (!last_reason.empty()) FailJob(last_reason, true);
 }
 
@@ -383,6 +393,7 @@ bool Membership::IsOfThisIncarnation(const Message& msg) {
   if (sender == Node::kEmpty) return true;
   MutexLock lock(&mu_);
   if (peers_.count(sender)) return true;
+  PS_PROBE(kOldIncarnation);
   PS_VLOG(1) << "a message of node " << sender << ", which is not of this incarnation of the job";
   return false;
 }
@@ -421,6 +432,7 @@ void Membership::TellOfDepartures() {
       if (entry.second.node.role == Node::SERVER) servers.push_back(entry.first);
     }
   }
+  if (departed.size() > 1) PS_PROBE(kDeparturesTogether);
   for (const int id : servers) Send(Control::NODE_LEFT, id, "", departed);
 }
 
@@ -431,7 +443,7 @@ void Membership::EndJob() {
   {
     MutexLock lock(&mu_);
     // It has failed, or Stop was called, which waits for the timer thread: it sees the state.
-    if (state_ != State::kActive) return;
+    if (state_ != State::kActive) return PS_PROBE(kEndedAlready);
     for (const auto& entry : peers_) {
       suspended = suspended || entry.second.left_to_suspend;
       if (entry.second.node.role == Node::SERVER) servers.push_back(entry.first);

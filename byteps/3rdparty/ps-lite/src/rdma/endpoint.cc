@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "dmlc/logging.h"
+#include "ps/invariant.h"
 #include "ps/wire_bytes.h"
 
 namespace ps {
@@ -153,6 +154,9 @@ void Endpoint::SendNext(Turn* turn) {
 
 void Endpoint::Sent(Sending* sending, OutgoingPtr message) {
   sent_.Posted();
+  PS_INVARIANT_NOTED("bytes queued are those of the messages queued",
+                     queued_bytes_ >= message->bytes(),
+                     std::to_string(message->bytes()) + " of " + std::to_string(queued_bytes_));
   queued_bytes_ -= message->bytes();
   if (!message->is_counted) {
     message->is_counted = true;
@@ -217,6 +221,8 @@ Endpoint::Sending* Endpoint::SendFrame(FrameHeader header, const std::string& bo
   request.sg_list = &piece;
   request.num_sge = 1;
   request.opcode = IBV_WR_SEND;
+  PS_INVARIANT_NOTED("credits are never below zero", connection->credits > 0,
+                     "a frame of type " + std::to_string(header.type));
   --connection->credits;
   return PostSend(&request, turn) ? sending : nullptr;
 }
@@ -248,6 +254,10 @@ void Endpoint::WriteNext(Turn* turn) {
   if (!PostSend(&request, turn)) return;
   message->written += piece.length;
   connection->posted_bytes += piece.length;
+  PS_INVARIANT_NOTED("a window is within its limit",
+                     connection->posted_bytes <= settings_.window_bytes,
+                     std::to_string(connection->posted_bytes) + " bytes are being written, of " +
+                         std::to_string(settings_.window_bytes));
   if (!last) return;
   --connection->credits;  // the immediate takes a slot
   OutgoingPtr whole = std::move(writes_.front());

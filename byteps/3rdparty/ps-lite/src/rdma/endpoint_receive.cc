@@ -9,6 +9,7 @@
 #include "../meta_codec.h"
 #include "./endpoint.h"
 #include "dmlc/logging.h"
+#include "ps/invariant.h"
 #include "ps/mutex.h"
 #include "ps/wire_bytes.h"
 
@@ -82,6 +83,11 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
   const auto slot = static_cast<uint32_t>(wc.wr_id);
   Sending& sending = connection_->sending[slot];
   connection_->free_slots.push_back(slot);
+  PS_INVARIANT_NOTED("a window is never below zero",
+                     connection_->posted_bytes >= sending.bytes &&
+                         connection_->free_slots.size() <= connection_->sending.size(),
+                     std::to_string(sending.bytes) + " bytes were written, of " +
+                         std::to_string(connection_->posted_bytes));
   connection_->posted_bytes -= sending.bytes;
   if (wc.status != IBV_WC_SUCCESS) {
     static const char* const kWhat[] = {
@@ -222,7 +228,12 @@ void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
   if (it == incoming_.end() || !it->second.is_cleared) BadFrame("a write that was not cleared");
   Incoming incoming = std::move(it->second);
   incoming_.erase(it);
+  PS_INVARIANT(
+      "a window is never below zero", incoming_bytes_ >= incoming.bytes(),
+      std::to_string(incoming.bytes()) + " bytes came, of " + std::to_string(incoming_bytes_));
   incoming_bytes_ -= incoming.bytes();
+  PS_INVARIANT("what is abandoned is not written to", !incoming.drop || incoming.place == nullptr,
+               std::to_string(incoming.value_bytes) + " bytes came for it");
   ++received_;
   if (incoming.drop) return;
   SArray<char> values = incoming.memory.bytes;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "./wire.h"
+#include "ps/invariant.h"
 
 namespace ps {
 namespace rdma {
@@ -74,6 +75,7 @@ Pool::Buffer Pool::BufferOf(Block* block, size_t bytes) {
   Buffer buffer;
   buffer.lkey = block->region->lkey();
   buffer.rkey = block->region->rkey();
+  block->is_out = true;  // it is the caller's alone
   auto self = shared_from_this();
   buffer.bytes.reset(block->memory, bytes, [self, block](char*) { self->Return(block); });
   return buffer;
@@ -95,6 +97,9 @@ void Pool::Return(Block* block) {
   std::shared_ptr<Block> surplus;
   {
     MutexLock lock(&mu_);
+    PS_INVARIANT_NOTED("a block is returned once", block->is_out,
+                       "one of " + std::to_string(block->size) + " bytes was there already");
+    if (!std::exchange(block->is_out, false)) return;
     if (idle_bytes_ + block->size <= max_idle_) {
       idle_[block->size].push_back(block);
       idle_bytes_ += block->size;

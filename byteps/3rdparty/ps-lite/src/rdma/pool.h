@@ -49,6 +49,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     const size_t size;
     char* const memory;
     std::unique_ptr<Region> region;  // goes before the memory does
+    bool is_out = false;             // somebody has it
   };
 
   // Four sizes between each power of two and the next: a fifth is wasted at worst.

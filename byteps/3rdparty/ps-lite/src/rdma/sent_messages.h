@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dmlc/logging.h"
+#include "ps/invariant.h"
 
 namespace ps {
 namespace rdma {
@@ -25,7 +26,11 @@ class SentMessages {
   // The device has taken one more.
   void Posted() { ++posted_; }
   // The device gives one back: the next that has not arrived.
-  void GaveBack(T message) { given_back_.push_back(std::move(message)); }
+  void GaveBack(T message) {
+    given_back_.push_back(std::move(message));
+    PS_INVARIANT_NOTED("no more comes back than was sent", given_back_.size() <= posted_,
+                       std::to_string(given_back_.size()) + " of " + std::to_string(posted_));
+  }
   // All of these, for an endpoint that ends.
   std::deque<T> TakeAll() { return std::exchange(given_back_, {}); }
   bool has_arrived_all() const { return given_back_.empty(); }

@@ -11,6 +11,7 @@
 #include "../meta_codec.h"
 #include "./handover.h"
 #include "dmlc/logging.h"
+#include "ps/invariant.h"
 #include "ps/wire_bytes.h"
 
 namespace ps {
@@ -162,6 +163,10 @@ void Connection::Drain() {
         batch_epoch_ = epoch_;
         error = 0;
       } else if (written > 0) {
+        PS_INVARIANT_NOTED("bytes queued are those of the messages queued",
+                           queued_bytes_ >= static_cast<size_t>(written),
+                           std::to_string(written) + " bytes were written, and " +
+                               std::to_string(queued_bytes_) + " queued");
         queued_bytes_ -= written;
         batch_done_ += written;
         if (batch_done_ == BytesOf(batch_)) sent.swap(batch_);
@@ -187,6 +192,8 @@ void Connection::Drain() {
         return SendingFailed(epoch, "sending failed: " + socket->Text(error));
       }
       if (batch_.empty() && !TakeBatch()) {
+        PS_INVARIANT_NOTED("bytes queued are those of the messages queued", queued_bytes_ == 0,
+                           std::to_string(queued_bytes_) + " without a message");
         writing_ = false;
         const bool close = close_when_flushed_;
         lock.Unlock();

@@ -218,6 +218,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // The other end has received so many messages.
   void OnReceived(uint64_t received);
   void LetArrive(uint64_t received) PS_REQUIRES(mu_);
+  void CheckFlying(uint64_t received) const PS_REQUIRES(mu_);
   // Tells the other end what has come, soon or when there is enough of it.
   void TellReceived();
 

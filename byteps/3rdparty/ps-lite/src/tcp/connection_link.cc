@@ -6,7 +6,9 @@
 #include "./delivery.h"
 #include "./handover.h"
 #include "dmlc/logging.h"
+#include "ps/invariant.h"
 #include "ps/mutex.h"
+#include "ps/probe.h"
 
 namespace ps {
 namespace tcp {
@@ -252,6 +254,7 @@ void Connection::Resume(uint64_t received) {
     longest_deadline_ = Clock::now() + ToDuration(settings_->reconnect_s);
   }
   arrived_number_ = received;
+  if (again > 0) PS_PROBE(kSentAgain);
   if (was_open_) {
     AwaitAcknowledgement(again);
     if (!sends) EndOutage();
@@ -278,9 +281,19 @@ void Connection::LetArrive(uint64_t received) {
     arrived_.push_back(std::move(flying_.front()));
     flying_.pop_front();
   }
+  CheckFlying(received);
+}
+
+void Connection::CheckFlying(uint64_t received) const {
+  PS_INVARIANT(
+      "what is in flight was sent and has not arrived", flying_.size() == last_number_ - received,
+      std::to_string(flying_.size()) + " messages are in flight, " + std::to_string(last_number_) +
+          " were sent and " + std::to_string(received) + " have arrived");
 }
 
 void Connection::TellReceived() {
+  PS_INVARIANT("nothing is acknowledged that has not come", told_ <= received_,
+               std::to_string(told_) + " of " + std::to_string(received_));
   const uint64_t untold = received_ - told_;
   if (untold == 0) {
     untold_bytes_ = 0;

@@ -10,8 +10,10 @@
 #include "./connection.h"
 #include "./handover.h"
 #include "dmlc/logging.h"
+#include "ps/invariant.h"
 #include "ps/mutex.h"
 #include "ps/nowhere.h"
+#include "ps/probe.h"
 #include "ps/wire_bytes.h"
 
 namespace ps {
@@ -105,6 +107,9 @@ ssize_t Connection::Read(const Socket& socket) {
   const size_t placed = std::min<size_t>(n, missing);
   place_done_ += placed;
   buffer_end_ += n - placed;
+  PS_INVARIANT("nothing is read beyond its place",
+               place_done_ <= place_bytes_ && buffer_end_ <= buffer_.size(),
+               std::to_string(place_done_) + " of " + std::to_string(place_bytes_) + " bytes");
   return n;
 }
 
@@ -260,6 +265,10 @@ void Connection::Abandon(const void* begin, size_t bytes) {
   place_ = elsewhere.data();
   incoming_.data.back() = elsewhere;
   drop_ = true;
+  PS_PROBE(kAbandoned);
+  PS_INVARIANT_NOTED("what is abandoned is not written to",
+                     place_ >= first + bytes || place_ + place_bytes_ <= first,
+                     std::to_string(place_bytes_) + " bytes are read into it");
 }
 
 }  // namespace tcp

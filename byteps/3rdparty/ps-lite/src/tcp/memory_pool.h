@@ -31,6 +31,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   Mutex mu_;
   std::map<size_t, std::vector<char*>> free_ PS_GUARDED_BY(mu_);  // by size
   size_t free_bytes_ PS_GUARDED_BY(mu_) = 0;
+  size_t out_ PS_GUARDED_BY(mu_) = 0;  // blocks in use
 };
 
 }  // namespace tcp
