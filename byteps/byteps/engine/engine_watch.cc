@@ -63,11 +63,15 @@ std::string Engine::Silence(const OperationPtr& operation) {
   for (const Request& request : context_.requests.All()) {
     if (request.operation == operation) silent.insert(request.server);
   }
+  const bool was_asked = !silent.empty();
+  if (!was_asked) silent = context_.scheduler->ServersOf(operation.get());
   std::string names;
   for (const int server : silent) {
     names += (names.empty() ? "" : ", ") + context_.channel->NameOfServer(server);
   }
-  if (!names.empty()) return names;
+  if (was_asked) return names;
+  // Its window is full of what was to be sent before.
+  if (!names.empty()) return names + ", which does not take what was sent to it before,";
   try {
     if (!DeviceCopies::IsDone(operation->ready)) {
       return "the GPU, which still computes its values,";

@@ -210,6 +210,17 @@ void PushScheduler::Close() {
   cond_.NotifyAll();
 }
 
+std::set<int> PushScheduler::ServersOf(const Operation* operation) {
+  std::set<int> numbers;
+  ps::MutexLock lock(&mu_);
+  for (size_t i = 0; i < servers_.size(); ++i) {
+    for (const auto& entry : servers_[i].queue) {
+      if (entry.second.operation.get() == operation) numbers.insert(static_cast<int>(i));
+    }
+  }
+  return numbers;
+}
+
 size_t PushScheduler::queued() {
   ps::MutexLock lock(&mu_);
   return queued_;

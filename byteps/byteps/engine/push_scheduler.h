@@ -75,6 +75,8 @@ class PushScheduler {
   std::vector<Task> Clear();
   void Close();
 
+  // For which servers partitions of this operation are queued.
+  std::set<int> ServersOf(const Operation* operation);
   size_t queued();
   // Partitions that were taken and have not left.
   size_t under_way();

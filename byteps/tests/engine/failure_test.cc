@@ -87,6 +87,20 @@ TEST(Failure, LateAnswersNameTheServer) {
   EXPECT_TRUE(Has(error, "'x' timed out: no answer from server 0")) << error;
 }
 
+TEST(Failure, OfWhatWaitsBehindOthersNamesTheirServer) {
+  Job job(2, {}, {{"BYTEPS_OP_TIMEOUT_S", "0.1"}, {"BYTEPS_SERVER_WINDOW_BYTES", "4096"}});
+  auto first = Values(1024, 1), second = Values(1024, 2);  // one partition each, on server 0
+  job.worker.Declare({Job::RequestFor("x", &first).tensor, Job::RequestFor("y", &second).tensor});
+  job.channel->HoldServer(0, true);
+  const int64_t ahead = job.Start("x", &first);
+  const std::string error = job.ErrorOf(job.Start("y", &second));
+  EXPECT_TRUE(Has(error,
+                  "'y' timed out: no answer from server 0, which does not take what was "
+                  "sent to it before, after"))
+      << error;
+  EXPECT_TRUE(Has(job.ErrorOf(ahead), "'x' timed out: no answer from server 0 after"));
+}
+
 TEST(Failure, StopWhileOthersCall) {
   for (int i = 0; i < 20; ++i) {
     // Longer than the worker: what it has failed may still be sent.
