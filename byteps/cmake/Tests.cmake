@@ -59,9 +59,14 @@ target_link_libraries(sum_worker PRIVATE worker_under_test)
 # It plays threads and time itself, which no sanitizer follows.
 if(NOT BYTEPS_SANITIZE)
   add_executable(simulate
+    tests/simulation/device.cc  # in place of fake.cc
+    tests/simulation/job.cc
     tests/simulation/network.cc
+    tests/simulation/plan.cc
+    tests/simulation/probes.cc
     tests/simulation/simulate.cc
-    tests/simulation/virtual_threads.cc)
+    tests/simulation/virtual_threads.cc
+    tests/simulation/worker_script.cc)
   target_compile_options(simulate PRIVATE ${WARNINGS})
   target_link_libraries(simulate PRIVATE worker_under_test)
 endif()

@@ -9,6 +9,16 @@ import native
 import pytest
 
 LIMIT_S = 280
+FREQUENT = set(
+    """
+    CallerQueued CopyCalled CopyLeft DeparturesTogether FailedInJoin GoneAlready
+    IncarnationEnds LastLeaves LastWord LinkReported LooksSooner NoSpareMemory
+    PullBeforeSum PushAfterFailure PushAwaitsPinned QueuedWhileServing RoundLate
+    RoundOfLost RoundsOpen SaysGoodbye SentByCaller ServedHere StepDropped StepMade
+    StepOvertaken StepRedone StepsBack WindowFull
+    """.split()
+)
+"""Probes that some hundred seeds reach."""
 
 
 def simulate(*arguments: str) -> str:
@@ -31,6 +41,27 @@ def test_schedules_of_messages_and_losses() -> None:
     assert "6000 schedules held" in said
     # Had nothing been lost, nothing would have been shown.
     assert int(said.split("held: ")[1].split()[0]) > 500
+
+
+def reached(said: str) -> dict[str, int]:
+    """Of the table of probes (ps/probe.h): how many jobs reached each."""
+    rows = [line.split("|") for line in said.splitlines() if line.startswith("| ")]
+    return {row[1].strip(): int(row[3]) for row in rows[1:]}
+
+
+def test_few_seeds_reach_rare_branches() -> None:
+    """A simulation that went other ways than it should would hold, too."""
+    jobs = reached(simulate("--seeds", "600"))
+    assert not FREQUENT - jobs.keys()
+    assert len(jobs) > len(FREQUENT)
+
+
+def test_a_broken_invariant_is_noticed() -> None:
+    program: Path = native.build("simulate") / "simulate"
+    command = [program, "--seeds", "1", "--break-invariant"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert ended.returncode == 1
+    assert "the invariant 'nothing is broken on purpose' was broken" in ended.stdout
 
 
 def test_a_seed_is_one_order_of_events() -> None:

@@ -10,6 +10,8 @@
 #include "dmlc/logging.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
+#include "ps/invariant.h"
+#include "ps/probe.h"
 #include "virtual_threads.h"
 
 namespace byteps {
@@ -72,10 +74,12 @@ Network::Clock::time_point Network::ArrivalOf(int from, int to, bool in_order) {
   return at;
 }
 
-void Network::Carry(const SimulatedChannel& from, int to, ps::Message message) {
+bool Network::Carry(const SimulatedChannel& from, int to, ps::Message message) {
   std::lock_guard<std::mutex> lock(mu_);
   const auto link = links_.find(PairOf(from.number(), to));
-  if (link == links_.end() || link->second.lives[from.number()] != from.life()) return;
+  if (link == links_.end() || link->second.lives[from.number()] != from.life()) {
+    return false;
+  }
   Item item;
   item.from = from.number();
   item.to = to;
@@ -86,6 +90,7 @@ void Network::Carry(const SimulatedChannel& from, int to, ps::Message message) {
   item.message = std::move(message);
   under_way_.emplace(at, std::move(item));
   cond_.notify_one();
+  return true;
 }
 
 bool Network::IsLinked(int node, uint64_t life) {
@@ -412,8 +417,7 @@ bool SimulatedChannel::Send(ps::Message* message) {
   if (settings_.role == ps::Node::SCHEDULER && !network_->IsLinked(to, name.life)) return true;
   ps::Message sent = *message;
   sent.meta.sender = links_->self().id;
-  if (to != settings_.number) network_->Carry(*this, to, std::move(sent));
-  return true;
+  return to == settings_.number || network_->Carry(*this, to, std::move(sent));
 }
 
 void SimulatedChannel::Abandon(const void* begin, size_t bytes) {
@@ -421,6 +425,7 @@ void SimulatedChannel::Abandon(const void* begin, size_t bytes) {
   std::lock_guard<std::mutex> lock(place_mu_);
   for (auto& placing : placing_) {
     const bool apart = placing.begin + placing.bytes <= from || from + bytes <= placing.begin;
+    if (!apart) PS_PROBE(kAbandoned);
     placing.abandoned = placing.abandoned || !apart;
   }
 }
@@ -529,7 +534,12 @@ void SimulatedChannel::ReceiveData() {
     ps::SArray<char> values;
     if (!message.data.empty()) values = Place(message.meta, message.data[0]);
     if (!message.data.empty()) message.data[0] = values;
-    user_->OnMessage(&message);
+    try {
+      user_->OnMessage(&message);
+    } catch (const std::exception& e) {
+      // A transport closes the connection.
+      membership_->OnLinkLost(message.meta.sender, e.what(), false);
+    }
     std::lock_guard<std::mutex> lock(place_mu_);
     if (values.size() > 0) {
       placing_.remove_if([&](const Placing& placing) { return placing.begin == values.data(); });
@@ -553,6 +563,10 @@ ps::SArray<char> SimulatedChannel::Place(const ps::Meta& meta, const ps::SArray<
   }
   const size_t half = values.size() / 2;
   for (const auto& [begin, end] : {std::pair<size_t, size_t>(0, half), {half, values.size()}}) {
+    // Now and then it takes long to come.
+    if (begin > 0 && Random(16) == 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(Random(20'000)));
+    }
     std::lock_guard<std::mutex> lock(place_mu_);
     if (!placing->abandoned) memcpy(placing->begin + begin, values.data() + begin, end - begin);
   }

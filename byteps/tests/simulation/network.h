@@ -47,7 +47,8 @@ class Network {
   void Leave(SimulatedChannel* node);
 
   // A message on its way.  Within a millisecond, or when what holds its link lets go.
-  void Carry(const SimulatedChannel& from, int to, ps::Message message);
+  // False: there is no link.
+  bool Carry(const SimulatedChannel& from, int to, ps::Message message);
 
   // Whether the scheduler has a link with this life of the node.
   bool IsLinked(int node, uint64_t life);
@@ -144,6 +145,7 @@ class SimulatedChannel : public core::Channel {
 
   void Start(core::ChannelUser* user) override;
   void Leave(const ps::Farewell& farewell) override { membership_->Leave(farewell); }
+  void StopByOrder(const std::string& how) { membership_->StopByOrder(how); }
   void Stop() override;
   bool Send(ps::Message* message) override;
   void Abandon(const void* begin, size_t bytes) override;

@@ -346,9 +346,10 @@ int SleepUntil(int64_t deadline) {
   return 0;
 }
 
+}  // namespace
+
 bool IsPlayed() { return world != nullptr && world->running() != nullptr; }
 
-}  // namespace
 }  // namespace simulation
 }  // namespace byteps
 

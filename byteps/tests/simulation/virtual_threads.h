@@ -32,6 +32,9 @@ struct Outcome {
 // passed for them.
 Outcome Run(uint64_t seed, double limit_s, const std::function<void()>& body);
 
+// Whether the caller is a thread within Run.
+bool IsPlayed();
+
 // For whatever else the seed decides; within Run.
 uint64_t Random(uint64_t below);
 

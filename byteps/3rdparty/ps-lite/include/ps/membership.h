@@ -40,6 +40,7 @@
 #ifndef PS_MEMBERSHIP_H_
 #define PS_MEMBERSHIP_H_
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -263,6 +264,7 @@ class Membership {
   void Send(Control::Command command, int recver, const std::string& body = "",
             const std::vector<Node>& nodes = {});
   void Emit(const MembershipEvent& event);
+  void SetIncarnation(int incarnation);
   // The place is that of the call, unless another one is given: what found the failure.
   void EmitFailure(const std::string& reason, int next_incarnation, const char* file, int line);
   void Fail(const std::string& reason, const char* file = __builtin_FILE(),
@@ -362,7 +364,9 @@ class Membership {
   Clock::time_point departed_due_ PS_GUARDED_BY(mu_);
   int refused_ PS_GUARDED_BY(mu_) = 0;
   std::set<int> warned_of_ PS_GUARDED_BY(mu_);  // senders of what they must not send
-  uint64_t broken_invariants_;  // that this job has failed for, or an earlier one
+  std::atomic<bool> over_{false};               // the user has heard of the end
+  std::atomic<int> last_incarnation_{0};        // that the links know of; of the scheduler
+  uint64_t broken_invariants_;                  // that this job has failed for, or an earlier one
   std::thread timer_;
 };
 

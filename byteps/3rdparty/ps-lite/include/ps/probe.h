@@ -57,6 +57,9 @@ namespace ps {
   X(kForgotten, "a server is lost before a worker came, and is forgotten")             \
   X(kGoneAlready, "a node is lost that is gone already")                               \
   X(kDeparturesTogether, "several workers that left are told of together")             \
+  X(kSaysGoodbye, "a worker says goodbye")                                             \
+  X(kLastLeaves, "the last worker leaves")                                             \
+  X(kIncarnationEnds, "a scheduler that keeps the cluster ends an incarnation")        \
   X(kOldIncarnation, "a message comes of an older incarnation")                        \
   X(kCameWhileTurning, "a node comes while the scheduler ends an incarnation")         \
   X(kEndedAlready, "the last worker leaves a job that is over")                        \

@@ -116,7 +116,17 @@ void Membership::Send(Control::Command command, int recver, const std::string& b
   links_->Send(&msg);
 }
 
+void Membership::SetIncarnation(int incarnation) {
+  PS_INVARIANT_NOTED("incarnation numbers only grow", incarnation > last_incarnation_,
+                     std::to_string(incarnation) + " after " + std::to_string(last_incarnation_));
+  last_incarnation_ = incarnation;
+  links_->SetIncarnation(incarnation);
+}
+
 void Membership::Emit(const MembershipEvent& event) {
+  const bool is_end = (event.kind == MembershipEvent::kFailed && event.next_incarnation == 0) ||
+                      (event.kind == MembershipEvent::kEnded && !event.suspended);
+  PS_INVARIANT_NOTED("a job ends once", !is_end || !over_.exchange(true), event.reason);
   if (listener_) listener_(event);
 }
 
@@ -182,7 +192,7 @@ void Membership::Join() {
     claim.servers = expected_servers_;
   }
   if (settings_.is_scheduler) {
-    links_->SetIncarnation(incarnation);
+    SetIncarnation(incarnation);
   } else {
     Node self = links_->self();
     self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
@@ -220,6 +230,7 @@ void Membership::Leave(const Farewell& farewell) {
   MutexLock lock(&mu_);
   if (state_ != State::kActive) return;
   lock.Unlock();
+  PS_PROBE(kSaysGoodbye);
   std::string text = farewell.suspend ? kSuspend : "finish";
   if (!farewell.error.empty()) text += kAfter + farewell.error;
   if (!farewell.failure.empty()) text = kWithFailure + farewell.failure;

@@ -350,6 +350,7 @@ void Membership::FailJob(const std::string& reason, bool for_good, const char* f
 }
 
 void Membership::BeginIncarnation() {
+  PS_PROBE(kIncarnationEnds);
   std::vector<Node> old;
   int incarnation = 0;
   {
@@ -367,7 +368,7 @@ void Membership::BeginIncarnation() {
     incarnation = ++incarnation_;
     incarnation_begun_ = Clock::now();
   }
-  links_->SetIncarnation(incarnation);
+  SetIncarnation(incarnation);
   // They lose their names first: the next node of that name may come while they are told.
   for (const Node& node : old) {
     links_->Connect(node);
@@ -418,7 +419,10 @@ void Membership::OnLeave(int node_id, bool suspend) {
   }
   Send(Control::NODE_LEFT, node_id, "", {who});
   EmitProgress(MembershipEvent::kNodeLeft, who);
-  if (all_left) return EndJob();
+  if (all_left) {
+    PS_PROBE(kLastLeaves);
+    return EndJob();
+  }
   cond_.NotifyAll();  // the timer has something to do soon
 }
 
@@ -459,7 +463,7 @@ void Membership::EndJob() {
     }
   }
   for (int id : servers) Send(Control::JOB_END, id, suspended ? "suspend" : "finish");
-  if (suspended) links_->SetIncarnation(incarnation);
+  if (suspended) SetIncarnation(incarnation);
   MembershipEvent event;
   event.kind = MembershipEvent::kEnded;
   event.suspended = suspended;

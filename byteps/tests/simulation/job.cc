@@ -1,0 +1,379 @@
+#include "job.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "byteps/base/error.h"
+#include "byteps/cluster/session.h"
+#include "byteps/engine/worker.h"
+#include "probes.h"
+#include "ps/invariant.h"
+#include "virtual_threads.h"
+#include "worker_script.h"
+
+namespace byteps {
+namespace simulation {
+namespace {
+
+// When the last worker is gone, so long the others may take to find out.
+constexpr double kAfterwardsS = 40;
+
+}  // namespace
+
+Job::Job(Plan plan, bool breaks_invariant)
+    : plan_(std::move(plan)),
+      breaks_invariant_(breaks_invariant),
+      config_(Settings()[plan_.settings]) {
+  for (const Fault& fault : plan_.faults) {
+    if (fault.IsAtProbe() && fault.kind != Fault::kQuit) at_probes_.push_back(fault);
+  }
+  if (plan_.on_gpu >= 0) gpu_ = std::make_unique<Gpu>();
+  BeginProbes(plan_.disturbed, [this](int probe, int reached) { OnProbe(probe, reached); });
+}
+
+Job::~Job() { EndProbes(); }
+
+void Job::Run() {
+  std::thread chaos([this] { BreakInTime(); });
+  pthread_setname_np(chaos.native_handle(), "faults");
+  std::thread at_probes([this] { BreakAtProbes(); });
+  pthread_setname_np(at_probes.native_handle(), "faults at probes");
+  std::vector<std::thread> kept;
+  Start(&kept, ps::Node::SCHEDULER, 0, 0, 0);
+  for (int i = 0; i < plan_.servers; ++i) Start(&kept, ps::Node::SERVER, i, 0, 0);
+  int workers = plan_.workers;
+  for (int incarnation = 1;; ++incarnation) {
+    incarnations_ = incarnation;
+    const size_t first = records_.size();
+    std::vector<std::thread> threads;
+    for (int i = 0; i < workers; ++i) {
+      Start(&threads, ps::Node::WORKER, i, workers, incarnation);
+    }
+    for (auto& thread : threads) thread.join();
+    const bool went_well = std::all_of(records_.begin() + static_cast<long>(first), records_.end(),
+                                       [](const auto& record) { return record->error.empty(); });
+    ended_well_ = went_well;
+    if (went_well || !plan_.keep || incarnation == kMaxIncarnations) break;
+    // A launcher sees who is gone, and starts others.
+    std::this_thread::sleep_for(std::chrono::milliseconds(100 + Random(1000)));
+    for (int i = 0; i < plan_.servers; ++i) {
+      if (IsGone(1 + i)) Start(&kept, ps::Node::SERVER, i, 0, 0);
+    }
+    workers = 1 + static_cast<int>(Random(3));
+  }
+  for (double waited = 0; waited < kAfterwardsS && !records_[0]->done; waited += 0.5) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  }
+  if (!records_[0]->done) {
+    if (network_.admitted() > 0) {
+      wrong_ = "the scheduler still waits, though workers had come";
+    }
+    if (users_.count(0)) std::shared_ptr<NodeUser>(users_[0])->End(false);
+  }
+  for (auto& thread : kept) thread.join();
+  {
+    std::lock_guard<std::mutex> lock(due_mu_);
+    over_ = true;
+  }
+  due_cond_.notify_all();
+  chaos.join();
+  at_probes.join();
+  gpu_.reset();
+}
+
+uint64_t Job::WantedSums() const {
+  uint64_t partitions = 0;
+  const auto add = [&partitions](size_t count) {
+    partitions += (count * sizeof(float) + kPartitionBytes - 1) / kPartitionBytes;
+  };
+  for (const size_t count : plan_.counts) add(count);
+  if (plan_.updates) add(plan_.parameters);
+  return plan_.rounds * partitions;
+}
+
+std::string Job::Verdict() const {
+  if (!wrong_.empty()) return wrong_;
+  if (ps::NumBrokenInvariants() > 0) return ps::BrokenInvariants().last;
+  for (size_t node = 0; node < records_.size(); ++node) {
+    const std::string& error = records_[node]->error;
+    if (error.empty() || IsVictim(static_cast<int>(node))) continue;
+    if (plan_.faults.empty()) return NameOf(node) + " failed, though nothing broke: " + error;
+    if (!NamesACause(error)) return NameOf(node) + " blames what did not break: " + error;
+  }
+  // One that is paused is not lost for good, and one that is killed is replaced.
+  const bool may_go_on = !ended_scheduler_ && plan_.keep;
+  if (may_go_on && !ended_well_) return "no incarnation of the job ended well";
+  if (!plan_.faults.empty() || WantedSums() == sums_) return "";
+  return "the servers made " + std::to_string(sums_) + " sums, not " + std::to_string(WantedSums());
+}
+
+std::string Job::Describe() const {
+  std::string text = plan_.Describe();
+  for (size_t i = 0; i < records_.size(); ++i) {
+    text += "\n  " + NameOf(i) + ": " +
+            (!records_[i]->done           ? "has not ended"
+             : records_[i]->error.empty() ? "ended well"
+                                          : records_[i]->error);
+  }
+  return text;
+}
+
+bool Job::failed() const {
+  return std::any_of(records_.begin(), records_.end(),
+                     [](const auto& record) { return !record->error.empty(); });
+}
+
+// ------------------------------------------------------------------- nodes
+
+void Job::NodeUser::OnMessage(ps::Message* message) {
+  if (server_ != nullptr) server_->OnMessage(message);
+}
+
+void Job::NodeUser::OnEvent(const ps::MembershipEvent& event) {
+  if (event.kind == ps::MembershipEvent::kNodeLeft && server_ != nullptr) {
+    return server_->OnWorkerGone(event.rank, event.reason);
+  }
+  if (event.kind == ps::MembershipEvent::kReported) return;
+  if (event.next_incarnation > 0) return;  // the scheduler goes on
+  std::lock_guard<std::mutex> lock(mu_);
+  if (event.kind == ps::MembershipEvent::kFailed && failure_.empty()) failure_ = event.reason;
+  ended_ = true;
+  cond_.notify_all();
+}
+
+void Job::NodeUser::End(bool by_order) {
+  std::lock_guard<std::mutex> lock(mu_);
+  by_order_ = by_order && !ended_;
+  ended_ = true;
+  cond_.notify_all();
+}
+
+std::string Job::NodeUser::AwaitEnd(bool* by_order) {
+  std::unique_lock<std::mutex> lock(mu_);
+  cond_.wait(lock, [this] { return ended_; });
+  *by_order = by_order_;
+  return failure_;
+}
+
+NodeSettings Job::SettingsOf(ps::Node::Role role, int number, int rank, int workers) const {
+  NodeSettings settings;
+  settings.role = role;
+  settings.number = number;
+  settings.rank = rank;
+  settings.workers = workers;
+  settings.servers = plan_.servers;
+  settings.peer_timeout_s = kPeerTimeoutS;
+  settings.start_timeout_s = kStartTimeoutS;
+  settings.keep = plan_.keep && role != ps::Node::WORKER;
+  settings.keep_timeout_s = kKeepTimeoutS;
+  return settings;
+}
+
+void Job::Start(std::vector<std::thread>* threads, ps::Node::Role role, int rank, int workers,
+                int incarnation) {
+  const int number = static_cast<int>(records_.size());
+  records_.push_back(std::make_unique<NodeRecord>());
+  records_.back()->role = role;
+  records_.back()->rank = rank;
+  const bool worker = role == ps::Node::WORKER;
+  const int place = role == ps::Node::SCHEDULER ? 0 : worker ? 1 + plan_.servers + rank : 1 + rank;
+  at_place_[place] = number;
+  threads->emplace_back([=, this] {
+    worker ? RunWorker(number, rank, workers, incarnation) : RunNode(role, number);
+  });
+  const char* const name = worker ? "worker" : role == ps::Node::SERVER ? "server" : "scheduler";
+  pthread_setname_np(threads->back().native_handle(), name);
+  // The scheduler is there first: who does not find it tries again, which a van does.
+  std::this_thread::sleep_for(std::chrono::microseconds(1 + Random(5000)));
+}
+
+bool Job::IsGone(int place) const {
+  const int number = at_place_.at(place);
+  return records_[number]->done || killed_.count(number) > 0;
+}
+
+void Job::RunNode(ps::Node::Role role, int number) {
+  std::string error;
+  for (bool rejoin = false;; rejoin = true) {
+    NodeSettings settings = SettingsOf(role, number, 0, plan_.workers);
+    settings.rejoin = rejoin;
+    bool again = false;
+    error = ServeOnce(settings, &again);
+    if (error.empty() || !again || role == ps::Node::SCHEDULER || !plan_.keep) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  records_[number]->error = error;
+  records_[number]->done = true;
+}
+
+std::string Job::ServeOnce(const NodeSettings& settings, bool* again) {
+  SimulatedChannel channel(&network_, settings);
+  std::unique_ptr<core::Server> server;
+  if (settings.role == ps::Node::SERVER) {
+    server = std::make_unique<core::Server>(config_, &channel);
+  }
+  const auto user = std::make_shared<NodeUser>(server.get());
+  users_[settings.number] = user;
+  std::string error;
+  bool by_order = false;
+  try {
+    channel.Start(user.get());
+    error = user->AwaitEnd(&by_order);
+    if (by_order) channel.StopByOrder("stopped by order (SIGTERM)");
+    *again = !by_order;
+  } catch (const core::JobFailedError& e) {
+    error = e.what();
+    *again = true;
+  } catch (const std::exception& e) {
+    error = e.what();
+  }
+  users_.erase(settings.number);
+  channel.Stop();
+  if (!server) return error;
+  for (const core::Metric& metric : server->Metrics()) {
+    if (metric.name == "byteps_server_sums_total") sums_ += static_cast<uint64_t>(metric.value);
+  }
+  return error;
+}
+
+void Job::RunWorker(int number, int rank, int workers, int incarnation) {
+  core::Worker worker;
+  std::string error;
+  Gpu* const gpu = rank == plan_.on_gpu ? gpu_.get() : nullptr;
+  int rounds = plan_.rounds;
+  for (const Fault& fault : plan_.faults) {
+    const bool quits = fault.kind == Fault::kQuit && fault.node == 1 + plan_.servers + rank;
+    if (!quits || incarnation > 1) continue;
+    rounds = fault.after_rounds;
+    broken_.insert(number);
+  }
+  WorkerScript script(&plan_, {incarnation, rank, workers, rounds}, &worker, gpu);
+  try {
+    core::Launch launch;
+    launch.rank = rank;
+    launch.size = workers;
+    worker.Start(config_, launch, plan_.servers,
+                 std::make_unique<SimulatedChannel>(
+                     &network_, SettingsOf(ps::Node::WORKER, number, rank, workers)));
+    PS_INVARIANT_NOTED("nothing is broken on purpose", !breaks_invariant_,
+                       "the simulation was told to");
+    script.Run();
+  } catch (const std::exception& e) {
+    error = e.what();
+  }
+  worker.Stop(false);
+  if (gpu != nullptr) gpu->AwaitIdle();
+  if (!script.wrong().empty()) wrong_ = script.wrong();
+  records_[number]->error = error;
+  records_[number]->done = true;
+}
+
+// ------------------------------------------------------------------- faults
+
+void Job::BreakInTime() {
+  std::vector<Fault> faults;
+  for (const Fault& fault : plan_.faults) {
+    if (fault.IsInTime()) faults.push_back(fault);
+  }
+  std::sort(faults.begin(), faults.end(),
+            [](const Fault& a, const Fault& b) { return a.at_s < b.at_s; });
+  double now = 0;
+  for (const Fault& fault : faults) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(fault.at_s - now));
+    now = fault.at_s;
+    Break(fault);
+  }
+}
+
+void Job::OnProbe(int probe, int reached) {
+  const auto is_due = [=](const Fault& fault) {
+    return fault.at_probe >= 0 ? fault.at_probe == probe : fault.at_reached <= reached;
+  };
+  if (std::none_of(at_probes_.begin(), at_probes_.end(), is_due)) return;
+  // Another thread breaks it: this one may hold any lock.
+  std::copy_if(at_probes_.begin(), at_probes_.end(), std::back_inserter(due_), is_due);
+  std::erase_if(at_probes_, is_due);
+  due_cond_.notify_all();
+}
+
+void Job::BreakAtProbes() {
+  std::unique_lock<std::mutex> lock(due_mu_);
+  while (!over_) {
+    if (due_.empty()) {
+      due_cond_.wait(lock);
+      continue;
+    }
+    const Fault fault = due_.back();
+    due_.pop_back();
+    Break(fault);
+  }
+}
+
+void Job::Break(const Fault& fault) {
+  // A place that nobody has, or has had: then there is nobody to break.
+  const auto node = at_place_.find(fault.node);
+  const auto peer = at_place_.find(fault.peer);
+  if (node == at_place_.end() || (!fault.IsOfANode() && peer == at_place_.end())) return;
+  const int number = node->second;
+  // A worker that gets a SIGTERM just ends.
+  const bool is_worker = records_[number]->role == ps::Node::WORKER;
+  const auto kind = fault.kind == Fault::kStop && is_worker ? Fault::kKill : fault.kind;
+  broken_.insert(number);
+  if (fault.IsOfANode()) victims_.insert(number);
+  if (!fault.IsOfANode()) broken_.insert(peer->second);
+  const bool ends = kind == Fault::kKill || kind == Fault::kStop;
+  ended_scheduler_ = ended_scheduler_ || (ends && number == 0);
+  const auto user = users_.find(number);
+  switch (kind) {
+    case Fault::kKill:
+      killed_.insert(number);
+      return network_.Kill(number);
+    case Fault::kStop:
+      if (user != users_.end()) std::shared_ptr<NodeUser>(user->second)->End(true);
+      return;
+    case Fault::kPause:
+      return network_.Pause(number, fault.seconds);
+    case Fault::kReset:
+      return network_.Reset(number, peer->second);
+    default:
+      network_.Delay(number, peer->second, fault.seconds);
+  }
+}
+
+bool Job::NamesACause(const std::string& error) const {
+  // It came when the others had ended already, or nobody came at all.
+  if (error.find("cannot be joined: ") != std::string::npos) return true;
+  if (network_.admitted() == 0) return true;
+  // Workers may have ended well, or a launcher given up, just before the scheduler saw a loss.
+  if (error.find("no worker came within ") != std::string::npos) return true;
+  // The scheduler says what it sees; to one that nobody can reach all are silent.
+  if (IsVictim(0)) return true;
+  for (const int node : broken_) {
+    if (error.find("10.0.0." + std::to_string(node) + ":") != std::string::npos ||
+        error.find("10.0.0." + std::to_string(node) + ")") != std::string::npos) {
+      return true;
+    }
+    const NodeRecord& record = *records_[node];
+    const std::string rank = std::to_string(record.rank);
+    if (record.role == ps::Node::WORKER && error.find("worker " + rank) != std::string::npos) {
+      return true;
+    }
+    // Those that did not come have no address yet.
+    const size_t missing = error.find("missing: ");
+    if (record.role == ps::Node::SERVER && missing != std::string::npos &&
+        error.find("server", missing) != std::string::npos) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::string Job::NameOf(size_t node) const {
+  const NodeRecord& record = *records_[node];
+  if (record.role == ps::Node::SCHEDULER) return "the scheduler";
+  return (record.role == ps::Node::SERVER ? "server" : "worker " + std::to_string(record.rank)) +
+         " at 10.0.0." + std::to_string(node);
+}
+
+}  // namespace simulation
+}  // namespace byteps

@@ -1,0 +1,69 @@
+// What a seed decides of a job before it starts: sizes, settings, and what breaks.
+#ifndef BYTEPS_TESTS_SIMULATION_PLAN_H_
+#define BYTEPS_TESTS_SIMULATION_PLAN_H_
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "byteps/base/config.h"
+
+namespace byteps {
+namespace simulation {
+
+constexpr double kPeerTimeoutS = 3;
+constexpr double kStartTimeoutS = 5;
+constexpr double kOpTimeoutS = 4;
+// Longer than the launcher takes to start workers again.
+constexpr double kKeepTimeoutS = 20;
+constexpr int kPartitionBytes = 8192;
+
+struct Fault {
+  enum Kind { kKill, kPause, kReset, kDelay, kStop, kNumKinds, kQuit } kind;
+  // When it happens: at this time; or when probes have been reached so often, if that is not 0; or
+  // when this probe is, if it is not -1.  kQuit: a worker ends well after so many rounds, before
+  // the others.
+  double at_s = 0;
+  int at_reached = 0;
+  int at_probe = -1;
+  int after_rounds = 0;
+  // Places in the job: 0 the scheduler, then servers, then workers.  When it happens, the nodes
+  // that have them then.
+  int node;
+  int peer;
+  double seconds;  // of a pause or delay
+
+  bool IsInTime() const { return kind != kQuit && at_reached == 0 && at_probe < 0; }
+  bool IsAtProbe() const { return at_reached > 0 || at_probe >= 0; }
+  bool IsOfANode() const { return kind == kKill || kind == kPause || kind == kStop; }
+  std::string Describe() const;
+};
+
+struct Plan {
+  int workers = 1;
+  int servers = 1;
+  int rounds = 1;
+  int tensors = 1;
+  size_t settings = 0;  // index into Settings()
+  bool keep = false;
+  bool goes_on = false;  // a worker goes on after an operation that failed alone
+  bool updates = false;  // servers keep parameters as well, of so many elements
+  size_t parameters = 0;
+  int on_gpu = -1;         // rank of the worker whose tensors are on a GPU
+  bool disturbed = false;  // threads that reach a probe are held up
+  std::vector<size_t> counts;
+  std::vector<Fault> faults;
+
+  std::string Describe() const;
+};
+
+// To be called once before anything is played: the environment is slow, and what lives as long as
+// the process must be the same for each seed.
+const std::vector<core::Config>& Settings();
+
+// Within Run.
+Plan MakePlan();
+
+}  // namespace simulation
+}  // namespace byteps
+#endif  // BYTEPS_TESTS_SIMULATION_PLAN_H_

@@ -1,0 +1,43 @@
+"""docs/reliability.md names all invariants (ps/invariant.h) and probes (ps/probe.h) of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCUMENT = REPOSITORY / "docs/reliability.md"
+CODE = (REPOSITORY / "byteps/byteps", REPOSITORY / "byteps/3rdparty/ps-lite/src")
+PROBES = REPOSITORY / "byteps/3rdparty/ps-lite/include/ps/probe.h"
+USE = re.compile(r'(?:PS|BPS)_INVARIANT(?:_NOTED)?\(\s*"([^"]+)"')
+
+
+def rows_below(heading: str) -> list[list[str]]:
+    """The cells of the table's rows under this heading."""
+    section = DOCUMENT.read_text().split(f"\n{heading}\n")[1].split("\n#")[0]
+    table = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1:]]
+
+
+def sources() -> list[Path]:
+    return [path for folder in CODE for path in folder.rglob("*") if path.suffix in (".cc", ".h")]
+
+
+def test_every_invariant_is_in_the_table_with_its_places() -> None:
+    used: dict[str, set[str]] = {}
+    for path in sources():
+        for name in USE.findall(path.read_text()):
+            used.setdefault(name, set()).add(f"`{path.parent.name}/{path.name}`")
+    told = {name: set(places.split(", ")) for name, places, _ in rows_below("## Invariants")}
+    assert told == used
+
+
+def test_every_probe_is_in_the_table_or_explained() -> None:
+    declared = set(re.findall(r"X\(k(\w+), ", PROBES.read_text()))
+    code = "\n".join(path.read_text() for path in sources())
+    code += "\n".join(path.read_text() for path in (REPOSITORY / "byteps/tests").rglob("*.cc"))
+    assert declared == set(re.findall(r"PS_PROBE\(k(\w+)\)", code))
+    section = DOCUMENT.read_text().split("\n### What the seeds reach\n")[1].split("\n## ")[0]
+    told = {row[0] for row in rows_below("### What the seeds reach")}
+    assert told <= declared
+    assert all(f"`{name}`" in section for name in declared - told)
