@@ -216,12 +216,15 @@ class Job {
 
 int Main(int argc, char** argv) {
   Options options;
-  const option names[] = {
-      {"rounds", required_argument, nullptr, 'r'},    {"tensors", required_argument, nullptr, 't'},
-      {"bytes", required_argument, nullptr, 'b'},     {"seed", required_argument, nullptr, 's'},
-      {"pause-ms", required_argument, nullptr, 'p'},  {"salt", required_argument, nullptr, 'x'},
-      {"fail-in", required_argument, nullptr, 'f'},   {"break-invariant", no_argument, nullptr, 'i'},
-      {nullptr, 0, nullptr, 0}};
+  const option names[] = {{"rounds", required_argument, nullptr, 'r'},
+                          {"tensors", required_argument, nullptr, 't'},
+                          {"bytes", required_argument, nullptr, 'b'},
+                          {"seed", required_argument, nullptr, 's'},
+                          {"pause-ms", required_argument, nullptr, 'p'},
+                          {"salt", required_argument, nullptr, 'x'},
+                          {"fail-in", required_argument, nullptr, 'f'},
+                          {"break-invariant", no_argument, nullptr, 'i'},
+                          {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", names, nullptr)) != -1;) {
     if (c == 'r') options.rounds = atoi(optarg);
     if (c == 't') options.tensors = atoi(optarg);
