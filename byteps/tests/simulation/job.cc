@@ -133,8 +133,9 @@ void Job::NodeUser::OnEvent(const ps::MembershipEvent& event) {
   if (event.kind == ps::MembershipEvent::kNodeLeft && server_ != nullptr) {
     return server_->OnWorkerGone(event.rank, event.reason);
   }
-  if (event.kind == ps::MembershipEvent::kReported) return;
-  if (event.next_incarnation > 0) return;  // the scheduler goes on
+  const bool is_end =
+      event.kind == ps::MembershipEvent::kFailed || event.kind == ps::MembershipEvent::kEnded;
+  if (!is_end || event.next_incarnation > 0) return;  // the scheduler goes on
   std::lock_guard<std::mutex> lock(mu_);
   if (event.kind == ps::MembershipEvent::kFailed && failure_.empty()) failure_ = event.reason;
   ended_ = true;
