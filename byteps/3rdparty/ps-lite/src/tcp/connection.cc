@@ -162,7 +162,7 @@ void Connection::Drain() {
         sent.swap(batch_);
         batch_epoch_ = epoch_;
         error = 0;
-      } else if (written > 0) {
+      } else if (written > 0 && state_ == State::kOpen) {  // Close counts what is left
         PS_INVARIANT_NOTED("bytes queued are those of the messages queued",
                            queued_bytes_ >= static_cast<size_t>(written),
                            std::to_string(written) + " bytes were written, and " +
