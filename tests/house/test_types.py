@@ -53,31 +53,34 @@ def test_mistakes_are_found(tmp_path: Path) -> None:
         assert wanted in said
 
 
-def _signatures(tree: ast.AST) -> dict[str, list[str]]:
+def _signatures(tree: ast.Module | ast.ClassDef, owner: str = "") -> dict[str, list[str]]:
     """Of each function the arguments, with = where they have a default; classes have none."""
     found: dict[str, list[str]] = {}
-    for node in ast.walk(tree):
+    for node in tree.body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = []
+            found |= _signatures(node, f"{node.name}.")
         elif isinstance(node, ast.FunctionDef):
             given = node.args
             names = [f"arg{n}" for n, _ in enumerate(given.posonlyargs)]
             names += [one.arg for one in given.args]
             needed = len(names) - len(given.defaults)
-            found[node.name] = names[:needed] + [f"{name}=" for name in names[needed:]]
+            found[owner + node.name] = names[:needed] + [f"{name}=" for name in names[needed:]]
     return found
 
 
 def _compiled() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for owner in (c_lib, c_lib.UpdatedTensor):
+    classes = [value for value in vars(c_lib).values() if isinstance(value, type)]
+    for owner in (c_lib, *classes):
+        prefix = f"{owner.__name__}." if isinstance(owner, type) else ""
         for name, value in vars(owner).items():
             if isinstance(value, type):
                 found[name] = []
-            elif callable(value) and (name == "__init__" or not name.startswith("_")):
-                # pybind11 writes each signature as Python would.
-                first = str(value.__doc__).splitlines()[0]
-                found |= _signatures(ast.parse(f"def {first}: ..."))
+            # pybind11 writes each signature as Python would; Python's own methods have none.
+            elif callable(value) and (match := re.match(rf"{name}\(.*", str(value.__doc__))):
+                tree = ast.parse(f"def {match[0]}: ...")
+                found |= _signatures(tree, prefix)
     return found
 
 
