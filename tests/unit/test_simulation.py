@@ -9,15 +9,36 @@ import native
 import pytest
 
 LIMIT_S = 280
-FREQUENT = set(
-    """
-    CallerQueued CopyCalled CopyLeft DeparturesTogether FailedInJoin GoneAlready
-    IncarnationEnds LastLeaves LastWord LinkReported LooksSooner NoSpareMemory
-    PullBeforeSum PushAfterFailure PushAwaitsPinned QueuedWhileServing RoundLate
-    RoundOfLost RoundsOpen SaysGoodbye SentByCaller ServedHere StepDropped StepMade
-    StepOvertaken StepRedone StepsBack WindowFull
-    """.split()
-)
+FREQUENT = {
+    "CallerQueued",
+    "CopyCalled",
+    "CopyLeft",
+    "DeparturesTogether",
+    "FailedInJoin",
+    "GoneAlready",
+    "IncarnationEnds",
+    "LastLeaves",
+    "LastWord",
+    "LinkReported",
+    "LooksSooner",
+    "NoSpareMemory",
+    "PullBeforeSum",
+    "PushAfterFailure",
+    "PushAwaitsPinned",
+    "QueuedWhileServing",
+    "RoundLate",
+    "RoundOfLost",
+    "RoundsOpen",
+    "SaysGoodbye",
+    "SentByCaller",
+    "ServedHere",
+    "StepDropped",
+    "StepMade",
+    "StepOvertaken",
+    "StepRedone",
+    "StepsBack",
+    "WindowFull",
+}
 """Probes that some hundred seeds reach."""
 
 
@@ -58,7 +79,7 @@ def test_few_seeds_reach_rare_branches() -> None:
 
 def test_a_broken_invariant_is_noticed() -> None:
     program: Path = native.build("simulate") / "simulate"
-    command = [program, "--seeds", "1", "--break-invariant"]
+    command: list[str | Path] = [program, "--seeds", "1", "--break-invariant"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ended.returncode == 1
     assert "the invariant 'nothing is broken on purpose' was broken" in ended.stdout

@@ -312,6 +312,7 @@ Server::Round* Server::FindPushed(Partition* partition, const ps::Message& msg,
   Round* round = ahead < partition->rounds.size() ? &partition->rounds[ahead] : nullptr;
   const auto failed = partition->failures.find(header.round);
   if (round == nullptr && failed != partition->failures.end()) {
+    PS_PROBE(kPullAfterFailure);
     Refuse(msg, failed->second);
     return nullptr;
   }

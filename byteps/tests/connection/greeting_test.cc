@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "link.h"
@@ -173,6 +174,21 @@ TEST_P(Refusal, ThatIsProvedIsFinal) {
   EXPECT_EQ(After([](Link* link) { link->GiveUp(); }),
             "it refused the connection: \"this node has given the connection up\"");
   EXPECT_EQ(After([](Link* link) { link->BelongTo(5); }), "it belongs to another job");
+}
+
+// The scheduler's word on the new incarnation may reach a worker before it reaches a server.
+TEST_P(Refusal, OfAnEarlierIncarnationPasses) {
+  Link link(&hub_, kJob - 1);
+  link.Send(true, "one");
+  std::this_thread::sleep_for(milliseconds(100));
+  EXPECT_EQ(link.connecting.ending(), "");
+  link.BelongTo(kJob);
+  EXPECT_TRUE(WaitUntil([&] { return link.Has({"one"}, {}); })) << link.Text();
+}
+
+TEST_P(Refusal, OfALaterIncarnationIsFinal) {
+  Link link(&hub_, kJob + 1);
+  EXPECT_TRUE(WaitUntil([&] { return !link.connecting.ending().empty(); }));
 }
 
 TEST_P(Refusal, ThatIsNotProvedCountsAsAFailedAttemptUntilTheTimeIsOver) {

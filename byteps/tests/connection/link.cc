@@ -16,7 +16,6 @@ namespace {
 
 constexpr char kSecret[] = "what both ends know";
 constexpr char kOtherSecret[] = "what nobody else knows";
-constexpr uint64_t kJob = 0x5678 << 16;
 constexpr uint64_t kConnects = 0x1111;
 constexpr uint64_t kListens = 0x2222;
 // A worker's and a server's.
@@ -114,13 +113,13 @@ void End::OnClosed(const ConnectionPtr& /*connection*/, const ps::tcp::Ending& e
 
 // --------------------------------------------------------------------- link
 
-Link::Link(Hub* hub)
+Link::Link(Hub* hub, uint64_t listeners_job)
     : connecting(hub),
       listening(hub),
       hub_(hub),
       other_secret_(kOtherSecret),
       other_tls_(hub->settings.tls ? NewContext(other_secret_) : nullptr),
-      job_(kJob) {
+      job_(listeners_job) {
   host_.secret = &hub->settings.secret;
   host_.tls = hub->settings.tls;
   host_.challenge = [this] {

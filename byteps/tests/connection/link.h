@@ -64,10 +64,13 @@ class End : public ps::tcp::ConnectionOwner {
   char* place_ PS_GUARDED_BY(mu_) = nullptr;
 };
 
+// Its low bits are the incarnation.
+constexpr uint64_t kJob = (0x5678 << 16) + 2;
+
 class Link {
  public:
   // Connects at once.
-  explicit Link(Hub* hub);
+  explicit Link(Hub* hub, uint64_t listeners_job = kJob);
   ~Link();
 
   End connecting;

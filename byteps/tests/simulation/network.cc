@@ -1,7 +1,9 @@
 #include "network.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "../../3rdparty/ps-lite/src/membership/text.h"
 #include "../../3rdparty/ps-lite/src/node_token.h"
@@ -288,17 +290,24 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
 
 void Network::Connect(const SimulatedChannel& from, int to) {
   bool there = false;
-  bool ours = false;
+  int its = from.incarnation();
   {
     std::lock_guard<std::mutex> lock(mu_);
     const auto node = nodes_.find(to);
     there = node != nodes_.end() && killed_.count(to) == 0;
-    ours = there && (to == 0 || node->second->incarnation() == from.incarnation());
+    if (there && to != 0) its = node->second->incarnation();
   }
+  // As the transports do: it will hear of the new incarnation, or be lost.
+  if (there && its < from.incarnation()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return Connect(from, to);
+  }
+  const bool ours = there && its == from.incarnation();
   if (ours) return Link(from.number(), to);
   std::lock_guard<std::mutex> lock(mu_);
   TellOfEnd(from, to,
-            there ? "it is of another incarnation of the job"
+            there ? "it is of incarnation " + std::to_string(its) +
+                        " of the job, and this node of " + std::to_string(from.incarnation())
                   : "connecting to it failed: connection refused");
 }
 

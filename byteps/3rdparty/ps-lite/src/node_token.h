@@ -66,5 +66,12 @@ inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
          " of the job, and this node of incarnation " + std::to_string(ours & kIncarnationMask);
 }
 
+// Whether the node that says `theirs` is of an earlier incarnation of the same job than `ours`: the
+// scheduler's word on the new one is still on its way to it.
+inline bool IsBehind(uint64_t theirs, uint64_t ours) {
+  const bool same_job = ((theirs ^ ours) & ~kIncarnationMask) == 0;
+  return same_job && (theirs & kIncarnationMask) < (ours & kIncarnationMask);
+}
+
 }  // namespace ps
 #endif  // PS_NODE_TOKEN_H_

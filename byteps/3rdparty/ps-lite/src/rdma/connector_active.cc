@@ -233,7 +233,7 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
   bool proved = refusal.Decode(data, event.param.conn.private_data_len);
   if (!proved) refusal.reason = "it gave no reason";
   proved = proved && Proves(refusal.proof, kWhoRefuses, link->said + refusal.Claims());
-  if (refusal.again_soon && link->resumes) {
+  if (refusal.again_soon) {
     link->pause = kFirstPause;
     return TryAgain(link, ForeignText(refusal.reason));
   }

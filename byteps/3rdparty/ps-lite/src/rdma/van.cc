@@ -213,6 +213,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
   {
     MutexLock lock(&peers_mu_);
     refusal->reason = ReasonToRefuse(request);
+    refusal->again_soon = IsBehind(job_, request.job);
     if (!refusal->reason.empty()) return nullptr;
     PeerPtr& peer = peers_by_token_[request.sender];
     if (!peer) peer = std::make_shared<Peer>();

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "../foreign_text.h"
+#include "../node_token.h"
 #include "./connection.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
@@ -25,6 +26,11 @@ constexpr auto kAnswerTime = std::chrono::seconds(5);
 
 // What the other end has decided, and proved to have said: to try again is of no use.
 struct Final : dmlc::Error {
+  using dmlc::Error::Error;
+};
+
+// What will pass by itself: to try again is of use on a first connection, too.
+struct NotYet : dmlc::Error {
   using dmlc::Error::Error;
 };
 
@@ -137,9 +143,10 @@ void Connection::Failed(const std::exception& error) {
     MutexLock lock(&mu_);
     greets = state_ == State::kDialing || state_ == State::kGreeting;
   }
-  const bool damaged = greets && was_open_ && dynamic_cast<const Final*>(&error) == nullptr;
-  if (!damaged) return Close({error.what(), false, false});
-  PS_VLOG(1) << "an attempt to connect again to node " << peer << " failed: " << error.what();
+  const bool damaged = was_open_ && dynamic_cast<const Final*>(&error) == nullptr;
+  const bool passes = dynamic_cast<const NotYet*>(&error) != nullptr;
+  if (!greets || !(damaged || passes)) return Close({error.what(), false, false});
+  PS_VLOG(1) << "an attempt to connect to node " << peer << " failed: " << error.what();
   TryAgain(error.what());
 }
 
@@ -231,6 +238,7 @@ bool Connection::ReadChallenge() {
     throw dmlc::Error(std::string("it has not this job's secret: ") + auth::kAdvice);
   }
   const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);
+  if (!complaint.empty() && IsBehind(challenge.job, hello_.job)) throw NotYet(complaint);
   if (!complaint.empty()) throw Final(complaint);
   // Should the connection break, it is this very process that is meant, in this incarnation.
   hello_.receiver = challenge.sender;
