@@ -33,7 +33,8 @@ class VanInbox {
   }
   void EndUse() {
     MutexLock lock(&mu_);
-    if (--users_ == 0) cond_.NotifyAll();
+    // Else it would wake the thread that waits for events, with each message that is sent.
+    if (--users_ == 0 && closed_) cond_.NotifyAll();
   }
 
   void Put(Event event) {
