@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -148,6 +149,9 @@ def test_a_job_that_gathers_and_runs(gathering: Cluster) -> None:
     cluster.start_server()
     cluster.start_server()
     first = cluster.start_worker(1, "observed:known")
+    limit = time.monotonic() + 120
+    while cluster.scheduler.text.count(" joined: ") < 3 and time.monotonic() < limit:
+        time.sleep(0.05)
     demand_wrong(
         check(cluster, "worker", RANK="1", WORLD_SIZE="2"), 1, "has a worker 1 (127.0.0.1) already"
     )
