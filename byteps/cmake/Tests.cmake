@@ -39,6 +39,8 @@ if(GTest_FOUND)
     ${PSLITE}/src/rdma/wire.cc)
   target_compile_options(engine_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(engine_test PRIVATE worker_under_test GTest::gtest_main)
+  target_link_options(engine_test PRIVATE  # failing_memory.cc
+    LINKER:--wrap=_Znwm,--wrap=_Znam,--wrap=_ZnamRKSt9nothrow_t)
   add_executable(connection_test
     tests/connection/choice_test.cc
     tests/connection/greeting_test.cc

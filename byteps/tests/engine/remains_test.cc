@@ -104,6 +104,11 @@ struct Job {
       Sum(round);
       if (testing::Test::HasFatalFailure()) return;
     }
+    // The server closes a round after it has answered the last of its pulls.
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    while (loop.server().OpenRounds() > 0 && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     EXPECT_EQ(loop.server().OpenRounds(), 0);
     EXPECT_LT(mallinfo2().uordblks, before + kHeapBytes);
   }
