@@ -28,10 +28,10 @@ MemoryOnlyTimes::~MemoryOnlyTimes() { times_left = -1; }
 }  // namespace core
 }  // namespace byteps
 
-// The linker sends each call of operator new, and of its forms for arrays, here (cmake/Tests.cmake).
-// Replacing the operators would take them from a sanitizer, which would then see memory freed that it
-// never gave.
-// NOLINTBEGIN(bugprone-reserved-identifier): the linker's names
+// The linker sends each call of operator new, and of its forms for arrays, here
+// (cmake/Tests.cmake). Replacing the operators would take them from a sanitizer, which would then
+// see memory freed that it never gave. NOLINTBEGIN(bugprone-reserved-identifier): the linker's
+// names
 extern "C" {
 void* __real__Znwm(size_t bytes);
 void* __real__Znam(size_t bytes);

@@ -79,8 +79,8 @@ TEST(Failure, OfAConnectionThatNobodyExplains) {
 }
 
 TEST(Failure, LateAnswersNameTheServer) {
+  auto values = Values(100, 1);  // longer than the worker, which may still send what has failed
   Job job(2, {}, {{"BYTEPS_OP_TIMEOUT_S", "0.1"}});
-  auto values = Values(100, 1);
   job.worker.Declare({Job::RequestFor("x", &values).tensor});
   job.channel->HoldServer(0, false);
   const std::string error = job.ErrorOf(job.Start("x", &values));
@@ -88,8 +88,9 @@ TEST(Failure, LateAnswersNameTheServer) {
 }
 
 TEST(Failure, OfWhatWaitsBehindOthersNamesTheirServer) {
+  // Longer than the worker, which may still send what has failed. One partition each, on server 0.
+  auto first = Values(1024, 1), second = Values(1024, 2);
   Job job(2, {}, {{"BYTEPS_OP_TIMEOUT_S", "0.1"}, {"BYTEPS_SERVER_WINDOW_BYTES", "4096"}});
-  auto first = Values(1024, 1), second = Values(1024, 2);  // one partition each, on server 0
   job.worker.Declare({Job::RequestFor("x", &first).tensor, Job::RequestFor("y", &second).tensor});
   job.channel->HoldServer(0, true);
   const int64_t ahead = job.Start("x", &first);
