@@ -70,7 +70,7 @@ JOBS ?= $(shell cores=$$(nproc); echo $$(( cores < 8 ? cores + 1 : 8 )))
 
 # Three tiers of tests (CONTRIBUTING.md): check, test, and the thorough targets after it.
 check: setup lint ## before each commit: lint and the fast tests of one process, in a minute
-	@$(PYTHON_ENV) tests/native.py engine_test simulate >/dev/null
+	@$(PYTHON_ENV) tests/native.py unit_test simulate >/dev/null
 	@$(PYTHON_ENV) -m pytest -n $$(nproc) --dist worksteal -m "not slow and not thorough" \
 		$(PYTEST_ARGS) $(or $(TESTS),tests/unit tests/house)
 

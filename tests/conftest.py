@@ -18,7 +18,7 @@ import pytest
 
 TAIL_LINES = 100
 BROKEN_INVARIANT = "the invariant '"
-"""How a program of ours begins to say that one was broken (ps/invariant.h)."""
+"""How a program of ours begins to say that one was broken (base/invariant.h)."""
 
 # A shell ignores SIGINT in what it starts in the background, and what tests start would inherit
 # that: scripts could not be interrupted, and no shell script can undo it.

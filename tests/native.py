@@ -28,16 +28,16 @@ FOLDER = REPOSITORY / "build/cmake-tests"
 PROGRAMS = {
     "byteps-server": "the scheduler and the servers, as the wheel has it",
     "connection_test": "both ends of TCP connections, and a relay that damages what they say",
-    "engine_test": "the worker, with a channel and a GPU that tests play",
     "simulate": "whole jobs, in threads and time that a seed decides",
     "sum_worker": "a worker without Python, which checks every sum",
     "swarm": "thousands of nodes in one process, for a scheduler",
     "tls_test": "encrypted connections, without a job",
+    "unit_test": "each part alone, with a channel and a GPU that tests play",
     "van_test": "a transport without the engine above it",
 }
 SANITIZED = {
-    "address": ("connection_test", "engine_test", "sum_worker", "byteps-server", "fuzzers"),
-    "thread": ("connection_test", "engine_test", "sum_worker", "byteps-server"),
+    "address": ("connection_test", "unit_test", "sum_worker", "byteps-server", "fuzzers"),
+    "thread": ("connection_test", "unit_test", "sum_worker", "byteps-server"),
 }
 """What can be built with which sanitizer."""
 LIMIT_S = 1200
@@ -72,7 +72,7 @@ def build(*programs: str, sanitize: str = "") -> Path:
         folder = FOLDER.with_name(f"cmake-{sanitize}")
         compiler = _run(REPOSITORY / "scripts/clang.sh").split()[-1]
         options = [f"-DBYTEPS_SANITIZE={sanitize}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
-        # Nothing of it runs here.  In one of the two builds clang checks its locks (ps/mutex.h).
+        # Nothing of it runs here.  In one of the two builds clang checks its locks (base/mutex.h).
         options += [f"-DBYTEPS_WITH_RDMA={'AUTO' if sanitize == 'thread' else 'OFF'}"]
     with _alone_in(folder):
         _run(

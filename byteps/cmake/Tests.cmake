@@ -11,47 +11,45 @@ endif()
 
 find_package(GTest)
 if(GTest_FOUND)
-  add_executable(engine_test
+  add_executable(unit_test
+    tests/base/invariant_test.cc
+    tests/base/log_output_test.cc
+    tests/base/protocol_test.cc
+    tests/base/stall_watch_test.cc
+    tests/device/device_test.cc
     tests/engine/declarations_test.cc
-    tests/engine/device_test.cc
     tests/engine/engine_gpu_test.cc
     tests/engine/engine_test.cc
-    tests/engine/failing_memory.cc
     tests/engine/failure_test.cc
-    tests/engine/fake_channel.cc
-    tests/engine/greeter_test.cc
-    tests/engine/http_server_test.cc
-    tests/engine/invariant_test.cc
-    tests/engine/link_test.cc
-    tests/engine/membership_test.cc
-    tests/engine/pending_peers_test.cc
-    tests/engine/meta_test.cc
-    tests/engine/log_output_test.cc
     tests/engine/plan_test.cc
-    tests/engine/protocol_test.cc
     tests/engine/push_scheduler_test.cc
     tests/engine/remains_test.cc
-    tests/engine/server_step_test.cc
-    tests/engine/server_test.cc
-    tests/engine/stall_watch_test.cc
-    tests/engine/status_test.cc
-    # Needs no device, nor its headers.
-    ${PSLITE}/src/rdma/wire.cc)
-  target_compile_options(engine_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
-  target_link_libraries(engine_test PRIVATE worker_under_test GTest::gtest_main)
-  target_link_options(engine_test PRIVATE  # failing_memory.cc
+    tests/net/link/link_test.cc
+    tests/net/link/meta_codec_test.cc
+    tests/net/membership/membership_test.cc
+    tests/net/tcp/greeter_test.cc
+    tests/net/tcp/pending_peers_test.cc
+    tests/observe/http_server_test.cc
+    tests/observe/status_test.cc
+    tests/server/optimizer/step_test.cc
+    tests/server/server_test.cc
+    tests/support/failing_memory.cc
+    tests/support/fake_channel.cc)
+  target_compile_options(unit_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
+  target_link_libraries(unit_test PRIVATE worker_under_test GTest::gtest_main)
+  target_link_options(unit_test PRIVATE  # failing_memory.cc
     LINKER:--wrap=_Znwm,--wrap=_Znam,--wrap=_ZnamRKSt9nothrow_t)
   add_executable(connection_test
-    tests/connection/choice_test.cc
-    tests/connection/greeting_test.cc
-    tests/connection/link.cc
-    tests/connection/relay.cc
-    tests/connection/sending_test.cc)
+    tests/net/tcp/connection/choice_test.cc
+    tests/net/tcp/connection/greeting_test.cc
+    tests/net/tcp/connection/link.cc
+    tests/net/tcp/connection/relay.cc
+    tests/net/tcp/connection/sending_test.cc)
   target_compile_options(connection_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
-  target_link_libraries(connection_test PRIVATE pslite GTest::gtest_main)
-  add_executable(tls_test tests/tls/tls_test.cc)
+  target_link_libraries(connection_test PRIVATE byteps_net GTest::gtest_main)
+  add_executable(tls_test tests/net/tls/tls_test.cc)
   target_compile_options(tls_test PRIVATE ${WARNINGS})
-  target_link_libraries(tls_test PRIVATE pslite GTest::gtest_main)
+  target_link_libraries(tls_test PRIVATE byteps_net GTest::gtest_main)
 endif()
 
 add_executable(sum_worker tests/jobs/sum_worker.cc)
@@ -83,6 +81,4 @@ if(BYTEPS_FUZZERS)
     target_link_libraries(${name}_fuzzer PRIVATE byteps_engine)
     add_dependencies(fuzzers ${name}_fuzzer)
   endforeach()
-  # Needs no device, nor its headers.
-  target_sources(rdma_fuzzer PRIVATE ${PSLITE}/src/rdma/wire.cc)
 endif()

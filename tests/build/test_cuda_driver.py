@@ -24,7 +24,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("device") / "device_program"
     sources = [OVERLAY / "byteps/device/cuda.cc", OVERLAY / "byteps/device/cuda_api.cc"]
     compiled(
-        "-I", OVERLAY, "-I", OVERLAY / "3rdparty/ps-lite/include",
+        "-I", OVERLAY,
         PROGRAMS / "device_program.cc", *sources,
         "-o", path, "-ldl", "-pthread",
     )  # fmt: skip

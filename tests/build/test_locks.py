@@ -1,4 +1,4 @@
-"""Clang checks which lock guards what: see ps/mutex.h.
+"""Clang checks which lock guards what: see base/mutex.h.
 
 Whatever clang builds is checked (byteps/CMakeLists.txt), so that `make test` fails where a lock is
 forgotten. Here: that the check finds such mistakes, and that it can see all of our locks.
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SNIPPET = Path(__file__).parent / "programs" / "guarded.cc"
-HEADER = ROOT / "byteps/3rdparty/ps-lite/include/ps/mutex.h"
+HEADER = ROOT / "byteps/byteps/base/mutex.h"
 MISTAKES = (
     r"reading variable 'count_' requires holding mutex 'mu_'",
     r"writing variable 'count_' requires holding mutex 'mu_'",
@@ -36,7 +36,7 @@ def _compile(*more: str) -> subprocess.CompletedProcess[str]:
         [ROOT / "scripts/clang.sh"], capture_output=True, text=True, timeout=600, check=True
     ).stdout.split()[-1]
     options = ["-std=c++20", "-fsyntax-only", "-Wthread-safety", "-Werror=thread-safety"]
-    options += [*more, f"-I{HEADER.parents[1]}"]
+    options += [*more, f"-I{HEADER.parents[2]}"]
     return subprocess.run(
         [clang, *options, str(SNIPPET)], capture_output=True, text=True, timeout=120, check=False
     )
@@ -76,4 +76,4 @@ def test_no_lock_goes_unseen() -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if UNSEEN.search(line)
     ]
-    assert not found, "use ps/mutex.h instead"
+    assert not found, "use base/mutex.h instead"

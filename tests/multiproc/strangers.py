@@ -1,6 +1,7 @@
 """What a process that is not part of a job can say to its nodes, byte for byte.
 
-Written from the description in src/tcp/wire.h and src/meta_codec.cc, on purpose not from the code.
+Written from the description in net/tcp/wire.h and net/link/meta_codec.cc, on purpose not from
+the code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A broken invariant (ps/invariant.h) ends the job, and every node says which it was and where."""
+"""A broken invariant (base/invariant.h) ends the job, and every node says which and where."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@
 #include <string>
 #include <thread>
 
-#include "ps/wire_bytes.h"
-#include "rdma/wire.h"
+#include "byteps/base/wire_bytes.h"
+#include "byteps/net/rdma/wire.h"
 
 namespace {
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from native import FOLDER, BuildError
 
 SOURCE = Path(__file__).parent / "meddle.cc"
-PSLITE = SOURCE.parents[2] / "build/byteps/3rdparty/ps-lite"
-SOURCES = [SOURCE, PSLITE / "src/rdma/wire.cc"]
+OVERLAY = SOURCE.parents[2] / "byteps"
+SOURCES = [SOURCE, OVERLAY / "byteps/net/rdma/wire.cc"]
 LIBRARY = FOLDER / "meddle.so"
 """To preload. It does nothing to a process whose environment does not ask for it."""
 
@@ -19,8 +19,7 @@ def build_meddle() -> Path:
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
     part = LIBRARY.with_suffix(".part")
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
-    command += [f"-I{PSLITE / 'src'}", "-isystem", str(PSLITE / "include")]
-    command += [*map(str, SOURCES), "-o", str(part)]
+    command += [f"-I{OVERLAY}", *map(str, SOURCES), "-o", str(part)]
     # What it asks for by name alone, a linker may take for not needed.
     command += ["-Wl,--no-as-needed", "-ldl", "-libverbs", "-lrdmacm"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -38,16 +38,16 @@ pytestmark = pytest.mark.requires("clang")
 )
 def programs(request: pytest.FixtureRequest) -> Path:
     """Their folder, for each sanitizer in turn."""
-    wanted = ("connection_test", "engine_test", "byteps-server", "sum_worker")
+    wanted = ("connection_test", "unit_test", "byteps-server", "sum_worker")
     return native.build(*wanted, sanitize=request.param)
 
 
 @pytest.mark.timeout(LIMIT_S)
 def test_the_worker_over_a_fake_channel(programs: Path, run_dir: Path) -> None:
-    log = run_dir / "engine_test.log"
+    log = run_dir / "unit_test.log"
     with log.open("wb") as out:
         ended = subprocess.run(
-            [programs / "engine_test", "--gtest_brief=1"],
+            [programs / "unit_test", "--gtest_brief=1"],
             env={**os.environ, **OPTIONS},
             stdout=out,
             stderr=subprocess.STDOUT,

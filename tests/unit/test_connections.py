@@ -1,4 +1,5 @@
-"""Both ends of TCP connections in one process, with a relay between (byteps/tests/connection)."""
+"""Both ends of TCP connections in one process, with a relay between
+(byteps/tests/net/tcp/connection)."""
 
 from __future__ import annotations
 

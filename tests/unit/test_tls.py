@@ -1,4 +1,4 @@
-"""Encrypted connections between two sockets (byteps/tests/tls)."""
+"""Encrypted connections between two sockets (byteps/tests/net/tls)."""
 
 from __future__ import annotations
 

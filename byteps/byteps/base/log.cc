@@ -1,4 +1,4 @@
-// What byteps/common/logging.h declares, over ps/log_line.h.  Upstream's logging.cc is not
+// What byteps/common/logging.h declares, over base/log_line.h.  Upstream's logging.cc is not
 // compiled: its lines name neither the process nor the host.
 #include "byteps/base/log.h"
 
@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "byteps/base/log_line.h"
 #include "byteps/common/logging.h"
-#include "ps/log_line.h"
 
 namespace byteps {
 namespace common {

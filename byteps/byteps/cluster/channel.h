@@ -8,8 +8,8 @@
 #include <cstddef>
 #include <string>
 
+#include "byteps/net/membership/membership.h"
 #include "ps/internal/message.h"
-#include "ps/membership.h"
 
 namespace byteps {
 namespace core {
@@ -24,7 +24,7 @@ class ChannelUser {
 
   // Where the `bytes` bytes of values that follow `meta` belong.  They are received there, and
   // OnMessage gets the message with them.  Null: the channel receives them into memory of its
-  // own.  ps::Nowhere(): the values are dropped (ps/nowhere.h), which an RDMA channel need not do.
+  // own.  ps::Nowhere(): the values are dropped (net/nowhere.h), which an RDMA channel need not do.
   // The memory must stay until OnMessage was called for the message, or Abandon or Stop
   // has returned.
   virtual char* PlaceFor(const ps::Meta& /*meta*/, size_t /*bytes*/) { return nullptr; }
@@ -58,7 +58,7 @@ class Channel {
   // returned, nothing is written there any more.
   virtual void Abandon(const void* begin, size_t bytes) = 0;
 
-  // Whether what is sent is registered with a device first: see ps/registration_cache.h.
+  // Whether what is sent is registered with a device first: see net/registration_cache.h.
   virtual bool RegistersMemory() const = 0;
 
   // Of a worker that has joined: Gbit/s each way of the slowest worker's network card, the same on

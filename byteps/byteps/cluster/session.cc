@@ -7,13 +7,14 @@
 
 #include "byteps/base/error.h"
 #include "byteps/base/log.h"
+#include "byteps/base/log_line.h"
+#include "byteps/net/auth/secret.h"
+#include "byteps/net/endpoint_counters.h"
+#include "byteps/net/membership/membership.h"
+#include "byteps/net/tls/settings.h"
 #include "dmlc/logging.h"
-#include "ps/auth.h"
-#include "ps/endpoint_counters.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
-#include "ps/log_line.h"
-#include "ps/tls.h"
 
 namespace byteps {
 namespace core {

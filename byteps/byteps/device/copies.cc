@@ -4,7 +4,7 @@
 #include <iterator>
 #include <utility>
 
-#include "ps/probe.h"
+#include "byteps/base/probe.h"
 
 namespace byteps {
 namespace core {

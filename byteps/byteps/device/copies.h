@@ -15,8 +15,8 @@
 #include <memory>
 #include <vector>
 
+#include "byteps/base/mutex.h"
 #include "byteps/device/device.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

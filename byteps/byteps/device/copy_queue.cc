@@ -6,7 +6,7 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
-#include "ps/probe.h"
+#include "byteps/base/probe.h"
 
 namespace byteps {
 namespace core {

@@ -15,8 +15,8 @@
 #include <string>
 #include <utility>
 
+#include "byteps/base/mutex.h"
 #include "byteps/device/copies.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "byteps/base/error.h"
-#include "ps/mutex.h"
+#include "byteps/base/mutex.h"
 
 namespace byteps {
 namespace core {

@@ -4,9 +4,9 @@
 #include <string>
 
 #include "byteps/base/invariant.h"
+#include "byteps/base/probe.h"
 #include "byteps/device/device.h"
-#include "ps/probe.h"
-#include "ps/registration_cache.h"
+#include "byteps/net/registration_cache.h"
 
 namespace byteps {
 namespace core {

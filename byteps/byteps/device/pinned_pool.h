@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "ps/mutex.h"
+#include "byteps/base/mutex.h"
 
 namespace byteps {
 namespace core {

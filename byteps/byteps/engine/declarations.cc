@@ -5,9 +5,9 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/error.h"
+#include "byteps/base/probe.h"
 #include "byteps/base/text.h"
 #include "ps/internal/postoffice.h"
-#include "ps/probe.h"
 
 namespace byteps {
 namespace core {

@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/engine/plan.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

@@ -16,12 +16,12 @@
 #include <thread>
 #include <vector>
 
+#include "byteps/base/mutex.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/engine/context.h"
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/puller.h"
 #include "byteps/engine/pusher.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

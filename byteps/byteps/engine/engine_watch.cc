@@ -2,10 +2,10 @@
 #include <set>
 
 #include "byteps/base/error.h"
+#include "byteps/base/mutex.h"
+#include "byteps/base/probe.h"
 #include "byteps/base/text.h"
 #include "byteps/engine/engine.h"
-#include "ps/mutex.h"
-#include "ps/probe.h"
 
 namespace byteps {
 namespace core {

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "byteps/base/invariant.h"
-#include "ps/probe.h"
+#include "byteps/base/probe.h"
 
 namespace byteps {
 namespace core {

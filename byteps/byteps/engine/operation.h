@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
+#include "byteps/base/mutex.h"
+#include "byteps/base/stall_watch.h"
 #include "byteps/device/copies.h"
 #include "byteps/device/pinned_pool.h"
 #include "byteps/engine/declarations.h"
 #include "byteps/engine/plan.h"
-#include "ps/mutex.h"
-#include "ps/stall_watch.h"
 
 namespace byteps {
 namespace core {

@@ -8,9 +8,9 @@
 #include <mutex>
 #include <string>
 
+#include "byteps/base/mutex.h"
 #include "byteps/engine/operation.h"
 #include "byteps/observe/trace.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

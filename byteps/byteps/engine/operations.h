@@ -8,10 +8,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "byteps/base/mutex.h"
 #include "byteps/engine/operation.h"
 #include "byteps/engine/speed.h"
 #include "byteps/observe/metrics.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

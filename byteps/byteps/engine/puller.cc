@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "byteps/base/error.h"
+#include "byteps/base/probe.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/steady_time.h"
-#include "ps/probe.h"
 
 namespace byteps {
 namespace core {

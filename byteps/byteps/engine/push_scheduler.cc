@@ -4,8 +4,8 @@
 #include <string>
 
 #include "byteps/base/invariant.h"
+#include "byteps/base/probe.h"
 #include "byteps/base/steady_time.h"
-#include "ps/probe.h"
 
 namespace byteps {
 namespace core {

@@ -37,9 +37,9 @@
 #include <utility>
 #include <vector>
 
+#include "byteps/base/mutex.h"
 #include "byteps/engine/delivery_rate.h"
 #include "byteps/engine/operation.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

@@ -7,7 +7,7 @@
 #include <deque>
 #include <utility>
 
-#include "ps/mutex.h"
+#include "byteps/base/mutex.h"
 
 namespace byteps {
 namespace core {

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "byteps/base/error.h"
-#include "ps/fork.h"
+#include "byteps/base/fork.h"
 
 namespace byteps {
 namespace core {

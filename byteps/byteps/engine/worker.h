@@ -10,12 +10,12 @@
 #include <vector>
 
 #include "byteps/base/config.h"
+#include "byteps/base/mutex.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/engine/engine.h"
 #include "byteps/engine/speed.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/metrics_server.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -44,7 +44,7 @@ class Worker {
   bool started() { return engine() != nullptr; }
 
   // Whether what is pushed should lie in memory that the transport knows: see
-  // ps/registration_cache.h.
+  // net/registration_cache.h.
   bool RegistersMemory() { return Started()->RegistersMemory(); }
 
   // Whether the job failed; once true, only Stop may be called.

@@ -8,11 +8,11 @@
 #include <set>
 #include <utility>
 
-#include "../../3rdparty/ps-lite/src/net_address.h"
-#include "../../3rdparty/ps-lite/src/tcp/listener.h"
-#include "../../3rdparty/ps-lite/src/tcp/pending_peers.h"
-#include "../../3rdparty/ps-lite/src/tcp/poller.h"
-#include "../../3rdparty/ps-lite/src/tcp/socket.h"
+#include "byteps/net/net_address.h"
+#include "byteps/net/tcp/listener.h"
+#include "byteps/net/tcp/pending_peers.h"
+#include "byteps/net/tcp/poller.h"
+#include "byteps/net/tcp/socket.h"
 #include "dmlc/logging.h"
 
 namespace byteps {

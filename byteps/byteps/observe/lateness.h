@@ -6,8 +6,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "byteps/base/mutex.h"
 #include "byteps/observe/status_record.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

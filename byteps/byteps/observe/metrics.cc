@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <sstream>
 
-#include "ps/invariant.h"
-#include "ps/registration_cache.h"
+#include "byteps/base/invariant.h"
+#include "byteps/net/registration_cache.h"
 
 namespace byteps {
 namespace core {

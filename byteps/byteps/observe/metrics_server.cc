@@ -3,11 +3,11 @@
 #include <cstdio>
 #include <utility>
 
-#include "../../3rdparty/ps-lite/src/net_address.h"
 #include "byteps/base/error.h"
+#include "byteps/net/endpoint_counters.h"
+#include "byteps/net/net_address.h"
 #include "byteps/observe/http_server.h"
 #include "dmlc/logging.h"
-#include "ps/endpoint_counters.h"
 
 namespace byteps {
 namespace core {

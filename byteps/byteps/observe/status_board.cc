@@ -4,10 +4,10 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "byteps/base/json_text.h"
+#include "byteps/base/log_line.h"
+#include "byteps/base/utc_text.h"
 #include "ps/internal/postoffice.h"
-#include "ps/json_text.h"
-#include "ps/log_line.h"
-#include "ps/utc_text.h"
 
 namespace byteps {
 namespace core {

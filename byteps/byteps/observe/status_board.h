@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "byteps/base/mutex.h"
+#include "byteps/net/membership/membership.h"
 #include "byteps/observe/status_record.h"
-#include "ps/membership.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

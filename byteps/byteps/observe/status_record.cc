@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
+#include "byteps/base/log_line.h"
 #include "byteps/base/steady_time.h"
-#include "ps/log_line.h"
-#include "ps/membership.h"
-#include "ps/wire_bytes.h"
+#include "byteps/base/wire_bytes.h"
+#include "byteps/net/membership/membership.h"
 
 namespace byteps {
 namespace core {

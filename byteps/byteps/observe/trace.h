@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "byteps/base/config.h"
+#include "byteps/base/mutex.h"
 #include "byteps/base/role.h"
 #include "byteps/base/steady_time.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {

@@ -14,13 +14,14 @@
 
 #include "byteps/base/config.h"
 #include "byteps/base/error.h"
+#include "byteps/base/log_line.h"
 #include "byteps/cluster/session.h"
+#include "byteps/net/membership/membership.h"
 #include "byteps/observe/metrics_server.h"
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_server.h"
 #include "byteps/observe/trace.h"
 #include "byteps/server/health.h"
-#include "ps/log_line.h"
 
 namespace byteps {
 namespace core {

@@ -9,9 +9,9 @@
 #include <string>
 
 #include "byteps/base/config.h"
+#include "byteps/base/mutex.h"
 #include "byteps/base/role.h"
-#include "ps/membership.h"
-#include "ps/mutex.h"
+#include "byteps/net/membership/membership.h"
 
 namespace byteps {
 namespace core {

@@ -13,6 +13,8 @@
 
 #include "byteps/base/config.h"
 #include "byteps/base/error.h"
+#include "byteps/base/log_line.h"
+#include "byteps/net/auth/secret.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/metrics_server.h"
 #include "byteps/server/check.h"
@@ -22,10 +24,8 @@
 #include "byteps/server/reducer.h"
 #include "byteps/server/serve.h"
 #include "dmlc/logging.h"
-#include "ps/auth.h"
-#include "ps/log_line.h"
 #ifdef BYTEPS_WITH_RDMA
-#include "ps/verbs_library.h"
+#include "byteps/net/rdma/verbs_library.h"
 #endif
 
 #ifndef BYTEPS_VERSION

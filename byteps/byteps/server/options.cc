@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "byteps/base/error.h"
-#include "ps/log_line.h"
+#include "byteps/base/log_line.h"
 
 namespace byteps {
 namespace core {

@@ -20,18 +20,19 @@
 
 #include "byteps/base/config.h"
 #include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/base/log_line.h"
+#include "byteps/base/mutex.h"
 #include "byteps/cluster/session.h"
+#include "byteps/net/membership/membership.h"
+#include "byteps/net/nowhere.h"
 #include "byteps/observe/metrics_server.h"
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_server.h"
 #include "byteps/server/health.h"
 #include "byteps/server/job_log.h"
 #include "byteps/server/sum_server.h"
-#include "ps/invariant.h"
-#include "ps/log_line.h"
-#include "ps/mutex.h"
-#include "ps/nowhere.h"
 
 namespace byteps {
 namespace core {

@@ -5,11 +5,11 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
 #include "byteps/base/out_of_memory.h"
+#include "byteps/base/probe.h"
 #include "byteps/base/thread_name.h"
 #include "byteps/observe/status_record.h"
 #include "byteps/server/reducer.h"
 #include "ps/internal/postoffice.h"
-#include "ps/probe.h"
 
 namespace byteps {
 namespace core {

@@ -42,6 +42,7 @@
 
 #include "byteps/base/blocking_queue.h"
 #include "byteps/base/config.h"
+#include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/observe/lateness.h"
@@ -51,7 +52,6 @@
 #include "byteps/server/optimizer/state_memory.h"
 #include "byteps/server/scratch.h"
 #include "ps/internal/message.h"
-#include "ps/mutex.h"
 
 namespace byteps {
 namespace core {
@@ -78,7 +78,7 @@ class Server {
   uint64_t OpenRounds() const;
 
   // Whether a request, of which the meta has come, may have values of so many bytes.  Those of
-  // others need no memory (ps/nowhere.h): they will be refused.  Any thread.
+  // others need no memory (net/nowhere.h): they will be refused.  Any thread.
   bool Expects(const ps::Meta& meta, size_t bytes);
 
   // Takes a request over.  Any thread, several at a time; does not block.  Where there is no memory

@@ -7,9 +7,9 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/log.h"
+#include "byteps/base/probe.h"
 #include "byteps/base/text.h"
 #include "byteps/server/sum_server.h"
-#include "ps/probe.h"
 
 namespace byteps {
 namespace core {

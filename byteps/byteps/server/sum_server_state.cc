@@ -4,10 +4,10 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/out_of_memory.h"
+#include "byteps/base/probe.h"
 #include "byteps/base/wire.h"
 #include "byteps/server/sum_server.h"
 #include "ps/internal/postoffice.h"
-#include "ps/probe.h"
 
 namespace byteps {
 namespace core {

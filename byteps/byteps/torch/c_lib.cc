@@ -13,15 +13,15 @@
 
 #include "byteps/base/config.h"
 #include "byteps/base/error.h"
+#include "byteps/base/fork.h"
 #include "byteps/cluster/session.h"
 #include "byteps/device/device.h"
 #include "byteps/engine/worker.h"
+#include "byteps/net/endpoint_counters.h"
+#include "byteps/net/registration_cache.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/metrics_server.h"
 #include "byteps/torch/c_parts.h"
-#include "ps/endpoint_counters.h"
-#include "ps/fork.h"
-#include "ps/registration_cache.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "job.h"
+#include "tests/support/job.h"
 
 namespace byteps {
 namespace core {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "byteps/device/fake.h"
-#include "job.h"
+#include "tests/support/job.h"
 
 namespace byteps {
 namespace core {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "job.h"
+#include "tests/support/job.h"
 
 namespace byteps {
 namespace core {

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "job.h"
+#include "tests/support/job.h"
 
 namespace byteps {
 namespace core {

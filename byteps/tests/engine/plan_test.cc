@@ -9,7 +9,7 @@
 
 #include "byteps/base/error.h"
 #include "byteps/engine/placement.h"
-#include "settings.h"
+#include "tests/support/settings.h"
 
 namespace byteps {
 namespace core {

@@ -11,8 +11,8 @@
 
 #include "byteps/base/error.h"
 #include "byteps/engine/worker.h"
-#include "loop_channel.h"
-#include "settings.h"
+#include "tests/support/loop_channel.h"
+#include "tests/support/settings.h"
 
 namespace byteps {
 namespace core {

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../../3rdparty/ps-lite/src/meta_codec.h"
-#include "../../3rdparty/ps-lite/src/tcp/wire.h"
+#include "byteps/net/link/meta_codec.h"
+#include "byteps/net/tcp/wire.h"
 #include "demand.h"
 #include "ps/base.h"
 

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "../../3rdparty/ps-lite/src/tcp/wire.h"
+#include "byteps/net/tcp/wire.h"
 #include "demand.h"
 
 namespace tcp = ps::tcp;

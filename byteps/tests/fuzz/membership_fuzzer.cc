@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "../../3rdparty/ps-lite/src/meta_codec.h"
+#include "byteps/net/link/meta_codec.h"
+#include "byteps/net/membership/membership.h"
 #include "demand.h"
 #include "dmlc/logging.h"
 #include "ps/base.h"
-#include "ps/membership.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <string>
 
-#include "../../3rdparty/ps-lite/src/meta_codec.h"
+#include "byteps/net/link/meta_codec.h"
 #include "demand.h"
 #include "ps/base.h"
 

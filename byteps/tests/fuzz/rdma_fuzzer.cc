@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "../../3rdparty/ps-lite/src/rdma/wire.h"
+#include "byteps/net/rdma/wire.h"
 #include "demand.h"
 
 namespace rdma = ps::rdma;

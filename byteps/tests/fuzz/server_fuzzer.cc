@@ -14,7 +14,6 @@
 #include <string>
 #include <vector>
 
-#include "../engine/server_channel.h"
 #include "byteps/base/config.h"
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/update_rule.h"
@@ -22,6 +21,7 @@
 #include "demand.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
+#include "tests/support/server_channel.h"
 
 namespace byteps {
 namespace core {

@@ -14,7 +14,8 @@
 //
 // Exit status: 0 all sums were right; 1 the job failed, the last line says why; 2 bad usage;
 // 3 a sum was not there in time, nor failed; 4 a sum was wrong; 5 all sums were right, but an
-// invariant (ps/invariant.h) was broken.  --break-invariant breaks one before the first round.
+// invariant (base/invariant.h) was broken.  --break-invariant breaks one before the first
+// round.
 #include <getopt.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -36,9 +37,9 @@
 
 #include "byteps/base/config.h"
 #include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
 #include "byteps/engine/worker.h"
-#include "ps/invariant.h"
 
 namespace byteps {
 namespace core {

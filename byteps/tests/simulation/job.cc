@@ -4,10 +4,10 @@
 #include <utility>
 
 #include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/cluster/session.h"
 #include "byteps/engine/worker.h"
 #include "probes.h"
-#include "ps/invariant.h"
 #include "virtual_threads.h"
 #include "worker_script.h"
 

@@ -5,15 +5,15 @@
 #include <cstring>
 #include <thread>
 
-#include "../../3rdparty/ps-lite/src/membership/text.h"
-#include "../../3rdparty/ps-lite/src/node_token.h"
 #include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
+#include "byteps/base/probe.h"
 #include "byteps/cluster/session.h"
+#include "byteps/net/link/node_token.h"
+#include "byteps/net/membership/text.h"
 #include "dmlc/logging.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
-#include "ps/invariant.h"
-#include "ps/probe.h"
 #include "virtual_threads.h"
 
 namespace byteps {

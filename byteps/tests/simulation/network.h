@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "byteps/cluster/channel.h"
-#include "ps/membership.h"
+#include "byteps/net/membership/membership.h"
 
 namespace byteps {
 namespace simulation {

@@ -1,4 +1,4 @@
-// Which of ps/probe.h's probes the seeds reach, and what a seed does there.
+// Which of base/probe.h's probes the seeds reach, and what a seed does there.
 #ifndef BYTEPS_TESTS_SIMULATION_PROBES_H_
 #define BYTEPS_TESTS_SIMULATION_PROBES_H_
 
@@ -7,7 +7,7 @@
 #include <functional>
 #include <string>
 
-#include "ps/probe.h"
+#include "byteps/base/probe.h"
 
 namespace byteps {
 namespace simulation {

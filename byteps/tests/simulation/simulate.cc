@@ -18,9 +18,9 @@
 //     killed: then the job ends well unless the scheduler was killed, and no sum has anything of an
 //     older incarnation in it.
 //
-// Half of the jobs hold up threads that reach a probe (ps/probe.h); at the end it prints how many
-// jobs reached each of them.  No invariant (ps/invariant.h) may be broken; --break-invariant breaks
-// one in each job, to see that it is noticed.
+// Half of the jobs hold up threads that reach a probe (base/probe.h); at the end it prints how many
+// jobs reached each of them.  No invariant (base/invariant.h) may be broken;
+// --break-invariant breaks one in each job, to see that it is noticed.
 //
 // --twice runs each seed two times and demands the same order of events.  Exit status: 0 all held;
 // 1 not, with the seed and what was seen; 2 bad usage.

@@ -1,6 +1,6 @@
 // What clang's -Wthread-safety must let pass of a class with a lock, and with MISTAKES, what it
 // must refuse.
-#include "ps/mutex.h"
+#include "byteps/base/mutex.h"
 
 class Counter {
  public:

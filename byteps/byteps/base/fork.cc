@@ -1,0 +1,70 @@
+#include "byteps/base/fork.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace ps {
+namespace {
+
+constexpr int kBits = 64;
+// The kernel's own limit for a process (fs.nr_open), unless an administrator raised it.
+constexpr int kFiles = 1 << 20;
+
+// One bit for each descriptor: nothing is allocated, and a signal handler could read it.
+std::atomic<uint64_t> files[kFiles / kBits];
+std::atomic<int> words_used{0};
+std::atomic<int> count{0};
+std::atomic<bool> is_forked_copy{false};
+// Readers make and close descriptors, the writer forks.
+pthread_rwlock_t forks = PTHREAD_RWLOCK_INITIALIZER;
+
+void BeforeFork() { pthread_rwlock_wrlock(&forks); }
+
+void InParent() { pthread_rwlock_unlock(&forks); }
+
+// As a signal handler: it only closes, and writes memory of its own.
+void InChild() {
+  if (count > 0) is_forked_copy = true;
+  const int words = words_used;
+  for (int word = 0; word < words; ++word) {
+    const uint64_t bits = files[word].exchange(0);
+    for (int bit = 0; bit < kBits; ++bit) {
+      if ((bits >> bit & 1) != 0) close(word * kBits + bit);
+    }
+  }
+  count = 0;
+  // Not unlocked: the C library takes the child's thread for another one.
+  pthread_rwlock_init(&forks, nullptr);
+}
+
+// Before the first thread of a transport.
+const int registered = pthread_atfork(BeforeFork, InParent, InChild);
+
+uint64_t Bit(int fd) { return uint64_t{1} << (fd % kBits); }
+
+}  // namespace
+
+bool IsForkedCopy() { return is_forked_copy; }
+
+HoldForks::HoldForks() { pthread_rwlock_rdlock(&forks); }
+HoldForks::~HoldForks() { pthread_rwlock_unlock(&forks); }
+
+void CloseInChild(int fd) {
+  if (fd < 0 || fd >= kFiles || registered != 0) return;
+  const int word = fd / kBits;
+  int used = words_used;
+  while (used <= word && !words_used.compare_exchange_weak(used, word + 1)) {
+  }
+  if ((files[word].fetch_or(Bit(fd)) & Bit(fd)) == 0) ++count;
+}
+
+void KeepInChild(int fd) {
+  if (fd < 0 || fd >= kFiles) return;
+  if ((files[fd / kBits].fetch_and(~Bit(fd)) & Bit(fd)) != 0) --count;
+}
+
+}  // namespace ps

@@ -1,0 +1,94 @@
+// Rare branches by name, so that a test can see which of them its schedules reach.
+//
+//   PS_PROBE(kWindowFull);
+//
+// A process in which nobody listens loads one pointer there, and these are branches that are
+// seldom taken.  The simulation (byteps/tests/simulation) counts them, and lets its seed decide
+// whether the thread that reached one yields, is delayed, or something breaks at that moment.
+// docs/reliability.md keeps the table of what 10,000 seeds reach.
+#ifndef BYTEPS_BASE_PROBE_H_
+#define BYTEPS_BASE_PROBE_H_
+
+#include <atomic>
+
+namespace ps {
+
+// Name; what it says in tables.
+#define PS_PROBES(X)                                                                   \
+  /* engine */                                                                         \
+  X(kSentByCaller, "a small sum is sent by the thread that called")                    \
+  X(kCallerQueued, "a small sum has to queue")                                         \
+  X(kWindowFull, "a server's window is full")                                          \
+  X(kStepsBack, "a worker is ahead of the others, and its window shrinks")             \
+  X(kTaskOfEnded, "a partition was queued when its operation failed")                  \
+  X(kUnsent, "a request finds its connection closed")                                  \
+  X(kEndedBeforeSum, "a sum comes when its operation has failed")                      \
+  X(kAwaitsWriters, "whoever waits for a failed operation waits for those who write")  \
+  X(kNobodyAnswered, "a worker gives up an operation that no server answered")         \
+  X(kDeclarationLate, "a declaration is not answered in time")                         \
+  X(kAnswerToNobody, "an answer to a declaration comes when it was given up")          \
+  /* device */                                                                         \
+  X(kPushAwaitsPinned, "a push finds the pinned pool empty")                           \
+  X(kSumAwaitsPinned, "a sum for the GPU finds the pinned pool empty")                 \
+  X(kReceivedElsewhere, "a sum is received elsewhere, since the pinned pool is empty") \
+  X(kPoolShared, "a block that comes back serves several that wait")                   \
+  X(kCopyLeft, "a copy is left to the thread that gives copies already")               \
+  X(kCopyCalled, "a copy takes so long that the driver calls")                         \
+  /* server */                                                                         \
+  X(kServedHere, "a request is served by the thread that received it")                 \
+  X(kQueuedWhileServing, "a small request finds its engine thread at work")            \
+  X(kLooksSooner, "a round is due before the engine thread would look")                \
+  X(kRoundLate, "a round is late")                                                     \
+  X(kRoundOfLost, "a round fails since it lacks the push of a worker that is gone")    \
+  X(kRoundAfterLost, "a round begins that a worker which is gone can never complete")  \
+  X(kPushAfterFailure, "a push comes after its round has failed")                      \
+  X(kPullAfterFailure, "a pull comes after its round has failed")                      \
+  X(kPullBeforeSum, "a pull comes before the sum is there")                            \
+  X(kRoundsOpen, "a worker begins a round while an older one is open")                 \
+  X(kNoSpareMemory, "the memory of no push is there for the parameters of a step")     \
+  X(kStepMade, "a speculative step is kept")                                           \
+  X(kStepRedone, "a speculative step is made again, clipped")                          \
+  X(kStepDropped, "a speculative step is dropped")                                     \
+  X(kStepOvertaken, "parameters are loaded while a speculative step is open")          \
+  X(kRoundGivenUp, "a member goes on, and so gives up a round")                        \
+  /* membership */                                                                     \
+  X(kFailedInJoin, "the job fails while a node waits for the others")                  \
+  X(kComeAgain, "a node is told to come again")                                        \
+  X(kForgotten, "a server is lost before a worker came, and is forgotten")             \
+  X(kGoneAlready, "a node is lost that is gone already")                               \
+  X(kDeparturesTogether, "several workers that left are told of together")             \
+  X(kSaysGoodbye, "a worker says goodbye")                                             \
+  X(kLastLeaves, "the last worker leaves")                                             \
+  X(kIncarnationEnds, "a scheduler that keeps the cluster ends an incarnation")        \
+  X(kOldIncarnation, "a message comes of an older incarnation")                        \
+  X(kCameWhileTurning, "a node comes while the scheduler ends an incarnation")         \
+  X(kEndedAlready, "the last worker leaves a job that is over")                        \
+  X(kLastWord, "the scheduler's connection closes, and its last word may still come")  \
+  X(kLinkReported, "a node tells the scheduler of a broken connection")                \
+  X(kLinkOfLeaver, "the connection to a peer breaks that has left in good order")      \
+  X(kDidNotStart, "nodes stay away until the scheduler gives up")                      \
+  X(kStoppedInJob, "a node is told to end while the job runs")                         \
+  /* the transport; where it is played, its stand-in */                                \
+  X(kAbandoned, "values on their way are abandoned")                                   \
+  X(kSentAgain, "messages are sent again over another socket")
+
+enum class Probe {
+#define PS_NAME_OF_PROBE(name, text) name,
+  PS_PROBES(PS_NAME_OF_PROBE)
+#undef PS_NAME_OF_PROBE
+      kNumProbes
+};
+
+using ProbeListener = void (*)(Probe probe);
+inline std::atomic<ProbeListener> probe_listener{nullptr};
+
+inline void Reach(Probe probe) {
+  const ProbeListener listener = probe_listener.load(std::memory_order_relaxed);
+  if (__builtin_expect(listener != nullptr, 0)) listener(probe);
+}
+
+}  // namespace ps
+
+#define PS_PROBE(name) ::ps::Reach(::ps::Probe::name)
+
+#endif  // BYTEPS_BASE_PROBE_H_

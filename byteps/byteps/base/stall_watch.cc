@@ -1,0 +1,107 @@
+#include "byteps/base/stall_watch.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace ps {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr StallWatch::Duration kShortestTick = milliseconds(20);
+constexpr StallWatch::Duration kLongestTick = milliseconds(500);
+// A thread that sleeps until a moment in a clock that stands looks again after so long.
+constexpr StallWatch::Duration kLook = milliseconds(2);
+
+}  // namespace
+
+AwakeClock::time_point AwakeClock::now() {
+  return StallWatch::Get()->AwakeAt(std::chrono::steady_clock::now());
+}
+
+StallWatch* StallWatch::Get() {
+  static auto* const watch = new StallWatch();
+  return watch;
+}
+
+StallWatch::Duration StallWatch::TickTime(Duration heartbeat) {
+  return std::clamp<Duration>(heartbeat / 5, kShortestTick, kLongestTick);
+}
+
+void StallWatch::Begin(Duration heartbeat, Time now) {
+  MutexLock lock(&mu_);
+  if (feeders_++ > 0) return;
+  heartbeat_ = heartbeat;
+  // A busy machine wakes a thread late, too.
+  tolerance_ = 2 * TickTime(heartbeat);
+  last_tick_ = now;
+}
+
+void StallWatch::Tick(Time now) {
+  MutexLock lock(&mu_);
+  Note(now);
+}
+
+void StallWatch::End(Time now) {
+  MutexLock lock(&mu_);
+  Note(now);
+  if (--feeders_ > 0) return;
+  lost_ = {};
+  floor_ = {};
+}
+
+void StallWatch::Note(Time now) {
+  if (now <= last_tick_) return;
+  floor_ = Awake(now);
+  const Duration whole = now - last_tick_;
+  const Duration pause = whole - tolerance_;
+  last_tick_ = now;
+  if (pause <= Duration::zero()) return;
+  lost_ += pause + std::min(pause, heartbeat_);
+  const bool again = now - whole - stall_end_ < heartbeat_;
+  stall_ = again ? std::max(stall_, whole) : whole;
+  stall_end_ = now;
+}
+
+AwakeClock::time_point StallWatch::Awake(Time now) const {
+  // If it is later than that, nobody has noticed yet that this process stood still.
+  const Time until = feeders_ > 0 ? std::min(now, last_tick_ + tolerance_) : now;
+  return std::max(floor_, AwakeClock::time_point(until.time_since_epoch() - lost_));
+}
+
+AwakeClock::time_point StallWatch::AwakeAt(Time now) {
+  MutexLock lock(&mu_);
+  return Awake(now);
+}
+
+StallWatch::Duration StallWatch::StoodStill(Duration last, Time now) {
+  MutexLock lock(&mu_);
+  if (feeders_ == 0) return {};
+  Note(now);
+  return now - stall_end_ <= last ? stall_ : Duration::zero();
+}
+
+StallWatch::Feeder::Feeder(double heartbeat_s)
+    : heartbeat_(std::chrono::duration_cast<Duration>(std::chrono::duration<double>(heartbeat_s))) {
+  Tick();
+}
+
+StallWatch::Feeder::~Feeder() { Rest(); }
+
+void StallWatch::Feeder::Tick() {
+  const auto now = std::chrono::steady_clock::now();
+  if (std::exchange(rests_, false)) return Get()->Begin(heartbeat_, now);
+  Get()->Tick(now);
+}
+
+void StallWatch::Feeder::Rest() {
+  if (!std::exchange(rests_, true)) Get()->End(std::chrono::steady_clock::now());
+}
+
+StallWatch::Time StallWatch::Feeder::SleepUntil(AwakeClock::time_point wake) const {
+  const auto now = std::chrono::steady_clock::now();
+  const Duration left = wake - Get()->AwakeAt(now);
+  return now + std::clamp<Duration>(left, kLook, TickTime(heartbeat_));
+}
+
+}  // namespace ps

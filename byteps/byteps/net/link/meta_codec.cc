@@ -1,0 +1,113 @@
+#include "byteps/net/link/meta_codec.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "byteps/base/wire_bytes.h"
+
+namespace ps {
+namespace {
+
+constexpr uint8_t kMetaVersion = 2;
+constexpr uint8_t kRequest = 1;
+constexpr uint8_t kPush = 2;
+constexpr uint8_t kSimpleApp = 4;
+// The longest name that DNS allows has 253 letters.
+constexpr size_t kMaxHostBytes = 255;
+// The shortest node: a role, an id, a rank, a port, and the lengths of two names.
+constexpr size_t kLeastNodeBytes = 15;
+// Room that is taken before the nodes are read; for more of them, as they come.
+constexpr size_t kNodesAtOnce = 64;
+// Far more than any job has; ids, which are made from ranks, stay in their range.
+constexpr int kMaxRank = 1 << 24;
+
+void EncodeNode(const Node& node, ByteWriter* out) {
+  const std::string host = node.hostname.substr(0, kMaxHostBytes);
+  out->Int<uint8_t>(node.role);
+  out->Int<int32_t>(node.id);
+  out->Int<int32_t>(node.aux_id);
+  out->Int<int32_t>(node.port);
+  out->Int<uint8_t>(host.size());
+  out->Bytes(host);
+  out->Int<uint8_t>(node.endpoint_name_len);
+  out->Bytes(node.endpoint_name, node.endpoint_name_len);
+}
+
+bool DecodeNode(ByteReader* in, Node* node) {
+  uint8_t role = 0, host_bytes = 0, name_bytes = 0;
+  int32_t id = 0, aux_id = 0, port = 0;
+  std::string name;
+  if (!in->Int(&role) || !in->Int(&id) || !in->Int(&aux_id) || !in->Int(&port) ||
+      !in->Int(&host_bytes) || !in->Bytes(host_bytes, &node->hostname) || !in->Int(&name_bytes) ||
+      !in->Bytes(name_bytes, &name)) {
+    return false;
+  }
+  const bool no_text = std::any_of(node->hostname.begin(), node->hostname.end(),
+                                   [](char c) { return c <= ' ' || c == 127; });
+  if (role > Node::SCHEDULER || id < 0 || aux_id < -1 || aux_id > kMaxRank || port < 0 ||
+      port > 65535 || no_text || name.size() > sizeof(node->endpoint_name)) {
+    return false;
+  }
+  node->role = static_cast<Node::Role>(role);
+  node->id = id;
+  node->aux_id = aux_id;
+  node->port = port;
+  node->customer_id = 0;
+  memset(node->endpoint_name, 0, sizeof(node->endpoint_name));
+  memcpy(node->endpoint_name, name.data(), name.size());
+  node->endpoint_name_len = name.size();
+  return true;
+}
+
+}  // namespace
+
+std::string EncodeMeta(const Meta& meta) {
+  std::string bytes;
+  bytes.reserve(64 + meta.body.size() + meta.control.node.size() * 48);
+  ByteWriter out(&bytes);
+  out.Int(kMetaVersion);
+  out.Int<uint8_t>((meta.request ? kRequest : 0) | (meta.push ? kPush : 0) |
+                   (meta.simple_app ? kSimpleApp : 0));
+  out.Int<uint8_t>(meta.control.cmd);
+  out.Int<int32_t>(meta.head);
+  out.Int<int32_t>(meta.option);
+  out.Int<uint64_t>(meta.key);
+  out.Int<uint64_t>(meta.addr);
+  out.Int<uint32_t>(meta.body.size());
+  out.Int<uint32_t>(meta.control.node.size());
+  out.Bytes(meta.body);
+  for (const Node& node : meta.control.node) EncodeNode(node, &out);
+  return bytes;
+}
+
+bool DecodeMeta(const char* data, size_t size, Meta* meta) {
+  ByteReader in(data, size);
+  uint8_t version = 0, flags = 0, command = 0;
+  int32_t head = 0, option = 0;
+  uint32_t body_bytes = 0, nodes = 0;
+  if (!in.Int(&version) || version != kMetaVersion || !in.Int(&flags) || !in.Int(&command) ||
+      !in.Int(&head) || !in.Int(&option) || !in.Int(&meta->key) || !in.Int(&meta->addr) ||
+      !in.Int(&body_bytes) || !in.Int(&nodes) || !in.Bytes(body_bytes, &meta->body)) {
+    return false;
+  }
+  if (flags > (kRequest | kPush | kSimpleApp) || command > Control::JOB_END) return false;
+  // A count that could not be there takes no memory; nor does one that could, before they are read.
+  if (nodes > in.left() / kLeastNodeBytes) return false;
+  meta->request = (flags & kRequest) != 0;
+  meta->push = (flags & kPush) != 0;
+  meta->simple_app = (flags & kSimpleApp) != 0;
+  meta->head = head;
+  meta->option = option;
+  meta->app_id = meta->customer_id = meta->timestamp = meta->val_len = 0;
+  meta->data_type.clear();
+  meta->control = Control();
+  meta->control.cmd = static_cast<Control::Command>(command);
+  meta->control.node.reserve(std::min<size_t>(nodes, kNodesAtOnce));
+  for (uint32_t i = 0; i < nodes; ++i) {
+    if (!DecodeNode(&in, &meta->control.node.emplace_back())) return false;
+  }
+  return in.left() == 0;
+}
+
+}  // namespace ps

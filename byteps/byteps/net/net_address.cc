@@ -1,0 +1,144 @@
+#include "byteps/net/net_address.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <set>
+
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace {
+
+// Numeric form of an IPv4 or IPv6 socket address; empty for other families.
+std::string Numeric(const sockaddr* address) {
+  char text[NI_MAXHOST];
+  socklen_t length = 0;
+  if (address->sa_family == AF_INET) length = sizeof(sockaddr_in);
+  if (address->sa_family == AF_INET6) length = sizeof(sockaddr_in6);
+  if (length == 0) return "";
+  if (getnameinfo(address, length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) != 0) return "";
+  return text;
+}
+
+// The name of the interface with this address; empty: there is none.
+std::string InterfaceWith(const std::string& address) {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return "";
+  std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(list, &freeifaddrs);
+  for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
+    if (i->ifa_addr != nullptr && Numeric(i->ifa_addr) == address) return i->ifa_name;
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string LocalAddressTowards(const std::string& host, int port) {
+  addrinfo hints;
+  memset(&hints, 0, sizeof(hints));
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* list = nullptr;
+  const std::string service = std::to_string(port);
+  const int rc = getaddrinfo(host.c_str(), service.c_str(), &hints, &list);
+  if (rc != 0) {
+    throw dmlc::Error("the scheduler's host '" + host +
+                      "' (DMLC_PS_ROOT_URI) does not resolve: " + gai_strerror(rc));
+  }
+  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
+  int last_errno = 0;
+  for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
+    const int fd = socket(a->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) {
+      last_errno = errno;
+      continue;
+    }
+    sockaddr_storage local;
+    socklen_t length = sizeof(local);
+    std::string text;
+    if (connect(fd, a->ai_addr, a->ai_addrlen) == 0 &&
+        getsockname(fd, reinterpret_cast<sockaddr*>(&local), &length) == 0) {
+      text = Numeric(reinterpret_cast<sockaddr*>(&local));
+    } else {
+      last_errno = errno;
+    }
+    close(fd);
+    if (!text.empty()) return text;
+  }
+  throw dmlc::Error("no route to the scheduler at " + JoinHostPort(host, port) + ": " +
+                    strerror(last_errno) + "; set DMLC_NODE_HOST or DMLC_INTERFACE");
+}
+
+std::string AddressOfInterface(const std::string& name) {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) {
+    throw dmlc::Error(std::string("cannot list the network interfaces: ") + strerror(errno));
+  }
+  std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(list, &freeifaddrs);
+  std::set<std::string> names;
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
+      names.insert(i->ifa_name);
+      if (name != i->ifa_name || i->ifa_addr == nullptr) continue;
+      if (i->ifa_addr->sa_family != family) continue;
+      const std::string text = Numeric(i->ifa_addr);
+      if (!text.empty()) return text;
+    }
+  }
+  std::string known;
+  for (const auto& n : names) known += (known.empty() ? "" : ", ") + n;
+  throw dmlc::Error("DMLC_INTERFACE='" + name +
+                    "' names no interface with an address; there are: " + known);
+}
+
+std::string NumericAddress(const std::string& host) {
+  addrinfo* list = nullptr;
+  addrinfo hints;
+  memset(&hints, 0, sizeof(hints));
+  hints.ai_socktype = SOCK_STREAM;
+  const int rc = getaddrinfo(host.c_str(), nullptr, &hints, &list);
+  if (rc != 0) throw dmlc::Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
+  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
+      if (a->ai_family == family) return Numeric(a->ai_addr);
+    }
+  }
+  throw dmlc::Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
+}
+
+int CardMbps(const std::string& address, const std::string& sysfs) {
+  const std::string interface = InterfaceWith(address);
+  if (interface.empty()) return 0;
+  const std::string folder = sysfs + "/" + interface;
+  if (access((folder + "/device").c_str(), F_OK) != 0) return 0;
+  int mbps = 0;
+  std::ifstream(folder + "/speed") >> mbps;  // not a number, or -1, while the link is down
+  return std::max(mbps, 0);
+}
+
+bool IsLoopback(const std::string& host) {
+  in_addr v4;
+  in6_addr v6;
+  if (inet_pton(AF_INET, host.c_str(), &v4) == 1) {
+    return ntohl(v4.s_addr) >> IN_CLASSA_NSHIFT == IN_LOOPBACKNET;
+  }
+  if (inet_pton(AF_INET6, host.c_str(), &v6) == 1) return IN6_IS_ADDR_LOOPBACK(&v6);
+  return host == "localhost";
+}
+
+std::string JoinHostPort(const std::string& host, int port) {
+  const bool v6 = host.find(':') != std::string::npos;
+  return (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+}
+
+}  // namespace ps

@@ -1,0 +1,36 @@
+// Choosing and printing network addresses.
+#ifndef BYTEPS_NET_NET_ADDRESS_H_
+#define BYTEPS_NET_NET_ADDRESS_H_
+
+#include <string>
+
+namespace ps {
+
+// The numeric local address that the kernel would use to reach `host`:`port`,
+// found by connecting a UDP socket, which sends nothing.  A node that several
+// networks reach thus announces itself on the one that leads to the scheduler,
+// with no interface named anywhere.  Throws dmlc::Error when `host` does not
+// resolve or no route leads to it.
+std::string LocalAddressTowards(const std::string& host, int port);
+
+// The first numeric address, IPv4 before IPv6, of the interface called `name`
+// exactly.  Throws dmlc::Error listing the interfaces there are.
+std::string AddressOfInterface(const std::string& name);
+
+// `host` as a number: itself if it is one, else what it resolves to, IPv4 first.
+// Throws dmlc::Error when it does not resolve.
+std::string NumericAddress(const std::string& host);
+
+// Mbit/s each way of the network card of the interface that has this numeric address; 0 where it
+// does not tell.  Only devices are asked: what a virtual interface says of its speed is made up.
+// `sysfs`: where the kernel tells of interfaces.
+int CardMbps(const std::string& address, const std::string& sysfs = "/sys/class/net");
+
+// Whether what is sent to `host`, an address or "localhost", stays on this host.
+bool IsLoopback(const std::string& host);
+
+// "host:port", with brackets around an IPv6 address.
+std::string JoinHostPort(const std::string& host, int port);
+
+}  // namespace ps
+#endif  // BYTEPS_NET_NET_ADDRESS_H_

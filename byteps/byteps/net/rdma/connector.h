@@ -1,0 +1,197 @@
+// The thread that makes connections, takes them, and hears of their end.
+#ifndef BYTEPS_NET_RDMA_CONNECTOR_H_
+#define BYTEPS_NET_RDMA_CONNECTOR_H_
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/rdma/endpoint.h"
+#include "byteps/net/rdma/poller.h"
+
+namespace ps {
+namespace rdma {
+
+// What the endpoints of a process share.
+struct Transport {
+  ~Transport();
+
+  std::shared_ptr<Device> device;
+  std::shared_ptr<Registrar> registrar;
+  std::shared_ptr<Pool> pool;
+  std::unique_ptr<Poller> pollers[2];  // by Plane
+};
+
+class ConnectorOwner {
+ public:
+  virtual ~ConnectorOwner() = default;
+  // All in the connector's thread.
+  virtual uint8_t Role() = 0;
+  // A worker's; -1 where the scheduler is to choose it.
+  virtual int32_t Rank() = 0;
+  // What names the job; 0 while it is not known.
+  virtual uint64_t Job() = 0;
+  // The endpoint to which the request, which is of our version, shall lead; it MayConnect.
+  // Null, with the reason, refuses it.
+  virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
+                                              const std::string& address, Refusal* refusal) = 0;
+  // Who was asked has taken the endpoint.  A reason is returned to give it up.
+  virtual std::string OnReply(Endpoint* endpoint, const ConnectReply& reply) = 0;
+};
+
+class Connector {
+ public:
+  Connector(ConnectorOwner* owner, const Settings& settings, uint64_t token);
+  // Closes every connection.
+  ~Connector();
+  Connector(const Connector&) = delete;
+  Connector& operator=(const Connector&) = delete;
+
+  // Listens at `host` ("": every address) and `port` (0: the kernel chooses), and returns
+  // the port.  Throws dmlc::Error with the reason.
+  int Listen(const std::string& host, int port);
+  // Instead of Listen: connects by the device that has the address `host`, and listens
+  // nowhere.  Throws dmlc::Error with the reason.
+  void UseDeviceOf(const std::string& host);
+  // Begins to serve; after one of these.
+  void Run();
+
+  // Connects `endpoint` to who listens at `host` and `port`.  Tries again while nobody
+  // does, for as long as BYTEPS_START_TIMEOUT_S; then the endpoint fails.  Any thread.
+  // `receiver` is the token of the process that is meant, 0 if unknown.
+  void Connect(std::shared_ptr<Endpoint> endpoint, const std::string& host, int port,
+               uint64_t receiver);
+
+  // The endpoint's connection broke.  Who had connected connects again, as soon as nothing is
+  // left of it; the other waits for that.  Has it give up in time.  Any thread.
+  void Reconnect(std::shared_ptr<Endpoint> endpoint);
+
+  // Closes the endpoint's connection.  Any thread.
+  void Disconnect(std::shared_ptr<Endpoint> endpoint);
+  // Has it fail if it is not closed by then.  Any thread.
+  void FailLater(std::shared_ptr<Endpoint> endpoint, std::chrono::seconds after);
+
+  // Null until the device is known: when no address says which, the first connection does.
+  std::shared_ptr<Transport> transport();
+
+ private:
+  using Clock = AwakeClock;
+
+  // After the first attempt to connect that failed; later ones are longer.
+  static constexpr std::chrono::milliseconds kFirstPause{50};
+
+  // A connection, made or on its way.
+  struct Link {
+    std::shared_ptr<Endpoint> endpoint;
+    Owned<rdma_cm_id> id;
+    bool active = false;
+    bool established = false;
+    // Of an active one:
+    bool resumes = false;
+    // Of the connection that broke.  The other end hears of its end from the kernel, as it does
+    // when this process ends: so only when there is another one, or none any more.
+    Owned<rdma_cm_id> last_id;
+    Clock::time_point attempt_deadline;
+    Clock::time_point gone_since;  // nobody has listened there
+    bool listener_gone = false;
+    std::string host;
+    int port = 0;
+    uint64_t receiver = 0;
+    uint16_t attempt = 0;
+    std::string challenge;  // empty: none yet
+    std::string said;       // what this end has said, and the challenge
+    Clock::time_point deadline;
+    Clock::time_point next_try;
+    Clock::duration pause;
+    std::string last_error;
+  };
+  using LinkPtr = std::unique_ptr<Link>;
+
+  // `data` is borrowed.
+  static rdma_conn_param Parameters(const std::string& data, uint32_t queue_pair);
+
+  // Has the thread do it.
+  void Post(std::function<void()> task);
+  void Loop();
+  int MillisecondsToWait();
+  void RunTasks();
+  void TryWaiting(Clock::time_point now);
+  void EndOutages(Clock::time_point now);
+  void FailAll(const std::string& reason);
+  void Wake(const Endpoint& endpoint);
+  void ReconnectHere(const std::shared_ptr<Endpoint>& endpoint);
+  // The connection that there was; the endpoint may have another one already.
+  void Forget(const Endpoint* endpoint);
+  void EndForgotten(rdma_cm_id* id, rdma_cm_event_type what);
+  std::string LastError(const Endpoint* endpoint) const;
+  void TakeEvents();
+  Owned<rdma_cm_id> BindTo(const std::string& host, int port);
+  void ReadDeviceEvents();
+  void OnEvent(const rdma_cm_event& event);
+  void OnRequest(const rdma_cm_event& event);
+  // False: the request has not proved that it is of this job.  Without a `refusal` it was
+  // asked to.
+  bool IsProved(rdma_cm_id* id, const ConnectRequest& request, std::string* said,
+                std::string* refusal);
+  std::string ChallengeTo(const ConnectRequest& request, int64_t period) const;
+  void Accept(rdma_cm_id* id, const ConnectRequest& request, const std::string& said,
+              std::shared_ptr<Endpoint> endpoint);
+  static void Refuse(rdma_cm_id* id, const Refusal& refusal);
+  static void Reject(rdma_cm_id* id, const std::string& data);
+  void OnResolved(Link* link, rdma_cm_event_type what);
+  void OnResponse(Link* link, const rdma_cm_event& event);
+  void OnRejected(Link* link, const rdma_cm_event& event);
+  void OnDisconnected(Link* link);
+  void Try(LinkPtr link);
+  void TryAgain(Link* link, const std::string& error, bool nobody_listens = false);
+  void Drop(Link* link);
+  LinkPtr Take(rdma_cm_id* id);
+  ConnectRequest MakeRequest(Link* link);
+  void OnChallenge(Link* link, const Challenge& challenge);
+  // The greeting failed: on a link that was there before, one more attempt unless it is `proved`
+  // that the peer has decided so.
+  void GreetingFailed(Link* link, const std::string& error, bool proved);
+  // Whether who said that has the secret.  True without one.
+  bool Proves(const std::string& proof, const char* who, const std::string& said) const;
+  // Throws when the id belongs to another device than that in use.
+  std::shared_ptr<Transport> TransportFor(rdma_cm_id* id);
+
+  ConnectorOwner* const owner_;
+  const Settings settings_;
+  const uint64_t token_;
+  // Known to this process alone: by it, it knows its challenges again.
+  const auth::Secret challenges_{auth::NewNonce()};
+  Owned<rdma_event_channel> channel_;
+  std::optional<ClosedInChild> channel_in_child_;
+  Owned<rdma_cm_id> listener_;
+  std::string host_;  // where it listens, and from where it connects
+  int wake_fd_ = -1;
+  std::atomic<bool> stop_{false};
+
+  Mutex mu_;
+  std::vector<std::function<void()>> tasks_ PS_GUARDED_BY(mu_);
+  std::shared_ptr<Transport> transport_ PS_GUARDED_BY(mu_);
+
+  // The thread's own.
+  std::map<rdma_cm_id*, LinkPtr> links_;
+  // Of endpoints that have broken since they were accepted.  Only when it is known whether the
+  // peer takes such a connection for whole can it be told that it is not.
+  std::map<rdma_cm_id*, Owned<rdma_cm_id>> forgotten_;
+  std::vector<LinkPtr> waiting_;                // for their next try
+  std::map<std::string, int64_t> used_proofs_;  // each is of use once; with its period
+  std::vector<std::pair<Clock::time_point, std::shared_ptr<Endpoint>>> failing_;  // by then
+  std::vector<std::shared_ptr<Endpoint>> broken_;  // without a connection, or were lately
+  std::thread thread_;
+};
+
+}  // namespace rdma
+}  // namespace ps
+#endif  // BYTEPS_NET_RDMA_CONNECTOR_H_

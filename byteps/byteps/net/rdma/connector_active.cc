@@ -1,0 +1,245 @@
+// The connector's part that asks for connections.
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "byteps/base/foreign_text.h"
+#include "byteps/net/membership/text.h"
+#include "byteps/net/net_address.h"
+#include "byteps/net/rdma/connector.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+constexpr int kResolveMs = 2000;
+constexpr auto kLongestPause = std::chrono::milliseconds(1000);
+// An attempt to connect again that has come to nothing by then: perhaps its packets were lost, and
+// the connection manager would wait ever longer to send them again.
+constexpr auto kAttemptTime = std::chrono::seconds(5);
+// While the device gives back what it had been asked to do.
+constexpr auto kLook = std::chrono::milliseconds(5);
+// How the connection manager says that nobody listens, and that a listener refused.
+constexpr int kNobodyListens = 8;
+constexpr int kRefused = 28;
+
+}  // namespace
+
+void Connector::Connect(std::shared_ptr<Endpoint> endpoint, const std::string& host, int port,
+                        uint64_t receiver) {
+  auto link = std::make_shared<LinkPtr>(std::make_unique<Link>());
+  (*link)->endpoint = std::move(endpoint);
+  (*link)->active = true;
+  (*link)->host = host;
+  (*link)->port = port;
+  (*link)->receiver = receiver;
+  (*link)->pause = kFirstPause;
+  const std::chrono::duration<double> limit(settings_.start_timeout_s);
+  (*link)->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+  Post([this, link] { Try(std::move(*link)); });
+}
+
+void Connector::Try(LinkPtr link) {
+  if (link->endpoint->closed()) return;
+  if (link->resumes && !link->endpoint->MayConnect()) {
+    Wake(*link->endpoint);
+    link->next_try = Clock::now() + kLook;
+    return waiting_.push_back(std::move(link));
+  }
+  link->attempt_deadline = Clock::now() + kAttemptTime;
+  try {
+    rdma_cm_id* id = nullptr;
+    if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) {
+      Throw("cannot make a connection", errno);
+    }
+    link->id.reset(id);
+    if (settings_.traffic_class >= 0) {
+      auto tos = static_cast<uint8_t>(settings_.traffic_class);
+      if (rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof(tos)) != 0) {
+        Throw("BYTEPS_RDMA_TRAFFIC_CLASS cannot be set", errno);
+      }
+    }
+    SocketAddress to = SocketAddress::Of(link->host, link->port);
+    SocketAddress from;
+    if (!host_.empty()) from = SocketAddress::Of(host_, 0);
+    Link* raw = link.get();
+    links_[id] = std::move(link);
+    // From the address at which this node listens, so that it goes by the same device.
+    const bool same_family = !host_.empty() && from.get()->sa_family == to.get()->sa_family;
+    if (rdma_resolve_addr(id, same_family ? from.get() : nullptr, to.get(), kResolveMs) != 0) {
+      const int error = errno;
+      TryAgain(raw, std::string("its address leads through no RDMA device: ") + strerror(error));
+    }
+  } catch (const dmlc::Error& e) {
+    if (link) link->endpoint->Fail(e.what());
+  }
+}
+
+void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listens) {
+  LinkPtr link = Take(raw->id.get());
+  link->id.reset();
+  // The peer may try again.
+  if (!link->active) return link->endpoint->Break(error, LinkFault::kBroken);
+  if (link->endpoint->closed()) return;
+  const auto now = Clock::now();
+  if (nobody_listens && !link->listener_gone) link->gone_since = now;
+  link->listener_gone = nobody_listens;
+  ++link->attempt;
+  link->challenge.clear();
+  link->last_error = error;
+  link->next_try = now + link->pause;
+  link->pause = std::min<Clock::duration>(link->pause * 2, kLongestPause);
+  if (link->resumes) {  // EndOutages knows how long
+    if (nobody_listens && now - link->gone_since >= kListenerGoneTime) {
+      return link->endpoint->GiveUp(error, true);
+    }
+    return waiting_.push_back(std::move(link));
+  }
+  if (link->next_try < link->deadline) {
+    waiting_.push_back(std::move(link));
+    return;
+  }
+  link->endpoint->Fail("it did not answer within " +
+                       membership::Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") +
+                       " at " + JoinHostPort(link->host, link->port) + ": " + link->last_error);
+}
+
+ConnectRequest Connector::MakeRequest(Link* link) {
+  ConnectRequest request;
+  request.job = owner_->Job();
+  request.sender = token_;
+  request.role = owner_->Role();
+  request.rank = owner_->Rank();
+  request.authenticates = settings_.secret.is_there();
+  request.resumes = link->resumes;
+  request.is_data_plane = link->endpoint->plane() == Plane::kData;
+  request.index = static_cast<uint8_t>(link->endpoint->index());
+  request.mtu = static_cast<uint8_t>(settings_.path_mtu());
+  request.slots = settings_.receive_depth;
+  request.slot_bytes = settings_.slot_bytes();
+  request.attempt = link->attempt;
+  link->said = request.Claims() + link->challenge;
+  if (link->challenge.empty()) return request;
+  request.proof = settings_.secret.Prove(kWhoConnects, link->said).substr(0, kRequestProofBytes);
+  return request;
+}
+
+bool Connector::Proves(const std::string& proof, const char* who, const std::string& said) const {
+  const auth::Secret& secret = settings_.secret;
+  if (!secret.is_there()) return true;
+  return !proof.empty() && secret.Proves(proof.data(), who, said, proof.size());
+}
+
+void Connector::GreetingFailed(Link* link, const std::string& error, bool proved) {
+  if (link->resumes && !proved) return TryAgain(link, error);
+  link->endpoint->Fail(error);
+  Drop(link);
+}
+
+void Connector::OnChallenge(Link* raw, const Challenge& challenge) {
+  // The proof came too late for the challenge that it is over.
+  if (!raw->challenge.empty()) return TryAgain(raw, "it asked for a proof once more");
+  const bool proved = Proves(challenge.proof, kWhoChallenges, raw->said + challenge.Claims());
+  if (raw->receiver != 0 && challenge.sender != raw->receiver) {
+    return GreetingFailed(raw, "another process listens at this address now", proved);
+  }
+  if (raw->resumes && !proved) return TryAgain(raw, "its challenge was damaged on the way");
+  raw->challenge = challenge.Encode();
+  LinkPtr link = Take(raw->id.get());
+  link->id.reset();
+  Try(std::move(link));
+}
+
+void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
+  rdma_cm_id* id = link->id.get();
+  if (what == RDMA_CM_EVENT_ADDR_RESOLVED) {
+    if (rdma_resolve_route(id, kResolveMs) != 0) {
+      TryAgain(link, std::string("it could not be reached: ") + strerror(errno));
+    }
+    return;
+  }
+  try {
+    auto shared = TransportFor(id);
+    auto& poller = shared->pollers[static_cast<int>(link->endpoint->plane())];
+    if (!link->endpoint->prepared()) {
+      link->endpoint->Prepare(shared->pool, shared->device, shared->registrar, poller->channel(),
+                              id);
+      poller->Add(link->endpoint);
+    }
+    const std::string request = MakeRequest(link).Encode();
+    auto parameters = Parameters(request, link->endpoint->queue_pair_number());
+    if (rdma_connect(id, &parameters) != 0) Throw("cannot connect", errno);
+  } catch (const dmlc::Error& e) {
+    if (link->resumes) return TryAgain(link, e.what());
+    link->endpoint->Fail(e.what());
+    Drop(link);
+  }
+}
+
+void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
+  ConnectReply reply;
+  const auto* data = static_cast<const char*>(event.param.conn.private_data);
+  const size_t bytes = event.param.conn.private_data_len;
+  std::string error = Mismatch(data, bytes);
+  if (error.empty() && !reply.Decode(data, bytes)) error = "its reply does not parse";
+  if (error.empty() && !Proves(reply.proof, kWhoListens, link->said + reply.Claims())) {
+    error = std::string("it has not this job's secret: ") + auth::kAdvice;
+  }
+  const bool proved = error.empty();
+  if (proved && link->receiver != 0 && reply.sender != link->receiver) {
+    error = "another process listens at this address now";
+  }
+  if (error.empty()) error = owner_->OnReply(link->endpoint.get(), reply);
+  if (!error.empty()) {
+    rdma_reject(link->id.get(), nullptr, 0);
+    return GreetingFailed(link, error, proved);
+  }
+  try {
+    link->receiver = reply.sender;  // should it break, it is this very process that is meant
+    link->endpoint->Attach(link->id.get(), reply.mtu);
+    // Before the peer can send: what it sends has this side answer.
+    link->endpoint->SetPeerSlots(reply.slots);
+    if (rdma_establish(link->id.get()) != 0) Throw("cannot establish the connection", errno);
+    link->established = true;
+    link->last_id.reset();
+    link->endpoint->Open();
+  } catch (const dmlc::Error& e) {
+    rdma_reject(link->id.get(), nullptr, 0);
+    if (link->resumes) {
+      link->endpoint->Break(e.what(), LinkFault::kBroken);
+      return TryAgain(link, e.what());
+    }
+    link->endpoint->Fail(e.what());
+    Drop(link);
+  }
+}
+
+void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
+  if (event.status == kNobodyListens) return TryAgain(link, "nobody listens there", true);
+  if (event.status != kRefused || !link->active) {
+    return TryAgain(link,
+                    "it rejected the connection (status " + std::to_string(event.status) + ")");
+  }
+  Challenge challenge;
+  Refusal refusal;
+  const auto* data = static_cast<const char*>(event.param.conn.private_data);
+  if (settings_.secret.is_there() && challenge.Decode(data, event.param.conn.private_data_len)) {
+    return OnChallenge(link, challenge);
+  }
+  bool proved = refusal.Decode(data, event.param.conn.private_data_len);
+  if (!proved) refusal.reason = "it gave no reason";
+  proved = proved && Proves(refusal.proof, kWhoRefuses, link->said + refusal.Claims());
+  if (refusal.again_soon) {
+    link->pause = kFirstPause;
+    return TryAgain(link, ForeignText(refusal.reason));
+  }
+  GreetingFailed(link, RefusedBecause(refusal.reason, proved && settings_.secret.is_there()),
+                 proved);
+}
+
+}  // namespace rdma
+}  // namespace ps

@@ -1,0 +1,373 @@
+// A link to a peer: what waits to be sent, what is being received, over as many connections
+// (queue pairs, one at a time) as it takes.
+//
+// Sending.  Whoever sends queues a message; it leaves at once if there is room.  The rest
+// happens in the plane's polling thread, which hands completions in.
+//
+// Receiving.  A peer that requests to send a value is cleared to write it where the owner
+// says that it belongs, or into the pool's memory.  Those under way at a time are bounded by
+// BYTEPS_RDMA_RECEIVE_WINDOW_BYTES; others wait.  Memory that has to be registered first is
+// found by the registrar's thread.
+//
+// A connection that breaks.  The queue pair is stopped, and destroyed when its device has given
+// all requests back: nothing is read or written any more.  What was being received is dropped;
+// what was being sent waits.  Who had connected connects again, with another queue pair, and
+// each side first says how many messages it has received (sent_messages.h).  What the peer has
+// not is sent again, in the same order, and nothing else before that is known.  So each message
+// comes exactly once.  After BYTEPS_RECONNECT_TIMEOUT_S without a connection the endpoint closes.
+//
+// No thread waits in here, but for Abandon.
+#ifndef BYTEPS_NET_RDMA_ENDPOINT_H_
+#define BYTEPS_NET_RDMA_ENDPOINT_H_
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/endpoint_counters.h"
+#include "byteps/net/link/link_outage.h"
+#include "byteps/net/rdma/message_parts.h"
+#include "byteps/net/rdma/pool.h"
+#include "byteps/net/rdma/registrar.h"
+#include "byteps/net/rdma/sent_messages.h"
+#include "byteps/net/rdma/settings.h"
+#include "byteps/net/rdma/verbs.h"
+#include "byteps/net/rdma/wire.h"
+#include "ps/internal/message.h"
+
+namespace ps {
+namespace rdma {
+
+enum class Plane { kControl = 0, kData = 1 };
+
+inline const char* NameOf(Plane plane) { return plane == Plane::kData ? "data" : "control"; }
+
+class Endpoint;
+
+// Why an endpoint was closed.
+struct Ending {
+  std::string reason;
+  bool orderly = false;  // the peer had said goodbye
+  bool by_peer = false;  // and this side has nothing to say of the reason
+};
+
+class EndpointOwner {
+ public:
+  virtual ~EndpointOwner() = default;
+  // Where a value belongs, or null.  The polling or the registrar's thread, with a lock of
+  // the endpoint's held: see Abandon.
+  virtual char* PlaceFor(Endpoint* endpoint, const Meta& meta, size_t bytes) = 0;
+  // The polling thread.  Throws dmlc::Error when the peer may not send this.
+  virtual void OnMessage(Endpoint* endpoint, Received received) = 0;
+  // The connection broke.  For how long the endpoint may be without one: 0 closes it.  Any
+  // thread, with a lock of the endpoint's held.
+  virtual LinkOutage::Clock::duration Patience(Endpoint* endpoint, LinkFault fault) = 0;
+  // The endpoint needs another connection, once MayConnect.  Any thread.
+  virtual void OnBroken(Endpoint* endpoint) = 0;
+  // It has one, after so long; so many messages are sent again.  The polling thread.
+  virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
+  // Once, in any thread.
+  virtual void OnClosed(Endpoint* endpoint, const Ending& ending) = 0;
+};
+
+// Any thread may call any public function, but for those that say otherwise.
+class Endpoint : public std::enable_shared_from_this<Endpoint> {
+ public:
+  using Clock = AwakeClock;
+
+  // `active`: this side connects.
+  Endpoint(EndpointOwner* owner, Plane plane, int index, bool active, const Settings& settings,
+           std::shared_ptr<EndpointCounters> counters);
+  // Nothing may be under way any more: see finished().
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  Plane plane() const { return plane_; }
+  int index() const { return index_; }
+  bool active() const { return active_; }
+  EndpointCounters* counters() { return counters_.get(); }
+  // The peer's node id, or Node::kEmpty.
+  int peer() const { return counters_->peer; }
+
+  // The token of the process at the other end, and the role and rank that it proved to have:
+  // the owner's to set, before there is one.
+  uint64_t token = 0;
+  int role = -1;
+  int rank = -1;
+
+  // ----- making a connection; one thread, before Open
+
+  // Whether one can be made: nothing is left of the last one.
+  bool MayConnect();
+  // Whether one has to be made, as soon as one can.
+  bool NeedsConnection();
+  // Makes the queue pair for the connection `id` and posts all receives.  Completions are
+  // told through `channel`.
+  void Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> device,
+               std::shared_ptr<Registrar> registrar, ibv_comp_channel* channel, rdma_cm_id* id);
+  // Takes the queue pair to where it sends; `peer_mtu` is an ibv_mtu or 0.
+  void Attach(rdma_cm_id* id, int peer_mtu);
+  bool prepared();
+  void SetPeerSlots(uint32_t slots);
+  // The peer, too, can receive now.
+  void Open();
+  uint32_t queue_pair_number();
+
+  // ----- a connection that broke
+
+  // Lets go of the connection, which is of no use any more.
+  void Break(const std::string& reason, LinkFault fault);
+  // By when there must be another connection; Clock::time_point::max() if there is one.
+  Clock::time_point resume_deadline();
+  // There will be none.
+  void GiveUp(const std::string& last_error, bool listener_gone);
+
+  // ----- sending
+
+  // Sends `message` when it can.  Drops it once closed.
+  void Send(OutgoingPtr message);
+  // Tells the peer that nothing more will come, after all that was sent.
+  void SayGoodbye();
+  // The same, and closes when the peer has received it all.
+  void CloseWhenFlushed();
+  // Whether all that was to be sent has been received.
+  bool flushed();
+  // Whether the peer has received all that was sent, or never will.
+  bool all_arrived();
+  size_t queued_bytes();
+
+  // ----- receiving
+
+  // Values on their way into these bytes are received elsewhere, and their message is
+  // dropped.  Waits until `deadline` for those that the peer is writing there, and then
+  // breaks the endpoint: when this has returned, nothing is written there any more.  Must
+  // not be called with a lock held that PlaceFor takes, nor by PlaceFor.
+  void Abandon(const void* begin, size_t bytes, Clock::time_point deadline);
+
+  // ----- ending
+
+  // The connection was closed, by whomever: what was received before still comes.
+  void Disconnected();
+  // Closes with an error, for good.  Only the first reason counts.
+  void Fail(const std::string& reason);
+  bool closed();
+  // Whether the peer ever was there.
+  bool was_open();
+  // Whether the device is done with all memory.
+  bool finished();
+
+  // ----- the polling thread
+
+  // Asks for an event when something completes; 0 or an errno.
+  int Arm();
+  // Handles what has completed; false when there was nothing.
+  bool Poll();
+
+ private:
+  enum class State {
+    kConnecting,  // there is no connection, or one on its way
+    kOpen,
+    kBroken,  // the last connection is not gone yet
+    kClosed,
+  };
+
+  // What a call has to do once the lock is released.
+  struct Turn {
+    std::vector<Received> received;
+    std::vector<OutgoingPtr> done;
+    bool broken = false;
+    bool resumed = false;
+    Clock::duration after{};  // it was without a connection for so long
+    size_t again = 0;         // messages sent again
+    bool closed = false;
+    Ending ending;
+
+    bool is_empty() const { return received.empty() && !broken && !resumed && !closed; }
+  };
+
+  // wr_id: the slot, and whether it is one of receives.
+  static constexpr uint64_t kReceiveFlag = 1ull << 63;
+
+  // A request to the device that has not completed.
+  struct Sending {
+    OutgoingPtr message;  // that it completes, if it does
+    uint8_t type = 0;     // a FrameType; 0: a write
+    uint64_t key = 0;     // of the message
+    uint32_t bytes = 0;   // of a write
+  };
+
+  // Where the device writes.
+  struct Memory {
+    SArray<char> bytes;
+    uint32_t rkey = 0;
+    std::shared_ptr<Region> region;  // of the place; null: it is the pool's memory
+  };
+
+  // A message whose values wait for memory, or are being written into it.
+  struct Incoming {
+    uint32_t id = 0;  // the sender's number of it
+    Received parts;
+    std::vector<uint64_t> sizes;
+    uint64_t value_bytes = 0;
+    uint32_t meta_in_region = 0;  // bytes
+    bool asked = false;           // the owner, for the place
+    char* place = nullptr;        // where the value belongs; null: wherever there is memory
+    bool drop = false;            // it was abandoned
+    Memory memory;
+    bool is_cleared = false;  // the peer has been told where to write
+
+    uint64_t bytes() const { return AlignUp(meta_in_region, kRegionAlign) + value_bytes; }
+  };
+
+  struct FreeSlots {
+    void operator()(char* memory) const;
+  };
+
+  // What belongs to one connection and goes with it, in the reverse order: the queue pair first.
+  struct Connection {
+    std::unique_ptr<char, FreeSlots> slots;  // those of sends, then those of receives
+    std::unique_ptr<Region> slots_region;
+    Owned<ibv_cq> cq;
+    Owned<ibv_qp> qp;
+    bool attached = false;
+    bool disconnected = false;
+    bool told_received = false;  // the peer what has come
+    bool resumed = false;        // the peer has told the same: messages may be sent
+    uint32_t receives_posted = 0;
+    uint32_t credits = 0;  // slots of the peer that are free
+    uint32_t owed = 0;     // slots of ours that are free again, and the peer does not know
+    std::vector<uint32_t> free_slots;
+    std::vector<Sending> sending;  // by slot
+    uint64_t posted_bytes = 0;     // of writes that have not completed
+
+    bool sends_completed() const { return free_slots.size() == sending.size(); }
+    bool drained() const { return receives_posted == 0 && sends_completed(); }
+    bool can_send() const { return !free_slots.empty() && credits > 1; }
+  };
+
+  void Finish(Turn* turn);
+  void CloseIfFlushed(Turn* turn) PS_REQUIRES(mu_);
+  void Pump(Turn* turn) PS_REQUIRES(mu_);
+  bool MayWrite() const PS_REQUIRES(mu_) {
+    return !writes_.empty() && connection_->posted_bytes + max_write_ <= settings_.window_bytes;
+  }
+  // Also after something was posted that broke the connection.
+  bool CanSend() const PS_REQUIRES(mu_) {
+    return state_ == State::kOpen && connection_->can_send();
+  }
+  // `body`: what follows the header.  Null: the device did not take it, and all is broken.
+  Sending* SendFrame(FrameHeader header, const std::string& body, const Outgoing* content,
+                     Turn* turn) PS_REQUIRES(mu_);
+  void SendBare(FrameType type, Turn* turn) PS_REQUIRES(mu_);
+  void SendResume(Turn* turn) PS_REQUIRES(mu_);
+  void SendCts(Turn* turn) PS_REQUIRES(mu_);
+  void SendNext(Turn* turn) PS_REQUIRES(mu_);
+  void WriteNext(Turn* turn) PS_REQUIRES(mu_);
+  bool PostSend(ibv_send_wr* request, Turn* turn) PS_REQUIRES(mu_);
+  // The device has the request that completes the message, and tells when it has arrived.
+  void Sent(Sending* sending, OutgoingPtr message) PS_REQUIRES(mu_);
+  void Complete(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
+  void CompleteSend(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
+  void BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) PS_REQUIRES(mu_);
+  void CompleteReceive(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
+  void ReadFrame(const char* frame, uint32_t bytes, Turn* turn) PS_REQUIRES(mu_);
+  // These throw dmlc::Error when the peer says what it may not.
+  void ReadContent(const FrameHeader& header, const char* body, uint32_t bytes, Turn* turn)
+      PS_REQUIRES(mu_);
+  void ReadCts(const FrameHeader& header, const char* body, uint32_t bytes) PS_REQUIRES(mu_);
+  void ReadResume(const char* body, uint32_t bytes, Turn* turn) PS_REQUIRES(mu_);
+  void ReadImmediate(uint32_t cookie, Turn* turn) PS_REQUIRES(mu_);
+  void Deliver(Received parts, Turn* turn) PS_REQUIRES(mu_);
+  void PutInPlace(Received* received);
+  bool Finished() const PS_REQUIRES(mu_) {
+    return state_ == State::kClosed && (!connection_ || connection_->drained());
+  }
+
+  // ----- endpoint_connection.cc
+  std::unique_ptr<Connection> MakeConnection(ibv_comp_channel* channel, rdma_cm_id* id);
+  char* SlotOf(uint32_t slot) const PS_REQUIRES(mu_) {
+    return connection_->slots.get() + static_cast<size_t>(slot) * slot_bytes_;
+  }
+  bool PostReceive(uint32_t slot) PS_REQUIRES(mu_);
+  // The connection is of no use any more: what becomes of the endpoint?
+  void BreakOff(const std::string& reason, LinkFault fault, Turn* turn) PS_REQUIRES(mu_);
+  // For a request that the device did not take.
+  void BreakFor(const char* what, int error, Turn* turn) PS_REQUIRES(mu_);
+  // Lets go of a connection that broke, once the device is done with it.  The polling thread.
+  void LetGoIfDrained() PS_REQUIRES(mu_);
+  void StopQueuePair() PS_REQUIRES(mu_);
+
+  // ----- endpoint_rendezvous.cc
+  void ClearWaiting();
+  void ClearSlowly();
+  bool MayClear() const PS_REQUIRES(mu_);
+  // Finds memory for the first that waits and has the peer told.  False: the registrar must.
+  bool ClearFirst(bool may_block);
+  bool FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory);
+  bool IsWrittenTo(const char* begin, size_t bytes) const PS_REQUIRES(mu_);
+  // Waits until done() or `deadline`, and returns done(), which is called with mu_ held.
+  template <typename Done>
+  bool Await(Clock::time_point deadline, Done done) PS_REQUIRES(mu_);
+  void Close(const std::string& reason, Turn* turn, bool by_peer = false) PS_REQUIRES(mu_);
+
+  EndpointOwner* const owner_;
+  const Plane plane_;
+  const int index_;
+  const bool active_;
+  const Settings settings_;
+  const uint32_t slot_bytes_;
+  const std::shared_ptr<EndpointCounters> counters_;
+
+  // Set by the first Prepare.
+  std::shared_ptr<Pool> pool_;
+  std::shared_ptr<Device> device_;
+  std::shared_ptr<Registrar> registrar_;
+  uint32_t max_write_ = 0;
+
+  // Held while the owner says where a value belongs, until that is noted.
+  Mutex place_mu_;
+
+  Mutex mu_ PS_ACQUIRED_AFTER(place_mu_);
+  CondVar cond_;  // something has completed
+  State state_ PS_GUARDED_BY(mu_) = State::kConnecting;
+  bool was_open_ PS_GUARDED_BY(mu_) = false;
+  // Null: there is none.  Only the polling thread lets go of one while the endpoint lives.
+  std::unique_ptr<Connection> connection_ PS_GUARDED_BY(mu_);
+  bool in_outage_ PS_GUARDED_BY(mu_) = false;  // until both ends have said what they have
+  LinkOutage outage_ PS_GUARDED_BY(mu_);
+  SentMessages<OutgoingPtr> sent_ PS_GUARDED_BY(mu_);
+  uint64_t received_ PS_GUARDED_BY(mu_) = 0;  // messages that came whole
+  size_t begun_again_ PS_GUARDED_BY(mu_) =
+      0;  // messages of ours that are sent once more, since it was resumed
+  bool goodbye_received_ PS_GUARDED_BY(mu_) = false;
+  bool goodbye_wanted_ PS_GUARDED_BY(mu_) = false;
+  bool goodbye_sent_ PS_GUARDED_BY(mu_) = false;
+  std::deque<OutgoingPtr> outbox_ PS_GUARDED_BY(mu_);
+  std::deque<OutgoingPtr> writes_ PS_GUARDED_BY(mu_);             // the peer has said where to
+  std::map<uint32_t, OutgoingPtr> requested_ PS_GUARDED_BY(mu_);  // by id
+  std::deque<Incoming> waiting_ PS_GUARDED_BY(mu_);               // for memory
+  bool clearing_ PS_GUARDED_BY(mu_) =
+      false;  // a thread is at the first of them, which stays the first
+  std::deque<uint32_t> ctss_ PS_GUARDED_BY(mu_);  // cookies that the peer is to be told
+  std::unordered_map<uint32_t, Incoming> incoming_ PS_GUARDED_BY(mu_);  // with memory; by cookie
+  uint64_t incoming_bytes_ PS_GUARDED_BY(mu_) = 0;                      // of these
+  uint32_t last_id_ PS_GUARDED_BY(mu_) = 0;
+  uint32_t last_cookie_ PS_GUARDED_BY(mu_) = 0;
+  size_t queued_bytes_ PS_GUARDED_BY(mu_) = 0;
+  bool close_when_flushed_ PS_GUARDED_BY(mu_) = false;
+  std::thread::id polling_thread_ PS_GUARDED_BY(mu_);
+  Turn later_ PS_GUARDED_BY(mu_);  // what the polling thread saw while it waited in Abandon
+};
+
+}  // namespace rdma
+}  // namespace ps
+#endif  // BYTEPS_NET_RDMA_ENDPOINT_H_

@@ -1,0 +1,322 @@
+// The endpoint's part that begins and ends connections.
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/rdma/endpoint.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+// A receiver without a slot cannot happen; should it, this many tries are made.
+constexpr int kReceiverNotReadyTries = 6;
+constexpr int kReceiverNotReadyTimer = 12;  // 0.64 ms
+// 4.096 us * 2^18 = 1.1 s for an acknowledgement, and as many tries: a peer that is gone
+// without a word is noticed after some 8 s where heartbeats do not notice it first.
+constexpr int kAckTimer = 18;
+constexpr int kTries = 7;
+constexpr auto kSilence = std::chrono::seconds(8);
+
+// Values are written in pieces, so many of which make the window.
+constexpr uint64_t kPieces = 4;
+
+ibv_qp_attr AttributesFor(rdma_cm_id* id, ibv_qp_state state, int* mask) {
+  ibv_qp_attr attributes;
+  memset(&attributes, 0, sizeof(attributes));
+  attributes.qp_state = state;
+  if (rdma_init_qp_attr(id, &attributes, mask) != 0) {
+    Throw("cannot get the attributes of a queue pair", errno);
+  }
+  return attributes;
+}
+
+void Modify(ibv_qp* qp, ibv_qp_attr* attributes, int mask) {
+  if (int error = ibv_modify_qp(qp, attributes, mask)) Throw("cannot change a queue pair", error);
+}
+
+}  // namespace
+
+void Endpoint::FreeSlots::operator()(char* memory) const { free(memory); }
+
+// ----------------------------------------------------------------- making one
+
+bool Endpoint::MayConnect() {
+  MutexLock lock(&mu_);
+  return state_ == State::kConnecting && (!connection_ || !connection_->attached);
+}
+
+bool Endpoint::NeedsConnection() {
+  MutexLock lock(&mu_);
+  if (!in_outage_ || state_ == State::kClosed || state_ == State::kOpen) return false;
+  return state_ == State::kBroken || !connection_ || !connection_->attached;
+}
+
+std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel* channel,
+                                                               rdma_cm_id* id) {
+  auto made = std::make_unique<Connection>();
+  const uint32_t slots = settings_.send_depth + settings_.receive_depth;
+  const size_t bytes = AlignUp(static_cast<uint64_t>(slots) * slot_bytes_, 4096);
+  made->slots.reset(static_cast<char*>(aligned_alloc(4096, bytes)));
+  if (!made->slots) Throw("cannot allocate " + std::to_string(bytes) + " bytes", ENOMEM);
+  made->slots_region =
+      std::make_unique<Region>(device_, made->slots.get(), bytes, IBV_ACCESS_LOCAL_WRITE);
+
+  made->cq.reset(ibv_create_cq(device_->context(), static_cast<int>(slots) + 1, this, channel, 0));
+  if (!made->cq) Throw("cannot make a completion queue of " + std::to_string(slots), errno);
+  if (int error = ibv_req_notify_cq(made->cq.get(), 0)) {
+    Throw("cannot arm a completion queue", error);
+  }
+
+  ibv_qp_init_attr init;
+  memset(&init, 0, sizeof(init));
+  init.qp_context = this;
+  init.send_cq = init.recv_cq = made->cq.get();
+  init.qp_type = IBV_QPT_RC;
+  init.sq_sig_all = 1;
+  init.cap.max_send_wr = settings_.send_depth;
+  init.cap.max_recv_wr = settings_.receive_depth;
+  init.cap.max_send_sge = init.cap.max_recv_sge = 1;
+  made->qp.reset(ibv_create_qp(device_->pd(), &init));
+  if (!made->qp) Throw("cannot make a queue pair", errno);
+
+  int mask = 0;
+  ibv_qp_attr attributes = AttributesFor(id, IBV_QPS_INIT, &mask);
+  attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+  Modify(made->qp.get(), &attributes, mask);
+
+  made->sending.resize(settings_.send_depth);
+  for (uint32_t slot = 0; slot < settings_.send_depth; ++slot) made->free_slots.push_back(slot);
+  return made;
+}
+
+void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> device,
+                       std::shared_ptr<Registrar> registrar, ibv_comp_channel* channel,
+                       rdma_cm_id* id) {
+  MutexLock lock(&mu_);
+  if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
+  CHECK(!connection_) << "the last connection is still there";
+  pool_ = std::move(pool);
+  device_ = std::move(device);
+  registrar_ = std::move(registrar);
+  // A whole number of pages, so that no packet is cut short between two writes.
+  const uint64_t piece = settings_.window_bytes / kPieces;
+  max_write_ = std::min<uint64_t>(device_->max_message_bytes(), piece) / 4096 * 4096;
+  connection_ = MakeConnection(channel, id);
+  const uint32_t slots = settings_.send_depth + settings_.receive_depth;
+  for (uint32_t slot = settings_.send_depth; slot < slots; ++slot) {
+    if (PostReceive(slot)) continue;
+    const int error = errno;
+    connection_.reset();
+    Throw("cannot post a receive", error);
+  }
+}
+
+bool Endpoint::prepared() {
+  MutexLock lock(&mu_);
+  return connection_ != nullptr;
+}
+
+uint32_t Endpoint::queue_pair_number() {
+  MutexLock lock(&mu_);
+  if (!connection_) throw dmlc::Error("the endpoint was closed");
+  return connection_->qp->qp_num;
+}
+
+void Endpoint::Attach(rdma_cm_id* id, int peer_mtu) {
+  MutexLock lock(&mu_);
+  if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
+  if (state_ != State::kConnecting || !connection_) throw dmlc::Error("the connection broke");
+  connection_->attached = true;
+  ibv_qp* const qp = connection_->qp.get();
+  int mask = 0;
+  // Once more: what the connection manager knew before may have been less.
+  ibv_qp_attr attributes = AttributesFor(id, IBV_QPS_INIT, &mask);
+  attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+  Modify(qp, &attributes, mask);
+
+  attributes = AttributesFor(id, IBV_QPS_RTR, &mask);
+  int mtu = attributes.path_mtu;
+  for (const int limit : {settings_.path_mtu(), peer_mtu}) {
+    if (limit != 0 && limit < mtu) mtu = limit;
+  }
+  attributes.path_mtu = static_cast<ibv_mtu>(mtu);
+  attributes.min_rnr_timer = kReceiverNotReadyTimer;
+  if (attributes.ah_attr.is_global) {
+    if (settings_.traffic_class >= 0) {
+      attributes.ah_attr.grh.traffic_class = static_cast<uint8_t>(settings_.traffic_class);
+    }
+    if (settings_.gid_index >= 0) {
+      attributes.ah_attr.grh.sgid_index = static_cast<uint8_t>(settings_.gid_index);
+    }
+  }
+  Modify(qp, &attributes, mask);
+
+  attributes = AttributesFor(id, IBV_QPS_RTS, &mask);
+  attributes.timeout = kAckTimer;
+  attributes.retry_cnt = kTries;
+  attributes.rnr_retry = kReceiverNotReadyTries;
+  Modify(qp, &attributes, mask | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY);
+}
+
+void Endpoint::SetPeerSlots(uint32_t slots) {
+  MutexLock lock(&mu_);
+  if (connection_) connection_->credits += slots;
+}
+
+bool Endpoint::PostReceive(uint32_t slot) {
+  ibv_sge piece;
+  piece.addr = reinterpret_cast<uintptr_t>(SlotOf(slot));
+  piece.length = slot_bytes_;
+  piece.lkey = connection_->slots_region->lkey();
+  ibv_recv_wr request;
+  memset(&request, 0, sizeof(request));
+  request.wr_id = slot | kReceiveFlag;
+  request.sg_list = &piece;
+  request.num_sge = 1;
+  ibv_recv_wr* bad = nullptr;
+  if (int error = ibv_post_recv(connection_->qp.get(), &request, &bad)) {
+    errno = error;
+    return false;
+  }
+  ++connection_->receives_posted;
+  return true;
+}
+
+// ------------------------------------------------------------- one that broke
+
+void Endpoint::Disconnected() {
+  MutexLock lock(&mu_);
+  if (!connection_ || connection_->disconnected) return;
+  if (state_ == State::kClosed || state_ == State::kBroken) return;
+  connection_->disconnected = true;
+  // The device gives all requests back, behind what it has received.
+  StopQueuePair();
+}
+
+void Endpoint::StopQueuePair() {
+  if (!connection_) return;
+  ibv_qp_attr attributes;
+  memset(&attributes, 0, sizeof(attributes));
+  attributes.qp_state = IBV_QPS_ERR;
+  if (int error = ibv_modify_qp(connection_->qp.get(), &attributes, IBV_QP_STATE)) {
+    LOG(WARNING) << "cannot stop a queue pair: " << strerror(error);
+  }
+}
+
+void Endpoint::Break(const std::string& reason, LinkFault fault) {
+  Turn turn;
+  {
+    MutexLock lock(&mu_);
+    BreakOff(reason, fault, &turn);
+  }
+  Finish(&turn);
+}
+
+void Endpoint::BreakFor(const char* what, int error, Turn* turn) {
+  if (connection_->disconnected) return BreakOff(kLinkClosed, LinkFault::kClosed, turn);
+  BreakOff(std::string(what) + ": " + strerror(error), LinkFault::kBroken, turn);
+}
+
+void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) {
+  if (state_ == State::kClosed || state_ == State::kBroken) return;
+  if (!in_outage_) {
+    Clock::duration patience{};
+    const bool in_order = goodbye_received_ || goodbye_wanted_;
+    if (state_ == State::kOpen && !in_order) patience = owner_->Patience(this, fault);
+    if (patience <= Clock::duration::zero()) {
+      return Close(reason, turn, fault == LinkFault::kClosed);
+    }
+    in_outage_ = true;
+    outage_ = LinkOutage::Of(reason, fault, patience, settings_.reconnect_s);
+    // That it was silent for so long has counted already.
+    if (fault == LinkFault::kSilent) {
+      outage_.deadline -= std::min<Clock::duration>(kSilence, patience / 2);
+    }
+  }
+  if (!connection_) return;
+  // The peer may take it for whole already, though this side has not heard that it is.
+  turn->broken = turn->broken || connection_->attached;
+  state_ = State::kBroken;
+  StopQueuePair();
+}
+
+void Endpoint::LetGoIfDrained() {
+  // While a thread looks for memory for the first that waits, that one must stay.
+  if (state_ != State::kBroken || clearing_ || !connection_->drained()) return;
+  connection_.reset();
+  state_ = State::kConnecting;
+  // What the peer had begun to send comes again, and from the beginning.
+  incoming_.clear();
+  incoming_bytes_ = 0;
+  waiting_.clear();
+  ctss_.clear();
+  // Likewise what this side had begun to send: before all that it had not.
+  begun_again_ += requested_.size() + writes_.size();
+  for (auto it = requested_.rbegin(); it != requested_.rend(); ++it) {
+    outbox_.push_front(std::move(it->second));
+  }
+  requested_.clear();
+  for (auto it = writes_.rbegin(); it != writes_.rend(); ++it) {
+    (*it)->written = 0;
+    outbox_.push_front(std::move(*it));
+  }
+  writes_.clear();
+  cond_.NotifyAll();
+}
+
+Endpoint::Clock::time_point Endpoint::resume_deadline() {
+  MutexLock lock(&mu_);
+  const bool waits = in_outage_ && state_ != State::kClosed;
+  return waits ? outage_.deadline : Clock::time_point::max();
+}
+
+void Endpoint::GiveUp(const std::string& last_error, bool listener_gone) {
+  Turn turn;
+  {
+    MutexLock lock(&mu_);
+    if (!in_outage_) return;
+    outage_.listener_gone = listener_gone;
+    const bool by_peer = outage_.fault == LinkFault::kClosed;
+    Close(outage_.GivenUp(settings_.reconnect_s, last_error), &turn, by_peer);
+  }
+  Finish(&turn);
+}
+
+// --------------------------------------------------------- one that is there again
+
+void Endpoint::SendResume(Turn* turn) {
+  connection_->told_received = true;
+  Resume resume;
+  resume.received = received_;
+  FrameHeader header;
+  header.type = kResume;
+  SendFrame(header, resume.Encode(), nullptr, turn);
+}
+
+void Endpoint::ReadResume(const char* body, uint32_t bytes, Turn* turn) {
+  Resume resume;
+  if (!resume.Decode(body, bytes) || connection_->resumed) {
+    throw dmlc::Error("it sent a frame that does not parse (what it has received)");
+  }
+  connection_->resumed = true;
+  std::vector<OutgoingPtr> again = sent_.Resume(resume.received, &turn->done);
+  for (auto it = again.rbegin(); it != again.rend(); ++it) {
+    queued_bytes_ += (*it)->bytes();
+    (*it)->written = 0;
+    outbox_.push_front(std::move(*it));
+  }
+  begun_again_ += again.size();
+  if (!in_outage_ || state_ != State::kOpen) return;
+  in_outage_ = false;
+  turn->resumed = true;
+  turn->after = Clock::now() - outage_.begin;
+  turn->again = std::exchange(begun_again_, 0);
+}
+
+}  // namespace rdma
+}  // namespace ps

@@ -1,0 +1,276 @@
+// The endpoint's part that handles completions and what the peer sent.
+#include <arpa/inet.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "byteps/base/invariant.h"
+#include "byteps/base/mutex.h"
+#include "byteps/base/wire_bytes.h"
+#include "byteps/net/link/meta_codec.h"
+#include "byteps/net/rdma/endpoint.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+// Completions taken at once.
+constexpr int kBatch = 32;
+
+// The device gives requests back though nobody closed the connection.
+constexpr char kStopped[] = "the device stopped its queue pair";
+
+[[noreturn]] void BadFrame(const char* what) {
+  throw dmlc::Error(std::string("it sent a frame that does not parse (") + what +
+                    "): install the same byteps on every node");
+}
+
+void ReadMeta(const char* data, size_t bytes, Meta* meta) {
+  if (DecodeMeta(data, bytes, meta)) return;
+  throw dmlc::Error("it sent a message whose meta of " + std::to_string(bytes) +
+                    " bytes does not parse");
+}
+
+}  // namespace
+
+int Endpoint::Arm() {
+  MutexLock lock(&mu_);
+  return connection_ ? ibv_req_notify_cq(connection_->cq.get(), 0) : 0;
+}
+
+bool Endpoint::Poll() {
+  ibv_cq* queue = nullptr;
+  {
+    MutexLock lock(&mu_);
+    if (connection_) queue = connection_->cq.get();
+  }
+  ibv_wc completions[kBatch];
+  const int count = queue == nullptr ? 0 : ibv_poll_cq(queue, kBatch, completions);
+  Turn turn;
+  bool any_waits = false;
+  {
+    MutexLock lock(&mu_);
+    polling_thread_ = std::this_thread::get_id();
+    std::swap(turn, later_);
+    if (count < 0) Close("its completion queue cannot be read", &turn);
+    for (int i = 0; i < count; ++i) Complete(completions[i], &turn);
+    if (count > 0) {
+      Pump(&turn);
+      CloseIfFlushed(&turn);
+    }
+    LetGoIfDrained();
+    any_waits = !waiting_.empty();
+  }
+  if (count > 0) cond_.NotifyAll();
+  if (any_waits) ClearWaiting();
+  Finish(&turn);
+  MutexLock lock(&mu_);
+  return count > 0 || !later_.is_empty();
+}
+
+void Endpoint::Complete(const ibv_wc& wc, Turn* turn) {
+  if (wc.wr_id & kReceiveFlag) {
+    CompleteReceive(wc, turn);
+  } else {
+    CompleteSend(wc, turn);
+  }
+}
+
+void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
+  const auto slot = static_cast<uint32_t>(wc.wr_id);
+  Sending& sending = connection_->sending[slot];
+  connection_->free_slots.push_back(slot);
+  PS_INVARIANT_NOTED("a window is never below zero",
+                     connection_->posted_bytes >= sending.bytes &&
+                         connection_->free_slots.size() <= connection_->sending.size(),
+                     std::to_string(sending.bytes) + " bytes were written, of " +
+                         std::to_string(connection_->posted_bytes));
+  connection_->posted_bytes -= sending.bytes;
+  if (wc.status != IBV_WC_SUCCESS) {
+    static const char* const kWhat[] = {
+        "an RDMA write",         "a message", "an RTS", "a CTS", "a credit", "a goodbye",
+        "what has been received"};
+    char key[40] = "";
+    if (sending.key != 0) {
+      snprintf(key, sizeof(key), " of key 0x%llx", static_cast<unsigned long long>(sending.key));
+    }
+    BreakAfter(wc, "sending " + std::string(kWhat[sending.type]) + key + " failed: ", turn);
+  }
+  if (!sending.message) return;
+  if (wc.status == IBV_WC_SUCCESS || state_ == State::kClosed) {
+    turn->done.push_back(std::move(sending.message));
+  } else {
+    sent_.GaveBack(std::move(sending.message));
+  }
+}
+
+void Endpoint::BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) {
+  if (connection_->disconnected) return BreakOff(kLinkClosed, LinkFault::kClosed, turn);
+  if (wc.status == IBV_WC_WR_FLUSH_ERR) return BreakOff(kStopped, LinkFault::kBroken, turn);
+  const bool silent = wc.status == IBV_WC_RETRY_EXC_ERR;
+  BreakOff(what + Describe(wc), silent ? LinkFault::kSilent : LinkFault::kBroken, turn);
+}
+
+void Endpoint::CompleteReceive(const ibv_wc& wc, Turn* turn) {
+  const auto slot = static_cast<uint32_t>(wc.wr_id & ~kReceiveFlag);
+  --connection_->receives_posted;
+  if (wc.status != IBV_WC_SUCCESS) return BreakAfter(wc, "a receive failed: ", turn);
+  if (state_ == State::kClosed) return;
+  if (state_ == State::kConnecting) {  // this is ahead of the event that says so
+    state_ = State::kOpen;
+    was_open_ = true;
+  }
+  try {
+    if (wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
+      ReadImmediate(ntohl(wc.imm_data), turn);
+    } else {
+      ReadFrame(SlotOf(slot), wc.byte_len, turn);
+    }
+  } catch (const std::exception& e) {
+    return Close(e.what(), turn);
+  }
+  // What had come before it broke counts, and nothing more comes.
+  if (state_ != State::kOpen) return;
+  if (!PostReceive(slot)) return BreakFor("a receive could not be posted", errno, turn);
+  ++connection_->owed;
+}
+
+void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
+  FrameHeader header;
+  if (!header.Decode(frame, bytes)) BadFrame("its header");
+  const char* body = frame + kFrameHeaderBytes;
+  bytes -= kFrameHeaderBytes;
+  connection_->credits += header.credits;
+  const bool may_come_first = header.type == kResume || header.type == kCredit;
+  if (!connection_->resumed && !may_come_first) {
+    throw dmlc::Error("it sent messages before it had said what it has received");
+  }
+  switch (header.type) {
+    case kMessage:
+    case kRts:
+      return ReadContent(header, body, bytes, turn);
+    case kCts:
+      return ReadCts(header, body, bytes);
+    case kCredit:
+      return;
+    case kGoodbye:
+      goodbye_received_ = true;
+      return;
+    case kResume:
+      return ReadResume(body, bytes, turn);
+    default:
+      BadFrame("type");
+  }
+}
+
+void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t bytes,
+                           Turn* turn) {
+  if (peer() == Node::kEmpty && (header.meta_bytes > kStrangersMetaBytes || header.values > 0)) {
+    throw dmlc::Error("it sent values, or a long message, before it was a member of the job");
+  }
+  const uint32_t meta_here = header.meta_in_region ? 0 : header.meta_bytes;
+  const uint32_t sizes_bytes = header.values * sizeof(uint64_t);
+  if (bytes < sizes_bytes || bytes - sizes_bytes < meta_here) BadFrame("its length");
+  std::vector<uint64_t> sizes(header.values);
+  ByteReader in(body, sizes_bytes);
+  uint64_t total = 0;
+  for (uint64_t& size : sizes) {
+    in.Int(&size);
+    if (size > kMaxValueBytes) BadFrame("the size of a value");
+    total += size;
+  }
+  if (total > kMaxValueBytes) BadFrame("the size of its values");
+  body += sizes_bytes;
+  bytes -= sizes_bytes + meta_here;
+  Received parts;
+  parts.bytes = header.meta_bytes + total;
+  if (!header.meta_in_region) ReadMeta(body, meta_here, &parts.msg.meta);
+  body += meta_here;
+  if (header.type == kMessage) {
+    if (bytes != total) BadFrame("the length of its values");
+    SArray<char> values;
+    values.CopyFrom(body, total);
+    parts.msg.data = Split(values, 0, sizes);
+    parts.is_inline = true;
+    ++received_;
+    counters_->values_in_frames += sizes.size();
+    counters_->bytes_in_frames += total;
+    return Deliver(std::move(parts), turn);
+  }
+  if (bytes != 0) BadFrame("its length");
+  Incoming incoming;
+  incoming.id = header.id;
+  incoming.parts = std::move(parts);
+  incoming.sizes = std::move(sizes);
+  incoming.value_bytes = total;
+  incoming.meta_in_region = header.meta_in_region ? header.meta_bytes : 0;
+  if (incoming.bytes() == 0) BadFrame("it requests to send nothing");
+  waiting_.push_back(std::move(incoming));
+}
+
+void Endpoint::ReadCts(const FrameHeader& header, const char* body, uint32_t bytes) {
+  Target target;
+  if (!target.Decode(body, bytes)) BadFrame("a CTS");
+  auto it = requested_.find(header.id);
+  if (it == requested_.end()) BadFrame("a CTS that was not asked for");
+  it->second->remote_address = target.address;
+  it->second->remote_key = target.rkey;
+  it->second->cookie = target.cookie;
+  writes_.push_back(std::move(it->second));
+  requested_.erase(it);
+}
+
+void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
+  auto it = incoming_.find(cookie);
+  if (it == incoming_.end() || !it->second.is_cleared) BadFrame("a write that was not cleared");
+  Incoming incoming = std::move(it->second);
+  incoming_.erase(it);
+  PS_INVARIANT(
+      "a window is never below zero", incoming_bytes_ >= incoming.bytes(),
+      std::to_string(incoming.bytes()) + " bytes came, of " + std::to_string(incoming_bytes_));
+  incoming_bytes_ -= incoming.bytes();
+  PS_INVARIANT("what is abandoned is not written to", !incoming.drop || incoming.place == nullptr,
+               std::to_string(incoming.value_bytes) + " bytes came for it");
+  ++received_;
+  if (incoming.drop) return;
+  SArray<char> values = incoming.memory.bytes;
+  const uint32_t meta = incoming.meta_in_region;
+  if (meta > 0) ReadMeta(values.data(), meta, &incoming.parts.msg.meta);
+  if (incoming.memory.region) {
+    counters_->values_in_place += incoming.sizes.size();
+    counters_->bytes_in_place += incoming.value_bytes;
+  } else {
+    counters_->values_in_pool += incoming.sizes.size();
+    counters_->bytes_in_pool += incoming.value_bytes;
+    if (incoming.place != nullptr) {  // the device could not write there
+      memcpy(incoming.place, values.data(), incoming.value_bytes);
+      values.reset(incoming.place, incoming.value_bytes, [](char*) {});
+    }
+  }
+  incoming.parts.msg.data = Split(values, AlignUp(meta, kRegionAlign), incoming.sizes);
+  Deliver(std::move(incoming.parts), turn);
+}
+
+void Endpoint::Deliver(Received parts, Turn* turn) {
+  ++counters_->messages_received;
+  counters_->bytes_received += parts.bytes;
+  turn->received.push_back(std::move(parts));
+}
+
+// So that whoever receives finds all values where they belong, the small ones too.
+void Endpoint::PutInPlace(Received* received) {
+  auto& values = received->msg.data;
+  if (values.size() != 1 || values[0].size() == 0) return;
+  const size_t bytes = values[0].size();
+  MutexLock lock(&place_mu_);
+  char* place = owner_->PlaceFor(this, received->msg.meta, bytes);
+  if (place == nullptr) return;
+  memcpy(place, values[0].data(), bytes);
+  values[0].reset(place, bytes, [](char*) {});
+}
+
+}  // namespace rdma
+}  // namespace ps

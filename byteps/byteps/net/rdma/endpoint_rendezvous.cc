@@ -1,0 +1,206 @@
+// The endpoint's part that finds memory for values, and takes it back.
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/rdma/endpoint.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+// How long a device may take to give requests back once its queue pair was stopped.
+constexpr auto kLastCompletions = std::chrono::seconds(2);
+constexpr auto kLook = std::chrono::microseconds(100);
+constexpr int kBatch = 32;
+
+bool Overlap(const char* a, size_t a_bytes, const char* b, size_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------- finding memory
+
+bool Endpoint::MayClear() const {
+  if (clearing_ || waiting_.empty() || state_ != State::kOpen) return false;
+  // One alone may be larger than the window.
+  return incoming_.empty() ||
+         incoming_bytes_ + waiting_.front().bytes() <= settings_.receive_window_bytes;
+}
+
+void Endpoint::ClearWaiting() {
+  while (true) {
+    {
+      MutexLock lock(&mu_);
+      if (!MayClear()) return;
+      clearing_ = true;
+    }
+    if (ClearFirst(false)) continue;
+    // Still clearing_: the others wait behind it.
+    auto self = shared_from_this();
+    return registrar_->Post([self] { self->ClearSlowly(); });
+  }
+}
+
+void Endpoint::ClearSlowly() {
+  try {
+    ClearFirst(true);
+  } catch (const std::exception& e) {
+    return Fail(e.what());
+  }
+  ClearWaiting();
+}
+
+bool Endpoint::ClearFirst(bool may_block) {
+  Turn turn;
+  while (true) {
+    Incoming* first = nullptr;
+    char* place = nullptr;
+    {
+      MutexLock place_lock(&place_mu_);
+      MutexLock lock(&mu_);
+      first = &waiting_.front();
+      if (!first->asked) {
+        const bool one = first->sizes.size() == 1 && first->meta_in_region == 0;
+        lock.Unlock();  // the owner may hold its own lock while it sends
+        if (one) place = owner_->PlaceFor(this, first->parts.msg.meta, first->value_bytes);
+        lock.Lock();
+        first->asked = true;
+        first->place = place;
+      }
+      place = first->place;
+    }
+    Memory memory;
+    if (!FindMemory(*first, place, may_block, &memory)) return false;
+    MutexLock lock(&mu_);
+    if (memory.region && first->place == nullptr) continue;  // abandoned meanwhile
+    const uint32_t cookie = ++last_cookie_;
+    Incoming& incoming = incoming_[cookie];
+    incoming = std::move(*first);
+    waiting_.pop_front();
+    incoming.memory = std::move(memory);
+    incoming_bytes_ += incoming.bytes();
+    ctss_.push_back(cookie);
+    clearing_ = false;
+    Pump(&turn);
+    break;
+  }
+  Finish(&turn);
+  return true;
+}
+
+bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory) {
+  if (place != nullptr) {
+    memory->region = RegionToReceive(place, incoming.value_bytes, may_block, device_);
+    if (memory->region) {
+      memory->bytes.reset(place, incoming.value_bytes, [](char*) {});
+      memory->rkey = memory->region->rkey();
+      return true;
+    }
+    if (!may_block) return false;
+  }
+  Pool::Buffer buffer;
+  if (may_block) {
+    buffer = pool_->Take(incoming.bytes());
+  } else if (!pool_->TakeIdle(incoming.bytes(), &buffer)) {
+    return false;
+  }
+  memory->bytes = buffer.bytes;
+  memory->rkey = buffer.rkey;
+  return true;
+}
+
+// ------------------------------------------------------------ giving it up
+
+bool Endpoint::IsWrittenTo(const char* begin, size_t bytes) const {
+  return std::any_of(incoming_.begin(), incoming_.end(), [&](const auto& entry) {
+    const Memory& memory = entry.second.memory;
+    return memory.region && Overlap(memory.bytes.data(), memory.bytes.size(), begin, bytes);
+  });
+}
+
+// Clang cannot see that mu_ is the lock that done() requires.
+template <typename Done>
+bool Endpoint::Await(Clock::time_point deadline, Done done) PS_NO_THREAD_SAFETY_ANALYSIS {
+  // The polling thread waits for what nobody else hears of.  What it hears is handed on when
+  // it is back: the owner, which called it, is not called meanwhile.
+  const bool polls = std::this_thread::get_id() == polling_thread_;
+  while (!done()) {
+    if (Clock::now() >= deadline) return false;
+    if (!polls) {
+      cond_.WaitUntil(&mu_, deadline);
+      continue;
+    }
+    int count = 0;
+    if (connection_) {
+      ibv_wc completions[kBatch];
+      count = ibv_poll_cq(connection_->cq.get(), kBatch, completions);
+      for (int i = 0; i < count; ++i) Complete(completions[i], &later_);
+      Pump(&later_);
+      LetGoIfDrained();
+    }
+    cond_.NotifyAll();
+    if (count > 0) continue;
+    mu_.Unlock();
+    std::this_thread::sleep_for(kLook);
+    mu_.Lock();
+  }
+  return true;
+}
+
+void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadline) {
+  const char* first = static_cast<const char*>(begin);
+  MutexLock place_lock(&place_mu_);
+  MutexLock lock(&mu_);
+  place_lock.Unlock();  // whoever is asked from now on knows that they are given up
+  const auto is_meant = [&](const Incoming& incoming) {
+    return incoming.place != nullptr && Overlap(incoming.place, incoming.value_bytes, first, bytes);
+  };
+  for (Incoming& incoming : waiting_) {
+    if (!is_meant(incoming)) continue;
+    incoming.place = nullptr;
+    incoming.drop = true;
+  }
+  bool moved = false;
+  for (auto it = incoming_.begin(); it != incoming_.end();) {
+    Incoming& incoming = it->second;
+    if (!is_meant(incoming)) {
+      ++it;
+      continue;
+    }
+    incoming.drop = true;
+    incoming.place = nullptr;
+    if (!incoming.memory.region || incoming.is_cleared) {
+      ++it;
+      continue;
+    }
+    // The peer does not know yet: it gets other memory.
+    ctss_.erase(std::find(ctss_.begin(), ctss_.end(), it->first));
+    incoming_bytes_ -= incoming.bytes();
+    incoming.memory = Memory();
+    waiting_.push_back(std::move(incoming));
+    it = incoming_.erase(it);
+    moved = true;
+  }
+  if (moved) {
+    lock.Unlock();
+    ClearWaiting();
+    lock.Lock();
+  }
+  const auto done = [&]() PS_REQUIRES(mu_) { return !IsWrittenTo(first, bytes) || Finished(); };
+  if (Await(deadline, done)) return;
+  Turn turn;
+  BreakOff("a value on its way to memory that was given up did not come in time",
+           LinkFault::kBroken, &turn);
+  lock.Unlock();
+  Finish(&turn);
+  lock.Lock();
+  if (Await(Clock::now() + kLastCompletions, done)) return;
+  LOG(WARNING) << "an RDMA device keeps receives after their end";
+}
+
+}  // namespace rdma
+}  // namespace ps

@@ -1,0 +1,136 @@
+#include "byteps/net/rdma/message_parts.h"
+
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "byteps/net/registration_cache.h"
+#include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+// Below this, copying is cheaper than having the kernel pin the pages and let them go.
+constexpr uint64_t kCopyBytes = 32 << 10;
+
+void CopyToPool(Outgoing* out, Pool* pool) {
+  const uint64_t before = out->meta_in_region ? AlignUp(out->meta.size(), kRegionAlign) : 0;
+  Pool::Buffer buffer = pool->Take(before + out->value_bytes);
+  char* target = buffer.bytes.data();
+  if (out->meta_in_region) memcpy(target, out->meta.data(), out->meta.size());
+  target += before;
+  for (const auto& value : out->values) {
+    if (value.size() == 0) continue;
+    memcpy(target, value.data(), value.size());
+    target += value.size();
+  }
+  out->values.clear();  // whoever waits for them to be sent need not
+  out->copy = buffer.bytes;
+  out->address = out->copy.data();
+  out->length = out->copy.size();
+  out->lkey = buffer.lkey;
+}
+
+// What a cache may hold: memory that is sent from is often received into as well.
+constexpr int kReadAndWrite = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+
+RegistrationCache::Registration RegisterAll(const std::shared_ptr<Device>& device,
+                                            const void* begin, size_t bytes) {
+  try {
+    return std::make_shared<Region>(device, begin, bytes, kReadAndWrite);
+  } catch (const dmlc::Error&) {  // it may be memory that cannot be written to
+  }
+  try {
+    return std::make_shared<Region>(device, begin, bytes, 0);
+  } catch (const dmlc::Error& e) {
+    LOG(WARNING) << e.what() << "; now each message registers its own part of it";
+    return nullptr;
+  }
+}
+
+// Null when the memory is not in the cache, or too much to be registered at once.
+std::shared_ptr<Region> CachedRegion(const void* address, uint64_t bytes, bool may_block,
+                                     const std::shared_ptr<Device>& device) {
+  RegistrationCache::Register make;
+  if (may_block) {
+    make = [&device](const void* begin, size_t size) { return RegisterAll(device, begin, size); };
+  }
+  return std::static_pointer_cast<Region>(RegistrationCache::Find(address, bytes, make));
+}
+
+}  // namespace
+
+std::string Outgoing::Describe() const {
+  char text[80];
+  snprintf(text, sizeof(text), "the message of key 0x%llx, %llu bytes",
+           static_cast<unsigned long long>(key), static_cast<unsigned long long>(bytes()));
+  return text;
+}
+
+OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
+                         uint32_t inline_bytes, uint32_t slot_bytes,
+                         const std::shared_ptr<Device>& device, Pool* pool) {
+  auto out = std::make_unique<Outgoing>();
+  out->meta = std::move(meta);
+  out->values = std::move(values);
+  out->key = key;
+  for (const auto& value : out->values) {
+    out->sizes.push_back(value.size());
+    out->value_bytes += value.size();
+  }
+
+  if (out->value_bytes > kMaxValueBytes || out->values.size() > kMaxValues) {
+    throw dmlc::Error(out->Describe() +
+                      ", is larger than any that a peer takes: " + std::to_string(kMaxValueBytes) +
+                      " bytes in " + std::to_string(kMaxValues) + " values");
+  }
+  const uint64_t head = kFrameHeaderBytes + out->values.size() * sizeof(uint64_t);
+  const bool small = out->value_bytes <= inline_bytes;
+  if (small && head + out->meta.size() + out->value_bytes <= slot_bytes) return out;
+  out->in_region = true;
+  out->meta_in_region = head + out->meta.size() > slot_bytes;
+  if (out->values.size() != 1 || out->meta_in_region) {
+    CopyToPool(out.get(), pool);
+    return out;
+  }
+  const SArray<char>& value = out->values[0];
+  out->address = value.data();
+  out->length = value.size();
+  if (pool->Find(out->address, out->length, &out->lkey)) return out;
+  if (out->length <= kCopyBytes) {
+    CopyToPool(out.get(), pool);
+    return out;
+  }
+  out->region = CachedRegion(out->address, out->length, true, device);
+  if (!out->region) out->region = std::make_shared<Region>(device, out->address, out->length, 0);
+  out->lkey = out->region->lkey();
+  return out;
+}
+
+std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, bool may_block,
+                                        const std::shared_ptr<Device>& device) {
+  auto region = CachedRegion(address, bytes, may_block, device);
+  if (region) return region->writable() ? region : nullptr;
+  if (!may_block || bytes <= kCopyBytes) return nullptr;
+  try {
+    return std::make_shared<Region>(device, address, bytes, kReadAndWrite);
+  } catch (const dmlc::Error& e) {
+    PS_VLOG(1) << e.what() << "; the value is received elsewhere and copied";
+    return nullptr;
+  }
+}
+
+std::vector<SArray<char>> Split(const SArray<char>& region, uint64_t offset,
+                                const std::vector<uint64_t>& sizes) {
+  std::vector<SArray<char>> values;
+  for (const uint64_t size : sizes) {
+    values.push_back(region.segment(offset, offset + size));
+    offset += size;
+  }
+  return values;
+}
+
+}  // namespace rdma
+}  // namespace ps

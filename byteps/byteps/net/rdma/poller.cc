@@ -1,0 +1,129 @@
+#include "byteps/net/rdma/poller.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+// Batches of one endpoint before the others have their turn.
+constexpr int kBatches = 8;
+
+}  // namespace
+
+Poller::Poller(const Device& device, Plane plane, bool spin) : spin_(spin) {
+  channel_.reset(ibv_create_comp_channel(device.context()));
+  if (!channel_) Throw("cannot make a completion channel", errno);
+  channel_in_child_.emplace(channel_->fd);
+  const int flags = fcntl(channel_->fd, F_GETFL);
+  if (flags < 0 || fcntl(channel_->fd, F_SETFL, flags | O_NONBLOCK) != 0) {
+    Throw("cannot set up a completion channel", errno);
+  }
+  wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (wake_fd_ < 0) Throw("eventfd", errno);
+  thread_ = std::thread(&Poller::Run, this);
+  const char* name = plane == Plane::kData ? "bps-rdma-data" : "bps-rdma-ctl";
+  pthread_setname_np(thread_.native_handle(), name);
+}
+
+Poller::~Poller() {
+  stop_ = true;
+  Wake();
+  thread_.join();
+  endpoints_.clear();  // before the channel of their queues
+  close(wake_fd_);
+}
+
+void Poller::Add(std::shared_ptr<Endpoint> endpoint) {
+  {
+    MutexLock lock(&mu_);
+    Endpoint* key = endpoint.get();
+    endpoints_[key] = std::move(endpoint);
+  }
+  Wake();  // an event may have come before, for an endpoint that was not known
+}
+
+size_t Poller::size() {
+  MutexLock lock(&mu_);
+  return endpoints_.size();
+}
+
+void Poller::Wake() {
+  const uint64_t one = 1;
+  const ssize_t written = write(wake_fd_, &one, sizeof(one));
+  // EAGAIN means the counter is full: the thread has been woken already.
+  CHECK(written == sizeof(one) || errno == EAGAIN) << strerror(errno);
+}
+
+void Poller::Run() {
+  std::set<Endpoint*> ready;
+  while (!stop_) {
+    if (ready.empty() && !spin_) Sleep();
+    TakeEvents(&ready);
+    for (auto it = ready.begin(); it != ready.end();) {
+      // By name: it may be gone since the event was told.
+      const auto endpoint = Find(*it);
+      bool more = false;
+      try {
+        more = endpoint && Serve(endpoint);
+      } catch (const std::exception& e) {  // it alone suffers
+        endpoint->Fail(e.what());
+      }
+      it = more ? std::next(it) : ready.erase(it);
+    }
+  }
+}
+
+void Poller::Sleep() {
+  pollfd items[2] = {{channel_->fd, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
+  if (poll(items, 2, -1) < 0) CHECK_EQ(errno, EINTR) << strerror(errno);
+}
+
+void Poller::TakeEvents(std::set<Endpoint*>* ready) {
+  ibv_cq* queue = nullptr;
+  void* context = nullptr;
+  while (ibv_get_cq_event(channel_.get(), &queue, &context) == 0) {
+    ibv_ack_cq_events(queue, 1);
+    ready->insert(static_cast<Endpoint*>(context));
+  }
+  uint64_t count = 0;
+  const bool woken = read(wake_fd_, &count, sizeof(count)) > 0;
+  if (!woken && !spin_) return;
+  MutexLock lock(&mu_);
+  for (const auto& entry : endpoints_) ready->insert(entry.first);
+}
+
+std::shared_ptr<Endpoint> Poller::Find(Endpoint* endpoint) {
+  MutexLock lock(&mu_);
+  auto it = endpoints_.find(endpoint);
+  return it == endpoints_.end() ? nullptr : it->second;
+}
+
+bool Poller::Serve(const std::shared_ptr<Endpoint>& endpoint) {
+  // Armed first: a completion between the last look and sleep makes an event.
+  if (!spin_) {
+    if (int error = endpoint->Arm()) {
+      endpoint->Fail(std::string("its completion queue cannot be armed: ") + strerror(error));
+    }
+  }
+  bool more = true;
+  for (int batch = 0; batch < kBatches && more; ++batch) more = endpoint->Poll();
+  if (more || !endpoint->finished()) return more;
+  MutexLock lock(&mu_);
+  endpoints_.erase(endpoint.get());
+  return false;
+}
+
+}  // namespace rdma
+}  // namespace ps

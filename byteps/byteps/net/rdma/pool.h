@@ -1,0 +1,71 @@
+// Registered memory, used again instead of being registered anew.
+#ifndef BYTEPS_NET_RDMA_POOL_H_
+#define BYTEPS_NET_RDMA_POOL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/rdma/registrar.h"
+#include "byteps/net/rdma/verbs.h"
+#include "ps/sarray.h"
+
+namespace ps {
+namespace rdma {
+
+// Any thread may call anything.
+class Pool : public std::enable_shared_from_this<Pool> {
+ public:
+  struct Buffer {
+    SArray<char> bytes;  // gives the memory back when its last copy goes
+    uint32_t lkey = 0;
+    uint32_t rkey = 0;
+  };
+
+  // Keeps at most `max_idle` bytes that nobody uses; more is let go of by the registrar.
+  Pool(std::shared_ptr<Device> device, std::shared_ptr<Registrar> registrar, size_t max_idle)
+      : device_(std::move(device)), registrar_(std::move(registrar)), max_idle_(max_idle) {}
+
+  // Exactly `bytes` bytes, uninitialised.  Throws dmlc::Error when they cannot be had.
+  // What it hands out may outlive everything but the process.  Blocks while memory is
+  // registered.
+  Buffer Take(size_t bytes);
+  // The same of memory that is there already; false if there is none.  Never blocks.
+  bool TakeIdle(size_t bytes, Buffer* buffer);
+
+  // Whether all of this memory is in one buffer that was taken; then its key.
+  bool Find(const void* address, size_t bytes, uint32_t* lkey);
+
+ private:
+  struct Block {
+    Block(std::shared_ptr<Device> device, size_t size);
+    ~Block();
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+
+    const size_t size;
+    char* const memory;
+    std::unique_ptr<Region> region;  // goes before the memory does
+    bool is_out = false;             // somebody has it
+  };
+
+  // Four sizes between each power of two and the next: a fifth is wasted at worst.
+  static size_t ClassOf(size_t bytes);
+  Buffer BufferOf(Block* block, size_t bytes);
+  void Return(Block* block);
+
+  const std::shared_ptr<Device> device_;
+  const std::shared_ptr<Registrar> registrar_;
+  const size_t max_idle_;
+  Mutex mu_;
+  std::map<uintptr_t, std::unique_ptr<Block>> blocks_ PS_GUARDED_BY(mu_);  // by address
+  std::map<size_t, std::vector<Block*>> idle_ PS_GUARDED_BY(mu_);          // by size
+  size_t idle_bytes_ PS_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace rdma
+}  // namespace ps
+#endif  // BYTEPS_NET_RDMA_POOL_H_

@@ -1,0 +1,65 @@
+// The RDMA van's settings, and the address that they choose.
+#ifndef BYTEPS_NET_RDMA_SETTINGS_H_
+#define BYTEPS_NET_RDMA_SETTINGS_H_
+
+#include <netinet/in.h>
+
+#include <cstdint>
+#include <string>
+
+#include "byteps/net/auth/secret.h"
+#include "byteps/net/rdma/verbs.h"
+
+namespace ps {
+namespace rdma {
+
+struct Settings {
+  std::string device;      // "": that of the address
+  int port = 0;            // of the device; 0: that of the address
+  int gid_index = -1;      // -1: that of the address
+  int traffic_class = -1;  // -1: the system's
+  int mtu = 0;             // bytes; 0: the port's
+  uint32_t send_depth = 0;
+  uint32_t receive_depth = 0;
+  uint32_t inline_bytes = 0;
+  uint64_t pool_bytes = 0;
+  uint64_t window_bytes = 0;
+  bool busy_poll = false;
+  bool data_plane = true;
+  int data_endpoints = 1;
+  uint64_t receive_window_bytes = 0;
+  double start_timeout_s = 30;
+  double reconnect_s = 30;  // BYTEPS_RECONNECT_TIMEOUT_S
+  auth::Secret secret;
+
+  // From ps-lite's Environment, which Config has checked.
+  static Settings Get();
+
+  uint32_t slot_bytes() const;
+  // As an ibv_mtu; 0: any.
+  int path_mtu() const;
+
+  // Throws dmlc::Error naming the setting that asks for more than the device can do.
+  void Check(const Device& device) const;
+};
+
+// An IPv4 or IPv6 socket address.
+struct SocketAddress {
+  sockaddr_storage storage;
+
+  sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
+  // Throws dmlc::Error when `host` does not resolve.
+  static SocketAddress Of(const std::string& host, int port);
+  // "10.0.0.2:41234"
+  static std::string Text(const sockaddr* address);
+};
+
+// The address of the device, port and GID that the settings name.  `fallback` when they
+// name none, or leave the choice open and it belongs to the device.  Throws dmlc::Error
+// when there is no such device, port or GID, or it has no IP address.
+std::string AddressOfDevice(const Settings& settings, const std::string& fallback,
+                            bool fallback_was_given);
+
+}  // namespace rdma
+}  // namespace ps
+#endif  // BYTEPS_NET_RDMA_SETTINGS_H_

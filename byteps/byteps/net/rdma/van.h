@@ -1,0 +1,139 @@
+// A van over RDMA with a plane for control and one for data.
+//
+// Connections.  See who_connects.h: one control endpoint each, and from a worker to a server
+// BYTEPS_RDMA_DATA_ENDPOINTS data endpoints; a worker listens nowhere.  Pushes, pulls and
+// what answers them go by the data plane, everything else by the control plane; so a
+// heartbeat or a declaration never waits behind values.  BYTEPS_RDMA_DATA_PLANE=0 leaves
+// one endpoint for both.
+//
+// Threads.  One for each plane handles completions, and hands messages to the data handler;
+// one makes connections and hears of their end; one registers memory.  Messages of
+// membership, and the news of lost peers, are handed on by Van's receiving thread.  All
+// sleep while there is nothing to do (unless BYTEPS_RDMA_BUSY_POLL=1).
+//
+// Memory.  Values are sent from where they lie and received where they belong
+// (Handlers::place_for), or into registered memory that is reused when the last copy of the
+// SArray is gone.  A registration is for one message, but for those of the pool's own memory
+// and of memory in the registration cache (net/registration_cache.h).
+//
+// Who is who.  Who connects proves that it has the job's secret, and so does who is connected
+// to.  The scheduler makes a number that names the job and its incarnation, and tells it to who
+// connects; servers take connections of that incarnation alone.  A node's token, a random number in
+// Node::endpoint_name, tells which process a connection belongs to, also before it has an
+// id.  What a message says of its sender is not looked at: the connection knows.
+#ifndef BYTEPS_NET_RDMA_VAN_H_
+#define BYTEPS_NET_RDMA_VAN_H_
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/link/van_inbox.h"
+#include "byteps/net/rdma/connector.h"
+#include "byteps/net/rdma/endpoint.h"
+#include "ps/internal/van.h"
+
+namespace ps {
+
+class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOwner {
+ public:
+  RdmaVan() = default;
+  ~RdmaVan() override;
+
+  std::string GetType() const override { return "ibverbs"; }
+  void SetNode(const Node& node) override;
+  void Abandon(const void* begin, size_t bytes) override;
+  bool AllArrived() override;
+  void Disconnect(int node_id) override;
+  void SetIncarnation(int incarnation) override;
+
+  // Breaks an endpoint to `node_id`, as a fault of the network would.  For tests.
+  bool BreakEndpoint(int node_id, rdma::Plane plane, int index);
+  // How many there are, to anybody.  For tests.
+  size_t CountEndpoints() { return AllEndpoints().size(); }
+
+ protected:
+  void Start(int customer_id, bool standalone) override;
+  void Stop() override;
+
+  // Listens, but on a worker, at `node`'s host or the address that the settings choose.
+  // Returns the port, 0 on a worker.  Throws dmlc::Error naming the address and the reason.
+  int Bind(const Node& node, int max_retry) override;
+  void Connect(const Node& node) override;
+
+  // Never blocks.  Returns the message's size in bytes, or -1 after Stop.
+  int SendMsg(Message& msg) override;
+  int RecvMsg(Message* msg) override;
+
+ private:
+  struct Peer {
+    int id = Node::kEmpty;
+    std::shared_ptr<rdma::Endpoint> control;
+    std::vector<std::shared_ptr<rdma::Endpoint>> data;
+  };
+  using PeerPtr = std::shared_ptr<Peer>;
+
+  // What the receiving thread has to do: hand on a message, or hear of a loss.
+  struct Event {
+    Message msg;
+    int bytes = 0;
+    std::shared_ptr<rdma::Endpoint> from;  // null: a message to itself, or a loss
+    PeerPtr lost;                          // null: a message
+    int peer = Node::kEmpty;
+    rdma::Plane plane = rdma::Plane::kControl;
+    std::string reason;
+    bool orderly = false;
+    bool closed = false;
+  };
+
+  uint8_t Role() override { return my_role_; }
+  int32_t Rank() override;
+  uint64_t Job() override { return job_; }
+  std::shared_ptr<rdma::Endpoint> OnRequest(const rdma::ConnectRequest& request,
+                                            const std::string& address,
+                                            rdma::Refusal* refusal) override;
+  std::string OnReply(rdma::Endpoint* endpoint, const rdma::ConnectReply& reply) override;
+  char* PlaceFor(rdma::Endpoint* endpoint, const Meta& meta, size_t bytes) override;
+  void OnMessage(rdma::Endpoint* endpoint, rdma::Received received) override;
+  LinkOutage::Clock::duration Patience(rdma::Endpoint* endpoint, LinkFault fault) override;
+  void OnBroken(rdma::Endpoint* endpoint) override;
+  void OnResumed(rdma::Endpoint* endpoint, LinkOutage::Clock::duration after,
+                 size_t again) override;
+  void OnClosed(rdma::Endpoint* endpoint, const rdma::Ending& ending) override;
+
+  std::shared_ptr<rdma::Endpoint> NewEndpoint(rdma::Plane plane, int index, int peer_id,
+                                              bool active);
+  static std::vector<std::shared_ptr<rdma::Endpoint>> EndpointsOf(const Peer& peer);
+  std::shared_ptr<rdma::Endpoint>* SlotOf(Peer* peer, rdma::Plane plane, int index);
+  // Null when there is none.
+  std::shared_ptr<rdma::Endpoint> Choose(int node_id, rdma::Plane plane);
+  std::vector<std::shared_ptr<rdma::Endpoint>> AllEndpoints();
+  void NamePeer(const Node& node);
+  // The endpoint that is to have another connection.
+  std::shared_ptr<rdma::Endpoint> OnResumption(const rdma::ConnectRequest& request,
+                                               rdma::Refusal* refusal);
+  std::string ReasonToRefuse(const rdma::ConnectRequest& request) PS_REQUIRES(peers_mu_);
+  int Transmit(const Message& msg);
+  void HandleLoss(const Event& event);
+  void FlushEndpoints();
+
+  rdma::Settings settings_;
+  uint64_t token_ = 0;
+  std::atomic<uint64_t> job_{0};
+  std::atomic<int> my_id_{Node::kEmpty};
+  std::unique_ptr<rdma::Connector> connector_;
+
+  Mutex peers_mu_;
+  std::unordered_map<uint64_t, PeerPtr> peers_by_token_ PS_GUARDED_BY(peers_mu_);
+  std::unordered_map<int, PeerPtr> peers_ PS_GUARDED_BY(peers_mu_);  // by node id
+  bool stopping_ PS_GUARDED_BY(peers_mu_) = false;
+
+  VanInbox<Event> inbox_;  // whose users are in SendMsg or Abandon; endpoints stay as long
+};
+
+}  // namespace ps
+#endif  // BYTEPS_NET_RDMA_VAN_H_

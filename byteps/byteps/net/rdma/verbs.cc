@@ -1,0 +1,84 @@
+#include "byteps/net/rdma/verbs.h"
+
+#include <sys/resource.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "byteps/net/registration_cache.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+std::string LockedLimit() {
+  rlimit limit;
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "unknown";
+  if (limit.rlim_cur == RLIM_INFINITY) return "unlimited";
+  return std::to_string(limit.rlim_cur / 1024) + " KiB";
+}
+
+}  // namespace
+
+void Throw(const std::string& what, int error) {
+  throw dmlc::Error(what + ": " + strerror(error) + " (errno " + std::to_string(error) + ")");
+}
+
+std::string Describe(const ibv_wc& wc) {
+  char text[64];
+  snprintf(text, sizeof(text), " (status %d, vendor 0x%x)", static_cast<int>(wc.status),
+           wc.vendor_err);
+  return ibv_wc_status_str(wc.status) + std::string(text);
+}
+
+Device::Device(ibv_context* context, int port)
+    : context_(context), commands_(context->cmd_fd), events_(context->async_fd), port_(port) {
+  memset(&limits_, 0, sizeof(limits_));
+  if (int error = ibv_query_device(context_, &limits_)) Throw("cannot query " + name(), error);
+  ibv_port_attr attributes;
+  memset(&attributes, 0, sizeof(attributes));
+  if (int error = ibv_query_port(context_, port_, &attributes)) {
+    Throw("cannot query port " + std::to_string(port_) + " of " + name(), error);
+  }
+  if (attributes.state < IBV_PORT_ACTIVE) {
+    throw dmlc::Error("port " + std::to_string(port_) + " of " + name() +
+                      " is not active: look at its cable, at its network interface, and at the "
+                      "subnet manager where it is InfiniBand (`rdma link` shows its state)");
+  }
+  max_message_bytes_ = attributes.max_msg_sz;
+  pd_.reset(ibv_alloc_pd(context_));
+  if (!pd_) Throw("cannot make a protection domain on " + name(), errno);
+}
+
+Region::Region(std::shared_ptr<Device> device, const void* address, size_t bytes, int access)
+    : device_(std::move(device)),
+      bytes_(bytes),
+      writable_((access & IBV_ACCESS_REMOTE_WRITE) != 0) {
+  mr_.reset(ibv_reg_mr(device_->pd(), const_cast<void*>(address), bytes, access));
+  if (!mr_) {
+    const int error = errno;
+    std::string what = "cannot register " + std::to_string(bytes) + " bytes of memory with " +
+                       device_->name() + " (" + std::to_string(device_->registered_bytes()) +
+                       " bytes in " + std::to_string(device_->registrations()) +
+                       " regions are registered)";
+    if (error == ENOMEM) {
+      what += "; the limit of locked memory (ulimit -l) is " + LockedLimit() +
+              ": raise it, or lower BYTEPS_RDMA_RX_DEPTH or BYTEPS_SERVER_WINDOW_BYTES";
+    }
+    Throw(what, error);
+  }
+  device_->registered_bytes_ += bytes_;
+  ++device_->registrations_;
+  RegistrationCache::CountRegistration();
+}
+
+Region::~Region() {
+  device_->registered_bytes_ -= bytes_;
+  --device_->registrations_;
+}
+
+}  // namespace rdma
+}  // namespace ps

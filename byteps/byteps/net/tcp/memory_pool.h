@@ -1,0 +1,39 @@
+// Memory for received values, used again: fresh pages cost as much as receiving into them.
+#ifndef BYTEPS_NET_TCP_MEMORY_POOL_H_
+#define BYTEPS_NET_TCP_MEMORY_POOL_H_
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "ps/sarray.h"
+
+namespace ps {
+namespace tcp {
+
+class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
+ public:
+  // Keeps at most `limit` bytes that nobody uses.
+  explicit MemoryPool(size_t limit) : limit_(limit) {}
+  ~MemoryPool();
+
+  // `bytes` bytes, aligned to pages.  They come back when the last copy is gone, in any thread.
+  // Throws std::bad_alloc.
+  SArray<char> Take(size_t bytes);
+
+ private:
+  static size_t Rounded(size_t bytes);
+  void Return(char* block, size_t size);
+
+  const size_t limit_;
+  Mutex mu_;
+  std::map<size_t, std::vector<char*>> free_ PS_GUARDED_BY(mu_);  // by size
+  size_t free_bytes_ PS_GUARDED_BY(mu_) = 0;
+  size_t out_ PS_GUARDED_BY(mu_) = 0;  // blocks in use
+};
+
+}  // namespace tcp
+}  // namespace ps
+#endif  // BYTEPS_NET_TCP_MEMORY_POOL_H_

@@ -1,0 +1,157 @@
+#include "byteps/net/tcp/poller.h"
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace tcp {
+namespace {
+
+constexpr int kEvents = 64;
+
+}  // namespace
+
+Poller::Poller(const std::string& name)
+    : epoll_(Fd::Make([] { return epoll_create1(EPOLL_CLOEXEC); })),
+      wake_(Fd::Make([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
+  if (!epoll_ || !wake_) {
+    throw dmlc::Error(std::string("cannot wait for sockets: ") + strerror(errno) +
+                      "; raise the limit of open files (ulimit -n)");
+  }
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = 0;
+  CHECK_EQ(epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event), 0) << strerror(errno);
+  thread_ = std::thread(&Poller::Loop, this);
+  pthread_setname_np(thread_.native_handle(), ("bps-" + name).c_str());
+}
+
+Poller::~Poller() { Stop(); }
+
+void Poller::Stop() {
+  stop_ = true;
+  Wake();
+  if (thread_.joinable()) thread_.join();
+  // They hold this poller.  They go without the lock.
+  std::unordered_map<uint64_t, std::shared_ptr<Pollable>> watched;
+  std::multimap<Clock::time_point, Task> tasks;
+  MutexLock lock(&mu_);
+  watched.swap(watched_);
+  tasks.swap(tasks_);
+  numbers_.clear();
+  stopped_ = true;
+}
+
+void Poller::Wake() {
+  const uint64_t one = 1;
+  // A full counter (EAGAIN) has woken the thread already.
+  if (write(wake_.get(), &one, sizeof(one)) < 0) CHECK_EQ(errno, EAGAIN) << strerror(errno);
+}
+
+void Poller::Watch(int fd, std::shared_ptr<Pollable> pollable) {
+  MutexLock lock(&mu_);
+  if (stopped_) throw dmlc::Error("the transport was stopped");
+  const uint64_t number = ++last_number_;
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+  event.data.u64 = number;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    throw dmlc::Error(std::string("cannot wait for a socket: ") + strerror(errno));
+  }
+  watched_[number] = std::move(pollable);
+  numbers_[fd] = number;
+}
+
+void Poller::Forget(int fd) {
+  std::shared_ptr<Pollable> last;  // goes without the lock
+  MutexLock lock(&mu_);
+  auto it = numbers_.find(fd);
+  if (it == numbers_.end()) return;
+  (void)epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  auto watched = watched_.find(it->second);
+  last = std::move(watched->second);
+  watched_.erase(watched);
+  numbers_.erase(it);
+}
+
+void Poller::At(Clock::time_point when, Task task) {
+  {
+    MutexLock lock(&mu_);
+    if (stopped_) return;
+    tasks_.emplace(when, std::move(task));
+  }
+  Wake();
+}
+
+std::shared_ptr<Pollable> Poller::Find(uint64_t number) {
+  MutexLock lock(&mu_);
+  auto it = watched_.find(number);
+  return it == watched_.end() ? nullptr : it->second;
+}
+
+int Poller::MillisecondsToWait() {
+  MutexLock lock(&mu_);
+  if (tasks_.empty()) return -1;
+  const auto wait = tasks_.begin()->first - Clock::now();
+  const auto ms = std::chrono::ceil<std::chrono::milliseconds>(wait).count();
+  return static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(ms, 60000)));
+}
+
+void Poller::RunTasks() {
+  while (true) {
+    Task task;
+    {
+      MutexLock lock(&mu_);
+      if (tasks_.empty() || tasks_.begin()->first > Clock::now()) return;
+      task = std::move(tasks_.begin()->second);
+      tasks_.erase(tasks_.begin());
+    }
+    try {
+      task();
+    } catch (const std::exception& e) {
+      LOG(ERROR) << "a task of the TCP transport failed: " << e.what();
+    }
+  }
+}
+
+void Poller::Loop() {
+  epoll_event events[kEvents];
+  std::vector<uint64_t> unfinished;  // have more to do
+  while (!stop_) {
+    const int wait = unfinished.empty() ? MillisecondsToWait() : 0;
+    const int count = epoll_wait(epoll_.get(), events, kEvents, wait);
+    std::vector<uint64_t> again;
+    const auto serve = [&](uint64_t number, uint32_t what) {
+      const auto pollable = Find(number);
+      if (pollable && pollable->OnReady(what)) again.push_back(number);
+    };
+    for (int i = 0; i < count; ++i) {
+      if (events[i].data.u64 != 0) {
+        serve(events[i].data.u64, events[i].events);
+        continue;
+      }
+      uint64_t value;
+      (void)!read(wake_.get(), &value, sizeof(value));  // nothing there: another event of it
+    }
+    for (const uint64_t number : unfinished) {
+      // Served just now: it says itself whether it has more.
+      const bool served = std::any_of(events, events + std::max(count, 0),
+                                      [&](const auto& event) { return event.data.u64 == number; });
+      if (!served) serve(number, 0);
+    }
+    unfinished = std::move(again);
+    RunTasks();
+  }
+}
+
+}  // namespace tcp
+}  // namespace ps

@@ -1,0 +1,167 @@
+#include "byteps/net/tcp/socket.h"
+
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "byteps/net/net_address.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace tcp {
+namespace {
+
+constexpr int kBacklog = 4096;
+// Keep-alive probes in the time after which a silent peer is lost.
+constexpr int kProbes = 3;
+// What the kernel may hold that it has not sent: enough to keep a link busy while a thread wakes,
+// and no more, since urgent messages wait behind it (bench/simulate.py).
+constexpr int kUnsentBytes = 256 << 10;
+// What is read of a peer that was answered, in all and in a turn.
+constexpr size_t kLeftoverBytes = 256 << 10;
+constexpr size_t kTurnBytes = 16 << 10;
+// Files that a process opens beside its connections.
+constexpr size_t kUsualFiles = 1024;
+
+void Set(int fd, int level, int option, int value) {
+  // Options make a connection better, none makes it right: an old kernel may lack some.
+  (void)setsockopt(fd, level, option, &value, sizeof(value));
+}
+
+}  // namespace
+
+void Fd::Close() {
+  if (fd_ < 0) return;
+  // In a forked copy it was closed, and the number may be another file's.
+  if (!IsForkedCopy()) {
+    const HoldForks hold;
+    KeepInChild(fd_);
+    close(fd_);
+  }
+  fd_ = -1;
+}
+
+std::string Address::Text() const {
+  char host[NI_MAXHOST];
+  char port[NI_MAXSERV];
+  if (getnameinfo(get(), length, host, sizeof(host), port, sizeof(port),
+                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    return "?";
+  }
+  return JoinHostPort(host, atoi(port));
+}
+
+std::vector<Address> Resolve(const std::string& host, int port) {
+  addrinfo hints;
+  memset(&hints, 0, sizeof(hints));
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV | (host.empty() ? AI_PASSIVE : 0);
+  addrinfo* list = nullptr;
+  const int rc = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
+                             &hints, &list);
+  if (rc != 0) throw dmlc::Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
+  std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
+  std::vector<Address> addresses;
+  for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
+    if (a->ai_family != AF_INET && a->ai_family != AF_INET6) continue;
+    Address address;
+    memcpy(&address.storage, a->ai_addr, a->ai_addrlen);
+    address.length = a->ai_addrlen;
+    addresses.push_back(address);
+  }
+  if (addresses.empty()) {
+    throw dmlc::Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
+  }
+  return addresses;
+}
+
+Fd Listen(const Address& address, int* port) {
+  Fd fd = Fd::Make([&address] {
+    return socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  });
+  if (!fd) throw dmlc::Error(strerror(errno));
+  Set(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
+  // IPv4 has a listener of its own.
+  if (address.storage.ss_family == AF_INET6) Set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
+  if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0) {
+    throw dmlc::Error(strerror(errno));
+  }
+  Address bound;
+  bound.length = sizeof(bound.storage);
+  if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.length) != 0) {
+    throw dmlc::Error(strerror(errno));
+  }
+  // The port lies at the same place for both families.
+  *port = ntohs(reinterpret_cast<const sockaddr_in*>(&bound.storage)->sin_port);
+  return fd;
+}
+
+Fd BeginConnect(const Address& address) {
+  Fd fd = Fd::Make([&address] {
+    return socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  });
+  if (!fd) return fd;
+  if (connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
+    const int error = errno;
+    fd.Close();
+    errno = error;
+  }
+  return fd;
+}
+
+int ConnectError(int fd) {
+  int error = 0;
+  socklen_t length = sizeof(error);
+  if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) return errno;
+  return error;
+}
+
+void SetOptions(int fd, double silence_s) {
+  const int seconds = std::max(2, static_cast<int>(silence_s));
+  Set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  Set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kUnsentBytes);
+  Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, seconds / 2));
+  Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, seconds / 2 / kProbes));
+  Set(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
+  Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, seconds * 1000);
+}
+
+Leftovers::Result Leftovers::Read(int fd) {
+  char rest[4096];
+  for (size_t turn = 0; turn < kTurnBytes;) {
+    const ssize_t n = recv(fd, rest, sizeof(rest), MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return kNothingYet;
+    if (n <= 0) return kEnd;
+    turn += n;
+    bytes_ += n;
+    if (bytes_ >= kLeftoverBytes) return kEnd;
+  }
+  return kMore;
+}
+
+void ResetOnClose(int fd) {
+  const linger at_once = {1, 0};
+  (void)setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+}
+
+size_t MakeRoomForFiles(size_t connections) {
+  rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kUsualFiles;
+  const rlim_t wanted = std::min<rlim_t>(connections + kUsualFiles, limit.rlim_max);
+  if (limit.rlim_cur < wanted) {
+    limit.rlim_cur = wanted;
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) getrlimit(RLIMIT_NOFILE, &limit);
+  }
+  return limit.rlim_cur;
+}
+
+}  // namespace tcp
+}  // namespace ps

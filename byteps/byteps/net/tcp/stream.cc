@@ -1,0 +1,45 @@
+#include "byteps/net/tcp/stream.h"
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "byteps/net/tcp/handover.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace tcp {
+
+Stream::Stream(Fd fd, const tls::Context* tls, Side side) : fd_(std::move(fd)) {
+  if (tls != nullptr) {
+    tls_ = std::make_unique<tls::Session>(tls, fd_.get(), side == kConnects);
+  }
+}
+
+ssize_t Stream::Read(const iovec* vector, int count) {
+  return tls_ ? tls_->Read(vector, count) : readv(fd_.get(), vector, count);
+}
+
+ssize_t Stream::Write(const iovec* vector, int count) {
+  if (tls_) return tls_->Write(vector, count);
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(vector);
+  message.msg_iovlen = count;
+  return SendMessage(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+void Stream::Say(const std::string& bytes) {
+  const iovec whole = {const_cast<char*>(bytes.data()), bytes.size()};
+  if (Write(&whole, 1) == static_cast<ssize_t>(bytes.size())) return;
+  DLOG(INFO) << "a greeting could not be sent: " << strerror(errno);
+}
+
+std::string Stream::Text(int error) {
+  const std::string failure = tls_ && error == EPROTO ? tls_->failure() : "";
+  return failure.empty() ? strerror(error) : failure;
+}
+
+}  // namespace tcp
+}  // namespace ps

@@ -1,0 +1,160 @@
+// What all vans share: joining a job, the receiving thread, the end.
+#include <limits>
+#include <utility>
+
+#include "byteps/net/membership/membership.h"
+#include "byteps/net/net_address.h"
+#include "byteps/net/tcp/van.h"
+#include "dmlc/logging.h"
+#include "ps/base.h"
+#include "ps/internal/postoffice.h"
+#include "ps/internal/van.h"
+#ifdef BYTEPS_WITH_RDMA
+#include "byteps/net/rdma/van.h"
+#endif
+
+namespace ps {
+
+const int Node::kEmpty = std::numeric_limits<int>::max();
+const int Meta::kEmpty = std::numeric_limits<int>::max();
+
+namespace {
+
+// The address at which this node listens, or which it tells others of.
+std::string OwnAddress(const Node& scheduler) {
+  const std::string host = GetEnv("DMLC_NODE_HOST", "");
+  if (!host.empty()) return host;
+  const std::string interface = GetEnv("DMLC_INTERFACE", "");
+  if (!interface.empty()) return AddressOfInterface(interface);
+  return LocalAddressTowards(scheduler.hostname, scheduler.port);
+}
+
+// How membership reaches other nodes: by the van.
+class VanLinks : public MembershipLinks {
+ public:
+  explicit VanLinks(Van* van) : van_(van) {}
+  Node self() const override { return van_->node(); }
+  const Node& scheduler() const override { return van_->scheduler(); }
+  void SetSelf(const Node& node) override { van_->SetNode(node); }
+  void Connect(const Node& node) override { van_->Connect(node); }
+  void Disconnect(int node_id) override { van_->Disconnect(node_id); }
+  void Send(Message* msg) override { van_->Send(*msg); }
+  void SetIncarnation(int incarnation) override { van_->SetIncarnation(incarnation); }
+
+ private:
+  Van* const van_;
+};
+
+}  // namespace
+
+Van::Van() = default;
+Van::~Van() = default;
+
+void Van::OnDisconnect(int node_id) { membership_->OnDisconnect(node_id); }
+
+Van* Van::Create(const std::string& type) {
+  if (type == "tcp" || type == "0") return new TcpVan();
+#ifdef BYTEPS_WITH_RDMA
+  if (type == "ibverbs" || type == "1") return new RdmaVan();
+#endif
+  throw dmlc::Error("DMLC_ENABLE_RDMA=" + type + " names no transport of this build");
+}
+
+void Van::Start(int customer_id, bool /*standalone*/) {
+  const Postoffice* post = Postoffice::Get();
+  is_scheduler_ = post->is_scheduler();
+  scheduler_.hostname = GetEnv("DMLC_PS_ROOT_URI", "");
+  scheduler_.port = GetEnv("DMLC_PS_ROOT_PORT", 0);
+  scheduler_.role = Node::SCHEDULER;
+  scheduler_.id = kScheduler;
+  Node self = scheduler_;
+  if (!is_scheduler_) {
+    self = Node();
+    self.hostname = OwnAddress(scheduler_);
+    self.role = post->is_worker() ? Node::WORKER : Node::SERVER;
+    self.port = post->is_server() ? GetEnv("BYTEPS_NODE_PORT", 0) : 0;
+    self.customer_id = customer_id;
+  }
+  my_role_ = self.role;
+  SetNode(self);
+  links_ = std::make_unique<VanLinks>(this);
+  membership_ = std::make_unique<Membership>(links_.get(), MembershipSettings::FromEnvironment(),
+                                             post->handlers().on_event);
+  const int port = Bind(self, 0);
+  self = node();  // a transport may know its address better
+  self.port = port;
+  SetNode(self);
+  if (is_scheduler_) scheduler_.port = port;
+  if (port != 0 && post->handlers().on_event) {
+    MembershipEvent event;
+    event.kind = MembershipEvent::kListens;
+    event.node = self;
+    post->handlers().on_event(event);
+  }
+  Connect(scheduler_);
+  receiver_thread_ = std::make_unique<std::thread>(&Van::Receiving, this);
+  pthread_setname_np(receiver_thread_->native_handle(), "bps-control");
+  membership_->Join();
+  ready_ = true;
+}
+
+void Van::Stop() {
+  if (membership_) membership_->Stop();
+  if (receiver_thread_) {
+    Message exit;
+    exit.meta.control.cmd = Control::TERMINATE;
+    exit.meta.recver = node().id;
+    SendMsg(exit);
+    receiver_thread_->join();
+    receiver_thread_.reset();
+  }
+  membership_.reset();
+  links_.reset();
+  ready_ = false;
+  Node self = node();
+  self.id = Meta::kEmpty;
+  Van::SetNode(self);
+}
+
+int Van::Send(Message& msg) {
+  const int bytes = SendMsg(msg);
+  if (bytes >= 0 && Postoffice::Get()->verbose() >= 2) {
+    PS_VLOG(2) << GetType() << "\tsent: " << msg.DebugString();
+  }
+  return bytes;
+}
+
+bool Van::IsValidPushpull(const Message& msg) {
+  return msg.meta.control.empty() && !msg.meta.simple_app;
+}
+
+void Van::ProcessDataMsg(Message* msg) {
+  const auto& handler = Postoffice::Get()->handlers().on_message;
+  if (handler) handler(msg);
+}
+
+void Van::Receiving() {
+  while (true) {
+    Message msg;
+    try {
+      RecvMsg(&msg);
+      // The van's own is nobody's; what a peer calls so is not for this thread.
+      if (msg.meta.control.cmd == Control::TERMINATE && msg.meta.sender == Meta::kEmpty) return;
+      if (Postoffice::Get()->verbose() >= 2) {
+        PS_VLOG(2) << GetType() << "\treceived: " << msg.DebugString();
+      }
+      if (msg.meta.control.empty()) {
+        ProcessDataMsg(&msg);
+      } else {
+        membership_->Handle(msg);
+      }
+    } catch (const std::exception& e) {
+      // Whoever sent it is not understood; the others need not suffer.
+      LOG(WARNING) << "a message of node " << msg.meta.sender
+                   << " could not be handled: " << e.what();
+      Disconnect(msg.meta.sender);
+    }
+  }
+}
+
+}  // namespace ps

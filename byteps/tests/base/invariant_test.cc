@@ -1,0 +1,253 @@
+// What becomes of a broken invariant.  These tests break some on purpose; no other one may.
+#include "byteps/base/invariant.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "byteps/base/declaration_list.h"
+#include "byteps/base/mutex.h"
+#include "byteps/engine/push_scheduler.h"
+#include "byteps/engine/requests.h"
+#include "byteps/server/sum_server.h"
+#include "ps/internal/postoffice.h"
+#include "tests/support/job.h"
+#include "tests/support/server_channel.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+uint64_t on_purpose = 0;
+
+// What is broken while it lives is so on purpose.
+class OnPurpose {
+ public:
+  OnPurpose() : before_(ps::NumBrokenInvariants()) {}
+  ~OnPurpose() { on_purpose += count(); }
+  uint64_t count() const { return ps::NumBrokenInvariants() - before_; }
+
+ private:
+  const uint64_t before_;
+};
+
+class NoneBroken : public ::testing::Environment {
+ public:
+  void TearDown() override {
+    EXPECT_EQ(ps::NumBrokenInvariants(), on_purpose) << ps::BrokenInvariants().last;
+  }
+};
+[[maybe_unused]] const auto* const environment =
+    ::testing::AddGlobalTestEnvironment(new NoneBroken);
+
+// What `broken` throws.
+template <typename Function>
+std::string ErrorOf(Function broken) {
+  try {
+    broken();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "nothing";
+}
+
+TensorPtr TensorOf(uint64_t bytes) {
+  auto tensor = std::make_shared<Tensor>();
+  tensor->declaration.name = "x";
+  tensor->declaration.bytes = bytes;
+  tensor->declaration.partition_bytes = kPage;
+  return tensor;
+}
+
+OperationPtr OperationOf(uint64_t bytes) {
+  PushPullRequest request;
+  request.tensor.name = "x";
+  request.tensor.bytes = bytes;
+  return std::make_shared<Operation>(request, TensorOf(bytes));
+}
+
+TEST(Invariant, ThatHoldsCostsNothingButTheLook) {
+  OnPurpose broken;
+  int made = 0;
+  const auto text = [&made] { return std::to_string(++made); };
+  BPS_INVARIANT("holds", broken.count() == 0, text());
+  PS_INVARIANT_NOTED("holds", broken.count() == 0, text());
+  EXPECT_EQ(made, 0);
+  EXPECT_EQ(broken.count(), 0u);
+}
+
+TEST(Invariant, ThatIsBrokenIsNamedAndCounted) {
+  OnPurpose broken;
+  const std::string error =
+      ErrorOf([] { BPS_INVARIANT("two is more than three", 2 > 3, "2 and 3"); });
+  EXPECT_TRUE(Has(error, "the invariant 'two is more than three' was broken: 2 and 3")) << error;
+  EXPECT_EQ(ps::BrokenInvariants().last, error);
+  EXPECT_THROW(PS_INVARIANT("one is two", 1 == 2, "1"), dmlc::Error);
+  PS_INVARIANT_NOTED("one is three", 1 == 3, "1");
+  EXPECT_TRUE(Has(ps::BrokenInvariants().last, "one is three"));
+  EXPECT_EQ(broken.count(), 3u);
+}
+
+TEST(Invariant, AWindowIsNeverBelowZero) {
+  OnPurpose broken;
+  PushScheduler scheduler(2, 0);
+  scheduler.Return(1, 100);
+  EXPECT_TRUE(Has(ps::BrokenInvariants().last, "'a window is never below zero'"));
+  EXPECT_TRUE(Has(ps::BrokenInvariants().last, "100 bytes left the window of server 1"));
+  EXPECT_EQ(scheduler.under_way(), 0u);
+  EXPECT_EQ(broken.count(), 1u);
+}
+
+TEST(Invariant, ARequestIsAnsweredOnce) {
+  OnPurpose broken;
+  Requests requests;
+  const uint64_t number = requests.Remember({});
+  Request taken;
+  EXPECT_TRUE(requests.Take(number, &taken));
+  const std::string error = ErrorOf([&] { requests.Take(number, &taken); });
+  EXPECT_TRUE(Has(error, "'a request is answered once'")) << error;
+  EXPECT_TRUE(Has(ErrorOf([&] { requests.Take(77, &taken); }), "request 77 of 1"));
+  requests.Clear();  // the job has ended
+  EXPECT_FALSE(requests.Take(number, &taken));
+  EXPECT_EQ(broken.count(), 2u);
+}
+
+TEST(Invariant, APartitionIsInOneStage) {
+  using Stage = Operation::Stage;
+  for (const uint64_t bytes : {1000, 3 * kPage}) {
+    OnPurpose broken;
+    const OperationPtr operation = OperationOf(bytes);
+    const uint64_t last = (bytes - 1) / kPage;
+    operation->Move(last, Stage::kTaken);
+    operation->Move(last, Stage::kPushed);
+    const std::string error = ErrorOf([&] { operation->Move(last, Stage::kPushed); });
+    EXPECT_TRUE(Has(error, "'a partition is in one stage'")) << error;
+    EXPECT_TRUE(Has(error, "partition " + std::to_string(last) + " of 'x'")) << error;
+    for (uint64_t i = 0; i <= last; ++i) EXPECT_EQ(operation->CountPartition(i), i == last);
+    EXPECT_NE(ErrorOf([&] { operation->CountPartition(0); }), "nothing");
+    EXPECT_EQ(broken.count(), 2u);
+  }
+}
+
+TEST(Invariant, AnOperationEndsOnce) {
+  OnPurpose broken;
+  const OperationPtr operation = OperationOf(1000);
+  operation->End("", nullptr);
+  operation->End("again", nullptr);
+  EXPECT_TRUE(Has(ps::BrokenInvariants().last, "'an operation ends once'"));
+  operation->EndWriting();
+  EXPECT_TRUE(Has(ps::BrokenInvariants().last, "'whoever stops writing had begun'"));
+  EXPECT_EQ(broken.count(), 2u);
+}
+
+// A server that answers twice: the transport hears of it, and ends the job with these words.
+TEST(Invariant, ThatIsBrokenInAJobFailsIt) {
+  OnPurpose broken;
+  Script script;
+  script.answers_twice = true;
+  Job job(1, script);
+  auto values = Values(100, 1);
+  std::string error = job.ErrorOf(job.Start("x", &values));  // it may be well, if it is soon
+  while (error == "it was well") {
+    try {
+      error = job.ErrorOf(job.Start("x", &values));
+    } catch (const Error& e) {
+      error = e.what();
+    }
+  }
+  EXPECT_TRUE(Has(error, "'a request is answered once'")) << error;
+  EXPECT_TRUE(job.worker.failed());
+  EXPECT_GE(job.Metric("broken_invariants_total"), static_cast<double>(broken.count()));
+}
+
+// Whatever a transport throws: the operation fails, and what it held of the window is free again.
+TEST(Invariant, ThatIsBrokenWhileSendingFailsTheOperation) {
+  Job job(1);
+  auto values = Values(3000, 1);
+  job.Wait(job.Start("x", &values));
+  for (const uint64_t bytes : {100, 3000}) {
+    values.resize(bytes);
+    OnPurpose broken;
+    const std::string name = "y" + std::to_string(bytes);
+    job.worker.Declare({Job::RequestFor(name, &values).tensor});
+    job.channel->Change([](Script* s) { s->throws = true; });
+    const std::string error = job.ErrorOf(job.Start(name, &values));
+    EXPECT_TRUE(Has(error, "'what is sent is sound'")) << error;
+    job.channel->Change([](Script* s) { s->throws = false; });
+    EXPECT_TRUE(job.Settles("transport_partitions", 0));
+    EXPECT_GE(broken.count(), 1u);
+  }
+}
+
+// Of the answers that it is given the first cannot be sent.
+class BrokenAnswers : public ServerChannel {
+ public:
+  bool Send(ps::Message* message) override {
+    ps::MutexLock lock(&mu_);
+    PS_INVARIANT("what is sent is sound", !std::exchange(breaks_, false), "as the test says");
+    errors_[message->meta.recver] = message->meta.option != 0 ? message->meta.body : "none";
+    return true;
+  }
+  void BreakNext() {
+    ps::MutexLock lock(&mu_);
+    breaks_ = true;
+  }
+  // By receiver: of the last answer.
+  std::map<int, std::string> errors() {
+    ps::MutexLock lock(&mu_);
+    return errors_;
+  }
+
+ private:
+  ps::Mutex mu_;
+  bool breaks_ PS_GUARDED_BY(mu_) = true;
+  std::map<int, std::string> errors_ PS_GUARDED_BY(mu_);
+};
+
+TEST(Invariant, ThatIsBrokenInAServerFailsTheRound) {
+  OnPurpose broken;
+  BrokenAnswers channel;
+  Server server(ConfigWith({}), &channel);
+  Declaration declaration;
+  declaration.name = "x";
+  declaration.bytes = declaration.partition_bytes = 400;
+  declaration.group = {0, 1};
+  const auto tell = [&](int rank, ps::Message request) {
+    request.meta.sender = ps::Postoffice::WorkerRankToID(rank);
+    server.OnMessage(&request);
+  };
+  EXPECT_THROW(
+      tell(0, MakeRequest(kDeclare, 8, declaration.Key(), 1, PackDeclarations({declaration}))),
+      dmlc::Error);  // the transport closes the connection
+  channel.BreakNext();
+  for (int rank = 0; rank < 2; ++rank) {
+    PushHeader header;
+    header.timeout_ms = 600'000;
+    header.pull_bytes = 400;
+    ps::Message request = MakeRequest(kPushPull, 8, declaration.Key(), 2 + rank, header.Pack());
+    const ps::SArray<char> values = RoomForValues(400);
+    memset(values.data(), 0, 400);
+    AddValues(&request, values);
+    tell(rank, std::move(request));
+  }
+  // The server's own thread may serve the second one.
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while ((channel.errors().size() < 2 || server.OpenRounds() > 0) &&
+         std::chrono::steady_clock::now() < limit) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  for (const auto& [receiver, error] : channel.errors()) {
+    EXPECT_TRUE(Has(error, "'what is sent is sound'")) << receiver << ": " << error;
+  }
+  EXPECT_EQ(channel.errors().size(), 2u);
+  EXPECT_EQ(server.OpenRounds(), 0u);
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps

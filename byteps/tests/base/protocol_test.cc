@@ -1,0 +1,214 @@
+// What workers and servers say to each other, byte for byte.
+#include "byteps/base/protocol.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+
+#include "byteps/base/declaration_list.h"
+#include "byteps/net/link/meta_codec.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+std::vector<Declaration> SomeDeclarations() {
+  std::vector<Declaration> all;
+  for (int i = 0; i < 7; ++i) {
+    Declaration d;
+    d.name = std::string(i, 'x') + "\0\xff" + std::to_string(i);
+    d.dtype = static_cast<DType>(i);
+    d.average = i % 2 == 0;
+    d.fused = false;
+    d.hash = KeyHash::kSdbm;
+    d.bytes = 800 * (i + 1);
+    d.partition_bytes = 4096;
+    d.placement = 0x1122334455667788 + i;
+    d.group = i % 3 == 0 ? std::vector<uint32_t>{0, 1, 70000} : std::vector<uint32_t>{5, 6};
+    if (i == 0) {  // 200 elements of fp32
+      UpdateRule rule;
+      rule.groups = {{0.9, 0.95, 1e-8, false}, {0.8, 0.9, 1e-6, false}};
+      rule.segments = {{3, 1}, {199, 0, false}, {200, 1}};
+      rule.in_order = true;
+      rule.counts_zeros = true;
+      d.rule = std::make_shared<UpdateRule>(rule);
+    }
+    all.push_back(d);
+  }
+  return all;
+}
+
+TEST(DeclarationList, ComesBackAsItWas) {
+  const auto all = SomeDeclarations();
+  std::vector<Declaration> back;
+  std::string error;
+  ASSERT_TRUE(UnpackDeclarations(PackDeclarations(all), &back, &error)) << error;
+  ASSERT_EQ(back.size(), all.size());
+  for (size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(back[i] == all[i]) << i;
+}
+
+TEST(DeclarationList, IsLittleEndianAndHasEachGroupOnce) {
+  auto all = SomeDeclarations();
+  const std::string text = PackDeclarations(all);
+  EXPECT_EQ(text[0], 2);                                            // version
+  EXPECT_EQ(text[1], 4);                                            // sdbm
+  EXPECT_EQ(text.substr(3, 4), std::string("\2\0\0\0", 4));         // groups
+  EXPECT_EQ(text.substr(7, 4), std::string("\3\0\0\0", 4));         // members of the first
+  EXPECT_EQ(text.substr(19, 4), std::string("\x70\x11\x01\0", 4));  // 70000
+}
+
+TEST(DeclarationList, EveryTruncationAndAdditionIsRefused) {
+  const std::string text = PackDeclarations(SomeDeclarations());
+  std::vector<Declaration> back;
+  std::string error;
+  for (size_t size = 0; size < text.size(); ++size) {
+    EXPECT_FALSE(UnpackDeclarations(text.substr(0, size), &back, &error)) << size;
+    EXPECT_EQ(error, "does not parse");
+  }
+  EXPECT_FALSE(UnpackDeclarations(text + "x", &back, &error));
+}
+
+TEST(DeclarationList, AnotherVersionIsNamed) {
+  std::string text = PackDeclarations(SomeDeclarations());
+  text[0] = 9;
+  std::vector<Declaration> back;
+  std::string error;
+  EXPECT_FALSE(UnpackDeclarations(text, &back, &error));
+  EXPECT_NE(error.find("version 9"), std::string::npos) << error;
+}
+
+TEST(DeclarationList, AnyBytesAreTakenOrRefused) {
+  const std::string good = PackDeclarations(SomeDeclarations());
+  std::mt19937 random(7);
+  std::vector<Declaration> back;
+  std::string error;
+  int refused = 0;
+  for (int i = 0; i < 20000; ++i) {
+    std::string text = good;
+    for (int flips = 1 + random() % 4; flips > 0; --flips) {
+      text[random() % text.size()] = static_cast<char>(random());
+    }
+    if (!UnpackDeclarations(text, &back, &error)) {
+      ++refused;
+      continue;
+    }
+    for (const auto& d : back) {
+      EXPECT_LE(d.NumPartitions(), kMaxPartitions);
+      EXPECT_TRUE(std::is_sorted(d.group.begin(), d.group.end()));
+      EXPECT_FALSE(d.group.empty());
+    }
+  }
+  EXPECT_GT(refused, 1000);
+}
+
+// Of a tensor of 10 elements.
+bool IsRule(const UpdateRule& rule) {
+  UpdateRule back;
+  return UpdateRule::Unpack(rule.Pack(), 10, &back) && back == rule;
+}
+
+TEST(UpdateRule, HasEachElementInOneGroup) {
+  UpdateRule rule;
+  rule.groups = {{0.9, 0.95, 1e-8, false}};
+  rule.segments = {{4, 0}, {10, 0}};
+  EXPECT_TRUE(IsRule(rule));
+  EXPECT_EQ(rule.NumSlots(), 3u);
+  for (const auto& segments : std::vector<std::vector<UpdateRule::Segment>>{
+           {}, {{4, 0}}, {{4, 0}, {11, 0}}, {{4, 0}, {4, 0}, {10, 0}}, {{4, 1}, {10, 0}}}) {
+    UpdateRule bad = rule;
+    bad.segments = segments;
+    EXPECT_FALSE(IsRule(bad));
+  }
+  rule.groups[0].beta2 = 1;  // its bias correction is 0
+  EXPECT_FALSE(IsRule(rule));
+  rule.algorithm = UpdateRule::kSgd;
+  EXPECT_TRUE(IsRule(rule));
+  EXPECT_EQ(rule.NumSlots(), 2u);
+}
+
+TEST(UpdateRule, EveryTruncationOfAStepIsRefused) {
+  UpdateStep step, back;
+  step.number = 7;
+  step.skip = true;
+  step.grad_scale = 0.25;
+  step.rates = {{0.1, 0.01}, {0.2, 0}};
+  const std::string text = step.Pack();
+  ASSERT_TRUE(UpdateStep::Unpack(text, &back));
+  EXPECT_EQ(back.Pack(), text);
+  EXPECT_EQ(back.Describe(),
+            "step 7, skipped, with learning rates 0.1, 0.2, weight decays 0.01, 0, gradients times "
+            "0.25");
+  for (size_t size = 0; size < text.size(); ++size) {
+    EXPECT_FALSE(UpdateStep::Unpack(text.substr(0, size), &back)) << size;
+  }
+  EXPECT_FALSE(UpdateStep::Unpack(text + "x", &back));
+}
+
+PushHeader SomeHeader() {
+  PushHeader header;
+  header.round = 0x01020304;
+  header.timeout_ms = 600'000;
+  header.pull_offset = 0xfffffffe;
+  header.pull_bytes = 7;
+  header.oldest = 0x01000003;
+  return header;
+}
+
+TEST(PushHeader, IsFiveLittleEndianNumbers) {
+  const std::string wire("\4\3\2\1\xc0\x27\x09\0\xfe\xff\xff\xff\7\0\0\0\3\0\0\1", 20);
+  EXPECT_EQ(SomeHeader().Pack(), wire);
+  PushHeader back;
+  ASSERT_TRUE(PushHeader::Unpack(wire, &back));
+  EXPECT_EQ(back.round, 0x01020304u);
+  EXPECT_EQ(back.timeout_ms, 600'000u);
+  EXPECT_EQ(back.pull_offset, 0xfffffffeu);
+  EXPECT_EQ(back.pull_bytes, 7u);
+  EXPECT_EQ(back.oldest, 0x01000003u);
+}
+
+TEST(PushHeader, AnyOtherLengthIsRefused) {
+  const std::string wire = SomeHeader().Pack();
+  PushHeader back;
+  for (size_t size = 0; size < wire.size(); ++size) {
+    EXPECT_FALSE(PushHeader::Unpack(wire.substr(0, size), &back)) << size;
+  }
+  EXPECT_FALSE(PushHeader::Unpack(wire + "x", &back));
+}
+
+// A message of many bytes that claims a node for each of them.
+TEST(Meta, ACountTakesNoMemoryBeforeItsNodesAreRead) {
+  constexpr size_t kBytes = 3 << 20;
+  const std::string empty = ps::EncodeMeta(ps::Meta());
+  for (const uint32_t nodes : {1u << 20, uint32_t{kBytes / 15}}) {
+    std::string bytes = empty + std::string(kBytes, '\xff');
+    for (int i = 0; i < 4; ++i) bytes[empty.size() - 4 + i] = static_cast<char>(nodes >> 8 * i);
+    ps::Meta meta;
+    EXPECT_FALSE(ps::DecodeMeta(bytes.data(), bytes.size(), &meta));
+    EXPECT_LE(meta.control.node.capacity(), 64u) << nodes;
+  }
+}
+
+TEST(Meta, TheNodesOfALargeJobComeBack) {
+  ps::Meta meta;
+  meta.control.cmd = ps::Control::ADD_NODE;
+  for (int i = 0; i < 5000; ++i) {
+    ps::Node node;
+    node.role = i % 2 == 0 ? ps::Node::SERVER : ps::Node::WORKER;
+    node.id = 8 + i;
+    node.aux_id = i / 2;
+    node.port = 1000 + i;
+    node.hostname = "host-" + std::to_string(i);
+    meta.control.node.push_back(node);
+  }
+  const std::string bytes = ps::EncodeMeta(meta);
+  ps::Meta back;
+  ASSERT_TRUE(ps::DecodeMeta(bytes.data(), bytes.size(), &back));
+  EXPECT_EQ(back.control.node.size(), 5000u);
+  EXPECT_EQ(ps::EncodeMeta(back), bytes);
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps

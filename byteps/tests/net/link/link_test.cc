@@ -1,0 +1,265 @@
+// What a link can carry; and what becomes of one that broke: how long, in which words, and which
+// messages again.
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <random>
+
+#include "byteps/net/link/link_outage.h"
+#include "byteps/net/membership/text.h"
+#include "byteps/net/net_address.h"
+#include "byteps/net/rdma/sent_messages.h"
+#include "byteps/net/rdma/wire.h"
+#include "byteps/net/tcp/van.h"
+#include "ps/internal/message.h"
+
+namespace ps {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// Linux's interface for this host alone, which real machines have without a device.
+class Card {
+ public:
+  Card() {
+    char name[] = "/tmp/card.XXXXXX";
+    root_ = mkdtemp(name);
+    std::filesystem::create_directory(root_ + "/lo");
+  }
+  ~Card() { std::filesystem::remove_all(root_); }
+
+  void AddDevice() { std::filesystem::create_directory(root_ + "/lo/device"); }
+  void SaySpeed(const std::string& speed) { std::ofstream(root_ + "/lo/speed") << speed << "\n"; }
+  int Mbps(const std::string& address = "127.0.0.1") { return CardMbps(address, root_); }
+
+ private:
+  std::string root_;
+};
+
+TEST(CardMbps, OnlyDevicesAreAsked) {
+  Card card;
+  card.SaySpeed("10000");
+  EXPECT_EQ(card.Mbps(), 0);
+  card.AddDevice();
+  EXPECT_EQ(card.Mbps(), 10'000);
+  EXPECT_EQ(card.Mbps("192.0.2.1"), 0) << "no interface has this address";
+  EXPECT_EQ(card.Mbps("host"), 0);
+}
+
+TEST(CardMbps, WhatIsNoSpeedIsNotKnown) {
+  Card card;
+  card.AddDevice();
+  EXPECT_EQ(card.Mbps(), 0);
+  for (const char* speed : {"-1", "", "fast"}) {
+    card.SaySpeed(speed);
+    EXPECT_EQ(card.Mbps(), 0) << speed;
+  }
+}
+
+TEST(IsLoopback, AddressesOfThisHostAlone) {
+  for (const char* host : {"127.0.0.1", "127.255.0.3", "::1", "localhost"}) {
+    EXPECT_TRUE(IsLoopback(host)) << host;
+  }
+  for (const char* host : {"128.0.0.1", "10.0.0.127", "fe80::1", "127.example.org", ""}) {
+    EXPECT_FALSE(IsLoopback(host)) << host;
+  }
+}
+
+TEST(ConnectionsFor, AsManyAsTheLinkWants) {
+  EXPECT_EQ(tcp::ConnectionsFor(10, 1, 8), 1);
+  EXPECT_EQ(tcp::ConnectionsFor(10.1, 1, 8), 2);
+  EXPECT_EQ(tcp::ConnectionsFor(25, 2, 8), 2);
+  EXPECT_EQ(tcp::ConnectionsFor(25, 4, 8), 1);
+  EXPECT_EQ(tcp::ConnectionsFor(100, 4, 8), 3);
+  EXPECT_EQ(tcp::ConnectionsFor(100, 1000, 8), 1);
+}
+
+TEST(ConnectionsFor, NoneWaitsForTheThreadOfAnother) {
+  EXPECT_EQ(tcp::ConnectionsFor(400, 1, 8), 8);
+  EXPECT_EQ(tcp::ConnectionsFor(100, 1, 1), 1);
+  EXPECT_EQ(tcp::ConnectionsFor(1e6, 1, 3), 3);
+}
+
+TEST(Membership, ALinkIsToldAsItIs) {
+  for (const int mbps : {0, 1, 25'000, 999'999'999}) {
+    EXPECT_EQ(membership::ParseLink(membership::PackLink(mbps)), mbps);
+  }
+  for (const char* other : {"", "link=", "link=-5", "finish"}) {
+    EXPECT_EQ(membership::ParseLink(other), 0) << other;
+  }
+}
+
+TEST(LinkPatience, TheSchedulerAloneMustHearSoonOfAProcessThatEnded) {
+  EXPECT_EQ(LinkPatience(9, false, 30, LinkFault::kClosed), seconds(30));
+  EXPECT_EQ(LinkPatience(9, true, 30, LinkFault::kClosed), milliseconds(500));
+  EXPECT_EQ(LinkPatience(9, true, 30, LinkFault::kBroken), seconds(5));
+  EXPECT_EQ(LinkPatience(9, true, 30, LinkFault::kSilent), seconds(30));
+}
+
+TEST(LinkPatience, IsNeverLongerThanSaid) {
+  for (const bool is_scheduler : {false, true}) {
+    for (const auto fault : {LinkFault::kClosed, LinkFault::kBroken, LinkFault::kSilent}) {
+      EXPECT_EQ(LinkPatience(9, is_scheduler, 0.25, fault), milliseconds(250));
+      EXPECT_EQ(LinkPatience(9, is_scheduler, 0, fault), seconds(0));
+    }
+  }
+}
+
+TEST(LinkPatience, NobodyWaitsForWhoIsNotOfTheJob) {
+  EXPECT_EQ(LinkPatience(Node::kEmpty, true, 30, LinkFault::kSilent), seconds(0));
+  EXPECT_EQ(LinkPatience(membership::kRefusedBase, true, 30, LinkFault::kSilent), seconds(0));
+}
+
+TEST(LinkOutage, SaysHowLongWhereTheTimeWasTheReason) {
+  auto outage = LinkOutage::Of("its connection was reset", LinkFault::kBroken, seconds(2), 2);
+  EXPECT_EQ(outage.GivenUp(2, "no answer"),
+            "its connection was reset, and could not be made again within 2.0 s "
+            "(BYTEPS_RECONNECT_TIMEOUT_S=2): no answer");
+  outage.listener_gone = true;  // the process has ended, and that is all
+  EXPECT_EQ(outage.GivenUp(2, "nobody listens there"), "its connection was reset");
+  outage = LinkOutage::Of(kLinkClosed, LinkFault::kClosed, milliseconds(500), 30);
+  EXPECT_EQ(outage.GivenUp(30, ""), kLinkClosed);
+  outage = LinkOutage::Of("it broke", LinkFault::kBroken, seconds(5), 30);
+  EXPECT_EQ(outage.GivenUp(30, ""), "it broke, and it did not connect again");
+}
+
+TEST(LinkOutage, SaysThatLargePacketsVanish) {
+  auto outage = LinkOutage::Of("its connection timed out", LinkFault::kSilent, seconds(2), 2);
+  outage.unacknowledged = 5000;
+  const std::string text = outage.GivenUp(2, "");
+  EXPECT_NE(text.find("of 5000 bytes that were sent since none was acknowledged within 2.0 s "
+                      "(BYTEPS_RECONNECT_TIMEOUT_S=2): small packets pass"),
+            std::string::npos)
+      << text;
+  outage.unacknowledged = 16;  // it says nothing of large ones
+  EXPECT_EQ(outage.GivenUp(2, ""),
+            "its connection timed out, and was made again, but of 16 bytes that were sent since "
+            "none was acknowledged within 2.0 s (BYTEPS_RECONNECT_TIMEOUT_S=2)");
+  // The last attempt failed otherwise.
+  EXPECT_EQ(outage.GivenUp(2, "no answer"),
+            "its connection timed out, and could not be made again within 2.0 s "
+            "(BYTEPS_RECONNECT_TIMEOUT_S=2): no answer");
+}
+
+using Ints = rdma::SentMessages<std::unique_ptr<int>>;
+
+std::unique_ptr<int> Message(int n) { return std::make_unique<int>(n); }
+
+TEST(SentMessages, OnlyWhatThePeerLacksIsSentAgain) {
+  Ints sent;
+  for (int n = 0; n < 5; ++n) sent.Posted();  // the device says of the first that it arrived
+  for (int n = 1; n < 5; ++n) sent.GaveBack(Message(n));
+  std::vector<std::unique_ptr<int>> arrived;
+  const auto again = sent.Resume(3, &arrived);  // and so have two more
+  ASSERT_EQ(arrived.size(), 2u);
+  EXPECT_EQ(*arrived[0], 1);
+  EXPECT_EQ(*arrived[1], 2);
+  ASSERT_EQ(again.size(), 2u);
+  EXPECT_EQ(*again[0], 3);
+  EXPECT_EQ(*again[1], 4);
+}
+
+TEST(SentMessages, WhatCannotBeIsSaid) {
+  Ints sent;
+  std::vector<std::unique_ptr<int>> arrived;
+  for (int n = 0; n < 5; ++n) sent.Posted();
+  sent.GaveBack(Message(4));
+  EXPECT_THROW(sent.Resume(6, &arrived), dmlc::Error);  // more than were sent
+  EXPECT_THROW(sent.Resume(3, &arrived), dmlc::Error);  // less than the device says
+  EXPECT_EQ(sent.Resume(4, &arrived).size(), 1u);
+}
+
+// A sender and a receiver over a connection that delivers in order, and breaks at random: the
+// device tells the sender of any part of what has come, and of no more.
+TEST(SentMessages, EachComesOnceAndInOrderHoweverOftenItBreaks) {
+  std::mt19937 random(7);
+  for (int run = 0; run < 300; ++run) {
+    const int count = 1 + static_cast<int>(random() % 60);
+    std::deque<std::unique_ptr<int>> outbox;
+    for (int n = 0; n < count; ++n) outbox.push_back(Message(n));
+    std::deque<std::unique_ptr<int>> posted;  // the device has them; the peer some of the first
+    Ints sent;
+    std::vector<int> received;
+    size_t on_the_way = 0;  // of the posted ones, those that the peer has not
+    while (received.size() < static_cast<size_t>(count)) {
+      const auto what = random() % 4;
+      if (what == 0 && !outbox.empty()) {
+        sent.Posted();
+        posted.push_back(std::move(outbox.front()));
+        outbox.pop_front();
+        ++on_the_way;
+      } else if (what == 1 && on_the_way > 0) {
+        received.push_back(*posted[posted.size() - on_the_way--]);
+      } else if (what == 2 && posted.size() > on_the_way) {
+        posted.pop_front();  // it has arrived
+      } else if (what == 3 && random() % 4 == 0) {
+        for (auto& message : posted) sent.GaveBack(std::move(message));
+        posted.clear();
+        on_the_way = 0;
+        std::vector<std::unique_ptr<int>> arrived;
+        auto again = sent.Resume(received.size(), &arrived);
+        for (auto it = again.rbegin(); it != again.rend(); ++it) {
+          outbox.push_front(std::move(*it));
+        }
+      }
+    }
+    for (int n = 0; n < count; ++n) ASSERT_EQ(received[n], n) << "run " << run;
+  }
+}
+
+TEST(RdmaWire, ARefusalSaysWhetherItWillPass) {
+  rdma::Refusal said, heard;
+  said.again_soon = true;
+  said.reason = std::string(500, 'x');
+  const std::string bytes = said.Encode();
+  ASSERT_EQ(bytes.size(), 148u);
+  ASSERT_TRUE(heard.Decode(bytes.data(), bytes.size()));
+  EXPECT_TRUE(heard.again_soon);
+  EXPECT_EQ(heard.reason, std::string(122, 'x'));
+  EXPECT_EQ(heard.Claims(), said.Claims());
+  const std::string claims = said.Claims();
+  said.again_soon = false;
+  EXPECT_NE(said.Claims(), claims);
+  said.proof = std::string(rdma::kAnswerProofBytes, 'p');
+  ASSERT_TRUE(heard.Decode(said.Encode().data(), bytes.size()));
+  EXPECT_FALSE(heard.again_soon);
+  EXPECT_EQ(heard.proof, said.proof);
+  EXPECT_EQ(heard.reason, std::string(122, 'x'));
+}
+
+TEST(RdmaWire, AProofIsOverAllThatAnAnswerSays) {
+  rdma::ConnectReply reply;
+  reply.slots = 8;
+  const std::string claims = reply.Claims();
+  reply.slots = 12;
+  EXPECT_NE(reply.Claims(), claims);
+  reply.proof = std::string(auth::kProofBytes, 'p');
+  EXPECT_EQ(reply.Encode(), reply.Claims() + reply.proof);
+  rdma::Challenge said, heard;
+  said.sender = 5;
+  said.nonce = std::string(auth::kNonceBytes, 'n');
+  said.proof = std::string(rdma::kAnswerProofBytes, 'p');
+  ASSERT_TRUE(heard.Decode(said.Encode().data(), said.Encode().size()));
+  EXPECT_EQ(heard.Claims(), said.Claims());
+  EXPECT_EQ(heard.proof, said.proof);
+}
+
+TEST(RdmaWire, ARequestThatResumesIsProvedAsOne) {
+  rdma::ConnectRequest said, heard;
+  said.sender = 7;
+  said.slots = 8;
+  const std::string first = said.Claims();
+  said.resumes = true;
+  EXPECT_NE(said.Claims(), first);
+  const std::string bytes = said.Encode();
+  ASSERT_TRUE(heard.Decode(bytes.data(), bytes.size()));
+  EXPECT_TRUE(heard.resumes);
+  EXPECT_FALSE(heard.is_data_plane);
+}
+
+}  // namespace
+}  // namespace ps

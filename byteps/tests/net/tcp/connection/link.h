@@ -1,0 +1,126 @@
+// Both ends of a connection in one process, by way of a relay: as a worker's and a server's are,
+// without a job around them.
+#ifndef BYTEPS_TESTS_NET_TCP_CONNECTION_LINK_H_
+#define BYTEPS_TESTS_NET_TCP_CONNECTION_LINK_H_
+
+#include <chrono>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/tcp/connection.h"
+#include "byteps/net/tcp/greeter.h"
+#include "byteps/net/tcp/listener.h"
+#include "relay.h"
+
+namespace connection_test {
+
+// What the links of a test share.
+struct Hub {
+  explicit Hub(bool encrypts, double reconnect_s = 30);
+  ~Hub();
+
+  ps::tcp::ConnectionSettings settings;
+  // Before the poller whose thread uses it, so that it outlives that thread.
+  std::unique_ptr<ps::tcp::PendingPeers> pending;
+  std::shared_ptr<ps::tcp::MemoryPool> pool;
+  std::shared_ptr<ps::tcp::Poller> connects;
+  std::shared_ptr<ps::tcp::Poller> listens;
+  Relay relay;
+};
+
+// The owner of one end: what has become of it.
+class End : public ps::tcp::ConnectionOwner {
+ public:
+  explicit End(const Hub* hub) : hub_(hub) {}
+
+  std::vector<std::string> texts();
+  // Why it has closed; "" while it has not.
+  std::string ending();
+  int times_resumed();
+  size_t sent_again();
+  // Where the values of messages are received, from now on.
+  void ReceiveAt(char* place);
+
+  std::string OnChallenge(const ps::tcp::ConnectionPtr& connection,
+                          const ps::tcp::Challenge& challenge) override;
+  char* PlaceFor(const ps::Meta& meta, size_t bytes) override;
+  void OnMessage(ps::tcp::Connection* connection, ps::Message* msg, size_t bytes) override;
+  ps::tcp::Poller::Clock::duration Patience(ps::tcp::Connection* connection,
+                                            ps::LinkFault fault) override;
+  void OnResumed(ps::tcp::Connection* connection, ps::tcp::Poller::Clock::duration after,
+                 size_t again) override;
+  void OnClosed(const ps::tcp::ConnectionPtr& connection, const ps::tcp::Ending& ending) override;
+
+ private:
+  const Hub* const hub_;
+  ps::Mutex mu_;
+  std::vector<std::string> texts_ PS_GUARDED_BY(mu_);
+  std::string ending_ PS_GUARDED_BY(mu_);
+  int resumed_ PS_GUARDED_BY(mu_) = 0;
+  size_t again_ PS_GUARDED_BY(mu_) = 0;
+  char* place_ PS_GUARDED_BY(mu_) = nullptr;
+};
+
+// Its low bits are the incarnation.
+constexpr uint64_t kJob = (0x5678 << 16) + 2;
+
+class Link {
+ public:
+  // Connects at once.
+  explicit Link(Hub* hub, uint64_t listeners_job = kJob);
+  ~Link();
+
+  End connecting;
+  End listening;
+  int route = 0;
+
+  // From the end that connects, or from the other one, which must be there.
+  void Send(bool to_listener, const std::string& text);
+  void Send(bool to_listener, const ps::SArray<char>& value);
+  // Whether each end has got exactly these.
+  bool Has(const std::vector<std::string>& at_listener, const std::vector<std::string>& back);
+  // The end that connects.
+  ps::tcp::ConnectionPtr connection() { return EndOf(true); }
+  // In what state both are.
+  std::string Text();
+  // From now on the listener says that it has given the connection up.
+  void GiveUp();
+  // From now on it says that it is of this job.
+  void BelongTo(uint64_t job);
+  // From now on it proves with another secret.
+  void ForgetTheSecret();
+
+ private:
+  std::string Admit(const ps::tcp::StreamPtr& socket, const ps::tcp::Hello& hello);
+  ps::tcp::ConnectionPtr EndOf(bool to_listener);
+
+  Hub* const hub_;
+  ps::tcp::Greeter::Host host_;
+  const ps::auth::Secret other_secret_;
+  const std::shared_ptr<const ps::tls::Context> other_tls_;
+  // Of the listening poller's thread.
+  std::list<std::shared_ptr<ps::tcp::Greeter>> greeters_;
+  std::shared_ptr<ps::tcp::Listener> listener_;
+  ps::tcp::ConnectionPtr connects_;
+  ps::Mutex mu_;
+  ps::tcp::ConnectionPtr listens_ PS_GUARDED_BY(mu_);
+  bool given_up_ PS_GUARDED_BY(mu_) = false;
+  uint64_t job_ PS_GUARDED_BY(mu_);
+};
+
+// Waits until `done` says true; false after a time that only a hang takes.
+template <typename Done>
+bool WaitUntil(const Done& done) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(100);
+  while (!done()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return true;
+}
+
+}  // namespace connection_test
+#endif  // BYTEPS_TESTS_NET_TCP_CONNECTION_LINK_H_

@@ -1,0 +1,506 @@
+// Steps of an optimizer on the server: which of them change its state, and when.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/declaration_list.h"
+#include "byteps/base/mutex.h"
+#include "byteps/server/sum_server.h"
+#include "ps/internal/postoffice.h"
+#include "tests/support/server_channel.h"
+#include "tests/support/settings.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr auto kPatience = std::chrono::seconds(120);
+constexpr size_t kElements = 40;
+constexpr size_t kBytes = kElements * sizeof(float);
+using Values = std::vector<float>;
+
+// Keeps the answers, by receiver and number.
+class Answers : public ServerChannel {
+ public:
+  struct Answer {
+    bool failed;
+    std::string body;
+    Values values;
+
+    GradientSums sums() const {
+      GradientSums found;
+      EXPECT_EQ(body.size(), sizeof(found));
+      memcpy(&found, body.data(), std::min(body.size(), sizeof(found)));
+      return found;
+    }
+  };
+
+  bool Send(ps::Message* message) override {
+    Answer answer{message->meta.option != 0, message->meta.body, {}};
+    for (const auto& value : message->data) {
+      answer.values.resize(value.size() / sizeof(float));
+      memcpy(answer.values.data(), value.data(), value.size());
+    }
+    ps::MutexLock lock(&mu_);
+    answers_[message->meta.addr] = std::move(answer);
+    cond_.NotifyAll();
+    return true;
+  }
+
+  Answer Await(uint64_t number) {
+    ps::MutexLock lock(&mu_);
+    const bool came = cond_.WaitFor(&mu_, kPatience,
+                                    [&]() PS_REQUIRES(mu_) { return answers_.count(number) > 0; });
+    EXPECT_TRUE(came) << "no answer to request " << number;
+    return answers_[number];
+  }
+
+ private:
+  ps::Mutex mu_;
+  ps::CondVar cond_;
+  std::map<uint64_t, Answer> answers_ PS_GUARDED_BY(mu_);
+};
+
+std::string Bytes(uint32_t value) { return std::string(reinterpret_cast<char*>(&value), 4); }
+
+std::string Packed(Verdict verdict) { return std::string(1, static_cast<char>(verdict)); }
+
+// A server of one tensor, of one partition, that two or three workers update by AdamW.
+class Job {
+ public:
+  explicit Job(uint32_t workers = 2, const std::string& state_bytes = "0")
+      : server_(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"},
+                            {"BYTEPS_SERVER_STATE_BYTES", state_bytes}}),
+                &answers_) {
+    declaration_.name = "tensor";
+    declaration_.bytes = declaration_.partition_bytes = kBytes;
+    for (uint32_t rank = 0; rank < workers; ++rank) declaration_.group.push_back(rank);
+    auto rule = std::make_shared<UpdateRule>();
+    rule->groups = {{0.9, 0.95, 1e-8, false}};
+    rule->segments = {{kElements, 0}};
+    rule->speculative = true;
+    rule->counts_zeros = true;
+    declaration_.rule = rule;
+  }
+
+  // Why the tensor was refused, or "".
+  std::string Declare() {
+    std::string error;
+    for (const uint32_t rank : declaration_.group) {
+      const auto answer =
+          answers_.Await(Tell(rank, MakeRequest(kDeclare, 8, declaration_.Key(), ++number_,
+                                                PackDeclarations({declaration_}))));
+      if (answer.failed) error = answer.body;
+    }
+    return error;
+  }
+
+  void Load(float first) {
+    Values values(kElements);
+    for (size_t i = 0; i < kElements; ++i) values[i] = first + 0.25f * static_cast<float>(i);
+    EXPECT_FALSE(answers_.Await(Ask(0, kLoadState, 0, Bytes(0), &values)).failed);
+  }
+
+  static UpdateStep StepOf(uint64_t number, double scale = 1) {
+    UpdateStep step;
+    step.number = number;
+    step.grad_scale = scale;
+    step.rates = {{0.01, 0.1}};
+    return step;
+  }
+
+  static float GradientOf(size_t i, uint32_t rank, uint32_t round) {
+    return static_cast<float>((i * 7 + rank * 3 + round * 5) % 11) - 4;
+  }
+
+  uint64_t Push(int op, int rank, uint32_t round, Verdict verdict, const UpdateStep& step) {
+    Values gradients(kElements);
+    for (size_t i = 0; i < kElements; ++i) {
+      gradients[i] = GradientOf(i, rank, round);
+    }
+    return Ask(rank, op, round, Packed(verdict) + (op == kPushNorm ? "" : step.Pack()), &gradients);
+  }
+  uint64_t Try(int rank, uint32_t round, Verdict verdict, const UpdateStep& step) {
+    return Push(kPushTry, rank, round, verdict, step);
+  }
+  uint64_t Step(int rank, uint32_t round, const UpdateStep& step) {
+    return Ask(rank, kStep, round, step.Pack(), nullptr);
+  }
+  // A part of the slot, in bytes.
+  uint64_t Read(int rank, uint32_t round, uint32_t slot, Verdict verdict, uint32_t offset = 0,
+                uint32_t bytes = kBytes) {
+    return Ask(rank, kReadState, round, Packed(verdict) + Bytes(slot), nullptr, offset, bytes);
+  }
+
+  // All ranks try a step: what they are answered, which is the same.
+  Answers::Answer TryAll(uint32_t round, Verdict verdict, const UpdateStep& step) {
+    std::vector<uint64_t> numbers;
+    for (const uint32_t rank : declaration_.group)
+      numbers.push_back(Try(rank, round, verdict, step));
+    const Answers::Answer first = answers_.Await(numbers[0]);
+    for (const uint64_t number : numbers) {
+      const Answers::Answer other = answers_.Await(number);
+      EXPECT_FALSE(other.failed) << other.body;
+      EXPECT_EQ(other.values, first.values);
+      EXPECT_EQ(other.body, first.body);
+    }
+    return first;
+  }
+
+  // Parameters and moments, as rank 0 reads them.
+  Values State(uint32_t round, Verdict verdict = Verdict::kNone) {
+    Values all;
+    for (uint32_t slot = 0; slot < 3; ++slot) {
+      const auto answer = answers_.Await(Read(0, round, slot, verdict));
+      EXPECT_FALSE(answer.failed) << answer.body;
+      all.insert(all.end(), answer.values.begin(), answer.values.end());
+    }
+    return all;
+  }
+
+  Answers::Answer Await(uint64_t number) { return answers_.Await(number); }
+  Server& server() { return server_; }
+
+  // Whether the server comes to hold the memory of so many of the values that it was sent: an
+  // engine thread lets go of a request after it has answered.
+  bool ComesToHold(int values) const {
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    while (*held_ != values) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+  }
+
+ private:
+  ps::SArray<char> Counted(const Values& values) const {
+    ++*held_;
+    ps::SArray<char> copied;
+    char* const memory = new char[kBytes];
+    memcpy(memory, values.data(), kBytes);
+    copied.reset(memory, kBytes, [held = held_](char* gone) {
+      --*held;
+      delete[] gone;
+    });
+    return copied;
+  }
+
+  uint64_t Ask(int rank, int op, uint32_t round, const std::string& detail, const Values* values,
+               uint32_t offset = 0, uint32_t bytes = kBytes) {
+    PushHeader header;
+    header.round = header.oldest = round;
+    header.timeout_ms = 600'000;
+    if (op != kLoadState && op != kPushNorm) {
+      header.pull_offset = offset;
+      header.pull_bytes = bytes;
+    }
+    ps::Message request = MakeRequest(op, 8, declaration_.Key(), ++number_, header.Pack() + detail);
+    if (values != nullptr) AddValues(&request, Counted(*values));
+    return Tell(rank, std::move(request));
+  }
+
+  uint64_t Tell(int rank, ps::Message request) {
+    request.meta.sender = ps::Postoffice::WorkerRankToID(rank);
+    server_.OnMessage(&request);
+    return number_;
+  }
+
+  const std::shared_ptr<std::atomic<int>> held_ = std::make_shared<std::atomic<int>>(0);
+  Answers answers_;
+  Server server_;
+  Declaration declaration_;
+  uint64_t number_ = 0;
+};
+
+// The state after the same steps, each made at once with its factor; 0: skipped.
+Values MadeAtOnce(const std::vector<double>& scales, uint32_t workers) {
+  Job job(workers);
+  EXPECT_EQ(job.Declare(), "");
+  job.Load(1);
+  uint64_t steps = 0;
+  for (uint32_t round = 0; round < scales.size(); ++round) {
+    UpdateStep step = Job::StepOf(steps + 1, scales[round] == 0 ? 1 : scales[round]);
+    step.skip = scales[round] == 0;
+    for (uint32_t rank = 0; rank < workers; ++rank) {
+      job.Push(kPushStep, rank, round, Verdict::kNone, step);
+    }
+    steps += !step.skip;
+  }
+  return job.State(static_cast<uint32_t>(scales.size()) - 1);
+}
+
+bool Holds(const Values& state, const Values& parameters) {
+  return std::equal(parameters.begin(), parameters.end(), state.begin());
+}
+
+// Of the sum of what the workers push in a round.
+double ZerosOf(uint32_t round, uint32_t workers) {
+  double zeros = 0;
+  for (size_t i = 0; i < kElements; ++i) {
+    float sum = 0;
+    for (uint32_t rank = 0; rank < workers; ++rank) sum += Job::GradientOf(i, rank, round);
+    zeros += sum == 0;
+  }
+  return zeros;
+}
+
+// Whatever becomes of the steps that were tried, parameters and moments have the bits of steps that
+// were made at once.
+TEST(ServerSteps, TriedOnesGiveTheSameBits) {
+  for (const uint32_t workers : {1u, 2u, 3u}) {
+    const std::vector<double> scales = {1, 0.25, 1, 1, 0, 0.5, 0.5, 0, 0, 1};
+    Job job(workers);
+    ASSERT_EQ(job.Declare(), "");
+    job.Load(1);
+    Verdict verdict = Verdict::kNone;
+    uint64_t steps = 0;
+    std::vector<double> so_far;
+    for (uint32_t round = 0; round < scales.size(); ++round) {
+      const Values before = MadeAtOnce(so_far.empty() ? std::vector<double>{0} : so_far, workers);
+      so_far.push_back(scales[round]);
+      const Values after = MadeAtOnce(so_far, workers);
+      const auto tried = job.TryAll(round, verdict, Job::StepOf(steps + 1));
+      EXPECT_GT(tried.sums().squares, 0);
+      EXPECT_EQ(tried.sums().zeros, ZerosOf(round, workers));
+      verdict = scales[round] == 1 ? Verdict::kKeep : Verdict::kDrop;
+      if (scales[round] == 1) {
+        EXPECT_TRUE(Holds(after, tried.values)) << round;
+      }
+      if (scales[round] == 0) {
+        EXPECT_TRUE(Holds(before, job.State(round, verdict))) << round;
+      }
+      if (scales[round] != 0 && scales[round] != 1) {
+        verdict = Verdict::kNone;
+        for (uint32_t rank = 0; rank < workers; ++rank) {
+          const auto redone =
+              job.Await(job.Step(rank, round, Job::StepOf(steps + 1, scales[round])));
+          EXPECT_FALSE(redone.failed) << redone.body;
+          EXPECT_TRUE(Holds(after, redone.values)) << round;
+        }
+      }
+      // A checkpoint, of some steps.
+      if (round % 3 == 0) {
+        EXPECT_EQ(job.State(round, verdict), after) << round;
+      }
+      steps += scales[round] != 0;
+    }
+    EXPECT_EQ(job.State(static_cast<uint32_t>(scales.size()) - 1, verdict),
+              MadeAtOnce(scales, workers));
+  }
+}
+
+// Without a word nothing becomes of a step; a member that goes on without it is told so.
+TEST(ServerSteps, ChangeNothingBeforeTheyAreKept) {
+  Job job;
+  ASSERT_EQ(job.Declare(), "");
+  job.Load(1);
+  job.TryAll(0, Verdict::kNone, Job::StepOf(1));
+  const auto read = job.Await(job.Read(1, 0, 0, Verdict::kNone));
+  EXPECT_TRUE(read.failed);
+  EXPECT_NE(read.body.find("without having said what becomes"), std::string::npos) << read.body;
+  const auto pushed = job.Await(job.Try(0, 1, Verdict::kNone, Job::StepOf(2)));
+  EXPECT_NE(pushed.body.find("without having said what becomes"), std::string::npos);
+  // It is the round that failed: the other one hears of it, and of what it has said before.
+  EXPECT_TRUE(job.Await(job.Try(1, 1, Verdict::kDrop, Job::StepOf(2))).failed);
+  EXPECT_EQ(job.State(1), MadeAtOnce({0}, 2));
+}
+
+// Members that say different things of a step: the first one is heard, the other one told.
+TEST(ServerSteps, HaveOneVerdict) {
+  for (const Verdict first : {Verdict::kKeep, Verdict::kDrop}) {
+    Job job;
+    ASSERT_EQ(job.Declare(), "");
+    job.Load(1);
+    job.TryAll(0, Verdict::kNone, Job::StepOf(1));
+    const uint64_t waits = job.Try(0, 1, first, Job::StepOf(2));
+    const Verdict second = first == Verdict::kKeep ? Verdict::kDrop : Verdict::kKeep;
+    const auto refused = job.Await(job.Try(1, 1, second, Job::StepOf(2)));
+    EXPECT_NE(refused.body.find("disagree on a step of 'tensor'"), std::string::npos);
+    EXPECT_EQ(job.Await(waits).body, refused.body);
+    EXPECT_EQ(job.State(1), MadeAtOnce({first == Verdict::kKeep ? 1.0 : 0.0}, 2));
+  }
+}
+
+// A worker is lost before, between and after the words of the two: the other one's next step fails,
+// and the state is that of what was said.
+TEST(ServerSteps, LoseAWorkerAtEachPhase) {
+  const Values dropped = MadeAtOnce({0}, 2);
+  const Values kept = MadeAtOnce({1}, 2);
+  for (const char* phase : {"tried by one", "tried", "kept by one"}) {
+    Job job;
+    ASSERT_EQ(job.Declare(), "");
+    job.Load(1);
+    if (phase == std::string("tried by one")) {
+      const uint64_t waits = job.Try(0, 0, Verdict::kNone, Job::StepOf(1));
+      job.server().OnWorkerGone(1, "worker 1 was lost");
+      EXPECT_NE(job.Await(waits).body.find("worker 1 was lost"), std::string::npos);
+      EXPECT_EQ(job.State(0), dropped);
+      continue;
+    }
+    job.TryAll(0, Verdict::kNone, Job::StepOf(1));
+    if (phase == std::string("tried")) {
+      job.server().OnWorkerGone(1, "worker 1 was lost");
+      EXPECT_EQ(job.State(0, Verdict::kDrop), dropped);
+      continue;
+    }
+    const uint64_t waits = job.Try(0, 1, Verdict::kKeep, Job::StepOf(2));
+    job.server().OnWorkerGone(1, "worker 1 was lost");
+    EXPECT_NE(job.Await(waits).body.find("worker 1 was lost"), std::string::npos);
+    EXPECT_EQ(job.State(1), kept);
+  }
+}
+
+// A checkpoint is loaded over a step that was tried: what is said of that does not matter.
+TEST(ServerSteps, AreOvertakenByALoad) {
+  Job job, other;
+  for (Job* one : {&job, &other}) {
+    ASSERT_EQ(one->Declare(), "");
+    one->Load(1);
+  }
+  job.TryAll(0, Verdict::kNone, Job::StepOf(1));
+  job.Load(2);
+  EXPECT_TRUE(job.Await(job.Step(0, 0, Job::StepOf(1, 0.5))).failed);
+  other.Load(2);
+  const Values loaded = other.State(0);
+  const uint64_t waits = job.Try(0, 1, Verdict::kNone, Job::StepOf(1));
+  const auto tried = job.Await(job.Try(1, 1, Verdict::kKeep, Job::StepOf(1)));
+  EXPECT_FALSE(tried.failed) << tried.body;
+  EXPECT_EQ(job.Await(waits).values, tried.values);
+  EXPECT_EQ(job.State(1, Verdict::kDrop), loaded);
+}
+
+// A checkpoint is read in parts, and a part makes the step that was kept as the whole does.
+TEST(ServerSteps, AreReadInParts) {
+  const Values kept = MadeAtOnce({1}, 2);
+  Job job;
+  ASSERT_EQ(job.Declare(), "");
+  job.Load(1);
+  job.TryAll(0, Verdict::kNone, Job::StepOf(1));
+  using Parts = std::vector<std::pair<uint32_t, uint32_t>>;
+  for (const auto& [begin, end] : Parts{{0, 0}, {3, 4}, {1, kElements - 1}, {0, kElements}}) {
+    const auto size = static_cast<uint32_t>(sizeof(float));
+    const auto part =
+        job.Await(job.Read(1, 0, 0, Verdict::kKeep, begin * size, (end - begin) * size));
+    EXPECT_FALSE(part.failed) << part.body;
+    EXPECT_EQ(part.values, Values(kept.begin() + begin, kept.begin() + end)) << begin;
+  }
+  EXPECT_EQ(job.State(0, Verdict::kKeep), kept);
+  for (const auto& [offset, bytes] : Parts{{4, kBytes}, {kBytes + 4, 0}, {UINT32_MAX, 4}}) {
+    const auto beyond = job.Await(job.Read(1, 0, 0, Verdict::kKeep, offset, bytes));
+    EXPECT_TRUE(beyond.failed);
+    EXPECT_NE(beyond.body.find("does not have the declared form"), std::string::npos);
+  }
+}
+
+// A member whose operation failed may have left out a push, or a step that it was to ask for. It
+// goes on with the next round: the others hear of it, and nothing of the old round is kept.
+TEST(ServerSteps, AreGivenUpByTheNextPush) {
+  constexpr uint32_t kRounds = 2000;  // more than a member may be ahead of an open round
+  Job job;
+  ASSERT_EQ(job.Declare(), "");
+  job.Load(1);
+  const uint64_t norms[] = {job.Push(kPushNorm, 0, 0, Verdict::kNone, {}),
+                            job.Push(kPushNorm, 1, 0, Verdict::kNone, {})};
+  for (const uint64_t norm : norms) EXPECT_FALSE(job.Await(norm).failed);
+  const uint64_t waits = job.Push(kPushStep, 0, 1, Verdict::kNone, Job::StepOf(1));
+  UpdateStep step = Job::StepOf(1);
+  step.skip = true;
+  std::vector<uint64_t> last(2);
+  for (uint32_t round = 2; round < kRounds; ++round) {
+    for (const int rank : {1, 0}) {
+      last[rank] = job.Push(kPushStep, rank, round, Verdict::kNone, step);
+    }
+  }
+  const auto refused = job.Await(waits);
+  EXPECT_TRUE(refused.failed);
+  EXPECT_NE(refused.body.find("worker 1 gave up"), std::string::npos) << refused.body;
+  for (const uint64_t number : last) {
+    const auto answer = job.Await(number);
+    EXPECT_FALSE(answer.failed) << answer.body;
+  }
+  EXPECT_TRUE(job.Await(job.Step(0, 0, Job::StepOf(1))).failed);
+  EXPECT_EQ(job.server().OpenRounds(), 0);
+  EXPECT_EQ(job.State(kRounds - 1), MadeAtOnce({0}, 2));
+}
+
+// Three workers add in a wider type.  A step that fails once its sum is made leaves the server as
+// it was, and the next one is made.
+TEST(ServerSteps, FailBeforeTheParametersAreLoaded) {
+  Job job(3);
+  ASSERT_EQ(job.Declare(), "");
+  for (uint32_t round = 0; round < 3; ++round) {
+    std::vector<uint64_t> numbers;
+    for (const int rank : {2, 0, 1}) {
+      numbers.push_back(job.Push(kPushStep, rank, round, Verdict::kNone, Job::StepOf(1)));
+    }
+    for (const uint64_t number : numbers) {
+      const auto answer = job.Await(number);
+      EXPECT_NE(answer.body.find("'tensor' were never loaded"), std::string::npos) << answer.body;
+    }
+  }
+  job.Load(1);
+  std::vector<uint64_t> numbers;
+  for (const int rank : {2, 0, 1}) {
+    numbers.push_back(job.Push(kPushStep, rank, 3, Verdict::kNone, Job::StepOf(1)));
+  }
+  const Values made = MadeAtOnce({0, 0, 0, 1}, 3);
+  for (const uint64_t number : numbers) {
+    const auto answer = job.Await(number);
+    EXPECT_FALSE(answer.failed) << answer.body;
+    EXPECT_TRUE(Holds(made, answer.values));
+  }
+}
+
+// A step is tried by all or by none; and the rule has to allow it.
+TEST(ServerSteps, AreTriedByAll) {
+  Job job;
+  ASSERT_EQ(job.Declare(), "");
+  job.Load(1);
+  const uint64_t waits = job.Try(0, 0, Verdict::kNone, Job::StepOf(1));
+  const auto refused = job.Await(job.Push(kPushStep, 1, 0, Verdict::kNone, Job::StepOf(1)));
+  EXPECT_NE(refused.body.find("to be tried"), std::string::npos) << refused.body;
+  EXPECT_EQ(job.Await(waits).body, refused.body);
+}
+
+// What is kept of a step that was tried is what was promised: one sum of the gradients, until the
+// members say what becomes of it.
+TEST(ServerSteps, KeepOneGradient) {
+  for (const uint32_t workers : {1u, 2u, 3u, 4u}) {
+    Job job(workers);
+    ASSERT_EQ(job.Declare(), "");
+    job.Load(1);
+    ASSERT_TRUE(job.ComesToHold(0));
+    Verdict verdict = Verdict::kNone;
+    for (uint32_t round = 0; round < 4; ++round) {
+      job.TryAll(round, verdict, Job::StepOf(1 + round));
+      EXPECT_TRUE(job.ComesToHold(1)) << workers << " workers, round " << round;
+      verdict = Verdict::kKeep;
+    }
+    for (uint32_t rank = 0; rank < workers; ++rank) {
+      EXPECT_FALSE(job.Await(job.Step(rank, 3, Job::StepOf(4))).failed);
+    }
+    EXPECT_TRUE(job.ComesToHold(0)) << workers;
+  }
+}
+
+// The gradients are counted with the state.
+TEST(ServerSteps, NeedMemoryForTheGradients) {
+  Job enough(2, std::to_string(4 * kBytes));
+  EXPECT_EQ(enough.Declare(), "");
+  Job little(2, std::to_string(4 * kBytes - 1));
+  const std::string refusal = little.Declare();
+  EXPECT_NE(refusal.find("needs " + std::to_string(4 * kBytes) + " bytes"), std::string::npos);
+  EXPECT_NE(refusal.find("and its gradient until a step is kept"), std::string::npos) << refusal;
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,265 @@
+#include "fake_channel.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "byteps/base/declaration_list.h"
+#include "byteps/base/invariant.h"
+#include "ps/internal/postoffice.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr auto kPatience = std::chrono::seconds(20);
+
+int ServerOfMessage(const ps::Message& message) {
+  return ps::Postoffice::IDtoRank(message.meta.recver);
+}
+
+// What the caller asks for, of the values times `ranks`.
+std::vector<char> SumOf(const ps::Message& request, float ranks) {
+  PushHeader header;
+  EXPECT_TRUE(PushHeader::Unpack(request.meta.body, &header));
+  std::vector<char> sum(request.data[0].begin(), request.data[0].end());
+  auto* const values = reinterpret_cast<float*>(sum.data());
+  for (size_t i = 0; i < sum.size() / sizeof(float); ++i) values[i] *= ranks;
+  return {sum.begin() + header.pull_offset, sum.begin() + header.pull_offset + header.pull_bytes};
+}
+
+}  // namespace
+
+FakeChannel::FakeChannel(Script script) : script_(std::move(script)) {}
+FakeChannel::~FakeChannel() { Stop(); }
+
+void FakeChannel::Start(ChannelUser* user) {
+  user_ = user;
+  for (int i = 0; i < script_.threads; ++i) threads_.emplace_back([this] { Run(); });
+}
+
+void FakeChannel::Leave(const ps::Farewell& /*farewell*/) { ++left_; }
+
+void FakeChannel::Stop() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    stopping_ = closed_ = true;
+  }
+  cond_.notify_all();
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+  std::deque<ps::Message> held, requests;
+  std::lock_guard<std::mutex> lock(mu_);
+  held.swap(held_);
+  requests.swap(requests_);
+}
+
+bool FakeChannel::Send(ps::Message* message) {
+  const int server = ServerOfMessage(*message);
+  std::vector<Declaration> declared;
+  std::string error;
+  int linger_ms = 0;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (closed_) return false;
+    if (message->meta.head == kDeclare) {
+      if (!UnpackDeclarations(message->meta.body, &declared, &error)) abort();
+      declarations_[server].push_back(declared);
+    } else {
+      PS_INVARIANT("what is sent is sound", !script_.throws, "as the script says");
+      pushes_.push_back({message->meta.key, server});
+      linger_ms = script_.linger_ms;
+    }
+    auto it = held_servers_.find(server);
+    if (it == held_servers_.end()) it = held_servers_.find(-1);
+    if (message->meta.head == kDeclare) it = held_servers_.end();
+    ps::Message copy = *message;
+    if (it == held_servers_.end()) {
+      requests_.push_back(std::move(copy));
+    } else {
+      if (!it->second && !copy.data.empty()) {  // it was sent: what is held is a copy
+        ps::SArray<char> values;
+        values.CopyFrom(copy.data[0]);
+        copy.data[0] = values;
+      }
+      held_.push_back(std::move(copy));
+    }
+  }
+  cond_.notify_all();
+  if (linger_ms > 0) std::this_thread::sleep_for(std::chrono::milliseconds(linger_ms));
+  return true;
+}
+
+void FakeChannel::Abandon(const void* begin, size_t bytes) {
+  const char* const from = static_cast<const char*>(begin);
+  std::lock_guard<std::mutex> lock(place_mu_);
+  for (auto& placing : placing_) {
+    if (placing.begin < from + bytes && from < placing.begin + placing.bytes) {
+      placing.abandoned = true;
+    }
+  }
+}
+
+void FakeChannel::Change(const std::function<void(Script*)>& change) {
+  std::lock_guard<std::mutex> lock(mu_);
+  change(&script_);
+}
+
+void FakeChannel::HoldServer(int server, bool unsent) {
+  std::lock_guard<std::mutex> lock(mu_);
+  held_servers_[server] = unsent;
+}
+
+void FakeChannel::Release() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    held_servers_.clear();
+    for (auto& message : held_) requests_.push_back(std::move(message));
+    held_.clear();
+  }
+  cond_.notify_all();
+}
+
+void FakeChannel::Close() {
+  std::lock_guard<std::mutex> lock(mu_);
+  closed_ = true;
+}
+
+void FakeChannel::FailJob(const std::string& reason) {
+  ps::MembershipEvent event;
+  event.kind = ps::MembershipEvent::kFailed;
+  event.reason = reason;
+  user_->OnEvent(event);
+}
+
+std::vector<std::vector<Declaration>> FakeChannel::declarations(int server) {
+  std::lock_guard<std::mutex> lock(mu_);
+  return declarations_[server];
+}
+
+std::vector<std::pair<uint64_t, int>> FakeChannel::pushes() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return pushes_;
+}
+
+bool FakeChannel::AwaitPushes(size_t count) {
+  std::unique_lock<std::mutex> lock(mu_);
+  return cond_.wait_for(lock, kPatience, [&] { return pushes_.size() >= count; });
+}
+
+bool FakeChannel::AwaitHeld(size_t count) {
+  std::unique_lock<std::mutex> lock(mu_);
+  return cond_.wait_for(lock, kPatience, [&] { return held_.size() >= count; });
+}
+
+bool FakeChannel::AwaitPlacing() {
+  std::unique_lock<std::mutex> lock(place_mu_);
+  return place_cond_.wait_for(lock, kPatience, [&] { return !placing_.empty(); });
+}
+
+bool FakeChannel::TakeNext(ps::Message* request) {
+  std::unique_lock<std::mutex> lock(mu_);
+  cond_.wait(lock, [this] { return stopping_ || !requests_.empty(); });
+  if (stopping_) return false;
+  auto it = requests_.begin();
+  if (script_.shuffled) it += random_() % requests_.size();
+  *request = std::move(*it);
+  requests_.erase(it);
+  return true;
+}
+
+void FakeChannel::Run() {
+  ps::Message request;
+  while (TakeNext(&request)) {
+    try {
+      Answer(std::move(request));
+    } catch (const std::exception& e) {  // a transport closes the connection, which ends the job
+      FailJob(e.what());
+    }
+    request = ps::Message();
+  }
+}
+
+std::string FakeChannel::Fate(const ps::Message& request) {
+  std::lock_guard<std::mutex> lock(mu_);
+  return request.meta.head == kDeclare ? script_.refusal : script_.failure;
+}
+
+void FakeChannel::Answer(ps::Message request) {
+  const int op = request.meta.head;
+  ps::Message answer = MakeAnswer(op, 0, request.meta.key, request.meta.addr, Fate(request));
+  answer.meta.sender = request.meta.recver;
+  Placing* placing = nullptr;
+  float ranks = 1;
+  bool twice = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (op == kDeclare && script_.drops_declarations) return;
+    ranks = script_.ranks;
+    twice = script_.answers_twice;
+  }
+  if (op == kPushPull && answer.meta.option == 0) {
+    const std::vector<char> sum = SumOf(request, ranks);
+    request = ps::Message();  // it was sent: the sender may have its memory back
+    if (!sum.empty()) {
+      answer.meta.val_len = static_cast<int>(sum.size());
+      answer.AddData(Receive(answer.meta, sum, &placing));
+    }
+  }
+  request = ps::Message();
+  ps::Message again = answer;
+  user_->OnMessage(&answer);
+  if (op == kPushPull && twice) user_->OnMessage(&again);
+  std::lock_guard<std::mutex> lock(place_mu_);
+  // Not by its address: two sums may have one tensor.
+  placing_.remove_if([&](const Placing& p) { return &p == placing; });
+}
+
+ps::SArray<char> FakeChannel::Receive(const ps::Meta& meta, const std::vector<char>& values,
+                                      Placing** placed) {
+  bool in_place = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    in_place = script_.in_place;
+  }
+  Placing* placing = nullptr;
+  if (in_place) {
+    std::lock_guard<std::mutex> lock(place_mu_);
+    if (char* const place = user_->PlaceFor(meta, values.size())) {
+      placing_.push_back({place, values.size(), false});
+      *placed = placing = &placing_.back();
+    }
+  }
+  ps::SArray<char> received;
+  if (placing == nullptr) {
+    auto* const copy = new std::vector<char>(values);
+    received.reset(copy->data(), copy->size(), [copy](char*) { delete copy; });
+    return received;
+  }
+  place_cond_.notify_all();
+  ReceiveInPieces(values, placing);
+  received.reset(placing->begin, values.size(), [](char*) {});
+  return received;
+}
+
+void FakeChannel::ReceiveInPieces(const std::vector<char>& values, Placing* placing) {
+  size_t chunk = 0;
+  int wait_us = 0;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    chunk = script_.chunk;
+    wait_us = script_.chunk_us;
+  }
+  for (size_t at = 0; at < values.size(); at += chunk) {
+    if (wait_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(wait_us));
+    std::lock_guard<std::mutex> lock(place_mu_);
+    if (placing->abandoned) return;
+    memcpy(placing->begin + at, values.data() + at, std::min(chunk, values.size() - at));
+  }
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,154 @@
+// A job without a network: real workers and a real server in one process.
+//
+// What one sends, the other gets in a thread that belongs to the receiver, in the order in which it
+// was sent.  A test may take a push away, as if it had failed at its worker alone.
+#ifndef BYTEPS_TESTS_SUPPORT_LOOP_CHANNEL_H_
+#define BYTEPS_TESTS_SUPPORT_LOOP_CHANNEL_H_
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/blocking_queue.h"
+#include "byteps/base/protocol.h"
+#include "byteps/server/sum_server.h"
+#include "ps/internal/postoffice.h"
+#include "server_channel.h"
+
+namespace byteps {
+namespace core {
+
+// A thread that hands messages on.
+class Courier {
+ public:
+  explicit Courier(std::function<void(ps::Message*)> receive)
+      : thread_([this, receive = std::move(receive)] {
+          ps::Message message;
+          while (queue_.Pop(&message)) {
+            receive(&message);
+            message = ps::Message();
+          }
+        }) {}
+  ~Courier() {
+    queue_.Close();
+    thread_.join();
+  }
+  void Take(ps::Message message) { queue_.Push(std::move(message)); }
+
+ private:
+  BlockingQueue<ps::Message> queue_;
+  std::thread thread_;
+};
+
+class LoopJob {
+ public:
+  explicit LoopJob(const Config& config) : answers_(this), server_(config, &answers_) {}
+
+  Server& server() { return server_; }
+
+  // For one worker.  Outlived by this.
+  std::unique_ptr<Channel> ChannelOf(int rank) {
+    return std::make_unique<WorkerChannel>(this, rank);
+  }
+
+  // The next push of this worker fails with this error, and the server never hears of it.
+  void FailNextPush(int rank, const std::string& error) {
+    ps::MutexLock lock(&mu_);
+    failing_rank_ = rank;
+    failure_ = error;
+  }
+  // Whether that has happened.
+  bool failed() {
+    ps::MutexLock lock(&mu_);
+    return failing_rank_ < 0;
+  }
+
+  // How long the server waits with rounds that begin now; 0: as long as the workers say.
+  void SetTimeout(uint32_t ms) { timeout_ms_ = ms; }
+
+ private:
+  // What the server sends.
+  class Answers : public ServerChannel {
+   public:
+    explicit Answers(LoopJob* job) : job_(job) {}
+    bool Send(ps::Message* message) override {
+      ps::MutexLock lock(&job_->mu_);
+      const size_t rank = ps::Postoffice::IDtoRank(message->meta.recver);
+      if (rank >= job_->workers_.size() || !job_->workers_[rank]) return false;
+      job_->workers_[rank]->Take(*message);
+      return true;
+    }
+
+   private:
+    LoopJob* const job_;
+  };
+
+  class WorkerChannel : public ServerChannel {
+   public:
+    WorkerChannel(LoopJob* job, int rank) : job_(job), rank_(rank) {}
+
+    void Start(ChannelUser* user) override {
+      auto courier = std::make_shared<Courier>([user](ps::Message* m) { user->OnMessage(m); });
+      ps::MutexLock lock(&job_->mu_);
+      if (job_->workers_.size() <= static_cast<size_t>(rank_)) job_->workers_.resize(rank_ + 1);
+      job_->workers_[rank_] = std::move(courier);
+    }
+    void Stop() override {
+      std::shared_ptr<Courier> mine;  // goes without the lock
+      ps::MutexLock lock(&job_->mu_);
+      if (job_->workers_.size() > static_cast<size_t>(rank_)) mine.swap(job_->workers_[rank_]);
+    }
+    int rank() const override { return rank_; }
+
+    bool Send(ps::Message* message) override {
+      ps::Message copy = *message;
+      copy.meta.sender = ps::Postoffice::WorkerRankToID(rank_);
+      // The values are the worker's own, and a server adds in place.
+      for (auto& value : copy.data) {
+        const ps::SArray<char> received = RoomForValues(value.size());
+        memcpy(received.data(), value.data(), value.size());
+        value = received;
+      }
+      if (job_->TakeAway(copy, rank_)) return true;
+      if (job_->timeout_ms_ > 0 && copy.meta.head == kPushPull) {
+        PushHeader header;
+        PushHeader::Unpack(copy.meta.body, &header);
+        header.timeout_ms = job_->timeout_ms_;
+        copy.meta.body = header.Pack();
+      }
+      job_->requests_.Take(std::move(copy));
+      return true;
+    }
+
+   private:
+    LoopJob* const job_;
+    const int rank_;
+  };
+
+  bool TakeAway(const ps::Message& push, int rank) {
+    ps::MutexLock lock(&mu_);
+    if (failing_rank_ != rank || push.data.empty()) return false;
+    failing_rank_ = -1;
+    workers_[rank]->Take(MakeAnswer(push.meta.head, 0, push.meta.key, push.meta.addr, failure_));
+    return true;
+  }
+
+  std::atomic<uint32_t> timeout_ms_{0};
+  ps::Mutex mu_;
+  std::vector<std::shared_ptr<Courier>> workers_ PS_GUARDED_BY(mu_);
+  int failing_rank_ PS_GUARDED_BY(mu_) = -1;
+  std::string failure_ PS_GUARDED_BY(mu_);
+  Answers answers_;
+  Server server_;
+  Courier requests_{[this](ps::Message* message) { server_.OnMessage(message); }};
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_TESTS_SUPPORT_LOOP_CHANNEL_H_
