@@ -28,6 +28,28 @@ StallWatch::Duration StallWatch::TickTime(Duration heartbeat) {
   return std::clamp<Duration>(heartbeat / 5, kShortestTick, kLongestTick);
 }
 
+AwakeClock::time_point StallWatch::Bounds::Awake(Time now) const {
+  const Time counted = std::min(now, until);
+  return std::max(floor, AwakeClock::time_point(counted.time_since_epoch() - lost));
+}
+
+// Stored in one order and loaded in the other: a reader of the new `until` has the new `lost`, and
+// a reader of the new `lost` the new `floor`. With the new `lost` and the old `until` it is
+// `floor`, which is the time of the change.
+StallWatch::Bounds StallWatch::SharedBounds::Load() const {
+  Bounds bounds;
+  bounds.until = until_.load(std::memory_order_acquire);
+  bounds.lost = lost_.load(std::memory_order_acquire);
+  bounds.floor = floor_.load(std::memory_order_acquire);
+  return bounds;
+}
+
+void StallWatch::SharedBounds::Store(const Bounds& bounds) {
+  floor_.store(bounds.floor, std::memory_order_release);
+  lost_.store(bounds.lost, std::memory_order_release);
+  until_.store(bounds.until, std::memory_order_release);
+}
+
 void StallWatch::Begin(Duration heartbeat, Time now) {
   MutexLock lock(&mu_);
   if (feeders_++ > 0) return;
@@ -35,6 +57,8 @@ void StallWatch::Begin(Duration heartbeat, Time now) {
   // A busy machine wakes a thread late, too.
   tolerance_ = 2 * TickTime(heartbeat);
   last_tick_ = now;
+  bounds_.until = now + tolerance_;
+  shared_.Store(bounds_);
 }
 
 void StallWatch::Tick(Time now) {
@@ -46,33 +70,27 @@ void StallWatch::End(Time now) {
   MutexLock lock(&mu_);
   Note(now);
   if (--feeders_ > 0) return;
-  lost_ = {};
-  floor_ = {};
+  bounds_ = {};
+  shared_.Store(bounds_);
 }
 
 void StallWatch::Note(Time now) {
   if (now <= last_tick_) return;
-  floor_ = Awake(now);
+  bounds_.floor = bounds_.Awake(now);
   const Duration whole = now - last_tick_;
   const Duration pause = whole - tolerance_;
   last_tick_ = now;
-  if (pause <= Duration::zero()) return;
-  lost_ += pause + std::min(pause, heartbeat_);
-  const bool again = now - whole - stall_end_ < heartbeat_;
-  stall_ = again ? std::max(stall_, whole) : whole;
-  stall_end_ = now;
+  bounds_.until = now + tolerance_;
+  if (pause > Duration::zero()) {
+    bounds_.lost += pause + std::min(pause, heartbeat_);
+    const bool again = now - whole - stall_end_ < heartbeat_;
+    stall_ = again ? std::max(stall_, whole) : whole;
+    stall_end_ = now;
+  }
+  shared_.Store(bounds_);
 }
 
-AwakeClock::time_point StallWatch::Awake(Time now) const {
-  // If it is later than that, nobody has noticed yet that this process stood still.
-  const Time until = feeders_ > 0 ? std::min(now, last_tick_ + tolerance_) : now;
-  return std::max(floor_, AwakeClock::time_point(until.time_since_epoch() - lost_));
-}
-
-AwakeClock::time_point StallWatch::AwakeAt(Time now) {
-  MutexLock lock(&mu_);
-  return Awake(now);
-}
+AwakeClock::time_point StallWatch::AwakeAt(Time now) { return shared_.Load().Awake(now); }
 
 StallWatch::Duration StallWatch::StoodStill(Duration last, Time now) {
   MutexLock lock(&mu_);

@@ -11,6 +11,7 @@
 #ifndef BYTEPS_BASE_STALL_WATCH_H_
 #define BYTEPS_BASE_STALL_WATCH_H_
 
+#include <atomic>
 #include <chrono>
 
 #include "byteps/base/mutex.h"
@@ -69,7 +70,26 @@ class StallWatch {
   };
 
  private:
-  AwakeClock::time_point Awake(Time now) const PS_REQUIRES(mu_);
+  // What a reading of the clock needs.
+  struct Bounds {
+    Time until = Time::max();      // nobody has noticed yet what happened after that
+    Duration lost{};               // steady time that did not count
+    AwakeClock::time_point floor;  // it was as late as that already
+    AwakeClock::time_point Awake(Time now) const;
+  };
+
+  // Sockets read the clock each time they are looked at, so readers take no lock.
+  class SharedBounds {
+   public:
+    Bounds Load() const;
+    void Store(const Bounds& bounds);  // one thread at a time
+
+   private:
+    std::atomic<Time> until_{Time::max()};
+    std::atomic<Duration> lost_{Duration::zero()};
+    std::atomic<AwakeClock::time_point> floor_{AwakeClock::time_point{}};
+  };
+
   void Note(Time now) PS_REQUIRES(mu_);
 
   Mutex mu_;
@@ -77,9 +97,9 @@ class StallWatch {
   Duration heartbeat_ PS_GUARDED_BY(mu_){};
   Duration tolerance_ PS_GUARDED_BY(mu_){};
   Time last_tick_ PS_GUARDED_BY(mu_);
-  Duration lost_ PS_GUARDED_BY(mu_){};               // steady time that did not count
-  AwakeClock::time_point floor_ PS_GUARDED_BY(mu_);  // it was as late as that already
-  Duration stall_ PS_GUARDED_BY(mu_){};              // the last pause, or a longer one just before
+  Bounds bounds_ PS_GUARDED_BY(mu_);
+  SharedBounds shared_;                  // as bounds_
+  Duration stall_ PS_GUARDED_BY(mu_){};  // the last pause, or a longer one just before
   Time stall_end_ PS_GUARDED_BY(mu_);
 };
 

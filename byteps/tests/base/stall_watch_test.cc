@@ -3,7 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <thread>
+#include <vector>
 
 namespace ps {
 namespace {
@@ -98,6 +102,37 @@ TEST_F(Stalls, NeverBack) {
   }
   watch_.End(now_);
   EXPECT_GE(Awake(), last);
+}
+
+// A reader that met half of a change would see the clock leap by a pause, or go back.
+TEST_F(Stalls, ReadersSeeWholeChanges) {
+  watch_.Begin(kHeartbeat, now_);
+  constexpr StallWatch::Time kLater{seconds(1'000'000'000)};
+  constexpr StallWatch::Duration kPause = seconds(100);
+  // Of a pause, and of the time after it.
+  constexpr StallWatch::Duration kCounted = 2 * kTolerance;
+  std::atomic<int> pauses{0};
+  std::atomic<bool> ended{false};
+  std::atomic<int> leaps{0};
+  std::vector<std::thread> readers;
+  for (int i = 0; i < 3; ++i) {
+    readers.emplace_back([&] {
+      StallWatch::Duration last{};
+      while (!ended) {
+        const auto read = watch_.AwakeAt(kLater).time_since_epoch();
+        if (read > seconds(1000) + pauses.load() * kCounted + kPause / 2 || read < last) ++leaps;
+        last = read;
+      }
+    });
+  }
+  for (; pauses < 300'000; ++pauses) {
+    StandStill(kPause);
+    watch_.Tick(now_);
+    Run(kHeartbeat + kTolerance);
+  }
+  ended = true;
+  for (auto& reader : readers) reader.join();
+  EXPECT_EQ(leaps, 0);
 }
 
 }  // namespace
