@@ -30,7 +30,7 @@ def engine_partition(
     link: float = 0.0,
 ) -> int:
     """Bytes of the partitions into which the engine cuts a tensor: 64 for each server, whole pages,
-    within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/engine/placement.h).
+    within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/base/placement.h).
 
     ``link``: bytes a second of a worker's link, where TCP carries the values; on a fast one they
     are longer.

@@ -1,13 +1,13 @@
 // What the code takes for granted, checked wherever it runs: in tests, simulations and releases.
 //
-//   PS_INVARIANT("a block is returned once", in_use_ >= size, "block of " + std::to_string(size));
+//   BPS_INVARIANT("a block is returned once", in_use_ >= size, "block of " + std::to_string(size));
 //
 // The check is one predictable branch.  The last argument, what was seen, is evaluated only where
 // the invariant is broken.  docs/reliability.md lists all of them by name.
 //
 // A broken invariant ends the job, but not the process: it is logged and counted, and
-// - PS_INVARIANT throws dmlc::Error, and BPS_INVARIANT throws Error, so that the operation or the
-//   connection fails at once;
+// - BPS_INVARIANT throws Error, and in net/ PS_INVARIANT (net/link/invariant.h) throws dmlc::Error,
+//   so that the operation or the connection fails at once;
 // - PS_INVARIANT_NOTED goes on, for destructors and callbacks, which must not throw.
 // Either way the membership (net/membership/membership.h) fails the job within a heartbeat, and
 // every node gets an error that names the node and the invariant.
@@ -18,7 +18,6 @@
 #include <string>
 
 #include "byteps/base/error.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 
@@ -51,8 +50,6 @@ template <typename Error>
       ::ps::invariant::Throw<Error>(name, __FILE__, __LINE__, seen); \
     }                                                                \
   } while (0)
-
-#define PS_INVARIANT(name, holds, seen) PS_INVARIANT_AS(::dmlc::Error, name, holds, seen)
 
 #define BPS_INVARIANT(name, holds, seen) PS_INVARIANT_AS(::byteps::core::Error, name, holds, seen)
 

@@ -24,9 +24,9 @@ class ChannelUser {
 
   // Where the `bytes` bytes of values that follow `meta` belong.  They are received there, and
   // OnMessage gets the message with them.  Null: the channel receives them into memory of its
-  // own.  ps::Nowhere(): the values are dropped (net/nowhere.h), which an RDMA channel need not do.
-  // The memory must stay until OnMessage was called for the message, or Abandon or Stop
-  // has returned.
+  // own.  ps::Nowhere(): the values are dropped (net/link/nowhere.h), which an RDMA channel need
+  // not do. The memory must stay until OnMessage was called for the message, or Abandon or Stop has
+  // returned.
   virtual char* PlaceFor(const ps::Meta& /*meta*/, size_t /*bytes*/) { return nullptr; }
 
   // Something happened to the job.
@@ -58,7 +58,7 @@ class Channel {
   // returned, nothing is written there any more.
   virtual void Abandon(const void* begin, size_t bytes) = 0;
 
-  // Whether what is sent is registered with a device first: see net/registration_cache.h.
+  // Whether what is sent is registered with a device first: see net/link/registration_cache.h.
   virtual bool RegistersMemory() const = 0;
 
   // Of a worker that has joined: Gbit/s each way of the slowest worker's network card, the same on

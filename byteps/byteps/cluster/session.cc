@@ -9,7 +9,7 @@
 #include "byteps/base/log.h"
 #include "byteps/base/log_line.h"
 #include "byteps/net/auth/secret.h"
-#include "byteps/net/endpoint_counters.h"
+#include "byteps/net/link/endpoint_counters.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/tls/settings.h"
 #include "dmlc/logging.h"

@@ -6,7 +6,7 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/probe.h"
 #include "byteps/device/device.h"
-#include "byteps/net/registration_cache.h"
+#include "byteps/net/link/registration_cache.h"
 
 namespace byteps {
 namespace core {

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "byteps/base/protocol.h"
-#include "ps/internal/postoffice.h"
+#include "byteps/cluster/node_ids.h"
 
 namespace byteps {
 namespace core {
@@ -34,7 +34,7 @@ ps::Message Context::MakeRequestMessage(int op, Request request) {
         static_cast<uint32_t>(wanted.offset - operation.Offered(request.index).offset);
     header.pull_bytes = static_cast<uint32_t>(wanted.bytes);
   }
-  const int server = ps::Postoffice::ServerRankToID(request.server);
+  const int server = ServerId(request.server);
   const uint64_t key = operation.tensor->key + request.index;
   std::string body = header.Pack() + operation.request.detail;
   return MakeRequest(op, server, key, requests.Remember(std::move(request)), std::move(body));

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "byteps/base/error.h"
-#include "byteps/engine/placement.h"
+#include "byteps/base/placement.h"
 
 namespace byteps {
 namespace core {

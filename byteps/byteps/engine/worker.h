@@ -44,7 +44,7 @@ class Worker {
   bool started() { return engine() != nullptr; }
 
   // Whether what is pushed should lie in memory that the transport knows: see
-  // net/registration_cache.h.
+  // net/link/registration_cache.h.
   bool RegistersMemory() { return Started()->RegistersMemory(); }
 
   // Whether the job failed; once true, only Stop may be called.

@@ -2,8 +2,8 @@
 #include <limits>
 #include <utility>
 
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/net_address.h"
 #include "byteps/net/tcp/van.h"
 #include "dmlc/logging.h"
 #include "ps/base.h"

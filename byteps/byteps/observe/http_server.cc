@@ -8,7 +8,7 @@
 #include <set>
 #include <utility>
 
-#include "byteps/net/net_address.h"
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/tcp/listener.h"
 #include "byteps/net/tcp/pending_peers.h"
 #include "byteps/net/tcp/poller.h"

@@ -4,7 +4,7 @@
 #include <sstream>
 
 #include "byteps/base/invariant.h"
-#include "byteps/net/registration_cache.h"
+#include "byteps/net/link/registration_cache.h"
 
 namespace byteps {
 namespace core {

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/net/endpoint_counters.h"
+#include "byteps/net/link/endpoint_counters.h"
 
 namespace byteps {
 namespace core {

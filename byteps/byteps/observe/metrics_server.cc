@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "byteps/base/error.h"
-#include "byteps/net/endpoint_counters.h"
-#include "byteps/net/net_address.h"
+#include "byteps/net/link/endpoint_counters.h"
+#include "byteps/net/link/net_address.h"
 #include "byteps/observe/http_server.h"
 #include "dmlc/logging.h"
 

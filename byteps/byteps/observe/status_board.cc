@@ -7,7 +7,7 @@
 #include "byteps/base/json_text.h"
 #include "byteps/base/log_line.h"
 #include "byteps/base/utc_text.h"
-#include "ps/internal/postoffice.h"
+#include "byteps/cluster/node_ids.h"
 
 namespace byteps {
 namespace core {
@@ -130,9 +130,8 @@ void StatusBoard::NoteProblem(Problem problem) {
 void StatusBoard::OnReport(int node_id, const std::string& report) {
   StatusRecord record;
   const bool readable = StatusRecord::Parse(report, &record);
-  const bool worker = node_id % 2 == ps::Postoffice::WorkerRankToID(0) % 2;
-  const std::string who =
-      (worker ? "worker " : "server ") + std::to_string(ps::Postoffice::IDtoRank(node_id));
+  const bool worker = IsWorker(node_id);
+  const std::string who = (worker ? "worker " : "server ") + std::to_string(RankOf(node_id));
   ps::MutexLock lock(&mu_);
   Entry& entry = entries_[node_id];
   if (!readable || (record.role == Role::kWorker) != worker) {
@@ -216,7 +215,7 @@ StatusBoard::Snapshot StatusBoard::Look() {
     Row row;
     row.peer = peer;
     row.role = peer.node.role == ps::Node::WORKER ? "worker" : "server";
-    row.rank = ps::Postoffice::IDtoRank(peer.node.id);
+    row.rank = RankOf(peer.node.id);
     const auto entry = entries_.find(peer.node.id);
     if (entry != entries_.end()) row.entry = entry->second;
     shot.rows.push_back(std::move(row));

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "byteps/server/clones.h"
+#include "byteps/base/clones.h"
 
 namespace byteps {
 namespace core {

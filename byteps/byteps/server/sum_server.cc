@@ -7,9 +7,9 @@
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/thread_name.h"
+#include "byteps/cluster/node_ids.h"
 #include "byteps/observe/status_record.h"
 #include "byteps/server/reducer.h"
-#include "ps/internal/postoffice.h"
 
 namespace byteps {
 namespace core {
@@ -93,8 +93,7 @@ std::string Server::Report() {
 
 void Server::Answer(const Caller& caller, uint64_t key, const std::string& error,
                     const ps::SArray<char>* values, const ps::SArray<char>* sums) {
-  ps::Message msg = MakeAnswer(caller.op, ps::Postoffice::WorkerRankToID(caller.rank), key,
-                               caller.request, error);
+  ps::Message msg = MakeAnswer(caller.op, WorkerId(caller.rank), key, caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
     AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
   }
@@ -212,14 +211,8 @@ void Server::Serve(Engine* engine, Task* task) {
 Server::Caller Server::CallerOf(const ps::Message& msg, int64_t received) {
   const PushHeader header = HeaderOf(msg);
   const int64_t now = SteadyNs();
-  return {ps::Postoffice::IDtoRank(msg.meta.sender),
-          msg.meta.addr,
-          msg.meta.head,
-          header.pull_offset,
-          header.pull_bytes,
-          received,
-          now,
-          now};
+  return {RankOf(msg.meta.sender), msg.meta.addr, msg.meta.head, header.pull_offset,
+          header.pull_bytes,       received,      now,           now};
 }
 
 void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {

@@ -78,7 +78,7 @@ class Server {
   uint64_t OpenRounds() const;
 
   // Whether a request, of which the meta has come, may have values of so many bytes.  Those of
-  // others need no memory (net/nowhere.h): they will be refused.  Any thread.
+  // others need no memory (net/link/nowhere.h): they will be refused.  Any thread.
   bool Expects(const ps::Meta& meta, size_t bytes);
 
   // Takes a request over.  Any thread, several at a time; does not block.  Where there is no memory

@@ -4,8 +4,8 @@
 
 #include "byteps/base/log.h"
 #include "byteps/base/out_of_memory.h"
+#include "byteps/cluster/node_ids.h"
 #include "byteps/server/sum_server.h"
-#include "ps/internal/postoffice.h"
 
 namespace byteps {
 namespace core {
@@ -40,8 +40,8 @@ std::string Server::NoMemoryFor(const ps::Message& msg, const std::bad_alloc& er
   ps::ReaderLock lock(&mu_);
   const auto it = tensors_.find(msg.meta.key - index);
   if (it != tensors_.end() && it->second) text += " of '" + it->second->declaration.name + "'";
-  return text + " from worker " + std::to_string(ps::Postoffice::IDtoRank(msg.meta.sender)) +
-         ", partition " + std::to_string(index) +
+  return text + " from worker " + std::to_string(RankOf(msg.meta.sender)) + ", partition " +
+         std::to_string(index) +
          "; take more servers, or servers with more memory (python -m byteps.sizing says how much)";
 }
 
@@ -65,7 +65,7 @@ void Server::OnOutOfMemory(Engine* engine, const Task& task, const std::bad_allo
   Round* const round = &partition->rounds[ahead];
   // It was being answered: to those who had their answers no other one may come.
   if (round->done) return;
-  const int rank = ps::Postoffice::IDtoRank(meta.sender);
+  const int rank = RankOf(meta.sender);
   const bool waits =
       std::any_of(round->callers.begin(), round->callers.end(),
                   [&](const Caller& c) { return c.rank == rank && c.request == meta.addr; });

@@ -8,8 +8,8 @@
 #include "byteps/base/log.h"
 #include "byteps/base/steady_time.h"
 #include "byteps/base/text.h"
+#include "byteps/cluster/node_ids.h"
 #include "byteps/server/sum_server.h"
-#include "ps/internal/postoffice.h"
 
 namespace byteps {
 namespace core {
@@ -65,7 +65,7 @@ void Server::Dispatch(ps::Message* msg) {
 }
 
 void Server::OnDeclare(const ps::Message& msg) {
-  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+  const int rank = RankOf(msg.meta.sender);
   std::vector<Declaration> declarations;
   std::string error;
   if (!UnpackDeclarations(msg.meta.body, &declarations, &error)) {
@@ -118,13 +118,12 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
 
 void Server::Refuse(const ps::Message& request, const std::string& error) {
   counters_.refused_requests.Add();
-  const Caller caller{ps::Postoffice::IDtoRank(request.meta.sender), request.meta.addr,
-                      request.meta.head};
+  const Caller caller{RankOf(request.meta.sender), request.meta.addr, request.meta.head};
   Answer(caller, request.meta.key, error, nullptr);
 }
 
 std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const {
-  const std::string worker = "worker " + std::to_string(ps::Postoffice::IDtoRank(msg.meta.sender));
+  const std::string worker = "worker " + std::to_string(RankOf(msg.meta.sender));
   const bool pull = msg.meta.head == kPull || msg.meta.head == kReadState;
   if (tensor == nullptr || index >= tensor->declaration.NumPartitions()) {
     return worker + (pull ? " pulled" : " pushed") + " key " + Hex(msg.meta.key) +
@@ -132,7 +131,7 @@ std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64
   }
   if (!tensor->refusal.empty()) return tensor->refusal;
   const Declaration& declaration = tensor->declaration;
-  if (declaration.MemberIndex(ps::Postoffice::IDtoRank(msg.meta.sender)) < 0) {
+  if (declaration.MemberIndex(RankOf(msg.meta.sender)) < 0) {
     return worker + " is no member of the group of '" + declaration.name + "'";
   }
   if (!HasForm(msg, declaration, index)) {
@@ -237,7 +236,7 @@ void Server::ServingFailed(Engine* engine, const Task& task, const std::string& 
   const uint32_t ahead = header.round - partition->first_round;
   if (ahead < partition->rounds.size()) {
     Round& round = partition->rounds[ahead];
-    const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+    const int rank = RankOf(msg.meta.sender);
     const int member = partition->tensor->declaration.MemberIndex(rank);
     if (!round.told[member]) {
       round.pushed[member] = round.told[member] = true;

@@ -6,8 +6,8 @@
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/wire.h"
+#include "byteps/cluster/node_ids.h"
 #include "byteps/server/sum_server.h"
-#include "ps/internal/postoffice.h"
 
 namespace byteps {
 namespace core {
@@ -107,7 +107,7 @@ std::string Server::Agree(const Declaration& declaration, int rank, int op, cons
 
 std::string Server::AgreeOnPush(const Declaration& declaration, const ps::Message& msg,
                                 Round* round) {
-  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+  const int rank = RankOf(msg.meta.sender);
   return Agree(declaration, rank, msg.meta.head, DetailOf(msg), round);
 }
 
@@ -161,7 +161,7 @@ std::string Server::Decide(Partition* partition, int rank, const std::string& st
 
 std::string Server::Settle(Partition* partition, const ps::Message& msg, uint32_t number) {
   const Declaration& declaration = partition->tensor->declaration;
-  const int rank = ps::Postoffice::IDtoRank(msg.meta.sender);
+  const int rank = RankOf(msg.meta.sender);
   const int member = declaration.MemberIndex(rank);
   const uint32_t ahead = number - partition->first_round;
   if (ahead >= partition->rounds.size()) return "";  // all members are through with it

@@ -1,5 +1,5 @@
 // What becomes of a broken invariant.  These tests break some on purpose; no other one may.
-#include "byteps/base/invariant.h"
+#include "byteps/net/link/invariant.h"
 
 #include <gtest/gtest.h>
 

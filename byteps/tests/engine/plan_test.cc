@@ -8,7 +8,7 @@
 #include <set>
 
 #include "byteps/base/error.h"
-#include "byteps/engine/placement.h"
+#include "byteps/base/placement.h"
 #include "tests/support/settings.h"
 
 namespace byteps {

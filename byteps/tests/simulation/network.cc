@@ -10,7 +10,6 @@
 #include "byteps/base/probe.h"
 #include "byteps/cluster/session.h"
 #include "byteps/net/link/node_token.h"
-#include "byteps/net/membership/text.h"
 #include "dmlc/logging.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"

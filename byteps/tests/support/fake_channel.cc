@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "byteps/base/declaration_list.h"
-#include "byteps/base/invariant.h"
+#include "byteps/net/link/invariant.h"
 #include "ps/internal/postoffice.h"
 
 namespace byteps {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "byteps/net/membership/text.h"
+#include "byteps/net/link/node_text.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
@@ -23,8 +23,8 @@ constexpr uint64_t kSmallPacketBytes = 576;
 std::chrono::steady_clock::duration LinkPatience(int peer, bool is_scheduler, double reconnect_s,
                                                  LinkFault fault) {
   // Nobody waits for one that is not of the job yet, or not any more.
-  if (peer == Node::kEmpty || peer >= membership::kRefusedBase) return {};
-  const auto limit = membership::ToDuration(reconnect_s);
+  if (peer == Node::kEmpty || peer >= kRefusedBase) return {};
+  const auto limit = ToDuration(reconnect_s);
   // Of the processes that end the scheduler alone must hear soon; it tells the others.
   if (!is_scheduler || fault == LinkFault::kSilent) return limit;
   if (fault == LinkFault::kClosed)
@@ -39,14 +39,14 @@ LinkOutage LinkOutage::Of(const std::string& reason, LinkFault fault, Clock::dur
   outage.fault = fault;
   outage.begin = Clock::now();
   outage.deadline = outage.begin + patience;
-  outage.briefly = patience < membership::ToDuration(reconnect_s);
+  outage.briefly = patience < ToDuration(reconnect_s);
   return outage;
 }
 
 std::string LinkOutage::GivenUp(double reconnect_s, const std::string& last_error) const {
   if (listener_gone || (briefly && fault == LinkFault::kClosed)) return reason;
   if (briefly) return reason + ", and it did not connect again";
-  const std::string limit = membership::Limit(reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S");
+  const std::string limit = Limit(reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S");
   if (last_error.empty() && unacknowledged > 0) {
     const std::string text = reason + ", and was made again, but of " +
                              std::to_string(unacknowledged) +
@@ -63,8 +63,7 @@ std::string LinkOutage::GivenUp(double reconnect_s, const std::string& last_erro
 void LogResumed(const std::string& which, int peer, const std::string& address,
                 LinkOutage::Clock::duration after, size_t again) {
   const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(after).count();
-  LOG(WARNING) << which << " with "
-               << (peer == kScheduler ? "the scheduler" : membership::RoleAndRank(peer))
+  LOG(WARNING) << which << " with " << (peer == kScheduler ? "the scheduler" : RoleAndRank(peer))
                << (address.empty() ? "" : " (" + address + ")")
                << " broke, and was made again after " << ms
                << " ms; messages sent again: " << again;

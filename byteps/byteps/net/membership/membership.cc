@@ -12,19 +12,16 @@
 #include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/probe.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/link/node_text.h"
 #include "byteps/net/membership/commands.h"
-#include "byteps/net/membership/text.h"
-#include "byteps/net/net_address.h"
+#include "byteps/net/membership/protocol.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
 
-using membership::Describe;
 using membership::kLastWordSeconds;
-using membership::Limit;
-using membership::RoleAndRank;
-using membership::ToDuration;
 
 namespace {
 

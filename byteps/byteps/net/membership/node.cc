@@ -5,18 +5,15 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/base/probe.h"
+#include "byteps/net/link/node_text.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/text.h"
+#include "byteps/net/membership/protocol.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
 
-using membership::Describe;
 using membership::kLastWordSeconds;
-using membership::Limit;
 using membership::ParseLink;
-using membership::RoleAndRank;
-using membership::ToDuration;
 
 namespace {
 

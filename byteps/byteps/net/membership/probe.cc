@@ -4,15 +4,13 @@
 #include <utility>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/node_text.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/text.h"
+#include "byteps/net/membership/protocol.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
-
-using membership::Describe;
-using membership::Plural;
 
 std::string Membership::VerdictOnProbe(const Node& asked, const Claim& claim, bool* later) {
   Node node = asked;

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/node_text.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/text.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -14,7 +14,7 @@ void Membership::EmitProgress(MembershipEvent::Kind kind, const Node& node) {
   event.node = node;
   event.node_id = node.id;
   event.rank = Postoffice::IDtoRank(node.id);
-  event.reason = membership::Describe(node) + " left the job";
+  event.reason = Describe(node) + " left the job";
   {
     MutexLock lock(&mu_);
     event.incarnation = incarnation_;

@@ -3,22 +3,19 @@
 #include <climits>
 #include <utility>
 
-#include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/probe.h"
+#include "byteps/net/link/invariant.h"
+#include "byteps/net/link/node_text.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/membership/text.h"
+#include "byteps/net/membership/protocol.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
 
-using membership::Describe;
 using membership::kProtocol;
-using membership::Limit;
 using membership::PackLink;
-using membership::Plural;
-using membership::ToDuration;
 
 namespace {
 
@@ -182,7 +179,7 @@ void Membership::SendAway(const Node& node, const std::string& body) {
   Node target = node;
   {
     MutexLock lock(&mu_);
-    target.id = membership::kRefusedBase + refused_++;
+    target.id = kRefusedBase + refused_++;
   }
   links_->Connect(target);
   Send(Control::REFUSED, target.id, body);
@@ -358,7 +355,7 @@ void Membership::BeginIncarnation() {
     if (state_ != State::kTurning) return;  // Stop was called
     for (const auto& entry : peers_) {
       old.push_back(entry.second.node);
-      old.back().id = membership::kRefusedBase + refused_++;
+      old.back().id = kRefusedBase + refused_++;
     }
     peers_.clear();
     departed_.clear();

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "byteps/base/foreign_text.h"
-#include "byteps/net/membership/text.h"
-#include "byteps/net/net_address.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/link/node_text.h"
 #include "byteps/net/rdma/connector.h"
 #include "dmlc/logging.h"
 
@@ -104,8 +104,8 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
     return;
   }
   link->endpoint->Fail("it did not answer within " +
-                       membership::Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") +
-                       " at " + JoinHostPort(link->host, link->port) + ": " + link->last_error);
+                       Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") + " at " +
+                       JoinHostPort(link->host, link->port) + ": " + link->last_error);
 }
 
 ConnectRequest Connector::MakeRequest(Link* link) {

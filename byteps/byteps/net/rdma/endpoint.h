@@ -32,7 +32,7 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/endpoint_counters.h"
+#include "byteps/net/link/endpoint_counters.h"
 #include "byteps/net/link/link_outage.h"
 #include "byteps/net/rdma/message_parts.h"
 #include "byteps/net/rdma/pool.h"

@@ -6,9 +6,9 @@
 #include <cstring>
 #include <utility>
 
-#include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/wire_bytes.h"
+#include "byteps/net/link/invariant.h"
 #include "byteps/net/link/meta_codec.h"
 #include "byteps/net/rdma/endpoint.h"
 #include "dmlc/logging.h"

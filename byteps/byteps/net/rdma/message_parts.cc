@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "byteps/net/registration_cache.h"
+#include "byteps/net/link/registration_cache.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 

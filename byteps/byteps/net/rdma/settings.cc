@@ -8,7 +8,7 @@
 #include <cstring>
 #include <memory>
 
-#include "byteps/net/net_address.h"
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/rdma/wire.h"
 #include "dmlc/logging.h"
 #include "ps/internal/utils.h"

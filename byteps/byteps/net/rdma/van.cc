@@ -7,11 +7,11 @@
 #include <thread>
 #include <utility>
 
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/link/node_token.h"
+#include "byteps/net/link/registration_cache.h"
 #include "byteps/net/link/who_connects.h"
-#include "byteps/net/net_address.h"
 #include "byteps/net/rdma/verbs_library.h"
-#include "byteps/net/registration_cache.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 

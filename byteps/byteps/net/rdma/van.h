@@ -14,7 +14,7 @@
 // Memory.  Values are sent from where they lie and received where they belong
 // (Handlers::place_for), or into registered memory that is reused when the last copy of the
 // SArray is gone.  A registration is for one message, but for those of the pool's own memory
-// and of memory in the registration cache (net/registration_cache.h).
+// and of memory in the registration cache (net/link/registration_cache.h).
 //
 // Who is who.  Who connects proves that it has the job's secret, and so does who is connected
 // to.  The scheduler makes a number that names the job and its incarnation, and tells it to who

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#include "byteps/net/registration_cache.h"
+#include "byteps/net/link/registration_cache.h"
 #include "dmlc/logging.h"
 
 namespace ps {

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/probe.h"
+#include "byteps/net/link/invariant.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/delivery.h"
 #include "byteps/net/tcp/handover.h"

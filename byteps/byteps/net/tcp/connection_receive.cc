@@ -6,12 +6,12 @@
 #include <numeric>
 #include <utility>
 
-#include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/wire_bytes.h"
+#include "byteps/net/link/invariant.h"
 #include "byteps/net/link/meta_codec.h"
-#include "byteps/net/nowhere.h"
+#include "byteps/net/link/nowhere.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/handover.h"
 #include "dmlc/logging.h"

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <memory>
 
-#include "byteps/net/net_address.h"
+#include "byteps/net/link/net_address.h"
 #include "dmlc/logging.h"
 
 namespace ps {

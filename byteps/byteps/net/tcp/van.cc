@@ -9,9 +9,9 @@
 #include <thread>
 #include <utility>
 
+#include "byteps/net/link/net_address.h"
 #include "byteps/net/link/who_connects.h"
 #include "byteps/net/membership/membership.h"
-#include "byteps/net/net_address.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 

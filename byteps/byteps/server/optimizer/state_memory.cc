@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <fstream>
 
-#include "byteps/engine/placement.h"
+#include "byteps/base/placement.h"
 
 namespace byteps {
 namespace core {

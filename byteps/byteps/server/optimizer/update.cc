@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "byteps/server/clones.h"
+#include "byteps/base/clones.h"
 
 namespace byteps {
 namespace core {

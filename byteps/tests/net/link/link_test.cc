@@ -9,8 +9,9 @@
 #include <random>
 
 #include "byteps/net/link/link_outage.h"
-#include "byteps/net/membership/text.h"
-#include "byteps/net/net_address.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/link/node_text.h"
+#include "byteps/net/membership/protocol.h"
 #include "byteps/net/rdma/sent_messages.h"
 #include "byteps/net/rdma/wire.h"
 #include "byteps/net/tcp/van.h"
@@ -111,7 +112,7 @@ TEST(LinkPatience, IsNeverLongerThanSaid) {
 
 TEST(LinkPatience, NobodyWaitsForWhoIsNotOfTheJob) {
   EXPECT_EQ(LinkPatience(Node::kEmpty, true, 30, LinkFault::kSilent), seconds(0));
-  EXPECT_EQ(LinkPatience(membership::kRefusedBase, true, 30, LinkFault::kSilent), seconds(0));
+  EXPECT_EQ(LinkPatience(kRefusedBase, true, 30, LinkFault::kSilent), seconds(0));
 }
 
 TEST(LinkOutage, SaysHowLongWhereTheTimeWasTheReason) {

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/net/endpoint_counters.h"
+#include "byteps/net/link/endpoint_counters.h"
 #include "byteps/net/membership/membership.h"
 #include "options.h"
 #include "ps/internal/env.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "byteps/net/registration_cache.h"
+#include "byteps/net/link/registration_cache.h"
 #include "options.h"
 
 namespace van_test {

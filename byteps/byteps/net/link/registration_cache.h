@@ -8,8 +8,8 @@
 // lie at the same address, old pages would be sent.  So all memory from which values are sent,
 // and in which they are received, has to be added, by its owner and again for each allocation;
 // what it overlaps has been freed, and is forgotten.
-#ifndef BYTEPS_NET_REGISTRATION_CACHE_H_
-#define BYTEPS_NET_REGISTRATION_CACHE_H_
+#ifndef BYTEPS_NET_LINK_REGISTRATION_CACHE_H_
+#define BYTEPS_NET_LINK_REGISTRATION_CACHE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -47,4 +47,4 @@ class RegistrationCache {
 };
 
 }  // namespace ps
-#endif  // BYTEPS_NET_REGISTRATION_CACHE_H_
+#endif  // BYTEPS_NET_LINK_REGISTRATION_CACHE_H_

@@ -1,6 +1,6 @@
 // Choosing and printing network addresses.
-#ifndef BYTEPS_NET_NET_ADDRESS_H_
-#define BYTEPS_NET_NET_ADDRESS_H_
+#ifndef BYTEPS_NET_LINK_NET_ADDRESS_H_
+#define BYTEPS_NET_LINK_NET_ADDRESS_H_
 
 #include <string>
 
@@ -33,4 +33,4 @@ bool IsLoopback(const std::string& host);
 std::string JoinHostPort(const std::string& host, int port);
 
 }  // namespace ps
-#endif  // BYTEPS_NET_NET_ADDRESS_H_
+#endif  // BYTEPS_NET_LINK_NET_ADDRESS_H_

@@ -1,4 +1,4 @@
-#include "byteps/engine/placement.h"
+#include "byteps/base/placement.h"
 
 #include <unistd.h>
 

@@ -1,13 +1,11 @@
-#include "byteps/net/membership/text.h"
+#include "byteps/net/link/node_text.h"
 
-#include <algorithm>
 #include <cstdio>
 
-#include "byteps/net/net_address.h"
+#include "byteps/net/link/net_address.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
-namespace membership {
 namespace {
 
 const char* RoleName(Node::Role role) {
@@ -25,14 +23,6 @@ std::string Limit(double seconds, const char* variable) {
 
 std::string Plural(int n, const char* noun) {
   return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
-}
-
-std::string PackLink(int mbps) { return "link=" + std::to_string(mbps); }
-
-int ParseLink(const std::string& text) {
-  int mbps = 0;
-  sscanf(text.c_str(), "link=%9d", &mbps);
-  return std::max(mbps, 0);
 }
 
 std::chrono::steady_clock::duration ToDuration(double seconds) {
@@ -56,5 +46,4 @@ std::string Describe(const Node& node) {
          ")";
 }
 
-}  // namespace membership
 }  // namespace ps

@@ -1,6 +1,6 @@
 // Where values go that nobody wants.
-#ifndef BYTEPS_NET_NOWHERE_H_
-#define BYTEPS_NET_NOWHERE_H_
+#ifndef BYTEPS_NET_LINK_NOWHERE_H_
+#define BYTEPS_NET_LINK_NOWHERE_H_
 
 namespace ps {
 
@@ -13,4 +13,4 @@ inline char* Nowhere() {
 }
 
 }  // namespace ps
-#endif  // BYTEPS_NET_NOWHERE_H_
+#endif  // BYTEPS_NET_LINK_NOWHERE_H_

@@ -1,4 +1,4 @@
-#include "byteps/net/endpoint_counters.h"
+#include "byteps/net/link/endpoint_counters.h"
 
 #include "byteps/base/mutex.h"
 #include "ps/base.h"

@@ -1,4 +1,4 @@
-#include "byteps/net/net_address.h"
+#include "byteps/net/link/net_address.h"
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>

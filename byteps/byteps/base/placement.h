@@ -1,6 +1,6 @@
 // How tensors are cut, and which server sums which partition.
-#ifndef BYTEPS_ENGINE_PLACEMENT_H_
-#define BYTEPS_ENGINE_PLACEMENT_H_
+#ifndef BYTEPS_BASE_PLACEMENT_H_
+#define BYTEPS_BASE_PLACEMENT_H_
 
 #include <cstdint>
 #include <string>
@@ -42,4 +42,4 @@ uint32_t PartitionBytes(uint64_t bytes, int num_servers, double link_bytes_per_s
 
 }  // namespace core
 }  // namespace byteps
-#endif  // BYTEPS_ENGINE_PLACEMENT_H_
+#endif  // BYTEPS_BASE_PLACEMENT_H_

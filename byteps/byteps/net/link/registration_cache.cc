@@ -1,4 +1,4 @@
-#include "byteps/net/registration_cache.h"
+#include "byteps/net/link/registration_cache.h"
 
 #include <atomic>
 #include <iterator>

@@ -1,6 +1,6 @@
 // What each endpoint of a transport has carried, for metrics and tests.
-#ifndef BYTEPS_NET_ENDPOINT_COUNTERS_H_
-#define BYTEPS_NET_ENDPOINT_COUNTERS_H_
+#ifndef BYTEPS_NET_LINK_ENDPOINT_COUNTERS_H_
+#define BYTEPS_NET_LINK_ENDPOINT_COUNTERS_H_
 
 #include <atomic>
 #include <cstdint>
@@ -55,4 +55,4 @@ void ForgetEndpointCounters();
 std::vector<EndpointReading> ReadEndpointCounters();
 
 }  // namespace ps
-#endif  // BYTEPS_NET_ENDPOINT_COUNTERS_H_
+#endif  // BYTEPS_NET_LINK_ENDPOINT_COUNTERS_H_

@@ -1,8 +1,8 @@
 // Loops that are compiled for several instruction sets; the program picks one when it starts.
 //
 // They are written plainly, so that the compiler vectorises them.
-#ifndef BYTEPS_SERVER_CLONES_H_
-#define BYTEPS_SERVER_CLONES_H_
+#ifndef BYTEPS_BASE_CLONES_H_
+#define BYTEPS_BASE_CLONES_H_
 
 #if defined(BYTEPS_MULTIVERSION)  // as whoever compiles this likes it
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -17,4 +17,4 @@
 // compiled once, for the oldest of those instruction sets.
 #define BYTEPS_INLINE __attribute__((always_inline))
 
-#endif  // BYTEPS_SERVER_CLONES_H_
+#endif  // BYTEPS_BASE_CLONES_H_

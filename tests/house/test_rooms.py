@@ -1,0 +1,107 @@
+"""The C++ code lies in rooms, each of which knows only those below it (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CODE = REPOSITORY / "byteps/byteps"
+BELOW: dict[str, set[str]] = {
+    "base": set(),
+    "net/link": {"base"},
+    "net/auth": set(),
+    "net/tls": {"base", "net/auth"},
+    "net/membership": {"base", "net/link"},
+    "net/tcp": {"base", "net/link", "net/auth", "net/tls", "net/membership"},
+    "net/rdma": {"base", "net/link", "net/auth", "net/membership"},
+    "net": {"net/link", "net/membership", "net/tcp", "net/rdma"},
+    "device": {"base", "net/link"},
+    "cluster": {"base", "net/link", "net/auth", "net/tls", "net/membership"},
+    "observe": {"base", "net/link", "net/membership", "net/tcp", "cluster"},
+    "engine": {"base", "cluster", "device", "observe"},
+    "server/optimizer": {"base"},
+    "server": {"base", "net/link", "net/auth", "net/membership", "net/rdma", "cluster", "observe"}
+    | {"server/optimizer"},
+    "torch": {"base", "net/link", "cluster", "device", "engine", "observe"},
+}
+"""Of each room, those whose headers its files may include."""
+PS_LITE = re.compile(r"(ps|dmlc)/")
+"""How the headers of upstream's ps-lite begin."""
+KNOW_PS_LITE = re.compile(
+    r"net/|cluster/|.*/http_server\.cc|observe/\w+_server\.cc|server/main\.cc"
+)
+MESSAGE = "ps/internal/message.h"
+"""What engine and server hand to a channel. The only header of ps-lite that they need."""
+
+
+def room_of(path: str) -> str:
+    folders = path.split("/")[:-1]
+    inner = "/".join(folders[:2])
+    return inner if inner in BELOW else folders[0]
+
+
+def includes() -> Iterator[tuple[str, str]]:
+    for path in sorted(CODE.rglob("*")):
+        if path.suffix in (".h", ".cc"):
+            for name in re.findall(r'#include "([^"]+)"', path.read_text()):
+                yield path.relative_to(CODE).as_posix(), name
+
+
+def test_no_room_knows_one_above_it() -> None:
+    order = list(TopologicalSorter(BELOW).static_order())  # raises CycleError
+    assert set(order) == set(BELOW)
+    wrong = []
+    for path, name in includes():
+        room = room_of(path)
+        assert room in BELOW, f"{path} is in no room"
+        if name.startswith("byteps/") and not name.startswith("byteps/common/"):  # upstream's
+            other = room_of(name.removeprefix("byteps/"))
+            if other != room and other not in BELOW[room]:
+                wrong.append(f"{path} includes {name}")
+    assert not wrong
+
+
+def test_nothing_is_allowed_that_nothing_needs() -> None:
+    used: dict[str, set[str]] = {room: set() for room in BELOW}
+    for path, name in includes():
+        if name.startswith("byteps/") and not name.startswith("byteps/common/"):
+            used[room_of(path)].add(room_of(name.removeprefix("byteps/")))
+    assert {room: below - used[room] for room, below in BELOW.items() if below - used[room]} == {}
+
+
+def test_only_the_network_knows_ps_lite() -> None:
+    assert [
+        f"{path} includes {name}"
+        for path, name in includes()
+        if PS_LITE.match(name) and not KNOW_PS_LITE.match(path) and name != MESSAGE
+    ] == []
+
+
+def test_nothing_of_ours_lies_among_upstreams_files() -> None:
+    assert not [path for path in (REPOSITORY / "byteps/3rdparty").rglob("*") if path.is_file()]
+
+
+def test_upstreams_files_include_none_of_ours() -> None:
+    added = [
+        f"{patch.name}: {line}"
+        for patch in sorted((REPOSITORY / "patches/byteps").rglob("*.patch"))
+        for part in patch.read_text().split("\ndiff --git ")[1:]
+        if part.startswith("a/3rdparty/")
+        for line in part.splitlines()
+        if re.match(r'\+#include "byteps/', line)
+    ]
+    assert not added
+
+
+def test_tests_lie_where_the_code_lies() -> None:
+    """Each `*_test.cc` in a folder of byteps/tests named as the room that it tries."""
+    tests = REPOSITORY / "byteps/tests"
+    folders = {
+        path.relative_to(tests).as_posix() + "/"
+        for path in {found.parent for found in tests.rglob("*_test.cc")}
+    }
+    rooms = tuple(f"{room}/" for room in BELOW)
+    assert [folder for folder in folders if not folder.startswith(rooms)] == []
