@@ -42,6 +42,7 @@ def programs(request: pytest.FixtureRequest) -> Path:
     return native.build(*wanted, sanitize=request.param)
 
 
+@pytest.mark.breaks_invariant
 @pytest.mark.timeout(LIMIT_S)
 def test_the_worker_over_a_fake_channel(programs: Path, run_dir: Path) -> None:
     log = run_dir / "unit_test.log"
