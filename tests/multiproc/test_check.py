@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from cluster import END_S, LOOPBACK, START_S, Cluster, server_executable
 
+from ports import free_ports
+
 USAGE = 2
 NO_SCHEDULER = 3
 TAKEN = "(the number of a port that another process has)"
@@ -188,8 +190,7 @@ def test_counts_of_a_probe_are_forgotten(make_cluster: Callable[..., Cluster]) -
 def test_a_scheduler_that_could_run_is_not_reached(make_cluster: Callable[..., Cluster]) -> None:
     """Its port is free afterwards, and a node that waits for the real one is not answered."""
     cluster = make_cluster(workers=1, servers=1)
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        cluster.port = listener.getsockname()[1]
+    cluster.port = free_ports()
     server = cluster.start_server()
     for _ in range(5):
         said = check(cluster, "scheduler")

@@ -12,6 +12,8 @@ import pytest
 from cluster import END_S, LOOPBACK, Cluster, stop, wait_all
 from endings import demand_error, demand_failed, error_of, start_looping, wait_for_text
 
+from ports import free_ports
+
 PEER_TIMEOUT_S = 3
 SHORT = {
     "BYTEPS_PEER_TIMEOUT_S": str(PEER_TIMEOUT_S),
@@ -106,8 +108,8 @@ def test_no_scheduler_there(make_cluster: Callable[..., Cluster], listening: boo
     """Nothing listens at the address, or something that accepts and never answers: worker and
     server say so when the start timeout is over."""
     cluster = make_cluster(workers=1, servers=1, env=SHORT)
-    with socket.create_server((LOOPBACK, 0)) as other:
-        cluster.port = other.getsockname()[1]
+    cluster.port = free_ports()
+    with socket.create_server((LOOPBACK, cluster.port)) as other:
         if not listening:
             other.close()
         pattern = rf"scheduler.*{LOOPBACK}:{cluster.port}.*did not answer.*BYTEPS_START_TIMEOUT_S=3"
@@ -121,8 +123,7 @@ def test_no_scheduler_there(make_cluster: Callable[..., Cluster], listening: boo
 def test_scheduler_comes_late(make_cluster: Callable[..., Cluster]) -> None:
     """Workers and servers may be started first: they keep trying."""
     cluster = make_cluster(workers=1, servers=1)
-    with socket.create_server((LOOPBACK, 0)) as taken:
-        cluster.port = taken.getsockname()[1]
+    cluster.port = free_ports()
     worker = cluster.start_worker(0, "failures:init_only")
     cluster.start_server()
     time.sleep(1.0)

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <string>
+#include <vector>
 
 namespace ps {
 namespace {
@@ -34,14 +35,21 @@ std::string ReadUntil(int fd, const std::string& word) {
   return all;
 }
 
+// It is never destroyed (see there), and stays where a search for leaks finds it.
+LogOutput* NewOutput(int fd) {
+  static auto* const all = new std::vector<LogOutput*>;
+  all->push_back(new LogOutput(fd, kLimit, Notice));
+  return all->back();
+}
+
 // A pipe or a connection, and what writes to it.
 struct Written {
   explicit Written(bool pipes) {
     EXPECT_EQ(pipes ? pipe(ends) : socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-    output = new LogOutput(ends[1], kLimit, Notice);
+    output = NewOutput(ends[1]);
   }
   int ends[2];
-  LogOutput* output;  // never destroyed: see there
+  LogOutput* output;
 };
 
 void TryWhatIsReadComesAtOnce(bool pipes) {

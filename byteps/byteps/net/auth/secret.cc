@@ -52,9 +52,6 @@ std::string ReadFile(const std::string& path) {
 
 }  // namespace
 
-const char kAdvice[] =
-    "give every node of the job the same BYTEPS_SECRET_FILE or BYTEPS_SECRET (or BYTEPS_AUTH=0)";
-
 std::string NewNonce(size_t bytes) {
   std::string nonce(bytes, '\0');
   CHECK_EQ(getrandom(nonce.data(), bytes, 0), static_cast<ssize_t>(bytes))

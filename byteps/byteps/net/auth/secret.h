@@ -48,7 +48,8 @@ class Secret {
 };
 
 // What to do where two nodes have not the same secret.
-extern const char kAdvice[];
+inline constexpr char kAdvice[] =
+    "give all nodes the same BYTEPS_SECRET_FILE or BYTEPS_SECRET (or BYTEPS_AUTH=0)";
 
 }  // namespace auth
 }  // namespace ps

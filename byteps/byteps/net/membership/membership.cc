@@ -74,7 +74,12 @@ Membership::Membership(MembershipLinks* links, const MembershipSettings& setting
       listener_(std::move(listener)),
       expected_workers_(settings.is_scheduler && settings.keep ? -1 : settings.workers),
       expected_servers_(settings.servers),
-      broken_invariants_(NumBrokenInvariants()) {}
+      broken_invariants_(NumBrokenInvariants()) {
+  if (!settings.is_scheduler) return;
+  // A node may come as soon as the links listen, which is before Join.
+  state_ = State::kActive;
+  SetIncarnation(incarnation_);
+}
 
 Membership::~Membership() { Stop(); }
 
@@ -176,21 +181,16 @@ std::string Membership::NameOf(int node_id) {
 }
 
 void Membership::Join() {
-  int incarnation = 0;
   Claim claim;
   claim.protocol = membership::kProtocol;
   claim.probe = settings_.probe;
   {
     MutexLock lock(&mu_);
     scheduler_heard_ = Clock::now();
-    if (settings_.is_scheduler) state_ = State::kActive;
-    incarnation = incarnation_;
     claim.workers = expected_workers_;
     claim.servers = expected_servers_;
   }
-  if (settings_.is_scheduler) {
-    SetIncarnation(incarnation);
-  } else {
+  if (!settings_.is_scheduler) {
     Node self = links_->self();
     self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
     if (settings_.rejoin || (settings_.keep && self.role == Node::SERVER)) claim.workers = -1;

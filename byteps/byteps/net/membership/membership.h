@@ -183,11 +183,11 @@ class Membership {
   // not block and must not stop the van.
   using Listener = std::function<void(const MembershipEvent&)>;
 
-  // `links` outlives this.
+  // `links` outlives this.  A scheduler admits nodes from now on: it listens before it joins.
   Membership(MembershipLinks* links, const MembershipSettings& settings, Listener listener);
   ~Membership();
 
-  // On the scheduler: begins to admit nodes, and returns.  On another node:
+  // On the scheduler: begins to watch who is in the job, and returns.  On another node:
   // registers and blocks until every node has.  Throws dmlc::Error when the scheduler refuses or
   // gives up, NoAnswer when it does not answer, ComeAgain when it would take this node later,
   // and JobFailed when the job failed after it had taken this node.  A probe ends with one of these

@@ -21,6 +21,12 @@ namespace {
 constexpr int kBacklog = 1024;
 // A challenge is good in the period in which it was made, and in the next.
 constexpr int64_t kPeriodS = 5;
+// Of a refusal, before auth::kAdvice.
+constexpr char kPeerHasNone[] = "the job has a secret, the peer none: ";
+constexpr char kPeerHasAnother[] = "the peer has not this job's secret: ";
+static_assert(std::max(sizeof(kPeerHasNone), sizeof(kPeerHasAnother)) + sizeof(auth::kAdvice) - 2 <=
+                  kMaxReason,
+              "what to do is not cut");
 
 int64_t Period() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -502,7 +508,7 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
   const auth::Secret& secret = settings_.secret;
   if (!secret.is_there()) return true;
   if (!request.authenticates) {
-    *refusal = std::string("the job has a secret, the peer none: ") + auth::kAdvice;
+    *refusal = std::string(kPeerHasNone) + auth::kAdvice;
     return false;
   }
   const int64_t now = Period();
@@ -521,7 +527,7 @@ bool Connector::IsProved(rdma_cm_id* id, const ConnectRequest& request, std::str
     return true;
   }
   said->clear();
-  *refusal = std::string("the peer has not this job's secret: ") + auth::kAdvice;
+  *refusal = std::string(kPeerHasAnother) + auth::kAdvice;
   return false;
 }
 

@@ -15,7 +15,7 @@ constexpr size_t kPreambleBytes = 8;
 constexpr size_t kRefusalBytes = 148;  // what the connection manager carries
 // Where its proof lies.  The reason before it ends by a zero.
 constexpr size_t kRefusalProof = kRefusalBytes - 1 - kAnswerProofBytes;
-constexpr size_t kMaxReason = kRefusalProof - kPreambleBytes - 1;
+static_assert(kMaxReason == kRefusalProof - kPreambleBytes - 1, "all the room that is left");
 constexpr uint8_t kMetaInRegion = 1;
 // No device posts more in a queue, and none gives back more than were posted.
 constexpr uint32_t kMaxSlots = 65535;

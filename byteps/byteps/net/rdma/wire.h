@@ -99,6 +99,8 @@ struct Challenge {
 };
 // Of a challenge and of a refusal: there is no room for more.
 constexpr size_t kAnswerProofBytes = 16;
+// A longer one of a refusal is cut.
+constexpr size_t kMaxReason = 122;
 
 struct Refusal {
   std::string reason;
@@ -107,7 +109,7 @@ struct Refusal {
 
   // What its proof is over, behind what was said before.
   std::string Claims() const;
-  // At most 148 bytes: a longer reason is cut.
+  // At most 148 bytes.
   std::string Encode() const;
   bool Decode(const char* data, size_t bytes);
 };

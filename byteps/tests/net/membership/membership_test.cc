@@ -68,11 +68,16 @@ class RecordedLinks : public MembershipLinks {
 class SchedulerMembership : public testing::Test {
  protected:
   void Start(MembershipSettings settings) {
+    Listen(settings);
+    membership_->Join();
+  }
+
+  // As it is before it joins.
+  void Listen(MembershipSettings settings) {
     settings.is_scheduler = true;
     settings.peer_timeout_s = settings.start_timeout_s = 600;
     membership_ = std::make_unique<Membership>(&links_, settings,
                                                [this](const MembershipEvent& e) { OnEvent(e); });
-    membership_->Join();
   }
 
   void StartKept(int servers) {
@@ -162,6 +167,25 @@ TEST_F(SchedulerMembership, WhoIsRefusedChangesNothing) {
     EXPECT_TRUE(membership_->View().peers.empty());
   }
   GatherNodes();
+}
+
+TEST_F(SchedulerMembership, WhoComesBeforeItJoinsIsAdmitted) {
+  MembershipSettings settings;
+  settings.workers = settings.servers = 1;
+  Listen(settings);
+  Register(Node::WORKER, 0, 1, 1);
+  EXPECT_EQ(links_.LastRefusal(), "");
+  EXPECT_EQ(links_.CountTo(worker_, Control::WELCOME), 1);
+  membership_->Join();
+  Register(Node::SERVER, -1, -1, 1);
+  EXPECT_EQ(membership_->View().phase, JobView::kRunning);
+}
+
+TEST_F(SchedulerMembership, AFailureBeforeItJoinsLasts) {
+  Listen(MembershipSettings());
+  membership_->StopByOrder("stopped by order (SIGTERM)");
+  membership_->Join();
+  EXPECT_EQ(membership_->View().phase, JobView::kFailed);
 }
 
 TEST_F(SchedulerMembership, AFailureWhileANodeIsAdmittedReachesIt) {
