@@ -174,6 +174,7 @@ def test_two_ranks_a_host(
     assert "byteps-by-host over by-host: " in said.out
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_is_shown(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,6 +134,7 @@ def test_single_process(job: Started) -> None:
     job.demand_nothing_left()
 
 
+@pytest.mark.thorough
 def test_two_jobs_at_once(job: Started, other_job: Started) -> None:
     """One of them is encrypted by the secret that it made itself."""
     both = []
@@ -168,7 +169,9 @@ def test_several_hosts(job: Started) -> None:
     job.demand_nothing_left()
 
 
-@pytest.mark.parametrize("rendezvous", ["standalone", "master-addr"])
+@pytest.mark.parametrize(
+    "rendezvous", ["standalone", pytest.param("master-addr", marks=pytest.mark.thorough)]
+)
 def test_restarts(job: Started, rendezvous: str) -> None:
     """torchrun lends all lives of a job one store, which has what the last one wrote."""
     launcher: tuple[str, ...] = TORCHRUN
@@ -215,7 +218,7 @@ def test_killed_rank_is_named(job: Started) -> None:
     job.demand_nothing_left()
 
 
-@pytest.mark.parametrize("role", ["server", "scheduler"])
+@pytest.mark.parametrize("role", ["server", pytest.param("scheduler", marks=pytest.mark.thorough)])
 def test_lost_node_ends_the_job(job: Started, role: str) -> None:
     """Every rank ends with an error that names it; the rank that started it says how it ended."""
     launcher = job.start("forever", *TORCHRUN, "--nproc-per-node", "2")
