@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from children import end_with_parent
 
 # torch imports the last one itself, with the first optimizer that somebody makes.
-PRELOAD = ("torch", "torch.distributed", "byteps.torch", "programs.job", "torch._dynamo")
+PRELOAD = ("torch", "torch.distributed.run", "byteps.torch", "programs.job", "torch._dynamo")
 
 
 def die_with_parent(parent: int) -> None:
