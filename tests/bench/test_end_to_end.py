@@ -91,6 +91,7 @@ def test_two_workers_and_a_server_on_emulated_hosts(run_dir: Path) -> None:
     assert "speed over that of gloo" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.requires("root")
 def test_hosts_of_two_ranks_sum_in_pieces(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BYTEPS_NODE_PIECE_BYTES", "16384")
@@ -128,6 +129,7 @@ def test_plain_sockets_beside_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch)
     assert (run_dir / "seen").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.requires("root")
 def test_a_missed_bar_is_an_exit_status(run_dir: Path) -> None:
     status, output = run_tool(

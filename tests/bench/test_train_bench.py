@@ -107,11 +107,15 @@ def words(folder: Path) -> list[str]:
     return [*usual, "--steps", "4", "--warmup", "1", "--launches", "1"]
 
 
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.thorough)])
 def test_a_short_training(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    workers: str,
 ) -> None:
     monkeypatch.setenv("MEGATRON_CPU", "1")
-    code = train_bench.main([*words(run_dir), "--", *SMALL])
+    code = train_bench.main([*words(run_dir), "--workers", workers, "--", *SMALL])
     said = capsys.readouterr()
     assert code == 0, said.err
     assert "byteps over all-reduce: " in said.out and "times as fast" in said.out
@@ -174,6 +178,7 @@ def test_two_ranks_a_host(
     assert "byteps-by-host over by-host: " in said.out
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_is_shown(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

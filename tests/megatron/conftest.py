@@ -33,7 +33,7 @@ def tree() -> Path:
 @pytest.fixture(scope="session")
 def fork_server(tree: Path) -> None:
     """Imports torch and Megatron once for all ranks of all jobs."""
-    start_fork_server(["rank_programs"])
+    start_fork_server(["rank_programs", "paritykit.warm"])
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,9 @@
 """Starts worker processes quickly: imports torch and the engine once, then forks for each request.
 
 Importing torch takes seconds a process, which would be most of the suite's time. A child gets its
-whole environment from the request and ends as any Python program does (atexit handlers included).
+whole environment from the request. One that raises, or is still in its job, ends as any Python
+program does. One that has left its job runs the handlers of its exit and is gone: to take torch's
+modules apart again costs a process more than all that most tests do in it.
 
 Requests come as JSON lines on stdin, answers go as JSON lines to stdout:
     {"id", "program": "module:function", "folder", "log", "env", "args"}  ->  {"id", "pid"}
@@ -11,12 +13,15 @@ the nursery, and with it, by the kernel's parent-death signal, every child.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
 import selectors
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from children import end_with_parent
 
-PRELOAD = ("torch", "torch.distributed", "byteps.torch", "programs.job")
+# torch imports the last one itself, with the first optimizer that somebody makes.
+PRELOAD = ("torch", "torch.distributed.run", "byteps.torch", "programs.job", "torch._dynamo")
 
 
 def die_with_parent(parent: int) -> None:
@@ -51,9 +57,21 @@ def child(request: dict[str, Any], nursery_pid: int) -> Callable[[], int]:
         from programs.job import Job
 
         program = getattr(importlib.import_module(f"programs.{module}"), function)
-        return Job(Path(request["folder"]), request["args"]).run(program)
+        status = Job(Path(request["folder"]), request["args"]).run(program)
+        if not importlib.import_module("byteps.torch").is_initialized():
+            end_at_once(status)
+        return status
 
     return main
+
+
+def end_at_once(status: int) -> None:
+    """Wait for the threads, call what was registered for the exit, and leave out the rest."""
+    threading._shutdown()  # type: ignore[attr-defined] # as the interpreter's own end does
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def serve() -> Callable[[], int] | None:
@@ -96,6 +114,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     for name in PRELOAD:
         importlib.import_module(name)
+    # What is there already is no child's garbage: looking for some would copy all of its memory.
+    gc.collect()
+    gc.freeze()
     todo = serve()
     if todo is not None:
         sys.exit(todo())

@@ -18,6 +18,8 @@ from cluster import (
     RUN_S,
     Cluster,
     Late,
+    Nursery,
+    Process,
     Spawned,
     clean_environment,
     processes_with,
@@ -28,20 +30,29 @@ from ports import free_ports
 
 MARK = "EMBEDDED_TEST_MARK"
 CLUSTERS_OWN = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "DMLC_NUM_WORKER")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+TORCHRUN = ("--standalone",)
 
 
 class Started:
     """A job started with torchrun, whose processes all carry a mark in their environment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nursery: Nursery) -> None:
         self.mark = uuid.uuid4().hex
+        self._nursery = nursery
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
-        self._launchers: list[Spawned] = []
+        self._launchers: list[Process] = []
 
-    def start(self, mode: str, *launcher: str, env: Mapping[str, str] | None = None) -> Spawned:
+    def start(
+        self,
+        mode: str,
+        *torchrun: str,
+        env: Mapping[str, str] | None = None,
+        forked: bool = True,
+    ) -> Process:
+        """One rank, or those that torchrun starts with these arguments. torchrun itself is
+        ``forked``, for its import of torch takes seconds, or a program of its own."""
         full = {
             **clean_environment(self.temporary),
             MARK: self.mark,
@@ -51,10 +62,17 @@ class Started:
         # Embedded mode makes one, unless a test says otherwise.
         if "BYTEPS_SECRET" not in (env or {}):
             del full["BYTEPS_SECRET"]
-        command = [sys.executable, *launcher, str(HERE / "jobs" / "embedded_job.py"), mode]
+        words = [*torchrun, str(HERE / "jobs" / "embedded_job.py"), mode]
         title = f"job {len(self._launchers)}"
-        self._launchers.append(Spawned(title, command, full, self.folder))
-        return self._launchers[-1]
+        launcher: Process
+        if torchrun and forked:
+            args = {"words": words}
+            launcher = self._nursery.start(title, "torchrun:main", full, self.folder, args)
+        else:
+            module = ("-m", "torch.distributed.run") if torchrun else ()
+            launcher = Spawned(title, [sys.executable, *module, *words], full, self.folder)
+        self._launchers.append(launcher)
+        return launcher
 
     def processes(self) -> dict[int, str]:
         return processes_with(MARK, self.mark)
@@ -86,15 +104,15 @@ class Started:
 
 
 @pytest.fixture
-def job(run_dir: Path) -> Iterator[Started]:
-    started = Started(run_dir / "job")
+def job(run_dir: Path, nursery: Nursery) -> Iterator[Started]:
+    started = Started(run_dir / "job", nursery)
     yield started
     started.close()
 
 
 @pytest.fixture
-def other_job(run_dir: Path) -> Iterator[Started]:
-    started = Started(run_dir / "other")
+def other_job(run_dir: Path, nursery: Nursery) -> Iterator[Started]:
+    started = Started(run_dir / "other", nursery)
     yield started
     started.close()
 
@@ -107,7 +125,7 @@ def test_torchrun_with_no_scheduler(job: Started) -> None:
     """Works, works again after shutdown, and leaves no process and no file behind."""
     before = shared_memory()
     env = {"BYTEPS_EMBEDDED_SERVERS": "2"}
-    launcher = job.start("again", *TORCHRUN, "--nproc-per-node", "2", env=env)
+    launcher = job.start("again", *TORCHRUN, "--nproc-per-node", "2", env=env, forked=False)
     assert launcher.wait(RUN_S) == 0, launcher.text
     for rank in range(2):
         assert f"rank {rank} of 2, 2 servers, sums are right" in launcher.text
@@ -134,6 +152,7 @@ def test_single_process(job: Started) -> None:
     job.demand_nothing_left()
 
 
+@pytest.mark.thorough
 def test_two_jobs_at_once(job: Started, other_job: Started) -> None:
     """One of them is encrypted by the secret that it made itself."""
     both = []
@@ -149,7 +168,7 @@ def test_two_jobs_at_once(job: Started, other_job: Started) -> None:
 def test_several_hosts(job: Started) -> None:
     """Two torchruns, as on two hosts: each starts its own server, one starts the scheduler."""
     port_holder = job.folder / "port"
-    common = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+    common = ("--nnodes", "2", "--nproc-per-node", "1")
     # c10d with port 0 is for one host alone; let torch choose a port and tell us.
     from torch.distributed import TCPStore
 
@@ -168,16 +187,21 @@ def test_several_hosts(job: Started) -> None:
     job.demand_nothing_left()
 
 
-@pytest.mark.parametrize("rendezvous", ["standalone", "master-addr"])
-def test_restarts(job: Started, rendezvous: str) -> None:
+@pytest.mark.parametrize(
+    ("rendezvous", "lives"),
+    [("standalone", 2), pytest.param("master-addr", 3, marks=pytest.mark.thorough)],
+    ids=["standalone", "master-addr"],
+)
+def test_restarts(job: Started, rendezvous: str, lives: int) -> None:
     """torchrun lends all lives of a job one store, which has what the last one wrote."""
     launcher: tuple[str, ...] = TORCHRUN
     if rendezvous == "master-addr":
         port = str(free_ports())
-        launcher = (*TORCHRUN[:-1], "--master-addr", "127.0.0.1", "--master-port", port)
-    started = job.start("restarts", *launcher, "--nproc-per-node", "2", "--max-restarts", "2")
+        launcher = ("--master-addr", "127.0.0.1", "--master-port", port)
+    options = ("--nproc-per-node", "2", "--max-restarts", str(lives - 1))
+    started = job.start("restarts", *launcher, *options, env={"LIVES": str(lives)})
     assert started.wait(RUN_S) == 0, started.text
-    for life in range(3):
+    for life in range(lives):
         for rank in range(2):
             assert f"rank {rank} of life {life}: sums inside the host are right" in started.text
     job.demand_nothing_left()
@@ -215,7 +239,7 @@ def test_killed_rank_is_named(job: Started) -> None:
     job.demand_nothing_left()
 
 
-@pytest.mark.parametrize("role", ["server", "scheduler"])
+@pytest.mark.parametrize("role", ["server", pytest.param("scheduler", marks=pytest.mark.thorough)])
 def test_lost_node_ends_the_job(job: Started, role: str) -> None:
     """Every rank ends with an error that names it; the rank that started it says how it ended."""
     launcher = job.start("forever", *TORCHRUN, "--nproc-per-node", "2")

@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from byteps.torch import nodes
 
-LIVES = 3
-"""Of a job that is restarted."""
-
 
 def demand_sum(rank: int, size: int, salt: int) -> None:
     for round_ in range(3):
@@ -37,7 +34,7 @@ def init_over_the_lent_store(rank: int, size: int) -> None:
 
 def live(rank: int, size: int) -> None:
     """Sum inside the host, as well; then one rank of each life but the last ends at once."""
-    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    life, lives = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["LIVES"])
     group = nodes.groups.get(tuple(range(size)), torch.device("cpu"))
     total = torch.empty(3)
     group.reduce_scatter(total, torch.arange(3.0 * size) + rank)
@@ -45,7 +42,7 @@ def live(rank: int, size: int) -> None:
     if not (total == want).all():
         raise SystemExit(f"rank {rank}, life {life}: {total}, want {want}")
     print(f"rank {rank} of life {life}: sums inside the host are right", flush=True)
-    if life == LIVES - 1:
+    if life == lives - 1:
         return
     bps.push_pull(torch.ones(10), average=False, name="all are here")
     if rank == life % size:
