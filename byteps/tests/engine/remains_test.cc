@@ -72,6 +72,9 @@ struct Job {
     try {
       return workers[rank]->WaitFor(handle, nullptr, kPatience) ? "" : "no answer";
     } catch (const Error& e) {
+      // What has failed may still be sent: its values stay as they are, the rank goes on with
+      // others.
+      failed.push_back(std::exchange(buffers[rank], std::vector<float>(kCount)));
       return e.what();
     }
   }
@@ -113,10 +116,10 @@ struct Job {
     EXPECT_LT(mallinfo2().uordblks, before + kHeapBytes);
   }
 
+  std::vector<std::vector<float>> buffers, failed;  // longer than the workers, which may read them
   const Config config;
   LoopJob loop;
   std::vector<std::unique_ptr<Worker>> workers;
-  std::vector<std::vector<float>> buffers;
 };
 
 // An operation fails at one worker before all of its partitions were pushed.  It goes on, and so
