@@ -1,6 +1,6 @@
 // What workers and servers say to each other.
 //
-// Each exchange is one request and one response on a ps::Message:
+// Each exchange is one request and one response on a ps::Message (cluster/messages.h):
 //   meta.head   the Op                meta.addr    the request's number (worker's own)
 //   meta.key    the tensor's or partition's key
 //   meta.body   DECLARE: a DeclarationList; all others: a PushHeader, and what follows it; failed
@@ -43,7 +43,6 @@
 
 #include "byteps/base/dtype.h"
 #include "byteps/base/update_rule.h"
-#include "ps/internal/message.h"
 
 namespace byteps {
 namespace core {
@@ -113,16 +112,6 @@ struct PushHeader {
   // Of a header with something after it, which becomes *rest.
   static bool Unpack(const std::string& text, PushHeader* header, std::string* rest);
 };
-
-// A request of a worker (`op` is an Op), and the answer to it, without values.
-// `number` is what the worker calls the request; an answer with an `error` says that
-// it failed.
-ps::Message MakeRequest(int op, int receiver, uint64_t key, uint64_t number, std::string body);
-ps::Message MakeAnswer(int op, int receiver, uint64_t key, uint64_t number,
-                       const std::string& error);
-void AddValues(ps::Message* msg, const ps::SArray<char>& values);
-// Memory for so many bytes of values, not initialised.  Throws OutOfMemory.
-ps::SArray<char> RoomForValues(size_t bytes);
 
 // FNV-1a, 64 bits.
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "byteps/base/protocol.h"
+#include "byteps/cluster/messages.h"
 #include "byteps/cluster/node_ids.h"
 
 namespace byteps {

@@ -7,6 +7,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/text.h"
+#include "byteps/cluster/messages.h"
 #include "byteps/cluster/node_ids.h"
 
 namespace byteps {

@@ -8,6 +8,7 @@
 #include "byteps/base/probe.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/steady_time.h"
+#include "byteps/cluster/messages.h"
 
 namespace byteps {
 namespace core {

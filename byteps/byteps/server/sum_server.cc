@@ -7,6 +7,7 @@
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/thread_name.h"
+#include "byteps/cluster/messages.h"
 #include "byteps/cluster/node_ids.h"
 #include "byteps/observe/status_record.h"
 #include "byteps/server/reducer.h"

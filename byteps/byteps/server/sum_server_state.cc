@@ -6,6 +6,7 @@
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/wire.h"
+#include "byteps/cluster/messages.h"
 #include "byteps/cluster/node_ids.h"
 #include "byteps/server/sum_server.h"
 

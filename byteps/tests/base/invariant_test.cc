@@ -12,6 +12,7 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/mutex.h"
+#include "byteps/cluster/messages.h"
 #include "byteps/engine/push_scheduler.h"
 #include "byteps/engine/requests.h"
 #include "byteps/server/sum_server.h"

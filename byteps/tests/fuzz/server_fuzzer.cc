@@ -17,6 +17,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/update_rule.h"
+#include "byteps/cluster/messages.h"
 #include "byteps/server/sum_server.h"
 #include "demand.h"
 #include "ps/base.h"

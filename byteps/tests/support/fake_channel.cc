@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "byteps/base/declaration_list.h"
+#include "byteps/cluster/messages.h"
 #include "byteps/net/link/invariant.h"
 #include "ps/internal/postoffice.h"
 

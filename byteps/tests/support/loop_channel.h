@@ -17,6 +17,7 @@
 
 #include "byteps/base/blocking_queue.h"
 #include "byteps/base/protocol.h"
+#include "byteps/cluster/messages.h"
 #include "byteps/server/sum_server.h"
 #include "ps/internal/postoffice.h"
 #include "server_channel.h"

@@ -13,6 +13,7 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/mutex.h"
+#include "byteps/cluster/messages.h"
 #include "byteps/server/sum_server.h"
 #include "ps/internal/postoffice.h"
 #include "tests/support/server_channel.h"
