@@ -16,6 +16,7 @@ if(GTest_FOUND)
     tests/base/log_output_test.cc
     tests/base/protocol_test.cc
     tests/base/stall_watch_test.cc
+    tests/cluster/ps_message_test.cc
     tests/device/device_test.cc
     tests/engine/declarations_test.cc
     tests/engine/engine_gpu_test.cc

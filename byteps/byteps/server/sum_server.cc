@@ -7,8 +7,6 @@
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/thread_name.h"
-#include "byteps/cluster/messages.h"
-#include "byteps/cluster/node_ids.h"
 #include "byteps/observe/status_record.h"
 #include "byteps/server/reducer.h"
 
@@ -21,10 +19,10 @@ constexpr size_t kServedHere = 64 << 10;
 constexpr auto kNever = std::chrono::steady_clock::time_point::max();
 
 // Of a request that HasForm().
-PushHeader HeaderOf(const ps::Message& msg) {
+PushHeader HeaderOf(const Message& message) {
   PushHeader header;
   std::string rest;
-  PushHeader::Unpack(msg.meta.body, &header, &rest);
+  PushHeader::Unpack(message.body, &header, &rest);
   return header;
 }
 
@@ -93,13 +91,13 @@ std::string Server::Report() {
 }
 
 void Server::Answer(const Caller& caller, uint64_t key, const std::string& error,
-                    const ps::SArray<char>* values, const ps::SArray<char>* sums) {
-  ps::Message msg = MakeAnswer(caller.op, WorkerId(caller.rank), key, caller.request, error);
+                    const SharedBytes* values, const SharedBytes* sums) {
+  Message message = MakeAnswer(caller.op, caller.rank, key, caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
-    AddValues(&msg, values->segment(caller.offset, caller.offset + caller.bytes));
+    message.SetValues(values->Part(caller.offset, caller.bytes));
   }
-  if (sums != nullptr) msg.meta.body.assign(sums->data(), sums->size());
-  channel_->Send(&msg);
+  if (sums != nullptr) message.body.assign(sums->data(), sums->size());
+  channel_->Send(message);
 }
 
 void Server::Queue(Engine* engine, Task task) {
@@ -196,35 +194,33 @@ void Server::Handle(Engine* engine, Task* task) {
 }
 
 void Server::Serve(Engine* engine, Task* task) {
-  switch (task->msg.meta.head) {
-    case kPull:
-      return Pull(task->partition, task->msg, task->received);
+  switch (task->message.op) {
     case kStep:
-      return Step(task->partition, task->msg, task->received);
+      return Step(task->partition, task->message, task->received);
     case kLoadState:
     case kReadState:
-      return MoveState(task->partition, task->msg, task->received);
+      return MoveState(task->partition, task->message, task->received);
     default:
-      return Push(engine, task->partition, &task->msg, task->received);
+      return Push(engine, task->partition, &task->message, task->received);
   }
 }
 
-Server::Caller Server::CallerOf(const ps::Message& msg, int64_t received) {
-  const PushHeader header = HeaderOf(msg);
+Server::Caller Server::CallerOf(const Message& message, int64_t received) {
+  const PushHeader header = HeaderOf(message);
   const int64_t now = SteadyNs();
-  return {RankOf(msg.meta.sender), msg.meta.addr, msg.meta.head, header.pull_offset,
+  return {message.peer, message.number, message.op, header.pull_offset,
           header.pull_bytes,       received,      now,           now};
 }
 
-void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received) {
+void Server::Push(Engine* engine, Partition* partition, Message* message, int64_t received) {
   const Declaration& declaration = partition->tensor->declaration;
-  Caller caller = CallerOf(*msg, received);
-  if (msg->meta.head == kPushNorm) caller.bytes = sizeof(GradientSums);
-  Round* const round = Admit(engine, partition, *msg, caller.rank);
+  Caller caller = CallerOf(*message, received);
+  if (message->op == kPushNorm) caller.bytes = sizeof(GradientSums);
+  Round* const round = Admit(engine, partition, *message, caller.rank);
   if (round == nullptr) return;
-  if (msg->data[0].empty()) throw OutOfMemory(ValueBytes(*msg));  // they were dropped
+  if (message->values.empty()) throw OutOfMemory(message->sent_bytes);  // they were dropped
   AddInTurn(engine, declaration, round, declaration.MemberIndex(caller.rank),
-            std::move(msg->data[0]));
+            std::move(message->values));
   caller.added = round->last_added = SteadyNs();
   if (round->first_taken == 0) round->first_taken = caller.taken;
   counters_.adding_ns.Add(caller.added - caller.taken);
@@ -232,11 +228,7 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
     tracer_->AddSlice(Traced(*partition, *round, caller), engine->track, "add", caller.taken,
                       TraceArrow::kPasses);
   }
-  if (msg->meta.head == kPush) {
-    Answer(caller, msg->meta.key, "", nullptr);
-  } else {
-    round->callers.push_back(caller);
-  }
+  round->callers.push_back(caller);
   if (round->added < declaration.group.size()) return;
   lateness_.Add(caller.rank, caller.received - round->first_taken);
   const std::string error = declaration.rule ? CompleteUpdate(partition, round) : "";
@@ -248,20 +240,20 @@ void Server::Push(Engine* engine, Partition* partition, ps::Message* msg, int64_
   DropDoneRounds(partition);
 }
 
-Server::Round* Server::Admit(Engine* engine, Partition* partition, const ps::Message& msg,
+Server::Round* Server::Admit(Engine* engine, Partition* partition, const Message& message,
                              int rank) {
   const Declaration& declaration = partition->tensor->declaration;
   const int member = declaration.MemberIndex(rank);
-  const PushHeader header = HeaderOf(msg);
+  const PushHeader header = HeaderOf(message);
   std::string error;
-  if (declaration.rule && header.round > 0) error = Settle(partition, msg, header.round - 1);
+  if (declaration.rule && header.round > 0) error = Settle(partition, message, header.round - 1);
   // Those that are there, so that none of them puts this one out of reach; then those before it
   // that were not there.
   GiveUpBefore(engine, partition, rank, header.oldest);
   DropDoneRounds(partition);
   Round* round = FindRound(engine, partition, header);
   if (round == nullptr || round->pushed[member]) {
-    Refuse(msg, OutOfReach(*partition, rank, header.round));
+    Refuse(message, OutOfReach(*partition, rank, header.round));
     return nullptr;
   }
   GiveUpBefore(engine, partition, rank, header.oldest);
@@ -271,12 +263,12 @@ Server::Round* Server::Admit(Engine* engine, Partition* partition, const ps::Mes
     PS_PROBE(kPushAfterFailure);
     error = round->failure;  // it failed before this push came
   } else {
-    if (declaration.rule && error.empty()) error = AgreeOnPush(declaration, msg, round);
+    if (declaration.rule && error.empty()) error = AgreeOnPush(declaration, message, round);
     if (!error.empty()) FailRound(engine, partition, round, error);
   }
   if (!error.empty()) {
     round->told[member] = true;
-    Refuse(msg, error);
+    Refuse(message, error);
     round = nullptr;
   }
   DropDoneRounds(partition);  // not one that is returned: it is open
@@ -284,7 +276,7 @@ Server::Round* Server::Admit(Engine* engine, Partition* partition, const ps::Mes
 }
 
 void Server::AddInTurn(Engine* engine, const Declaration& declaration, Round* round, int member,
-                       ps::SArray<char> values) {
+                       SharedBytes values) {
   if (!deterministic_ && !(declaration.rule && declaration.rule->in_order)) {
     return Accumulate(engine, declaration, round, std::move(values));
   }
@@ -293,52 +285,39 @@ void Server::AddInTurn(Engine* engine, const Declaration& declaration, Round* ro
   while (round->added < declaration.group.size() && round->pushed[round->added]) {
     auto& next = round->waiting[round->added];
     Accumulate(engine, declaration, round, std::move(next));
-    next = ps::SArray<char>();
+    next = SharedBytes();
   }
 }
 
-Server::Round* Server::FindPushed(Partition* partition, const ps::Message& msg,
+Server::Round* Server::FindPushed(Partition* partition, const Message& message,
                                   const Caller& caller) {
   const Declaration& declaration = partition->tensor->declaration;
   const int member = declaration.MemberIndex(caller.rank);
-  const PushHeader header = HeaderOf(msg);
+  const PushHeader header = HeaderOf(message);
   const uint32_t ahead = header.round - partition->first_round;
   Round* round = ahead < partition->rounds.size() ? &partition->rounds[ahead] : nullptr;
   const auto failed = partition->failures.find(header.round);
   if (round == nullptr && failed != partition->failures.end()) {
-    PS_PROBE(kPullAfterFailure);
-    Refuse(msg, failed->second);
+    PS_PROBE(kStepAfterFailure);
+    Refuse(message, failed->second);
     return nullptr;
   }
   if (round == nullptr || !round->pushed[member] || round->told[member]) {
-    Refuse(msg, "worker " + std::to_string(caller.rank) + " pulled round " +
+    Refuse(message, "worker " + std::to_string(caller.rank) + " asks for a step of round " +
                     std::to_string(header.round) + " of '" + declaration.name +
                     "' without having pushed it, or twice");
     return nullptr;
   }
   if (round->failure.empty()) return round;
-  PS_PROBE(kPullAfterFailure);
+  PS_PROBE(kStepAfterFailure);
   round->told[member] = true;
-  Refuse(msg, round->failure);
+  Refuse(message, round->failure);
   DropDoneRounds(partition);
   return nullptr;
 }
 
-void Server::Pull(Partition* partition, const ps::Message& msg, int64_t received) {
-  const Caller caller = CallerOf(msg, received);
-  Round* round = FindPushed(partition, msg, caller);
-  if (round == nullptr) return;
-  round->callers.push_back(caller);
-  if (round->done) {
-    Deliver(partition, round);
-  } else {
-    PS_PROBE(kPullBeforeSum);
-  }
-  DropDoneRounds(partition);
-}
-
 void Server::Accumulate(Engine* engine, const Declaration& declaration, Round* round,
-                        ps::SArray<char> values) {
+                        SharedBytes values) {
   const DType t = declaration.dtype;
   const size_t n = values.size() / SizeOf(t);
   const size_t members = declaration.group.size();
@@ -356,7 +335,7 @@ void Server::Accumulate(Engine* engine, const Declaration& declaration, Round* r
   } else if (added == 2) {
     round->wide = engine->scratch.Take(n * SizeOf(AccumulatorOf(t)));
     WideBegin(t, round->wide.data(), round->sum.data(), values.data(), n);
-    round->sum = ps::SArray<char>();
+    round->sum = SharedBytes();
   } else if (!last) {
     WideAdd(t, round->wide.data(), values.data(), n);
     if (added + 1 == members && round->step_op == kPushTry) round->spare = std::move(values);
@@ -400,8 +379,8 @@ void Server::Deliver(Partition* partition, Round* round) {
   }
   TraceRound(*partition, *round, true);
   round->callers.clear();
-  round->parameters = ps::SArray<char>();
-  if (round->all_told()) round->sum = ps::SArray<char>();
+  round->parameters = SharedBytes();
+  if (round->all_told()) round->sum = SharedBytes();
 }
 
 TracedPartition Server::Traced(const Partition& partition, const Round& round,

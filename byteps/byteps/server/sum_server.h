@@ -51,7 +51,6 @@
 #include "byteps/server/optimizer/partition_state.h"
 #include "byteps/server/optimizer/state_memory.h"
 #include "byteps/server/scratch.h"
-#include "ps/internal/message.h"
 
 namespace byteps {
 namespace core {
@@ -79,11 +78,11 @@ class Server {
 
   // Whether a request, of which the meta has come, may have values of so many bytes.  Those of
   // others need no memory (net/link/nowhere.h): they will be refused.  Any thread.
-  bool Expects(const ps::Meta& meta, size_t bytes);
+  bool Expects(const MessageHead& head, size_t bytes);
 
   // Takes a request over.  Any thread, several at a time; does not block.  Where there is no memory
   // for it, it is refused, and so is its round.
-  void OnMessage(ps::Message* msg);
+  void OnMessage(Message* message);
 
   // The worker of `rank` will push nothing more: rounds that lack its push fail,
   // now and later, for `reason`.  Any thread.
@@ -116,10 +115,10 @@ class Server {
     std::vector<Caller> callers;            // who wait for the sum
     std::vector<bool> pushed;               // by member index
     std::vector<bool> told;                 // by member index: of the sum, or why there is none
-    std::vector<ps::SArray<char>> waiting;  // by member index: not yet their turn
+    std::vector<SharedBytes> waiting;  // by member index: not yet their turn
     size_t added = 0;
-    ps::SArray<char> sum;    // the first push, then the sum
-    ps::SArray<char> spare;  // of PUSH_TRY: the memory of a push that was added
+    SharedBytes sum;    // the first push, then the sum
+    SharedBytes spare;  // of PUSH_TRY: the memory of a push that was added
     Scratch::Block wide;     // or the sum, while it is accumulated in a wider type
     Clock::time_point started;
     Clock::time_point deadline;
@@ -131,11 +130,11 @@ class Server {
     std::string step;
     int step_of = -1;
     int step_op = 0;
-    ps::SArray<char> sums;  // GradientSums, for who waits for them before the update
+    SharedBytes sums;  // GradientSums, for who waits for them before the update
     // Of PUSH_TRY: the step, once it was tried; what is sent; and whether a LOAD_STATE came, after
     // which it does not matter what becomes of the step.
     std::string tried;
-    ps::SArray<char> parameters;
+    SharedBytes parameters;
     bool overtaken = false;
     bool updated = false;  // the state is what became of the round
     bool done = false;     // there is a sum, or there will be none
@@ -160,7 +159,7 @@ class Server {
   struct Task {
     enum Kind { kRequest, kGone, kRefuse, kLook } kind = kRequest;
     Partition* partition = nullptr;
-    ps::Message msg;                 // kRequest
+    Message message;                 // kRequest
     int64_t received = 0;            // when, in SteadyNs
     int rank = 0;                    // kGone
     const Tensor* tensor = nullptr;  // kRefuse
@@ -190,25 +189,23 @@ class Server {
   };
 
   // The channel's threads (sum_server_requests.cc).
-  void Dispatch(ps::Message* msg);
-  void OnDeclare(const ps::Message& msg);
+  void Dispatch(Message* message);
+  void OnDeclare(const Message& message);
   // Takes what the worker of `rank` declares.  Why the tensor cannot be summed; empty if it can.
   std::string Declare(int rank, const Declaration& declaration);
   // All others.
-  void OnRequest(ps::Message* msg);
+  void OnRequest(Message* message);
   // Why it cannot be served; empty if it can.
-  std::string Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const;
-  // Bytes of values that a request comes with, or came with before they were dropped.
-  static uint64_t ValueBytes(const ps::Message& msg);
+  std::string Refusal(const Message& message, const Tensor* tensor, uint64_t index) const;
   // Bytes of values that a request of this operation has; none of an operation that is not the
   // tensor's.
   static std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint64_t index);
   // Whether the values and the header are those that `declaration` lets it have.
-  static bool HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index);
-  static bool HasFormOfUpdate(const ps::Message& msg, const Declaration& declaration,
+  static bool HasForm(const Message& message, const Declaration& declaration, uint64_t index);
+  static bool HasFormOfUpdate(const Message& message, const Declaration& declaration,
                               uint64_t index);
   Partition* FindOrMake(const Tensor& tensor, uint64_t key) PS_REQUIRES(mu_);
-  void Refuse(const ps::Message& request, const std::string& error);
+  void Refuse(const Message& request, const std::string& error);
   // For the engine's thread.
   static void Queue(Engine* engine, Task task);
 
@@ -224,31 +221,30 @@ class Server {
   void OnOutOfMemory(Engine* engine, const Task& task, const std::bad_alloc& error)
       PS_REQUIRES(engine->mu);
   // "server 0 is out of memory: ...", about what a request wanted to do.
-  std::string NoMemoryFor(const ps::Message& msg, const std::bad_alloc& error);
+  std::string NoMemoryFor(const Message& message, const std::bad_alloc& error);
   void Serve(Engine* engine, Task* task) PS_REQUIRES(engine->mu);
   // A task came to an error in its midst: fails all that is open of its request's partition.
   void ServingFailed(Engine* engine, const Task& task, const std::string& error)
       PS_REQUIRES(engine->mu);
-  void Push(Engine* engine, Partition* partition, ps::Message* msg, int64_t received)
+  void Push(Engine* engine, Partition* partition, Message* message, int64_t received)
       PS_REQUIRES(engine->mu);
   // The round of a push of this worker, if it may be added; null: it was refused.
-  Round* Admit(Engine* engine, Partition* partition, const ps::Message& msg, int rank)
+  Round* Admit(Engine* engine, Partition* partition, const Message& message, int rank)
       PS_REQUIRES(engine->mu);
   // Fails a round that lacks the push of a worker that is gone.
   void FailWithoutThoseGone(Engine* engine, Partition* partition, Round* round)
       PS_REQUIRES(engine->mu);
   // Adds a member's push now, or in the order of ranks once it is its turn.
   void AddInTurn(Engine* engine, const Declaration& declaration, Round* round, int member,
-                 ps::SArray<char> values) PS_REQUIRES(engine->mu);
-  void Pull(Partition* partition, const ps::Message& msg, int64_t received);
+                 SharedBytes values) PS_REQUIRES(engine->mu);
   // The member's round, if it may be told of it now; null: it was refused.
-  Round* FindPushed(Partition* partition, const ps::Message& msg, const Caller& caller);
+  Round* FindPushed(Partition* partition, const Message& message, const Caller& caller);
   // sum_server_state.cc: STEP; LOAD_STATE and READ_STATE.
-  void Step(Partition* partition, const ps::Message& msg, int64_t received);
-  void MoveState(Partition* partition, const ps::Message& msg, int64_t received);
+  void Step(Partition* partition, const Message& message, int64_t received);
+  void MoveState(Partition* partition, const Message& message, int64_t received);
   // Takes what a member says of the step that it tried in the round of this number, if it tried
   // one.  A push is its last word on it.  Why it cannot be, or "".
-  std::string Settle(Partition* partition, const ps::Message& msg, uint32_t number);
+  std::string Settle(Partition* partition, const Message& message, uint32_t number);
   // What the member of `rank` has left open of the rounds before this number failed there, and it
   // will neither push nor ask again.  Drops no round.
   void GiveUpBefore(Engine* engine, Partition* partition, int rank, uint32_t number)
@@ -256,7 +252,7 @@ class Server {
   // How this member wants another step than the first one does, or "".
   static std::string Agree(const Declaration& declaration, int rank, int op,
                            const std::string& step, Round* round);
-  static std::string AgreeOnPush(const Declaration& declaration, const ps::Message& msg,
+  static std::string AgreeOnPush(const Declaration& declaration, const Message& message,
                                  Round* round);
   // Of a round with the sum: what its members pushed it for.  Why it cannot be, or "".
   std::string CompleteUpdate(Partition* partition, Round* round);
@@ -265,7 +261,7 @@ class Server {
   // What a member wants, after the squares; makes it unless it was made.  Why it cannot be, or "".
   std::string Decide(Partition* partition, int rank, const std::string& step, Round* round);
   // The caller and what it wants, from a request's header.
-  static Caller CallerOf(const ps::Message& msg, int64_t received);
+  static Caller CallerOf(const Message& message, int64_t received);
   // Why a push of this number comes to no round, where it does not.
   static std::string OutOfReach(const Partition& partition, int rank, uint32_t number);
   // How many rounds of a tensor a member may be ahead of the first one that is open.
@@ -275,7 +271,7 @@ class Server {
       PS_REQUIRES(engine->mu);
   // Adds the next push; after the last one, round->sum is what is answered.
   void Accumulate(Engine* engine, const Declaration& declaration, Round* round,
-                  ps::SArray<char> values) PS_REQUIRES(engine->mu);
+                  SharedBytes values) PS_REQUIRES(engine->mu);
   bool AddsWide(DType t) const;
   void Finish(Engine* engine, Partition* partition, Round* round) PS_REQUIRES(engine->mu);
   static Deadline DeadlineOf(const Partition& partition, const Round& round);
@@ -306,7 +302,7 @@ class Server {
 
   // `sums`: of a PUSH_TRY.
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
-              const ps::SArray<char>* values, const ps::SArray<char>* sums = nullptr);
+              const SharedBytes* values, const SharedBytes* sums = nullptr);
 
   Channel* const channel_;
   const bool deterministic_;

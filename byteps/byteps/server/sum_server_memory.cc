@@ -4,7 +4,6 @@
 
 #include "byteps/base/log.h"
 #include "byteps/base/out_of_memory.h"
-#include "byteps/cluster/node_ids.h"
 #include "byteps/server/sum_server.h"
 
 namespace byteps {
@@ -15,8 +14,6 @@ std::string NameOfOp(int op) {
   switch (op) {
     case kDeclare:
       return "the declaration";
-    case kPull:
-      return "a pull";
     case kStep:
       return "a step";
     case kLoadState:
@@ -30,17 +27,17 @@ std::string NameOfOp(int op) {
 
 }  // namespace
 
-std::string Server::NoMemoryFor(const ps::Message& msg, const std::bad_alloc& error) {
-  const uint64_t index = msg.meta.key & (kMaxPartitions - 1);
+std::string Server::NoMemoryFor(const Message& message, const std::bad_alloc& error) {
+  const uint64_t index = message.key & (kMaxPartitions - 1);
   const auto* const known = dynamic_cast<const OutOfMemory*>(&error);
   std::string text = "server " + std::to_string(channel_->rank()) +
                      " is out of memory: it wanted " +
                      (known == nullptr ? "some" : std::to_string(known->bytes())) + " bytes for " +
-                     NameOfOp(msg.meta.head);
+                     NameOfOp(message.op);
   ps::ReaderLock lock(&mu_);
-  const auto it = tensors_.find(msg.meta.key - index);
+  const auto it = tensors_.find(message.key - index);
   if (it != tensors_.end() && it->second) text += " of '" + it->second->declaration.name + "'";
-  return text + " from worker " + std::to_string(RankOf(msg.meta.sender)) + ", partition " +
+  return text + " from worker " + std::to_string(message.peer) + ", partition " +
          std::to_string(index) +
          "; take more servers, or servers with more memory (python -m byteps.sizing says how much)";
 }
@@ -51,27 +48,26 @@ void Server::OnOutOfMemory(Engine* engine, const Task& task, const std::bad_allo
     BPS_LOG(ERROR) << "server " << channel_->rank() << " is out of memory";
     return;
   }
-  const std::string reason = NoMemoryFor(task.msg, error);
+  const std::string reason = NoMemoryFor(task.message, error);
   BPS_LOG(ERROR) << reason;
-  const ps::Meta& meta = task.msg.meta;
+  const Message& message = task.message;
   Partition* const partition = task.partition;
   PushHeader header;
   std::string rest;
-  PushHeader::Unpack(meta.body, &header, &rest);
+  PushHeader::Unpack(message.body, &header, &rest);
   const uint32_t ahead = header.round - partition->first_round;
-  const bool is_push = meta.head != kLoadState && meta.head != kReadState && meta.head != kStep &&
-                       meta.head != kPull;
-  if (!is_push || ahead >= partition->rounds.size()) return Refuse(task.msg, reason);
+  const bool is_push = message.op != kLoadState && message.op != kReadState && message.op != kStep;
+  if (!is_push || ahead >= partition->rounds.size()) return Refuse(message, reason);
   Round* const round = &partition->rounds[ahead];
   // It was being answered: to those who had their answers no other one may come.
   if (round->done) return;
-  const int rank = RankOf(meta.sender);
+  const int rank = message.peer;
   const bool waits =
       std::any_of(round->callers.begin(), round->callers.end(),
-                  [&](const Caller& c) { return c.rank == rank && c.request == meta.addr; });
+                  [&](const Caller& c) { return c.rank == rank && c.request == message.number; });
   FailRound(engine, partition, round, reason);
   round->told[partition->tensor->declaration.MemberIndex(rank)] = true;
-  if (!waits) Refuse(task.msg, reason);
+  if (!waits) Refuse(message, reason);
   DropDoneRounds(partition);
 }
 

@@ -8,7 +8,6 @@
 #include "byteps/base/log.h"
 #include "byteps/base/steady_time.h"
 #include "byteps/base/text.h"
-#include "byteps/cluster/node_ids.h"
 #include "byteps/server/sum_server.h"
 
 namespace byteps {
@@ -16,67 +15,65 @@ namespace core {
 namespace {
 
 // Whether a request has a header, which asks for a part of `size` bytes.
-bool AsksForAPart(const ps::Message& msg, uint64_t size) {
+bool AsksForAPart(const Message& message, uint64_t size) {
   PushHeader header;
-  if (!PushHeader::Unpack(msg.meta.body, &header) || header.oldest > header.round) return false;
+  if (!PushHeader::Unpack(message.body, &header) || header.oldest > header.round) return false;
   return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
 }
 
 }  // namespace
 
-bool Server::Expects(const ps::Meta& meta, size_t bytes) {
-  const uint64_t index = meta.key & (kMaxPartitions - 1);
+bool Server::Expects(const MessageHead& head, size_t bytes) {
+  const uint64_t index = head.key & (kMaxPartitions - 1);
   ps::ReaderLock lock(&mu_);
-  const auto it = tensors_.find(meta.key - index);
-  if (!meta.request || it == tensors_.end() || !it->second) return false;
+  const auto it = tensors_.find(head.key - index);
+  if (!head.is_request || it == tensors_.end() || !it->second) return false;
   const Declaration& declaration = it->second->declaration;
   if (index >= declaration.NumPartitions()) return false;
-  return bytes == ValueBytes(meta.head, declaration, index).value_or(0);
+  return bytes == ValueBytes(head.op, declaration, index).value_or(0);
 }
 
-void Server::OnMessage(ps::Message* msg) {
-  if (!msg->meta.request) return;
+void Server::OnMessage(Message* message) {
+  if (!message->is_request) return;
   try {
-    Dispatch(msg);
+    Dispatch(message);
   } catch (const std::bad_alloc& e) {
-    Refuse(*msg, NoMemoryFor(*msg, e));
+    Refuse(*message, NoMemoryFor(*message, e));
   }
 }
 
-void Server::Dispatch(ps::Message* msg) {
-  switch (msg->meta.head) {
+void Server::Dispatch(Message* message) {
+  switch (message->op) {
     case kDeclare:
-      return OnDeclare(*msg);
+      return OnDeclare(*message);
     case kPushPull:
-    case kPush:
-    case kPull:
     case kPushStep:
     case kPushNorm:
     case kPushTry:
     case kStep:
     case kLoadState:
     case kReadState:
-      return OnRequest(msg);
+      return OnRequest(message);
     default: {
-      Refuse(*msg, "the server does not know operation " + std::to_string(msg->meta.head) +
+      Refuse(*message, "the server does not know operation " + std::to_string(message->op) +
                        ": install the same byteps on every node");
     }
   }
 }
 
-void Server::OnDeclare(const ps::Message& msg) {
-  const int rank = RankOf(msg.meta.sender);
+void Server::OnDeclare(const Message& message) {
+  const int rank = message.peer;
   std::vector<Declaration> declarations;
   std::string error;
-  if (!UnpackDeclarations(msg.meta.body, &declarations, &error)) {
-    return Refuse(msg, "the declaration of worker " + std::to_string(rank) + " " + error);
+  if (!UnpackDeclarations(message.body, &declarations, &error)) {
+    return Refuse(message, "the declaration of worker " + std::to_string(rank) + " " + error);
   }
   for (const auto& declaration : declarations) {
     const std::string refusal = Declare(rank, declaration);
     if (error.empty()) error = refusal;
   }
-  if (!error.empty()) return Refuse(msg, error);
-  Answer(Caller{rank, msg.meta.addr, msg.meta.head}, msg.meta.key, "", nullptr);
+  if (!error.empty()) return Refuse(message, error);
+  Answer(Caller{rank, message.number, message.op}, message.key, "", nullptr);
 }
 
 std::string Server::Declare(int rank, const Declaration& declaration) {
@@ -116,46 +113,36 @@ std::string Server::Declare(int rank, const Declaration& declaration) {
   return tensor->refusal;
 }
 
-void Server::Refuse(const ps::Message& request, const std::string& error) {
+void Server::Refuse(const Message& request, const std::string& error) {
   counters_.refused_requests.Add();
-  const Caller caller{RankOf(request.meta.sender), request.meta.addr, request.meta.head};
-  Answer(caller, request.meta.key, error, nullptr);
+  const Caller caller{request.peer, request.number, request.op};
+  Answer(caller, request.key, error, nullptr);
 }
 
-std::string Server::Refusal(const ps::Message& msg, const Tensor* tensor, uint64_t index) const {
-  const std::string worker = "worker " + std::to_string(RankOf(msg.meta.sender));
-  const bool pull = msg.meta.head == kPull || msg.meta.head == kReadState;
+std::string Server::Refusal(const Message& message, const Tensor* tensor, uint64_t index) const {
+  const std::string worker = "worker " + std::to_string(message.peer);
+  const bool pull = message.op == kReadState;
   if (tensor == nullptr || index >= tensor->declaration.NumPartitions()) {
-    return worker + (pull ? " pulled" : " pushed") + " key " + Hex(msg.meta.key) +
+    return worker + (pull ? " pulled" : " pushed") + " key " + Hex(message.key) +
            ", which nobody declared";
   }
   if (!tensor->refusal.empty()) return tensor->refusal;
   const Declaration& declaration = tensor->declaration;
-  if (declaration.MemberIndex(RankOf(msg.meta.sender)) < 0) {
+  if (declaration.MemberIndex(message.peer) < 0) {
     return worker + " is no member of the group of '" + declaration.name + "'";
   }
-  if (!HasForm(msg, declaration, index)) {
+  if (!HasForm(message, declaration, index)) {
     return std::string(pull ? "a pull" : "a push") + " of '" + declaration.name + "' from " +
            worker + " does not have the declared form";
   }
   return "";
 }
 
-uint64_t Server::ValueBytes(const ps::Message& msg) {
-  uint64_t bytes = 0;
-  for (const auto& value : msg.data) bytes += value.size();
-  return bytes > 0 ? bytes : static_cast<uint32_t>(msg.meta.data_size);
-}
-
 std::optional<uint64_t> Server::ValueBytes(int op, const Declaration& declaration, uint64_t index) {
   const uint64_t size = declaration.PartitionSize(index);
   switch (op) {
     case kPushPull:
-    case kPush:
-      if (!declaration.rule && declaration.fused == (op == kPushPull)) return size;
-      return std::nullopt;
-    case kPull:
-      if (!declaration.rule && !declaration.fused) return 0;
+      if (!declaration.rule) return size;
       return std::nullopt;
     case kPushStep:
     case kPushNorm:
@@ -174,38 +161,36 @@ std::optional<uint64_t> Server::ValueBytes(int op, const Declaration& declaratio
   }
 }
 
-bool Server::HasForm(const ps::Message& msg, const Declaration& declaration, uint64_t index) {
-  const std::optional<uint64_t> values = ValueBytes(msg.meta.head, declaration, index);
-  if (!values || ValueBytes(msg) != *values || msg.data.size() != (*values > 0 ? 1 : 0)) {
-    return false;
-  }
-  if (declaration.rule) return HasFormOfUpdate(msg, declaration, index);
-  return AsksForAPart(msg, declaration.PartitionSize(index));
+bool Server::HasForm(const Message& message, const Declaration& declaration, uint64_t index) {
+  const std::optional<uint64_t> values = ValueBytes(message.op, declaration, index);
+  if (!values || message.sent_bytes != *values) return false;
+  if (declaration.rule) return HasFormOfUpdate(message, declaration, index);
+  return AsksForAPart(message, declaration.PartitionSize(index));
 }
 
-void Server::OnRequest(ps::Message* msg) {
-  const uint64_t index = msg->meta.key & (kMaxPartitions - 1);
+void Server::OnRequest(Message* message) {
+  const uint64_t index = message->key & (kMaxPartitions - 1);
   Task task;
   const Tensor* tensor = nullptr;
   std::string error;
   {
     ps::ReaderLock lock(&mu_);
-    const auto it = tensors_.find(msg->meta.key - index);
+    const auto it = tensors_.find(message->key - index);
     if (it != tensors_.end()) tensor = it->second.get();
-    error = Refusal(*msg, tensor, index);
-    const auto partition = partitions_.find(msg->meta.key);
+    error = Refusal(*message, tensor, index);
+    const auto partition = partitions_.find(message->key);
     if (partition != partitions_.end()) task.partition = partition->second.get();
   }
-  if (!error.empty()) return Refuse(*msg, error);
+  if (!error.empty()) return Refuse(*message, error);
   if (task.partition == nullptr) {
     ps::WriterLock lock(&mu_);
-    task.partition = FindOrMake(*tensor, msg->meta.key);
+    task.partition = FindOrMake(*tensor, message->key);
   }
-  task.msg = std::move(*msg);
+  task.message = std::move(*message);
   task.received = SteadyNs();
-  if (!task.msg.data.empty()) {
+  if (task.message.sent_bytes > 0) {
     counters_.received_partitions.Add();
-    counters_.received_bytes.Add(ValueBytes(task.msg));
+    counters_.received_bytes.Add(task.message.sent_bytes);
   }
   Engine* const engine = engines_[task.partition->engine].get();
   if (!ServeHere(engine, &task)) Queue(engine, std::move(task));
@@ -218,7 +203,7 @@ void Server::ServingFailed(Engine* engine, const Task& task, const std::string& 
     return;
   }
   Partition* const partition = task.partition;
-  const ps::Message& msg = task.msg;
+  const Message& message = task.message;
   BPS_LOG(ERROR) << "serving partition " << partition->index << " of '"
                  << partition->tensor->declaration.name << "' failed: " << error;
   for (Round& round : partition->rounds) {
@@ -232,18 +217,18 @@ void Server::ServingFailed(Engine* engine, const Task& task, const std::string& 
   // Whoever waited in its round was answered by that, unless the request never got so far.
   PushHeader header;
   std::string detail;
-  PushHeader::Unpack(msg.meta.body, &header, &detail);
+  PushHeader::Unpack(message.body, &header, &detail);
   const uint32_t ahead = header.round - partition->first_round;
   if (ahead < partition->rounds.size()) {
     Round& round = partition->rounds[ahead];
-    const int rank = RankOf(msg.meta.sender);
+    const int rank = message.peer;
     const int member = partition->tensor->declaration.MemberIndex(rank);
     if (!round.told[member]) {
       round.pushed[member] = round.told[member] = true;
-      Refuse(msg, error);
+      Refuse(message, error);
     }
   } else {
-    Refuse(msg, error);
+    Refuse(message, error);
   }
   DropDoneRounds(partition);
 }

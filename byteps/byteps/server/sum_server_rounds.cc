@@ -198,7 +198,7 @@ void Server::FailRound(Engine* engine, Partition* partition, Round* round,
   round->callers.clear();
   round->waiting.clear();
   engine->scratch.Return(std::move(round->wide));
-  round->sum = round->spare = ps::SArray<char>();
+  round->sum = round->spare = SharedBytes();
   round->done = true;
   Close(engine, *partition, *round);
 }

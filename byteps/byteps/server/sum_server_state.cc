@@ -6,8 +6,6 @@
 #include "byteps/base/out_of_memory.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/wire.h"
-#include "byteps/cluster/messages.h"
-#include "byteps/cluster/node_ids.h"
 #include "byteps/server/sum_server.h"
 
 namespace byteps {
@@ -17,31 +15,31 @@ namespace {
 // Whether the detail of a request begins with a verdict.
 bool HasVerdict(int op) { return op != kStep && op != kLoadState; }
 
-PushHeader HeaderOf(const ps::Message& msg, std::string* detail) {
+PushHeader HeaderOf(const Message& message, std::string* detail) {
   PushHeader header;
-  PushHeader::Unpack(msg.meta.body, &header, detail);
+  PushHeader::Unpack(message.body, &header, detail);
   return header;
 }
 
-std::string AllDetailOf(const ps::Message& msg) {
+std::string AllDetailOf(const Message& message) {
   std::string detail;
-  HeaderOf(msg, &detail);
+  HeaderOf(message, &detail);
   return detail;
 }
 
 // The step, or slot.
-std::string DetailOf(const ps::Message& msg) {
-  return AllDetailOf(msg).substr(HasVerdict(msg.meta.head) ? 1 : 0);
+std::string DetailOf(const Message& message) {
+  return AllDetailOf(message).substr(HasVerdict(message.op) ? 1 : 0);
 }
 
 // Of a request that HasFormOfUpdate().
-Verdict VerdictOf(const ps::Message& msg) {
-  return HasVerdict(msg.meta.head) ? static_cast<Verdict>(AllDetailOf(msg)[0]) : Verdict::kNone;
+Verdict VerdictOf(const Message& message) {
+  return HasVerdict(message.op) ? static_cast<Verdict>(AllDetailOf(message)[0]) : Verdict::kNone;
 }
 
 // Of a request that HasFormOfUpdate().
-uint32_t SlotOf(const ps::Message& msg) {
-  const std::string detail = DetailOf(msg);
+uint32_t SlotOf(const Message& message) {
+  const std::string detail = DetailOf(message);
   return WireReader(detail).Get<uint32_t>();
 }
 
@@ -54,16 +52,16 @@ std::string Describe(int op, const std::string& step) {
 
 }  // namespace
 
-bool Server::HasFormOfUpdate(const ps::Message& msg, const Declaration& declaration,
+bool Server::HasFormOfUpdate(const Message& message, const Declaration& declaration,
                              uint64_t index) {
   const UpdateRule& rule = *declaration.rule;
   const uint64_t size = declaration.PartitionSize(index);
-  const int op = msg.meta.head;
+  const int op = message.op;
   const uint64_t state = size / SizeOf(declaration.dtype) * sizeof(float);
   const uint64_t offered = op == kReadState ? state : size;
   PushHeader header;
   std::string detail;
-  if (!PushHeader::Unpack(msg.meta.body, &header, &detail)) return false;
+  if (!PushHeader::Unpack(message.body, &header, &detail)) return false;
   if (header.oldest > header.round) return false;
   if (header.pull_offset > offered || header.pull_bytes > offered - header.pull_offset) {
     return false;
@@ -106,17 +104,17 @@ std::string Server::Agree(const Declaration& declaration, int rank, int op, cons
          ", worker " + std::to_string(rank) + " for " + Describe(op, step);
 }
 
-std::string Server::AgreeOnPush(const Declaration& declaration, const ps::Message& msg,
+std::string Server::AgreeOnPush(const Declaration& declaration, const Message& message,
                                 Round* round) {
-  const int rank = RankOf(msg.meta.sender);
-  return Agree(declaration, rank, msg.meta.head, DetailOf(msg), round);
+  const int rank = message.peer;
+  return Agree(declaration, rank, message.op, DetailOf(message), round);
 }
 
 std::string Server::CompleteUpdate(Partition* partition, Round* round) {
   const PartitionState& state = *partition->state;
   if (round->step_op == kPushStep) return MakeStep(partition, round);
   const GradientSums sums = state.SumsOf(round->sum.data());
-  round->sums = RoomForValues(sizeof(sums));
+  round->sums = SharedBytes::New(sizeof(sums));
   memcpy(round->sums.data(), &sums, sizeof(sums));
   if (round->step_op == kPushTry) {
     UpdateStep step;
@@ -124,7 +122,7 @@ std::string Server::CompleteUpdate(Partition* partition, Round* round) {
     round->parameters = std::move(round->spare);
     if (round->parameters.empty()) {
       PS_PROBE(kNoSpareMemory);
-      round->parameters = RoomForValues(round->sum.size());
+      round->parameters = SharedBytes::New(round->sum.size());
     }
     const std::string error = state.Preview(step, round->sum.data(), round->parameters.data());
     if (!error.empty()) return error;
@@ -160,15 +158,15 @@ std::string Server::Decide(Partition* partition, int rank, const std::string& st
   return error.empty() ? round->failure : error;
 }
 
-std::string Server::Settle(Partition* partition, const ps::Message& msg, uint32_t number) {
+std::string Server::Settle(Partition* partition, const Message& message, uint32_t number) {
   const Declaration& declaration = partition->tensor->declaration;
-  const int rank = RankOf(msg.meta.sender);
+  const int rank = message.peer;
   const int member = declaration.MemberIndex(rank);
   const uint32_t ahead = number - partition->first_round;
   if (ahead >= partition->rounds.size()) return "";  // all members are through with it
   Round* const round = &partition->rounds[ahead];
   if (round->tried.empty() || !round->pushed[member] || round->told[member]) return "";
-  const Verdict verdict = VerdictOf(msg);
+  const Verdict verdict = VerdictOf(message);
   if (verdict == Verdict::kNone && !round->overtaken) {
     return "worker " + std::to_string(rank) + " goes on with '" + declaration.name +
            "' without having said what becomes of the step that it tried";
@@ -180,28 +178,28 @@ std::string Server::Settle(Partition* partition, const ps::Message& msg, uint32_
     step.skip = verdict == Verdict::kDrop;
     error = Decide(partition, rank, step.Pack(), round);
   }
-  if (msg.meta.head != kReadState) {
+  if (message.op != kReadState) {
     round->told[member] = true;
     DropDoneRounds(partition);
   }
   return error;
 }
 
-void Server::Step(Partition* partition, const ps::Message& msg, int64_t received) {
+void Server::Step(Partition* partition, const Message& message, int64_t received) {
   const Declaration& declaration = partition->tensor->declaration;
-  Caller caller = CallerOf(msg, received);
-  Round* round = FindPushed(partition, msg, caller);
+  Caller caller = CallerOf(message, received);
+  Round* round = FindPushed(partition, message, caller);
   if (round == nullptr) return;
   if (!round->done || round->sums.empty()) {
-    return Refuse(msg, "worker " + std::to_string(caller.rank) + " asks for a step of '" +
+    return Refuse(message, "worker " + std::to_string(caller.rank) + " asks for a step of '" +
                            declaration.name + "' before it was told the norm of its gradients");
   }
   const std::string error = round->overtaken
                                 ? "the state of '" + declaration.name + "' was loaded after that"
-                                : Decide(partition, caller.rank, DetailOf(msg), round);
+                                : Decide(partition, caller.rank, DetailOf(message), round);
   if (!error.empty()) {
     round->told[declaration.MemberIndex(caller.rank)] = true;
-    Refuse(msg, error);
+    Refuse(message, error);
     return DropDoneRounds(partition);
   }
   round->callers.push_back(caller);
@@ -209,28 +207,28 @@ void Server::Step(Partition* partition, const ps::Message& msg, int64_t received
   DropDoneRounds(partition);
 }
 
-void Server::MoveState(Partition* partition, const ps::Message& msg, int64_t received) {
-  Caller caller = CallerOf(msg, received);
+void Server::MoveState(Partition* partition, const Message& message, int64_t received) {
+  Caller caller = CallerOf(message, received);
   PartitionState* const state = partition->state.get();
   std::string error;
-  ps::SArray<char> values;
-  if (msg.meta.head == kLoadState) {
-    if (msg.data[0].empty()) throw OutOfMemory(ValueBytes(msg));  // they were dropped
-    error = state->Load(SlotOf(msg), msg.data[0].data());
+  SharedBytes values;
+  if (message.op == kLoadState) {
+    if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // they were dropped
+    error = state->Load(SlotOf(message), message.values.data());
     for (Round& round : partition->rounds) {
       round.overtaken = !round.tried.empty();
       if (round.overtaken) PS_PROBE(kStepOvertaken);
     }
   } else {
     std::string detail;
-    error = Settle(partition, msg, HeaderOf(msg, &detail).round);
-    if (!error.empty()) return Refuse(msg, error);
-    values = RoomForValues(caller.bytes);
-    error = state->Read(SlotOf(msg), caller.offset, caller.bytes, values.data());
+    error = Settle(partition, message, HeaderOf(message, &detail).round);
+    if (!error.empty()) return Refuse(message, error);
+    values = SharedBytes::New(caller.bytes);
+    error = state->Read(SlotOf(message), caller.offset, caller.bytes, values.data());
     caller.offset = 0;  // of what is sent
   }
-  if (!error.empty()) return Refuse(msg, error);
-  Answer(caller, msg.meta.key, "", values.empty() ? nullptr : &values);
+  if (!error.empty()) return Refuse(message, error);
+  Answer(caller, message.key, "", values.empty() ? nullptr : &values);
 }
 
 }  // namespace core

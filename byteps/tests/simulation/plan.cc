@@ -39,11 +39,9 @@ std::string Plan::Describe() const {
 const std::vector<Config>& Settings() {
   static const std::vector<Config> all = [] {
     std::vector<Config> made;
-    for (const char* fused : {"1", "0"}) {
       for (const char* deterministic : {"0", "1"}) {
         for (const char* threads : {"1", "2"}) {
           for (const char* window : {"0", "12000"}) {
-            setenv("BYTEPS_FUSED_PUSH_PULL", fused, 1);
             setenv("BYTEPS_DETERMINISTIC", deterministic, 1);
             setenv("BYTEPS_SERVER_ENGINE_THREAD", threads, 1);
             setenv("BYTEPS_PUSH_THREAD", threads, 1);
@@ -58,7 +56,6 @@ const std::vector<Config>& Settings() {
           }
         }
       }
-    }
     return made;
   }();
   return all;
