@@ -32,6 +32,8 @@ if(GTest_FOUND)
     tests/net/tcp/pending_peers_test.cc
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc
+    tests/server/accumulator_test.cc
+    tests/server/optimizer/round_update_test.cc
     tests/server/optimizer/step_test.cc
     tests/server/server_test.cc
     tests/support/failing_memory.cc

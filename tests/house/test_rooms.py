@@ -22,7 +22,7 @@ BELOW: dict[str, set[str]] = {
     "cluster": {"base", "net/link", "net/auth", "net/tls", "net/membership"},
     "observe": {"base", "net/link", "net/membership", "net/tcp", "cluster"},
     "engine": {"base", "cluster", "device", "observe"},
-    "server/optimizer": {"base"},
+    "server/optimizer": {"base", "observe"},
     "server": {"base", "net/link", "net/auth", "net/membership", "net/rdma", "cluster", "observe"}
     | {"server/optimizer"},
     "torch": {"base", "net/link", "cluster", "device", "engine", "observe"},

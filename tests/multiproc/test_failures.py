@@ -155,9 +155,7 @@ def test_server_missing_at_start(make_cluster: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.parametrize("traffic", [False, True], ids=["idle", "amid-traffic"])
-def test_rank_that_never_calls(
-    make_cluster: Callable[..., Cluster], traffic: bool
-) -> None:
+def test_rank_that_never_calls(make_cluster: Callable[..., Cluster], traffic: bool) -> None:
     """All are alive, one does not call the operation: the others are told which."""
     env = {
         **SHORT,

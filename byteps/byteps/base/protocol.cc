@@ -70,10 +70,9 @@ bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string
 }
 
 bool Declaration::operator==(const Declaration& o) const {
-  return name == o.name && dtype == o.dtype && average == o.average &&
-         bytes == o.bytes && partition_bytes == o.partition_bytes && placement == o.placement &&
-         hash == o.hash && group == o.group &&
-         (rule == o.rule || (rule && o.rule && *rule == *o.rule));
+  return name == o.name && dtype == o.dtype && average == o.average && bytes == o.bytes &&
+         partition_bytes == o.partition_bytes && placement == o.placement && hash == o.hash &&
+         group == o.group && (rule == o.rule || (rule && o.rule && *rule == *o.rule));
 }
 
 }  // namespace core

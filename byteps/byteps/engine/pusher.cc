@@ -165,12 +165,11 @@ void Pusher::Send(const Task& task, int track) {
   // Until the transport has sent the values, they hold their place in the window, and `task`
   // holds the operation and the pinned memory.
   if (task.bytes > 0) {
-    message.SetValues(SharedBytes::Borrow(
-        const_cast<char*>(source), task.bytes,
-        [task, times, scheduler = context_->scheduler](char*) {
-          if (times != nullptr) times->sent = SteadyNs();
-          scheduler->Deliver(task.server, task.bytes);
-        }));
+    message.SetValues(SharedBytes::Borrow(const_cast<char*>(source), task.bytes,
+                                          [task, times, scheduler = context_->scheduler](char*) {
+                                            if (times != nullptr) times->sent = SteadyNs();
+                                            scheduler->Deliver(task.server, task.bytes);
+                                          }));
   } else {  // it asks for something
     if (times != nullptr) times->sent = now;
     Drop(task);

@@ -138,7 +138,7 @@ std::string Header(uint32_t round, size_t wanted) {
 }
 
 Message LoadOfZeros(const Declaration& d, uint64_t index, uint32_t slot, size_t bytes,
-                        uint64_t number) {
+                    uint64_t number) {
   const std::string detail(reinterpret_cast<const char*>(&slot), sizeof(slot));
   Message request = MakeRequest(kLoadState, 0, d.Key() + index, number, Header(0, 0) + detail);
   const SharedBytes zeros = SharedBytes::New(bytes);
@@ -148,8 +148,8 @@ Message LoadOfZeros(const Declaration& d, uint64_t index, uint32_t slot, size_t 
 }
 
 // Of an optimizer's steps, or of its state.
-Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& d,
-                      uint64_t index, uint64_t size, Answers* answers) {
+Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& d, uint64_t index,
+                  uint64_t size, Answers* answers) {
   const int kinds[] = {kPushStep, kPushTry, kPushTry, kPushNorm, kStep, kLoadState, kReadState};
   const int kind = kinds[data->ConsumeIntegralInRange<int>(0, 6)];
   const bool fits = data->ConsumeIntegralInRange<int>(0, 15) > 0;

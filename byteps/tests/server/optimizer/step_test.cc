@@ -300,9 +300,9 @@ TEST(ServerSteps, ChangeNothingBeforeTheyAreKept) {
   job.TryAll(0, Verdict::kNone, Job::StepOf(1));
   const auto read = job.Await(job.Read(1, 0, 0, Verdict::kNone));
   EXPECT_TRUE(read.failed);
-  EXPECT_NE(read.body.find("without having said what becomes"), std::string::npos) << read.body;
+  EXPECT_NE(read.body.find("without committing or aborting"), std::string::npos) << read.body;
   const auto pushed = job.Await(job.Try(0, 1, Verdict::kNone, Job::StepOf(2)));
-  EXPECT_NE(pushed.body.find("without having said what becomes"), std::string::npos);
+  EXPECT_NE(pushed.body.find("without committing or aborting"), std::string::npos);
   // It is the round that failed: the other one hears of it, and of what it has said before.
   EXPECT_TRUE(job.Await(job.Try(1, 1, Verdict::kDrop, Job::StepOf(2))).failed);
   EXPECT_EQ(job.State(1), MadeAtOnce({0}, 2));
