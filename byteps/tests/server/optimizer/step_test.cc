@@ -454,6 +454,18 @@ TEST(ServerSteps, FailBeforeTheParametersAreLoaded) {
   }
 }
 
+// The step fails once the first member asks for it; the second one is told the same.
+TEST(ServerSteps, AskedForAfterAFailureFailLikewise) {
+  Job job(2);
+  ASSERT_EQ(job.Declare(), "");
+  for (const int rank : {0, 1}) job.Push(kPushNorm, rank, 0, Verdict::kNone, Job::StepOf(1));
+  for (const int rank : {0, 1}) {
+    const auto answer = job.Await(job.Step(rank, 0, Job::StepOf(1)));
+    EXPECT_NE(answer.body.find("'tensor' were never loaded"), std::string::npos) << answer.body;
+  }
+  EXPECT_EQ(job.server().OpenRounds(), 0);
+}
+
 // A step is tried by all or by none; and the rule has to allow it.
 TEST(ServerSteps, AreTriedByAll) {
   Job job;
