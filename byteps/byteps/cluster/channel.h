@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <string>
 
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/event.h"
 #include "ps/internal/message.h"
 
 namespace byteps {
@@ -44,7 +44,7 @@ class Channel {
   // `user` outlives the channel.  Throws Error, and leaves nothing behind, when that fails.
   virtual void Start(ChannelUser* user) = 0;
 
-  // A worker tells that it will send nothing more, and why.  See ps::Membership::Leave.
+  // A worker tells that it will send nothing more, and why.  See ps::NodeMembership::Leave.
   virtual void Leave(const ps::Farewell& farewell) = 0;
 
   // Closes all connections; the user is not called any more when it has returned.

@@ -16,7 +16,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/log_line.h"
 #include "byteps/cluster/session.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/event.h"
 #include "byteps/observe/metrics_server.h"
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_server.h"
