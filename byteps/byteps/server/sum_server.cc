@@ -119,7 +119,6 @@ void Server::Run(Engine* engine) {
     Clock::time_point look;
     {
       ps::MutexLock lock(&engine->mu);
-      NotePause(engine);
       // What is queued may be what a round waits for.
       if (engine->queue.Size() == 0) FailLateRounds(engine, Clock::now());
       engine->looks_at = look = NextLook(*engine);

@@ -44,6 +44,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/stall_watch.h"
 #include "byteps/cluster/channel.h"
 #include "byteps/observe/lateness.h"
 #include "byteps/observe/metrics.h"
@@ -184,9 +185,8 @@ class Server {
     Scratch scratch PS_GUARDED_BY(mu);
     // When the thread looks what is late, if nothing is queued before.
     Clock::time_point looks_at PS_GUARDED_BY(mu) = Clock::time_point::max();
-    // Until when nothing is late, since this process stood still for `pause` before.
-    Clock::time_point grace_until PS_GUARDED_BY(mu);
-    Clock::duration pause PS_GUARDED_BY(mu){};
+    // The last one that was known when a round was late.
+    ps::StallWatch::Stall stall PS_GUARDED_BY(mu);
   };
 
   // The channel's threads (sum_server_requests.cc).
@@ -293,10 +293,11 @@ class Server {
       PS_REQUIRES(engine->mu);
   // Those whose deadline was before `as_of`, if all that came until then was served.
   void FailLateRounds(Engine* engine, Clock::time_point as_of) PS_REQUIRES(engine->mu);
-  // Where the thread of an engine looks much later than it wanted to, this process stood still
-  // (SIGSTOP, a paused VM, swap), and what it waits for may lie in its sockets: grants a grace
-  // period, in which nothing is late.
-  void NotePause(Engine* engine) PS_REQUIRES(engine->mu);
+  // Where this process stood still (base/stall_watch.h), what it waits for may lie in its sockets:
+  // until then nothing is late.
+  static Clock::time_point EndOfGrace(const ps::StallWatch::Stall& stall);
+  // Looks whether there was another stall.
+  void NoteStall(Engine* engine) PS_REQUIRES(engine->mu);
   static Clock::time_point NextLook(const Engine& engine) PS_REQUIRES(engine.mu);
   static TracedPartition Traced(const Partition& partition, const Round& round,
                                 const Caller& caller);

@@ -22,12 +22,9 @@ constexpr uint64_t kLeastRoundsAhead = 16;
 constexpr uint64_t kMostRoundsAhead = 1024;
 // Of each partition.
 constexpr size_t kFailuresKept = 16;
-// While rounds are open an engine's thread looks so often whether this process stands still; who
-// wakes so much later has.  The grace is shorter than that of workers (engine_watch.cc), who would
+// After this process stood still.  Shorter than the grace of workers (engine_watch.cc), which would
 // not know what is late.
-constexpr auto kLookEvery = std::chrono::seconds(1);
-constexpr auto kPause = std::chrono::seconds(1);
-constexpr auto kMostGrace = std::chrono::seconds(3);
+constexpr ps::StallWatch::Duration kMostGrace = std::chrono::seconds(3);
 
 }  // namespace
 
@@ -129,26 +126,33 @@ void Server::FailRoundsWithout(Engine* engine, int rank, const std::string& reas
   }
 }
 
-void Server::NotePause(Engine* engine) {
+Server::Clock::time_point Server::EndOfGrace(const ps::StallWatch::Stall& stall) {
+  return stall.ended + std::min(stall.length, kMostGrace);
+}
+
+void Server::NoteStall(Engine* engine) {
   const auto now = Clock::now();
-  if (engine->looks_at == Clock::time_point::max() || now < engine->looks_at + kPause) return;
-  engine->pause = now - engine->looks_at;
-  engine->grace_until = now + std::min<Clock::duration>(engine->pause, kMostGrace);
+  const auto stall = ps::StallWatch::Get()->LastStall(now);
+  if (stall.ended == engine->stall.ended) return;
+  engine->stall = stall;
+  const auto left = EndOfGrace(stall) - now;
+  if (left <= Clock::duration::zero()) return;
   BPS_LOG(INFO) << "server " << channel_->rank() << " stood still for "
-                << Seconds(std::chrono::duration<double>(engine->pause).count())
+                << Seconds(std::chrono::duration<double>(stall.length).count())
                 << ": sums that are late have "
-                << Seconds(std::chrono::duration<double>(engine->grace_until - now).count())
-                << " more";
+                << Seconds(std::chrono::duration<double>(left).count()) << " more";
 }
 
 Server::Clock::time_point Server::NextLook(const Engine& engine) {
   if (engine.open.empty()) return Clock::time_point::max();
-  const auto late = std::max(std::get<0>(engine.open.begin()->first), engine.grace_until);
-  return std::min(late, Clock::now() + kLookEvery);
+  return std::max(std::get<0>(engine.open.begin()->first), EndOfGrace(engine.stall));
 }
 
 void Server::FailLateRounds(Engine* engine, Clock::time_point as_of) {
-  if (as_of < engine->grace_until) return;
+  if (engine->open.empty() || as_of < std::get<0>(engine->open.begin()->first)) return;
+  NoteStall(engine);
+  const auto grace_until = EndOfGrace(engine->stall);
+  if (as_of < grace_until) return;
   while (!engine->open.empty()) {
     const auto& [deadline, key, number] = engine->open.begin()->first;
     if (as_of < deadline) return;
@@ -160,9 +164,9 @@ void Server::FailLateRounds(Engine* engine, Clock::time_point as_of) {
     snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_OP_TIMEOUT_S=%g)",
              std::chrono::duration<double>(as_of - round->started).count(), round->timeout_s);
     std::string pause;
-    if (round->started < engine->grace_until) {
+    if (round->started < grace_until) {
       pause = "; this server stood still for " +
-              Seconds(std::chrono::duration<double>(engine->pause).count()) + " meanwhile";
+              Seconds(std::chrono::duration<double>(engine->stall.length).count()) + " meanwhile";
     }
     FailRound(engine, partition, round,
               "push_pull of '" + declaration.name + "' timed out: partition " +
