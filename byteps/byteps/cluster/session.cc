@@ -31,6 +31,11 @@ ps::Membership* CurrentMembership() { return ps::Postoffice::Get()->van()->membe
 
 }  // namespace
 
+bool UsesRdma(const Config& config) {
+  const std::string& transport = config.String("DMLC_ENABLE_RDMA");
+  return transport == "ibverbs" || transport == "1";
+}
+
 Session::Session(const Config& config, const SessionOptions& options)
     : config_(config), options_(options) {}
 
@@ -38,8 +43,8 @@ Session::~Session() { Stop(); }
 
 void Session::Prepare(ChannelUser* user, int probe) {
   auto settings = config_.values();
+  const bool rdma = UsesRdma(config_);
   const std::string& transport = settings["DMLC_ENABLE_RDMA"];
-  const bool rdma = transport == "ibverbs" || transport == "1";
   if (rdma && config_.Bool("BYTEPS_TLS")) {
     throw UsageError("BYTEPS_TLS=1 encrypts TCP, and DMLC_ENABLE_RDMA=" + transport +
                      " sends everything by RDMA, which no process can encrypt: unset one of them "
