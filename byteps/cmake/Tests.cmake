@@ -27,7 +27,9 @@ if(GTest_FOUND)
     tests/engine/remains_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
-    tests/net/membership/membership_test.cc
+    tests/net/membership/node_membership_test.cc
+    tests/net/membership/parts_test.cc
+    tests/net/membership/scheduler_membership_test.cc
     tests/net/sarray_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/pending_peers_test.cc

@@ -359,9 +359,9 @@ void SimulatedChannel::StartOnce() {
   membership.keep = settings_.keep;
   membership.keep_timeout_s = settings_.keep_timeout_s;
   membership.rejoin = settings_.rejoin;
-  membership_ = std::make_unique<ps::Membership>(
-      links_.get(), membership,
-      [this](const ps::MembershipEvent& event) { user_->OnEvent(event); });
+  membership_ =
+      ps::Membership::Make(links_.get(), membership,
+                           [this](const ps::MembershipEvent& event) { user_->OnEvent(event); });
   network_->Add(this);
   links_->Connect(links_->scheduler());
   threads_.emplace_back([this] { ReceiveControl(); });

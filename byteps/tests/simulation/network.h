@@ -27,7 +27,7 @@
 
 #include "byteps/cluster/channel.h"
 #include "byteps/cluster/ps_message.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/node_membership.h"
 
 namespace byteps {
 namespace simulation {
@@ -145,13 +145,13 @@ class SimulatedChannel : public core::Channel {
   ~SimulatedChannel() override;
 
   void Start(core::ChannelUser* user) override;
-  void Leave(const ps::Farewell& farewell) override { membership_->Leave(farewell); }
+  void Leave(const ps::Farewell& farewell) override { membership_->AsNode()->Leave(farewell); }
   void StopByOrder(const std::string& how) { membership_->StopByOrder(how); }
   void Stop() override;
   void Send(const core::Message& message) override { Transmit(core::ToPs(message)); }
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override { return false; }
-  double link_gbps() const override { return membership_->link_mbps() / 1e3; }
+  double link_gbps() const override { return membership_->AsNode()->link_mbps() / 1e3; }
   int rank() const override;
   std::string NameOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "byteps/net/link/endpoint_counters.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/node_membership.h"
 #include "options.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
@@ -102,7 +102,7 @@ class Node {
       }
       error = Failure();
       if (role_ == "worker" && error.empty()) {
-        ps::Postoffice::Get()->van()->membership()->Leave({});
+        ps::Postoffice::Get()->van()->membership()->AsNode()->Leave({});
       }
       Tell(Resources());
 #ifdef BYTEPS_WITH_RDMA

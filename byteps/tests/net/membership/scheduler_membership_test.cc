@@ -1,71 +1,20 @@
-// The scheduler's membership, without a network: nodes say anything, and what it answers is kept.
-#include "byteps/net/membership/membership.h"
+// The scheduler's side of membership, without a network or nodes: the test says what nodes say, and
+// looks at what is answered.
+#include "byteps/net/membership/scheduler_membership.h"
 
 #include <gtest/gtest.h>
 
-#include <atomic>
+#include <memory>
 #include <string>
-#include <vector>
 
 #include "byteps/base/mutex.h"
-#include "dmlc/logging.h"
-#include "ps/base.h"
 #include "ps/internal/postoffice.h"
+#include "tests/net/membership/recorded_links.h"
 
 namespace ps {
 namespace {
 
-class RecordedLinks : public MembershipLinks {
- public:
-  RecordedLinks() {
-    scheduler_.role = Node::SCHEDULER;
-    scheduler_.id = kScheduler;
-    scheduler_.hostname = "10.0.0.1";
-    scheduler_.port = 9000;
-  }
-  Node self() const override { return scheduler_; }
-  const Node& scheduler() const override { return scheduler_; }
-  void SetSelf(const Node&) override {}
-  void Connect(const Node& node) override {
-    if (on_connect) on_connect(node);
-    MutexLock lock(&mu_);
-    linked_.push_back(node.id);
-  }
-  void Disconnect(int) override {}
-  void SetIncarnation(int) override {}
-  void Send(Message* message) override {
-    MutexLock lock(&mu_);
-    sent_.push_back(*message);
-  }
-
-  // Of those sent to `id`, or to refused nodes: by command.
-  int CountTo(int id, Control::Command command) {
-    MutexLock lock(&mu_);
-    int count = 0;
-    for (const Message& message : sent_) {
-      count += message.meta.recver == id && message.meta.control.cmd == command;
-    }
-    return count;
-  }
-  std::string LastRefusal() {
-    MutexLock lock(&mu_);
-    std::string text;
-    for (const Message& message : sent_) {
-      if (message.meta.control.cmd == Control::REFUSED) text = message.meta.body;
-    }
-    return text;
-  }
-
-  std::function<void(const Node&)> on_connect;
-
- private:
-  Node scheduler_;
-  Mutex mu_;
-  std::vector<Message> sent_ PS_GUARDED_BY(mu_);
-  std::vector<int> linked_ PS_GUARDED_BY(mu_);
-};
-
-class SchedulerMembership : public testing::Test {
+class SchedulerMembershipTest : public testing::Test {
  protected:
   void Start(MembershipSettings settings) {
     Listen(settings);
@@ -74,10 +23,9 @@ class SchedulerMembership : public testing::Test {
 
   // As it is before it joins.
   void Listen(MembershipSettings settings) {
-    settings.is_scheduler = true;
     settings.peer_timeout_s = settings.start_timeout_s = 600;
-    membership_ = std::make_unique<Membership>(&links_, settings,
-                                               [this](const MembershipEvent& e) { OnEvent(e); });
+    membership_ = std::make_unique<SchedulerMembership>(
+        &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
   }
 
   void StartKept(int servers) {
@@ -90,7 +38,7 @@ class SchedulerMembership : public testing::Test {
   void Register(Node::Role role, int rank, int workers, int servers) {
     Message message;
     message.meta.control.cmd = Control::ADD_NODE;
-    message.meta.body = "protocol=" + std::to_string(kProtocol) +
+    message.meta.body = "protocol=" + std::to_string(membership::kProtocol) +
                         " workers=" + std::to_string(workers) +
                         " servers=" + std::to_string(servers) + " link=0 probe=0";
     Node node;
@@ -139,18 +87,17 @@ class SchedulerMembership : public testing::Test {
     return ended_;
   }
 
-  static constexpr int kProtocol = 6;
   const int server_ = Postoffice::ServerRankToID(0);
   const int worker_ = Postoffice::WorkerRankToID(0);
   const int other_ = Postoffice::WorkerRankToID(1);
-  RecordedLinks links_;
-  std::unique_ptr<Membership> membership_;
+  RecordedLinks links_{Node::SCHEDULER};
+  std::unique_ptr<SchedulerMembership> membership_;
   Mutex mu_;
   std::string failure_ PS_GUARDED_BY(mu_);
   bool ended_ PS_GUARDED_BY(mu_) = false;
 };
 
-TEST_F(SchedulerMembership, WhoIsRefusedChangesNothing) {
+TEST_F(SchedulerMembershipTest, WhoIsRefusedChangesNothing) {
   StartKept(1);
   const struct {
     int rank, workers, servers;
@@ -169,7 +116,7 @@ TEST_F(SchedulerMembership, WhoIsRefusedChangesNothing) {
   GatherNodes();
 }
 
-TEST_F(SchedulerMembership, WhoComesBeforeItJoinsIsAdmitted) {
+TEST_F(SchedulerMembershipTest, WhoComesBeforeItJoinsIsAdmitted) {
   MembershipSettings settings;
   settings.workers = settings.servers = 1;
   Listen(settings);
@@ -181,14 +128,14 @@ TEST_F(SchedulerMembership, WhoComesBeforeItJoinsIsAdmitted) {
   EXPECT_EQ(membership_->View().phase, JobView::kRunning);
 }
 
-TEST_F(SchedulerMembership, AFailureBeforeItJoinsLasts) {
+TEST_F(SchedulerMembershipTest, AFailureBeforeItJoinsLasts) {
   Listen(MembershipSettings());
   membership_->StopByOrder("stopped by order (SIGTERM)");
   membership_->Join();
   EXPECT_EQ(membership_->View().phase, JobView::kFailed);
 }
 
-TEST_F(SchedulerMembership, AFailureWhileANodeIsAdmittedReachesIt) {
+TEST_F(SchedulerMembershipTest, AFailureWhileANodeIsAdmittedReachesIt) {
   StartKept(1);
   Register(Node::SERVER, -1, -1, 1);
   Register(Node::WORKER, 0, 2, 1);
@@ -205,7 +152,7 @@ TEST_F(SchedulerMembership, AFailureWhileANodeIsAdmittedReachesIt) {
   GatherNodes();
 }
 
-TEST_F(SchedulerMembership, MembersCannotSayWhatTheSchedulerSays) {
+TEST_F(SchedulerMembershipTest, MembersCannotSayWhatTheSchedulerSays) {
   Gather();
   for (const int sender : {server_, worker_}) {
     for (const auto command :
@@ -219,7 +166,7 @@ TEST_F(SchedulerMembership, MembersCannotSayWhatTheSchedulerSays) {
   EXPECT_EQ(membership_->View().phase, JobView::kRunning);
 }
 
-TEST_F(SchedulerMembership, EachRoleLeavesInItsOwnWay) {
+TEST_F(SchedulerMembershipTest, EachRoleLeavesInItsOwnWay) {
   Gather();
   Say(server_, Control::LEAVE, "finish");
   Say(worker_, Control::LEAVE, "stopped by order (SIGTERM)");
@@ -232,7 +179,7 @@ TEST_F(SchedulerMembership, EachRoleLeavesInItsOwnWay) {
   EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 1);
 }
 
-TEST_F(SchedulerMembership, AWorkerThatFailsFailsTheJob) {
+TEST_F(SchedulerMembershipTest, AWorkerThatFailsFailsTheJob) {
   Gather();
   Say(worker_, Control::LEAVE, "finish");
   EXPECT_EQ(failure(), "");
@@ -243,7 +190,7 @@ TEST_F(SchedulerMembership, AWorkerThatFailsFailsTheJob) {
   EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 0);
 }
 
-TEST_F(SchedulerMembership, AnOperationThatFailedIsTheWorkersAffair) {
+TEST_F(SchedulerMembershipTest, AnOperationThatFailedIsTheWorkersAffair) {
   Gather();
   Say(worker_, Control::LEAVE, "suspend after: push_pull of 'a' timed out");
   Say(other_, Control::LEAVE, "suspend after: push_pull of 'a' timed out");
@@ -252,14 +199,14 @@ TEST_F(SchedulerMembership, AnOperationThatFailedIsTheWorkersAffair) {
   EXPECT_EQ(membership_->View().incarnation, 2) << "it was suspended";
 }
 
-TEST_F(SchedulerMembership, ToAKeptClusterItIsAFailure) {
+TEST_F(SchedulerMembershipTest, ToAKeptClusterItIsAFailure) {
   StartKept(1);
   GatherNodes();
   Say(worker_, Control::LEAVE, "finish after: push_pull of 'a' timed out");
   EXPECT_EQ(failure(), "worker 0 (10.0.0.2) failed: push_pull of 'a' timed out");
 }
 
-TEST_F(SchedulerMembership, OnlyMembersAreHeard) {
+TEST_F(SchedulerMembershipTest, OnlyMembersAreHeard) {
   Gather();
   Say(Postoffice::WorkerRankToID(5), Control::LEAVE, "stopped");
   Say(Postoffice::WorkerRankToID(5), Control::JOB_FAILED, "nonsense");
