@@ -126,21 +126,21 @@ ray-failures: setup-ray ## each failure that a job under Ray survives, with time
 	@$(PYTHON_RAY) -W ignore bench/ray_failures.py $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 ray-layouts: setup-hf ## each layout under torchrun and under Ray, a GPT and adapters, as a table
-	@$(PYTHON_HF) -W ignore bench/ray_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+	@$(PYTHON_HF) -W ignore tests/layouts/ray_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 test-hf: setup-hf ## Hugging Face models, whole and by adapters, in layouts of up to four ranks
 	@$(PYTHON_HF) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/hugging_face)
 
 hf-layouts: setup-hf ## each layout of a Hugging Face model, whole and by adapters, as a table
-	@$(PYTHON_HF) -W ignore bench/hf_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+	@$(PYTHON_HF) -W ignore tests/layouts/hf_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 test-rl: setup-rl ## reinforcement learning through verl: actor and critic, rollout, layouts
 	@$(PYTHON_RL) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/reinforcement)
 
 rl-layouts: setup-rl ## actor and critic in each layout, by GRPO and PPO, as a table
-	@$(PYTHON_RL) -W ignore bench/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+	@$(PYTHON_RL) -W ignore tests/layouts/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 rl-stragglers: setup ## how much of a late rank's delay a step shows, on emulated links
@@ -171,7 +171,7 @@ site: setup ## the documentation as a site, in build/site, its links checked
 	@scripts/site.sh
 
 parity: setup ## compare gradients with all-reduce and exact sums, in every parallel layout
-	@$(PYTHON_ENV) -W ignore bench/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+	@$(PYTHON_ENV) -W ignore tests/layouts/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN))
 
 bench: setup ## push-pull beside all-reduce on emulated links, idle costs, sums: against the bars

@@ -21,13 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("bench", "scripts")]
+sys.path[:0] = [str(ROOT / name) for name in ("bench", "tests", "scripts")]
 
-from benchkit.cells import refuse_missing_gpus  # noqa: E402
+from layouts.cells import refuse_missing_gpus  # noqa: E402
+from layouts.platforms import CUDA, PLATFORMS  # noqa: E402
+from layouts.under_ray.gpus import gpus_to_offer  # noqa: E402
 from megatron_byteps_ray.cluster import cluster  # noqa: E402
 from megatron_byteps_ray.phases import ORDER  # noqa: E402
 from megatron_byteps_ray.pool import Pool  # noqa: E402
-from paritykit.platforms import CUDA, PLATFORMS  # noqa: E402
 from raykit.cases import (  # noqa: E402
     CASES,
     Outcome,
@@ -37,7 +38,6 @@ from raykit.cases import (  # noqa: E402
     problems,
     several_nodes,
 )
-from raykit.gpus import gpus_to_offer  # noqa: E402
 
 BEGIN = "<!-- made by `make ray-failures MARKDOWN=docs/ray.md`; not to be edited by hand -->"
 END = "<!-- end -->"

@@ -13,10 +13,10 @@ from pathlib import Path
 from benchkit import machine
 from benchkit.emulation import Host
 from benchkit.errors import LaunchError
-from benchkit.gpus import gpus_of
 from benchkit.launch import Placement, rank_variables, start_nodes
 from benchkit.plan import Plan
 from benchkit.processes import Processes, plain_environment
+from gpus import count_gpus, some_gpus
 from ports import free_ports
 from trainkit.job import ENTRY, Record, read_record
 
@@ -130,6 +130,20 @@ def arguments_of(what: Training, way: Way, hosts: int, route: str) -> list[str]:
     """For Megatron; a way that names its route keeps it."""
     routed = ("--dpu-reduce-route", route) if way.through_servers else ()
     return [*what.arguments, *routed, *way.megatron_arguments(hosts, what.arguments)]
+
+
+def gpus_of(rank: int, ranks_per_host: int) -> str:
+    """The GPUs that the host of a rank has, by CUDA_VISIBLE_DEVICES: one for each of its ranks.
+
+    Hosts that outnumber GPUs share them evenly. A host sees no GPU that it does not use: torch
+    takes a rank's number modulo those it sees for its GPU's, and hangs where that is wrong.
+
+    Raises:
+        LaunchError: a host has more ranks than there are GPUs.
+    """
+    if ranks_per_host > count_gpus():
+        raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {count_gpus()}")
+    return some_gpus(rank // ranks_per_host * ranks_per_host, ranks_per_host)
 
 
 def train(

@@ -12,14 +12,14 @@ from typing import Any
 
 import ray
 
+from layouts.platforms import CPU, Platform
+from layouts.under_ray.pools import environment_on, settings_on
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.pool import Pool
-from megatron_byteps_ray.settings import PRELOAD, Limits, Settings
-from paritykit.platforms import CPU, Platform
+from megatron_byteps_ray.settings import PRELOAD, Settings
 
 from .nodes import Nodes
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY, STRIKE = 12, 4, 7
 RANKS, SPARES = 2, 3
 SCHEDULER, SERVER = 0, 1
@@ -33,16 +33,6 @@ MODEL: tuple[str, ...] = tuple(
     --log-interval 1 --seed 1234 --mock-data --use-dpu-reduce --dpu-reduce-route flat
     """.split()  # noqa: SIM905
 )
-
-
-def environment_on(platform: Platform) -> dict[str, str]:
-    """Of all ranks and servers."""
-    return {
-        **platform.environment,
-        "PYTHONWARNINGS": "ignore",
-        # Sums of more than two values have one result, whoever comes first.
-        "BYTEPS_DETERMINISTIC": "1",
-    }
 
 
 ENVIRONMENT = environment_on(CPU)
@@ -266,18 +256,13 @@ def pool_settings(
     platform: Platform = CPU,
 ) -> Settings:
     """Of the pool that all cases share: its actors import everything once."""
-    tree = ROOT / "build" / "Megatron-LM"
-    return Settings(
+    return settings_on(
+        platform,
+        folder,
         entry="raykit.faulty_gpt:main",
         ranks=RANKS,
         spares=spares,
-        folder=folder,
-        arguments=platform.arguments,
-        gpus_per_rank=float(platform.shares_devices),
-        environment=environment_on(platform),
-        python_path=(str(tree), str(ROOT / "bench")),
         preload=(*preload, "pretrain_dpu_gpt"),
-        limits=Limits(warm=1200.0),
     )
 
 

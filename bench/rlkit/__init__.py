@@ -1,1 +1,1 @@
-"""verl's workers in layouts of up to four ranks, through BytePS and through all-reduce."""
+"""How much of a late rank's delay a step of verl's workers shows."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchkit import gpus
+import gpus
 from benchkit.mps import together
 from benchkit.plan import Case, Plan, Topology
 

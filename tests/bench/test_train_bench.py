@@ -12,10 +12,9 @@ import pytest
 import train_bench
 from benchkit.emulation import LOOPBACK
 from benchkit.errors import LaunchError
-from benchkit.gpus import gpus_of
 from benchkit.launch import Placement, rank_variables
 from benchkit.plan import Plan, Topology
-from benchkit.training import WAYS, Trained, Training, arguments_of, step_seconds
+from benchkit.training import WAYS, Trained, Training, arguments_of, gpus_of, step_seconds
 from trainkit.job import Record, Step
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ MISTAKES = {
     "from megatron.core.distributed.dpu_reduce import bytepslib as b; b.nodes.no_such": "no_such",
     "from megatron.core.distributed.dpu_reduce.naming import no_such": "no_such",
     "from benchkit.plan import no_such": "no_such",
-    "from paritykit.layouts import no_such": "no_such",
+    "from layouts.gpt.rows import no_such": "no_such",
     "from trainkit.job import no_such": "no_such",
     "from progress import no_such": "no_such",
     "from megatron_byteps_hf.options import no_such": "no_such",

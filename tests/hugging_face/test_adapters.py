@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hfkit.layouts import STEPS, Layout, by_name
-from hfkit.runs import make_model, train
+from layouts.hugging_face.rows import STEPS, Layout, by_name
+from layouts.hugging_face.runs import make_model, train
 
 RECOMPUTED = by_name(["dp2-recompute"])[0]
 PLAIN = by_name(["dp2"])[0]

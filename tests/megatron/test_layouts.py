@@ -1,4 +1,4 @@
-"""Parallel layouts through BytePS and through all-reduce, by the harness of bench/parity.py.
+"""Parallel layouts through BytePS and through all-reduce, by tests/layouts/parity.py.
 
 `make parity` runs its whole table; here are those in which the parts that interact meet.
 """
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from paritykit.compare import Report, compare
-from paritykit.data import data_arguments
-from paritykit.layouts import LAYOUTS, by_name
-from paritykit.runs import check, seen_by, train
-from paritykit.seen import RankSeen
-from paritykit.updates import compare_updates
+from layouts.data import data_arguments
+from layouts.gpt.compare import Report, compare
+from layouts.gpt.rows import LAYOUTS, by_name
+from layouts.gpt.runs import check, seen_by, train
+from layouts.gpt.seen import RankSeen
+from layouts.gpt.updates import compare_updates
 from prepare_data import Dataset
 
 REPRESENTATIVE = (

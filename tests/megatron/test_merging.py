@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paritykit.merging import MergeError, merged
+from layouts.merging import MergeError, merged
 
 ORDER = ("a", "b", "c")
 WHOLE = """# All

@@ -1,4 +1,4 @@
-"""bench/parity.py --device cuda, as far as it can be seen without a GPU."""
+"""tests/layouts/parity.py --device cuda, as far as it can be seen without a GPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-import parity
-from benchkit import gpus
-from paritykit import report
-from paritykit.compare import Report
-from paritykit.forked import Job
-from paritykit.layouts import by_name
-from paritykit.platforms import CPU, CUDA, Platform
+import gpus
+from layouts import parity
+from layouts.gpt import report
+from layouts.gpt.compare import Report
+from layouts.gpt.rows import by_name
+from layouts.job import Job
+from layouts.platforms import CPU, CUDA, Platform
 
 
 def test_the_page_has_every_layout(
@@ -52,7 +52,7 @@ def test_only_the_cpu_platform_hides_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     (layout,) = by_name(["dp2"])
     for platform, visible, stand_ins in ((CPU, "", "1"), (CUDA, "4,5", "0")):
-        job = Job(tmp_path, "paritykit.rank:train", layout.ranks, {}, platform)
+        job = Job(tmp_path, "layouts.gpt.rank:train", layout.ranks, {}, platform)
         environment = job._environment(0, 1)
         assert environment["MEGATRON_CPU"] == stand_ins
         assert environment["CUDA_VISIBLE_DEVICES"] == visible
@@ -75,7 +75,7 @@ def test_ranks_that_outnumber_gpus_share_them(
 ) -> None:
     """NCCL refuses two ranks of one machine on one GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    job = Job(tmp_path, "paritykit.rank:train", 5, {}, CUDA, per_host, first_gpu=1)
+    job = Job(tmp_path, "layouts.gpt.rank:train", 5, {}, CUDA, per_host, first_gpu=1)
     seen = []
     for rank in range(5):
         environment = job._environment(rank, 1)

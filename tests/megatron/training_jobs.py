@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paritykit.forked import Job
-from paritykit.seen import RankSeen
+from layouts.gpt.seen import RankSeen
+from layouts.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.layouts import by_name
-from rlkit.runs import compare
+from layouts.reinforcement.rows import by_name
+from layouts.reinforcement.runs import compare
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from layouts.under_ray.gpus import gpus_to_offer, take_a_share
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
 from raykit.cases import ENVIRONMENT
-from raykit.gpus import gpus_to_offer, take_a_share
 from raykit.nodes import Nodes
 
 SCRIPT = """

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from layouts.job import Job
+from layouts.platforms import CPU, Platform
 from megatron_byteps_rl import memory
-from paritykit.forked import Job
-from paritykit.platforms import CPU, Platform
 
-from .layouts import Layout
+from .rows import Layout
 
-PROGRAMS = "rlkit.rank"
+PROGRAMS = "layouts.reinforcement.rank"
 ROWS = 8
 """Prompts of each data-parallel rank; see rank.PROMPTS."""
 STEPS = 2

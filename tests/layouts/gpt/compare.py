@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .layouts import STEPS, Layout
+from .rows import STEPS, Layout
 from .seen import RankSeen, Sum
 
 if TYPE_CHECKING:

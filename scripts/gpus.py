@@ -1,26 +1,10 @@
-"""Which GPUs of this machine each emulated host has."""
+"""The GPUs of this machine, and how ranks share them."""
 
 from __future__ import annotations
 
 import os
 
 import torch
-
-from benchkit.errors import LaunchError
-
-
-def gpus_of(rank: int, ranks_per_host: int) -> str:
-    """The GPUs that the host of a rank has, by CUDA_VISIBLE_DEVICES: one for each of its ranks.
-
-    Hosts that outnumber GPUs share them evenly. A host sees no GPU that it does not use: torch
-    takes a rank's number modulo those it sees for its GPU's, and hangs where that is wrong.
-
-    Raises:
-        LaunchError: a host has more ranks than there are GPUs.
-    """
-    if ranks_per_host > count_gpus():
-        raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {count_gpus()}")
-    return some_gpus(rank // ranks_per_host * ranks_per_host, ranks_per_host)
 
 
 def outnumbered(ranks: int) -> bool:

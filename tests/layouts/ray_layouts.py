@@ -21,21 +21,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
-FOLDERS = ("bench", "scripts", "integrations/hf", "integrations/ray")
+FOLDERS = ("tests", "scripts", "integrations/hf", "integrations/ray")
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
 
 # Nothing more: each local rank imports this file.
-from raykit.layouts import CELLS, Cell, by_name  # noqa: E402
+from layouts.under_ray.rows import CELLS, Cell, by_name  # noqa: E402
 
 if TYPE_CHECKING:
-    from paritykit.platforms import Platform
-    from raykit.modes import Outcome
+    from layouts.platforms import Platform
+    from layouts.under_ray.modes import Outcome
 
 BEGIN = {
     "cpu": "<!-- made by `make ray-layouts MARKDOWN=docs/ray.md`; not to be edited by hand -->",
-    "cuda": "<!-- made by `bench/ray_layouts.py --device cuda --markdown docs/ray.md` -->",
+    "cuda": "<!-- made by `tests/layouts/ray_layouts.py --device cuda --markdown docs/ray.md` -->",
 }
 HEAD = [
     "| layout | trained | ranks | groups | sums a step | loss, local | loss, Ray | losses, sums, "
@@ -53,7 +53,7 @@ def row(cell: Cell, outcome: Outcome) -> str:
 
 def put(markdown: Path, lines: Sequence[str], platform: Platform) -> None:
     """Write these lines of the platform's table into the document."""
-    from benchkit.cells import machine_of, put_cells
+    from layouts.cells import machine_of, put_cells
 
     put_cells(
         markdown,
@@ -75,13 +75,19 @@ def run(
     markdown: Path | None,
 ) -> bool:
     """Run these cells; whether all is as it must be. See the options."""
+    from layouts.data import data_arguments, tiny_dataset
+    from layouts.job import JobFailed, start_fork_server
+    from layouts.under_ray.gpus import gpus_to_offer
+    from layouts.under_ray.modes import (
+        arguments_of,
+        compare,
+        run_locally,
+        run_under_ray,
+        settings_of_pool,
+    )
     from megatron_byteps_ray.cluster import cluster
     from megatron_byteps_ray.pool import JobError, Pool
-    from paritykit.data import data_arguments, tiny_dataset
-    from paritykit.forked import JobFailed, start_fork_server
     from progress import Progress
-    from raykit.gpus import gpus_to_offer
-    from raykit.modes import arguments_of, compare, run_locally, run_under_ray, settings_of_pool
 
     deadline = math.inf if budget is None else time.monotonic() + budget
     lines: list[str] = []
@@ -96,7 +102,7 @@ def run(
         ranks = max(cell.ranks for cell in cells)
         settings = settings_of_pool(folder / "pool", ranks, platform)
         bar.update("torch, Megatron and its bridge are imported, once for either mode")
-        start_fork_server(["hfkit.rank"], platform)
+        start_fork_server(["layouts.hugging_face.rank"], platform)
         data = data_arguments(tiny_dataset(folder))
         models = folder / "models"
         with cluster(settings, temp_dir=f"{scratch}/ray", gpus=gpus_to_offer(settings)):
@@ -141,7 +147,7 @@ def run(
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[list[Cell], argparse.Namespace]:
-    from benchkit.cells import add_device_options, parse_device_options, parser_of
+    from layouts.cells import add_device_options, parse_device_options, parser_of
 
     parser = parser_of(__doc__)
     add_device_options(parser)
@@ -154,7 +160,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[list[Cell], argparse.Namespa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from paritykit.platforms import PLATFORMS
+    from layouts.platforms import PLATFORMS
 
     cells, options = parse(arguments)
     platform = PLATFORMS[options.device]

@@ -1,7 +1,7 @@
 """The training script under the eyes of a witness: the entry of jobs whose layouts are compared.
 
-Each rank leaves what it saw, a ``paritykit.seen.RankSeen``, in the folder that ``RAYKIT_SEEN``
-names: the counterpart of the results that ``paritykit.forked.Job`` collects.
+Each rank leaves what it saw, a ``layouts.gpt.seen.RankSeen``, in the folder that ``RAYKIT_SEEN``
+names: the counterpart of the results that ``layouts.job.Job`` collects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from paritykit.rank import run
+from layouts.gpt.rank import run
 
 from .gpus import take_a_share
 

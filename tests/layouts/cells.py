@@ -23,7 +23,7 @@ def parser_of(about: str) -> argparse.ArgumentParser:
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
     """``--device``, ``--jobs`` and ``--budget``, of a script whose ranks may have GPUs."""
-    from paritykit.platforms import PLATFORMS
+    from layouts.platforms import PLATFORMS
 
     add = parser.add_argument
     add("--device", choices=PLATFORMS, default="cpu", help="of the ranks (default: %(default)s)")
@@ -49,7 +49,7 @@ def refuse_missing_gpus(parser: argparse.ArgumentParser, device: str) -> None:
         return
     import torch
 
-    from benchkit.gpus import count_gpus
+    from gpus import count_gpus
 
     if not count_gpus():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")

@@ -20,29 +20,29 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
-FOLDERS = ("bench", "scripts", "integrations/hf", "integrations/rl")
+FOLDERS = ("tests", "scripts", "integrations/hf", "integrations/rl")
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
 
-from benchkit.cells import (  # noqa: E402
+from layouts.cells import (  # noqa: E402
     add_device_options,
     machine_of,
     parse_device_options,
     parser_of,
     put_cells,
 )
+from layouts.job import JobFailed, start_fork_server  # noqa: E402
+from layouts.platforms import CUDA, PLATFORMS, Platform  # noqa: E402
+from layouts.reinforcement.rows import Layout, by_name  # noqa: E402
+from layouts.reinforcement.runs import PROGRAMS, Outcome, compare, large_model  # noqa: E402
 from megatron_byteps_rl.devices import ENVIRONMENTS, check  # noqa: E402
-from paritykit.forked import JobFailed, start_fork_server  # noqa: E402
-from paritykit.platforms import CUDA, PLATFORMS, Platform  # noqa: E402
 from progress import Progress  # noqa: E402
-from rlkit.layouts import Layout, by_name  # noqa: E402
-from rlkit.runs import PROGRAMS, Outcome, compare, large_model  # noqa: E402
 
 ALGORITHMS = ("grpo", "ppo")
 BEGIN = {
     "cpu": "<!-- made by `make rl-layouts MARKDOWN=docs/rl.md`; not to be edited by hand -->",
-    "cuda": "<!-- made by `bench/rl_layouts.py --device cuda --markdown docs/rl.md` -->",
+    "cuda": "<!-- made by `tests/layouts/rl_layouts.py --device cuda --markdown docs/rl.md` -->",
 }
 PHASES = ("generation", "reward", "critic update", "actor update", "weights to the rollout")
 """Whose peak memory the table for GPUs shows."""
@@ -120,7 +120,7 @@ def run(
         model = task.make_model(folder / "base")
         if platform is CUDA:  # to see what each phase takes of its memory
             model = large_model(model, folder / "large")
-        from rlkit import rewards
+        from layouts.reinforcement import rewards
 
         reward = rewards.write(model, folder / "reward")
 

@@ -18,7 +18,7 @@ from .compare import (
     check_losses,
     way_of,
 )
-from .layouts import Layout
+from .rows import Layout
 from .seen import RankSeen
 
 # Largest relative difference of the final parameters, as one vector, and of a step's norm. Both

@@ -16,7 +16,7 @@ class Layout:
 
     name: str
     model: str
-    """A name in ``hfkit.models``."""
+    """A name in ``layouts.hugging_face.models``."""
     ranks: int
     tp: int = 1
     pp: int = 1

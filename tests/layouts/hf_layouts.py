@@ -15,15 +15,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
-sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("bench", "scripts", "integrations/hf"))]
+sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("tests", "scripts", "integrations/hf"))]
 
-from benchkit.cells import parse, put_cells  # noqa: E402
-from hfkit.layouts import by_name  # noqa: E402
-from hfkit.runs import PROGRAMS, Outcome, compare  # noqa: E402
-from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
-from paritykit.forked import JobFailed, start_fork_server  # noqa: E402
+from layouts.cells import parse, put_cells  # noqa: E402
+from layouts.data import data_arguments, tiny_dataset  # noqa: E402
+from layouts.hugging_face.rows import by_name  # noqa: E402
+from layouts.hugging_face.runs import PROGRAMS, Outcome, compare  # noqa: E402
+from layouts.job import JobFailed, start_fork_server  # noqa: E402
 from progress import Progress  # noqa: E402
 
 BEGIN = "<!-- made by `make hf-layouts MARKDOWN=docs/huggingface.md`; not to be edited by hand -->"

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paritykit.compare import Report
-    from paritykit.layouts import Layout
-    from paritykit.platforms import Platform
+    from layouts.gpt.compare import Report
+    from layouts.gpt.rows import Layout
+    from layouts.platforms import Platform
     from prepare_data import Dataset
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
 
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "scripts"), str(TREE)]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(TREE)]
 
 from progress import Progress  # noqa: E402
 
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    from paritykit.layouts import by_name
+    from layouts.gpt.rows import by_name
 
     try:
         layouts = by_name(options.layout)
@@ -84,17 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"parity.py: {error}", file=sys.stderr)
         return 2
     if options.list:
-        from paritykit.report import listing
+        from layouts.gpt.report import listing
 
         print(listing(layouts))
         return 0
     if not (TREE / "pretrain_dpu_gpt.py").is_file():
         print(f"parity.py: {TREE} is not assembled: run `make setup`", file=sys.stderr)
         return 1
-    from paritykit.platforms import PLATFORMS
+    from layouts.platforms import PLATFORMS
 
     if options.device == "cuda":
-        from benchkit import gpus
+        import gpus
 
         if not gpus.count_gpus():
             print("parity.py: --device cuda needs a GPU, and torch sees none", file=sys.stderr)
@@ -121,7 +121,7 @@ def compare_all(
 ) -> list[Report]:
     """Run so many of them at a time; a failed one does not stop the rest. After ``budget`` seconds
     none is begun: what is left has no report."""
-    from paritykit.data import tiny_dataset
+    from layouts.data import tiny_dataset
 
     deadline = math.inf if budget is None else time.monotonic() + budget
     data = folder / "data"
@@ -144,9 +144,9 @@ def compare_one(
     layout: Layout, folder: Path, dataset: Dataset, platform: Platform, shown: Progress
 ) -> Report:
     """Run one and say how it went."""
-    from paritykit.compare import Report
-    from paritykit.forked import JobFailed
-    from paritykit.runs import check
+    from layouts.gpt.compare import Report
+    from layouts.gpt.runs import check
+    from layouts.job import JobFailed
 
     shown.update(layout.name)
     start = time.monotonic()
@@ -171,9 +171,9 @@ def tell(
 ) -> None:
     """Print the table, and write the document of this kind of device where one is asked for; of
     that of a CPU with `rows_only` just the rows of these layouts, if it is there."""
-    from paritykit import report as text
-    from paritykit.layouts import LAYOUTS
-    from paritykit.merging import merged
+    from layouts.gpt import report as text
+    from layouts.gpt.rows import LAYOUTS
+    from layouts.merging import merged
 
     if reports:
         print("\n" + text.summary(reports))

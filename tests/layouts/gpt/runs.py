@@ -7,15 +7,15 @@ from pathlib import Path
 
 from prepare_data import Dataset
 
+from ..data import data_arguments
+from ..job import Job
+from ..platforms import CPU, Platform
 from .compare import Report, compare
-from .data import data_arguments
-from .forked import Job
-from .layouts import LAYOUTS, Layout
-from .platforms import CPU, Platform
+from .rows import LAYOUTS, Layout
 from .seen import RankSeen
 from .updates import compare_updates
 
-PROGRAM = "paritykit.rank:train"
+PROGRAM = "layouts.gpt.rank:train"
 FLAG = "--use-dpu-reduce"
 GPUS_APART = 3
 """From the first GPU of one layout to that of the next: layouts beside each other spread evenly."""

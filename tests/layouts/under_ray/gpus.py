@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from benchkit.gpus import count_gpus, outnumbered, place_among
+from gpus import count_gpus, outnumbered, place_among
 from megatron_byteps_ray.settings import Settings
 
 

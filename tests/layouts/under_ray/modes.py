@@ -7,22 +7,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfkit.runs import make_model
+from layouts.gpt.seen import RankSeen
+from layouts.hugging_face.runs import make_model
+from layouts.job import Job as LocalJob
+from layouts.platforms import CPU, Platform
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import PRELOAD, Settings
-from paritykit import forked
-from paritykit.platforms import CPU, Platform
-from paritykit.seen import RankSeen
 
-from .cases import environment_on, pool_settings
-from .layouts import Cell
+from .pools import environment_on, settings_on
+from .rows import Cell
 
 if TYPE_CHECKING:
     import torch
 
 SERVERS = 2
-PROGRAM = "paritykit.rank:train"
+MODULE = "layouts.under_ray.witness"
+ENTRY = f"{MODULE}:main"
+PROGRAM = "layouts.gpt.rank:train"
 _THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
 _ENVIRONMENT = {
     # Small partitions: it matters which server sums what.
@@ -33,16 +35,17 @@ _ENVIRONMENT = {
 
 def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Settings:
     """Of the actors that all cells share."""
-    common = pool_settings(folder, spares=0, platform=platform)
-    return replace(
-        common,
-        entry="raykit.witness:main",
+    return settings_on(
+        platform,
+        folder,
+        entry=ENTRY,
         ranks=ranks,
+        spares=0,
         servers=SERVERS,
         # One cluster on this machine: Ray starts a worker ahead of time for each processor.
         cpus_per_rank=0.125,
         server_cpus=0.125,
-        preload=(*PRELOAD, "megatron_byteps_hf.preload", "raykit.witness"),
+        preload=(*PRELOAD, "pretrain_dpu_gpt", "megatron_byteps_hf.preload", MODULE),
     )
 
 
@@ -59,7 +62,7 @@ def run_locally(
     environment = {name: value for name, value in own.items() if name not in platform.environment}
     everything = [*arguments, *_THROUGH_SERVERS, *platform.arguments]
     settings = {"arguments": everything, "environment": environment}
-    job = forked.Job(folder, PROGRAM, cell.ranks, settings, platform)
+    job = LocalJob(folder, PROGRAM, cell.ranks, settings, platform)
     job.run()
     return [job.result(rank) for rank in range(cell.ranks)]
 
@@ -80,7 +83,7 @@ def run_under_ray(
     folder.mkdir(parents=True)
     own = replace(
         settings,
-        entry="raykit.witness:main",
+        entry=ENTRY,
         arguments=(*arguments, *_THROUGH_SERVERS, *settings.arguments),
         ranks=cell.ranks,
         folder=folder,

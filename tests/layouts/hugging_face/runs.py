@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paritykit.forked import Job
+from layouts.job import Job
 
-from .layouts import STEPS, Layout
+from .rows import STEPS, Layout
 
-PROGRAMS = "hfkit.rank"
+PROGRAMS = "layouts.hugging_face.rank"
 # As the program's names; that module takes seconds to import, and the parent does without.
 BEFORE, AFTER, ADAPTER = "before", "after", "adapter"
 _THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfkit.layouts import Layout as HuggingFaceLayout
-from paritykit.layouts import Layout
+from layouts.gpt.rows import Layout
+from layouts.hugging_face.rows import Layout as HuggingFaceLayout
 
 FULL, LORA = "all", "adapters"
 
@@ -21,7 +21,7 @@ class Cell:
     trained: str
     """FULL: a small GPT. LORA: adapters on a small Hugging Face model."""
     model: str
-    """The latter's name in ``hfkit.models``; empty without one."""
+    """The latter's name in ``layouts.hugging_face.models``; empty without one."""
     arguments: tuple[str, ...]
     """Of the training script, but for model and data."""
 
