@@ -25,7 +25,7 @@ import torch
 from byteps.torch import engine
 from megatron.core.distributed.dpu_reduce import plan
 
-from benchkit.columns import aligned
+from columns import aligned
 from plankit.made_up import MadeUp
 
 RUNS = 3

@@ -27,7 +27,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-from benchkit.columns import aligned
 from benchkit.emulation import EmulationError, remove_stale
 from benchkit.errors import LaunchError
 from benchkit.gates import Gate, judge_all
@@ -35,6 +34,7 @@ from benchkit.interrupts import become_interruptible
 from benchkit.options import in_cluster, make_gates, make_plan, parse
 from benchkit.plan import Plan
 from benchkit.summary import Run
+from columns import aligned
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

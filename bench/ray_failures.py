@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / name) for name in ("bench", "tests", "scripts")]
 
-from layouts.cells import refuse_missing_gpus  # noqa: E402
+from layouts.command import refuse_missing_gpus  # noqa: E402
 from layouts.platforms import CUDA, PLATFORMS  # noqa: E402
 from layouts.under_ray.gpus import gpus_to_offer  # noqa: E402
 from megatron_byteps_ray.cluster import cluster  # noqa: E402

@@ -29,10 +29,10 @@ from vm.bytecode import compiled
 from vm.guest import Guest, address_of
 from vm.kernel import VmError
 
-from benchkit.columns import aligned
 from benchkit.interrupts import become_interruptible
 from benchkit.markdown import pipes
 from benchkit.units import parse_size
+from columns import aligned
 from progress import Progress
 from rdmakit.report import judge, titled
 

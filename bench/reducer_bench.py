@@ -35,9 +35,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from benchkit import machine
-from benchkit.columns import aligned
 from benchkit.plan import DTYPE_BYTES
 from benchkit.units import parse_size, show_size
+from columns import aligned
 from progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,7 +28,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from benchkit import machine
-from benchkit.columns import aligned
 from benchkit.emulation import Emulation, EmulationError
 from benchkit.errors import LaunchError
 from benchkit.interrupts import become_interruptible
@@ -38,6 +37,7 @@ from benchkit.plan import Topology
 from benchkit.processes import Processes, plain_environment
 from benchkit.scenario import payload_fraction
 from benchkit.units import parse_rate, parse_size, show_rate, show_size
+from columns import aligned
 from progress import Progress
 from rlkit.straggler_rank import Experiment, Step
 from rlkit.straggler_report import HEAD, rows

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchkit.checking import HEAD, compare
-from benchkit.columns import aligned
 from benchkit.flowcontrol import HEAD as RULES_HEAD
 from benchkit.flowcontrol import INCAST_HEAD, compare_incast, compare_rules
 from benchkit.prediction import Row, draw, predict, table, write_json
@@ -34,6 +33,7 @@ from benchkit.scenario import (
     payload_fraction,
 )
 from benchkit.units import parse_rate, parse_size, show_rate, show_size
+from columns import aligned
 
 _NO_SETTINGS = {
     *("scenarios", "json", "plot", "check", "tolerance"),

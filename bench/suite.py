@@ -24,7 +24,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from benchkit import record
-from benchkit.columns import aligned
 from benchkit.driver import progress, run_plan
 from benchkit.emulation import EmulationError
 from benchkit.errors import LaunchError
@@ -35,6 +34,7 @@ from benchkit.markdown import replace_results, results
 from benchkit.sets import QUICK, SETS, choose
 from benchkit.summary import Run
 from benchkit.tables import brief_tables, gate_table, ratio_table, result_table
+from columns import aligned
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

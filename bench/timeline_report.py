@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "integrations" / "ray"))
 
-from benchkit.columns import aligned
 from benchkit.timelines import Row, Stage, row_of, stages_of
+from columns import aligned
 from megatron_byteps_ray import traces
 
 PUSH, SERVER = "push", "server"

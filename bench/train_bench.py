@@ -33,7 +33,6 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "scripts")]
 
 import prepare_data  # noqa: E402
 import train as train_script  # noqa: E402
-from benchkit.columns import aligned  # noqa: E402
 from benchkit.driver import hosts_of  # noqa: E402
 from benchkit.emulation import EmulationError  # noqa: E402
 from benchkit.errors import LaunchError  # noqa: E402
@@ -42,6 +41,7 @@ from benchkit.options import parse_hosts  # noqa: E402
 from benchkit.plan import Plan, Topology  # noqa: E402
 from benchkit.record import header, metadata  # noqa: E402
 from benchkit.training import WAYS, Trained, Training, Way, show_memory, train  # noqa: E402
+from columns import aligned  # noqa: E402
 from progress import Progress  # noqa: E402
 
 SCHEMA = 1

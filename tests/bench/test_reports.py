@@ -13,7 +13,6 @@ from made_up import make_run
 import pushpull_bench
 import suite
 from benchkit import record
-from benchkit.columns import aligned
 from benchkit.document import parts_in
 from benchkit.markdown import BEGIN, END, replace_results, section
 from benchkit.options import parse
@@ -21,6 +20,7 @@ from benchkit.plan import BACKENDS
 from benchkit.plots import described, draw, draw_overview, parts_of_limit
 from benchkit.sets import SETS, choose
 from benchkit.tables import ratio_table, result_table
+from columns import aligned
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REDRAW = (

@@ -32,7 +32,7 @@ def trained(folder: Path, **settings: Any) -> list[dict[str, Any]]:
         platform=CUDA,
     )
     job.run()
-    return [job.result(rank) for rank in range(2)]
+    return job.results()
 
 
 def test_offload_gives_the_memory_back_and_changes_no_bit(run_dir: Path) -> None:

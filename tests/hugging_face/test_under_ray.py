@@ -40,7 +40,7 @@ def pool(settings: Settings) -> Iterator[Pool]:
 def test_adapters_in_both_modes(
     pool: Pool, settings: Settings, run_dir: Path, models: Path, data: list[str]
 ) -> None:
-    cell = next(cell for cell in CELLS if (cell.layout, cell.trained) == ("cp2", LORA))
+    cell = next(cell for cell in CELLS if (cell.name, cell.trained) == ("cp2", LORA))
     arguments = arguments_of(cell, data, models)
     local = run_locally(cell, run_dir / "local", arguments)
     ray = run_under_ray(cell, run_dir / "ray", arguments, pool, settings)

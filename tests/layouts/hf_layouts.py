@@ -19,73 +19,67 @@ ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("tests", "scripts", "integrations/hf"))]
 
-from layouts.cells import parse, put_cells  # noqa: E402
+from layouts.command import machine_of, parse, parser_of, run_cells  # noqa: E402
 from layouts.data import data_arguments, tiny_dataset  # noqa: E402
-from layouts.hugging_face.rows import by_name  # noqa: E402
+from layouts.hugging_face.rows import LAYOUTS, Layout  # noqa: E402
 from layouts.hugging_face.runs import PROGRAMS, Outcome, compare  # noqa: E402
-from layouts.job import JobFailed, start_fork_server  # noqa: E402
+from layouts.job import start_fork_server  # noqa: E402
+from layouts.table import Table, line  # noqa: E402
 from progress import Progress  # noqa: E402
 
-BEGIN = "<!-- made by `make hf-layouts MARKDOWN=docs/huggingface.md`; not to be edited by hand -->"
-HEAD = [
-    "| layout | model | trained | HF → Megatron → HF | BytePS and all-reduce | transformers | "
-    "peft | sent, of what ranks share |",
-    "|---|---|---|---|---|---:|---:|---:|",
-]
+MADE_BY = "`make hf-layouts MARKDOWN=docs/huggingface.md`; not to be edited by hand"
+TABLE = Table(
+    begin=f"<!-- made by {MADE_BY} -->",
+    head=(
+        *("layout", "model", "trained", "HF → Megatron → HF", "BytePS and all-reduce"),
+        *("transformers", "peft", "sent, of what ranks share"),
+    ),
+    align="lllllrrr",
+    keys=[(layout.name, lora) for layout in LAYOUTS for lora in (False, True)],
+    key_of=lambda cells: (cells[0], cells[2].startswith("adapters")),
+)
+SAME = {True: "the same bits", False: "**different**"}
 
 
-def row(name: str, model: str, outcome: Outcome, *, lora: bool) -> str:
-    """A line of the table."""
-    same = {True: "the same bits", False: "**different**"}
+def row(layout: Layout, outcome: Outcome, *, lora: bool) -> list[str]:
+    """A row of the table."""
     part = f"adapters, {outcome.trained:.0%}" if lora else "all"
     by_peft = "" if outcome.adapter_logits is None else f"{outcome.adapter_logits:.0e}"
-    cells = [name, model, part, same[outcome.round_trip], same[outcome.equal]]
-    cells += [f"{outcome.logits:.0e}", by_peft, f"{outcome.pushed:.2f}"]
-    return f"| {' | '.join(cells)} |"
+    same = [SAME[outcome.round_trip], SAME[outcome.equal]]
+    how_far = [f"{outcome.logits:.0e}", by_peft, f"{outcome.pushed:.2f}"]
+    return [layout.name, layout.model, part, *same, *how_far]
 
 
-def put(markdown: Path, lines: Sequence[str]) -> None:
-    """Write these lines of the table into the document."""
-    put_cells(
-        markdown,
-        lines,
-        begin=BEGIN,
-        head=HEAD,
-        known=[(layout.name, lora) for layout in by_name([]) for lora in (False, True)],
-        key_of=lambda columns: (columns[0], columns[2].startswith("adapters")),
-    )
+def title(cell: tuple[Layout, bool]) -> str:
+    """A layout, and whether it is trained by adapters, for people."""
+    return f"{cell[0].name}, {'lora' if cell[1] else 'full'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    layouts, markdown = parse(__doc__, by_name, arguments)
+    layouts, options = parse(parser_of(__doc__, devices=False), LAYOUTS, arguments)
     start_fork_server([PROGRAMS])
     cells = [(layout, lora) for layout in layouts for lora in (False, True)]
-    lines: list[str] = []
-    good = True
     with (
         tempfile.TemporaryDirectory(prefix="hf-layouts-") as scratch,
-        Progress("layouts", total=len(cells)) as bar,
+        Progress("hf-layouts", total=len(cells), unit="cells") as bar,
     ):
         folder = Path(scratch)
         data = data_arguments(tiny_dataset(folder))
-        for done, (layout, lora) in enumerate(cells):
-            way = "lora" if lora else "full"
-            bar.update(f"{layout.name}, {way}", done=done)
-            try:
-                outcome = compare(
-                    layout, folder / f"{layout.name}-{way}", folder / "models", data, lora=lora
-                )
-            except JobFailed as error:
-                print(f"{layout.name}, {way}: {error}", file=sys.stderr)
-                good = False
-                continue
-            lines.append(row(layout.name, layout.model, outcome, lora=lora))
-            bar.say(lines[-1], stream=sys.stdout)
-            for problem in outcome.problems():
-                print(f"{layout.name}, {way}: {problem}", file=sys.stderr)
-                good = False
-            if markdown is not None:
-                put(markdown, lines)
+
+        def run(cell: tuple[Layout, bool]) -> Outcome:
+            layout, lora = cell
+            place = folder / f"{layout.name}-{'lora' if lora else 'full'}"
+            return compare(layout, place, folder / "models", data, lora=lora)
+
+        def tell(cell: tuple[Layout, bool], outcome: Outcome) -> list[str]:
+            layout, lora = cell
+            cells = row(layout, outcome, lora=lora)
+            bar.say(line(cells), stream=sys.stdout)
+            if options.markdown is not None:
+                TABLE.put(options.markdown, [cells], machine_of("cpu"))
+            return outcome.problems()
+
+        good = run_cells(cells, run, tell, title=title, bar=bar, budget=options.budget)
     return 0 if good else 1
 
 

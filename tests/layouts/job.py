@@ -174,6 +174,10 @@ class Job:
 
         return torch.load(self.folder / f"rank{rank}.pt", weights_only=False)
 
+    def results(self) -> list[Any]:
+        """What it returned on each."""
+        return [self.result(rank) for rank in range(self.ranks)]
+
 
 def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
     """Main function of a rank, in a process of its own."""

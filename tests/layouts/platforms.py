@@ -1,4 +1,5 @@
-"""Where the ranks of a comparison compute: on the CPU over gloo, or each on a GPU over NCCL."""
+"""Where the ranks of a comparison compute, on the CPU over gloo or each on a GPU over NCCL, and the
+servers beside them."""
 
 from __future__ import annotations
 
@@ -51,3 +52,9 @@ CUDA = Platform(
 )
 
 PLATFORMS = {platform.name: platform for platform in (CPU, CUDA)}
+
+THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
+"""Arguments of Megatron."""
+SMALL_PARTITIONS = {"BYTEPS_PARTITION_BYTES": "4096"}
+TWO_SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", **SMALL_PARTITIONS}
+"""Variables of ranks: with these it matters which server sums what, and which part is pulled."""

@@ -11,11 +11,8 @@ Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is sh
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,151 +23,106 @@ TREE = ROOT / "build" / "Megatron-LM"
 FOLDERS = ("tests", "scripts", "integrations/hf", "integrations/ray")
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
 
-# Nothing more: each local rank imports this file.
-from layouts.under_ray.rows import CELLS, Cell, by_name  # noqa: E402
+# No more than these: every local rank imports this file.
+from layouts.table import Table, line  # noqa: E402
+from layouts.under_ray.rows import CELLS, Cell  # noqa: E402
 
 if TYPE_CHECKING:
-    from layouts.platforms import Platform
     from layouts.under_ray.modes import Outcome
 
-BEGIN = {
-    "cpu": "<!-- made by `make ray-layouts MARKDOWN=docs/ray.md`; not to be edited by hand -->",
-    "cuda": "<!-- made by `tests/layouts/ray_layouts.py --device cuda --markdown docs/ray.md` -->",
+MADE_BY = {
+    "cpu": "`make ray-layouts MARKDOWN=docs/ray.md`; not to be edited by hand",
+    "cuda": "`tests/layouts/ray_layouts.py --device cuda --markdown docs/ray.md`",
 }
-HEAD = [
-    "| layout | trained | ranks | groups | sums a step | loss, local | loss, Ray | losses, sums, "
-    "parameters |",
-    "|---|---|---:|---:|---:|---:|---:|---|",
-]
 
 
-def row(cell: Cell, outcome: Outcome) -> str:
-    """A line of the table."""
+def table_of(device: str) -> Table:
+    """The table of this kind of device."""
+    return Table(
+        begin=f"<!-- made by {MADE_BY[device]} -->",
+        head=(
+            *("layout", "trained", "ranks", "groups", "sums a step", "loss, local", "loss, Ray"),
+            "losses, sums, parameters",
+        ),
+        align="llrrrrrl",
+        keys=[(cell.name, cell.trained) for cell in CELLS],
+        key_of=lambda cells: (cells[0], cells[1]),
+    )
+
+
+def row(cell: Cell, outcome: Outcome) -> list[str]:
+    """A row of the table."""
     same = "**different**" if outcome.differences else "the same bits"
-    cells = [cell.layout, cell.trained, str(cell.ranks), str(outcome.groups), str(outcome.sums)]
-    return f"| {' | '.join([*cells, repr(outcome.local_loss), repr(outcome.ray_loss), same])} |"
+    cells = [cell.name, cell.trained, str(cell.ranks), str(outcome.groups), str(outcome.sums)]
+    return [*cells, repr(outcome.local_loss), repr(outcome.ray_loss), same]
 
 
-def put(markdown: Path, lines: Sequence[str], platform: Platform) -> None:
-    """Write these lines of the platform's table into the document."""
-    from layouts.cells import machine_of, put_cells
-
-    put_cells(
-        markdown,
-        lines,
-        begin=BEGIN[platform.name],
-        head=HEAD,
-        known=[(cell.layout, cell.trained) for cell in CELLS],
-        key_of=lambda columns: (columns[0], columns[1]),
-        machine=machine_of(platform.name),
-    )
-
-
-def run(
-    cells: Sequence[Cell],
-    platform: Platform,
-    *,
-    jobs: int,
-    budget: float | None,
-    markdown: Path | None,
-) -> bool:
-    """Run these cells; whether all is as it must be. See the options."""
-    from layouts.data import data_arguments, tiny_dataset
-    from layouts.job import JobFailed, start_fork_server
-    from layouts.under_ray.gpus import gpus_to_offer
-    from layouts.under_ray.modes import (
-        arguments_of,
-        compare,
-        run_locally,
-        run_under_ray,
-        settings_of_pool,
-    )
-    from megatron_byteps_ray.cluster import cluster
-    from megatron_byteps_ray.pool import JobError, Pool
-    from progress import Progress
-
-    deadline = math.inf if budget is None else time.monotonic() + budget
-    lines: list[str] = []
-    good = True
-    with (
-        # Ray's sockets need a short path, whatever TMPDIR is.
-        tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as scratch,
-        Progress("ray-layouts", total=len(cells), unit="cells") as bar,
-        ThreadPoolExecutor(max_workers=jobs) as local_runs,
-    ):
-        folder = Path(scratch)
-        ranks = max(cell.ranks for cell in cells)
-        settings = settings_of_pool(folder / "pool", ranks, platform)
-        bar.update("torch, Megatron and its bridge are imported, once for either mode")
-        start_fork_server(["layouts.hugging_face.rank"], platform)
-        data = data_arguments(tiny_dataset(folder))
-        models = folder / "models"
-        with cluster(settings, temp_dir=f"{scratch}/ray", gpus=gpus_to_offer(settings)):
-            pool = Pool(settings)
-            try:
-                pool.open()
-                wanted = [arguments_of(cell, data, models) for cell in cells]
-                places = [folder / f"{cell.layout}-{cell.trained}" for cell in cells]
-                local = [
-                    local_runs.submit(run_locally, cell, place / "local", arguments, platform)
-                    for cell, place, arguments in zip(cells, places, wanted, strict=True)
-                ]
-                if not pool.wait_warm(ranks, settings.limits.warm):
-                    raise JobError("the pool's actors do not become warm")
-                for done, cell in enumerate(cells):
-                    title = f"{cell.layout}, {cell.trained}"
-                    bar.update(title, done=done)
-                    if time.monotonic() > deadline:
-                        left = [f"{cell.layout}, {cell.trained}" for cell in cells[done:]]
-                        bar.say(f"not run, since --budget is used up: {'; '.join(left)}")
-                        good = False
-                        break
-                    try:
-                        place = places[done] / "ray"
-                        ray = run_under_ray(cell, place, wanted[done], pool, settings)
-                        outcome = compare(local[done].result(), ray)
-                    except (JobError, JobFailed) as error:
-                        bar.say(f"{title}: {error}")
-                        good = False
-                        continue
-                    lines.append(row(cell, outcome))
-                    bar.say(lines[-1], stream=sys.stdout)
-                    for problem in [*outcome.differences, *outcome.problems]:
-                        bar.say(f"{title}: {problem}")
-                    good = good and outcome.good
-                    if markdown is not None:
-                        put(markdown, lines, platform)
-            finally:
-                local_runs.shutdown(wait=False, cancel_futures=True)
-                pool.close()
-    return good
-
-
-def parse(arguments: Sequence[str] | None) -> tuple[list[Cell], argparse.Namespace]:
-    from layouts.cells import add_device_options, parse_device_options, parser_of
-
-    parser = parser_of(__doc__)
-    add_device_options(parser)
-    options = parse_device_options(parser, arguments)
-    try:
-        cells = by_name(options.layout)
-    except ValueError as error:
-        parser.error(str(error))
-    return cells, options
+def title(cell: Cell) -> str:
+    """A cell, for people."""
+    return f"{cell.name}, {cell.trained}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from layouts.command import machine_of, parse, parser_of, run_cells
+    from layouts.data import data_arguments, tiny_dataset
+    from layouts.job import JobFailed, start_fork_server
     from layouts.platforms import PLATFORMS
+    from layouts.under_ray import modes
+    from layouts.under_ray.pools import warm_pool
+    from megatron_byteps_ray.pool import JobError
+    from progress import Progress
 
-    cells, options = parse(arguments)
+    cells, options = parse(parser_of(__doc__), CELLS, arguments)
     platform = PLATFORMS[options.device]
-    good = run(
-        cells,
-        platform,
-        jobs=options.jobs,
-        budget=options.budget,
-        markdown=options.markdown,
-    )
+    ranks = max(cell.ranks for cell in cells)
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-layouts-") as scratch,
+        Progress("ray-layouts", total=len(cells), unit="cells") as bar,
+        ThreadPoolExecutor(max_workers=options.jobs) as local_runs,
+    ):
+        folder = Path(scratch)
+        settings = modes.settings_of_pool(folder / "pool", ranks, platform)
+        bar.update("torch, Megatron and its bridge are imported, once for either mode")
+        start_fork_server(["layouts.hugging_face.rank"], platform)
+        data = data_arguments(tiny_dataset(folder))
+        wanted = {cell: modes.arguments_of(cell, data, folder / "models") for cell in cells}
+        places = {cell: folder / f"{cell.name}-{cell.trained}" for cell in cells}
+        with warm_pool(settings) as pool:
+            local = {
+                cell: local_runs.submit(
+                    modes.run_locally, cell, places[cell] / "local", wanted[cell], platform
+                )
+                for cell in cells
+            }
+
+            def run(cell: Cell) -> Outcome:
+                there = modes.run_under_ray(
+                    cell, places[cell] / "ray", wanted[cell], pool, settings
+                )
+                return modes.compare(local[cell].result(), there)
+
+            def tell(cell: Cell, outcome: Outcome) -> list[str]:
+                cells = row(cell, outcome)
+                bar.say(line(cells), stream=sys.stdout)
+                if options.markdown is not None:
+                    machine = machine_of(options.device)
+                    table_of(options.device).put(options.markdown, [cells], machine)
+                return [*outcome.differences, *outcome.problems]
+
+            try:
+                if not pool.wait_warm(ranks, settings.limits.warm):
+                    raise JobError("the pool's actors do not become warm")
+                good = run_cells(
+                    cells,
+                    run,
+                    tell,
+                    title=title,
+                    bar=bar,
+                    budget=options.budget,
+                    failures=(JobError, JobFailed),
+                )
+            finally:
+                local_runs.shutdown(wait=False, cancel_futures=True)
     return 0 if good else 1
 
 

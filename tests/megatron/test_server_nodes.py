@@ -43,7 +43,7 @@ def seen(run_job: RunJob, dataset: Dataset) -> Callable[..., list[RankSeen]]:
         words = [*data_arguments(dataset), *SERVERS, *arguments]
         settings = {"per_host": 2, "environment": PIECES, **settings}
         job = run_job(program, ranks, arguments=words, **settings)
-        return [job.result(rank) for rank in range(ranks)]
+        return job.results()
 
     return run
 

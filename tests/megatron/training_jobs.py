@@ -27,7 +27,7 @@ class Trained:
 
     @staticmethod
     def of(job: Job) -> Trained:
-        seen: list[RankSeen] = [job.result(rank) for rank in range(job.ranks)]
+        seen: list[RankSeen] = job.results()
         first = seen[0]
         losses, gradients = _losses(first), _results(first)
         for other in seen[1:]:

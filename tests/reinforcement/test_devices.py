@@ -73,7 +73,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_gpu_is_enough_for_every_layout(gpus: Callable[[int], None]) -> None:
     gpus(1)
-    layouts, _ = rl_layouts.parse(["--device", "cuda"])
+    layouts, _ = rl_layouts.chosen(["--device", "cuda"])
     assert layouts == list(LAYOUTS)
 
 

@@ -37,7 +37,7 @@ def test_both_layouts_are_one_model(
         settings={"model": model, "tensor": tensor, "pipeline": pipeline, "rollout": rollout},
     )
     job.run()
-    seen = [job.result(rank) for rank in range(RANKS)]
+    seen = job.results()
     for rank in range(RANKS):
         for time in seen[rank]:
             torch.testing.assert_close(time["resharded"], time["trained"], **CLOSE)

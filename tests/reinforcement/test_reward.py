@@ -27,7 +27,7 @@ def ran(folder: Path, ranks: int, function: str, **settings: Any) -> list[Any]:
         settings=settings,
     )
     job.run()
-    return [job.result(rank) for rank in range(ranks)]
+    return job.results()
 
 
 def test_its_training_goes_through_byteps_and_every_layout_gives_its_rewards(

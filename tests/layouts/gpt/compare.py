@@ -4,73 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from .outcome import Errors, Report
 from .rows import STEPS, Layout
-from .seen import RankSeen, Sum
+from .seen import RankSeen, Step, Sum
 
-if TYPE_CHECKING:
-    from .updates import Difference
-
-# Largest relative difference of a step's loss where the order of additions may differ.
-LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "bf16-wire": 2e-2, "fp16-wire": 5e-3}
-SENT_AS_BF16_TOLERANCE = 2e-2
 # Of the bytes that go to servers, against the cost model's: padding and nothing else.
 BYTES_TOLERANCE = 0.02
-
-
-@dataclass(kw_only=True)
-class Errors:
-    """How far a backend's sums are from the sums in fp64 of what went into them."""
-
-    relative: dict[str, float] = field(default_factory=dict)
-    """By dtype: the largest error of an element over the sum of its parts' magnitudes."""
-    inexact: list[str] = field(default_factory=list)
-    """Sums of two values that are not the correctly rounded sum."""
-    split: list[str] = field(default_factory=list)
-    """Sums that are not the same on all members."""
-
-    @property
-    def worst(self) -> float:
-        return max(self.relative.values(), default=0.0)
-
-
-@dataclass(kw_only=True)
-class Report:
-    """What the comparison of one layout came to."""
-
-    layout: Layout
-    groups: list[int] = field(default_factory=list)
-    """Sizes of the groups that sum: the number of values in a sum."""
-    buckets: int = 0
-    """Different sums of a step, over all ranks."""
-    same_bits: bool = False
-    """Whether every sum, loss, gradient norm and final parameter is the same to the last bit."""
-    ours: Errors = field(default_factory=Errors)
-    theirs: Errors = field(default_factory=Errors)
-    loss_difference: float = 0.0
-    """Largest relative difference of the losses of a step."""
-    update: Difference | None = None
-    """With the optimizer on the servers: how far its run is from Megatron's own."""
-    misses: list[str] = field(default_factory=list)
-    """What is not as it must be; empty when all is well."""
-
-    @property
-    def bits_must_agree(self) -> bool:
-        """Whether both backends round the same sums of at most two values once."""
-        small = max(self.groups, default=1) <= 2
-        return small and not self.layout.wire and not self.layout.servers
-
-    @property
-    def loss_tolerance(self) -> float:
-        """Largest relative difference of the losses of a step."""
-        if self.bits_must_agree:
-            return 0.0
-        return SENT_AS_BF16_TOLERANCE if self.layout.wire else LOSS_TOLERANCE[self.layout.dtype]
 
 
 def begin_report(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
@@ -100,10 +43,10 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
     _check_errors(report)
     _check_bytes(report, ours)
 
-    differences = list(_differences(ours, theirs))
-    report.same_bits = not differences
+    apart = list(differences(ours, theirs))
+    report.same_bits = not apart
     if report.bits_must_agree:
-        _note(report, "bits differ", differences)
+        _note(report, "bits differ", apart)
     check_first_step(report, ours, theirs)
     check_losses(report, ours, theirs)
     return report
@@ -280,18 +223,29 @@ def check_losses(report: Report, ours: Sequence[RankSeen], theirs: Sequence[Rank
         report.misses.append(f"the losses differ by {report.loss_difference:.3g}, above {limit:g}")
 
 
-def _differences(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
+def differences(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
     """Everything that is not the same to the last bit in both runs."""
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=True), start=1):
+        if len(one.steps) != len(other.steps):
+            yield f"rank {rank}: {len(one.steps)} and {len(other.steps)} steps"
+        for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=False), start=1):
             if (a.loss, a.grad_norm) != (b.loss, b.grad_norm):
                 yield f"step {number}, rank {rank}: loss or gradient norm"
-            for name, mine in a.sums.items():
-                if not _same(mine.result, b.sums[name].result):
-                    yield f"step {number}, rank {rank}, {name}"
-        for name, value in one.parameters.items():
-            if name not in other.parameters or not _same(value, other.parameters[name]):
-                yield f"rank {rank}, parameter {name}"
+            for name in _unequal(_results(a), _results(b)):
+                yield f"step {number}, rank {rank}, {name}"
+        for name in _unequal(one.parameters, other.parameters):
+            yield f"rank {rank}, parameter {name}"
+
+
+def _results(step: Step) -> dict[str, torch.Tensor]:
+    return {name: total.result for name, total in step.sums.items()}
+
+
+def _unequal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """The names of what is not the same in both, or in one of them only."""
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other or not _same(one[name], other[name]):
+            yield name
 
 
 def _larger(one: float, other: float) -> float:

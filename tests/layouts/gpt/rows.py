@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from ..rows import Row
 
 Dtype = Literal["fp32", "bf16", "bf16-wire", "fp16-wire"]
 
@@ -25,21 +26,15 @@ _DTYPES: dict[Dtype, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """One training job. Parallel sizes are Megatron's; data parallelism is what remains."""
+class Layout(Row):
+    """A GPT, how it is trained, and how its gradients are summed."""
 
-    name: str
-    ranks: int
     per_host: int = 1
     """Consecutive ranks that are taken to share a host; the last host may have fewer."""
     route: str = "flat"
     """Of the run through BytePS: ``--dpu-reduce-route``."""
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
     vpp: int = 1
     """Model chunks (virtual pipeline stages) on a rank."""
-    ep: int = 1
     etp: int | None = None
     """Tensor parallelism of the experts, where it differs from that of the rest."""
     experts: int = 0
@@ -89,12 +84,6 @@ class Layout:
         """Of each host, by torch.distributed, before servers sum over hosts."""
         return self.per_host if self.is_node_first else 1
 
-    @property
-    def dp(self) -> int:
-        """Ranks with samples of their own: those that sum all but experts' gradients are ``cp``
-        times as many."""
-        return self.ranks // (self.tp * self.cp * self.pp)
-
     def megatron_arguments(self) -> list[str]:
         """Of either backend; the flag that chooses BytePS is not among them."""
         layers = max(2, self.pp * self.vpp)
@@ -107,18 +96,12 @@ class Layout:
             *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
             *("--seed", "7", "--num-workers", "0"),
             *_DTYPES[self.dtype],
+            *self.size_arguments(),
         ]
-        if self.tp > 1:
-            arguments += ["--tensor-model-parallel-size", str(self.tp)]
-        if self.cp > 1:
-            arguments += ["--context-parallel-size", str(self.cp)]
-        if self.pp > 1:
-            arguments += ["--pipeline-model-parallel-size", str(self.pp)]
         if self.vpp > 1:
             arguments += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
         if self.experts:
             arguments += ["--num-experts", str(self.experts)]
-            arguments += ["--expert-model-parallel-size", str(self.ep)]
             arguments += ["--moe-router-topk", "2", "--disable-bias-linear"]
             if self.tp > 1:
                 arguments += ["--sequence-parallel"]
@@ -357,16 +340,3 @@ LAYOUTS: tuple[Layout, ...] = (
            extra=("--ddp-reduce-scatter-with-fp32-accumulation",),
            refused="--ddp-reduce-scatter-with-fp32-accumulation"),
 )  # fmt: skip
-
-
-def by_name(names: Sequence[str]) -> list[Layout]:
-    """The layouts of these names, in the order of the table; all of them for no names.
-
-    Raises:
-        ValueError: a name that no layout has.
-    """
-    known = {layout.name: layout for layout in LAYOUTS}
-    unknown = sorted(set(names) - known.keys())
-    if unknown:
-        raise ValueError(f"no layout is called {', '.join(unknown)}; --list shows them")
-    return [layout for layout in LAYOUTS if not names or layout.name in names]

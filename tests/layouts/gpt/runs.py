@@ -9,23 +9,18 @@ from prepare_data import Dataset
 
 from ..data import data_arguments
 from ..job import Job
-from ..platforms import CPU, Platform
-from .compare import Report, compare
+from ..platforms import CPU, TWO_SERVERS, Platform
+from .compare import compare
+from .outcome import Report
 from .rows import LAYOUTS, Layout
-from .seen import RankSeen
 from .updates import compare_updates
 
 PROGRAM = "layouts.gpt.rank:train"
 FLAG = "--use-dpu-reduce"
 GPUS_APART = 3
 """From the first GPU of one layout to that of the next: layouts beside each other spread evenly."""
-# Two servers and small partitions: it matters which server sums what, and which part is pulled.
-# So with pieces: those of a bucket are summed inside the host and between hosts at the same time.
-_SERVERS = {
-    "BYTEPS_EMBEDDED_SERVERS": "2",
-    "BYTEPS_PARTITION_BYTES": "4096",
-    "BYTEPS_NODE_PIECE_BYTES": "2048",
-}
+# Small pieces: those of a bucket are summed inside the host and between hosts at the same time.
+_SERVERS = {**TWO_SERVERS, "BYTEPS_NODE_PIECE_BYTES": "2048"}
 
 
 def train(
@@ -62,11 +57,6 @@ def train(
     return job
 
 
-def seen_by(job: Job) -> list[RankSeen]:
-    """What each rank returned."""
-    return [job.result(rank) for rank in range(job.ranks)]
-
-
 def check(layout: Layout, folder: Path, dataset: Dataset, platform: Platform = CPU) -> Report:
     """Train the layout both ways, in a new folder, and compare.
 
@@ -80,7 +70,7 @@ def check(layout: Layout, folder: Path, dataset: Dataset, platform: Platform = C
     ours = train(layout, folder / "byteps", data, through_byteps=True, platform=platform)
     theirs = train(layout, folder / "all-reduce", data, through_byteps=False, platform=platform)
     held = compare_updates if layout.servers else compare
-    return held(layout, seen_by(ours), seen_by(theirs))
+    return held(layout, ours.results(), theirs.results())
 
 
 def _check_refused(layout: Layout, folder: Path, data: Sequence[str], platform: Platform) -> Report:

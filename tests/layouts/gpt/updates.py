@@ -6,18 +6,18 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .compare import (
-    Report,
+    BYTES_TOLERANCE,
     begin_report,
     beside_of,
     check_first_step,
     check_losses,
     way_of,
 )
+from .outcome import Difference, Report
 from .rows import Layout
 from .seen import RankSeen
 
@@ -28,23 +28,7 @@ MANY_BF16_TOLERANCE = 2e-2
 """Of three or more values of bf16: servers round once, an all-reduce after every addition."""
 ALLOWED_ERROR = 1.1
 """Our updates' error over that of Megatron's own optimizer, which rounds other values."""
-BYTES_TOLERANCE = 0.02
 _TIED = ("word_embeddings.weight", "output_layer.weight")
-
-
-@dataclass(kw_only=True)
-class Difference:
-    """How far two runs are from each other."""
-
-    parameters: float = 0.0
-    """The norm of the difference of all final parameters, relative to their norm."""
-    norm: float = 0.0
-    """Of a step's gradients, relative; the largest."""
-    ours: float = 0.0
-    """How far our fp32 parameters are from those that updates in fp64 make of the same gradients,
-    relative to their norm."""
-    theirs: float = 0.0
-    """The same of Megatron's own optimizer, with its gradients."""
 
 
 def tolerance(report: Report) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ..rows import Row
 
 STEPS = 3
 SEQUENCE = 32
@@ -11,22 +12,12 @@ LORA_RANK = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Row):
     """A model, and how it is cut over ranks."""
 
-    name: str
     model: str
     """A name in ``layouts.hugging_face.models``."""
-    ranks: int
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
     extra: tuple[str, ...] = ()
-
-    @property
-    def dp(self) -> int:
-        return self.ranks // (self.tp * self.pp * self.cp)
 
     def arguments(self, *, lora: bool) -> list[str]:
         """Of Megatron, but for model, data and backend."""
@@ -36,14 +27,8 @@ class Layout:
             *("--lr", "1e-2", "--lr-decay-style", "constant", "--split", "100,0,0"),
             *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
             *("--seed", "7", "--num-workers", "0"),
+            *self.size_arguments(),
         ]
-        for flag, size in (
-            ("--tensor-model-parallel-size", self.tp),
-            ("--pipeline-model-parallel-size", self.pp),
-            ("--context-parallel-size", self.cp),
-            ("--expert-model-parallel-size", self.ep),
-        ):
-            arguments += [flag, str(size)] if size > 1 else []
         if lora:
             arguments += ["--lora", "--lora-rank", str(LORA_RANK), "--lora-alpha", "8"]
             # Adapters on experts that lie on several ranks are refused.
@@ -69,16 +54,3 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp2-experts", model="qwen3-moe", ranks=2),
     Layout(name="ep2", model="qwen3-moe", ranks=2, ep=2),
 )  # fmt: skip
-
-
-def by_name(names: Sequence[str]) -> list[Layout]:
-    """The layouts with these names, or all.
-
-    Raises:
-        ValueError: no layout has a name.
-    """
-    known = {layout.name: layout for layout in LAYOUTS}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"no layout {' '.join(unknown)}; there are: {' '.join(known)}")
-    return [known[name] for name in names] if names else list(LAYOUTS)

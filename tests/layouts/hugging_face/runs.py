@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from layouts.job import Job
+from layouts.platforms import THROUGH_SERVERS, TWO_SERVERS
 
 from .rows import STEPS, Layout
 
 PROGRAMS = "layouts.hugging_face.rank"
 # As the program's names; that module takes seconds to import, and the parent does without.
 BEFORE, AFTER, ADAPTER = "before", "after", "adapter"
-_THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
-_SERVERS = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_PARTITION_BYTES": "4096"}
 TOLERANCE = 2e-5
 """Of logits, beside the largest of them: the two programs add in different orders."""
 
@@ -47,8 +46,8 @@ def train(
     arguments = ["--hf-model", str(model), *layout.arguments(lora=lora), *data]
     settings: dict[str, Any] = {"arguments": arguments, **options}
     if through_byteps:
-        settings["arguments"] = [*arguments, *_THROUGH_SERVERS]
-        settings["environment"] = _SERVERS
+        settings["arguments"] = [*arguments, *THROUGH_SERVERS]
+        settings["environment"] = TWO_SERVERS
     job = Job(folder, f"{PROGRAMS}:train", layout.ranks, settings)
     job.run(fails=fails)
     return job
@@ -128,7 +127,7 @@ def compare(
         for name, ours in (("byteps", True), ("all-reduce", False))
     }
     ours = jobs["byteps"]
-    seen = [ours.result(rank) for rank in range(layout.ranks)]
+    seen = ours.results()
     written = ours.folder / AFTER
     logits = next(one.logits for one in seen if one.logits is not None)
     adapter = None

@@ -43,9 +43,15 @@ class Outcome:
     peaks: Mapping[str, int]
     """Bytes of the GPU that took the most, by phase, through BytePS; empty on CPUs."""
 
-    @property
-    def good(self) -> bool:
-        return all(self.equal.values()) and max(self.apart, self.rewards_apart or 0.0) < ROUNDING
+    def problems(self) -> list[str]:
+        """What is not as it must be."""
+        wrong = {f"{role}: other parameters": not same for role, same in self.equal.items()}
+        text = f"rollout and training differ by {self.apart:.3f}"
+        wrong[text] = not self.apart < ROUNDING
+        if self.rewards_apart is not None:
+            text = f"rewards of the model in parts and of the whole one: {self.rewards_apart:.3f}"
+            wrong[text] = not self.rewards_apart < ROUNDING
+        return [text for text, is_so in wrong.items() if is_so]
 
 
 def large_model(base: Path, folder: Path) -> Path:
@@ -80,9 +86,9 @@ def _run(
 ) -> list[Any]:
     settings: dict[str, Any] = {"device": platform.name, "algorithm": algorithm}
     settings |= {"through_byteps": byteps, "ranks": layout.ranks}
-    settings |= {"tensor": layout.tensor, "pipeline": layout.pipeline, "model": model}
+    settings |= {"tensor": layout.tp, "pipeline": layout.pp, "model": model}
     # One micro-batch of each data-parallel rank.
-    settings |= {"prompts": ROWS, "responses": layout.copies * layout.samples, "updates": 1}
+    settings |= {"prompts": ROWS, "responses": layout.dp * layout.samples, "updates": 1}
     settings |= {"offload": layout.offload and byteps}
     if algorithm == "ppo":
         settings |= {"reward": "megatron", "reward_model": reward}
@@ -97,7 +103,7 @@ def _run(
         first_gpu=first_gpu,
     )
     job.run()
-    return [job.result(rank) for rank in range(layout.ranks)]
+    return job.results()
 
 
 def compare(
@@ -142,7 +148,7 @@ def compare(
     for one, other in zip(ours, theirs, strict=True):
         names = [name for role in roles for name in one["names"][role]]
         for role in roles:
-            assert bool(one["names"][role]) == (layout.copies > 1), f"{role}: {names}"
+            assert bool(one["names"][role]) == (layout.dp > 1), f"{role}: {names}"
         assert len(set(names)) == len(names), f"two sums of one name: {names}"
         assert sorted(one["summed"]) == sorted(names * STEPS), "BytePS did not make every sum"
         assert not other["summed"], "a sum of the other run went through BytePS"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from layouts.gpt.compare import differences
 from layouts.gpt.seen import RankSeen
 from layouts.hugging_face.runs import make_model
 from layouts.job import Job as LocalJob
-from layouts.platforms import CPU, Platform
+from layouts.platforms import CPU, SMALL_PARTITIONS, THROUGH_SERVERS, Platform
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import PRELOAD, Settings
@@ -18,19 +19,11 @@ from megatron_byteps_ray.settings import PRELOAD, Settings
 from .pools import environment_on, settings_on
 from .rows import Cell
 
-if TYPE_CHECKING:
-    import torch
-
 SERVERS = 2
 MODULE = "layouts.under_ray.witness"
 ENTRY = f"{MODULE}:main"
 PROGRAM = "layouts.gpt.rank:train"
-_THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
-_ENVIRONMENT = {
-    # Small partitions: it matters which server sums what.
-    "BYTEPS_PARTITION_BYTES": "4096",
-    "HF_HUB_OFFLINE": "1",
-}
+_ENVIRONMENT = {**SMALL_PARTITIONS, "HF_HUB_OFFLINE": "1"}
 
 
 def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Settings:
@@ -60,11 +53,11 @@ def run_locally(
     own = {**environment_on(platform), **_ENVIRONMENT, "BYTEPS_EMBEDDED_SERVERS": str(SERVERS)}
     # The platform's GPU settings are the job's: which of them a rank sees differs by rank.
     environment = {name: value for name, value in own.items() if name not in platform.environment}
-    everything = [*arguments, *_THROUGH_SERVERS, *platform.arguments]
+    everything = [*arguments, *THROUGH_SERVERS, *platform.arguments]
     settings = {"arguments": everything, "environment": environment}
     job = LocalJob(folder, PROGRAM, cell.ranks, settings, platform)
     job.run()
-    return [job.result(rank) for rank in range(cell.ranks)]
+    return job.results()
 
 
 def run_under_ray(
@@ -84,7 +77,7 @@ def run_under_ray(
     own = replace(
         settings,
         entry=ENTRY,
-        arguments=(*arguments, *_THROUGH_SERVERS, *settings.arguments),
+        arguments=(*arguments, *THROUGH_SERVERS, *settings.arguments),
         ranks=cell.ranks,
         folder=folder,
         environment={**settings.environment, **_ENVIRONMENT, "RAYKIT_SEEN": str(folder)},
@@ -121,11 +114,10 @@ class Outcome:
 
 def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
     """Hold a run under Ray against the local one, rank by rank."""
-    found = []
+    found = list(differences(local, ray))
     for rank, (one, other) in enumerate(zip(local, ray, strict=True)):
-        for what in ("losses", "norms of gradients", "names of sums", "sums", "parameters"):
-            if not _same(_part(one, what), _part(other, what)):
-                found.append(f"rank {rank}: other {what}")
+        if sorted(one.names) != sorted(other.names):
+            found.append(f"rank {rank}: other sums by BytePS")
     sums = {
         (total.members, name)
         for seen in ray
@@ -155,32 +147,6 @@ def _losses(seen: Sequence[RankSeen]) -> list[float]:
     """Of each step; the last stages of pipelines know them."""
     known = next(one for one in seen if one.steps[0].loss is not None)
     return [step.loss for step in known.steps if step.loss is not None]
-
-
-def _part(seen: RankSeen, what: str) -> Mapping[Any, Any]:
-    """What of a rank is compared: values, or tensors, by names."""
-    if what == "losses":
-        return {number: step.loss for number, step in enumerate(seen.steps)}
-    if what == "norms of gradients":
-        return {number: step.grad_norm for number, step in enumerate(seen.steps)}
-    if what == "names of sums":
-        return {name: seen.names.count(name) for name in seen.names}
-    if what == "parameters":
-        return seen.parameters
-    return {
-        (number, name): total.result
-        for number, step in enumerate(seen.steps)
-        for name, total in step.sums.items()
-    }
-
-
-def _same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-
-
-def _equal(one: torch.Tensor | Any, other: torch.Tensor | Any) -> bool:
-    equal = getattr(one, "equal", None)
-    return bool(one == other if equal is None else equal(other))
 
 
 def arguments_of(cell: Cell, data: Sequence[str], models: Path) -> list[str]:

@@ -13,6 +13,7 @@ from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Limits, Settings
 
 from ..platforms import Platform
+from .gpus import gpus_to_offer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,7 +48,7 @@ def warm_pool(settings: Settings, *, of_cluster: Settings | None = None) -> Iter
     # Ray's sockets need a short path, and its processes may still write there as they end.
     with (
         tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        cluster(of_cluster or settings, temp_dir=folder),
+        cluster(of_cluster or settings, temp_dir=folder, gpus=gpus_to_offer(settings)),
     ):
         pool = Pool(settings)
         try:

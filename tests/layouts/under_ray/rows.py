@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from layouts.gpt.rows import Layout
 from layouts.hugging_face.rows import Layout as HuggingFaceLayout
+from layouts.rows import Row
 
 FULL, LORA = "all", "adapters"
 
@@ -16,7 +16,8 @@ FULL, LORA = "all", "adapters"
 class Cell:
     """A layout, and what is trained in it."""
 
-    layout: str
+    name: str
+    """Of the layout."""
     ranks: int
     trained: str
     """FULL: a small GPT. LORA: adapters on a small Hugging Face model."""
@@ -27,13 +28,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
-    name: str
-    ranks: int
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
+class _Row(Row):
     distributed_optimizer: bool = False
 
     def cells(self) -> list[Cell]:
@@ -57,7 +52,7 @@ class _Row:
             **sizes,
             extra=("--use-distributed-optimizer",) if self.distributed_optimizer else (),
         )
-        same: dict[str, Any] = {"layout": self.name, "ranks": self.ranks}
+        same: dict[str, Any] = {"name": self.name, "ranks": self.ranks}
         adapters = tuple(pretrained.arguments(lora=True))
         return [
             Cell(**same, trained=FULL, model="", arguments=tuple(gpt.megatron_arguments())),
@@ -80,17 +75,3 @@ _ROWS = (
     _Row(name="dp4-distributed-optimizer", ranks=4, distributed_optimizer=True),
 )
 CELLS: tuple[Cell, ...] = tuple(cell for row in _ROWS for cell in row.cells())
-
-
-def by_name(names: Sequence[str]) -> list[Cell]:
-    """The cells of the layouts with these names, or all.
-
-    Raises:
-        ValueError: no layout has a name.
-    """
-    known = {row.name for row in _ROWS}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        known_names = " ".join(row.name for row in _ROWS)
-        raise ValueError(f"no layout {' '.join(unknown)}; there are: {known_names}")
-    return [cell for cell in CELLS if not names or cell.layout in names]
