@@ -1,4 +1,4 @@
-"""Tables for a terminal."""
+"""Tables for a terminal, and as Markdown."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def aligned(table: Sequence[Sequence[str]], left: int = 0) -> str:
         ).rstrip()
         for line in table
     )
+
+
+def pipes(table: Sequence[Sequence[str]]) -> list[str]:
+    """A table as Markdown."""
+    lines = [f"| {' | '.join(line)} |" for line in table]
+    return [lines[0], "|" + " --- |" * len(table[0]), *lines[1:]]

@@ -1,4 +1,4 @@
-"""bench/benchkit/mps.py, with a service that the test plays."""
+"""bench/kit/mps.py, with a service that the test plays."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import gpus
-from benchkit.mps import together
-from benchkit.plan import Case, Plan, Topology
+from bench.kit.mps import together
+from bench.kit.plan import Case, Plan, Topology
 
 SERVICE = """#!/bin/sh
 # As the real one: -f serves until it is told to quit; without a word it takes a command.

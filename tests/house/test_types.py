@@ -20,7 +20,7 @@ MISTAKES = {
     "import byteps.torch as bps; bps.partition_bytes()": "Too few arguments",
     "from megatron.core.distributed.dpu_reduce import bytepslib as b; b.nodes.no_such": "no_such",
     "from megatron.core.distributed.dpu_reduce.naming import no_such": "no_such",
-    "from benchkit.plan import no_such": "no_such",
+    "from bench.kit.plan import no_such": "no_such",
     "from layouts.gpt.rows import no_such": "no_such",
     "from trainkit.job import no_such": "no_such",
     "from progress import no_such": "no_such",

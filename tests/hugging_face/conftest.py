@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
-sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("scripts", "bench", "integrations/hf"))]
+sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("scripts", "integrations/hf"))]
 
 from layouts.data import data_arguments, tiny_dataset  # noqa: E402
 from layouts.hugging_face.runs import PROGRAMS  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
-FOLDERS = ("scripts", "bench", "integrations/hf", "integrations/rl")
+FOLDERS = ("scripts", "integrations/hf", "integrations/rl")
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
 
 from megatron_byteps_rl.devices import ENVIRONMENTS  # noqa: E402

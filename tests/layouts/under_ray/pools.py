@@ -30,7 +30,7 @@ def environment_on(platform: Platform) -> dict[str, str]:
 
 def settings_on(platform: Platform, folder: Path, **changes: Any) -> Settings:
     """Of a pool whose actors find Megatron, this package, and the benchmarks."""
-    paths = ("build/Megatron-LM", "bench", "tests", "scripts")
+    paths = ("build/Megatron-LM", ".", "tests", "scripts")
     settings: dict[str, Any] = {
         "folder": folder,
         "arguments": platform.arguments,
