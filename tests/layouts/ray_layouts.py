@@ -64,6 +64,8 @@ def title(cell: Cell) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from layouts.command import machine_of, parse, parser_of, run_cells
+
+    cells, options = parse(parser_of(__doc__), CELLS, arguments)
     from layouts.data import data_arguments, tiny_dataset
     from layouts.job import JobFailed, start_fork_server
     from layouts.platforms import PLATFORMS
@@ -72,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron_byteps_ray.pool import JobError
     from progress import Progress
 
-    cells, options = parse(parser_of(__doc__), CELLS, arguments)
     platform = PLATFORMS[options.device]
     ranks = max(cell.ranks for cell in cells)
     with (
