@@ -1,8 +1,8 @@
 # A worker: patched Megatron-LM and BytePS on a CUDA base. torch's default build runs on CPUs as well:
 # --build-arg CUDA_IMAGE=ubuntu:24.04 or debian:trixie-slim makes one for machines without GPUs. The
 # base's Python decides which of the wheels is installed (3.12 or later). The build context is a
-# folder with wheels/ (byteps), Megatron-LM/ (patched), scripts/, requirements.lock and
-# requirements-uv.lock; `make images` makes it.
+# folder with wheels/ (byteps), Megatron-LM/ (patched), scripts/, base.lock and bootstrap.lock; `make
+# images` makes it.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
 # hadolint ignore=DL3006
 FROM ${CUDA_IMAGE}
@@ -20,13 +20,13 @@ RUN groupadd --gid 10001 byteps \
 ENV VIRTUAL_ENV=/opt/venv \
     PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 # Its own layer: a new version of ours does not load torch anew.
-COPY requirements-uv.lock requirements.lock /tmp/
+COPY bootstrap.lock base.lock /tmp/
 RUN --mount=type=cache,id=uv,target=/root/.cache/uv \
     python3 -m venv "$VIRTUAL_ENV" \
     && python3 -m venv /tmp/uv \
-    && /tmp/uv/bin/pip install --no-cache-dir --require-hashes --requirement /tmp/requirements-uv.lock \
-    && UV_LINK_MODE=copy /tmp/uv/bin/uv pip sync --require-hashes /tmp/requirements.lock \
-    && rm -rf /tmp/uv /tmp/requirements*.lock
+    && /tmp/uv/bin/pip install --no-cache-dir --require-hashes --requirement /tmp/bootstrap.lock \
+    && UV_LINK_MODE=copy /tmp/uv/bin/uv pip sync --require-hashes /tmp/base.lock \
+    && rm -rf /tmp/uv /tmp/*.lock
 
 COPY wheels/ /tmp/wheels/
 COPY Megatron-LM/ /opt/Megatron-LM/

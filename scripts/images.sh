@@ -104,7 +104,7 @@ worker_context() {
   rm -rf "$work/worker"
   mkdir -p "$work/worker/wheels" "$work/worker/scripts/lib"
   cp "${wheels[@]}" "$work/worker/wheels/"
-  cp "$root"/{requirements,requirements-uv}.lock "$work/worker/"
+  cp "$root"/locks/{base,bootstrap}.lock "$work/worker/"
   cp "$root"/scripts/worker.sh "$work/worker/scripts/"
   cp "$root"/scripts/lib/launch.sh "$work/worker/scripts/lib/"
   # As patched, without its history and what was built in it.

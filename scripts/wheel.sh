@@ -119,7 +119,7 @@ find_builder() {
 build_wheel() {
   local tag kept
   tag=$("${builder[@]}" -c 'import sys; print("cpython-%d%d" % sys.version_info[:2])')
-  kept="$cache/ship/$(build_key "$1" "wheel $tag $(sha256sum <"$root/requirements.lock")")"
+  kept="$cache/ship/$(build_key "$1" "wheel $tag $(sha256sum <"$root/locks/base.lock")")"
   if ! compgen -G "$kept/*.whl" >/dev/null; then
     # The wheel and the module are named after the machine that they are for: Python looks for
     # nothing else. One folder for all versions of Python: most of it does not depend on them.
