@@ -252,21 +252,23 @@ megatron_key="$({
 } | hash_of)"
 current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_key"
 
-# Both come from folders of this checkout: a line with each is all that an installation would be.
-# link_packages KEY FOLDERS MODULES
+# link_packages KEY FOLDERS MODULES: installs the packages in these folders of integrations/, as they are there.
+# Megatron-LM is built already: a line with its folder is all that an installation would be.
 link_packages() {
   local site folders
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  echo "$root/build/Megatron-LM" >"$site/megatron-byteps.pth"
   read -ra folders <<<"$2"
-  printf '%s\n' "$root/build/Megatron-LM" "${folders[@]/#/$root/}" >"$site/megatron-byteps.pth"
+  "$uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --reinstall \
+    "${folders[@]/#/--editable=$root/integrations/}"
   "$venv/bin/python" -c "import megatron.core.datasets.helpers_cpp, $3"
   stamp links "$1"
 }
 
 # extra NAME FOLDERS MODULES [VERSION]: build/venv-NAME with the dependency group NAME and the packages in
-# the folders, made for this version of Python.
+# the folders of integrations/, made for this version of Python.
 extra() {
-  local name="$1" extra_key
+  local name="$1" extra_key links_key
   venv="$root/build/venv-$name"
   stamps="$venv/.megatron-byteps"
   python_works "$venv/bin/python" || step "$name: environment" make_venv "${@:4}"
@@ -274,14 +276,14 @@ extra() {
   current requirements "$extra_key" ||
     step "$name: packages" install_requirements "$extra_key" "$name"
   current byteps "$wheel_key" || step "$name: byteps" build_byteps "$wheel_key"
-  current links "$root $extra_key" ||
-    step "$name: links" link_packages "$root $extra_key" "$2" "$3"
+  links_key="$root $extra_key $(cat "$root"/integrations/*/pyproject.toml | hash_of)"
+  current links "$links_key" || step "$name: links" link_packages "$links_key" "$2" "$3"
 }
 
-((with_ray == 0)) || extra ray integrations/ray "megatron_byteps_ray, ray"
+((with_ray == 0)) || extra ray ray "megatron_byteps_ray, ray"
 ((with_hf == 0)) ||
-  extra hf "integrations/hf integrations/ray" \
+  extra hf "hf ray" \
     "megatron_byteps_hf, megatron_byteps_ray, transformers, ray" 3.12
-((with_s3 == 0)) || extra s3 integrations/ray "megatron_byteps_ray, ray, multistorageclient, moto"
+((with_s3 == 0)) || extra s3 ray "megatron_byteps_ray, ray, multistorageclient, moto"
 ((with_rl == 0)) ||
-  extra rl "integrations/hf integrations/rl" "megatron_byteps_hf, megatron_byteps_rl" 3.12
+  extra rl "hf rl" "megatron_byteps_hf, megatron_byteps_rl" 3.12

@@ -88,13 +88,24 @@ def wheel_for() -> Callable[[str], Path]:
     return build
 
 
+def _worker(buildah: Buildah, wheel_for: Callable[[str], Path], *options: str) -> None:
+    wheel_for(subprocess.run(["uname", "-m"], capture_output=True, text=True).stdout.strip())
+    base = buildah.base(SUITE, "amd64", "python3", "python3-venv")
+    buildah.image("worker", *options, CUDA_IMAGE=base)
+
+
 @pytest.fixture(scope="session")
 def worker_image(buildah: Buildah, wheel_for: Callable[[str], Path]) -> str:
     """The workers' image on a base without CUDA, as scripts/images.sh builds it."""
-    wheel_for(subprocess.run(["uname", "-m"], capture_output=True, text=True).stdout.strip())
-    base = buildah.base(SUITE, "amd64", "python3", "python3-venv")
-    buildah.image("worker", CUDA_IMAGE=base)
+    _worker(buildah, wheel_for)
     return f"megatron-byteps-worker:{TAG}"
+
+
+@pytest.fixture(scope="session")
+def ray_image(buildah: Buildah, wheel_for: Callable[[str], Path]) -> str:
+    """The same for jobs under Ray."""
+    _worker(buildah, wheel_for, "--with", "ray")
+    return f"megatron-byteps-worker-ray:{TAG}"
 
 
 @pytest.fixture
