@@ -7,4 +7,4 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "bench"), str(ROOT / "scripts")]
+sys.path[:0] = [str(HERE), str(ROOT / "scripts")]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import idle_bench
+from bench.idle import run as idle_bench
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TOOL = BENCH / "pushpull_bench.py"
@@ -192,7 +192,7 @@ def test_idle_costs(run_dir: Path) -> None:
     record = run_dir / "idle.json"
     done = subprocess.run(
         [
-            *(sys.executable, str(BENCH / "idle_bench.py"), "--keys", "20", "--seconds", "0.5"),
+            *(sys.executable, str(BENCH / "idle/run.py"), "--keys", "20", "--seconds", "0.5"),
             *("--json", str(record)),
         ],
         env=environment(),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import simulate
-from benchkit.incast import Incast, push
-from benchkit.scenario import Scenario, Workers, engine_window, uniform
-from benchkit.simulation import push_pull
+from bench.simulator import run as simulate
+from bench.simulator.incast import Incast, push
+from bench.simulator.scenario import Scenario, Workers, engine_window, uniform
+from bench.simulator.simulation import push_pull
 
 MIB = 1 << 20
 RATE = 1e9

@@ -1,4 +1,4 @@
-"""bench/benchkit/mps.py, with a service that the test plays."""
+"""bench/kit/mps.py, with a service that the test plays."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchkit import gpus
-from benchkit.mps import together
-from benchkit.plan import Case, Plan, Topology
+import gpus
+from bench.kit.mps import together
+from bench.kit.plan import Case, Plan, Topology
 
 SERVICE = """#!/bin/sh
 # As the real one: -f serves until it is told to quit; without a word it takes a command.

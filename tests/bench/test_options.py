@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchkit.options import make_gates, make_plan, parse
-from benchkit.plan import Plan
-from benchkit.units import parse_rate, parse_size, show_rate, show_size, sweep
+from bench.kit.plan import Plan
+from bench.kit.units import parse_rate, parse_size, show_rate, show_size, sweep
+from bench.pushpull.options import make_gates, make_plan, parse
 
 
 @pytest.mark.parametrize(

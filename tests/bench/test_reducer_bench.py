@@ -1,4 +1,4 @@
-"""bench/reducer_bench.py: every operation is right, a broken one is found, and bars hold."""
+"""bench/reducer/run.py: every operation is right, a broken one is found, and bars hold."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import reducer_bench
-from benchkit.plan import DTYPE_BYTES
+from bench.kit.plan import DTYPE_BYTES
+from bench.reducer import run as reducer_bench
 
 QUICK = ["--partition", "64KiB", "--working-set", "1MiB", "--repeats", "1"]
 

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from made_up import make_run
 
-import pushpull_bench
-import suite
-from benchkit import record
-from benchkit.columns import aligned
-from benchkit.document import parts_in
-from benchkit.markdown import BEGIN, END, replace_results, section
-from benchkit.options import parse
-from benchkit.plan import BACKENDS
-from benchkit.plots import described, draw, draw_overview, parts_of_limit
-from benchkit.sets import SETS, choose
-from benchkit.tables import ratio_table, result_table
+from bench import pushpull_bench
+from bench.kit import record
+from bench.kit.plan import BACKENDS
+from bench.pushpull import samples, suite
+from bench.pushpull.document import parts_in
+from bench.pushpull.markdown import BEGIN, END, replace_results, section
+from bench.pushpull.options import parse
+from bench.pushpull.plots import described, draw, draw_overview, parts_of_limit
+from bench.pushpull.sets import SETS, choose
+from bench.pushpull.tables import ratio_table, result_table
+from columns import aligned
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REDRAW = (
-    "bench/suite.py --from-markdown docs/benchmarking.md --chart docs/images/speed.svg, "
+    "bench/pushpull/suite.py --from-markdown docs/benchmarking.md --chart docs/images/speed.svg, "
     "by build/venv/bin/python"
 )
 
@@ -62,10 +62,10 @@ def test_json_is_read_back_as_it_was(tmp_path: Path) -> None:
     run = make_run(busy={1: 0.9}, wrong=3)
     meta = record.metadata(["--json", "x"])
     path = tmp_path / "new" / "run.json"
-    record.write([run], meta, path)
-    assert record.read(path) == ([run], meta)
+    samples.write([run], meta, path)
+    assert samples.read(path) == ([run], meta)
     content = json.loads(path.read_text())
-    assert content["schema"] == record.SCHEMA
+    assert content["schema"] == samples.SCHEMA
     assert content["runs"][0]["launches"][0]["measured"][0]["samples_s"] == [1.0, 1.1]
     assert content["runs"][0]["rows"][0]["of_limit"] == 1.0
 
@@ -74,7 +74,7 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"schema": 99}))
     with pytest.raises(ValueError, match="schema 99"):
-        record.read(path)
+        samples.read(path)
 
 
 def test_the_header_says_what_figures_depend_on() -> None:

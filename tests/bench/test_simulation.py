@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from byteps import cost_model as costmodel
 
-from benchkit.fairshare import Hop, max_min
-from benchkit.scenario import Scenario, Workers, engine_partition, payload_fraction, uniform
-from benchkit.simulation import push_pull, ring
+from bench.simulator.fairshare import Hop, max_min
+from bench.simulator.scenario import Scenario, Workers, engine_partition, payload_fraction, uniform
+from bench.simulator.simulation import push_pull, ring
 
 MIB = 1 << 20
 RATE = 1e9

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchkit.sockets import Program, Sockets, SocketsError, build
+from bench.pushpull.sockets import Program, Sockets, SocketsError, build
 
 LIMIT_S = 120.0
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from made_up import make_run
 
-import suite
-from benchkit.errors import LaunchError
-from benchkit.experiment import Experiment
-from benchkit.gates import Gate
-from benchkit.markdown import BEGIN, END
-from benchkit.plan import Plan
-from benchkit.sets import SETS
-from benchkit.summary import Run
+from bench.kit import record
+from bench.kit.errors import LaunchError
+from bench.kit.plan import Plan
+from bench.pushpull import suite
+from bench.pushpull.experiment import Experiment
+from bench.pushpull.gates import Gate
+from bench.pushpull.markdown import BEGIN, END
+from bench.pushpull.sets import SETS
+from bench.pushpull.summary import Run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarking.md"
 
@@ -124,7 +125,7 @@ def test_another_engine_begins_another_record(
 ) -> None:
     words = ["--json", str(tmp_path / "record.json"), "--resume", "--only", "easy"]
     assert suite.main(words) == 0
-    monkeypatch.setattr(suite.record, "series_hash", lambda: "another")
+    monkeypatch.setattr(record, "series_hash", lambda: "another")
     assert suite.main(words) == 1
     assert measured == ["easy"]
     assert "cannot be resumed: its byteps is" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""bench/timeline_report.py: what it reads out of a timeline, and what it says."""
+"""bench/timeline/report.py: what it reads out of a timeline, and what it says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import timeline_report
+from bench.timeline import report as timeline_report
 
 SCRIPT = Path(timeline_report.__file__)
 MB = 1_000_000

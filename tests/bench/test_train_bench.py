@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-import train_bench
-from benchkit.emulation import LOOPBACK
-from benchkit.errors import LaunchError
-from benchkit.gpus import gpus_of
-from benchkit.launch import Placement, rank_variables
-from benchkit.plan import Plan, Topology
-from benchkit.training import WAYS, Trained, Training, arguments_of, step_seconds
+from bench.kit.emulation import LOOPBACK
+from bench.kit.errors import LaunchError
+from bench.kit.launch import Placement, rank_variables
+from bench.kit.plan import Plan, Topology
+from bench.training import run as train_bench
+from bench.training.launches import WAYS, Trained, Training, arguments_of, gpus_of, step_seconds
 from trainkit.job import Record, Step
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -34,14 +34,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import native
 
-from benchkit.emulation import Emulation, Host
-from benchkit.plan import Topology
+from bench.kit.emulation import Emulation, Host
+from bench.kit.plan import Topology
 from children import Late, Spawned
 from progress import Progress
 

@@ -31,15 +31,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from soak_figures import Sample, draw, replayed, sample, table, trends
 
 import prepare_data
 import train
-from benchkit.emulation import Emulation, Host
-from benchkit.plan import Topology
+from bench.kit.emulation import Emulation, Host
+from bench.kit.plan import Topology
 from children import Late, Spawned, end_all, last_lines, server_executable
 from progress import Progress
 from trainkit.job import ENTRY, read_record

@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
-sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("scripts", "bench", "integrations/hf"))]
+sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("scripts", "integrations/hf"))]
 
-from hfkit.runs import PROGRAMS  # noqa: E402
-from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
-from paritykit.forked import start_fork_server  # noqa: E402
+from layouts.data import data_arguments, tiny_dataset  # noqa: E402
+from layouts.hugging_face.runs import PROGRAMS  # noqa: E402
+from layouts.job import start_fork_server  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -34,5 +34,5 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Path:
-    """A folder for tiny models; see hfkit.runs.make_model."""
+    """A folder for tiny models; see layouts.hugging_face.runs.make_model."""
     return tmp_path_factory.mktemp("models")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hfkit.models import make
-from hfkit.runs import tensors
+from layouts.hugging_face.models import make
+from layouts.hugging_face.runs import tensors
 from prepare_data import DataError, prepare, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]

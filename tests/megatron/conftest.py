@@ -14,12 +14,12 @@ ROOT = HERE.parent.parent
 # Where the patched Megatron-LM is: tests of another tree (a git checkout) name it here.
 TREE = Path(os.environ.get("MEGATRON_TREE", ROOT / "build" / "Megatron-LM"))
 
-sys.path[:0] = [str(HERE), str(TREE), str(ROOT / "scripts"), str(ROOT / "bench")]
+sys.path[:0] = [str(HERE), str(TREE), str(ROOT / "scripts")]
 
 from training_jobs import Trained  # noqa: E402
 
-from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
-from paritykit.forked import Job, start_fork_server  # noqa: E402
+from layouts.data import data_arguments, tiny_dataset  # noqa: E402
+from layouts.job import Job, start_fork_server  # noqa: E402
 from prepare_data import Dataset  # noqa: E402
 
 
@@ -33,7 +33,7 @@ def tree() -> Path:
 @pytest.fixture(scope="session")
 def fork_server(tree: Path) -> None:
     """Imports torch and Megatron once for all ranks of all jobs."""
-    start_fork_server(["rank_programs", "paritykit.warm"])
+    start_fork_server(["rank_programs", "layouts.warm"])
 
 
 @pytest.fixture(scope="session")

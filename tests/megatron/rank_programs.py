@@ -30,9 +30,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform, training
 
-from paritykit.forked import LIMIT_S
-from paritykit.rank import run
-from paritykit.seen import RankSeen
+from layouts.gpt.rank import run
+from layouts.gpt.seen import RankSeen
+from layouts.job import LIMIT_S
 
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2

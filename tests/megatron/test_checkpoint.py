@@ -13,8 +13,8 @@ import pytest
 import torch
 from training_jobs import Trained, same
 
-from paritykit.data import data_arguments
-from paritykit.forked import Job
+from layouts.data import data_arguments
+from layouts.job import Job
 from prepare_data import Dataset
 
 Train = Callable[..., Trained]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paritykit.compare import compare
-from paritykit.layouts import STEPS, Layout
-from paritykit.seen import RankSeen, Step, Sum
-from paritykit.updates import _bytes
+from layouts.gpt.compare import compare
+from layouts.gpt.rows import STEPS, Layout
+from layouts.gpt.seen import RankSeen, Step, Sum
+from layouts.gpt.updates import _bytes
 
 Run = list[RankSeen]
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.training import arguments, cpu_platform
 from training_jobs import Trained
 
-from paritykit.forked import Job
+from layouts.job import Job
 from prepare_data import Dataset
 
 

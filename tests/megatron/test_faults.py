@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paritykit.data import data_arguments
-from paritykit.forked import Job
+from layouts.data import data_arguments
+from layouts.job import Job
 from prepare_data import Dataset
 
 RunJob = Callable[..., Job]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paritykit.data import data_arguments
-from paritykit.forked import Job
+from layouts.data import data_arguments
+from layouts.job import Job
 from prepare_data import Dataset
 
 RunJob = Callable[..., Job]

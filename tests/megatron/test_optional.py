@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from training_jobs import Trained, assert_same_run
 
-from paritykit.forked import Job
+from layouts.job import Job
 from prepare_data import Dataset
 
 

@@ -1,6 +1,6 @@
 """What a plan and a push cost grows with the number of ranks, and not with its square.
 
-How long they take is held against thresholds by bench/plan_bench.py; here operations are counted.
+How long they take is held against thresholds by bench/planning/run.py; here operations are counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from byteps.torch import engine, nodes
 from megatron.core.distributed.dpu_reduce import job, plan
 
-from plankit.made_up import MadeUp
+from bench.planning.made_up import MadeUp
 
 looks = 0
 """At numbers of ranks and hosts: comparisons, and look-ups in sets and dictionaries."""

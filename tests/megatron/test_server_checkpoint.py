@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from training_jobs import Trained
 
-from paritykit.forked import Job
+from layouts.job import Job
 
 Train = Callable[..., Trained]
 

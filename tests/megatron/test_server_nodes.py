@@ -17,9 +17,9 @@ from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
 from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 from megatron.core.distributed.dpu_reduce.server_routes import alike
 
-from paritykit.data import data_arguments
-from paritykit.forked import Job
-from paritykit.seen import RankSeen
+from layouts.data import data_arguments
+from layouts.gpt.seen import RankSeen
+from layouts.job import Job
 from prepare_data import Dataset
 
 RunJob = Callable[..., Job]
@@ -43,7 +43,7 @@ def seen(run_job: RunJob, dataset: Dataset) -> Callable[..., list[RankSeen]]:
         words = [*data_arguments(dataset), *SERVERS, *arguments]
         settings = {"per_host": 2, "environment": PIECES, **settings}
         job = run_job(program, ranks, arguments=words, **settings)
-        return [job.result(rank) for rank in range(ranks)]
+        return job.results()
 
     return run
 

@@ -15,10 +15,10 @@ from cluster import REPOSITORY, START_S
 
 from children import Spawned, last_lines
 
-sys.path.append(str(REPOSITORY / "bench"))
+sys.path.append(str(REPOSITORY))
 
-from benchkit.emulation import Emulation, Host
-from benchkit.plan import Topology
+from bench.kit.emulation import Emulation, Host
+from bench.kit.plan import Topology
 
 LINK_BITS = 1_000_000_000
 CONTROLLER = "controller"

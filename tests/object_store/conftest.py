@@ -9,4 +9,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("scripts", "bench", "integrations/ray")]
+sys.path[:0] = [str(ROOT / name) for name in ("scripts", "integrations/ray")]

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
-FOLDERS = ("scripts", "bench", "integrations/hf", "integrations/rl")
+FOLDERS = ("scripts", "integrations/hf", "integrations/rl")
 sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
 
 from megatron_byteps_rl.devices import ENVIRONMENTS  # noqa: E402
@@ -22,8 +22,8 @@ from megatron_byteps_rl.devices import ENVIRONMENTS  # noqa: E402
 # Before verl is imported, here or in the fork server.
 os.environ.update({**ENVIRONMENTS["cpu"]} | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
-from paritykit.forked import start_fork_server  # noqa: E402
-from rlkit.runs import PROGRAMS  # noqa: E402
+from layouts.job import start_fork_server  # noqa: E402
+from layouts.reinforcement.runs import PROGRAMS  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +43,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reward_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model that was not trained."""
-    from rlkit import rewards
+    from layouts.reinforcement import rewards
 
     return rewards.write(model, tmp_path_factory.mktemp("reward") / "model")

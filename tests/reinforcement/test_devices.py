@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import rl_layouts
+from layouts import rl_layouts
+from layouts.reinforcement.rows import LAYOUTS
 from megatron_byteps_rl import devices, memory, trainer
 from megatron_byteps_rl.settings import Settings
-from rlkit.layouts import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0
@@ -51,7 +51,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return count
 
 
-@pytest.mark.parametrize("script", ["scripts/rl.py", "bench/rl_layouts.py"])
+@pytest.mark.parametrize("script", ["scripts/rl.py", "tests/layouts/rl_layouts.py"])
 def test_without_a_gpu_nothing_starts(script: str) -> None:
     ran = python(str(ROOT / script), "--device", "cuda")
     assert ran.returncode != 0 and NO_GPU in ran.stderr
@@ -73,7 +73,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_gpu_is_enough_for_every_layout(gpus: Callable[[int], None]) -> None:
     gpus(1)
-    layouts, _ = rl_layouts.parse(["--device", "cuda"])
+    layouts, _ = rl_layouts.chosen(["--device", "cuda"])
     assert layouts == list(LAYOUTS)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from layouts.reinforcement import rewards
 from rl import REWARD_STEPS
-from rlkit import rewards
 from trainkit import rl_report
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("scripts", "bench", "integrations/ray")]
+sys.path[:0] = [str(ROOT / name) for name in ("scripts", "integrations/ray")]
 
+from bench.ray_failures.cases import Runner, cluster_settings, pool_settings  # noqa: E402
+from layouts.under_ray.pools import warm_pool  # noqa: E402
 from megatron_byteps_ray.pool import Pool  # noqa: E402
 from megatron_byteps_ray.settings import Settings  # noqa: E402
-from raykit.cases import Runner, cluster_settings, pool_settings  # noqa: E402
-from raykit.pools import warm_pool  # noqa: E402
 
 
 @pytest.fixture(scope="session")

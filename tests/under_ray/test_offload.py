@@ -21,7 +21,7 @@ class Trainer(Offloads):
 
     def __init__(self, path: Sequence[str]) -> None:
         sys.path[:0] = path
-        from paritykit import offload
+        from layouts.gpt import offload
 
         self._how = offload
         self._device = offload.start()
@@ -53,14 +53,14 @@ class Trainer(Offloads):
 def _train(*, away: bool) -> list[list[str]]:
     """The checksums of all ranks after each step; ``away``: with nothing on devices in between."""
     # An actor that imports this module does not find them yet.
-    from paritykit.platforms import CPU, CUDA
-    from raykit.cases import ROOT, environment_on
+    from layouts.platforms import CPU, CUDA
+    from layouts.under_ray.pools import ROOT, environment_on
 
     on_gpus = torch.cuda.device_count() >= RANKS
     group = Group.start(
         Trainer,
         Mesh(data=RANKS),
-        [str(ROOT / name) for name in ("bench", "scripts", "build/Megatron-LM")],
+        [str(ROOT / name) for name in ("tests", "scripts", "build/Megatron-LM")],
         cpus=0.25,
         gpus=float(on_gpus),
         environment={
