@@ -234,11 +234,11 @@ requirements_key() {
 key="$(requirements_key base)"
 current requirements "$key" || step "requirements" install_requirements "$key" base
 
-step "patches" "$venv/bin/python" -B "$root/scripts/patchset.py" apply
+step "patches" "$root/scripts/apply_patches.sh"
 
 # Whatever can change the outcome of the build, and nothing else.
 wheel_key="$({
-  "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
+  PYTHONPATH="$root" "$venv/bin/python" -B -m scripts.patchset tree-key byteps
   echo "$key $(uname -m) $("${CXX:-g++}" --version | head -n 1)"
   echo "$(type -p nvcc || true) $(missing_packages optional)"
   env | LC_ALL=C sort | grep -E '^(CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|CMAKE_.*|SKBUILD_.*|CUDA.*_HOME|BYTEPS_(WITH|BUILD)_.*)=' || true
@@ -252,23 +252,34 @@ megatron_key="$({
 } | hash_of)"
 current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_key"
 
-# link_packages KEY FOLDERS MODULES: installs the packages in these folders of integrations/, as they are there.
-# Megatron-LM is built already: a line with its folder is all that an installation would be.
+# link_packages KEY FOLDERS MODULES: installs this checkout (benchmarks, scripts, tests) and the packages in these
+# folders of integrations/, as they are there.
 link_packages() {
   local site folders
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-  echo "$root/build/Megatron-LM" >"$site/megatron-byteps.pth"
+  # Megatron-LM is built already: a line with its folder is all that an installation would be.
+  [[ $venv == "$root/build/venv" ]] || echo "$root/build/Megatron-LM" >"$site/megatron-byteps.pth"
   read -ra folders <<<"$2"
   "$uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --reinstall \
-    "${folders[@]/#/--editable=$root/integrations/}"
-  "$venv/bin/python" -c "import megatron.core.datasets.helpers_cpp, $3"
+    "--editable=$root" "${folders[@]/#/--editable=$root/integrations/}"
+  # verl brings packages of these names, which it does not use, and which would come before ours.
+  rm -rf "$site"/{bench,scripts,tests}
+  "$venv/bin/python" -c "import $3"
   stamp links "$1"
 }
+
+# links_key KEY: of an environment with these requirements.
+links_key() {
+  echo "$root $1 $(cat "$root"/integrations/*/pyproject.toml | hash_of)"
+}
+
+links="$(links_key "$key")"
+current links "$links" || step "links" link_packages "$links" ray "bench, scripts, tests, megatron_byteps_ray"
 
 # extra NAME FOLDERS MODULES [VERSION]: build/venv-NAME with the dependency group NAME and the packages in
 # the folders of integrations/, made for this version of Python.
 extra() {
-  local name="$1" extra_key links_key
+  local name="$1" extra_key links
   venv="$root/build/venv-$name"
   stamps="$venv/.megatron-byteps"
   python_works "$venv/bin/python" || step "$name: environment" make_venv "${@:4}"
@@ -276,8 +287,8 @@ extra() {
   current requirements "$extra_key" ||
     step "$name: packages" install_requirements "$extra_key" "$name"
   current byteps "$wheel_key" || step "$name: byteps" build_byteps "$wheel_key"
-  links_key="$root $extra_key $(cat "$root"/integrations/*/pyproject.toml | hash_of)"
-  current links "$links_key" || step "$name: links" link_packages "$links_key" "$2" "$3"
+  links="$(links_key "$extra_key")"
+  current links "$links" || step "$name: links" link_packages "$links" "$2" "megatron.core.datasets.helpers_cpp, $3"
 }
 
 ((with_ray == 0)) || extra ray ray "megatron_byteps_ray, ray"
@@ -286,4 +297,4 @@ extra() {
     "megatron_byteps_hf, megatron_byteps_ray, transformers, ray" 3.12
 ((with_s3 == 0)) || extra s3 ray "megatron_byteps_ray, ray, multistorageclient, moto"
 ((with_rl == 0)) ||
-  extra rl "hf rl" "megatron_byteps_hf, megatron_byteps_rl" 3.12
+  extra rl "hf ray rl" "megatron_byteps_hf, megatron_byteps_ray, megatron_byteps_rl" 3.12

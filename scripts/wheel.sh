@@ -107,7 +107,7 @@ build_key() {
   local compiler=g++
   [[ $1 == "$(uname -m)" ]] || compiler=$1-linux-gnu-g++
   {
-    "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
+    PYTHONPATH="$root" "$venv/bin/python" -B -m scripts.patchset tree-key byteps
     "$compiler" --version | head -n 1
     echo "$* $sodium ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
     declare -f configure_for build_server build_wheel

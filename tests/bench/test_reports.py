@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up import make_run
 
 from bench import pushpull_bench
 from bench.kit import record
@@ -20,7 +19,8 @@ from bench.pushpull.options import parse
 from bench.pushpull.plots import described, draw, draw_overview, parts_of_limit
 from bench.pushpull.sets import SETS, choose
 from bench.pushpull.tables import ratio_table, result_table
-from columns import aligned
+from scripts.columns import aligned
+from tests.bench.made_up import make_run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REDRAW = (

@@ -53,7 +53,8 @@ def test_wheels_work_elsewhere(tmp_path: Path) -> None:
     assert found == {f"megatron_byteps_{name}" for name in NAMES}
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
-    install = [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps"]
+    python = str(environment / "bin/python")
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps"]
     subprocess.run([*install, "--no-index", *wheels.iterdir()], check=True, timeout=300)
     for name in NAMES:
         done = subprocess.run(

@@ -34,16 +34,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import native
-
 from bench.kit.emulation import Emulation, Host
 from bench.kit.plan import Topology
-from children import Late, Spawned
-from progress import Progress
+from scripts.children import Late, Spawned
+from scripts.progress import Progress
+from tests import native
 
 LINK_BITS = 200_000_000
 HOSTS = 6

@@ -5,21 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [
-    str(Path(__file__).parent),
-    str(Path(__file__).resolve().parents[1] / "build"),
-    str(Path(__file__).resolve().parents[1] / "multiproc"),
-]
-
-import containers  # noqa: E402
-from cluster_fixtures import nursery  # noqa: E402
-from containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, python_of, run  # noqa: E402
+from tests.images import containers
+from tests.images.containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, python_of, run
+from tests.multiproc.cluster_fixtures import nursery
 
 __all__ = ["nursery"]
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Nursery, Spawned
-from containers import Buildah
+
+from tests.images.containers import Buildah
+from tests.multiproc.cluster import Cluster, Nursery, Spawned
 
 PLATFORMS = ("linux/amd64", "linux/arm64")
 LARGEST = 120_000_000

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from patch_project import Project, git, make_sdist, run_script, snapshot
+
+from tests.patches.patch_project import Project, git, make_sdist, run_script, snapshot
 
 
 def files(folder: Path) -> dict[str, bytes]:
