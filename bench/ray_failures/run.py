@@ -34,10 +34,10 @@ from megatron_byteps_ray.phases import ORDER
 from megatron_byteps_ray.pool import Pool
 from tests.layouts.command import refuse_missing_gpus
 from tests.layouts.platforms import CUDA, PLATFORMS
+from tests.layouts.table import Table, line
 from tests.layouts.under_ray.gpus import gpus_to_offer
 
-BEGIN = "<!-- made by `make ray-failures MARKDOWN=docs/ray.md`; not to be edited by hand -->"
-END = "<!-- end -->"
+
 COLUMNS = {
     "noticed": "noticed",
     "ended": "ended",
@@ -53,41 +53,28 @@ COLUMNS = {
 assert [*ORDER, "total"] == list(COLUMNS)
 
 
-def row(title: str, outcome: Outcome, found: Sequence[str]) -> str:
-    """One line of the table: of several recoveries the last."""
+TABLE = Table(
+    begin="<!-- made by `make ray-failures MARKDOWN=docs/ray.md`; not to be edited by hand -->",
+    head=("failure", "what the driver says", "losses", *COLUMNS.values()),
+    align="lll" + "r" * len(COLUMNS),
+    keys=[case.title for case in CASES.values()],
+)
+
+
+def row(title: str, outcome: Outcome, found: Sequence[str]) -> list[str]:
+    """One row of the table: of several recoveries the last."""
     spent = outcome.of("recovered")[-1]["phases"].seconds() if outcome.of("recovered") else {}
     times = [f"{spent[name]:.1f}" if name in spent else "-" for name in COLUMNS]
     blame = str(outcome.of("failure")[0]["failure"]) if outcome.of("failure") else "-"
     verdict = "the same" if not found else "**no**: " + "; ".join(found)
     cells = [title, f"`{blame.splitlines()[0]}`", verdict, *times]
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+    return [cell.replace("|", "/") for cell in cells]
 
 
-def table(rows: Sequence[str]) -> str:
-    head = ["failure", "what the driver says", "losses", *COLUMNS.values()]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * 3}{'---:|' * len(COLUMNS)}", *rows]
+def machine() -> str:
+    """What ran the cases, in words."""
     where = f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}, no GPU"
-    load = os.getloadavg()[0]
-    note = f"Measured on {where}; load {load:.0f} from other work at the end."
-    return "\n".join([BEGIN, "", note, "", *lines, "", END])
-
-
-def rows_of(markdown: Path | None) -> dict[str, str]:
-    """The rows that a document has already, by their titles: those of ``--case`` replace theirs."""
-    if markdown is None:
-        return {}
-    lines = markdown.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines()
-    found = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-    return {case.title: found[case.title] for case in CASES.values() if case.title in found}
-
-
-def put(markdown: Path, text: str) -> None:
-    """Put the table in its place in a document."""
-    before, begin, rest = markdown.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"error: {markdown} has no place for the table ({BEGIN})")
-    markdown.write_text(before + text + after, encoding="utf-8")
+    return f"{where}; load {os.getloadavg()[0]:.0f} from other work at the end"
 
 
 def main() -> int:
@@ -109,7 +96,7 @@ def main() -> int:
         options.case = [name for name in options.case if not CASES[name].loses_node]
         if not options.case:
             parser.error("--device cuda leaves out the case that loses a machine: none is left")
-    rows, good = rows_of(options.markdown), True
+    good = True
     with tempfile.TemporaryDirectory(prefix="rf-", dir="/tmp") as scratch:
         settings = pool_settings(Path(scratch) / "pool", platform=platform)
         offered = gpus_to_offer(settings)
@@ -126,12 +113,11 @@ def main() -> int:
                     else:
                         outcome = runner.run(name, case)
                     found = problems(case, outcome, runner.uninterrupted(case))
-                    rows[case.title] = row(case.title, outcome, found)
+                    cells = row(case.title, outcome, found)
                     good = good and not found
-                    print(rows[case.title], flush=True)
+                    print(line(cells), flush=True)
                     if options.markdown is not None:
-                        order = [c.title for c in CASES.values() if c.title in rows]
-                        put(options.markdown, table([rows[title] for title in order]))
+                        TABLE.put(options.markdown, [cells], machine())
             finally:
                 pool.close()
     print("all were survived" if good else "NOT all were survived")

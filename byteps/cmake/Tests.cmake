@@ -65,6 +65,7 @@ if(NOT BYTEPS_SANITIZE)
     tests/simulation/plan.cc
     tests/simulation/probes.cc
     tests/simulation/simulate.cc
+    tests/simulation/simulated_channel.cc
     tests/simulation/virtual_threads.cc
     tests/simulation/worker_script.cc)
   target_compile_options(simulate PRIVATE ${WARNINGS})

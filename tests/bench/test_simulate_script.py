@@ -54,32 +54,3 @@ def test_a_measurement_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = measurement(tmp_path / "m.json", factor=1.1)
     assert simulate.main(["--check", str(path)]) == 1
     assert "largest difference 10.0%" in capsys.readouterr().out
-
-
-def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    unlimited = measurement(tmp_path / "m.json", link_bits=0)
-    other = tmp_path / "other.json"
-    other.write_text('{"results": []}')
-    assert simulate.main(["--check", str(unlimited)]) == 1
-    assert simulate.main(["--check", str(other)]) == 1
-    assert simulate.main(["--check", str(tmp_path / "missing.json")]) == 1
-    said = capsys.readouterr().err
-    assert "has no figures on links of known rate" in said
-    assert "is not what pushpull_bench.py --json writes" in said
-    assert "No such file" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--workers", "0"], "there must be one server"),
-        (["--link", "fast"], "is not understood"),
-        (["--workers", "4", "--stragglers", "4:1"], "leave one at least"),
-        (["--size", "x"], "is not understood"),
-    ],
-)
-def test_bad_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        simulate.main(words)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err

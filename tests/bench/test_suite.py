@@ -131,38 +131,12 @@ def test_another_engine_begins_another_record(
     assert "cannot be resumed: its byteps is" in capsys.readouterr().err
 
 
-def test_nothing_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        suite.main(["--resume"])
-    assert stop.value.code == 2
-    assert "--resume needs the record" in capsys.readouterr().err
-
-
-def test_fewer_launches_are_a_plan_of_their_own(measured: list[str], tmp_path: Path) -> None:
-    words = ["--json", str(tmp_path / "record.json"), "--only", "easy", "--launches", "1"]
-    assert suite.main(words) == 0
-    from_json = ["--only", "easy", "--from-json", words[1]]
-    assert suite.main([*from_json, "--launches", "1"]) == 0
-    assert suite.main([*from_json, "--launches", "3"]) == 1  # recorded for another plan
-
-
 def test_a_budget_that_is_used_up_begins_nothing(
     measured: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert suite.main(["--budget", "-1"]) == 1
     assert measured == []
     assert "easy: not begun, since --budget is used up" in capsys.readouterr().err
-
-
-def test_the_brief_tables_come_last(
-    measured: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert suite.main(["--brief"]) == 1
-    out = capsys.readouterr().out
-    assert "##" not in out
-    figures, bars = (line.split() for line in out.splitlines() if line.split()[0] == "experiment")
-    assert figures[1] == "backend" and bars[1] == "bar"
-    assert [line.split()[-1] for line in out.splitlines()[-2:]] == ["ok", "MISS"]
 
 
 @pytest.mark.parametrize("name", ["fast", "fast-gpu"])

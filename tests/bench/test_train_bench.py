@@ -119,16 +119,6 @@ def test_a_short_training(
     assert "byteps over all-reduce: " in said.out and "times as fast" in said.out
 
 
-def test_ways_name_their_arguments() -> None:
-    ours = WAYS["byteps-by-host-bf16"].megatron_arguments(4, ["--overlap-grad-reduce"])
-    assert ours == [
-        *("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "4"),
-        *("--grad-reduce-in-bf16", "--use-dpu-reduce", "--overlap-param-gather"),
-    ]
-    assert WAYS["sharded"].megatron_arguments(4, []) == ["--use-distributed-optimizer"]
-    assert WAYS["byteps"].through_servers and not WAYS["sharded"].through_servers
-
-
 @pytest.mark.parametrize(
     ("way", "route"),
     [("servers-bf16", "node-first"), ("servers-bf16-flat", "flat"), ("sharded", None)],

@@ -49,14 +49,6 @@ def test_a_log_gets_lines() -> None:
     assert all(line.startswith("bench: ") for line in lines if line != "p50 3 ms")
 
 
-def test_a_log_gets_no_line_while_something_is_said() -> None:
-    log = io.StringIO()
-    with progress.Progress("bench", stream=log, every_s=LATEST_S * 10) as shown:
-        shown.update("launch 0")
-        shown.say("done")
-    assert log.getvalue() == "done\n"
-
-
 def test_a_terminal_gets_a_bar() -> None:
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 100))
@@ -173,12 +165,3 @@ def test_the_script(tmp_path: Path, program: str, status: int, said: str) -> Non
     assert (done.returncode, done.stdout) == (status, said)
     if status == 7:
         assert "it FAILED" in done.stderr and "one" in done.stderr
-
-
-def test_a_program_that_is_not_there(tmp_path: Path) -> None:
-    command = [SCRIPT, "--name", "it", "--log", tmp_path / "log", "--", tmp_path / "none"]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=LATEST_S
-    )
-    assert done.returncode == 127
-    assert str(tmp_path / "none") in done.stderr
