@@ -37,7 +37,6 @@ from tests.layouts.platforms import CUDA, PLATFORMS
 from tests.layouts.table import Table, line
 from tests.layouts.under_ray.gpus import gpus_to_offer
 
-
 COLUMNS = {
     "noticed": "noticed",
     "ended": "ended",
