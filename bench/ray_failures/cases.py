@@ -335,8 +335,8 @@ class Runner:
             ),
             environment={
                 **self._settings.environment,
-                "RAYKIT_FAULTS": faults,
-                "RAYKIT_STATE": str(folder / "job.json"),
+                "SCRIPTED_FAULTS": faults,
+                "SCRIPTED_STATE": str(folder / "job.json"),
             },
             limits=replace(self._settings.limits, **case.limits),
             **changes,

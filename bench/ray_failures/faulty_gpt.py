@@ -1,6 +1,6 @@
 """Megatron's GPT pretraining, with faults that a script decides: the entry of jobs that must fail.
 
-``RAYKIT_FAULTS`` holds a JSON list of faults, each with ``incarnation``, ``rank``, ``when`` and
+``SCRIPTED_FAULTS`` holds a JSON list of faults, each with ``incarnation``, ``rank``, ``when`` and
 ``what``:
 
 - ``when``: ``start``, ``save`` (while a checkpoint is written), ``memory:N`` (while the state of
@@ -35,7 +35,7 @@ def _do(what: str) -> None:
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "actor":
-        state = json.loads(Path(os.environ["RAYKIT_STATE"]).read_text())
+        state = json.loads(Path(os.environ["SCRIPTED_STATE"]).read_text())
         os.kill(state["ranks"][int(os.environ["RANK"])]["pid"], signal.SIGKILL)
         time.sleep(_HOLD_S)  # the fork server ends this process when its actor is gone
     elif what == "freeze":
@@ -91,7 +91,7 @@ def main() -> None:
     # Steps that are done twice are compared to the last bit, on GPUs as well.
     torch.use_deterministic_algorithms(True, warn_only=True)
     rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_INCARNATION"])
-    for fault in json.loads(os.environ.get("RAYKIT_FAULTS", "[]")):
+    for fault in json.loads(os.environ.get("SCRIPTED_FAULTS", "[]")):
         if (fault["rank"], fault["incarnation"]) != (rank, incarnation):
             continue
         when, what = fault["when"], fault["what"]

@@ -16,7 +16,7 @@ import psutil
 import ray
 
 LIMIT_S = 300.0
-_MARK = "RAYKIT_NODE"
+_MARK = "BENCH_RAY_NODE"
 _OBJECT_STORE_BYTES = 100 << 20
 _CALL_S = 120.0
 

@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shown.update(f"{len(every) * (options.steps + 1)} steps, {seconds:.0f} s at best")
             steps = measure(topology, experiment, 300 + 4 * seconds)
     except (LaunchError, EmulationError) as error:
-        print(f"rl_stragglers.py: {error}", file=sys.stderr)
+        print(f"bench/stragglers/run.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted: what was started has been ended", file=sys.stderr)

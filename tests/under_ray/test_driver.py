@@ -24,7 +24,7 @@ def test_a_driver_is_started_again(pool: Pool, runner: Runner, run_dir: Path) ->
     del pool  # of whose cluster the job takes the rest
     folder = run_dir / "job"
     hold = {"incarnation": 0, "rank": 0, "when": STRIKE, "what": f"hold:{run_dir}/never"}
-    variables = {**ENVIRONMENT, "RAYKIT_FAULTS": json.dumps([hold])}
+    variables = {**ENVIRONMENT, "SCRIPTED_FAULTS": json.dumps([hold])}
     command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_ray", "--folder", str(folder)]
     command += ["--address", ray.get_runtime_context().gcs_address]
     command += ["--cpus-per-rank", "0.5", "--preload", "pretrain_dpu_gpt"]

@@ -80,7 +80,7 @@ def run_under_ray(
         arguments=(*arguments, *THROUGH_SERVERS, *settings.arguments),
         ranks=cell.ranks,
         folder=folder,
-        environment={**settings.environment, **_ENVIRONMENT, "RAYKIT_SEEN": str(folder)},
+        environment={**settings.environment, **_ENVIRONMENT, "LAYOUTS_SEEN": str(folder)},
         max_restarts=0,
     )
 

@@ -1,6 +1,6 @@
 """The training script under the eyes of a witness: the entry of jobs whose layouts are compared.
 
-Each rank leaves what it saw, a ``layouts.gpt.seen.RankSeen``, in the folder that ``RAYKIT_SEEN``
+Each rank leaves what it saw, a ``layouts.gpt.seen.RankSeen``, in the folder that ``LAYOUTS_SEEN``
 names: the counterpart of the results that ``layouts.job.Job`` collects.
 """
 
@@ -20,4 +20,4 @@ from .gpus import take_a_share
 def main() -> None:
     take_a_share()
     seen = run(sys.argv[1:])
-    torch.save(seen, Path(os.environ["RAYKIT_SEEN"]) / f"rank{os.environ['RANK']}.pt")
+    torch.save(seen, Path(os.environ["LAYOUTS_SEEN"]) / f"rank{os.environ['RANK']}.pt")
