@@ -23,10 +23,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.kit.emulation import EmulationError, remove_stale
 from bench.kit.errors import LaunchError
@@ -35,7 +31,7 @@ from bench.kit.plan import Plan
 from bench.pushpull.gates import Gate, judge_all
 from bench.pushpull.options import in_cluster, make_gates, make_plan, parse
 from bench.pushpull.summary import Run
-from columns import aligned
+from scripts.columns import aligned
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.kit.interrupts import become_interruptible
 from bench.training.run import main

@@ -11,12 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-import native
-
-import corpora
-from progress import Progress
+from scripts import corpora
+from scripts.progress import Progress
+from tests import native
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "build/fuzz"

@@ -24,14 +24,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "multiproc"), str(ROOT / "scripts")]
-
-from cluster import LOOPBACK, Cluster, Nursery, Process, wait_all  # noqa: E402
-from flood import KINDS, Flood, Plan  # noqa: E402
-from sockets import connections_of  # noqa: E402
-
-from ports import free_ports  # noqa: E402
+from scripts.ports import free_ports
+from tests.multiproc.cluster import LOOPBACK, Cluster, Nursery, Process, wait_all
+from tests.multiproc.flood import KINDS, Flood, Plan
+from tests.multiproc.sockets import connections_of
 
 MOST_SECONDS_MORE = 5.0
 MOST_LINES, MOST_MIB, MOST_FILES = 10, 64.0, 1024

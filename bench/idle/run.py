@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from bench.kit.emulation import LOOPBACK
 from bench.kit.errors import LaunchError
 from bench.kit.interrupts import become_interruptible
@@ -27,7 +24,7 @@ from bench.kit.launch import Placement, start_nodes, start_workers
 from bench.kit.plan import Topology
 from bench.kit.processes import Processes, plain_environment
 from bench.kit.units import parse_size, show_size
-from progress import Progress
+from scripts.progress import Progress
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bench.kit.plan import Plan
-from children import Late, Spawned, end_all
+from scripts.children import Late, Spawned, end_all
 
 _PROGRAM = "nvidia-cuda-mps-control"
 _PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -49,7 +49,7 @@ def _sharing(plan: Plan) -> str:
     """How many share what; nothing where each rank has a GPU of its own."""
     if not plan.shares_gpus():
         return ""
-    from gpus import count_gpus
+    from scripts.gpus import count_gpus
 
     return f"{plan.topology.workers} ranks share {count_gpus()} GPUs"
 

@@ -154,7 +154,7 @@ class Plan:
         """Whether the ranks outnumber this machine's GPUs."""
         if self.device != "cuda":
             return False
-        from gpus import outnumbered
+        from scripts.gpus import outnumbered
 
         return outnumbered(self.topology.workers)
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import children
 from bench.kit.emulation import Host
 from bench.kit.errors import LaunchError
-from children import LAUNCHER_VARIABLES, Spawned, end_all, last_lines
+from scripts import children
+from scripts.children import LAUNCHER_VARIABLES, Spawned, end_all, last_lines
 
 _GRACE_S = 5.0
 _POLL_S = 0.02

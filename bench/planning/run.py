@@ -25,11 +25,8 @@ import torch
 from byteps.torch import engine
 from megatron.core.distributed.dpu_reduce import plan
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from bench.planning.made_up import MadeUp
-from columns import aligned
+from scripts.columns import aligned
 
 RUNS = 3
 PUSHES = 2000

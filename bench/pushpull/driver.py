@@ -9,7 +9,7 @@ from bench.kit.hosts import hosts_of
 from bench.kit.plan import Plan
 from bench.pushpull.launch import Launch, launch
 from bench.pushpull.summary import Run, percentile
-from progress import Progress
+from scripts.progress import Progress
 
 
 def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:

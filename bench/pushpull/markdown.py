@@ -10,7 +10,7 @@ from bench.pushpull.gates import judge_all
 from bench.pushpull.sets import Experiment
 from bench.pushpull.summary import Run
 from bench.pushpull.tables import gate_table, ratio_table, result_table
-from columns import pipes
+from scripts.columns import pipes
 
 BEGIN = "<!-- results: written by `make bench MARKDOWN=...`, not by hand -->"
 END = "<!-- end of results -->"

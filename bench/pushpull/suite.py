@@ -21,9 +21,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from bench.kit.emulation import EmulationError
 from bench.kit.errors import LaunchError
 from bench.kit.interrupts import become_interruptible
@@ -36,7 +33,7 @@ from bench.pushpull.markdown import replace_results, results
 from bench.pushpull.sets import QUICK, SETS, choose
 from bench.pushpull.summary import Run
 from bench.pushpull.tables import brief_tables, gate_table, ratio_table, result_table
-from columns import aligned
+from scripts.columns import aligned
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

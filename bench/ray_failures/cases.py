@@ -13,11 +13,11 @@ from typing import Any
 import ray
 
 from bench.ray_failures.nodes import Nodes
-from layouts.platforms import CPU, Platform
-from layouts.under_ray.pools import environment_on, settings_on
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import PRELOAD, Settings
+from tests.layouts.platforms import CPU, Platform
+from tests.layouts.under_ray.pools import environment_on, settings_on
 
 STEPS, SAVE_EVERY, STRIKE = 12, 4, 7
 RANKS, SPARES = 2, 3
@@ -32,7 +32,6 @@ MODEL: tuple[str, ...] = tuple(
     --log-interval 1 --seed 1234 --mock-data --use-dpu-reduce --dpu-reduce-route flat
     """.split()  # noqa: SIM905
 )
-
 
 ENVIRONMENT = environment_on(CPU)
 
@@ -214,7 +213,6 @@ CASES = {
         thorough=True,
     ),
 }
-
 
 _PLAIN = Case(title="", incarnations=1)
 

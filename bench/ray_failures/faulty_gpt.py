@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from layouts.under_ray.gpus import take_a_share
 from megatron_byteps_ray import training_state
+from tests.layouts.under_ray.gpus import take_a_share
 
 _HOLD_S = 120.0
 

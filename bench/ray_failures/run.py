@@ -20,10 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "scripts")]
-
-from bench.ray_failures.cases import (  # noqa: E402
+from bench.ray_failures.cases import (
     CASES,
     Outcome,
     Runner,
@@ -32,13 +29,13 @@ from bench.ray_failures.cases import (  # noqa: E402
     problems,
     several_nodes,
 )
-from layouts.command import refuse_missing_gpus  # noqa: E402
-from layouts.platforms import CUDA, PLATFORMS  # noqa: E402
-from layouts.table import Table, line  # noqa: E402
-from layouts.under_ray.gpus import gpus_to_offer  # noqa: E402
-from megatron_byteps_ray.cluster import cluster  # noqa: E402
-from megatron_byteps_ray.phases import ORDER  # noqa: E402
-from megatron_byteps_ray.pool import Pool  # noqa: E402
+from megatron_byteps_ray.cluster import cluster
+from megatron_byteps_ray.phases import ORDER
+from megatron_byteps_ray.pool import Pool
+from tests.layouts.command import refuse_missing_gpus
+from tests.layouts.platforms import CUDA, PLATFORMS
+from tests.layouts.table import Table, line
+from tests.layouts.under_ray.gpus import gpus_to_offer
 
 COLUMNS = {
     "noticed": "noticed",

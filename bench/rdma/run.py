@@ -20,21 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/rdma"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import native
-from vm.bytecode import compiled
-from vm.guest import Guest, address_of
-from vm.kernel import VmError
-
 from bench.kit.interrupts import become_interruptible
 from bench.kit.units import parse_size
 from bench.rdma.report import judge, titled
-from columns import aligned, pipes
-from progress import Progress
+from scripts.columns import aligned, pipes
+from scripts.progress import Progress
+from tests import native
+from tests.rdma.vm.bytecode import compiled
+from tests.rdma.vm.guest import Guest, address_of
+from tests.rdma.vm.kernel import VmError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BEGIN = "<!-- results: written by bench/rdma/run.py, not by hand -->"
@@ -75,9 +69,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     spec = {name: getattr(options, name) for name in names}
     spec |= {"address": address_of(1), "van_test": str(native.build("van_test") / "van_test")}
     (folder / "spec.json").write_text(json.dumps(spec))
-    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "scripts")))
     program = [sys.executable, "-m", "bench.rdma.inside", "spec.json", "result.json"]
-    env = {"PYTHONPATH": path, "PATH": os.environ["PATH"], **compiled(("byteps.torch",))}
+    env = {"PATH": os.environ["PATH"], **compiled(("byteps.torch",))}
     with Progress("rdma") as shown, Guest(folder, program, env=env) as guest:
         shown.update("a virtual machine starts, and imports torch: a minute or two")
         begun = ""

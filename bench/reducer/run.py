@@ -32,14 +32,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from bench.kit import machine
 from bench.kit.plan import DTYPE_BYTES
 from bench.kit.units import parse_size, show_size
-from columns import aligned
-from progress import Progress
+from scripts.columns import aligned
+from scripts.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("reducer_bench.cc")

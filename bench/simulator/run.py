@@ -21,9 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from bench.kit.units import parse_rate, parse_size, show_rate, show_size
 from bench.simulator.checking import HEAD, compare
 from bench.simulator.flowcontrol import HEAD as RULES_HEAD
@@ -36,7 +33,7 @@ from bench.simulator.scenario import (
     engine_window,
     payload_fraction,
 )
-from columns import aligned
+from scripts.columns import aligned
 
 WORKERS = "8,16,32,64,128,256,512,1024"
 

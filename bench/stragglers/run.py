@@ -25,9 +25,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from bench.kit import machine
 from bench.kit.emulation import Emulation, EmulationError
 from bench.kit.errors import LaunchError
@@ -40,8 +37,8 @@ from bench.simulator.scenario import payload_fraction
 from bench.stragglers.delays import KINDS, WAYS, Links, least_seconds, loads
 from bench.stragglers.rank import Experiment, Step
 from bench.stragglers.report import HEAD, rows
-from columns import aligned, pipes
-from progress import Progress
+from scripts.columns import aligned, pipes
+from scripts.progress import Progress
 
 SCHEMA = 1
 

@@ -20,13 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "integrations" / "ray"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from bench.timeline.timelines import Row, Stage, row_of, stages_of
-from columns import aligned
 from megatron_byteps_ray import traces
+from scripts.columns import aligned
 
 PUSH, SERVER = "push", "server"
 BEFORE_PUSH = {

@@ -16,9 +16,9 @@ from bench.kit.errors import LaunchError
 from bench.kit.launch import Placement, rank_variables, start_nodes
 from bench.kit.plan import Plan
 from bench.kit.processes import Processes, plain_environment
-from gpus import count_gpus, some_gpus
-from ports import free_ports
-from trainkit.job import ENTRY, Record, read_record
+from scripts.gpus import count_gpus, some_gpus
+from scripts.ports import free_ports
+from scripts.trainkit.job import ENTRY, Record, read_record
 
 
 @dataclass(frozen=True, kw_only=True)

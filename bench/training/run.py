@@ -28,21 +28,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from bench.kit.emulation import EmulationError
+from bench.kit.errors import LaunchError
+from bench.kit.hosts import hosts_of
+from bench.kit.interrupts import become_interruptible
+from bench.kit.plan import Plan, Topology
+from bench.kit.record import header, metadata
+from bench.kit.units import parse_hosts
+from bench.training.launches import WAYS, Trained, Training, Way, show_memory, train
+from scripts import prepare_data
+from scripts import train as train_script
+from scripts.columns import aligned
+from scripts.progress import Progress
 
-import prepare_data  # noqa: E402
-import train as train_script  # noqa: E402
-from bench.kit.emulation import EmulationError  # noqa: E402
-from bench.kit.errors import LaunchError  # noqa: E402
-from bench.kit.hosts import hosts_of  # noqa: E402
-from bench.kit.interrupts import become_interruptible  # noqa: E402
-from bench.kit.plan import Plan, Topology  # noqa: E402
-from bench.kit.record import header, metadata  # noqa: E402
-from bench.kit.units import parse_hosts  # noqa: E402
-from bench.training.launches import WAYS, Trained, Training, Way, show_memory, train  # noqa: E402
-from columns import aligned  # noqa: E402
-from progress import Progress  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SCHEMA = 1
 LOSS_TOLERANCE = 1e-3

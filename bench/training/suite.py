@@ -28,19 +28,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from bench.kit.emulation import EmulationError
+from bench.kit.errors import LaunchError
+from bench.kit.interrupts import become_interruptible
+from bench.kit.record import metadata
+from bench.training import run as train_bench
+from bench.training.launches import Trained, show_memory
+from bench.training.sets import STEPS, Bar, Steps, choose
+from scripts import prepare_data
+from scripts import train as train_script
+from scripts.columns import pipes
 
-import prepare_data  # noqa: E402
-import train as train_script  # noqa: E402
-from bench.kit.emulation import EmulationError  # noqa: E402
-from bench.kit.errors import LaunchError  # noqa: E402
-from bench.kit.interrupts import become_interruptible  # noqa: E402
-from bench.kit.record import metadata  # noqa: E402
-from bench.training import run as train_bench  # noqa: E402
-from bench.training.launches import Trained, show_memory  # noqa: E402
-from bench.training.sets import STEPS, Bar, Steps, choose  # noqa: E402
-from columns import pipes  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SCHEMA = 1
 HEAD = (

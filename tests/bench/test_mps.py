@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import gpus
 from bench.kit.mps import together
 from bench.kit.plan import Case, Plan, Topology
+from scripts import gpus
 
 SERVICE = """#!/bin/sh
 # As the real one: -f serves until it is told to quit; without a word it takes a command.

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from made_up import make_run
 
 from bench import pushpull_bench
 from bench.kit import record
@@ -18,6 +17,7 @@ from bench.pushpull.options import parse
 from bench.pushpull.plots import described, draw_overview, parts_of_limit
 from bench.pushpull.sets import SETS, choose
 from bench.pushpull.tables import ratio_table
+from tests.bench.made_up import make_run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REDRAW = (

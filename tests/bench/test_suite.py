@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_up import make_run
 
 from bench.kit import record
 from bench.kit.errors import LaunchError
@@ -17,6 +16,7 @@ from bench.pushpull.gates import Gate
 from bench.pushpull.markdown import BEGIN, END
 from bench.pushpull.sets import SETS
 from bench.pushpull.summary import Run
+from tests.bench.made_up import make_run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarking.md"
 

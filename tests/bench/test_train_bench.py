@@ -15,7 +15,7 @@ from bench.kit.launch import Placement, rank_variables
 from bench.kit.plan import Plan, Topology
 from bench.training import run as train_bench
 from bench.training.launches import WAYS, Trained, Training, arguments_of, gpus_of, step_seconds
-from trainkit.job import Record, Step
+from scripts.trainkit.job import Record, Step
 
 SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"]
 

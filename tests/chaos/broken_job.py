@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from seeds import FROM_THE_START, Fault, Script
-
 from bench.kit.emulation import Host
-from children import Late, Spawned
+from scripts.children import Late, Spawned
+from tests.chaos.seeds import FROM_THE_START, Fault, Script
 
 LINK_BITS = 200_000_000
 LIMIT_S = 180.0

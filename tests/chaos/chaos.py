@@ -25,17 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import native
-from broken_job import LINK_BITS, Job, Result, run
-from seeds import KINDS, Script, make_script
-
 from bench.kit.emulation import Emulation
 from bench.kit.plan import Topology
-from progress import Progress
+from scripts.progress import Progress
+from tests import native
+from tests.chaos.broken_job import LINK_BITS, Job, Result, run
+from tests.chaos.seeds import KINDS, Script, make_script
 
 HOSTS = 6
 

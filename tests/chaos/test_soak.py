@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from soak_figures import FLAT_BYTES, QUANTITIES, Sample, replayed, slope, trends
+
+from tests.chaos.soak_figures import FLAT_BYTES, QUANTITIES, Sample, replayed, slope, trends
 
 SOAK = Path(__file__).with_name("soak.py")
 EVERY_S = 30.0

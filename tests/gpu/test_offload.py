@@ -1,21 +1,18 @@
 """Buffers that leave the GPU between steps: `make test-gpu PYTEST_ARGS="-k offload -s"`.
 
-Needs no verl: layouts.gpt.offload does to Megatron's buffers what verl's switches for memory do.
+Needs no verl: tests.layouts.gpt.offload does to Megatron's buffers what verl's switches for memory
+do.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "build" / "Megatron-LM"), str(ROOT / "scripts")]
-
-from layouts.job import Job  # noqa: E402
-from layouts.platforms import CUDA  # noqa: E402
+from tests.layouts.job import Job
+from tests.layouts.platforms import CUDA
 
 pytestmark = pytest.mark.requires("gpu")
 
@@ -26,7 +23,7 @@ PARAMETERS = 4 * WIDTH * (WIDTH + 1)
 def trained(folder: Path, **settings: Any) -> list[dict[str, Any]]:
     job = Job(
         folder=folder,
-        program="layouts.gpt.offload:train",
+        program="tests.layouts.gpt.offload:train",
         ranks=2,
         settings={"width": WIDTH, **settings},
         platform=CUDA,

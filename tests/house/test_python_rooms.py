@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = {"bench": REPOSITORY / "bench", "layouts": REPOSITORY / "tests/layouts"}
+PACKAGES = {"bench": REPOSITORY / "bench", "tests.layouts": REPOSITORY / "tests/layouts"}
 ANYBODY = {"bench.kit"}
 """What all benchmarks share."""
 BELOW: dict[str, set[str]] = {
@@ -17,22 +17,27 @@ BELOW: dict[str, set[str]] = {
     "bench.idle": ANYBODY,
     "bench.planning": set(),
     "bench.pushpull": ANYBODY,
-    "bench.ray_failures": {"layouts", "layouts.under_ray"},
+    "bench.ray_failures": {"tests.layouts", "tests.layouts.under_ray"},
     "bench.rdma": ANYBODY,
     "bench.reducer": ANYBODY,
     "bench.simulator": ANYBODY,
     "bench.stragglers": {*ANYBODY, "bench.simulator"},
     "bench.timeline": set(),
     "bench.training": ANYBODY,
-    "layouts": set(),
-    "layouts.gpt": {"layouts"},
-    "layouts.hugging_face": {"layouts", "layouts.gpt"},
-    "layouts.reinforcement": {"layouts"},
-    "layouts.under_ray": {"layouts", "layouts.gpt", "layouts.hugging_face"},
+    "tests.layouts": set(),
+    "tests.layouts.gpt": {"tests.layouts"},
+    "tests.layouts.hugging_face": {"tests.layouts", "tests.layouts.gpt"},
+    "tests.layouts.reinforcement": {"tests.layouts"},
+    "tests.layouts.under_ray": {"tests.layouts", "tests.layouts.gpt", "tests.layouts.hugging_face"},
     "commands of bench": {*ANYBODY, "bench.pushpull", "bench.training"},
     "commands of layouts": {
-        *("layouts", "layouts.gpt", "layouts.hugging_face", "layouts.reinforcement"),
-        "layouts.under_ray",
+        *(
+            "tests.layouts",
+            "tests.layouts.gpt",
+            "tests.layouts.hugging_face",
+            "tests.layouts.reinforcement",
+        ),
+        "tests.layouts.under_ray",
     },
 }
 """Of each folder, those whose modules its own may import. In `layouts` lies what its folders share;
@@ -40,7 +45,12 @@ the commands that lie there, and in `bench`, are above all."""
 COMMANDS = {
     "commands of bench": {"bench.pushpull_bench", "bench.train_bench"},
     "commands of layouts": {
-        *("layouts.parity", "layouts.hf_layouts", "layouts.ray_layouts", "layouts.rl_layouts"),
+        *(
+            "tests.layouts.parity",
+            "tests.layouts.hf_layouts",
+            "tests.layouts.ray_layouts",
+            "tests.layouts.rl_layouts",
+        ),
     },
 }
 
@@ -82,7 +92,7 @@ def _folder(module: str) -> str:
 def test_there_is_no_circle() -> None:
     graph = {module: set(_imported(module)) for module in MODULES}
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
-    assert {"bench.kit.plan", "layouts.gpt.compare"} <= set(order)
+    assert {"bench.kit.plan", "tests.layouts.gpt.compare"} <= set(order)
 
 
 def test_no_folder_knows_one_above_it() -> None:

@@ -6,18 +6,13 @@ By `make test-hf` alone, in build/venv-hf.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TREE = ROOT / "build" / "Megatron-LM"
-sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("scripts", "integrations/hf"))]
-
-from layouts.data import data_arguments, tiny_dataset  # noqa: E402
-from layouts.hugging_face.runs import PROGRAMS  # noqa: E402
-from layouts.job import start_fork_server  # noqa: E402
+from tests.layouts.data import data_arguments, tiny_dataset
+from tests.layouts.hugging_face.runs import PROGRAMS
+from tests.layouts.job import start_fork_server
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layouts.hugging_face.rows import LAYOUTS, STEPS, Layout
-from layouts.hugging_face.runs import make_model, train
-from layouts.rows import named
+from tests.layouts.hugging_face.rows import LAYOUTS, STEPS, Layout
+from tests.layouts.hugging_face.runs import make_model, train
+from tests.layouts.rows import named
 
 PLAIN, RECOMPUTED = named(LAYOUTS, ["dp2", "dp2-recompute"])
 

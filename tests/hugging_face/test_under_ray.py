@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "integrations" / "ray"))
-
-from bench.ray_failures.cases import CASES, Case, Runner, pool_settings, problems  # noqa: E402
-from layouts.hugging_face.rows import Layout  # noqa: E402
-from layouts.hugging_face.runs import ADAPTER, make_model, same  # noqa: E402
-from layouts.under_ray.modes import arguments_of, compare, run_locally, run_under_ray  # noqa: E402
-from layouts.under_ray.pools import warm_pool  # noqa: E402
-from layouts.under_ray.rows import CELLS, LORA  # noqa: E402
-from megatron_byteps_ray.pool import Pool  # noqa: E402
-from megatron_byteps_ray.settings import Settings, preload_for  # noqa: E402
+from bench.ray_failures.cases import CASES, Case, Runner, pool_settings, problems
+from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.settings import Settings, preload_for
+from tests.layouts.hugging_face.rows import Layout
+from tests.layouts.hugging_face.runs import ADAPTER, make_model, same
+from tests.layouts.under_ray.modes import arguments_of, compare, run_locally, run_under_ray
+from tests.layouts.under_ray.pools import warm_pool
+from tests.layouts.under_ray.rows import CELLS, LORA
 
 _THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from progress import Progress
+from scripts.progress import Progress
 
 from .job import JobFailed
 from .platforms import PLATFORMS
@@ -62,7 +62,7 @@ def refuse_missing_gpus(parser: argparse.ArgumentParser, device: str) -> None:
         return
     import torch
 
-    import gpus
+    from scripts import gpus
 
     if not gpus.count_gpus():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prepare_data import Dataset, prepare
+from scripts.prepare_data import Dataset, prepare
 
 
 def tiny_dataset(folder: Path) -> Dataset:

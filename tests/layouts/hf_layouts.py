@@ -15,17 +15,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TREE = ROOT / "build" / "Megatron-LM"
-sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("tests", "scripts", "integrations/hf"))]
-
-from layouts.command import machine_of, parse, parser_of, run_cells  # noqa: E402
-from layouts.data import data_arguments, tiny_dataset  # noqa: E402
-from layouts.hugging_face.rows import LAYOUTS, Layout  # noqa: E402
-from layouts.hugging_face.runs import PROGRAMS, Outcome, compare  # noqa: E402
-from layouts.job import start_fork_server  # noqa: E402
-from layouts.table import Table, line  # noqa: E402
-from progress import Progress  # noqa: E402
+from scripts.progress import Progress
+from tests.layouts.command import machine_of, parse, parser_of, run_cells
+from tests.layouts.data import data_arguments, tiny_dataset
+from tests.layouts.hugging_face.rows import LAYOUTS, Layout
+from tests.layouts.hugging_face.runs import PROGRAMS, Outcome, compare
+from tests.layouts.job import start_fork_server
+from tests.layouts.table import Table, line
 
 MADE_BY = "`make hf-layouts MARKDOWN=docs/huggingface.md`; not to be edited by hand"
 TABLE = Table(

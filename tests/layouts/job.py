@@ -146,7 +146,7 @@ class Job:
     def _gpus(self, rank: int) -> dict[str, str]:
         """Variables that give a rank its GPU. Hosts that outnumber GPUs share them, and so do ranks
         of one a host. A host of more ranks than there are GPUs is several machines to NCCL."""
-        import gpus
+        from scripts import gpus
 
         together = self.per_host if self.per_host > 1 else self.ranks
         per_machine = min(together, gpus.count_gpus())

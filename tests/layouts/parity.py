@@ -20,23 +20,22 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+# No more than these: every rank imports this file.
+from tests.layouts.gpt.rows import LAYOUTS, Layout
+
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(TREE)]
-
-# No more than these: every rank imports this file.
-from layouts.gpt.rows import LAYOUTS, Layout  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from layouts.command import machine_of, parse, parser_of, run_cells
-    from layouts.data import tiny_dataset
-    from layouts.gpt import report as text
-    from layouts.gpt.outcome import Report
-    from layouts.gpt.runs import check
-    from layouts.job import JobFailed
-    from layouts.platforms import PLATFORMS
-    from progress import Progress
+    from scripts.progress import Progress
+    from tests.layouts.command import machine_of, parse, parser_of, run_cells
+    from tests.layouts.data import tiny_dataset
+    from tests.layouts.gpt import report as text
+    from tests.layouts.gpt.outcome import Report
+    from tests.layouts.gpt.runs import check
+    from tests.layouts.job import JobFailed
+    from tests.layouts.platforms import PLATFORMS
 
     parser = parser_of(__doc__)
     parser.add_argument("--list", action="store_true", help="show the layouts and stop")

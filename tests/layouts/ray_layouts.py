@@ -18,17 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[2]
-TREE = ROOT / "build" / "Megatron-LM"
-FOLDERS = ("tests", "scripts", "integrations/hf", "integrations/ray")
-sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
-
 # No more than these: every local rank imports this file.
-from layouts.table import Table, line  # noqa: E402
-from layouts.under_ray.rows import CELLS, Cell  # noqa: E402
+from tests.layouts.table import Table, line
+from tests.layouts.under_ray.rows import CELLS, Cell
 
 if TYPE_CHECKING:
-    from layouts.under_ray.modes import Outcome
+    from tests.layouts.under_ray.modes import Outcome
 
 MADE_BY = {
     "cpu": "`make ray-layouts MARKDOWN=docs/ray.md`; not to be edited by hand",
@@ -63,16 +58,16 @@ def title(cell: Cell) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from layouts.command import machine_of, parse, parser_of, run_cells
+    from tests.layouts.command import machine_of, parse, parser_of, run_cells
 
     cells, options = parse(parser_of(__doc__), CELLS, arguments)
-    from layouts.data import data_arguments, tiny_dataset
-    from layouts.job import JobFailed, start_fork_server
-    from layouts.platforms import PLATFORMS
-    from layouts.under_ray import modes
-    from layouts.under_ray.pools import warm_pool
     from megatron_byteps_ray.pool import JobError
-    from progress import Progress
+    from scripts.progress import Progress
+    from tests.layouts.data import data_arguments, tiny_dataset
+    from tests.layouts.job import JobFailed, start_fork_server
+    from tests.layouts.platforms import PLATFORMS
+    from tests.layouts.under_ray import modes
+    from tests.layouts.under_ray.pools import warm_pool
 
     platform = PLATFORMS[options.device]
     ranks = max(cell.ranks for cell in cells)
@@ -84,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(scratch)
         settings = modes.settings_of_pool(folder / "pool", ranks, platform)
         bar.update("torch, Megatron and its bridge are imported, once for either mode")
-        start_fork_server(["layouts.hugging_face.rank"], platform)
+        start_fork_server(["tests.layouts.hugging_face.rank"], platform)
         data = data_arguments(tiny_dataset(folder))
         wanted = {cell: modes.arguments_of(cell, data, folder / "models") for cell in cells}
         places = {cell: folder / f"{cell.name}-{cell.trained}" for cell in cells}

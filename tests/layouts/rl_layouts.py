@@ -17,19 +17,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TREE = ROOT / "build" / "Megatron-LM"
-FOLDERS = ("tests", "scripts", "integrations/hf", "integrations/rl")
-sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
-
-from layouts.command import machine_of, parse, parser_of, run_cells  # noqa: E402
-from layouts.job import JobFailed, start_fork_server  # noqa: E402
-from layouts.platforms import CUDA, PLATFORMS  # noqa: E402
-from layouts.reinforcement.rows import LAYOUTS, Layout  # noqa: E402
-from layouts.reinforcement.runs import PROGRAMS, Outcome, compare, large_model  # noqa: E402
-from layouts.table import Table, line  # noqa: E402
-from megatron_byteps_rl.devices import ENVIRONMENTS, check  # noqa: E402
-from progress import Progress  # noqa: E402
+from megatron_byteps_rl.devices import ENVIRONMENTS, check
+from scripts.progress import Progress
+from tests.layouts.command import machine_of, parse, parser_of, run_cells
+from tests.layouts.job import JobFailed, start_fork_server
+from tests.layouts.platforms import CUDA, PLATFORMS
+from tests.layouts.reinforcement.rows import LAYOUTS, Layout
+from tests.layouts.reinforcement.runs import PROGRAMS, Outcome, compare, large_model
+from tests.layouts.table import Table, line
 
 ALGORITHMS = ("grpo", "ppo")
 MADE_BY = {
@@ -99,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         bar.update("the base model is taught; torch, Megatron and verl are imported")
         start_fork_server([PROGRAMS], platform)
-        from layouts.reinforcement import rewards
         from megatron_byteps_rl import task
+        from tests.layouts.reinforcement import rewards
 
         folder = Path(scratch)
         model = task.make_model(folder / "base")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
 from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
-from layouts.job import LIMIT_S
+from tests.layouts.job import LIMIT_S
 
 STEP = 3
 """In which somebody is killed."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from layouts.job import Job
+from tests.layouts.job import Job
 
 RunJob = Callable[..., Job]
 
@@ -60,7 +60,7 @@ def test_parameters_gradients_and_optimizer_may_leave_between_steps(
     """Their storages are freed and allocated again, as by trainers that generate between steps."""
 
     def run(name: str, **settings: bool) -> list[Any]:
-        job = Job(tmp_path / name, "layouts.gpt.offload:train", 2, {"width": 32, **settings})
+        job = Job(tmp_path / name, "tests.layouts.gpt.offload:train", 2, {"width": 32, **settings})
         job.run()
         return job.results()
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from layouts.data import data_arguments
-from layouts.gpt.compare import compare
-from layouts.gpt.outcome import Report
-from layouts.gpt.rows import LAYOUTS
-from layouts.gpt.runs import check, train
-from layouts.gpt.seen import RankSeen
-from layouts.gpt.updates import compare_updates
-from layouts.rows import named
-from prepare_data import Dataset
+from scripts.prepare_data import Dataset
+from tests.layouts.data import data_arguments
+from tests.layouts.gpt.compare import compare
+from tests.layouts.gpt.outcome import Report
+from tests.layouts.gpt.rows import LAYOUTS
+from tests.layouts.gpt.runs import check, train
+from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.gpt.updates import compare_updates
+from tests.layouts.rows import named
 
 REPRESENTATIVE = (
     "dp3-fp16-wire",
@@ -32,7 +32,6 @@ REPRESENTATIVE = (
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",
 )
-
 
 THOROUGH = (
     "dp2-do-overlap-acc2",
@@ -84,7 +83,7 @@ class Reference:
             folder / broken,
             self._data,
             through_byteps=True,
-            program="rank_programs:train_layout",
+            program="tests.megatron.rank_programs:train_layout",
             options={"broken": broken},
             fails=True,
         )
@@ -101,7 +100,7 @@ class Reference:
             folder / broken,
             self._data,
             through_byteps=True,
-            program="rank_programs:train_layout",
+            program="tests.megatron.rank_programs:train_layout",
             options={"broken": broken},
         )
         held = compare_updates if layout.servers else compare

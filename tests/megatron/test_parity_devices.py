@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import gpus
-from layouts import command, parity
-from layouts.gpt import runs
-from layouts.gpt.outcome import Report
-from layouts.gpt.rows import LAYOUTS, Layout
-from layouts.job import Job
-from layouts.platforms import CPU, CUDA, Platform
-from layouts.rows import named
-from prepare_data import Dataset
+from scripts import gpus
+from scripts.prepare_data import Dataset
+from tests.layouts import command, parity
+from tests.layouts.gpt import runs
+from tests.layouts.gpt.outcome import Report
+from tests.layouts.gpt.rows import LAYOUTS, Layout
+from tests.layouts.job import Job
+from tests.layouts.platforms import CPU, CUDA, Platform
+from tests.layouts.rows import named
 
 
 def test_the_page_has_every_layout(
@@ -53,7 +53,7 @@ def test_only_the_cpu_platform_hides_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     (layout,) = named(LAYOUTS, ["dp2"])
     for platform, visible, stand_ins in ((CPU, "", "1"), (CUDA, "4,5", "0")):
-        job = Job(tmp_path, "layouts.gpt.rank:train", layout.ranks, {}, platform)
+        job = Job(tmp_path, "tests.layouts.gpt.rank:train", layout.ranks, {}, platform)
         environment = job._environment(0, 1)
         assert environment["MEGATRON_CPU"] == stand_ins
         assert environment["CUDA_VISIBLE_DEVICES"] == visible
@@ -76,7 +76,7 @@ def test_ranks_that_outnumber_gpus_share_them(
 ) -> None:
     """NCCL refuses two ranks of one machine on one GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    job = Job(tmp_path, "layouts.gpt.rank:train", 5, {}, CUDA, per_host, first_gpu=1)
+    job = Job(tmp_path, "tests.layouts.gpt.rank:train", 5, {}, CUDA, per_host, first_gpu=1)
     seen = []
     for rank in range(5):
         environment = job._environment(rank, 1)

@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.distributed.dpu_reduce import server_checkpoint, server_shards
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from training_jobs import Trained
 
-from layouts.job import Job
+from tests.layouts.job import Job
+from tests.megatron.training_jobs import Trained
 
 Train = Callable[..., Trained]
 

@@ -17,10 +17,10 @@ from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
 from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 from megatron.core.distributed.dpu_reduce.server_routes import alike
 
-from layouts.data import data_arguments
-from layouts.gpt.seen import RankSeen
-from layouts.job import Job
-from prepare_data import Dataset
+from scripts.prepare_data import Dataset
+from tests.layouts.data import data_arguments
+from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.job import Job
 
 RunJob = Callable[..., Job]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from layouts.gpt.seen import RankSeen
-from layouts.job import Job
+from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)

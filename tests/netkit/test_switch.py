@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from switch import Rule, Switch
+
+from tests.netkit.switch import Rule, Switch
 
 SILENCE_S = 1.0
 HEADERS = 28

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from object_store.stores import STORES
 
 from bench.ray_failures.cases import (
     CASES,
@@ -20,9 +19,10 @@ from bench.ray_failures.cases import (
     pool_settings,
     problems,
 )
-from layouts.under_ray.pools import warm_pool
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
+from tests.layouts.under_ray.pools import warm_pool
+from tests.object_store.stores import STORES
 
 
 @pytest.fixture(scope="module")

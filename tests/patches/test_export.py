@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from patch_project import Project, run_script, snapshot
+
+from tests.patches.patch_project import Project, run_script, snapshot
 
 
 def files(folder: Path) -> dict[str, bytes]:

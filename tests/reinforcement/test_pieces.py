@@ -14,7 +14,7 @@ import torch
 
 from megatron_byteps_rl import task
 from megatron_byteps_rl.settings import Settings
-from trainkit import rl_report
+from scripts.trainkit import rl_report
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from layouts.job import Job
 from megatron_byteps_rl.megatron_rollout import MegatronRollout
 from megatron_byteps_rl.resharding import reshard
+from tests.layouts.job import Job
 
 RANKS = 4
 # fp32: the same sums in another order.
@@ -32,7 +32,7 @@ def test_both_layouts_are_one_model(
 ) -> None:
     job = Job(
         folder=tmp_path / "job",
-        program="layouts.reinforcement.resharding:compare",
+        program="tests.layouts.reinforcement.resharding:compare",
         ranks=RANKS,
         settings={"model": model, "tensor": tensor, "pipeline": pipeline, "rollout": rollout},
     )

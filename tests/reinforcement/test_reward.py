@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from layouts.job import Job
 from megatron_byteps_rl import reward, reward_training, task, trainer
 from megatron_byteps_rl.reward_group import ModelReward
 from megatron_byteps_rl.settings import Settings
+from tests.layouts.job import Job
 
 STEPS = 40
 # Training and reward compute in bf16, the whole model in fp32: up to 0.02 was seen.
@@ -22,7 +22,7 @@ ROUNDING = 0.06
 def ran(folder: Path, ranks: int, function: str, **settings: Any) -> list[Any]:
     job = Job(
         folder=folder,
-        program=f"layouts.reinforcement.rewards:{function}",
+        program=f"tests.layouts.reinforcement.rewards:{function}",
         ranks=ranks,
         settings=settings,
     )

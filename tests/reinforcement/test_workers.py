@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from layouts.reinforcement.rows import LAYOUTS
-from layouts.reinforcement.runs import compare
-from layouts.rows import named
+from tests.layouts.reinforcement.rows import LAYOUTS
+from tests.layouts.reinforcement.runs import compare
+from tests.layouts.rows import named
 
 
 @pytest.mark.parametrize(

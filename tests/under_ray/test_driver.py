@@ -13,9 +13,9 @@ from pathlib import Path
 import ray
 
 from bench.ray_failures.cases import ENVIRONMENT, MODEL, SAVE_EVERY, STEPS, STRIKE, Case, Runner
-from layouts.under_ray.pools import ROOT
 from megatron_byteps_ray.job import record_of_steps
 from megatron_byteps_ray.pool import Pool
+from tests.layouts.under_ray.pools import ROOT
 
 LIMIT_S = 500.0
 

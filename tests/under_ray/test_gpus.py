@@ -11,10 +11,10 @@ import pytest
 
 from bench.ray_failures.cases import ENVIRONMENT
 from bench.ray_failures.nodes import Nodes
-from layouts.under_ray.gpus import gpus_to_offer, take_a_share
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
+from tests.layouts.under_ray.gpus import gpus_to_offer, take_a_share
 
 SCRIPT = """
 import json, os, sys

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from layouts.data import data_arguments, tiny_dataset
-from layouts.under_ray.modes import compare, run_locally, run_under_ray
-from layouts.under_ray.rows import CELLS, FULL, Cell
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
+from tests.layouts.data import data_arguments, tiny_dataset
+from tests.layouts.under_ray.modes import compare, run_locally, run_under_ray
+from tests.layouts.under_ray.rows import CELLS, FULL, Cell
 
 # Of four ranks, as many as the pool has; `make ray-layouts` runs all, and adapters.
 _CELLS = [

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import corpora
-from fuzz import TARGETS
+from scripts import corpora
+from scripts.fuzz import TARGETS
 
 
 def test_each_target_has_a_corpus() -> None:

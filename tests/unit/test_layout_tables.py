@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import io
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from layouts.command import run_cells
-from layouts.gpt import outcome, report, updates
-from layouts.job import JobFailed
-from layouts.table import Table
-from progress import Progress
+from scripts.progress import Progress
+from tests.layouts.command import run_cells
+from tests.layouts.gpt import outcome, report, updates
+from tests.layouts.job import JobFailed
+from tests.layouts.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Table(begin="<!-- errors -->", head=("layout", "error"), align="lr", keys=("a", "b", "c"))

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts/progress.py"
-sys.path.append(str(SCRIPT.parent))
+from scripts import progress
 
-import progress  # noqa: E402
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/progress.py"
 
 LATEST_S = 60.0
 
@@ -119,7 +118,7 @@ def test_nothing_is_left_of_a_command_that_is_ended(tmp_path: Path) -> None:
 
 ENDED_WHILE_IT_STARTS = """
 import os, pathlib, signal, subprocess, sys, threading, time
-import progress
+from scripts import progress
 
 class Popen(subprocess.Popen):
     def __init__(self, *args, **kwargs):
@@ -142,7 +141,6 @@ def test_nothing_is_left_of_a_command_that_has_just_begun(tmp_path: Path) -> Non
     command = [here, "--name", "it", "--log", tmp_path / "log", "--", "sh", "-c", program]
     ended = subprocess.run(
         [sys.executable, "-c", ENDED_WHILE_IT_STARTS, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent)},
         timeout=LATEST_S,
     )
     assert ended.returncode == 143

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from columns import aligned
+from scripts.columns import aligned
 
 from ..table import Table
 from .outcome import Report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prepare_data import Dataset
+from scripts.prepare_data import Dataset
 
 from ..data import data_arguments
 from ..job import Job
@@ -15,7 +15,7 @@ from .outcome import Report
 from .rows import LAYOUTS, Layout
 from .updates import compare_updates
 
-PROGRAM = "layouts.gpt.rank:train"
+PROGRAM = "tests.layouts.gpt.rank:train"
 FLAG = "--use-dpu-reduce"
 GPUS_APART = 3
 """From the first GPU of one layout to that of the next: layouts beside each other spread evenly."""

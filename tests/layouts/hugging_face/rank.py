@@ -17,9 +17,9 @@ import transformers
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from layouts.gpt.rank import run
-from layouts.gpt.seen import RankSeen
 from megatron_byteps_hf.bridge import auto_bridge
+from tests.layouts.gpt.rank import run
+from tests.layouts.gpt.seen import RankSeen
 
 from .models import VOCABULARY, make
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layouts.job import Job
-from layouts.platforms import THROUGH_SERVERS, TWO_SERVERS
+from tests.layouts.job import Job
+from tests.layouts.platforms import THROUGH_SERVERS, TWO_SERVERS
 
 from .rows import STEPS, Layout
 
-PROGRAMS = "layouts.hugging_face.rank"
+PROGRAMS = "tests.layouts.hugging_face.rank"
 # As the program's names; that module takes seconds to import, and the parent does without.
 BEFORE, AFTER, ADAPTER = "before", "after", "adapter"
 TOLERANCE = 2e-5

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from layouts.job import Job
-from layouts.platforms import CPU, Platform
 from megatron_byteps_rl import memory
+from tests.layouts.job import Job
+from tests.layouts.platforms import CPU, Platform
 
 from .rows import Layout
 
-PROGRAMS = "layouts.reinforcement.rank"
+PROGRAMS = "tests.layouts.reinforcement.rank"
 ROWS = 8
 """Prompts of each data-parallel rank; see rank.PROMPTS."""
 STEPS = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 
-from gpus import count_gpus, outnumbered, place_among
 from megatron_byteps_ray.settings import Settings
+from scripts.gpus import count_gpus, outnumbered, place_among
 
 
 def gpus_to_offer(settings: Settings) -> int | None:

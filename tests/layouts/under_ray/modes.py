@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from layouts.gpt.compare import differences
-from layouts.gpt.seen import RankSeen
-from layouts.hugging_face.runs import make_model
-from layouts.job import Job as LocalJob
-from layouts.platforms import CPU, SMALL_PARTITIONS, THROUGH_SERVERS, Platform
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import PRELOAD, Settings
+from tests.layouts.gpt.compare import differences
+from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.hugging_face.runs import make_model
+from tests.layouts.job import Job as LocalJob
+from tests.layouts.platforms import CPU, SMALL_PARTITIONS, THROUGH_SERVERS, Platform
 
 from .pools import environment_on, settings_on
 from .rows import Cell
 
 SERVERS = 2
-MODULE = "layouts.under_ray.witness"
+MODULE = "tests.layouts.under_ray.witness"
 ENTRY = f"{MODULE}:main"
-PROGRAM = "layouts.gpt.rank:train"
+PROGRAM = "tests.layouts.gpt.rank:train"
 _ENVIRONMENT = {**SMALL_PARTITIONS, "HF_HUB_OFFLINE": "1"}
 
 

@@ -29,14 +29,13 @@ def environment_on(platform: Platform) -> dict[str, str]:
 
 
 def settings_on(platform: Platform, folder: Path, **changes: Any) -> Settings:
-    """Of a pool whose actors find Megatron, this package, and the benchmarks."""
-    paths = ("build/Megatron-LM", ".", "tests", "scripts")
+    """Of a pool whose actors find the patched Megatron."""
     settings: dict[str, Any] = {
         "folder": folder,
         "arguments": platform.arguments,
         "gpus_per_rank": float(platform.shares_devices),
         "environment": environment_on(platform),
-        "python_path": tuple(str(ROOT / path) for path in paths),
+        "python_path": (str(ROOT / "build/Megatron-LM"),),
         "limits": Limits(warm=1200.0),
     }
     return Settings(**settings, **changes)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from layouts.gpt.rows import Layout
-from layouts.hugging_face.rows import Layout as HuggingFaceLayout
-from layouts.rows import Row
+from tests.layouts.gpt.rows import Layout
+from tests.layouts.hugging_face.rows import Layout as HuggingFaceLayout
+from tests.layouts.rows import Row
 
 FULL, LORA = "all", "adapters"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from layouts.gpt.rank import run
+from tests.layouts.gpt.rank import run
 
 from .gpus import take_a_share
 

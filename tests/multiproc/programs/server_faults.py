@@ -11,8 +11,8 @@ from typing import Any
 import byteps.torch as bps
 import torch
 
-from programs.job import Job
-from programs.server_optimizer import Pair, fingerprint
+from tests.multiproc.programs.job import Job
+from tests.multiproc.programs.server_optimizer import Pair, fingerprint
 
 STEPS = 5
 CLIPPED = 3

@@ -18,8 +18,8 @@ import torch
 from byteps.torch import ServerOptimizer
 from byteps.torch.server_state import ServerTensor, rule_of
 
-from programs.devices import device_of
-from programs.job import Job
+from tests.multiproc.programs.devices import device_of
+from tests.multiproc.programs.job import Job
 
 SHAPES = ((33, 65), (65,), (40, 33), (1,))
 STEPS = 5
