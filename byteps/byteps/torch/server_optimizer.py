@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from byteps.torch import engine
+from byteps.torch import engine, session
 from byteps.torch.server_state import (
     Bucket,
     Speculation,
@@ -120,11 +120,11 @@ class ServerOptimizer(torch.optim.Optimizer):
             for bucket in self._buckets:
                 bucket.tensor.load(0, bucket.parameters.float().cpu())
         self._take_parameters()
-        _live[engine.session(), name] = self
+        _live[session.number(), name] = self
 
     def _demand_free_name(self) -> None:
         """Members collect their garbage at different times, so they ask each other."""
-        key = engine.session(), self._name
+        key = session.number(), self._name
         if key in _live:
             gc.collect()
         holders = int(self._sum(float(key in _live), "holders"))
@@ -142,7 +142,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         parameters stay as they are.
         """
         self._is_closed = True
-        key = engine.session(), self._name
+        key = session.number(), self._name
         if _live.get(key) is self:
             del _live[key]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import byteps.torch as bps
 import torch
-from byteps.torch import nodes
+from byteps.torch.node_groups import NodeGroup, on_side_stream, wait_for_side_stream
 from byteps.torch.pieces import Piece, Range
 from byteps.torch.server_state import Rule, Segment, ServerTensor
 
@@ -25,7 +25,7 @@ together."""
 class OnHost:
     """The ranks of this host, which sum first."""
 
-    group: nodes.NodeGroup
+    group: NodeGroup
     local: int
     """This rank's place among them."""
     average: bool = False
@@ -211,10 +211,10 @@ class KeptTensor:
         if self._host is None:
             yield
             return
-        with torch.no_grad(), nodes.beside_the_caller(tensor):
+        with torch.no_grad(), on_side_stream(tensor):
             yield
         if joins:
-            nodes.await_beside(tensor)
+            wait_for_side_stream(tensor)
 
 
 def cut_segments(segments: Sequence[Segment], cut: Range, length: int) -> list[Segment]:

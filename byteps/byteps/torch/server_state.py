@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from byteps.torch import c_lib, engine
+from byteps.torch import c_lib
+from byteps.torch.declarations import TensorDeclaration, spec_of
+from byteps.torch.operations import start_update, wait_update
+from byteps.torch.tensors import current_stream
 
 Step = tuple[int, float, bool, list[tuple[float, float]]]
 """Number, factor of the gradients, whether to skip it, learning rate and weight decay by group."""
@@ -180,7 +183,7 @@ class ServerTensor:
 
     def __init__(
         self,
-        declaration: engine.TensorDeclaration,
+        declaration: TensorDeclaration,
         rule: Rule,
         segments: Sequence[Segment],
         *,
@@ -204,7 +207,7 @@ class ServerTensor:
         self.numel = declaration.numel
         self._device = torch.device(declaration.device)
         self._tensor = c_lib.UpdatedTensor(
-            *(engine.spec_of(declaration), rule.is_adamw, rule.groups, list(segments)),
+            *(spec_of(declaration), rule.is_adamw, rule.groups, list(segments)),
             *(in_order, speculative, counts_zeros),
         )
         self._sums = torch.empty(self._tensor.num_partitions(), 2, dtype=torch.float64)
@@ -226,7 +229,7 @@ class ServerTensor:
     def push_step(self, gradients: torch.Tensor, parameters: torch.Tensor, step: Step) -> int:
         """Start; the servers update as soon as they have the sum. Both may be one tensor."""
         where = gradients.data_ptr(), parameters.data_ptr()
-        return engine.move(
+        return start_update(
             lambda: self._tensor.push_step(*where, step, self._last_word(), self._stream()),
             *(gradients, parameters),
         )
@@ -234,7 +237,7 @@ class ServerTensor:
     def push_norm(self, gradients: torch.Tensor) -> int:
         """Start; the servers answer with the sum's squares."""
         where = gradients.data_ptr(), self._sums.data_ptr()
-        return engine.move(
+        return start_update(
             lambda: self._tensor.push_norm(*where, self._last_word(), self._stream()),
             gradients,
             numbers=self._sums,
@@ -249,7 +252,7 @@ class ServerTensor:
             verdict, self._is_open = self._last_word(), True
             return self._tensor.push_try(*where, step, verdict, self._stream())
 
-        return engine.move(start, gradients, parameters, numbers=self._sums)
+        return start_update(start, gradients, parameters, numbers=self._sums)
 
     def keep(self) -> None:
         """The step that was tried stands. Nothing is sent: what is started next says so."""
@@ -276,12 +279,12 @@ class ServerTensor:
             self._is_open, self._verdict = False, 0
             return self._tensor.step(parameters.data_ptr(), step, self._stream())
 
-        return engine.move(start, parameters)
+        return start_update(start, parameters)
 
     def load(self, slot: int, values: torch.Tensor) -> None:
         """Put fp32 values, on the CPU, into a slot. Slot 0 comes first and zeroes the others."""
         values = values.contiguous()
-        engine.wait(engine.move(lambda: self._tensor.load(slot, values.data_ptr()), values))
+        wait_update(start_update(lambda: self._tensor.load(slot, values.data_ptr()), values))
 
     def read(self, slot: int, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """The fp32 values of a slot, on the CPU: of elements `begin` to `end`, or to the last."""
@@ -291,15 +294,15 @@ class ServerTensor:
             return values
         # Other ranks have not said it yet, and this one says it again with its next push.
         where = begin, end, values.data_ptr()
-        engine.wait(engine.move(lambda: self._tensor.read(slot, *where, self._verdict), values))
+        wait_update(start_update(lambda: self._tensor.read(slot, *where, self._verdict), values))
         return values
 
     def wait(self, handle: int) -> None:
         """Until what was started has ended; raises BytePSError if it failed."""
-        engine.wait(handle)
+        wait_update(handle)
 
     def _stream(self) -> int:
-        return engine.current_stream(self._device)
+        return current_stream(self._device)
 
 
 class Bucket:
@@ -330,7 +333,7 @@ class Bucket:
         segments: list[Segment] = []
         for index, begin, parameter in self.places:
             add_segment(segments, begin + parameter.numel(), group_of[index])
-        declaration = engine.TensorDeclaration(
+        declaration = TensorDeclaration(
             name=name,
             dtype=self.parameters.dtype,
             numel=self.numel,

@@ -11,12 +11,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["byteps", "engine", "load", "nodes", "pieces", "server_nodes", "server_state"]
+__all__ = [
+    "byteps",
+    "engine",
+    "figures",
+    "hosts",
+    "load",
+    "nodes",
+    "pieces",
+    "server_nodes",
+    "server_state",
+]
 
 if TYPE_CHECKING:
     # So that type checkers find calls of what these modules do not have.
     import byteps.torch as byteps
-    from byteps.torch import engine, nodes, pieces, server_nodes, server_state
+    from byteps.torch import engine, figures, hosts, nodes, pieces, server_nodes, server_state
 else:
 
     def __getattr__(name: str) -> Any:

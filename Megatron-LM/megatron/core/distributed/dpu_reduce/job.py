@@ -69,13 +69,13 @@ def joined() -> Job:
 
 def _meet() -> Job:
     """Learn every rank's host and link; all ranks call this."""
-    bps, node = bytepslib.byteps, bytepslib.nodes
+    bps, setting = bytepslib.byteps, bytepslib.figures.setting
     mine = (
-        node.host_name(),
-        float(node.setting("BYTEPS_SERVER_LINK_GBPS")),
-        -1 if _embedded() else int(node.setting("BYTEPS_LOCAL_SERVERS")),
-        int(node.setting("BYTEPS_SERVERS_PER_MACHINE")),
-        node.setting("BYTEPS_MEASURE_LINKS") == "1" and not float(node.setting("BYTEPS_LINK_GBPS")),
+        bytepslib.hosts.host_name(),
+        float(setting("BYTEPS_SERVER_LINK_GBPS")),
+        -1 if _embedded() else int(setting("BYTEPS_LOCAL_SERVERS")),
+        int(setting("BYTEPS_SERVERS_PER_MACHINE")),
+        setting("BYTEPS_MEASURE_LINKS") == "1" and not float(setting("BYTEPS_LINK_GBPS")),
     )
     told: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(told, mine)

@@ -160,7 +160,7 @@ class ServerOptimizer(MegatronOptimizer):
         for group, kind in ((dense_group, "buffers"), (expert_group, "expert_parallel_buffers")):
             if group is not None:
                 server_routes.keep_copies_alike(model_chunks, kind, group)
-        checks = bytepslib.nodes.setting("BYTEPS_CHECK_GRADIENTS") == "1"
+        checks = bytepslib.figures.setting("BYTEPS_CHECK_GRADIENTS") == "1"
         summed_later = SummedLater(get_model_config(model_chunks[0]), tp_group, pp_group)
         for chunk in model_chunks:
             names = {parameter: name for name, parameter in chunk.named_parameters()}
