@@ -13,15 +13,17 @@ uses: they may be written while training goes on. One rank of each group loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...dist_checkpointing.dict_utils import nested_values
 from ...dist_checkpointing.mapping import ShardedBase
 from ...dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from .server_buckets import ServerBucket
 from .server_shards import is_saved, pieces, with_values
+
+if TYPE_CHECKING:
+    from byteps.torch.server_bucket import ServerBucket
 
 SHARDING = "fully_reshardable"
 """As Megatron's metadata of a checkpoint calls this form."""

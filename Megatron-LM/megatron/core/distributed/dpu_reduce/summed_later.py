@@ -51,7 +51,7 @@ class SummedLater:
         """Whether all gradients are."""
         return bool(self._config.calculate_per_token_loss)
 
-    def __call__(self, parameter: torch.nn.Parameter, name: str) -> bool:
+    def __call__(self, parameter: torch.Tensor, name: str) -> bool:
         if self.are_all:
             return True
         if self._tensor_parallel and (
