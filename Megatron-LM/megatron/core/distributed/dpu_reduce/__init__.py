@@ -32,7 +32,12 @@ Megatron calls this module at these places, each a hook of a line or two:
 ``measure``            how fast they are on these links
 ``table``              what was chosen, in words
 ``job``                hosts and links of the job
-``plan``               the operation of each bucket
+``plan``               gives each bucket of a model its operation, from:
+``bucket_op``          what the operation of a bucket is
+``decisions``          the route of each bucket group of a model
+``trials``             how to try each route
+``node_sums``          sums inside hosts first
+``declared``           what the servers are told
 ``sums``               the sums under way
 ``summed_later``       gradients that change after the backward pass, apart
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update
@@ -51,9 +56,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from .bucket_op import BucketOp
 from .job import initialize
 from .naming import bucket_name, group_name
-from .plan import BucketOp, forget, register
+from .plan import forget, register
 from .refusals import refuse_fsdp, validate_args, validate_ddp_config
 from .summed_later import apart
 from .sums import GradSyncHandle, start_grad_sync, takes

@@ -67,6 +67,11 @@ def joined() -> Job:
     return _job
 
 
+def ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of a group, in its order."""
+    return tuple(torch.distributed.get_process_group_ranks(group))
+
+
 def _meet() -> Job:
     """Learn every rank's host and link; all ranks call this."""
     bps, setting = bytepslib.byteps, bytepslib.figures.setting

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from byteps.torch.server_rule import Rule
 
     from ..param_and_grad_buffer import _ParamAndGradBucket
-    from .plan import BucketOp
+    from .bucket_op import BucketOp
 
 _CHANGED = (
     "something sums or scales them after the backward pass that dpu_reduce/summed_later.py does "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from . import bytepslib
-from .plan import BucketOp
+from .bucket_op import BucketOp
 from .routes import COLLECTIVE
 
 if TYPE_CHECKING:
