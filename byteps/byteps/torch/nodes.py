@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from byteps.torch import engine, session
+from byteps.torch import engine, ops, session
 from byteps.torch.figures import setting
 from byteps.torch.hosts import HostLayout, host_name
 from byteps.torch.node_groups import (
@@ -208,8 +208,7 @@ class NodeSum:
                 flat.div_(self.node.size)
             for piece, push in zip(self.pieces, pushes, strict=True):
                 part = scatter(flat, piece, self.node, local)
-                handle = engine.start(
-                    part,
+                handle = ops.push_pull_async_inplace(
                     part,
                     average=self.average,
                     name=push.name,
@@ -247,7 +246,7 @@ class PendingNodeSum:
             return
         with torch.no_grad(), on_side_stream(self.flat):
             for piece, part, handle in pending:
-                engine.synchronize(handle)
+                ops.synchronize(handle)
                 if piece.gather:
                     (ranges,) = piece.scatters
                     gather(self.flat[ranges[0][0] : ranges[-1][1]], piece, part, self.node)
