@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import bytepslib
+from .sums import GradSyncHandle
 
 if TYPE_CHECKING:
     from byteps.torch.gradient_check import GradientCheck
     from byteps.torch.server_bucket import BucketSpec, ServerBucket
     from byteps.torch.server_rule import Rule
 
-    from ..param_and_grad_buffer import _ParamAndGradBucket
+    from ..distributed_data_parallel import DistributedDataParallel
+    from ..param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
     from .bucket_op import BucketOp
 
 _CHANGED = (
@@ -106,3 +108,49 @@ def _spec(bucket: _ParamAndGradBucket, rule: Rule, *, average: bool, in_order: b
         ),
         in_order=in_order,
     )
+
+
+def start_update(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | None:
+    """In place of :func:`.sums.start_grad_sync`, where servers keep the optimizer.
+
+    The gradients stay as they are: Megatron sums them over other groups next, and the step of the
+    optimizer sends them. With ``overlap_grad_reduce`` those that nothing will change any more are
+    sent now.
+
+    Returns:
+        with ``overlap_grad_reduce`` a handle, for which there is nothing to wait.
+
+    Raises:
+        byteps.torch.BytePSError: an earlier step failed, or a rank or a server was lost.
+        RuntimeError: no optimizer was made for the model.
+    """
+    _demand_optimizer(bucket_group)
+    if not bucket_group.ddp_config.overlap_grad_reduce:
+        return None
+    for bucket in bucket_group.buckets:
+        if bucket.grad_data.numel() > 0:
+            bucket.dpu_optimizer.bucket_is_ready(bucket.dpu_server_bucket)
+    return GradSyncHandle([])
+
+
+def forget_pushes(ddp: DistributedDataParallel) -> None:
+    """Wait until nothing reads or writes the memory of gradients that were sent early.
+
+    Raises:
+        byteps.torch.BytePSError: a rank or a server was lost.
+    """
+    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+        for bucket in buffer.buckets:
+            server_bucket = getattr(bucket, "dpu_server_bucket", None)
+            if server_bucket is not None:
+                server_bucket.forget_push()
+
+
+def _demand_optimizer(bucket_group: _ParamAndGradBucketGroup) -> None:
+    """Nobody would sum the gradients of a bucket that no optimizer has taken."""
+    for bucket in bucket_group.buckets:
+        if bucket.grad_data.numel() > 0 and not hasattr(bucket, "dpu_server_bucket"):
+            raise RuntimeError(
+                "--dpu-optimizer: a model was wrapped for it, but its optimizer was not made by "
+                "get_megatron_optimizer()"
+            )
