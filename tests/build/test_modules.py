@@ -45,8 +45,8 @@ MODULES = {
     "byteps/torch/server_tensor.py": "tests/multiproc/test_server_optimizer.py",
     "byteps/torch/server_transfer.py": "tests/unit/test_server_nodes.py",
     "byteps/torch/session.py": "tests/multiproc/test_lifecycle.py",
-    "byteps/torch/speculation.py": "tests/multiproc/test_server_optimizer.py",
-    "byteps/torch/step_machine.py": "tests/multiproc/test_server_optimizer.py",
+    "byteps/torch/speculation.py": "tests/unit/test_step_machine.py",
+    "byteps/torch/step_machine.py": "tests/unit/test_step_machine.py",
     "byteps/torch/tensors.py": "tests/unit/test_known_memory.py",
 }
 """All modules of the wheel, and what tries each on a CPU. Another one is left out of the wheel
