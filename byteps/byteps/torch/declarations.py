@@ -77,7 +77,7 @@ def declare(tensors: Sequence[TensorDeclaration]) -> None:
 
 
 def link_gbps() -> float:
-    """Gbit/s each way of the slowest worker's network card; 0 where one of them is not known."""
+    """Gbit/s each way of the slowest worker's NIC; 0 where one of them is not known."""
     session.launched()
     return c_lib.link_gbps()
 

@@ -16,7 +16,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def host_name() -> str:
     """What tells this host from others: BYTEPS_HOST_ID, or the host name and the kernel's boot id.
 
-    Ranks with the same name are taken to share a network card and to reach each other without it.
+    Ranks with the same name are taken to share a NIC and to reach each other without it.
     """
     given = setting("BYTEPS_HOST_ID")
     if given:

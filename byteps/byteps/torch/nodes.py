@@ -1,9 +1,9 @@
 """Sums over ranks of which several share a host: inside the host first, then between the hosts.
 
-A host whose r ranks each push a whole tensor sends r times its bytes through one network card. Here
+A host whose r ranks each push a whole tensor sends r times its bytes through one NIC. Here
 the ranks of a host reduce-scatter the tensor among themselves (NVLink, or shared memory), each
 pushes and pulls the sum of its part together with the ranks of the same local index on the other
-hosts, and an all-gather inside the host puts the parts together. The card then carries the tensor
+hosts, and an all-gather inside the host puts the parts together. The NIC then carries the tensor
 once each way. With a sharded optimizer a part consists of the shards that the ranks of one local
 index own, each rank pulls its own shard, and nothing is gathered.
 
@@ -225,7 +225,7 @@ class NodeSum:
 
 @dataclass(kw_only=True)
 class PendingNodeSum:
-    """A sum under way, and the tensors that must live as long."""
+    """A sum in flight, and the tensors that must live as long."""
 
     flat: torch.Tensor
     node: NodeGroup

@@ -135,7 +135,7 @@ def start_update(
     Args:
         start: starts it, and returns its handle.
         tensors: whose memory it reads or writes; they live until it has ended.
-        numbers: likewise, a few on the CPU that come with an answer.
+        numbers: as `tensors`: a few values on the CPU that come with an answer.
 
     Raises:
         BytePSError: the job failed.

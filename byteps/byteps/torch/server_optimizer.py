@@ -195,7 +195,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._machine.update(self.param_groups)
             return
         self._machine.push(self.param_groups)
-        # The same bits on all members, whatever their processors: fsum rounds once.
+        # The same bits on all members, whatever their CPUs: fsum rounds once.
         self.last_norm = math.sqrt(math.fsum(part for b in self._buckets for part in b.squares))
         is_finite = math.isfinite(self.last_norm)
         self._machine.finish(scale=clip_scale(self.last_norm, self.max_norm), skip=not is_finite)

@@ -24,7 +24,8 @@ Start = Callable[[ServerTensor, torch.Tensor, torch.Tensor], int]
 """Starts an operation on a shard and returns its handle: with what is sent, and where parameters
 come down to (the memory of what is sent, where none do)."""
 Restart = Callable[[ServerTensor, torch.Tensor], int]
-"""Likewise of a shard whose gradients were pushed before: with the place for its parameters."""
+"""Starts an operation on a shard whose gradients were pushed, and returns its handle: with where
+its parameters come down to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ def init(lazy: bool = True) -> None:
 
     Rank and size are the launcher's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the
     scheduler's address is DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT.  Without an address a scheduler
-    and servers are started beside the ranks and end with them (embedded mode).  Does nothing when
+    and servers are started next to the ranks and end with them (embedded mode).  Does nothing when
     initialised.
 
     Args:
@@ -100,14 +100,14 @@ def init(lazy: bool = True) -> None:
 
 
 def shutdown() -> None:
-    """Finish what is under way, leave the job, close all connections.
+    """Finish what is in flight, leave the job, close all connections.
 
     The cluster ends when all workers have left.  Others that wait for a push of this worker get an
     error.  Does nothing when not initialised, nor in a process that was forked from the worker:
     what it has of the job belongs to its parent.
 
     After a failure `init` may be called again, with another RANK and WORLD_SIZE too, where there is
-    a scheduler to join: one with ``--keep`` takes the next incarnation of the job, and in embedded
+    a scheduler to join: one with ``--keep`` takes the next restart of the job, and in embedded
     mode new ones are started.  To such a scheduler a worker in which a sum failed has failed.
     Tensors are declared anew and handles of the last job are none any more.
 
