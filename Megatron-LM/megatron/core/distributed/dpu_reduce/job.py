@@ -96,7 +96,7 @@ def _meet() -> Job:
             )
     count = len(bps.bytes_per_server(1, name="count"))
     servers = _servers(len(numbers), count, local[0], per_machine[0])
-    # One plan for all ranks: the slowest card decides, and a rate that a rank does not know is not
+    # One plan for all ranks: the slowest NIC decides, and a rate that a rank does not know is not
     # known.
     host, server = bytepslib.engine.link_gbps(), min(server_rates)
     return Job(

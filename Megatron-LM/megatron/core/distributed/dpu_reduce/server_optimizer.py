@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from ...optimizer.optimizer_config import OptimizerConfig
     from ..distributed_data_parallel import DistributedDataParallel
+    from ..param_and_grad_buffer import _ParamAndGradBuffer
 
 _logger = logging.getLogger(__name__)
 
@@ -90,6 +91,16 @@ def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.o
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, **common)
 
 
+def _refuse_own_norms(param_groups: Sequence[dict[str, Any]]) -> None:
+    for group in param_groups:
+        for parameter in group["params"]:
+            if getattr(parameter, GRAD_NORM_GROUP_ATTR, None) is not None:
+                raise ValueError(
+                    "--dpu-optimizer does not work with parameters whose gradients are clipped by "
+                    "a norm of their own, as those of multi-token prediction"
+                )
+
+
 class ServerOptimizer(MegatronOptimizer):
     """Sends gradients to the servers, which update, and takes the parameters that come back.
 
@@ -117,6 +128,7 @@ class ServerOptimizer(MegatronOptimizer):
             tp_group: the tensor-parallel ranks, and `expert_tp_group` those of experts.
             pp_group: the pipeline's ranks.
         """
+        _refuse_own_norms(param_groups)
         super().__init__(_container(config, param_groups), config)
         self.model_chunks = list(model_chunks)
         self.grad_stats_parallel_group = dense_group
@@ -133,64 +145,73 @@ class ServerOptimizer(MegatronOptimizer):
         )
         self._loaded = False
         """Whether the servers have parameters."""
-        group_of: dict[torch.Tensor, int] = {}
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                if getattr(parameter, GRAD_NORM_GROUP_ATTR, None) is not None:
-                    raise ValueError(
-                        "--dpu-optimizer does not work with parameters whose gradients are clipped "
-                        "by a norm of their own, as those of multi-token prediction"
-                    )
-                group_of[parameter] = index
         # A rank whose parameters are all frozen has no bucket, and takes part in the norm.
         self._device = next(p.device for chunk in model_chunks for p in chunk.parameters())
         self._dense: list[ServerBucket] = []
         self._expert: list[ServerBucket] = []
         self._early: set[ServerBucket] = set()
         """Whose gradients are sent while the backward pass runs."""
-        # Copies of a parameter, whose gradients are the same, have to stay the same to the bit.
-        has_copies = any(
-            group is not None and group.size() > 1 for group in (dense_group, expert_group)
-        )
         for group, kind in ((dense_group, "buffers"), (expert_group, "expert_parallel_buffers")):
             if group is not None:
                 server_routes.keep_copies_alike(model_chunks, kind, group)
-        checks = bytepslib.figures.setting("BYTEPS_CHECK_GRADIENTS") == "1"
         summed_later = SummedLater(get_model_config(model_chunks[0]), tp_group, pp_group)
         for chunk in model_chunks:
-            names: dict[torch.Tensor, str] = {
-                parameter: name for name, parameter in chunk.named_parameters()
-            }
-            for buckets, buffers in (
-                (self._dense, chunk.buffers),
-                (self._expert, chunk.expert_parallel_buffers),
-            ):
-                for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-                    if bucket.grad_data.numel() == 0:
-                        continue
-                    mine = make_server_bucket(
-                        bucket,
-                        average=chunk.ddp_config.average_in_collective,
-                        rule=self._rule,
-                        group_of=group_of,
-                        counts=self._counts,
-                        in_order=has_copies,
-                        speculative=self._speculation.is_on,
-                        counts_zeros=self._counts_zeros,
-                        checked=names if checks else None,
-                    )
-                    bucket.dpu_server_bucket, bucket.dpu_optimizer = mine, self
-                    buckets.append(mine)
-                    if chunk.ddp_config.overlap_grad_reduce and not any(
-                        summed_later(parameter, names[parameter]) for _, parameter in mine.places
-                    ):
-                        self._early.add(mine)
+            self._dense += self._take_buckets(chunk, chunk.buffers, summed_later)
+            self._expert += self._take_buckets(chunk, chunk.expert_parallel_buffers, summed_later)
         self._buckets = self._dense + self._expert
         self._machine = bytepslib.step_machine.StepMachine(
             self._buckets, self._rule, self._speculation, name="--dpu-optimizer"
         )
         self.is_stub_optimizer = not self._buckets
         self._scale = torch.ones(1, dtype=torch.float32, device=self._device)
+
+    def _take_buckets(
+        self,
+        chunk: DistributedDataParallel,
+        buffers: Sequence[_ParamAndGradBuffer],
+        summed_later: SummedLater,
+    ) -> list[ServerBucket]:
+        """Tell the servers of the buckets of a model chunk, which then have a ``dpu_server_bucket``
+        and this optimizer."""
+        # Copies of a parameter, whose gradients are the same, have to stay the same to the bit.
+        has_copies = any(
+            group is not None and group.size() > 1
+            for group in (self.grad_stats_parallel_group, self._expert_group)
+        )
+        checks = bytepslib.figures.setting("BYTEPS_CHECK_GRADIENTS") == "1"
+        names: dict[torch.Tensor, str] = {
+            parameter: name for name, parameter in chunk.named_parameters()
+        }
+        group_of, taken = self._group_of(), []
+        for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+            if bucket.grad_data.numel() == 0:
+                continue
+            mine = make_server_bucket(
+                bucket,
+                average=chunk.ddp_config.average_in_collective,
+                rule=self._rule,
+                group_of=group_of,
+                counts=self._counts,
+                in_order=has_copies,
+                speculative=self._speculation.is_on,
+                counts_zeros=self._counts_zeros,
+                checked=names if checks else None,
+            )
+            bucket.dpu_server_bucket, bucket.dpu_optimizer = mine, self
+            taken.append(mine)
+            if chunk.ddp_config.overlap_grad_reduce and not any(
+                summed_later(parameter, names[parameter]) for _, parameter in mine.places
+            ):
+                self._early.add(mine)
+        return taken
+
+    def _group_of(self) -> dict[torch.Tensor, int]:
+        """The index of each parameter's group."""
+        return {
+            parameter: index
+            for index, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        }
 
     def _counts(self, parameter: torch.Tensor) -> bool:
         """Whether this rank's copy is the one of Megatron's norm."""
@@ -212,7 +233,7 @@ class ServerOptimizer(MegatronOptimizer):
         Raises:
             byteps.torch.BytePSError: a rank or a server was lost. The parameters may be those of
                 this step on some servers and of the last one on others.
-            RuntimeError: likewise, another rank of this host was lost.
+            RuntimeError: another rank of this host was lost, with the same effect.
             ValueError: a parameter group changed in what servers were told once.
         """
         self._machine.demand_no_failure()

@@ -22,7 +22,7 @@ class _Pending(Protocol):
 
 
 class _PushPull:
-    """A push-pull of a whole bucket that is under way."""
+    """A push-pull of a whole bucket in flight."""
 
     def __init__(self, handle: Any, tensor: torch.Tensor) -> None:
         self._handle = handle
@@ -34,7 +34,7 @@ class _PushPull:
 
 
 class GradSyncHandle:
-    """The sums of a bucket group that are under way; stands in for torch's Work."""
+    """The sums of a bucket group in flight; stands in for torch's Work."""
 
     def __init__(self, pending: Sequence[_Pending]) -> None:
         self._pending = list(pending)
