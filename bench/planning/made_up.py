@@ -17,7 +17,7 @@ from unittest import mock
 import byteps.torch as bps
 import torch
 from byteps.cost_model import Servers
-from byteps.torch import c_lib, engine, nodes
+from byteps.torch import c_lib, declarations, in_flight, nodes, session
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
@@ -87,7 +87,7 @@ class MadeUp:
             network=Network(servers=servers, host_rate=RATE, server_rate=None),
             measures=False,
         )
-        launch = engine._Launch(rank=self.rank, size=self.ranks, local_rank=0, local_size=1)
+        launch = session.Launch(rank=self.rank, size=self.ranks, local_rank=0, local_size=1)
         declared: list[Any] = []
         with contextlib.ExitStack() as stack:
             for owner, name, value in (
@@ -96,8 +96,8 @@ class MadeUp:
                 (job, "initialize", lambda: None),
                 (job, "_job", told),
                 (nodes, "groups", SimpleNamespace(get=lambda ranks, *_: _node_of(ranks))),
-                (engine, "_launch", launch),
-                (engine, "partition_bytes", lambda nbytes, **_: min(nbytes, PARTITION)),
+                (session, "_launch", launch),
+                (declarations, "partition_bytes", lambda nbytes, **_: min(nbytes, PARTITION)),
                 (bps, "partition_count", lambda nbytes, **_: -(-nbytes // PARTITION)),
                 (bps, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
                 (nodes.engine, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
@@ -109,7 +109,7 @@ class MadeUp:
                 yield declared
             finally:
                 plan.forget()
-                engine._in_flight.clear()
+                in_flight.forget()
 
 
 class _Group:

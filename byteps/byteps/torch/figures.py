@@ -71,6 +71,19 @@ def print_config() -> None:
     print(c_lib.config(), end="")
 
 
+def setting(name: str) -> str:
+    """The value in force of a setting of byteps/base/config.cc, as text.
+
+    Raises:
+        BytePSError: a setting has a value that it may not have.
+    """
+    prefix = f"{name}="
+    for line in c_lib.config().splitlines():
+        if line.startswith(prefix):
+            return line.removeprefix(prefix).removesuffix("  # default")
+    raise KeyError(name)
+
+
 def get_pushpull_speed() -> tuple[int, float]:
     """(ms since the epoch, MB/s of tensors summed over the last 10 s; 0.0 if there were none)."""
     return c_lib.pushpull_speed()
