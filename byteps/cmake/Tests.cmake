@@ -26,6 +26,8 @@ if(GTest_FOUND)
     tests/engine/remains_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
+    tests/net/link/receipts_test.cc
+    tests/net/link/replay_log_test.cc
     tests/net/membership/membership_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/pending_peers_test.cc

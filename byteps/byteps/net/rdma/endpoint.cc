@@ -153,7 +153,6 @@ void Endpoint::SendNext(Turn* turn) {
 }
 
 void Endpoint::Sent(Sending* sending, OutgoingPtr message) {
-  sent_.Posted();
   PS_INVARIANT_NOTED("bytes queued are those of the messages queued",
                      queued_bytes_ >= message->bytes(),
                      std::to_string(message->bytes()) + " of " + std::to_string(queued_bytes_));
@@ -163,7 +162,8 @@ void Endpoint::Sent(Sending* sending, OutgoingPtr message) {
     ++counters_->messages_sent;
     counters_->bytes_sent += message->bytes();
   }
-  sending->message = std::move(message);
+  sending->ends_message = true;
+  log_.Add(std::move(message));
 }
 
 void Endpoint::SendCts(Turn* turn) {
@@ -295,10 +295,14 @@ void Endpoint::Close(const std::string& reason, Turn* turn, bool by_peer) {
   // until the device has given the requests back.
   for (auto& message : outbox_) turn->done.push_back(std::move(message));
   for (auto& request : requested_) turn->done.push_back(std::move(request.second));
-  for (auto& message : sent_.TakeAll()) turn->done.push_back(std::move(message));
+  if (!connection_ || connection_->reads_no_message()) LetGoOfLog(turn);
   outbox_.clear();
   requested_.clear();
   ctss_.clear();
+}
+
+void Endpoint::LetGoOfLog(Turn* turn) {
+  for (auto& message : log_.TakeAll()) turn->done.push_back(std::move(message));
 }
 
 bool Endpoint::closed() {

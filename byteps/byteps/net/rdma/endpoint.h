@@ -12,8 +12,8 @@
 // A connection that breaks.  The queue pair is stopped, and destroyed when its device has given
 // all requests back: nothing is read or written any more.  What was being received is dropped;
 // what was being sent waits.  Who had connected connects again, with another queue pair, and
-// each side first says how many messages it has received (sent_messages.h).  What the peer has
-// not is sent again, in the same order, and nothing else before that is known.  So each message
+// each side first says how many messages it has received (net/link/replay_log.h).  What the peer
+// has not is sent again, in the same order, and nothing else before that is known.  So each message
 // comes exactly once.  After BYTEPS_RECONNECT_TIMEOUT_S without a connection the endpoint closes.
 //
 // No thread waits in here, but for Abandon.
@@ -34,10 +34,10 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/link/endpoint_counters.h"
 #include "byteps/net/link/link_outage.h"
+#include "byteps/net/link/replay_log.h"
 #include "byteps/net/rdma/message_parts.h"
 #include "byteps/net/rdma/pool.h"
 #include "byteps/net/rdma/registrar.h"
-#include "byteps/net/rdma/sent_messages.h"
 #include "byteps/net/rdma/settings.h"
 #include "byteps/net/rdma/verbs.h"
 #include "byteps/net/rdma/wire.h"
@@ -199,10 +199,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // A request to the device that has not completed.
   struct Sending {
-    OutgoingPtr message;  // that it completes, if it does
-    uint8_t type = 0;     // a FrameType; 0: a write
-    uint64_t key = 0;     // of the message
-    uint32_t bytes = 0;   // of a write
+    bool ends_message = false;  // the next in the log has arrived with it
+    uint8_t type = 0;           // a FrameType; 0: a write
+    uint64_t key = 0;           // of the message
+    uint32_t bytes = 0;         // of a write
   };
 
   // Where the device writes.
@@ -250,6 +250,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     uint64_t posted_bytes = 0;     // of writes that have not completed
 
     bool sends_completed() const { return free_slots.size() == sending.size(); }
+    // Whether the device has none of the messages in the log: it has given those of the last
+    // connection back, and this one was sent none yet.
+    bool reads_no_message() const { return !resumed || sends_completed(); }
     bool drained() const { return receives_posted == 0 && sends_completed(); }
     bool can_send() const { return !free_slots.empty() && credits > 1; }
   };
@@ -275,6 +278,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool PostSend(ibv_send_wr* request, Turn* turn) PS_REQUIRES(mu_);
   // The device has the request that completes the message, and tells when it has arrived.
   void Sent(Sending* sending, OutgoingPtr message) PS_REQUIRES(mu_);
+  // The device reads none of the messages in the log any more, and nobody sends them again.
+  void LetGoOfLog(Turn* turn) PS_REQUIRES(mu_);
   void Complete(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
   void CompleteSend(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
   void BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) PS_REQUIRES(mu_);
@@ -344,7 +349,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::unique_ptr<Connection> connection_ PS_GUARDED_BY(mu_);
   bool in_outage_ PS_GUARDED_BY(mu_) = false;  // until both ends have said what they have
   LinkOutage outage_ PS_GUARDED_BY(mu_);
-  SentMessages<OutgoingPtr> sent_ PS_GUARDED_BY(mu_);
+  // Whose request the device has, or has given back without a word of the peer's.
+  ReplayLog<OutgoingPtr> log_ PS_GUARDED_BY(mu_);
   uint64_t received_ PS_GUARDED_BY(mu_) = 0;  // messages that came whole
   size_t begun_again_ PS_GUARDED_BY(mu_) =
       0;  // messages of ours that are sent once more, since it was resumed

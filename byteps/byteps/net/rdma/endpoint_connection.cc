@@ -304,7 +304,7 @@ void Endpoint::ReadResume(const char* body, uint32_t bytes, Turn* turn) {
     throw dmlc::Error("it sent a frame that does not parse (what it has received)");
   }
   connection_->resumed = true;
-  std::vector<OutgoingPtr> again = sent_.Resume(resume.received, &turn->done);
+  auto again = log_.Resume(resume.received, &turn->done);
   for (auto it = again.rbegin(); it != again.rend(); ++it) {
     queued_bytes_ += (*it)->bytes();
     (*it)->written = 0;

@@ -99,11 +99,18 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
     }
     BreakAfter(wc, "sending " + std::string(kWhat[sending.type]) + key + " failed: ", turn);
   }
-  if (!sending.message) return;
-  if (wc.status == IBV_WC_SUCCESS || state_ == State::kClosed) {
-    turn->done.push_back(std::move(sending.message));
-  } else {
-    sent_.GaveBack(std::move(sending.message));
+  const bool ends_message = std::exchange(sending.ends_message, false);
+  if (state_ == State::kClosed) {
+    if (connection_->sends_completed()) LetGoOfLog(turn);
+    return;
+  }
+  // Requests come back in the order in which they were posted.  Whether the peer has the message of
+  // one that failed, the peer says.
+  if (!ends_message || wc.status != IBV_WC_SUCCESS) return;
+  try {
+    log_.Arrived(log_.arrived() + 1, &turn->done);
+  } catch (const std::exception& e) {
+    Close(e.what(), turn);
   }
 }
 

@@ -103,7 +103,7 @@ void Connection::Enqueue(OutgoingPtr outgoing) {
 
 bool Connection::TakeBatch() {
   size_t bytes = 0, vectors = 0;
-  const uint64_t received = received_;
+  const uint64_t received = receipts_.received();
   while (vectors < kMaxVectors) {
     auto& queue = !again_.empty() ? again_ : !urgent_.empty() ? urgent_ : bulk_;
     if (queue.empty()) break;
@@ -113,10 +113,7 @@ bool Connection::TakeBatch() {
     queue.pop_front();
     bytes += next->bytes;
     vectors += 1 + next->values.size();
-    if (next->type == kMessage && next->number == 0) {
-      next->number = ++last_number_;
-      flying_.push_back(next);
-    }
+    if (next->type == kMessage) log_.Add(next);
     std::string told;
     ByteWriter(&told).Int<uint64_t>(received);
     next->head.replace(kReceivedOffset, told.size(), told);
@@ -124,7 +121,7 @@ bool Connection::TakeBatch() {
   }
   batch_done_ = 0;
   if (batch_.empty()) return false;
-  told_ = received;
+  receipts_.Told(received);
   return true;
 }
 
@@ -249,7 +246,7 @@ bool Connection::flushed() {
 bool Connection::all_arrived() {
   MutexLock lock(&mu_);
   if (state_ == State::kClosed) return true;
-  return again_.empty() && urgent_.empty() && bulk_.empty() && flying_.empty();
+  return again_.empty() && urgent_.empty() && bulk_.empty() && log_.empty();
 }
 
 void Connection::CloseWhenFlushed() {
@@ -278,7 +275,7 @@ void Connection::Close(const Ending& ending) {
     urgent.swap(urgent_);
     bulk.swap(bulk_);
     again.swap(again_);
-    flying.swap(flying_);
+    flying = log_.TakeAll();
     // Who is writing sees that it is closed, and lets go of the batch.
     if (!writing_) batch.swap(batch_);
     queued_bytes_ = 0;

@@ -35,6 +35,8 @@
 #include "byteps/base/mutex.h"
 #include "byteps/net/auth/secret.h"
 #include "byteps/net/link/link_outage.h"
+#include "byteps/net/link/receipts.h"
+#include "byteps/net/link/replay_log.h"
 #include "byteps/net/tcp/memory_pool.h"
 #include "byteps/net/tcp/poller.h"
 #include "byteps/net/tcp/stream.h"
@@ -160,7 +162,6 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
     std::vector<SArray<char>> values;
     size_t bytes = 0;
     FrameType type = kMessage;
-    uint64_t number = 0;  // of a message, from 1, in the order in which they are written
   };
   using OutgoingPtr = std::shared_ptr<Outgoing>;
   using OutgoingList = std::deque<OutgoingPtr>;
@@ -217,8 +218,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   std::string GivenUp() const;
   // The other end has received so many messages.
   void OnReceived(uint64_t received);
-  void LetArrive(uint64_t received) PS_REQUIRES(mu_);
-  void CheckFlying(uint64_t received) const PS_REQUIRES(mu_);
+  // What has arrived since there were so many in the list is not read from any more.
+  void TakeBackFrom(size_t first);
   // Tells the other end what has come, soon or when there is enough of it.
   void TellReceived();
 
@@ -253,12 +254,10 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   OutgoingList urgent_ PS_GUARDED_BY(mu_);  // few bytes
   OutgoingList bulk_ PS_GUARDED_BY(mu_);
   OutgoingList again_ PS_GUARDED_BY(mu_);  // were sent over a socket that broke: before all others
-  OutgoingList flying_
-      PS_GUARDED_BY(mu_);  // messages that were taken to be written, and did not arrive yet
-  uint64_t last_number_ PS_GUARDED_BY(mu_) = 0;
-  bool writing_ PS_GUARDED_BY(mu_) = false;   // somebody is in Drain
-  bool blocked_ PS_GUARDED_BY(mu_) = false;   // the socket took no more: the poller will tell
-  bool writable_ PS_GUARDED_BY(mu_) = false;  // it told while somebody was writing
+  ReplayLog<OutgoingPtr> log_ PS_GUARDED_BY(mu_);  // of messages that were taken to be written
+  bool writing_ PS_GUARDED_BY(mu_) = false;        // somebody is in Drain
+  bool blocked_ PS_GUARDED_BY(mu_) = false;        // the socket took no more: the poller will tell
+  bool writable_ PS_GUARDED_BY(mu_) = false;       // it told while somebody was writing
   bool close_when_flushed_ PS_GUARDED_BY(mu_) = false;
   bool goodbye_sent_ PS_GUARDED_BY(mu_) = false;
   Ending ending_ PS_GUARDED_BY(mu_);
@@ -300,11 +299,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   OutgoingList arrived_;
   uint64_t arrived_number_ = 0;
 
-  // What came whole, and what of it the other end was told.
-  std::atomic<uint64_t> received_{0};
-  std::atomic<uint64_t> told_{0};
-  size_t untold_bytes_ = 0;     // of the poller's thread
-  bool telling_later_ = false;  // likewise
+  Receipts receipts_;
 
   Mutex receive_mu_;
   // Of the poller's thread, but for place_ and drop_.

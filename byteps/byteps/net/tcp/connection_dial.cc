@@ -206,7 +206,7 @@ bool Connection::ShakeHands() {
 
 void Connection::SayHello(const Socket& socket) {
   hello_.authenticates = settings_->secret.is_there();
-  hello_.received = received_;
+  hello_.received = receipts_.received();
   hello_.nonce = auth::NewNonce();
   const std::string hello = hello_.Encode();
   said_ = socket->binding() + hello;

@@ -4,7 +4,6 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/base/probe.h"
-#include "byteps/net/link/invariant.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/delivery.h"
 #include "byteps/net/tcp/handover.h"
@@ -14,11 +13,6 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// What has come is told at once when it is so much, and soon otherwise: the other end keeps it
-// until then, and may wait for that to send more.
-constexpr size_t kTellBytes = 64 << 10;
-constexpr uint64_t kTellMessages = 64;
-constexpr auto kTellSoon = std::chrono::milliseconds(20);
 // What a new socket has at least for the first acknowledgement, or a quarter of
 // BYTEPS_RECONNECT_TIMEOUT_S; and when that is looked for.
 constexpr auto kAcknowledgementTime = std::chrono::seconds(5);
@@ -204,7 +198,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   Detach(State::kWaiting);
   const int number = socket->fd();
   SetOptions(number, settings_->silence_s);
-  reply.received = received_;
+  reply.received = receipts_.received();
   answer();
   Address address;
   address.length = sizeof(address.storage);
@@ -225,6 +219,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
 
 void Connection::Resume(uint64_t received) {
   size_t again = 0;
+  OutgoingList replayed;
   bool writes = false;
   bool sends = false;
   // Before anything behind the greeting is written.
@@ -232,15 +227,12 @@ void Connection::Resume(uint64_t received) {
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
-    const uint64_t gone = flying_.empty() ? last_number_ : flying_.front()->number - 1;
-    if (received < gone || received > last_number_) {
-      throw dmlc::Error("it says that it has received " + std::to_string(received) +
-                        " messages over this connection, which is impossible: it told of " +
-                        std::to_string(gone) + ", and " + std::to_string(last_number_) +
-                        " were sent");
-    }
-    LetArrive(received);
-    again_ = flying_;
+    const size_t first = arrived_.size();
+    // A socket that broke may have had some of them again already.
+    for (auto& message : log_.Resume(received, &arrived_)) replayed.push_back(std::move(message));
+    for (auto& message : again_) replayed.push_back(std::move(message));
+    again_.swap(replayed);
+    TakeBackFrom(first);
     again = again_.size();
     sends = again > 0 || !urgent_.empty() || !bulk_.empty();
     queued_bytes_ = BytesOf(again_) + BytesOf(urgent_) + BytesOf(bulk_);
@@ -267,51 +259,33 @@ void Connection::Resume(uint64_t received) {
 void Connection::OnReceived(uint64_t received) {
   if (received == arrived_number_) return;
   MutexLock lock(&mu_);
-  if (received < arrived_number_ || received > last_number_) {
-    throw dmlc::Error("it says that it has received " + std::to_string(received) +
-                      " messages, where " + std::to_string(last_number_) + " were sent");
-  }
+  // Closing has taken all that was in flight.
+  if (state_ == State::kClosed) return;
+  const size_t first = arrived_.size();
+  log_.Arrived(received, &arrived_);
   arrived_number_ = received;
-  LetArrive(received);
+  TakeBackFrom(first);
 }
 
-void Connection::LetArrive(uint64_t received) {
-  while (!flying_.empty() && flying_.front()->number <= received) {
-    for (const auto& value : flying_.front()->values) TakeBack(value.data());
-    arrived_.push_back(std::move(flying_.front()));
-    flying_.pop_front();
+void Connection::TakeBackFrom(size_t first) {
+  for (size_t i = first; i < arrived_.size(); ++i) {
+    for (const auto& value : arrived_[i]->values) TakeBack(value.data());
   }
-  CheckFlying(received);
-}
-
-void Connection::CheckFlying(uint64_t received) const {
-  PS_INVARIANT(
-      "what is in flight was sent and has not arrived", flying_.size() == last_number_ - received,
-      std::to_string(flying_.size()) + " messages are in flight, " + std::to_string(last_number_) +
-          " were sent and " + std::to_string(received) + " have arrived");
 }
 
 void Connection::TellReceived() {
-  PS_INVARIANT("nothing is acknowledged that has not come", told_ <= received_,
-               std::to_string(told_) + " of " + std::to_string(received_));
-  const uint64_t untold = received_ - told_;
-  if (untold == 0) {
-    untold_bytes_ = 0;
-    return;
+  switch (receipts_.Next()) {
+    case Receipts::Tell::kNothing:
+      return;
+    case Receipts::Tell::kNow:
+      return Enqueue(Frame(kReceived));
+    case Receipts::Tell::kSoon:
+      break;
   }
-  if (untold_bytes_ >= kTellBytes || untold >= kTellMessages) {
-    untold_bytes_ = 0;
-    return Enqueue(Frame(kReceived));
-  }
-  if (telling_later_) return;
-  telling_later_ = true;
   std::weak_ptr<Connection> weak = shared_from_this();
-  poller_->At(Clock::now() + kTellSoon, [weak] {
+  poller_->At(Clock::now() + Receipts::kSoon, [weak] {
     const ConnectionPtr self = weak.lock();
-    if (!self) return;
-    self->telling_later_ = false;
-    self->untold_bytes_ = 0;
-    if (self->received_ != self->told_) self->Enqueue(Frame(kReceived));
+    if (self && self->receipts_.IsDue()) self->Enqueue(Frame(kReceived));
   });
 }
 

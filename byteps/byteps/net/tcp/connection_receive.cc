@@ -48,8 +48,7 @@ bool Connection::Receive() {
     while (Parse(&msg, &drop)) {
       const size_t bytes = message_bytes_;
       lock.Unlock();  // the owner may call Abandon
-      ++received_;
-      untold_bytes_ += bytes;
+      receipts_.Came(bytes);
       if (!drop) owner_->OnMessage(this, &msg, bytes);
       msg = Message();
       arrived_.clear();
