@@ -24,8 +24,10 @@ if(GTest_FOUND)
     tests/engine/plan_test.cc
     tests/engine/push_scheduler_test.cc
     tests/engine/remains_test.cc
+    tests/net/link/admission_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
+    tests/net/link/peer_table_test.cc
     tests/net/link/receipts_test.cc
     tests/net/link/replay_log_test.cc
     tests/net/membership/membership_test.cc

@@ -98,9 +98,9 @@ bool Endpoint::all_arrived() {
          connection_->sends_completed();
 }
 
-size_t Endpoint::queued_bytes() {
+LinkLoad Endpoint::load() {
   MutexLock lock(&mu_);
-  return queued_bytes_;
+  return {state_ == State::kOpen, state_ == State::kClosed, queued_bytes_};
 }
 
 void Endpoint::Pump(Turn* turn) {
@@ -289,7 +289,7 @@ void Endpoint::Close(const std::string& reason, Turn* turn, bool by_peer) {
   if (state_ == State::kClosed) return;
   state_ = State::kClosed;
   turn->closed = true;
-  turn->ending = {reason, goodbye_received_, by_peer};
+  turn->ending = {reason, by_peer, goodbye_received_};
   StopQueuePair();
   // These are known to this side alone.  What was written from, or is written to, stays
   // until the device has given the requests back.

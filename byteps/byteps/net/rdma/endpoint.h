@@ -32,7 +32,10 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/choice.h"
 #include "byteps/net/link/endpoint_counters.h"
+#include "byteps/net/link/link_ending.h"
 #include "byteps/net/link/link_outage.h"
 #include "byteps/net/link/replay_log.h"
 #include "byteps/net/rdma/message_parts.h"
@@ -52,13 +55,6 @@ inline const char* NameOf(Plane plane) { return plane == Plane::kData ? "data" :
 
 class Endpoint;
 
-// Why an endpoint was closed.
-struct Ending {
-  std::string reason;
-  bool orderly = false;  // the peer had said goodbye
-  bool by_peer = false;  // and this side has nothing to say of the reason
-};
-
 class EndpointOwner {
  public:
   virtual ~EndpointOwner() = default;
@@ -75,7 +71,7 @@ class EndpointOwner {
   // It has one, after so long; so many messages are sent again.  The polling thread.
   virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
   // Once, in any thread.
-  virtual void OnClosed(Endpoint* endpoint, const Ending& ending) = 0;
+  virtual void OnClosed(Endpoint* endpoint, const LinkEnding& ending) = 0;
 };
 
 // Any thread may call any public function, but for those that say otherwise.
@@ -97,12 +93,11 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   EndpointCounters* counters() { return counters_.get(); }
   // The peer's node id, or Node::kEmpty.
   int peer() const { return counters_->peer; }
+  void set_peer(int id) { counters_->peer = id; }
 
-  // The token of the process at the other end, and the role and rank that it proved to have:
-  // the owner's to set, before there is one.
-  uint64_t token = 0;
-  int role = -1;
-  int rank = -1;
+  // What the process at the other end has proved to be, where it connected to us: the owner's to
+  // set, before there is a connection.
+  PeerIdentity identity;
 
   // ----- making a connection; one thread, before Open
 
@@ -143,7 +138,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool flushed();
   // Whether the peer has received all that was sent, or never will.
   bool all_arrived();
-  size_t queued_bytes();
+  LinkLoad load();
 
   // ----- receiving
 
@@ -189,7 +184,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     Clock::duration after{};  // it was without a connection for so long
     size_t again = 0;         // messages sent again
     bool closed = false;
-    Ending ending;
+    LinkEnding ending;
 
     bool is_empty() const { return received.empty() && !broken && !resumed && !closed; }
   };

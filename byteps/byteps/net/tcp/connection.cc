@@ -50,6 +50,11 @@ bool Connection::open() {
   return state_ == State::kOpen;
 }
 
+LinkLoad Connection::load() {
+  MutexLock lock(&mu_);
+  return {state_ == State::kOpen, state_ == State::kClosed, queued_bytes_};
+}
+
 // ----------------------------------------------------------------- sending
 
 bool Connection::Send(const Message& msg) {
@@ -265,7 +270,7 @@ void Connection::CloseWhenFlushed() {
 
 // ------------------------------------------------------------------ closing
 
-void Connection::Close(const Ending& ending) {
+void Connection::Close(const LinkEnding& ending) {
   OutgoingList urgent, bulk, again, flying, batch;  // let go of without a lock
   {
     MutexLock lock(&mu_);
@@ -285,7 +290,7 @@ void Connection::Close(const Ending& ending) {
 }
 
 void Connection::Finish() {
-  Ending ending;
+  LinkEnding ending;
   Socket socket;  // closed without a lock
   {
     MutexLock lock(&mu_);

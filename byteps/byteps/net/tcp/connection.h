@@ -34,6 +34,9 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/net/auth/secret.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/choice.h"
+#include "byteps/net/link/link_ending.h"
 #include "byteps/net/link/link_outage.h"
 #include "byteps/net/link/receipts.h"
 #include "byteps/net/link/replay_log.h"
@@ -45,13 +48,6 @@
 
 namespace ps {
 namespace tcp {
-
-// How a connection ended, or its socket.
-struct Ending {
-  std::string reason;
-  bool by_peer = false;
-  bool orderly = false;  // the peer said goodbye
-};
 
 // Reasons that tell more than that a socket broke (kLinkClosed is another).  The kernel closes the
 // sockets of a process that ends, and resets those that it had not read to the end.
@@ -78,7 +74,7 @@ class ConnectionOwner {
   virtual Poller::Clock::duration Patience(Connection* connection, LinkFault fault) = 0;
   // It had a socket again after so long, and that works; so many messages were sent again.
   virtual void OnResumed(Connection* connection, Poller::Clock::duration after, size_t again) = 0;
-  virtual void OnClosed(const ConnectionPtr& connection, const Ending& ending) = 0;
+  virtual void OnClosed(const ConnectionPtr& connection, const LinkEnding& ending) = 0;
 };
 
 // What the connections of a process share.
@@ -122,7 +118,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void CloseWhenFlushed();
 
   // Any thread.
-  void Close(const Ending& ending);
+  void Close(const LinkEnding& ending);
   bool closed();
   // Whether it has a socket over which messages go.
   bool open();
@@ -132,14 +128,14 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // held that PlaceFor takes, nor by PlaceFor.
   void Abandon(const void* begin, size_t bytes);
 
-  size_t queued_bytes() const { return queued_bytes_; }
+  LinkLoad load();
 
-  // These are the owner's to set.  `token`: what the peer's hello called it.  `hello`: what it
-  // said, where it connected to us.
-  uint64_t token = 0;
-  Hello hello;
+  // What the peer has proved to be, where it connected to us: the owner's to set, before it adopts
+  // a socket.
+  PeerIdentity identity;
   // The peer's node id, or Node::kEmpty.
-  std::atomic<int> peer{Node::kEmpty};
+  int peer() const { return peer_; }
+  void set_peer(int id) { peer_ = id; }
   // "10.0.0.3:41234"; empty before it is known.
   std::string address();
 
@@ -199,9 +195,9 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
 
   // ----- connection_link.cc
   // The socket of this epoch broke: what becomes of the connection?
-  void Break(uint64_t epoch, const Ending& ending);
+  void Break(uint64_t epoch, const LinkEnding& ending);
   // It goes on if it never ended.
-  void BeginOutage(const Ending& ending, Clock::duration patience);
+  void BeginOutage(const LinkEnding& ending, Clock::duration patience);
   void EndOutageBy(Clock::time_point deadline);
   // The time is over, unless it has another deadline since.
   void OnDeadline();
@@ -244,6 +240,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   const ConnectionSettings* const settings_;
   const std::shared_ptr<Poller> poller_;
   const std::shared_ptr<MemoryPool> pool_;
+  std::atomic<int> peer_{Node::kEmpty};
 
   Mutex mu_;
   State state_ PS_GUARDED_BY(mu_) = State::kWaiting;
@@ -260,7 +257,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   bool writable_ PS_GUARDED_BY(mu_) = false;       // it told while somebody was writing
   bool close_when_flushed_ PS_GUARDED_BY(mu_) = false;
   bool goodbye_sent_ PS_GUARDED_BY(mu_) = false;
-  Ending ending_ PS_GUARDED_BY(mu_);
+  LinkEnding ending_ PS_GUARDED_BY(mu_);
   std::atomic<size_t> queued_bytes_{0};
 
   // Of who is writing:

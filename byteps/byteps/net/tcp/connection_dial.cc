@@ -146,7 +146,7 @@ void Connection::Failed(const std::exception& error) {
   const bool damaged = was_open_ && dynamic_cast<const Final*>(&error) == nullptr;
   const bool passes = dynamic_cast<const NotYet*>(&error) != nullptr;
   if (!greets || !(damaged || passes)) return Close({error.what(), false, false});
-  PS_VLOG(1) << "an attempt to connect to node " << peer << " failed: " << error.what();
+  PS_VLOG(1) << "an attempt to connect to node " << peer_ << " failed: " << error.what();
   TryAgain(error.what());
 }
 

@@ -35,7 +35,7 @@ Poller::Clock::duration ToDuration(double seconds) {
 }  // namespace
 
 // Poller's thread, like all below but Adopt.
-void Connection::Break(uint64_t epoch, const Ending& ending) {
+void Connection::Break(uint64_t epoch, const LinkEnding& ending) {
   bool in_order = false;
   {
     MutexLock lock(&receive_mu_);
@@ -54,7 +54,7 @@ void Connection::Break(uint64_t epoch, const Ending& ending) {
   if (active_) Redial();
 }
 
-void Connection::BeginOutage(const Ending& ending, Clock::duration patience) {
+void Connection::BeginOutage(const LinkEnding& ending, Clock::duration patience) {
   if (awaits_acknowledgement_ && Acknowledged()) EndOutage();
   const LinkFault fault = FaultOf(ending.reason);
   LinkOutage next = LinkOutage::Of(ending.reason, fault, patience, settings_->reconnect_s);

@@ -170,7 +170,7 @@ bool Connection::ParseHead() {
   OnReceived(header_.received);
   if (header_.type == kGoodbye) goodbye_received_ = true;
   if (header_.type != kMessage) return true;
-  const bool stranger = peer == Node::kEmpty;
+  const bool stranger = peer_ == Node::kEmpty;
   if (stranger && (header_.meta_bytes > kStrangersMetaBytes || header_.values > 0)) {
     throw dmlc::Error("it sent values, or a long message, before it was a member of the job");
   }

@@ -106,7 +106,7 @@ void End::OnResumed(Connection* /*connection*/, Poller::Clock::duration /*after*
   again_ += again;
 }
 
-void End::OnClosed(const ConnectionPtr& /*connection*/, const ps::tcp::Ending& ending) {
+void End::OnClosed(const ConnectionPtr& /*connection*/, const ps::LinkEnding& ending) {
   MutexLock lock(&mu_);
   ending_ = ending.reason.empty() ? "closed" : ending.reason;
 }
@@ -151,7 +151,7 @@ Link::Link(Hub* hub, uint64_t listeners_job)
   route = hub->relay.AddRoute(port);
 
   connects_ = std::make_shared<Connection>(&connecting, &hub->settings, hub->connects, hub->pool);
-  connects_->peer = kServerId;
+  connects_->set_peer(kServerId);
   ps::tcp::Hello hello;
   hello.job = kJob;
   hello.sender = kConnects;
@@ -196,7 +196,7 @@ std::string Link::Admit(const ps::tcp::StreamPtr& socket, const ps::tcp::Hello& 
     if (!listens_) {
       listens_ =
           std::make_shared<Connection>(&listening, &hub_->settings, hub_->listens, hub_->pool);
-      listens_->peer = kWorkerId;
+      listens_->set_peer(kWorkerId);
     }
     connection = listens_;
   }

@@ -52,7 +52,7 @@ class End : public ps::tcp::ConnectionOwner {
                                             ps::LinkFault fault) override;
   void OnResumed(ps::tcp::Connection* connection, ps::tcp::Poller::Clock::duration after,
                  size_t again) override;
-  void OnClosed(const ps::tcp::ConnectionPtr& connection, const ps::tcp::Ending& ending) override;
+  void OnClosed(const ps::tcp::ConnectionPtr& connection, const ps::LinkEnding& ending) override;
 
  private:
   const Hub* const hub_;
