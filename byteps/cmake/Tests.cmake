@@ -27,12 +27,17 @@ if(GTest_FOUND)
     tests/net/link/admission_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
+    tests/net/link/outage_watch_test.cc
     tests/net/link/peer_table_test.cc
     tests/net/link/receipts_test.cc
+    tests/net/link/redial_test.cc
     tests/net/link/replay_log_test.cc
     tests/net/membership/membership_test.cc
+    tests/net/tcp/dial_plan_test.cc
+    tests/net/tcp/frame_reader_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/pending_peers_test.cc
+    tests/net/tcp/send_queue_test.cc
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc
     tests/server/optimizer/step_test.cc
