@@ -33,6 +33,8 @@ if(GTest_FOUND)
     tests/net/link/redial_test.cc
     tests/net/link/replay_log_test.cc
     tests/net/membership/membership_test.cc
+    tests/net/rdma/inbox_test.cc
+    tests/net/rdma/outbox_test.cc
     tests/net/tcp/dial_plan_test.cc
     tests/net/tcp/frame_reader_test.cc
     tests/net/tcp/greeter_test.cc

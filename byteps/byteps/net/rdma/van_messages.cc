@@ -5,6 +5,7 @@
 #include "byteps/net/link/meta_codec.h"
 #include "byteps/net/link/nowhere.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/rdma/message_parts.h"
 #include "byteps/net/rdma/van.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
