@@ -1,6 +1,5 @@
 #include "node.h"
 
-#include <dirent.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -9,7 +8,6 @@
 #include <condition_variable>
 #include <cstdio>
 #include <deque>
-#include <fstream>
 #include <memory>
 #include <mutex>
 #include <sstream>
@@ -23,6 +21,7 @@
 #include "options.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
+#include "resources.h"
 #include "values.h"
 #ifdef BYTEPS_WITH_RDMA
 #include "byteps/net/rdma/van.h"
@@ -32,25 +31,6 @@ namespace van_test {
 namespace {
 
 enum Op : int { kPing = 1, kEcho = 2, kDie = 3, kStall = 4, kBreak = 5 };
-
-// What the kernel says of this process: pinned and resident KiB, and open files.
-std::string Resources() {
-  std::ifstream status("/proc/self/status");
-  std::string line, pinned = "0", resident = "0";
-  while (std::getline(status, line)) {
-    std::istringstream words(line);
-    std::string name, value;
-    words >> name >> value;
-    if (name == "VmPin:") pinned = value;
-    if (name == "VmRSS:") resident = value;
-  }
-  int files = 0;
-  if (DIR* folder = opendir("/proc/self/fd")) {
-    while (readdir(folder) != nullptr) ++files;
-    closedir(folder);
-  }
-  return "pinned_kib=" + pinned + " rss_kib=" + resident + " fds=" + std::to_string(files - 3);
-}
 
 // An endpoint is broken so many times in a row, with pauses of up to all but one of these.
 constexpr int kBreaks = 4;
