@@ -51,11 +51,15 @@ if(GTest_FOUND)
   target_link_options(unit_test PRIVATE  # failing_memory.cc
     LINKER:--wrap=_Znwm,--wrap=_Znam,--wrap=_ZnamRKSt9nothrow_t)
   add_executable(connection_test
+    tests/net/link/contract/contract_test.cc
+    tests/net/rdma/rdma_pair.cc
     tests/net/tcp/connection/choice_test.cc
     tests/net/tcp/connection/greeting_test.cc
     tests/net/tcp/connection/link.cc
     tests/net/tcp/connection/relay.cc
-    tests/net/tcp/connection/sending_test.cc)
+    tests/net/tcp/connection/sending_test.cc
+    tests/net/tcp/connection/tcp_pair.cc)
+  target_include_directories(connection_test PRIVATE tests/net/link/contract)
   target_compile_options(connection_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(connection_test PRIVATE byteps_net GTest::gtest_main)
   add_executable(tls_test tests/net/tls/tls_test.cc)

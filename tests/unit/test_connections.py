@@ -10,7 +10,7 @@ from pathlib import Path
 import native
 import pytest
 
-SUITES = ("BestOf", "Greeting", "Refusal", "Sending", "VanInbox")
+SUITES = ("BestOf", "Contract", "Greeting", "Refusal", "Sending", "VanInbox")
 LIMIT_S = 500
 
 
