@@ -25,6 +25,7 @@ if(GTest_FOUND)
     tests/engine/push_scheduler_test.cc
     tests/engine/remains_test.cc
     tests/net/link/admission_test.cc
+    tests/net/link/greeting_test.cc
     tests/net/link/idle_blocks_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc

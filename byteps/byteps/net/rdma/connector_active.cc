@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "byteps/base/foreign_text.h"
+#include "byteps/net/link/greeting.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/node_text.h"
 #include "byteps/net/rdma/connector.h"
@@ -128,7 +129,8 @@ bool Connector::Proves(const std::string& proof, const char* who, const std::str
 }
 
 void Connector::GreetingFailed(Link* link, const std::string& error, bool proved) {
-  if (link->resumes && !proved) return TryAgain(link, error);
+  const auto failure = proved ? GreetingFailure::kDecided : GreetingFailure::kMaybeDamaged;
+  if (IsOneMoreAttempt(failure, link->resumes)) return TryAgain(link, error);
   link->endpoint->Fail(error);
   Drop(link);
 }

@@ -13,7 +13,7 @@
 // received, with each frame that it sends anyway or by one of its own, and keeps what it has
 // sent until the other has told so.  When the socket breaks, who had connected connects again
 // and both say what they have received; what is missing is sent again, in the same order.  So
-// each message comes exactly once.  A greeting that fails then is one more failed attempt (wire.h).
+// each message comes exactly once.  A greeting that fails then is one more attempt (greeting.h).
 // The outage ends when something that was sent over the new socket has been acknowledged, or when
 // nothing is to be sent: a path may carry a greeting and nothing larger.  After
 // BYTEPS_RECONNECT_TIMEOUT_S of it the connection closes.

@@ -8,6 +8,7 @@
 
 #include "byteps/base/foreign_text.h"
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/greeting.h"
 #include "byteps/net/link/node_token.h"
 #include "byteps/net/tcp/connection.h"
 #include "dmlc/logging.h"
@@ -22,14 +23,10 @@ namespace {
 constexpr auto kConnectTime = std::chrono::seconds(2);
 constexpr auto kAnswerTime = std::chrono::seconds(5);
 
-// What the other end has decided, and proved to have said: to try again is of no use.
-struct Final : dmlc::Error {
-  using dmlc::Error::Error;
-};
-
-// What will pass by itself: to try again is of use on a first connection, too.
-struct NotYet : dmlc::Error {
-  using dmlc::Error::Error;
+struct GreetingError : dmlc::Error {
+  GreetingError(GreetingFailure failure, const std::string& text)
+      : dmlc::Error(text), failure(failure) {}
+  const GreetingFailure failure;
 };
 
 }  // namespace
@@ -116,9 +113,11 @@ void Connection::Failed(const std::exception& error) {
     MutexLock lock(&mu_);
     greets = state_ == State::kDialing || state_ == State::kGreeting;
   }
-  const bool damaged = was_open_ && dynamic_cast<const Final*>(&error) == nullptr;
-  const bool passes = dynamic_cast<const NotYet*>(&error) != nullptr;
-  if (!greets || !(damaged || passes)) return Close({error.what(), false, false});
+  const auto* const said = dynamic_cast<const GreetingError*>(&error);
+  const auto failure = said != nullptr ? said->failure : GreetingFailure::kMaybeDamaged;
+  if (!greets || !IsOneMoreAttempt(failure, was_open_)) {
+    return Close({error.what(), false, false});
+  }
   PS_VLOG(1) << "an attempt to connect to node " << peer_ << " failed: " << error.what();
   TryAgain(error.what());
 }
@@ -216,8 +215,10 @@ bool Connection::ReadChallenge() {
     throw dmlc::Error(std::string("it has not this job's secret: ") + auth::kAdvice);
   }
   const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);
-  if (!complaint.empty() && IsBehind(challenge.job, hello_.job)) throw NotYet(complaint);
-  if (!complaint.empty()) throw Final(complaint);
+  if (!complaint.empty()) {
+    const bool behind = IsBehind(challenge.job, hello_.job);
+    throw GreetingError(behind ? GreetingFailure::kWillPass : GreetingFailure::kDecided, complaint);
+  }
   // Should the connection break, it is this very process that is meant, in this incarnation.
   hello_.receiver = challenge.sender;
   hello_.job = challenge.job;
@@ -243,7 +244,7 @@ bool Connection::ReadReply() {
   if (!reply.refusal.empty()) {
     const bool authenticated = proved && settings_->secret.is_there();
     const std::string refusal = RefusedBecause(reply.refusal, authenticated);
-    if (proved) throw Final(refusal);
+    if (proved) throw GreetingError(GreetingFailure::kDecided, refusal);
     throw dmlc::Error(refusal);
   }
   if (!proved) throw dmlc::Error("its answer was damaged on the way");
@@ -251,7 +252,7 @@ bool Connection::ReadReply() {
   try {
     Resume(reply.received);
   } catch (const dmlc::Error& e) {
-    throw Final(e.what());
+    throw GreetingError(GreetingFailure::kDecided, e.what());
   }
   return true;
 }
