@@ -46,6 +46,15 @@ TEST(Receipts, ManyBytesOrMessagesAreToldAtOnce) {
   EXPECT_EQ(many.Next(), Tell::kNow);
 }
 
+TEST(Receipts, WhatWasToldAtOnceCountsNoMore) {
+  Receipts receipts;
+  receipts.Came(Receipts::kManyBytes);
+  EXPECT_EQ(receipts.Next(), Tell::kNow);
+  receipts.Told(1);
+  receipts.Came(1);
+  EXPECT_EQ(receipts.Next(), Tell::kSoon);
+}
+
 // Else whoever waits for room would wait for the time of a frame that is planned.
 TEST(Receipts, ManyAreToldAtOnceThoughAFrameIsPlanned) {
   Receipts receipts;
