@@ -257,8 +257,9 @@ current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_
 link_packages() {
   local site folders
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-  # Megatron-LM is built already: a line with its folder is all that an installation would be.
-  [[ $venv == "$root/build/venv" ]] || echo "$root/build/Megatron-LM" >"$site/megatron-byteps.pth"
+  # Megatron-LM is built already: a line with its folder is all that an installation would be. It also has scripts
+  # that ranks import, such as pretrain_dpu_gpt, and which are no part of the package.
+  echo "$root/build/Megatron-LM" >"$site/megatron-byteps.pth"
   read -ra folders <<<"$2"
   "$uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --reinstall \
     "--editable=$root" "${folders[@]/#/--editable=$root/integrations/}"
@@ -270,7 +271,7 @@ link_packages() {
 
 # links_key KEY: of an environment with these requirements.
 links_key() {
-  echo "$root $1 $(cat "$root"/integrations/*/pyproject.toml | hash_of)"
+  echo "$root $1 $({ cat "$root"/integrations/*/pyproject.toml && declare -f link_packages; } | hash_of)"
 }
 
 links="$(links_key "$key")"

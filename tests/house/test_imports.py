@@ -27,10 +27,15 @@ def test_no_file_edits_the_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["bench.kit.plan", "megatron_byteps_ray.settings", "scripts.progress", "tests.native"]
+    "module",
+    [
+        *("bench.kit.plan", "megatron_byteps_ray.settings", "scripts.progress", "tests.native"),
+        "pretrain_dpu_gpt",
+    ],
 )
 def test_modules_are_found_from_anywhere(module: str, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", f"import {module}"], cwd=tmp_path, check=True, timeout=60)
+    program = f"import importlib.util; assert importlib.util.find_spec({module!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
