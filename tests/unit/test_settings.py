@@ -11,7 +11,7 @@ import pytest
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/use/settings.md"
 
 INTEGERS = {  # name: (least, greatest); None where only the least is of interest
     "DMLC_PS_ROOT_PORT": (0, 65535),
