@@ -35,8 +35,6 @@ def test_size_of_the_patches_to_megatron() -> None:
             lines += len(re.findall(r"^\+(?!\+\+ )", text, re.M))
             files |= set(re.findall(r"^\+\+\+ b/(.*)$", text, re.M))
     said = rf"by\s+{lines}\s+lines\s+in\s+{len(files)}\s+files"
-    assert re.search(said, README), (
-        f"README says otherwise than: {lines} lines in {len(files)} files"
-    )
+    assert re.search(said, README), f"README: not {lines} lines in {len(files)} files"
     install = (REPOSITORY / "docs/use/install.md").read_text(encoding="utf-8")
     assert re.search(said.replace("by\\s+", ""), install)
