@@ -23,7 +23,7 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
                          machine, and as many on each other one with workers (default: 0). They end
                          with the workers, whose number is DMLC_NUM_WORKER (default: --nnodes times
                          --nproc-per-node). Beside a few machines of their own
-                         (server.sh --instances) they let every network card work: docs/cost-model.md
+                         (server.sh --instances) they let every network card work: docs/design/cost-model.md
                          has the best numbers. Their BYTEPS_LOCAL_RANK follows those of the ranks, so
                          that all have metrics at ports of their own
   --secret-file FILE     BYTEPS_SECRET_FILE  the job's secret, the same on every machine (with a

@@ -66,7 +66,7 @@ def parts_in(text: str) -> list[Parts]:
     """Of each experiment on links with a limit, how near each backend comes to that limit.
 
     Args:
-        text: of a document such as docs/benchmarking.md.
+        text: of a document such as docs/results/figures.md.
 
     Raises:
         ValueError: it has no results.
