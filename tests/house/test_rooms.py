@@ -1,4 +1,4 @@
-"""Rooms of C++ code know only those below them (docs/design/how-it-works.md)."""
+"""Rooms of C++ code know only those below them (docs/design/repository-map.md)."""
 
 from __future__ import annotations
 
