@@ -40,48 +40,45 @@ _METHOD = f"""# Correctness
 
 Does `--use-dpu-reduce` give the gradients that all-reduce would give? For each layout below,
 `bench/parity.py` trains the same tiny GPT from the same seed twice, {STEPS} steps of Megatron's own
-training loop on the CPU, every rank a process: once through BytePS (a scheduler and two servers
-beside the ranks, buckets cut into partitions of 4096 bytes, so that every sum is spread over both
-servers), once through torch.distributed with gloo. On every rank and at every step it records each
-gradient bucket before and after the ranks sum it (with the distributed optimizer: the shard that
-this rank owns), the loss, the gradient norm, and the parameters at the end. Then it requires:
+training loop on the CPU, every rank a process: once through BytePS (a scheduler, two servers,
+partitions of 4096 bytes, so that every sum is spread over both servers), once through
+torch.distributed with gloo. On every rank and at every step it records each gradient bucket before
+and after the reduction (with the distributed optimizer: the rank's shard), the loss, the gradient
+norm, and the parameters at the end. Required:
 
-- **Every sum against its own parts.** The parts that the members put in are added in fp64. A sum of
-  two values must be their correctly rounded sum, to the last bit. For sums of more values the error
-  is the largest of any element, relative to the sum of its parts' magnitudes; that of BytePS may not
-  be larger than that of all-reduce, nor, where that is smaller, than one rounding of an exact sum
-  (6.0e-08 in fp32, 4.9e-04 in fp16, 3.9e-03 in bf16), or r roundings where r ranks of a host sum
-  first. Servers add half types in fp32 and fp32 in fp64, and round once; an all-reduce rounds after
-  every addition.
-- **What is sent in another type** (`--dpu-reduce-wire-dtype bf16`) is held against the sum of the parts
-  as they were sent, each rounded once; where several ranks share a host, what is sent is their sum.
+- **Every sum against its own parts.** The parts of the members are added in fp64. A sum of two values
+  must be their correctly rounded sum, to the last bit. For more values the error is the largest of
+  any element, relative to the sum of its parts' magnitudes. BytePS's may not be larger than
+  all-reduce's, nor, where that is smaller, than one rounding of an exact sum (6.0e-08 in fp32,
+  4.9e-04 in fp16, 3.9e-03 in bf16), or r roundings where r ranks of a host reduce first. Servers add
+  half types in fp32 and fp32 in fp64, and round once; an all-reduce rounds after every addition.
+- **Gradients sent in another type** (`--dpu-reduce-wire-dtype bf16`) are compared with the sum of the
+  parts as they were sent, each rounded once; where ranks share a host, their sum is sent.
 - **All members of a group hold the same sum**, where they hold all of it.
-- **The two runs against each other.** Where no group has more than two members, all that was recorded
-  must be the same to the last bit. Otherwise the local gradients and the loss of the first step must
-  be, and later losses may differ by a relative {", ".join(f"{v:g} ({k})" for k, v in LOSS_TOLERANCE.items())}, {SENT_AS_BF16_TOLERANCE:g}
+- **The two runs agree.** Where no group has more than two members, everything recorded must be the
+  same to the last bit. Otherwise the local gradients and the loss of the first step must be, and
+  later losses may differ by a relative {", ".join(f"{v:g} ({k})" for k, v in LOSS_TOLERANCE.items())}, {SENT_AS_BF16_TOLERANCE:g}
   (sent as bf16).
 - **BytePS made the sums**: as many push-pulls as sums over several hosts, and none in the other run. The
   bytes that the ranks of each host pushed and pulled are the cost model's, within {BYTES_TOLERANCE:.0%}.
 
-Every rank is taken to be a host of its own, except in the layouts that say how many ranks share one:
-those sum inside the host by torch.distributed first, and sums inside one host use no servers.
+Every rank is a host of its own, except in the layouts that say how many ranks share one: those
+reduce inside the host by torch.distributed first, and sums inside one host use no servers.
 
-`tests/megatron/test_layouts.py` runs a part of the table and shows that a reducer that is broken
-(divides by the wrong number, exchanges two sums, returns that of the step before) is found out, also
-when it is broken on one rank only.
+`tests/megatron/test_layouts.py` runs a part of the table and shows that a broken reducer (divides by
+the wrong number, exchanges two sums, returns that of the step before) is detected, also when it is
+broken on one rank only. [correctness-gpu.md](correctness-gpu.md) has the same comparison over NCCL.
 
-[correctness-gpu.md](correctness-gpu.md) has the same comparison on GPUs, over NCCL.
-
-Not in this table, because it needs a GPU: Transformer Engine. Two things for which Megatron wants it
-the harness does by itself, under both backends. For sequence parallelism it marks the parameters of
-torch's norms. For context parallelism it gives Megatron's attention the keys and values of the
-whole sequence, gathered over the ranks that share it; `tests/megatron/test_context_parallel.py` holds
-that against one rank with all of the sequence. Megatron does not train in fp64.
+Transformer Engine needs a GPU and is not in this table. The harness does two of its things by itself,
+under both backends. For sequence parallelism it marks the parameters of torch's norms. For context
+parallelism it gives Megatron's attention the keys and values of the whole sequence, gathered over the
+ranks that share it; `tests/megatron/test_context_parallel.py` compares that with one rank with all of
+the sequence. Megatron does not train in fp64.
 
 With several instances of the distributed optimizer, overlap and a pipeline, all-reduce is no
 reference: Megatron 0.19.2 then starts it twice on every stage but the first, and sums what it has
-summed. This harness found that; BytePS sums once. `--no-align-grad-reduce` avoids it, and is set in
-the layout that combines them.
+summed. BytePS sums once. `--no-align-grad-reduce` avoids it, and is set in the layout that combines
+them.
 """  # noqa: E501
 
 _METHOD_ON_GPUS = """# Correctness on GPUs
@@ -111,11 +108,10 @@ _SERVERS = f"""## The optimizer on the servers
 - Copies of a parameter that are the same to the last bit on several ranks with Megatron's optimizer
   are so here: over data-parallel ranks, tensor-parallel ones, and the stages that tie embeddings.
 - Each rank pushes its gradients and pulls its parameters once a step, and nothing else.
-- **Errors against fp64.** Beside each run every update is made once more in fp64 by torch's optimizer, from
-  the same gradients, summed and rounded as the optimizer gets them, and the norm that the run had. The error
-  is that of the final fp32 parameters, those on the servers or Megatron's own, as one vector, relative to
-  its norm. Ours may be {ALLOWED_ERROR:g} times Megatron's at most: each is near one rounding, of other values. How
-  sums are rounded is above. Where ranks of a host sum first this is left out (-).
+- **Errors against fp64.** Every update is made once more in fp64 by torch's optimizer, from the gradients that
+  the optimizer got and the norm of the run. The error is that of the final fp32 parameters, those on the servers
+  or Megatron's own, as one vector, relative to its norm. Ours may be {ALLOWED_ERROR:g} times Megatron's at most: each is
+  near one rounding, of other values. Where ranks of a host reduce first this is left out (-).
 """  # noqa: E501
 
 
