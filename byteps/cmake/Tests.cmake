@@ -16,6 +16,7 @@ if(GTest_FOUND)
     tests/base/log_output_test.cc
     tests/base/protocol_test.cc
     tests/base/stall_watch_test.cc
+    tests/cluster/ps_message_test.cc
     tests/device/device_test.cc
     tests/engine/declarations_test.cc
     tests/engine/engine_gpu_test.cc
@@ -31,6 +32,8 @@ if(GTest_FOUND)
     tests/net/tcp/pending_peers_test.cc
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc
+    tests/server/accumulator_test.cc
+    tests/server/optimizer/round_update_test.cc
     tests/server/optimizer/step_test.cc
     tests/server/server_test.cc
     tests/support/failing_memory.cc

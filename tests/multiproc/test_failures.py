@@ -154,17 +154,13 @@ def test_server_missing_at_start(make_cluster: Callable[..., Cluster]) -> None:
     demand_failed(cluster.servers[0])
 
 
-@pytest.mark.parametrize("fused", ["1", "0"])
 @pytest.mark.parametrize("traffic", [False, True], ids=["idle", "amid-traffic"])
-def test_rank_that_never_calls(
-    make_cluster: Callable[..., Cluster], traffic: bool, fused: str
-) -> None:
+def test_rank_that_never_calls(make_cluster: Callable[..., Cluster], traffic: bool) -> None:
     """All are alive, one does not call the operation: the others are told which."""
     env = {
         **SHORT,
         "BYTEPS_OP_TIMEOUT_S": "2",
         "BYTEPS_SERVER_ENGINE_THREAD": "1",
-        "BYTEPS_FUSED_PUSH_PULL": fused,
     }
     cluster = make_cluster(workers=3, servers=1, env=env)
     cluster.start("failures:missing", missing=2, traffic=traffic)
@@ -180,11 +176,9 @@ def test_rank_that_never_calls(
     wait_all(cluster.everyone(), END_S)
 
 
-@pytest.mark.parametrize("fused", ["1", "0"])
-def test_worker_that_leaves_early(make_cluster: Callable[..., Cluster], fused: str) -> None:
+def test_worker_that_leaves_early(make_cluster: Callable[..., Cluster]) -> None:
     """A rank that left in good order will never push: no need to wait for a timeout."""
-    env = {**SHORT, "BYTEPS_FUSED_PUSH_PULL": fused}
-    cluster = make_cluster(workers=3, servers=2, env=env)
+    cluster = make_cluster(workers=3, servers=2, env=SHORT)
     cluster.start("failures:missing", missing=1, leaves=True)
     wait_all(cluster.everyone(), END_S)
     assert cluster.workers["worker 1"].status == 0

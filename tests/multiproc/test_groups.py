@@ -17,39 +17,22 @@ def test_groups_under_one_name_do_not_mix(
     make_cluster(workers=4, servers=servers, env=env).run("groups:disjoint")
 
 
-@pytest.mark.parametrize("fused", ["1", "0"])
 @pytest.mark.parametrize("workers", [2, 3])
-def test_parts_of_a_sum(make_cluster: Callable[..., Cluster], workers: int, fused: str) -> None:
+def test_parts_of_a_sum(make_cluster: Callable[..., Cluster], workers: int) -> None:
     env = {
         "BYTEPS_PARTITION_BYTES": "4096",
         "BYTEPS_OP_TIMEOUT_S": "20",
-        "BYTEPS_FUSED_PUSH_PULL": fused,
     }
     make_cluster(workers=workers, servers=2, env=env).run("groups:parts")
 
 
-@pytest.mark.parametrize("fused", ["1", "0"])
 @pytest.mark.parametrize("kind", ["size", "partitions", "dtype", "average"])
-def test_members_that_disagree(make_cluster: Callable[..., Cluster], kind: str, fused: str) -> None:
+def test_members_that_disagree(make_cluster: Callable[..., Cluster], kind: str) -> None:
     """Every member gets an error with the key's name and both ranks, long before any timeout."""
-    env = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_FUSED_PUSH_PULL": fused}
+    env = {"BYTEPS_PARTITION_BYTES": "4096"}
     cluster = make_cluster(workers=2, servers=2, env=env)
     cluster.run("groups:mismatch", kind=kind)
     for rank in range(2):
         text = (cluster.folder / f"mismatch.{rank}").read_text()
         assert "layer.weight" in text
         assert re.search(r"worker 0\b.*worker 1\b|worker 1\b.*worker 0\b", text), text
-
-
-def test_workers_that_push_and_pull_in_different_ways(make_cluster: Callable[..., Cluster]) -> None:
-    """By one exchange and by two: both are told, by the name of the setting."""
-    cluster = make_cluster(workers=2, servers=2, env={})
-    cluster.start_nodes()
-    cluster.start_worker(0, "groups:mixed")
-    cluster.start_worker(1, "groups:mixed", env={"BYTEPS_FUSED_PUSH_PULL": "0"})
-    cluster.finish()
-    cluster.demand_checks()
-    for rank in range(2):
-        text = (cluster.folder / f"mixed.{rank}").read_text()
-        assert re.search(r"worker [01] declared.*worker [01] declared", text), text
-        assert text.count("BYTEPS_FUSED_PUSH_PULL=0") == 1, text

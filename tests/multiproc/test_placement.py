@@ -28,7 +28,6 @@ def test_the_slowest_workers_link_decides(
     cluster.finish()
 
 
-@pytest.mark.parametrize("name", ["djb2", "sdbm", "built_in", "naive"])
-def test_other_hashes(make_cluster: Callable[..., Cluster], name: str) -> None:
-    env = {"BYTEPS_KEY_HASH_FN": name}
+def test_the_other_hash(make_cluster: Callable[..., Cluster]) -> None:
+    env = {"BYTEPS_KEY_HASH_FN": "djb2"}
     make_cluster(workers=1, servers=3, env=env).run("placement:hashed")

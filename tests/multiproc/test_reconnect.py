@@ -45,12 +45,10 @@ def wait_for_rounds(cluster: Cluster, more: int) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("fused", ["1", "0"])
 @pytest.mark.parametrize("how", ["reset", "close"])
-def test_data_connections(make_cluster: Callable[..., Cluster], how: str, fused: str) -> None:
+def test_data_connections(make_cluster: Callable[..., Cluster], how: str) -> None:
     """Those of workers with servers, amid rounds."""
-    env = {**SETTINGS, "BYTEPS_FUSED_PUSH_PULL": fused}
-    cluster = make_cluster(workers=2, servers=2, env=env)
+    cluster = make_cluster(workers=2, servers=2, env=SETTINGS)
     cluster.start("rounds:checked")
     cluster.wait_mark("looping", range(2))
     broken = 0

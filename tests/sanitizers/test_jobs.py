@@ -94,8 +94,7 @@ def test_memory_that_changes_while_it_is_sent_is_seen(programs: Path, run_dir: P
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("fused", ["1", "0"])
-def test_a_whole_job(programs: Path, run_dir: Path, fused: str) -> None:
+def test_a_whole_job(programs: Path, run_dir: Path) -> None:
     port_file = run_dir / "scheduler.port"
     env = {
         **clean_environment(run_dir),
@@ -105,7 +104,6 @@ def test_a_whole_job(programs: Path, run_dir: Path, fused: str) -> None:
         "DMLC_NUM_WORKER": str(WORKERS),
         "DMLC_NUM_SERVER": str(SERVERS),
         "BYTEPS_PARTITION_BYTES": "16384",
-        "BYTEPS_FUSED_PUSH_PULL": fused,
         "BYTEPS_TRACE_ON": "1",
         "BYTEPS_TRACE_DIR": str(run_dir / "traces"),
     }

@@ -35,8 +35,8 @@ pytestmark = [pytest.mark.thorough, pytest.mark.requires("valgrind")]
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"BYTEPS_FUSED_PUSH_PULL": "0", "BYTEPS_TRACE_ON": "1"}, {"BYTEPS_TLS": "1"}],
-    ids=["plain", "unfused", "tls"],
+    [{}, {"BYTEPS_TRACE_ON": "1"}, {"BYTEPS_TLS": "1"}],
+    ids=["plain", "traced", "tls"],
 )
 def test_a_whole_job(run_dir: Path, settings: dict[str, str]) -> None:
     programs = native.build("byteps-server", "sum_worker")

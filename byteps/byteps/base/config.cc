@@ -111,7 +111,7 @@ std::vector<Variable> MakeTable() {
        "Pinned host memory of a worker whose tensors are on a GPU: partitions pass through it. As "
        "much as the declared tensors need, at most this much, at least one partition of "
        "BYTEPS_PARTITION_BYTES."},
-      {"BYTEPS_KEY_HASH_FN", kChoice, "", "raw", 0, 0, "raw|naive|built_in|djb2|sdbm",
+      {"BYTEPS_KEY_HASH_FN", kChoice, "", "raw", 0, 0, "raw|djb2",
        "How partitions are dealt to servers. raw: round robin from the tensor's placement. The "
        "same on all workers."},
       {"BYTEPS_SERVER_ENGINE_THREAD", kInt, "threads", "4", 1, 256, "",
@@ -119,9 +119,6 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_DETERMINISTIC", kBool, "", "0", 0, 1, "",
        "Servers add in the order of ranks, not of arrival: runs agree bit for bit, for some "
        "waiting and memory."},
-      {"BYTEPS_FUSED_PUSH_PULL", kBool, "", "1", 0, 1, "",
-       "A partition goes to its server and comes back as a sum by one request and one response. 0: "
-       "by two of each, a push and a pull, for comparison. The same on all workers."},
       {"BYTEPS_SERVER_WIDE_FLOAT32", kBool, "", "1", 0, 1, "",
        "Servers add more than two fp32 values in fp64 and round once, so that no sum is worse than "
        "an all-reduce's. 0: in fp32, with half the memory for a sum under way."},

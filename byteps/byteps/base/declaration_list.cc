@@ -11,7 +11,6 @@ namespace byteps {
 namespace core {
 namespace {
 
-constexpr uint8_t kFused = 1;
 constexpr uint8_t kAverage = 1;
 constexpr uint8_t kHasRule = 2;
 // A tensor without its name.
@@ -74,7 +73,6 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
   const Declaration any = declarations.empty() ? Declaration() : declarations.front();
   out.Put(kDeclarationVersion);
   out.Put(static_cast<uint8_t>(any.hash));
-  out.Put(static_cast<uint8_t>(any.fused ? kFused : 0));
   std::map<std::vector<uint32_t>, uint32_t> numbers;
   std::vector<const std::vector<uint32_t>*> groups;
   for (const auto& d : declarations) {
@@ -110,15 +108,13 @@ bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* decla
   }
   *error = "does not parse";
   const uint8_t hash = in.Get<uint8_t>();
-  const uint8_t flags = in.Get<uint8_t>();
-  if (!in.ok() || hash >= kNumKeyHashes || flags > kFused) return false;
+  if (!in.ok() || hash >= kNumKeyHashes) return false;
   const Groups groups = ReadGroups(&in);
   const uint32_t count = in.GetCount(kTensorBytes);
   declarations->clear();
   for (uint32_t i = 0; i < count; ++i) {
     Declaration d;
     d.hash = static_cast<KeyHash>(hash);
-    d.fused = (flags & kFused) != 0;
     if (!ReadTensor(&in, groups, &d)) return false;
     declarations->push_back(std::move(d));
   }

@@ -18,8 +18,8 @@ KeyHash ParseKeyHash(const std::string& name);
 //
 // kRaw deals partitions round robin from the tensor's `placement`: a caller that
 // gives each tensor the number of partitions before it spreads small tensors and
-// the parts of large ones evenly over any number of servers.  The others hash the
-// partition's key and know nothing of its neighbours.
+// the parts of large ones evenly over any number of servers.  kDjb2 hashes the
+// partition's key, whatever its neighbours are.
 int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int num_servers);
 
 // Bytes of the partitions of a tensor of `bytes` bytes.

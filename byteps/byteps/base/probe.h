@@ -21,7 +21,6 @@ namespace ps {
   X(kWindowFull, "a server's window is full")                                          \
   X(kStepsBack, "a worker is ahead of the others, and its window shrinks")             \
   X(kTaskOfEnded, "a partition was queued when its operation failed")                  \
-  X(kUnsent, "a request finds its connection closed")                                  \
   X(kEndedBeforeSum, "a sum comes when its operation has failed")                      \
   X(kAwaitsWriters, "whoever waits for a failed operation waits for those who write")  \
   X(kNobodyAnswered, "a worker gives up an operation that no server answered")         \
@@ -42,8 +41,7 @@ namespace ps {
   X(kRoundOfLost, "a round fails since it lacks the push of a worker that is gone")    \
   X(kRoundAfterLost, "a round begins that a worker which is gone can never complete")  \
   X(kPushAfterFailure, "a push comes after its round has failed")                      \
-  X(kPullAfterFailure, "a pull comes after its round has failed")                      \
-  X(kPullBeforeSum, "a pull comes before the sum is there")                            \
+  X(kStepAfterFailure, "a step is asked for after its round has failed")               \
   X(kRoundsOpen, "a worker begins a round while an older one is open")                 \
   X(kNoSpareMemory, "the memory of no push is there for the parameters of a step")     \
   X(kStepMade, "a speculative step is kept")                                           \

@@ -15,7 +15,7 @@ uint64_t HashBytes(const void* data, size_t size, uint64_t seed) {
 }
 
 const char* NameOf(KeyHash hash) {
-  static const char* const kNames[] = {"raw", "naive", "built_in", "djb2", "sdbm"};
+  static const char* const kNames[] = {"raw", "djb2"};
   return kNames[static_cast<size_t>(hash)];
 }
 
@@ -41,7 +41,6 @@ std::string Declaration::Describe() const {
   return std::string(NameOf(dtype)) + ", " + std::to_string(bytes) + " bytes in partitions of " +
          std::to_string(partition_bytes) + ", " + (average ? "average" : "sum") + " over ranks " +
          ranks + ", placement " + std::to_string(placement) +
-         (fused ? "" : ", pushed and pulled apart (BYTEPS_FUSED_PUSH_PULL=0)") +
          (hash == KeyHash::kRaw
               ? ""
               : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash)) +
@@ -71,10 +70,9 @@ bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string
 }
 
 bool Declaration::operator==(const Declaration& o) const {
-  return name == o.name && dtype == o.dtype && average == o.average && fused == o.fused &&
-         bytes == o.bytes && partition_bytes == o.partition_bytes && placement == o.placement &&
-         hash == o.hash && group == o.group &&
-         (rule == o.rule || (rule && o.rule && *rule == *o.rule));
+  return name == o.name && dtype == o.dtype && average == o.average && bytes == o.bytes &&
+         partition_bytes == o.partition_bytes && placement == o.placement && hash == o.hash &&
+         group == o.group && (rule == o.rule || (rule && o.rule && *rule == *o.rule));
 }
 
 }  // namespace core

@@ -1,20 +1,19 @@
 // What workers and servers say to each other.
 //
-// Each exchange is one request and one response on a ps::Message (cluster/messages.h):
-//   meta.head   the Op                meta.addr    the request's number (worker's own)
-//   meta.key    the tensor's or partition's key
-//   meta.body   DECLARE: a DeclarationList; all others: a PushHeader, and what follows it; failed
+// Each exchange is one request and one response, Messages of cluster/message.h:
+//   op          the Op                number    the request's (worker's own)
+//   key         the tensor's or partition's
+//   body        DECLARE: a DeclarationList; all others: a PushHeader, and what follows it; failed
 //               response: the reason; response to PUSH_TRY: the sum's GradientSums
-//   meta.option of a response: 0, or 1 when it failed
-//   meta.simple_app  of a DECLARE alone: the others go by an RDMA van's data plane
-//   data[0]     of PUSH_PULL, PUSH, PUSH_STEP, PUSH_NORM, PUSH_TRY: the values; of LOAD_STATE:
+//   failed      of a response
+//   values      of PUSH_PULL, PUSH_STEP, PUSH_NORM, PUSH_TRY: the values; of LOAD_STATE:
 //               fp32 values
-//               of the responses to PUSH_PULL, PULL, PUSH_STEP, PUSH_TRY and STEP: the part of the
+//               of the responses to PUSH_PULL, PUSH_STEP, PUSH_TRY and STEP: the part of the
 //               sum, or of the updated parameters, that was asked for; to PUSH_NORM: the sum's
 //               GradientSums; to READ_STATE: fp32 values
 //
-// A partition goes by one PUSH_PULL, which is answered when the sum is there, or by a PUSH, which
-// is answered when it has been added, and then a PULL.  Its declaration says by which.
+// A partition of a tensor that is only summed goes by one PUSH_PULL, which is answered when the sum
+// is complete.
 //
 // A tensor whose declaration has an UpdateRule holds gradients, and servers keep its parameters.
 // PUSH_STEP is as PUSH_PULL, with an UpdateStep after the header; the answer has the updated
@@ -50,19 +49,17 @@ namespace core {
 enum Op : int {
   kDeclare = 1,
   kPushPull = 2,
-  kPush = 3,
-  kPull = 4,
-  kPushStep = 5,
-  kPushNorm = 6,
-  kStep = 7,
-  kLoadState = 8,
-  kReadState = 9,
-  kPushTry = 10,
+  kPushStep = 3,
+  kPushNorm = 4,
+  kPushTry = 5,
+  kStep = 6,
+  kLoadState = 7,
+  kReadState = 8,
 };
 
 // BYTEPS_KEY_HASH_FN.  The numbers are part of the protocol.
-enum class KeyHash : uint8_t { kRaw = 0, kNaive = 1, kBuiltIn = 2, kDjb2 = 3, kSdbm = 4 };
-constexpr uint8_t kNumKeyHashes = 5;
+enum class KeyHash : uint8_t { kRaw = 0, kDjb2 = 1 };
+constexpr uint8_t kNumKeyHashes = 2;
 
 // As BYTEPS_KEY_HASH_FN spells it.
 const char* NameOf(KeyHash hash);
@@ -75,7 +72,6 @@ struct Declaration {
   std::string name;
   DType dtype = DType::kFloat32;
   bool average = false;
-  bool fused = true;  // summed by PUSH_PULL, not by PUSH and PULL
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
   uint64_t placement =

@@ -8,8 +8,8 @@
 #include <cstddef>
 #include <string>
 
+#include "byteps/cluster/message.h"
 #include "byteps/net/membership/membership.h"
-#include "ps/internal/message.h"
 
 namespace byteps {
 namespace core {
@@ -20,14 +20,13 @@ class ChannelUser {
   virtual ~ChannelUser() = default;
 
   // A message came.  May move from it.  Messages from one node may overtake each other.
-  virtual void OnMessage(ps::Message* msg) = 0;
+  virtual void OnMessage(Message* message) = 0;
 
-  // Where the `bytes` bytes of values that follow `meta` belong.  They are received there, and
-  // OnMessage gets the message with them.  Null: the channel receives them into memory of its
-  // own.  ps::Nowhere(): the values are dropped (net/link/nowhere.h), which an RDMA channel need
-  // not do. The memory must stay until OnMessage was called for the message, or Abandon or Stop has
-  // returned.
-  virtual char* PlaceFor(const ps::Meta& /*meta*/, size_t /*bytes*/) { return nullptr; }
+  // Returns the buffer to receive the `bytes` bytes of values into that follow `head`; OnMessage
+  // gets the message with them.  Null: the channel receives them into memory of its own.
+  // ps::Nowhere(): it drops them (net/link/nowhere.h), which an RDMA channel need not do.  The
+  // buffer must stay until OnMessage was called for the message, or Abandon or Stop has returned.
+  virtual char* PlaceFor(const MessageHead& /*head*/, size_t /*bytes*/) { return nullptr; }
 
   // Something happened to the job.
   virtual void OnEvent(const ps::MembershipEvent& event) = 0;
@@ -50,9 +49,9 @@ class Channel {
   // Closes all connections; the user is not called any more when it has returned.
   virtual void Stop() = 0;
 
-  // Never blocks.  The values of the message are read until the last copy of their SArray is
-  // gone.  False when the channel is closed.
-  virtual bool Send(ps::Message* message) = 0;
+  // Never blocks.  The values of the message are read until the channel has let go of its copy of
+  // them.  A message to a node that is gone is dropped: OnEvent tells of the loss.
+  virtual void Send(const Message& message) = 0;
 
   // Values on their way into these bytes (PlaceFor) are received elsewhere: when this has
   // returned, nothing is written there any more.

@@ -8,6 +8,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/log.h"
 #include "byteps/base/log_line.h"
+#include "byteps/cluster/ps_message.h"
 #include "byteps/net/auth/secret.h"
 #include "byteps/net/link/endpoint_counters.h"
 #include "byteps/net/membership/membership.h"
@@ -68,9 +69,12 @@ void Session::Prepare(ChannelUser* user, int probe) {
     throw UsageError(e.what(), e.file(), e.line());
   }
   ps::Postoffice::Handlers handlers;
-  handlers.on_message = [user](ps::Message* msg) { user->OnMessage(msg); };
+  handlers.on_message = [user](ps::Message* msg) {
+    Message message = FromPs(msg);
+    user->OnMessage(&message);
+  };
   handlers.place_for = [user](const ps::Meta& meta, size_t bytes) {
-    return user->PlaceFor(meta, bytes);
+    return user->PlaceFor(HeadOf(meta), bytes);
   };
   handlers.on_event = [user](const ps::MembershipEvent& event) { user->OnEvent(event); };
   ps::Postoffice::Get()->SetHandlers(handlers);
@@ -158,8 +162,9 @@ bool Session::AllArrived() const { return ps::Postoffice::Get()->van()->AllArriv
 
 ps::JobView Session::View() { return ps::Postoffice::Get()->van()->membership()->View(); }
 
-bool Session::Send(ps::Message* message) {
-  return ps::Postoffice::Get()->van()->Send(*message) >= 0;
+void Session::Send(const Message& message) {
+  ps::Message msg = ToPs(message);
+  ps::Postoffice::Get()->van()->Send(msg);
 }
 
 void Session::Abandon(const void* begin, size_t bytes) {

@@ -44,7 +44,7 @@ class Session : public Channel {
   std::string Probe(ChannelUser* user, int count);
   void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
-  bool Send(ps::Message* message) override;
+  void Send(const Message& message) override;
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override;
   double link_gbps() const override;

@@ -4,8 +4,6 @@
 #include <utility>
 
 #include "byteps/base/protocol.h"
-#include "byteps/cluster/messages.h"
-#include "byteps/cluster/node_ids.h"
 
 namespace byteps {
 namespace core {
@@ -22,8 +20,9 @@ Context::Context(const Config& config, const Launch& launch, int num_servers,
           std::make_shared<PushScheduler>(num_servers, config.Int("BYTEPS_SERVER_WINDOW_BYTES"))),
       trace(std::make_shared<OperationTrace>(Tracer::Make(config), launch.rank)) {}
 
-ps::Message Context::MakeRequestMessage(int op, Request request) {
+Message Context::MakeRequestMessage(Request request) {
   const Operation& operation = *request.operation;
+  const int op = operation.request.op;
   const Operation::Part wanted = operation.Wanted(request.index);
   PushHeader header;
   header.round = operation.round;
@@ -35,7 +34,7 @@ ps::Message Context::MakeRequestMessage(int op, Request request) {
         static_cast<uint32_t>(wanted.offset - operation.Offered(request.index).offset);
     header.pull_bytes = static_cast<uint32_t>(wanted.bytes);
   }
-  const int server = ServerId(request.server);
+  const int server = request.server;
   const uint64_t key = operation.tensor->key + request.index;
   std::string body = header.Pack() + operation.request.detail;
   return MakeRequest(op, server, key, requests.Remember(std::move(request)), std::move(body));

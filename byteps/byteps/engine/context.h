@@ -23,7 +23,7 @@ struct Context {
           WorkerCounters* counted, SpeedMeter* speed);
 
   // A request about the partition of `request`, which is remembered until the answer.
-  ps::Message MakeRequestMessage(int op, Request request);
+  Message MakeRequestMessage(Request request);
 
   // The pool for tensors on GPUs.
   PinnedPool* pool() { return PinnedPool::Shared(pinned_bytes, plan.largest_partition()); }

@@ -7,8 +7,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/text.h"
-#include "byteps/cluster/messages.h"
-#include "byteps/cluster/node_ids.h"
+#include "byteps/cluster/message.h"
 
 namespace byteps {
 namespace core {
@@ -96,9 +95,8 @@ void Declarations::Send(const std::shared_ptr<Exchange>& exchange,
   // To every server, also to those that will get none of the partitions: members
   // that disagree on the placement would otherwise wait at different servers.
   for (int server = 0; server < servers; ++server) {
-    ps::Message msg =
-        MakeRequest(kDeclare, ServerId(server), entries.front()->tensor->key, first + server, body);
-    channel_->Send(&msg);
+    channel_->Send(
+        MakeRequest(kDeclare, server, entries.front()->tensor->key, first + server, body));
   }
 }
 

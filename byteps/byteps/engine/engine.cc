@@ -183,16 +183,15 @@ WorkerGauges Engine::Gauges() {
   return gauges;
 }
 
-void Engine::OnMessage(ps::Message* msg) {
-  if (msg->meta.request) return;
-  if (msg->meta.head != kDeclare) return puller_.OnAnswer(msg);
-  const bool refused = msg->meta.option != 0;
-  if (refused) context_.counters->failed_requests.Add();
-  declarations_.OnAnswer(msg->meta.addr, refused ? msg->meta.body : "");
+void Engine::OnMessage(Message* message) {
+  if (message->is_request) return;
+  if (message->op != kDeclare) return puller_.OnAnswer(message);
+  if (message->failed) context_.counters->failed_requests.Add();
+  declarations_.OnAnswer(message->number, message->failed ? message->body : "");
 }
 
-char* Engine::PlaceFor(const ps::Meta& meta, size_t bytes) {
-  return meta.request || meta.head == kDeclare ? nullptr : puller_.PlaceFor(meta, bytes);
+char* Engine::PlaceFor(const MessageHead& head, size_t bytes) {
+  return head.is_request || head.op == kDeclare ? nullptr : puller_.PlaceFor(head, bytes);
 }
 
 std::string Engine::Report() {

@@ -51,8 +51,8 @@ class Engine : public ChannelUser {
   double link_gbps() const { return context_.channel->link_gbps(); }
   WorkerGauges Gauges();
 
-  void OnMessage(ps::Message* msg) override;
-  char* PlaceFor(const ps::Meta& meta, size_t bytes) override;
+  void OnMessage(Message* message) override;
+  char* PlaceFor(const MessageHead& head, size_t bytes) override;
   void OnEvent(const ps::MembershipEvent& event) override;
   std::string Report() override;
 

@@ -44,12 +44,6 @@ std::string Engine::Verdict(const OperationPtr& operation) {
   } catch (const Error& e) {
     return "push_pull of '" + operation->name() + "' failed: " + e.what();
   }
-  std::chrono::nanoseconds unsent_for{};
-  const int unsent = operation->unsent(&unsent_for);
-  if (unsent >= 0 && unsent_for > std::chrono::duration<double>(kGraceSeconds)) {
-    return "push_pull of '" + operation->name() + "' could not be sent to " +
-           context_.channel->NameOfServer(unsent) + ": its connection is closed";
-  }
   const double age = SecondsSince(operation->awaited_since);
   if (age <= context_.op_timeout_s + kGraceSeconds) return "";
   PS_PROBE(kNobodyAnswered);

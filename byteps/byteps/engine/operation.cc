@@ -175,18 +175,5 @@ DeviceMoment Operation::landed() {
   return landed_;
 }
 
-void Operation::SetUnsent(int server) {
-  ps::MutexLock lock(&mu_);
-  if (unsent_ >= 0) return;
-  unsent_ = server;
-  unsent_since_ = ps::AwakeClock::now();
-}
-
-int Operation::unsent(std::chrono::nanoseconds* since) {
-  ps::MutexLock lock(&mu_);
-  *since = ps::AwakeClock::now() - unsent_since_;
-  return unsent_;
-}
-
 }  // namespace core
 }  // namespace byteps

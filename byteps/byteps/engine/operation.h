@@ -109,7 +109,7 @@ class Operation {
   // waits for the end, who stays awake while it is copied: waking takes as long as that copy.
   void CountArrival();
   // A partition goes on to another stage: each of them once, in this order.  Throws Error.
-  enum class Stage : uint8_t { kWaiting, kTaken, kCopying, kPushed, kPulled, kAnswered, kThrough };
+  enum class Stage : uint8_t { kWaiting, kTaken, kCopying, kPushed, kAnswered, kThrough };
   void Move(uint64_t index, Stage to);
   // One of its partitions is through.  True for the last one: the operation has to be ended.
   // Throws Error.
@@ -136,12 +136,6 @@ class Operation {
   // When its sums are on the GPU: of one that ended well.
   DeviceMoment landed();
 
-  // That a request could not be handed to the connection with this server.  It fails
-  // when nobody says soon what happened to the server.
-  void SetUnsent(int server);
-  // The server, or -1; and for how long.
-  int unsent(std::chrono::nanoseconds* since);
-
  private:
   std::atomic<Stage>* StageOf(uint64_t index) {
     return more_stages_ ? &more_stages_[index] : &stage_;
@@ -163,8 +157,6 @@ class Operation {
   std::string error_ PS_GUARDED_BY(mu_);
   int writers_ PS_GUARDED_BY(mu_) = 0;
   DeviceMoment landed_ PS_GUARDED_BY(mu_);
-  int unsent_ PS_GUARDED_BY(mu_) = -1;
-  ps::AwakeClock::time_point unsent_since_ PS_GUARDED_BY(mu_);
 };
 using OperationPtr = std::shared_ptr<Operation>;
 

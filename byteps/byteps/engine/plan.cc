@@ -38,8 +38,7 @@ Plan::Plan(const Config& config, const Launch& launch, int num_servers)
       num_servers_(num_servers),
       smallest_partition_(WholePages(config.Int("BYTEPS_MIN_PARTITION_BYTES"))),
       largest_partition_(WholePages(config.Int("BYTEPS_PARTITION_BYTES"))),
-      hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))),
-      fused_(config.Bool("BYTEPS_FUSED_PUSH_PULL")) {}
+      hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))) {}
 
 uint32_t Plan::PartitionBytes(uint64_t bytes, uint64_t piece_of) const {
   return core::PartitionBytes(std::max(bytes, piece_of), num_servers_, link_bytes_per_s_,
@@ -51,7 +50,6 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
   d.name = spec.name;
   d.dtype = spec.dtype;
   d.average = spec.average;
-  d.fused = fused_;
   d.hash = hash_;
   d.bytes = spec.bytes;
   d.partition_bytes = PartitionBytes(d.bytes, spec.piece_of);

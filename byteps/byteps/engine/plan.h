@@ -40,7 +40,6 @@ class Plan {
 
   int num_servers() const { return num_servers_; }
   const Launch& launch() const { return launch_; }
-  bool fused() const { return fused_; }
   // Bytes of the largest partition that any tensor can have.
   uint32_t largest_partition() const { return largest_partition_; }
 
@@ -70,7 +69,6 @@ class Plan {
   const uint32_t smallest_partition_;
   const uint32_t largest_partition_;
   const KeyHash hash_;
-  const bool fused_;
   double link_bytes_per_s_ = 0;
 };
 

@@ -25,10 +25,10 @@ Puller::Puller(Context* context)
       receive_track_(context->trace->AddTrack("receive")),
       queue_(std::make_shared<Queue>()) {}
 
-char* Puller::PlaceFor(const ps::Meta& meta, size_t bytes) {
+char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
   Request request;
-  if (meta.option != 0 || meta.head == kPush || bytes == 0) return nullptr;
-  if (!context_->requests.Peek(meta.addr, &request)) return nullptr;
+  if (head.failed || bytes == 0) return nullptr;
+  if (!context_->requests.Peek(head.number, &request)) return nullptr;
   Operation& operation = *request.operation;
   // Nothing is placed into the memory of an operation that ended: Wait makes the channel abandon
   // what was placed before.
@@ -37,53 +37,42 @@ char* Puller::PlaceFor(const ps::Meta& meta, size_t bytes) {
   if (!request.block) {
     request.block = context_->pool()->TryTake(bytes);
     if (!request.block) PS_PROBE(kReceivedElsewhere);
-    if (!request.block || !context_->requests.KeepBlock(meta.addr, request.block)) return nullptr;
+    if (!request.block || !context_->requests.KeepBlock(head.number, request.block)) return nullptr;
   }
   return request.block.get();
 }
 
-void Puller::OnAnswer(ps::Message* msg) {
+void Puller::OnAnswer(Message* message) {
   Request request;
-  if (!context_->requests.Take(msg->meta.addr, &request)) return;  // given up already
+  if (!context_->requests.Take(message->number, &request)) return;  // given up already
   const Request asked = request;
   try {
-    HandleAnswer(msg, std::move(request));
+    HandleAnswer(message, std::move(request));
   } catch (const Error& e) {
     Fail(asked, e.what());
   }
 }
 
-void Puller::HandleAnswer(ps::Message* msg, Request request) {
-  const bool more_follows = msg->meta.option == 0 && msg->meta.head == kPush;
-  if (!more_follows) {
-    context_->scheduler->Answer(request.server, request.operation->Sent(request.index).bytes);
-  }
-  if (msg->meta.option != 0) {
+void Puller::HandleAnswer(Message* message, Request request) {
+  context_->scheduler->Answer(request.server, request.operation->Sent(request.index).bytes);
+  if (message->failed) {
     context_->counters->failed_requests.Add();
-    return Fail(request, msg->meta.body);
+    return Fail(request, message->body);
   }
-  using Stage = Operation::Stage;
-  request.operation->Move(request.index, more_follows ? Stage::kPulled : Stage::kAnswered);
-  if (more_follows) {  // it was added: ask for the sum
-    const OperationPtr operation = request.operation;
-    const int server = request.server;
-    ps::Message pull = context_->MakeRequestMessage(kPull, std::move(request));
-    if (!context_->channel->Send(&pull)) operation->SetUnsent(server);
-    return;
-  }
-  OnSum(msg, std::move(request));
+  request.operation->Move(request.index, Operation::Stage::kAnswered);
+  OnSum(message, std::move(request));
 }
 
-std::string Puller::Refusal(const ps::Message& msg, const Request& request) {
+std::string Puller::Refusal(const Message& message, const Request& request) {
   const uint64_t wanted = request.operation->Wanted(request.index).bytes;
-  const uint64_t got = msg.data.empty() ? 0 : msg.data[0].size();
+  const uint64_t got = message.values.size();
   const bool has_sums = request.operation->request.op == kPushTry;
-  if (has_sums && msg.meta.body.size() != sizeof(GradientSums)) {
+  if (has_sums && message.body.size() != sizeof(GradientSums)) {
     return "the answer of " + context_->channel->NameOfServer(request.server) + " about '" +
            request.operation->name() + "' has no sum of squares";
   }
-  if (msg.data.size() <= 1 && got == wanted) return "";
-  if (got == 0 && msg.meta.data_size != 0) {  // it was dropped
+  if (message.sent_bytes == wanted && got == wanted) return "";
+  if (got == 0 && message.sent_bytes == wanted) {  // they were dropped
     return "this worker is out of memory: it wanted " + std::to_string(wanted) +
            " bytes for the answer of " + context_->channel->NameOfServer(request.server) +
            " to a push_pull of '" + request.operation->name() + "'";
@@ -93,17 +82,17 @@ std::string Puller::Refusal(const ps::Message& msg, const Request& request) {
          " bytes instead of " + std::to_string(wanted);
 }
 
-void Puller::KeepSums(const ps::Message& msg, const Request& request) {
+void Puller::KeepSums(const Message& message, const Request& request) {
   Operation& operation = *request.operation;
   if (operation.request.op != kPushTry || !operation.BeginWriting()) return;
-  memcpy(operation.request.sums + request.index, msg.meta.body.data(), sizeof(GradientSums));
+  memcpy(operation.request.sums + request.index, message.body.data(), sizeof(GradientSums));
   operation.EndWriting();
 }
 
-void Puller::OnSum(ps::Message* msg, Request request) {
-  const std::string refusal = Refusal(*msg, request);
+void Puller::OnSum(Message* message, Request request) {
+  const std::string refusal = Refusal(*message, request);
   if (!refusal.empty()) return Fail(request, refusal);
-  KeepSums(*msg, request);
+  KeepSums(*message, request);
   const int64_t now = SteadyNs();
   const uint64_t bytes = request.operation->Wanted(request.index).bytes;
   if (PartitionTimes* times = request.times()) times->answered = now;
@@ -118,11 +107,11 @@ void Puller::OnSum(ps::Message* msg, Request request) {
   if (on_gpu) arrived.request.operation->CountArrival();
   const char* place = on_gpu ? arrived.request.block.get()
                              : arrived.request.operation->Target(arrived.request.index);
-  const bool landed = bytes == 0 || msg->data[0].data() == place;
+  const bool landed = bytes == 0 || message->values.data() == place;
   if (landed) {
     counters->placed_bytes.Add(bytes);
   } else {
-    arrived.values = std::move(msg->data[0]);
+    arrived.values = std::move(message->values);
     arrived.request.block.reset();
   }
   if (bytes <= kFew || (landed && !on_gpu)) return Handle(&arrived, receive_track_);

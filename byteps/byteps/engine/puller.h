@@ -22,8 +22,8 @@ class Puller {
   explicit Puller(Context* context);
 
   // As ChannelUser has them, of what is no declaration.
-  char* PlaceFor(const ps::Meta& meta, size_t bytes);
-  void OnAnswer(ps::Message* msg);
+  char* PlaceFor(const MessageHead& head, size_t bytes);
+  void OnAnswer(Message* message);
 
   // One of BYTEPS_PUSH_THREAD loops; returns when this is closed and nothing is left to do.
   void Loop(int track);
@@ -34,17 +34,17 @@ class Puller {
  private:
   struct Arrived {
     Request request;
-    ps::SArray<char> values;  // empty when they are in request.block
+    SharedBytes values;  // empty when they are in request.block
   };
   using Queue = BlockingQueue<Arrived>;
 
   // Of a PUSH_TRY, the sums that come with the parameters.
-  static void KeepSums(const ps::Message& msg, const Request& request);
+  static void KeepSums(const Message& message, const Request& request);
   // Why an answer cannot be used; empty if it can.
-  std::string Refusal(const ps::Message& msg, const Request& request);
+  std::string Refusal(const Message& message, const Request& request);
   // Of a request that was open until now.  Throws Error.
-  void HandleAnswer(ps::Message* msg, Request request);
-  void OnSum(ps::Message* msg, Request request);
+  void HandleAnswer(Message* message, Request request);
+  void OnSum(Message* message, Request request);
   void Fail(const Request& request, const std::string& error);
   void Handle(Arrived* arrived, int track);
   // Of a tensor on the CPU.  False when the operation failed, and nothing may be written.

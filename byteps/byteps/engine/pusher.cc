@@ -8,7 +8,6 @@
 #include "byteps/base/probe.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/steady_time.h"
-#include "byteps/cluster/messages.h"
 
 namespace byteps {
 namespace core {
@@ -161,20 +160,16 @@ void Pusher::Send(const Task& task, int track) {
   task.operation->Move(task.index, Operation::Stage::kPushed);
   const int64_t now = SteadyNs();
   if (times != nullptr && times->copied == 0) times->copied = now;
-  int op = operation.request.op;
-  if (op == kPushPull && !context_->plan.fused()) op = kPush;
-  ps::Message msg = context_->MakeRequestMessage(  // may throw, and nothing after it
-      op, Request{task.operation, task.index, task.server, now, nullptr});
+  Message message = context_->MakeRequestMessage(  // may throw, and nothing after it
+      Request{task.operation, task.index, task.server, now, nullptr});
   // Until the transport has sent the values, they hold their place in the window, and `task`
   // holds the operation and the pinned memory.
   if (task.bytes > 0) {
-    ps::SArray<char> values;
-    values.reset(const_cast<char*>(source), task.bytes,
-                 [task, times, scheduler = context_->scheduler](char*) {
-                   if (times != nullptr) times->sent = SteadyNs();
-                   scheduler->Deliver(task.server, task.bytes);
-                 });
-    AddValues(&msg, values);
+    message.SetValues(SharedBytes::Borrow(const_cast<char*>(source), task.bytes,
+                                          [task, times, scheduler = context_->scheduler](char*) {
+                                            if (times != nullptr) times->sent = SteadyNs();
+                                            scheduler->Deliver(task.server, task.bytes);
+                                          }));
   } else {  // it asks for something
     if (times != nullptr) times->sent = now;
     Drop(task);
@@ -185,18 +180,14 @@ void Pusher::Send(const Task& task, int track) {
   context_->counters->pushed_partitions.Add();
   context_->counters->pushed_bytes.Add(task.bytes);
   const OperationTrace::Pending pending(context_->trace.get(), operation);
-  bool sent = false;
   try {
-    sent = context_->channel->Send(&msg);
+    context_->channel->Send(message);
   } catch (const std::exception& e) {
     // The values are with the message, and leave the window with it.
     context_->trace->Row(operation, task.index, 0);
     return context_->operations.Fail(task.operation, e.what());
   }
   context_->trace->Slice(operation, task.index, track, "push", now, TraceArrow::kBegins);
-  if (sent) return;
-  PS_PROBE(kUnsent);
-  task.operation->SetUnsent(task.server);
 }
 
 }  // namespace core

@@ -31,7 +31,7 @@ namespace {
 class Listener : public ChannelUser {
  public:
   explicit Listener(std::string how) : how_(std::move(how)) {}
-  void OnMessage(ps::Message*) override {}
+  void OnMessage(Message*) override {}
   void OnEvent(const ps::MembershipEvent& event) override {
     if (event.kind != ps::MembershipEvent::kListens) return;
     const std::string& host = event.node.hostname;

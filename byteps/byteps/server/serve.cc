@@ -188,12 +188,12 @@ class Node : public ChannelUser {
   Node(Server* server, StatusBoard* board, JobLog* log, Outcome* outcome)
       : server_(server), board_(board), log_(log), outcome_(outcome) {}
 
-  void OnMessage(ps::Message* msg) override {
-    if (server_ != nullptr) server_->OnMessage(msg);
+  void OnMessage(Message* message) override {
+    if (server_ != nullptr) server_->OnMessage(message);
   }
 
-  char* PlaceFor(const ps::Meta& meta, size_t bytes) override {
-    return server_ != nullptr && server_->Expects(meta, bytes) ? nullptr : ps::Nowhere();
+  char* PlaceFor(const MessageHead& head, size_t bytes) override {
+    return server_ != nullptr && server_->Expects(head, bytes) ? nullptr : ps::Nowhere();
   }
 
   void OnEvent(const ps::MembershipEvent& event) override {

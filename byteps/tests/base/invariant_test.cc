@@ -12,11 +12,10 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/mutex.h"
-#include "byteps/cluster/messages.h"
+#include "byteps/cluster/message.h"
 #include "byteps/engine/push_scheduler.h"
 #include "byteps/engine/requests.h"
 #include "byteps/server/sum_server.h"
-#include "ps/internal/postoffice.h"
 #include "tests/support/job.h"
 #include "tests/support/server_channel.h"
 
@@ -188,11 +187,10 @@ TEST(Invariant, ThatIsBrokenWhileSendingFailsTheOperation) {
 // Of the answers that it is given the first cannot be sent.
 class BrokenAnswers : public ServerChannel {
  public:
-  bool Send(ps::Message* message) override {
+  void Send(const Message& message) override {
     ps::MutexLock lock(&mu_);
     PS_INVARIANT("what is sent is sound", !std::exchange(breaks_, false), "as the test says");
-    errors_[message->meta.recver] = message->meta.option != 0 ? message->meta.body : "none";
-    return true;
+    errors_[message.peer] = message.failed ? message.body : "none";
   }
   void BreakNext() {
     ps::MutexLock lock(&mu_);
@@ -218,22 +216,22 @@ TEST(Invariant, ThatIsBrokenInAServerFailsTheRound) {
   declaration.name = "x";
   declaration.bytes = declaration.partition_bytes = 400;
   declaration.group = {0, 1};
-  const auto tell = [&](int rank, ps::Message request) {
-    request.meta.sender = ps::Postoffice::WorkerRankToID(rank);
+  const auto tell = [&](int rank, Message request) {
+    request.peer = rank;
     server.OnMessage(&request);
   };
   EXPECT_THROW(
-      tell(0, MakeRequest(kDeclare, 8, declaration.Key(), 1, PackDeclarations({declaration}))),
+      tell(0, MakeRequest(kDeclare, 0, declaration.Key(), 1, PackDeclarations({declaration}))),
       dmlc::Error);  // the transport closes the connection
   channel.BreakNext();
   for (int rank = 0; rank < 2; ++rank) {
     PushHeader header;
     header.timeout_ms = 600'000;
     header.pull_bytes = 400;
-    ps::Message request = MakeRequest(kPushPull, 8, declaration.Key(), 2 + rank, header.Pack());
-    const ps::SArray<char> values = RoomForValues(400);
+    Message request = MakeRequest(kPushPull, 0, declaration.Key(), 2 + rank, header.Pack());
+    const SharedBytes values = SharedBytes::New(400);
     memset(values.data(), 0, 400);
-    AddValues(&request, values);
+    request.SetValues(values);
     tell(rank, std::move(request));
   }
   // The server's own thread may serve the second one.

@@ -21,8 +21,7 @@ std::vector<Declaration> SomeDeclarations() {
     d.name = std::string(i, 'x') + "\0\xff" + std::to_string(i);
     d.dtype = static_cast<DType>(i);
     d.average = i % 2 == 0;
-    d.fused = false;
-    d.hash = KeyHash::kSdbm;
+    d.hash = KeyHash::kDjb2;
     d.bytes = 800 * (i + 1);
     d.partition_bytes = 4096;
     d.placement = 0x1122334455667788 + i;
@@ -52,11 +51,11 @@ TEST(DeclarationList, ComesBackAsItWas) {
 TEST(DeclarationList, IsLittleEndianAndHasEachGroupOnce) {
   auto all = SomeDeclarations();
   const std::string text = PackDeclarations(all);
-  EXPECT_EQ(text[0], 2);                                            // version
-  EXPECT_EQ(text[1], 4);                                            // sdbm
-  EXPECT_EQ(text.substr(3, 4), std::string("\2\0\0\0", 4));         // groups
-  EXPECT_EQ(text.substr(7, 4), std::string("\3\0\0\0", 4));         // members of the first
-  EXPECT_EQ(text.substr(19, 4), std::string("\x70\x11\x01\0", 4));  // 70000
+  EXPECT_EQ(text[0], 3);                                            // version
+  EXPECT_EQ(text[1], 1);                                            // djb2
+  EXPECT_EQ(text.substr(2, 4), std::string("\2\0\0\0", 4));         // groups
+  EXPECT_EQ(text.substr(6, 4), std::string("\3\0\0\0", 4));         // members of the first
+  EXPECT_EQ(text.substr(18, 4), std::string("\x70\x11\x01\0", 4));  // 70000
 }
 
 TEST(DeclarationList, EveryTruncationAndAdditionIsRefused) {

@@ -69,15 +69,6 @@ TEST(Failure, NothingIsWrittenAfterwards) {
   }
 }
 
-TEST(Failure, OfAConnectionThatNobodyExplains) {
-  Job job(1);
-  auto values = Values(100, 1);
-  job.Wait(job.Start("x", &values));
-  job.channel->Close();
-  const std::string error = job.ErrorOf(job.Start("x", &values));
-  EXPECT_TRUE(Has(error, "could not be sent to server 0")) << error;
-}
-
 TEST(Failure, LateAnswersNameTheServer) {
   auto values = Values(100, 1);  // longer than the worker, which may still send what has failed
   Job job(2, {}, {{"BYTEPS_OP_TIMEOUT_S", "0.1"}});

@@ -92,10 +92,12 @@ TEST(Plan, EachWorkerBeginsWithAServerOfItsOwn) {
   EXPECT_EQ(first.size(), 5u);
 }
 
-TEST(Plan, BuiltInHashIsTheSameInEveryBuild) {
-  // FNV-1a of "65536" and "65537", modulo 1000, worked out apart from this code.
-  EXPECT_EQ(ServerOf(KeyHash::kBuiltIn, 65536, 0, 0, 1000), 202);
-  EXPECT_EQ(ServerOf(KeyHash::kBuiltIn, 65536, 0, 1, 1000), 413);
+TEST(Plan, HashesAreTheSameInEveryBuild) {
+  // djb2 of "65536" and "65537", modulo 1000, worked out apart from this code.
+  EXPECT_EQ(ServerOf(KeyHash::kDjb2, 65536, 0, 0, 1000), 582);
+  EXPECT_EQ(ServerOf(KeyHash::kDjb2, 65536, 0, 1, 1000), 583);
+  // Round robin from the placement.
+  EXPECT_EQ(ServerOf(KeyHash::kRaw, 65536, 7, 5, 5), 2);
 }
 
 }  // namespace

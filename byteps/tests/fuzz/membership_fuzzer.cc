@@ -82,7 +82,7 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
       break;
     default:
       message.meta.body =
-          "protocol=5 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
+          "protocol=6 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
           " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2)) +
           " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000)) +
           " probe=" + std::to_string(std::max(data->ConsumeIntegralInRange<int>(-9, 3), 0));

@@ -17,11 +17,10 @@
 #include "byteps/base/config.h"
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/update_rule.h"
-#include "byteps/cluster/messages.h"
+#include "byteps/cluster/message.h"
 #include "byteps/server/sum_server.h"
 #include "demand.h"
 #include "ps/base.h"
-#include "ps/internal/postoffice.h"
 #include "tests/support/server_channel.h"
 
 namespace byteps {
@@ -34,34 +33,30 @@ constexpr uint32_t kPartitionBytes = 16;
 // Takes the answers.
 class Answers : public ServerChannel {
  public:
-  bool Send(ps::Message* message) override {
-    const ps::Meta& meta = message->meta;
+  void Send(const Message& message) override {
     std::lock_guard<std::mutex> lock(mu_);
-    const auto key = std::make_pair(meta.recver, meta.addr);
+    const auto key = std::make_pair(message.peer, message.number);
     DEMAND(asked_.count(key) == 1);
     DEMAND(asked_[key]-- == 1);  // answered once
-    DEMAND(!meta.request);
-    DEMAND(meta.option == 0 || !meta.body.empty());
-    DEMAND(meta.option != 0 ||
-           meta.body.size() == (meta.head == kPushTry ? sizeof(GradientSums) : 0));
-    for (const auto& value : message->data) {
-      if (meta.head == kPushNorm) {
-        ForEach<double>(value, [](double sum) { DEMAND(sum >= 0); });
-      } else if (meta.head == kPushStep || meta.head == kPushTry || meta.head == kStep) {
-        // Parameters begin at 0, and gradients are positive.
-        ForEach<float>(value,
-                       [this](float x) { DEMAND(strange_ || (x <= 0 && std::isfinite(x))); });
-      } else if (meta.head != kReadState) {
-        // Each worker pushes ones, so that a sum counts who is in it.
-        ForEach<float>(value, [](float sum) { DEMAND(sum == 1 || sum == 2 || sum == 3); });
-      }
+    DEMAND(!message.is_request);
+    const int op = message.op;
+    DEMAND(!message.failed || !message.body.empty());
+    DEMAND(message.failed || message.body.size() == (op == kPushTry ? sizeof(GradientSums) : 0));
+    if (op == kPushNorm) {
+      ForEach<double>(message.values, [](double sum) { DEMAND(sum >= 0); });
+    } else if (op == kPushStep || op == kPushTry || op == kStep) {
+      // Parameters begin at 0, and gradients are positive.
+      ForEach<float>(message.values,
+                     [this](float x) { DEMAND(strange_ || (x <= 0 && std::isfinite(x))); });
+    } else if (op != kReadState) {
+      // Each worker pushes ones, so that a sum counts who is in it.
+      ForEach<float>(message.values, [](float sum) { DEMAND(sum == 1 || sum == 2 || sum == 3); });
     }
-    return true;
   }
 
-  void WillAsk(int sender, uint64_t number) {
+  void WillAsk(int rank, uint64_t number) {
     std::lock_guard<std::mutex> lock(mu_);
-    asked_[{sender, number}] = 1;
+    asked_[{rank, number}] = 1;
   }
 
   // From now on steps may be of any size.
@@ -72,7 +67,7 @@ class Answers : public ServerChannel {
 
  private:
   template <typename T, typename Look>
-  static void ForEach(const ps::SArray<char>& value, Look look) {
+  static void ForEach(const SharedBytes& value, Look look) {
     for (size_t i = 0; i + sizeof(T) <= value.size(); i += sizeof(T)) {
       T x = 0;
       memcpy(&x, value.data() + i, sizeof(x));
@@ -92,7 +87,6 @@ Declaration TheDeclaration(int which) {
   Declaration d;
   d.name = std::string(1, 'a' + which);
   d.dtype = DType::kFloat32;
-  d.fused = which != 1;
   d.bytes = 24 + 8 * (which % 3);
   d.partition_bytes = kPartitionBytes;
   for (int rank = 0; rank <= which % 3; ++rank) d.group.push_back(rank);
@@ -118,7 +112,6 @@ Declaration AnyDeclaration(FuzzedDataProvider* data) {
   Declaration d = TheDeclaration(data->ConsumeIntegralInRange<int>(0, kTensors - 1));
   if (data->ConsumeIntegralInRange<int>(0, 7) > 0) return d;
   d.name = std::string(1, 'a' + data->ConsumeIntegralInRange<int>(0, kTensors));
-  d.fused = data->ConsumeBool();
   d.group.clear();
   for (uint32_t rank = 0; rank < kWorkers; ++rank) {
     if (data->ConsumeBool()) d.group.push_back(rank);
@@ -129,11 +122,11 @@ Declaration AnyDeclaration(FuzzedDataProvider* data) {
   return d;
 }
 
-ps::SArray<char> Ones(size_t bytes) {
-  ps::SArray<char> values = RoomForValues(bytes);
+SharedBytes Ones(size_t bytes) {
+  SharedBytes values = SharedBytes::New(bytes);
   const float one = 1;
   for (size_t i = 0; i < bytes; ++i) {
-    values[i] = reinterpret_cast<const char*>(&one)[i % sizeof(one)];
+    values.data()[i] = reinterpret_cast<const char*>(&one)[i % sizeof(one)];
   }
   return values;
 }
@@ -144,19 +137,19 @@ std::string Header(uint32_t round, size_t wanted) {
   return std::string(reinterpret_cast<const char*>(header), sizeof(header));
 }
 
-ps::Message LoadOfZeros(const Declaration& d, uint64_t index, uint32_t slot, size_t bytes,
-                        uint64_t number) {
+Message LoadOfZeros(const Declaration& d, uint64_t index, uint32_t slot, size_t bytes,
+                    uint64_t number) {
   const std::string detail(reinterpret_cast<const char*>(&slot), sizeof(slot));
-  ps::Message request = MakeRequest(kLoadState, 8, d.Key() + index, number, Header(0, 0) + detail);
-  const ps::SArray<char> zeros = RoomForValues(bytes);
+  Message request = MakeRequest(kLoadState, 0, d.Key() + index, number, Header(0, 0) + detail);
+  const SharedBytes zeros = SharedBytes::New(bytes);
   memset(zeros.data(), 0, bytes);
-  AddValues(&request, zeros);
+  request.SetValues(zeros);
   return request;
 }
 
 // Of an optimizer's steps, or of its state.
-ps::Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& d,
-                      uint64_t index, uint64_t size, Answers* answers) {
+Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declaration& d, uint64_t index,
+                  uint64_t size, Answers* answers) {
   const int kinds[] = {kPushStep, kPushTry, kPushTry, kPushNorm, kStep, kLoadState, kReadState};
   const int kind = kinds[data->ConsumeIntegralInRange<int>(0, 6)];
   const bool fits = data->ConsumeIntegralInRange<int>(0, 15) > 0;
@@ -179,20 +172,20 @@ ps::Message AnyUpdate(FuzzedDataProvider* data, uint64_t number, const Declarati
   const uint32_t round = data->ConsumeIntegralInRange<uint32_t>(0, 3);
   const bool reads = kind == kReadState;
   const std::string body = Header(round, asks || reads ? size : 0) + detail;
-  ps::Message request = MakeRequest(kind, 8, d.Key() + index, number, body);
+  Message request = MakeRequest(kind, 0, d.Key() + index, number, body);
   if (kind == kPushStep || kind == kPushTry || kind == kPushNorm) {
-    AddValues(&request, Ones(bytes));
+    request.SetValues(Ones(bytes));
   }
   return request;
 }
 
-ps::Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answers) {
+Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answers) {
   const int op = data->ConsumeIntegralInRange<int>(0, 12);
   if (op < 4) {
     const Declaration d = AnyDeclaration(data);
     std::string body = PackDeclarations({d});
     if (op == 0) body = data->ConsumeRandomLengthString(64);
-    return MakeRequest(kDeclare, 8, d.Key(), number, body);
+    return MakeRequest(kDeclare, 0, d.Key(), number, body);
   }
   Declaration d = AnyDeclaration(data);
   const uint64_t index = data->ConsumeIntegralInRange<uint64_t>(0, 3);
@@ -211,14 +204,10 @@ ps::Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answe
   if (number % 2 == 0) header[4] = header[0];
   std::string body(reinterpret_cast<const char*>(header), sizeof(header));
   if (data->ConsumeIntegralInRange<int>(0, 15) == 0) body = data->ConsumeRandomLengthString(24);
-  const int kinds[] = {kPushPull, kPush, kPull};
-  int kind = kinds[data->ConsumeIntegralInRange<int>(0, 2)];
-  if (op == 12) kind = data->ConsumeIntegral<int>();
-  ps::Message request = MakeRequest(kind, 8, d.Key() + index, number, body);
-  if (kind != kPull) {
-    const bool fits = data->ConsumeIntegralInRange<int>(0, 15) > 0;
-    AddValues(&request, Ones(fits ? size : data->ConsumeIntegralInRange<size_t>(0, 40)));
-  }
+  const int kind = op == 12 ? data->ConsumeIntegral<int>() : kPushPull;
+  Message request = MakeRequest(kind, 0, d.Key() + index, number, body);
+  const bool fits = data->ConsumeIntegralInRange<int>(0, 15) > 0;
+  request.SetValues(Ones(fits ? size : data->ConsumeIntegralInRange<size_t>(0, 40)));
   return request;
 }
 
@@ -243,16 +232,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   Answers answers;
   Server server(TheConfig(data.ConsumeBool()), &answers);
   uint64_t number = 1;
-  const auto ask = [&](ps::Message request, int rank) {
-    request.meta.sender = ps::Postoffice::WorkerRankToID(rank);
-    answers.WillAsk(request.meta.sender, number++);
+  const auto ask = [&](Message request, int rank) {
+    request.peer = rank;
+    answers.WillAsk(rank, number++);
     server.OnMessage(&request);
   };
   // Most of what follows asks for tensors that are there.
   for (int which = 0; which < kTensors && data.ConsumeIntegralInRange<int>(0, 15) > 0; ++which) {
     const Declaration d = TheDeclaration(which);
     for (const uint32_t rank : d.group) {
-      ask(MakeRequest(kDeclare, 8, d.Key(), number, PackDeclarations({d})), rank);
+      ask(MakeRequest(kDeclare, 0, d.Key(), number, PackDeclarations({d})), rank);
     }
     if (!d.rule || data.ConsumeIntegralInRange<int>(0, 15) == 0) continue;
     for (uint32_t slot = 0; slot < d.rule->NumSlots(); ++slot) {
@@ -266,7 +255,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       server.OnWorkerGone(data.ConsumeIntegralInRange<int>(0, kWorkers), "it left");
       continue;
     }
-    ps::Message request = AnyRequest(&data, number, &answers);
+    Message request = AnyRequest(&data, number, &answers);
     ask(std::move(request), data.ConsumeIntegralInRange<int>(0, kWorkers));
   }
   return 0;

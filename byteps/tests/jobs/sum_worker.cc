@@ -65,11 +65,11 @@ class BrokenSession : public Session {
 
   void BreakNextPush() { breaks_ = true; }
 
-  bool Send(ps::Message* message) override {
-    if (message->data.empty() || !breaks_.exchange(false)) return Session::Send(message);
-    ps::Message broken = *message;
-    broken.meta.key ^= kMaxPartitions;
-    return Session::Send(&broken);
+  void Send(const Message& message) override {
+    if (message.values.empty() || !breaks_.exchange(false)) return Session::Send(message);
+    Message broken = message;
+    broken.key ^= kMaxPartitions;
+    Session::Send(broken);
   }
 
  private:

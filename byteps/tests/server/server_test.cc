@@ -14,9 +14,8 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/mutex.h"
-#include "byteps/cluster/messages.h"
+#include "byteps/cluster/message.h"
 #include "byteps/server/sum_server.h"
-#include "ps/internal/postoffice.h"
 #include "tests/support/failing_memory.h"
 #include "tests/support/server_channel.h"
 #include "tests/support/settings.h"
@@ -39,18 +38,15 @@ class Answers : public ServerChannel {
     std::thread::id sent_by;
   };
 
-  bool Send(ps::Message* message) override {
-    Answer answer{message->meta.addr, message->meta.body, {}, std::this_thread::get_id()};
-    for (const auto& value : message->data) {
-      answer.values.resize(value.size() / sizeof(float));
-      memcpy(answer.values.data(), value.data(), value.size());
-    }
+  void Send(const Message& message) override {
+    Answer answer{message.number, message.body, {}, std::this_thread::get_id()};
+    answer.values.resize(message.values.size() / sizeof(float));
+    memcpy(answer.values.data(), message.values.data(), message.values.size());
     ps::MutexLock lock(&mu_);
     answers_.push_back(std::move(answer));
     held_ = holds_;
     cond_.NotifyAll();
     cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return !holds_; });
-    return true;
   }
 
   // Who sends the next answer does not return before Release.
@@ -103,7 +99,7 @@ class ServerTest : public testing::Test {
   }
 
   void Declare(int rank) {
-    Tell(MakeRequest(kDeclare, 8, declaration_.Key(), ++number_, PackDeclarations({declaration_})),
+    Tell(MakeRequest(kDeclare, 0, declaration_.Key(), ++number_, PackDeclarations({declaration_})),
          rank);
   }
 
@@ -115,14 +111,13 @@ class ServerTest : public testing::Test {
     header.oldest = oldest;
     header.timeout_ms = timeout_ms;
     header.pull_bytes = declaration_.partition_bytes;
-    ps::Message push =
-        MakeRequest(kPushPull, 8, declaration_.Key() + index, ++number_, header.Pack());
-    const ps::SArray<char> values = RoomForValues(declaration_.partition_bytes);
+    Message push = MakeRequest(kPushPull, 0, declaration_.Key() + index, ++number_, header.Pack());
+    const SharedBytes values = SharedBytes::New(declaration_.partition_bytes);
     const float value = static_cast<float>(1 + rank + 10 * index);
     for (size_t at = 0; at < values.size(); at += sizeof(value)) {
       memcpy(values.data() + at, &value, sizeof(value));
     }
-    AddValues(&push, values);
+    push.SetValues(values);
     Tell(std::move(push), rank);
     return number_;
   }
@@ -160,8 +155,8 @@ class ServerTest : public testing::Test {
     return true;
   }
 
-  void Tell(ps::Message request, int rank) {
-    request.meta.sender = ps::Postoffice::WorkerRankToID(rank);
+  void Tell(Message request, int rank) {
+    request.peer = rank;
     server_.OnMessage(&request);
   }
 
@@ -357,9 +352,8 @@ TEST_F(ServerTest, DroppedValuesFailTheirRound) {
   PushHeader header;
   header.timeout_ms = kLong;
   header.pull_bytes = kPartitionBytes;
-  ps::Message push = MakeRequest(kPushPull, 8, declaration_.Key() + 3, ++number_, header.Pack());
-  push.data.emplace_back();
-  push.meta.data_size = kPartitionBytes;
+  Message push = MakeRequest(kPushPull, 0, declaration_.Key() + 3, ++number_, header.Pack());
+  push.sent_bytes = kPartitionBytes;
   Tell(push, 1);
   const auto all = answers_.Await(4);
   ASSERT_EQ(all.size(), 4u);
@@ -376,19 +370,17 @@ TEST_F(ServerTest, DroppedValuesFailTheirRound) {
 // Before any memory is taken for them.
 TEST_F(ServerTest, ValuesThatNobodyDeclaredAreNotExpected) {
   const auto expects = [this](int op, uint64_t key, size_t bytes) {
-    return server_.Expects(MakeRequest(op, 8, key, 1, "").meta, bytes);
+    return server_.Expects(MakeRequest(op, 0, key, 1, ""), bytes);
   };
   const uint64_t key = declaration_.Key();
   EXPECT_TRUE(expects(kPushPull, key + 7, kPartitionBytes));
   EXPECT_FALSE(expects(kPushPull, key + 7, kPartitionBytes + 4));
   EXPECT_FALSE(expects(kPushPull, key + 8, kPartitionBytes));
   EXPECT_FALSE(expects(kPushPull, key + kMaxPartitions, kPartitionBytes));
-  EXPECT_FALSE(expects(kPush, key, kPartitionBytes));
-  EXPECT_FALSE(expects(kPull, key, kPartitionBytes));
   EXPECT_FALSE(expects(kPushStep, key, kPartitionBytes));
   EXPECT_FALSE(expects(kDeclare, key, kPartitionBytes));
   EXPECT_FALSE(expects(77, key, kPartitionBytes));
-  EXPECT_FALSE(server_.Expects(MakeAnswer(kPushPull, 8, key, 1, "").meta, kPartitionBytes));
+  EXPECT_FALSE(server_.Expects(MakeAnswer(kPushPull, 0, key, 1, ""), kPartitionBytes));
 }
 
 // A lost worker ends its rounds at once: nothing is left of their deadlines.

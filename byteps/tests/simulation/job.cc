@@ -125,7 +125,7 @@ bool Job::failed() const {
 
 // ------------------------------------------------------------------- nodes
 
-void Job::NodeUser::OnMessage(ps::Message* message) {
+void Job::NodeUser::OnMessage(core::Message* message) {
   if (server_ != nullptr) server_->OnMessage(message);
 }
 

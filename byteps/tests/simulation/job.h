@@ -50,7 +50,7 @@ class Job {
   class NodeUser : public core::ChannelUser {
    public:
     explicit NodeUser(core::Server* server) : server_(server) {}
-    void OnMessage(ps::Message* message) override;
+    void OnMessage(core::Message* message) override;
     void OnEvent(const ps::MembershipEvent& event) override;
     // It need not wait any longer; or it is told to end by a signal.
     void End(bool by_order);

@@ -75,11 +75,11 @@ Network::Clock::time_point Network::ArrivalOf(int from, int to, bool in_order) {
   return at;
 }
 
-bool Network::Carry(const SimulatedChannel& from, int to, ps::Message message) {
+void Network::Carry(const SimulatedChannel& from, int to, ps::Message message) {
   std::lock_guard<std::mutex> lock(mu_);
   const auto link = links_.find(PairOf(from.number(), to));
   if (link == links_.end() || link->second.lives[from.number()] != from.life()) {
-    return false;
+    return;
   }
   Item item;
   item.from = from.number();
@@ -91,7 +91,6 @@ bool Network::Carry(const SimulatedChannel& from, int to, ps::Message message) {
   item.message = std::move(message);
   under_way_.emplace(at, std::move(item));
   cond_.notify_one();
-  return true;
 }
 
 bool Network::IsLinked(int node, uint64_t life) {
@@ -273,7 +272,7 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
     const auto& control = message->meta.control;
     const bool worker = !control.node.empty() && control.node[0].role == ps::Node::WORKER;
     if (control.cmd == ps::Control::WELCOME && worker) ++channel_->network_->admitted_;
-    channel_->Send(message);
+    channel_->Transmit(*message);
   }
 
   void SetIncarnation(int incarnation) override {
@@ -411,21 +410,19 @@ void Network::Leave(SimulatedChannel* channel) {
   for (const int peer : peers) Unlink(peer, node, &closed, nullptr);
 }
 
-bool SimulatedChannel::Send(ps::Message* message) {
+void SimulatedChannel::Transmit(ps::Message message) {
   Name name;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (closed_) return false;
-    const auto it = names_.find(message->meta.recver);
-    // What cannot be sent is dropped: who watches the peers tells of the reason.
-    if (it == names_.end()) return true;
+    if (closed_) return;
+    const auto it = names_.find(message.meta.recver);
+    if (it == names_.end()) return;
     name = it->second;
   }
   const int to = name.number;
-  if (settings_.role == ps::Node::SCHEDULER && !network_->IsLinked(to, name.life)) return true;
-  ps::Message sent = *message;
-  sent.meta.sender = links_->self().id;
-  return to == settings_.number || network_->Carry(*this, to, std::move(sent));
+  if (settings_.role == ps::Node::SCHEDULER && !network_->IsLinked(to, name.life)) return;
+  message.meta.sender = links_->self().id;
+  if (to != settings_.number) network_->Carry(*this, to, std::move(message));
 }
 
 void SimulatedChannel::Abandon(const void* begin, size_t bytes) {
@@ -542,11 +539,13 @@ void SimulatedChannel::ReceiveData() {
     ps::SArray<char> values;
     if (!message.data.empty()) values = Place(message.meta, message.data[0]);
     if (!message.data.empty()) message.data[0] = values;
+    const int sender = message.meta.sender;
+    core::Message received = core::FromPs(&message);
     try {
-      user_->OnMessage(&message);
+      user_->OnMessage(&received);
     } catch (const std::exception& e) {
       // A transport closes the connection.
-      membership_->OnLinkLost(message.meta.sender, e.what(), false);
+      membership_->OnLinkLost(sender, e.what(), false);
     }
     std::lock_guard<std::mutex> lock(place_mu_);
     if (values.size() > 0) {
@@ -559,7 +558,7 @@ ps::SArray<char> SimulatedChannel::Place(const ps::Meta& meta, const ps::SArray<
   Placing* placing = nullptr;
   {
     std::lock_guard<std::mutex> lock(place_mu_);
-    if (char* const place = user_->PlaceFor(meta, values.size())) {
+    if (char* const place = user_->PlaceFor(core::HeadOf(meta), values.size())) {
       placing_.push_back({place, values.size(), false});
       placing = &placing_.back();
     }

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "byteps/cluster/channel.h"
+#include "byteps/cluster/ps_message.h"
 #include "byteps/net/membership/membership.h"
 
 namespace byteps {
@@ -47,8 +48,8 @@ class Network {
   void Leave(SimulatedChannel* node);
 
   // A message on its way.  Within a millisecond, or when what holds its link lets go.
-  // False: there is no link.
-  bool Carry(const SimulatedChannel& from, int to, ps::Message message);
+  // Lost where there is no link.
+  void Carry(const SimulatedChannel& from, int to, ps::Message message);
 
   // Whether the scheduler has a link with this life of the node.
   bool IsLinked(int node, uint64_t life);
@@ -147,7 +148,7 @@ class SimulatedChannel : public core::Channel {
   void Leave(const ps::Farewell& farewell) override { membership_->Leave(farewell); }
   void StopByOrder(const std::string& how) { membership_->StopByOrder(how); }
   void Stop() override;
-  bool Send(ps::Message* message) override;
+  void Send(const core::Message& message) override { Transmit(core::ToPs(message)); }
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override { return false; }
   double link_gbps() const override { return membership_->link_mbps() / 1e3; }
@@ -180,6 +181,7 @@ class SimulatedChannel : public core::Channel {
   };
 
   void StartOnce();
+  void Transmit(ps::Message message);
   void ReceiveControl();
   void ReceiveData();
   void HandleEnd(const Event& event);

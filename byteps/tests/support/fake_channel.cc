@@ -8,9 +8,7 @@
 #include <utility>
 
 #include "byteps/base/declaration_list.h"
-#include "byteps/cluster/messages.h"
 #include "byteps/net/link/invariant.h"
-#include "ps/internal/postoffice.h"
 
 namespace byteps {
 namespace core {
@@ -18,15 +16,11 @@ namespace {
 
 constexpr auto kPatience = std::chrono::seconds(20);
 
-int ServerOfMessage(const ps::Message& message) {
-  return ps::Postoffice::IDtoRank(message.meta.recver);
-}
-
 // What the caller asks for, of the values times `ranks`.
-std::vector<char> SumOf(const ps::Message& request, float ranks) {
+std::vector<char> SumOf(const Message& request, float ranks) {
   PushHeader header;
-  EXPECT_TRUE(PushHeader::Unpack(request.meta.body, &header));
-  std::vector<char> sum(request.data[0].begin(), request.data[0].end());
+  EXPECT_TRUE(PushHeader::Unpack(request.body, &header));
+  std::vector<char> sum(request.values.data(), request.values.data() + request.values.size());
   auto* const values = reinterpret_cast<float*>(sum.data());
   for (size_t i = 0; i < sum.size() / sizeof(float); ++i) values[i] *= ranks;
   return {sum.begin() + header.pull_offset, sum.begin() + header.pull_offset + header.pull_bytes};
@@ -47,51 +41,48 @@ void FakeChannel::Leave(const ps::Farewell& /*farewell*/) { ++left_; }
 void FakeChannel::Stop() {
   {
     std::lock_guard<std::mutex> lock(mu_);
-    stopping_ = closed_ = true;
+    stopping_ = true;
   }
   cond_.notify_all();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
-  std::deque<ps::Message> held, requests;
+  std::deque<Message> held, requests;
   std::lock_guard<std::mutex> lock(mu_);
   held.swap(held_);
   requests.swap(requests_);
 }
 
-bool FakeChannel::Send(ps::Message* message) {
-  const int server = ServerOfMessage(*message);
+void FakeChannel::Send(const Message& message) {
+  const int server = message.peer;
   std::vector<Declaration> declared;
   std::string error;
   int linger_ms = 0;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (closed_) return false;
-    if (message->meta.head == kDeclare) {
-      if (!UnpackDeclarations(message->meta.body, &declared, &error)) abort();
+    if (message.op == kDeclare) {
+      if (!UnpackDeclarations(message.body, &declared, &error)) abort();
       declarations_[server].push_back(declared);
     } else {
       PS_INVARIANT("what is sent is sound", !script_.throws, "as the script says");
-      pushes_.push_back({message->meta.key, server});
+      pushes_.push_back({message.key, server});
       linger_ms = script_.linger_ms;
     }
     auto it = held_servers_.find(server);
     if (it == held_servers_.end()) it = held_servers_.find(-1);
-    if (message->meta.head == kDeclare) it = held_servers_.end();
-    ps::Message copy = *message;
+    if (message.op == kDeclare) it = held_servers_.end();
+    Message copy = message;
     if (it == held_servers_.end()) {
       requests_.push_back(std::move(copy));
     } else {
-      if (!it->second && !copy.data.empty()) {  // it was sent: what is held is a copy
-        ps::SArray<char> values;
-        values.CopyFrom(copy.data[0]);
-        copy.data[0] = values;
+      if (!it->second && !copy.values.empty()) {  // it was sent: what is held is a copy
+        copy.values = SharedBytes::New(message.values.size());
+        memcpy(copy.values.data(), message.values.data(), message.values.size());
       }
       held_.push_back(std::move(copy));
     }
   }
   cond_.notify_all();
   if (linger_ms > 0) std::this_thread::sleep_for(std::chrono::milliseconds(linger_ms));
-  return true;
 }
 
 void FakeChannel::Abandon(const void* begin, size_t bytes) {
@@ -122,11 +113,6 @@ void FakeChannel::Release() {
     held_.clear();
   }
   cond_.notify_all();
-}
-
-void FakeChannel::Close() {
-  std::lock_guard<std::mutex> lock(mu_);
-  closed_ = true;
 }
 
 void FakeChannel::FailJob(const std::string& reason) {
@@ -161,7 +147,7 @@ bool FakeChannel::AwaitPlacing() {
   return place_cond_.wait_for(lock, kPatience, [&] { return !placing_.empty(); });
 }
 
-bool FakeChannel::TakeNext(ps::Message* request) {
+bool FakeChannel::TakeNext(Message* request) {
   std::unique_lock<std::mutex> lock(mu_);
   cond_.wait(lock, [this] { return stopping_ || !requests_.empty(); });
   if (stopping_) return false;
@@ -173,26 +159,25 @@ bool FakeChannel::TakeNext(ps::Message* request) {
 }
 
 void FakeChannel::Run() {
-  ps::Message request;
+  Message request;
   while (TakeNext(&request)) {
     try {
       Answer(std::move(request));
     } catch (const std::exception& e) {  // a transport closes the connection, which ends the job
       FailJob(e.what());
     }
-    request = ps::Message();
+    request = Message();
   }
 }
 
-std::string FakeChannel::Fate(const ps::Message& request) {
+std::string FakeChannel::Fate(const Message& request) {
   std::lock_guard<std::mutex> lock(mu_);
-  return request.meta.head == kDeclare ? script_.refusal : script_.failure;
+  return request.op == kDeclare ? script_.refusal : script_.failure;
 }
 
-void FakeChannel::Answer(ps::Message request) {
-  const int op = request.meta.head;
-  ps::Message answer = MakeAnswer(op, 0, request.meta.key, request.meta.addr, Fate(request));
-  answer.meta.sender = request.meta.recver;
+void FakeChannel::Answer(Message request) {
+  const int op = request.op;
+  Message answer = MakeAnswer(op, request.peer, request.key, request.number, Fate(request));
   Placing* placing = nullptr;
   float ranks = 1;
   bool twice = false;
@@ -202,16 +187,13 @@ void FakeChannel::Answer(ps::Message request) {
     ranks = script_.ranks;
     twice = script_.answers_twice;
   }
-  if (op == kPushPull && answer.meta.option == 0) {
+  if (op == kPushPull && !answer.failed) {
     const std::vector<char> sum = SumOf(request, ranks);
-    request = ps::Message();  // it was sent: the sender may have its memory back
-    if (!sum.empty()) {
-      answer.meta.val_len = static_cast<int>(sum.size());
-      answer.AddData(Receive(answer.meta, sum, &placing));
-    }
+    request = Message();  // it was sent: the sender may have its memory back
+    if (!sum.empty()) answer.SetValues(Receive(answer, sum, &placing));
   }
-  request = ps::Message();
-  ps::Message again = answer;
+  request = Message();
+  Message again = answer;
   user_->OnMessage(&answer);
   if (op == kPushPull && twice) user_->OnMessage(&again);
   std::lock_guard<std::mutex> lock(place_mu_);
@@ -219,8 +201,8 @@ void FakeChannel::Answer(ps::Message request) {
   placing_.remove_if([&](const Placing& p) { return &p == placing; });
 }
 
-ps::SArray<char> FakeChannel::Receive(const ps::Meta& meta, const std::vector<char>& values,
-                                      Placing** placed) {
+SharedBytes FakeChannel::Receive(const MessageHead& head, const std::vector<char>& values,
+                                 Placing** placed) {
   bool in_place = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -229,21 +211,19 @@ ps::SArray<char> FakeChannel::Receive(const ps::Meta& meta, const std::vector<ch
   Placing* placing = nullptr;
   if (in_place) {
     std::lock_guard<std::mutex> lock(place_mu_);
-    if (char* const place = user_->PlaceFor(meta, values.size())) {
+    if (char* const place = user_->PlaceFor(head, values.size())) {
       placing_.push_back({place, values.size(), false});
       *placed = placing = &placing_.back();
     }
   }
-  ps::SArray<char> received;
   if (placing == nullptr) {
-    auto* const copy = new std::vector<char>(values);
-    received.reset(copy->data(), copy->size(), [copy](char*) { delete copy; });
+    SharedBytes received = SharedBytes::New(values.size());
+    memcpy(received.data(), values.data(), values.size());
     return received;
   }
   place_cond_.notify_all();
   ReceiveInPieces(values, placing);
-  received.reset(placing->begin, values.size(), [](char*) {});
-  return received;
+  return SharedBytes::Borrow(placing->begin, values.size(), [](char*) {});
 }
 
 void FakeChannel::ReceiveInPieces(const std::vector<char>& values, Placing* placing) {

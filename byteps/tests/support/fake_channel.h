@@ -46,7 +46,7 @@ class FakeChannel : public Channel {
   void Start(ChannelUser* user) override;
   void Leave(const ps::Farewell& farewell) override;
   void Stop() override;
-  bool Send(ps::Message* message) override;
+  void Send(const Message& message) override;
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override { return false; }
   double link_gbps() const override { return 0; }
@@ -61,8 +61,6 @@ class FakeChannel : public Channel {
   // Release.  -1: any server.
   void HoldServer(int server, bool unsent);
   void Release();
-  // The connection is closed: Send returns false.
-  void Close();
   void FailJob(const std::string& reason);
 
   // ----- what was seen
@@ -85,11 +83,11 @@ class FakeChannel : public Channel {
   };
 
   void Run();
-  bool TakeNext(ps::Message* request);
-  void Answer(ps::Message request);
-  std::string Fate(const ps::Message& request);
+  bool TakeNext(Message* request);
+  void Answer(Message request);
+  std::string Fate(const Message& request);
   // `placed`: what the caller removes from placing_ once the answer has been handed on.
-  ps::SArray<char> Receive(const ps::Meta& meta, const std::vector<char>& values, Placing** placed);
+  SharedBytes Receive(const MessageHead& head, const std::vector<char>& values, Placing** placed);
   void ReceiveInPieces(const std::vector<char>& values, Placing* placing);
 
   std::mutex mu_;
@@ -97,10 +95,9 @@ class FakeChannel : public Channel {
   Script script_;
   ChannelUser* user_ = nullptr;
   bool stopping_ = false;
-  bool closed_ = false;
   std::map<int, bool> held_servers_;  // and whether what is sent to them stays unsent
-  std::deque<ps::Message> held_;
-  std::deque<ps::Message> requests_;
+  std::deque<Message> held_;
+  std::deque<Message> requests_;
   std::map<int, std::vector<std::vector<Declaration>>> declarations_;
   std::vector<std::pair<uint64_t, int>> pushes_;
   std::mt19937 random_{1};

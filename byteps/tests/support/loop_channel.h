@@ -17,9 +17,7 @@
 
 #include "byteps/base/blocking_queue.h"
 #include "byteps/base/protocol.h"
-#include "byteps/cluster/messages.h"
 #include "byteps/server/sum_server.h"
-#include "ps/internal/postoffice.h"
 #include "server_channel.h"
 
 namespace byteps {
@@ -28,22 +26,22 @@ namespace core {
 // A thread that hands messages on.
 class Courier {
  public:
-  explicit Courier(std::function<void(ps::Message*)> receive)
+  explicit Courier(std::function<void(Message*)> receive)
       : thread_([this, receive = std::move(receive)] {
-          ps::Message message;
+          Message message;
           while (queue_.Pop(&message)) {
             receive(&message);
-            message = ps::Message();
+            message = Message();
           }
         }) {}
   ~Courier() {
     queue_.Close();
     thread_.join();
   }
-  void Take(ps::Message message) { queue_.Push(std::move(message)); }
+  void Take(Message message) { queue_.Push(std::move(message)); }
 
  private:
-  BlockingQueue<ps::Message> queue_;
+  BlockingQueue<Message> queue_;
   std::thread thread_;
 };
 
@@ -78,12 +76,11 @@ class LoopJob {
   class Answers : public ServerChannel {
    public:
     explicit Answers(LoopJob* job) : job_(job) {}
-    bool Send(ps::Message* message) override {
+    void Send(const Message& message) override {
       ps::MutexLock lock(&job_->mu_);
-      const size_t rank = ps::Postoffice::IDtoRank(message->meta.recver);
-      if (rank >= job_->workers_.size() || !job_->workers_[rank]) return false;
-      job_->workers_[rank]->Take(*message);
-      return true;
+      const size_t rank = message.peer;
+      if (rank >= job_->workers_.size() || !job_->workers_[rank]) return;
+      job_->workers_[rank]->Take(message);
     }
 
    private:
@@ -95,7 +92,7 @@ class LoopJob {
     WorkerChannel(LoopJob* job, int rank) : job_(job), rank_(rank) {}
 
     void Start(ChannelUser* user) override {
-      auto courier = std::make_shared<Courier>([user](ps::Message* m) { user->OnMessage(m); });
+      auto courier = std::make_shared<Courier>([user](Message* m) { user->OnMessage(m); });
       ps::MutexLock lock(&job_->mu_);
       if (job_->workers_.size() <= static_cast<size_t>(rank_)) job_->workers_.resize(rank_ + 1);
       job_->workers_[rank_] = std::move(courier);
@@ -107,24 +104,20 @@ class LoopJob {
     }
     int rank() const override { return rank_; }
 
-    bool Send(ps::Message* message) override {
-      ps::Message copy = *message;
-      copy.meta.sender = ps::Postoffice::WorkerRankToID(rank_);
+    void Send(const Message& message) override {
+      Message copy = message;
+      copy.peer = rank_;
       // The values are the worker's own, and a server adds in place.
-      for (auto& value : copy.data) {
-        const ps::SArray<char> received = RoomForValues(value.size());
-        memcpy(received.data(), value.data(), value.size());
-        value = received;
-      }
-      if (job_->TakeAway(copy, rank_)) return true;
-      if (job_->timeout_ms_ > 0 && copy.meta.head == kPushPull) {
+      copy.values = SharedBytes::New(message.values.size());
+      memcpy(copy.values.data(), message.values.data(), message.values.size());
+      if (job_->TakeAway(copy, rank_)) return;
+      if (job_->timeout_ms_ > 0 && copy.op == kPushPull) {
         PushHeader header;
-        PushHeader::Unpack(copy.meta.body, &header);
+        PushHeader::Unpack(copy.body, &header);
         header.timeout_ms = job_->timeout_ms_;
-        copy.meta.body = header.Pack();
+        copy.body = header.Pack();
       }
       job_->requests_.Take(std::move(copy));
-      return true;
     }
 
    private:
@@ -132,11 +125,11 @@ class LoopJob {
     const int rank_;
   };
 
-  bool TakeAway(const ps::Message& push, int rank) {
+  bool TakeAway(const Message& push, int rank) {
     ps::MutexLock lock(&mu_);
-    if (failing_rank_ != rank || push.data.empty()) return false;
+    if (failing_rank_ != rank || push.values.empty()) return false;
     failing_rank_ = -1;
-    workers_[rank]->Take(MakeAnswer(push.meta.head, 0, push.meta.key, push.meta.addr, failure_));
+    workers_[rank]->Take(MakeAnswer(push.op, 0, push.key, push.number, failure_));
     return true;
   }
 
@@ -147,7 +140,7 @@ class LoopJob {
   std::string failure_ PS_GUARDED_BY(mu_);
   Answers answers_;
   Server server_;
-  Courier requests_{[this](ps::Message* message) { server_.OnMessage(message); }};
+  Courier requests_{[this](Message* message) { server_.OnMessage(message); }};
 };
 
 }  // namespace core

@@ -105,19 +105,6 @@ def process_groups(job: Job, everyone: list[int]) -> None:
     dist.destroy_process_group()
 
 
-def mixed(job: Job) -> None:
-    """The ranks were given different settings: every sum is refused, not left to hang."""
-    bps.init()
-    with job.check("told of the mismatch"):
-        try:
-            bps.push_pull(torch.ones(100_000), average=False, name="layer.weight")
-        except bps.BytePSError as error:
-            job.note("mixed", str(error))
-        else:
-            raise AssertionError("no error")
-    bps.shutdown()
-
-
 def mismatch(job: Job) -> None:
     """Rank 1 calls differently from rank 0: both are told, and the job can go on."""
     bps.init()

@@ -73,7 +73,7 @@ def spread(job: Job) -> None:
 
 
 def hashed(job: Job) -> None:
-    """Other hashes leave no server without work."""
+    """The other hash leaves no server without work."""
     bps.init()
     for label in ("40M elements a bucket, fp32", "one partition each"):
         with job.check(label):

@@ -7,7 +7,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 5;
+constexpr int kProtocol = 6;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.

@@ -139,7 +139,7 @@ class SchedulerMembership : public testing::Test {
     return ended_;
   }
 
-  static constexpr int kProtocol = 5;
+  static constexpr int kProtocol = 6;
   const int server_ = Postoffice::ServerRankToID(0);
   const int worker_ = Postoffice::WorkerRankToID(0);
   const int other_ = Postoffice::WorkerRankToID(1);

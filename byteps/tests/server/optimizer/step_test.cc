@@ -13,9 +13,8 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/mutex.h"
-#include "byteps/cluster/messages.h"
+#include "byteps/cluster/message.h"
 #include "byteps/server/sum_server.h"
-#include "ps/internal/postoffice.h"
 #include "tests/support/server_channel.h"
 #include "tests/support/settings.h"
 
@@ -44,16 +43,13 @@ class Answers : public ServerChannel {
     }
   };
 
-  bool Send(ps::Message* message) override {
-    Answer answer{message->meta.option != 0, message->meta.body, {}};
-    for (const auto& value : message->data) {
-      answer.values.resize(value.size() / sizeof(float));
-      memcpy(answer.values.data(), value.data(), value.size());
-    }
+  void Send(const Message& message) override {
+    Answer answer{message.failed, message.body, {}};
+    answer.values.resize(message.values.size() / sizeof(float));
+    memcpy(answer.values.data(), message.values.data(), message.values.size());
     ps::MutexLock lock(&mu_);
-    answers_[message->meta.addr] = std::move(answer);
+    answers_[message.number] = std::move(answer);
     cond_.NotifyAll();
-    return true;
   }
 
   Answer Await(uint64_t number) {
@@ -97,7 +93,7 @@ class Job {
     std::string error;
     for (const uint32_t rank : declaration_.group) {
       const auto answer =
-          answers_.Await(Tell(rank, MakeRequest(kDeclare, 8, declaration_.Key(), ++number_,
+          answers_.Await(Tell(rank, MakeRequest(kDeclare, 0, declaration_.Key(), ++number_,
                                                 PackDeclarations({declaration_}))));
       if (answer.failed) error = answer.body;
     }
@@ -182,16 +178,14 @@ class Job {
   }
 
  private:
-  ps::SArray<char> Counted(const Values& values) const {
+  SharedBytes Counted(const Values& values) const {
     ++*held_;
-    ps::SArray<char> copied;
     char* const memory = new char[kBytes];
     memcpy(memory, values.data(), kBytes);
-    copied.reset(memory, kBytes, [held = held_](char* gone) {
+    return SharedBytes::Borrow(memory, kBytes, [held = held_](char* gone) {
       --*held;
       delete[] gone;
     });
-    return copied;
   }
 
   uint64_t Ask(int rank, int op, uint32_t round, const std::string& detail, const Values* values,
@@ -203,13 +197,13 @@ class Job {
       header.pull_offset = offset;
       header.pull_bytes = bytes;
     }
-    ps::Message request = MakeRequest(op, 8, declaration_.Key(), ++number_, header.Pack() + detail);
-    if (values != nullptr) AddValues(&request, Counted(*values));
+    Message request = MakeRequest(op, 0, declaration_.Key(), ++number_, header.Pack() + detail);
+    if (values != nullptr) request.SetValues(Counted(*values));
     return Tell(rank, std::move(request));
   }
 
-  uint64_t Tell(int rank, ps::Message request) {
-    request.meta.sender = ps::Postoffice::WorkerRankToID(rank);
+  uint64_t Tell(int rank, Message request) {
+    request.peer = rank;
     server_.OnMessage(&request);
     return number_;
   }
@@ -306,9 +300,9 @@ TEST(ServerSteps, ChangeNothingBeforeTheyAreKept) {
   job.TryAll(0, Verdict::kNone, Job::StepOf(1));
   const auto read = job.Await(job.Read(1, 0, 0, Verdict::kNone));
   EXPECT_TRUE(read.failed);
-  EXPECT_NE(read.body.find("without having said what becomes"), std::string::npos) << read.body;
+  EXPECT_NE(read.body.find("without committing or aborting"), std::string::npos) << read.body;
   const auto pushed = job.Await(job.Try(0, 1, Verdict::kNone, Job::StepOf(2)));
-  EXPECT_NE(pushed.body.find("without having said what becomes"), std::string::npos);
+  EXPECT_NE(pushed.body.find("without committing or aborting"), std::string::npos);
   // It is the round that failed: the other one hears of it, and of what it has said before.
   EXPECT_TRUE(job.Await(job.Try(1, 1, Verdict::kDrop, Job::StepOf(2))).failed);
   EXPECT_EQ(job.State(1), MadeAtOnce({0}, 2));

@@ -1,0 +1,21 @@
+// A message as ps-lite carries it.
+#ifndef BYTEPS_CLUSTER_PS_MESSAGE_H_
+#define BYTEPS_CLUSTER_PS_MESSAGE_H_
+
+#include "byteps/cluster/message.h"
+#include "ps/internal/message.h"
+
+namespace byteps {
+namespace core {
+
+// Shares the values.
+ps::Message ToPs(const Message& message);
+
+// What came.  Takes the body and the values over.
+Message FromPs(ps::Message* message);
+// What has come first.
+MessageHead HeadOf(const ps::Meta& meta);
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_CLUSTER_PS_MESSAGE_H_

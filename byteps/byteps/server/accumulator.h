@@ -1,0 +1,52 @@
+// The sum of one round, as its pushes come.
+#ifndef BYTEPS_SERVER_ACCUMULATOR_H_
+#define BYTEPS_SERVER_ACCUMULATOR_H_
+
+#include <cstddef>
+#include <vector>
+
+#include "byteps/base/protocol.h"
+#include "byteps/base/shared_bytes.h"
+#include "byteps/server/scratch.h"
+
+namespace byteps {
+namespace core {
+
+// How pushes are added.
+struct AdditionRule {
+  bool in_order = false;      // of ranks, however they come
+  bool wide_float32 = true;   // more than two of fp32 meet in fp64
+  bool keeps_memory = false;  // of one push, for TakeSpare
+};
+
+// Pushes are added from where they were received.  Where there are more than two of a half type or
+// of fp32, they meet in a wider accumulator and are rounded once (reducer.h).
+class Accumulator {
+ public:
+  // Takes the push of a member over: adds it now or, in order, once those before it were added.
+  void Take(const Declaration& declaration, const AdditionRule& rule, size_t member,
+            SharedBytes values, Scratch* scratch);
+
+  // Pushes that were added.
+  size_t added() const { return added_; }
+  // The sum, once all were added: in the memory of one of them.  What replaces it is sent instead.
+  SharedBytes& sum() { return sum_; }
+  // The memory of another push, or nothing.
+  SharedBytes TakeSpare() { return std::move(spare_); }
+  // Lets go of all memory; what was added still counts.
+  void Clear(Scratch* scratch);
+
+ private:
+  void Add(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
+           Scratch* scratch);
+
+  std::vector<SharedBytes> waiting_;  // by member index: not yet their turn
+  size_t added_ = 0;
+  SharedBytes sum_;  // the first push, then the sum
+  SharedBytes spare_;
+  Scratch::Block wide_;  // or the sum, while it is accumulated in a wider type
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_SERVER_ACCUMULATOR_H_

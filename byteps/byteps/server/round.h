@@ -1,0 +1,88 @@
+// One sum of one partition: who pushed it, who waits for it, and what there is of it.
+#ifndef BYTEPS_SERVER_ROUND_H_
+#define BYTEPS_SERVER_ROUND_H_
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "byteps/base/protocol.h"
+#include "byteps/cluster/message.h"
+#include "byteps/server/accumulator.h"
+#include "byteps/server/optimizer/partition_state.h"
+#include "byteps/server/optimizer/round_update.h"
+
+namespace byteps {
+namespace core {
+
+// A tensor as its first worker declared it.
+struct DeclaredTensor {
+  Declaration declaration;
+  int declared_by = 0;
+  std::string refusal;  // why its operations fail; empty as long as they do not
+};
+
+// A worker to which an answer is owed, and the part of the sum that it wants, in bytes.
+struct Caller {
+  int rank;
+  uint64_t request;
+  int op;  // of the request
+  uint32_t offset = 0;
+  uint32_t bytes = 0;
+  // When its push came, when a thread took it, and when it was added, in SteadyNs.
+  int64_t received = 0;
+  int64_t taken = 0;
+  int64_t added = 0;
+};
+
+// Of a request that has a header.
+Caller CallerOf(const Message& message, int64_t received);
+PushHeader HeaderOf(const Message& message);
+
+struct Round {
+  using Clock = std::chrono::steady_clock;
+
+  uint32_t number = 0;
+  std::vector<Caller> callers;  // who wait for the sum
+  std::vector<bool> pushed;     // by member index
+  std::vector<bool> told;       // by member index: of the sum, or why there is none
+  Accumulator accumulator;
+  Clock::time_point started;
+  Clock::time_point deadline;
+  double timeout_s = 0;
+  int64_t first_taken = 0;  // SteadyNs
+  int64_t last_added = 0;
+  std::unique_ptr<RoundUpdate> update;  // null of a tensor that is summed, and no more
+  bool done = false;                    // there is a sum, or there will be none
+  std::string failure;                  // why there will be none
+
+  bool all_told() const { return std::find(told.begin(), told.end(), false) == told.end(); }
+};
+
+struct Partition {
+  const DeclaredTensor* tensor = nullptr;
+  uint64_t key = 0;
+  uint64_t index = 0;
+  size_t thread = 0;  // number of the SumThread that it belongs to, whose lock guards what follows
+  std::unique_ptr<PartitionState> state;  // null of a tensor that is summed, and no more
+  uint32_t first_round = 0;
+  std::deque<Round> rounds;
+  // Why the last rounds before the first one failed, by number, for members that come later.
+  std::map<uint32_t, std::string> failures;
+
+  const Declaration& declaration() const { return tensor->declaration; }
+  // Null: it is over, or has not begun.
+  Round* Find(uint32_t number) {
+    const uint32_t ahead = number - first_round;  // unsigned: one that is over is far ahead as well
+    return ahead < rounds.size() ? &rounds[ahead] : nullptr;
+  }
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_SERVER_ROUND_H_

@@ -1,0 +1,240 @@
+#include "byteps/server/rounds.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
+#include "byteps/base/out_of_memory.h"
+#include "byteps/base/probe.h"
+#include "byteps/base/steady_time.h"
+#include "byteps/server/updates.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// A worker may be ahead of the others by as many rounds of a tensor as hold so many bytes, but by
+// no fewer and no more rounds than these.
+constexpr uint64_t kMaxBytesAhead = 1ull << 30;
+constexpr uint64_t kLeastRoundsAhead = 16;
+constexpr uint64_t kMostRoundsAhead = 1024;
+
+uint32_t MaxRoundsAhead(const Declaration& declaration) {
+  return static_cast<uint32_t>(
+      std::clamp(kMaxBytesAhead / declaration.bytes, kLeastRoundsAhead, kMostRoundsAhead));
+}
+
+// Why a push of this number comes to no round, where it does not.
+std::string OutOfReach(const Partition& partition, int rank, uint32_t number) {
+  const Declaration& declaration = partition.declaration();
+  if (const auto failed = partition.failures.find(number); failed != partition.failures.end()) {
+    return failed->second;
+  }
+  const std::string what = "worker " + std::to_string(rank) + " pushed round " +
+                           std::to_string(number) + " of '" + declaration.name + "'";
+  if (number < partition.first_round) return what + ", which is over";
+  const uint32_t limit = MaxRoundsAhead(declaration);
+  if (number - partition.first_round < limit) return what + " twice";
+  return what + " while round " + std::to_string(partition.first_round) +
+         " is open: of this tensor of " + std::to_string(declaration.bytes) +
+         " bytes a worker may be " + std::to_string(limit) +
+         " rounds ahead of the others; wait for earlier sums before starting more";
+}
+
+}  // namespace
+
+void Rounds::Push(Partition* partition, Message* message, int64_t received) {
+  const Declaration& declaration = partition->declaration();
+  Caller caller = CallerOf(*message, received);
+  if (message->op == kPushNorm) caller.bytes = sizeof(GradientSums);
+  Round* const round = Admit(partition, *message);
+  if (round == nullptr) return;
+  if (message->values.empty()) throw OutOfMemory(message->sent_bytes);  // they were dropped
+  Add(partition, round, declaration.MemberIndex(caller.rank), std::move(message->values));
+  caller.added = round->last_added = SteadyNs();
+  if (round->first_taken == 0) round->first_taken = caller.taken;
+  context_->counters.adding_ns.Add(caller.added - caller.taken);
+  context_->TraceAddition(*partition, *round, caller, track_);
+  round->callers.push_back(caller);
+  if (round->accumulator.added() < declaration.group.size()) return;
+  context_->lateness.Add(caller.rank, caller.received - round->first_taken);
+  std::string error;
+  if (round->update) {
+    Accumulator& gradients = round->accumulator;
+    error = round->update->Complete(&gradients.sum(), gradients.TakeSpare());
+  }
+  if (error.empty()) {
+    Finish(partition, round);
+  } else {
+    Fail(partition, round, error);
+  }
+  DropDone(partition);
+}
+
+Round* Rounds::Admit(Partition* partition, const Message& message) {
+  const Declaration& declaration = partition->declaration();
+  const int rank = message.peer;
+  const int member = declaration.MemberIndex(rank);
+  const PushHeader header = HeaderOf(message);
+  std::string error;
+  if (partition->state && header.round > 0) {
+    error = SettleStep(this, partition, message, header.round - 1);
+  }
+  // Those that are there, so that none of them puts this one out of reach; then those before it
+  // that were not there.
+  GiveUpBefore(partition, rank, header.oldest);
+  DropDone(partition);
+  Round* round = FindOrBegin(partition, header);
+  if (round == nullptr || round->pushed[member]) {
+    context_->Refuse(message, OutOfReach(*partition, rank, header.round));
+    return nullptr;
+  }
+  GiveUpBefore(partition, rank, header.oldest);
+  round->pushed[member] = true;
+  FailWithoutThoseGone(partition, round);
+  if (round->done) {
+    PS_PROBE(kPushAfterFailure);
+    error = round->failure;  // it failed before this push came
+  } else {
+    if (round->update && error.empty()) {
+      error = round->update->Agree(rank, message.op, StepOf(message));
+    }
+    if (!error.empty()) Fail(partition, round, error);
+  }
+  if (!error.empty()) {
+    round->told[member] = true;
+    context_->Refuse(message, error);
+    round = nullptr;
+  }
+  DropDone(partition);  // not one that is returned: it is open
+  return round;
+}
+
+Round* Rounds::FindOrBegin(Partition* partition, const PushHeader& header) {
+  // Unsigned, so that a round before the first open one is far ahead as well.
+  const uint32_t ahead = header.round - partition->first_round;
+  if (ahead >= MaxRoundsAhead(partition->declaration())) return nullptr;
+  if (partition->first_round == 0 && partition->rounds.empty()) partitions_.push_back(partition);
+  if (ahead > 0 && partition->rounds.size() <= ahead) PS_PROBE(kRoundsOpen);
+  while (partition->rounds.size() <= ahead) {
+    const auto number = partition->first_round + static_cast<uint32_t>(partition->rounds.size());
+    partition->rounds.push_back(Begin(partition, number, header.timeout_ms));
+    try {
+      open_.emplace(DeadlineOf(*partition, partition->rounds.back()), partition);
+    } catch (const std::bad_alloc&) {
+      partition->rounds.pop_back();
+      throw;
+    }
+    ++context_->open_rounds;
+  }
+  Round* const round = &partition->rounds[ahead];
+  BPS_INVARIANT("rounds are numbered without a gap", round->number == header.round,
+                "round " + std::to_string(round->number) + " where " +
+                    std::to_string(header.round) + " belongs");
+  return round;
+}
+
+Round Rounds::Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) const {
+  const Declaration& declaration = partition->declaration();
+  Round round;
+  round.number = number;
+  round.pushed.resize(declaration.group.size());
+  round.told.resize(declaration.group.size());
+  round.started = Clock::now();
+  round.timeout_s = timeout_ms / 1000.0;
+  round.deadline = round.started + std::chrono::milliseconds(timeout_ms);
+  if (partition->state) {
+    round.update = std::make_unique<RoundUpdate>(&declaration, number, partition->state.get(),
+                                                 &context_->counters);
+  }
+  return round;
+}
+
+void Rounds::Add(Partition* partition, Round* round, size_t member, SharedBytes values) {
+  const Declaration& declaration = partition->declaration();
+  AdditionRule rule;
+  rule.in_order = context_->deterministic || (declaration.rule && declaration.rule->in_order);
+  rule.wide_float32 = context_->wide_float32;
+  rule.keeps_memory = round->update && round->update->keeps_memory();
+  round->accumulator.Take(declaration, rule, member, std::move(values), &scratch_);
+}
+
+void Rounds::Finish(Partition* partition, Round* round) {
+  context_->counters.sums.Add();
+  context_->counters.round_wait_seconds.Observe(round->last_added - round->first_taken);
+  round->done = true;
+  Deliver(partition, round);
+  Close(*partition, *round);
+}
+
+Round* Rounds::FindPushed(Partition* partition, const Message& message) {
+  const int rank = message.peer;
+  const int member = partition->declaration().MemberIndex(rank);
+  const uint32_t number = HeaderOf(message).round;
+  Round* const round = partition->Find(number);
+  const auto failed = partition->failures.find(number);
+  if (round == nullptr && failed != partition->failures.end()) {
+    PS_PROBE(kStepAfterFailure);
+    context_->Refuse(message, failed->second);
+    return nullptr;
+  }
+  if (round == nullptr || !round->pushed[member] || round->told[member]) {
+    context_->Refuse(message, "worker " + std::to_string(rank) + " asks for a step of round " +
+                                  std::to_string(number) + " of '" + partition->declaration().name +
+                                  "' without having pushed it, or twice");
+    return nullptr;
+  }
+  if (round->failure.empty()) return round;
+  PS_PROBE(kStepAfterFailure);
+  round->told[member] = true;
+  context_->Refuse(message, round->failure);
+  DropDone(partition);
+  return nullptr;
+}
+
+void Rounds::Deliver(Partition* partition, Round* round) {
+  for (const Caller& caller : round->callers) {
+    context_->counters.answered_partitions.Add();
+    context_->counters.answered_bytes.Add(caller.bytes);
+    const int member = partition->declaration().MemberIndex(caller.rank);
+    CheckUntold(*partition, *round, member);
+    switch (caller.op) {
+      case kPushNorm:
+        context_->Answer(caller, partition->key, "", &round->update->sums());
+        break;
+      case kPushTry:
+        context_->Answer(caller, partition->key, "", &round->update->parameters(),
+                         &round->update->sums());
+        break;
+      default:
+        context_->Answer(caller, partition->key, "", &round->accumulator.sum());
+        round->told[member] = true;
+    }
+  }
+  context_->TraceRound(*partition, *round, true);
+  round->callers.clear();
+  if (round->update) round->update->ForgetParameters();
+  if (round->all_told()) round->accumulator.Clear(&scratch_);
+}
+
+void Rounds::CheckUntold(const Partition& partition, const Round& round, int member) {
+  PS_INVARIANT_NOTED("a round is answered once to each member", !round.told[member],
+                     "round " + std::to_string(round.number) + " of '" +
+                         partition.declaration().name + "', member " + std::to_string(member));
+}
+
+void Rounds::Close(const Partition& partition, const Round& round) {
+  const size_t closed = open_.erase(DeadlineOf(partition, round));
+  PS_INVARIANT_NOTED("a round is closed once", closed == 1,
+                     "round " + std::to_string(round.number) + " of '" +
+                         partition.declaration().name + "' was not open");
+  context_->open_rounds -= closed;
+}
+
+Rounds::Clock::time_point Rounds::FirstDeadline() const {
+  return open_.empty() ? Clock::time_point::max() : std::get<0>(open_.begin()->first);
+}
+
+}  // namespace core
+}  // namespace byteps

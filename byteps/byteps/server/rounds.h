@@ -1,0 +1,97 @@
+// The rounds of the partitions that one thread serves.
+//
+// A worker numbers its pushes of a tensor.  A round is complete when every member of the tensor's
+// group has pushed it; rounds never mix, however far one worker is ahead of another.
+//
+// An operation may fail at one worker alone, before all of its partitions were pushed.  Each push
+// therefore says which rounds have ended at its worker (PushHeader::oldest).  What that worker has
+// left open of these is given up, in GiveUpBefore and nowhere else: the others are told, and
+// nothing is kept of it but the reason, for those who come later.
+#ifndef BYTEPS_SERVER_ROUNDS_H_
+#define BYTEPS_SERVER_ROUNDS_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "byteps/server/round.h"
+#include "byteps/server/scratch.h"
+#include "byteps/server/server_context.h"
+
+namespace byteps {
+namespace core {
+
+// Not thread-safe: a SumThread calls it with its lock held.  Requests have the form that their
+// tensor's declaration lets them have (request_form.h).
+class Rounds {
+ public:
+  using Clock = Round::Clock;
+
+  // `track`: of the timeline.
+  Rounds(ServerContext* context, int track) : context_(context), track_(track) {}
+
+  // ----- requests
+
+  void Push(Partition* partition, Message* message, int64_t received);
+  // The round that a member has pushed, if it may be told more of it now; null: it was refused.
+  Round* FindPushed(Partition* partition, const Message& message);
+  // Answers those who wait for a round's sum; gives it up once every member has it.
+  void Deliver(Partition* partition, Round* round);
+  // Those at the front that nobody needs any more.
+  void DropDone(Partition* partition);
+
+  // ----- failures
+
+  // All of this tensor that are open.
+  void FailAll(const DeclaredTensor* tensor, const std::string& reason);
+  // Those that lack the push of this worker, which will push nothing more; now and later.
+  void FailWithout(int rank, const std::string& reason);
+  // Those whose deadline was before `as_of`, if all that came until then was served.  `pause`: how
+  // this process stood still until `grace_until`, before which none is late.
+  void FailLate(Clock::time_point as_of, Clock::time_point grace_until, Clock::duration pause);
+  // Serving a request came to an error in its midst: fails all that is open of its partition.
+  void FailPartition(Partition* partition, const Message& message, const std::string& error);
+  // There was no memory for a request: fails its round, if it is a push.
+  void FailRoundOf(Partition* partition, const Message& message, const std::string& reason);
+
+  // The first deadline of a round that is not done; time_point::max() where there is none.
+  Clock::time_point FirstDeadline() const;
+
+ private:
+  // By deadline; then by partition, and by round, so that the order is the same in each process.
+  using Deadline = std::tuple<Clock::time_point, uint64_t, uint32_t>;
+  static Deadline DeadlineOf(const Partition& partition, const Round& round) {
+    return {round.deadline, partition.key, round.number};
+  }
+
+  // The round of a push, if it may be added; null: it was refused.
+  Round* Admit(Partition* partition, const Message& message);
+  // The round, made if it is new; null if it is out of reach.
+  Round* FindOrBegin(Partition* partition, const PushHeader& header);
+  Round Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) const;
+  void Add(Partition* partition, Round* round, size_t member, SharedBytes values);
+  void Finish(Partition* partition, Round* round);
+  // What the member of `rank` has left open of the rounds before this number failed there, and it
+  // will neither push nor ask again.  Drops no round.
+  void GiveUpBefore(Partition* partition, int rank, uint32_t number);
+  // Fails a round that lacks the push of a worker that is gone.
+  void FailWithoutThoseGone(Partition* partition, Round* round);
+  void Fail(Partition* partition, Round* round, const std::string& reason);
+  // That this member has not been answered yet.
+  static void CheckUntold(const Partition& partition, const Round& round, int member);
+  // A round that is done, once its callers were answered: nothing waits for it any more.
+  void Close(const Partition& partition, const Round& round);
+
+  ServerContext* const context_;
+  const int track_;
+  std::vector<Partition*> partitions_;   // those that were pushed
+  std::map<Deadline, Partition*> open_;  // the rounds that are not done
+  std::map<int, std::string> gone_;      // rank -> why
+  Scratch scratch_;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_SERVER_ROUNDS_H_

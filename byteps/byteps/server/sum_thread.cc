@@ -1,0 +1,200 @@
+#include "byteps/server/sum_thread.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <utility>
+
+#include "byteps/base/log.h"
+#include "byteps/base/probe.h"
+#include "byteps/base/steady_time.h"
+#include "byteps/base/text.h"
+#include "byteps/base/thread_name.h"
+#include "byteps/server/updates.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// To wake a thread takes longer than to add as many bytes.
+constexpr size_t kServedHere = 64 << 10;
+constexpr auto kNever = Rounds::Clock::time_point::max();
+// While rounds are open a thread looks so often whether this process stands still; one that wakes
+// so much later has.  The grace is shorter than that of workers (engine_watch.cc), who would not
+// know what is late.
+constexpr auto kLookEvery = std::chrono::seconds(1);
+constexpr auto kPause = std::chrono::seconds(1);
+constexpr auto kMostGrace = std::chrono::seconds(3);
+
+int TrackOf(ServerContext* context) {
+  return context->tracer ? context->tracer->AddThread("engine thread") : 0;
+}
+
+}  // namespace
+
+SumThread::SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text)
+    : context_(context),
+      out_of_memory_text_(std::move(out_of_memory_text)),
+      rounds_(context, TrackOf(context)),
+      thread_([this, number] {
+        NameThisThread("engine", number);
+        Run();
+      }) {}
+
+SumThread::~SumThread() {
+  queue_.Close();
+  thread_.join();
+}
+
+void SumThread::Serve(Partition* partition, Message message) {
+  Task task;
+  task.partition = partition;
+  task.message = std::move(message);
+  task.received = SteadyNs();
+  if (!ServeHere(&task)) Queue(std::move(task));
+}
+
+void SumThread::OnWorkerGone(int rank, const std::string& reason) {
+  Task task;
+  task.kind = Task::kGone;
+  task.rank = rank;
+  task.reason = reason;
+  Queue(std::move(task));
+}
+
+void SumThread::FailAll(const DeclaredTensor* tensor, const std::string& reason) {
+  Task task;
+  task.kind = Task::kFailAll;
+  task.tensor = tensor;
+  task.reason = reason;
+  Queue(std::move(task));
+}
+
+void SumThread::Queue(Task task) {
+  ++waiting_;
+  if (task.received == 0) task.received = SteadyNs();
+  try {
+    queue_.Push(std::move(task));
+  } catch (const std::bad_alloc&) {
+    --waiting_;
+    throw;
+  }
+}
+
+void SumThread::Run() {
+  Task task;
+  while (true) {
+    Clock::time_point look;
+    {
+      ps::MutexLock lock(&mu_);
+      NotePause();
+      // What is queued may be what a round waits for.
+      if (queue_.Size() == 0) FailLate(Clock::now());
+      looks_at_ = look = NextLook();
+    }
+    bool timed_out = false;
+    const bool got =
+        look == kNever ? queue_.Pop(&task) : queue_.PopFor(&task, look - Clock::now(), &timed_out);
+    if (!got) {
+      if (!timed_out) return;
+      continue;
+    }
+    {
+      ps::MutexLock lock(&mu_);
+      // There may be no moment without work.
+      FailLate(Clock::time_point(std::chrono::nanoseconds(task.received)));
+      Do(&task);
+    }
+    --waiting_;
+    task = Task();
+  }
+}
+
+bool SumThread::ServeHere(Task* task) {
+  const Partition& partition = *task->partition;
+  if (partition.declaration().PartitionSize(partition.index) > kServedHere) return false;
+  if (waiting_ > 0 || !mu_.TryLock()) {
+    PS_PROBE(kQueuedWhileServing);
+    return false;
+  }
+  PS_PROBE(kServedHere);
+  Do(task);
+  const Clock::time_point first = rounds_.FirstDeadline();
+  const bool early = first < looks_at_;
+  if (early) looks_at_ = first;
+  mu_.Unlock();
+  if (early) {
+    PS_PROBE(kLooksSooner);
+    Task look;
+    look.kind = Task::kLook;
+    Queue(std::move(look));
+  }
+  return true;
+}
+
+void SumThread::Do(Task* task) noexcept {
+  try {
+    Handle(task);
+  } catch (const std::bad_alloc& e) {
+    OnOutOfMemory(*task, e);
+  } catch (const std::exception& e) {
+    if (task->kind == Task::kRequest) {
+      rounds_.FailPartition(task->partition, task->message, e.what());
+    } else {  // rounds that it was about end at their deadline
+      BPS_LOG(ERROR) << "server " << context_->channel->rank() << ": " << e.what();
+    }
+  }
+}
+
+void SumThread::Handle(Task* task) {
+  switch (task->kind) {
+    case Task::kRequest:
+      break;
+    case Task::kGone:
+      return rounds_.FailWithout(task->rank, task->reason);
+    case Task::kFailAll:
+      return rounds_.FailAll(task->tensor, task->reason);
+    case Task::kLook:
+      return;
+  }
+  switch (task->message.op) {
+    case kStep:
+      return ServeStep(context_, &rounds_, task->partition, task->message, task->received);
+    case kLoadState:
+    case kReadState:
+      return MoveState(context_, &rounds_, task->partition, task->message, task->received);
+    default:
+      return rounds_.Push(task->partition, &task->message, task->received);
+  }
+}
+
+void SumThread::OnOutOfMemory(const Task& task, const std::bad_alloc& error) {
+  if (task.kind != Task::kRequest) {
+    // Rounds that it was about end at their deadline.
+    BPS_LOG(ERROR) << "server " << context_->channel->rank() << " is out of memory";
+    return;
+  }
+  const std::string reason = out_of_memory_text_(task.message, error);
+  BPS_LOG(ERROR) << reason;
+  rounds_.FailRoundOf(task.partition, task.message, reason);
+}
+
+void SumThread::NotePause() {
+  const auto now = Clock::now();
+  if (looks_at_ == kNever || now < looks_at_ + kPause) return;
+  pause_ = now - looks_at_;
+  grace_until_ = now + std::min<Clock::duration>(pause_, kMostGrace);
+  BPS_LOG(INFO) << "server " << context_->channel->rank() << " stood still for "
+                << Seconds(std::chrono::duration<double>(pause_).count())
+                << ": sums that are late have "
+                << Seconds(std::chrono::duration<double>(grace_until_ - now).count()) << " more";
+}
+
+SumThread::Clock::time_point SumThread::NextLook() const {
+  const Clock::time_point first = rounds_.FirstDeadline();
+  if (first == kNever) return kNever;
+  return std::min(std::max(first, grace_until_), Clock::now() + kLookEvery);
+}
+
+}  // namespace core
+}  // namespace byteps

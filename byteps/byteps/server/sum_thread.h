@@ -1,0 +1,87 @@
+// A thread of a server that adds, and the partitions that belong to it.
+#ifndef BYTEPS_SERVER_SUM_THREAD_H_
+#define BYTEPS_SERVER_SUM_THREAD_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <new>
+#include <string>
+#include <thread>
+
+#include "byteps/base/blocking_queue.h"
+#include "byteps/base/mutex.h"
+#include "byteps/server/rounds.h"
+#include "byteps/server/server_context.h"
+
+namespace byteps {
+namespace core {
+
+// Serves one request at a time: in its thread or, if the partition is small and nothing waits for
+// it, in the channel's thread that has the request, since to wake another takes longer.
+class SumThread {
+ public:
+  // "server 0 is out of memory: ...", about what a request wanted to do.
+  using OutOfMemoryText = std::function<std::string(const Message&, const std::bad_alloc&)>;
+
+  SumThread(ServerContext* context, size_t number, OutOfMemoryText out_of_memory_text);
+  // Joins the thread; what it had not served stays unanswered.
+  ~SumThread();
+
+  // Any thread may call all of these.
+  //
+  // Serves a request that has its form (request_form.h), now or later.
+  void Serve(Partition* partition, Message message);
+  // Rounds that lack the push of this worker fail, now and later.
+  void OnWorkerGone(int rank, const std::string& reason);
+  // Rounds of this tensor that are open fail.
+  void FailAll(const DeclaredTensor* tensor, const std::string& reason);
+
+  size_t queued() { return queue_.Size(); }
+
+ private:
+  using Clock = Rounds::Clock;
+
+  struct Task {
+    enum Kind { kRequest, kGone, kFailAll, kLook } kind = kRequest;
+    Partition* partition = nullptr;
+    Message message;                         // kRequest
+    int64_t received = 0;                    // when, in SteadyNs
+    int rank = 0;                            // kGone
+    const DeclaredTensor* tensor = nullptr;  // kFailAll
+    std::string reason;
+  };
+
+  void Queue(Task task);
+  // Serves a request at once, if it is small and nothing waits for this thread.
+  bool ServeHere(Task* task);
+  void Run();
+  void Do(Task* task) noexcept PS_REQUIRES(mu_);
+  void Handle(Task* task) PS_REQUIRES(mu_);
+  void OnOutOfMemory(const Task& task, const std::bad_alloc& error) PS_REQUIRES(mu_);
+  void FailLate(Clock::time_point as_of) PS_REQUIRES(mu_) {
+    rounds_.FailLate(as_of, grace_until_, pause_);
+  }
+  // Where the thread looks much later than it wanted to, this process stood still (SIGSTOP, a
+  // paused VM, swap), and what it waits for may lie in its sockets: grants a grace period, in which
+  // nothing is late.
+  void NotePause() PS_REQUIRES(mu_);
+  Clock::time_point NextLook() const PS_REQUIRES(mu_);
+
+  ServerContext* const context_;
+  const OutOfMemoryText out_of_memory_text_;
+  BlockingQueue<Task> queue_;
+  std::atomic<size_t> waiting_{0};  // tasks that were queued and not done yet
+  ps::Mutex mu_;                    // held while something is served
+  Rounds rounds_ PS_GUARDED_BY(mu_);
+  // When the thread looks what is late, if nothing is queued before.
+  Clock::time_point looks_at_ PS_GUARDED_BY(mu_) = Clock::time_point::max();
+  // Until when nothing is late, since this process stood still for `pause_` before.
+  Clock::time_point grace_until_ PS_GUARDED_BY(mu_);
+  Clock::duration pause_ PS_GUARDED_BY(mu_){};
+  std::thread thread_;
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_SERVER_SUM_THREAD_H_

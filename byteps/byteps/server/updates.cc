@@ -1,0 +1,155 @@
+#include "byteps/server/updates.h"
+
+#include <utility>
+
+#include "byteps/base/out_of_memory.h"
+#include "byteps/base/probe.h"
+#include "byteps/base/wire.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Whether the detail of a request begins with a verdict.
+bool HasVerdict(int op) { return op != kStep && op != kLoadState; }
+
+std::string AllDetailOf(const Message& message) {
+  PushHeader header;
+  std::string detail;
+  PushHeader::Unpack(message.body, &header, &detail);
+  return detail;
+}
+
+Verdict VerdictOf(const Message& message) {
+  if (!HasVerdict(message.op)) return Verdict::kNone;
+  return static_cast<Verdict>(AllDetailOf(message)[0]);
+}
+
+uint32_t SlotOf(const Message& message) {
+  const std::string slot = StepOf(message);
+  return WireReader(slot).Get<uint32_t>();
+}
+
+}  // namespace
+
+bool HasFormOfUpdate(const Message& message, const Declaration& declaration, uint64_t index) {
+  const UpdateRule& rule = *declaration.rule;
+  const uint64_t size = declaration.PartitionSize(index);
+  const int op = message.op;
+  const uint64_t state = size / SizeOf(declaration.dtype) * sizeof(float);
+  const uint64_t offered = op == kReadState ? state : size;
+  PushHeader header;
+  std::string detail;
+  if (!PushHeader::Unpack(message.body, &header, &detail)) return false;
+  if (header.oldest > header.round) return false;
+  if (header.pull_offset > offered || header.pull_bytes > offered - header.pull_offset) {
+    return false;
+  }
+  if (HasVerdict(op)) {
+    const int verdict = detail.empty() ? -1 : detail[0];
+    if (verdict < 0 || verdict > static_cast<int>(Verdict::kDrop)) return false;
+    detail.erase(0, 1);
+  }
+  if (op == kPushTry && !rule.speculative) return false;
+  switch (op) {
+    case kPushStep:
+    case kPushTry:
+    case kStep: {
+      UpdateStep step;
+      return UpdateStep::Unpack(detail, &step) && step.rates.size() == rule.groups.size();
+    }
+    case kPushNorm:
+      return detail.empty() && header.pull_bytes == 0;
+    case kLoadState:
+    case kReadState: {
+      WireReader in(detail);
+      return in.Get<uint32_t>() < rule.NumSlots() && in.ok() && in.at_end();
+    }
+    default:
+      return false;
+  }
+}
+
+std::string StepOf(const Message& message) {
+  return AllDetailOf(message).substr(HasVerdict(message.op) ? 1 : 0);
+}
+
+std::string SettleStep(Rounds* rounds, Partition* partition, const Message& message,
+                       uint32_t number) {
+  const Declaration& declaration = partition->declaration();
+  const int rank = message.peer;
+  const int member = declaration.MemberIndex(rank);
+  Round* const round = partition->Find(number);
+  if (round == nullptr) return "";  // all members are through with it
+  RoundUpdate* const update = round->update.get();
+  if (update->tried().empty() || !round->pushed[member] || round->told[member]) return "";
+  const Verdict verdict = VerdictOf(message);
+  if (verdict == Verdict::kNone && !update->overtaken()) {
+    return "worker " + std::to_string(rank) + " goes on with '" + declaration.name +
+           "' without committing or aborting its speculative step";
+  }
+  std::string error;
+  if (!update->overtaken()) {
+    UpdateStep step;
+    UpdateStep::Unpack(update->tried(), &step);
+    step.skip = verdict == Verdict::kDrop;
+    error = update->Decide(rank, step.Pack(), &round->accumulator.sum(), &round->failure);
+  }
+  if (message.op != kReadState) {
+    round->told[member] = true;
+    rounds->DropDone(partition);
+  }
+  return error;
+}
+
+void ServeStep(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
+               int64_t received) {
+  const Declaration& declaration = partition->declaration();
+  Round* const round = rounds->FindPushed(partition, message);
+  if (round == nullptr) return;
+  RoundUpdate* const update = round->update.get();
+  if (!round->done || update->sums().empty()) {
+    return context->Refuse(message, "worker " + std::to_string(message.peer) +
+                                        " asks for a step of '" + declaration.name +
+                                        "' before it was told the norm of its gradients");
+  }
+  const std::string error = update->overtaken()
+                                ? "the state of '" + declaration.name + "' was loaded after that"
+                                : update->Decide(message.peer, StepOf(message),
+                                                 &round->accumulator.sum(), &round->failure);
+  if (!error.empty()) {
+    round->told[declaration.MemberIndex(message.peer)] = true;
+    context->Refuse(message, error);
+    return rounds->DropDone(partition);
+  }
+  round->callers.push_back(CallerOf(message, received));
+  rounds->Deliver(partition, round);
+  rounds->DropDone(partition);
+}
+
+void MoveState(ServerContext* context, Rounds* rounds, Partition* partition, const Message& message,
+               int64_t received) {
+  Caller caller = CallerOf(message, received);
+  PartitionState* const state = partition->state.get();
+  std::string error;
+  SharedBytes values;
+  if (message.op == kLoadState) {
+    if (message.values.empty()) throw OutOfMemory(message.sent_bytes);  // they were dropped
+    error = state->Load(SlotOf(message), message.values.data());
+    for (Round& round : partition->rounds) {
+      round.update->Overtake();
+      if (round.update->overtaken()) PS_PROBE(kStepOvertaken);
+    }
+  } else {
+    error = SettleStep(rounds, partition, message, HeaderOf(message).round);
+    if (!error.empty()) return context->Refuse(message, error);
+    values = SharedBytes::New(caller.bytes);
+    error = state->Read(SlotOf(message), caller.offset, caller.bytes, values.data());
+    caller.offset = 0;  // of what is sent
+  }
+  if (!error.empty()) return context->Refuse(message, error);
+  context->Answer(caller, message.key, "", values.empty() ? nullptr : &values);
+}
+
+}  // namespace core
+}  // namespace byteps

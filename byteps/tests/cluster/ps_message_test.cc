@@ -1,0 +1,107 @@
+// What becomes of a message on its way through ps-lite.
+#include "byteps/cluster/ps_message.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <utility>
+
+#include "byteps/base/protocol.h"
+#include "byteps/cluster/node_ids.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+SharedBytes Text(const std::string& text) {
+  const SharedBytes bytes = SharedBytes::New(text.size());
+  memcpy(bytes.data(), text.data(), text.size());
+  return bytes;
+}
+
+TEST(PsMessage, ARequestComesAsItWasSent) {
+  Message request = MakeRequest(kPushPull, 3, 0x1234'5678'0000'0007, 99, "header");
+  request.SetValues(Text("values"));
+  ps::Message carried = ToPs(request);
+  EXPECT_EQ(carried.meta.recver, ServerId(3));
+  EXPECT_EQ(carried.data.at(0).data(), request.values.data()) << "the values were copied";
+  EXPECT_FALSE(carried.meta.simple_app);
+  carried.meta.sender = WorkerId(5);
+  const Message came = FromPs(&carried);
+  EXPECT_EQ(came.op, kPushPull);
+  EXPECT_TRUE(came.is_request);
+  EXPECT_FALSE(came.failed);
+  EXPECT_EQ(came.peer, 5);
+  EXPECT_EQ(came.key, request.key);
+  EXPECT_EQ(came.number, 99u);
+  EXPECT_EQ(came.body, "header");
+  EXPECT_EQ(came.values.data(), request.values.data());
+  EXPECT_EQ(came.sent_bytes, 6u);
+}
+
+TEST(PsMessage, AnAnswerSaysWhetherItFailed) {
+  for (const char* error : {"", "it is over"}) {
+    ps::Message carried = ToPs(MakeAnswer(kDeclare, 2, 16, 7, error));
+    EXPECT_EQ(carried.meta.recver, WorkerId(2));
+    EXPECT_TRUE(carried.meta.simple_app) << "declarations go by the plane of control";
+    carried.meta.sender = ServerId(1);
+    const Message came = FromPs(&carried);
+    EXPECT_FALSE(came.is_request);
+    EXPECT_EQ(came.failed, *error != 0);
+    EXPECT_EQ(came.body, error);
+    EXPECT_EQ(came.peer, 1);
+    EXPECT_EQ(came.sent_bytes, 0u);
+  }
+}
+
+// As net/link/nowhere.h says: one empty value, and the bytes that it had.
+TEST(PsMessage, DroppedValuesTellTheirSize) {
+  ps::Message carried = ToPs(MakeRequest(kPushPull, 0, 16, 1, ""));
+  carried.data.emplace_back();
+  carried.meta.data_size = 4096;
+  const Message came = FromPs(&carried);
+  EXPECT_TRUE(came.values.empty());
+  EXPECT_EQ(came.sent_bytes, 4096u);
+}
+
+TEST(PsMessage, ValuesInPiecesHaveNoSizeThatAnybodyExpects) {
+  ps::Message carried = ToPs(MakeRequest(kPushPull, 0, 16, 1, ""));
+  for (int i = 0; i < 2; ++i) carried.AddData(ps::SArray<char>(8, 'x'));
+  const Message came = FromPs(&carried);
+  EXPECT_TRUE(came.values.empty());
+  EXPECT_EQ(came.sent_bytes, Message::kInPieces);
+}
+
+// The sender learns that its values were sent when the last copy is gone.
+TEST(PsMessage, ValuesAreHeldAsLongAsAnybodyHasThem) {
+  char memory[4];
+  int released = 0;
+  Message request = MakeRequest(kPushPull, 0, 16, 1, "");
+  request.SetValues(SharedBytes::Borrow(memory, sizeof(memory), [&](char*) { ++released; }));
+  ps::Message carried = ToPs(request);
+  request = Message();
+  Message came = FromPs(&carried);
+  carried = ps::Message();
+  const SharedBytes part = came.values.Part(1, 2);
+  came = Message();
+  EXPECT_EQ(released, 0);
+  EXPECT_EQ(part.data(), memory + 1);
+  SharedBytes moved = part;
+  const SharedBytes last = std::move(moved);
+  EXPECT_TRUE(moved.empty());  // NOLINT: what a moved-from object is
+  EXPECT_EQ(last.size(), 2u);
+}
+
+TEST(SharedBytes, AreReleasedOnce) {
+  char memory[4];
+  int released = 0;
+  {
+    const SharedBytes all = SharedBytes::Borrow(memory, 4, [&](char*) { ++released; });
+    const SharedBytes part = all.Part(2, 2);
+  }
+  EXPECT_EQ(released, 1);
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps

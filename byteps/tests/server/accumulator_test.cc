@@ -1,0 +1,123 @@
+// How the pushes of one round are added.
+#include "byteps/server/accumulator.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <vector>
+
+#include "byteps/base/error.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr size_t kCount = 5;
+
+SharedBytes Filled(float value) {
+  const std::vector<float> values(kCount, value);
+  const SharedBytes bytes = SharedBytes::New(sizeof(float) * kCount);
+  memcpy(bytes.data(), values.data(), bytes.size());
+  return bytes;
+}
+
+std::vector<float> ValuesOf(const SharedBytes& bytes) {
+  std::vector<float> values(bytes.size() / sizeof(float));
+  memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+Declaration Of(uint32_t members, bool average = false) {
+  Declaration declaration;
+  declaration.name = "x";
+  declaration.bytes = declaration.partition_bytes = kCount * sizeof(float);
+  declaration.average = average;
+  for (uint32_t rank = 0; rank < members; ++rank) declaration.group.push_back(rank);
+  return declaration;
+}
+
+TEST(Accumulator, AddsEachPushOnceHoweverMany) {
+  for (uint32_t members = 1; members <= 5; ++members) {
+    for (const bool average : {false, true}) {
+      const Declaration declaration = Of(members, average);
+      Scratch scratch;
+      Accumulator accumulator;
+      float sum = 0;
+      for (uint32_t member = 0; member < members; ++member) {
+        EXPECT_EQ(accumulator.added(), member);
+        accumulator.Take(declaration, {}, member, Filled(static_cast<float>(1 << member)),
+                         &scratch);
+        sum += static_cast<float>(1 << member);
+      }
+      const float wanted = average ? sum / static_cast<float>(members) : sum;
+      EXPECT_EQ(ValuesOf(accumulator.sum()), std::vector<float>(kCount, wanted)) << members;
+    }
+  }
+}
+
+// 1, 2^24 and -2^24 in fp32: their sum depends on the order in which they are added.
+TEST(Accumulator, InOrderItWaitsForThoseBefore) {
+  const Declaration declaration = Of(3);
+  const float values[] = {1, 1 << 24, -(1 << 24)};
+  for (const auto& order : std::vector<std::vector<size_t>>{{0, 1, 2}, {2, 1, 0}, {1, 2, 0}}) {
+    AdditionRule rule;
+    rule.in_order = true;
+    rule.wide_float32 = false;
+    Scratch scratch;
+    Accumulator accumulator;
+    for (const size_t member : order) {
+      accumulator.Take(declaration, rule, member, Filled(values[member]), &scratch);
+    }
+    EXPECT_EQ(accumulator.added(), 3u);
+    EXPECT_EQ(ValuesOf(accumulator.sum()), std::vector<float>(kCount, 0)) << "1 + 2^24 is 2^24";
+  }
+}
+
+TEST(Accumulator, InAWiderTypeItRoundsOnce) {
+  const Declaration declaration = Of(3);
+  Scratch scratch;
+  Accumulator accumulator;
+  const float values[] = {1, 1 << 24, -(1 << 24)};
+  for (size_t member = 0; member < 3; ++member) {
+    accumulator.Take(declaration, {}, member, Filled(values[member]), &scratch);
+  }
+  EXPECT_EQ(ValuesOf(accumulator.sum()), std::vector<float>(kCount, 1));
+}
+
+TEST(Accumulator, KeepsTheMemoryOfAPushOnlyWhereItIsWanted) {
+  for (const uint32_t members : {2, 3}) {
+    for (const bool keeps : {false, true}) {
+      AdditionRule rule;
+      rule.keeps_memory = keeps;
+      Scratch scratch;
+      Accumulator accumulator;
+      for (uint32_t member = 0; member < members; ++member) {
+        accumulator.Take(Of(members), rule, member, Filled(1), &scratch);
+      }
+      const SharedBytes spare = accumulator.TakeSpare();
+      EXPECT_EQ(spare.size(), keeps ? kCount * sizeof(float) : 0) << members;
+      EXPECT_NE(spare.data(), accumulator.sum().data());
+      EXPECT_TRUE(accumulator.TakeSpare().empty());
+    }
+  }
+}
+
+TEST(Accumulator, OnceClearedItHoldsNothing) {
+  int released = 0;
+  const Declaration declaration = Of(4);
+  Scratch scratch;
+  Accumulator accumulator;
+  std::vector<char> memory(kCount * sizeof(float));
+  for (size_t member = 0; member < 3; ++member) {
+    accumulator.Take(declaration, {}, member,
+                     SharedBytes::Borrow(memory.data(), memory.size(), [&](char*) { ++released; }),
+                     &scratch);
+  }
+  accumulator.Clear(&scratch);
+  EXPECT_EQ(released, 3);
+  EXPECT_TRUE(accumulator.sum().empty());
+}
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps
