@@ -3,7 +3,7 @@
 
 Each cell trains a few steps on this machine's CPU through BytePS and through all-reduce, and looks
 at the files that come out.
-docs/huggingface.md says what must come out, and holds the table that --markdown writes.
+docs/results/huggingface.md says what must come out, and holds the table that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
 """
@@ -26,7 +26,7 @@ from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
 from paritykit.forked import JobFailed, start_fork_server  # noqa: E402
 from progress import Progress  # noqa: E402
 
-BEGIN = "<!-- made by `make hf-layouts MARKDOWN=docs/huggingface.md`; not to be edited by hand -->"
+BEGIN = "<!-- made by `make hf-layouts MARKDOWN=docs/results/huggingface.md`; not to be edited by hand -->"
 HEAD = [
     "| layout | model | trained | HF → Megatron → HF | BytePS and all-reduce | transformers | "
     "peft | sent, of what ranks share |",

@@ -39,7 +39,7 @@ from raykit.cases import (  # noqa: E402
 )
 from raykit.gpus import gpus_to_offer  # noqa: E402
 
-BEGIN = "<!-- made by `make ray-failures MARKDOWN=docs/ray.md`; not to be edited by hand -->"
+BEGIN = "<!-- made by `make ray-failures MARKDOWN=docs/results/ray.md`; not to be edited by hand -->"
 END = "<!-- end -->"
 COLUMNS = {
     "noticed": "noticed",

@@ -3,7 +3,7 @@
 
 Each cell trains a few steps, a small GPT or LoRA adapters on a small Hugging Face model: on this
 machine's CPU, or (--device cuda) on its GPUs, which ranks share where there are too few. All cells
-share one Ray cluster, and its actors. docs/ray.md says what must come out, and holds the tables
+share one Ray cluster, and its actors. docs/results/ray.md says what must come out, and holds the tables
 that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from raykit.modes import Outcome
 
 BEGIN = {
-    "cpu": "<!-- made by `make ray-layouts MARKDOWN=docs/ray.md`; not to be edited by hand -->",
-    "cuda": "<!-- made by `bench/ray_layouts.py --device cuda --markdown docs/ray.md` -->",
+    "cpu": "<!-- made by `make ray-layouts MARKDOWN=docs/results/ray.md`; not to be edited by hand -->",
+    "cuda": "<!-- made by `bench/ray_layouts.py --device cuda --markdown docs/results/ray.md` -->",
 }
 HEAD = [
     "| layout | trained | ranks | groups | sums a step | loss, local | loss, Ray | losses, sums, "

@@ -3,7 +3,7 @@
 
 Each cell trains a few steps through BytePS and through all-reduce, and hands the weights to the
 rollout after each: on this machine's CPU, or (--device cuda) on its GPUs, which ranks share where
-there are too few. docs/rl.md says what must come out, and holds the tables that --markdown writes.
+there are too few. docs/results/rl.md says what must come out, and holds the tables that --markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
 """
@@ -41,8 +41,8 @@ from rlkit.runs import PROGRAMS, Outcome, compare, large_model  # noqa: E402
 
 ALGORITHMS = ("grpo", "ppo")
 BEGIN = {
-    "cpu": "<!-- made by `make rl-layouts MARKDOWN=docs/rl.md`; not to be edited by hand -->",
-    "cuda": "<!-- made by `bench/rl_layouts.py --device cuda --markdown docs/rl.md` -->",
+    "cpu": "<!-- made by `make rl-layouts MARKDOWN=docs/results/rl.md`; not to be edited by hand -->",
+    "cuda": "<!-- made by `bench/rl_layouts.py --device cuda --markdown docs/results/rl.md` -->",
 }
 PHASES = ("generation", "reward", "critic update", "actor update", "weights to the rollout")
 """Whose peak memory the table for GPUs shows."""

@@ -1,7 +1,7 @@
 """How many servers a model needs, and what they gain: ``python -m byteps.sizing -h``.
 
 The times are those of :mod:`byteps.cost_model`: what the busiest card carries. Cores and memory are
-estimates from figures that can be given, and measured (docs/operations.md says how).
+estimates from figures that can be given, and measured (docs/use/when-to-use.md says how).
 """
 
 from __future__ import annotations
