@@ -17,7 +17,7 @@ from benchkit.plan import Plan
 from benchkit.sets import SETS
 from benchkit.summary import Run
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarking.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "results" / "figures.md"
 
 
 def experiment(name: str, low: float) -> Experiment:
