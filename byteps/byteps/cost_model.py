@@ -1,4 +1,4 @@
-"""What a sum over workers costs on the links, in closed form; docs/design/cost-model.md derives it.
+"""What an all-reduce costs on the links, in closed form; docs/design/cost-model.md derives it.
 
 Training decides by these functions how each bucket of gradients is summed, and the benchmark holds
 what it measures against them. Everything here is arithmetic and needs no other module: links that
@@ -6,7 +6,8 @@ carry their rate in each direction at once, a switch that is never the limit, ad
 that cost nothing. ``bench/simulate.py`` predicts what partitions, credits, latency and the servers'
 additions cost on top.
 
-Where not said otherwise ``workers`` (n) are the members of the sum, each with a network card of its
+:func:`core_seconds` counts CPU time.
+Unless stated otherwise, ``workers`` (n) are the members of the all-reduce, each with a NIC of its
 own, ``servers`` (k) the machines that add, ``size`` (M) the bytes of the tensor on one worker and
 ``rate`` (B) the bytes per second that a link carries each way. Times are in seconds.
 """
@@ -127,12 +128,12 @@ gradients pushed, while sums are pulled in the other direction, in fp32 or bf16.
 the optimizer, the others do not."""
 
 
-# ------------------------------------------------------------- several ranks behind one card
+# -------------------------------------------------------------- several ranks behind one NIC
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Bytes that the busiest card of each kind carries in its busier direction."""
+    """Bytes that the busiest NIC of each kind carries in its busier direction."""
 
     host: float
     """Of a host with workers, and the servers on it."""
@@ -140,7 +141,7 @@ class Load:
     """Of a server on a machine of its own."""
 
     def seconds(self, host_rate: float, server_rate: float) -> float:
-        """When the last byte has passed, for cards of so many bytes a second each way."""
+        """When the last byte has passed, for NICs of these bytes per second each way."""
         return max(self.host / host_rate, self.server / server_rate)
 
 
@@ -173,7 +174,7 @@ class Servers:
 
 
 def best_servers(hosts: int, extra: int, within: float = 1.03) -> Servers:
-    """How many server processes to start on each machine, so that every card is busy.
+    """How many server processes to start on each machine, so that every NIC is busy.
 
     A process gets as many bytes as any other, so that their numbers on the two kinds of machine
     stand for :func:`best_shares`. The fewest processes are taken that are within that part of the
@@ -198,7 +199,7 @@ def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:
     """The load of a push-pull: the ranks of each host together push and pull so many bytes.
 
     A server with the part x of the tensor receives x * pushed from every host and sends
-    x * pulled to each. What a worker and a server on one host exchange does not pass its card.
+    x * pulled to each. What a worker and a server on one host exchange does not pass its NIC.
     """
     shares, others = servers.shares(), servers.hosts - 1
     own = shares.beside
@@ -206,6 +207,51 @@ def push_pull(servers: Servers, pushed: float, pulled: float) -> Load:
     into = pulled * (1 - own) + pushed * own * others
     extra = servers.hosts * shares.extra * max(pushed, pulled) if servers.extra else 0.0
     return Load(host=max(out, into), server=extra)
+
+
+# ------------------------------------------------------------------------- cores and NICs
+
+TCP_GBPS = 100.0
+"""The fastest link, in Gbit/s, that TCP is for: none faster was measured, and at that rate a server
+spends 12 cores on it. Above it RDMA, where the NIC moves the bytes."""
+TCP_CORE_RATE = 20e9 / 8
+"""Bytes per second that one core sends or receives over TCP."""
+ADD_CORE_RATE = 6e9
+"""Bytes of pushes per second that one core of a server adds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreSeconds:
+    """CPU time of one push-pull, on one machine of each kind."""
+
+    host: float
+    """Of a host with workers, and the servers on it."""
+    server: float = 0.0
+    """Of a machine with servers only."""
+
+
+def core_seconds(
+    servers: Servers,
+    pushed: float,
+    pulled: float,
+    *,
+    core_rate: float = TCP_CORE_RATE,
+    add_rate: float = ADD_CORE_RATE,
+) -> CoreSeconds:
+    """The CPU time of a push-pull: the ranks of each host together push and pull these bytes.
+
+    A worker sends what it pushes and receives what it pulls. A server with the part x of the tensor
+    receives and adds x * pushed from every host, and sends x * pulled to each. What a worker and a
+    server on one host exchange costs their cores as much as anything else.
+
+    Args:
+        core_rate: bytes per second that a core sends or receives; infinite with RDMA.
+        add_rate: bytes per second that a core adds.
+    """
+    shares = servers.shares()
+    moved = (pushed + pulled) / core_rate
+    serving = servers.hosts * (moved + pushed / add_rate)
+    return CoreSeconds(host=moved + shares.beside * serving, server=shares.extra * serving)
 
 
 def reduce_scatters(groups: Iterable[Sequence[int]], size: float) -> Load:

@@ -1,7 +1,8 @@
 """How many servers a model needs, and what they gain: ``python -m byteps.sizing -h``.
 
-The times are those of :mod:`byteps.cost_model`: what the busiest card carries. Cores and memory are
-estimates from figures that can be given, and measured (docs/use/when-to-use.md says how).
+The times are those of :mod:`byteps.cost_model`: the busiest NIC sets them, or the cores where they
+are too few. Cores and memory are estimates; docs/use/when-to-use.md says where the figures come
+from and how to measure your own.
 """
 
 from __future__ import annotations
@@ -19,12 +20,21 @@ from byteps import cost_model
 
 OPTIMIZERS = ("replicated", "host", "ranks")
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+TRANSPORTS = ("tcp", "rdma")
+LEAST_PARAMETERS = 1e6
+"""Fewer is no model's size, but a forgotten M or B."""
+MOST_PARAMETERS = 1e12
+"""Of one rank: twice as many bytes are more than any GPU has."""
+MOST_NIC_GBPS = 1600.0
+"""A higher rate is that of several NICs together."""
 PARAMETER_BYTES = 2
 """Of a parameter that the distributed optimizer gathers: bf16."""
 WORTH_IT = 1.1
-"""From this gain on, servers are advised."""
+"""The least gain for which servers are advised."""
 ENOUGH = 1.03
 """The fewest machines are advised whose time is within this factor of the best."""
+OTHER_CORES = 1
+"""For all else than moving and adding bytes."""
 GIB = 2**30
 POOL_BYTES = GIB
 """BYTEPS_RECEIVE_POOL_BYTES."""
@@ -39,45 +49,90 @@ class Job:
     parameters: float
     """Of the model, on one rank: after tensor and pipeline parallelism."""
     hosts: int
-    """With workers, each with one network card that its ranks share."""
+    """With workers."""
     gpus: int
     """Ranks on each host."""
     link_gbps: float
-    """Of a worker's host, each way."""
+    """Of one NIC of a worker's host, each way."""
+    nics: int = 1
+    """Of a worker's host. NCCL uses all of them, BytePS one."""
     server_link_gbps: float
-    """Of a server's machine, each way."""
+    """Of the NIC of a server's machine, each way."""
+    transport: str = "tcp"
+    """Between workers and servers, one of TRANSPORTS."""
+    worker_cores: float = math.inf
+    """On a worker's host, that the network may use."""
+    server_cores: float = math.inf
+    """Of a server's machine."""
     optimizer: str
     """One of OPTIMIZERS: on every rank, sharded inside each host, or sharded over all ranks."""
     gradients: str
-    """Type in which NCCL would sum, a key of BYTES."""
+    """Type in which NCCL would reduce, a key of BYTES."""
     wire: str
-    """Type in which values go to servers."""
+    """Type in which values go to servers, a key of BYTES."""
     core_bytes_per_s: float
-    """What one core of a server moves over the network, one way."""
+    """What one core sends or receives over TCP."""
     core_add_bytes_per_s: float
     """What one core of a server adds."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.parameters < 1e15:
-            raise ValueError(f"{self.parameters:g} parameters: there must be 1 to 1e15")
-        for name in ("hosts", "gpus"):
+        """Raises ValueError for what is no size, and for what BytePS cannot use."""
+        if not LEAST_PARAMETERS <= self.parameters <= MOST_PARAMETERS:
+            raise ValueError(
+                f"{self.parameters:g} parameters: a rank has 1 million (1M) to 1 trillion (1T) of "
+                "them; 7B is 7 billion. Divide by tensor and pipeline parallelism"
+            )
+        for name in ("hosts", "gpus", "nics"):
             if not 1 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{getattr(self, name)} {name}: there must be 1 to 65535")
         for name in ("link_gbps", "server_link_gbps", "core_bytes_per_s", "core_add_bytes_per_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name):g}: it must be above 0")
-        for name, allowed in (("optimizer", OPTIMIZERS), ("gradients", BYTES), ("wire", BYTES)):
+        for name, allowed in (
+            ("optimizer", OPTIMIZERS), ("gradients", BYTES), ("wire", BYTES),
+            ("transport", TRANSPORTS),
+        ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is '{getattr(self, name)}', not {' or '.join(allowed)}")
+        for whose, number in (
+            ("worker's host", self.worker_cores), ("server's machine", self.server_cores),
+        ):  # fmt: skip
+            if not number > OTHER_CORES:
+                raise ValueError(
+                    f"{_cores(number)} of a {whose}: there must be more than {OTHER_CORES}, which "
+                    "is for all else than moving and adding bytes"
+                )
+        self._check_link("a worker's host", "--link-gbps", self.link_gbps)
+        self._check_link("a server", "--server-link-gbps", self.server_link_gbps)
+
+    def _check_link(self, whose: str, option: str, gbps: float) -> None:
+        if gbps > MOST_NIC_GBPS:
+            raise ValueError(
+                f"{gbps:g} Gbit/s of {whose}: no NIC is faster than {MOST_NIC_GBPS:g}. Give the "
+                f"rate of one NIC ({option}); --nics says how many a worker's host has"
+            )
+        if self.transport == "tcp" and gbps > cost_model.TCP_GBPS:
+            rate = gbps * 1e9 / 8
+            cores = 2 * rate / self.core_bytes_per_s + rate / self.core_add_bytes_per_s
+            raise ValueError(
+                f"{gbps:g} Gbit/s of {whose}: TCP is for up to {cost_model.TCP_GBPS:g} Gbit/s. For "
+                f"this link a server would need {_whole_cores(cores)} cores. Use RDMA (--transport "
+                f"rdma), or plan with what TCP carries ({option} {cost_model.TCP_GBPS:g})"
+            )
 
     @property
     def host_rate(self) -> float:
-        """Bytes a second."""
+        """Bytes per second of one NIC."""
         return self.link_gbps * 1e9 / 8
 
     @property
+    def nccl_rate(self) -> float:
+        """Bytes per second of all NICs of a worker's host."""
+        return self.nics * self.host_rate
+
+    @property
     def server_rate(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.server_link_gbps * 1e9 / 8
 
 
@@ -91,13 +146,17 @@ class Row:
     local: int
     """Server processes on each worker's host."""
     seconds: float
-    """Of the sums of one step, nothing overlapping; with the gathering of parameters, if any."""
+    """Of one step's reductions, nothing overlapping; with the gathering of parameters, if any."""
     gain: float
     """NCCL's time over this one."""
-    card_gbps: float
-    """What a server machine's card carries meanwhile, each way."""
+    nic_gbps: float
+    """What a server machine's NIC carries meanwhile, each way."""
     cores: int
+    """Of a server's machine."""
+    worker_cores: int
+    """Of a worker's host, for the network and the servers on it."""
     memory_bytes: int
+    """Of a server's machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,34 +171,45 @@ class Advice:
 
 
 def nccl_seconds(job: Job) -> float:
-    """Seconds that torch.distributed needs at best, on the hosts' cards."""
+    """Seconds that torch.distributed needs at best, on all NICs of the hosts."""
     size = job.parameters * BYTES[job.gradients]
     hosts, ranks = job.hosts, job.hosts * job.gpus
     if hosts == 1:
         return 0.0
     if job.optimizer == "ranks":
-        return (size * (ranks - 1) / ranks) / job.host_rate + _gather_seconds(job)
-    return cost_model.ring(hosts, size, job.host_rate)
+        return (size * (ranks - 1) / ranks) / job.nccl_rate + _gather_seconds(job)
+    return cost_model.ring(hosts, size, job.nccl_rate)
 
 
 def _gather_seconds(job: Job) -> float:
     """Of the parameters, where every rank updates its shard."""
     ranks = job.hosts * job.gpus
-    return job.parameters * PARAMETER_BYTES * (ranks - 1) / ranks / job.host_rate
+    return job.parameters * PARAMETER_BYTES * (ranks - 1) / ranks / job.nccl_rate
 
 
 def row(job: Job, machines: int) -> Row:
     """What that many machines with servers give, and need.
 
-    The ranks of a host sum first, so that the host pushes the model once.
+    The ranks of a host reduce among themselves first, so that the host pushes the model once.
     """
     pushed = job.parameters * BYTES[job.wire]
     sharded = job.optimizer == "ranks"
     pulled = pushed / job.hosts if sharded else pushed
+    core_rate = math.inf if job.transport == "rdma" else job.core_bytes_per_s
+
+    def busy(servers: cost_model.Servers) -> cost_model.CoreSeconds:
+        return cost_model.core_seconds(
+            servers, pushed, pulled, core_rate=core_rate, add_rate=job.core_add_bytes_per_s
+        )
 
     def sum_seconds(servers: cost_model.Servers) -> float:
-        load = cost_model.push_pull(servers, pushed, pulled)
-        return load.seconds(job.host_rate, job.server_rate)
+        """What the NICs need, or the cores where there are too few of them."""
+        load, busiest = cost_model.push_pull(servers, pushed, pulled), busy(servers)
+        return max(
+            load.seconds(job.host_rate, job.server_rate),
+            busiest.host / (job.worker_cores - OTHER_CORES),
+            busiest.server / (job.server_cores - OTHER_CORES),
+        )
 
     choices = [cost_model.best_servers(job.hosts, machines)]
     if machines:
@@ -148,11 +218,9 @@ def row(job: Job, machines: int) -> Row:
     sums = sum_seconds(servers)
     load = cost_model.push_pull(servers, pushed, pulled)
     seconds = sums + (_gather_seconds(job) if sharded else 0.0)
-    rate = load.server / sums if machines else load.host / sums
-    out_rate = rate * pulled / pushed
-    cores = (rate + out_rate) / job.core_bytes_per_s + rate / job.core_add_bytes_per_s
+    cores = busy(servers).server if machines else busy(servers).host
     share = pushed * (servers.shares().extra if machines else servers.shares().beside)
-    # A sum under way is held as it came, and in a type twice as wide.
+    # An operation in flight is held as it came, and in a type twice as wide.
     memory = 3 * share + (POOL_BYTES + BASE_BYTES) * max(servers.per_machine, 1)
     return Row(
         machines=machines,
@@ -160,10 +228,16 @@ def row(job: Job, machines: int) -> Row:
         local=servers.local,
         seconds=seconds,
         gain=nccl_seconds(job) / seconds,
-        card_gbps=rate * 8 / 1e9,
-        cores=math.ceil(cores + 1),
+        nic_gbps=(load.server if machines else load.host) / sums * 8 / 1e9,
+        cores=_whole_cores(cores / sums),
+        worker_cores=_whole_cores(busy(servers).host / sums),
         memory_bytes=math.ceil(memory),
     )
+
+
+def _whole_cores(busy: float) -> int:
+    # What division leaves of a whole number is no core.
+    return math.ceil(busy - 1e-6) + OTHER_CORES
 
 
 def advise(job: Job, machines: int | None = None) -> Advice:
@@ -177,7 +251,10 @@ def advise(job: Job, machines: int | None = None) -> Advice:
     hosts = job.hosts
     if hosts == 1:
         return Advice(
-            nccl_seconds=0.0, rows=(), chosen=None, why="all ranks are on one host: NVLink sums"
+            nccl_seconds=0.0,
+            rows=(),
+            chosen=None,
+            why="all ranks are on one host, and reduce over NVLink",
         )
     if machines is None:
         wanted = {1, hosts // 4, hosts // 2, hosts, math.ceil(hosts * _slower_links(job))}
@@ -190,19 +267,42 @@ def advise(job: Job, machines: int | None = None) -> Advice:
         )
     best = min(one.seconds for one in rows)
     chosen = next(one for one in rows if one.seconds <= best * ENOUGH)
+    worth_it = chosen.gain >= WORTH_IT
     why = f"{chosen.gain:.2f} times as fast as NCCL at its best"
-    if chosen.gain < WORTH_IT:
-        return Advice(
-            nccl_seconds=nccl_seconds(job),
-            rows=rows,
-            chosen=None,
-            why=f"servers would be only {why}",
-        )
-    return Advice(nccl_seconds=nccl_seconds(job), rows=rows, chosen=chosen, why=why)
+    if not worth_it:
+        why = f"servers would be only {why}"
+    if not worth_it and job.nics > 1:
+        why += f", which uses {job.nics} NICs of a host where BytePS uses one"
+    why += _lacking_cores(job, chosen)
+    return Advice(
+        nccl_seconds=nccl_seconds(job), rows=rows, chosen=chosen if worth_it else None, why=why
+    )
+
+
+def _lacking_cores(job: Job, chosen: Row) -> str:
+    """What more cores would give; empty where they are enough."""
+    enough = row(
+        dataclasses.replace(job, worker_cores=math.inf, server_cores=math.inf), chosen.machines
+    )
+    if chosen.seconds <= enough.seconds * ENOUGH:
+        return ""
+    lacking = []
+    if enough.worker_cores > job.worker_cores:
+        lacking.append(f"{enough.worker_cores} cores on a worker's host")
+    if enough.cores > job.server_cores:
+        lacking.append(f"{enough.cores} cores on a server's machine")
+    text = f". With {' and '.join(lacking)} it would be {enough.gain:.2f} times as fast"
+    if job.transport == "tcp":
+        text += "; or use RDMA (--transport rdma), where the NIC moves the bytes"
+    return text
+
+
+def _cores(number: float) -> str:
+    return f"{number:g} core{'s' if number != 1 else ''}"
 
 
 def _slower_links(job: Job) -> float:
-    """How many server cards carry as much as one worker's."""
+    """How many server NICs carry as much as one worker's."""
     return max(1.0, job.link_gbps / job.server_link_gbps)
 
 
@@ -218,25 +318,28 @@ def count(text: str) -> float:
 def render(job: Job, advice: Advice) -> str:
     """The advice as text."""
     ranks = job.hosts * job.gpus
+    nics = "" if job.nics == 1 else f"{job.nics} NICs of "
     lines = [
         f"{job.parameters / 1e6:,.0f} million parameters, {job.hosts} hosts with {job.gpus} "
-        f"GPU{'s' if job.gpus > 1 else ''} each, {job.link_gbps:g} Gbit/s a host, "
-        f"{job.server_link_gbps:g} Gbit/s a server",
-        f"NCCL at its best: {1000 * advice.nccl_seconds:,.1f} ms a step for the sums"
+        f"GPU{'s' if job.gpus > 1 else ''} and {nics}{job.link_gbps:g} Gbit/s each, servers with "
+        f"{job.server_link_gbps:g} Gbit/s, {job.transport.upper()}",
+        f"NCCL at its best: {1000 * advice.nccl_seconds:,.1f} ms per step for the gradients"
         + (" and the parameters" if job.optimizer == "ranks" else ""),
         "",
     ]
     if advice.rows:
-        lines.append(
-            "machines  servers on each  on a worker's host  ms a step   gain  "
-            "Gbit/s a card  cores  memory GiB"
-        )
+        lines += [
+            "          servers on  servers on a     ms per         Gbit/s   cores per    cores per"
+            "  memory per",
+            "machines        each  worker's host      step   gain per NIC      server  worker host"
+            "  server, GiB",
+        ]
     for one in advice.rows:
         mark = "  <- advised" if one == advice.chosen else ""
         lines.append(
-            f"{one.machines:8d}  {one.processes:15d}  {one.local:18d}  {1000 * one.seconds:9,.1f}  "
-            f"{one.gain:5.2f}  {one.card_gbps:13.1f}  {one.cores:5d}  "
-            f"{one.memory_bytes / GIB:10.1f}{mark}"
+            f"{one.machines:8d}  {one.processes:10d}  {one.local:13d}  {1000 * one.seconds:8,.1f}  "
+            f"{one.gain:5.2f}  {one.nic_gbps:6.1f}  {one.cores:10d}  {one.worker_cores:11d}  "
+            f"{one.memory_bytes / GIB:11.1f}{mark}"
         )
     lines.append("")
     if advice.chosen is None:
@@ -246,7 +349,8 @@ def render(job: Job, advice: Advice) -> str:
     total = best.machines * best.processes + best.local * job.hosts
     lines += [
         f"Advice: {best.machines} server machine{'s' if best.machines > 1 else ''}, each with "
-        f"{best.cores} cores and {best.memory_bytes / GIB:.1f} GiB; {advice.why}.",
+        f"{_cores(best.cores)} and {best.memory_bytes / GIB:.1f} GiB; {_cores(best.worker_cores)} "
+        f"on each worker's host; {advice.why}.",
         f"  scripts/scheduler.sh --workers {ranks} --servers {total} ...",
         f"  scripts/server.sh --workers {ranks} --servers {total} --instances {best.processes} ...",
     ]
@@ -255,52 +359,80 @@ def render(job: Job, advice: Advice) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m byteps.sizing",
-        description="Tells how many servers a model needs, and what they gain over NCCL.",
+        description="Computes how many servers a model needs, and how much faster than NCCL they "
+        "reduce its gradients.",
     )
-    parser.add_argument(
+    model = parser.add_argument_group("the model")
+    model.add_argument(
         "--parameters", type=count, required=True, metavar="N",
-        help="parameters on one rank, such as 7B or 340M",
+        help="parameters on one rank, such as 7B or 340M: those of the model, divided by tensor "
+        "and pipeline parallelism",
     )  # fmt: skip
-    parser.add_argument("--hosts", type=int, required=True, help="hosts with workers")
-    parser.add_argument("--gpus", type=int, default=8, help="ranks on each host (default: 8)")
-    parser.add_argument(
-        "--link-gbps", type=float, required=True, metavar="G",
-        help="network card of a worker's host, Gbit/s each way",
-    )  # fmt: skip
-    parser.add_argument(
-        "--server-link-gbps", type=float, metavar="G",
-        help="network card of a server's machine (default: as --link-gbps)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--machines", type=int, metavar="K",
-        help="machines that there are for servers (default: a table of several numbers)",
-    )  # fmt: skip
-    parser.add_argument(
+    model.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="host",
-        help="replicated; sharded inside each host (--num-distributed-optimizer-instances = "
-        "hosts); or sharded over all ranks (default: host)",
+        help="where its state is: on every rank (replicated), sharded inside each host "
+        "(--num-distributed-optimizer-instances = hosts), or sharded over all ranks (default: "
+        "host)",
     )  # fmt: skip
-    parser.add_argument(
-        "--gradients",
-        choices=tuple(BYTES),
-        default="bf16",
-        help="type NCCL sums in (default: bf16)",
-    )
-    parser.add_argument(
-        "--wire", choices=tuple(BYTES), help="type on the way to servers (default: as --gradients)"
-    )
-    parser.add_argument(
-        "--core-gbps", type=float, default=20.0, metavar="G",
-        help="what a server's core moves over TCP one way, Gbit/s (default: 20)",
+    model.add_argument(
+        "--gradients", choices=tuple(BYTES), default="bf16",
+        help="type in which NCCL reduces (default: bf16)",
     )  # fmt: skip
-    parser.add_argument(
-        "--core-add-gbs", type=float, default=6.0, metavar="G",
-        help="what a server's core adds, GB/s: make bench-reducer measures it (default: 6)",
+    model.add_argument(
+        "--wire", choices=tuple(BYTES),
+        help="type of gradients on the way to servers (default: as --gradients)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    machines = parser.add_argument_group("the machines")
+    machines.add_argument("--hosts", type=int, required=True, help="number of hosts with workers")
+    machines.add_argument("--gpus", type=int, default=8, help="GPUs per host (default: 8)")
+    machines.add_argument(
+        "--link-gbps", type=float, required=True, metavar="G",
+        help="rate of one NIC of a worker's host, Gbit/s each way",
+    )  # fmt: skip
+    machines.add_argument(
+        "--nics", type=int, default=1, metavar="K",
+        help="NICs per worker host; NCCL uses all of them, BytePS one (default: 1)",
+    )  # fmt: skip
+    machines.add_argument(
+        "--worker-cores", type=float, default=math.inf, metavar="C",
+        help="cores of a worker's host that the network may use (default: as many as it needs)",
+    )  # fmt: skip
+    machines.add_argument(
+        "--machines", type=int, metavar="K",
+        help="number of machines for servers (default: compare several numbers)",
+    )  # fmt: skip
+    machines.add_argument(
+        "--server-link-gbps", type=float, metavar="G",
+        help="rate of the NIC of a server's machine (default: as --link-gbps)",
+    )  # fmt: skip
+    machines.add_argument(
+        "--server-cores", type=float, default=math.inf, metavar="C",
+        help="cores of a server's machine (default: as many as it needs)",
+    )  # fmt: skip
+    network = parser.add_argument_group("the network")
+    network.add_argument(
+        "--transport", choices=TRANSPORTS, default="tcp",
+        help=f"between workers and servers; TCP is for links of up to {cost_model.TCP_GBPS:g} "
+        "Gbit/s (default: tcp)",
+    )  # fmt: skip
+    network.add_argument(
+        "--core-gbps", type=float, default=cost_model.TCP_CORE_RATE * 8 / 1e9, metavar="G",
+        help="what one core sends or receives over TCP, Gbit/s (default: %(default)g)",
+    )  # fmt: skip
+    network.add_argument(
+        "--core-add-gbs", type=float, default=cost_model.ADD_CORE_RATE / 1e9, metavar="G",
+        help="what one core of a server adds, GB/s; make bench-reducer measures it (default: "
+        "%(default)g)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
     chosen = parser.parse_args(arguments)
     try:
         job = Job(
@@ -308,7 +440,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hosts=chosen.hosts,
             gpus=chosen.gpus,
             link_gbps=chosen.link_gbps,
-            server_link_gbps=chosen.server_link_gbps or chosen.link_gbps,
+            nics=chosen.nics,
+            server_link_gbps=(
+                chosen.link_gbps if chosen.server_link_gbps is None else chosen.server_link_gbps
+            ),
+            transport=chosen.transport,
+            worker_cores=chosen.worker_cores,
+            server_cores=chosen.server_cores,
             optimizer=chosen.optimizer,
             gradients=chosen.gradients,
             wire=chosen.wire or chosen.gradients,
@@ -319,10 +457,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if chosen.json:
-        print(json.dumps({"job": dataclasses.asdict(job), **dataclasses.asdict(advice)}, indent=1))
+        print(json.dumps({"job": _finite(job), **dataclasses.asdict(advice)}, indent=1))
     else:
         print(render(job, advice))
     return 0
+
+
+def _finite(job: Job) -> dict[str, object]:
+    """The fields of a job; null for cores without a limit, since JSON has no infinity."""
+    fields = dataclasses.asdict(job)
+    return {name: None if value == math.inf else value for name, value in fields.items()}
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ if(GTest_FOUND)
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
     tests/net/membership/membership_test.cc
+    tests/net/sarray_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/pending_peers_test.cc
     tests/observe/http_server_test.cc

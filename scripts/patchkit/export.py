@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from .common import PatchError, git, say, warn
+from .common import IDENTITY_EMAIL, IDENTITY_NAME, PatchError, git, say, warn
 from .lock import Upstream, fingerprint, overlay_files, read_series
 from .tree import (
     State,
@@ -22,14 +22,21 @@ FORMAT = (
     "--zero-commit", "--no-signature", "--no-numbered", "--full-index", "--no-renames",
     "--no-cover-letter", "--no-attach", "--no-thread", "--no-color", "--no-ext-diff",
     "--diff-algorithm=myers", "--unified=3", "--stat=72", "--src-prefix=a/", "--dst-prefix=b/",
-    "--encode-email-headers", "--binary",
+    "--encode-email-headers", "--binary", "--filename-max-length=100",
 )  # fmt: skip
 NAME = re.compile(r"\d{4}-[a-z][A-Za-z0-9_.-]*\.patch")
 SUBJECT = re.compile(r"[a-z][A-Za-z0-9_./-]*: \S")
+SUBJECT_LENGTH = 72
+"""At most; git would cut the name of a longer one, perhaps within a word."""
+FROM = re.compile(rb"^From: .*\n(?:[ \t].*\n)*", re.M)
+AUTHOR = f"From: {IDENTITY_NAME} <{IDENTITY_EMAIL}>\n".encode()
+"""Of every patch, whoever made the commit: a series has one author."""
 
 
 def format_patches(upstream: Upstream, tree: Path, base: str, destination: Path) -> list[Path]:
     """Writes the commits `base`..HEAD of `tree` to `destination`; returns the files in order.
+
+    Each names the project as its author.
 
     Raises PatchError when a commit cannot be a patch of the series, naming it.
     """
@@ -42,6 +49,10 @@ def format_patches(upstream: Upstream, tree: Path, base: str, destination: Path)
             raise PatchError(f"{label} is a merge: a series is linear")
         if not SUBJECT.match(subject):
             raise PatchError(f'{label}: the subject must read "area: what it does"')
+        if len(subject) > SUBJECT_LENGTH:
+            raise PatchError(
+                f"{label}: the subject has {len(subject)} characters, at most {SUBJECT_LENGTH}"
+            )
         listing = git(tree, "diff-tree", "-r", "-z", "--name-only", "--no-commit-id", commit)
         for path in listing.split("\0"):
             if path in overlay:
@@ -56,6 +67,7 @@ def format_patches(upstream: Upstream, tree: Path, base: str, destination: Path)
     for file in files:
         if not NAME.fullmatch(file.name):
             raise PatchError(f"{file.name}: the subject gives no name of the form NNNN-area-what")
+        file.write_bytes(FROM.sub(AUTHOR, file.read_bytes(), count=1))
     return files
 
 

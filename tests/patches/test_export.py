@@ -31,10 +31,29 @@ def test_exported_files(patched: Project) -> None:
     }
     assert exported["series"] == b"0001-queue-spell-seven.patch\n0002-queue-spell-nine.patch\n"
     text = exported["0002-queue-spell-nine.patch"].decode()
-    assert text.startswith(f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: Tester")
+    # The commit's author is Tester.
+    author = "Megatron-BytePS <patches@megatron-byteps.invalid>"
+    assert text.startswith(f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: {author}\nDate: ")
     assert "\nSubject: [PATCH] queue: spell nine\n\nBecause.\n---\n" in text
     assert "-line 9\n+line nine\n" in text
     patched.ok("apply", "--check")
+
+
+def test_name_of_a_long_subject_is_whole(patched: Project) -> None:
+    words = "spell the tenth line of the queue as a word, not as a numeral"
+    subject = f"queue: {words} too"
+    assert len(subject) == 72
+    patched.commit("src/queue.txt", "line 10\n", "line ten\n", subject)
+    patched.ok("export")
+    name = f"0003-queue-{words.replace(',', '').replace(' ', '-')}-too.patch"
+    assert name in files(patched.patch_folder())
+    patched.ok("apply", "--check")
+
+
+def test_subject_that_is_too_long_is_refused(patched: Project) -> None:
+    subject = "queue: ".ljust(73, "x")
+    patched.commit("src/queue.txt", "line 10\n", "line ten\n", subject)
+    assert "the subject has 73 characters, at most 72" in patched.fails("export")
 
 
 def test_exporting_again_changes_nothing(patched: Project) -> None:
@@ -129,6 +148,13 @@ def test_check_finds_an_edited_header(patched: Project) -> None:
     edit(patched.patch_folder(), "0002-queue-spell-nine.patch", "Because.", "Because. ")
     output = patched.fails("apply", "--check")
     assert "patches/engine/0002-queue-spell-nine.patch is not what export writes (line" in output
+
+
+def test_check_finds_another_author(patched: Project) -> None:
+    author = "From: Megatron-BytePS <patches@megatron-byteps.invalid>"
+    edit(patched.patch_folder(), "0001-queue-spell-seven.patch", author, "From: A <a@b.invalid>")
+    output = patched.fails("apply", "--check")
+    assert "patches/engine/0001-queue-spell-seven.patch is not what export writes" in output
 
 
 def test_check_finds_a_wrong_name(patched: Project) -> None:

@@ -36,8 +36,10 @@ def test_times_are_the_cost_models() -> None:
     assert advice.chosen.machines == 4
     assert advice.chosen.seconds == pytest.approx(4.0)
     assert advice.chosen.gain == pytest.approx(cost_model.gain(4, 4))
-    # A byte in, a byte out and a byte added, 1e9 a second each; and one for all else.
+    # A byte in, a byte out and a byte added, 1e9 per second each; and one for all else.
     assert advice.chosen.cores == 4
+    # A worker adds nothing.
+    assert advice.chosen.worker_cores == 3
     assert advice.chosen.memory_bytes == 3e9 + sizing.POOL_BYTES + sizing.BASE_BYTES
 
 
@@ -57,15 +59,74 @@ def test_optimizer_over_all_ranks_adds_the_parameters() -> None:
     assert sizing.advise(job).chosen is None
 
 
-def test_slow_server_cards_need_more_machines() -> None:
+def test_slow_server_nics_need_more_machines() -> None:
     advice = sizing.advise(dataclasses.replace(JOB, server_link_gbps=4.0))
     assert advice.chosen is not None
     assert advice.chosen.machines == 8
 
 
+def test_nccl_uses_all_nics_of_a_host() -> None:
+    job = dataclasses.replace(JOB, nics=2)
+    assert sizing.nccl_seconds(job) == pytest.approx(3.0)
+    assert sizing.row(job, 4) == dataclasses.replace(sizing.row(JOB, 4), gain=0.75)
+    # Half the bytes on the wire make up for half the NICs.
+    assert sizing.row(dataclasses.replace(job, wire="bf16"), 4).gain == pytest.approx(1.5)
+
+
+def test_few_cores_set_the_time() -> None:
+    # Four bytes in and four out, at 1e9 per second and core: 8 s for the one that is left.
+    few = sizing.row(dataclasses.replace(JOB, worker_cores=2), 4)
+    assert few.seconds == pytest.approx(8.0)
+    assert few.worker_cores == 2
+    # The same of a server, and four bytes added.
+    few = sizing.row(dataclasses.replace(JOB, server_cores=2), 4)
+    assert few.seconds == pytest.approx(12.0)
+    assert few.cores == 2
+
+
+def test_servers_on_a_workers_host_need_its_cores() -> None:
+    job = dataclasses.replace(JOB, hosts=2)
+    beside = sizing.row(job, 1)
+    assert (beside.processes, beside.local) == (1, 1)
+    # A third of 4e9 bytes is summed there: from two hosts, to two hosts, added; 2 s in all.
+    busy = cost_model.core_seconds(
+        cost_model.Servers(hosts=2, extra=1, local=1), 4e9, 4e9, core_rate=1e9, add_rate=1e9
+    )
+    assert busy.host == pytest.approx(8 + 2 * 3 * 4 / 3)
+    assert busy.server == pytest.approx(2 * 3 * 4 / 3)
+    assert beside.worker_cores == busy.host / beside.seconds + sizing.OTHER_CORES
+
+
+def test_what_more_cores_would_give() -> None:
+    advice = sizing.advise(dataclasses.replace(JOB, worker_cores=2), machines=4)
+    assert advice.chosen is None
+    assert "With 3 cores on a worker's host it would be 1.50 times as fast; or use RDMA" in (
+        advice.why
+    )
+    slow = sizing.advise(dataclasses.replace(JOB, server_cores=3.5, wire="bf16"))
+    assert slow.chosen is not None
+    assert "With 4 cores on a server's machine it would be 3.00 times" in slow.why
+    assert "cores" not in sizing.advise(JOB).why
+
+
+def test_with_rdma_nics_move_the_bytes() -> None:
+    job = dataclasses.replace(
+        JOB, transport="rdma", worker_cores=2, link_gbps=400.0, server_link_gbps=400.0,
+        core_add_bytes_per_s=50e9,
+    )  # fmt: skip
+    advice = sizing.advise(job)
+    assert advice.chosen is not None
+    assert advice.chosen.gain == pytest.approx(1.5)
+    assert (advice.chosen.cores, advice.chosen.worker_cores) == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"hosts": 1}, "one host"), ({"hosts": 2}, "1.00 times")],
+    [
+        ({"hosts": 1}, "one host"),
+        ({"hosts": 2}, "1.00 times"),
+        ({"nics": 8}, "NCCL at its best, which uses 8 NICs of a host where BytePS uses one"),
+    ],
 )
 def test_nccl_alone_where_servers_gain_nothing(change: dict[str, Any], why: str) -> None:
     advice = sizing.advise(dataclasses.replace(JOB, **change))
@@ -78,7 +139,11 @@ def test_nccl_alone_where_servers_gain_nothing(change: dict[str, Any], why: str)
     "words",
     ["--parameters x --hosts 4 --link-gbps 10", "--parameters 1B --hosts 0 --link-gbps 10",
      "--parameters 1B --hosts 4 --link-gbps -1", "--parameters 1B --hosts 4 --link-gbps 10 "
-     "--machines -1", "--parameters 1B --hosts 4 --link-gbps nan"],
+     "--machines -1", "--parameters 1B --hosts 4 --link-gbps nan",
+     "--parameters 1B --hosts 4 --link-gbps 10 --server-link-gbps 0",
+     "--parameters 1B --hosts 4 --link-gbps 10 --nics 0",
+     "--parameters 1B --hosts 4 --link-gbps 10 --worker-cores 1",
+     "--parameters 1B --hosts 4 --link-gbps 10 --server-cores nan"],
 )  # fmt: skip
 def test_bad_use(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -87,10 +152,36 @@ def test_bad_use(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("--parameters 7 --hosts 4 --link-gbps 10", "7 parameters: a rank has 1 million"),
+        ("--parameters 7000B --hosts 4 --link-gbps 10", "tensor and pipeline parallelism"),
+        ("--parameters 7B --hosts 8 --link-gbps 3200", "no NIC is faster than 1600"),
+        ("--parameters 7B --hosts 8 --link-gbps 3200 --transport rdma", "--nics"),
+        ("--parameters 7B --hosts 8 --link-gbps 400", "would need 50 cores. Use RDMA"),
+        (
+            "--parameters 7B --hosts 8 --link-gbps 100 --server-link-gbps 200",
+            "200 Gbit/s of a server: TCP is for up to 100 Gbit/s",
+        ),
+    ],
+)
+def test_no_advice_for_what_is_no_size_or_cannot_help(
+    words: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        sizing.main(words.split())
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert what in said.err
+    assert "Advice" not in said.out
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sizing.main(["--parameters", "1B", "--hosts", "4", "--link-gbps", "10", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["job"]["parameters"] == 1e9
+    assert said["job"]["worker_cores"] is None
     assert [row["machines"] for row in said["rows"]] == [1, 2, 4]
     assert said["chosen"] == said["rows"][-1]
 

@@ -95,7 +95,6 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   receiver_thread_ = std::make_unique<std::thread>(&Van::Receiving, this);
   pthread_setname_np(receiver_thread_->native_handle(), "bps-control");
   membership_->Join();
-  ready_ = true;
 }
 
 void Van::Stop() {
@@ -110,7 +109,6 @@ void Van::Stop() {
   }
   membership_.reset();
   links_.reset();
-  ready_ = false;
   Node self = node();
   self.id = Meta::kEmpty;
   Van::SetNode(self);
