@@ -25,7 +25,7 @@ help: ## list the targets
 	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) OPTIMIZER=servers (which keep it) MODE=ray (under Ray) HF=1 (SmolLM2, or HF=FOLDER) LORA=1 (adapters alone) ARGS="--seed 1" (any flag of scripts/train.py)'
 	@echo 'make rl: ALGORITHM=ppo (default: grpo) ROLLOUT=megatron (default: transformers) REWARD=megatron (default: rule) STEPS=30 WORKERS=2 COMPARE=1 (through all-reduce too) ARGS="--seed 2" (any flag of scripts/rl.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/results/correctness.md (write it anew)'
-	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/results/figures.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/suite.py)'
+	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/results/figures.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/pushpull/suite.py)'
 	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
 	@echo 'make soak: MINUTES=60 PICTURE=docs/images/soak.svg ARGS="--seed 2"'
 	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'
@@ -123,28 +123,28 @@ test-ray: setup-ray ## jobs under Ray that lose processes and go on
 	@$(PYTHON_RAY) -m pytest -m "not thorough" $(PYTEST_ARGS) tests/under_ray
 
 ray-failures: setup-ray ## each failure that a job under Ray survives, with times, as a table
-	@$(PYTHON_RAY) -W ignore bench/ray_failures.py $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+	@$(PYTHON_RAY) -W ignore bench/ray_failures/run.py $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 ray-layouts: setup-hf ## each layout under torchrun and under Ray, a GPT and adapters, as a table
-	@$(PYTHON_HF) -W ignore bench/ray_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+	@$(PYTHON_HF) -W ignore tests/layouts/ray_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 test-hf: setup-hf ## Hugging Face models, whole and by adapters, in layouts of up to four ranks
 	@$(PYTHON_HF) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/hugging_face)
 
 hf-layouts: setup-hf ## each layout of a Hugging Face model, whole and by adapters, as a table
-	@$(PYTHON_HF) -W ignore bench/hf_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+	@$(PYTHON_HF) -W ignore tests/layouts/hf_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 test-rl: setup-rl ## reinforcement learning through verl: actor and critic, rollout, layouts
 	@$(PYTHON_RL) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/reinforcement)
 
 rl-layouts: setup-rl ## actor and critic in each layout, by GRPO and PPO, as a table
-	@$(PYTHON_RL) -W ignore bench/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+	@$(PYTHON_RL) -W ignore tests/layouts/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 rl-stragglers: setup ## how much of a late rank's delay a step shows, on emulated links
-	@$(PYTHON_ENV) bench/rl_stragglers.py $(ARGS)
+	@$(PYTHON_ENV) bench/stragglers/run.py $(ARGS)
 
 test-object-store: setup-s3 ## jobs under Ray whose checkpoints are in S3 and in Google Cloud Storage
 	@$(PYTHON_S3) -m pytest $(PYTEST_ARGS) tests/object_store
@@ -171,11 +171,11 @@ site: setup ## the documentation as a site, in build/site, its links checked
 	@scripts/site.sh
 
 parity: setup ## compare gradients with all-reduce and exact sums, in every parallel layout
-	@$(PYTHON_ENV) -W ignore bench/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
+	@$(PYTHON_ENV) -W ignore tests/layouts/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN))
 
 bench: setup ## push-pull beside all-reduce on emulated links, idle costs, sums: against the bars
-	@status=0; $(PYTHON_ENV) -W ignore bench/suite.py --set $(SET) --json build/bench/$(SET).json \
+	@status=0; $(PYTHON_ENV) -W ignore bench/pushpull/suite.py --set $(SET) --json build/bench/$(SET).json \
 		--chart $(or $(CHART),build/bench/$(SET).svg) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS) || status=1; \
 	$(if $(ONLY),,$(MAKE) -k bench-sharded bench-idle bench-reducer bench-plan ARGS= || status=1;) exit $$status
@@ -189,19 +189,19 @@ bench-sharded: setup ## whole steps with the distributed optimizer, beside torch
 		--ways byteps-sharded,sharded --json build/bench/sharded.json $(ARGS) || status=1; exit $$status
 
 bench-idle: setup ## processor time and memory of a job that sums nothing
-	@$(PYTHON_ENV) -W ignore bench/idle_bench.py --max-core 0.01 --max-worker-memory 64MiB $(ARGS)
+	@$(PYTHON_ENV) -W ignore bench/idle/run.py --max-core 0.01 --max-worker-memory 64MiB $(ARGS)
 
 bench-flood: setup ## start, links and memory of a job amid a flood of unauthenticated connections
-	@$(PYTHON_ENV) -W ignore bench/flood_bench.py $(ARGS)
+	@$(PYTHON_ENV) -W ignore bench/flood/run.py $(ARGS)
 
 bench-reducer: setup ## the servers' additions beside plain loops over the same memory
-	@$(PYTHON_ENV) -W ignore bench/reducer_bench.py --min-of-limit 0.7 $(ARGS)
+	@$(PYTHON_ENV) -W ignore bench/reducer/run.py --min-of-limit 0.7 $(ARGS)
 
 bench-plan: setup ## Python's part of the plan and of a push in a job of 8,192 ranks
-	@$(PYTHON_ENV) -W ignore bench/plan_bench.py --max-plan 1 --max-push 30 $(ARGS)
+	@$(PYTHON_ENV) -W ignore bench/planning/run.py --max-plan 1 --max-push 30 $(ARGS)
 
 bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtual machine
-	@$(PYTHON_ENV) -W ignore bench/rdma_bench.py --json build/bench/rdma.json \
+	@$(PYTHON_ENV) -W ignore bench/rdma/run.py --json build/bench/rdma.json \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
 bundle: setup $(if $(filter rl,$(WITH)),setup-rl,$(if $(filter hf,$(WITH)),setup-hf,$(if $(filter ray,$(WITH)),setup-ray))) ## build/bundle: what a machine without network access needs, for benchmarks, or WITH="ray hf rl"

@@ -229,7 +229,7 @@ def hugging_face_model(argv: Sequence[str]) -> Any | None:
     except ImportError as error:
         raise ImportError(
             "--hf-model and --lora need the package megatron_byteps_hf of Megatron-BytePS "
-            f"(integrations/hf, and what requirements-hf.lock names): {error}"
+            f"(integrations/hf, and what locks/hf.lock names): {error}"
         ) from error
     return HuggingFaceModel(options.read(argv))
 

@@ -23,18 +23,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
-from benchkit.columns import aligned
-from benchkit.emulation import EmulationError, remove_stale
-from benchkit.errors import LaunchError
-from benchkit.gates import Gate, judge_all
-from benchkit.interrupts import become_interruptible
-from benchkit.options import in_cluster, make_gates, make_plan, parse
-from benchkit.plan import Plan
-from benchkit.summary import Run
+from bench.kit.emulation import EmulationError, remove_stale
+from bench.kit.errors import LaunchError
+from bench.kit.interrupts import become_interruptible
+from bench.kit.plan import Plan
+from bench.pushpull.gates import Gate, judge_all
+from bench.pushpull.options import in_cluster, make_gates, make_plan, parse
+from bench.pushpull.summary import Run
+from scripts.columns import aligned
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,10 +62,10 @@ def measure(plan: Plan) -> Run | None:
     """Run the plan; None on the ranks of a job that do not report."""
     # Only where it is needed: torch takes seconds to import.
     if in_cluster(os.environ):
-        from benchkit.cluster import run_in_cluster
+        from bench.pushpull.cluster import run_in_cluster
 
         return run_in_cluster(plan)
-    from benchkit.driver import run_plan
+    from bench.pushpull.driver import run_plan
 
     return run_plan(plan)
 
@@ -77,7 +74,8 @@ def report(
     run: Run, gates: Sequence[Gate], options: argparse.Namespace, arguments: Sequence[str]
 ) -> int:
     """Print and write what came out; the exit status."""
-    from benchkit import record, tables
+    from bench.kit import record
+    from bench.pushpull import samples, tables
 
     meta = record.metadata(arguments)
     print(record.header(meta, run.plan))
@@ -90,9 +88,9 @@ def report(
     if verdicts:
         print("\n" + aligned(tables.gate_table(verdicts)))
     if options.json:
-        record.write([run], meta, options.json)
+        samples.write([run], meta, options.json)
     if options.plot:
-        from benchkit.plots import draw
+        from bench.pushpull.plots import draw
 
         draw(run, options.plot)
     return 1 if run.wrong or not all(verdict.ok for verdict in verdicts) else 0

@@ -1,8 +1,9 @@
 # A worker: patched Megatron-LM and BytePS on a CUDA base. torch's default build runs on CPUs as well:
 # --build-arg CUDA_IMAGE=ubuntu:24.04 or debian:trixie-slim makes one for machines without GPUs. The
-# base's Python decides which of the wheels is installed (3.12 or later). The build context is a
-# folder with wheels/ (byteps), Megatron-LM/ (patched), scripts/, requirements.lock and
-# requirements-uv.lock; `make images` makes it.
+# base's Python decides which of the wheels is installed (3.12 or later). --build-arg WITH=ray, hf or rl
+# adds the packages for jobs under Ray, for Hugging Face models and Ray, or for verl. The build context
+# is a folder with wheels/ (byteps, megatron_byteps_*), locks/ (bootstrap, base and that of WITH, each
+# whole), Megatron-LM/ (patched) and scripts/; scripts/images.sh makes it.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
 # hadolint ignore=DL3006
 FROM ${CUDA_IMAGE}
@@ -20,22 +21,31 @@ RUN groupadd --gid 10001 byteps \
 ENV VIRTUAL_ENV=/opt/venv \
     PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 # Its own layer: a new version of ours does not load torch anew.
-COPY requirements-uv.lock requirements.lock /tmp/
+ARG WITH=base
+COPY locks/ /tmp/locks/
 RUN --mount=type=cache,id=uv,target=/root/.cache/uv \
     python3 -m venv "$VIRTUAL_ENV" \
     && python3 -m venv /tmp/uv \
-    && /tmp/uv/bin/pip install --no-cache-dir --require-hashes --requirement /tmp/requirements-uv.lock \
-    && UV_LINK_MODE=copy /tmp/uv/bin/uv pip sync --require-hashes /tmp/requirements.lock \
-    && rm -rf /tmp/uv /tmp/requirements*.lock
+    && /tmp/uv/bin/pip install --no-cache-dir --require-hashes --requirement /tmp/locks/bootstrap.lock \
+    && UV_LINK_MODE=copy /tmp/uv/bin/uv pip sync --require-hashes "/tmp/locks/$WITH.lock" \
+    && rm -rf /tmp/uv /tmp/locks
 
 COPY wheels/ /tmp/wheels/
 COPY Megatron-LM/ /opt/Megatron-LM/
 # There is one version in that folder, for each Python one wheel.
-# hadolint ignore=DL3013
-RUN pip install --no-cache-dir --no-index --no-deps --find-links /tmp/wheels byteps \
+# hadolint ignore=DL3013,SC2086
+RUN case "$WITH" in \
+        base) packages="" ;; \
+        ray) packages=megatron_byteps_ray ;; \
+        hf) packages="megatron_byteps_hf megatron_byteps_ray" ;; \
+        rl) packages="megatron_byteps_hf megatron_byteps_rl" ;; \
+        *) echo "WITH is '$WITH', not base, ray, hf or rl" >&2; exit 2 ;; \
+    esac \
+    && pip install --no-cache-dir --no-index --no-deps --find-links /tmp/wheels byteps $packages \
     && pip install --no-cache-dir --no-deps --no-build-isolation --editable /opt/Megatron-LM \
     && rm -rf /tmp/wheels \
-    && python -c 'import byteps.torch, megatron.core.datasets.helpers_cpp'
+    && python -c 'import byteps.torch, megatron.core.datasets.helpers_cpp' \
+    && for package in $packages; do python -c "import $package"; done
 COPY scripts/ /opt/byteps/scripts/
 
 ARG VERSION=unknown

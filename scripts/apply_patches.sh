@@ -13,4 +13,4 @@ if ! python_works "$python"; then
     exit 1
   }
 fi
-exec "$python" -B "$root/scripts/patchset.py" apply "$@"
+PYTHONPATH="$root" exec "$python" -B -m scripts.patchset apply "$@"

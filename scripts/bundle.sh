@@ -18,6 +18,7 @@ compilers' run time. About 25 MB.
 Copy the checkout and the folder to a machine of the same architecture and Python version, whose C
 library is as new as this one's, and use them there:
 
+  cd CHECKOUT
   . FOLDER/activate
   python3 bench/pushpull_bench.py --workers 4 --servers 4 --emulate 8@10gbit --sizes 256MiB
   python3 bench/train_bench.py --tree FOLDER/Megatron-LM --workers 2 --servers 1
@@ -158,9 +159,16 @@ with tarfile.open(sys.argv[1]) as packed:
     mv "$bundle/python.new/python" "$bundle/python" && rmdir "$bundle/python.new"
 fi
 export PATH="$bundle/bin:$PATH"
-export PYTHONPATH="$bundle/python:$bundle/Megatron-LM${PYTHONPATH:+:$PYTHONPATH}"
+# Benchmarks import each other by their paths in the checkout.
+checkout="$(cd "$bundle/../.." && pwd)"
+[ -e "$checkout/bench/kit" ] || checkout="$PWD"
+if [ ! -e "$checkout/bench/kit" ]; then
+  echo "error: $bundle lies in no checkout's build/: go to the checkout, and read this again" >&2
+  checkout=""
+fi
+export PYTHONPATH="$bundle/python:$bundle/Megatron-LM${checkout:+:$checkout}${PYTHONPATH:+:$PYTHONPATH}"
 export LD_LIBRARY_PATH="$bundle/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-unset bundle
+unset bundle checkout
 TEXT
 
 mkdir -p "$(dirname "$folder")"

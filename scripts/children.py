@@ -5,7 +5,6 @@ Whatever this project starts and waits for, it starts by this: training, benchma
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -14,6 +13,8 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from scripts.progress import end_with_parent
 
 LAUNCHER_VARIABLES = frozenset(
     {
@@ -26,15 +27,6 @@ LAUNCHER_VARIABLES = frozenset(
 
 class Late(AssertionError):
     """Something did not happen by its deadline; the text has the last lines of the logs."""
-
-
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In the child (``preexec_fn``): have the kernel send it this signal when its parent is killed.
-
-    The kernel's parent is the thread that forked, so it must live as long as the child.
-    """
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 def server_executable() -> str:

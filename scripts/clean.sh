@@ -39,7 +39,7 @@ if ((!force)) && [[ -e "$root/build/byteps" || -e "$root/build/Megatron-LM" ]]; 
     echo "error: no Python >= 3.12 to look for unexported work with; --force skips that" >&2
     exit 1
   }
-  "$python" -B "$root/scripts/patchset.py" guard
+  PYTHONPATH="$root" "$python" -B -m scripts.patchset guard
 fi
 rm -rf "$root/build"
 

@@ -11,14 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-import native
-
-from progress import Progress
+from scripts import corpora
+from scripts.progress import Progress
+from tests import native
 
 ROOT = Path(__file__).resolve().parents[1]
-CORPUS = ROOT / "tests/fuzz/corpus"
 SCRATCH = ROOT / "build/fuzz"
 TARGETS = {
     "declarations": "the list of tensors that a worker declares",
@@ -53,7 +50,7 @@ def fuzz(folder: Path, target: str, runs: int, seed: int) -> dict[str, float]:
     Raises:
         Found: something did not hold.
     """
-    learnt, kept = SCRATCH / target, CORPUS / target
+    learnt, kept = SCRATCH / target, corpora.unpack() / target
     shutil.rmtree(learnt, ignore_errors=True)
     learnt.mkdir(parents=True)
     begin = time.monotonic()
@@ -83,13 +80,15 @@ def fuzz(folder: Path, target: str, runs: int, seed: int) -> dict[str, float]:
 
 
 def keep(folder: Path, target: str) -> int:
-    """Add to the corpus what reaches more than it does; return how many files it has."""
-    kept = CORPUS / target
-    kept.mkdir(parents=True, exist_ok=True)
+    """Add to the corpus what reaches more than it does; return how many files it has then."""
     command: list[str | Path] = [folder / f"{target}_fuzzer", "-merge=1", "-close_fd_mask=3"]
-    command += [kept, SCRATCH / target]
-    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
-    return len(list(kept.iterdir()))
+
+    def merge(unpacked: Path) -> None:
+        paths = [unpacked / target, SCRATCH / target]
+        subprocess.run([*command, *paths], check=True, capture_output=True, timeout=LIMIT_S)
+
+    corpora.change(merge)
+    return len(list((corpora.unpack() / target).iterdir()))
 
 
 def main() -> int:
@@ -99,11 +98,23 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the mutations; 0: another each time"
     )
-    parser.add_argument("--keep", action="store_true", help="add what was learnt to the corpus")
+    parser.add_argument("--keep", action="store_true", help="pack what was learnt into the corpus")
+    parser.add_argument(
+        "--add",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="run nothing: pack these inputs into the corpus of the one TARGET",
+    )
     options = parser.parse_args()
     targets = options.targets or list(TARGETS)
     if not set(targets) <= set(TARGETS):
         parser.error(f"targets are {', '.join(TARGETS)}")
+    if options.add:
+        if len(targets) != 1:
+            parser.error("--add needs one TARGET")
+        corpora.add(targets[0], options.add)
+        return 0
     status = 0
     try:
         folder = native.build("fuzzers", sanitize="address")

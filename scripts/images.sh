@@ -3,10 +3,13 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=scripts/lib/python.sh
+source "$root/scripts/lib/python.sh"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/images.sh [server] [worker] [--platform linux/amd64,linux/arm64] [--context FOLDER]
+usage: scripts/images.sh [server] [worker] [--with ray|hf|rl] [--platform linux/amd64,linux/arm64]
+                         [--context FOLDER]
 
 Builds the images byteps-server (both platforms) and megatron-byteps-worker (this machine's), or the
 one named, with docker or else buildah, whichever is there. Versions come from docker/versions.env; a
@@ -14,6 +17,9 @@ variable of the same name wins, for example DEBIAN_IMAGE=my.registry/debian:book
 CUDA_IMAGE=ubuntu:24.04 for a worker without CUDA's base. Archives and wheels are taken from build/dist
 (scripts/wheel.sh); the base of the worker has to have a Python that one of the wheels is for.
 
+  --with NAME       the worker with what jobs under Ray (ray), Hugging Face models and Ray (hf) or verl
+                    (rl) need: megatron-byteps-worker-NAME. hf needs a base with Python 3.12, rl one
+                    with 3.12 or 3.13
   --platform LIST   platforms of the server's image
   --context FOLDER  only lay out the build contexts there: server/ and worker/
 
@@ -25,10 +31,17 @@ TEXT
 images=()
 platforms=linux/amd64,linux/arm64
 context=
+with=base
 while (($#)); do
   case $1 in
     -h | --help) usage; exit 0 ;;
     server | worker) images+=("$1"); shift ;;
+    --with)
+      case ${2:-} in
+        ray | hf | rl) with=$2 ;;
+        *) echo "error: --with is '${2:-}', not ray, hf or rl" >&2; exit 2 ;;
+      esac
+      shift 2 ;;
     --platform | --context)
       [[ -n ${2:-} ]] || { echo "error: $1 needs a value" >&2; exit 2; }
       if [[ $1 == --platform ]]; then platforms=$2; else context=$2; fi
@@ -97,14 +110,21 @@ server_context() {
 }
 
 worker_context() {
-  local wheels version
+  local wheels version python
   version=$(package_version)
   mapfile -t wheels < <(compgen -G "$root/build/dist/byteps-$version-*-manylinux*_$(uname -m).whl")
   ((${#wheels[@]})) || fail "no wheel of $version for $(uname -m) in build/dist: run make wheel"
   rm -rf "$work/worker"
-  mkdir -p "$work/worker/wheels" "$work/worker/scripts/lib"
+  mkdir -p "$work/worker/wheels" "$work/worker/locks" "$work/worker/scripts/lib"
   cp "${wheels[@]}" "$work/worker/wheels/"
-  cp "$root"/{requirements,requirements-uv}.lock "$work/worker/"
+  cp "$root"/locks/{base,bootstrap}.lock "$work/worker/locks/"
+  if [[ $with != base ]]; then
+    python=$(find_python) || fail "no Python >= 3.12 was found; set PYTHON"
+    "$python" -B "$root/scripts/locks.py" show "$with" >"$work/worker/locks/$with.lock"
+    compgen -G "$root/build/dist/megatron_byteps_$with-*.whl" >/dev/null ||
+      fail "no wheel of megatron_byteps_$with in build/dist: run make wheel"
+    cp "$root"/build/dist/megatron_byteps_*.whl "$work/worker/wheels/"
+  fi
   cp "$root"/scripts/worker.sh "$work/worker/scripts/"
   cp "$root"/scripts/lib/launch.sh "$work/worker/scripts/lib/"
   # As patched, without its history and what was built in it.
@@ -155,8 +175,10 @@ for image in "${images[@]}"; do
   else
     platform=linux/amd64
     [[ $(uname -m) == x86_64 ]] || platform=linux/arm64
-    build worker "megatron-byteps-worker:$IMAGE_TAG" "$platform" \
-      --build-arg "CUDA_IMAGE=$CUDA_IMAGE"
+    name=megatron-byteps-worker
+    [[ $with == base ]] || name+="-$with"
+    build worker "$name:$IMAGE_TAG" "$platform" \
+      --build-arg "CUDA_IMAGE=$CUDA_IMAGE" --build-arg "WITH=$with"
   fi
 done
 say "done"

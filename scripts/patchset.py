@@ -1,8 +1,8 @@
-#!/usr/bin/env python3
 """Assembles build/<tree> from upstream.lock, the overlay folders and the patch series, and back.
 
-scripts/apply_patches.sh and scripts/export_patches.sh are the usual ways to call it. It needs
-Python >= 3.11 and git, no packages: it runs before the project's environment exists.
+scripts/apply_patches.sh and scripts/export_patches.sh are the usual ways to call it; they put the
+checkout on PYTHONPATH. It needs Python >= 3.11 and git, no packages: it runs before the project's
+environment exists.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from patchkit import export, target, tree
-from patchkit.common import PatchError, say
-from patchkit.lock import Upstream, load_lock
+from scripts.patchkit import export, target, tree
+from scripts.patchkit.common import PatchError, say
+from scripts.patchkit.lock import Upstream, load_lock
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

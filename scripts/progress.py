@@ -1,9 +1,13 @@
 #!/usr/bin/env python3
-"""Shows what a long command is doing: a bar on a terminal, a line every ten seconds in a log."""
+"""Shows what a long command is doing: a bar on a terminal, a line every ten seconds in a log.
+
+Imports none of our modules: it also runs where there is no environment yet.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
 import signal
@@ -16,8 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
-
-from children import end_with_parent
 
 EVERY_S = 10.0
 REFRESH_S = 0.5
@@ -33,6 +35,15 @@ _STEPS = re.compile(
     r"|STEP (\d+)/(\d+)"  # buildah
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """In the child (``preexec_fn``): have the kernel send it this signal when its parent is killed.
+
+    The kernel's parent is the thread that forked, so it must live as long as the child.
+    """
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any | None:

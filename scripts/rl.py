@@ -25,13 +25,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import merge_traces
-from children import Spawned, end_all, last_lines
-from progress import Progress
-from trainkit import rl_report
-from trainkit.arguments import positive
-from trainkit.job import JobError
-from trainkit.rl_report import Outcome
+from megatron_byteps_ray.traces import merge
+from scripts.children import Spawned, end_all, last_lines
+from scripts.progress import Progress
+from scripts.trainkit import rl_report
+from scripts.trainkit.arguments import positive
+from scripts.trainkit.job import JobError
+from scripts.trainkit.rl_report import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 ALGORITHMS = ("grpo", "ppo")
@@ -235,7 +235,7 @@ def _run(
 def _merge_profile(folder: Path) -> None:
     files = sorted((folder / "profile").glob("*.json*"))
     target = folder / "profile.json"
-    target.write_text(json.dumps(merge_traces.merge(files)), encoding="utf-8")
+    target.write_text(json.dumps(merge(files)), encoding="utf-8")
     print(f"profile of {len(files)} files, for https://ui.perfetto.dev: {target}", flush=True)
 
 

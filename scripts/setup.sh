@@ -15,19 +15,19 @@ usage() {
 usage: scripts/setup.sh [--ray] [--hf] [--rl] [--s3] [-h]
 
 Installs missing system packages (Debian and Ubuntu, as root or with sudo), makes the Python
-environment build/venv from requirements.lock, assembles and patches the upstream trees in build/,
+environment build/venv from locks/base.lock, assembles and patches the upstream trees in build/,
 builds and installs the byteps wheel, and installs Megatron-LM from its tree. Safe to run again:
 what is up to date is left alone, and a run with nothing to do takes a second or two.
 
-  --ray   also make build/venv-ray from requirements-ray.lock: the same, with Ray and the package
+  --ray   also make build/venv-ray, with locks/ray.lock: the same, with Ray and the package
           megatron_byteps_ray of integrations/ray
-  --hf    also make build/venv-hf from requirements-hf.lock: the same, with transformers, peft,
+  --hf    also make build/venv-hf, with locks/hf.lock: the same, with transformers, peft,
           Megatron-Bridge (which needs Python 3.12), Ray, and the packages megatron_byteps_hf and
           megatron_byteps_ray
-  --rl    also make build/venv-rl from requirements-rl.lock: the same, with verl, Ray,
+  --rl    also make build/venv-rl, with locks/rl.lock: the same, with verl, Ray,
           transformers, Megatron-Bridge (Python 3.12) and the package megatron_byteps_rl of
           integrations/rl
-  --s3    also make build/venv-s3 from requirements-s3.lock: that of --ray, with Megatron's storage
+  --s3    also make build/venv-s3, with locks/s3.lock: that of --ray, with Megatron's storage
           client, and servers of S3 and of Google Cloud Storage for tests
 
 environment:
@@ -129,7 +129,7 @@ bootstrap_uv() {
     new="$folder.$BASHPID"
     # The scripts in it name the folder they were made in; uv itself is a plain executable.
     if "$python" -m venv "$new" && "$new/bin/python" -m pip install \
-      --disable-pip-version-check --require-hashes -r "$root/requirements-uv.lock" &&
+      --disable-pip-version-check --require-hashes -r "$root/locks/bootstrap.lock" &&
       keep "$new" "$folder"; then
       return 0
     fi
@@ -180,9 +180,11 @@ make_venv() {
   "$uv" venv --quiet --clear --python "$python" "$venv"
 }
 
-# install_requirements KEY LOCK
+# install_requirements KEY GROUP
 install_requirements() {
-  "$uv" pip sync --python "$venv/bin/python" --require-hashes "$root/$2"
+  local all="$venv/.requirements"
+  "$venv/bin/python" -B "$root/scripts/locks.py" show "$2" >"$all"
+  "$uv" pip sync --python "$venv/bin/python" --require-hashes "$all"
   # The sync also took away what is installed below.
   rm -rf "$stamps"
   stamp requirements "$1"
@@ -224,14 +226,19 @@ if ! find_uv "$root" "$cache" || ! python_works "$venv/bin/python"; then
 fi
 find_uv "$root" "$cache"
 python_works "$venv/bin/python" || step "environment" make_venv
-key="$({ cat "$root/requirements.lock" && "$venv/bin/python" -VV; } | hash_of)"
-current requirements "$key" || step "requirements" install_requirements "$key" requirements.lock
+# requirements_key GROUP
+requirements_key() {
+  { "$venv/bin/python" -B "$root/scripts/locks.py" show "$1" && "$venv/bin/python" -VV; } | hash_of
+}
 
-step "patches" "$venv/bin/python" -B "$root/scripts/patchset.py" apply
+key="$(requirements_key base)"
+current requirements "$key" || step "requirements" install_requirements "$key" base
+
+step "patches" "$root/scripts/apply_patches.sh"
 
 # Whatever can change the outcome of the build, and nothing else.
 wheel_key="$({
-  "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
+  PYTHONPATH="$root" "$venv/bin/python" -B -m scripts.patchset tree-key byteps
   echo "$key $(uname -m) $("${CXX:-g++}" --version | head -n 1)"
   echo "$(type -p nvcc || true) $(missing_packages optional)"
   env | LC_ALL=C sort | grep -E '^(CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|CMAKE_.*|SKBUILD_.*|CUDA.*_HOME|BYTEPS_(WITH|BUILD)_.*)=' || true
@@ -245,36 +252,49 @@ megatron_key="$({
 } | hash_of)"
 current megatron "$megatron_key" || step "megatron" install_megatron "$megatron_key"
 
-# Both come from folders of this checkout: a line with each is all that an installation would be.
-# link_packages KEY FOLDERS MODULES
+# link_packages KEY FOLDERS MODULES: installs this checkout (benchmarks, scripts, tests) and the packages in these
+# folders of integrations/, as they are there.
 link_packages() {
   local site folders
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  # Megatron-LM is built already: a line with its folder is all that an installation would be.
+  [[ $venv == "$root/build/venv" ]] || echo "$root/build/Megatron-LM" >"$site/megatron-byteps.pth"
   read -ra folders <<<"$2"
-  printf '%s\n' "$root/build/Megatron-LM" "${folders[@]/#/$root/}" >"$site/megatron-byteps.pth"
-  "$venv/bin/python" -c "import megatron.core.datasets.helpers_cpp, $3"
+  "$uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --reinstall \
+    "--editable=$root" "${folders[@]/#/--editable=$root/integrations/}"
+  # verl brings packages of these names, which it does not use, and which would come before ours.
+  rm -rf "$site"/{bench,scripts,tests}
+  "$venv/bin/python" -c "import $3"
   stamp links "$1"
 }
 
-# extra NAME FOLDERS MODULES [VERSION]: build/venv-NAME from requirements-NAME.lock, with the packages
-# in the folders, made for this version of Python.
+# links_key KEY: of an environment with these requirements.
+links_key() {
+  echo "$root $1 $(cat "$root"/integrations/*/pyproject.toml | hash_of)"
+}
+
+links="$(links_key "$key")"
+current links "$links" || step "links" link_packages "$links" ray "bench, scripts, tests, megatron_byteps_ray"
+
+# extra NAME FOLDERS MODULES [VERSION]: build/venv-NAME with the dependency group NAME and the packages in
+# the folders of integrations/, made for this version of Python.
 extra() {
-  local name="$1" lock="requirements-$1.lock" extra_key
+  local name="$1" extra_key links
   venv="$root/build/venv-$name"
   stamps="$venv/.megatron-byteps"
   python_works "$venv/bin/python" || step "$name: environment" make_venv "${@:4}"
-  extra_key="$({ cat "$root/$lock" && "$venv/bin/python" -VV; } | hash_of)"
+  extra_key="$(requirements_key "$name")"
   current requirements "$extra_key" ||
-    step "$name: packages" install_requirements "$extra_key" "$lock"
+    step "$name: packages" install_requirements "$extra_key" "$name"
   current byteps "$wheel_key" || step "$name: byteps" build_byteps "$wheel_key"
-  current links "$root $extra_key" ||
-    step "$name: links" link_packages "$root $extra_key" "$2" "$3"
+  links="$(links_key "$extra_key")"
+  current links "$links" || step "$name: links" link_packages "$links" "$2" "megatron.core.datasets.helpers_cpp, $3"
 }
 
-((with_ray == 0)) || extra ray integrations/ray "megatron_byteps_ray, ray"
+((with_ray == 0)) || extra ray ray "megatron_byteps_ray, ray"
 ((with_hf == 0)) ||
-  extra hf "integrations/hf integrations/ray" \
+  extra hf "hf ray" \
     "megatron_byteps_hf, megatron_byteps_ray, transformers, ray" 3.12
-((with_s3 == 0)) || extra s3 integrations/ray "megatron_byteps_ray, ray, multistorageclient, moto"
+((with_s3 == 0)) || extra s3 ray "megatron_byteps_ray, ray, multistorageclient, moto"
 ((with_rl == 0)) ||
-  extra rl "integrations/hf integrations/rl" "megatron_byteps_hf, megatron_byteps_rl" 3.12
+  extra rl "hf ray rl" "megatron_byteps_hf, megatron_byteps_ray, megatron_byteps_rl" 3.12

@@ -28,15 +28,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import prepare_data
-from progress import Progress
-from trainkit import hf
-from trainkit.arguments import positive
-from trainkit.job import Job, JobError, Record
-from trainkit.report import Result, draw, largest_difference, same_parameters, table, write_json
+from scripts import prepare_data
+from scripts.progress import Progress
+from scripts.trainkit import hf
+from scripts.trainkit.arguments import positive
+from scripts.trainkit.job import Job, JobError, Record
+from scripts.trainkit.report import (
+    Result,
+    draw,
+    largest_difference,
+    same_parameters,
+    table,
+    write_json,
+)
 
 if TYPE_CHECKING:
-    from trainkit.ray_job import RayJob
+    from scripts.trainkit.ray_job import RayJob
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_STEPS = 400
@@ -232,7 +239,7 @@ def train(
     }
     job: Job | RayJob = Job(**shared)
     if options.mode == "ray":
-        from trainkit.ray_job import RayJob
+        from scripts.trainkit.ray_job import RayJob
 
         job = RayJob(
             **shared,

@@ -16,24 +16,26 @@ source "$root/scripts/lib/library_sources.sh"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/wheel.sh [--arch x86_64|aarch64]... [--python PYTHON] [--server-only] [--out FOLDER]
+usage: scripts/wheel.sh [--arch x86_64|aarch64]... [--python PYTHON] [--server-only | --integrations-only] [--out FOLDER]
 
 Builds, in build/dist (or FOLDER), for x86-64 and arm64 (or the architectures named):
 
   byteps-VERSION-cp312-cp312-manylinux_2_34_ARCH.whl   for pip install, where Python trains
   byteps-server-VERSION-linux-ARCH.tar.gz              the server alone, where there is no Python
+  megatron_byteps_{ray,hf,rl}-VERSION-py3-none-any.whl  jobs under Ray, Hugging Face models, verl
 
 The other architecture is cross-compiled. --python names another Python (3.12 or later) to build the
-wheel for, which has to run here: the wheel is for its version, cp313 for example. Both need no library but the C library (glibc 2.34: Debian
+wheel for, which has to run here: the wheel is for its version, cp313 for example. The first two need no library but the C library (glibc 2.34: Debian
 12, Ubuntu 22.04, RHEL 9): torch is not linked; libibverbs, librdmacm and the NVIDIA driver are
 loaded when a job asks for them; the rest is inside. --server-only leaves the wheels out, and needs
-no Python environment of that architecture. Needs build/venv: run scripts/setup.sh before. What was
+no Python environment of that architecture; --integrations-only builds the last three alone. Needs build/venv: run scripts/setup.sh before. What was
 built is kept in ~/.cache/megatron-byteps (MEGATRON_BYTEPS_CACHE) and taken from there the next time.
 TEXT
 }
 
 architectures=()
 server_only=0
+integrations_only=0
 python=
 out="$root/build/dist"
 while (($#)); do
@@ -50,6 +52,7 @@ while (($#)); do
         { echo "error: --python is '${2:-}', not a Python >= 3.12 that runs" >&2; exit 2; }
       python=$2; shift 2 ;;
     --server-only) server_only=1; shift ;;
+    --integrations-only) integrations_only=1; shift ;;
     --out)
       [[ -n ${2:-} ]] || { echo "error: --out needs a folder" >&2; exit 2; }
       out=$2; shift 2 ;;
@@ -57,6 +60,10 @@ while (($#)); do
   esac
 done
 ((${#architectures[@]})) || architectures=(x86_64 aarch64)
+if ((server_only && integrations_only)); then
+  echo "error: --server-only and --integrations-only leave nothing to build" >&2
+  exit 2
+fi
 
 cache="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}"
 venv="$root/build/venv"
@@ -100,7 +107,7 @@ build_key() {
   local compiler=g++
   [[ $1 == "$(uname -m)" ]] || compiler=$1-linux-gnu-g++
   {
-    "$venv/bin/python" -B "$root/scripts/patchset.py" tree-key byteps
+    PYTHONPATH="$root" "$venv/bin/python" -B -m scripts.patchset tree-key byteps
     "$compiler" --version | head -n 1
     echo "$* $sodium ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
     declare -f configure_for build_server build_wheel
@@ -119,7 +126,7 @@ find_builder() {
 build_wheel() {
   local tag kept
   tag=$("${builder[@]}" -c 'import sys; print("cpython-%d%d" % sys.version_info[:2])')
-  kept="$cache/ship/$(build_key "$1" "wheel $tag $(sha256sum <"$root/requirements.lock")")"
+  kept="$cache/ship/$(build_key "$1" "wheel $tag $(sha256sum <"$root/locks/base.lock")")"
   if ! compgen -G "$kept/*.whl" >/dev/null; then
     # The wheel and the module are named after the machine that they are for: Python looks for
     # nothing else. One folder for all versions of Python: most of it does not depend on them.
@@ -169,6 +176,28 @@ pack_server() {
     -c "$name" | gzip -n >"$out/$name.tar.gz"
   say "$out/$name.tar.gz, $(du -h "$out/$name.tar.gz" | cut -f 1)"
 }
+
+# build_integrations: wheels of integrations/*, pure Python and for all machines.
+build_integrations() {
+  local folder copy copies=()
+  for folder in "$root"/integrations/*/; do
+    # A build leaves files where it runs.
+    copy="$work/integrations/$(basename "$folder")"
+    mkdir -p "$copy"
+    cp -r "$folder"/{pyproject.toml,README.md,megatron_byteps_"$(basename "$folder")"} \
+      "$root"/{LICENSE,NOTICE} "$copy"
+    copies+=("$copy")
+  done
+  # The same bytes from the same inputs.
+  SOURCE_DATE_EPOCH="${SOURCE_DATE_EPOCH:-315532800}" long "the wheels of integrations" \
+    "$venv/bin/python" -m pip wheel --no-deps --no-build-isolation --disable-pip-version-check \
+    --wheel-dir "$work/wheels" "${copies[@]}" || exit 1
+  cp "$work/wheels"/*.whl "$out/"
+  say "$out/megatron_byteps_*.whl"
+}
+
+if ! ((server_only)); then build_integrations; fi
+if ((integrations_only)); then exit; fi
 
 release=$(. /etc/os-release && echo "$ID-$VERSION_ID")
 sodium="$cache/libsodium-$release"

@@ -18,10 +18,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.append(str(REPOSITORY / "scripts"))
+from scripts import progress
 
-import progress  # noqa: E402
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 SOURCE = REPOSITORY / "build/byteps"
 FOLDER = REPOSITORY / "build/cmake-tests"

@@ -27,7 +27,9 @@ if(GTest_FOUND)
     tests/engine/remains_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
-    tests/net/membership/membership_test.cc
+    tests/net/membership/node_membership_test.cc
+    tests/net/membership/parts_test.cc
+    tests/net/membership/scheduler_membership_test.cc
     tests/net/sarray_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/pending_peers_test.cc
@@ -69,6 +71,7 @@ if(NOT BYTEPS_SANITIZE)
     tests/simulation/plan.cc
     tests/simulation/probes.cc
     tests/simulation/simulate.cc
+    tests/simulation/simulated_channel.cc
     tests/simulation/virtual_threads.cc
     tests/simulation/worker_script.cc)
   target_compile_options(simulate PRIVATE ${WARNINGS})

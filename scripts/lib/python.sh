@@ -42,13 +42,13 @@ find_python() {
   return 1
 }
 
-# find_uv ROOT CACHE: sets `uv`, the one on PATH or that of requirements-uv.lock in CACHE; or fails.
+# find_uv ROOT CACHE: sets `uv`, the one on PATH or that of locks/bootstrap.lock in CACHE; or fails.
 find_uv() {
   local key
   if command -v uv >/dev/null 2>&1; then
     uv="$(command -v uv)"
   else
-    key="$(sha256sum <"$1/requirements-uv.lock" | cut -c -16)"
+    key="$(sha256sum <"$1/locks/bootstrap.lock" | cut -c -16)"
     uv="$2/uv-$key/bin/uv"
   fi
   [[ -x "$uv" ]]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepare_data import Dataset, read_text, tokens_of, write_dataset
-from progress import Progress
+from scripts.prepare_data import Dataset, read_text, tokens_of, write_dataset
+from scripts.progress import Progress
 
 from .job import JobError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from children import Spawned, end_all, last_lines
+from scripts.children import Spawned, end_all, last_lines
 
 ENTRY = "pretrain_dpu_gpt.py"
 LOG_LINES = 40

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchkit.launch import Launch
-from benchkit.measure import Measured
-from benchkit.plan import Case, Plan, Topology
-from benchkit.summary import Run
+from bench.kit.plan import Case, Plan, Topology
+from bench.pushpull.launch import Launch
+from bench.pushpull.measure import Measured
+from bench.pushpull.summary import Run
 
 CASE = Case(size=1 << 20, dtype="float32", iters=3, warmup=1)
 SAMPLES = {"byteps": [[1.0, 1.1], [1.05, 1.0]], "gloo": [[1.5, 1.6], [1.55, 1.5]]}

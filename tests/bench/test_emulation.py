@@ -10,21 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from benchkit import emulation
-from benchkit.emulation import Emulation, EmulationError, Host, left_behind, remove_stale
-from benchkit.plan import Topology
+from bench.kit.emulation import Emulation, EmulationError, Host, left_behind, remove_stale
+from bench.kit.plan import Topology
 
 pytestmark = pytest.mark.requires("root")
 
-BENCH = Path(emulation.__file__).resolve().parents[1]
 TOPOLOGY = Topology(workers=2, servers=1, emulated_hosts=3, link_bits=100_000_000)
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 HOLD = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from benchkit.emulation import Emulation
-from benchkit.plan import Topology
+import time
+from bench.kit.emulation import Emulation
+from bench.kit.plan import Topology
 with Emulation(Topology(workers=1, servers=1, emulated_hosts=2, link_bits=10**8)) as emulation:
     print(*(host.namespace for host in emulation.hosts), flush=True)
     time.sleep(120)
@@ -94,7 +91,7 @@ def test_nothing_is_left_when_the_body_or_the_making_fails() -> None:
 
 
 def test_what_a_killed_run_left_is_recognised_and_removed() -> None:
-    command = [sys.executable, "-c", HOLD, str(BENCH)]
+    command = [sys.executable, "-c", HOLD]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         made = holder.stdout.readline().split()

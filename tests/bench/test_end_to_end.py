@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import idle_bench
-
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TOOL = BENCH / "pushpull_bench.py"
 NETNS = Path("/run/netns")
@@ -192,7 +190,7 @@ def test_idle_costs(run_dir: Path) -> None:
     record = run_dir / "idle.json"
     done = subprocess.run(
         [
-            *(sys.executable, str(BENCH / "idle_bench.py"), "--keys", "20", "--seconds", "0.5"),
+            *(sys.executable, str(BENCH / "idle/run.py"), "--keys", "20", "--seconds", "0.5"),
             *("--json", str(record)),
         ],
         env=environment(),
@@ -204,17 +202,3 @@ def test_idle_costs(run_dir: Path) -> None:
     idle = json.loads(record.read_text())
     assert idle["accumulator_bytes_per_key"] == 4096
     assert idle["server_core"] < 1.0
-
-
-def test_idle_bars() -> None:
-    idle = {
-        "worker_core": 0.02,
-        "server_core": 0.001,
-        "scheduler_core": 0.001,
-        "worker_bytes_beyond": 70_000_000,
-    }
-    assert idle_bench.too_much(idle, None, None) == []
-    assert idle_bench.too_much(idle, 0.03, 80_000_000) == []
-    core, memory = idle_bench.too_much(idle, 0.01, 64 << 20)
-    assert core == "an idle worker uses 2.000% of a core, more than 1.000%"
-    assert memory == "a worker takes 70.00 MB beside its gradients, more than 67.11 MB"

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from benchkit import machine
+from bench.kit import machine
 
 
 def test_another_process_clock_counts_what_it_used() -> None:

@@ -1,4 +1,4 @@
-"""bench/benchkit/mps.py, with a service that the test plays."""
+"""bench/kit/mps.py, with a service that the test plays."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchkit import gpus
-from benchkit.mps import together
-from benchkit.plan import Case, Plan, Topology
+from bench.kit.mps import together
+from bench.kit.plan import Case, Plan, Topology
+from scripts import gpus
 
 SERVICE = """#!/bin/sh
 # As the real one: -f serves until it is told to quit; without a word it takes a command.
@@ -68,13 +68,6 @@ def test_it_ends_with_an_error_too(told: Path) -> None:
     assert told.read_text().split()[-1] == "ended"
 
 
-@pytest.mark.parametrize("plan", [plan_of(2), plan_of(8, "cpu")])
-def test_without_shared_gpus_nothing_is_started(told: Path, plan: Plan) -> None:
-    with together(plan):
-        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-    assert not told.exists()
-
-
 def test_the_users_own_service_is_left_alone(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")
     with together(plan_of(4)):
@@ -90,14 +83,3 @@ def test_ranks_take_turns_where_the_service_does_not_start(
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     said = capsys.readouterr().err
     assert "4 ranks share 2 GPUs, in turns" in said and "no permission" in said
-
-
-def test_ranks_take_turns_where_there_is_no_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
-    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with together(plan_of(4)):
-        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-    assert "in turns: nvidia-cuda-mps-control is not on PATH" in capsys.readouterr().err

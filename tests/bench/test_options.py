@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchkit.options import make_gates, make_plan, parse
-from benchkit.plan import Plan
-from benchkit.units import parse_rate, parse_size, show_rate, show_size, sweep
+from bench.kit.plan import Plan
+from bench.kit.units import parse_size
+from bench.pushpull.options import make_gates, make_plan, parse
 
 
 @pytest.mark.parametrize(
@@ -29,57 +29,8 @@ def test_bad_sizes_are_refused(text: str) -> None:
         parse_size(text)
 
 
-def test_rates() -> None:
-    assert parse_rate("500mbit") == 500_000_000
-    assert parse_rate("2.5gbit") == 2_500_000_000
-    with pytest.raises(ValueError, match="500mbit or 1gbit"):
-        parse_rate("500MB")
-
-
-@pytest.mark.parametrize("text", ["4KiB", "1MiB", "3GiB", "1000B"])
-def test_shown_sizes_are_read_back(text: str) -> None:
-    assert show_size(parse_size(text)) == text
-
-
-@pytest.mark.parametrize("text", ["500mbit", "1gbit", "2500mbit", "7kbit"])
-def test_shown_rates_are_read_back(text: str) -> None:
-    assert show_rate(parse_rate(text)) == text
-
-
-def test_a_sweep_ends_at_the_largest() -> None:
-    assert sweep(4, 64, 4) == [4, 16, 64]
-    assert sweep(4, 63, 4) == [4, 16]
-    with pytest.raises(ValueError, match="factor"):
-        sweep(4, 64, 1)
-
-
 def plan_of(*arguments: str, **environment: str) -> Plan:
     return make_plan(parse(arguments, ""), environment)
-
-
-def test_every_size_of_every_type_is_a_case() -> None:
-    plan = plan_of("--min", "4KiB", "--max", "64KiB", "--dtype", "float32,bfloat16")
-    found = [(case.dtype, case.size, case.count) for case in plan.cases]
-    assert found == [
-        ("float32", 4096, 1024),
-        ("float32", 16384, 4096),
-        ("float32", 65536, 16384),
-        ("bfloat16", 4096, 2048),
-        ("bfloat16", 16384, 8192),
-        ("bfloat16", 65536, 32768),
-    ]
-
-
-def test_a_size_is_split_into_tensors_without_a_rest() -> None:
-    (case,) = plan_of("--sizes", "4KiB", "--tensors", "3").cases
-    assert case.lengths() == [342, 341, 341]
-
-
-def test_emulated_hosts() -> None:
-    plan = plan_of("--emulate", "8@500mbit", "--workers", "4", "--servers", "4")
-    assert (plan.topology.emulated_hosts, plan.topology.link_bits) == (8, 500_000_000)
-    assert plan.max_busy == 0.8
-    assert plan_of().max_busy == 1.0
 
 
 def test_a_launcher_says_how_many_workers_there_are() -> None:
@@ -132,10 +83,3 @@ def test_bars_that_cannot_be_held_are_refused(arguments: list[str], complaint: s
     options = parse(arguments, "")
     with pytest.raises(ValueError, match=complaint):
         make_gates(options, make_plan(options, {}))
-
-
-def test_bars_apply_to_every_case() -> None:
-    arguments = ["--sizes", "4KiB,1MiB", "--link", "1gbit", "--min-of-limit", "0.9"]
-    options = parse([*arguments, "--min-ratio", "1.4", "--max-cpu-ratio", "3"], "")
-    gates = make_gates(options, make_plan(options, {}))
-    assert sorted(gate.kind for gate in gates) == sorted(["cpu", "of-limit", "ratio"] * 2)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchkit.measure import Measured, measure
-from benchkit.pattern import PERIOD, Pattern
-from benchkit.plan import DTYPE_BYTES, Case
+from bench.kit.pattern import PERIOD, Pattern
+from bench.kit.plan import DTYPE_BYTES, Case
+from bench.pushpull.measure import Measured, measure
 
 RANKS = 8
 

@@ -1,4 +1,4 @@
-"""bench/reducer_bench.py: every operation is right, a broken one is found, and bars hold."""
+"""bench/reducer/run.py: every operation is right, a broken one is found, and bars hold."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import reducer_bench
-from benchkit.plan import DTYPE_BYTES
+from bench.kit.plan import DTYPE_BYTES
+from bench.reducer import run as reducer_bench
 
 QUICK = ["--partition", "64KiB", "--working-set", "1MiB", "--repeats", "1"]
 
@@ -64,17 +64,6 @@ def test_wrong_results_are_found(
     assert any(count not in ("0", "#wrong") for count in wrong)
 
 
-def test_a_reducer_that_does_not_compile(
-    build_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(reducer_bench, "OVERLAY", build_in / "nowhere")
-    assert reducer_bench.main(QUICK) == 1
-    assert "exit status 1" in capsys.readouterr().err
-    monkeypatch.setenv("CXX", str(build_in / "no-compiler"))
-    assert reducer_bench.main(QUICK) == 1
-    assert "install g++, or set CXX" in capsys.readouterr().err
-
-
 def result(
     seconds: list[float],
     plain: list[float],
@@ -107,22 +96,3 @@ def test_the_bar_holds_for_gated_types_alone(capsys: pytest.CaptureFixture[str])
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
     assert lines[1][-6:] == ["12.00", "15.00", "0.80", "0.80", "ok", "0"]
     assert [line[-2] for line in lines] == ["gate", "ok", "-", "gate", "ok", "MISS"]
-
-
-@pytest.mark.parametrize(("seconds", "verdict"), [(1.2, "ok"), (1.6, "MISS")])
-def test_out_of_the_cache_memory_is_the_limit_too(
-    seconds: float, verdict: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = reducer_bench.parse(["--min-of-limit", "0.7"])
-    # The cache feeds the plain loop five times as fast as memory does.
-    cached = result([seconds], [0.2], set="partition")
-    reducer_bench.report([result([1.0], [1.0]), cached], options, {"hardware": "x"})
-    line = capsys.readouterr().out.splitlines()[-1].split()
-    assert line[-4:] == [f"{0.2 / seconds:.2f}", f"{1 / seconds:.2f}", verdict, "0"]
-
-
-@pytest.mark.parametrize("words", [["--types", "float8"], ["--repeats", "0"], ["--partition", "x"]])
-def test_bad_usage(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        reducer_bench.parse(words)
-    assert ended.value.code == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchkit.sockets import Program, Sockets, SocketsError, build
+from bench.pushpull.sockets import Program, Sockets, build
 
 LIMIT_S = 120.0
 
@@ -62,41 +62,3 @@ def test_servers_answer_with_bytes_of_their_own(program: Program, tmp_path: Path
         sockets.reduce([torch.empty(size, dtype=torch.uint8)], "t")
         assert (sockets._pulled == 1).all()  # each was received, and none is left of before
         sockets.close()
-
-
-def test_two_workers(program: Program, tmp_path: Path) -> None:
-    with servers(program, tmp_path, 2, 2 * 3) as places:
-        workers = [Sockets(library=str(program.library), servers=places, flows=3) for _ in range(2)]
-        for worker in workers:
-            worker.reduce([torch.empty(1 << 20, dtype=torch.uint8)], "t")
-        for worker in workers:
-            worker.close()
-
-
-def test_a_server_that_is_not_there(program: Program) -> None:
-    with pytest.raises(SocketsError, match="Connection refused"):
-        Sockets(library=str(program.library), servers=["127.0.0.1 1"], flows=1)
-
-
-def test_a_server_that_dies(program: Program, tmp_path: Path) -> None:
-    process = subprocess.Popen([program.server, "127.0.0.1", str(tmp_path / "port"), "1"])
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while not (tmp_path / "port").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        place = (tmp_path / "port").read_text().strip()
-        sockets = Sockets(library=str(program.library), servers=[place], flows=1)
-        process.kill()
-        process.wait()
-        with pytest.raises(SocketsError, match=r"reset|Broken pipe"):
-            sockets.reduce([torch.empty(1 << 20, dtype=torch.uint8)], "t")
-        sockets.close()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(SocketsError, match="install g\\+\\+, or set CXX"):
-        build(tmp_path)

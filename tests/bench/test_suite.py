@@ -6,16 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_up import make_run
 
-import suite
-from benchkit.errors import LaunchError
-from benchkit.experiment import Experiment
-from benchkit.gates import Gate
-from benchkit.markdown import BEGIN, END
-from benchkit.plan import Plan
-from benchkit.sets import SETS
-from benchkit.summary import Run
+from bench.kit import record
+from bench.kit.errors import LaunchError
+from bench.kit.plan import Plan
+from bench.pushpull import suite
+from bench.pushpull.experiment import Experiment
+from bench.pushpull.gates import Gate
+from bench.pushpull.markdown import BEGIN, END
+from bench.pushpull.sets import SETS
+from bench.pushpull.summary import Run
+from tests.bench.made_up import make_run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "results" / "figures.md"
 
@@ -124,25 +125,10 @@ def test_another_engine_begins_another_record(
 ) -> None:
     words = ["--json", str(tmp_path / "record.json"), "--resume", "--only", "easy"]
     assert suite.main(words) == 0
-    monkeypatch.setattr(suite.record, "series_hash", lambda: "another")
+    monkeypatch.setattr(record, "series_hash", lambda: "another")
     assert suite.main(words) == 1
     assert measured == ["easy"]
     assert "cannot be resumed: its byteps is" in capsys.readouterr().err
-
-
-def test_nothing_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        suite.main(["--resume"])
-    assert stop.value.code == 2
-    assert "--resume needs the record" in capsys.readouterr().err
-
-
-def test_fewer_launches_are_a_plan_of_their_own(measured: list[str], tmp_path: Path) -> None:
-    words = ["--json", str(tmp_path / "record.json"), "--only", "easy", "--launches", "1"]
-    assert suite.main(words) == 0
-    from_json = ["--only", "easy", "--from-json", words[1]]
-    assert suite.main([*from_json, "--launches", "1"]) == 0
-    assert suite.main([*from_json, "--launches", "3"]) == 1  # recorded for another plan
 
 
 def test_a_budget_that_is_used_up_begins_nothing(
@@ -151,17 +137,6 @@ def test_a_budget_that_is_used_up_begins_nothing(
     assert suite.main(["--budget", "-1"]) == 1
     assert measured == []
     assert "easy: not begun, since --budget is used up" in capsys.readouterr().err
-
-
-def test_the_brief_tables_come_last(
-    measured: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert suite.main(["--brief"]) == 1
-    out = capsys.readouterr().out
-    assert "##" not in out
-    figures, bars = (line.split() for line in out.splitlines() if line.split()[0] == "experiment")
-    assert figures[1] == "backend" and bars[1] == "bar"
-    assert [line.split()[-1] for line in out.splitlines()[-2:]] == ["ok", "MISS"]
 
 
 @pytest.mark.parametrize("name", ["fast", "fast-gpu"])

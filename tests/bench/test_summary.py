@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from made_up import CASE, make_run
 
-from benchkit.gates import Gate, judge
-from benchkit.limits import busiest_link, least_seconds
-from benchkit.measure import iteration_seconds
-from benchkit.plan import Topology
-from benchkit.summary import percentile, ratio, row
+from bench.kit.plan import Topology
+from bench.pushpull.gates import Gate, judge
+from bench.pushpull.limits import busiest_link, least_seconds
+from bench.pushpull.measure import iteration_seconds
+from bench.pushpull.summary import percentile, ratio, row
+from tests.bench.made_up import CASE, make_run
 
 
 def test_percentiles_are_samples() -> None:

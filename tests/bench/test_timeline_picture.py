@@ -1,4 +1,4 @@
-"""bench/timeline.py: what it reads out of timelines and profiles, and the picture."""
+"""bench/timeline/picture.py: what it reads out of timelines and profiles, and the picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import timeline
+from bench.timeline import picture as timeline
 
 SCRIPT = Path(timeline.__file__)
 

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-import train_bench
-from benchkit.emulation import LOOPBACK
-from benchkit.errors import LaunchError
-from benchkit.gpus import gpus_of
-from benchkit.launch import Placement, rank_variables
-from benchkit.plan import Plan, Topology
-from benchkit.training import WAYS, Trained, Training, arguments_of, step_seconds
-from trainkit.job import Record, Step
+from bench.kit.emulation import LOOPBACK
+from bench.kit.errors import LaunchError
+from bench.kit.launch import Placement, rank_variables
+from bench.kit.plan import Plan, Topology
+from bench.training import run as train_bench
+from bench.training.launches import WAYS, Trained, Training, arguments_of, gpus_of, step_seconds
+from scripts.trainkit.job import Record, Step
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"]
 
 
@@ -119,16 +117,6 @@ def test_a_short_training(
     said = capsys.readouterr()
     assert code == 0, said.err
     assert "byteps over all-reduce: " in said.out and "times as fast" in said.out
-
-
-def test_ways_name_their_arguments() -> None:
-    ours = WAYS["byteps-by-host-bf16"].megatron_arguments(4, ["--overlap-grad-reduce"])
-    assert ours == [
-        *("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "4"),
-        *("--grad-reduce-in-bf16", "--use-dpu-reduce", "--overlap-param-gather"),
-    ]
-    assert WAYS["sharded"].megatron_arguments(4, []) == ["--use-distributed-optimizer"]
-    assert WAYS["byteps"].through_servers and not WAYS["sharded"].through_servers
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests/multiproc"), str(Path(__file__).parent)]
 
-from cluster import Cluster, Nursery, Spawned  # noqa: E402
-from cluster_fixtures import nursery  # noqa: E402
-from elf import needs  # noqa: E402
+from tests.multiproc.cluster import Cluster, Nursery, Spawned
+from tests.multiproc.cluster_fixtures import nursery
+from tests.build.elf import needs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 __all__ = ["nursery"]
 

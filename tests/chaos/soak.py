@@ -31,18 +31,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from soak_figures import Sample, draw, replayed, sample, table, trends
-
-import prepare_data
-import train
-from benchkit.emulation import Emulation, Host
-from benchkit.plan import Topology
-from children import Late, Spawned, end_all, last_lines, server_executable
-from progress import Progress
-from trainkit.job import ENTRY, read_record
+from bench.kit.emulation import Emulation, Host
+from bench.kit.plan import Topology
+from scripts import prepare_data, train
+from scripts.children import Late, Spawned, end_all, last_lines, server_executable
+from scripts.progress import Progress
+from scripts.trainkit.job import ENTRY, read_record
+from tests.chaos.soak_figures import Sample, draw, replayed, sample, table, trends
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS, SERVERS = 2, 2

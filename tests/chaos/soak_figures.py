@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from trainkit.job import read_record
+from scripts.trainkit.job import read_record
 
 LONG_LIFE = 0.5
 """A life is long that lasts this part of the longest."""

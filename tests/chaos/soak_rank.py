@@ -10,6 +10,5 @@ from pathlib import Path
 if __name__ == "__main__":
     entry, folder, *arguments = sys.argv[1:]
     record = Path(folder) / f"life-{os.environ['TORCHELASTIC_RESTART_COUNT']}.jsonl"
-    sys.path.insert(0, str(Path(entry).parent))
     sys.argv = [entry, *arguments, "--record-steps", str(record)]
     runpy.run_path(entry, run_name="__main__")

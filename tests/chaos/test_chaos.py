@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chaos import KINDS, Script, find_programs, make_script, play
+
+from tests.chaos.chaos import find_programs, play
+from tests.chaos.seeds import KINDS, Script, make_script
 
 BOUNDED = (1, 2, 3, 4, 5, 1023)
 """The last is kept and encrypted, and a worker is killed."""

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from soak_figures import FLAT_BYTES, QUANTITIES, Sample, draw, replayed, slope, trends
+
+from tests.chaos.soak_figures import FLAT_BYTES, QUANTITIES, Sample, replayed, slope, trends
 
 SOAK = Path(__file__).with_name("soak.py")
 EVERY_S = 30.0
@@ -103,13 +104,6 @@ def test_steps_done_again_are_compared(run_dir: Path) -> None:
     made, again, wrong = replayed(sorted(run_dir.glob("life-*.jsonl")))
     assert (made, again) == (3, 2)
     assert wrong == ["step 3 gave the loss 3.0, and 3.5 in life-1"]
-
-
-def test_the_picture_is_the_same_file(run_dir: Path) -> None:
-    pictures = [run_dir / "one.svg", run_dir / "other.svg"]
-    for picture in pictures:
-        draw(samples(), [(10.0, "reset"), (20.0, "kill")], picture)
-    assert pictures[0].read_bytes() == pictures[1].read_bytes()
 
 
 @pytest.mark.thorough

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import END_S, Cluster, wait_all
 
-from ports import free_ports
+from scripts.ports import free_ports
+from tests.multiproc.cluster import END_S, Cluster, wait_all
 
 pytestmark = pytest.mark.requires("gpu")
 

@@ -1,21 +1,18 @@
 """Buffers that leave the GPU between steps: `make test-gpu PYTEST_ARGS="-k offload -s"`.
 
-Needs no verl: paritykit.offload does to Megatron's buffers what verl's switches for memory do.
+Needs no verl: tests.layouts.gpt.offload does to Megatron's buffers what verl's switches for memory
+do.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "build" / "Megatron-LM"), str(ROOT / "scripts"), str(ROOT / "bench")]
-
-from paritykit.forked import Job  # noqa: E402
-from paritykit.platforms import CUDA  # noqa: E402
+from tests.layouts.job import Job
+from tests.layouts.platforms import CUDA
 
 pytestmark = pytest.mark.requires("gpu")
 
@@ -26,13 +23,13 @@ PARAMETERS = 4 * WIDTH * (WIDTH + 1)
 def trained(folder: Path, **settings: Any) -> list[dict[str, Any]]:
     job = Job(
         folder=folder,
-        program="paritykit.offload:train",
+        program="tests.layouts.gpt.offload:train",
         ranks=2,
         settings={"width": WIDTH, **settings},
         platform=CUDA,
     )
     job.run()
-    return [job.result(rank) for rank in range(2)]
+    return job.results()
 
 
 def test_offload_gives_the_memory_back_and_changes_no_bit(run_dir: Path) -> None:

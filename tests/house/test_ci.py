@@ -31,10 +31,6 @@ def test_each_part_runs_something() -> None:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_a_commit_has_one_part() -> None:
-    assert ci("--list").stdout == ci("--list").stdout
-
-
 @pytest.mark.parametrize("arguments", [("--part",), ("--part", "nothing"), ("--pat", "rdma")])
 def test_bad_use(arguments: tuple[str, ...]) -> None:
     assert ci(*arguments).returncode == 2

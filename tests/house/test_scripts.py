@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = ["apply_patches.sh", "export_patches.sh", "setup.sh", "lint.sh", "clean.sh"]
-SCRIPTS += ["lock_requirements.sh", "wheel.sh", "images.sh", "site.sh"]
+SCRIPTS += ["locks.py", "wheel.sh", "images.sh", "site.sh"]
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -90,11 +93,12 @@ def test_python_shim_that_fails_is_passed_over(tmp_path: Path) -> None:
     assert result.stdout.strip() == str(real), result.stderr
 
 
-@pytest.mark.parametrize(
-    "lock", sorted(path.name for path in REPOSITORY.glob("requirements*.lock"))
-)
-def test_lock_pins_by_hash_and_names_no_index(lock: str) -> None:
-    text = (REPOSITORY / lock).read_text(encoding="utf-8")
+GROUPS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["dependency-groups"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_lock_pins_by_hash_and_names_no_index(group: str) -> None:
+    text = (REPOSITORY / "locks" / f"{group}.lock").read_text(encoding="utf-8")
     pins = re.findall(r"^[a-z0-9-]+==", text, re.MULTILINE)
     assert pins
     for entry in re.split(r"^(?=[a-z0-9-]+==)", text, flags=re.MULTILINE)[1:]:
@@ -102,29 +106,34 @@ def test_lock_pins_by_hash_and_names_no_index(lock: str) -> None:
     assert "://" not in text
 
 
-@pytest.mark.parametrize(
-    ("lock", "sources", "known"),
-    [
-        ("requirements.lock", ["requirements.in"], "torch"),
-        (
-            "requirements-hf.lock",
-            ["requirements.in", "requirements-hf.in", "requirements-hf-alone.in"],
-            "megatron-bridge",
-        ),
-        (
-            "requirements-rl.lock",
-            ["requirements.in", "requirements-rl.in", "requirements-rl-alone.in"],
-            "verl",
-        ),
-    ],
-)
-def test_lock_holds_what_requirements_name(lock: str, sources: list[str], known: str) -> None:
-    wanted = "".join((REPOSITORY / source).read_text(encoding="utf-8") for source in sources)
-    names = re.findall(r"^([a-z0-9-]+)", wanted, re.MULTILINE)
-    names = [name for name in names if name not in ("-r", "-c")]
-    text = (REPOSITORY / lock).read_text(encoding="utf-8")
-    assert known in names
-    for name in names:
-        assert re.search(rf"^{name}==", text, re.MULTILINE), name
+def test_each_lock_has_a_group() -> None:
+    assert {path.stem for path in (REPOSITORY / "locks").iterdir()} == {*GROUPS}
+
+
+def _named(group: str) -> Iterator[Requirement]:
+    for entry in GROUPS[group]:
+        if isinstance(entry, str):
+            yield Requirement(entry)
+        else:
+            yield from _named(entry["include-group"])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_lock_holds_what_its_group_names(group: str) -> None:
+    shown = run("scripts/locks.py", "show", group)
+    assert shown.returncode == 0, shown.stderr
+    pins = re.findall(r"^([a-z0-9-]+)==([^ ]+)", shown.stdout, re.MULTILINE)
+    versions = dict(pins)
+    # Each once, whichever lock it comes from.
+    assert len(versions) == len(pins)
+    for requirement in _named(group):
+        assert versions[requirement.name] in requirement.specifier
     # The patched tree takes its place.
-    assert not re.search(r"^megatron-core==", text, re.MULTILINE)
+    assert "megatron-core" not in versions
+
+
+def test_a_lock_holds_nothing_that_an_included_one_has() -> None:
+    base = {*(REPOSITORY / "locks/base.lock").read_text().splitlines()}
+    for group in ("ray", "hf", "rl", "s3"):
+        own = (REPOSITORY / "locks" / f"{group}.lock").read_text().splitlines()
+        assert not [line for line in own if "==" in line and line in base], group

@@ -6,18 +6,13 @@ By `make test-hf` alone, in build/venv-hf.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TREE = ROOT / "build" / "Megatron-LM"
-sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in ("scripts", "bench", "integrations/hf"))]
-
-from hfkit.runs import PROGRAMS  # noqa: E402
-from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
-from paritykit.forked import start_fork_server  # noqa: E402
+from tests.layouts.data import data_arguments, tiny_dataset
+from tests.layouts.hugging_face.runs import PROGRAMS
+from tests.layouts.job import start_fork_server
 
 
 @pytest.fixture(scope="session")
@@ -34,5 +29,5 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Path:
-    """A folder for tiny models; see hfkit.runs.make_model."""
+    """A folder for tiny models; see layouts.hugging_face.runs.make_model."""
     return tmp_path_factory.mktemp("models")

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hfkit.layouts import STEPS, Layout, by_name
-from hfkit.runs import make_model, train
+from tests.layouts.hugging_face.rows import LAYOUTS, STEPS, Layout
+from tests.layouts.hugging_face.runs import make_model, train
+from tests.layouts.rows import named
 
-RECOMPUTED = by_name(["dp2-recompute"])[0]
-PLAIN = by_name(["dp2"])[0]
+PLAIN, RECOMPUTED = named(LAYOUTS, ["dp2", "dp2-recompute"])
 
 
 def _seen(
@@ -50,7 +50,7 @@ def test_recomputed_layers_give_adapters_their_gradients(
 def test_adapters_on_experts_of_several_ranks_are_refused(
     run_dir: Path, models: Path, data: list[str]
 ) -> None:
-    layout = replace(by_name(["ep2"])[0], extra=("--lora-targets", "linear_fc1"))
+    layout = replace(named(LAYOUTS, ["ep2"])[0], extra=("--lora-targets", "linear_fc1"))
     model = make_model(layout.model, models)
     job = train(layout, model, run_dir / "job", data, lora=True, through_byteps=False, fails=True)
     assert "--lora on experts needs --expert-model-parallel-size 1" in job.logs()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hfkit.layouts import LAYOUTS, Layout
-from hfkit.runs import compare
+from tests.layouts.hugging_face.rows import LAYOUTS, Layout
+from tests.layouts.hugging_face.runs import compare
 
 # Those of eight ranks take a minute each on two cores.
 _ROWS = [

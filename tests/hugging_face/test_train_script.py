@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hfkit.models import make
-from hfkit.runs import tensors
-from prepare_data import DataError, prepare, tokens_of
+from scripts.prepare_data import DataError, prepare, tokens_of
+from tests.layouts.hugging_face.models import make
+from tests.layouts.hugging_face.runs import tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1500.0

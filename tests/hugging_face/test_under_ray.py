@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "integrations" / "ray"))
-
-from hfkit.layouts import Layout  # noqa: E402
-from hfkit.runs import ADAPTER, make_model, same  # noqa: E402
-from megatron_byteps_ray.pool import Pool  # noqa: E402
-from megatron_byteps_ray.settings import Settings, preload_for  # noqa: E402
-from raykit.cases import CASES, Case, Runner, pool_settings, problems  # noqa: E402
-from raykit.layouts import CELLS, LORA  # noqa: E402
-from raykit.modes import arguments_of, compare, run_locally, run_under_ray  # noqa: E402
-from raykit.pools import warm_pool  # noqa: E402
+from bench.ray_failures.cases import CASES, Case, Runner, pool_settings, problems
+from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.settings import Settings, preload_for
+from tests.layouts.hugging_face.rows import Layout
+from tests.layouts.hugging_face.runs import ADAPTER, make_model, same
+from tests.layouts.under_ray.modes import arguments_of, compare, run_locally, run_under_ray
+from tests.layouts.under_ray.pools import warm_pool
+from tests.layouts.under_ray.rows import CELLS, LORA
 
 _THROUGH_SERVERS = ("--use-dpu-reduce", "--dpu-reduce-route", "flat")
 
@@ -40,7 +36,7 @@ def pool(settings: Settings) -> Iterator[Pool]:
 def test_adapters_in_both_modes(
     pool: Pool, settings: Settings, run_dir: Path, models: Path, data: list[str]
 ) -> None:
-    cell = next(cell for cell in CELLS if (cell.layout, cell.trained) == ("cp2", LORA))
+    cell = next(cell for cell in CELLS if (cell.name, cell.trained) == ("cp2", LORA))
     arguments = arguments_of(cell, data, models)
     local = run_locally(cell, run_dir / "local", arguments)
     ray = run_under_ray(cell, run_dir / "ray", arguments, pool, settings)

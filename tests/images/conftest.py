@@ -5,21 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [
-    str(Path(__file__).parent),
-    str(Path(__file__).resolve().parents[1] / "build"),
-    str(Path(__file__).resolve().parents[1] / "multiproc"),
-]
-
-import containers  # noqa: E402
-from cluster_fixtures import nursery  # noqa: E402
-from containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, python_of, run  # noqa: E402
+from tests.images import containers
+from tests.images.containers import CACHE, ROOT, TAG, Buildah, Podman, let_arm64_run, python_of, run
+from tests.multiproc.cluster_fixtures import nursery
 
 __all__ = ["nursery"]
 
@@ -88,13 +81,24 @@ def wheel_for() -> Callable[[str], Path]:
     return build
 
 
+def _worker(buildah: Buildah, wheel_for: Callable[[str], Path], *options: str) -> None:
+    wheel_for(subprocess.run(["uname", "-m"], capture_output=True, text=True).stdout.strip())
+    base = buildah.base(SUITE, "amd64", "python3", "python3-venv")
+    buildah.image("worker", *options, CUDA_IMAGE=base)
+
+
 @pytest.fixture(scope="session")
 def worker_image(buildah: Buildah, wheel_for: Callable[[str], Path]) -> str:
     """The workers' image on a base without CUDA, as scripts/images.sh builds it."""
-    wheel_for(subprocess.run(["uname", "-m"], capture_output=True, text=True).stdout.strip())
-    base = buildah.base(SUITE, "amd64", "python3", "python3-venv")
-    buildah.image("worker", CUDA_IMAGE=base)
+    _worker(buildah, wheel_for)
     return f"megatron-byteps-worker:{TAG}"
+
+
+@pytest.fixture(scope="session")
+def ray_image(buildah: Buildah, wheel_for: Callable[[str], Path]) -> str:
+    """The same for jobs under Ray."""
+    _worker(buildah, wheel_for, "--with", "ray")
+    return f"megatron-byteps-worker-ray:{TAG}"
 
 
 @pytest.fixture

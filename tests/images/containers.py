@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))
+from scripts import progress
 
-import progress  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 screen: TextIO | None = None
 """Where those who wait see how far it is: pytest keeps the error output while a test runs."""

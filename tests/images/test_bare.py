@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Nursery, Spawned, wait_all
-from containers import Buildah
+
+from tests.images.containers import Buildah
+from tests.multiproc.cluster import Cluster, Nursery, Spawned, wait_all
 
 SUITE, SITE = "trixie", "lib/python3.13/site-packages"
 ALONE = """

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import ROOT, Podman, run
+
+from tests.images.containers import ROOT, Podman, run
 
 NODES = ("scheduler", "server-0", "server-1")
 WORKERS = ("worker-0", "worker-1")

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Nursery, Spawned
-from containers import Buildah
+
+from tests.images.containers import Buildah
+from tests.multiproc.cluster import Cluster, Nursery, Spawned
 
 PLATFORMS = ("linux/amd64", "linux/arm64")
 LARGEST = 120_000_000
@@ -83,3 +84,13 @@ def test_arm64_servers_of_x86_workers(
     with ImageCluster(folder, nursery, workers=2, servers=2, env=env) as cluster:
         cluster.container, cluster.buildah = container, buildah
         cluster.run("sums:every_dtype", timeout_s=1200, partition_bytes=4096)
+
+
+@pytest.mark.thorough
+def test_a_worker_for_ray(ray_image: str, buildah: Buildah) -> None:
+    with buildah.container(ray_image, "amd64") as container:
+        program = "import ray, megatron_byteps_ray; print(megatron_byteps_ray.__file__)"
+        said = buildah("run", container, "--", "python", "-c", program)
+        assert said.startswith("/opt/venv/")
+        said = buildah("run", container, "--", "python", "-m", "megatron_byteps_ray", "--help")
+        assert said.startswith("usage: ")

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from containers import ROOT, run
-from elf import needs
+
+from tests.build.elf import needs
+from tests.images.containers import ROOT, run
 
 # One worker, in embedded mode: the wheel's own scheduler and server.
 PROGRAM = """

@@ -110,20 +110,20 @@ def swapped_buckets() -> None:
 
 def undecayed() -> None:
     """Servers are told of no weight decay."""
-    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+    from byteps.torch.step_machine import StepMachine
 
-    plain = ServerOptimizer._plain_step
+    plain = StepMachine.next_step
 
-    def without(self: ServerOptimizer) -> Any:
-        number, scale, skip, rates = plain(self)
-        return number, scale, skip, [(rate, 0.0) for rate, _ in rates]
+    def without(self: StepMachine, param_groups: Any) -> Any:
+        step = plain(self, param_groups)
+        return step._replace(rates=[(rate, 0.0) for rate, _ in step.rates])
 
-    ServerOptimizer._plain_step = without
+    StepMachine.next_step = without
 
 
 def one_rank() -> None:
     """One rank's parameters are a hair off."""
-    from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
+    from byteps.torch.server_bucket import ServerBucket
 
     take = ServerBucket.take_parameters
 
@@ -227,7 +227,7 @@ def sent_before_the_step() -> None:
     step = ServerOptimizer.step
 
     def step_when_sent(self: ServerOptimizer) -> Any:
-        if self._steps > 0:
+        if self._machine.steps > 0:
             waiting = [bucket for bucket in self._buckets if bucket._pushed is None]
             late = [parameter for bucket in waiting for _, parameter in bucket.places]
             assert all(getattr(parameter, "sequence_parallel", False) for parameter in late)
@@ -239,7 +239,7 @@ def sent_before_the_step() -> None:
 
 def too_many_zeros() -> None:
     """A gradient that is no zero is counted as one, on one rank."""
-    from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
+    from byteps.torch.server_bucket import ServerBucket
 
     buckets: Any = ServerBucket  # of which mypy knows no properties, but their values
     counted = buckets.zeros.fget

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from scripts.prepare_data import Dataset
+from tests.layouts.data import data_arguments, tiny_dataset
+from tests.layouts.job import Job, start_fork_server
+from tests.megatron.training_jobs import Trained
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-# Where the patched Megatron-LM is: tests of another tree (a git checkout) name it here.
+# Where the patched Megatron-LM is: tests of another tree (a git checkout) name it here, and in
+# PYTHONPATH.
 TREE = Path(os.environ.get("MEGATRON_TREE", ROOT / "build" / "Megatron-LM"))
-
-sys.path[:0] = [str(HERE), str(TREE), str(ROOT / "scripts"), str(ROOT / "bench")]
-
-from training_jobs import Trained  # noqa: E402
-
-from paritykit.data import data_arguments, tiny_dataset  # noqa: E402
-from paritykit.forked import Job, start_fork_server  # noqa: E402
-from prepare_data import Dataset  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +30,7 @@ def tree() -> Path:
 @pytest.fixture(scope="session")
 def fork_server(tree: Path) -> None:
     """Imports torch and Megatron once for all ranks of all jobs."""
-    start_fork_server(["rank_programs", "paritykit.warm"])
+    start_fork_server(["tests.megatron.rank_programs", "tests.layouts.warm"])
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +49,9 @@ def run_job(fork_server: None, run_dir: Path) -> Callable[..., Job]:
     ) -> Job:
         nonlocal count
         folder = run_dir / f"job{count}-{program}"
-        job = Job(folder, f"rank_programs:{program}", ranks, settings, per_host=per_host)
+        job = Job(
+            folder, f"tests.megatron.rank_programs:{program}", ranks, settings, per_host=per_host
+        )
         count += 1
         job.run(fails=fails)
         return job

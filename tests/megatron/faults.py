@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
 from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 
-from paritykit.forked import LIMIT_S
+from tests.layouts.job import LIMIT_S
 
 STEP = 3
 """In which somebody is killed."""
@@ -29,6 +28,9 @@ def install(folder: Path, victim: str, phase: str) -> None:
         phase: "pushed", when rank 0 alone has sent its gradients; "answered", when all ranks know
             the norm and none has said what becomes of the step.
     """
+    # Not before: whoever imports this file may be without byteps.
+    from byteps.torch.server_bucket import ServerBucket
+
     rank, digests = int(os.environ["RANK"]), []
     step, push = ServerOptimizer.step, ServerBucket._push
     norm = ServerOptimizer._norm_and_zeros

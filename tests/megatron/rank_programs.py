@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import broken_reducers
-import faults
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -30,9 +28,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform, training
 
-from paritykit.forked import LIMIT_S
-from paritykit.rank import run
-from paritykit.seen import RankSeen
+from tests.layouts.gpt.rank import run
+from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.job import LIMIT_S
+from tests.megatron import broken_reducers, faults
 
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_jobs import Trained, same
 
-from paritykit.data import data_arguments
-from paritykit.forked import Job
-from prepare_data import Dataset
+from scripts.prepare_data import Dataset
+from tests.layouts.data import data_arguments
+from tests.layouts.job import Job
+from tests.megatron.training_jobs import Trained, same
 
 Train = Callable[..., Trained]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paritykit.compare import compare
-from paritykit.layouts import STEPS, Layout
-from paritykit.seen import RankSeen, Step, Sum
-from paritykit.updates import _bytes
+from tests.layouts.gpt.compare import compare
+from tests.layouts.gpt.rows import STEPS, Layout
+from tests.layouts.gpt.seen import RankSeen, Step, Sum
+from tests.layouts.gpt.updates import _bytes
 
 Run = list[RankSeen]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_jobs import Trained
+
+from tests.megatron.training_jobs import Trained
 
 Train = Callable[..., Trained]
 
@@ -35,7 +36,7 @@ def test_a_split_sequence_gives_the_gradients_of_the_whole(
 def test_positions_are_megatrons() -> None:
     from megatron.core import utils
 
-    from paritykit.attention import positions
+    from tests.layouts.gpt.attention import positions
 
     class Rank:
         """As much of a process group as the function that splits a batch asks for."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paritykit.forked import Job
+from tests.layouts.job import Job
 
 RunJob = Callable[..., Job]
 
@@ -60,9 +60,9 @@ def test_parameters_gradients_and_optimizer_may_leave_between_steps(
     """Their storages are freed and allocated again, as by trainers that generate between steps."""
 
     def run(name: str, **settings: bool) -> list[Any]:
-        job = Job(tmp_path / name, "paritykit.offload:train", 2, {"width": 32, **settings})
+        job = Job(tmp_path / name, "tests.layouts.gpt.offload:train", 2, {"width": 32, **settings})
         job.run()
-        return [job.result(rank) for rank in range(2)]
+        return job.results()
 
     away = run("away", away=True, through_byteps=True)
     still = run("still", away=False, through_byteps=False)

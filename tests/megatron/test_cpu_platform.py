@@ -12,10 +12,10 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training import arguments, cpu_platform
-from training_jobs import Trained
 
-from paritykit.forked import Job
-from prepare_data import Dataset
+from scripts.prepare_data import Dataset
+from tests.layouts.job import Job
+from tests.megatron.training_jobs import Trained
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paritykit.data import data_arguments
-from paritykit.forked import Job
-from prepare_data import Dataset
+from scripts.prepare_data import Dataset
+from tests.layouts.data import data_arguments
+from tests.layouts.job import Job
 
 RunJob = Callable[..., Job]
 

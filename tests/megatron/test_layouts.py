@@ -1,4 +1,4 @@
-"""Parallel layouts through BytePS and through all-reduce, by the harness of bench/parity.py.
+"""Parallel layouts through BytePS and through all-reduce, by tests/layouts/parity.py.
 
 `make parity` runs its whole table; here are those in which the parts that interact meet.
 """
@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from paritykit.compare import Report, compare
-from paritykit.data import data_arguments
-from paritykit.layouts import LAYOUTS, by_name
-from paritykit.runs import check, seen_by, train
-from paritykit.seen import RankSeen
-from paritykit.updates import compare_updates
-from prepare_data import Dataset
+from scripts.prepare_data import Dataset
+from tests.layouts.data import data_arguments
+from tests.layouts.gpt.compare import compare
+from tests.layouts.gpt.outcome import Report
+from tests.layouts.gpt.rows import LAYOUTS
+from tests.layouts.gpt.runs import check, train
+from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.gpt.updates import compare_updates
+from tests.layouts.rows import named
 
 REPRESENTATIVE = (
     "dp3-fp16-wire",
@@ -30,7 +32,6 @@ REPRESENTATIVE = (
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",
 )
-
 
 THOROUGH = (
     "dp2-do-overlap-acc2",
@@ -51,7 +52,7 @@ THOROUGH = (
     [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)],
 )
 def test_layout(fork_server: None, dataset: Dataset, run_dir: Path, name: str) -> None:
-    (layout,) = by_name([name])
+    (layout,) = named(LAYOUTS, [name])
     report = check(layout, run_dir / name, dataset)
     assert report.misses == []
     if not layout.refused:
@@ -61,9 +62,9 @@ def test_layout(fork_server: None, dataset: Dataset, run_dir: Path, name: str) -
 
 def test_names_are_unique_and_unknown_ones_are_refused() -> None:
     assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
-    assert by_name([]) == list(LAYOUTS)
+    assert named(LAYOUTS, []) == list(LAYOUTS)
     with pytest.raises(ValueError, match="no layout is called nonsense"):
-        by_name(["dp2", "nonsense"])
+        named(LAYOUTS, ["dp2", "nonsense"])
 
 
 class Reference:
@@ -76,13 +77,13 @@ class Reference:
 
     def failure(self, name: str, folder: Path, broken: str) -> str:
         """What the ranks of a run write whose reducer is broken so that it fails."""
-        (layout,) = by_name([name])
+        (layout,) = named(LAYOUTS, [name])
         job = train(
             layout,
             folder / broken,
             self._data,
             through_byteps=True,
-            program="rank_programs:train_layout",
+            program="tests.megatron.rank_programs:train_layout",
             options={"broken": broken},
             fails=True,
         )
@@ -90,20 +91,20 @@ class Reference:
 
     def against(self, name: str, folder: Path, broken: str) -> Report:
         """The report on a run of the layout whose reducer is broken."""
-        (layout,) = by_name([name])
+        (layout,) = named(LAYOUTS, [name])
         if name not in self._seen:
             job = train(layout, self._folder / name, self._data, through_byteps=False)
-            self._seen[name] = seen_by(job)
+            self._seen[name] = job.results()
         job = train(
             layout,
             folder / broken,
             self._data,
             through_byteps=True,
-            program="rank_programs:train_layout",
+            program="tests.megatron.rank_programs:train_layout",
             options={"broken": broken},
         )
         held = compare_updates if layout.servers else compare
-        return held(layout, seen_by(job), self._seen[name])
+        return held(layout, job.results(), self._seen[name])
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from training_jobs import Trained, assert_same_run
-
-from paritykit.forked import Job
-from prepare_data import Dataset
+from scripts.prepare_data import Dataset
+from tests.layouts.job import Job
+from tests.megatron.training_jobs import Trained, assert_same_run
 
 
 def test_trains_where_byteps_is_absent(train: Callable[..., Trained]) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from training_jobs import Trained, assert_same_run
+
+from tests.megatron.training_jobs import Trained, assert_same_run
 
 Train = Callable[..., Trained]
 

@@ -1,4 +1,4 @@
-"""bench/parity.py --device cuda, as far as it can be seen without a GPU."""
+"""tests/layouts/parity.py --device cuda, as far as it can be seen without a GPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import parity
-from benchkit import gpus
-from paritykit import report
-from paritykit.compare import Report
-from paritykit.forked import Job
-from paritykit.layouts import by_name
-from paritykit.platforms import CPU, CUDA, Platform
+from scripts import gpus
+from scripts.prepare_data import Dataset
+from tests.layouts import command, parity
+from tests.layouts.gpt import runs
+from tests.layouts.gpt.outcome import Report
+from tests.layouts.gpt.rows import LAYOUTS, Layout
+from tests.layouts.job import Job
+from tests.layouts.platforms import CPU, CUDA, Platform
+from tests.layouts.rows import named
 
 
 def test_the_page_has_every_layout(
@@ -20,23 +22,21 @@ def test_the_page_has_every_layout(
 ) -> None:
     ran: list[str] = []
 
-    def compare_all(
-        layouts: list, folder: Path, platform: Platform, jobs: int, budget: float | None
-    ) -> list[Report]:
-        assert (platform, jobs, budget) == (CUDA, 1, 60.0)
-        ran.extend(layout.name for layout in layouts)
-        return [Report(layout=layout) for layout in layouts]
+    def check(layout: Layout, folder: Path, dataset: Dataset, platform: Platform) -> Report:
+        assert platform is CUDA
+        ran.append(layout.name)
+        return Report(layout=layout)
 
     monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
-    monkeypatch.setattr(parity, "compare_all", compare_all)
-    monkeypatch.setattr(report, "_gpus", lambda: "2 x a GPU")
+    monkeypatch.setattr(runs, "check", check)
+    monkeypatch.setattr(command, "machine_of", lambda device: f"2x a GPU of {device}")
     written = tmp_path / "gpu.md"
     words = ["--device", "cuda", "--markdown", str(written), "--budget", "60"]
     names = ["dp2", "node4-dp8-overlap", "do-fp32-scatter"]
     assert parity.main([*words, "--layout", *names]) == 0
     assert ran == names
     text = written.read_text()
-    assert text.startswith("# Correctness on GPUs") and "on 2 x a GPU" in text
+    assert text.startswith("# Correctness on GPUs") and "on 2x a GPU of cuda" in text
     assert all(f"| {name} | " in text for name in names)
 
 
@@ -44,15 +44,16 @@ def test_without_a_gpu_it_is_an_error(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpus, "count_gpus", lambda: 0)
-    assert parity.main(["--device", "cuda", "--layout", "dp2"]) == 1
-    assert "needs a GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parity.main(["--device", "cuda", "--layout", "dp2"])
+    assert "sees no GPU" in capsys.readouterr().err
 
 
 def test_only_the_cpu_platform_hides_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    (layout,) = by_name(["dp2"])
+    (layout,) = named(LAYOUTS, ["dp2"])
     for platform, visible, stand_ins in ((CPU, "", "1"), (CUDA, "4,5", "0")):
-        job = Job(tmp_path, "paritykit.rank:train", layout.ranks, {}, platform)
+        job = Job(tmp_path, "tests.layouts.gpt.rank:train", layout.ranks, {}, platform)
         environment = job._environment(0, 1)
         assert environment["MEGATRON_CPU"] == stand_ins
         assert environment["CUDA_VISIBLE_DEVICES"] == visible
@@ -75,7 +76,7 @@ def test_ranks_that_outnumber_gpus_share_them(
 ) -> None:
     """NCCL refuses two ranks of one machine on one GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    job = Job(tmp_path, "paritykit.rank:train", 5, {}, CUDA, per_host, first_gpu=1)
+    job = Job(tmp_path, "tests.layouts.gpt.rank:train", 5, {}, CUDA, per_host, first_gpu=1)
     seen = []
     for rank in range(5):
         environment = job._environment(rank, 1)

@@ -1,6 +1,6 @@
 """What a plan and a push cost grows with the number of ranks, and not with its square.
 
-How long they take is held against thresholds by bench/plan_bench.py; here operations are counted.
+How long they take is held against thresholds by bench/planning/run.py; here operations are counted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from unittest import mock
 import pytest
 import torch
 from byteps.torch import engine, nodes
+from byteps.torch import ranks as rank_groups
 from megatron.core.distributed.dpu_reduce import job, plan
 
-from plankit.made_up import MadeUp
+from bench.planning.made_up import MadeUp
 
 looks = 0
 """At numbers of ranks and hosts: comparisons, and look-ups in sets and dictionaries."""
@@ -69,7 +70,10 @@ def test_a_plan_looks_at_each_rank_a_few_times(optimizer: str) -> None:
 def test_a_push_of_a_known_group_does_not_look_at_its_ranks() -> None:
     made_up = MadeUp(ranks=4096, per_host=1, groups=1, elements=4096)
     group, tensor = tuple(range(4096)), torch.zeros(8)
-    with made_up.joined(), mock.patch.object(engine, "ranks_of", wraps=engine.ranks_of) as walked:
+    with (
+        made_up.joined(),
+        mock.patch.object(rank_groups, "ranks_of", wraps=rank_groups.ranks_of) as walked,
+    ):
         for _ in range(50):
             engine.start(
                 *(tensor, tensor),
@@ -83,11 +87,11 @@ def test_a_push_of_a_known_group_does_not_look_at_its_ranks() -> None:
 
 
 def test_a_group_that_may_change_is_looked_at_each_time() -> None:
-    ranks = [0, 1]
-    assert len(engine._groups.ranks(ranks)) == 2
-    ranks.append(2)
-    assert len(engine._groups.ranks(ranks)) == 3
-    known = engine._Groups()
+    group = [0, 1]
+    assert len(rank_groups.engine_ranks(group)) == 2
+    group.append(2)
+    assert len(rank_groups.engine_ranks(group)) == 3
+    known = rank_groups.RanksCache()
     for count in range(1, 2 * known.MOST):
         assert len(known.ranks(tuple(range(count)))) == count
     assert len(known._known) == known.MOST

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import prepare_data
-from prepare_data import END_OF_DOCUMENT, DataError, Dataset, prepare
+from scripts import prepare_data
+from scripts.prepare_data import END_OF_DOCUMENT, DataError, Dataset, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1 << 20

@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.distributed.dpu_reduce import server_checkpoint, server_shards
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from training_jobs import Trained
 
-from paritykit.forked import Job
+from tests.layouts.job import Job
+from tests.megatron.training_jobs import Trained
 
 Train = Callable[..., Trained]
 
@@ -96,7 +96,7 @@ def test_ranks_save_what_one_would(
     saved = []
     for begin in range(0, values.numel(), size):
         end = min(begin + size, values.numel())
-        mine = server_shards.pieces(parameter, "key", begin, end)
+        mine = server_shards.saved_boxes(parameter, "key", begin, end)
         assert mine is not None and sum(p.end - p.begin for p in mine) == end - begin
         for piece in mine:
             part = piece.holding(values.flatten()[piece.begin : piece.end])
@@ -113,7 +113,7 @@ def test_ranks_save_what_one_would(
 
 
 def test_what_cannot_be_cut_or_is_saved_elsewhere() -> None:
-    assert server_shards.pieces(COLUMNS, "key", 0, 10) is None
+    assert server_shards.saved_boxes(COLUMNS, "key", 0, 10) is None
     assert server_shards.is_saved(PLAIN)
     assert not server_shards.is_saved(replace(PLAIN, replica_id=(0, 1, 0)))
     assert server_shards.own_replica(3) == 0

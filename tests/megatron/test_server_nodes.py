@@ -12,15 +12,16 @@ from unittest import mock
 import pytest
 import torch
 from byteps.torch import BytePSError
-from byteps.torch.server_state import Speculation
-from megatron.core.distributed.dpu_reduce.server_buckets import ServerBucket
+from byteps.torch.server_bucket import ServerBucket
+from byteps.torch.speculation import Speculation
+from byteps.torch.step_machine import StepMachine
 from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
 from megatron.core.distributed.dpu_reduce.server_routes import alike
 
-from paritykit.data import data_arguments
-from paritykit.forked import Job
-from paritykit.seen import RankSeen
-from prepare_data import Dataset
+from scripts.prepare_data import Dataset
+from tests.layouts.data import data_arguments
+from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.job import Job
 
 RunJob = Callable[..., Job]
 
@@ -43,7 +44,7 @@ def seen(run_job: RunJob, dataset: Dataset) -> Callable[..., list[RankSeen]]:
         words = [*data_arguments(dataset), *SERVERS, *arguments]
         settings = {"per_host": 2, "environment": PIECES, **settings}
         job = run_job(program, ranks, arguments=words, **settings)
-        return [job.result(rank) for rank in range(ranks)]
+        return job.results()
 
     return run
 
@@ -171,9 +172,9 @@ def test_after_a_step_that_failed_nothing_is_sent_or_saved(error: BaseException)
     for fails in ("step", "early"):
         optimizer = ServerOptimizer.__new__(ServerOptimizer)
         optimizer.optimizer = mock.Mock(param_groups=[])
-        optimizer._rule = mock.Mock(groups=[], **{"groups_of.return_value": []})
-        optimizer._failure, optimizer._early, optimizer._loaded = "", {bucket}, True
-        optimizer._speculation, optimizer._steps = Speculation("speculate"), 0
+        rule = mock.Mock(groups=[], **{"groups_of.return_value": []})
+        optimizer._early, optimizer._loaded = {bucket}, True
+        optimizer._machine = StepMachine([bucket], rule, Speculation("speculate"), name="it")
         bucket.push_early.side_effect = None if fails == "step" else error
         optimizer._step = mock.Mock(side_effect=error)
         with pytest.raises(type(error)):
@@ -192,12 +193,13 @@ def test_after_a_step_that_failed_nothing_is_sent_or_saved(error: BaseException)
 
 def test_a_load_forgets_what_was_sent_of_a_step_that_failed() -> None:
     bucket = ServerBucket.__new__(ServerBucket)
-    bucket._tensor, bucket._pushed = mock.Mock(), mock.sentinel.started
-    bucket._tensor.end.side_effect = BytePSError("worker 1 was lost")
+    bucket._shards, bucket._transfer = mock.Mock(), mock.Mock()
+    bucket._pushed, bucket._check = mock.sentinel.started, None
+    bucket._transfer.end.side_effect = BytePSError("worker 1 was lost")
     bucket.give_up()
     bucket.forget_push()  # as the next pass begins
-    bucket._tensor.end.assert_called_once_with(mock.sentinel.started)
-    bucket._tensor.give_up.assert_called_once_with()
+    bucket._transfer.end.assert_called_once_with(mock.sentinel.started)
+    bucket._shards.give_up.assert_called_once_with()
 
 
 def test_copies_are_summed_alike(seen: Seen) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-import train
-from trainkit.job import Record, Step, read_record
-from trainkit.report import Result, largest_difference, same_parameters, table
+from scripts import train
+from scripts.trainkit.job import Record, Step, read_record
+from scripts.trainkit.report import Result, largest_difference, same_parameters, table
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 500.0

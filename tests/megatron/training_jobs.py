@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paritykit.forked import Job
-from paritykit.seen import RankSeen
+from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Trained:
 
     @staticmethod
     def of(job: Job) -> Trained:
-        seen: list[RankSeen] = [job.result(rank) for rank in range(job.ranks)]
+        seen: list[RankSeen] = job.results()
         first = seen[0]
         losses, gradients = _losses(first), _results(first)
         for other in seen[1:]:

@@ -19,12 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from scripts import children
+from scripts.children import LAUNCHER_VARIABLES, Late, Spawned, last_lines
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import children  # noqa: E402
-from children import LAUNCHER_VARIABLES, Late, Spawned, last_lines  # noqa: E402
 
 LOOPBACK = "127.0.0.1"
 SERVER_VARIABLE = "MEGATRON_BYTEPS_TEST_SERVER"

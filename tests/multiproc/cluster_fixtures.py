@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, Nursery
+
+from tests.multiproc.cluster import Cluster, Nursery
 
 
 @pytest.fixture(scope="session")

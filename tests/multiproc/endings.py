@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 
-from cluster import END_S, Cluster, Nursed, Spawned
+from tests.multiproc.cluster import END_S, Cluster, Nursed, Spawned
 
 
 def start_looping(

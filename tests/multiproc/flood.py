@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from strangers import Hello
+from tests.multiproc.strangers import Hello
 
 TICK_S = 0.01
 BYTE_S = 0.1

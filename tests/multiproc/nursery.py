@@ -26,12 +26,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from children import end_with_parent
+from scripts.children import end_with_parent
 
 # torch imports the last one itself, with the first optimizer that somebody makes.
-PRELOAD = ("torch", "torch.distributed.run", "byteps.torch", "programs.job", "torch._dynamo")
+PRELOAD = (
+    "torch",
+    "torch.distributed.run",
+    "byteps.torch",
+    "tests.multiproc.programs.job",
+    "torch._dynamo",
+)
 
 
 def die_with_parent(parent: int) -> None:
@@ -54,9 +58,9 @@ def child(request: dict[str, Any], nursery_pid: int) -> Callable[[], int]:
     module, _, function = request["program"].partition(":")
 
     def main() -> int:
-        from programs.job import Job
+        from tests.multiproc.programs.job import Job
 
-        program = getattr(importlib.import_module(f"programs.{module}"), function)
+        program = getattr(importlib.import_module(f"tests.multiproc.programs.{module}"), function)
         status = Job(Path(request["folder"]), request["args"]).run(program)
         if not importlib.import_module("byteps.torch").is_initialized():
             end_at_once(status)
@@ -111,7 +115,6 @@ def serve() -> Callable[[], int] | None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     for name in PRELOAD:
         importlib.import_module(name)
     # What is there already is no child's garbage: looking for some would copy all of its memory.

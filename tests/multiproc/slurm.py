@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from cluster import REPOSITORY, START_S
-
-from children import Spawned, last_lines
-
-sys.path.append(str(REPOSITORY / "bench"))
-
-from benchkit.emulation import Emulation, Host
-from benchkit.plan import Topology
+from bench.kit.emulation import Emulation, Host
+from bench.kit.plan import Topology
+from scripts.children import Spawned, last_lines
+from tests.multiproc.cluster import REPOSITORY, START_S
 
 LINK_BITS = 1_000_000_000
 CONTROLLER = "controller"

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import native
-from cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
+from tests import native
+from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
 
 LIMIT_S = 300.0
 

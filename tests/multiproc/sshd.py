@@ -9,9 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from cluster import END_S, START_S, Spawned
-
-from children import last_lines
+from scripts.children import last_lines
+from tests.multiproc.cluster import END_S, START_S, Spawned
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 """Addresses of this machine that stand for hosts."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cluster import END_S, SECRET
+from tests.multiproc.cluster import END_S, SECRET
 
 MAGIC = 0x5350424D
 VERSION = 4

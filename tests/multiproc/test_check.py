@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from cluster import END_S, LOOPBACK, START_S, Cluster, server_executable
 
-from ports import free_ports
+from scripts.ports import free_ports
+from tests.multiproc.cluster import END_S, LOOPBACK, START_S, Cluster, server_executable
 
 USAGE = 2
 NO_SCHEDULER = 3

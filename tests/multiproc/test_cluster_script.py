@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import LOOPBACK, REPOSITORY, RUN_S, START_S, clean_environment
 
-from ports import free_ports
+from scripts.ports import free_ports
+from tests.multiproc.cluster import LOOPBACK, REPOSITORY, RUN_S, START_S, clean_environment
 
 SCRIPT = REPOSITORY / "scripts/cluster.sh"
 # What ssh does, without a network: the command goes to a shell, the host into a file.

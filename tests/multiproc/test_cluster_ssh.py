@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import REPOSITORY, RUN_S, clean_environment
-from sshd import HOSTS, Sshd
-from test_cluster_script import alive
 
-from ports import free_ports
+from scripts.ports import free_ports
+from tests.multiproc.cluster import REPOSITORY, RUN_S, clean_environment
+from tests.multiproc.sshd import HOSTS, Sshd
+from tests.multiproc.test_cluster_script import alive
 
 pytestmark = pytest.mark.requires("sshd", "root")
 

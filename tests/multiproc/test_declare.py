@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster import Cluster
+from tests.multiproc.cluster import Cluster
 
 
 def test_many_tensors(make_cluster: Callable[..., Cluster]) -> None:

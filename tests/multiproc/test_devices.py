@@ -6,7 +6,8 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster
+
+from tests.multiproc.cluster import Cluster
 
 SMALL = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_OP_TIMEOUT_S": "60"}
 

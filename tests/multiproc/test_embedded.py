@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from cluster import (
+
+from scripts.ports import free_ports
+from tests.multiproc.cluster import (
     END_S,
     HERE,
     RUN_S,
@@ -25,8 +27,6 @@ from cluster import (
     processes_with,
     wait_for_file,
 )
-
-from ports import free_ports
 
 MARK = "EMBEDDED_TEST_MARK"
 CLUSTERS_OWN = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "DMLC_NUM_WORKER")

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from cluster import END_S, RUN_S, Cluster, Nursed, wait_all
-from endings import demand_error, demand_failed, wait_for_text
+
+from tests.multiproc.cluster import END_S, RUN_S, Cluster, Nursed, wait_all
+from tests.multiproc.endings import demand_error, demand_failed, wait_for_text
 
 Make = Callable[..., Cluster]
 LOST = r"worker 1 \(.*\) was lost: its connection (was )?(closed|reset)"

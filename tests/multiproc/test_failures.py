@@ -9,10 +9,16 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, LOOPBACK, Cluster, stop, wait_all
-from endings import demand_error, demand_failed, error_of, start_looping, wait_for_text
 
-from ports import free_ports
+from scripts.ports import free_ports
+from tests.multiproc.cluster import END_S, LOOPBACK, Cluster, stop, wait_all
+from tests.multiproc.endings import (
+    demand_error,
+    demand_failed,
+    error_of,
+    start_looping,
+    wait_for_text,
+)
 
 PEER_TIMEOUT_S = 3
 SHORT = {

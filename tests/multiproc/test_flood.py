@@ -11,10 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from cluster import END_S, LOOPBACK, SECRET, Cluster, Process
-from flood import Flood, Plan
-from strangers import Hello, greeted, read_all
-from test_reconnect import between, rounds_of, server_port, wait_for_rounds
+
+from tests.multiproc.cluster import END_S, LOOPBACK, SECRET, Cluster, Process
+from tests.multiproc.flood import Flood, Plan
+from tests.multiproc.strangers import Hello, greeted, read_all
+from tests.multiproc.test_reconnect import between, rounds_of, server_port, wait_for_rounds
 
 MOST_LINES = 10
 MOST_MIB = 64

@@ -6,8 +6,9 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster
-from endings import demand_error
+
+from tests.multiproc.cluster import Cluster
+from tests.multiproc.endings import demand_error
 
 
 @pytest.mark.parametrize("env", [{}, {"BYTEPS_TLS": "1"}], ids=["plain", "tls"])

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster
+
+from tests.multiproc.cluster import Cluster
 
 
 @pytest.mark.parametrize("servers", [1, 3])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster
+
+from tests.multiproc.cluster import Cluster
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 3)])

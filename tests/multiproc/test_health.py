@@ -9,7 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import END_S, START_S, Cluster, Spawned, clean_environment, server_executable, stop
+
+from tests.multiproc.cluster import (
+    END_S,
+    START_S,
+    Cluster,
+    Spawned,
+    clean_environment,
+    server_executable,
+    stop,
+)
 
 
 def ask(socket: Path | str, **env: str) -> subprocess.CompletedProcess[str]:

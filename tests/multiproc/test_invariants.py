@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import native
 import pytest
-from cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
+
+from tests import native
+from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
 
 WORKERS = 2
 LIMIT_S = 120.0

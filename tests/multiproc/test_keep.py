@@ -8,8 +8,19 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, HERE, RUN_S, START_S, Cluster, Spawned, stop, wait_all, wait_for_file
-from endings import demand_error, demand_failed, wait_for_text
+
+from tests.multiproc.cluster import (
+    END_S,
+    HERE,
+    RUN_S,
+    START_S,
+    Cluster,
+    Spawned,
+    stop,
+    wait_all,
+    wait_for_file,
+)
+from tests.multiproc.endings import demand_error, demand_failed, wait_for_text
 
 KEEP = {"BYTEPS_KEEP": "1", "BYTEPS_PARTITION_BYTES": "16384"}
 SHORT = {**KEEP, "BYTEPS_PEER_TIMEOUT_S": "3"}

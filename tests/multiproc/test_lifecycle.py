@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, Cluster, cpu_seconds, wait_for_file
-from sockets import connections_of
+
+from tests.multiproc.cluster import END_S, Cluster, cpu_seconds, wait_for_file
+from tests.multiproc.sockets import connections_of
 
 IDLE_S = 2.0
 IDLE_LIMIT = 0.10  # of a core; upstream's polling loops burn whole cores

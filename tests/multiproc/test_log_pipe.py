@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import END_S, START_S, Cluster, server_executable, wait_for_file
+
+from tests.multiproc.cluster import END_S, START_S, Cluster, server_executable, wait_for_file
 
 LOUD = {"BYTEPS_LOG_LEVEL": "DEBUG", "PS_VERBOSE": "2", "BYTEPS_PEER_TIMEOUT_S": "5"}
 

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from cluster import START_S, Cluster, Process, clean_environment, server_executable
-from endings import wait_for_text
+
+from tests.multiproc.cluster import START_S, Cluster, Process, clean_environment, server_executable
+from tests.multiproc.endings import wait_for_text
 
 TEXT = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z) (?P<severity>[A-Z]+) (?P<role>\w+) "

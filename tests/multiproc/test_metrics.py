@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from cluster import END_S, LOOPBACK, Cluster, wait_all
-from programs.observed import LARGE, ROUNDS, SMALL
 
-from ports import free_ports
+from scripts.ports import free_ports
+from tests.multiproc.cluster import END_S, LOOPBACK, Cluster, wait_all
+from tests.multiproc.programs.observed import LARGE, ROUNDS, SMALL
 
 PARTITIONS = 3 + 1  # of a round of both tensors
 BYTES = 4 * (LARGE + SMALL)

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster, Spawned
+
+from tests.multiproc.cluster import Cluster, Spawned
 
 PROGRAMS = ("distributed", "clipped", "passes", "compressed", "state")
 

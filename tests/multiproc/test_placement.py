@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster
+
+from tests.multiproc.cluster import Cluster
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 4, 5, 8])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster
+
+from tests.multiproc.cluster import Cluster
 
 # A page: tensors of moderate size then have many partitions.
 SMALL = 4096
 # An operation that one rank's failed check left alone ends the test soon.
 PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "20"}
-
 
 USUAL = ((1, 1), (2, 2), (3, 3), (4, 1))
 """Workers and servers; the other numbers are thorough."""

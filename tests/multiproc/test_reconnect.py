@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, Cluster, Process, stop, wait_all, wait_for_file
-from endings import demand_error, demand_failed, start_looping, wait_for_text
-from sockets import Socket, connections_of
+
+from tests.multiproc.cluster import END_S, Cluster, Process, stop, wait_all, wait_for_file
+from tests.multiproc.endings import demand_error, demand_failed, start_looping, wait_for_text
+from tests.multiproc.sockets import Socket, connections_of
 
 RESETS = 12
 """Of each kind of link, at whatever moments they come."""

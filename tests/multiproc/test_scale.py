@@ -6,8 +6,8 @@ import re
 import subprocess
 from collections.abc import Callable
 
-import native
-from cluster import LOOPBACK, Cluster
+from tests import native
+from tests.multiproc.cluster import LOOPBACK, Cluster
 
 WORKERS = SERVERS = 1000
 PATIENCE_S = 400

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from cluster import (
+
+from tests.multiproc.cluster import (
     END_S,
     HERE,
     LOOPBACK,

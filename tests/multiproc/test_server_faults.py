@@ -7,7 +7,8 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, RUN_S, Cluster, wait_all
+
+from tests.multiproc.cluster import END_S, RUN_S, Cluster, wait_all
 
 ENV = {
     "BYTEPS_PARTITION_BYTES": "4096",

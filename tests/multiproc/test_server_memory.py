@@ -6,8 +6,8 @@ import re
 import resource
 from pathlib import Path
 
-from cluster import wait_all
-from small_cluster import LIMIT_S, small_cluster
+from tests.multiproc.cluster import wait_all
+from tests.multiproc.small_cluster import LIMIT_S, small_cluster
 
 MIB = 1 << 20
 

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import wait_all
-from small_cluster import LIMIT_S, small_cluster
+
+from tests.multiproc.cluster import wait_all
+from tests.multiproc.small_cluster import LIMIT_S, small_cluster
 
 OP_TIMEOUT_S = 6.0
 PAUSE_S = 8.0

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import HERE, REPOSITORY
-from slurm import SlurmCluster
+
+from tests.multiproc.cluster import HERE, REPOSITORY
+from tests.multiproc.slurm import SlurmCluster
 
 SCRIPT = REPOSITORY / "scripts/examples/slurm.sbatch"
 JOB = HERE / "jobs/scripts_job.py"

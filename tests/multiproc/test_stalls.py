@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, Cluster, Process, stop, wait_all
-from endings import demand_error, demand_failed, start_looping
+
+from tests.multiproc.cluster import END_S, Cluster, Process, stop, wait_all
+from tests.multiproc.endings import demand_error, demand_failed, start_looping
 
 Make = Callable[..., Cluster]
 SHORT = {"BYTEPS_PEER_TIMEOUT_S": "3"}

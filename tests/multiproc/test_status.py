@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cluster import (
+from scripts.ports import free_ports
+from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,
     REPOSITORY,
@@ -22,9 +23,7 @@ from cluster import (
     server_executable,
     stop,
 )
-from programs.observed import LARGE, PARTITIONS, ROUNDS, SMALL
-
-from ports import free_ports
+from tests.multiproc.programs.observed import LARGE, PARTITIONS, ROUNDS, SMALL
 
 STATUS = REPOSITORY / "scripts/status.sh"
 WORKERS = 2

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, Cluster, Spawned, wait_all
-from endings import demand_error
-from test_health import start, wait_for
+
+from tests.multiproc.cluster import END_S, Cluster, Spawned, wait_all
+from tests.multiproc.endings import demand_error
+from tests.multiproc.test_health import start, wait_for
 
 SHORT = {"BYTEPS_PEER_TIMEOUT_S": "5"}
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from cluster import (
+
+from tests.multiproc.cluster import (
     END_S,
     LOOPBACK,
     SECRET,
@@ -21,8 +22,8 @@ from cluster import (
     wait_all,
     wait_for_file,
 )
-from endings import demand_error
-from strangers import (
+from tests.multiproc.endings import demand_error
+from tests.multiproc.strangers import (
     ADD_NODE,
     CHALLENGE_BYTES,
     JOB_FAILED,

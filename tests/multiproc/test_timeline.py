@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import END_S, REPOSITORY, Cluster, stop, wait_all
-from programs.observed import ROUNDS
+
+from tests.multiproc.cluster import END_S, REPOSITORY, Cluster, stop, wait_all
+from tests.multiproc.programs.observed import ROUNDS
 
 WORKER_STAGES = ["queue", "push", "server", "pull queue", "pull"]
 SERVER_STAGES = ["receive queue", "add", "other workers", "answer"]

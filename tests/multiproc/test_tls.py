@@ -13,11 +13,19 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from authority import Authority
-from cluster import END_S, Cluster, clean_environment, server_executable, stop, wait_all
-from endings import demand_error, start_looping, wait_for_text
-from sockets import connections_of
-from test_reconnect import between, resent, server_port, wait_for_rounds
+
+from tests.multiproc.authority import Authority
+from tests.multiproc.cluster import (
+    END_S,
+    Cluster,
+    clean_environment,
+    server_executable,
+    stop,
+    wait_all,
+)
+from tests.multiproc.endings import demand_error, start_looping, wait_for_text
+from tests.multiproc.sockets import connections_of
+from tests.multiproc.test_reconnect import between, resent, server_port, wait_for_rounds
 
 TLS = {"BYTEPS_TLS": "1"}
 SETTINGS = {**TLS, "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_TCP_CONNECTIONS": "2"}

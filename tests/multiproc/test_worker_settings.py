@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster import END_S, Cluster, wait_all
+from tests.multiproc.cluster import END_S, Cluster, wait_all
 
 BAD = [
     ("RANK", "x"),

@@ -8,11 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import native
 import pytest
-from cluster import END_S, START_S, Spawned, clean_environment, wait_all, wait_for_file
-from sockets import connections_of
-from switch import Rule, Switch
+
+from tests import native
+from tests.multiproc.cluster import (
+    END_S,
+    START_S,
+    Spawned,
+    clean_environment,
+    wait_all,
+    wait_for_file,
+)
+from tests.multiproc.sockets import connections_of
+from tests.netkit.switch import Rule, Switch
 
 RECONNECT_S = 6.0
 HERE, THERE = 0, 1

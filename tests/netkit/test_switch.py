@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from switch import Rule, Switch
+
+from tests.netkit.switch import Rule, Switch
 
 SILENCE_S = 1.0
 HEADERS = 28
@@ -46,10 +47,6 @@ def ping(switch: Switch, receiver: int, *, count: int = 1, size: int = 84) -> li
         except TimeoutError:
             pass
         return times
-
-
-def test_hosts_reach_each_other(switch: Switch) -> None:
-    assert len(ping(switch, 1)) == len(ping(switch, 2)) == 1
 
 
 def test_large_packets_are_dropped_one_way(switch: Switch) -> None:

@@ -4,9 +4,3 @@ By `make test-object-store` alone, in build/venv-s3.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("scripts", "bench", "integrations/ray")]

@@ -8,12 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from object_store.stores import STORES
 
+from bench.ray_failures.cases import (
+    CASES,
+    IN_BACKGROUND,
+    STEPS,
+    STRIKE,
+    Case,
+    Runner,
+    pool_settings,
+    problems,
+)
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
-from raykit.cases import CASES, IN_BACKGROUND, STEPS, STRIKE, Case, Runner, pool_settings, problems
-from raykit.pools import warm_pool
+from tests.layouts.under_ray.pools import warm_pool
+from tests.object_store.stores import STORES
 
 
 @pytest.fixture(scope="module")

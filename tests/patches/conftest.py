@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 # Test folders are no packages; this makes the helper module importable for this folder's tests.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from patch_project import Project, make_project
+from tests.patches.patch_project import Project, make_project
 
 
 @pytest.fixture

@@ -104,11 +104,11 @@ def run_script(
     *arguments: str, cache: Path | None = None, env: dict[str, str] | None = None
 ) -> Result:
     """Runs scripts/patchset.py with this test's Python; both output streams together."""
-    variables = dict(os.environ) | (env or {})
+    variables = dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)} | (env or {})
     if cache is not None:
         variables["MEGATRON_BYTEPS_CACHE"] = str(cache)
     process = subprocess.run(
-        [sys.executable, "-B", str(REPOSITORY / "scripts/patchset.py"), *arguments],
+        [sys.executable, "-B", "-m", "scripts.patchset", *arguments],
         env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from patch_project import UPSTREAM_FILES, Project, make_project, make_sdist, snapshot
+
+from tests.patches.patch_project import UPSTREAM_FILES, Project, make_project, make_sdist, snapshot
 
 
 def test_tree_is_upstream_overlay_and_one_commit_per_patch(patched: Project) -> None:

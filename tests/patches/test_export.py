@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-from patch_project import Project, git, make_sdist, run_script, snapshot
+
+from tests.patches.patch_project import Project, run_script, snapshot
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -183,10 +183,3 @@ def test_check_leaves_the_tree_alone(patched: Project) -> None:
     patched.ok("apply", "--check")
     assert snapshot(patched.tree()) == before
     assert patched.git("rev-parse", "HEAD") == head
-
-
-def test_sdist_of_the_tests_is_reproducible(tmp_path: Path) -> None:
-    first = make_sdist(tmp_path, "engine").read_bytes()
-    assert make_sdist(tmp_path, "engine").read_bytes() == first
-    assert git(tmp_path, "--version")
-    assert os.listdir(tmp_path) == ["engine-1.0.tar.gz"]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from patch_project import REPOSITORY, UPSTREAM_FILES, Project, contents, git, run_script
+
+from tests.patches.patch_project import (
+    REPOSITORY,
+    UPSTREAM_FILES,
+    Project,
+    contents,
+    git,
+    run_script,
+)
 
 
 @pytest.fixture

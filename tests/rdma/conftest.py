@@ -7,24 +7,20 @@ there instead.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import native
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "multiproc"))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster import Cluster, Nursery
-from cluster_fixtures import make_cluster
-from meddling import LIBRARY, build_meddle
-from relay import ADDRESS_VARIABLE, REPORTS_VARIABLE, RemoteRun, Writer
-from transports import Transport, make
-from vm.guest import missing_tool
-from vm.kernel import VmError
+from tests import native
+from tests.multiproc.cluster import Cluster, Nursery
+from tests.multiproc.cluster_fixtures import make_cluster
+from tests.rdma.meddling import LIBRARY, build_meddle
+from tests.rdma.relay import ADDRESS_VARIABLE, REPORTS_VARIABLE, RemoteRun, Writer
+from tests.rdma.transports import Transport, make
+from tests.rdma.vm.guest import missing_tool
+from tests.rdma.vm.kernel import VmError
 
 __all__ = ["make_cluster"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from native import FOLDER, BuildError
+from tests.native import FOLDER, BuildError
 
 SOURCE = Path(__file__).parent / "meddle.cc"
 OVERLAY = SOURCE.parents[2] / "byteps"

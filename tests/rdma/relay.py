@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import PRELOAD
-from vm.bytecode import compiled
-from vm.guest import Guest, address_of
-from vm.kernel import VmError
+
+from tests.multiproc.nursery import PRELOAD
+from tests.rdma.vm.bytecode import compiled
+from tests.rdma.vm.guest import Guest, address_of
+from tests.rdma.vm.kernel import VmError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REPORTS = "reports.jsonl"

@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from vm.guest import Guest, Link
-from vm.kernel import VmError
+from tests.rdma.vm.guest import Guest, Link
+from tests.rdma.vm.kernel import VmError
 
 EXIT_USAGE = 2
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import END_S, Cluster, stop, wait_all
-from endings import demand_error, demand_failed, error_of
-from transports import make
+
+from tests.multiproc.cluster import END_S, Cluster, stop, wait_all
+from tests.multiproc.endings import demand_error, demand_failed, error_of
+from tests.rdma.transports import make
 
 RDMA = make("rdma")
 SHORT = {

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from relay import REPOSITORY
+
+from tests.rdma.relay import REPOSITORY
 
 SCRIPT = str(REPOSITORY / "scripts/check_rdma.sh")
 V2 = "RoCE v2"

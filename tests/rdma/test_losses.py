@@ -6,8 +6,9 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from cluster import END_S, Cluster, wait_all
-from endings import demand_error, demand_failed, start_looping
+
+from tests.multiproc.cluster import END_S, Cluster, wait_all
+from tests.multiproc.endings import demand_error, demand_failed, start_looping
 
 PEER_TIMEOUT_S = 4
 SHORT = {

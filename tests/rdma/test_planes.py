@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster
-from transports import Transport
+
+from tests.multiproc.cluster import Cluster
+from tests.rdma.transports import Transport
 
 Make = Callable[..., Cluster]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from cluster import Cluster
-from transports import VARIANTS, Transport
+
+from tests.multiproc.cluster import Cluster
+from tests.rdma.transports import VARIANTS, Transport
 
 PAGE = 4096
 INLINE = 1024

@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from relay import REPOSITORY
-from vm.bytecode import compiled
-from vm.guest import Guest, Link, missing_tool
+
+from tests.rdma.relay import REPOSITORY
+from tests.rdma.vm.bytecode import compiled
+from tests.rdma.vm.guest import Guest, Link, missing_tool
 
 LIMIT_S = 390.0
 

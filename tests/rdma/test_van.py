@@ -12,12 +12,12 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import native
 import pytest
-from relay import ADDRESS_VARIABLE
-from transports import VARIANTS, Transport
 
-from ports import free_ports
+from scripts.ports import free_ports
+from tests import native
+from tests.rdma.relay import ADDRESS_VARIABLE
+from tests.rdma.transports import VARIANTS, Transport
 
 Run = Callable[..., str]
 

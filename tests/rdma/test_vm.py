@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from relay import REPOSITORY
-from vm.guest import missing_tool
+
+from tests.rdma.relay import REPOSITORY
+from tests.rdma.vm.guest import missing_tool
 
 DEVICE = Path("/sys/class/infiniband/rxe0/ports/1")
 ONE_SERVER_S = 60.0

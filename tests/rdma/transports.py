@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from cluster import LOOPBACK
-from relay import ADDRESS_VARIABLE
+from tests.multiproc.cluster import LOOPBACK
+from tests.rdma.relay import ADDRESS_VARIABLE
 
 
 @dataclass(frozen=True)

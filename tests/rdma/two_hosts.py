@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "multiproc"))
-
 import byteps.torch  # noqa: F401 # once, before the workers are forked
-from cluster import Spawned, clean_environment, server_executable
-from programs import failures, planes, sums
-from programs.job import Job
+
+from tests.multiproc.cluster import Spawned, clean_environment, server_executable
+from tests.multiproc.programs import failures, planes, sums
+from tests.multiproc.programs.job import Job
 
 NETWORK = "10.77.0"
 JOB_S = 150.0

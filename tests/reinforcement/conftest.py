@@ -7,23 +7,17 @@ By `make test-rl` alone, in build/venv-rl.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TREE = ROOT / "build" / "Megatron-LM"
-FOLDERS = ("scripts", "bench", "integrations/hf", "integrations/rl")
-sys.path[:0] = [str(TREE), *(str(ROOT / name) for name in FOLDERS)]
-
-from megatron_byteps_rl.devices import ENVIRONMENTS  # noqa: E402
+from megatron_byteps_rl.devices import ENVIRONMENTS
 
 # Before verl is imported, here or in the fork server.
 os.environ.update({**ENVIRONMENTS["cpu"]} | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
-from paritykit.forked import start_fork_server  # noqa: E402
-from rlkit.runs import PROGRAMS  # noqa: E402
+from tests.layouts.job import start_fork_server
+from tests.layouts.reinforcement.runs import PROGRAMS
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reward_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model that was not trained."""
-    from rlkit import rewards
+    from tests.layouts.reinforcement import rewards
 
     return rewards.write(model, tmp_path_factory.mktemp("reward") / "model")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import rl_layouts
 from megatron_byteps_rl import devices, memory, trainer
 from megatron_byteps_rl.settings import Settings
-from rlkit.layouts import LAYOUTS
+from tests.layouts import rl_layouts
+from tests.layouts.reinforcement.rows import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0
@@ -24,7 +24,6 @@ NO_GPU = f"--device cuda: torch {torch.__version__} sees no GPU here"
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """On a machine without GPUs, whatever this one has."""
-    paths = [ROOT / "integrations" / name for name in ("hf", "rl")]
     return subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
         capture_output=True,
@@ -33,7 +32,6 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         timeout=LIMIT_S,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "CUDA_VISIBLE_DEVICES": "",
             **environment,
         },
@@ -51,7 +49,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return count
 
 
-@pytest.mark.parametrize("script", ["scripts/rl.py", "bench/rl_layouts.py"])
+@pytest.mark.parametrize("script", ["scripts/rl.py", "tests/layouts/rl_layouts.py"])
 def test_without_a_gpu_nothing_starts(script: str) -> None:
     ran = python(str(ROOT / script), "--device", "cuda")
     assert ran.returncode != 0 and NO_GPU in ran.stderr
@@ -73,7 +71,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_gpu_is_enough_for_every_layout(gpus: Callable[[int], None]) -> None:
     gpus(1)
-    layouts, _ = rl_layouts.parse(["--device", "cuda"])
+    layouts, _ = rl_layouts.chosen(["--device", "cuda"])
     assert layouts == list(LAYOUTS)
 
 
@@ -126,8 +124,6 @@ where = dict(model=Path({str(model)!r}), folder=Path({str(tmp_path)!r}))
 job.run(Settings(device="cuda", ranks=2, steps=1, **where), [])
 """
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    paths = [ROOT / "integrations" / name for name in ("hf", "rl")]
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     if torch.cuda.device_count():
         pytest.skip("this machine has GPUs")
     ran = subprocess.run(

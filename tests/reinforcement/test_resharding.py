@@ -12,7 +12,7 @@ import torch
 
 from megatron_byteps_rl.megatron_rollout import MegatronRollout
 from megatron_byteps_rl.resharding import reshard
-from paritykit.forked import Job
+from tests.layouts.job import Job
 
 RANKS = 4
 # fp32: the same sums in another order.
@@ -32,12 +32,12 @@ def test_both_layouts_are_one_model(
 ) -> None:
     job = Job(
         folder=tmp_path / "job",
-        program="rlkit.resharding:compare",
+        program="tests.layouts.reinforcement.resharding:compare",
         ranks=RANKS,
         settings={"model": model, "tensor": tensor, "pipeline": pipeline, "rollout": rollout},
     )
     job.run()
-    seen = [job.result(rank) for rank in range(RANKS)]
+    seen = job.results()
     for rank in range(RANKS):
         for time in seen[rank]:
             torch.testing.assert_close(time["resharded"], time["trained"], **CLOSE)

@@ -12,7 +12,7 @@ import torch
 from megatron_byteps_rl import reward, reward_training, task, trainer
 from megatron_byteps_rl.reward_group import ModelReward
 from megatron_byteps_rl.settings import Settings
-from paritykit.forked import Job
+from tests.layouts.job import Job
 
 STEPS = 40
 # Training and reward compute in bf16, the whole model in fp32: up to 0.02 was seen.
@@ -20,9 +20,14 @@ ROUNDING = 0.06
 
 
 def ran(folder: Path, ranks: int, function: str, **settings: Any) -> list[Any]:
-    job = Job(folder=folder, program=f"rlkit.rewards:{function}", ranks=ranks, settings=settings)
+    job = Job(
+        folder=folder,
+        program=f"tests.layouts.reinforcement.rewards:{function}",
+        ranks=ranks,
+        settings=settings,
+    )
     job.run()
-    return [job.result(rank) for rank in range(ranks)]
+    return job.results()
 
 
 def test_its_training_goes_through_byteps_and_every_layout_gives_its_rewards(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rl import REWARD_STEPS
-from rlkit import rewards
-from trainkit import rl_report
+from scripts.rl import REWARD_STEPS
+from scripts.trainkit import rl_report
+from tests.layouts.reinforcement import rewards
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1500.0

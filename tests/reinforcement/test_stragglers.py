@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.straggler_rank import Experiment, Step
-from rlkit.straggler_report import rows
-from rlkit.straggling import KINDS, Links, Load, delay, least_seconds, loads
+from bench.stragglers.delays import KINDS, Links, Load, delay, least_seconds, loads
+from bench.stragglers.rank import Experiment, Step
+from bench.stragglers.report import rows
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "rl_stragglers.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "bench/stragglers/run.py"
 LIMIT_S = 300.0
 FOUR = Links(workers=4, servers=4, rate=1.0)
 
@@ -136,7 +136,7 @@ def test_all_sums_of_a_short_run_are_right(tmp_path: Path, shards: list[str]) ->
 def test_bad_usage_is_named(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import rl_stragglers
+    from bench.stragglers import run as rl_stragglers
 
     with pytest.raises(SystemExit, match="2"):
         rl_stragglers.main(arguments)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.layouts import by_name
-from rlkit.runs import compare
+from tests.layouts.reinforcement.rows import LAYOUTS
+from tests.layouts.reinforcement.runs import compare
+from tests.layouts.rows import named
 
 
 @pytest.mark.parametrize(
@@ -31,9 +32,9 @@ def test_trains_as_through_all_reduce(
 ) -> None:
     # That every bucket of both models is summed at every step, under a name of its own, is seen
     # to by compare().
-    outcome = compare(tmp_path / "job", by_name([layout])[0], algorithm, model, reward_model)
+    outcome = compare(tmp_path / "job", named(LAYOUTS, [layout])[0], algorithm, model, reward_model)
     assert set(outcome.equal) == ({"actor", "critic"} if algorithm == "ppo" else {"actor"})
-    assert outcome.good, outcome
+    assert not outcome.problems(), outcome
     assert outcome.apart > 0  # layouts, and fp32 from bf16, are told apart
     assert (outcome.rewards_apart is None) == (algorithm == "grpo")
     assert (outcome.sent_bytes is None) == ("-to-" not in layout)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import native
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from fuzz import TARGETS, fuzz
+from scripts.fuzz import TARGETS, fuzz
+from tests import native
 
 RUNS = {"membership": 1_000, "server": 1_000}
 """Those that start threads are slower."""

@@ -6,15 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
-import native
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
-
-from cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
+from tests import native
+from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
 
 LIMIT_S = 240.0
 WORKERS, SERVERS = 2, 2

@@ -5,19 +5,14 @@ By `make test-ray` alone, in build/venv-ray.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("scripts", "bench", "integrations/ray")]
-
-from megatron_byteps_ray.pool import Pool  # noqa: E402
-from megatron_byteps_ray.settings import Settings  # noqa: E402
-from raykit.cases import Runner, cluster_settings, pool_settings  # noqa: E402
-from raykit.pools import warm_pool  # noqa: E402
+from bench.ray_failures.cases import Runner, cluster_settings, pool_settings
+from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.settings import Settings
+from tests.layouts.under_ray.pools import warm_pool
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import ray
 
+from bench.ray_failures.cases import ENVIRONMENT, MODEL, SAVE_EVERY, STEPS, STRIKE, Case, Runner
 from megatron_byteps_ray.job import record_of_steps
 from megatron_byteps_ray.pool import Pool
-from raykit.cases import ENVIRONMENT, MODEL, ROOT, SAVE_EVERY, STEPS, STRIKE, Case, Runner
+from tests.layouts.under_ray.pools import ROOT
 
 LIMIT_S = 500.0
 
@@ -23,15 +24,15 @@ def test_a_driver_is_started_again(pool: Pool, runner: Runner, run_dir: Path) ->
     del pool  # of whose cluster the job takes the rest
     folder = run_dir / "job"
     hold = {"incarnation": 0, "rank": 0, "when": STRIKE, "what": f"hold:{run_dir}/never"}
-    variables = {**ENVIRONMENT, "RAYKIT_FAULTS": json.dumps([hold])}
+    variables = {**ENVIRONMENT, "SCRIPTED_FAULTS": json.dumps([hold])}
     command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_ray", "--folder", str(folder)]
     command += ["--address", ray.get_runtime_context().gcs_address]
     command += ["--cpus-per-rank", "0.5", "--preload", "pretrain_dpu_gpt"]
-    for path in (ROOT / "build" / "Megatron-LM", ROOT / "bench"):
-        command += ["--python-path", str(path)]
+    for path in ("build/Megatron-LM", ".", "tests", "scripts"):
+        command += ["--python-path", str(ROOT / path)]
     for name, value in variables.items():
         command += ["--environment", f"{name}={value}"]
-    entry = ["raykit.faulty_gpt:main", "--", *MODEL, "--train-iters", str(STEPS)]
+    entry = ["bench.ray_failures.faulty_gpt:main", "--", *MODEL, "--train-iters", str(STEPS)]
     entry += ["--save", str(run_dir / "saved"), "--save-interval", str(SAVE_EVERY)]
     environment = {**os.environ, "RAY_worker_niceness": "0"}
     with (run_dir / "driver.log").open("wb") as log:

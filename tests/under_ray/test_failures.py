@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import ray
 
+from bench.ray_failures.cases import (
+    CASES,
+    SAVE_EVERY,
+    STEPS,
+    STRIKE,
+    Case,
+    Runner,
+    problems,
+    several_nodes,
+)
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import JobError
-from raykit.cases import CASES, SAVE_EVERY, STEPS, STRIKE, Case, Runner, problems, several_nodes
 
 NAMES = [
     pytest.param(name, marks=[pytest.mark.thorough] if case.thorough else [])

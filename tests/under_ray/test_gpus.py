@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.ray_failures.cases import ENVIRONMENT
+from bench.ray_failures.nodes import Nodes
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
-from raykit.cases import ENVIRONMENT
-from raykit.gpus import gpus_to_offer, take_a_share
-from raykit.nodes import Nodes
+from tests.layouts.under_ray.gpus import gpus_to_offer, take_a_share
 
 SCRIPT = """
 import json, os, sys

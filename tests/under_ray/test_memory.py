@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from bench.ray_failures.cases import SAVE_EVERY, STRIKE, Case, Outcome, Runner, problems
 from megatron_byteps_ray import memory
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.memory import Keeper, Port, Snapshots
-from raykit.cases import SAVE_EVERY, STRIKE, Case, Outcome, Runner, problems
 
 EVERY = 2
 # The last state before the strike may still be on its way to the actors by then.

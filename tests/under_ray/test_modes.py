@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.ray_failures.cases import ENVIRONMENT
+from bench.ray_failures.script import SCRIPT
 from megatron_byteps_ray.job import Job, record_of_steps
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.settings import Settings
-from raykit.cases import ENVIRONMENT
-from raykit.script import SCRIPT
 
 LIMIT_S = 500.0
 

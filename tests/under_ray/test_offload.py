@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +10,8 @@ import torch
 from megatron_byteps_ray.dispatch import Group, Mesh
 from megatron_byteps_ray.offload import DeviceState, Offloads
 from megatron_byteps_ray.pool import Pool
+from tests.layouts.platforms import CPU, CUDA
+from tests.layouts.under_ray.pools import environment_on
 
 RANKS, WIDTH, STEPS = 2, 64, 4
 
@@ -19,9 +19,8 @@ RANKS, WIDTH, STEPS = 2, 64, 4
 class Trainer(Offloads):
     """Two ranks that train through BytePS, in bf16 with the distributed optimizer."""
 
-    def __init__(self, path: Sequence[str]) -> None:
-        sys.path[:0] = path
-        from paritykit import offload
+    def __init__(self) -> None:
+        from tests.layouts.gpt import offload
 
         self._how = offload
         self._device = offload.start()
@@ -52,15 +51,10 @@ class Trainer(Offloads):
 
 def _train(*, away: bool) -> list[list[str]]:
     """The checksums of all ranks after each step; ``away``: with nothing on devices in between."""
-    # An actor that imports this module does not find them yet.
-    from paritykit.platforms import CPU, CUDA
-    from raykit.cases import ROOT, environment_on
-
     on_gpus = torch.cuda.device_count() >= RANKS
     group = Group.start(
         Trainer,
         Mesh(data=RANKS),
-        [str(ROOT / name) for name in ("bench", "scripts", "build/Megatron-LM")],
         cpus=0.25,
         gpus=float(on_gpus),
         environment={

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from bench.ray_failures.cases import ENVIRONMENT, MODEL
+from bench.ray_failures.script import SCRIPT
 from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.pool import Pool
 from megatron_byteps_ray.profiling import Profile
 from megatron_byteps_ray.settings import Settings
 from megatron_byteps_ray.traces import merge
-from raykit.cases import ENVIRONMENT, MODEL
-from raykit.script import SCRIPT
 
 LIMIT_S = 500.0
 Event = dict[str, Any]

@@ -7,8 +7,9 @@ import os
 import subprocess
 from pathlib import Path
 
-import native
 import pytest
+
+from tests import native
 
 SUITES = ("BestOf", "Greeting", "Refusal", "Sending", "VanInbox")
 LIMIT_S = 500

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from byteps.torch import engine, memory
+from byteps.torch import memory, operations, tensors
 
 
 class Engine:
@@ -58,10 +58,10 @@ def test_memory_that_was_freed_is_not_summed() -> None:
     tensor = torch.zeros(1000)
     tensor.untyped_storage().resize_(0)
     for check in (
-        lambda: engine._check(tensor, "g"),
-        lambda: engine.move(lambda: pytest.fail("it was started"), tensor),
+        lambda: tensors.check(tensor, "g"),
+        lambda: operations.start_update(lambda: pytest.fail("it was started"), tensor),
     ):
         with pytest.raises(ValueError, match="ends at byte 4,000 of a storage of 0 bytes"):
             check()
-    engine._check(torch.zeros(0), "g")
-    engine._check(torch.zeros(5)[5:], "g")
+    tensors.check(torch.zeros(0), "g")
+    tensors.check(torch.zeros(5)[5:], "g")

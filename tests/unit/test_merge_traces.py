@@ -1,17 +1,14 @@
-"""scripts/merge_traces.py on traces of torch; tests/multiproc/test_timeline.py has BytePS's."""
+"""Merges traces of torch; tests/multiproc/test_timeline.py has BytePS's."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import merge_traces
+from megatron_byteps_ray import traces
 
 
 def _of_torch(file: Path, rank: int, base_ns: int) -> Path:
@@ -45,7 +42,7 @@ def test_merging_with_traces_of_torch(tmp_path: Path) -> None:
         ours,
         _of_torch(tmp_path / "b.json.gz", 1, moment + 2 * 10**9),
     ]
-    merged = merge_traces.merge(files)["traceEvents"]
+    merged = traces.merge(files)["traceEvents"]
     assert len(merged) == 4 + 1 + 4 + 2  # "Traces" had no name
     first, second = (event for event in merged if event["name"] == "mm")
     (push,) = (event for event in merged if event["name"] == "g.0")
@@ -59,4 +56,4 @@ def test_merging_with_traces_of_torch(tmp_path: Path) -> None:
     assert len({event["id"] for event in merged if event["ph"] == "s"}) == 2
     (tmp_path / "cut.json.gz").write_bytes(files[0].read_bytes()[:50])
     with pytest.raises(ValueError, match=r"cut.json.gz is no timeline"):
-        merge_traces.merge([tmp_path / "cut.json.gz"])
+        traces.merge([tmp_path / "cut.json.gz"])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from byteps.torch import engine, nodes, ops
 from byteps.torch.nodes import HostLayout, host_name
 from byteps.torch.pieces import Piece, shard_pieces, whole_pieces
 
@@ -105,3 +109,48 @@ def test_ranks_that_alternate_between_hosts() -> None:
 @pytest.mark.parametrize("owned", [[[0, 1, 0, 1]], [[0, 0], [0, 0]], [[0, 1], [1, 2]]])
 def test_parts_that_would_overlap_cannot_be_cut(owned: list[list[int]]) -> None:
     assert shard_pieces(12, owned, 0, 0, 1) is None
+
+
+class OneOfTwo:
+    """The ranks of a host, of which the other one has only zeros."""
+
+    size = 2
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        output.copy_(source[: output.numel()])
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
+        assert output.data_ptr() == part.data_ptr()
+        output[part.numel() :].zero_()
+
+
+def test_what_a_host_has_summed_goes_through_the_public_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So whoever watches or replaces push_pull_async_inplace sees all sums."""
+    calls: list[tuple[list[float], dict[str, Any]]] = []
+
+    def push_pull(tensor: torch.Tensor, **options: Any) -> int:
+        calls.append((tensor.tolist(), options))
+        tensor.mul_(2)
+        return len(calls)
+
+    monkeypatch.setattr(ops, "push_pull_async_inplace", push_pull)
+    monkeypatch.setattr(ops, "synchronize", lambda handle: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(engine, "partition_count", lambda nbytes, *, piece_of: 1)
+    group: Any = OneOfTwo()
+    summed = nodes.NodeSum(
+        name="g",
+        layout=HostLayout.of((0, 1, 2, 3), ("a", "a", "b", "b")),
+        node=group,
+        pieces=tuple(whole_pieces(8, 2, 2)),
+        placement=5,
+    )
+    tensor = torch.arange(8.0)
+    summed.start(tensor).wait()
+    assert [values for values, _ in calls] == [[0.0, 1.0], [4.0, 5.0]]
+    assert [options["name"] for _, options in calls] == ["g/part0of2/piece0", "g/part0of2/piece1"]
+    assert [options["placement"] for _, options in calls] == [5, 6]
+    assert {(options["group"], options["piece_of"]) for _, options in calls} == {((0, 2), 4)}
+    assert tensor.tolist() == [0.0, 2.0, 0.0, 0.0, 8.0, 10.0, 0.0, 0.0]

@@ -6,8 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
-import native
 import pytest
+
+from tests import native
 
 BYTEPS = Path(__file__).resolve().parents[2] / "byteps"
 PROGRAM = re.compile(r"add_executable\(unit_test\s([^)]+)\)")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from once import made_once
+
+from tests.once import made_once
 
 pytestmark = pytest.mark.slow  # it compiles each build
 

@@ -12,12 +12,15 @@ import byteps.torch as bps
 import pytest
 import torch
 import torch.distributed as dist
-from byteps.torch import server_parts, server_state
+from byteps.torch import server_shards, session
+from byteps.torch.flat import Place
 from byteps.torch.nodes import NodeGroup
 from byteps.torch.pieces import whole_pieces
-from byteps.torch.server_nodes import OnHost, SharedTensor
-from byteps.torch.server_parts import cut_segments
-from byteps.torch.server_state import start_and_wait
+from byteps.torch.server_bucket import BucketSpec, ServerBucket
+from byteps.torch.server_host import HostRanks
+from byteps.torch.server_rule import Rule, Step, cut_segments
+from byteps.torch.server_shards import ServerShards
+from byteps.torch.step_machine import start_and_wait
 
 SEGMENTS = [(5, 0, True), (6, 1, False), (40, 1, True), (97, 2, True)]
 
@@ -79,11 +82,11 @@ class Kept:
 
 
 @pytest.mark.parametrize(("elements", "size", "pieces"), [(24, 2, 3), (25, 3, 2), (7, 4, 1)])
-def test_ranks_load_their_parts_and_gather_any_range(
+def test_ranks_load_their_shards_and_gather_any_range(
     monkeypatch: pytest.MonkeyPatch, elements: int, size: int, pieces: int
 ) -> None:
-    monkeypatch.setattr(server_parts, "ServerTensor", Kept)
-    monkeypatch.setattr(server_parts, "_GATHERED_AT_ONCE", 3)  # in several turns
+    monkeypatch.setattr(server_shards, "ServerTensor", Kept)
+    monkeypatch.setattr(server_shards, "_GATHERED_AT_ONCE", 3)  # in several turns
     cut, whole = whole_pieces(elements, size, pieces), torch.arange(float(elements))
     ranges = [(b, e) for b in range(elements + 1) for e in range(b, elements + 1)]
 
@@ -92,18 +95,18 @@ def test_ranks_load_their_parts_and_gather_any_range(
             bps.TensorDeclaration(name="x", dtype=torch.float32, numel=piece.length)
             for piece in cut
         ]
-        host = OnHost(group=group, local=rank)
+        host = HostRanks(group=group, local=rank)
         segments = [(elements, 0, True)]
-        rule = server_state.Rule(is_adamw=False, groups=[])
-        tensor = SharedTensor(declarations, rule, segments, pieces=cut, host=host)
+        rule = Rule(is_adamw=False, groups=[])
+        tensor = ServerShards(declarations, rule, segments, pieces=cut, host=host)
         tensor.load(0, whole)
         for begin, end in ranges:
             assert torch.equal(tensor.gather(0, begin, end), whole[begin:end])
-        for begin, end in tensor.mine:
+        for begin, end in tensor.own:
             assert torch.equal(tensor.read(0, begin, end), whole[begin:end])
-        with pytest.raises(ValueError, match="not of one part of this rank"):
+        with pytest.raises(ValueError, match="not of one shard of this rank"):
             tensor.read(0, 0, elements)
-        return tensor.mine
+        return tensor.own
 
     mine = itertools.chain(*on_a_host(size, gathered))
     assert sorted(e for one in mine for e in range(*one)) == list(range(elements))
@@ -175,23 +178,28 @@ class Moving(Kept):
         Moving.waited.append(handle)
 
 
-def test_all_parts_are_waited_for_when_a_rank_of_the_host_is_lost(
+def test_all_shards_are_waited_for_when_a_rank_of_the_host_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else what comes down for the others would be written into memory that the caller has back."""
-    monkeypatch.setattr(server_parts, "ServerTensor", Moving)
+    monkeypatch.setattr(server_shards, "ServerTensor", Moving)
+    monkeypatch.setattr(session, "rank", lambda: 0)
     monkeypatch.setattr(Moving, "waited", [], raising=False)
     cut = whole_pieces(12, 2, 3)
     declarations = [
-        bps.TensorDeclaration(name="x", dtype=torch.float32, numel=piece.length) for piece in cut
+        bps.TensorDeclaration(name="x", dtype=torch.float32, numel=piece.length, group=[0, 1])
+        for piece in cut
     ]
     group: Any = Lonely()
-    host = OnHost(group=group, local=0)
-    rule = server_state.Rule(is_adamw=False, groups=[])
-    tensor = SharedTensor(declarations, rule, [(12, 0, True)], pieces=cut, host=host)
-    started = tensor.push_try(torch.ones(12), (1, 1.0, False, []))
+    host = HostRanks(group=group, local=0)
+    rule = Rule(is_adamw=False, groups=[])
+    spec = BucketSpec(declarations=declarations, rule=rule, pieces=cut, host=host)
+    parameter = torch.zeros(12)
+    gradients = torch.ones(12)
+    bucket = ServerBucket([Place(0, parameter)], lambda: gradients, spec, group_of={parameter: 0})
+    started = bucket.push(Step(1, 1.0, False, []))
     with pytest.raises(RuntimeError, match="closed by peer"):
-        tensor.wait(started)
+        bucket.wait(started)
     assert Moving.waited == [0, 4, 8]
 
 

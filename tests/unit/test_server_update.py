@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from once import made_once
+
+from tests.once import made_once
 
 pytestmark = pytest.mark.slow  # it compiles each build
 

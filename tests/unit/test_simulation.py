@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import native
 import pytest
+
+from tests import native
 
 LIMIT_S = 280
 FREQUENT = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import native
+from tests import native
 
 LIMIT_S = 240
 

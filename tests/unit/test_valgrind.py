@@ -4,15 +4,12 @@ bytes that are sent or decided upon, and what is lost at the end."""
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
-import native
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
-
-from cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
+from tests import native
+from tests.multiproc.cluster import LOOPBACK, Spawned, clean_environment, wait_all, wait_for_file
 
 LIMIT_S = 600.0
 WORKERS = 2

@@ -83,20 +83,25 @@ void StallWatch::Note(Time now) {
   bounds_.until = now + tolerance_;
   if (pause > Duration::zero()) {
     bounds_.lost += pause + std::min(pause, heartbeat_);
-    const bool again = now - whole - stall_end_ < heartbeat_;
-    stall_ = again ? std::max(stall_, whole) : whole;
-    stall_end_ = now;
+    const bool again = now - whole - stall_.ended < heartbeat_;
+    stall_.length = again ? std::max(stall_.length, whole) : whole;
+    stall_.ended = now;
   }
   shared_.Store(bounds_);
 }
 
 AwakeClock::time_point StallWatch::AwakeAt(Time now) { return shared_.Load().Awake(now); }
 
-StallWatch::Duration StallWatch::StoodStill(Duration last, Time now) {
+StallWatch::Stall StallWatch::LastStall(Time now) {
   MutexLock lock(&mu_);
   if (feeders_ == 0) return {};
   Note(now);
-  return now - stall_end_ <= last ? stall_ : Duration::zero();
+  return stall_;
+}
+
+StallWatch::Duration StallWatch::StoodStill(Duration last, Time now) {
+  const Stall stall = LastStall(now);
+  return now - stall.ended <= last ? stall.length : Duration::zero();
 }
 
 StallWatch::Feeder::Feeder(double heartbeat_s)

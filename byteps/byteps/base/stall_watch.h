@@ -46,7 +46,14 @@ class StallWatch {
 
   AwakeClock::time_point AwakeAt(Time now);
 
-  // The longest time that this process stood still, of those that ended within `last`.
+  // A time in which this process stood still.
+  struct Stall {
+    Duration length{};
+    Time ended;
+  };
+  // The last one, or a longer one that ended just before it; of no length: there was none.
+  Stall LastStall(Time now);
+  // Its length, if it ended within `last`.
   Duration StoodStill(Duration last, Time now);
 
   // A thread that tells of its wake-ups, as long as this lives.
@@ -98,9 +105,8 @@ class StallWatch {
   Duration tolerance_ PS_GUARDED_BY(mu_){};
   Time last_tick_ PS_GUARDED_BY(mu_);
   Bounds bounds_ PS_GUARDED_BY(mu_);
-  SharedBounds shared_;                  // as bounds_
-  Duration stall_ PS_GUARDED_BY(mu_){};  // the last pause, or a longer one just before
-  Time stall_end_ PS_GUARDED_BY(mu_);
+  SharedBounds shared_;             // as bounds_
+  Stall stall_ PS_GUARDED_BY(mu_);  // as LastStall has it
 };
 
 }  // namespace ps

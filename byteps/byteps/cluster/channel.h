@@ -9,7 +9,7 @@
 #include <string>
 
 #include "byteps/cluster/message.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/event.h"
 
 namespace byteps {
 namespace core {
@@ -43,7 +43,7 @@ class Channel {
   // `user` outlives the channel.  Throws Error, and leaves nothing behind, when that fails.
   virtual void Start(ChannelUser* user) = 0;
 
-  // A worker tells that it will send nothing more, and why.  See ps::Membership::Leave.
+  // A worker tells that it will send nothing more, and why.  See ps::NodeMembership::Leave.
   virtual void Leave(const ps::Farewell& farewell) = 0;
 
   // Closes all connections; the user is not called any more when it has returned.

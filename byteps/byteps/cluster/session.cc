@@ -12,6 +12,8 @@
 #include "byteps/net/auth/secret.h"
 #include "byteps/net/link/endpoint_counters.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/node_membership.h"
+#include "byteps/net/membership/scheduler_membership.h"
 #include "byteps/net/tls/settings.h"
 #include "dmlc/logging.h"
 #include "ps/internal/env.h"
@@ -26,7 +28,14 @@ constexpr auto kJoinPause = std::chrono::milliseconds(200);
 // What a probe waits for the scheduler, if BYTEPS_START_TIMEOUT_S is not less.
 constexpr double kProbeSeconds = 5;
 
+ps::Membership* CurrentMembership() { return ps::Postoffice::Get()->van()->membership(); }
+
 }  // namespace
+
+bool UsesRdma(const Config& config) {
+  const std::string& transport = config.String("DMLC_ENABLE_RDMA");
+  return transport == "ibverbs" || transport == "1";
+}
 
 Session::Session(const Config& config, const SessionOptions& options)
     : config_(config), options_(options) {}
@@ -35,8 +44,8 @@ Session::~Session() { Stop(); }
 
 void Session::Prepare(ChannelUser* user, int probe) {
   auto settings = config_.values();
+  const bool rdma = UsesRdma(config_);
   const std::string& transport = settings["DMLC_ENABLE_RDMA"];
-  const bool rdma = transport == "ibverbs" || transport == "1";
   if (rdma && config_.Bool("BYTEPS_TLS")) {
     throw UsageError("BYTEPS_TLS=1 encrypts TCP, and DMLC_ENABLE_RDMA=" + transport +
                      " sends everything by RDMA, which no process can encrypt: unset one of them "
@@ -96,7 +105,7 @@ void Session::Start(ChannelUser* user) {
   }
   started_ = true;
   if (options_.role != Role::kScheduler) {
-    ps::Postoffice::Get()->van()->membership()->SetReporter([user] { return user->Report(); });
+    CurrentMembership()->AsNode()->SetReporter([user] { return user->Report(); });
   }
   ps::SetLogIdentity(NameOf(options_.role), options_.role == Role::kScheduler ? 0 : rank());
 }
@@ -138,7 +147,7 @@ void Session::Join() {
 }
 
 void Session::Leave(const ps::Farewell& farewell) {
-  ps::Postoffice::Get()->van()->membership()->Leave(farewell);
+  CurrentMembership()->AsNode()->Leave(farewell);
 }
 
 void Session::Stop() {
@@ -154,13 +163,11 @@ void Session::Stop() {
   ps::Postoffice::Get()->SetHandlers({});
 }
 
-void Session::StopByOrder(const std::string& how) {
-  ps::Postoffice::Get()->van()->membership()->StopByOrder(how);
-}
+void Session::StopByOrder(const std::string& how) { CurrentMembership()->StopByOrder(how); }
 
 bool Session::AllArrived() const { return ps::Postoffice::Get()->van()->AllArrived(); }
 
-ps::JobView Session::View() { return ps::Postoffice::Get()->van()->membership()->View(); }
+ps::JobView Session::View() { return CurrentMembership()->AsScheduler()->View(); }
 
 void Session::Send(const Message& message) {
   ps::Message msg = ToPs(message);
@@ -175,9 +182,7 @@ bool Session::RegistersMemory() const {
   return ps::Postoffice::Get()->van()->GetType() == "ibverbs";
 }
 
-double Session::link_gbps() const {
-  return ps::Postoffice::Get()->van()->membership()->link_mbps() / 1e3;
-}
+double Session::link_gbps() const { return CurrentMembership()->AsNode()->link_mbps() / 1e3; }
 
 std::string Session::host() const { return ps::Postoffice::Get()->van()->node().hostname; }
 int Session::rank() const {
@@ -186,11 +191,11 @@ int Session::rank() const {
 int Session::port() const { return ps::Postoffice::Get()->van()->node().port; }
 
 std::string Session::NameOfServer(int rank) {
-  return ps::Postoffice::Get()->van()->membership()->NameOf(ps::Postoffice::ServerRankToID(rank));
+  return CurrentMembership()->NameOf(ps::Postoffice::ServerRankToID(rank));
 }
 
 std::string Session::NameOfWorker(int rank) {
-  return ps::Postoffice::Get()->van()->membership()->NameOf(ps::Postoffice::WorkerRankToID(rank));
+  return CurrentMembership()->NameOf(ps::Postoffice::WorkerRankToID(rank));
 }
 
 }  // namespace core

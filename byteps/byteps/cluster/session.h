@@ -30,6 +30,9 @@ struct NoSchedulerError : public Error {
   using Error::Error;
 };
 
+// Whether the settings choose RDMA, not TCP.
+bool UsesRdma(const Config& config);
+
 // The channel of a real job.  It wraps ps-lite, whose state is one per process: one session
 // may be started at a time.
 class Session : public Channel {

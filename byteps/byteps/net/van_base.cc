@@ -78,8 +78,8 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   my_role_ = self.role;
   SetNode(self);
   links_ = std::make_unique<VanLinks>(this);
-  membership_ = std::make_unique<Membership>(links_.get(), MembershipSettings::FromEnvironment(),
-                                             post->handlers().on_event);
+  membership_ = Membership::Make(links_.get(), MembershipSettings::FromEnvironment(),
+                                 post->handlers().on_event);
   const int port = Bind(self, 0);
   self = node();  // a transport may know its address better
   self.port = port;

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/event.h"
 #include "byteps/observe/status_record.h"
 
 namespace byteps {

@@ -16,7 +16,8 @@
 #include "byteps/base/error.h"
 #include "byteps/base/log_line.h"
 #include "byteps/cluster/session.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/membership/event.h"
 #include "byteps/observe/metrics_server.h"
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_server.h"
@@ -34,10 +35,8 @@ class Listener : public ChannelUser {
   void OnMessage(Message*) override {}
   void OnEvent(const ps::MembershipEvent& event) override {
     if (event.kind != ps::MembershipEvent::kListens) return;
-    const std::string& host = event.node.hostname;
-    const bool brackets = host.find(':') != std::string::npos;
-    std::cout << "ok    it can listen at " << (brackets ? "[" + host + "]" : host) << ":"
-              << event.node.port << how_ << std::endl;
+    std::cout << "ok    it can listen at " << ps::JoinHostPort(event.node.hostname, event.node.port)
+              << how_ << std::endl;
   }
 
  private:
@@ -146,9 +145,7 @@ int Check(const Arguments& arguments, const char* version) {
     checks.Ok(std::string("the settings of a ") + NameOf(role) + " (byteps " + version + ")");
     TryLocalThings(config, role, arguments, local_rank, &checks);
     checks.Try([&] {
-      const std::string& transport = config.String("DMLC_ENABLE_RDMA");
-      const bool rdma = transport == "ibverbs" || transport == "1";
-      Listener listener(rdma                        ? " by RDMA"
+      Listener listener(UsesRdma(config)            ? " by RDMA"
                         : config.Bool("BYTEPS_TLS") ? " by TCP, with TLS"
                                                     : " by TCP");
       const std::string counts = Session(config, options).Probe(&listener, arguments.check);

@@ -3,12 +3,16 @@
 #include <algorithm>
 
 #include "byteps/base/log.h"
+#include "byteps/cluster/session.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/link/node_text.h"
 
 namespace byteps {
 namespace core {
 namespace {
 
 using ps::MembershipEvent;
+using ps::Plural;
 
 // Nodes that are named as they come, and as they leave, in each incarnation.
 constexpr int kNamed = 16;
@@ -16,23 +20,17 @@ constexpr auto kPause = std::chrono::seconds(10);
 // Where no worker has come: a cluster may wait for days.
 constexpr auto kLongestPause = std::chrono::minutes(10);
 
-std::string Plural(int n, const char* noun) {
-  return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
-}
-
 // "3 of 4 workers"
 std::string OfAll(int n, int all, const char* noun) {
   return all < 0 ? Plural(n, noun) : std::to_string(n) + " of " + Plural(all, noun);
 }
 
 std::string Address(const std::string& host, int port) {
-  const bool brackets = port > 0 && host.find(':') != std::string::npos;
-  return (brackets ? "[" + host + "]" : host) + (port > 0 ? ":" + std::to_string(port) : "");
+  return port > 0 ? ps::JoinHostPort(host, port) : host;
 }
 
 std::string TransportOf(const Config& config) {
-  const std::string& name = config.String("DMLC_ENABLE_RDMA");
-  if (name == "ibverbs" || name == "1") return "RDMA";
+  if (UsesRdma(config)) return "RDMA";
   if (!config.Bool("BYTEPS_TLS")) return "TCP, not encrypted";
   return config.String("BYTEPS_TLS_CERT").empty() ? "TCP with TLS"
                                                   : "TCP with TLS and certificates";

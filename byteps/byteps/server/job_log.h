@@ -11,7 +11,7 @@
 #include "byteps/base/config.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/role.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/event.h"
 
 namespace byteps {
 namespace core {

@@ -48,9 +48,10 @@ class Rounds {
   void FailAll(const DeclaredTensor* tensor, const std::string& reason);
   // Those that lack the push of this worker, which will push nothing more; now and later.
   void FailWithout(int rank, const std::string& reason);
-  // Those whose deadline was before `as_of`, if all that came until then was served.  `pause`: how
-  // this process stood still until `grace_until`, before which none is late.
-  void FailLate(Clock::time_point as_of, Clock::time_point grace_until, Clock::duration pause);
+  // Those whose deadline was before `as_of`.  Of those that began before `grace_until` the error
+  // says for how long this process stood still.
+  void FailLate(Clock::time_point as_of, Clock::time_point grace_until,
+                Clock::duration stood_still);
   // Serving a request came to an error in its midst: fails all that is open of its partition.
   void FailPartition(Partition* partition, const Message& message, const std::string& error);
   // There was no memory for a request: fails its round, if it is a push.

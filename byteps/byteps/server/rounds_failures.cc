@@ -103,7 +103,6 @@ void Rounds::FailAll(const DeclaredTensor* tensor, const std::string& reason) {
 
 void Rounds::FailLate(Clock::time_point as_of, Clock::time_point grace_until,
                       Clock::duration stood_still) {
-  if (as_of < grace_until) return;
   while (!open_.empty()) {
     const auto& [deadline, key, number] = open_.begin()->first;
     if (as_of < deadline) return;

@@ -26,7 +26,7 @@
 #include "byteps/base/mutex.h"
 #include "byteps/cluster/session.h"
 #include "byteps/net/link/nowhere.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/heartbeat.h"
 #include "byteps/observe/metrics_server.h"
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_server.h"

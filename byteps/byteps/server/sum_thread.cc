@@ -19,12 +19,15 @@ namespace {
 // To wake a thread takes longer than to add as many bytes.
 constexpr size_t kServedHere = 64 << 10;
 constexpr auto kNever = Rounds::Clock::time_point::max();
-// While rounds are open a thread looks so often whether this process stands still; one that wakes
-// so much later has.  The grace is shorter than that of workers (engine_watch.cc), who would not
-// know what is late.
-constexpr auto kLookEvery = std::chrono::seconds(1);
-constexpr auto kPause = std::chrono::seconds(1);
-constexpr auto kMostGrace = std::chrono::seconds(3);
+// After this process stood still.  Shorter than the grace of workers (engine_watch.cc), which would
+// not know what is late.
+constexpr ps::StallWatch::Duration kMostGrace = std::chrono::seconds(3);
+
+// Where this process stood still (base/stall_watch.h), what it waits for may lie in its sockets:
+// until then nothing is late.
+Rounds::Clock::time_point EndOfGrace(const ps::StallWatch::Stall& stall) {
+  return stall.ended + std::min(stall.length, kMostGrace);
+}
 
 int TrackOf(ServerContext* context) {
   return context->tracer ? context->tracer->AddThread("engine thread") : 0;
@@ -87,7 +90,6 @@ void SumThread::Run() {
     Clock::time_point look;
     {
       ps::MutexLock lock(&mu_);
-      NotePause();
       // What is queued may be what a round waits for.
       if (queue_.Size() == 0) FailLate(Clock::now());
       looks_at_ = look = NextLook();
@@ -179,21 +181,29 @@ void SumThread::OnOutOfMemory(const Task& task, const std::bad_alloc& error) {
   rounds_.FailRoundOf(task.partition, task.message, reason);
 }
 
-void SumThread::NotePause() {
+void SumThread::NoteStall() {
   const auto now = Clock::now();
-  if (looks_at_ == kNever || now < looks_at_ + kPause) return;
-  pause_ = now - looks_at_;
-  grace_until_ = now + std::min<Clock::duration>(pause_, kMostGrace);
+  const ps::StallWatch::Stall stall = ps::StallWatch::Get()->LastStall(now);
+  if (stall.ended == stall_.ended) return;
+  stall_ = stall;
+  const auto left = EndOfGrace(stall) - now;
+  if (left <= Clock::duration::zero()) return;
   BPS_LOG(INFO) << "server " << context_->channel->rank() << " stood still for "
-                << Seconds(std::chrono::duration<double>(pause_).count())
+                << Seconds(std::chrono::duration<double>(stall.length).count())
                 << ": sums that are late have "
-                << Seconds(std::chrono::duration<double>(grace_until_ - now).count()) << " more";
+                << Seconds(std::chrono::duration<double>(left).count()) << " more";
+}
+
+void SumThread::FailLate(Clock::time_point as_of) {
+  if (as_of < rounds_.FirstDeadline()) return;
+  NoteStall();
+  const Clock::time_point grace_until = EndOfGrace(stall_);
+  if (as_of >= grace_until) rounds_.FailLate(as_of, grace_until, stall_.length);
 }
 
 SumThread::Clock::time_point SumThread::NextLook() const {
   const Clock::time_point first = rounds_.FirstDeadline();
-  if (first == kNever) return kNever;
-  return std::min(std::max(first, grace_until_), Clock::now() + kLookEvery);
+  return first == kNever ? kNever : std::max(first, EndOfGrace(stall_));
 }
 
 }  // namespace core

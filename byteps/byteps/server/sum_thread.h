@@ -11,6 +11,7 @@
 
 #include "byteps/base/blocking_queue.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/stall_watch.h"
 #include "byteps/server/rounds.h"
 #include "byteps/server/server_context.h"
 
@@ -59,13 +60,10 @@ class SumThread {
   void Do(Task* task) noexcept PS_REQUIRES(mu_);
   void Handle(Task* task) PS_REQUIRES(mu_);
   void OnOutOfMemory(const Task& task, const std::bad_alloc& error) PS_REQUIRES(mu_);
-  void FailLate(Clock::time_point as_of) PS_REQUIRES(mu_) {
-    rounds_.FailLate(as_of, grace_until_, pause_);
-  }
-  // Where the thread looks much later than it wanted to, this process stood still (SIGSTOP, a
-  // paused VM, swap), and what it waits for may lie in its sockets: grants a grace period, in which
-  // nothing is late.
-  void NotePause() PS_REQUIRES(mu_);
+  // Those that were due before `as_of`, if all that came until then was served.
+  void FailLate(Clock::time_point as_of) PS_REQUIRES(mu_);
+  // Looks whether there was another stall.
+  void NoteStall() PS_REQUIRES(mu_);
   Clock::time_point NextLook() const PS_REQUIRES(mu_);
 
   ServerContext* const context_;
@@ -76,9 +74,8 @@ class SumThread {
   Rounds rounds_ PS_GUARDED_BY(mu_);
   // When the thread looks what is late, if nothing is queued before.
   Clock::time_point looks_at_ PS_GUARDED_BY(mu_) = Clock::time_point::max();
-  // Until when nothing is late, since this process stood still for `pause_` before.
-  Clock::time_point grace_until_ PS_GUARDED_BY(mu_);
-  Clock::duration pause_ PS_GUARDED_BY(mu_){};
+  // The last one that was known when a round was late.
+  ps::StallWatch::Stall stall_ PS_GUARDED_BY(mu_);
   std::thread thread_;
 };
 

@@ -24,7 +24,7 @@ def reason(error: BaseException | None) -> str:
 
 
 def of_status(status: int) -> str:
-    """Likewise of its exit status."""
+    """What is told of a process that ends with this exit status; empty for 0."""
     return f"exit status {status}" if status != 0 else ""
 
 

@@ -51,9 +51,9 @@ class Endpoint(TypedDict):
 def get_metrics() -> dict[str, Any]:
     """What this worker counted since the process began, and what its queues hold now.
 
-    The names and meanings are those of docs/use/observability.md, which Prometheus gets as well: an int
-    or a `Histogram` each. "rdma_endpoints" is a list of `Endpoint`, empty where TCP is used. Never
-    blocks for long, and works before `init` and after a failure.
+    Names and meanings are those of docs/use/observability.md, which Prometheus gets as well: an
+    int or a `Histogram` each. "rdma_endpoints" is a list of `Endpoint`, empty where TCP is
+    used. Never blocks for long, and works before `init` and after a failure.
     """
     metrics: dict[str, Any] = {"rdma_endpoints": c_lib.endpoints()}
     for name, value in c_lib.metrics().items():
@@ -69,6 +69,19 @@ def get_metrics() -> dict[str, Any]:
 def print_config() -> None:
     """Print every setting in force, one NAME=value a line."""
     print(c_lib.config(), end="")
+
+
+def setting(name: str) -> str:
+    """The value in force of a setting of byteps/base/config.cc, as text.
+
+    Raises:
+        BytePSError: a setting has a value that it may not have.
+    """
+    prefix = f"{name}="
+    for line in c_lib.config().splitlines():
+        if line.startswith(prefix):
+            return line.removeprefix(prefix).removesuffix("  # default")
+    raise KeyError(name)
 
 
 def get_pushpull_speed() -> tuple[int, float]:

@@ -21,8 +21,8 @@ class Piece:
     scatters: tuple[tuple[Range, ...], ...]
     """Reduce-scatters inside the host: of each, the elements that local index 0, 1, ... gets."""
     wanted: Range | None
-    """Of what this rank pushes, all scatters' elements one after the other, what it wants the sum
-    of; None: all."""
+    """The range, within this rank's scattered elements laid end to end, whose sum it pulls. None:
+    all of it."""
     gather: bool
     """Whether all ranks of the host want all of it."""
 
@@ -38,12 +38,12 @@ class Piece:
 
 
 def longest(ranges: Sequence[Range]) -> int:
-    """Of a range, in elements."""
+    """Length of the longest range, in elements."""
     return max(end - begin for begin, end in ranges)
 
 
 def are_even(ranges: Sequence[Range]) -> bool:
-    """Whether all have the same length."""
+    """Whether all ranges have the same length."""
     return len({end - begin for begin, end in ranges}) == 1
 
 

@@ -11,24 +11,20 @@ import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from byteps.torch import engine
-from byteps.torch.server_state import (
-    Bucket,
-    Speculation,
-    Step,
-    make_buckets,
-    rule_of,
-    start_and_wait,
-)
+from byteps.torch import ops, session
+from byteps.torch.bucketing import make_buckets
+from byteps.torch.ranks import Group, ranks_of
+from byteps.torch.server_bucket import ServerBucket
+from byteps.torch.server_rule import rule_of
+from byteps.torch.session import BytePSError
+from byteps.torch.speculation import Speculation
+from byteps.torch.step_machine import StepMachine, clip_scale
 
 _logger = logging.getLogger(__name__)
-
-_EPS = 1e-6
-"""Added to a norm before it divides, by torch and by Megatron."""
 
 _live: weakref.WeakValueDictionary[tuple[int, str], ServerOptimizer] = weakref.WeakValueDictionary()
 """Those of this process that are in use, by job and name. All of them have this rank as a member,
@@ -78,7 +74,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         *,
         name: str = "optimizer",
-        group: engine.Group = None,
+        group: Group = None,
         average: bool = True,
         max_norm: float | None = None,
         clip: str = "speculate",
@@ -92,22 +88,19 @@ class ServerOptimizer(torch.optim.Optimizer):
             raise ValueError("the optimizer has made steps: give a new one, then load_state_dict")
         self._speculation = Speculation(clip, useful=max_norm is not None)
         self._rule = rule_of(optimizer)
-        self._buckets: list[Bucket] = []
+        self._buckets: list[ServerBucket] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.max_norm = max_norm
         self.last_norm: float | None = None
         """Of the summed gradients of the last step, before they were scaled; None without
         max_norm."""
-        self.steps = 0
-        """That were made."""
         self.skipped_steps = 0
         """Whose gradients were not finite."""
-        self._failure = ""
         self._is_closed = False
         self._name = name
-        self._ranks = engine.ranks_of(group) or list(range(engine.size()))
+        self._ranks = ranks_of(group) or list(range(session.size()))
         self._demand_free_name()
-        self._buckets = make_buckets(
+        made = make_buckets(
             self.param_groups,
             self._rule,
             name=name,
@@ -116,15 +109,22 @@ class ServerOptimizer(torch.optim.Optimizer):
             most_bytes=bucket_bytes,
             speculative=self._speculation.is_on,
         )
-        if self._is_lowest():
-            for bucket in self._buckets:
-                bucket.tensor.load(0, bucket.parameters.float().cpu())
-        self._take_parameters()
-        _live[engine.session(), name] = self
+        self._buckets = [bucket for bucket, _ in made]
+        self._gradients = [gradients for _, gradients in made]
+        everybody = [parameter for group in self.param_groups for parameter in group["params"]]
+        served = {place.parameter for bucket in self._buckets for place in bucket.places}
+        self._indices = {p: index for index, p in enumerate(everybody) if p in served}
+        """Of each parameter that servers keep, its index among all."""
+        self._machine = StepMachine(self._buckets, self._rule, self._speculation, name=f"'{name}'")
+        for bucket in self._buckets:
+            if bucket.is_first:
+                bucket.load_parameters()
+        self._pull_parameters()
+        _live[session.number(), name] = self
 
     def _demand_free_name(self) -> None:
         """Members collect their garbage at different times, so they ask each other."""
-        key = engine.session(), self._name
+        key = session.number(), self._name
         if key in _live:
             gc.collect()
         holders = int(self._sum(float(key in _live), "holders"))
@@ -142,7 +142,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         parameters stay as they are.
         """
         self._is_closed = True
-        key = engine.session(), self._name
+        key = session.number(), self._name
         if _live.get(key) is self:
             del _live[key]
 
@@ -170,71 +170,47 @@ class ServerOptimizer(torch.optim.Optimizer):
                 only load_state_dict makes them whole.
             ValueError: a parameter group changed in what servers were told once.
         """
-        self._demand_no_failure()
+        self._demand_usable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._demand_same_rule(self.param_groups)
-        for bucket in self._buckets:
-            bucket.collect_gradients()
-        try:
+        self._machine.demand_same_rule(self.param_groups)
+        for gradients in self._gradients:
+            gradients.collect()
+        with self._machine.failing():
             self._step()
-        except BaseException as error:  # an interrupt, too, leaves a step half made
-            self._failure = str(error) or type(error).__name__
-            raise
         return loss
 
-    def _demand_no_failure(self) -> None:
+    def _demand_usable(self) -> None:
         self._demand_open()
-        if self._failure:
-            raise engine.BytePSError(
-                f"'{self._name}' failed in an earlier step ({self._failure}): load a checkpoint"
-            )
+        self._machine.demand_no_failure()
 
     def _demand_open(self) -> None:
         if self._is_closed:
-            raise engine.BytePSError(f"'{self._name}' was closed: make another ServerOptimizer")
+            raise BytePSError(f"'{self._name}' was closed: make another ServerOptimizer")
 
     def _step(self) -> None:
-        rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.param_groups]
-        step: Step = (self.steps + 1, 1.0, False, rates)
         if self.max_norm is None:
-            self._all(lambda bucket: bucket.push_step(step))
-            self.steps += 1
+            self._machine.update(self.param_groups)
             return
-        tried = self._speculation.tries
-        self._all(lambda bucket: bucket.push_try(step) if tried else bucket.push_norm())
-        # The same bits on all members, whatever their processors: fsum rounds once.
-        squares = math.fsum(part for b in self._buckets for part in b.tensor.squares)
-        self.last_norm = math.sqrt(squares)
-        finite = math.isfinite(self.last_norm)
-        scale = min(1.0, self.max_norm / (self.last_norm + _EPS)) if finite else 1.0
-        self._make((self.steps + 1, scale, not finite, rates), tried=tried)
-        self._speculation.note(tried=tried, clipped=scale != 1.0, skipped=not finite)
+        self._machine.push(self.param_groups)
+        # The same bits on all members, whatever their CPUs: fsum rounds once.
+        self.last_norm = math.sqrt(math.fsum(part for b in self._buckets for part in b.squares))
+        is_finite = math.isfinite(self.last_norm)
+        self._machine.finish(scale=clip_scale(self.last_norm, self.max_norm), skip=not is_finite)
+        self.skipped_steps += not is_finite
         advice = self._speculation.advice()
         if advice is not None and self._is_lowest():
             _logger.warning("'%s': %s", self._name, advice)
         if self._speculation.is_on:
-            for bucket in self._buckets:
-                bucket.gradients.zero_()
-        if finite:
-            self.steps += 1
-        else:
-            self.skipped_steps += 1
+            for gradients in self._gradients:
+                gradients.tensor.zero_()
 
-    def _make(self, step: Step, *, tried: bool) -> None:
-        """Make a step whose norm is known, and take its parameters; or none, as it says."""
-        _, scale, skip, _ = step
-        if not tried:
-            self._all(lambda bucket: bucket.step(step))
-        elif scale != 1.0:
-            self._all(lambda bucket: bucket.step_again(step))
-            for bucket in self._buckets:
-                bucket.take()
-        else:
-            for bucket in self._buckets:
-                bucket.drop() if skip else bucket.keep()
+    @property
+    def steps(self) -> int:
+        """Steps that were made."""
+        return self._machine.steps
 
     @property
     def tried_steps(self) -> int:
@@ -246,15 +222,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         """Of these, steps that were clipped, so that parameters came down once more."""
         return self._speculation.redone
 
-    def _all(self, start: Callable[[Bucket], int]) -> None:
-        """Start something for each bucket; wait for all, also when one fails."""
-        start_and_wait(self._buckets, start, lambda bucket, handle, _: bucket.wait(handle))
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. They stay where they are, whatever `set_to_none` says."""
         del set_to_none
-        for bucket in self._buckets:
-            bucket.zero_gradients()
+        for gradients in self._gradients:
+            gradients.zero()
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of the torch optimizer, read from the servers, on the CPU.
@@ -266,22 +238,26 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises:
             BytePSError: a server is lost, or a step failed: servers may have different steps.
         """
-        self._demand_no_failure()
+        self._demand_usable()
         saved = super().state_dict()
         for bucket in self._buckets:
             saved["state"].update(self._state_of(bucket))
         return saved
 
-    def _state_of(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
+    def _state_of(self, bucket: ServerBucket) -> dict[int, dict[str, torch.Tensor]]:
         """Of each parameter of a bucket, by its index."""
-        flat = {name: bucket.tensor.read(slot) for slot, name in enumerate(self._rule.slot_names)}
+        flat = {
+            name: bucket.read(slot, 0, bucket.numel)
+            for slot, name in enumerate(self._rule.slot_names)
+        }
         found = {}
-        for index, begin, parameter in bucket.places:
+        for place in bucket.places:
             state = {
-                name: values[begin : begin + parameter.numel()].view(parameter.shape).clone()
+                name: place.of(values).clone()
                 for name, values in flat.items()
-                if name != "master_param" or parameter.dtype != torch.float32
+                if name != "master_param" or place.parameter.dtype != torch.float32
             }
+            index = self._indices[place.parameter]
             found[index] = state | {"step": torch.tensor(float(self.steps))}
         return found
 
@@ -308,43 +284,35 @@ class ServerOptimizer(torch.optim.Optimizer):
         ]
         state = state_dict["state"]
         # On every rank, so that nobody waits for one that refuses.
-        self._demand_same_rule(groups)
+        self._machine.demand_same_rule(groups)
         self._demand_same_shapes(state)
-        counts = {float(state.get(index, {}).get("step", 0)) for index, _, _ in self._places()}
+        counts = {float(state.get(index, {}).get("step", 0)) for index in self._indices.values()}
         if len(counts) > 1:
             raise ValueError(f"parameters made different numbers of steps: {sorted(counts)}")
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update(theirs)
-        # Of SGD, torch saves no number of steps; it tells the first step from later ones alone.
-        self.steps = int(max(counts, default=0.0))
-        self._speculation.forget()
+        self._machine.begin_load()
         for bucket in self._buckets:
-            bucket.tensor.give_up()
-        if self._is_lowest():
-            for bucket in self._buckets:
+            if bucket.is_first:
                 self._load(bucket, state)
-        self._take_parameters()
-        self._failure = ""
+        self._pull_parameters()
+        # Of SGD, torch saves no number of steps; it tells the first step from later ones alone.
+        self._machine.end_load(int(max(counts, default=0.0)))
 
-    def _load(self, bucket: Bucket, state: dict[int, dict[str, Any]]) -> None:
+    def _load(self, bucket: ServerBucket, state: dict[int, dict[str, Any]]) -> None:
         for slot, name in enumerate(self._rule.slot_names):
-            values = bucket.parameters.float().cpu() if slot == 0 else torch.zeros(bucket.numel)
-            found = slot == 0
-            for index, begin, parameter in bucket.places:
-                saved = state.get(index, {}).get(name)
-                if saved is None:
-                    continue
-                values[begin : begin + parameter.numel()] = saved.detach().float().cpu().view(-1)
-                found = True
-            if found:
-                bucket.tensor.load(slot, values)
-
-    def _places(self) -> list[tuple[int, int, torch.Tensor]]:
-        """Of all buckets."""
-        return [place for bucket in self._buckets for place in bucket.places]
+            values = {}
+            for _, parameter in bucket.places:
+                saved = state.get(self._indices[parameter], {}).get(name)
+                if saved is not None:
+                    values[parameter] = saved.detach()
+                elif slot == 0:
+                    values[parameter] = parameter.detach()
+            if values:
+                bucket.load(slot, values)
 
     def _demand_same_shapes(self, state: dict[int, dict[str, Any]]) -> None:
-        for index, _, parameter in self._places():
+        for parameter, index in self._indices.items():
             for name in self._rule.slot_names:
                 saved = state.get(index, {}).get(name)
                 if saved is not None and saved.shape != parameter.shape:
@@ -353,36 +321,20 @@ class ServerOptimizer(torch.optim.Optimizer):
                         f"the parameter {tuple(parameter.shape)}"
                     )
 
-    def _demand_same_rule(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        now = self._rule.groups_of(param_groups)
-        if now != self._rule.groups:
-            raise ValueError(
-                "parameter groups changed in more than learning rate and weight decay: servers "
-                f"were told {self._rule.groups}, and now it is {now}"
-            )
-
     def _is_lowest(self) -> bool:
-        return engine.rank() == self._ranks[0]
+        return session.rank() == self._ranks[0]
 
-    def _take_parameters(self) -> None:
+    def _pull_parameters(self) -> None:
         """Once the lowest rank has loaded them."""
         self._sum(0.0, "loaded")
         for bucket in self._buckets:
-            bucket.parameters.copy_(bucket.tensor.read(0))
+            bucket.pull_parameters()
 
     def _sum(self, value: float, what: str) -> float:
         """Over the group. Another group may ask the same under this optimizer's name."""
         ranks = ",".join(map(str, self._ranks)).encode()
         group = hashlib.blake2s(ranks, digest_size=6).hexdigest()
         total = torch.full((1,), value)
-        engine.synchronize(
-            engine.start(
-                *(total, total),
-                average=False,
-                name=f"{self._name}/{what}/{group}",
-                priority=0,
-                group=self._ranks,
-                placement=None,
-            )
-        )
+        name = f"{self._name}/{what}/{group}"
+        ops.push_pull_inplace(total, average=False, name=name, group=self._ranks)
         return total.item()

@@ -102,18 +102,19 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   settings.servers = data.ConsumeIntegralInRange<int>(-1, 2);
   settings.rank = 0;
   std::atomic<int> failures{0};
-  ps::Membership membership(&links, settings, [&](const ps::MembershipEvent& event) {
-    if (event.kind == ps::MembershipEvent::kFailed) ++failures;
-  });
-  if (is_scheduler) membership.Join();
+  const auto membership =
+      ps::Membership::Make(&links, settings, [&](const ps::MembershipEvent& event) {
+        if (event.kind == ps::MembershipEvent::kFailed) ++failures;
+      });
+  if (is_scheduler) membership->Join();
   while (data.remaining_bytes() > 0) {
     const int who = data.ConsumeIntegralInRange<int>(0, 15);
     const int sender = who == 15 ? ps::Node::kEmpty : who;
     const int what = data.ConsumeIntegralInRange<int>(0, 15);
     if (what == 0) {
-      membership.OnDisconnect(sender);
+      membership->OnDisconnect(sender);
     } else if (what == 1) {
-      membership.OnLinkLost(sender, "it broke", data.ConsumeBool());
+      membership->OnLinkLost(sender, "it broke", data.ConsumeBool());
     } else {
       ps::Message message;
       const std::string sent = ps::EncodeMeta(AnyMessage(&data).meta);
@@ -122,13 +123,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       message.meta.sender = sender;
       // As a van does: what a handler does not bear ends the connection.
       try {
-        membership.Handle(message);
+        membership->Handle(message);
       } catch (const dmlc::Error&) {
       }
     }
-    (void)membership.NameOf(sender);
+    (void)membership->NameOf(sender);
   }
-  membership.Stop();
+  membership->Stop();
   DEMAND(failures <= 1);
   return 0;
 }

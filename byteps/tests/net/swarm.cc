@@ -3,7 +3,7 @@
 //
 //   swarm --port PORT [--host ADDRESS] [--workers N] [--servers K] [--timeout S]
 //
-// Each node has a connection and a Membership of its own; it connects to nobody else.  Prints
+// Each node has a connection and a NodeMembership of its own; it connects to nobody else.  Prints
 // how long joining and leaving took, and how many messages the scheduler sent beside heartbeats,
 // of which a slow machine sees more.  Exit status:
 // 0 all joined and left in order; 1 not; 2 bad usage.
@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "byteps/net/link/node_token.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/node_membership.h"
 #include "byteps/net/tcp/connection.h"
 #include "dmlc/logging.h"
 #include "ps/base.h"
@@ -63,7 +63,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
     settings.workers = options.workers;
     settings.servers = options.servers;
     settings.rank = worker ? rank : -1;
-    membership_ = std::make_unique<ps::Membership>(
+    membership_ = std::make_unique<ps::NodeMembership>(
         this, settings, [this](const ps::MembershipEvent& event) { OnEvent(event); });
   }
 
@@ -137,7 +137,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
   std::atomic<bool> ended_{false};
   std::atomic<bool> failed_{false};
   std::atomic<int> messages_{0};
-  std::unique_ptr<ps::Membership> membership_;
+  std::unique_ptr<ps::NodeMembership> membership_;
 };
 
 // Calls `work` for each node, all at a time.

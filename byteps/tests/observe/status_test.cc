@@ -4,6 +4,7 @@
 #include <string>
 
 #include "byteps/base/json_text.h"
+#include "byteps/net/membership/membership.h"
 #include "byteps/observe/lateness.h"
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_record.h"

@@ -14,6 +14,7 @@
 
 #include "byteps/base/declaration_list.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/stall_watch.h"
 #include "byteps/cluster/message.h"
 #include "byteps/server/sum_server.h"
 #include "tests/support/failing_memory.h"
@@ -207,7 +208,11 @@ TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
   answers_.Await(4);
   constexpr uint32_t kShort = 500;
   std::set<uint64_t> sums = {Push(0, 0, 0, kShort), Push(0, 1, 0, kShort)};
-  answers_.Hold();  // the engine's thread stands still where it answers
+  // Nobody tells the watch meanwhile that the process runs, and the engine's thread waits where it
+  // answers.
+  auto* const watch = ps::StallWatch::Get();
+  watch->Begin(std::chrono::milliseconds(kShort), std::chrono::steady_clock::now());
+  answers_.Hold();
   Push(0, 2, 0, kLong);
   Push(1, 2, 0, kLong);
   ASSERT_TRUE(answers_.AwaitHeld());
@@ -216,6 +221,7 @@ TEST_F(ServerTest, WhoStoodStillCallsNobodyLate) {
   sums.insert(Push(1, 1, 0, kShort));  // as it comes from a socket after a pause
   answers_.Release();
   const auto all = answers_.Await(10);
+  watch->End(std::chrono::steady_clock::now());
   ASSERT_EQ(all.size(), 10u);
   for (const auto& answer : all) {
     if (sums.count(answer.number) == 1) {

@@ -15,8 +15,8 @@
 
 #include "byteps/server/sum_server.h"
 #include "device.h"
-#include "network.h"
 #include "plan.h"
+#include "simulated_channel.h"
 
 namespace byteps {
 namespace simulation {

@@ -1,10 +1,9 @@
-// The nodes of a job, and a network between them that loses what it is told to.
+// A network between the nodes of a job that loses what it is told to.
 //
-// Each node is a real Membership under a real Engine or Server, as in a Session; what the van and
-// its connections do is played here, by the same rules: a pair of nodes has one link, messages of
-// membership come in order and one at a time, those of data come in any order and several at a
-// time, and a link that ends says so at both its ends.  A node that joins again, in another
-// incarnation of the job, has another life: what was sent to its last one does not reach it.
+// A pair of nodes has one link, messages of membership come in order and one at a time, those of
+// data come in any order and several at a time, and a link that ends says so at both its ends.  A
+// node that joins again, in another incarnation of the job, has another life: what was sent to its
+// last one does not reach it.
 //
 // All of it is written with ordinary threads and locks, which virtual_threads.h plays.
 #ifndef BYTEPS_TESTS_SIMULATION_NETWORK_H_
@@ -25,14 +24,20 @@
 #include <utility>
 #include <vector>
 
-#include "byteps/cluster/channel.h"
-#include "byteps/cluster/ps_message.h"
-#include "byteps/net/membership/membership.h"
+#include "ps/internal/message.h"
 
 namespace byteps {
 namespace simulation {
 
 class SimulatedChannel;
+
+inline std::chrono::steady_clock::duration Duration(double seconds) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+      std::chrono::duration<double>(seconds));
+}
+
+// Whether it is one of membership.
+inline bool IsControl(const ps::Message& message) { return !message.meta.control.empty(); }
 
 // What happens to the links.
 class Network {
@@ -124,96 +129,6 @@ class Network {
   std::atomic<uint64_t> lives_{0};
   std::atomic<int> incarnation_{1};  // that the scheduler is at
   std::thread thread_;
-};
-
-struct NodeSettings {
-  ps::Node::Role role = ps::Node::WORKER;
-  int number = 0;  // of the node; its address is made from it
-  int rank = 0;    // of a worker
-  int workers = 1;
-  int servers = 1;
-  double peer_timeout_s = 3;
-  double start_timeout_s = 5;
-  bool keep = false;
-  double keep_timeout_s = 0;
-  bool rejoin = false;
-};
-
-class SimulatedChannel : public core::Channel {
- public:
-  SimulatedChannel(Network* network, const NodeSettings& settings);
-  ~SimulatedChannel() override;
-
-  void Start(core::ChannelUser* user) override;
-  void Leave(const ps::Farewell& farewell) override { membership_->Leave(farewell); }
-  void StopByOrder(const std::string& how) { membership_->StopByOrder(how); }
-  void Stop() override;
-  void Send(const core::Message& message) override { Transmit(core::ToPs(message)); }
-  void Abandon(const void* begin, size_t bytes) override;
-  bool RegistersMemory() const override { return false; }
-  double link_gbps() const override { return membership_->link_mbps() / 1e3; }
-  int rank() const override;
-  std::string NameOfServer(int rank) override;
-  std::string NameOfWorker(int rank) override;
-
-  int number() const { return settings_.number; }
-  uint64_t life() const { return life_; }
-  // Of the job; a server's connections are of this one alone.
-  int incarnation() const { return incarnation_; }
-
-  // By the network.
-  void Receive(int from, uint64_t from_life, ps::Message message);
-  void OnEnd(int from, uint64_t from_life, const Network::End& end);
-
- private:
-  class Links;
-  struct Event {
-    int from = 0;
-    uint64_t from_life = 0;
-    ps::Message message;
-    bool is_end = false;
-    Network::End end;
-  };
-  struct Placing {
-    char* begin;
-    size_t bytes;
-    bool abandoned;
-  };
-
-  void StartOnce();
-  void Transmit(ps::Message message);
-  void ReceiveControl();
-  void ReceiveData();
-  void HandleEnd(const Event& event);
-  // Moves the values to where they belong, or to memory of their own.
-  ps::SArray<char> Place(const ps::Meta& meta, const ps::SArray<char>& values);
-  // kEmpty: it has none.
-  int IdOf(int number, uint64_t life) const;
-
-  Network* const network_;
-  const NodeSettings settings_;
-  std::atomic<uint64_t> life_{0};
-  std::atomic<int> incarnation_{0};
-  core::ChannelUser* user_ = nullptr;
-  std::unique_ptr<Links> links_;
-  std::unique_ptr<ps::Membership> membership_;
-
-  mutable std::mutex mu_;
-  std::condition_variable control_cond_;
-  std::condition_variable data_cond_;
-  // Guarded by mu_:
-  struct Name {
-    int number = 0;
-    uint64_t life = 0;  // 0: any
-  };
-  std::map<int, Name> names_;  // by node id
-  std::deque<Event> control_;
-  std::deque<Event> data_;
-  bool closed_ = true;
-
-  std::mutex place_mu_;
-  std::list<Placing> placing_;  // guarded by place_mu_
-  std::vector<std::thread> threads_;
 };
 
 }  // namespace simulation

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from programs import keep
+from tests.multiproc.programs import keep
 
 if __name__ == "__main__":
     keep.train(Path(os.environ["JOB_FOLDER"]), {"steps": 60, "dies_at": 20})

@@ -7,8 +7,8 @@ from typing import Any
 import byteps.torch as bps
 import torch
 
-from programs import values
-from programs.job import Job
+from tests.multiproc.programs import values
+from tests.multiproc.programs.job import Job
 
 COUNT = 3000
 

@@ -15,7 +15,7 @@ import byteps.torch as bps
 import torch
 import torch.distributed as dist
 
-from programs.job import Job
+from tests.multiproc.programs.job import Job
 
 WHY = "no checkpoint for rank 1"
 

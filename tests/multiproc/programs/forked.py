@@ -13,7 +13,7 @@ import byteps.torch as bps
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from programs.job import Job
+from tests.multiproc.programs.job import Job
 
 
 def _sum(job: Job, name: str, round_: int) -> None:

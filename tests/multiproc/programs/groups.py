@@ -6,8 +6,8 @@ import byteps.torch as bps
 import torch
 import torch.distributed as dist
 
-from programs import values
-from programs.job import Job
+from tests.multiproc.programs import values
+from tests.multiproc.programs.job import Job
 
 COUNT = 3001
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import byteps.torch as bps
 import torch
 
-from programs import values
-from programs.job import Job
+from tests.multiproc.programs import values
+from tests.multiproc.programs.job import Job
 
 COUNT = 5000  # several partitions of a page
 

@@ -11,8 +11,8 @@ import byteps.torch as bps
 import torch
 import torch.distributed as dist
 
-from programs import values
-from programs.job import Job
+from tests.multiproc.programs import values
+from tests.multiproc.programs.job import Job
 
 COUNT = 60_000
 """Elements: some partitions on each server."""

@@ -9,8 +9,8 @@ import time
 import byteps.torch as bps
 import torch
 
-from programs import values
-from programs.job import Job
+from tests.multiproc.programs import values
+from tests.multiproc.programs.job import Job
 
 
 def _sum(job: Job, name: str, round_: int, count: int = 5000) -> None:

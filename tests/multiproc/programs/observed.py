@@ -7,7 +7,7 @@ import time
 import byteps.torch as bps
 import torch
 
-from programs.job import Job
+from tests.multiproc.programs.job import Job
 
 ROUNDS = 3
 LARGE = 2500

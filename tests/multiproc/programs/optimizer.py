@@ -5,8 +5,8 @@ from __future__ import annotations
 import byteps.torch as bps
 import torch
 
-from programs.devices import device_of
-from programs.job import Job
+from tests.multiproc.programs.devices import device_of
+from tests.multiproc.programs.job import Job
 
 STEPS = 5
 RATE = 0.125  # powers of two: every value below is exact in fp32

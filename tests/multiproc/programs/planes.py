@@ -12,8 +12,8 @@ from typing import Any
 import byteps.torch as bps
 import torch
 
-from programs import values
-from programs.job import Job
+from tests.multiproc.programs import values
+from tests.multiproc.programs.job import Job
 
 Endpoint = dict[str, Any]
 COUNTED = (

@@ -7,7 +7,7 @@ import time
 import byteps.torch as bps
 import torch
 
-from programs.job import Job
+from tests.multiproc.programs.job import Job
 
 TENSORS = {"small": 700, "middle": 60_000, "large": 1_000_000}
 """Elements: one message that is copied, some partitions, and many."""

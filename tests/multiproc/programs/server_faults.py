@@ -11,8 +11,8 @@ from typing import Any
 import byteps.torch as bps
 import torch
 
-from programs.job import Job
-from programs.server_optimizer import Pair, fingerprint
+from tests.multiproc.programs.job import Job
+from tests.multiproc.programs.server_optimizer import Pair, fingerprint
 
 STEPS = 5
 CLIPPED = 3
@@ -136,9 +136,9 @@ def step_and_kill(job: Job, pair: Pair, phase: str) -> None:
     if phase == "before":
         meet()
     elif phase == "pushed":
-        around("push_try", first=job.rank == 1)
+        around("push", first=job.rank == 1)
     elif phase != "after":
-        around("keep" if phase == "answered" else "step_again")
+        around("finish")
     make_step(pair, step)
     if phase == "after":
         meet()

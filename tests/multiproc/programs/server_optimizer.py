@@ -16,10 +16,11 @@ from unittest import mock
 import byteps.torch as bps
 import torch
 from byteps.torch import ServerOptimizer
-from byteps.torch.server_state import ServerTensor, rule_of
+from byteps.torch.server_rule import Step, rule_of
+from byteps.torch.server_tensor import ServerTensor
 
-from programs.devices import device_of
-from programs.job import Job
+from tests.multiproc.programs.devices import device_of
+from tests.multiproc.programs.job import Job
 
 SHAPES = ((33, 65), (65,), (40, 33), (1,))
 STEPS = 5
@@ -280,7 +281,7 @@ def counted(job: Job) -> None:
             found = sum(served.squares)
             wanted = math.nan if spoil else total.square().sum().item()
             assert math.isnan(found) if spoil else math.isclose(found, wanted), (found, wanted)
-        served.wait(served.step(gradients, (1, 1.0, True, [(0.1, 0.0)])))
+        served.wait(served.step(gradients, Step(1, 1.0, True, [(0.1, 0.0)])))
 
 
 def keeps_memory(job: Job) -> None:
@@ -296,7 +297,7 @@ def keeps_memory(job: Job) -> None:
         served.load(0, torch.zeros(count))
     gradients, landing = torch.full((count,), job.rank + 1.0), torch.empty(count)
     left = [weakref.ref(gradients), weakref.ref(landing)]
-    handle = served.push_step(gradients, landing, (1, 1.0, False, [(0.5, 0.0)]))
+    handle = served.push_step(gradients, landing, Step(1, 1.0, False, [(0.5, 0.0)]))
     del gradients, landing
     with job.check("while it is under way"):
         assert all(one() is not None for one in left)

@@ -8,7 +8,7 @@ import re
 import byteps.torch as bps
 import torch
 
-from programs.job import Job
+from tests.multiproc.programs.job import Job
 
 
 def bad_values(job: Job) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import byteps.torch as bps
 import torch
 
-from programs.job import Job
+from tests.multiproc.programs.job import Job
 
 
 def sums(job: Job) -> None:

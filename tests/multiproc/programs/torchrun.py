@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import run
 
-from programs.job import Job
+from tests.multiproc.programs.job import Job
 
 
 def main(job: Job) -> None:

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <iterator>
 
+#include "dmlc/logging.h"
+
 namespace ps {
 namespace membership {
 namespace {
@@ -51,6 +53,22 @@ bool MaySend(Control::Command command, Node::Role from, Node::Role to, const std
 std::string NameOf(Control::Command command) {
   const Rule* const rule = Find(command);
   return rule == nullptr ? "command " + std::to_string(static_cast<int>(command)) : rule->name;
+}
+
+void IgnoredSenders::Add(const Message& msg, const std::function<std::string(int)>& name_of) {
+  const int sender = msg.meta.sender;
+  {
+    MutexLock lock(&mu_);
+    if (!senders_.insert(sender).second) return;
+  }
+  LOG(WARNING) << "ignored " << NameOf(msg.meta.control.cmd) << " from " << name_of(sender)
+               << ", which must not send it to this node; more of the kind from there is ignored "
+                  "without a warning";
+}
+
+void IgnoredSenders::Clear() {
+  MutexLock lock(&mu_);
+  senders_.clear();
 }
 
 }  // namespace membership

@@ -1,8 +1,13 @@
-// What a scheduler and its nodes must agree on, beside the commands (commands.h).
+// What a scheduler and its nodes say to each other, apart from the commands (commands.h).
 #ifndef BYTEPS_NET_MEMBERSHIP_PROTOCOL_H_
 #define BYTEPS_NET_MEMBERSHIP_PROTOCOL_H_
 
 #include <string>
+#include <vector>
+
+#include "byteps/net/membership/event.h"
+#include "byteps/net/membership/links.h"
+#include "ps/internal/message.h"
 
 namespace ps {
 namespace membership {
@@ -12,14 +17,47 @@ constexpr int kProtocol = 6;
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.
 constexpr char kWould[] = "would: ";
-// How long after its connection closed the scheduler's last word may still come, or its
-// word on a peer whose connection broke.
-constexpr double kLastWordSeconds = 0.5;
 
-// What the scheduler says of the slowest worker's link: "link=25000", in Mbit/s.
+// What a node says of the job when it registers, in ADD_NODE.
+struct Claim {
+  int protocol = 0;
+  int workers = -1;  // -1: whatever the job has
+  int servers = -1;
+  int link_mbps = 0;  // of a worker's network card; 0: not known
+  int probe = 0;      // it asks for so many nodes, and does not join
+};
+std::string PackClaim(const Claim& claim);
+// Whether all of it could be read.  The protocol may be known even if not.
+bool ParseClaim(const std::string& text, Claim* claim);
+
+// What the scheduler says of the slowest worker's link, in ADD_NODE: "link=25000", in Mbit/s.
 std::string PackLink(int mbps);
 // 0 for anything else.
 int ParseLink(const std::string& text);
+
+// What a worker says in LEAVE.  A server that is told to end says how: "stopped by order
+// (SIGTERM)".
+std::string PackFarewell(const Farewell& farewell);
+struct Departure {
+  // What happened to the node: "was stopped by order (SIGTERM)", "failed: exit status 3".  Empty:
+  // it has done its work.
+  std::string failure;
+  bool suspend = false;
+};
+// `errors_count`: a worker in which an operation failed has not done its work.
+Departure ParseFarewell(const std::string& text, bool errors_count);
+
+// How a JOB_END says that the workers come back.
+std::string PackEnd(bool suspended);
+bool ParseEnd(const std::string& text);
+
+void Send(MembershipLinks* links, Control::Command command, int recver,
+          const std::string& body = "", const std::vector<Node>& nodes = {});
+
+bool BeginsWith(const std::string& text, const std::string& prefix);
+
+// "scheduler (10.0.0.1:9000)"
+std::string NameOfScheduler(const MembershipLinks& links);
 
 }  // namespace membership
 }  // namespace ps

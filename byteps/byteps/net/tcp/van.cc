@@ -11,7 +11,7 @@
 
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/who_connects.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/node_membership.h"
 #include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
@@ -215,7 +215,7 @@ ConnectionPtr tcp::BestOf(const std::vector<ConnectionPtr>& connections) {
 int TcpVan::ConnectionsWith(const Node& node) {
   if (node.role == Node::SCHEDULER) return 1;
   if (connections_per_server_ > 0) return connections_per_server_;
-  double gbps = membership()->link_mbps() / 1e3;
+  double gbps = membership()->AsNode()->link_mbps() / 1e3;
   if (IsLoopback(node.hostname)) gbps = kLoopbackGbps;
   if (gbps == 0) gbps = kUnknownGbps;
   return tcp::ConnectionsFor(gbps / WorkersOfThisHost(), Postoffice::Get()->num_servers(),

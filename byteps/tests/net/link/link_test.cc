@@ -11,7 +11,6 @@
 #include "byteps/net/link/link_outage.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/node_text.h"
-#include "byteps/net/membership/protocol.h"
 #include "byteps/net/rdma/sent_messages.h"
 #include "byteps/net/rdma/wire.h"
 #include "byteps/net/tcp/van.h"
@@ -83,15 +82,6 @@ TEST(ConnectionsFor, NoneWaitsForTheThreadOfAnother) {
   EXPECT_EQ(tcp::ConnectionsFor(400, 1, 8), 8);
   EXPECT_EQ(tcp::ConnectionsFor(100, 1, 1), 1);
   EXPECT_EQ(tcp::ConnectionsFor(1e6, 1, 3), 3);
-}
-
-TEST(Membership, ALinkIsToldAsItIs) {
-  for (const int mbps : {0, 1, 25'000, 999'999'999}) {
-    EXPECT_EQ(membership::ParseLink(membership::PackLink(mbps)), mbps);
-  }
-  for (const char* other : {"", "link=", "link=-5", "finish"}) {
-    EXPECT_EQ(membership::ParseLink(other), 0) << other;
-  }
 }
 
 TEST(LinkPatience, TheSchedulerAloneMustHearSoonOfAProcessThatEnded) {

@@ -1,25 +1,21 @@
 #include "node.h"
 
-#include <dirent.h>
 #include <signal.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
-#include <deque>
-#include <fstream>
 #include <memory>
 #include <mutex>
-#include <sstream>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "byteps/net/link/endpoint_counters.h"
-#include "byteps/net/membership/membership.h"
+#include "answers.h"
+#include "byteps/net/membership/node_membership.h"
+#include "figures.h"
 #include "options.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
@@ -30,27 +26,6 @@
 
 namespace van_test {
 namespace {
-
-enum Op : int { kPing = 1, kEcho = 2, kDie = 3, kStall = 4, kBreak = 5 };
-
-// What the kernel says of this process: pinned and resident KiB, and open files.
-std::string Resources() {
-  std::ifstream status("/proc/self/status");
-  std::string line, pinned = "0", resident = "0";
-  while (std::getline(status, line)) {
-    std::istringstream words(line);
-    std::string name, value;
-    words >> name >> value;
-    if (name == "VmPin:") pinned = value;
-    if (name == "VmRSS:") resident = value;
-  }
-  int files = 0;
-  if (DIR* folder = opendir("/proc/self/fd")) {
-    while (readdir(folder) != nullptr) ++files;
-    closedir(folder);
-  }
-  return "pinned_kib=" + pinned + " rss_kib=" + resident + " fds=" + std::to_string(files - 3);
-}
 
 // An endpoint is broken so many times in a row, with pauses of up to all but one of these.
 constexpr int kBreaks = 4;
@@ -88,7 +63,6 @@ class Node {
   // 0: as a job should end.
   int Run(int port_pipe) {
     std::string error;
-    engine_ = std::thread([this] { EngineLoop(); });
     try {
       ps::Postoffice::Get()->Start(0, nullptr, false);
       if (port_pipe >= 0) {
@@ -111,24 +85,15 @@ class Node {
       }
 #endif
       const auto begin = Clock::now();
-      StopEngine();
+      engine_.Stop();
       ps::Postoffice::Get()->Finalize(0, false);
-      received_.clear();
+      engine_.Drop();
       Tell("stopped in " + std::to_string(Seconds(Clock::now() - begin)) + " s; " + Resources());
     } catch (const dmlc::Error& e) {
       error = e.what();
     }
-    StopEngine();
-    for (const auto& e : ps::ReadEndpointCounters()) {
-      std::ostringstream text;
-      text << "endpoint peer='" << e.peer << "' plane=" << e.plane << " index=" << e.index
-           << " sent=" << e.messages_sent << "/" << e.bytes_sent
-           << " received=" << e.messages_received << "/" << e.bytes_received
-           << " in_place=" << e.values_in_place << "/" << e.bytes_in_place
-           << " in_pool=" << e.values_in_pool << "/" << e.bytes_in_pool
-           << " in_frames=" << e.values_in_frames << "/" << e.bytes_in_frames;
-      Tell(text.str());
-    }
+    engine_.Stop();
+    for (const std::string& line : EndpointLines()) Tell(line);
     if (!error.empty()) Tell("error: " + error);
     if (role_ == "worker" &&
         rank_ >= options.workers) {  // it was to be refused; it goes when it is killed
@@ -148,15 +113,6 @@ class Node {
     Clock::time_point sent;
     std::shared_ptr<Memory> memory;  // of its value
   };
-
-  void StopEngine() {
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      engine_stop_ = true;
-      received_cond_.notify_one();
-    }
-    if (engine_.joinable()) engine_.join();
-  }
 
   void Tell(const std::string& text) {
     printf("%s %d: %s\n", role_.c_str(), rank_, text.c_str());
@@ -193,31 +149,13 @@ class Node {
     cond_.wait(lock, [this] { return ended_ || !failure_.empty(); });
   }
 
-  // Values are looked at by a thread of their own, as a BytePS server's engine does: a ping
-  // must not wait for that.
   void OnMessage(ps::Message* msg) {
     if (msg->meta.head == kStall && msg->meta.request) {  // nothing is sent on from here
       std::this_thread::sleep_for(std::chrono::seconds(4));
       return;
     }
     if (msg->meta.head != kEcho) return Handle(msg);
-    std::lock_guard<std::mutex> lock(mu_);
-    received_.push_back(std::move(*msg));
-    received_cond_.notify_one();
-  }
-
-  void EngineLoop() {
-    std::unique_lock<std::mutex> lock(mu_);
-    while (true) {
-      received_cond_.wait(lock, [this] { return engine_stop_ || !received_.empty(); });
-      if (engine_stop_) return;
-      ps::Message msg = std::move(received_.front());
-      received_.pop_front();
-      lock.unlock();
-      Handle(&msg);
-      msg = ps::Message();
-      lock.lock();
-    }
+    engine_.Take(std::move(*msg));
   }
 
   void Handle(ps::Message* msg) {
@@ -226,23 +164,6 @@ class Node {
     } else {
       Check(*msg);
     }
-  }
-
-  static void Answer(ps::Message* msg) {
-    if (msg->meta.head == kDie) kill(getpid(), SIGKILL);
-#ifdef BYTEPS_WITH_RDMA
-    auto* van = dynamic_cast<ps::RdmaVan*>(ps::Postoffice::Get()->van());
-    if (msg->meta.head == kBreak && van != nullptr) {
-      van->BreakEndpoint(msg->meta.sender, ps::rdma::Plane::kData, 0);
-    }
-#endif
-    ps::Message answer;
-    answer.meta = msg->meta;
-    answer.meta.request = false;
-    answer.meta.recver = msg->meta.sender;
-    for (auto& value : msg->data) Mark(value.data(), value.size());
-    answer.data = msg->data;
-    ps::Postoffice::Get()->van()->Send(answer);
   }
 
   void Check(const ps::Message& msg) {
@@ -471,19 +392,8 @@ class Node {
     pings_stop_ = true;
     if (pings.joinable()) pings.join();
     WaitForRoom(true, 1);
-    Report(bytes, seconds);
-  }
-
-  void Report(uint64_t bytes, double seconds) {
-    char text[200];
-    snprintf(text, sizeof(text), "%.3f s, %.2f MB/s each way", seconds, bytes / seconds / 1e6);
-    Tell(text);
-    if (delays_.empty()) return;
-    std::sort(delays_.begin(), delays_.end());
-    snprintf(text, sizeof(text), "%zu pings, p50 %.3f ms, p99 %.3f ms, max %.3f ms", delays_.size(),
-             delays_[delays_.size() / 2] * 1e3, delays_[delays_.size() * 99 / 100] * 1e3,
-             delays_.back() * 1e3);
-    Tell(text);
+    Tell(SpeedLine(bytes, seconds));
+    if (!delays_.empty()) Tell(DelayLine(&delays_));
   }
 
   const std::string role_;
@@ -494,10 +404,6 @@ class Node {
   std::atomic<bool> wrong_{false};
   bool ended_ = false;
   std::unordered_map<uint64_t, Pending> pending_;
-  std::thread engine_;
-  std::condition_variable received_cond_;
-  std::deque<ps::Message> received_;
-  bool engine_stop_ = false;
   size_t outstanding_[2] = {0, 0};  // requests with values, pings
   uint64_t last_request_ = 0;
   uint64_t broken_after_ = 0;  // that request
@@ -507,6 +413,7 @@ class Node {
   uint64_t asked_seed_ = 0;    // of the last value for which a place was asked
   std::atomic<bool> pings_stop_{false};
   std::vector<double> delays_;  // the receiving thread's own until all have come
+  Engine engine_{[this](ps::Message* msg) { Handle(msg); }};
 };
 
 }  // namespace

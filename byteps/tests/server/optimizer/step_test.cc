@@ -1,251 +1,16 @@
 // Steps of an optimizer on the server: which of them change its state, and when.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <chrono>
-#include <cstring>
-#include <map>
-#include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "byteps/base/declaration_list.h"
-#include "byteps/base/mutex.h"
-#include "byteps/cluster/message.h"
-#include "byteps/server/sum_server.h"
-#include "tests/support/server_channel.h"
-#include "tests/support/settings.h"
+#include "tests/server/optimizer/step_job.h"
 
 namespace byteps {
 namespace core {
+namespace step_tests {
 namespace {
-
-constexpr auto kPatience = std::chrono::seconds(120);
-constexpr size_t kElements = 40;
-constexpr size_t kBytes = kElements * sizeof(float);
-using Values = std::vector<float>;
-
-// Keeps the answers, by receiver and number.
-class Answers : public ServerChannel {
- public:
-  struct Answer {
-    bool failed;
-    std::string body;
-    Values values;
-
-    GradientSums sums() const {
-      GradientSums found;
-      EXPECT_EQ(body.size(), sizeof(found));
-      memcpy(&found, body.data(), std::min(body.size(), sizeof(found)));
-      return found;
-    }
-  };
-
-  void Send(const Message& message) override {
-    Answer answer{message.failed, message.body, {}};
-    answer.values.resize(message.values.size() / sizeof(float));
-    memcpy(answer.values.data(), message.values.data(), message.values.size());
-    ps::MutexLock lock(&mu_);
-    answers_[message.number] = std::move(answer);
-    cond_.NotifyAll();
-  }
-
-  Answer Await(uint64_t number) {
-    ps::MutexLock lock(&mu_);
-    const bool came = cond_.WaitFor(&mu_, kPatience,
-                                    [&]() PS_REQUIRES(mu_) { return answers_.count(number) > 0; });
-    EXPECT_TRUE(came) << "no answer to request " << number;
-    return answers_[number];
-  }
-
- private:
-  ps::Mutex mu_;
-  ps::CondVar cond_;
-  std::map<uint64_t, Answer> answers_ PS_GUARDED_BY(mu_);
-};
-
-std::string Bytes(uint32_t value) { return std::string(reinterpret_cast<char*>(&value), 4); }
-
-std::string Packed(Verdict verdict) { return std::string(1, static_cast<char>(verdict)); }
-
-// A server of one tensor, of one partition, that two or three workers update by AdamW.
-class Job {
- public:
-  explicit Job(uint32_t workers = 2, const std::string& state_bytes = "0")
-      : server_(ConfigWith({{"BYTEPS_SERVER_ENGINE_THREAD", "1"},
-                            {"BYTEPS_SERVER_STATE_BYTES", state_bytes}}),
-                &answers_) {
-    declaration_.name = "tensor";
-    declaration_.bytes = declaration_.partition_bytes = kBytes;
-    for (uint32_t rank = 0; rank < workers; ++rank) declaration_.group.push_back(rank);
-    auto rule = std::make_shared<UpdateRule>();
-    rule->groups = {{0.9, 0.95, 1e-8, false}};
-    rule->segments = {{kElements, 0}};
-    rule->speculative = true;
-    rule->counts_zeros = true;
-    declaration_.rule = rule;
-  }
-
-  // Why the tensor was refused, or "".
-  std::string Declare() {
-    std::string error;
-    for (const uint32_t rank : declaration_.group) {
-      const auto answer =
-          answers_.Await(Tell(rank, MakeRequest(kDeclare, 0, declaration_.Key(), ++number_,
-                                                PackDeclarations({declaration_}))));
-      if (answer.failed) error = answer.body;
-    }
-    return error;
-  }
-
-  void Load(float first) {
-    Values values(kElements);
-    for (size_t i = 0; i < kElements; ++i) values[i] = first + 0.25f * static_cast<float>(i);
-    EXPECT_FALSE(answers_.Await(Ask(0, kLoadState, 0, Bytes(0), &values)).failed);
-  }
-
-  static UpdateStep StepOf(uint64_t number, double scale = 1) {
-    UpdateStep step;
-    step.number = number;
-    step.grad_scale = scale;
-    step.rates = {{0.01, 0.1}};
-    return step;
-  }
-
-  static float GradientOf(size_t i, uint32_t rank, uint32_t round) {
-    return static_cast<float>((i * 7 + rank * 3 + round * 5) % 11) - 4;
-  }
-
-  uint64_t Push(int op, int rank, uint32_t round, Verdict verdict, const UpdateStep& step) {
-    Values gradients(kElements);
-    for (size_t i = 0; i < kElements; ++i) {
-      gradients[i] = GradientOf(i, rank, round);
-    }
-    return Ask(rank, op, round, Packed(verdict) + (op == kPushNorm ? "" : step.Pack()), &gradients);
-  }
-  uint64_t Try(int rank, uint32_t round, Verdict verdict, const UpdateStep& step) {
-    return Push(kPushTry, rank, round, verdict, step);
-  }
-  uint64_t Step(int rank, uint32_t round, const UpdateStep& step) {
-    return Ask(rank, kStep, round, step.Pack(), nullptr);
-  }
-  // A part of the slot, in bytes.
-  uint64_t Read(int rank, uint32_t round, uint32_t slot, Verdict verdict, uint32_t offset = 0,
-                uint32_t bytes = kBytes) {
-    return Ask(rank, kReadState, round, Packed(verdict) + Bytes(slot), nullptr, offset, bytes);
-  }
-
-  // All ranks try a step: what they are answered, which is the same.
-  Answers::Answer TryAll(uint32_t round, Verdict verdict, const UpdateStep& step) {
-    std::vector<uint64_t> numbers;
-    for (const uint32_t rank : declaration_.group)
-      numbers.push_back(Try(rank, round, verdict, step));
-    const Answers::Answer first = answers_.Await(numbers[0]);
-    for (const uint64_t number : numbers) {
-      const Answers::Answer other = answers_.Await(number);
-      EXPECT_FALSE(other.failed) << other.body;
-      EXPECT_EQ(other.values, first.values);
-      EXPECT_EQ(other.body, first.body);
-    }
-    return first;
-  }
-
-  // Parameters and moments, as rank 0 reads them.
-  Values State(uint32_t round, Verdict verdict = Verdict::kNone) {
-    Values all;
-    for (uint32_t slot = 0; slot < 3; ++slot) {
-      const auto answer = answers_.Await(Read(0, round, slot, verdict));
-      EXPECT_FALSE(answer.failed) << answer.body;
-      all.insert(all.end(), answer.values.begin(), answer.values.end());
-    }
-    return all;
-  }
-
-  Answers::Answer Await(uint64_t number) { return answers_.Await(number); }
-  Server& server() { return server_; }
-
-  // Whether the server comes to hold the memory of so many of the values that it was sent: an
-  // engine thread lets go of a request after it has answered.
-  bool ComesToHold(int values) const {
-    const auto deadline = std::chrono::steady_clock::now() + kPatience;
-    while (*held_ != values) {
-      if (std::chrono::steady_clock::now() > deadline) return false;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return true;
-  }
-
- private:
-  SharedBytes Counted(const Values& values) const {
-    ++*held_;
-    char* const memory = new char[kBytes];
-    memcpy(memory, values.data(), kBytes);
-    return SharedBytes::Borrow(memory, kBytes, [held = held_](char* gone) {
-      --*held;
-      delete[] gone;
-    });
-  }
-
-  uint64_t Ask(int rank, int op, uint32_t round, const std::string& detail, const Values* values,
-               uint32_t offset = 0, uint32_t bytes = kBytes) {
-    PushHeader header;
-    header.round = header.oldest = round;
-    header.timeout_ms = 600'000;
-    if (op != kLoadState && op != kPushNorm) {
-      header.pull_offset = offset;
-      header.pull_bytes = bytes;
-    }
-    Message request = MakeRequest(op, 0, declaration_.Key(), ++number_, header.Pack() + detail);
-    if (values != nullptr) request.SetValues(Counted(*values));
-    return Tell(rank, std::move(request));
-  }
-
-  uint64_t Tell(int rank, Message request) {
-    request.peer = rank;
-    server_.OnMessage(&request);
-    return number_;
-  }
-
-  const std::shared_ptr<std::atomic<int>> held_ = std::make_shared<std::atomic<int>>(0);
-  Answers answers_;
-  Server server_;
-  Declaration declaration_;
-  uint64_t number_ = 0;
-};
-
-// The state after the same steps, each made at once with its factor; 0: skipped.
-Values MadeAtOnce(const std::vector<double>& scales, uint32_t workers) {
-  Job job(workers);
-  EXPECT_EQ(job.Declare(), "");
-  job.Load(1);
-  uint64_t steps = 0;
-  for (uint32_t round = 0; round < scales.size(); ++round) {
-    UpdateStep step = Job::StepOf(steps + 1, scales[round] == 0 ? 1 : scales[round]);
-    step.skip = scales[round] == 0;
-    for (uint32_t rank = 0; rank < workers; ++rank) {
-      job.Push(kPushStep, rank, round, Verdict::kNone, step);
-    }
-    steps += !step.skip;
-  }
-  return job.State(static_cast<uint32_t>(scales.size()) - 1);
-}
-
-bool Holds(const Values& state, const Values& parameters) {
-  return std::equal(parameters.begin(), parameters.end(), state.begin());
-}
-
-// Of the sum of what the workers push in a round.
-double ZerosOf(uint32_t round, uint32_t workers) {
-  double zeros = 0;
-  for (size_t i = 0; i < kElements; ++i) {
-    float sum = 0;
-    for (uint32_t rank = 0; rank < workers; ++rank) sum += Job::GradientOf(i, rank, round);
-    zeros += sum == 0;
-  }
-  return zeros;
-}
 
 // Whatever becomes of the steps that were tried, parameters and moments have the bits of steps that
 // were made at once.
@@ -454,6 +219,18 @@ TEST(ServerSteps, FailBeforeTheParametersAreLoaded) {
   }
 }
 
+// The step fails once the first member asks for it; the second one is told the same.
+TEST(ServerSteps, AskedForAfterAFailureFailLikewise) {
+  Job job(2);
+  ASSERT_EQ(job.Declare(), "");
+  for (const int rank : {0, 1}) job.Push(kPushNorm, rank, 0, Verdict::kNone, Job::StepOf(1));
+  for (const int rank : {0, 1}) {
+    const auto answer = job.Await(job.Step(rank, 0, Job::StepOf(1)));
+    EXPECT_NE(answer.body.find("'tensor' were never loaded"), std::string::npos) << answer.body;
+  }
+  EXPECT_EQ(job.server().OpenRounds(), 0);
+}
+
 // A step is tried by all or by none; and the rule has to allow it.
 TEST(ServerSteps, AreTriedByAll) {
   Job job;
@@ -497,5 +274,6 @@ TEST(ServerSteps, NeedMemoryForTheGradients) {
 }
 
 }  // namespace
+}  // namespace step_tests
 }  // namespace core
 }  // namespace byteps

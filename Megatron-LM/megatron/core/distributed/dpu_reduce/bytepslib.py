@@ -11,12 +11,40 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["byteps", "engine", "load", "nodes", "pieces", "server_nodes", "server_state"]
+__all__ = [
+    "byteps",
+    "engine",
+    "figures",
+    "flat",
+    "gradient_check",
+    "hosts",
+    "load",
+    "nodes",
+    "pieces",
+    "server_bucket",
+    "server_host",
+    "server_rule",
+    "speculation",
+    "step_machine",
+]
 
 if TYPE_CHECKING:
     # So that type checkers find calls of what these modules do not have.
     import byteps.torch as byteps
-    from byteps.torch import engine, nodes, pieces, server_nodes, server_state
+    from byteps.torch import (
+        engine,
+        figures,
+        flat,
+        gradient_check,
+        hosts,
+        nodes,
+        pieces,
+        server_bucket,
+        server_host,
+        server_rule,
+        speculation,
+        step_machine,
+    )
 else:
 
     def __getattr__(name: str) -> Any:

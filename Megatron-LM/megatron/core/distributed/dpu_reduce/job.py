@@ -67,15 +67,20 @@ def joined() -> Job:
     return _job
 
 
+def ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of a group, in its order."""
+    return tuple(torch.distributed.get_process_group_ranks(group))
+
+
 def _meet() -> Job:
     """Learn every rank's host and link; all ranks call this."""
-    bps, node = bytepslib.byteps, bytepslib.nodes
+    bps, setting = bytepslib.byteps, bytepslib.figures.setting
     mine = (
-        node.host_name(),
-        float(node.setting("BYTEPS_SERVER_LINK_GBPS")),
-        -1 if _embedded() else int(node.setting("BYTEPS_LOCAL_SERVERS")),
-        int(node.setting("BYTEPS_SERVERS_PER_MACHINE")),
-        node.setting("BYTEPS_MEASURE_LINKS") == "1" and not float(node.setting("BYTEPS_LINK_GBPS")),
+        bytepslib.hosts.host_name(),
+        float(setting("BYTEPS_SERVER_LINK_GBPS")),
+        -1 if _embedded() else int(setting("BYTEPS_LOCAL_SERVERS")),
+        int(setting("BYTEPS_SERVERS_PER_MACHINE")),
+        setting("BYTEPS_MEASURE_LINKS") == "1" and not float(setting("BYTEPS_LINK_GBPS")),
     )
     told: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(told, mine)
@@ -91,7 +96,7 @@ def _meet() -> Job:
             )
     count = len(bps.bytes_per_server(1, name="count"))
     servers = _servers(len(numbers), count, local[0], per_machine[0])
-    # One plan for all ranks: the slowest card decides, and a rate that a rank does not know is not
+    # One plan for all ranks: the slowest NIC decides, and a rate that a rank does not know is not
     # known.
     host, server = bytepslib.engine.link_gbps(), min(server_rates)
     return Job(

@@ -1,10 +1,10 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""What a host's card carries, found by trying: a sum through servers, and the collective beside it.
+"""What a host's NIC carries, found by trying: a sum through servers, compared with the collective.
 
 The cost model counts bytes. How fast these go depends on more than the links: on what else uses
-them, on the transport and on processors, and for servers on others than for a collective. So the
-members of a group sum a scratch tensor in both ways, in turn, before training begins.
+them, on the transport and on cores, and for servers on others than for a collective. So the
+members of a group sum a scratch tensor by both routes, interleaved, before training begins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Try = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Rates that a sum reached, in bytes a second over the card of a host."""
+    """Rates that a sum reached, in bytes per second over the NIC of a host."""
 
     size: int
     """Bytes of the tensor that was summed."""
@@ -38,7 +38,7 @@ class Measured:
     """By route: the collective, and one through servers."""
 
     def applied(self, network: Network) -> Network:
-        """The network with these rates in the place of those that cards tell."""
+        """The network with these rates in the place of those that NICs tell."""
         (servers,) = (rate for route, rate in self.rates.items() if route != COLLECTIVE)
         return replace(
             network,

@@ -33,14 +33,14 @@ class Network:
 
     servers: Servers
     host_rate: float | None
-    """Bytes a second each way of a worker host's card; None: not known, so that only bytes are
-    compared, as if all cards were alike."""
+    """Bytes per second each way of a worker host's NIC; None: not known, so that only bytes are
+    compared, as if all NICs were alike."""
     server_rate: float | None
-    """Of a server's card; None: as the host's."""
+    """Of a server's NIC; None: as the host's."""
     collective_rate: float | None = None
-    """Bytes a second over a worker host's card in a collective; None: as ``host_rate``."""
+    """Bytes per second over a worker host's NIC in a collective; None: as ``host_rate``."""
     measured_bytes: int = 0
-    """Rates were measured with a tensor of so many bytes; 0: cards or settings told them."""
+    """Rates were measured with a tensor of so many bytes; 0: NICs or settings told them."""
 
     def seconds(self, route: str, load: Load) -> float:
         """Time of a load; in units of a byte's time where rates are not known."""
@@ -75,7 +75,7 @@ class Decision:
     route: str
     why: str
     loads: Mapping[str, Load]
-    """Bytes over the cards, of each route that is possible."""
+    """Bytes over the NICs, of each route that is possible."""
     seconds: Mapping[str, float]
     """As :meth:`Network.seconds` has it."""
 
@@ -94,7 +94,7 @@ def can_be_node_first(hosts: tuple[int, ...]) -> bool:
 
 
 def loads_of(what: Sum, servers: Servers) -> dict[str, Load]:
-    """Bytes over the cards by each route that is possible."""
+    """Bytes over the NICs by each route that is possible."""
     from byteps import cost_model
 
     hosts, members = what.hosts, max(per_host(what.hosts).values())
@@ -119,7 +119,7 @@ def _collective(what: Sum) -> Load:
 
 @functools.lru_cache(maxsize=64)
 def _sent_by_collective(hosts: tuple[int, ...], sharded: bool, instances: int) -> float:
-    """For each byte of gradients, over the busiest card. As Megatron does it: with the distributed
+    """For each byte of gradients, over the busiest NIC. As Megatron does it: with the distributed
     optimizer a reduce-scatter within each instance, then an all-reduce of each shard across them.
     """
     from byteps import cost_model
@@ -180,7 +180,7 @@ def _node_first(what: Sum, why: str) -> tuple[str, str]:
 
 def _for_servers(what: Sum, asked: str) -> tuple[str, str]:
     """The route where servers keep the optimizer: no collective can take their place, and node
-    first each card carries the fewest bytes."""
+    first each NIC carries the fewest bytes."""
     if asked == FLAT:
         return FLAT, "asked for"
     if len(what.hosts) == 1:

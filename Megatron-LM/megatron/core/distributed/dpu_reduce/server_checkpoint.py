@@ -13,15 +13,17 @@ uses: they may be written while training goes on. One rank of each group loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...dist_checkpointing.dict_utils import nested_values
 from ...dist_checkpointing.mapping import ShardedBase
 from ...dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from .server_buckets import ServerBucket
-from .server_shards import is_saved, pieces, with_values
+from .server_shards import is_saved, saved_boxes, with_values
+
+if TYPE_CHECKING:
+    from byteps.torch.server_bucket import ServerBucket
 
 SHARDING = "fully_reshardable"
 """As Megatron's metadata of a checkpoint calls this form."""
@@ -123,7 +125,7 @@ def _owned(
     for slot, name in enumerate(slots):
         for place, first, parameter, model_parameter in places:
             key = f"{_PREFIX}.{name}.{model_parameter.key}"
-            if pieces(model_parameter, key, 0, 0) is not None:
+            if saved_boxes(model_parameter, key, 0, 0) is not None:
                 continue
             # It cannot be cut: who has its first element saves all of it.
             mine = any(begin <= first < end for begin, end in bucket.owned)
@@ -133,10 +135,10 @@ def _owned(
                 saved[f"{place}.{name}"] = with_values(model_parameter, key, values)
         for begin, end in bucket.owned:
             cut = [
-                (f"{place}.{name}", first, piece)
+                (f"{place}.{name}", first, box)
                 for place, first, parameter, model_parameter in places
                 if first < end and begin < first + parameter.numel()
-                for piece in pieces(
+                for box in saved_boxes(
                     model_parameter,
                     f"{_PREFIX}.{name}.{model_parameter.key}",
                     max(begin, first) - first,
@@ -145,10 +147,10 @@ def _owned(
                 or ()
             ]
             values = bucket.read(slot, begin, end) if cut else torch.empty(0)
-            for short, first, piece in cut:
-                at = first + piece.begin
-                one = values[at - begin : at - begin + piece.end - piece.begin]
-                saved[f"{short}.{at}"] = piece.holding(one)
+            for short, first, box in cut:
+                at = first + box.begin
+                one = values[at - begin : at - begin + box.end - box.begin]
+                saved[f"{short}.{at}"] = box.holding(one)
     return saved
 
 

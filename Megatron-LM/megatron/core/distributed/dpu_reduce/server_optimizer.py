@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +30,15 @@ from ...transformer.module import param_is_not_shared
 from ...utils import get_model_config, log_single_rank
 from . import bytepslib, server_checkpoint, server_routes
 from .refusals import validate_optimizer_config
-from .server_buckets import ServerBucket
+from .server_buckets import make_server_bucket
 from .summed_later import SummedLater
 
 if TYPE_CHECKING:
-    from byteps.torch.server_nodes import Started
-    from byteps.torch.server_state import Step
+    from byteps.torch.server_bucket import ServerBucket
 
     from ...optimizer.optimizer_config import OptimizerConfig
     from ..distributed_data_parallel import DistributedDataParallel
-
-_EPS = 1e-6
-"""Added to a norm before it divides, as by Megatron."""
+    from ..param_and_grad_buffer import _ParamAndGradBuffer
 
 _logger = logging.getLogger(__name__)
 
@@ -94,6 +91,16 @@ def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.o
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, **common)
 
 
+def _refuse_own_norms(param_groups: Sequence[dict[str, Any]]) -> None:
+    for group in param_groups:
+        for parameter in group["params"]:
+            if getattr(parameter, GRAD_NORM_GROUP_ATTR, None) is not None:
+                raise ValueError(
+                    "--dpu-optimizer does not work with parameters whose gradients are clipped by "
+                    "a norm of their own, as those of multi-token prediction"
+                )
+
+
 class ServerOptimizer(MegatronOptimizer):
     """Sends gradients to the servers, which update, and takes the parameters that come back.
 
@@ -121,78 +128,92 @@ class ServerOptimizer(MegatronOptimizer):
             tp_group: the tensor-parallel ranks, and `expert_tp_group` those of experts.
             pp_group: the pipeline's ranks.
         """
+        _refuse_own_norms(param_groups)
         super().__init__(_container(config, param_groups), config)
         self.model_chunks = list(model_chunks)
         self.grad_stats_parallel_group = dense_group
         self.tp_group, self.expert_tp_group = tp_group, expert_tp_group
         self._expert_group = expert_group
-        self._rule = bytepslib.server_state.rule_of(self.optimizer)
+        self._rule = bytepslib.server_rule.rule_of(self.optimizer)
         self._looks = config.clip_grad > 0.0 or math.isfinite(config.grad_norm_skip_threshold)
         """Whether a step asks for the norm."""
         self._counts_zeros = config.log_num_zeros_in_grad
         self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
-        self._speculation = bytepslib.server_state.Speculation(
+        self._speculation = bytepslib.speculation.Speculation(
             model_chunks[0].ddp_config.dpu_optimizer_clip,
             useful=self._looks or self._overlaps or self._counts_zeros,
         )
-        self._steps = 0
-        self._failure = ""
         self._loaded = False
-        group_of = {}
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                if getattr(parameter, GRAD_NORM_GROUP_ATTR, None) is not None:
-                    raise ValueError(
-                        "--dpu-optimizer does not work with parameters whose gradients are clipped "
-                        "by a norm of their own, as those of multi-token prediction"
-                    )
-                group_of[parameter] = index
+        """Whether the servers have parameters."""
         # A rank whose parameters are all frozen has no bucket, and takes part in the norm.
         self._device = next(p.device for chunk in model_chunks for p in chunk.parameters())
         self._dense: list[ServerBucket] = []
         self._expert: list[ServerBucket] = []
         self._early: set[ServerBucket] = set()
         """Whose gradients are sent while the backward pass runs."""
-        # Copies of a parameter, whose gradients are the same, have to stay the same to the bit.
-        has_copies = any(
-            group is not None and group.size() > 1 for group in (dense_group, expert_group)
-        )
         for group, kind in ((dense_group, "buffers"), (expert_group, "expert_parallel_buffers")):
             if group is not None:
                 server_routes.keep_copies_alike(model_chunks, kind, group)
-        checks = bytepslib.nodes.setting("BYTEPS_CHECK_GRADIENTS") == "1"
         summed_later = SummedLater(get_model_config(model_chunks[0]), tp_group, pp_group)
         for chunk in model_chunks:
-            names = {parameter: name for name, parameter in chunk.named_parameters()}
-            for buckets, buffers in (
-                (self._dense, chunk.buffers),
-                (self._expert, chunk.expert_parallel_buffers),
-            ):
-                for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-                    if bucket.grad_data.numel() == 0:
-                        continue
-                    mine = ServerBucket(
-                        bucket,
-                        average=chunk.ddp_config.average_in_collective,
-                        rule=self._rule,
-                        group_of=group_of,
-                        counts=self._counts,
-                        in_order=has_copies,
-                        speculative=self._speculation.is_on,
-                        counts_zeros=self._counts_zeros,
-                        checked=names if checks else None,
-                    )
-                    bucket.dpu_server_bucket, bucket.dpu_optimizer = mine, self
-                    buckets.append(mine)
-                    if chunk.ddp_config.overlap_grad_reduce and not any(
-                        summed_later(parameter, names[parameter]) for _, parameter in mine.places
-                    ):
-                        self._early.add(mine)
+            self._dense += self._take_buckets(chunk, chunk.buffers, summed_later)
+            self._expert += self._take_buckets(chunk, chunk.expert_parallel_buffers, summed_later)
         self._buckets = self._dense + self._expert
+        self._machine = bytepslib.step_machine.StepMachine(
+            self._buckets, self._rule, self._speculation, name="--dpu-optimizer"
+        )
         self.is_stub_optimizer = not self._buckets
         self._scale = torch.ones(1, dtype=torch.float32, device=self._device)
 
-    def _counts(self, parameter: torch.nn.Parameter) -> bool:
+    def _take_buckets(
+        self,
+        chunk: DistributedDataParallel,
+        buffers: Sequence[_ParamAndGradBuffer],
+        summed_later: SummedLater,
+    ) -> list[ServerBucket]:
+        """Tell the servers of the buckets of a model chunk, which then have a ``dpu_server_bucket``
+        and this optimizer."""
+        # Copies of a parameter, whose gradients are the same, have to stay the same to the bit.
+        has_copies = any(
+            group is not None and group.size() > 1
+            for group in (self.grad_stats_parallel_group, self._expert_group)
+        )
+        checks = bytepslib.figures.setting("BYTEPS_CHECK_GRADIENTS") == "1"
+        names: dict[torch.Tensor, str] = {
+            parameter: name for name, parameter in chunk.named_parameters()
+        }
+        group_of, taken = self._group_of(), []
+        for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+            if bucket.grad_data.numel() == 0:
+                continue
+            mine = make_server_bucket(
+                bucket,
+                average=chunk.ddp_config.average_in_collective,
+                rule=self._rule,
+                group_of=group_of,
+                counts=self._counts,
+                in_order=has_copies,
+                speculative=self._speculation.is_on,
+                counts_zeros=self._counts_zeros,
+                checked=names if checks else None,
+            )
+            bucket.dpu_server_bucket, bucket.dpu_optimizer = mine, self
+            taken.append(mine)
+            if chunk.ddp_config.overlap_grad_reduce and not any(
+                summed_later(parameter, names[parameter]) for _, parameter in mine.places
+            ):
+                self._early.add(mine)
+        return taken
+
+    def _group_of(self) -> dict[torch.Tensor, int]:
+        """The index of each parameter's group."""
+        return {
+            parameter: index
+            for index, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def _counts(self, parameter: torch.Tensor) -> bool:
         """Whether this rank's copy is the one of Megatron's norm."""
         return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
             parameter, tp_group=self.tp_group, expert_tp_group=self.expert_tp_group
@@ -212,66 +233,34 @@ class ServerOptimizer(MegatronOptimizer):
         Raises:
             byteps.torch.BytePSError: a rank or a server was lost. The parameters may be those of
                 this step on some servers and of the last one on others.
-            RuntimeError: likewise, another rank of this host was lost.
+            RuntimeError: another rank of this host was lost, with the same effect.
             ValueError: a parameter group changed in what servers were told once.
         """
-        self._demand_no_failure()
-        now = self._rule.groups_of(self.optimizer.param_groups)
-        if now != self._rule.groups:
-            raise ValueError(
-                "--dpu-optimizer: parameter groups changed in more than learning rate and weight "
-                f"decay: servers were told {self._rule.groups}, and now it is {now}"
-            )
-        with self._failing():
+        self._machine.demand_no_failure()
+        self._machine.demand_same_rule(self.optimizer.param_groups)
+        with self._machine.failing():
             return self._step()
 
-    def _demand_no_failure(self) -> None:
-        if self._failure:
-            raise bytepslib.byteps.BytePSError(
-                f"--dpu-optimizer: an earlier step failed ({self._failure}): load a checkpoint"
-            )
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Around parts of a step: whatever ends one of them leaves the step half made."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = str(error) or type(error).__name__
-            raise
-
     def _step(self) -> tuple[bool, float | None, int | None]:
+        groups = self.optimizer.param_groups
         if not self._loaded:
             self._load_parameters()
-        plain = self._plain_step()
         if not self._looks and not self._overlaps and not self._counts_zeros:
             with self._timer("optimizer-inner-step"):
-                self._all(lambda bucket: bucket.push_step(plain))
-                self._take()
-            self._steps += 1
+                self._machine.update(groups)
             return True, None, None
-        tried = self._speculation.tries
         with self._timer("optimizer-clip-main-grad"):
-            self._all(lambda bucket: bucket.start(plain if tried else None))
+            self._machine.push(groups)
             norm, zeros = self._norm_and_zeros()
         scale = 1.0
-        if self.config.clip_grad > 0.0 and math.isfinite(norm):
-            scale = min(1.0, self.config.clip_grad / (norm + _EPS))
+        if self.config.clip_grad > 0.0:
+            scale = bytepslib.step_machine.clip_scale(norm, self.config.clip_grad)
         skip = not math.isfinite(norm) or norm > self.config.grad_norm_skip_threshold
-        number, _, _, rates = plain
         with self._timer("optimizer-inner-step"):
-            self._all(lambda bucket: bucket.finish((number, scale, skip, rates)))
-            self._take()
-        self._steps += not skip
-        self._speculation.note(tried=tried, clipped=scale != 1.0, skipped=skip)
+            self._machine.finish(scale=scale, skip=skip)
         if (advice := self._speculation.advice()) is not None:
             log_single_rank(_logger, logging.WARNING, f"--dpu-optimizer: {advice}")
         return not skip, norm if self._looks else None, zeros
-
-    def _plain_step(self) -> Step:
-        """The next one, if nothing is clipped."""
-        rates = [(float(g["lr"]), float(g["weight_decay"])) for g in self.optimizer.param_groups]
-        return self._steps + 1, 1.0, False, rates
 
     def bucket_is_ready(self, bucket: ServerBucket) -> None:
         """The backward pass has computed the bucket's gradients. They are sent, unless Megatron
@@ -282,11 +271,11 @@ class ServerOptimizer(MegatronOptimizer):
         """
         if bucket not in self._early:
             return
-        self._demand_no_failure()
-        with self._failing():
+        self._machine.demand_no_failure()
+        with self._machine.failing():
             if not self._loaded:
                 self._load_parameters()
-            bucket.push_early(self._plain_step() if self._speculation.tries else None)
+            self._machine.push_early(bucket, self.optimizer.param_groups)
 
     def _norm_and_zeros(self) -> tuple[float, int | None]:
         """Of all gradients of the model, the same bits on every rank; 0 and None if not wanted.
@@ -316,25 +305,14 @@ class ServerOptimizer(MegatronOptimizer):
         torch.distributed.all_gather(parts, one, group=group)
         return [(part[0].item(), part[1].item()) for part in parts]
 
-    def _all(self, start: Callable[[ServerBucket], Started | None]) -> None:
-        """Start something for each bucket, if `start` does; wait for all, also when one fails."""
-        bytepslib.server_state.start_and_wait(
-            self._buckets,
-            start,
-            lambda bucket, started, failed: bucket.wait(started, failed=failed),
-        )
-
-    def _take(self) -> None:
-        for bucket in self._buckets:
-            bucket.take_parameters()
-
     def _load_parameters(self) -> None:
         """The servers begin with the model's parameters. No update is made before all ranks have
         pushed, so that nobody needs to wait for the one that loads."""
         for bucket in self._buckets:
             if bucket.is_first:
                 bucket.load_parameters()
-        self._steps, self._loaded = 0, True
+        self._machine.begin_anew()
+        self._loaded = True
 
     @contextmanager
     def _timer(self, name: str) -> Iterator[None]:
@@ -392,7 +370,7 @@ class ServerOptimizer(MegatronOptimizer):
         """
         server_checkpoint.check_metadata(metadata)
         if not is_loading:
-            self._demand_no_failure()
+            self._machine.demand_no_failure()
         if not self._loaded and not is_loading:
             self._load_parameters()
             # Ranks read next, and only the first one of each group has loaded. Ranks without
@@ -410,7 +388,7 @@ class ServerOptimizer(MegatronOptimizer):
                 groups,
                 model_sharded_state_dict,
                 slots=self._slots,
-                steps=self._steps,
+                steps=self._machine.steps,
                 is_loading=is_loading,
                 is_whole=bool((metadata or {}).get(server_checkpoint.WHOLE)),
             )
@@ -426,9 +404,7 @@ class ServerOptimizer(MegatronOptimizer):
             byteps.torch.BytePSError: a server refuses or is lost.
             ValueError: it is of another form, or after different numbers of steps.
         """
-        self._speculation.forget()
-        for bucket in self._buckets:
-            bucket.give_up()
+        self._machine.begin_load()
         kinds = self._kinds()
         parts = [state_dict] if len(kinds) == 1 else [state_dict[i] for i in range(len(kinds))]
         steps = {
@@ -439,7 +415,8 @@ class ServerOptimizer(MegatronOptimizer):
             raise ValueError(
                 f"--dpu-optimizer: parameters made different numbers of steps: {steps}"
             )
-        self._steps, self._loaded, self._failure = (steps or {0}).pop() or 0, True, ""
+        self._loaded = True
+        self._machine.end_load((steps or {0}).pop() or 0)
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         raise ValueError(

@@ -16,7 +16,7 @@ from .routes import FLAT
 
 if TYPE_CHECKING:
     from ..distributed_data_parallel import DistributedDataParallel
-    from .plan import BucketOp
+    from .bucket_op import BucketOp
 
 _logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class SavedBox:
     """Elements of a parameter that lie side by side, and are a box of a global tensor."""
 
     begin: int
@@ -88,9 +88,9 @@ def with_values(
     return replace(model_parameter, key=key, data=values, replica_id=replica, **kind)
 
 
-def pieces(
+def saved_boxes(
     model_parameter: ShardedTensor | ShardedTensorFactory, key: str, begin: int, end: int
-) -> list[Piece] | None:
+) -> list[SavedBox] | None:
     """Of elements `begin` to `end` of a parameter.
 
     Args:
@@ -114,7 +114,7 @@ def pieces(
         at = max(begin, first)
         for offset, size in boxes(part.local_shape, at - first, min(end, last) - first):
             until = at + math.prod(size)
-            found.append(Piece(begin=at, end=until, place=_boxed(part, offset, size)))
+            found.append(SavedBox(begin=at, end=until, place=_boxed(part, offset, size)))
             at = until
     return found
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..distributed_data_parallel import DistributedDataParallel
 
 _Group = torch.distributed.ProcessGroup
-_Buffers = Mapping[Any, tuple[list[torch.nn.Parameter], list[int]]]
+Buffers = Mapping[Any, tuple[list[torch.nn.Parameter], list[int]]]
 """Parameters of each buffer, with the indices that Megatron gave them."""
 
 
@@ -51,7 +51,7 @@ class SummedLater:
         """Whether all gradients are."""
         return bool(self._config.calculate_per_token_loss)
 
-    def __call__(self, parameter: torch.nn.Parameter, name: str) -> bool:
+    def __call__(self, parameter: torch.Tensor, name: str) -> bool:
         if self.are_all:
             return True
         if self._tensor_parallel and (
@@ -72,14 +72,14 @@ class SummedLater:
 
 def apart(
     ddp: DistributedDataParallel,
-    buffers: _Buffers,
+    buffers: Buffers,
     names: Mapping[torch.nn.Parameter, str],
     config: TransformerConfig,
-) -> _Buffers:
+) -> Buffers:
     """The buffers of a DDP that is being built, those of gradients that are summed later apart.
 
-    Nothing changes where nothing would be sent earlier for it: without ``dpu_optimizer`` or
-    ``overlap_grad_reduce``, or if all gradients of a buffer are summed later, or none.
+    Nothing changes where nothing would be sent earlier for it: without ``overlap_grad_reduce``, or
+    if all gradients of a buffer are summed later, or none.
 
     Args:
         ddp: with its config and process groups.
@@ -87,7 +87,7 @@ def apart(
         names: of all parameters in the model.
         config: of the model.
     """
-    if not (ddp.ddp_config.dpu_optimizer and ddp.ddp_config.overlap_grad_reduce):
+    if not ddp.ddp_config.overlap_grad_reduce:
         return buffers
     later = SummedLater(config, ddp.tp_group, ddp.pp_group)
     if later.are_all:

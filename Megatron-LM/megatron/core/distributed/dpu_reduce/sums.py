@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from . import bytepslib
-from .plan import BucketOp
+from .bucket_op import BucketOp
 from .routes import COLLECTIVE
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class _Pending(Protocol):
 
 
 class _PushPull:
-    """A push-pull of a whole bucket that is under way."""
+    """A push-pull of a whole bucket in flight."""
 
     def __init__(self, handle: Any, tensor: torch.Tensor) -> None:
         self._handle = handle
@@ -34,7 +34,7 @@ class _PushPull:
 
 
 class GradSyncHandle:
-    """The sums of a bucket group that are under way; stands in for torch's Work."""
+    """The sums of a bucket group in flight; stands in for torch's Work."""
 
     def __init__(self, pending: Sequence[_Pending]) -> None:
         self._pending = list(pending)
@@ -50,12 +50,8 @@ class GradSyncHandle:
             one.wait()
 
 
-def takes(bucket_group: _ParamAndGradBucketGroup) -> bool:
-    """Whether the group's sums go through BytePS; else Megatron issues its own collectives."""
-    if not bucket_group.ddp_config.use_dpu_reduce:
-        return False
-    if bucket_group.ddp_config.dpu_optimizer:
-        return True
+def goes_through_servers(bucket_group: _ParamAndGradBucketGroup) -> bool:
+    """Whether a bucket of the group is summed by servers."""
     return any(bucket.dpu_reduce_op.route != COLLECTIVE for bucket in bucket_group.buckets)
 
 
@@ -72,10 +68,6 @@ def start_grad_sync(
     one sum over all members of all instances. ``average_in_collective`` asks for the average over
     the data-parallel group instead of the sum.
 
-    With ``dpu_optimizer`` the gradients stay as they are: Megatron sums them over other groups
-    next, and the step of the optimizer sends them. With ``overlap_grad_reduce`` those that nothing
-    will change any more are sent now.
-
     Returns:
         with ``overlap_grad_reduce`` a handle to wait for, as all-reduce does; otherwise ``None``,
         the sums being in the buckets.
@@ -84,14 +76,6 @@ def start_grad_sync(
         byteps.torch.BytePSError: a push-pull failed; the text names the peer.
         RuntimeError: node first, a rank of this host was lost.
     """
-    if bucket_group.ddp_config.dpu_optimizer:
-        _demand_optimizer(bucket_group)
-        if not bucket_group.ddp_config.overlap_grad_reduce:
-            return None
-        for bucket in bucket_group.buckets:
-            if bucket.grad_data.numel() > 0:
-                bucket.dpu_optimizer.bucket_is_ready(bucket.dpu_server_bucket)
-        return GradSyncHandle([])
     sharded = bool(bucket_group.ddp_config.use_distributed_optimizer and not force_all_reduce)
     average = bucket_group.ddp_config.average_in_collective
     pending = [
@@ -104,16 +88,6 @@ def start_grad_sync(
         return handle
     handle.wait()
     return None
-
-
-def _demand_optimizer(bucket_group: _ParamAndGradBucketGroup) -> None:
-    """Nobody would sum the gradients of a bucket that no optimizer has taken."""
-    for bucket in bucket_group.buckets:
-        if bucket.grad_data.numel() > 0 and not hasattr(bucket, "dpu_server_bucket"):
-            raise RuntimeError(
-                "--dpu-optimizer: a model was wrapped for it, but its optimizer was not made by "
-                "get_megatron_optimizer()"
-            )
 
 
 def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average: bool) -> _Pending:

@@ -14,7 +14,7 @@ _GBPS = 1e9 / 8
 
 
 def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) -> str:
-    """The table of a model chunk's sums: bytes over the cards and time by each route, and which
+    """The table of a model chunk's sums: bytes over the NICs and time by each route, and which
     was chosen and why."""
     first = sums[0][0]
     members, servers = sorted(per_host(first.hosts).values()), network.servers

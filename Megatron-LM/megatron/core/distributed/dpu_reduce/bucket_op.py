@@ -1,0 +1,73 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""The operation of one bucket: its name, group, wire dtype and route."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .refusals import WIRE_DTYPES
+
+if TYPE_CHECKING:
+    from byteps.torch.nodes import NodeSum
+
+    from ..distributed_data_parallel_config import DistributedDataParallelConfig
+    from ..param_and_grad_buffer import _ParamAndGradBucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketOp:
+    """How one bucket is summed; fixed when DDP is built.
+
+    It holds no data pointer: gradient buffers may be freed and allocated again between steps.
+    """
+
+    name: str
+    """Key of the operation: the same on every rank of the group, unique in the job."""
+    group: tuple[int, ...]
+    """Global ranks that sum, in the order of the process group: the whole data-parallel group."""
+    owners: tuple[int, ...]
+    """Global ranks among which the distributed optimizer cuts the bucket into equal shards, in
+    this order: the members of this rank's optimizer instance, which is all of the group where
+    there is one instance."""
+    placement: int
+    """Place of the bucket's first partition in the round robin over the servers."""
+    wire_dtype: torch.dtype
+    """Type in which the gradients travel; that of the bucket, unless another was asked for."""
+    route: str
+    """``collective``, ``flat`` or ``node-first``; the same for all buckets of a bucket group."""
+    node_whole: NodeSum | None = None
+    """Node first: the sum of which every rank gets all."""
+    node_shards: NodeSum | None = None
+    """Node first, with the distributed optimizer: the sum of which each rank gets its shard."""
+
+    def wanted(self, elements: int) -> tuple[int, int]:
+        """First and last plus one of the bucket's elements that this rank's optimizer owns."""
+        shard = elements // len(self.owners)
+        index = self.owners.index(torch.distributed.get_rank())
+        return index * shard, (index + 1) * shard
+
+
+def wire_dtype_of(
+    param_dtype: torch.dtype, grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig
+) -> torch.dtype:
+    """The type in which gradients travel.
+
+    The wire dtype that was asked for is for fp32: of a half type it would keep less. With the
+    optimizer on the servers, parameters come down in it, so that fp32 ones do not use it.
+    """
+    if ddp_config.dpu_reduce_wire_dtype is None or grad_dtype != torch.float32:
+        return grad_dtype
+    if ddp_config.dpu_optimizer and param_dtype == torch.float32:
+        return grad_dtype
+    return WIRE_DTYPES[ddp_config.dpu_reduce_wire_dtype]
+
+
+def wire_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> int:
+    """Bytes of a bucket as it travels."""
+    param_dtype = next(iter(bucket.params_list)).dtype
+    dtype = wire_dtype_of(param_dtype, bucket.grad_data.dtype, config)
+    return bucket.grad_data.numel() * dtype.itemsize

@@ -1,0 +1,74 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""The route of each bucket group of a model, and the table that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import job, table
+from .bucket_op import wire_bytes
+from .routes import AUTO, Decision, Sum, decide
+from .trials import measured
+
+if TYPE_CHECKING:
+    from ..distributed_data_parallel_config import DistributedDataParallelConfig
+    from ..param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
+
+_told: set[str] = set()
+
+
+def forget() -> None:
+    """Tell tables again that were told before."""
+    _told.clear()
+
+
+def decide_all(
+    config: DistributedDataParallelConfig,
+    kind: str,
+    group: torch.distributed.ProcessGroup,
+    groups: Sequence[_ParamAndGradBucketGroup],
+    buffers: Sequence[_ParamAndGradBuffer],
+) -> dict[int, Decision]:
+    """The decision for each bucket, by the bucket's id; rank 0 prints how it came about.
+
+    All members of the group call this, and decide the same.
+
+    Args:
+        config: of the DDP.
+        kind: ``dense`` or ``expert``.
+        group: the data-parallel group.
+        groups: bucket groups that it sums.
+        buffers: that these are made of.
+    """
+    hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
+    asked = config.dpu_reduce_route or AUTO
+    sums = [
+        Sum(
+            hosts=hosts,
+            gradient_bytes=sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets),
+            wire_bytes=sum(wire_bytes(bucket, config) for bucket in bucket_group.buckets),
+            sharded=config.use_distributed_optimizer,
+            instances=config.num_distributed_optimizer_instances,
+            updated=config.dpu_optimizer,
+        )
+        for bucket_group in groups
+    ]
+    network = job.joined().network
+    if asked == AUTO and job.joined().measures and len(set(hosts)) > 1 and not config.dpu_optimizer:
+        network = measured(kind, group, groups, sums, buffers[0]).applied(network)
+    decisions: dict[int, Decision] = {}
+    rows = []
+    for bucket_group, what in zip(groups, sums, strict=True):
+        decision = decide(what, network, asked)
+        rows.append((what, decision))
+        decisions |= {id(bucket): decision for bucket in bucket_group.buckets}
+    if torch.distributed.get_rank() == 0:
+        text = table.describe(kind, rows, network)
+        if text not in _told:
+            _told.add(text)
+            print(table.as_lines(text), flush=True)
+    return decisions

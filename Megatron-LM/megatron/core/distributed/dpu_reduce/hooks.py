@@ -1,0 +1,118 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""The hooks that Megatron calls; see the package's docstring for their one rule."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import job, plan, server_buckets, summed_later, sums
+
+if TYPE_CHECKING:
+    from ...transformer.transformer_config import TransformerConfig
+    from ..distributed_data_parallel import DistributedDataParallel
+    from ..param_and_grad_buffer import _ParamAndGradBucketGroup
+
+
+def initialize(args: Namespace | None = None) -> None:
+    """torch.distributed is up: start BytePS on this rank, once. Blocks until every rank is there.
+
+    Args:
+        args: Megatron's, whose flag decides; None: start it.
+
+    Raises:
+        RuntimeError: BytePS is missing, or counts its workers differently from torch.distributed.
+        byteps.torch.BytePSError: the scheduler or a server cannot be reached.
+    """
+    if args is None or getattr(args, "use_dpu_reduce", False):
+        job.initialize()
+
+
+def apart(
+    ddp: DistributedDataParallel,
+    buffers: summed_later.Buffers,
+    names: Mapping[torch.nn.Parameter, str],
+    config: TransformerConfig,
+) -> summed_later.Buffers:
+    """DDP has grouped its parameters: see :func:`.summed_later.apart`."""
+    if not ddp.ddp_config.dpu_optimizer:
+        return buffers
+    return summed_later.apart(ddp, buffers, names, config)
+
+
+def register(ddp: DistributedDataParallel) -> None:
+    """A DDP was built: see :func:`.plan.register`."""
+    if ddp.ddp_config.use_dpu_reduce:
+        plan.register(ddp)
+
+
+def takes(bucket_group: _ParamAndGradBucketGroup) -> bool:
+    """Whether the group's sums go through BytePS; else Megatron issues its own collectives."""
+    if not bucket_group.ddp_config.use_dpu_reduce:
+        return False
+    return bucket_group.ddp_config.dpu_optimizer or sums.goes_through_servers(bucket_group)
+
+
+def start_grad_sync(
+    bucket_group: _ParamAndGradBucketGroup, force_all_reduce: bool | None = False
+) -> sums.GradSyncHandle | None:
+    """A group that BytePS `takes` is ready: see :func:`.sums.start_grad_sync`, and with
+    ``dpu_optimizer`` :func:`.server_buckets.start_update`."""
+    if bucket_group.ddp_config.dpu_optimizer:
+        return server_buckets.start_update(bucket_group)
+    return sums.start_grad_sync(bucket_group, force_all_reduce)
+
+
+def keeps_optimizer(model_chunks: Sequence[Any]) -> bool:
+    """Whether servers keep the optimizer of these model chunks."""
+    config = getattr(model_chunks[0], "ddp_config", None)
+    return bool(getattr(config, "dpu_optimizer", False))
+
+
+def make_server_optimizer(*arguments: Any) -> Any:
+    """See :func:`.server_optimizer.make_server_optimizer`, which needs ``megatron.core``'s
+    optimizers, and those need this package. Called where `keeps_optimizer` says so."""
+    from .server_optimizer import make_server_optimizer as make
+
+    return make(*arguments)
+
+
+def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
+    """DDP is about to zero its gradients. With ``dpu_optimizer`` the servers may still be sending
+    parameters into that memory, of a step that Megatron runs once more.
+
+    Raises:
+        byteps.torch.BytePSError: a rank or a server was lost.
+    """
+    if ddp.ddp_config.dpu_optimizer:
+        server_buckets.forget_pushes(ddp)
+
+
+def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
+    """A checkpoint is about to be saved: say in which form the servers' state is."""
+    if getattr(args, "dpu_optimizer", False):
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+
+
+def shutdown(args: Namespace | None = None) -> None:
+    """Training is done: leave the BytePS job, if this process is in it. The other ranks may train
+    on until they leave too. Safe to call more than once, and where BytePS was never started.
+
+    Args:
+        args: Megatron's, whose flag decides; None: leave.
+    """
+    if args is not None and not getattr(args, "use_dpu_reduce", False):
+        return
+    plan.forget()
+    nodes = sys.modules.get("byteps.torch.nodes")
+    if nodes is not None:
+        nodes.groups.forget()
+    bps = sys.modules.get("byteps.torch")
+    if bps is not None and bps.is_initialized():
+        bps.shutdown()

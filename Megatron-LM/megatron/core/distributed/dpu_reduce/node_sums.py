@@ -1,0 +1,84 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Node first: the sums of a bucket whose ranks share hosts."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import bytepslib, job
+from .bucket_op import BucketOp
+
+if TYPE_CHECKING:
+    from byteps.torch.nodes import HostLayout, NodeSum
+
+    from ..param_and_grad_buffer import _ParamAndGradBuffer
+
+_Group = torch.distributed.ProcessGroup
+
+
+def node_sums(
+    op: BucketOp, grads: torch.Tensor, buffer: _ParamAndGradBuffer, group: _Group
+) -> tuple[NodeSum, NodeSum | None]:
+    """The sum of which every rank gets all, and that of which each gets the shard that it owns.
+
+    All ranks of this host call this in the same order.
+
+    Args:
+        op: of the bucket; its placement and sums are not looked at.
+        grads: the bucket's gradients, flat.
+        buffer: that the bucket is a part of.
+        group: the data-parallel group, of the ranks of `op`.
+
+    Returns:
+        No second one without the distributed optimizer, or where several of its instances share a
+        host.
+    """
+    node, cutting, rank = bytepslib.nodes, bytepslib.pieces, torch.distributed.get_rank()
+    layout = _layout(op.group, job.joined().hosts)
+    beside, elements = layout.beside(rank), grads.numel()
+    count = node.piece_count(elements * op.wire_dtype.itemsize // len(beside))
+    common = {
+        "layout": layout,
+        "node": node.groups.get(beside, grads.device, (buffer.data_parallel_group, group)),
+        "average": buffer.ddp_config.average_in_collective,
+        "wire_dtype": op.wire_dtype,
+    }
+    whole = node.NodeSum(
+        name=op.name,
+        pieces=tuple(cutting.whole_pieces(elements, len(beside), count)),
+        **common,
+    )
+    if not buffer.ddp_config.use_distributed_optimizer:
+        return whole, None
+    shards = len(op.owners)
+    owned = _owned(layout, op.group, shards)
+    mine = owned[layout.host_of(rank)][layout.local_index(rank)]
+    if op.owners[mine] != rank:
+        raise RuntimeError(
+            f"--use-dpu-reduce: rank {rank} is not shard {mine} of the owners {op.owners} in the "
+            f"data-parallel group {op.group}"
+        )
+    cut = cutting.shard_pieces(
+        elements, owned, layout.host_of(rank), layout.local_index(rank), count
+    )
+    if cut is None:
+        # Several instances on one host: its ranks own the same shards, and gather more than these.
+        return whole, None
+    return whole, node.NodeSum(name=f"{op.name}/shards", pieces=tuple(cut), **common)
+
+
+@functools.lru_cache(maxsize=16)
+def _layout(group: tuple[int, ...], hosts: tuple[int, ...]) -> HostLayout:
+    """How a group is spread over the hosts of all ranks."""
+    return bytepslib.nodes.HostLayout.of(group, [str(hosts[rank]) for rank in group])
+
+
+@functools.lru_cache(maxsize=16)
+def _owned(layout: HostLayout, group: tuple[int, ...], shards: int) -> list[list[int]]:
+    """For each host, the shard that each of its ranks owns."""
+    places = {rank: place for place, rank in enumerate(group)}
+    return [[places[rank] % shards for rank in members] for members in layout.hosts]

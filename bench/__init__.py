@@ -1,0 +1,1 @@
+"""Benchmarks: a folder each, and in kit what they share."""

@@ -1,1 +1,0 @@
-"""What bench/pushpull_bench.py is made of: processes on emulated hosts, measurements, tables."""

@@ -1,0 +1,1 @@
+"""A job amid a flood of unauthenticated connections."""

@@ -1,0 +1,1 @@
+"""What a job costs that sums nothing."""

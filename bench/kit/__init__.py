@@ -1,0 +1,1 @@
+"""What benchmarks share: emulated hosts, processes on them, plans, machines and units."""

@@ -1,0 +1,249 @@
+"""Emulated hosts on this machine: network namespaces, each with one rate-limited link.
+
+All links are ports of one bridge, an ideal switch, in a namespace of its own: no link, address or
+route appears outside, and nothing leaves. A link is shaped at both of its ends, so that its rate
+holds each way. With a fair queue a shaper has a class for every peer, served in turn; without, it
+is one queue, and how flows share it is left to TCP.
+
+Names carry the pid and the start time of the process that made them: what a killed run left behind
+is recognised by `remove_stale`, and two runs never meet. Needs root, and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from bench.kit.plan import Topology
+
+DEVICE = "eth0"
+LARGEST = 64
+_PREFIX = "bps-bench"
+_NET = "10.77.0"
+_NAMESPACES = Path("/run/netns")
+_CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+
+# Several 64 KiB packets, as the kernel hands them to a link before it cuts them, and never less
+# than what passes while a timer is late.
+_LEAST_BURST = 256 << 10
+_BURST_S = 0.001
+_QUEUE = 16 << 20  # bytes, of a peer: never full, so that nothing is dropped
+_QUANTUM = 70_000  # bytes: one such packet, with its headers
+
+
+class EmulationError(Exception):
+    """The emulated hosts could not be made; the text has the command and its complaint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where a process runs."""
+
+    address: str
+    interface: str
+    namespace: str | None = None
+    """Of the network; None: this machine's own."""
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The command, to be run on this host. The process that it starts is the command's own."""
+        if self.namespace is None:
+            return list(command)
+        return ["ip", "netns", "exec", self.namespace, *command]
+
+
+LOOPBACK = Host(address="127.0.0.1", interface="lo")
+
+
+def _run(command: Sequence[str], given: str | None = None) -> str:
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        raise EmulationError(f"{command[0]}: {error}: install iproute2") from error
+    if done.returncode != 0:
+        raise EmulationError(f"`{' '.join(command)}` failed: {done.stderr.strip()}\n{given or ''}")
+    return done.stdout
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in the kernel's ticks; None when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()[19]
+
+
+def _owner_lives(name: str) -> bool:
+    pid, _, started = name.removeprefix(f"{_PREFIX}-").partition("-")
+    return pid.isdigit() and _started(int(pid)) == started.partition("-")[0]
+
+
+def left_behind() -> list[str]:
+    """Namespaces of runs that have ended."""
+    if not _NAMESPACES.is_dir():
+        return []
+    ours = sorted(entry.name for entry in _NAMESPACES.glob(f"{_PREFIX}-*"))
+    return [name for name in ours if not _owner_lives(name)]
+
+
+def remove_stale() -> list[str]:
+    """Delete what runs that were killed left behind; return the names."""
+    names = left_behind()
+    for name in names:
+        _run(["ip", "netns", "delete", name])
+    return names
+
+
+class Emulation:
+    """The emulated hosts of a topology; a context manager, which takes them down again."""
+
+    _made = 0
+
+    def __init__(self, topology: Topology) -> None:
+        if os.geteuid() != 0:
+            raise EmulationError("--emulate makes network namespaces: run it as root")
+        if not 1 <= topology.emulated_hosts <= LARGEST:
+            raise EmulationError(f"--emulate makes 1 to {LARGEST} hosts")
+        pid = os.getpid()
+        # A process may make several, one after the other.
+        self._stem = f"{_PREFIX}-{pid}-{_started(pid)}-{Emulation._made}"
+        Emulation._made += 1
+        self._topology = topology
+        self._switch = f"{self._stem}-switch"
+        self.hosts = [
+            Host(address=f"{_NET}.{i + 1}", interface=DEVICE, namespace=f"{self._stem}-h{i}")
+            for i in range(topology.emulated_hosts)
+        ]
+
+    def __enter__(self) -> Emulation:
+        remove_stale()
+        try:
+            self._up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.down()
+
+    def down(self) -> None:
+        """Delete every namespace, and with them all links."""
+        for name in [self._switch, *(str(host.namespace) for host in self.hosts)]:
+            if (_NAMESPACES / name).exists():
+                _run(["ip", "netns", "delete", name])
+
+    def _up(self) -> None:
+        mtu = str(self._topology.mtu)
+        _run(["ip", "netns", "add", self._switch])
+        _sysctl(self._switch, _NO_IPV6)
+        bridge = ["br0", "type", "bridge", "stp_state", "0", "forward_delay", "0"]
+        _run(["ip", "-n", self._switch, "link", "add", *bridge, "mcast_snooping", "0"])
+        _run(["ip", "-n", self._switch, "link", "set", "br0", "mtu", mtu, "up"])
+        # A namespace may choose only what the machine allows to all.
+        allowed = _CONTROLS.read_text().strip()
+        chosen = self._topology.congestion_control
+        if chosen not in allowed.split():
+            _write_control(f"{allowed} {chosen}")
+        try:
+            for index in range(len(self.hosts)):
+                self._add_host(index)
+        finally:
+            if chosen not in allowed.split():
+                _write_control(allowed)
+
+    def _add_host(self, index: int) -> None:
+        topology, name = self._topology, str(self.hosts[index].namespace)
+        port, mtu = f"port{index}", str(topology.mtu)
+        _run(["ip", "netns", "add", name])
+        _sysctl(
+            name,
+            {
+                **_NO_IPV6,
+                "net.ipv4.tcp_congestion_control": topology.congestion_control,
+                # What one launch learns of the links must not help, or hurt, the next.
+                "net.ipv4.tcp_no_metrics_save": "1",
+                "net.ipv4.tcp_slow_start_after_idle": "0",
+            },
+        )
+        one_queue = ["mtu", mtu, "numtxqueues", "1", "numrxqueues", "1"]
+        link = ["link", "add", port, *one_queue, "type", "veth"]
+        peer = ["peer", "name", DEVICE, "netns", name, *one_queue, "address", _mac(index)]
+        _run(["ip", "-n", self._switch, *link, *peer])
+        # Static neighbours: nothing is looked up, or forgotten, during a measurement.
+        others = [i for i in range(len(self.hosts)) if i != index]
+        neighbours = [
+            f"neigh replace {self.hosts[i].address} lladdr {_mac(i)} dev {DEVICE} nud permanent"
+            for i in others
+        ]
+        address = f"addr add {self.hosts[index].address}/24 dev {DEVICE}"
+        lines = ["link set lo up", address, f"link set {DEVICE} up", *neighbours]
+        _run(["ip", "-n", name, "-batch", "-"], "\n".join(lines))
+        _run(["ip", "-n", self._switch, "link", "set", port, "master", "br0", "up"])
+        self._shape(name, DEVICE, "dst", others)
+        self._shape(self._switch, port, "src", others)
+
+    def _shape(self, namespace: str, device: str, key: str, peers: Sequence[int]) -> None:
+        """Limit what leaves through a device; ``key`` is the address that tells peers apart."""
+        rate = self._topology.link_bits
+        burst = max(_LEAST_BURST, int(rate / 8 * _BURST_S))
+        if not self._topology.fair_queue or not peers:
+            lines = [f"qdisc add dev {device} root tbf rate {rate}bit burst {burst} limit {_QUEUE}"]
+        else:
+            lines = self._fair_lines(device, key, peers, burst)
+        _run(["tc", "-n", namespace, "-batch", "-"], "\n".join(lines))
+
+    def _fair_lines(self, device: str, key: str, peers: Sequence[int], burst: int) -> list[str]:
+        rate = self._topology.link_bits
+        share = max(1, rate // len(peers))
+        add, tail = f"class add dev {device} parent", f"quantum {_QUANTUM}"
+        lines = [
+            f"qdisc add dev {device} root handle 1: htb default ff r2q 1000",
+            f"{add} 1: classid 1:ff00 htb rate {rate}bit ceil {rate}bit "
+            f"burst {burst} cburst {burst} {tail}",
+        ]
+        for peer in peers:
+            mark, address = f"1:{peer + 1:x}", self.hosts[peer].address
+            lines += [
+                f"{add} 1:ff00 classid {mark} htb rate {share}bit ceil {rate}bit "
+                f"burst {_QUANTUM} cburst {burst} {tail}",
+                f"qdisc add dev {device} parent {mark} bfifo limit {_QUEUE}",
+                f"filter add dev {device} parent 1: protocol ip prio 1 u32 "
+                f"match ip {key} {address}/32 flowid {mark}",
+            ]
+        return lines
+
+
+_NO_IPV6 = {"net.ipv6.conf.all.disable_ipv6": "1", "net.ipv6.conf.default.disable_ipv6": "1"}
+
+
+def _sysctl(namespace: str, values: dict[str, str]) -> None:
+    settings = [f"{name}={value}" for name, value in values.items() if _present(name)]
+    if not settings:
+        return
+    _run(["ip", "netns", "exec", namespace, "sysctl", "-q", "-w", *settings])
+
+
+def _present(setting: str) -> bool:
+    """A kernel without IPv6 has nothing to disable."""
+    return not setting.startswith("net.ipv6") or Path("/proc/sys/net/ipv6").is_dir()
+
+
+def _write_control(value: str) -> None:
+    try:
+        _CONTROLS.write_text(value)
+    except OSError as error:
+        raise EmulationError(f"congestion control {value.split()[-1]!r}: {error}") from error
+
+
+def _mac(index: int) -> str:
+    return f"02:00:5e:00:00:{index + 1:02x}"

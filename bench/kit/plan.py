@@ -1,0 +1,171 @@
+"""What is to be measured, and where its processes run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+BACKENDS = ("byteps", "gloo", "nccl", "gloo-nodes", "nccl-nodes", "sockets")
+"""Those that end in ``-nodes`` sum in two levels: inside each host, then between hosts."""
+_THROUGH_SERVERS = ("byteps", "sockets")
+DTYPE_BYTES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint8": 1,
+    "int8": 1,
+    "int32": 4,
+    "int64": 8,
+}
+
+
+def through_servers(backend: str) -> bool:
+    """Whether a backend's bytes go to servers and back; otherwise they go round a ring."""
+    return backend in _THROUGH_SERVERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One size of one element type."""
+
+    size: int
+    """Bytes that each worker has summed in an iteration."""
+    dtype: str
+    tensors: int = 1
+    """Tensors that the size is split into, all under way at once."""
+    iters: int
+    """Timed iterations."""
+    warmup: int
+    """Iterations before those, which are verified but not timed."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        if self.size % DTYPE_BYTES[self.dtype]:
+            raise ValueError(f"{self.size} bytes are no whole number of {self.dtype} elements")
+        if self.tensors < 1 or self.iters < 1 or self.warmup < 0:
+            raise ValueError("tensors and iterations must be at least 1, warm-up at least 0")
+        if self.count < self.tensors:
+            raise ValueError(f"{self.count} elements cannot be split into {self.tensors} tensors")
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self.size // DTYPE_BYTES[self.dtype]
+
+    def lengths(self) -> list[int]:
+        """Elements of each tensor: as equal as can be."""
+        base, more = divmod(self.count, self.tensors)
+        return [base + (index < more) for index in range(self.tensors)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """How many processes there are, and on which links."""
+
+    workers: int
+    servers: int
+    """Of BytePS, besides ``local_servers``: machines of their own, unless they are colocated;
+    all-reduce has none."""
+    servers_per_machine: int = 1
+    """Processes on each of these."""
+    ranks_per_host: int = 1
+    """Workers that share a host and its link; the last host may have fewer."""
+    uneven: int = 1
+    """Above 1, of each host one rank, the first of the first, the second of the second and so on,
+    has so many TCP connections with each server, and the others one: TCP gives it a larger part of
+    the link."""
+    colocate: bool = False
+    """Servers run on the workers' hosts, server i on host i mod hosts."""
+    local_servers: int = 0
+    """Servers on each of the workers' hosts, beside those on machines of their own."""
+    in_job: bool = False
+    """The processes are those of a job that something else started, wherever they are."""
+    emulated_hosts: int = 0
+    """Network namespaces, each with a link of its own; 0: all share this machine's loopback."""
+    link_bits: int = 0
+    """Bits a second of each host's link, each way; 0: not known, so no limit is computed."""
+    mtu: int = 9000
+    congestion_control: str = "cubic"
+    fair_queue: bool = True
+    """Peers share a link fairly, packet by packet; else it is one queue, and TCP decides."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.servers < 1:
+            raise ValueError("there must be at least one worker and one server")
+        if self.ranks_per_host < 1 or self.local_servers < 0 or self.servers_per_machine < 1:
+            raise ValueError("a host has at least one rank, and no fewer than 0 servers")
+        if self.uneven < 1 or (self.uneven > 1 and self.ranks_per_host == 1):
+            raise ValueError("--uneven is a number of connections, for hosts of several ranks")
+        if (self.local_servers or self.servers_per_machine > 1) and self.colocate:
+            raise ValueError("--colocate puts all servers on the workers' hosts already")
+        if self.emulated_hosts and self.emulated_hosts < self.hosts_needed:
+            raise ValueError(
+                f"{self.workers} workers and {self.servers} servers need {self.hosts_needed} "
+                f"hosts, and --emulate gives {self.emulated_hosts}"
+            )
+
+    @property
+    def hosts_needed(self) -> int:
+        return self.worker_hosts + (0 if self.colocate else self.servers)
+
+    @property
+    def worker_hosts(self) -> int:
+        """Hosts with workers."""
+        return -(-self.workers // self.ranks_per_host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run: every backend is launched ``launches`` times, in turn, and measures all cases."""
+
+    cases: tuple[Case, ...]
+    topology: Topology
+    backends: tuple[str, ...]
+    launches: int = 1
+    device: str = "cpu"
+    """Where the tensors are: cpu or cuda."""
+    max_busy: float = 1.0
+    """A launch that had a larger part of this machine's processors busy is not counted."""
+    retries: int = 0
+    """Rounds that may be repeated because of that."""
+    timeout_s: float = 600.0
+    """For one launch, against hangs."""
+    flows: int = 4
+    """Connections between a worker and a server, for the backend ``sockets``."""
+
+    def __post_init__(self) -> None:
+        for backend in self.backends:
+            if backend not in BACKENDS:
+                raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+        if len(set(self.backends)) != len(self.backends) or not self.backends:
+            raise ValueError("name each backend once, and at least one")
+        if any(name.startswith("nccl") for name in self.backends) and self.device != "cuda":
+            raise ValueError("nccl sums GPU memory: add --device cuda")
+        if "sockets" in self.backends and self.topology.in_job:
+            raise ValueError("sockets needs servers of its own: run it without a launcher")
+        if self.flows < 1:
+            raise ValueError("there must be at least one flow")
+        if self.launches < 1 or self.retries < 0:
+            raise ValueError("there must be at least one launch, and no fewer than 0 retries")
+
+    def shares_gpus(self) -> bool:
+        """Whether the ranks outnumber this machine's GPUs."""
+        if self.device != "cuda":
+            return False
+        from scripts.gpus import outnumbered
+
+        return outnumbered(self.topology.workers)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_from_json(entry: dict[str, Any]) -> Plan:
+    """What ``as_json`` wrote."""
+    values = dict(entry)
+    values["cases"] = tuple(Case(**case) for case in entry["cases"])
+    values["topology"] = Topology(**entry["topology"])
+    values["backends"] = tuple(entry["backends"])
+    return Plan(**values)

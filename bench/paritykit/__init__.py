@@ -1,1 +1,0 @@
-"""Trains one layout through BytePS and through torch.distributed, and compares every sum."""

@@ -1,1 +1,0 @@
-"""What bench/plan_bench.py needs."""

@@ -1,0 +1,1 @@
+"""Python's part of the plan and of a push."""

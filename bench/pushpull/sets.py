@@ -1,0 +1,245 @@
+"""The project's own experiments and their bars: a quick set, the whole, those of fast links, and
+one for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from byteps import cost_model
+
+from bench.kit.plan import Case, Plan, Topology
+from bench.kit.units import parse_rate, parse_size
+from bench.pushpull import fast
+from bench.pushpull.experiment import Experiment
+from bench.pushpull.gates import Gate
+from bench.pushpull.options import MAX_BUSY
+
+BACKENDS = ("byteps", "gloo")
+QUICK, FULL, GPU, FAST, FAST_GPU = "quick", "full", "gpu", "fast", "fast-gpu"
+_FEW = 3  # launches
+
+
+def _case(size: str, dtype: str = "float32", *, iters: int, warmup: int = 1) -> Case:
+    return Case(size=parse_size(size), dtype=dtype, iters=iters, warmup=warmup)
+
+
+def _emulated(workers: int, servers: int, rate: str, *, colocate: bool = False) -> Topology:
+    return Topology(
+        workers=workers,
+        servers=servers,
+        colocate=colocate,
+        emulated_hosts=workers + (0 if colocate else servers),
+        link_bits=parse_rate(rate),
+    )
+
+
+def _plan(topology: Topology, cases: Sequence[Case], launches: int) -> Plan:
+    return Plan(
+        cases=tuple(cases),
+        topology=topology,
+        backends=BACKENDS,
+        launches=launches,
+        max_busy=MAX_BUSY if topology.emulated_hosts else 1.0,
+        # The quick set is to end soon, on a busy machine too.
+        retries=launches if launches > _FEW else 1,
+    )
+
+
+def _four(rate: str, sizes: Sequence[str], launches: int, iters: int) -> Experiment:
+    """Four workers and four servers, in fp32, and as many elements in bf16."""
+    whole = [_case(size, iters=iters) for size in sizes]
+    half = [
+        Case(size=case.size // 2, dtype="bfloat16", iters=iters, warmup=case.warmup)
+        for case in whole
+    ]
+    gates = [Gate(kind="ratio", case=case, low=1.45) for case in [*whole, *half]]
+    gates += [
+        Gate(kind="ratio", case=small, base_case=large, low=2.9)
+        for small, large in zip(half, whole, strict=True)
+    ]
+    gates += [Gate(kind="of-limit", case=case, low=0.95) for case in whole]
+    gates += [Gate(kind="cpu", case=case, high=3.0) for case in whole]
+    return Experiment(
+        name=f"4+4-{rate}",
+        why="the links allow 1.5 times a ring's speed, and twice that with half the bytes",
+        plan=_plan(_emulated(4, 4, rate), [*whole, *half], launches),
+        gates=gates,
+    )
+
+
+def _eight(rate: str, size: str, launches: int, iters: int) -> Experiment:
+    case = _case(size, iters=iters)
+    return Experiment(
+        name=f"8+8-{rate}",
+        why="the links allow 1.75 times a ring's speed",
+        plan=_plan(_emulated(8, 8, rate), [case], launches),
+        gates=[Gate(kind="ratio", case=case, low=1.65)],
+    )
+
+
+def _control(name: str, why: str, topology: Topology, launches: int, iters: int) -> Experiment:
+    case = _case("64MiB", iters=iters)
+    return Experiment(
+        name=name,
+        why=f"a control: {why}",
+        plan=_plan(topology, [case], launches),
+        gates=[Gate(kind="ratio", case=case, low=0.95, high=1.05)],
+    )
+
+
+def _controls(launches: int, iters: int) -> list[Experiment]:
+    return [
+        _control(
+            "2+2-500mbit",
+            "between two workers a ring sends as much as servers need",
+            _emulated(2, 2, "500mbit"),
+            launches,
+            iters,
+        ),
+        _control(
+            "4+4-colocated-500mbit",
+            "servers on the workers' own hosts share their links, and gain nothing",
+            _emulated(4, 4, "500mbit", colocate=True),
+            launches,
+            iters,
+        ),
+    ]
+
+
+def _small(launches: int, iters: int) -> Experiment:
+    """What a sum costs when there is next to nothing to send."""
+    cases = [_case(size, iters=iters, warmup=10) for size in ("4KiB", "64KiB")]
+    return Experiment(
+        name="small-loopback",
+        why="latency: two workers and a server, no limit on any link",
+        plan=_plan(Topology(workers=2, servers=1), cases, launches),
+        gates=[Gate(kind="ratio", case=case, low=0.5) for case in cases],
+    )
+
+
+def _node_topology(hosts: int, servers: int, ranks: int, rate: str) -> Topology:
+    return Topology(
+        workers=hosts * ranks,
+        ranks_per_host=ranks,
+        servers=servers,
+        emulated_hosts=hosts + servers,
+        link_bits=parse_rate(rate),
+    )
+
+
+def _nodes(ranks: int, rate: str, size: str, launches: int, iters: int) -> Experiment:
+    """Four hosts of several ranks, and four servers."""
+    case = _case(size, iters=iters)
+    plan = _plan(_node_topology(4, 4, ranks, rate), [case], launches)
+    return Experiment(
+        name=f"nodes-{ranks}-a-host-{rate}",
+        why="a host's card carries a tensor once, however many ranks it has",
+        plan=replace(plan, backends=("byteps", "gloo-nodes", "gloo")),
+        gates=[
+            Gate(kind="ratio", case=case, base="gloo-nodes", low=1.45),
+            Gate(kind="ratio", case=case, base="gloo", low=1.6),
+        ],
+    )
+
+
+def _uneven(launches: int, iters: int) -> Experiment:
+    """Two hosts of two ranks, of which TCP gives one a larger part of the link."""
+    case = _case("64MiB", iters=iters)
+    topology = replace(_node_topology(2, 2, 2, "500mbit"), uneven=4)
+    return Experiment(
+        name="uneven-2-a-host-500mbit",
+        why="a rank that gets more of its host's link does not run ahead of the sums",
+        plan=replace(_plan(topology, [case], launches), backends=("byteps",)),
+        gates=[Gate(kind="of-limit", case=case, low=0.9)],
+    )
+
+
+def _nodes_on_gpus(hosts: int, gates: Sequence[tuple[str, float]]) -> Experiment:
+    """Two GPUs a host, as many servers as hosts. Hosts share this machine's GPUs."""
+    case = _case("256MiB", iters=5, warmup=2)
+    plan = _plan(_node_topology(hosts, hosts, 2, "10gbit"), [case], launches=5)
+    return Experiment(
+        name=f"nodes-2-gpus-{hosts}+{hosts}-10gbit",
+        why="GPUs of a host sum over NVLink before anything goes to servers",
+        plan=replace(plan, backends=("byteps", "nccl"), device="cuda"),
+        gates=[Gate(kind=kind, case=case, base="nccl", low=low) for kind, low in gates],
+    )
+
+
+def _few_servers(
+    workers: int, machines: int, rate: str, low: float, launches: int, iters: int
+) -> Experiment:
+    """Fewer machines for servers than workers: servers beside the workers do the rest."""
+    best = cost_model.best_servers(workers, machines)
+    topology = Topology(
+        workers=workers,
+        servers=machines,
+        servers_per_machine=best.per_machine,
+        local_servers=best.local,
+        emulated_hosts=workers + machines,
+        link_bits=parse_rate(rate),
+        # A fair share for each host would give a machine of three servers as much as a host of one.
+        # Flows have equal shares on a network, which one queue is nearer to.
+        fair_queue=False,
+    )
+    case = _case("64MiB", iters=iters)
+    gain = cost_model.gain(workers, machines)
+    return Experiment(
+        name=f"few-servers-{workers}+{machines}-{rate}",
+        why=f"servers of both kinds can be {gain:.3f} times as fast as a ring",
+        plan=_plan(topology, [case], launches),
+        gates=[Gate(kind="ratio", case=case, low=low)],
+    )
+
+
+def _gpu() -> list[Experiment]:
+    return [
+        _nodes_on_gpus(4, [("of-limit", 0.93), ("ratio", 1.5)]),
+        _nodes_on_gpus(2, [("ratio", 0.98)]),
+    ]
+
+
+def _quick() -> list[Experiment]:
+    return [
+        _four("500mbit", ["64MiB"], launches=3, iters=3),
+        _eight("200mbit", "64MiB", launches=2, iters=3),
+        *_controls(launches=2, iters=3),
+        _nodes(2, "100mbit", "64MiB", launches=2, iters=2),
+        _uneven(launches=1, iters=3),
+        _few_servers(4, 2, "500mbit", 1.2, launches=2, iters=3),
+        _small(launches=3, iters=200),
+    ]
+
+
+def _full() -> list[Experiment]:
+    return [
+        *(_four(rate, ["64MiB", "256MiB"], launches=5, iters=5) for rate in ("500mbit", "1gbit")),
+        *(_eight(rate, "256MiB", launches=5, iters=3) for rate in ("200mbit", "500mbit")),
+        *_controls(launches=5, iters=5),
+        *(_nodes(ranks, "500mbit", "64MiB", launches=5, iters=3) for ranks in (2, 4)),
+        _uneven(launches=3, iters=3),
+        _few_servers(4, 2, "500mbit", 1.2, launches=5, iters=5),
+        _few_servers(8, 2, "200mbit", 1.13, launches=5, iters=3),
+        _small(launches=5, iters=1000),
+    ]
+
+
+SETS: dict[str, Callable[[], list[Experiment]]] = {
+    QUICK: _quick,
+    FULL: _full,
+    GPU: _gpu,
+    FAST: lambda: fast.experiments("gloo"),
+    FAST_GPU: lambda: fast.experiments("nccl"),
+}
+
+
+def choose(set_name: str, names: Sequence[str] = ()) -> list[Experiment]:
+    """Experiments of a set, all or those named. Raises ValueError for an unknown name."""
+    everything = {experiment.name: experiment for experiment in SETS[set_name]()}
+    for name in names:
+        if name not in everything:
+            raise ValueError(
+                f"the set {set_name!r} has no experiment {name!r}, but {', '.join(everything)}"
+            )
+    return [one for name, one in everything.items() if not names or name in names]

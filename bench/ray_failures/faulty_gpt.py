@@ -1,0 +1,115 @@
+"""Megatron's GPT pretraining, with faults that a script decides: the entry of jobs that must fail.
+
+``SCRIPTED_FAULTS`` holds a JSON list of faults, each with ``incarnation``, ``rank``, ``when`` and
+``what``:
+
+- ``when``: ``start``, ``save`` (while a checkpoint is written), ``memory:N`` (while the state of
+  step N is handed in), or the number of a step, which does not come about.
+- ``what``: ``kill`` (this process), ``actor`` (the actor that owns it), ``freeze`` (stop the
+  process), ``sleep`` (for ever), ``raise``, or ``hold:FILE`` (wait until the file is there: the
+  driver breaks something else meanwhile).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_byteps_ray import training_state
+from tests.layouts.under_ray.gpus import take_a_share
+
+_HOLD_S = 120.0
+
+
+def _do(what: str) -> None:
+    # What was printed so far is the log's.
+    sys.stdout.flush()
+    print(f"fault: {what}", flush=True)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "actor":
+        state = json.loads(Path(os.environ["SCRIPTED_STATE"]).read_text())
+        os.kill(state["ranks"][int(os.environ["RANK"])]["pid"], signal.SIGKILL)
+        time.sleep(_HOLD_S)  # the fork server ends this process when its actor is gone
+    elif what == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "sleep":
+        while True:
+            time.sleep(3600)
+    elif what == "raise":
+        raise RuntimeError("a fault that the script asked for")
+    elif what.startswith("hold:"):
+        deadline = time.monotonic() + _HOLD_S
+        while not Path(what.partition(":")[2]).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    else:
+        raise ValueError(f"unknown fault {what!r}")
+
+
+def _before(module: Any, name: str, call: Callable[[dict[str, Any]], None]) -> None:
+    function = getattr(module, name)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        call(kwargs)
+        return function(*args, **kwargs)
+
+    setattr(module, name, called)
+
+
+def _while_handed_in(step: int, what: str) -> None:
+    """Strike when a part of that step's state is with the actor."""
+
+    class Keeper(training_state.Keeper):
+        def __init__(self, name: str, of: int) -> None:
+            super().__init__(name, of)
+            self._strikes = of == step
+
+        def finish(self) -> None:
+            self.flush()
+            if self._strikes:
+                _do(what)
+            super().finish()
+
+    training_state.Keeper = Keeper  # type: ignore[misc, assignment] # in place of the class
+
+
+def main() -> None:
+    import pretrain_dpu_gpt
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.training import training
+
+    take_a_share()
+    # Steps that are done twice are compared to the last bit, on GPUs as well.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_BYTEPS_INCARNATION"])
+    for fault in json.loads(os.environ.get("SCRIPTED_FAULTS", "[]")):
+        if (fault["rank"], fault["incarnation"]) != (rank, incarnation):
+            continue
+        when, what = fault["when"], fault["what"]
+        if when == "start":
+            _do(what)
+        elif when == "save":
+
+            def save(_: dict[str, Any], what: str = what) -> None:
+                _do(what)
+
+            _before(dist_checkpointing, "save", save)
+        elif str(when).startswith("memory:"):
+            _while_handed_in(int(when.partition(":")[2]), what)
+        else:
+
+            def strike(kwargs: dict[str, Any], when: int = when, what: str = what) -> None:
+                if kwargs["iteration"] + 1 == when:
+                    _do(what)
+
+            _before(training, "train_step", strike)
+    pretrain_dpu_gpt.main()

@@ -1,0 +1,120 @@
+"""Further nodes of a Ray cluster on this machine, each of which can be lost as a machine is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import ray
+
+LIMIT_S = 300.0
+_MARK = "BENCH_RAY_NODE"
+_OBJECT_STORE_BYTES = 100 << 20
+_CALL_S = 120.0
+
+
+class Nodes:
+    """Nodes beside that of ``cluster``, which this process is the driver of."""
+
+    def __init__(self, folder: Path) -> None:
+        """``folder`` is for logs."""
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._names: dict[str, str] = {}
+
+    @property
+    def known(self) -> set[str]:
+        """Ray's numbers of those that are there."""
+        return set(self._names)
+
+    def add(self, cpus: int = 1, gpus: int = 0) -> str:
+        """Start a node; Ray's number of it. Ray takes it to have so many GPUs, whatever there is.
+
+        Ray gives a node 30 s to start, and the node gives its agents 15 s. A busy machine keeps
+        neither, so that it is tried again.
+
+        Raises:
+            RuntimeError: it did not start; the text has the end of its log.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            name = f"node-{uuid.uuid4().hex[:12]}"
+            log = self._folder / f"{name}.log"
+            if self._start(name, cpus, gpus, log):
+                while time.monotonic() < deadline:
+                    for node in ray.nodes():
+                        if node["Alive"] and name in node["Resources"]:
+                            self._names[node["NodeID"]] = name
+                            return node["NodeID"]
+                    time.sleep(0.2)
+            _kill(name)
+            text = log.read_text(errors="replace")
+            if "timed out during startup" not in text or time.monotonic() > deadline:
+                raise RuntimeError(f"a node of Ray did not start:\n{text[-2000:]}")
+
+    def _start(self, name: str, cpus: int, gpus: int, log: Path) -> bool:
+        """Whether Ray says that it did."""
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
+        command += ["--address", ray.get_runtime_context().gcs_address]
+        command += ["--node-ip-address", "127.0.0.1", "--num-cpus", str(cpus)]
+        command += ["--num-gpus", str(gpus)]
+        command += ["--object-store-memory", str(_OBJECT_STORE_BYTES)]
+        command += ["--resources", json.dumps({name: 1}), "--dashboard-agent-listen-port", "0"]
+        environment = {**os.environ, _MARK: name, "RAY_worker_niceness": "0"}
+        with log.open("wb") as output:
+            started = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        return started.returncode == 0
+
+    def lose(self, node: str) -> None:
+        """Kill all its processes: Ray's, the fork server, and the ranks."""
+        _kill(self._names.pop(node))
+
+    def close(self) -> None:
+        """The same for all that are left."""
+        for node in list(self._names):
+            self.lose(node)
+
+
+def _kill(name: str) -> None:
+    """First all are stopped, so that none hears of another one's end, or starts a new one."""
+    stopped: dict[int, psutil.Process] = {}
+    while True:
+        found = [process for process in _processes(name) if process.pid not in stopped]
+        if not found:
+            break
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSTOP)
+            stopped[process.pid] = process
+    for process in stopped.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(list(stopped.values()), timeout=_CALL_S)
+
+
+def _processes(name: str) -> list[psutil.Process]:
+    """Those of a node: whose environment says so, and their children, who may have overwritten
+    theirs to show a title."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(_MARK) == name:
+                for one in (process, *process.children(recursive=True)):
+                    found[one.pid] = one
+    return list(found.values())

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Breaks jobs under Ray in every way that they must survive, and tells what became of each.
+
+Each job trains a small GPT on two or four ranks of this machine, with spares, a scheduler and a
+server. With --device cuda ranks are on GPUs, which they share where there are too few, and the case
+that loses a machine is left out. It has survived when its losses, of every step,
+before and after the failure, are those of a job without one, to the last bit. Times are in seconds
+from the failure.
+
+Exit status: 0 all were survived; 1 one was not; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.ray_failures.cases import (
+    CASES,
+    Outcome,
+    Runner,
+    cluster_settings,
+    pool_settings,
+    problems,
+    several_nodes,
+)
+from megatron_byteps_ray.cluster import cluster
+from megatron_byteps_ray.phases import ORDER
+from megatron_byteps_ray.pool import Pool
+from tests.layouts.command import refuse_missing_gpus
+from tests.layouts.platforms import CUDA, PLATFORMS
+from tests.layouts.table import Table, line
+from tests.layouts.under_ray.gpus import gpus_to_offer
+
+COLUMNS = {
+    "noticed": "noticed",
+    "ended": "ended",
+    "replaced": "replaced",
+    "servers": "servers",
+    "started": "started",
+    "groups": "groups",
+    "byteps": "BytePS",
+    "loaded": "loaded",
+    "step": "first step",
+    "total": "in all",
+}
+assert [*ORDER, "total"] == list(COLUMNS)
+
+
+MADE_BY = "`make ray-failures MARKDOWN=docs/results/ray.md`; not to be edited by hand"
+TABLE = Table(
+    begin=f"<!-- made by {MADE_BY} -->",
+    head=("failure", "what the driver says", "losses", *COLUMNS.values()),
+    align="lll" + "r" * len(COLUMNS),
+    keys=[case.title for case in CASES.values()],
+)
+
+
+def row(title: str, outcome: Outcome, found: Sequence[str]) -> list[str]:
+    """One row of the table: of several recoveries the last."""
+    spent = outcome.of("recovered")[-1]["phases"].seconds() if outcome.of("recovered") else {}
+    times = [f"{spent[name]:.1f}" if name in spent else "-" for name in COLUMNS]
+    blame = str(outcome.of("failure")[0]["failure"]) if outcome.of("failure") else "-"
+    verdict = "the same" if not found else "**no**: " + "; ".join(found)
+    cells = [title, f"`{blame.splitlines()[0]}`", verdict, *times]
+    return [cell.replace("|", "/") for cell in cells]
+
+
+def machine() -> str:
+    """What ran the cases, in words."""
+    where = f"{os.cpu_count()} processors, {platform.system()} {platform.machine()}, no GPU"
+    return f"{where}; load {os.getloadavg()[0]:.0f} from other work at the end"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="only these")
+    parser.add_argument(
+        "--device", choices=PLATFORMS, default="cpu", help="of the ranks (default: %(default)s)"
+    )
+    parser.add_argument("--markdown", type=Path, help="write the table into this document")
+    options = parser.parse_args()
+    platform = PLATFORMS[options.device]
+    if platform is CUDA:
+        if options.markdown is not None:
+            parser.error("--markdown writes the table of the CPU")
+        refuse_missing_gpus(parser, options.device)
+        # The machines that it would lose have no GPUs.
+        options.case = [name for name in options.case if not CASES[name].loses_node]
+        if not options.case:
+            parser.error("--device cuda leaves out the case that loses a machine: none is left")
+    good = True
+    with tempfile.TemporaryDirectory(prefix="rf-", dir="/tmp") as scratch:
+        settings = pool_settings(Path(scratch) / "pool", platform=platform)
+        offered = gpus_to_offer(settings)
+        with cluster(cluster_settings(settings), temp_dir=f"{scratch}/ray", gpus=offered):
+            pool = Pool(settings)
+            try:
+                pool.open()
+                runner = Runner(pool, settings, Path(scratch) / "jobs")
+                for name in options.case:
+                    case = CASES[name]
+                    if case.loses_node:
+                        with several_nodes(Path(scratch) / "nodes") as there:
+                            outcome = there.run(name, case)
+                    else:
+                        outcome = runner.run(name, case)
+                    found = problems(case, outcome, runner.uninterrupted(case))
+                    cells = row(case.title, outcome, found)
+                    good = good and not found
+                    print(line(cells), flush=True)
+                    if options.markdown is not None:
+                        TABLE.put(options.markdown, [cells], machine())
+            finally:
+                pool.close()
+    print("all were survived" if good else "NOT all were survived")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

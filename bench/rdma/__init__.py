@@ -1,0 +1,1 @@
+"""The RDMA transport, measured in a virtual machine."""

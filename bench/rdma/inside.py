@@ -1,0 +1,220 @@
+"""The guest's part: everything is measured here, in turn, and written down as JSON.
+
+``python -m bench.rdma.inside SPEC RESULT``. Workers are forked from this process, which imports
+torch once: that takes half a minute where the processor is emulated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import byteps.torch as bps
+import torch
+
+from bench.kit import machine
+from bench.kit.emulation import LOOPBACK
+from bench.kit.errors import LaunchError
+from bench.kit.processes import Processes, plain_environment, server_executable
+
+START_S = 60.0
+RUN_S = 180.0
+PLANES = {"one plane": "0", "two planes": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    address: str
+    van_test: str
+    size: int
+    """Bytes of a partition, and of one of perftest's writes."""
+    partitions: int
+    """Of the tensor that is summed."""
+    rounds: int
+    repetitions: int
+    writes: int
+    window: int
+    """BYTEPS_RDMA_WINDOW_BYTES: emulated links are slower than those that the default is for."""
+    ping_ms: int
+    idle_s: float
+
+
+def perftest(spec: Spec) -> float:
+    """Bytes a second, both ways together, of plain RDMA writes of the size."""
+    command = ["ib_write_bw", "-R", "-b", "-s", str(spec.size), "-n", str(spec.writes), "-t", "16"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            deadline = time.monotonic() + START_S
+            while True:
+                client = subprocess.run(
+                    [*command, spec.address], capture_output=True, text=True, timeout=RUN_S
+                )
+                if client.returncode == 0:
+                    break
+                if time.monotonic() > deadline:
+                    raise LaunchError(f"ib_write_bw: {client.stdout}{client.stderr}")
+                time.sleep(0.3)
+        finally:
+            server.kill()
+    found = re.search(rf"^ *{spec.size} +\d+ +[\d.]+ +([\d.]+)", client.stdout, re.MULTILINE)
+    if found is None:
+        raise LaunchError(f"ib_write_bw printed no figure: {client.stdout}")
+    return float(found[1]) * (1 << 20)
+
+
+@contextmanager
+def job(spec: Spec, settings: dict[str, str]) -> Iterator[tuple[dict[str, str], list[int]]]:
+    """A scheduler and a server: the variables that lead there, and their pids."""
+    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+        env = {
+            **plain_environment(),
+            "DMLC_PS_ROOT_URI": spec.address,
+            "DMLC_NODE_HOST": spec.address,
+            "DMLC_PS_ROOT_PORT": "0",
+            "DMLC_NUM_WORKER": "1",
+            "DMLC_NUM_SERVER": "1",
+            "BYTEPS_PARTITION_BYTES": str(spec.size),
+            "BYTEPS_MIN_PARTITION_BYTES": str(spec.size),
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            **settings,
+        }
+        command = [server_executable(), "--die-with-parent", "--role"]
+        port_file = Path(folder) / "port"
+        scheduler = [*command, "scheduler", "--port-file", str(port_file)]
+        pids = [processes.start("scheduler", scheduler, LOOPBACK, env)]
+        env["DMLC_PS_ROOT_PORT"] = processes.wait_file(port_file, START_S).split()[1]
+        pids.append(processes.start("server", [*command, "server"], LOOPBACK, env))
+        yield env, pids
+        processes.wait_all(START_S)
+
+
+def forked(env: dict[str, str], program: Callable[[], Any]) -> Any:
+    """What the program returns, run in a child under this environment."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(reading)
+            os.environ.clear()
+            os.environ.update(env)
+            with os.fdopen(writing, "w") as out:
+                json.dump(program(), out)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as result:
+        text = result.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status != 0:
+        raise LaunchError(f"the worker ended with {status}")
+    return json.loads(text)
+
+
+def push_pull(spec: Spec, settings: dict[str, str]) -> float:
+    """Bytes a second, both ways together, of sums of one worker: all transport, no addition."""
+
+    def work() -> float:
+        bps.init()
+        tensor = torch.empty(spec.size * spec.partitions, dtype=torch.uint8)
+        spent = []
+        for round_ in range(spec.rounds + 1):
+            tensor.fill_(round_ + 1)
+            begin = time.monotonic()
+            bps.push_pull_inplace(tensor, average=False, name="goodput")
+            spent.append(time.monotonic() - begin)
+            if not (tensor == round_ + 1).all():
+                raise ValueError(f"round {round_} is wrong")
+        bps.shutdown()
+        return 2 * tensor.numel() * spec.rounds / sum(spent[1:])  # the first declares
+
+    with job(spec, settings) as (env, _):
+        return forked(env, work)
+
+
+def control_delay(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
+    """p50 and p99, in seconds, of a control message and its answer while values fill the link."""
+    command = [spec.van_test, "--transport", "ibverbs", "--host", spec.address]
+    command += ["--rounds", str(spec.rounds * spec.partitions), "--sizes", str(spec.size)]
+    command += ["--window", "16", "--ping-ms", str(spec.ping_ms), "--timeout", str(RUN_S)]
+    env = {**plain_environment(), **settings}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=RUN_S + 20)
+    found = re.search(r"(\d+) pings, p50 ([\d.]+) ms, p99 ([\d.]+) ms", ended.stdout)
+    if ended.returncode != 0 or found is None:
+        raise LaunchError(f"van_test: {ended.stdout}{ended.stderr}")
+    return {"pings": int(found[1]), "p50": float(found[2]) / 1e3, "p99": float(found[3]) / 1e3}
+
+
+def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
+    """Part of a core that each process uses while nothing is summed."""
+    with job(spec, settings) as (env, nodes):
+
+        def work() -> list[float]:
+            bps.init()
+            bps.push_pull_inplace(torch.ones(spec.size), average=False, name="idle")
+            time.sleep(1.0)  # let the last of it be done
+            pids = [*nodes, os.getpid()]
+            begin, before = time.monotonic(), [machine.process_cpu_ns(pid) for pid in pids]
+            time.sleep(spec.idle_s)
+            spent, after = time.monotonic() - begin, [machine.process_cpu_ns(p) for p in pids]
+            bps.shutdown()
+            return [(b - a) / 1e9 / spent for a, b in zip(before, after, strict=True)]
+
+        return dict(zip(("scheduler", "server", "worker"), forked(env, work), strict=True))
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """All of it, in turn, so that what changes with time changes all alike."""
+    rdma = {"DMLC_ENABLE_RDMA": "ibverbs", "BYTEPS_RDMA_WINDOW_BYTES": str(spec.window)}
+    goodput: dict[str, list[float]] = {"ib_write_bw": [], **{name: [] for name in PLANES}}
+    delays: dict[str, list[dict[str, float]]] = {name: [] for name in PLANES}
+
+    def tell(repetition: int, name: str) -> None:
+        line = f"{repetition + 1}/{spec.repetitions} {name}: {goodput[name][-1] / 1e6:.1f} MB/s"
+        if name in delays:
+            line += f", p99 of control {delays[name][-1]['p99'] * 1e3:.1f} ms"
+        print(line, flush=True)
+
+    for repetition in range(spec.repetitions):
+        goodput["ib_write_bw"].append(perftest(spec))
+        tell(repetition, "ib_write_bw")
+        for name, value in PLANES.items():
+            settings = {**rdma, "BYTEPS_RDMA_DATA_PLANE": value}
+            goodput[name].append(push_pull(spec, settings))
+            delays[name].append(control_delay(spec, settings))
+            tell(repetition, name)
+    print("a job that sums nothing", flush=True)
+    spent = {"tcp": idle(spec, {}), "rdma": idle(spec, rdma)}
+    return {"spec": asdict(spec), "goodput": goodput, "delays": delays, "idle": spent}
+
+
+def main(arguments: list[str]) -> int:
+    spec_file, result_file = map(Path, arguments)
+    spec = Spec(**json.loads(spec_file.read_text()))
+    try:
+        result = measure(spec)
+    except LaunchError as error:
+        print(error)
+        return 1
+    result_file.write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Measures the RDMA transport in a virtual machine with soft-RoCE, and holds it against bars.
+
+In turn, several times: perftest's plain writes, then push_pull with one plane and with two, and the
+delay of a control message while values fill the link. At the end, the processor time of a job that
+sums nothing. docs/results/rdma.md says what such figures can tell.
+
+Exit status: 0; 1 something failed or a bar was missed; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.kit.interrupts import become_interruptible
+from bench.kit.units import parse_size
+from bench.rdma.report import judge, titled
+from scripts.columns import aligned, pipes
+from scripts.progress import Progress
+from tests import native
+from tests.rdma.vm.bytecode import compiled
+from tests.rdma.vm.guest import Guest, address_of
+from tests.rdma.vm.kernel import VmError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BEGIN = "<!-- results: written by bench/rdma/run.py, not by hand -->"
+END = "<!-- end of results -->"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", default="1MiB", help="of a partition (default: %(default)s)")
+    parser.add_argument("--partitions", type=int, default=256, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="of a run (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--writes", type=int, default=200, help="perftest's (default: %(default)s)")
+    parser.add_argument(
+        "--window", default="512KiB", help="BYTEPS_RDMA_WINDOW_BYTES (default: %(default)s)"
+    )
+    parser.add_argument("--ping-ms", type=int, default=10, help="(default: %(default)s)")
+    parser.add_argument("--idle-s", type=float, default=10.0, help="(default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="S")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite its results")
+    options = parser.parse_args(arguments)
+    try:
+        options.size = parse_size(options.size)
+        options.window = parse_size(options.window)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.size % 4096 or min(options.partitions, options.rounds, options.repetitions) < 1:
+        parser.error("sizes are whole pages, and there is at least one of everything")
+    return options
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Raises VmError, native.BuildError."""
+    names = ("size", "partitions", "rounds", "repetitions", "writes", "window", "ping_ms", "idle_s")
+    spec = {name: getattr(options, name) for name in names}
+    spec |= {"address": address_of(1), "van_test": str(native.build("van_test") / "van_test")}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    program = [sys.executable, "-m", "bench.rdma.inside", "spec.json", "result.json"]
+    env = {"PATH": os.environ["PATH"], **compiled(("byteps.torch",))}
+    with Progress("rdma") as shown, Guest(folder, program, env=env) as guest:
+        shown.update("a virtual machine starts, and imports torch: a minute or two")
+        begun = ""
+
+        def tell(text: str) -> None:
+            nonlocal begun
+            *lines, begun = (begun + text).split("\n")
+            for line in lines:
+                shown.say(line, stream=sys.stdout)
+                shown.update(f"the last figure was: {line}")
+
+        if guest.wait(options.timeout, tell) != 0:
+            raise VmError(f"the measurement failed\n{guest.last_words()}")
+    return json.loads((folder / "result.json").read_text())
+
+
+def metadata(options: argparse.Namespace) -> dict[str, str]:
+    version = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    made = subprocess.run(version, capture_output=True, text=True, check=False).stdout.strip()
+    model = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0]
+    guest = f"{os.cpu_count()} processors, {'KVM or ' if Path('/dev/kvm').exists() else ''}emulated"
+    command = f"bench/rdma/run.py --size {options.size} --repetitions {options.repetitions}"
+    return {
+        "version": made,
+        "host": model.strip(": \t"),
+        "guest": f"{guest}; soft-RoCE to itself, MTU 4096",
+        "command": command,
+    }
+
+
+def replace_results(path: Path, lines: Sequence[str]) -> None:
+    """Raises ValueError when the document lacks the marks."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} lacks the lines {BEGIN!r} and {END!r}, between which to write")
+    text = "\n".join(lines)
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="rdma-bench-") as folder:
+        try:
+            result = run(options, Path(folder))
+        except (VmError, native.BuildError) as error:
+            print(f"bench/rdma/run.py: {error}", file=sys.stderr)
+            return 1
+    meta = metadata(options)
+    for name, text in meta.items():
+        print(f"# {name}: {text}")
+    document = [f"- {name}: {text}" for name, text in meta.items()]
+    for title, table in titled(result):
+        print(f"\n# {title}\n{aligned(table)}")
+        document += ["", f"{title}:", "", *pipes(table)]
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"schema": 1, "meta": meta, **result}, indent=1) + "\n")
+    if options.markdown:
+        replace_results(options.markdown, document)
+    return 0 if all(bar.ok for bar in judge(result)) else 1
+
+
+if __name__ == "__main__":
+    become_interruptible()
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Measures the RDMA transport in a guest; see bench/rdma_bench.py."""

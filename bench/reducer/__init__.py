@@ -1,0 +1,1 @@
+"""The additions that servers make."""

@@ -1,0 +1,278 @@
+#!/usr/bin/env python3
+"""Times the additions that a server makes, each beside a plain loop over the same memory.
+
+So it does with AdamW, which a server that keeps the parameters makes of each sum. Compiles
+byteps/byteps/server/reducer.cc and optimizer/update.cc as the wheel does, and a program that runs
+each of their functions in one thread: over a working set that no cache holds ("memory"), and over
+one partition again and again ("partition"). The limit is a loop that reads and writes the same
+lines of memory and adds them up as integers. What counts is the thread's time on a processor, and
+of that the fastest sample, for both: whatever else a machine does only adds to it. Every
+operation's results are compared with values worked out in another way.
+
+The bar is a part of the speed at which the plain loop goes over memory, out of the cache too: a
+server sums what the network has just written, so that this is what it is fed with. A cache may feed
+a core many times as fast; then the arithmetic of bf16, some 18 vector instructions for 32 sums, is
+the limit, and how far below that loop it is says more of the processor than of the program; the
+column of-limit shows it.
+
+Exit status: 0 all is well; 1 a wrong result, a gated operation below --min-of-limit, or a program
+that does not build; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.kit import machine
+from bench.kit.plan import DTYPE_BYTES
+from bench.kit.units import parse_size, show_size
+from scripts.columns import aligned
+from scripts.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).with_name("reducer_bench.cc")
+OVERLAY = ROOT / "byteps"
+BUILD = ROOT / "build" / "bench"
+UPDATE_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+SCHEMA = 1
+LIMIT_S = 540.0
+GATED_TYPES = "float32,bfloat16"
+HEAD = (
+    *("operation", "type", "set", "read", "written", "GB/s", "plain GB/s", "of-limit"),
+    *("of-memory", "gate", "#wrong"),
+)
+
+
+class BenchError(Exception):
+    """The program could not be built or run; the text has its complaint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One operation on one type, over one working set."""
+
+    operation: str
+    type: str
+    set: str
+    """``memory`` or ``partition``."""
+    read: int
+    """Bytes, for each element."""
+    written: int
+    bytes: int
+    """Read and written in a sample."""
+    seconds: list[float]
+    plain_seconds: list[float]
+    """Of the plain loop, taken in turn with the others."""
+    wrong: int
+    level: str
+    """Instructions for which the operation's loops were compiled: ``x86-64-v4`` and so on."""
+
+    @property
+    def of_limit(self) -> float:
+        """The plain loop's time over the operation's."""
+        return min(self.plain_seconds) / min(self.seconds)
+
+    @property
+    def speed(self) -> float:
+        """Bytes a second."""
+        return self.bytes / min(self.seconds)
+
+    @property
+    def plain_speed(self) -> float:
+        """Bytes a second of the plain loop."""
+        return self.bytes / min(self.plain_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A result beside what memory feeds a core with."""
+
+    result: Result
+    of_memory: float
+    """Its speed over that of the plain loop over memory."""
+
+    def is_below(self, options: argparse.Namespace) -> bool:
+        """Whether it misses the bar that is set for it."""
+        gated = options.min_of_limit is not None and self.result.type in options.gate_types
+        return gated and self.of_memory < options.min_of_limit
+
+    def cells(self, options: argparse.Namespace) -> Sequence[str]:
+        one = self.result
+        gated = options.min_of_limit is not None and one.type in options.gate_types
+        verdict = ("MISS" if self.is_below(options) else "ok") if gated else "-"
+        return (
+            *(one.operation, one.type, one.set, str(one.read), str(one.written)),
+            f"{one.speed / 1e9:.2f}",
+            f"{one.plain_speed / 1e9:.2f}",
+            f"{one.of_limit:.2f}",
+            f"{self.of_memory:.2f}",
+            verdict,
+            str(one.wrong),
+        )
+
+
+def judged(results: Sequence[Result]) -> list[Judged]:
+    """Each result beside the plain loop over memory of the same operation and type."""
+    memory = {(one.operation, one.type): one for one in results if one.set == "memory"}
+    return [
+        Judged(result=one, of_memory=one.speed / memory[one.operation, one.type].plain_speed)
+        for one in results
+    ]
+
+
+def types(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in DTYPE_BYTES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(DTYPE_BYTES)}")
+    return names
+
+
+def size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def beyond_caches() -> int:
+    """Twice the largest cache, at least 256 MiB."""
+    sizes = [256 << 20]
+    for entry in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = entry.read_text().strip()  # such as 2048K
+        if text.endswith("K"):
+            sizes.append(2 * int(text[:-1]) << 10)
+    return max(sizes)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--types", type=types, default=list(DTYPE_BYTES), metavar="LIST", help="default: all")
+    add("--partition", type=size, default=4_096_000, help="default: 4096000 bytes")
+    add(
+        "--working-set",
+        type=size,
+        default=beyond_caches(),
+        help="bytes of all buffers together (default: twice the largest cache, at least 256MiB)",
+    )
+    add("--repeats", type=positive, default=5, help="samples (default: 5)")
+    add("--min-of-limit", type=float, metavar="PART", help="bar for each gated operation")
+    add(
+        "--gate-types",
+        type=types,
+        default=GATED_TYPES,
+        metavar="LIST",
+        help=f"types that the bar holds for (default: {GATED_TYPES})",
+    )
+    add("--json", type=Path, metavar="FILE", help="all results, with raw samples")
+    return parser.parse_args(arguments)
+
+
+def build(folder: Path) -> Path:
+    """Compile the reducer and the benchmark; return the program. Raises BenchError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    compiler = os.environ.get("CXX", "c++")
+    native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    common = [compiler, "-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-Wall", "-Wextra"]
+    common += ["-I", str(OVERLAY)]
+    reducer, program = folder / "reducer.o", folder / "reducer_bench"
+    # The reducer as it ships, for any machine; the plain loop is the best that this one can.
+    source = OVERLAY / "byteps" / "server" / "reducer.cc"
+    run([*common, "-c", str(source), "-o", str(reducer)])
+    updates, update = folder / "update.o", source.parent / "optimizer" / "update.cc"
+    run([*common, *UPDATE_FLAGS, "-c", str(update), "-o", str(updates)])
+    run([*common, native, str(SOURCE), str(reducer), str(updates), "-o", str(program)])
+    return program
+
+
+def run(command: Sequence[str]) -> str:
+    """What a command prints. Raises BenchError."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except OSError as error:
+        raise BenchError(f"{command[0]}: {error}: install g++, or set CXX") from error
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(
+            f"{Path(command[0]).name} still ran after {LIMIT_S:g} s: take fewer --types or "
+            "--repeats, or a smaller --working-set"
+        ) from error
+    if done.returncode != 0:
+        raise BenchError(
+            f"`{' '.join(command)}` ended with exit status {done.returncode}\n{done.stderr.strip()}"
+        )
+    return done.stdout
+
+
+def measure(options: argparse.Namespace) -> list[Result]:
+    """Build and run. Raises BenchError."""
+    numbers = (options.partition, options.working_set, options.repeats)
+    with Progress("additions") as shown:
+        shown.update("compiling")
+        program = str(build(BUILD))
+        shown.update(f"one thread adds {', '.join(options.types)}")
+        text = run([program, *map(str, numbers), *options.types])
+    return [Result(**json.loads(line)) for line in text.splitlines()]
+
+
+def metadata(options: argparse.Namespace, level: str) -> dict[str, str]:
+    compiler = run([os.environ.get("CXX", "c++"), "--version"]).splitlines()[0]
+    return {
+        "hardware": machine.hardware(),
+        "compiler": compiler,
+        "instructions": level,
+        "partition": show_size(options.partition),
+        "working set": show_size(options.working_set),
+        "samples": f"{options.repeats}; the fastest counts; one thread, its time on a processor",
+        "units": "read and written: bytes of an element; GB/s: both together, 1e9 bytes",
+    }
+
+
+def report(found: Sequence[Result], options: argparse.Namespace, meta: dict[str, str]) -> int:
+    """Print and write what came out; the exit status."""
+    results = judged(found)
+    print("\n".join(f"# {name}: {text}" for name, text in meta.items()))
+    print(aligned([HEAD, *(result.cells(options) for result in results)]))
+    if options.json:
+        whole: dict[str, Any] = {"schema": SCHEMA, "meta": meta}
+        whole["results"] = [
+            {**asdict(one.result), "of_limit": one.result.of_limit, "of_memory": one.of_memory}
+            for one in results
+        ]
+        options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    bad = any(one.result.wrong or one.is_below(options) for one in results)
+    return 1 if bad else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        results = measure(options)
+        return report(results, options, metadata(options, results[0].level))
+    except BenchError as error:
+        print(f"bench/reducer/run.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

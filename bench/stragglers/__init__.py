@@ -1,0 +1,1 @@
+"""How much of a late rank's delay a step shows."""

@@ -1,0 +1,1 @@
+"""Pictures and figures of timelines."""

@@ -1,0 +1,1 @@
+"""Whole training steps: what bench/train_bench.py is made of, and its suite."""

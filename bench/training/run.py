@@ -1,0 +1,246 @@
+#!/usr/bin/env python3
+"""Times whole training steps of Megatron, its gradients summed by BytePS or torch.distributed.
+
+Trains the GPT of scripts/train.py in several ways in turn, --launches times: through BytePS with
+servers, and through gloo (NCCL on GPUs), by all-reduce or with the optimizer sharded over all ranks
+or inside each host. All processes run on this machine's loopback or, with --emulate, in network
+namespaces with a rate-limited link each, --ranks-per-host of them in each. A launch's figure is the
+median of its steps after --warmup; a way's, the median over launches. The first way is compared
+with each other one. The losses of all launches must agree: to the last bit with two workers, where
+BytePS and all-reduce add two values once.
+
+  bench/train_bench.py                                             two workers on loopback
+  bench/train_bench.py --workers 4 --servers 4 --emulate 8@500mbit -- --hidden-size 256
+  bench/train_bench.py --workers 8 --ranks-per-host 2 --servers 4 --emulate 8@10gbit \\
+      --ways byteps-by-host-bf16,by-host-bf16,sharded-bf16,sharded -- --bf16 --overlap-grad-reduce
+
+Exit status: 0 all is well; 1 losses that differ, --min-ratio missed, or a process that failed; 2
+bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.kit.emulation import EmulationError
+from bench.kit.errors import LaunchError
+from bench.kit.hosts import hosts_of
+from bench.kit.interrupts import become_interruptible
+from bench.kit.plan import Plan, Topology
+from bench.kit.record import header, metadata
+from bench.kit.units import parse_hosts
+from bench.training.launches import WAYS, Trained, Training, Way, show_memory, train
+from scripts import prepare_data
+from scripts import train as train_script
+from scripts.columns import aligned
+from scripts.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCHEMA = 1
+LOSS_TOLERANCE = 1e-3
+HALF_LOSS_TOLERANCE = 2e-2
+HEAD = (
+    *("way", "workers", "servers", "ms/step", "min..max", "tokens/s", "last loss"),
+    *("GPU GB", "launches", "busy"),
+)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    positive = train_script.positive
+    add = parser.add_argument
+    add("--workers", type=positive, default=2, help="default: 2")
+    add("--servers", type=positive, default=1, help="default: 1")
+    add("--ranks-per-host", type=positive, default=1, metavar="R", help="default: 1")
+    add("--ways", default="byteps,all-reduce", metavar="LIST", help=f"of {', '.join(WAYS)}")
+    add(
+        "--route",
+        choices=("auto", "flat", "node-first", "collective"),
+        help="--dpu-reduce-route (default: flat with one rank a host, else node-first)",
+    )
+    add("--colocate", action="store_true", help="servers on the workers' hosts")
+    add("--emulate", metavar="HOSTS@RATE", help="such as 8@500mbit; needs root")
+    add("--steps", type=positive, default=30, help="of a launch (default: 30)")
+    add("--warmup", type=positive, default=5, help="of these, not timed (default: 5)")
+    add("--launches", type=positive, default=3, help="of each backend, in turn (default: 3)")
+    add("--timeout", type=float, default=600.0, help="s for a launch, against hangs")
+    add("--seed", type=positive, default=1234, help="default: 1234")
+    add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
+    add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
+    add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
+    add("--tree", type=Path, default=ROOT / "build" / "Megatron-LM", help="patched Megatron-LM")
+    add("--json", type=Path, metavar="FILE", help="everything, with the time of each step")
+    add("--min-ratio", type=float, metavar="X", help="bar: speed of the first over each other")
+    add("megatron", nargs="*", metavar="-- ARGUMENTS", help="for Megatron; they win")
+    options = parser.parse_args(arguments)
+    try:
+        options.plan = make_plan(options)
+        options.ways = choose_ways(options.ways)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def choose_ways(text: str) -> list[Way]:
+    """Raises ValueError."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in WAYS]
+    if unknown or len(set(names)) != len(names):
+        raise ValueError(f"--ways {text}: name each once, of {', '.join(WAYS)}")
+    return [WAYS[name] for name in names]
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Raises ValueError."""
+    if options.steps <= options.warmup:
+        raise ValueError(f"--steps {options.steps} leaves none after --warmup {options.warmup}")
+    hosts, bits = parse_hosts(options.emulate) if options.emulate else (0, 0)
+    on_gpu = train_script.on_gpu()
+    return Plan(
+        cases=(),
+        topology=Topology(
+            workers=options.workers,
+            servers=options.servers,
+            ranks_per_host=options.ranks_per_host,
+            colocate=options.colocate,
+            emulated_hosts=hosts,
+            link_bits=bits,
+        ),
+        backends=("byteps", "nccl" if on_gpu else "gloo"),
+        launches=options.launches,
+        device="cuda" if on_gpu else "cpu",
+        timeout_s=options.timeout,
+    )
+
+
+def run(options: argparse.Namespace) -> list[Trained]:
+    """All launches. Raises LaunchError, EmulationError, DataError."""
+    plan: Plan = options.plan
+    dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
+    what = Training(
+        tree=options.tree.resolve(),
+        arguments=train_script.megatron_arguments(options, dataset.prefix),
+        warmup=options.warmup,
+    )
+    done: list[Trained] = []
+    total = plan.launches * len(options.ways)
+    with hosts_of(plan) as hosts, Progress("training", total=total, unit="launches") as shown:
+        for index in range(plan.launches):
+            for way in options.ways:
+                shown.update(f"launch {index} {way.name}", done=len(done))
+                route = options.route or ("flat" if options.ranks_per_host == 1 else "node-first")
+                one = train(plan, what, way, index, hosts, route)
+                if route == "auto" and one.routes and way.name not in {old.backend for old in done}:
+                    shown.say(one.routes)
+                done.append(one)
+                shown.say(
+                    f"launch {index} {way.name}: {one.median_s * 1e3:.1f} ms a step; "
+                    f"machine {one.busy:.0%} busy"
+                )
+    return done
+
+
+def row(way: Way, done: Sequence[Trained], topology: Topology) -> Sequence[str]:
+    """A way's line of the table."""
+    mine = [one for one in done if one.backend == way.name]
+    medians = [one.median_s for one in mine]
+    middle = statistics.median(medians)
+    return (
+        way.name,
+        str(topology.workers),
+        str(topology.servers) if way.through_servers else "-",
+        f"{middle * 1e3:.1f}",
+        f"{min(medians) * 1e3:.1f}..{max(medians) * 1e3:.1f}",
+        f"{mine[0].tokens / middle:,.0f}",
+        f"{mine[-1].losses[-1]:.4f}",
+        show_memory(mine),
+        str(len(mine)),
+        f"{max(one.busy for one in mine):.0%}",
+    )
+
+
+def ratio(done: Sequence[Trained], backends: Sequence[str]) -> tuple[float, float, float]:
+    """How many times as fast the first backend is: of the medians, and least and most of a round's
+    two launches."""
+    ours, theirs = ([one.median_s for one in done if one.backend == name] for name in backends)
+    each = [b / a for a, b in zip(ours, theirs, strict=True)]
+    return statistics.median(theirs) / statistics.median(ours), min(each), max(each)
+
+
+def complaint(done: Sequence[Trained], workers: int) -> str | None:
+    """How the launches disagree on what was learnt, if they do."""
+    first, *others = done
+    exact = ("byteps", "all-reduce")
+    for other in others:
+        name = f"launch {other.index} of {other.backend}"
+        few = workers <= train_script.EXACT_WORKERS
+        same = {first.backend, other.backend} <= set(exact)
+        if few and same and first.checksum != other.checksum:
+            return (
+                f"{name}: parameters differ from those of {first.backend}; "
+                "with two workers they may not"
+            )
+        half = WAYS[first.backend].half or WAYS[other.backend].half
+        tolerance = HALF_LOSS_TOLERANCE if half else LOSS_TOLERANCE
+        # Not by the largest difference: max() may pass over what is no number.
+        for step, (a, b) in enumerate(zip(first.losses, other.losses, strict=True), 1):
+            apart = abs(a - b) / abs(a)
+            if not apart <= tolerance:
+                return f"{name}: the loss of step {step} differs by {apart:.1e} of it"
+    return None
+
+
+def report(done: Sequence[Trained], options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Print and write what came out; the exit status."""
+    plan: Plan = options.plan
+    meta = {**metadata(words), "steps": f"{options.steps}, {options.warmup} of them not timed"}
+    print(header(meta, plan))
+    print(aligned([HEAD, *(row(way, done, plan.topology) for way in options.ways)]) + "\n")
+    ours, *others = (way.name for way in options.ways)
+    ratios = {other: ratio(done, (ours, other)) for other in others}
+    for other, (value, low, high) in ratios.items():
+        print(f"{ours} over {other}: {value:.3f} ({low:.3f}..{high:.3f}) times as fast")
+    wrong = complaint(done, plan.topology.workers)
+    if wrong:
+        print(f"train_bench.py: {wrong}", file=sys.stderr)
+    missed = False
+    for other, (value, _, _) in ratios.items():
+        if options.min_ratio is not None and value < options.min_ratio:
+            missed = True
+            print(f"train_bench.py: {value:.3f} over {other} is below {options.min_ratio:g}")
+    if options.json:
+        whole = {"schema": SCHEMA, "meta": meta, "plan": plan.as_json()}
+        whole |= {"ratios": {other: value for other, (value, _, _) in ratios.items()}}
+        whole |= {"launches": [asdict(one) for one in done]}
+        options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    return 1 if wrong or missed else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if not (options.tree / "pretrain_dpu_gpt.py").is_file():
+        print(f"train_bench.py: {options.tree} is no patched Megatron-LM: run `make setup`")
+        return 1
+    try:
+        done = run(options)
+    except (LaunchError, EmulationError, prepare_data.DataError) as error:
+        print(f"train_bench.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: what was started has been ended", file=sys.stderr)
+        return 130
+    return report(done, options, sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    become_interruptible()
+    sys.exit(main())

@@ -1,0 +1,30 @@
+// Which nodes a scheduler admits to its job.
+#ifndef BYTEPS_NET_MEMBERSHIP_ADMISSION_H_
+#define BYTEPS_NET_MEMBERSHIP_ADMISSION_H_
+
+#include <string>
+
+#include "byteps/net/membership/protocol.h"
+#include "byteps/net/membership/roster.h"
+#include "ps/internal/message.h"
+
+namespace ps {
+namespace membership {
+
+struct Refusal {
+  std::string reason;  // empty: it is admitted
+  bool later = false;  // it may be admitted at another time
+
+  explicit operator bool() const { return !reason.empty(); }
+};
+
+// Gives `node` its rank and its id, or refuses it.  The roster stays as it is.  `keep`: the
+// scheduler outlives failures (MembershipSettings::keep).
+Refusal Assign(const Roster& roster, bool keep, const Claim& claim, Node* node);
+
+// Whether `claim.probe` nodes like `node` would be admitted, one after the other.
+Refusal AssignAll(const Roster& roster, bool keep, const Claim& claim, Node node);
+
+}  // namespace membership
+}  // namespace ps
+#endif  // BYTEPS_NET_MEMBERSHIP_ADMISSION_H_

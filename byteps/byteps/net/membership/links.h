@@ -1,0 +1,28 @@
+// How membership reaches other processes.
+#ifndef BYTEPS_NET_MEMBERSHIP_LINKS_H_
+#define BYTEPS_NET_MEMBERSHIP_LINKS_H_
+
+#include "ps/internal/message.h"
+
+namespace ps {
+
+// A van is behind it, or a test.
+class MembershipLinks {
+ public:
+  virtual ~MembershipLinks() = default;
+  virtual Node self() const = 0;
+  virtual const Node& scheduler() const = 0;
+  // The scheduler has given this node its id.
+  virtual void SetSelf(const Node& node) = 0;
+  // Makes a connection to `node`, or names the one that came from it.
+  virtual void Connect(const Node& node) = 0;
+  // Closes it when what was sent before has left.
+  virtual void Disconnect(int node_id) = 0;
+  // Never blocks.  What cannot be sent is dropped: OnLinkLost tells why.
+  virtual void Send(Message* msg) = 0;
+  // Connections that are made from now on belong to this incarnation of the job.
+  virtual void SetIncarnation(int incarnation) = 0;
+};
+
+}  // namespace ps
+#endif  // BYTEPS_NET_MEMBERSHIP_LINKS_H_

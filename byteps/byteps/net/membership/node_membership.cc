@@ -1,0 +1,383 @@
+#include "byteps/net/membership/node_membership.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "byteps/base/invariant.h"
+#include "byteps/base/probe.h"
+#include "byteps/net/link/net_address.h"
+#include "byteps/net/link/node_text.h"
+#include "byteps/net/membership/protocol.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+
+using membership::BeginsWith;
+using membership::NameOfScheduler;
+using membership::Send;
+
+namespace {
+
+constexpr double kGoodbyeSeconds = 5.0;
+// How long after its connection closed the scheduler's last word may still come, or its
+// word on a peer whose connection broke.
+constexpr double kLastWordSeconds = 0.5;
+// The same for the word of a peer that closed a connection.
+constexpr double kPeersWordSeconds = 1.5;
+// How long it may take the scheduler to fail the job once it is told of that.
+constexpr double kVerdictSeconds = 5.0;
+
+}  // namespace
+
+NodeMembership::NodeMembership(MembershipLinks* links, const MembershipSettings& settings,
+                               Listener listener)
+    : links_(links),
+      settings_(settings),
+      broken_invariants_(NumBrokenInvariants()),
+      announcer_(std::move(listener)),
+      heartbeats_(HeartbeatSeconds(settings.peer_timeout_s),
+                  {[this] { return NextDue(); }, [this](Clock::time_point now) { OnDue(now); },
+                   [this](Clock::time_point now) { OnBeat(now); }}) {}
+
+NodeMembership::~NodeMembership() { Stop(); }
+
+void NodeMembership::Join() {
+  membership::Claim claim;
+  claim.protocol = membership::kProtocol;
+  claim.probe = settings_.probe;
+  claim.workers = settings_.workers;
+  claim.servers = settings_.servers;
+  {
+    MutexLock lock(&mu_);
+    scheduler_heard_ = Clock::now();
+  }
+  Node self = links_->self();
+  self.aux_id = self.role == Node::WORKER ? settings_.rank : -1;
+  if (settings_.rejoin || (settings_.keep && self.role == Node::SERVER)) claim.workers = -1;
+  if (settings_.rejoin) claim.servers = -1;
+  if (self.role == Node::WORKER) {
+    claim.link_mbps = settings_.link_mbps > 0 ? settings_.link_mbps : CardMbps(self.hostname);
+  }
+  Send(links_, Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
+  heartbeats_.Start();
+
+  const auto deadline = Clock::now() + ToDuration(settings_.start_timeout_s);
+  MutexLock lock(&mu_);
+  cond_.WaitUntil(&mu_, deadline,
+                  [this]() PS_REQUIRES(mu_) { return welcomed_ || state_ != State::kJoining; });
+  if (state_ == State::kJoining && !welcomed_) {
+    throw NoAnswer("the " + NameOfScheduler(*links_) + " did not answer within " +
+                   Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S"));
+  }
+  // The scheduler answers; it also gives up when nodes stay away, and says who.
+  // Should it vanish meanwhile, the heartbeats' thread notices.
+  cond_.Wait(&mu_, [this]() PS_REQUIRES(mu_) { return state_ != State::kJoining; });
+  // A short job may even have ended before this thread woke.
+  if (state_ != State::kFailed) return;
+  if (failure_.kind == Failure::kWouldBeAdmitted) throw WouldBeAdmitted(failure_.reason);
+  if (failure_.kind == Failure::kComeAgain) throw ComeAgain(failure_.reason);
+  if (welcomed_) throw JobFailed(failure_.reason, failure_.file, failure_.line);
+  throw dmlc::Error(failure_.reason, failure_.file, failure_.line);
+}
+
+void NodeMembership::Leave(const Farewell& farewell) {
+  MutexLock lock(&mu_);
+  if (state_ != State::kActive) return;
+  lock.Unlock();
+  PS_PROBE(kSaysGoodbye);
+  Send(links_, Control::LEAVE, kScheduler, membership::PackFarewell(farewell));
+  lock.Lock();
+  cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds), [this]() PS_REQUIRES(mu_) {
+    return left_acknowledged_ || state_ != State::kActive;
+  });
+  if (state_ == State::kActive) state_ = State::kEnded;
+}
+
+void NodeMembership::StopByOrder(const std::string& how) {
+  MutexLock lock(&mu_);
+  if (state_ != State::kActive) return;
+  PS_PROBE(kStoppedInJob);
+  lock.Unlock();
+  Send(links_, Control::LEAVE, kScheduler, how);
+  lock.Lock();
+  cond_.WaitFor(&mu_, ToDuration(kGoodbyeSeconds),
+                [this]() PS_REQUIRES(mu_) { return state_ != State::kActive; });
+}
+
+void NodeMembership::Stop() {
+  {
+    MutexLock lock(&mu_);
+    state_ = State::kStopped;
+  }
+  cond_.NotifyAll();
+  heartbeats_.Stop();
+}
+
+void NodeMembership::SetReporter(std::function<std::string()> report) {
+  MutexLock lock(&mu_);
+  reporter_ = std::move(report);
+}
+
+int NodeMembership::link_mbps() {
+  MutexLock lock(&mu_);
+  return link_mbps_;
+}
+
+std::string NodeMembership::NameOf(int node_id) {
+  if (node_id == kScheduler) return NameOfScheduler(*links_);
+  MutexLock lock(&mu_);
+  const Member* const member = roster_.Find(node_id);
+  return member != nullptr ? Describe(member->node) : RoleAndRank(node_id);
+}
+
+void NodeMembership::Enter(State state) {
+  state_ = state;
+  cond_.NotifyAll();
+  heartbeats_.Wake();
+}
+
+void NodeMembership::Fail(const std::string& reason, const char* file, int line) {
+  {
+    MutexLock lock(&mu_);
+    if (!InJob()) return;
+    if (state_ == State::kJoining) PS_PROBE(kFailedInJoin);
+    failure_ = {Failure::kFinal, reason, file, line};
+    Enter(State::kFailed);
+  }
+  announcer_.TellFailure(reason, 0, file, line);
+}
+
+void NodeMembership::EndJoin(Failure failure) {
+  failure_ = std::move(failure);
+  Enter(State::kFailed);
+}
+
+void NodeMembership::Handle(const Message& msg) {
+  if (!MaySend(msg)) return ignored_.Add(msg, [this](int id) { return NameOf(id); });
+  {
+    MutexLock lock(&mu_);
+    scheduler_heard_ = Clock::now();
+  }
+  const std::string& body = msg.meta.body;
+  switch (msg.meta.control.cmd) {
+    case Control::ADD_NODE:
+      return OnAdmission(msg);
+    case Control::WELCOME:
+      return OnWelcome(msg);
+    case Control::REFUSED:
+      return settings_.probe > 0 ? OnProbeAnswer(body) : OnRefused(body);
+    case Control::JOB_FAILED: {
+      {
+        // Only members are told, and its welcome may come later.
+        MutexLock lock(&mu_);
+        welcomed_ = true;
+      }
+      return Fail(body);
+    }
+    case Control::NODE_LEFT:
+      for (const Node& node : msg.meta.control.node) OnNodeLeft(node);
+      return;
+    case Control::JOB_END:
+      return OnEnd(membership::ParseEnd(body));
+    default:
+      return;  // a heartbeat; MaySend knows no other
+  }
+}
+
+bool NodeMembership::MaySend(const Message& msg) {
+  return msg.meta.sender == kScheduler && membership::MaySend(msg.meta.control.cmd, Node::SCHEDULER,
+                                                              links_->self().role, msg.meta.body);
+}
+
+void NodeMembership::OnWelcome(const Message& msg) {
+  if (msg.meta.control.node.size() == 1) links_->SetSelf(msg.meta.control.node[0]);
+  // The scheduler's number when this node connected may have been that of the last incarnation.
+  links_->SetIncarnation(atoi(msg.meta.body.c_str()));
+  {
+    MutexLock lock(&mu_);
+    welcomed_ = true;
+    cond_.NotifyAll();
+  }
+  MembershipEvent event;
+  event.kind = MembershipEvent::kWelcomed;
+  event.node = links_->self();
+  announcer_.Tell(event);
+}
+
+void NodeMembership::OnRefused(const std::string& body) {
+  if (!BeginsWith(body, membership::kAgain)) return Fail(body);
+  MutexLock lock(&mu_);
+  if (state_ != State::kJoining) return;
+  PS_PROBE(kComeAgain);
+  EndJoin({Failure::kComeAgain, body.substr(strlen(membership::kAgain))});
+}
+
+void NodeMembership::OnProbeAnswer(const std::string& body) {
+  MutexLock lock(&mu_);
+  if (state_ != State::kJoining) return;
+  if (BeginsWith(body, membership::kWould)) {
+    EndJoin({Failure::kWouldBeAdmitted, body.substr(strlen(membership::kWould))});
+  } else if (BeginsWith(body, membership::kAgain)) {
+    EndJoin({Failure::kComeAgain, body.substr(strlen(membership::kAgain))});
+  } else {
+    EndJoin({Failure::kFinal, body});
+  }
+}
+
+void NodeMembership::OnAdmission(const Message& msg) {
+  {
+    // It says how many connections a link wants.
+    MutexLock lock(&mu_);
+    link_mbps_ = membership::ParseLink(msg.meta.body);
+  }
+  for (const auto& node : msg.meta.control.node) {
+    if (node.role == Node::SCHEDULER) continue;
+    links_->Connect(node);
+    MutexLock lock(&mu_);
+    roster_.Put(node);
+  }
+  MutexLock lock(&mu_);
+  if (state_ == State::kJoining) Enter(State::kActive);
+}
+
+void NodeMembership::OnNodeLeft(const Node& node) {
+  const bool is_this_node = node.id == links_->self().id;
+  {
+    MutexLock lock(&mu_);
+    if (is_this_node) {
+      left_acknowledged_ = true;
+      cond_.NotifyAll();
+      return;
+    }
+    roster_.Put(node)->left = true;
+  }
+  MembershipEvent event;
+  event.kind = MembershipEvent::kNodeLeft;
+  event.rank = Postoffice::IDtoRank(node.id);
+  event.node = node;
+  event.reason = Describe(node) + " left the job";
+  announcer_.Tell(event);
+}
+
+void NodeMembership::OnEnd(bool suspended) {
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kActive) return;
+    Enter(State::kEnded);
+  }
+  MembershipEvent event;
+  event.kind = MembershipEvent::kEnded;
+  event.suspended = suspended;
+  announcer_.Tell(event);
+}
+
+void NodeMembership::OnDisconnect(int node_id) {
+  if (node_id != kScheduler) return;
+  OnSchedulerLost("its connection closed",
+                  "it closed the connection, as it does when its job has ended");
+}
+
+void NodeMembership::OnLinkLost(int node_id, const std::string& how, bool closed) {
+  if (node_id == kScheduler) return OnSchedulerLost(how, how);
+  MutexLock lock(&mu_);
+  if (broken_link_) return;
+  const double patience_s = closed ? kPeersWordSeconds : kLastWordSeconds;
+  broken_link_ = {node_id, how, Clock::now() + ToDuration(patience_s)};
+  heartbeats_.Wake();
+}
+
+void NodeMembership::OnSchedulerLost(const std::string& how, const std::string& unwelcome) {
+  MutexLock lock(&mu_);
+  if (left_acknowledged_ || !InJob()) return;
+  if (!welcomed_) {
+    lock.Unlock();
+    // It never was reached, or would not have this node: that is all there is to say.
+    return Fail("the " + NameOfScheduler(*links_) + " cannot be joined: " + unwelcome);
+  }
+  // It may have ended in good order, or told of a failure: its last word comes
+  // on another connection and may be behind this news.
+  PS_PROBE(kLastWord);
+  scheduler_loss_ = {how, Clock::now() + ToDuration(kLastWordSeconds)};
+  heartbeats_.Wake();
+}
+
+std::optional<AwakeClock::time_point> NodeMembership::NextDue() {
+  MutexLock lock(&mu_);
+  if (!InJob()) return std::nullopt;
+  auto due = Clock::time_point::max();
+  if (scheduler_loss_) due = std::min(due, scheduler_loss_->due);
+  if (broken_link_) due = std::min(due, broken_link_->due);
+  return due;
+}
+
+void NodeMembership::OnDue(Clock::time_point now) {
+  std::optional<SchedulerLoss> loss;
+  {
+    MutexLock lock(&mu_);
+    if (scheduler_loss_ && now >= scheduler_loss_->due) {
+      loss = scheduler_loss_;
+    } else if (!broken_link_ || now < broken_link_->due) {
+      return;
+    }
+  }
+  if (!loss) return ReportBrokenLink();
+  Fail(StoodStill(Describe(links_->self()), settings_.peer_timeout_s) + NameOfScheduler(*links_) +
+       " was lost: " + loss->how);
+}
+
+void NodeMembership::ReportBrokenLink() {
+  std::string reason;
+  bool reported = false;
+  const std::string self = Describe(links_->self());
+  const std::string before = StoodStill(self, settings_.peer_timeout_s);
+  {
+    MutexLock lock(&mu_);
+    const int id = broken_link_->peer;
+    const Member* const peer = roster_.Find(id);
+    if (peer != nullptr && peer->left) {
+      PS_PROBE(kLinkOfLeaver);
+      broken_link_.reset();  // it went in good order
+      return;
+    }
+    reason = before + (peer != nullptr ? Describe(peer->node) : RoleAndRank(id)) + " was lost to " +
+             self + ": " + broken_link_->how;
+    reported = broken_link_->reported;
+    broken_link_->reported = true;
+    broken_link_->due = Clock::now() + ToDuration(kVerdictSeconds);
+  }
+  if (reported) return Fail(reason);
+  PS_PROBE(kLinkReported);
+  Send(links_, Control::JOB_FAILED, kScheduler, reason);
+}
+
+void NodeMembership::OnBeat(Clock::time_point now) {
+  CheckInvariants();
+  bool silent = false;
+  std::function<std::string()> reporter;
+  {
+    MutexLock lock(&mu_);
+    if (!welcomed_) return;  // Join has its own deadline
+    silent = now - scheduler_heard_ > ToDuration(settings_.peer_timeout_s);
+    reporter = reporter_;
+  }
+  if (silent) {
+    Fail(StoodStill(Describe(links_->self()), settings_.peer_timeout_s) + NameOfScheduler(*links_) +
+         " was lost: no heartbeat for " + Limit(settings_.peer_timeout_s, "BYTEPS_PEER_TIMEOUT_S"));
+    return;
+  }
+  std::string report = reporter ? reporter() : "";
+  if (report.size() > kMaxReport) report.clear();
+  Send(links_, Control::HEARTBEAT, kScheduler, report);
+}
+
+void NodeMembership::CheckInvariants() {
+  const InvariantReport broken = BrokenInvariants();
+  if (broken.count == broken_invariants_) return;
+  Send(links_, Control::JOB_FAILED, kScheduler,
+       Describe(links_->self()) + " cannot go on: " + broken.last);
+}
+
+}  // namespace ps

@@ -1,0 +1,133 @@
+// The side of a worker or a server: joins the job, tells the scheduler that it lives and what
+// breaks, watches the scheduler, and hears from it of everything else.
+#ifndef BYTEPS_NET_MEMBERSHIP_NODE_MEMBERSHIP_H_
+#define BYTEPS_NET_MEMBERSHIP_NODE_MEMBERSHIP_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "byteps/base/mutex.h"
+#include "byteps/base/stall_watch.h"
+#include "byteps/net/membership/commands.h"
+#include "byteps/net/membership/heartbeat.h"
+#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/roster.h"
+
+namespace ps {
+
+class NodeMembership : public Membership {
+ public:
+  NodeMembership(MembershipLinks* links, const MembershipSettings& settings, Listener listener);
+  ~NodeMembership() override;
+
+  NodeMembership* AsNode() override { return this; }
+
+  // Registers and blocks until every node has.  Throws dmlc::Error when the scheduler refuses or
+  // gives up, NoAnswer when it does not answer, ComeAgain when it would take this node later,
+  // and JobFailed when the job failed after it had taken this node.  A probe ends with one of these
+  // or with WouldBeAdmitted.
+  void Join() override;
+  void StopByOrder(const std::string& how) override;
+  void Stop() override;
+  void Handle(const Message& msg) override;
+  void OnDisconnect(int node_id) override;
+  void OnLinkLost(int node_id, const std::string& how, bool closed) override;
+  std::string NameOf(int node_id) override;
+
+  // On a worker: says goodbye and waits, a few seconds at most, for the answer.  With a failure the
+  // job has failed, for all.  An error counts as one where the scheduler keeps the cluster: who has
+  // not done all of its work is started again.
+  void Leave(const Farewell& farewell);
+
+  // From now on heartbeats carry what `report` returns, at most kMaxReport bytes.  It is called
+  // by the heartbeats' thread with no lock held, and is not called any more after Stop.
+  void SetReporter(std::function<std::string()> report);
+
+  // On a worker that has joined: Mbit/s each way of the slowest worker's network card; 0 where one
+  // of them is not known.  The same on all workers.
+  int link_mbps();
+
+ private:
+  using Clock = AwakeClock;
+  enum class State { kJoining, kActive, kFailed, kEnded, kStopped };
+
+  // Why the job goes on without this node, or does not go on.
+  struct Failure {
+    // What Join throws: dmlc::Error or JobFailed, ComeAgain, WouldBeAdmitted.
+    enum Kind { kFinal, kComeAgain, kWouldBeAdmitted } kind = kFinal;
+    std::string reason;
+    const char* file = "";  // what found it
+    int line = 0;
+  };
+
+  // The connection to the scheduler closed; until `due` its last word may still come.
+  struct SchedulerLoss {
+    std::string how;
+    Clock::time_point due;
+  };
+
+  // The first connection to another node that broke.
+  struct BrokenLink {
+    int peer = Node::kEmpty;
+    std::string how;
+    Clock::time_point due;  // until then others may speak
+    bool reported = false;
+  };
+
+  bool InJob() const PS_REQUIRES(mu_) {
+    return state_ == State::kJoining || state_ == State::kActive;
+  }
+  // Leaves kJoining or kActive for another state, and wakes all who wait.
+  void Enter(State state) PS_REQUIRES(mu_);
+  // The place is that of the call: what found the failure.
+  void Fail(const std::string& reason, const char* file = __builtin_FILE(),
+            int line = __builtin_LINE());
+  // Ends Join without telling anybody else: nothing has failed yet.
+  void EndJoin(Failure failure) PS_REQUIRES(mu_);
+
+  // What the scheduler says.
+  bool MaySend(const Message& msg);
+  void OnWelcome(const Message& msg);
+  void OnRefused(const std::string& body);
+  void OnProbeAnswer(const std::string& body);
+  void OnAdmission(const Message& msg);
+  void OnNodeLeft(const Node& node);
+  void OnEnd(bool suspended);
+
+  // `unwelcome`: what it means where the scheduler has not taken this node.
+  void OnSchedulerLost(const std::string& how, const std::string& unwelcome);
+
+  // The heartbeats' thread.
+  std::optional<Clock::time_point> NextDue();
+  void OnDue(Clock::time_point now);
+  void OnBeat(Clock::time_point now);
+  void ReportBrokenLink();
+  // An invariant was broken in this process, whatever it does: the job fails.
+  void CheckInvariants();
+
+  MembershipLinks* const links_;
+  const MembershipSettings settings_;
+  const uint64_t broken_invariants_;  // of earlier jobs
+  Announcer announcer_;
+  membership::IgnoredSenders ignored_;
+
+  Mutex mu_;
+  CondVar cond_;  // for Join, Leave and StopByOrder
+  State state_ PS_GUARDED_BY(mu_) = State::kJoining;
+  Failure failure_ PS_GUARDED_BY(mu_);
+  bool welcomed_ PS_GUARDED_BY(mu_) = false;
+  bool left_acknowledged_ PS_GUARDED_BY(mu_) = false;
+  Roster roster_ PS_GUARDED_BY(mu_);  // those that this node has heard of
+  int link_mbps_ PS_GUARDED_BY(mu_) = 0;
+  std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
+  Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
+  std::optional<SchedulerLoss> scheduler_loss_ PS_GUARDED_BY(mu_);
+  std::optional<BrokenLink> broken_link_ PS_GUARDED_BY(mu_);
+
+  HeartbeatThread heartbeats_;
+};
+
+}  // namespace ps
+#endif  // BYTEPS_NET_MEMBERSHIP_NODE_MEMBERSHIP_H_

@@ -1,0 +1,150 @@
+// Nodes that come to the scheduler: which are admitted, and what they are told.
+#include <algorithm>
+#include <climits>
+#include <string>
+#include <vector>
+
+#include "byteps/base/probe.h"
+#include "byteps/net/link/invariant.h"
+#include "byteps/net/link/node_text.h"
+#include "byteps/net/membership/scheduler_membership.h"
+#include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+
+using membership::Claim;
+using membership::kProtocol;
+using membership::Send;
+
+void SchedulerMembership::Register(const Message& msg) {
+  if (msg.meta.control.node.size() != 1) return;
+  Node node = msg.meta.control.node[0];
+  Claim claim;
+  // Another protocol may say something else than this one.
+  if (!ParseClaim(msg.meta.body, &claim) && claim.protocol == kProtocol) claim.protocol = -1;
+  if (claim.probe > 0) return AnswerProbe(node, claim);
+  Refusal refusal;
+  int incarnation = 0;
+  {
+    MutexLock lock(&mu_);
+    if (state_ == State::kStopped) return;
+    incarnation = incarnation_;
+    refusal = WhyClosed();
+    if (!refusal) refusal = Assign(roster_, settings_.keep, claim, &node);
+  }
+  if (refusal) return Refuse(node, refusal);
+  // It has a link before it is a peer: whoever is told of a failure can be told.
+  links_->Connect(node);
+  bool complete = false;
+  {
+    MutexLock lock(&mu_);
+    if (state_ == State::kStopped) return;
+    if (incarnation == incarnation_ && state_ == State::kActive) {
+      complete = Admit(claim, node);
+    } else {
+      refusal = {"the job has failed: " + failure_, state_ != State::kFailed};
+    }
+  }
+  if (refusal) return Refuse(node, refusal);
+  Send(links_, Control::WELCOME, node.id, std::to_string(incarnation), {node});
+  PS_VLOG(1) << "admitted " << Describe(node);
+  EmitProgress(MembershipEvent::kAdmitted, node);
+  if (!complete) return;
+  AdmitAll();
+  EmitProgress(MembershipEvent::kComplete, node);
+}
+
+SchedulerMembership::Refusal SchedulerMembership::WhyClosed() {
+  if (state_ == State::kActive) return {};
+  if (state_ == State::kTurning) PS_PROBE(kCameWhileTurning);
+  if (state_ != State::kFailed && state_ != State::kTurning) return {"the job has ended"};
+  return {"the job has failed: " + failure_, state_ == State::kTurning};
+}
+
+bool SchedulerMembership::Admit(const Claim& claim, const Node& node) {
+  PS_INVARIANT("a place in the job is one node's", roster_.Find(node.id) == nullptr,
+               "that of " + Describe(node));
+  JobSize expected = roster_.expected();
+  if (node.role == Node::WORKER) {
+    if (expected.workers < 0) expected.workers = claim.workers;
+    if (expected.servers < 0) expected.servers = claim.servers;
+    roster_.Expect(expected);
+    any_worker_ = true;
+  }
+  Member* const member = roster_.Put(node);
+  member->heard = last_arrival_ = Clock::now();
+  member->link_mbps = claim.link_mbps;
+  if (!roster_.IsComplete()) return false;
+  failure_.clear();  // of the last incarnation
+  return true;
+}
+
+void SchedulerMembership::AdmitAll() {
+  // Only workers connect to others, and only to servers: nobody else needs addresses.
+  std::vector<Node> servers;
+  std::vector<Node> everyone;
+  int link_mbps = INT_MAX;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [id, member] : roster_.members()) {
+      everyone.push_back(member.node);
+      if (member.node.role == Node::SERVER) {
+        servers.push_back(member.node);
+      } else {
+        link_mbps = std::min(link_mbps, member.link_mbps);
+      }
+    }
+  }
+  const std::string link = membership::PackLink(link_mbps);
+  for (const Node& node : everyone) {
+    const bool worker = node.role == Node::WORKER;
+    Send(links_, Control::ADD_NODE, node.id, link, worker ? servers : std::vector<Node>());
+  }
+}
+
+void SchedulerMembership::Refuse(const Node& node, const Refusal& refusal) {
+  const std::string reason = Describe(node) + " was refused by " + Name() + ": " + refusal.reason;
+  // Who comes again and again must not fill the log.
+  if (refusal.later) {
+    PS_VLOG(1) << reason << "; it may come again";
+  } else {
+    LOG(WARNING) << reason;
+  }
+  SendAway(node, (refusal.later ? membership::kAgain : "") + reason);
+}
+
+void SchedulerMembership::SendAway(const Node& node, const std::string& body) {
+  Node target = node;
+  {
+    MutexLock lock(&mu_);
+    target.id = kRefusedBase + refused_++;
+  }
+  links_->Connect(target);
+  Send(links_, Control::REFUSED, target.id, body);
+  links_->Disconnect(target.id);
+}
+
+void SchedulerMembership::AnswerProbe(const Node& node, const Claim& claim) {
+  Refusal refusal;
+  std::string counts;
+  {
+    MutexLock lock(&mu_);
+    refusal = WhyClosed();
+    if (!refusal) refusal = AssignAll(roster_, settings_.keep, claim, node);
+    const auto of = [](int there, int expected, const char* noun) {
+      return expected < 0 ? Plural(there, noun)
+                          : std::to_string(there) + " of " + Plural(expected, noun);
+    };
+    counts = of(roster_.Count(Node::SERVER), roster_.expected().servers, "server") + " and " +
+             of(roster_.Count(Node::WORKER), roster_.expected().workers, "worker");
+  }
+  PS_VLOG(1) << Describe(node)
+             << " asked whether it would be admitted: " << (refusal ? refusal.reason : "yes");
+  if (!refusal) return SendAway(node, membership::kWould + counts + " are there");
+  SendAway(node, (refusal.later ? membership::kAgain : "") + Describe(node) +
+                     " would be refused by " + Name() + ": " + refusal.reason + " (" + counts +
+                     " are there)");
+}
+
+}  // namespace ps

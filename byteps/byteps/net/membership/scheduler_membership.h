@@ -1,0 +1,126 @@
+// The scheduler's side: admits nodes, watches them, and tells the others when one is lost or has
+// left.
+#ifndef BYTEPS_NET_MEMBERSHIP_SCHEDULER_MEMBERSHIP_H_
+#define BYTEPS_NET_MEMBERSHIP_SCHEDULER_MEMBERSHIP_H_
+
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/base/stall_watch.h"
+#include "byteps/net/membership/admission.h"
+#include "byteps/net/membership/commands.h"
+#include "byteps/net/membership/heartbeat.h"
+#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/protocol.h"
+#include "byteps/net/membership/roster.h"
+
+namespace ps {
+
+class SchedulerMembership : public Membership {
+ public:
+  // Admits nodes from now on: the links listen before Join.
+  SchedulerMembership(MembershipLinks* links, const MembershipSettings& settings,
+                      Listener listener);
+  ~SchedulerMembership() override;
+
+  SchedulerMembership* AsScheduler() override { return this; }
+
+  // Begins to watch who is in the job.
+  void Join() override;
+  void StopByOrder(const std::string& how) override;
+  void Stop() override;
+  void Handle(const Message& msg) override;
+  void OnDisconnect(int node_id) override;
+  void OnLinkLost(int node_id, const std::string& how, bool closed) override;
+  std::string NameOf(int node_id) override;
+
+  // Who is in the job now.
+  JobView View();
+
+ private:
+  using Clock = AwakeClock;
+  using Refusal = membership::Refusal;
+  // kTurning: the nodes are told of a failure, and then others are waited for.
+  enum class State { kActive, kTurning, kFailed, kEnded, kStopped };
+
+  std::string Name() const { return "the " + membership::NameOfScheduler(*links_); }
+  // Tells the links.
+  void SetIncarnation(int incarnation);
+  void EmitProgress(MembershipEvent::Kind kind, const Node& node);
+
+  // Nodes that come (scheduler_arrivals.cc).
+  void Register(const Message& msg);
+  // Why nobody is admitted now.
+  Refusal WhyClosed() PS_REQUIRES(mu_);
+  // Whether all have come with it.
+  bool Admit(const membership::Claim& claim, const Node& node) PS_REQUIRES(mu_);
+  void AdmitAll();
+  void Refuse(const Node& node, const Refusal& refusal);
+  // Sends REFUSED with `body` to a node that is not in the job, and closes its connection.
+  void SendAway(const Node& node, const std::string& body);
+  // A node asks whether it would be admitted, and nothing changes.
+  void AnswerProbe(const Node& node, const membership::Claim& claim);
+
+  // Nodes that leave.
+  void OnFarewell(int node_id, const std::string& text);
+  void OnLeave(int node_id, bool suspend);
+  void TellOfDepartures();
+  void EndJob();
+
+  // Nodes that are lost.
+  //
+  // The node is gone, or silent: the job fails.  But before a worker came there is no
+  // job that could fail: the scheduler forgets the node.
+  void OnLost(int node_id, const std::string& how);
+  // The same with all of what happened: "was lost: ...", "was stopped by order (SIGTERM)"; and
+  // what happened before.
+  void OnGone(int node_id, const std::string& what, const std::string& before = "");
+  // `for_good`: the scheduler is told to end.  The place is that of the call: what found the
+  // failure.
+  void FailJob(const std::string& reason, bool for_good = false,
+               const char* file = __builtin_FILE(), int line = __builtin_LINE());
+  void BeginIncarnation();
+
+  void OnReport(int node_id, const std::string& report);
+
+  // The heartbeats' thread.
+  std::optional<Clock::time_point> NextDue();
+  void OnBeat(Clock::time_point now);
+  // An invariant was broken in this process, whatever it does: the job fails.
+  void CheckInvariants();
+  void CheckPeers(Clock::time_point now);
+  // Why the nodes that are missing are not waited for any more; empty: they are.
+  std::string ReasonNotToStart(Clock::time_point now) PS_REQUIRES(mu_);
+  // Why nobody needs to be waited for any more; empty: not so.
+  std::string ReasonToGiveUp(Clock::time_point now) PS_REQUIRES(mu_);
+
+  MembershipLinks* const links_;
+  const MembershipSettings settings_;
+  Announcer announcer_;
+  membership::IgnoredSenders ignored_;
+  uint64_t broken_invariants_;            // that this job has failed for, or an earlier one
+  std::atomic<int> last_incarnation_{0};  // that the links know of
+
+  Mutex mu_;
+  State state_ PS_GUARDED_BY(mu_) = State::kActive;
+  // With MembershipSettings::keep: of the last incarnation.
+  std::string failure_ PS_GUARDED_BY(mu_);
+  int incarnation_ PS_GUARDED_BY(mu_) = 1;
+  Clock::time_point incarnation_begun_ PS_GUARDED_BY(mu_);
+  Roster roster_ PS_GUARDED_BY(mu_);
+  bool any_worker_ PS_GUARDED_BY(mu_) = false;
+  Clock::time_point last_arrival_ PS_GUARDED_BY(mu_);
+  // Workers that left, of which the servers do not know yet.
+  std::vector<Node> departed_ PS_GUARDED_BY(mu_);
+  Clock::time_point departed_due_ PS_GUARDED_BY(mu_);
+  int refused_ PS_GUARDED_BY(mu_) = 0;
+
+  HeartbeatThread heartbeats_;
+};
+
+}  // namespace ps
+#endif  // BYTEPS_NET_MEMBERSHIP_SCHEDULER_MEMBERSHIP_H_

@@ -1,0 +1,120 @@
+"""Tensors that servers are told of: what the members of a group agree on, and where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from byteps.torch import c_lib, session
+from byteps.torch.ranks import Group, engine_ranks
+from byteps.torch.tensors import DTYPES, check_wire_dtype, device_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDeclaration:
+    """What the members of a group agree on before they sum a tensor: see `declare`."""
+
+    name: str
+    """As push_pull has it."""
+    dtype: torch.dtype
+    """Of the tensor."""
+    numel: int
+    """Its elements."""
+    average: bool = True
+    group: Group = None
+    """The ranks that sum, or their ProcessGroup; None for all workers."""
+    placement: int | None = None
+    wire_dtype: torch.dtype | None = None
+    """As push_pull has it."""
+    device: torch.device | str = "cpu"
+    """Where the tensor is; for one on a GPU, pinned memory is reserved now."""
+    piece_of: int = 0
+    """Elements of the tensor that this one is a piece of, the same on all members: it is cut into
+    partitions as long as that one's. 0: it is no piece."""
+
+
+_Spec = tuple[str, str, int, int, bool, c_lib.Ranks, int | None, int]
+
+
+def spec_of(tensor: TensorDeclaration) -> _Spec:
+    """The arguments of c_lib.declare."""
+    dtype = tensor.wire_dtype or tensor.dtype
+    if not tensor.name:
+        raise ValueError("a tensor needs a name, the same on all workers")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{tensor.name!r} is {tensor.dtype}, which cannot be summed")
+    if dtype != tensor.dtype:
+        check_wire_dtype(tensor.dtype, dtype)
+    if tensor.numel < 1:
+        raise ValueError(f"{tensor.name!r} has {tensor.numel} elements: nothing to sum")
+    if tensor.placement is not None and tensor.placement < 0:
+        raise ValueError(f"placement of {tensor.name!r} must not be negative")
+    return (
+        tensor.name,
+        DTYPES[dtype],
+        tensor.numel * dtype.itemsize,
+        tensor.piece_of * dtype.itemsize,
+        bool(tensor.average),
+        engine_ranks(tensor.group),
+        tensor.placement,
+        device_number(torch.device(tensor.device)),
+    )
+
+
+def declare(tensors: Sequence[TensorDeclaration]) -> None:
+    """Tell the servers of many tensors by one message to each; return when all have answered.
+
+    A name that is not declared declares itself at its first push_pull, which then waits for the
+    servers. All members of a group may declare its tensors, in any order and in lists of their own.
+
+    Raises:
+        BytePSError: a server does not answer, or members disagree about a tensor.
+        ValueError: a tensor cannot be summed so, or its name was declared otherwise.
+    """
+    session.launched()
+    c_lib.declare([spec_of(tensor) for tensor in tensors])
+
+
+def link_gbps() -> float:
+    """Gbit/s each way of the slowest worker's NIC; 0 where one of them is not known."""
+    session.launched()
+    return c_lib.link_gbps()
+
+
+def partition_bytes(nbytes: int, *, piece_of: int = 0) -> int:
+    """Bytes of the partitions (the last may have fewer) of a tensor of `nbytes` bytes, which may be
+    a piece of one of `piece_of` bytes."""
+    session.launched()
+    return c_lib.partition_bytes(nbytes, piece_of)
+
+
+def partition_count(nbytes: int, *, piece_of: int = 0) -> int:
+    """How many partitions such a tensor has."""
+    return -(-nbytes // partition_bytes(nbytes, piece_of=piece_of))
+
+
+def bytes_per_server(
+    nbytes: int,
+    *,
+    name: str,
+    group: Group = None,
+    placement: int | None = None,
+    piece_of: int = 0,
+) -> list[int]:
+    """Bytes that each server, in the order of their ranks, gets of a tensor of `nbytes` bytes.
+
+    The other arguments are those that it is summed with, but for `piece_of`, which is in bytes.
+
+    Raises:
+        BytePSError: byteps is not initialised.
+        ValueError: the arguments cannot be used.
+    """
+    session.launched()
+    return c_lib.bytes_per_server(
+        name=name,
+        bytes=nbytes,
+        piece_of=piece_of,
+        group=engine_ranks(group),
+        placement=placement,
+    )

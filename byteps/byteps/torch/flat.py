@@ -1,0 +1,90 @@
+"""Parameters laid end to end in one flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from byteps.torch.server_rule import Segment, add_segment
+
+
+class Place(NamedTuple):
+    """Where a parameter lies in a flat tensor."""
+
+    begin: int
+    """Its first element there."""
+    parameter: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        """Its last element there, plus one."""
+        return self.begin + self.parameter.numel()
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's elements of a flat tensor, in the parameter's shape: a view."""
+        return flat[self.begin : self.end].view(self.parameter.shape)
+
+
+def laid_flat(places: Sequence[Place], numel: int, device: torch.device) -> torch.Tensor:
+    """A flat tensor of `numel` elements that the parameters become views of, with their values.
+
+    Elements between parameters, which have one type, are 0.
+    """
+    flat = torch.zeros(numel, dtype=places[0].parameter.dtype, device=device)
+    with torch.no_grad():
+        for place in places:
+            part = place.of(flat)
+            part.copy_(place.parameter.detach())
+            place.parameter.data = part
+    return flat
+
+
+def segments_of(
+    places: Sequence[Place],
+    numel: int,
+    group_of: Mapping[torch.Tensor, int],
+    counts: Callable[[torch.Tensor], bool],
+) -> list[Segment]:
+    """Which parameter group each element belongs to, and whether its gradient counts in the norm.
+
+    Args:
+        places: in the order of the flat tensor.
+        numel: elements of the flat tensor. Those between parameters are 0 and stay so.
+        group_of: index of the parameter group of each parameter.
+        counts: whether the gradient of a parameter counts.
+    """
+    segments: list[Segment] = []
+    for place in places:
+        if segments and segments[-1][0] < place.begin:
+            add_segment(segments, place.begin, segments[-1][1], False)
+        add_segment(segments, place.end, group_of[place.parameter], counts(place.parameter))
+    if segments[-1][0] < numel:
+        add_segment(segments, numel, segments[-1][1], False)
+    return segments
+
+
+class FlatGradients:
+    """The gradients of parameters, in one flat tensor that is laid out as the parameters are."""
+
+    def __init__(self, places: Sequence[Place], numel: int, device: torch.device) -> None:
+        self._places = places
+        dtype = places[0].parameter.dtype
+        self.tensor = torch.zeros(numel, dtype=dtype, device=device)
+
+    def collect(self) -> None:
+        """Each parameter's gradient is in the flat tensor, wherever it was computed; 0 where there
+        is none."""
+        for place in self._places:
+            part = place.of(self.tensor)
+            if place.parameter.grad is None:
+                part.zero_()
+            elif place.parameter.grad.data_ptr() != part.data_ptr():
+                part.copy_(place.parameter.grad)
+            place.parameter.grad = part
+
+    def zero(self) -> None:
+        """Each parameter's gradient is 0, in the flat tensor."""
+        self.tensor.zero_()
+        for place in self._places:
+            place.parameter.grad = place.of(self.tensor)

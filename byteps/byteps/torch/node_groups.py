@@ -1,0 +1,162 @@
+"""Collectives among the ranks of one host, and the side stream on which a GPU runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from byteps.launcher import meeting
+from byteps.torch.figures import setting
+
+_TAG = 0x6270
+"""Of messages between two ranks of a host; another one than programs are likely to use."""
+
+
+class NodeGroup:
+    """Collectives among the ranks of a host, of contiguous tensors of one dimension.
+
+    On the CPU values go straight to whoever adds or keeps them: gloo's reduce-scatter is an
+    all-reduce of a copy, and its all-gather hands parts on from rank to rank.
+    """
+
+    def __init__(self, group: Any, size: int) -> None:
+        """`group` is a ProcessGroup or a backend of one, with so many ranks."""
+        self._group = group
+        self.size = size
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Put the sum of every rank's part of `source` that belongs to this rank into `output`."""
+        if source.is_cuda:
+            self._group._reduce_scatter_base(output, source, dist.ReduceScatterOptions()).wait()
+        else:
+            self.add_in_order(output, source)
+
+    def add_in_order(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """As `reduce_scatter`, but values are added in the order of ranks, wherever they lie, and
+        those of half types in fp32 and rounded once."""
+        received = torch.empty_like(source)
+        options = dist.AllToAllOptions()
+        sent = source.view(torch.uint8), received.view(torch.uint8)
+        self._group.alltoall_base(sent[1], sent[0], [], [], options).wait()
+        total, *others = received.chunk(self.size)
+        if source.is_floating_point() and source.dtype.itemsize < 4:
+            total = total.float()
+        for other in others[:-1]:
+            total += other
+        if others:
+            torch.add(total, others[-1], out=output)
+        else:
+            output.copy_(total)
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
+        """Put every rank's part into `output`, one after the other."""
+        if part.is_cuda:
+            self._group._allgather_base(output, part).wait()
+            return
+        own, places, works = self._group.rank(), output.chunk(self.size), []
+        for distance in range(1, self.size):
+            source, target = (own - distance) % self.size, (own + distance) % self.size
+            works.append(self._group.recv([places[source]], source, _TAG))
+            works.append(self._group.send([part], target, _TAG))
+        if places[own].data_ptr() != part.data_ptr():
+            places[own].copy_(part)
+        for work in works:
+            work.wait()
+
+
+class NodeGroups:
+    """Makes the groups of a process, each once.
+
+    ``torch.distributed.new_group`` would have to be called by all ranks of the job in one order, or
+    by ranks that have made equally many groups before; ranks that wrap different models do neither.
+    So the members meet in torch.distributed's store (:mod:`byteps.launcher.meeting`).
+    """
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._made: dict[tuple[str, tuple[int, ...]], NodeGroup] = {}
+
+    def get(
+        self,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        known: Sequence[dist.ProcessGroup] = (),
+    ) -> NodeGroup:
+        """The group of these ranks, one of `known` if it has them. All its members call this.
+
+        Blocks until they have. Collectives run by NCCL for a CUDA device, else by gloo.
+
+        Raises:
+            RuntimeError: the others did not come within BYTEPS_OP_TIMEOUT_S.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        if store is not self._store:  # torch.distributed was started anew
+            self._store, self._made = store, {}
+        key = device.type, ranks
+        if key not in self._made:
+            for group in known:
+                if tuple(dist.get_process_group_ranks(group)) == ranks:
+                    self._made[key] = NodeGroup(group, len(ranks))
+                    return self._made[key]
+            self._made[key] = NodeGroup(_backend(ranks, device, store), len(ranks))
+        return self._made[key]
+
+    def forget(self) -> None:
+        """Let go of all groups; later calls make new ones."""
+        self._made.clear()
+
+
+def _backend(ranks: tuple[int, ...], device: torch.device, store: Any) -> Any:
+    place, seconds = ranks.index(dist.get_rank()), _op_timeout_s()
+    timeout, name = timedelta(seconds=seconds), f"node/{device.type}/{'-'.join(map(str, ranks))}"
+    try:
+        prefix = meeting.meet(store, name, place, len(ranks), time.monotonic() + seconds)
+    except meeting.AbsentError as error:
+        absent = [ranks[member] for member in error.members]
+        raise RuntimeError(
+            f"ranks {absent} of this host did not come to sum with ranks {list(ranks)} within "
+            f"{seconds:g} s (BYTEPS_OP_TIMEOUT_S)"
+        ) from None
+    own = dist.PrefixStore(prefix, store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(own, place, len(ranks), options)
+    return dist.ProcessGroupGloo(own, place, len(ranks), timeout)
+
+
+def _op_timeout_s() -> float:
+    return float(setting("BYTEPS_OP_TIMEOUT_S"))
+
+
+groups = NodeGroups()
+"""Those of this process."""
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+@contextlib.contextmanager
+def on_side_stream(tensor: torch.Tensor) -> Iterator[None]:
+    """On a GPU, queue work on a stream of ours, after what the caller's stream has by now."""
+    if not tensor.is_cuda:
+        yield
+        return
+    index = tensor.device.index
+    if index not in _streams:
+        _streams[index] = torch.cuda.Stream(tensor.device)
+    stream = _streams[index]
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def wait_for_side_stream(tensor: torch.Tensor) -> None:
+    """On a GPU, have the caller's stream wait for what `on_side_stream` has queued by now."""
+    if tensor.is_cuda:
+        stream = _streams[tensor.device.index]
+        torch.cuda.current_stream(tensor.device).wait_stream(stream)

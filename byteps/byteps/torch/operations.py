@@ -1,0 +1,170 @@
+"""Operations: sums of tensors, and updates of parameters that servers keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from byteps.torch import c_lib, in_flight, memory, session
+from byteps.torch.ranks import Group, engine_ranks
+from byteps.torch.tensors import DTYPES, check, check_memory, current_stream, device_number
+
+
+def start(
+    tensor: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    average: bool,
+    name: str | None,
+    priority: int,
+    group: Group,
+    placement: int | None,
+    pull: tuple[int, int] | None = None,
+    wire_dtype: torch.dtype | None = None,
+    piece_of: int = 0,
+) -> int:
+    """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
+
+    Args:
+        tensor: any shape, contiguous, an element type of `tensors.DTYPES`; not to be changed until
+            synchronised.  CUDA tensors are read after the current stream's work so far.
+        output: same shape, type and device; may be `tensor` itself.
+        average: divide the sum by the size of the group; integers are rounded down.
+        name: identifies the sum; the same on all members, another one for each tensor. A name
+            keeps its size, type, average and group until the worker shuts down, and groups with
+            the same lowest rank need different names.
+        priority: higher goes first.
+        group: the ranks that sum, or their ProcessGroup; None for all workers.
+        placement: server of the first partition, modulo the number of servers; the others follow
+            round robin.  None: from the name.
+        pull: first and last plus one of the elements, of the flattened tensor, whose sums are
+            wanted; the rest of `output` is left alone.  Each member may want another part, as a
+            sharded optimizer does.  None: all of them.
+        wire_dtype: torch.bfloat16 or torch.float16 sends an fp32 or fp64 tensor as that: half or a
+            quarter of the bytes, each value rounded before it is sent, added in fp32 by the
+            server, and the sum rounded once. The same on all members.  None: the tensor's own.
+        piece_of: elements of the tensor that `tensor` is a piece of: see `TensorDeclaration`.
+
+    Raises:
+        BytePSError: the job failed, or members disagree about the tensor.
+        ValueError, TypeError: the arguments cannot be used.
+    """
+    session.launched()
+    check(tensor, "the tensor")
+    if output is not tensor:
+        check(output, "the output")
+    if name is None or not name:
+        raise ValueError("a push_pull needs a name, the same on all workers")
+    if placement is not None and placement < 0:
+        raise ValueError(f"placement must not be negative, got {placement}")
+    elements = (0, tensor.numel()) if pull is None else pull
+    if not 0 <= elements[0] <= elements[1] <= tensor.numel():
+        raise ValueError(f"pull={pull} is no range of {tensor.numel()} elements")
+    received = output
+    if wire_dtype is not None and wire_dtype != tensor.dtype:
+        tensor = received = in_flight.wire_copy(tensor, wire_dtype, name)
+    stream = current_stream(tensor.device)
+    if in_flight.registers_memory and not tensor.is_cuda:
+        memory.will_be_sent(tensor)
+        memory.will_be_sent(received)
+    size = tensor.element_size()
+    # By position: pybind11 takes longer to match names.
+    handle = c_lib.push_pull(
+        name,
+        DTYPES[tensor.dtype],
+        tensor.data_ptr(),
+        received.data_ptr(),
+        tensor.numel() * size,
+        piece_of * size,
+        bool(average),
+        int(priority),
+        engine_ranks(group),
+        placement,
+        None if pull is None else (elements[0] * size, elements[1] * size),
+        device_number(tensor.device),
+        stream,
+    )
+    in_flight.sums[handle] = in_flight.Sum(
+        sent=tensor,
+        received=received,
+        output=output,
+        elements=elements,
+        name=name,
+        stream=stream,
+    )
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize(handle)` would return, or raise, at once."""
+    return c_lib.poll(handle)
+
+
+def synchronize(handle: int) -> torch.Tensor:
+    """Block until the sum is there; return the output tensor and forget the handle.
+
+    The host waits for the servers' answers only. Of a CUDA tensor the sums are there for what the
+    current stream is given from now on, as after `wait` of torch.distributed.
+
+    An exception of a signal handler, such as KeyboardInterrupt, is raised at once; the sum goes on,
+    and the handle may be synchronised again.
+
+    Raises:
+        BytePSError: the sum failed; the text says why. Nothing writes into the output any more.
+        ValueError: there is no such handle, or it was synchronised already.
+    """
+    operation = in_flight.sums.get(handle)
+    stream = 0
+    if operation is not None:
+        stream = current_stream(operation.received.device)
+    try:
+        c_lib.wait(handle, stream)
+    except session.BytePSError:
+        operation = in_flight.sums.pop(handle, None)
+        if operation is not None:
+            in_flight.failed.append(operation)
+        raise
+    return in_flight.sums.pop(handle).finish()
+
+
+def start_update(
+    start: Callable[[], int], *tensors: torch.Tensor, numbers: torch.Tensor | None = None
+) -> int:
+    """Start an operation of a c_lib.UpdatedTensor; return a handle for `wait_update`.
+
+    Args:
+        start: starts it, and returns its handle.
+        tensors: whose memory it reads or writes; they live until it has ended.
+        numbers: as `tensors`: a few values on the CPU that come with an answer.
+
+    Raises:
+        BytePSError: the job failed.
+        ValueError: the memory of a tensor was freed; nothing was started.
+    """
+    for tensor in tensors:
+        check_memory(tensor, "a tensor")
+        if in_flight.registers_memory and not tensor.is_cuda:
+            memory.will_be_sent(tensor)
+    handle = start()
+    in_flight.updates[handle] = tensors if numbers is None else (*tensors, numbers)
+    return handle
+
+
+def wait_update(handle: int) -> None:
+    """Block until what `start_update` has started has ended.
+
+    Of tensors on a GPU, what comes is there for the current stream's work from now on. An exception
+    of a signal handler is raised at once, and the handle may be waited for again.
+
+    Raises:
+        BytePSError: it failed; the text says why.
+    """
+    tensors = in_flight.updates.get(handle, ())
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    stream = 0 if device is None else current_stream(device)
+    try:
+        c_lib.wait(handle, stream)
+    except session.BytePSError:
+        in_flight.failed.append(in_flight.updates.pop(handle, ()))
+        raise
+    del in_flight.updates[handle]

@@ -1,0 +1,230 @@
+"""This process as a worker of a job: joining, leaving, rank and size. One worker per process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from dataclasses import dataclass
+
+from byteps import logs
+from byteps.launcher import embedded
+from byteps.torch import c_lib, departure, in_flight
+
+logger = logging.getLogger(__name__)
+
+BytePSError = c_lib.BytePSError
+"""Raised by everything in byteps.torch that fails: a lost peer, a timeout, workers that disagree, a
+bad setting.  The text names what and who.  Bad arguments raise a subclass that is a ValueError
+too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the launcher said of this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+_joined_by = -1
+"""The process that is the worker."""
+_launch: Launch | None = None
+_sessions = 0
+_handled_at_init = 0
+"""The id of the exception that is handled around all of this, if one is."""
+_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    """What a forked process has of the job belongs to its parent: c_lib has closed its copies of
+    the connections, and refuses all calls."""
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it
+    if not c_lib.is_forked_copy():
+        return
+    atexit.unregister(_at_exit)
+    in_flight.registers_memory = False
+    in_flight.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def init(lazy: bool = True) -> None:
+    """Join the cluster as one worker; return when all workers and servers have.
+
+    Rank and size are the launcher's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the
+    scheduler's address is DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT.  Without an address a scheduler
+    and servers are started next to the ranks and end with them (embedded mode).  Does nothing when
+    initialised.
+
+    Args:
+        lazy: accepted for compatibility; joining is never put off.
+
+    A process that is forked from a worker, as torch's DataLoader does, is none itself: there
+    `is_initialized` is False, `rank` and `size` still tell the parent's, `shutdown` does nothing
+    and all else raises BytePSError.
+
+    Raises:
+        BytePSError: the scheduler does not answer or refuses, nodes stay away, a bad setting; or
+            this process was forked from a worker.
+    """
+    del lazy
+    global _handled_at_init, _joined_by, _launch, _sessions
+    with _lock:
+        _demand_no_copy()
+        if c_lib.is_initialized():
+            return
+        _launch = Launch(
+            **dict(zip(("rank", "size", "local_rank", "local_size"), c_lib.launch(), strict=True))
+        )
+        logs.install(_launch.rank)
+        for warning in c_lib.unknown_variables():
+            logger.warning("%s", warning)
+        embedded.start_if_needed()
+        try:
+            c_lib.init(num_servers=0)
+        except BaseException:
+            embedded.stop(graceful=False)
+            raise
+        in_flight.registers_memory = c_lib.registers_memory()
+        _joined_by = os.getpid()
+        _sessions += 1
+        _handled_at_init = id(sys.exception())
+        atexit.register(_at_exit)
+
+
+def shutdown() -> None:
+    """Finish what is in flight, leave the job, close all connections.
+
+    The cluster ends when all workers have left.  Others that wait for a push of this worker get an
+    error.  Does nothing when not initialised, nor in a process that was forked from the worker:
+    what it has of the job belongs to its parent.
+
+    After a failure `init` may be called again, with another RANK and WORLD_SIZE too, where there is
+    a scheduler to join: one with ``--keep`` takes the next restart of the job, and in embedded
+    mode new ones are started.  To such a scheduler a worker in which a sum failed has failed.
+    Tensors are declared anew and handles of the last job are none any more.
+
+    Called while an exception is handled, as in ``finally``, it tells the others that this worker
+    failed, and by what: then the job has failed for all of them.
+    """
+    error = sys.exception()
+    if id(error) == _handled_at_init:  # all of the job is done in some handler
+        error = None
+    _leave(departure.reason(error or departure.last_error()))
+
+
+def _leave(failure: str) -> None:
+    """Shut down; `failure`: why this process ends, if not because its work is done."""
+    if os.getpid() != _joined_by:
+        return
+    # After a failure servers and scheduler end by themselves or not at all.
+    graceful = not c_lib.has_failed()
+    _stop(suspend=False, failure=failure)
+    embedded.stop(graceful=graceful)
+
+
+def _at_exit() -> None:
+    """Leave at the end of the process: with the exception that ends it, where there is one, or
+    later, with the exit status, which only the C library learns."""
+    failure = departure.reason(departure.last_error())
+    if os.getpid() != _joined_by or failure or c_lib.has_failed() or embedded.has_children():
+        return _leave(failure)
+    with _lock:
+        c_lib.shutdown_at_exit(in_flight.held())
+        departure.on_abrupt_exit(c_lib.shutdown)
+
+
+def suspend() -> None:
+    """Leave the job for a while: scheduler and servers wait for the workers to `resume`.
+
+    To be called by all workers.
+
+    Raises:
+        BytePSError: this process was forked from a worker.
+    """
+    _demand_no_copy()
+    _stop(suspend=True)
+
+
+def _stop(*, suspend: bool, failure: str = "") -> None:
+    global _launch
+    with _lock:
+        if not c_lib.is_initialized():
+            return
+        atexit.unregister(_at_exit)
+        c_lib.shutdown(suspend, failure)
+        in_flight.forget()
+        _launch = None
+
+
+def _demand_no_copy() -> None:
+    if c_lib.is_forked_copy():
+        c_lib.has_failed()  # raises, and says what to do
+
+
+def resume(num_workers: int, num_servers: int, global_rank: int) -> None:
+    """Join again after `suspend`, possibly with another number of workers.
+
+    Args:
+        num_workers: workers that the job has now.
+        num_servers: servers that the job has now.
+        global_rank: this worker's rank, 0 <= global_rank < num_workers.
+    """
+    _demand_no_copy()
+    if c_lib.is_initialized():
+        raise BytePSError("resume() needs a suspend() before it")
+    # Whichever of the two the launcher set must not contradict the new numbers.
+    for launcher, ours, value in (
+        ("WORLD_SIZE", "DMLC_NUM_WORKER", num_workers),
+        ("RANK", "DMLC_WORKER_ID", global_rank),
+    ):
+        for name in (launcher, ours):
+            if name in os.environ:
+                os.environ[name] = str(value)
+        os.environ.setdefault(ours, str(value))
+    os.environ["DMLC_NUM_SERVER"] = str(num_servers)
+    init()
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a job. A process that was forked from a worker is not."""
+    return c_lib.is_initialized()
+
+
+def number() -> int:
+    """How many jobs this process has joined. Names and handles are those of one job."""
+    return _sessions
+
+
+def launched() -> Launch:
+    """What the launcher said. Raises BytePSError where this process is in no job."""
+    if _launch is None:
+        raise BytePSError("byteps is not initialized; call bps.init() first")
+    return _launch
+
+
+def rank() -> int:
+    """This worker's rank, 0 <= rank < size(). Raises BytePSError when not initialized."""
+    return launched().rank
+
+
+def size() -> int:
+    """Workers in the job."""
+    return launched().size
+
+
+def local_rank() -> int:
+    """This worker's rank among those of its host."""
+    return launched().local_rank
+
+
+def local_size() -> int:
+    """Workers on this host."""
+    return launched().local_size

@@ -1,0 +1,192 @@
+"""The steps of an optimizer whose parameters servers keep, over all of its buckets.
+
+A step takes one phase, or two where something is asked of the gradients before:
+
+    update                    servers update as soon as they have the sum
+    push, then finish         servers answer with the sum's squares, and, if the step is tried, with
+                              the parameters that it would make. `finish` then says what it is:
+                              not tried:  the servers update, or skip it
+                              tried:      it is kept; or made again, since it is clipped; or dropped
+
+A bucket may be pushed before `push`, while the backward pass runs (`push_early`). Whatever ends a
+phase by an exception leaves the step half made: every later call raises until a state is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from byteps.torch.server_bucket import ServerBucket
+from byteps.torch.server_rule import Rule, Step
+from byteps.torch.server_transfer import Started
+from byteps.torch.session import BytePSError
+from byteps.torch.speculation import Speculation
+
+_EPS = 1e-6
+"""Added to a norm before it divides, by torch and by Megatron."""
+
+
+def clip_scale(norm: float, max_norm: float) -> float:
+    """The factor of gradients of this norm, clipped to `max_norm`; 1 where they are not finite."""
+    return min(1.0, max_norm / (norm + _EPS)) if math.isfinite(norm) else 1.0
+
+
+class StepMachine:
+    """Makes steps. All members of a group make the same calls in the same order."""
+
+    def __init__(
+        self,
+        buckets: Sequence[ServerBucket],
+        rule: Rule,
+        speculation: Speculation,
+        *,
+        name: str,
+    ) -> None:
+        """`rule`: what servers were told of the parameter groups. `name`: begins its errors."""
+        self.steps = 0
+        """That were made."""
+        self._buckets, self._rule, self._name = buckets, rule, name
+        self._speculation = speculation
+        self._failure = ""
+        self._pushed: Step | None = None
+        """What was pushed, if nothing is clipped."""
+        self._tried = False
+
+    # ------------------------------------------------------------------- before a step
+
+    def demand_no_failure(self) -> None:
+        """Raises BytePSError after a step that failed."""
+        if self._failure:
+            raise BytePSError(
+                f"{self._name}: an earlier step failed ({self._failure}): load a checkpoint"
+            )
+
+    def demand_same_rule(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError if parameter groups changed in what servers were told once."""
+        now = self._rule.groups_of(param_groups)
+        if now != self._rule.groups:
+            raise ValueError(
+                f"{self._name}: parameter groups changed in more than learning rate and weight "
+                f"decay: servers were told {self._rule.groups}, and now it is {now}"
+            )
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Around parts of a step: whatever ends one of them, an interrupt too, leaves the step half
+        made."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = str(error) or type(error).__name__
+            raise
+
+    def next_step(self, param_groups: Sequence[dict[str, Any]]) -> Step:
+        """The next step with the rates of these groups, if nothing is clipped."""
+        rates = [(float(group["lr"]), float(group["weight_decay"])) for group in param_groups]
+        return Step(self.steps + 1, 1.0, False, rates)
+
+    # ------------------------------------------------------------------- a step
+
+    def update(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Make a step of which nothing is asked before; its parameters are there afterwards.
+
+        Raises:
+            BytePSError: a member or a server was lost, or members ask for different steps.
+            RuntimeError: a rank of this host was lost.
+        """
+        step = self.next_step(param_groups)
+        self._all(lambda bucket: bucket.push_step(step))
+        self._take()
+        self.steps += 1
+
+    def push_early(self, bucket: ServerBucket, param_groups: Sequence[dict[str, Any]]) -> None:
+        """The gradients of a bucket will not change any more: send them, before `push` does."""
+        bucket.push_early(self.next_step(param_groups) if self._speculation.tries else None)
+
+    def push(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Begin a step: afterwards buckets know their squares and zeros.
+
+        Raises: as `update`.
+        """
+        step = self.next_step(param_groups)
+        self._pushed, self._tried = step, self._speculation.tries
+        self._all(lambda bucket: bucket.push(step if self._tried else None))
+
+    def finish(self, *, scale: float, skip: bool) -> None:
+        """Make the step that was pushed; its parameters are there afterwards.
+
+        Args:
+            scale: factor of the gradients, 1 where they are not clipped.
+            skip: change nothing.
+
+        Raises: as `update`.
+        """
+        assert self._pushed is not None
+        step = self._pushed._replace(scale=scale, skip=skip)
+        self._all(lambda bucket: bucket.finish(step))
+        # When all buckets are there: a rank has the parameters of one step.
+        self._take()
+        self._pushed = None
+        self.steps += not skip
+        self._speculation.note(tried=self._tried, clipped=scale != 1.0, skipped=skip)
+
+    def _all(self, start: Callable[[ServerBucket], Started | None]) -> None:
+        start_and_wait(
+            self._buckets,
+            start,
+            lambda bucket, started, failed: bucket.wait(started, failed=failed),
+        )
+
+    def _take(self) -> None:
+        for bucket in self._buckets:
+            bucket.take_parameters()
+
+    # ------------------------------------------------------------------- states
+
+    def begin_anew(self) -> None:
+        """The servers were given parameters with no history."""
+        self.steps = 0
+
+    def begin_load(self) -> None:
+        """A state is about to be loaded: nothing is left of a step that was begun."""
+        self._speculation.forget()
+        for bucket in self._buckets:
+            bucket.give_up()
+
+    def end_load(self, steps: int) -> None:
+        """The servers have a state after so many steps."""
+        self.steps, self._failure = steps, ""
+
+
+def start_and_wait[B, H](
+    buckets: Sequence[B], start: Callable[[B], H | None], wait: Callable[[B, H, bool], None]
+) -> None:
+    """Start something for each bucket, if `start` does; wait for all of it, also when one fails:
+    nothing is read or written any more when this returns or raises.
+
+    Args:
+        start: its error ends the round of starts.
+        wait: is told whether anything has failed before.
+
+    Raises:
+        RuntimeError: the first one, which may be a BytePSError.
+    """
+    started: list[tuple[B, H]] = []
+    errors: list[RuntimeError] = []
+    try:
+        for bucket in buckets:
+            handle = start(bucket)
+            if handle is not None:
+                started.append((bucket, handle))
+    except RuntimeError as error:
+        errors.append(error)
+    for bucket, handle in started:
+        try:
+            wait(bucket, handle, bool(errors))
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -1,0 +1,333 @@
+// A node's side of membership, without a network or a scheduler: the test says what the scheduler
+// says, and looks at what is sent to it.
+#include "byteps/net/membership/node_membership.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/membership/protocol.h"
+#include "ps/internal/postoffice.h"
+#include "tests/net/membership/recorded_links.h"
+
+namespace ps {
+namespace {
+
+class NodeMembershipTest : public testing::Test {
+ protected:
+  // Not in the job yet; nothing has happened.
+  void Make(Node::Role role) {
+    membership_.reset();
+    {
+      MutexLock lock(&mu_);
+      events_.clear();
+    }
+    links_ = std::make_unique<RecordedLinks>(role);
+    links_->on_send = [this](const Message& message) {
+      const auto answer = answers_.find(message.meta.control.cmd);
+      if (answer != answers_.end()) answer->second();
+    };
+    membership_ = std::make_unique<NodeMembership>(links_.get(), settings_,
+                                                   [this](const MembershipEvent& event) {
+                                                     MutexLock lock(&mu_);
+                                                     events_.push_back(event);
+                                                     cond_.NotifyAll();
+                                                   });
+  }
+
+  void Say(Control::Command command, const std::string& body, const std::vector<Node>& nodes = {},
+           int sender = kScheduler) {
+    Message message;
+    message.meta.sender = sender;
+    message.meta.control.cmd = command;
+    message.meta.control.node = nodes;
+    message.meta.body = body;
+    membership_->Handle(message);
+  }
+
+  void Welcome(int incarnation = 1) {
+    Node self = links_->self();
+    const bool worker = self.role == Node::WORKER;
+    self.id = worker ? worker_ : server_;
+    if (worker) self.aux_id = 0;
+    Say(Control::WELCOME, std::to_string(incarnation), {self});
+  }
+  void JoinAs(Node::Role role) {
+    Make(role);
+    answers_[Control::ADD_NODE] = [this] {
+      Welcome();
+      Say(Control::ADD_NODE, "link=25000", {Server()});
+    };
+    membership_->Join();
+  }
+
+  Node Server() const {
+    Node node;
+    node.role = Node::SERVER;
+    node.id = server_;
+    node.hostname = "10.0.0.3";
+    node.port = 9001;
+    return node;
+  }
+  Node OtherWorker() const {
+    Node node;
+    node.role = Node::WORKER;
+    node.id = Postoffice::WorkerRankToID(1);
+    node.aux_id = 1;
+    node.hostname = "10.0.0.4";
+    node.port = 0;
+    return node;
+  }
+
+  // What Join throws; "" if it returns.
+  template <typename Error>
+  std::string JoinThrows() {
+    try {
+      membership_->Join();
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "";
+  }
+
+  // The first event of this kind.
+  MembershipEvent Await(MembershipEvent::Kind kind) {
+    MutexLock lock(&mu_);
+    cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) { return Find(kind) != nullptr; });
+    return *Find(kind);
+  }
+  bool Heard(MembershipEvent::Kind kind) {
+    MutexLock lock(&mu_);
+    return Find(kind) != nullptr;
+  }
+
+  static std::string Protocol() { return "protocol=" + std::to_string(membership::kProtocol); }
+
+  static MembershipSettings Patient() {
+    MembershipSettings settings;
+    settings.peer_timeout_s = settings.start_timeout_s = 600;
+    settings.workers = 2;
+    settings.servers = 1;
+    settings.rank = 0;
+    settings.link_mbps = 40'000;
+    return settings;
+  }
+
+  const int server_ = Postoffice::ServerRankToID(0);
+  const int worker_ = Postoffice::WorkerRankToID(0);
+  MembershipSettings settings_ = Patient();
+  // What the scheduler does at once when it gets a command.
+  std::map<Control::Command, std::function<void()>> answers_;
+  Mutex mu_;
+  CondVar cond_;
+  std::vector<MembershipEvent> events_ PS_GUARDED_BY(mu_);
+  std::unique_ptr<RecordedLinks> links_;
+  std::unique_ptr<NodeMembership> membership_;
+
+ private:
+  const MembershipEvent* Find(MembershipEvent::Kind kind) PS_REQUIRES(mu_) {
+    for (const MembershipEvent& event : events_) {
+      if (event.kind == kind) return &event;
+    }
+    return nullptr;
+  }
+};
+
+TEST_F(NodeMembershipTest, AWorkerJoins) {
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] {
+    Welcome(3);
+    Say(Control::ADD_NODE, "link=25000", {Server()});
+  };
+  membership_->Join();
+  const auto claims = links_->SentTo(kScheduler, Control::ADD_NODE);
+  ASSERT_EQ(claims.size(), 1u);
+  EXPECT_EQ(claims[0].meta.body, Protocol() + " workers=2 servers=1 link=40000 probe=0");
+  ASSERT_EQ(claims[0].meta.control.node.size(), 1u);
+  EXPECT_EQ(claims[0].meta.control.node[0].aux_id, 0) << "the launcher's rank";
+  EXPECT_EQ(links_->self().id, worker_);
+  EXPECT_EQ(links_->incarnation(), 3);
+  EXPECT_EQ(links_->linked(), std::vector<int>{server_});
+  EXPECT_EQ(membership_->link_mbps(), 25'000);
+  EXPECT_EQ(membership_->NameOf(server_), "server 0 (10.0.0.3:9001)");
+  EXPECT_EQ(membership_->NameOf(kScheduler), "scheduler (10.0.0.1:9000)");
+  EXPECT_EQ(membership_->NameOf(Postoffice::WorkerRankToID(7)), "worker 7");
+  EXPECT_TRUE(Heard(MembershipEvent::kWelcomed));
+}
+
+TEST_F(NodeMembershipTest, AServerThatOutlivesJobsTakesAnyNumberOfWorkers) {
+  settings_.keep = true;
+  JoinAs(Node::SERVER);
+  EXPECT_EQ(links_->SentTo(kScheduler, Control::ADD_NODE).at(0).meta.body,
+            Protocol() + " workers=-1 servers=1 link=0 probe=0");
+  settings_.rejoin = true;
+  JoinAs(Node::SERVER);
+  EXPECT_EQ(links_->SentTo(kScheduler, Control::ADD_NODE).at(0).meta.body,
+            Protocol() + " workers=-1 servers=-1 link=0 probe=0");
+}
+
+TEST_F(NodeMembershipTest, ARefusalEndsJoin) {
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] { Say(Control::REFUSED, "worker 0 was refused"); };
+  EXPECT_EQ(JoinThrows<dmlc::Error>(), "worker 0 was refused");
+  EXPECT_EQ(Await(MembershipEvent::kFailed).reason, "worker 0 was refused");
+
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] { Say(Control::REFUSED, "again: the job has ended"); };
+  EXPECT_EQ(JoinThrows<ComeAgain>(), "the job has ended");
+  EXPECT_FALSE(Heard(MembershipEvent::kFailed)) << "nothing has failed yet";
+}
+
+TEST_F(NodeMembershipTest, AProbeEndsWithItsAnswer) {
+  settings_.probe = 2;
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] {
+    Say(Control::REFUSED, "would: 1 server and 0 workers are there");
+  };
+  EXPECT_EQ(JoinThrows<WouldBeAdmitted>(), "1 server and 0 workers are there");
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] { Say(Control::REFUSED, "again: it has failed"); };
+  EXPECT_EQ(JoinThrows<ComeAgain>(), "it has failed");
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] { Say(Control::REFUSED, "worker 0 would be refused"); };
+  EXPECT_EQ(JoinThrows<dmlc::Error>(), "worker 0 would be refused");
+  EXPECT_FALSE(Heard(MembershipEvent::kFailed)) << "only Join tells";
+}
+
+TEST_F(NodeMembershipTest, ASchedulerThatDoesNotAnswerIsNamed) {
+  settings_.start_timeout_s = 0.05;
+  Make(Node::WORKER);
+  EXPECT_EQ(JoinThrows<NoAnswer>(),
+            "the scheduler (10.0.0.1:9000) did not answer within 0.1 s "
+            "(BYTEPS_START_TIMEOUT_S=0.05)");
+}
+
+TEST_F(NodeMembershipTest, ASchedulerThatClosesBeforeItsWelcomeCannotBeJoined) {
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] { membership_->OnDisconnect(kScheduler); };
+  EXPECT_EQ(JoinThrows<dmlc::Error>(),
+            "the scheduler (10.0.0.1:9000) cannot be joined: it closed the connection, as it does "
+            "when its job has ended");
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] {
+    membership_->OnLinkLost(kScheduler, "connection refused", false);
+  };
+  EXPECT_EQ(JoinThrows<dmlc::Error>(),
+            "the scheduler (10.0.0.1:9000) cannot be joined: connection refused");
+}
+
+TEST_F(NodeMembershipTest, AFailureWhileOthersAreMissingIsTheJobs) {
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] {
+    Welcome();
+    Say(Control::JOB_FAILED, "worker 1 was lost");
+  };
+  EXPECT_EQ(JoinThrows<JobFailed>(), "worker 1 was lost");
+  // A failure may overtake the welcome: only members hear of it.
+  Make(Node::WORKER);
+  answers_[Control::ADD_NODE] = [this] { Say(Control::JOB_FAILED, "worker 1 was lost"); };
+  EXPECT_EQ(JoinThrows<JobFailed>(), "worker 1 was lost");
+}
+
+TEST_F(NodeMembershipTest, OnlyTheSchedulerIsHeard) {
+  JoinAs(Node::WORKER);
+  Say(Control::JOB_FAILED, "nonsense", {}, server_);
+  Say(Control::JOB_END, "finish");  // servers are told so, not workers
+  Say(Control::LEAVE, "finish");
+  EXPECT_FALSE(Heard(MembershipEvent::kFailed));
+  EXPECT_FALSE(Heard(MembershipEvent::kEnded));
+}
+
+TEST_F(NodeMembershipTest, AWorkerLeavesWhenTheSchedulerHasHeard) {
+  const struct {
+    Farewell farewell;
+    const char* text;
+  } rows[] = {
+      {{}, "finish"},
+      {{true, "", ""}, "suspend"},
+      {{false, "", "push_pull of 'a' timed out"}, "finish after: push_pull of 'a' timed out"},
+      {{true, "exit status 3", "an error"}, "failed: exit status 3"}};
+  for (const auto& row : rows) {
+    answers_[Control::LEAVE] = [this] { Say(Control::NODE_LEFT, "", {links_->self()}); };
+    JoinAs(Node::WORKER);
+    membership_->Leave(row.farewell);
+    EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body, row.text);
+    // What the scheduler does then is not this node's affair.
+    membership_->OnDisconnect(kScheduler);
+    Say(Control::JOB_FAILED, "worker 1 was lost");
+    EXPECT_FALSE(Heard(MembershipEvent::kFailed));
+  }
+}
+
+TEST_F(NodeMembershipTest, AServerIsToldWhoLeftAndOfTheEnd) {
+  JoinAs(Node::SERVER);
+  Say(Control::NODE_LEFT, "", {OtherWorker()});
+  const MembershipEvent left = Await(MembershipEvent::kNodeLeft);
+  EXPECT_EQ(left.rank, 1);
+  EXPECT_EQ(left.reason, "worker 1 (10.0.0.4) left the job");
+  Say(Control::JOB_END, "suspend");
+  EXPECT_TRUE(Await(MembershipEvent::kEnded).suspended);
+}
+
+TEST_F(NodeMembershipTest, ABrokenLinkIsReported) {
+  JoinAs(Node::WORKER);
+  membership_->OnLinkLost(server_, "its connection was reset", false);
+  EXPECT_EQ(links_->Await(kScheduler, Control::JOB_FAILED, 1).at(0).meta.body,
+            "server 0 (10.0.0.3:9001) was lost to worker 0 (10.0.0.2): its connection was reset");
+  EXPECT_FALSE(Heard(MembershipEvent::kFailed)) << "that is for the scheduler to say";
+}
+
+TEST_F(NodeMembershipTest, TheLinkOfAWorkerThatLeftIsNot) {
+  JoinAs(Node::SERVER);
+  Say(Control::NODE_LEFT, "", {OtherWorker()});
+  membership_->OnLinkLost(OtherWorker().id, "its connection closed", false);
+  // As the scheduler closes after that, which is due later, it is not the cause.
+  membership_->OnDisconnect(kScheduler);
+  EXPECT_EQ(Await(MembershipEvent::kFailed).reason,
+            "scheduler (10.0.0.1:9000) was lost: its connection closed");
+  EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
+}
+
+TEST_F(NodeMembershipTest, TheLastWordOfTheSchedulerGoesFirst) {
+  JoinAs(Node::WORKER);
+  membership_->OnDisconnect(kScheduler);
+  Say(Control::JOB_FAILED, "server 0 was lost");
+  EXPECT_EQ(Await(MembershipEvent::kFailed).reason, "server 0 was lost");
+}
+
+TEST_F(NodeMembershipTest, ASchedulerThatIsSilentIsLost) {
+  settings_.peer_timeout_s = 0.3;
+  JoinAs(Node::WORKER);
+  EXPECT_NE(Await(MembershipEvent::kFailed)
+                .reason.find("scheduler (10.0.0.1:9000) was lost: no heartbeat for 0.3 s "
+                             "(BYTEPS_PEER_TIMEOUT_S=0.3)"),
+            std::string::npos);
+}
+
+TEST_F(NodeMembershipTest, HeartbeatsCarryTheReport) {
+  settings_.peer_timeout_s = 0.3;
+  answers_[Control::HEARTBEAT] = [this] { Say(Control::HEARTBEAT, ""); };
+  JoinAs(Node::SERVER);
+  membership_->SetReporter([] { return std::string("a report"); });
+  const size_t before = links_->SentTo(kScheduler, Control::HEARTBEAT).size();
+  // One may have been made before.
+  const auto beats = links_->Await(kScheduler, Control::HEARTBEAT, before + 2);
+  EXPECT_EQ(beats.back().meta.body, "a report");
+}
+
+TEST_F(NodeMembershipTest, AServerThatIsStoppedSaysHow) {
+  answers_[Control::LEAVE] = [this] { Say(Control::JOB_FAILED, "server 0 was stopped"); };
+  JoinAs(Node::SERVER);
+  membership_->StopByOrder("stopped by order (SIGTERM)");
+  EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body,
+            "stopped by order (SIGTERM)");
+  EXPECT_EQ(Await(MembershipEvent::kFailed).reason, "server 0 was stopped");
+}
+
+}  // namespace
+}  // namespace ps

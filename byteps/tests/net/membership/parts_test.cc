@@ -1,0 +1,215 @@
+// What both sides of membership are made of: texts in messages, the nodes of a job, the thread that
+// sends heartbeats.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/membership/admission.h"
+#include "byteps/net/membership/heartbeat.h"
+#include "byteps/net/membership/protocol.h"
+#include "byteps/net/membership/roster.h"
+
+namespace ps {
+namespace {
+
+using membership::Claim;
+using membership::PackFarewell;
+using membership::Refusal;
+
+Node NodeOf(Node::Role role, int rank) {
+  Node node;
+  node.role = role;
+  node.aux_id = role == Node::WORKER ? rank : -1;
+  node.id = IdOf(role, rank);
+  node.hostname = "10.0.0.2";
+  node.port = 0;
+  return node;
+}
+
+TEST(MembershipProtocol, ALinkIsToldAsItIs) {
+  for (const int mbps : {0, 1, 25'000, 999'999'999}) {
+    EXPECT_EQ(membership::ParseLink(membership::PackLink(mbps)), mbps);
+  }
+  for (const char* other : {"", "link=", "link=-5", "finish"}) {
+    EXPECT_EQ(membership::ParseLink(other), 0) << other;
+  }
+}
+
+TEST(MembershipProtocol, AClaimIsReadAsItWasMade) {
+  Claim claim;
+  claim.protocol = membership::kProtocol;
+  claim.workers = 7;
+  claim.link_mbps = 25'000;
+  claim.probe = 2;
+  Claim read;
+  EXPECT_TRUE(ParseClaim(PackClaim(claim), &read));
+  EXPECT_EQ(PackClaim(read), PackClaim(claim));
+  for (const char* other :
+       {"", "protocol=5 workers=2", "protocol=5 workers=9999999 servers=1 link=0 probe=0",
+        "protocol=5 workers=1 servers=1 link=-1 probe=0"}) {
+    EXPECT_FALSE(ParseClaim(other, &read)) << other;
+  }
+}
+
+TEST(MembershipProtocol, AFarewellIsAFailureOrNot) {
+  const auto failure = [](const Farewell& farewell, bool errors_count) {
+    return membership::ParseFarewell(PackFarewell(farewell), errors_count).failure;
+  };
+  EXPECT_EQ(failure({false, "exit status 3", ""}, false), "failed: exit status 3");
+  EXPECT_EQ(failure({true, "", "it timed out"}, false), "");
+  EXPECT_EQ(failure({true, "", "it timed out"}, true), "failed: it timed out");
+  EXPECT_EQ(membership::ParseFarewell("stopped by order (SIGTERM)", false).failure,
+            "was stopped by order (SIGTERM)");
+  EXPECT_TRUE(membership::ParseFarewell(PackFarewell({true, "", "an error"}), false).suspend);
+  EXPECT_FALSE(membership::ParseFarewell(PackFarewell({}), true).suspend);
+}
+
+TEST(MembershipRoster, ItNamesThoseThatAreMissing) {
+  Roster roster(JobSize{20, 2});
+  EXPECT_FALSE(roster.IsComplete());
+  roster.Put(NodeOf(Node::WORKER, 1));
+  roster.Put(NodeOf(Node::SERVER, 0));
+  EXPECT_EQ(
+      roster.Missing(),
+      "worker 0, worker 2, worker 3, worker 4, worker 5, worker 6, worker 7, worker 8, "
+      "worker 9, worker 10, worker 11, worker 12, worker 13, worker 14, worker 15, worker 16, "
+      "3 more workers, 1 server");
+  EXPECT_EQ(roster.FirstFreeRank(Node::WORKER), 0);
+  EXPECT_EQ(roster.FirstFreeRank(Node::SERVER), 1);
+  roster.Expect({1, 1});
+  EXPECT_TRUE(roster.IsComplete());
+  roster.Expect({1, -1});
+  EXPECT_FALSE(roster.IsComplete()) << "nobody knows yet how many";
+}
+
+TEST(MembershipRoster, AJobEndsWithItsLastWorker) {
+  Roster roster(JobSize{2, 1});
+  roster.Put(NodeOf(Node::SERVER, 0));
+  roster.Put(NodeOf(Node::WORKER, 0))->left = true;
+  EXPECT_FALSE(roster.AllWorkersLeft()) << "one has not come";
+  Member* const last = roster.Put(NodeOf(Node::WORKER, 1));
+  EXPECT_FALSE(roster.AllWorkersLeft());
+  EXPECT_EQ(roster.PresentIds(), (std::vector<int>{IdOf(Node::SERVER, 0), IdOf(Node::WORKER, 1)}));
+  last->left = last->left_to_suspend = true;
+  EXPECT_TRUE(roster.AllWorkersLeft());
+  EXPECT_TRUE(roster.IsBeingSuspended());
+}
+
+TEST(MembershipAdmission, WhatMayBeTrueOfTheLastIncarnationMayComeAgain) {
+  Roster roster(JobSize{2, 1});
+  roster.Put(NodeOf(Node::WORKER, 0));
+  Claim claim;
+  claim.protocol = membership::kProtocol;
+  for (const bool keep : {false, true}) {
+    Node node = NodeOf(Node::WORKER, 0);
+    Refusal refusal = Assign(roster, keep, claim, &node);
+    EXPECT_EQ(refusal.reason,
+              "the job has a worker 0 (10.0.0.2) already; does another job use this scheduler?");
+    EXPECT_EQ(refusal.later, keep);
+    claim.servers = 3;
+    refusal = Assign(roster, keep, claim, &node);
+    EXPECT_EQ(refusal.reason,
+              "it was started for 3 servers, the scheduler for 1 server (DMLC_NUM_SERVER)");
+    EXPECT_FALSE(refusal.later) << "a scheduler's servers stay as many";
+    claim.servers = -1;
+  }
+  Node any = NodeOf(Node::WORKER, -1);
+  EXPECT_FALSE(Assign(roster, false, claim, &any));
+  EXPECT_EQ(any.aux_id, 1);
+  EXPECT_EQ(any.id, IdOf(Node::WORKER, 1));
+  EXPECT_EQ(roster.members().size(), 1u) << "it is only asked";
+}
+
+TEST(MembershipAdmission, SeveralAreAskedForAtOnce) {
+  Roster roster(JobSize{4, 2});
+  roster.Put(NodeOf(Node::WORKER, 2));
+  Claim claim;
+  claim.protocol = membership::kProtocol;
+  claim.probe = 2;
+  EXPECT_FALSE(AssignAll(roster, false, claim, NodeOf(Node::SERVER, 0)));
+  EXPECT_FALSE(AssignAll(roster, false, claim, NodeOf(Node::WORKER, 0)));
+  EXPECT_EQ(AssignAll(roster, false, claim, NodeOf(Node::WORKER, 1)).reason,
+            "the job has a worker 2 (10.0.0.2) already; does another job use this scheduler?");
+  claim.probe = 3;
+  EXPECT_EQ(AssignAll(roster, false, claim, NodeOf(Node::SERVER, 0)).reason,
+            "the job has room for 2 more servers, and this machine has 3");
+}
+
+class Beats : public testing::Test {
+ protected:
+  using Clock = AwakeClock;
+
+  ~Beats() override { thread_.Stop(); }
+
+  void Watch(std::optional<Clock::time_point> due) {
+    {
+      MutexLock lock(&mu_);
+      due_ = due;
+    }
+    thread_.Wake();
+  }
+  void AwaitBeats(int count) {
+    MutexLock lock(&mu_);
+    cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) { return beats_ >= count; });
+  }
+  void AwaitDues(int count) {
+    MutexLock lock(&mu_);
+    cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) { return dues_ >= count; });
+  }
+  int beats() {
+    MutexLock lock(&mu_);
+    return beats_;
+  }
+
+  static constexpr double kHeartbeatS = 0.01;
+  Mutex mu_;
+  CondVar cond_;
+  std::optional<Clock::time_point> due_ PS_GUARDED_BY(mu_);
+  int beats_ PS_GUARDED_BY(mu_) = 0;
+  int dues_ PS_GUARDED_BY(mu_) = 0;
+  HeartbeatThread thread_{kHeartbeatS,
+                          {[this] {
+                             MutexLock lock(&mu_);
+                             return due_;
+                           },
+                           [this](Clock::time_point) {
+                             MutexLock lock(&mu_);
+                             ++dues_;
+                             due_ = Clock::time_point::max();
+                             cond_.NotifyAll();
+                           },
+                           [this](Clock::time_point) {
+                             MutexLock lock(&mu_);
+                             ++beats_;
+                             cond_.NotifyAll();
+                           }}};
+};
+
+TEST_F(Beats, ComeOnlyWhileTheJobIsWatched) {
+  thread_.Start();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_EQ(beats(), 0);
+  Watch(Clock::time_point::max());
+  AwaitBeats(3);
+}
+
+TEST_F(Beats, WhatIsDueIsDoneOnce) {
+  thread_.Start();
+  Watch(Clock::now());
+  AwaitDues(1);
+  AwaitBeats(beats() + 3);
+  Watch(Clock::now() + std::chrono::milliseconds(5));
+  AwaitDues(2);
+  MutexLock lock(&mu_);
+  EXPECT_EQ(dues_, 2);
+}
+
+TEST_F(Beats, StopNeedsNoStart) { thread_.Stop(); }
+
+}  // namespace
+}  // namespace ps

@@ -1,0 +1,219 @@
+// The scheduler's side of membership, without a network or nodes: the test says what nodes say, and
+// looks at what is answered.
+#include "byteps/net/membership/scheduler_membership.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+
+#include "byteps/base/mutex.h"
+#include "ps/internal/postoffice.h"
+#include "tests/net/membership/recorded_links.h"
+
+namespace ps {
+namespace {
+
+class SchedulerMembershipTest : public testing::Test {
+ protected:
+  void Start(MembershipSettings settings) {
+    Listen(settings);
+    membership_->Join();
+  }
+
+  // As it is before it joins.
+  void Listen(MembershipSettings settings) {
+    settings.peer_timeout_s = settings.start_timeout_s = 600;
+    membership_ = std::make_unique<SchedulerMembership>(
+        &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
+  }
+
+  void StartKept(int servers) {
+    MembershipSettings settings;
+    settings.keep = true;
+    settings.servers = servers;
+    Start(settings);
+  }
+
+  void Register(Node::Role role, int rank, int workers, int servers) {
+    Message message;
+    message.meta.control.cmd = Control::ADD_NODE;
+    message.meta.body = "protocol=" + std::to_string(membership::kProtocol) +
+                        " workers=" + std::to_string(workers) +
+                        " servers=" + std::to_string(servers) + " link=0 probe=0";
+    Node node;
+    node.role = role;
+    node.aux_id = role == Node::WORKER ? rank : -1;
+    node.hostname = "10.0.0.2";
+    node.port = role == Node::WORKER ? 0 : 9001;
+    message.meta.control.node.push_back(node);
+    membership_->Handle(message);
+  }
+
+  void Say(int sender, Control::Command command, const std::string& body) {
+    Message message;
+    message.meta.sender = sender;
+    message.meta.control.cmd = command;
+    message.meta.body = body;
+    membership_->Handle(message);
+  }
+
+  // A job of two workers and a server, at work.
+  void Gather() {
+    MembershipSettings settings;
+    settings.workers = 2;
+    settings.servers = 1;
+    Start(settings);
+    GatherNodes();
+  }
+  void GatherNodes() {
+    Register(Node::SERVER, -1, -1, 1);
+    Register(Node::WORKER, 0, 2, 1);
+    Register(Node::WORKER, 1, 2, 1);
+    ASSERT_EQ(membership_->View().phase, JobView::kRunning);
+  }
+
+  void OnEvent(const MembershipEvent& event) {
+    MutexLock lock(&mu_);
+    if (event.kind == MembershipEvent::kFailed) failure_ = event.reason;
+    if (event.kind == MembershipEvent::kEnded) ended_ = true;
+  }
+  std::string failure() {
+    MutexLock lock(&mu_);
+    return failure_;
+  }
+  bool ended() {
+    MutexLock lock(&mu_);
+    return ended_;
+  }
+
+  const int server_ = Postoffice::ServerRankToID(0);
+  const int worker_ = Postoffice::WorkerRankToID(0);
+  const int other_ = Postoffice::WorkerRankToID(1);
+  RecordedLinks links_{Node::SCHEDULER};
+  std::unique_ptr<SchedulerMembership> membership_;
+  Mutex mu_;
+  std::string failure_ PS_GUARDED_BY(mu_);
+  bool ended_ PS_GUARDED_BY(mu_) = false;
+};
+
+TEST_F(SchedulerMembershipTest, WhoIsRefusedChangesNothing) {
+  StartKept(1);
+  const struct {
+    int rank, workers, servers;
+    const char* why;
+  } wrong[] = {
+      {0, 3, 4, "started for 4 servers, the scheduler for 1 server"},
+      {5, 3, 1, "rank 5 is not below the number of workers, 3"},
+      {7, 2, 9, "started for 9 servers"},
+  };
+  for (const auto& node : wrong) {
+    Register(Node::WORKER, node.rank, node.workers, node.servers);
+    EXPECT_NE(links_.LastRefusal().find(node.why), std::string::npos) << links_.LastRefusal();
+    EXPECT_EQ(membership_->View().workers, -1);
+    EXPECT_TRUE(membership_->View().peers.empty());
+  }
+  GatherNodes();
+}
+
+TEST_F(SchedulerMembershipTest, WhoComesBeforeItJoinsIsAdmitted) {
+  MembershipSettings settings;
+  settings.workers = settings.servers = 1;
+  Listen(settings);
+  Register(Node::WORKER, 0, 1, 1);
+  EXPECT_EQ(links_.LastRefusal(), "");
+  EXPECT_EQ(links_.CountTo(worker_, Control::WELCOME), 1);
+  membership_->Join();
+  Register(Node::SERVER, -1, -1, 1);
+  EXPECT_EQ(membership_->View().phase, JobView::kRunning);
+}
+
+TEST_F(SchedulerMembershipTest, AFailureBeforeItJoinsLasts) {
+  Listen(MembershipSettings());
+  membership_->StopByOrder("stopped by order (SIGTERM)");
+  membership_->Join();
+  EXPECT_EQ(membership_->View().phase, JobView::kFailed);
+}
+
+TEST_F(SchedulerMembershipTest, AFailureWhileANodeIsAdmittedReachesIt) {
+  StartKept(1);
+  Register(Node::SERVER, -1, -1, 1);
+  Register(Node::WORKER, 0, 2, 1);
+  links_.on_connect = [this](const Node& node) {
+    if (node.id != other_) return;
+    links_.on_connect = nullptr;
+    membership_->OnDisconnect(worker_);  // as the timer's thread may find
+  };
+  Register(Node::WORKER, 1, 2, 1);
+  EXPECT_NE(failure().find("worker 0"), std::string::npos);
+  EXPECT_EQ(links_.CountTo(other_, Control::WELCOME), 0);
+  EXPECT_NE(links_.LastRefusal().find("again: "), std::string::npos) << links_.LastRefusal();
+  EXPECT_TRUE(membership_->View().peers.empty());
+  GatherNodes();
+}
+
+TEST_F(SchedulerMembershipTest, MembersCannotSayWhatTheSchedulerSays) {
+  Gather();
+  for (const int sender : {server_, worker_}) {
+    for (const auto command :
+         {Control::JOB_END, Control::TERMINATE, Control::WELCOME, Control::REFUSED,
+          Control::NODE_LEFT, Control::ADD_NODE, Control::BARRIER, Control::EMPTY}) {
+      Say(sender, command, "finish");
+    }
+  }
+  EXPECT_FALSE(ended());
+  EXPECT_EQ(failure(), "");
+  EXPECT_EQ(membership_->View().phase, JobView::kRunning);
+}
+
+TEST_F(SchedulerMembershipTest, EachRoleLeavesInItsOwnWay) {
+  Gather();
+  Say(server_, Control::LEAVE, "finish");
+  Say(worker_, Control::LEAVE, "stopped by order (SIGTERM)");
+  for (const auto& peer : membership_->View().peers) EXPECT_FALSE(peer.left);
+  EXPECT_EQ(failure(), "");
+  Say(worker_, Control::LEAVE, "finish");
+  EXPECT_FALSE(ended());
+  Say(other_, Control::LEAVE, "finish");
+  EXPECT_TRUE(ended());
+  EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 1);
+}
+
+TEST_F(SchedulerMembershipTest, AWorkerThatFailsFailsTheJob) {
+  Gather();
+  Say(worker_, Control::LEAVE, "finish");
+  EXPECT_EQ(failure(), "");
+  Say(other_, Control::LEAVE, "failed: exit status 3");
+  EXPECT_EQ(failure(), "worker 1 (10.0.0.2) failed: exit status 3");
+  EXPECT_FALSE(ended());
+  EXPECT_EQ(links_.CountTo(server_, Control::JOB_FAILED), 1);
+  EXPECT_EQ(links_.CountTo(server_, Control::JOB_END), 0);
+}
+
+TEST_F(SchedulerMembershipTest, AnOperationThatFailedIsTheWorkersAffair) {
+  Gather();
+  Say(worker_, Control::LEAVE, "suspend after: push_pull of 'a' timed out");
+  Say(other_, Control::LEAVE, "suspend after: push_pull of 'a' timed out");
+  EXPECT_EQ(failure(), "");
+  EXPECT_TRUE(ended());
+  EXPECT_EQ(membership_->View().incarnation, 2) << "it was suspended";
+}
+
+TEST_F(SchedulerMembershipTest, ToAKeptClusterItIsAFailure) {
+  StartKept(1);
+  GatherNodes();
+  Say(worker_, Control::LEAVE, "finish after: push_pull of 'a' timed out");
+  EXPECT_EQ(failure(), "worker 0 (10.0.0.2) failed: push_pull of 'a' timed out");
+}
+
+TEST_F(SchedulerMembershipTest, OnlyMembersAreHeard) {
+  Gather();
+  Say(Postoffice::WorkerRankToID(5), Control::LEAVE, "stopped");
+  Say(Postoffice::WorkerRankToID(5), Control::JOB_FAILED, "nonsense");
+  EXPECT_EQ(failure(), "");
+  Say(worker_, Control::JOB_FAILED, "server 0 was lost to worker 0");
+  EXPECT_EQ(failure(), "server 0 was lost to worker 0");
+}
+
+}  // namespace
+}  // namespace ps

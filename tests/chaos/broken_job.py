@@ -1,0 +1,304 @@
+"""One job on emulated hosts, which its script breaks; and what must hold of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bench.kit.emulation import Host
+from scripts.children import Late, Spawned
+from tests.chaos.seeds import FROM_THE_START, Fault, Script
+
+LINK_BITS = 200_000_000
+LIMIT_S = 180.0
+"""For a machine on which others work as well; the timeouts below are what ends a job."""
+TIMEOUTS = {
+    "BYTEPS_PEER_TIMEOUT_S": "5",
+    "BYTEPS_START_TIMEOUT_S": "10",
+    "BYTEPS_OP_TIMEOUT_S": "12",
+    "BYTEPS_RECONNECT_TIMEOUT_S": "4",
+}
+MOST_LIVES = 8
+"""Of a kept job's workers: a fault lasts no longer than some of them."""
+DISK_BYTES = 16 << 10
+"""Of the file system that is full, for a node's timeline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    script: Script
+    ended: dict[str, int]
+    """Exit status, by node; -n: by signal n. Of a kept job: of those that were started last."""
+    seconds: float
+    wrong: list[str]
+    """What did not hold."""
+    lives: int = 1
+    """How often the workers were started."""
+
+    @property
+    def survived(self) -> bool:
+        return all(status == 0 for status in self.ended.values())
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+class Job:
+    """One run of a script on hosts that outlive it."""
+
+    def __init__(
+        self, script: Script, hosts: Sequence[Host], switch: str, programs: Path, folder: Path
+    ) -> None:
+        self.script = script
+        self.folder = folder
+        self._hosts = dict(zip(script.nodes, hosts, strict=False))
+        self._ports = {node: f"port{i}" for i, node in enumerate(script.nodes)}
+        self._switch = switch
+        self._programs = programs
+        self._processes: dict[str, Spawned] = {}
+        self._timers: list[threading.Timer] = []
+        self._wrong: list[str] = []
+        self._lock = threading.Lock()
+        self._full_disks: list[Path] = []
+        self._env: dict[str, str] = {}
+        self._earlier: list[tuple[str, Spawned]] = []
+        self._lives = 1
+
+    def run(self) -> Result:
+        begin = time.monotonic()
+        try:
+            self._start()
+            for fault in self.script.faults:
+                if fault.kind not in FROM_THE_START:
+                    self._later(fault.at_s, partial(self._break, fault))
+            self._await_end()
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+                timer.join()
+            self._mend()
+            for process in [*self._processes.values(), *(old for _, old in self._earlier)]:
+                process.kill()
+            for disk in self._full_disks:
+                run("umount", str(disk))
+                disk.rmdir()
+        ended = {node: process.wait(0) for node, process in self._processes.items()}
+        self._judge(ended)
+        seconds = round(time.monotonic() - begin, 2)
+        return Result(
+            script=self.script,
+            ended=ended,
+            seconds=seconds,
+            wrong=self._wrong,
+            lives=self._lives,
+        )
+
+    # ----- processes
+
+    def _start(self) -> None:
+        script, port_file = self.script, self.folder / "scheduler.port"
+        server = str(self._programs / "byteps-server")
+        env = {
+            "PATH": os.environ["PATH"],
+            "TMPDIR": str(self.folder),
+            **TIMEOUTS,
+            "BYTEPS_SECRET": secrets.token_hex(32),
+            "BYTEPS_PARTITION_BYTES": "65536",
+            "DMLC_PS_ROOT_URI": self._hosts["scheduler"].address,
+            "DMLC_PS_ROOT_PORT": "0",
+            "DMLC_NUM_WORKER": str(script.workers),
+            "DMLC_NUM_SERVER": str(script.servers),
+        }
+        if script.keep:
+            # Should the last life's end have been missed, this ends what waits for another one.
+            env |= {"BYTEPS_KEEP": "1", "BYTEPS_KEEP_TIMEOUT_S": "30"}
+        if script.tls:
+            env["BYTEPS_TLS"] = "1"
+        scheduler = [server, "--role", "scheduler", "--port-file", str(port_file)]
+        self._spawn("scheduler", scheduler, env)
+        deadline = time.monotonic() + LIMIT_S
+        while not port_file.exists():
+            if not self._processes["scheduler"].running:
+                return  # it could not begin, and has said why
+            if time.monotonic() > deadline:
+                raise RuntimeError("the scheduler did not begin to listen")
+            time.sleep(0.01)
+        env["DMLC_PS_ROOT_PORT"] = port_file.read_text().split()[1]
+        self._env = env
+        for index in range(script.servers):
+            self._spawn(f"server {index}", [server, "--role", "server"], env)
+        self._start_workers(0)
+
+    def _start_workers(self, life: int) -> None:
+        script = self.script
+        arguments = {"rounds": script.rounds, "tensors": script.tensors, "bytes": script.size}
+        worker = [str(self._programs / "sum_worker"), "--pause-ms", "5"]
+        worker += ["--salt", str(life)] if life else []
+        worker += [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+        for rank in range(script.workers):
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(script.workers)}
+            self._spawn(f"worker {rank}", worker, {**self._env, **ranks}, life)
+
+    def _workers(self) -> list[Spawned]:
+        """Those of the present life."""
+        return [self._processes[f"worker {rank}"] for rank in range(self.script.workers)]
+
+    def _spawn(self, node: str, command: list[str], env: dict[str, str], life: int = 0) -> None:
+        for fault in () if life else self.script.faults:
+            if fault.kind == "descriptors" and fault.node == node:
+                command = ["prlimit", f"--nofile={fault.limit}", *command]
+            if fault.kind == "disk" and fault.node == node and not env.get("BYTEPS_TRACE_DIR"):
+                env = {**env, "BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_DIR": self._fill_disk(node)}
+        command = self._hosts[node].command(command)
+        if life:
+            self._earlier.append((node, self._processes[node]))
+        title = f"{node} again {life}" if life else node
+        self._processes[node] = Spawned(title, command, env, self.folder)
+
+    def _fill_disk(self, node: str) -> str:
+        disk = self.folder / f"{node.replace(' ', '-')}.full"
+        disk.mkdir()
+        run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk))
+        self._full_disks.append(disk)
+        try:
+            (disk / "filler").write_bytes(bytes(2 * DISK_BYTES))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        return str(disk)
+
+    def _play_launcher(self) -> None:
+        """Start a kept job's workers again until they end well, or nobody can take them."""
+        deadline = time.monotonic() + LIMIT_S
+        # A scheduler that is short of descriptors stays so.
+        faults = self.script.faults
+        lasting = any(f.kind == "descriptors" and f.node == "scheduler" for f in faults)
+        while self.script.keep and self._lives < (2 if lasting else MOST_LIVES):
+            try:
+                statuses = [worker.wait(deadline - time.monotonic()) for worker in self._workers()]
+            except Late:
+                return  # it is said of all
+            if all(status == 0 for status in statuses) or not self._processes["scheduler"].running:
+                return
+            for index in range(self.script.servers):
+                if not self._processes[f"server {index}"].running:
+                    server = [str(self._programs / "byteps-server"), "--role", "server"]
+                    self._spawn(f"server {index}", server, self._env, self._lives)
+            self._start_workers(self._lives)
+            self._lives += 1
+
+    def _await_end(self) -> None:
+        self._play_launcher()
+        deadline = time.monotonic() + LIMIT_S
+        for node, process in self._processes.items():
+            try:
+                process.wait(deadline - time.monotonic())
+            except Late:
+                self._wrong.append(f"{node} still ran after {LIMIT_S:g} s")
+
+    # ----- faults
+
+    def _later(self, seconds: float, act: Callable[[], object]) -> None:
+        timer = threading.Timer(seconds, act)
+        with self._lock:
+            self._timers.append(timer)
+        timer.start()
+
+    def _break(self, fault: Fault) -> None:
+        host, process = self._hosts[fault.node], self._processes.get(fault.node)
+        if process is None or not process.running:
+            return
+        namespace, port = str(host.namespace), self._ports[fault.node]
+        if fault.kind == "kill":
+            process.send(signal.SIGKILL)
+        elif fault.kind == "stop":
+            process.send(signal.SIGSTOP)
+            self._later(fault.seconds, lambda: process.send(signal.SIGCONT))
+        elif fault.kind == "cut":
+            link = ("ip", "-n", self._switch, "link", "set", port)
+            run(*link, "down")
+            self._later(fault.seconds, lambda: run(*link, "up"))
+        elif fault.kind == "reset":
+            run("ip", "netns", "exec", namespace, "ss", "-K", "state", "established")
+        else:
+            # A queue that holds a packet or two drops most of each burst.
+            rate, queue = ("2mbit", 4 << 20) if fault.kind == "slow" else ("100mbit", 20_000)
+            self._shape(namespace, rate, queue)
+            whole = f"{LINK_BITS}bit"
+            self._later(fault.seconds, lambda: self._shape(namespace, whole, 16 << 20))
+
+    def _shape(self, namespace: str, rate: str, queue: int) -> None:
+        tbf = ["tbf", "rate", rate, "burst", "256kb", "limit", str(queue)]
+        run("tc", "-n", namespace, "qdisc", "replace", "dev", "eth0", "root", *tbf)
+
+    def _mend(self) -> None:
+        for node, process in self._processes.items():
+            process.send(signal.SIGCONT)
+            run("ip", "-n", self._switch, "link", "set", self._ports[node], "up")
+            self._shape(str(self._hosts[node].namespace), f"{LINK_BITS}bit", 16 << 20)
+
+    # ----- what must hold
+
+    def _judge(self, ended: dict[str, int]) -> None:
+        victims = {fault.node for fault in self.script.faults}
+        killed = {fault.node for fault in self.script.faults if fault.kind == "kill"}
+        all_ended = [(node, self._processes[node], status) for node, status in ended.items()]
+        for node, process in self._earlier:
+            all_ended.append((node, process, process.wait(0)))
+        for node, process, status in all_ended:
+            said = process.text.strip()
+            if "the invariant '" in said:
+                self._wrong.append(f"{node} broke an invariant: {said[-2000:]}")
+            if status == -signal.SIGKILL and node in killed:
+                continue
+            if status not in (0, 1):
+                self._wrong.append(f"{node} ended with {status}: {said[-2000:]}")
+            elif status == 1 and node not in victims and not self._names_any(said, victims):
+                self._wrong.append(f"{node} does not name {sorted(victims)}: {said[-600:]}")
+        if self.script.keep and "scheduler" not in victims:
+            bad = {node: status for node, status in ended.items() if status != 0}
+            bad = {n: s for n, s in bad.items() if not (n in killed and s == -signal.SIGKILL)}
+            if bad:
+                self._wrong.append(f"kept, it did not end well after {self._lives} lives: {bad}")
+        self._look_for_remains()
+
+    def _names_any(self, said: str, victims: set[str]) -> bool:
+        # To a scheduler that was cut off, or slept, all others were silent.  And the later lives of
+        # a kept job meet what is left of the one before.
+        if "scheduler" in victims or self.script.keep:
+            return bool(re.search(r"scheduler|server \d|worker \d", said))
+        patterns = [r"cannot be joined: it closed the connection"]
+        for node in victims:
+            patterns.append(re.escape(self._hosts[node].address) + r"[):]")
+            # Which server is called 0 is settled by who registers first.
+            role, _, rank = node.partition(" ")
+            patterns.append(rf"worker {rank}\b" if role == "worker" else r"missing: .*server")
+        return re.search("|".join(patterns), said) is not None
+
+    def _look_for_remains(self) -> None:
+        processes = [*self._processes.values(), *(process for _, process in self._earlier)]
+        expected = {process.log.name for process in processes} | {"scheduler.port"}
+        left = {path.name for path in self.folder.iterdir()} - expected
+        if left:
+            self._wrong.append(f"files were left: {sorted(left)}")
+        for node, host in self._hosts.items():
+            pids = run("ip", "netns", "pids", str(host.namespace)).split()
+            if pids:
+                self._wrong.append(f"processes were left on the host of {node}: {pids}")
+            ports = run("ip", "netns", "exec", str(host.namespace), "ss", "-Htln").strip()
+            if ports:
+                self._wrong.append(f"a socket on the host of {node} still listens: {ports}")

@@ -1,0 +1,262 @@
+"""Compares what the ranks of two runs saw: one through BytePS, one through torch.distributed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from .outcome import Errors, Report
+from .rows import STEPS, Layout
+from .seen import RankSeen, Step, Sum
+
+# Of the bytes that go to servers, against the cost model's: padding and nothing else.
+BYTES_TOLERANCE = 0.02
+
+
+def begin_report(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
+    """What was summed among whom; with misses if the two runs are not of one shape."""
+    report = Report(layout=layout)
+    check_shape(report, ours, theirs)
+    if report.misses:
+        return report
+    first = [seen.steps[0].sums for seen in ours]
+    distinct = {(s.members, name) for sums in first for name, s in sums.items()}
+    report.buckets = len(distinct)
+    report.groups = sorted({len(members) for members, _ in distinct})
+    return report
+
+
+def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
+    """Hold two runs of a layout, rank by rank, against each other and against exact sums."""
+    report = begin_report(layout, ours, theirs)
+    if report.misses:
+        return report
+    wire = torch.bfloat16 if layout.wire else None
+    report.ours = errors(ours, wire, layout.ranks_that_sum_first)
+    report.theirs = errors(theirs)
+    for who, found in (("BytePS", report.ours), ("all-reduce", report.theirs)):
+        _note(report, f"{who}: not the rounded sum of two values", found.inexact)
+        _note(report, f"{who}: members got different sums", found.split)
+    _check_errors(report)
+    _check_bytes(report, ours)
+
+    apart = list(differences(ours, theirs))
+    report.same_bits = not apart
+    if report.bits_must_agree:
+        _note(report, "bits differ", apart)
+    check_first_step(report, ours, theirs)
+    check_losses(report, ours, theirs)
+    return report
+
+
+def errors(ranks: Sequence[RankSeen], wire: torch.dtype | None = None, per_host: int = 1) -> Errors:
+    """Hold each sum of a run against the parts that its members put in.
+
+    With ``wire`` fp32 parts were sent as that: the sum is of the parts so rounded, and itself
+    rounded to it. What was sent is the sum of each host's ranks, ``per_host`` of them.
+    """
+    found = Errors()
+    for step in range(len(ranks[0].steps)):
+        for rank, seen in enumerate(ranks):
+            for name, total in seen.steps[step].sums.items():
+                where = f"step {step + 1}, rank {rank}, {name}"
+                parts = [ranks[m].steps[step].sums[name] for m in total.members]
+                hosts = [member // per_host for member in total.members]
+                _measure(found, where, total, parts, wire, hosts)
+    return found
+
+
+def _measure(
+    found: Errors,
+    where: str,
+    total: Sum,
+    parts: Sequence[Sum],
+    wire: torch.dtype | None,
+    hosts: Sequence[int],
+) -> None:
+    lead = parts[0]
+    if total.offset == lead.offset and not torch.equal(total.result, lead.result):
+        found.split.append(where)
+    end = total.offset + total.result.numel()
+    values = [part.local[total.offset : end] for part in parts]
+    sent = wire if wire is not None and len(set(hosts)) > 1 else total.result.dtype
+    if sent != total.result.dtype:
+        values = _by_host(values, hosts)
+    values = [value.to(sent) for value in values]
+    if len(values) <= 2:
+        expected = values[0] if len(values) == 1 else values[0] + values[1]
+        if not torch.equal(total.result, expected.to(total.result.dtype)):
+            found.inexact.append(where)
+    wide = [value.double() for value in values]
+    exact = torch.stack(wide).sum(0)
+    magnitude = torch.stack([value.abs() for value in wide]).sum(0)
+    # Below this the type has no full precision, and a relative error says nothing.
+    limits = torch.finfo(sent)
+    floor = limits.tiny / limits.eps
+    error = ((total.result.double() - exact).abs() / magnitude.clamp_min(floor)).max().item()
+    kind = str(sent).removeprefix("torch.")
+    found.relative[kind] = _larger(error, found.relative.get(kind, 0.0))
+
+
+def _by_host(values: Sequence[torch.Tensor], hosts: Sequence[int]) -> list[torch.Tensor]:
+    """The sums of the values of each host, in their own type."""
+    sums: dict[int, torch.Tensor] = {}
+    for value, host in zip(values, hosts, strict=True):
+        sums[host] = value if host not in sums else sums[host] + value
+    return list(sums.values())
+
+
+def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
+    """Both ran to the end, summed the same buckets, and BytePS made the sums of one of them."""
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if len(one.steps) != STEPS or len(other.steps) != STEPS:
+            report.misses.append(f"rank {rank}: {len(one.steps)} and {len(other.steps)} steps")
+            return
+        if other.names:
+            report.misses.append(f"rank {rank}: all-reduce used BytePS")
+        for step, (a, b) in enumerate(zip(one.steps, other.steps, strict=True)):
+            # Servers that keep the optimizer have some parameters in buckets of their own.
+            if a.gradients().keys() != b.gradients().keys():
+                report.misses.append(f"rank {rank}, step {step + 1}: other parameters")
+            elif a.sums.keys() != b.sums.keys() and not report.layout.servers:
+                report.misses.append(f"rank {rank}, step {step + 1}: other buckets")
+        spread = [
+            way_of(s.members, report.layout) for step in one.steps for s in step.sums.values()
+        ]
+        for way in () if report.layout.servers else ("flat", "node-first"):
+            # Node first, a sum is pushed in pieces.
+            mark = "/piece0" if way == "node-first" else ""
+            begun = sum(
+                name.endswith(mark) and ("/piece" in name) == bool(mark) for name in one.names
+            )
+            if begun != spread.count(way):
+                wanted = f"{spread.count(way)} sums"
+                report.misses.append(f"rank {rank}: {begun} {way} push-pulls for {wanted}")
+
+
+def way_of(members: Sequence[int], layout: Layout) -> str:
+    """How the members of a sum ought to sum, from how they are spread over hosts."""
+    counts = Counter(member // layout.per_host for member in members)
+    if len(counts) == 1:
+        return "collective"
+    even = len(set(counts.values())) == 1 and min(counts.values()) > 1
+    return "node-first" if layout.is_node_first and even else "flat"
+
+
+def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
+    """The ranks of each host push and pull as many bytes as the cost model says."""
+    layout = report.layout
+    pushed: defaultdict[int, float] = defaultdict(float)
+    pulled: defaultdict[int, float] = defaultdict(float)
+    for rank, seen in enumerate(ours):
+        for step in seen.steps:
+            for total in step.sums.values():
+                up, down = _model_bytes(rank, total, layout)
+                pushed[rank // layout.per_host] += up
+                pulled[rank // layout.per_host] += down
+    for host in range(-(-len(ours) // layout.per_host)):
+        members = ours[host * layout.per_host : (host + 1) * layout.per_host]
+        for what, counted, expected in (
+            ("pushed", sum(one.pushed_bytes for one in members), pushed[host]),
+            ("pulled", sum(one.pulled_bytes for one in members), pulled[host]),
+        ):
+            if abs(counted - expected) > BYTES_TOLERANCE * expected:
+                report.misses.append(f"host {host} {what} {counted} bytes, not {expected:.0f}")
+
+
+def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
+    """What a rank pushes and pulls for a sum: its part of what the cost model has for its host."""
+    way = way_of(total.members, layout)
+    if way == "collective":
+        return 0.0, 0.0
+    element = 2 if layout.wire else total.local.element_size()
+    whole = total.local.numel() * element
+    wanted = total.result.numel() * element
+    if way == "flat":
+        return whole, wanted
+    beside = len(beside_of(rank, total.members, layout))
+    # With a shard owned by several ranks of a host, each pulls its part, and they exchange them.
+    return whole / beside, min(wanted, whole / beside)
+
+
+def beside_of(rank: int, members: Sequence[int], layout: Layout) -> list[int]:
+    """The members of a sum that share a rank's host."""
+    return [member for member in members if member // layout.per_host == rank // layout.per_host]
+
+
+def _check_errors(report: Report) -> None:
+    for kind, error in report.ours.relative.items():
+        # One rounding is the best that there is, and torch.distributed makes one for each rank that
+        # it adds inside a host; what is sent in another type has no counterpart.
+        rounding = torch.finfo(getattr(torch, kind)).eps / 2
+        roundings = report.layout.ranks_that_sum_first
+        allowed = max(report.theirs.relative.get(kind, 0.0), roundings * rounding)
+        if not error <= allowed:
+            report.misses.append(f"{kind}: error {error:.3g}, more than {allowed:.3g}")
+
+
+def check_first_step(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
+    """Before the first update the runs are one run: so are their losses and local gradients."""
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if one.steps[0].loss != other.steps[0].loss:
+            report.misses.append(f"rank {rank}: the first losses differ")
+        twins = other.steps[0].gradients()
+        for name, mine in one.steps[0].gradients().items():
+            if not torch.equal(mine, twins[name]):
+                report.misses.append(f"rank {rank}, {name}: the first local gradients differ")
+
+
+def check_losses(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> None:
+    seen = 0
+    for one, other in zip(ours, theirs, strict=True):
+        for a, b in zip(one.steps, other.steps, strict=True):
+            if a.loss is None or b.loss is None:
+                continue
+            seen += 1
+            difference = abs(a.loss - b.loss) / abs(b.loss)
+            report.loss_difference = _larger(difference, report.loss_difference)
+    limit = report.loss_tolerance
+    if not seen or not report.loss_difference <= limit:
+        report.misses.append(f"the losses differ by {report.loss_difference:.3g}, above {limit:g}")
+
+
+def differences(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
+    """Everything that is not the same to the last bit in both runs."""
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if len(one.steps) != len(other.steps):
+            yield f"rank {rank}: {len(one.steps)} and {len(other.steps)} steps"
+        for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=False), start=1):
+            if (a.loss, a.grad_norm) != (b.loss, b.grad_norm):
+                yield f"step {number}, rank {rank}: loss or gradient norm"
+            for name in _unequal(_results(a), _results(b)):
+                yield f"step {number}, rank {rank}, {name}"
+        for name in _unequal(one.parameters, other.parameters):
+            yield f"rank {rank}, parameter {name}"
+
+
+def _results(step: Step) -> dict[str, torch.Tensor]:
+    return {name: total.result for name, total in step.sums.items()}
+
+
+def _unequal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """The names of what is not the same in both, or in one of them only."""
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other or not _same(one[name], other[name]):
+            yield name
+
+
+def _larger(one: float, other: float) -> float:
+    """The larger one, and NaN for good once there is one."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _note(report: Report, what: str, where: Sequence[str]) -> None:
+    if where:
+        report.misses.append(f"{what}: {where[0]} ({len(where)} in all)")

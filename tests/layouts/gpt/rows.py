@@ -1,0 +1,342 @@
+"""The layouts that are compared: how a model and its data are split, and what is added in what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..rows import Row
+
+Dtype = Literal["fp32", "bf16", "bf16-wire", "fp16-wire"]
+
+STEPS = 4
+SEQUENCE = 16
+MICRO_BATCH = 2
+BUCKET_ELEMENTS = 4000
+"""With overlap: small, so that each rank has several buckets under way at once."""
+
+_DTYPES: dict[Dtype, tuple[str, ...]] = {
+    "fp32": (),
+    # Gradients are added up, and summed over ranks, in fp32.
+    "bf16": ("--bf16",),
+    # Gradients are summed over ranks in the half type.
+    "bf16-wire": ("--bf16", "--grad-reduce-in-bf16"),
+    "fp16-wire": ("--fp16", "--initial-loss-scale", "1024"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(Row):
+    """A GPT, how it is trained, and how its gradients are summed."""
+
+    per_host: int = 1
+    """Consecutive ranks that are taken to share a host; the last host may have fewer."""
+    route: str = "flat"
+    """Of the run through BytePS: ``--dpu-reduce-route``."""
+    vpp: int = 1
+    """Model chunks (virtual pipeline stages) on a rank."""
+    etp: int | None = None
+    """Tensor parallelism of the experts, where it differs from that of the rest."""
+    experts: int = 0
+    distributed_optimizer: bool = False
+    instances: int = 1
+    """Of the distributed optimizer: each holds the whole state, cut over its own ranks."""
+    overlap: bool = False
+    accumulation: int = 1
+    """Micro-batches a rank adds up before its gradients are summed."""
+    dtype: Dtype = "fp32"
+    wire: str = ""
+    """Type in which BytePS sends fp32 gradients; all-reduce sends them as they are."""
+    frozen: str = ""
+    """Parameters with this in their names are not trained."""
+    extra: tuple[str, ...] = ()
+    """Further arguments of Megatron."""
+    servers: bool = False
+    """In the run through BytePS servers keep the optimizer; in the other one Megatron does."""
+    clip: str = ""
+    """How servers make steps that may be clipped: ``--dpu-optimizer-clip``."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Further variables of the ranks that sum through BytePS."""
+    refused: str = ""
+    """What the error says where ``--use-dpu-reduce`` refuses the layout."""
+
+    def byteps_arguments(self) -> list[str]:
+        """What is added for the run through BytePS."""
+        wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
+        servers = ["--dpu-optimizer"] if self.servers else []
+        clip = ["--dpu-optimizer-clip", self.clip] if self.clip else []
+        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *wire, *servers, *clip]
+
+    @property
+    def is_node_first(self) -> bool:
+        """Whether ranks of a host sum first where they can: with servers that update, that is what
+        ``auto`` means."""
+        return self.route == "node-first" or (self.servers and self.route == "auto")
+
+    @property
+    def is_held_against_fp64(self) -> bool:
+        """Whether each update is made in fp64 too: where ranks of a host sum first, what servers
+        get depends on the order in which they add."""
+        return self.servers and not self.refused and self.per_host == 1
+
+    @property
+    def ranks_that_sum_first(self) -> int:
+        """Of each host, by torch.distributed, before servers sum over hosts."""
+        return self.per_host if self.is_node_first else 1
+
+    def megatron_arguments(self) -> list[str]:
+        """Of either backend; the flag that chooses BytePS is not among them."""
+        layers = max(2, self.pp * self.vpp)
+        batch = MICRO_BATCH * self.dp * self.accumulation
+        arguments = [
+            *("--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "2"),
+            *("--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)),
+            *("--micro-batch-size", str(MICRO_BATCH), "--global-batch-size", str(batch)),
+            *("--train-iters", str(STEPS), "--lr", "1e-2", "--split", "100,0,0"),
+            *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
+            *("--seed", "7", "--num-workers", "0"),
+            *_DTYPES[self.dtype],
+            *self.size_arguments(),
+        ]
+        if self.vpp > 1:
+            arguments += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        if self.experts:
+            arguments += ["--num-experts", str(self.experts)]
+            arguments += ["--moe-router-topk", "2", "--disable-bias-linear"]
+            if self.tp > 1:
+                arguments += ["--sequence-parallel"]
+        if self.etp is not None:
+            arguments += ["--expert-tensor-parallel-size", str(self.etp)]
+        if self.distributed_optimizer:
+            arguments += ["--use-distributed-optimizer"]
+        if self.instances > 1:
+            arguments += ["--num-distributed-optimizer-instances", str(self.instances)]
+        if self.overlap:
+            arguments += ["--overlap-grad-reduce", "--ddp-bucket-size", str(BUCKET_ELEMENTS)]
+        return [*arguments, *self.extra]
+
+
+_TOKENS = ("--calculate-per-token-loss",)
+_UNTIED = ("--untie-embeddings-and-output-weights",)
+_GATHER = ("--overlap-param-gather",)
+_MASKED = ("--reset-position-ids", "--eod-mask-loss")
+# With several optimizer instances, overlap and a pipeline, Megatron's own sums are started twice
+# on all stages but the first: what was summed is scaled and summed again. Not without alignment.
+_UNALIGNED = ("--no-align-grad-reduce",)
+_PLAIN_CHECKPOINT = ("--ckpt-format", "torch")
+_NODE = "node-first"
+_IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
+# The norm is about 3 at the first step, falls, and is above 1 at the last.
+_CLIPS_AT_FIRST = ("--clip-grad", "2")
+_CLIPS_NEVER = ("--clip-grad", "100")
+_NO_CLIP = ("--clip-grad", "0")
+_SEQUENCE = ("--sequence-parallel",)
+_ZEROS = ("--log-num-zeros-in-grad",)
+
+LAYOUTS: tuple[Layout, ...] = (
+    # Data parallelism alone.
+    Layout(name="dp2", ranks=2),
+    Layout(name="dp2-bf16-wire-overlap-acc2", ranks=2, dtype="bf16-wire", overlap=True,
+           accumulation=2),
+    Layout(name="dp4-overlap", ranks=4, overlap=True),
+    Layout(name="dp4-bf16-acc2", ranks=4, dtype="bf16", accumulation=2),
+    Layout(name="dp4-bf16-wire-in-order", ranks=4, dtype="bf16-wire", overlap=True,
+           environment=_IN_ORDER),
+    Layout(name="dp3-fp16-wire", ranks=3, dtype="fp16-wire"),
+    Layout(name="dp2-frozen", ranks=2, overlap=True, frozen="embedding"),
+    Layout(name="dp2-do-frozen-acc2", ranks=2, distributed_optimizer=True, frozen="embedding",
+           accumulation=2),
+    Layout(name="dp2-token-loss-acc3", ranks=2, accumulation=3, extra=(*_TOKENS, *_MASKED)),
+    # The distributed optimizer: a rank needs its own shard of each sum.
+    Layout(name="dp2-do", ranks=2, distributed_optimizer=True),
+    Layout(name="dp2-do-overlap-acc2", ranks=2, distributed_optimizer=True, overlap=True,
+           accumulation=2),
+    Layout(name="dp4-do-bf16-overlap-gather", ranks=4, distributed_optimizer=True, overlap=True,
+           dtype="bf16", extra=_GATHER),
+    Layout(name="dp4-do-bf16-wire-acc2", ranks=4, distributed_optimizer=True, dtype="bf16-wire",
+           accumulation=2),
+    Layout(name="dp8-do-overlap", ranks=8, distributed_optimizer=True, overlap=True),
+    # Several instances of it: all-reduce takes two steps, within an instance and across.
+    Layout(name="dp2-do-inst2", ranks=2, distributed_optimizer=True, instances=2),
+    Layout(name="dp4-do-inst2", ranks=4, distributed_optimizer=True, instances=2, accumulation=2),
+    Layout(name="dp4-do-inst2-bf16-wire-overlap", ranks=4, distributed_optimizer=True, instances=2,
+           overlap=True, dtype="bf16-wire", extra=_GATHER),
+    # Gradients that are fp32 before and after they travel as bf16.
+    Layout(name="dp2-sent-as-bf16", ranks=2, wire="bf16"),
+    Layout(name="dp4-do-bf16-sent-as-bf16-overlap", ranks=4, dtype="bf16", wire="bf16",
+           distributed_optimizer=True, overlap=True, accumulation=2),
+    # Tensor parallelism.
+    Layout(name="tp2-dp2-overlap", ranks=4, tp=2, overlap=True),
+    Layout(name="tp2-dp2-do-bf16-wire", ranks=4, tp=2, distributed_optimizer=True,
+           dtype="bf16-wire", extra=("--sequence-parallel",)),
+    Layout(name="tp2-dp4-do-overlap-acc2", ranks=8, tp=2, distributed_optimizer=True,
+           overlap=True, accumulation=2),
+    # Context parallelism: the ranks that share a sequence sum gradients like those that do not.
+    Layout(name="cp2-overlap", ranks=2, cp=2, overlap=True),
+    Layout(name="cp2-dp2-tokens-acc2", ranks=4, cp=2, accumulation=2, extra=_TOKENS),
+    Layout(name="cp2-dp2-do-bf16-wire", ranks=4, cp=2, distributed_optimizer=True,
+           dtype="bf16-wire"),
+    Layout(name="cp2-tp2-dp2-do-overlap", ranks=8, cp=2, tp=2, distributed_optimizer=True,
+           overlap=True, extra=("--sequence-parallel",)),
+    Layout(name="cp2-pp2-dp2-do-inst2-overlap", ranks=8, cp=2, pp=2, accumulation=2,
+           distributed_optimizer=True, instances=2, overlap=True, extra=_UNALIGNED),
+    # Pipelines; the embeddings of the first and the last stage are tied unless said otherwise.
+    Layout(name="pp2-dp2-tied-acc2", ranks=4, pp=2, accumulation=2),
+    Layout(name="pp2-dp2-untied-do-bf16", ranks=4, pp=2, accumulation=2, dtype="bf16",
+           distributed_optimizer=True, extra=_UNTIED),
+    Layout(name="pp2-vpp2-dp2-overlap-acc4", ranks=4, pp=2, vpp=2, overlap=True, accumulation=4),
+    Layout(name="pp2-vpp2-dp2-do-overlap", ranks=4, pp=2, vpp=2, overlap=True, accumulation=4,
+           distributed_optimizer=True, extra=_GATHER),
+    Layout(name="pp2-vpp2-dp2-do-gather-in-step", ranks=4, pp=2, vpp=2, overlap=True,
+           accumulation=4, distributed_optimizer=True,
+           extra=(*_GATHER, "--overlap-param-gather-with-optimizer-step", *_PLAIN_CHECKPOINT)),
+    Layout(name="tp2-pp2-dp2-overlap-tokens", ranks=8, tp=2, pp=2, overlap=True, accumulation=2,
+           extra=_TOKENS),
+    Layout(name="tp2-pp2-vpp2-dp2-do-bf16", ranks=8, tp=2, pp=2, vpp=2, overlap=True,
+           accumulation=2, distributed_optimizer=True, dtype="bf16"),
+    # Experts: their gradients are summed over fewer ranks than the rest.
+    Layout(name="ep1-dp2-overlap", ranks=2, experts=4, overlap=True),
+    Layout(name="ep2-dp2", ranks=2, ep=2, experts=4),
+    Layout(name="ep2-dp4-overlap-acc2", ranks=4, ep=2, experts=4, overlap=True, accumulation=2),
+    Layout(name="ep2-dp4-do-bf16-wire", ranks=4, ep=2, experts=4, distributed_optimizer=True,
+           dtype="bf16-wire"),
+    Layout(name="ep2-tp2-etp1-dp4-do-overlap", ranks=8, tp=2, ep=2, etp=1, experts=4,
+           distributed_optimizer=True, overlap=True),
+    Layout(name="ep2-tp2-dp4-acc2", ranks=8, tp=2, ep=2, experts=4, accumulation=2),
+    Layout(name="ep2-etp2-dp8-do-bf16", ranks=8, ep=2, etp=2, experts=4, dtype="bf16",
+           distributed_optimizer=True, overlap=True),
+    Layout(name="ep2-pp2-dp4-overlap-tokens", ranks=8, pp=2, ep=2, experts=4, overlap=True,
+           accumulation=2, extra=_TOKENS),
+    Layout(name="ep2-pp2-dp4-do-overlap-acc2", ranks=8, pp=2, ep=2, experts=4, overlap=True,
+           accumulation=2, distributed_optimizer=True),
+    Layout(name="ep2-cp2-dp2-overlap", ranks=4, ep=2, cp=2, experts=4, overlap=True),
+    Layout(name="ep2-dp8-do-inst2-overlap", ranks=8, ep=2, experts=4, distributed_optimizer=True,
+           instances=2, overlap=True),
+    # Several ranks a host: they sum first, then hosts do. Where all ranks of a group share a host,
+    # nothing goes to servers.
+    Layout(name="node2-dp2", ranks=2, per_host=2, route=_NODE),
+    Layout(name="node2-dp4", ranks=4, per_host=2, route=_NODE),
+    Layout(name="node2-dp4-overlap-acc2", ranks=4, per_host=2, route=_NODE, overlap=True,
+           accumulation=2),
+    Layout(name="node2-dp4-bf16-wire-overlap", ranks=4, per_host=2, route=_NODE, overlap=True,
+           dtype="bf16-wire"),
+    Layout(name="node2-dp4-fp16-wire", ranks=4, per_host=2, route=_NODE, dtype="fp16-wire"),
+    Layout(name="node2-dp4-sent-as-bf16-overlap", ranks=4, per_host=2, route=_NODE, wire="bf16",
+           overlap=True),
+    Layout(name="node2-dp6-tokens", ranks=6, per_host=2, route=_NODE, extra=_TOKENS),
+    Layout(name="node2-dp4-frozen", ranks=4, per_host=2, route=_NODE, overlap=True,
+           frozen="embedding"),
+    Layout(name="node2-dp4-do-overlap", ranks=4, per_host=2, route=_NODE, overlap=True,
+           distributed_optimizer=True),
+    Layout(name="node2-dp4-do-bf16-wire-acc2", ranks=4, per_host=2, route=_NODE,
+           distributed_optimizer=True, dtype="bf16-wire", accumulation=2),
+    Layout(name="node2-dp8-do-gather", ranks=8, per_host=2, route=_NODE, overlap=True,
+           distributed_optimizer=True, extra=_GATHER),
+    # The recommended layout: the optimizer sharded inside each host.
+    Layout(name="node2-dp4-do-inst2-overlap", ranks=4, per_host=2, route=_NODE, overlap=True,
+           distributed_optimizer=True, instances=2, extra=_GATHER),
+    Layout(name="node2-dp4-do-inst2-sent-as-bf16-acc2", ranks=4, per_host=2, route=_NODE,
+           distributed_optimizer=True, instances=2, dtype="bf16", wire="bf16", accumulation=2),
+    Layout(name="node2-dp8-do-inst4-bf16-wire", ranks=8, per_host=2, route=_NODE, overlap=True,
+           distributed_optimizer=True, instances=4, dtype="bf16-wire"),
+    Layout(name="node4-dp8-do-inst2-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
+           distributed_optimizer=True, instances=2),
+    # An instance on two hosts; two instances on a host, whose ranks own the same shards.
+    Layout(name="node2-dp8-do-inst2", ranks=8, per_host=2, route=_NODE,
+           distributed_optimizer=True, instances=2),
+    Layout(name="node4-dp8-do-inst4-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
+           distributed_optimizer=True, instances=4),
+    Layout(name="node4-dp8-overlap", ranks=8, per_host=4, route=_NODE, overlap=True),
+    Layout(name="node4-dp8-do-bf16-overlap", ranks=8, per_host=4, route=_NODE, overlap=True,
+           distributed_optimizer=True, dtype="bf16"),
+    # Other parallelism decides which ranks of a group share a host.
+    Layout(name="node2-tp2-dp2-overlap", ranks=4, per_host=2, route=_NODE, tp=2, overlap=True),
+    Layout(name="node4-tp2-dp4-do-inst2", ranks=8, per_host=4, route=_NODE, tp=2,
+           distributed_optimizer=True, instances=2, overlap=True),
+    Layout(name="node4-pp2-dp4-overlap-acc2", ranks=8, per_host=4, route=_NODE, pp=2, overlap=True,
+           accumulation=2),
+    Layout(name="node2-pp2-vpp2-dp4-do-acc4", ranks=8, per_host=2, route=_NODE, pp=2, vpp=2,
+           distributed_optimizer=True, overlap=True, accumulation=4),
+    Layout(name="node4-cp2-dp4-do-inst2", ranks=8, per_host=4, route=_NODE, cp=2,
+           distributed_optimizer=True, instances=2, overlap=True),
+    Layout(name="node2-ep2-dp4-do", ranks=4, per_host=2, route=_NODE, ep=2, experts=4,
+           distributed_optimizer=True, overlap=True),
+    Layout(name="node4-ep2-dp8-do-inst2-overlap", ranks=8, per_host=4, route=_NODE, ep=2,
+           experts=4, distributed_optimizer=True, instances=2, overlap=True),
+    # Uneven hosts fall back to whole pushes.
+    Layout(name="node3-dp4-do-overlap", ranks=4, per_host=3, route=_NODE, overlap=True,
+           distributed_optimizer=True),
+    # The optimizer on the servers. Unless said otherwise every step is clipped.
+    Layout(name="servers-dp2", ranks=2, servers=True),
+    Layout(name="servers-dp4-clips-at-first-acc2", ranks=4, servers=True, accumulation=2,
+           extra=_CLIPS_AT_FIRST),
+    Layout(name="servers-dp2-sgd-clips-never", ranks=2, servers=True,
+           extra=("--optimizer", "sgd", *_CLIPS_NEVER)),
+    Layout(name="servers-dp2-no-clip-frozen", ranks=2, servers=True, frozen="embedding",
+           extra=(*_NO_CLIP, *_UNTIED, "--decoupled-lr", "1e-3", "--weight-decay", "0.1")),
+    Layout(name="servers-dp2-bf16-acc2", ranks=2, servers=True, dtype="bf16", accumulation=2),
+    Layout(name="servers-dp2-bf16-wire", ranks=2, servers=True, dtype="bf16-wire"),
+    Layout(name="servers-dp4-bf16-wire", ranks=4, servers=True, dtype="bf16-wire"),
+    Layout(name="servers-dp2-bf16-sent-as-bf16", ranks=2, servers=True, dtype="bf16", wire="bf16"),
+    Layout(name="servers-cp2-dp2-tokens", ranks=4, cp=2, servers=True, extra=_TOKENS),
+    Layout(name="servers-tp2-dp2", ranks=4, tp=2, servers=True, extra=_SEQUENCE),
+    Layout(name="servers-tp2-dp4-bf16-wire", ranks=8, tp=2, servers=True, dtype="bf16-wire",
+           extra=_SEQUENCE),
+    Layout(name="servers-pp2-dp2-tied-acc2", ranks=4, pp=2, servers=True, accumulation=2),
+    Layout(name="servers-pp2-dp4-tied-bf16-wire", ranks=8, pp=2, servers=True, accumulation=2,
+           dtype="bf16-wire"),
+    Layout(name="servers-pp2-vpp2-dp2-acc4", ranks=4, pp=2, vpp=2, servers=True, accumulation=4),
+    Layout(name="servers-tp2-pp2-dp2-tokens", ranks=8, tp=2, pp=2, servers=True, accumulation=2,
+           extra=(*_TOKENS, *_SEQUENCE)),
+    Layout(name="servers-ep2-dp2", ranks=2, ep=2, experts=4, servers=True, accumulation=2),
+    Layout(name="servers-ep2-tp2-etp1-dp2", ranks=4, tp=2, ep=2, etp=1, experts=4, servers=True),
+    Layout(name="servers-ep2-pp2-dp4", ranks=8, pp=2, ep=2, experts=4, servers=True,
+           accumulation=2),
+    # Sent while the backward pass runs: all gradients, those that only data-parallel ranks sum, or
+    # none.
+    Layout(name="servers-dp4-overlap-acc2", ranks=4, servers=True, overlap=True, accumulation=2),
+    Layout(name="servers-dp2-overlap-bf16-sent-as-bf16-no-clip", ranks=2, servers=True,
+           overlap=True, dtype="bf16", wire="bf16", extra=_NO_CLIP),
+    Layout(name="servers-pp2-vpp2-dp2-overlap-acc4", ranks=4, pp=2, vpp=2, servers=True,
+           overlap=True, accumulation=4),
+    Layout(name="servers-tp2-dp2-overlap-acc2", ranks=4, tp=2, servers=True, overlap=True,
+           accumulation=2, extra=(*_SEQUENCE, *_ZEROS)),
+    Layout(name="servers-ep2-tp2-pp2-dp2-overlap-clips-never", ranks=8, tp=2, pp=2, ep=2, experts=4,
+           servers=True, overlap=True, extra=(*_CLIPS_NEVER, *_ZEROS)),
+    Layout(name="servers-ep2-tp2-dp4-overlap-tokens", ranks=8, tp=2, ep=2, experts=4, servers=True,
+           overlap=True, extra=_TOKENS),
+    # Ranks of a host sum first, and each sends a part; the hosts of three send whole buckets.
+    Layout(name="node2-servers-dp4", ranks=4, per_host=2, route=_NODE, servers=True),
+    Layout(name="node2-servers-dp4-overlap-acc2", ranks=4, per_host=2, route="auto", servers=True,
+           overlap=True, accumulation=2),
+    Layout(name="node2-servers-dp4-clips-at-first-acc2", ranks=4, per_host=2, route=_NODE,
+           servers=True, accumulation=2, extra=_CLIPS_AT_FIRST),
+    Layout(name="node2-servers-dp4-wait", ranks=4, per_host=2, route=_NODE, servers=True,
+           overlap=True, clip="wait"),
+    Layout(name="node2-servers-dp4-bf16-frozen-no-clip", ranks=4, per_host=2, route=_NODE,
+           servers=True, dtype="bf16", frozen="embedding", extra=(*_NO_CLIP, *_UNTIED)),
+    Layout(name="node2-servers-dp4-bf16-wire-overlap", ranks=4, per_host=2, route=_NODE,
+           servers=True, overlap=True, dtype="bf16-wire"),
+    Layout(name="node2-servers-dp4-bf16-sent-as-bf16-overlap", ranks=4, per_host=2, route=_NODE,
+           servers=True, overlap=True, dtype="bf16", wire="bf16"),
+    Layout(name="node2-servers-ep2-dp4-overlap", ranks=4, per_host=2, route=_NODE, servers=True,
+           ep=2, experts=4, overlap=True),
+    Layout(name="node3-servers-dp6-sent-as-bf16", ranks=6, per_host=3, route=_NODE, servers=True,
+           dtype="bf16", wire="bf16", extra=_TOKENS),
+    Layout(name="node3-servers-dp6-zeros", ranks=6, per_host=3, route=_NODE, servers=True,
+           extra=_ZEROS),
+    Layout(name="node4-servers-tp2-dp4", ranks=8, per_host=4, route=_NODE, servers=True, tp=2,
+           overlap=True, extra=(*_SEQUENCE, *_ZEROS)),
+    Layout(name="node2-servers-pp2-dp4-tied-bf16-wire", ranks=8, per_host=2, route=_NODE,
+           servers=True, pp=2, accumulation=2, dtype="bf16-wire"),
+    Layout(name="node3-servers-dp4", ranks=4, per_host=3, route=_NODE, servers=True),
+    # The stages' groups are spread over hosts in different ways, so that no host sums first.
+    Layout(name="node3-servers-ep2-pp2-dp4", ranks=8, per_host=3, route=_NODE, servers=True, ep=2,
+           pp=2, experts=4),
+    # What cannot be served is refused, not trained wrongly.
+    Layout(name="servers-do", ranks=2, servers=True, distributed_optimizer=True,
+           refused="--use-distributed-optimizer"),
+    Layout(name="do-fp32-scatter", ranks=2, distributed_optimizer=True,
+           extra=("--ddp-reduce-scatter-with-fp32-accumulation",),
+           refused="--ddp-reduce-scatter-with-fp32-accumulation"),
+)  # fmt: skip

@@ -1,0 +1,205 @@
+"""Compares a run whose optimizer is on the servers with one of Megatron's own optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .compare import (
+    BYTES_TOLERANCE,
+    begin_report,
+    beside_of,
+    check_first_step,
+    check_losses,
+    way_of,
+)
+from .outcome import Difference, Report
+from .rows import Layout
+from .seen import RankSeen
+
+# Largest relative difference of the final parameters, as one vector, and of a step's norm. Both
+# runs update in fp32. What differs is how a sum of gradients is rounded.
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-4, "bf16-wire": 1e-3}
+MANY_BF16_TOLERANCE = 2e-2
+"""Of three or more values of bf16: servers round once, an all-reduce after every addition."""
+ALLOWED_ERROR = 1.1
+"""Our updates' error over that of Megatron's own optimizer, which rounds other values."""
+_TIED = ("word_embeddings.weight", "output_layer.weight")
+
+
+def tolerance(report: Report) -> float:
+    """What a difference may be."""
+    layout = report.layout
+    if layout.dtype == "fp32":
+        return TOLERANCE["fp32"]
+    if layout.wire or (layout.dtype == "bf16-wire" and max(report.groups) > 2):
+        return MANY_BF16_TOLERANCE
+    return TOLERANCE[layout.dtype]
+
+
+def compare_updates(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
+    """Hold a run with the optimizer on the servers against Megatron's own."""
+    report = begin_report(layout, ours, theirs)
+    if report.misses:
+        return report
+    check_first_step(report, ours, theirs)
+    check_losses(report, ours, theirs)
+    limit = tolerance(report)
+    report.update = Difference(
+        parameters=_parameters(ours, theirs),
+        norm=_norms(ours, theirs),
+        ours=_update_error(ours),
+        theirs=_update_error(theirs),
+    )
+    for what, found in (("parameters", report.update.parameters), ("norms", report.update.norm)):
+        if not found <= limit:
+            report.misses.append(f"{what} differ by {found:.3g}, more than {limit:g}")
+    allowed = ALLOWED_ERROR * report.update.theirs
+    if layout.is_held_against_fp64 and not report.update.ours <= allowed:
+        report.misses.append(
+            f"updates are off by {report.update.ours:.3g} from fp64, more than {allowed:.3g}"
+        )
+    report.misses += _zeros(ours, theirs)
+    report.misses += _split(ours, theirs)
+    report.misses += _bytes(layout, ours)
+    return report
+
+
+def _parameters(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
+    difference = size = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        if one.parameters.keys() != other.parameters.keys():
+            return math.nan
+        for name, value in one.parameters.items():
+            twin = other.parameters[name].double()
+            difference += (value.double() - twin).square().sum().item()
+            size += twin.square().sum().item()
+    return math.sqrt(difference / size)
+
+
+def _update_error(ranks: Sequence[RankSeen]) -> float:
+    """Of all parameters, as one vector."""
+    found = [seen.update_error for seen in ranks]
+    if None in found:
+        return math.nan
+    error, size = (math.fsum(part) for part in zip(*(one for one in found if one), strict=True))
+    return math.sqrt(error / size) if size else math.nan
+
+
+def _norms(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> float:
+    """0 where nothing is clipped: then there is no norm in ours."""
+    worst = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        for a, b in zip(one.steps, other.steps, strict=True):
+            if a.grad_norm is None or a.grad_norm < 0 or not b.grad_norm:
+                continue
+            difference = abs(a.grad_norm - b.grad_norm) / b.grad_norm
+            worst = math.nan if math.isnan(difference) else max(worst, difference)
+    return worst
+
+
+def _zeros(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
+    """Before the first update both runs have the same gradients, and so as many that are 0."""
+    unclear = _cancelling(ours)
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        found, wanted = one.steps[0].zeros, other.steps[0].zeros
+        if found is not None and wanted is not None and abs(found - wanted) <= unclear:
+            continue
+        if found != wanted:
+            yield f"rank {rank}: {found} gradients of the first step are 0, not {wanted}"
+
+
+def _cancelling(ranks: Sequence[RankSeen]) -> int:
+    """Gradients of the first step that are 0 or not by the order in which values were added."""
+    count = 0
+    for rank, seen in enumerate(ranks):
+        for name, total in seen.steps[0].sums.items():
+            if rank != total.members[0] or len(total.members) < 3:
+                continue
+            values = [ranks[m].steps[0].sums[name].local for m in total.members]
+            wide = torch.stack(values).double()
+            magnitude = wide.abs().sum(0)
+            rounding = len(values) * torch.finfo(values[0].dtype).eps * magnitude
+            count += int(((wide.sum(0).abs() <= rounding) & (magnitude > 0)).sum())
+    return count
+
+
+def _split(ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Iterator[str]:
+    """Copies of a parameter, on whatever ranks, that are the same bits with Megatron's optimizer
+    have to be so with ours."""
+    copies: dict[tuple[str, bytes], list[tuple[int, str]]] = defaultdict(list)
+    for rank, seen in enumerate(theirs):
+        for name, value in seen.parameters.items():
+            kind = "tied" if name.endswith(_TIED) else name
+            copies[kind, _digest(value)].append((rank, name))
+    for places in copies.values():
+        if len({_digest(ours[rank].parameters[name]) for rank, name in places}) > 1:
+            rank, name = places[0]
+            yield f"copies of {name} are not the same on ranks {[rank for rank, _ in places]}"
+
+
+def _digest(value: torch.Tensor) -> bytes:
+    return hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _made_again(layout: Layout, seen: RankSeen) -> list[bool]:
+    """Which steps were clipped after servers had tried them: they do not after two such steps."""
+    extra = list(layout.extra)
+    limit = float(extra[extra.index("--clip-grad") + 1]) if "--clip-grad" in extra else 1.0
+    clipped = [0 < limit < (step.grad_norm or 0.0) for step in seen.steps]
+    tries = [
+        layout.clip != "wait" and clipped[max(0, i - 2) : i] != [True, True]
+        for i in range(len(clipped))
+    ]
+    return [now and tried for now, tried in zip(clipped, tries, strict=True)]
+
+
+def _kind(name: str) -> str:
+    """Of a bucket by its name: dense or expert."""
+    return "expert" if name.split("/")[1].startswith("expert") else "dense"
+
+
+def _kinds_that_sum_first(layout: Layout, ours: Sequence[RankSeen]) -> set[str]:
+    """The kinds of buckets that the ranks of a host sum first.
+
+    Parts of the model have copies of one another's parameters. So that these stay the same to the
+    bit, none of a kind sum first unless the groups of all parts are spread over hosts alike.
+    """
+    spreads: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for seen in ours:
+        for name, total in seen.steps[0].sums.items():
+            hosts = [member // layout.per_host for member in total.members]
+            first_seen = list(dict.fromkeys(hosts))
+            sums_first = way_of(total.members, layout) == "node-first"
+            spread = tuple(map(first_seen.index, hosts)) if sums_first else ()
+            spreads[_kind(name)].add(spread)
+    return {kind for kind, found in spreads.items() if len(found) == 1 and () not in found}
+
+
+def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
+    """Each rank pushes its gradients and pulls its parameters once a step, in one type, and pulls
+    them twice if the step is made again; one rank of each group loads the fp32 parameters before.
+    Node first, the ranks of a host do each their part of that.
+    """
+    sum_first = _kinds_that_sum_first(layout, ours)
+    for rank, seen in enumerate(ours):
+        moved: dict[str, float] = defaultdict(float)
+        again = _made_again(layout, seen)
+        for number, step in enumerate(seen.steps):
+            for name, total in step.sums.items():
+                size = 2 if layout.wire else total.local.element_size()
+                elements, first = float(total.local.numel()), total.members[:1]
+                if _kind(name) in sum_first:
+                    elements /= len(beside_of(rank, total.members, layout))
+                    first = tuple(beside_of(first[0], total.members, layout))
+                moved["pushed"] += elements * size
+                moved["pulled"] += elements * size * (2 if again[number] else 1)
+                if number == 0 and rank in first:
+                    moved["pushed"] += elements * 4
+        for what, counted in (("pushed", seen.pushed_bytes), ("pulled", seen.pulled_bytes)):
+            if abs(counted - moved[what]) > BYTES_TOLERANCE * moved[what]:
+                yield f"rank {rank} {what} {counted} bytes, not {moved[what]:.0f}"

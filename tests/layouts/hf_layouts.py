@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Trains tiny Hugging Face models in every layout, whole and by LoRA adapters.
+
+Each cell trains a few steps on this machine's CPU through BytePS and through all-reduce, and looks
+at the files that come out.
+docs/results/huggingface.md says what must come out, and holds the table that --markdown writes.
+
+Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.progress import Progress
+from tests.layouts.command import machine_of, parse, parser_of, run_cells
+from tests.layouts.data import data_arguments, tiny_dataset
+from tests.layouts.hugging_face.rows import LAYOUTS, Layout
+from tests.layouts.hugging_face.runs import PROGRAMS, Outcome, compare
+from tests.layouts.job import start_fork_server
+from tests.layouts.table import Table, line
+
+MADE_BY = "`make hf-layouts MARKDOWN=docs/results/huggingface.md`; not to be edited by hand"
+TABLE = Table(
+    begin=f"<!-- made by {MADE_BY} -->",
+    head=(
+        *("layout", "model", "trained", "HF → Megatron → HF", "BytePS and all-reduce"),
+        *("transformers", "peft", "sent, of what ranks share"),
+    ),
+    align="lllllrrr",
+    keys=[(layout.name, lora) for layout in LAYOUTS for lora in (False, True)],
+    key_of=lambda cells: (cells[0], cells[2].startswith("adapters")),
+)
+SAME = {True: "the same bits", False: "**different**"}
+
+
+def row(layout: Layout, outcome: Outcome, *, lora: bool) -> list[str]:
+    """A row of the table."""
+    part = f"adapters, {outcome.trained:.0%}" if lora else "all"
+    by_peft = "" if outcome.adapter_logits is None else f"{outcome.adapter_logits:.0e}"
+    same = [SAME[outcome.round_trip], SAME[outcome.equal]]
+    how_far = [f"{outcome.logits:.0e}", by_peft, f"{outcome.pushed:.2f}"]
+    return [layout.name, layout.model, part, *same, *how_far]
+
+
+def title(cell: tuple[Layout, bool]) -> str:
+    """A layout, and whether it is trained by adapters, for people."""
+    return f"{cell[0].name}, {'lora' if cell[1] else 'full'}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    layouts, options = parse(parser_of(__doc__, devices=False), LAYOUTS, arguments)
+    start_fork_server([PROGRAMS])
+    cells = [(layout, lora) for layout in layouts for lora in (False, True)]
+    with (
+        tempfile.TemporaryDirectory(prefix="hf-layouts-") as scratch,
+        Progress("hf-layouts", total=len(cells), unit="cells") as bar,
+    ):
+        folder = Path(scratch)
+        data = data_arguments(tiny_dataset(folder))
+
+        def run(cell: tuple[Layout, bool]) -> Outcome:
+            layout, lora = cell
+            place = folder / f"{layout.name}-{'lora' if lora else 'full'}"
+            return compare(layout, place, folder / "models", data, lora=lora)
+
+        def tell(cell: tuple[Layout, bool], outcome: Outcome) -> list[str]:
+            layout, lora = cell
+            cells = row(layout, outcome, lora=lora)
+            bar.say(line(cells), stream=sys.stdout)
+            if options.markdown is not None:
+                TABLE.put(options.markdown, [cells], machine_of("cpu"))
+            return outcome.problems()
+
+        good = run_cells(cells, run, tell, title=title, bar=bar, budget=options.budget)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""Starts the ranks of a job and collects what they saw.
+
+Importing torch and Megatron takes seconds a process. The ranks are forked from multiprocessing's
+fork server, which imports both once. They find each other as under torchrun: through a store that
+this process keeps, on a port that the kernel chooses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from .platforms import CPU, Platform
+
+LIMIT_S = 240.0
+_STARTING = threading.Lock()
+_CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
+
+
+class JobFailed(AssertionError):
+    """Ranks did not end as they should have; the text has the end of their logs."""
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Any:
+    saved = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def start_fork_server(modules: Sequence[str], platform: Platform = CPU) -> None:
+    """Start the server that ranks are forked from, if it is not there.
+
+    It imports these modules beforehand, or those that the platform allows. Threads may call this at
+    the same time.
+    """
+    # Some releases of Python do not hand sys.path to the server, and a module that it cannot import
+    # beforehand it leaves to every child, without a word.
+    path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with _STARTING, _environment({**platform.environment, **path}):
+        _CONTEXT.set_forkserver_preload(list(platform.preloaded or modules))
+        forkserver.ensure_running()
+
+
+@dataclass
+class Job:
+    """A program on some ranks, each with a log and a result in the job's folder.
+
+    The program, ``module:function``, is called with the folder and the settings. Among those,
+    ``environment`` is added to what torchrun would set.
+    """
+
+    folder: Path
+    program: str
+    ranks: int
+    settings: Mapping[str, Any]
+    platform: Platform = CPU
+    per_host: int = 1
+    """Consecutive ranks that take themselves to share a host."""
+    first_gpu: int = 0
+    """Of rank 0, where ranks have GPUs: jobs that run side by side take different ones."""
+
+    def run(self, *, fails: bool = False) -> None:
+        """Run to the end. Raises JobFailed unless all ranks succeed (or none, if it ``fails``)."""
+        from torch.distributed import TCPStore
+
+        self.folder.mkdir(parents=True)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes = [
+            _CONTEXT.Process(target=_rank, args=(self._environment(rank, store.port), self, rank))
+            for rank in range(self.ranks)
+        ]
+        start_fork_server([self.program.partition(":")[0]], self.platform)
+        for process in processes:
+            process.start()
+        try:
+            self._wait(processes, fails=fails)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+                # What it started ends with it: Megatron's writers of checkpoints wait for more.
+                with suppress(ProcessLookupError):
+                    assert process.pid is not None  # it was started
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _wait(self, processes: list[Any], *, fails: bool) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode not in (0, None) and not fails:
+                break  # the others wait for it in vain
+        codes = [process.exitcode for process in processes]
+        good = all(codes) and None not in codes if fails else codes == [0] * self.ranks
+        if not good:
+            raise JobFailed(f"{self.program}: exit codes {codes}\n{self.logs()}")
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        """As torchrun sets it, with the store of this process for its own."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("DMLC_", "BYTEPS_", "MEGATRON_", "TORCHELASTIC_"))
+        }
+        size, host = str(self.ranks), rank // self.per_host
+        own: dict[str, str] = {}
+        if self.platform.shares_devices:
+            own = self._gpus(rank)
+        return {
+            **kept,
+            **self.platform.environment,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "BYTEPS_HOST_ID": f"host{host}",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **own,
+            **dict(self.settings.get("environment", {})),
+        }
+
+    def _gpus(self, rank: int) -> dict[str, str]:
+        """Variables that give a rank its GPU. Hosts that outnumber GPUs share them, and so do ranks
+        of one a host. A host of more ranks than there are GPUs is several machines to NCCL."""
+        from scripts import gpus
+
+        together = self.per_host if self.per_host > 1 else self.ranks
+        per_machine = min(together, gpus.count_gpus())
+        first = self.first_gpu + rank // per_machine * per_machine
+        return {
+            # No more: torch takes the rank's number modulo these for its GPU's.
+            "CUDA_VISIBLE_DEVICES": gpus.some_gpus(first, per_machine),
+            **gpus.place_among(rank, per_machine),
+        }
+
+    def log_of(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def logs(self, lines: int = 40) -> str:
+        parts = []
+        for rank in range(self.ranks):
+            if self.log_of(rank).exists():
+                text = self.log_of(rank).read_text(errors="replace").splitlines()
+                parts += [f"---- rank {rank}", *text[-lines:]]
+        return "\n".join(parts)
+
+    def result(self, rank: int) -> Any:
+        """What the program returned on that rank."""
+        import torch
+
+        return torch.load(self.folder / f"rank{rank}.pt", weights_only=False)
+
+    def results(self) -> list[Any]:
+        """What it returned on each."""
+        return [self.result(rank) for rank in range(self.ranks)]
+
+
+def _rank(environment: dict[str, str], job: Job, rank: int) -> None:
+    """Main function of a rank, in a process of its own."""
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    # Megatron's own children are forked, as in any other process.
+    multiprocessing.set_start_method("fork", force=True)
+    log = os.open(job.log_of(rank), os.O_WRONLY | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        import torch
+
+        module, _, function = job.program.partition(":")
+        program = getattr(importlib.import_module(module), function)
+        result = program(job.folder, **job.settings)
+        torch.save(result, job.folder / f"rank{rank}.pt")
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

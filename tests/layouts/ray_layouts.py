@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Trains in every layout twice: by ranks as torchrun starts them, and by ranks under Ray.
+
+Each cell trains a few steps, a small GPT or LoRA adapters on a small Hugging Face model: on this
+machine's CPU, or (--device cuda) on its GPUs, which ranks share where there are too few. All cells
+share one Ray cluster, and its actors. docs/results/ray.md says what must come out, and holds the
+tables that --markdown writes.
+
+Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# No more than these: every local rank imports this file.
+from tests.layouts.table import Table, line
+from tests.layouts.under_ray.rows import CELLS, Cell
+
+if TYPE_CHECKING:
+    from tests.layouts.under_ray.modes import Outcome
+
+MADE_BY = {
+    "cpu": "`make ray-layouts MARKDOWN=docs/results/ray.md`; not to be edited by hand",
+    "cuda": "`tests/layouts/ray_layouts.py --device cuda --markdown docs/results/ray.md`",
+}
+
+
+def table_of(device: str) -> Table:
+    """The table of this kind of device."""
+    return Table(
+        begin=f"<!-- made by {MADE_BY[device]} -->",
+        head=(
+            *("layout", "trained", "ranks", "groups", "sums a step", "loss, local", "loss, Ray"),
+            "losses, sums, parameters",
+        ),
+        align="llrrrrrl",
+        keys=[(cell.name, cell.trained) for cell in CELLS],
+        key_of=lambda cells: (cells[0], cells[1]),
+    )
+
+
+def row(cell: Cell, outcome: Outcome) -> list[str]:
+    """A row of the table."""
+    same = "**different**" if outcome.differences else "the same bits"
+    cells = [cell.name, cell.trained, str(cell.ranks), str(outcome.groups), str(outcome.sums)]
+    return [*cells, repr(outcome.local_loss), repr(outcome.ray_loss), same]
+
+
+def title(cell: Cell) -> str:
+    """A cell, for people."""
+    return f"{cell.name}, {cell.trained}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from tests.layouts.command import machine_of, parse, parser_of, run_cells
+
+    cells, options = parse(parser_of(__doc__), CELLS, arguments)
+    from megatron_byteps_ray.pool import JobError
+    from scripts.progress import Progress
+    from tests.layouts.data import data_arguments, tiny_dataset
+    from tests.layouts.job import JobFailed, start_fork_server
+    from tests.layouts.platforms import PLATFORMS
+    from tests.layouts.under_ray import modes
+    from tests.layouts.under_ray.pools import warm_pool
+
+    platform = PLATFORMS[options.device]
+    ranks = max(cell.ranks for cell in cells)
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-layouts-") as scratch,
+        Progress("ray-layouts", total=len(cells), unit="cells") as bar,
+        ThreadPoolExecutor(max_workers=options.jobs) as local_runs,
+    ):
+        folder = Path(scratch)
+        settings = modes.settings_of_pool(folder / "pool", ranks, platform)
+        bar.update("torch, Megatron and its bridge are imported, once for either mode")
+        start_fork_server(["tests.layouts.hugging_face.rank"], platform)
+        data = data_arguments(tiny_dataset(folder))
+        wanted = {cell: modes.arguments_of(cell, data, folder / "models") for cell in cells}
+        places = {cell: folder / f"{cell.name}-{cell.trained}" for cell in cells}
+        with warm_pool(settings) as pool:
+            local = {
+                cell: local_runs.submit(
+                    modes.run_locally, cell, places[cell] / "local", wanted[cell], platform
+                )
+                for cell in cells
+            }
+
+            def run(cell: Cell) -> Outcome:
+                there = modes.run_under_ray(
+                    cell, places[cell] / "ray", wanted[cell], pool, settings
+                )
+                return modes.compare(local[cell].result(), there)
+
+            def tell(cell: Cell, outcome: Outcome) -> list[str]:
+                cells = row(cell, outcome)
+                bar.say(line(cells), stream=sys.stdout)
+                if options.markdown is not None:
+                    machine = machine_of(options.device)
+                    table_of(options.device).put(options.markdown, [cells], machine)
+                return [*outcome.differences, *outcome.problems]
+
+            try:
+                if not pool.wait_warm(ranks, settings.limits.warm):
+                    raise JobError("the pool's actors do not become warm")
+                good = run_cells(
+                    cells,
+                    run,
+                    tell,
+                    title=title,
+                    bar=bar,
+                    budget=options.budget,
+                    failures=(JobError, JobFailed),
+                )
+            finally:
+                local_runs.shutdown(wait=False, cancel_futures=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""verl's workers in layouts, through BytePS and through all-reduce."""

@@ -1,0 +1,1 @@
+"""Layouts by ranks as torchrun starts them, and by ranks under Ray."""

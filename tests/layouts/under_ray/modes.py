@@ -1,0 +1,155 @@
+"""Trains a layout locally and under Ray, and holds one run against the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_byteps_ray.job import Job
+from megatron_byteps_ray.pool import Pool
+from megatron_byteps_ray.settings import PRELOAD, Settings
+from tests.layouts.gpt.compare import differences
+from tests.layouts.gpt.seen import RankSeen
+from tests.layouts.hugging_face.runs import make_model
+from tests.layouts.job import Job as LocalJob
+from tests.layouts.platforms import CPU, SMALL_PARTITIONS, THROUGH_SERVERS, Platform
+
+from .pools import environment_on, settings_on
+from .rows import Cell
+
+SERVERS = 2
+MODULE = "tests.layouts.under_ray.witness"
+ENTRY = f"{MODULE}:main"
+PROGRAM = "tests.layouts.gpt.rank:train"
+_ENVIRONMENT = {**SMALL_PARTITIONS, "HF_HUB_OFFLINE": "1"}
+
+
+def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Settings:
+    """Of the actors that all cells share."""
+    return settings_on(
+        platform,
+        folder,
+        entry=ENTRY,
+        ranks=ranks,
+        spares=0,
+        servers=SERVERS,
+        # One cluster on this machine: Ray starts a worker ahead of time for each processor.
+        cpus_per_rank=0.125,
+        server_cpus=0.125,
+        preload=(*PRELOAD, "pretrain_dpu_gpt", "megatron_byteps_hf.preload", MODULE),
+    )
+
+
+def run_locally(
+    cell: Cell, folder: Path, arguments: Sequence[str], platform: Platform = CPU
+) -> list[RankSeen]:
+    """Train as torchrun does, with BytePS beside the ranks: what each of them saw.
+
+    Raises:
+        JobFailed: a rank failed; the text has its log.
+    """
+    own = {**environment_on(platform), **_ENVIRONMENT, "BYTEPS_EMBEDDED_SERVERS": str(SERVERS)}
+    # The platform's GPU settings are the job's: which of them a rank sees differs by rank.
+    environment = {name: value for name, value in own.items() if name not in platform.environment}
+    everything = [*arguments, *THROUGH_SERVERS, *platform.arguments]
+    settings = {"arguments": everything, "environment": environment}
+    job = LocalJob(folder, PROGRAM, cell.ranks, settings, platform)
+    job.run()
+    return job.results()
+
+
+def run_under_ray(
+    cell: Cell, folder: Path, arguments: Sequence[str], pool: Pool, settings: Settings
+) -> list[RankSeen]:
+    """Train on the pool's actors: what each rank saw.
+
+    Args:
+        settings: those of the pool.
+
+    Raises:
+        JobError: a rank failed; the text has its last words.
+    """
+    import torch
+
+    folder.mkdir(parents=True)
+    own = replace(
+        settings,
+        entry=ENTRY,
+        arguments=(*arguments, *THROUGH_SERVERS, *settings.arguments),
+        ranks=cell.ranks,
+        folder=folder,
+        environment={**settings.environment, **_ENVIRONMENT, "LAYOUTS_SEEN": str(folder)},
+        max_restarts=0,
+    )
+
+    def ignore(event: dict[str, Any]) -> None:
+        del event
+
+    Job(own, ignore, pool).run()
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(cell.ranks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a cell."""
+
+    groups: int
+    """Groups of ranks that sum gradients through BytePS."""
+    sums: int
+    """A step's, over all groups."""
+    local_loss: float
+    """Of the last step."""
+    ray_loss: float
+    differences: list[str]
+    """Between the two runs; empty where every bit is the same."""
+    problems: list[str]
+    """What else is not as it must be."""
+
+    @property
+    def good(self) -> bool:
+        return not self.differences and not self.problems
+
+
+def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
+    """Hold a run under Ray against the local one, rank by rank."""
+    found = list(differences(local, ray))
+    for rank, (one, other) in enumerate(zip(local, ray, strict=True)):
+        if sorted(one.names) != sorted(other.names):
+            found.append(f"rank {rank}: other sums by BytePS")
+    sums = {
+        (total.members, name)
+        for seen in ray
+        for name, total in seen.steps[0].sums.items()
+        if len(total.members) > 1
+    }
+    shared = {rank for members, _ in sums for rank in members}
+    problems = []
+    for rank, seen in enumerate(ray):
+        if bool(seen.pushed_bytes) != (rank in shared):
+            problems.append(f"rank {rank} pushed {seen.pushed_bytes} bytes")
+        if seen.steps[0].grad_norm in (None, 0.0):
+            problems.append(f"rank {rank} has the gradients' norm {seen.steps[0].grad_norm}")
+    if len(set(_losses(ray))) != len(_losses(ray)):
+        problems.append(f"nothing was learned: {_losses(ray)}")
+    return Outcome(
+        groups=len({members for members, _ in sums}),
+        sums=len(sums),
+        local_loss=_losses(local)[-1],
+        ray_loss=_losses(ray)[-1],
+        differences=found,
+        problems=problems,
+    )
+
+
+def _losses(seen: Sequence[RankSeen]) -> list[float]:
+    """Of each step; the last stages of pipelines know them."""
+    known = next(one for one in seen if one.steps[0].loss is not None)
+    return [step.loss for step in known.steps if step.loss is not None]
+
+
+def arguments_of(cell: Cell, data: Sequence[str], models: Path) -> list[str]:
+    """Of the training script; a Hugging Face model is made where it is not there."""
+    model = ["--hf-model", str(make_model(cell.model, models))] if cell.model else []
+    return [*model, *cell.arguments, *data]
