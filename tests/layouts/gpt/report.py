@@ -48,8 +48,8 @@ _ON_GPUS = """# Correctness on GPUs
 
 The comparison of [correctness.md](correctness.md), with the same requirements, on {machine}:
 all-reduce is NCCL's ring, and BytePS copies gradients to servers on the host. Ranks of a host have
-a GPU each where there are as many; hosts share GPUs, and so do ranks that outnumber them, which NCCL then
-takes to be on several machines. Without Transformer Engine and Apex, and with PyTorch's
+a GPU each where there are as many; hosts share GPUs, and so do ranks that outnumber them, which
+NCCL then takes to be on several machines. Without Transformer Engine and Apex, and with PyTorch's
 deterministic kernels, so that two runs can be compared bit by bit.
 """
 
