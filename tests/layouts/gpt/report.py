@@ -14,14 +14,9 @@ from .rows import LAYOUTS, Layout
 _MADE_BY = "made by `make parity MARKDOWN=docs/results/correctness.md`"
 _MARK = f"<!-- {{}}: {_MADE_BY}; not to be edited by hand -->"
 
-FEATURES = Table(
-    begin=_MARK.format("layouts"),
-    head=(
-        *("layout", "ranks", "DP", "TP", "CP", "PP", "VPP", "EP", "optimizer", "overlap", "acc"),
-        *("dtype", "also"),
-    ),
-    align="lrrrrrrlllrll",
-    keys=[layout.name for layout in LAYOUTS],
+_FEATURES = (
+    *("layout", "ranks", "DP", "TP", "CP", "PP", "VPP", "EP", "optimizer", "overlap", "acc"),
+    *("dtype", "also"),
 )
 SUMS = Table(
     begin=_MARK.format("sums"),
@@ -55,12 +50,11 @@ deterministic kernels, so that two runs can be compared bit by bit.
 
 
 def put(document: Path, report: Report) -> None:
-    """Write a layout's rows into the document.
+    """Write a layout's row into the document.
 
     Raises:
         SystemExit: the document has no place for them.
     """
-    FEATURES.put(document, [_features(report.layout)])
     table, cells = _result(report)
     table.put(document, [cells])
 
@@ -82,7 +76,7 @@ def summary(reports: Sequence[Report]) -> str:
 
 def listing(layouts: Sequence[Layout]) -> str:
     """What there is to run, for a terminal."""
-    return aligned([FEATURES.head, *map(_features, layouts)], left=1)
+    return aligned([_FEATURES, *map(_features, layouts)], left=1)
 
 
 def verdict(report: Report) -> str:
