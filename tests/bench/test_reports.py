@@ -117,7 +117,7 @@ def test_a_section_says_which_launches_count() -> None:
             for case in experiment.plan.cases
         ]
     text = "\n".join(section(experiment, run))
-    assert "1 launches of each, in turn (1 more were left out" in text
+    assert "1 launches of each, interleaved (1 more were left out" in text
     assert "| 64MiB | 16777216 | float32 | byteps |" in text
     assert "MISS" in text
 
