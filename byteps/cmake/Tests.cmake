@@ -25,14 +25,27 @@ if(GTest_FOUND)
     tests/engine/plan_test.cc
     tests/engine/push_scheduler_test.cc
     tests/engine/remains_test.cc
+    tests/net/link/admission_test.cc
+    tests/net/link/greeting_test.cc
+    tests/net/link/idle_blocks_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
+    tests/net/link/outage_watch_test.cc
+    tests/net/link/peer_table_test.cc
+    tests/net/link/receipts_test.cc
+    tests/net/link/redial_test.cc
+    tests/net/link/replay_log_test.cc
     tests/net/membership/node_membership_test.cc
     tests/net/membership/parts_test.cc
     tests/net/membership/scheduler_membership_test.cc
+    tests/net/rdma/inbox_test.cc
+    tests/net/rdma/outbox_test.cc
     tests/net/sarray_test.cc
+    tests/net/tcp/dial_plan_test.cc
+    tests/net/tcp/frame_reader_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/pending_peers_test.cc
+    tests/net/tcp/send_queue_test.cc
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc
     tests/server/accumulator_test.cc
@@ -46,11 +59,15 @@ if(GTest_FOUND)
   target_link_options(unit_test PRIVATE  # failing_memory.cc
     LINKER:--wrap=_Znwm,--wrap=_Znam,--wrap=_ZnamRKSt9nothrow_t)
   add_executable(connection_test
+    tests/net/link/contract/contract_test.cc
+    tests/net/rdma/rdma_pair.cc
     tests/net/tcp/connection/choice_test.cc
     tests/net/tcp/connection/greeting_test.cc
     tests/net/tcp/connection/link.cc
     tests/net/tcp/connection/relay.cc
-    tests/net/tcp/connection/sending_test.cc)
+    tests/net/tcp/connection/sending_test.cc
+    tests/net/tcp/connection/tcp_pair.cc)
+  target_include_directories(connection_test PRIVATE tests/net/link/contract)
   target_compile_options(connection_test PRIVATE ${WARNINGS} ${ARRAYS_THAT_GROW})
   target_link_libraries(connection_test PRIVATE byteps_net GTest::gtest_main)
   add_executable(tls_test tests/net/tls/tls_test.cc)

@@ -30,6 +30,8 @@ _MARKS = {
     "rdma": [pytest.mark.on_rdma],
     "others": [pytest.mark.on_rdma, pytest.mark.thorough],
 }
+PROGRAMS = {"test_contract.py": "connection_test", "test_van.py": "van_test"}
+"""By the file whose tests run it."""
 _REMOTE = pytest.StashKey[list[str]]()
 _RUN = pytest.StashKey[RemoteRun | str]()
 
@@ -134,8 +136,10 @@ def _remote_run(item: pytest.Item) -> RemoteRun:
         tests = config.stash[_REMOTE]
         try:
             build_meddle()
-            if any("test_van.py" in test for test in tests):
-                native.build("van_test")  # the guest cannot, and would take minutes
+            # The guest cannot, and would take minutes.
+            for file, program in PROGRAMS.items():
+                if any(file in test for test in tests):
+                    native.build(program)
             run = RemoteRun(factory.mktemp("guest") / "shared", tests)
             config.stash[_RUN] = run
             config.add_cleanup(run.close)

@@ -11,7 +11,7 @@ import pytest
 
 from tests import native
 
-SUITES = ("BestOf", "Greeting", "Refusal", "Sending", "VanInbox")
+SUITES = ("BestOf", "Contract", "Greeting", "Refusal", "Sending", "VanInbox")
 LIMIT_S = 500
 
 

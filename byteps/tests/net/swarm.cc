@@ -89,7 +89,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
     if (node.role != Node::SCHEDULER) return;
     connection_ = std::make_shared<ps::tcp::Connection>(this, &settings_, poller_,
                                                         std::make_shared<ps::tcp::MemoryPool>(0));
-    connection_->peer = ps::kScheduler;
+    connection_->set_peer(ps::kScheduler);
     ps::tcp::Hello hello;
     hello.sender = token_;
     hello.node_id = Node::kEmpty;
@@ -115,7 +115,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
     msg->meta.sender = ps::kScheduler;
     membership_->Handle(*msg);
   }
-  void OnClosed(const ps::tcp::ConnectionPtr&, const ps::tcp::Ending& ending) override {
+  void OnClosed(const ps::tcp::ConnectionPtr&, const ps::LinkEnding& ending) override {
     membership_->OnLinkLost(ps::kScheduler, ending.reason, ending.by_peer);
   }
 

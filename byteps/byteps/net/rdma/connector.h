@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/redial.h"
 #include "byteps/net/rdma/endpoint.h"
 #include "byteps/net/rdma/poller.h"
 
@@ -85,8 +86,9 @@ class Connector {
  private:
   using Clock = AwakeClock;
 
-  // After the first attempt to connect that failed; later ones are longer.
+  // After the first attempt to connect that failed, and at most.
   static constexpr std::chrono::milliseconds kFirstPause{50};
+  static constexpr std::chrono::milliseconds kLongestPause{1000};
 
   // A connection, made or on its way.
   struct Link {
@@ -100,8 +102,6 @@ class Connector {
     // when this process ends: so only when there is another one, or none any more.
     Owned<rdma_cm_id> last_id;
     Clock::time_point attempt_deadline;
-    Clock::time_point gone_since;  // nobody has listened there
-    bool listener_gone = false;
     std::string host;
     int port = 0;
     uint64_t receiver = 0;
@@ -110,8 +110,7 @@ class Connector {
     std::string said;       // what this end has said, and the challenge
     Clock::time_point deadline;
     Clock::time_point next_try;
-    Clock::duration pause;
-    std::string last_error;
+    Redial redial{kFirstPause, kLongestPause};
   };
   using LinkPtr = std::unique_ptr<Link>;
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "byteps/base/foreign_text.h"
+#include "byteps/net/link/greeting.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/node_text.h"
 #include "byteps/net/rdma/connector.h"
@@ -17,7 +18,6 @@ namespace rdma {
 namespace {
 
 constexpr int kResolveMs = 2000;
-constexpr auto kLongestPause = std::chrono::milliseconds(1000);
 // An attempt to connect again that has come to nothing by then: perhaps its packets were lost, and
 // the connection manager would wait ever longer to send them again.
 constexpr auto kAttemptTime = std::chrono::seconds(5);
@@ -37,7 +37,6 @@ void Connector::Connect(std::shared_ptr<Endpoint> endpoint, const std::string& h
   (*link)->host = host;
   (*link)->port = port;
   (*link)->receiver = receiver;
-  (*link)->pause = kFirstPause;
   const std::chrono::duration<double> limit(settings_.start_timeout_s);
   (*link)->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
   Post([this, link] { Try(std::move(*link)); });
@@ -86,17 +85,12 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
   if (!link->active) return link->endpoint->Break(error, LinkFault::kBroken);
   if (link->endpoint->closed()) return;
   const auto now = Clock::now();
-  if (nobody_listens && !link->listener_gone) link->gone_since = now;
-  link->listener_gone = nobody_listens;
   ++link->attempt;
   link->challenge.clear();
-  link->last_error = error;
-  link->next_try = now + link->pause;
-  link->pause = std::min<Clock::duration>(link->pause * 2, kLongestPause);
+  link->redial.Failed(error, nobody_listens, now);
+  link->next_try = now + link->redial.NextPause();
   if (link->resumes) {  // EndOutages knows how long
-    if (nobody_listens && now - link->gone_since >= kListenerGoneTime) {
-      return link->endpoint->GiveUp(error, true);
-    }
+    if (link->redial.IsListenerGone(now)) return link->endpoint->GiveUp(error, true);
     return waiting_.push_back(std::move(link));
   }
   if (link->next_try < link->deadline) {
@@ -105,7 +99,7 @@ void Connector::TryAgain(Link* raw, const std::string& error, bool nobody_listen
   }
   link->endpoint->Fail("it did not answer within " +
                        Limit(settings_.start_timeout_s, "BYTEPS_START_TIMEOUT_S") + " at " +
-                       JoinHostPort(link->host, link->port) + ": " + link->last_error);
+                       JoinHostPort(link->host, link->port) + ": " + error);
 }
 
 ConnectRequest Connector::MakeRequest(Link* link) {
@@ -135,7 +129,8 @@ bool Connector::Proves(const std::string& proof, const char* who, const std::str
 }
 
 void Connector::GreetingFailed(Link* link, const std::string& error, bool proved) {
-  if (link->resumes && !proved) return TryAgain(link, error);
+  const auto failure = proved ? GreetingFailure::kDecided : GreetingFailure::kMaybeDamaged;
+  if (IsOneMoreAttempt(failure, link->resumes)) return TryAgain(link, error);
   link->endpoint->Fail(error);
   Drop(link);
 }
@@ -234,7 +229,7 @@ void Connector::OnRejected(Link* link, const rdma_cm_event& event) {
   if (!proved) refusal.reason = "it gave no reason";
   proved = proved && Proves(refusal.proof, kWhoRefuses, link->said + refusal.Claims());
   if (refusal.again_soon) {
-    link->pause = kFirstPause;
+    link->redial.Hurry();
     return TryAgain(link, ForeignText(refusal.reason));
   }
   GreetingFailed(link, RefusedBecause(refusal.reason, proved && settings_.secret.is_there()),

@@ -23,7 +23,8 @@ Endpoint::Endpoint(EndpointOwner* owner, Plane plane, int index, bool active,
       active_(active),
       settings_(settings),
       slot_bytes_(settings.slot_bytes()),
-      counters_(std::move(counters)) {}
+      counters_(std::move(counters)),
+      outage_(settings.reconnect_s) {}
 
 Endpoint::~Endpoint() {
   // The device first: only then is nobody reading or writing what the messages hold.
@@ -50,8 +51,7 @@ void Endpoint::Send(OutgoingPtr message) {
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
-    queued_bytes_ += message->bytes();
-    outbox_.push_back(std::move(message));
+    outbox_.Push(std::move(message));
     Pump(&turn);
   }
   Finish(&turn);
@@ -61,7 +61,7 @@ void Endpoint::SayGoodbye() {
   Turn turn;
   {
     MutexLock lock(&mu_);
-    goodbye_wanted_ = true;
+    goodbye_.wanted = true;
     Pump(&turn);
   }
   Finish(&turn);
@@ -71,9 +71,9 @@ void Endpoint::CloseWhenFlushed() {
   Turn turn;
   {
     MutexLock lock(&mu_);
-    goodbye_wanted_ = close_when_flushed_ = true;
+    goodbye_.wanted = goodbye_.closes = true;
     // Nothing will flush it.
-    if (in_outage_ && state_ != State::kOpen) Close("this node closed it", &turn);
+    if (outage_.lasts() && state_ != State::kOpen) Close("this node closed it", &turn);
     Pump(&turn);
     CloseIfFlushed(&turn);
   }
@@ -81,26 +81,25 @@ void Endpoint::CloseWhenFlushed() {
 }
 
 void Endpoint::CloseIfFlushed(Turn* turn) {
-  if (!close_when_flushed_ || state_ != State::kOpen || !goodbye_sent_) return;
+  if (!goodbye_.closes || state_ != State::kOpen || !goodbye_.sent) return;
   if (connection_->sends_completed()) Close("this node closed it", turn);
 }
 
 bool Endpoint::flushed() {
   MutexLock lock(&mu_);
   if (state_ != State::kOpen) return true;
-  return goodbye_sent_ && connection_->sends_completed();
+  return goodbye_.sent && connection_->sends_completed();
 }
 
 bool Endpoint::all_arrived() {
   MutexLock lock(&mu_);
   if (state_ == State::kClosed) return true;
-  return state_ == State::kOpen && outbox_.empty() && requested_.empty() && writes_.empty() &&
-         connection_->sends_completed();
+  return state_ == State::kOpen && outbox_.empty() && connection_->sends_completed();
 }
 
-size_t Endpoint::queued_bytes() {
+LinkLoad Endpoint::load() {
   MutexLock lock(&mu_);
-  return queued_bytes_;
+  return {state_ == State::kOpen, state_ == State::kClosed, outbox_.bytes()};
 }
 
 void Endpoint::Pump(Turn* turn) {
@@ -111,12 +110,11 @@ void Endpoint::Pump(Turn* turn) {
   // What lets the peer go on goes first, new messages last.  What is posted leaves in
   // order, however long it takes: so no more is than keeps the link busy.  A CTS behind
   // all values that wait would let the other direction run dry.
-  while (!ctss_.empty() && CanSend()) SendCts(turn);
+  while (inbox_.any_to_tell() && CanSend()) SendCts(turn);
   while (CanSend() && MayWrite()) WriteNext(turn);
-  while (!outbox_.empty() && CanSend()) SendNext(turn);
-  const bool silent = outbox_.empty() && requested_.empty() && writes_.empty();
-  if (goodbye_wanted_ && !goodbye_sent_ && silent && CanSend()) {
-    goodbye_sent_ = true;
+  while (outbox_.has_next() && CanSend()) SendNext(turn);
+  if (goodbye_.wanted && !goodbye_.sent && outbox_.empty() && CanSend()) {
+    goodbye_.sent = true;
     SendBare(kGoodbye, turn);
   }
   if (state_ != State::kOpen) return;
@@ -127,11 +125,10 @@ void Endpoint::Pump(Turn* turn) {
 }
 
 void Endpoint::SendNext(Turn* turn) {
-  OutgoingPtr message = std::move(outbox_.front());
-  outbox_.pop_front();
+  OutgoingPtr message = outbox_.TakeNext();
   FrameHeader header;
   header.type = message->in_region ? kRts : kMessage;
-  if (message->in_region) header.id = ++last_id_;
+  if (message->in_region) header.id = outbox_.NewId();
   header.values = static_cast<uint8_t>(message->sizes.size());
   header.meta_bytes = static_cast<uint32_t>(message->meta.size());
   header.meta_in_region = message->meta_in_region;
@@ -143,40 +140,29 @@ void Endpoint::SendNext(Turn* turn) {
     if (state_ == State::kClosed) {
       turn->done.push_back(std::move(message));
     } else {
-      outbox_.push_front(std::move(message));
+      outbox_.PutBack(std::move(message));
     }
   } else if (message->in_region) {
-    requested_[header.id] = std::move(message);
+    outbox_.Asked(header.id, std::move(message));
   } else {
     Sent(sending, std::move(message));
   }
 }
 
 void Endpoint::Sent(Sending* sending, OutgoingPtr message) {
-  sent_.Posted();
-  PS_INVARIANT_NOTED("bytes queued are those of the messages queued",
-                     queued_bytes_ >= message->bytes(),
-                     std::to_string(message->bytes()) + " of " + std::to_string(queued_bytes_));
-  queued_bytes_ -= message->bytes();
   if (!message->is_counted) {
     message->is_counted = true;
     ++counters_->messages_sent;
     counters_->bytes_sent += message->bytes();
   }
-  sending->message = std::move(message);
+  sending->ends_message = true;
+  outbox_.Sent(std::move(message));
 }
 
 void Endpoint::SendCts(Turn* turn) {
-  Incoming& incoming = incoming_.at(ctss_.front());
-  Target target;
-  target.address = reinterpret_cast<uintptr_t>(incoming.memory.bytes.data());
-  target.rkey = incoming.memory.rkey;
-  target.cookie = ctss_.front();
-  ctss_.pop_front();
-  incoming.is_cleared = true;
   FrameHeader header;
   header.type = kCts;
-  header.id = incoming.id;
+  const Target target = inbox_.Tell(&header.id);
   SendFrame(header, target.Encode(), nullptr, turn);
 }
 
@@ -229,14 +215,14 @@ Endpoint::Sending* Endpoint::SendFrame(FrameHeader header, const std::string& bo
 
 void Endpoint::WriteNext(Turn* turn) {
   Connection* const connection = connection_.get();
-  Outgoing* message = writes_.front().get();
+  Outgoing* const message = outbox_.writing();
   const uint32_t slot = connection->free_slots.back();
   connection->free_slots.pop_back();
   const uint64_t left = message->length - message->written;
-  const bool last = left <= max_write_;
+  const bool last = left <= resources_.max_write;
   ibv_sge piece;
   piece.addr = reinterpret_cast<uintptr_t>(message->address) + message->written;
-  piece.length = static_cast<uint32_t>(last ? left : max_write_);
+  piece.length = static_cast<uint32_t>(last ? left : resources_.max_write);
   piece.lkey = message->lkey;
   ibv_send_wr request;
   memset(&request, 0, sizeof(request));
@@ -260,9 +246,7 @@ void Endpoint::WriteNext(Turn* turn) {
                          std::to_string(settings_.window_bytes));
   if (!last) return;
   --connection->credits;  // the immediate takes a slot
-  OutgoingPtr whole = std::move(writes_.front());
-  writes_.pop_front();
-  Sent(sending, std::move(whole));
+  Sent(sending, outbox_.TakeWritten());
 }
 
 bool Endpoint::PostSend(ibv_send_wr* request, Turn* turn) {
@@ -289,16 +273,13 @@ void Endpoint::Close(const std::string& reason, Turn* turn, bool by_peer) {
   if (state_ == State::kClosed) return;
   state_ = State::kClosed;
   turn->closed = true;
-  turn->ending = {reason, goodbye_received_, by_peer};
+  turn->ending = {reason, by_peer, goodbye_.received};
   StopQueuePair();
   // These are known to this side alone.  What was written from, or is written to, stays
   // until the device has given the requests back.
-  for (auto& message : outbox_) turn->done.push_back(std::move(message));
-  for (auto& request : requested_) turn->done.push_back(std::move(request.second));
-  for (auto& message : sent_.TakeAll()) turn->done.push_back(std::move(message));
-  outbox_.clear();
-  requested_.clear();
-  ctss_.clear();
+  outbox_.TakeUnsent(&turn->done);
+  inbox_.StopTelling();
+  if (!connection_ || connection_->reads_no_message()) outbox_.TakeSent(&turn->done);
 }
 
 bool Endpoint::closed() {

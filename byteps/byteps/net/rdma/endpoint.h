@@ -12,8 +12,8 @@
 // A connection that breaks.  The queue pair is stopped, and destroyed when its device has given
 // all requests back: nothing is read or written any more.  What was being received is dropped;
 // what was being sent waits.  Who had connected connects again, with another queue pair, and
-// each side first says how many messages it has received (sent_messages.h).  What the peer has
-// not is sent again, in the same order, and nothing else before that is known.  So each message
+// each side first says how many messages it has received (net/link/replay_log.h).  What the peer
+// has not is sent again, in the same order, and nothing else before that is known.  So each message
 // comes exactly once.  After BYTEPS_RECONNECT_TIMEOUT_S without a connection the endpoint closes.
 //
 // No thread waits in here, but for Abandon.
@@ -22,22 +22,22 @@
 
 #include <chrono>
 #include <cstdint>
-#include <deque>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/choice.h"
 #include "byteps/net/link/endpoint_counters.h"
+#include "byteps/net/link/link_ending.h"
 #include "byteps/net/link/link_outage.h"
-#include "byteps/net/rdma/message_parts.h"
+#include "byteps/net/link/outage_watch.h"
+#include "byteps/net/rdma/inbox.h"
+#include "byteps/net/rdma/outbox.h"
 #include "byteps/net/rdma/pool.h"
 #include "byteps/net/rdma/registrar.h"
-#include "byteps/net/rdma/sent_messages.h"
 #include "byteps/net/rdma/settings.h"
 #include "byteps/net/rdma/verbs.h"
 #include "byteps/net/rdma/wire.h"
@@ -51,13 +51,6 @@ enum class Plane { kControl = 0, kData = 1 };
 inline const char* NameOf(Plane plane) { return plane == Plane::kData ? "data" : "control"; }
 
 class Endpoint;
-
-// Why an endpoint was closed.
-struct Ending {
-  std::string reason;
-  bool orderly = false;  // the peer had said goodbye
-  bool by_peer = false;  // and this side has nothing to say of the reason
-};
 
 class EndpointOwner {
  public:
@@ -75,7 +68,7 @@ class EndpointOwner {
   // It has one, after so long; so many messages are sent again.  The polling thread.
   virtual void OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, size_t again) = 0;
   // Once, in any thread.
-  virtual void OnClosed(Endpoint* endpoint, const Ending& ending) = 0;
+  virtual void OnClosed(Endpoint* endpoint, const LinkEnding& ending) = 0;
 };
 
 // Any thread may call any public function, but for those that say otherwise.
@@ -97,12 +90,11 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   EndpointCounters* counters() { return counters_.get(); }
   // The peer's node id, or Node::kEmpty.
   int peer() const { return counters_->peer; }
+  void set_peer(int id) { counters_->peer = id; }
 
-  // The token of the process at the other end, and the role and rank that it proved to have:
-  // the owner's to set, before there is one.
-  uint64_t token = 0;
-  int role = -1;
-  int rank = -1;
+  // What the process at the other end has proved to be, where it connected to us: the owner's to
+  // set, before there is a connection.
+  PeerIdentity identity;
 
   // ----- making a connection; one thread, before Open
 
@@ -143,7 +135,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool flushed();
   // Whether the peer has received all that was sent, or never will.
   bool all_arrived();
-  size_t queued_bytes();
+  LinkLoad load();
 
   // ----- receiving
 
@@ -183,13 +175,13 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // What a call has to do once the lock is released.
   struct Turn {
     std::vector<Received> received;
-    std::vector<OutgoingPtr> done;
+    OutgoingList done;
     bool broken = false;
     bool resumed = false;
     Clock::duration after{};  // it was without a connection for so long
     size_t again = 0;         // messages sent again
     bool closed = false;
-    Ending ending;
+    LinkEnding ending;
 
     bool is_empty() const { return received.empty() && !broken && !resumed && !closed; }
   };
@@ -197,35 +189,27 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // wr_id: the slot, and whether it is one of receives.
   static constexpr uint64_t kReceiveFlag = 1ull << 63;
 
+  // What the connections of a process share.
+  struct Resources {
+    std::shared_ptr<Pool> pool;
+    std::shared_ptr<Device> device;
+    std::shared_ptr<Registrar> registrar;
+    uint32_t max_write = 0;
+  };
+
+  struct Goodbye {
+    bool received = false;
+    bool wanted = false;
+    bool sent = false;
+    bool closes = false;  // when the peer has received it all
+  };
+
   // A request to the device that has not completed.
   struct Sending {
-    OutgoingPtr message;  // that it completes, if it does
-    uint8_t type = 0;     // a FrameType; 0: a write
-    uint64_t key = 0;     // of the message
-    uint32_t bytes = 0;   // of a write
-  };
-
-  // Where the device writes.
-  struct Memory {
-    SArray<char> bytes;
-    uint32_t rkey = 0;
-    std::shared_ptr<Region> region;  // of the place; null: it is the pool's memory
-  };
-
-  // A message whose values wait for memory, or are being written into it.
-  struct Incoming {
-    uint32_t id = 0;  // the sender's number of it
-    Received parts;
-    std::vector<uint64_t> sizes;
-    uint64_t value_bytes = 0;
-    uint32_t meta_in_region = 0;  // bytes
-    bool asked = false;           // the owner, for the place
-    char* place = nullptr;        // where the value belongs; null: wherever there is memory
-    bool drop = false;            // it was abandoned
-    Memory memory;
-    bool is_cleared = false;  // the peer has been told where to write
-
-    uint64_t bytes() const { return AlignUp(meta_in_region, kRegionAlign) + value_bytes; }
+    bool ends_message = false;  // the next in the log has arrived with it
+    uint8_t type = 0;           // a FrameType; 0: a write
+    uint64_t key = 0;           // of the message
+    uint32_t bytes = 0;         // of a write
   };
 
   struct FreeSlots {
@@ -250,6 +234,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     uint64_t posted_bytes = 0;     // of writes that have not completed
 
     bool sends_completed() const { return free_slots.size() == sending.size(); }
+    // Whether the device has none of the messages in the log: it has given those of the last
+    // connection back, and this one was sent none yet.
+    bool reads_no_message() const { return !resumed || sends_completed(); }
     bool drained() const { return receives_posted == 0 && sends_completed(); }
     bool can_send() const { return !free_slots.empty() && credits > 1; }
   };
@@ -258,7 +245,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void CloseIfFlushed(Turn* turn) PS_REQUIRES(mu_);
   void Pump(Turn* turn) PS_REQUIRES(mu_);
   bool MayWrite() const PS_REQUIRES(mu_) {
-    return !writes_.empty() && connection_->posted_bytes + max_write_ <= settings_.window_bytes;
+    return outbox_.writing() != nullptr &&
+           connection_->posted_bytes + resources_.max_write <= settings_.window_bytes;
   }
   // Also after something was posted that broke the connection.
   bool CanSend() const PS_REQUIRES(mu_) {
@@ -313,7 +301,6 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Finds memory for the first that waits and has the peer told.  False: the registrar must.
   bool ClearFirst(bool may_block);
   bool FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory);
-  bool IsWrittenTo(const char* begin, size_t bytes) const PS_REQUIRES(mu_);
   // Waits until done() or `deadline`, and returns done(), which is called with mu_ held.
   template <typename Done>
   bool Await(Clock::time_point deadline, Done done) PS_REQUIRES(mu_);
@@ -327,11 +314,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   const uint32_t slot_bytes_;
   const std::shared_ptr<EndpointCounters> counters_;
 
-  // Set by the first Prepare.
-  std::shared_ptr<Pool> pool_;
-  std::shared_ptr<Device> device_;
-  std::shared_ptr<Registrar> registrar_;
-  uint32_t max_write_ = 0;
+  Resources resources_;  // set by the first Prepare
 
   // Held while the owner says where a value belongs, until that is noted.
   Mutex place_mu_;
@@ -342,28 +325,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool was_open_ PS_GUARDED_BY(mu_) = false;
   // Null: there is none.  Only the polling thread lets go of one while the endpoint lives.
   std::unique_ptr<Connection> connection_ PS_GUARDED_BY(mu_);
-  bool in_outage_ PS_GUARDED_BY(mu_) = false;  // until both ends have said what they have
-  LinkOutage outage_ PS_GUARDED_BY(mu_);
-  SentMessages<OutgoingPtr> sent_ PS_GUARDED_BY(mu_);
-  uint64_t received_ PS_GUARDED_BY(mu_) = 0;  // messages that came whole
-  size_t begun_again_ PS_GUARDED_BY(mu_) =
-      0;  // messages of ours that are sent once more, since it was resumed
-  bool goodbye_received_ PS_GUARDED_BY(mu_) = false;
-  bool goodbye_wanted_ PS_GUARDED_BY(mu_) = false;
-  bool goodbye_sent_ PS_GUARDED_BY(mu_) = false;
-  std::deque<OutgoingPtr> outbox_ PS_GUARDED_BY(mu_);
-  std::deque<OutgoingPtr> writes_ PS_GUARDED_BY(mu_);             // the peer has said where to
-  std::map<uint32_t, OutgoingPtr> requested_ PS_GUARDED_BY(mu_);  // by id
-  std::deque<Incoming> waiting_ PS_GUARDED_BY(mu_);               // for memory
-  bool clearing_ PS_GUARDED_BY(mu_) =
-      false;  // a thread is at the first of them, which stays the first
-  std::deque<uint32_t> ctss_ PS_GUARDED_BY(mu_);  // cookies that the peer is to be told
-  std::unordered_map<uint32_t, Incoming> incoming_ PS_GUARDED_BY(mu_);  // with memory; by cookie
-  uint64_t incoming_bytes_ PS_GUARDED_BY(mu_) = 0;                      // of these
-  uint32_t last_id_ PS_GUARDED_BY(mu_) = 0;
-  uint32_t last_cookie_ PS_GUARDED_BY(mu_) = 0;
-  size_t queued_bytes_ PS_GUARDED_BY(mu_) = 0;
-  bool close_when_flushed_ PS_GUARDED_BY(mu_) = false;
+  OutageWatch outage_ PS_GUARDED_BY(mu_);  // lasts until both ends have said what they have
+  Outbox outbox_ PS_GUARDED_BY(mu_);
+  Inbox inbox_ PS_GUARDED_BY(mu_);
+  Goodbye goodbye_ PS_GUARDED_BY(mu_);
   std::thread::id polling_thread_ PS_GUARDED_BY(mu_);
   Turn later_ PS_GUARDED_BY(mu_);  // what the polling thread saw while it waited in Abandon
 };

@@ -52,7 +52,7 @@ bool Endpoint::MayConnect() {
 
 bool Endpoint::NeedsConnection() {
   MutexLock lock(&mu_);
-  if (!in_outage_ || state_ == State::kClosed || state_ == State::kOpen) return false;
+  if (!outage_.lasts() || state_ == State::kClosed || state_ == State::kOpen) return false;
   return state_ == State::kBroken || !connection_ || !connection_->attached;
 }
 
@@ -64,9 +64,10 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel*
   made->slots.reset(static_cast<char*>(aligned_alloc(4096, bytes)));
   if (!made->slots) Throw("cannot allocate " + std::to_string(bytes) + " bytes", ENOMEM);
   made->slots_region =
-      std::make_unique<Region>(device_, made->slots.get(), bytes, IBV_ACCESS_LOCAL_WRITE);
+      std::make_unique<Region>(resources_.device, made->slots.get(), bytes, IBV_ACCESS_LOCAL_WRITE);
 
-  made->cq.reset(ibv_create_cq(device_->context(), static_cast<int>(slots) + 1, this, channel, 0));
+  made->cq.reset(
+      ibv_create_cq(resources_.device->context(), static_cast<int>(slots) + 1, this, channel, 0));
   if (!made->cq) Throw("cannot make a completion queue of " + std::to_string(slots), errno);
   if (int error = ibv_req_notify_cq(made->cq.get(), 0)) {
     Throw("cannot arm a completion queue", error);
@@ -81,7 +82,7 @@ std::unique_ptr<Endpoint::Connection> Endpoint::MakeConnection(ibv_comp_channel*
   init.cap.max_send_wr = settings_.send_depth;
   init.cap.max_recv_wr = settings_.receive_depth;
   init.cap.max_send_sge = init.cap.max_recv_sge = 1;
-  made->qp.reset(ibv_create_qp(device_->pd(), &init));
+  made->qp.reset(ibv_create_qp(resources_.device->pd(), &init));
   if (!made->qp) Throw("cannot make a queue pair", errno);
 
   int mask = 0;
@@ -100,12 +101,11 @@ void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> devic
   MutexLock lock(&mu_);
   if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
   CHECK(!connection_) << "the last connection is still there";
-  pool_ = std::move(pool);
-  device_ = std::move(device);
-  registrar_ = std::move(registrar);
   // A whole number of pages, so that no packet is cut short between two writes.
   const uint64_t piece = settings_.window_bytes / kPieces;
-  max_write_ = std::min<uint64_t>(device_->max_message_bytes(), piece) / 4096 * 4096;
+  const uint64_t most = std::min<uint64_t>(device->max_message_bytes(), piece) / 4096 * 4096;
+  resources_ = {std::move(pool), std::move(device), std::move(registrar),
+                static_cast<uint32_t>(most)};
   connection_ = MakeConnection(channel, id);
   const uint32_t slots = settings_.send_depth + settings_.receive_depth;
   for (uint32_t slot = settings_.send_depth; slot < slots; ++slot) {
@@ -224,19 +224,16 @@ void Endpoint::BreakFor(const char* what, int error, Turn* turn) {
 
 void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) {
   if (state_ == State::kClosed || state_ == State::kBroken) return;
-  if (!in_outage_) {
+  if (!outage_.lasts()) {
     Clock::duration patience{};
-    const bool in_order = goodbye_received_ || goodbye_wanted_;
+    const bool in_order = goodbye_.received || goodbye_.wanted;
     if (state_ == State::kOpen && !in_order) patience = owner_->Patience(this, fault);
-    if (patience <= Clock::duration::zero()) {
-      return Close(reason, turn, fault == LinkFault::kClosed);
-    }
-    in_outage_ = true;
-    outage_ = LinkOutage::Of(reason, fault, patience, settings_.reconnect_s);
+    const bool by_peer = fault == LinkFault::kClosed;
+    if (patience <= Clock::duration::zero()) return Close(reason, turn, by_peer);
     // That it was silent for so long has counted already.
-    if (fault == LinkFault::kSilent) {
-      outage_.deadline -= std::min<Clock::duration>(kSilence, patience / 2);
-    }
+    auto counted = Clock::duration::zero();
+    if (fault == LinkFault::kSilent) counted = std::min<Clock::duration>(kSilence, patience / 2);
+    outage_.Begin(reason, fault, by_peer, patience, counted);
   }
   if (!connection_) return;
   // The peer may take it for whole already, though this side has not heard that it is.
@@ -247,42 +244,26 @@ void Endpoint::BreakOff(const std::string& reason, LinkFault fault, Turn* turn) 
 
 void Endpoint::LetGoIfDrained() {
   // While a thread looks for memory for the first that waits, that one must stay.
-  if (state_ != State::kBroken || clearing_ || !connection_->drained()) return;
+  if (state_ != State::kBroken || inbox_.is_clearing() || !connection_->drained()) return;
   connection_.reset();
   state_ = State::kConnecting;
-  // What the peer had begun to send comes again, and from the beginning.
-  incoming_.clear();
-  incoming_bytes_ = 0;
-  waiting_.clear();
-  ctss_.clear();
-  // Likewise what this side had begun to send: before all that it had not.
-  begun_again_ += requested_.size() + writes_.size();
-  for (auto it = requested_.rbegin(); it != requested_.rend(); ++it) {
-    outbox_.push_front(std::move(it->second));
-  }
-  requested_.clear();
-  for (auto it = writes_.rbegin(); it != writes_.rend(); ++it) {
-    (*it)->written = 0;
-    outbox_.push_front(std::move(*it));
-  }
-  writes_.clear();
+  inbox_.Forget();
+  outbox_.Interrupt();
   cond_.NotifyAll();
 }
 
 Endpoint::Clock::time_point Endpoint::resume_deadline() {
   MutexLock lock(&mu_);
-  const bool waits = in_outage_ && state_ != State::kClosed;
-  return waits ? outage_.deadline : Clock::time_point::max();
+  const bool waits = outage_.lasts() && state_ != State::kClosed;
+  return waits ? outage_.deadline() : Clock::time_point::max();
 }
 
 void Endpoint::GiveUp(const std::string& last_error, bool listener_gone) {
   Turn turn;
   {
     MutexLock lock(&mu_);
-    if (!in_outage_) return;
-    outage_.listener_gone = listener_gone;
-    const bool by_peer = outage_.fault == LinkFault::kClosed;
-    Close(outage_.GivenUp(settings_.reconnect_s, last_error), &turn, by_peer);
+    if (!outage_.lasts()) return;
+    Close(outage_.GivenUp(listener_gone, last_error), &turn, outage_.by_peer());
   }
   Finish(&turn);
 }
@@ -292,7 +273,7 @@ void Endpoint::GiveUp(const std::string& last_error, bool listener_gone) {
 void Endpoint::SendResume(Turn* turn) {
   connection_->told_received = true;
   Resume resume;
-  resume.received = received_;
+  resume.received = inbox_.received();
   FrameHeader header;
   header.type = kResume;
   SendFrame(header, resume.Encode(), nullptr, turn);
@@ -304,18 +285,13 @@ void Endpoint::ReadResume(const char* body, uint32_t bytes, Turn* turn) {
     throw dmlc::Error("it sent a frame that does not parse (what it has received)");
   }
   connection_->resumed = true;
-  std::vector<OutgoingPtr> again = sent_.Resume(resume.received, &turn->done);
-  for (auto it = again.rbegin(); it != again.rend(); ++it) {
-    queued_bytes_ += (*it)->bytes();
-    (*it)->written = 0;
-    outbox_.push_front(std::move(*it));
-  }
-  begun_again_ += again.size();
-  if (!in_outage_ || state_ != State::kOpen) return;
-  in_outage_ = false;
+  outbox_.Resume(resume.received, &turn->done);
+  if (!outage_.lasts() || state_ != State::kOpen) return;
+  turn->again = outbox_.TakeBegunAgain();
+  // This message came over the new connection, which works.
+  outage_.AwaitProof(turn->again);
+  turn->after = outage_.End();
   turn->resumed = true;
-  turn->after = Clock::now() - outage_.begin;
-  turn->again = std::exchange(begun_again_, 0);
 }
 
 }  // namespace rdma

@@ -11,6 +11,7 @@
 #include "byteps/net/link/invariant.h"
 #include "byteps/net/link/meta_codec.h"
 #include "byteps/net/rdma/endpoint.h"
+#include "byteps/net/rdma/message_parts.h"
 #include "dmlc/logging.h"
 
 namespace ps {
@@ -62,7 +63,7 @@ bool Endpoint::Poll() {
       CloseIfFlushed(&turn);
     }
     LetGoIfDrained();
-    any_waits = !waiting_.empty();
+    any_waits = inbox_.any_waits();
   }
   if (count > 0) cond_.NotifyAll();
   if (any_waits) ClearWaiting();
@@ -99,11 +100,18 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
     }
     BreakAfter(wc, "sending " + std::string(kWhat[sending.type]) + key + " failed: ", turn);
   }
-  if (!sending.message) return;
-  if (wc.status == IBV_WC_SUCCESS || state_ == State::kClosed) {
-    turn->done.push_back(std::move(sending.message));
-  } else {
-    sent_.GaveBack(std::move(sending.message));
+  const bool ends_message = std::exchange(sending.ends_message, false);
+  if (state_ == State::kClosed) {
+    if (connection_->sends_completed()) outbox_.TakeSent(&turn->done);
+    return;
+  }
+  // Requests come back in the order in which they were posted.  Whether the peer has the message of
+  // one that failed, the peer says.
+  if (!ends_message || wc.status != IBV_WC_SUCCESS) return;
+  try {
+    outbox_.Arrived(&turn->done);
+  } catch (const std::exception& e) {
+    Close(e.what(), turn);
   }
 }
 
@@ -157,7 +165,7 @@ void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
     case kCredit:
       return;
     case kGoodbye:
-      goodbye_received_ = true;
+      goodbye_.received = true;
       return;
     case kResume:
       return ReadResume(body, bytes, turn);
@@ -195,7 +203,7 @@ void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t
     values.CopyFrom(body, total);
     parts.msg.data = Split(values, 0, sizes);
     parts.is_inline = true;
-    ++received_;
+    inbox_.Came();
     counters_->values_in_frames += sizes.size();
     counters_->bytes_in_frames += total;
     return Deliver(std::move(parts), turn);
@@ -208,33 +216,19 @@ void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t
   incoming.value_bytes = total;
   incoming.meta_in_region = header.meta_in_region ? header.meta_bytes : 0;
   if (incoming.bytes() == 0) BadFrame("it requests to send nothing");
-  waiting_.push_back(std::move(incoming));
+  inbox_.Wait(std::move(incoming));
 }
 
 void Endpoint::ReadCts(const FrameHeader& header, const char* body, uint32_t bytes) {
   Target target;
   if (!target.Decode(body, bytes)) BadFrame("a CTS");
-  auto it = requested_.find(header.id);
-  if (it == requested_.end()) BadFrame("a CTS that was not asked for");
-  it->second->remote_address = target.address;
-  it->second->remote_key = target.rkey;
-  it->second->cookie = target.cookie;
-  writes_.push_back(std::move(it->second));
-  requested_.erase(it);
+  if (!outbox_.Answered(header.id, target)) BadFrame("a CTS that was not asked for");
 }
 
 void Endpoint::ReadImmediate(uint32_t cookie, Turn* turn) {
-  auto it = incoming_.find(cookie);
-  if (it == incoming_.end() || !it->second.is_cleared) BadFrame("a write that was not cleared");
-  Incoming incoming = std::move(it->second);
-  incoming_.erase(it);
-  PS_INVARIANT(
-      "a window is never below zero", incoming_bytes_ >= incoming.bytes(),
-      std::to_string(incoming.bytes()) + " bytes came, of " + std::to_string(incoming_bytes_));
-  incoming_bytes_ -= incoming.bytes();
-  PS_INVARIANT("what is abandoned is not written to", !incoming.drop || incoming.place == nullptr,
-               std::to_string(incoming.value_bytes) + " bytes came for it");
-  ++received_;
+  Incoming incoming;
+  if (!inbox_.Take(cookie, &incoming)) BadFrame("a write that was not cleared");
+  inbox_.Came();
   if (incoming.drop) return;
   SArray<char> values = incoming.memory.bytes;
   const uint32_t meta = incoming.meta_in_region;

@@ -5,6 +5,7 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/net/rdma/endpoint.h"
+#include "byteps/net/rdma/message_parts.h"
 #include "dmlc/logging.h"
 
 namespace ps {
@@ -16,19 +17,12 @@ constexpr auto kLastCompletions = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::microseconds(100);
 constexpr int kBatch = 32;
 
-bool Overlap(const char* a, size_t a_bytes, const char* b, size_t b_bytes) {
-  return a < b + b_bytes && b < a + a_bytes;
-}
-
 }  // namespace
 
 // ---------------------------------------------------------- finding memory
 
 bool Endpoint::MayClear() const {
-  if (clearing_ || waiting_.empty() || state_ != State::kOpen) return false;
-  // One alone may be larger than the window.
-  return incoming_.empty() ||
-         incoming_bytes_ + waiting_.front().bytes() <= settings_.receive_window_bytes;
+  return state_ == State::kOpen && inbox_.MayClear(settings_.receive_window_bytes);
 }
 
 void Endpoint::ClearWaiting() {
@@ -36,12 +30,12 @@ void Endpoint::ClearWaiting() {
     {
       MutexLock lock(&mu_);
       if (!MayClear()) return;
-      clearing_ = true;
+      inbox_.BeginClearing();
     }
     if (ClearFirst(false)) continue;
-    // Still clearing_: the others wait behind it.
+    // It is still being cleared: the others wait behind it.
     auto self = shared_from_this();
-    return registrar_->Post([self] { self->ClearSlowly(); });
+    return resources_.registrar->Post([self] { self->ClearSlowly(); });
   }
 }
 
@@ -62,7 +56,7 @@ bool Endpoint::ClearFirst(bool may_block) {
     {
       MutexLock place_lock(&place_mu_);
       MutexLock lock(&mu_);
-      first = &waiting_.front();
+      first = inbox_.first();
       if (!first->asked) {
         const bool one = first->sizes.size() == 1 && first->meta_in_region == 0;
         lock.Unlock();  // the owner may hold its own lock while it sends
@@ -77,14 +71,7 @@ bool Endpoint::ClearFirst(bool may_block) {
     if (!FindMemory(*first, place, may_block, &memory)) return false;
     MutexLock lock(&mu_);
     if (memory.region && first->place == nullptr) continue;  // abandoned meanwhile
-    const uint32_t cookie = ++last_cookie_;
-    Incoming& incoming = incoming_[cookie];
-    incoming = std::move(*first);
-    waiting_.pop_front();
-    incoming.memory = std::move(memory);
-    incoming_bytes_ += incoming.bytes();
-    ctss_.push_back(cookie);
-    clearing_ = false;
+    inbox_.EndClearing(std::move(memory));
     Pump(&turn);
     break;
   }
@@ -94,7 +81,7 @@ bool Endpoint::ClearFirst(bool may_block) {
 
 bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block, Memory* memory) {
   if (place != nullptr) {
-    memory->region = RegionToReceive(place, incoming.value_bytes, may_block, device_);
+    memory->region = RegionToReceive(place, incoming.value_bytes, may_block, resources_.device);
     if (memory->region) {
       memory->bytes.reset(place, incoming.value_bytes, [](char*) {});
       memory->rkey = memory->region->rkey();
@@ -104,8 +91,8 @@ bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block,
   }
   Pool::Buffer buffer;
   if (may_block) {
-    buffer = pool_->Take(incoming.bytes());
-  } else if (!pool_->TakeIdle(incoming.bytes(), &buffer)) {
+    buffer = resources_.pool->Take(incoming.bytes());
+  } else if (!resources_.pool->TakeIdle(incoming.bytes(), &buffer)) {
     return false;
   }
   memory->bytes = buffer.bytes;
@@ -114,13 +101,6 @@ bool Endpoint::FindMemory(const Incoming& incoming, char* place, bool may_block,
 }
 
 // ------------------------------------------------------------ giving it up
-
-bool Endpoint::IsWrittenTo(const char* begin, size_t bytes) const {
-  return std::any_of(incoming_.begin(), incoming_.end(), [&](const auto& entry) {
-    const Memory& memory = entry.second.memory;
-    return memory.region && Overlap(memory.bytes.data(), memory.bytes.size(), begin, bytes);
-  });
-}
 
 // Clang cannot see that mu_ is the lock that done() requires.
 template <typename Done>
@@ -156,41 +136,15 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   MutexLock place_lock(&place_mu_);
   MutexLock lock(&mu_);
   place_lock.Unlock();  // whoever is asked from now on knows that they are given up
-  const auto is_meant = [&](const Incoming& incoming) {
-    return incoming.place != nullptr && Overlap(incoming.place, incoming.value_bytes, first, bytes);
-  };
-  for (Incoming& incoming : waiting_) {
-    if (!is_meant(incoming)) continue;
-    incoming.place = nullptr;
-    incoming.drop = true;
-  }
-  bool moved = false;
-  for (auto it = incoming_.begin(); it != incoming_.end();) {
-    Incoming& incoming = it->second;
-    if (!is_meant(incoming)) {
-      ++it;
-      continue;
-    }
-    incoming.drop = true;
-    incoming.place = nullptr;
-    if (!incoming.memory.region || incoming.is_cleared) {
-      ++it;
-      continue;
-    }
-    // The peer does not know yet: it gets other memory.
-    ctss_.erase(std::find(ctss_.begin(), ctss_.end(), it->first));
-    incoming_bytes_ -= incoming.bytes();
-    incoming.memory = Memory();
-    waiting_.push_back(std::move(incoming));
-    it = incoming_.erase(it);
-    moved = true;
-  }
+  const bool moved = inbox_.Abandon(first, bytes);
   if (moved) {
     lock.Unlock();
     ClearWaiting();
     lock.Lock();
   }
-  const auto done = [&]() PS_REQUIRES(mu_) { return !IsWrittenTo(first, bytes) || Finished(); };
+  const auto done = [&]() PS_REQUIRES(mu_) {
+    return !inbox_.IsWrittenTo(first, bytes) || Finished();
+  };
   if (Await(deadline, done)) return;
   Turn turn;
   BreakOff("a value on its way to memory that was given up did not come in time",

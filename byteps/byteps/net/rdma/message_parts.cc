@@ -1,6 +1,5 @@
 #include "byteps/net/rdma/message_parts.h"
 
-#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -61,13 +60,6 @@ std::shared_ptr<Region> CachedRegion(const void* address, uint64_t bytes, bool m
 }
 
 }  // namespace
-
-std::string Outgoing::Describe() const {
-  char text[80];
-  snprintf(text, sizeof(text), "the message of key 0x%llx, %llu bytes",
-           static_cast<unsigned long long>(key), static_cast<unsigned long long>(bytes()));
-  return text;
-}
 
 OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
                          uint32_t inline_bytes, uint32_t slot_bytes,

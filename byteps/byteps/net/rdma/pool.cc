@@ -48,11 +48,7 @@ bool Pool::TakeIdle(size_t bytes, Buffer* buffer) {
   Block* block = nullptr;
   {
     MutexLock lock(&mu_);
-    auto spare = idle_.find(size);
-    if (spare == idle_.end() || spare->second.empty()) return false;
-    block = spare->second.back();
-    spare->second.pop_back();
-    idle_bytes_ -= size;
+    if (!idle_.Take(size, &block)) return false;
   }
   *buffer = BufferOf(block, bytes);
   return true;
@@ -100,11 +96,7 @@ void Pool::Return(Block* block) {
     PS_INVARIANT_NOTED("a block is returned once", block->is_out,
                        "one of " + std::to_string(block->size) + " bytes was there already");
     if (!std::exchange(block->is_out, false)) return;
-    if (idle_bytes_ + block->size <= max_idle_) {
-      idle_[block->size].push_back(block);
-      idle_bytes_ += block->size;
-      return;
-    }
+    if (idle_.Keep(block->size, block)) return;
     auto it = blocks_.find(reinterpret_cast<uintptr_t>(block->memory));
     surplus = std::move(it->second);
     blocks_.erase(it);

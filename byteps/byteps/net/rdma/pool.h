@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <vector>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/idle_blocks.h"
 #include "byteps/net/rdma/registrar.h"
 #include "byteps/net/rdma/verbs.h"
 #include "ps/sarray.h"
@@ -27,7 +27,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // Keeps at most `max_idle` bytes that nobody uses; more is let go of by the registrar.
   Pool(std::shared_ptr<Device> device, std::shared_ptr<Registrar> registrar, size_t max_idle)
-      : device_(std::move(device)), registrar_(std::move(registrar)), max_idle_(max_idle) {}
+      : device_(std::move(device)), registrar_(std::move(registrar)), idle_(max_idle) {}
 
   // Exactly `bytes` bytes, uninitialised.  Throws dmlc::Error when they cannot be had.
   // What it hands out may outlive everything but the process.  Blocks while memory is
@@ -59,11 +59,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Registrar> registrar_;
-  const size_t max_idle_;
   Mutex mu_;
   std::map<uintptr_t, std::unique_ptr<Block>> blocks_ PS_GUARDED_BY(mu_);  // by address
-  std::map<size_t, std::vector<Block*>> idle_ PS_GUARDED_BY(mu_);          // by size
-  size_t idle_bytes_ PS_GUARDED_BY(mu_) = 0;
+  IdleBlocks<Block*> idle_ PS_GUARDED_BY(mu_);
 };
 
 }  // namespace rdma

@@ -22,9 +22,7 @@ using rdma::Plane;
 
 namespace {
 
-// How long closing waits for queued messages (a goodbye, a failure) to leave, and for the
-// devices to give back what they had been asked to do.
-constexpr auto kLinger = std::chrono::seconds(1);
+// How long closing waits for the devices to give back what they had been asked to do.
 constexpr auto kLastCompletions = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::milliseconds(1);
 // How long a peer may take to receive what was sent before its endpoints are closed.
@@ -38,14 +36,6 @@ constexpr int kMaxRank = 1 << 24;
 
 RdmaVan::~RdmaVan() = default;
 
-void RdmaVan::SetNode(const Node& node) {
-  Node self = node;
-  // The scheduler gives an id back with the rest of what this node told of itself.
-  if (token_ != 0) SetToken(token_, &self);
-  Van::SetNode(self);
-  my_id_ = node.id;
-}
-
 void RdmaVan::Start(int customer_id, bool standalone) {
   CHECK(!standalone) << "the RDMA van joins a job";
   rdma::LoadVerbsLibraries();
@@ -55,14 +45,8 @@ void RdmaVan::Start(int customer_id, bool standalone) {
   if (int error = ibv_fork_init()) {
     LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
-  token_ = NewToken();
-  job_ = Postoffice::Get()->is_scheduler() ? NewJob() : 0;
   ForgetEndpointCounters();
-  inbox_.Open();
-  {
-    MutexLock lock(&peers_mu_);
-    stopping_ = false;
-  }
+  Begin(Postoffice::Get()->is_scheduler());
   Van::Start(customer_id, false);
 }
 
@@ -117,62 +101,25 @@ void RdmaVan::Connect(const Node& node) {
     return;
   }
 
-  auto peer = std::make_shared<Peer>();
+  auto peer = std::make_shared<Peers::Peer>();
   peer->id = node.id;
-  peer->control = NewEndpoint(Plane::kControl, 0, node.id, true);
+  const auto add = [&](Plane plane, int index) {
+    peer->links[static_cast<int>(plane)].push_back(NewEndpoint(plane, index, node.id, true));
+  };
   if (node.role != Node::SCHEDULER && settings_.data_plane) {
-    for (int i = 0; i < settings_.data_endpoints; ++i) {
-      peer->data.push_back(NewEndpoint(Plane::kData, i, node.id, true));
-    }
+    for (int i = 0; i < settings_.data_endpoints; ++i) add(Plane::kData, i);
   }
-  std::vector<std::shared_ptr<Endpoint>> endpoints = peer->data;
-  endpoints.push_back(peer->control);
-  {
-    MutexLock lock(&peers_mu_);
-    peers_[node.id] = peer;
-  }
-  for (auto& endpoint : endpoints) {
+  add(Plane::kControl, 0);
+  const auto endpoints = Peers::LinksOf(*peer);
+  peers_.Add(std::move(peer));
+  for (const auto& endpoint : endpoints) {
     connector_->Connect(endpoint, node.hostname, node.port, TokenOf(node));
   }
 }
 
 void RdmaVan::NamePeer(const Node& node) {
-  MutexLock lock(&peers_mu_);
-  PeerPtr& named = peers_[node.id];
-  auto it = peers_by_token_.find(TokenOf(node));
-  if (it == peers_by_token_.end()) {  // it came, and has gone already
-    named = std::make_shared<Peer>();
-    named->id = node.id;
-    Event event;
-    event.peer = node.id;
-    event.lost = named;
-    event.reason = "its connection closed";
-    event.closed = true;
-    return inbox_.Put(std::move(event));
-  }
-  // It may have had another name.
-  const auto last = peers_.find(it->second->id);
-  if (last != peers_.end() && last->first != node.id && last->second == it->second) {
-    peers_.erase(last);
-  }
-  named = it->second;
-  named->id = node.id;
-  for (const auto& endpoint : EndpointsOf(*named)) endpoint->counters()->peer = node.id;
-}
-
-std::vector<std::shared_ptr<Endpoint>> RdmaVan::EndpointsOf(const Peer& peer) {
-  std::vector<std::shared_ptr<Endpoint>> endpoints;
-  if (peer.control) endpoints.push_back(peer.control);
-  for (const auto& data : peer.data) {
-    if (data) endpoints.push_back(data);
-  }
-  return endpoints;
-}
-
-std::shared_ptr<Endpoint>* RdmaVan::SlotOf(Peer* peer, Plane plane, int index) {
-  if (plane == Plane::kControl) return &peer->control;
-  if (peer->data.size() <= static_cast<size_t>(index)) peer->data.resize(index + 1);
-  return &peer->data[index];
+  if (peers_.Name(TokenOf(node), node.id).is_there) return;
+  PutLoss(node.id, nullptr, {"its connection closed", true, false});
 }
 
 int32_t RdmaVan::Rank() {
@@ -181,87 +128,40 @@ int32_t RdmaVan::Rank() {
   return id == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(id);
 }
 
-std::string RdmaVan::ReasonToRefuse(const rdma::ConnectRequest& request) {
-  if (stopping_) return "this node is leaving the job";
-  if (is_scheduler_) {
-    if (request.job != (request.resumes ? job_.load() : 0)) return NotOurs(request.job, job_);
-    return request.is_data_plane ? "the scheduler has no data plane" : "";
-  }
-  if (job_ == 0) return "this node is in no job yet";
-  if (request.job != job_) return NotOurs(request.job, job_);
-  if (request.role != Node::WORKER || request.rank < 0 || request.rank >= kMaxRank) {
-    return "it is no worker";
-  }
-  const int node_id = Postoffice::WorkerRankToID(request.rank);
-  const auto named = peers_.find(node_id);
-  const auto mine = peers_by_token_.find(request.sender);
-  const bool is_new = mine == peers_by_token_.end();
-  // Who has lost all its endpoints is not there any more.
-  const bool taken = named != peers_.end() && (is_new || named->second != mine->second) &&
-                     !EndpointsOf(*named->second).empty();
-  const bool renamed = !is_new && mine->second->id != Node::kEmpty && mine->second->id != node_id;
-  return taken || renamed ? "another process is connected under its node id" : "";
-}
-
 std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request,
                                              const std::string& /*address*/,
                                              rdma::Refusal* refusal) {
-  if (request.resumes) return OnResumption(request, refusal);
   const Plane plane = request.is_data_plane ? Plane::kData : Plane::kControl;
-  std::shared_ptr<Endpoint> endpoint;
-  std::shared_ptr<Endpoint> superseded;
-  {
-    MutexLock lock(&peers_mu_);
-    refusal->reason = ReasonToRefuse(request);
-    refusal->again_soon = IsBehind(job_, request.job);
-    if (!refusal->reason.empty()) return nullptr;
-    PeerPtr& peer = peers_by_token_[request.sender];
-    if (!peer) peer = std::make_shared<Peer>();
-    if (!is_scheduler_) {
-      peer->id = Postoffice::WorkerRankToID(request.rank);
-      peers_[peer->id] = peer;
-    }
-    endpoint = NewEndpoint(plane, request.index, peer->id, false);
-    endpoint->token = request.sender;
-    endpoint->role = request.role;
-    endpoint->rank = request.rank;
-    auto* slot = SlotOf(peer.get(), plane, request.index);
-    superseded = std::move(*slot);
-    *slot = endpoint;
+  Applicant applicant;
+  applicant.who = {request.sender, request.role, request.rank};
+  applicant.job = request.job;
+  // It says its rank alone.
+  if (request.rank >= 0 && request.rank < kMaxRank) {
+    applicant.node_id = Postoffice::WorkerRankToID(request.rank);
   }
-  // The peer has given it up, or it would not ask again.
-  if (superseded) connector_->Disconnect(superseded);
-  return endpoint;
+  applicant.plane = static_cast<int>(plane);
+  applicant.index = request.index;
+  applicant.resumes = request.resumes;
+  const uint64_t job = job_.get();
+  refusal->reason = ReasonToRefuse(applicant, my_role_, token_, job);
+  refusal->again_soon = !refusal->reason.empty() && IsBehind(job, request.job);
+  if (!refusal->reason.empty()) return nullptr;
+  const auto admitted =
+      peers_.Admit(applicant, is_scheduler_, Peers::Again::kMakesAnother,
+                   [&](int id) { return NewEndpoint(plane, applicant.index, id, false); });
+  refusal->reason = admitted.refusal;
+  if (admitted.replaced) connector_->Disconnect(admitted.replaced);
+  if (admitted.link && request.resumes) MakeReady(admitted.link.get(), refusal);
+  return refusal->reason.empty() ? admitted.link : nullptr;
 }
 
-std::shared_ptr<Endpoint> RdmaVan::OnResumption(const rdma::ConnectRequest& request,
-                                                rdma::Refusal* refusal) {
-  const Plane plane = request.is_data_plane ? Plane::kData : Plane::kControl;
-  std::shared_ptr<Endpoint> endpoint;
-  {
-    MutexLock lock(&peers_mu_);
-    refusal->reason = ReasonToRefuse(request);
-    if (!refusal->reason.empty()) return nullptr;
-    const auto peer = peers_by_token_.find(request.sender);
-    if (peer != peers_by_token_.end()) {
-      endpoint = *SlotOf(peer->second.get(), plane, request.index);
-    }
-  }
-  if (!endpoint || endpoint->closed()) {
-    refusal->reason = "this node has given the connection up";
-    return nullptr;
-  }
-  if (endpoint->role != request.role || endpoint->rank != request.rank) {
-    refusal->reason = "it was another role or rank before";
-    return nullptr;
-  }
-  if (endpoint->MayConnect()) return endpoint;
+void RdmaVan::MakeReady(Endpoint* endpoint, rdma::Refusal* refusal) {
+  if (endpoint->MayConnect()) return;
   // This side has not noticed; perhaps not even that the connection had been there.
   endpoint->Open();
   endpoint->Break("its connection broke", LinkFault::kBroken);
   refusal->reason = "the connection that broke is not closed yet";
   refusal->again_soon = !endpoint->closed();
-  return endpoint;
 }
 
 LinkOutage::Clock::duration RdmaVan::Patience(Endpoint* endpoint, LinkFault fault) {
@@ -281,97 +181,43 @@ void RdmaVan::OnResumed(Endpoint* endpoint, LinkOutage::Clock::duration after, s
 }
 
 std::string RdmaVan::OnReply(Endpoint* endpoint, const rdma::ConnectReply& reply) {
-  if (reply.job == 0) return "it is in no job";
-  if (endpoint->peer() == kScheduler && job_ == 0) job_ = reply.job;
-  return reply.job == job_ ? "" : NotOurs(reply.job, job_);
-}
-
-std::vector<std::shared_ptr<Endpoint>> RdmaVan::AllEndpoints() {
-  MutexLock lock(&peers_mu_);
-  std::vector<std::shared_ptr<Endpoint>> all;
-  const auto add = [&all](const Peer& peer) {
-    for (auto& endpoint : EndpointsOf(peer)) all.push_back(std::move(endpoint));
-  };
-  for (const auto& entry : peers_) add(*entry.second);
-  for (const auto& entry : peers_by_token_) {
-    const auto named = peers_.find(entry.second->id);
-    if (named == peers_.end() || named->second != entry.second) add(*entry.second);
-  }
-  return all;
+  return job_.Hear(reply.job, endpoint->peer() == kScheduler);
 }
 
 void RdmaVan::Disconnect(int node_id) {
-  std::vector<std::shared_ptr<Endpoint>> endpoints;
-  {
-    MutexLock lock(&peers_mu_);
-    auto it = peers_.find(node_id);
-    if (it != peers_.end()) endpoints = EndpointsOf(*it->second);
-    // One that has gone already, and was named only to be closed.
-    if (it != peers_.end() && endpoints.empty()) peers_.erase(it);
-  }
-  for (const auto& endpoint : endpoints) {
+  for (const auto& endpoint : peers_.Of(node_id)) {
     endpoint->CloseWhenFlushed();
     connector_->FailLater(endpoint, kFarewell);
   }
 }
 
-void RdmaVan::SetIncarnation(int incarnation) { job_ = WithIncarnation(job_, incarnation); }
-
 void RdmaVan::Abandon(const void* begin, size_t bytes) {
   if (!inbox_.BeginUse()) return;
   const auto deadline = Endpoint::Clock::now() + kAbandonTime;
-  for (const auto& endpoint : AllEndpoints()) endpoint->Abandon(begin, bytes, deadline);
+  for (const auto& endpoint : peers_.All()) endpoint->Abandon(begin, bytes, deadline);
   inbox_.EndUse();
 }
 
 bool RdmaVan::BreakEndpoint(int node_id, Plane plane, int index) {
-  std::shared_ptr<Endpoint> endpoint;
-  {
-    MutexLock lock(&peers_mu_);
-    auto it = peers_.find(node_id);
-    if (it == peers_.end()) return false;
-    endpoint = *SlotOf(it->second.get(), plane, index);
+  for (const auto& endpoint : peers_.Of(node_id)) {
+    if (endpoint->plane() != plane || endpoint->index() != index) continue;
+    endpoint->Break("it was broken for a test", LinkFault::kBroken);
+    return true;
   }
-  if (!endpoint) return false;
-  endpoint->Break("it was broken for a test", LinkFault::kBroken);
-  return true;
-}
-
-bool RdmaVan::AllArrived() {
-  const auto endpoints = AllEndpoints();
-  return std::all_of(endpoints.begin(), endpoints.end(),
-                     [](const auto& endpoint) { return endpoint->all_arrived(); });
+  return false;
 }
 
 // --------------------------------------------------------------- stopping
-
-void RdmaVan::FlushEndpoints() {
-  const auto endpoints = AllEndpoints();
-  for (const auto& endpoint : endpoints) endpoint->SayGoodbye();
-  const auto deadline = std::chrono::steady_clock::now() + kLinger;
-  for (const auto& endpoint : endpoints) {
-    while (!endpoint->flushed() && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(kLook);
-    }
-  }
-}
 
 void RdmaVan::Stop() {
   Van::Stop();  // ends and joins the receiving thread
   inbox_.Close();
   if (connector_) {
-    FlushEndpoints();
-    {
-      MutexLock lock(&peers_mu_);
-      stopping_ = true;
-    }
+    Flush();
+    peers_.Stop();
     const auto transport = connector_->transport();
-    for (const auto& endpoint : AllEndpoints()) endpoint->Fail("this node closed it");
-    {
-      MutexLock lock(&peers_mu_);
-      peers_.clear();
-      peers_by_token_.clear();
-    }
+    for (const auto& endpoint : peers_.All()) endpoint->Fail("this node closed it");
+    peers_.Clear();
     if (transport) {
       const auto deadline = std::chrono::steady_clock::now() + kLastCompletions;
       for (auto& poller : transport->pollers) {

@@ -24,37 +24,30 @@
 #ifndef BYTEPS_NET_RDMA_VAN_H_
 #define BYTEPS_NET_RDMA_VAN_H_
 
-#include <atomic>
-#include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
-#include <vector>
 
-#include "byteps/base/mutex.h"
-#include "byteps/net/link/van_inbox.h"
+#include "byteps/net/link/link_van.h"
 #include "byteps/net/rdma/connector.h"
 #include "byteps/net/rdma/endpoint.h"
-#include "ps/internal/van.h"
 
 namespace ps {
 
-class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOwner {
+class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
+                public rdma::EndpointOwner,
+                public rdma::ConnectorOwner {
  public:
   RdmaVan() = default;
   ~RdmaVan() override;
 
   std::string GetType() const override { return "ibverbs"; }
-  void SetNode(const Node& node) override;
   void Abandon(const void* begin, size_t bytes) override;
-  bool AllArrived() override;
   void Disconnect(int node_id) override;
-  void SetIncarnation(int incarnation) override;
 
   // Breaks an endpoint to `node_id`, as a fault of the network would.  For tests.
   bool BreakEndpoint(int node_id, rdma::Plane plane, int index);
   // How many there are, to anybody.  For tests.
-  size_t CountEndpoints() { return AllEndpoints().size(); }
+  size_t CountEndpoints() { return peers_.All().size(); }
 
  protected:
   void Start(int customer_id, bool standalone) override;
@@ -65,34 +58,16 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   int Bind(const Node& node, int max_retry) override;
   void Connect(const Node& node) override;
 
-  // Never blocks.  Returns the message's size in bytes, or -1 after Stop.
-  int SendMsg(Message& msg) override;
-  int RecvMsg(Message* msg) override;
-
  private:
-  struct Peer {
-    int id = Node::kEmpty;
-    std::shared_ptr<rdma::Endpoint> control;
-    std::vector<std::shared_ptr<rdma::Endpoint>> data;
-  };
-  using PeerPtr = std::shared_ptr<Peer>;
+  friend class LinkVan<RdmaVan, rdma::Endpoint>;
 
-  // What the receiving thread has to do: hand on a message, or hear of a loss.
-  struct Event {
-    Message msg;
-    int bytes = 0;
-    std::shared_ptr<rdma::Endpoint> from;  // null: a message to itself, or a loss
-    PeerPtr lost;                          // null: a message
-    int peer = Node::kEmpty;
-    rdma::Plane plane = rdma::Plane::kControl;
-    std::string reason;
-    bool orderly = false;
-    bool closed = false;
-  };
+  // By LinkVan.
+  void Transmit(const Message& msg);
+  void OnLinkLost(int id, const LinkEnding& ending);
 
   uint8_t Role() override { return my_role_; }
   int32_t Rank() override;
-  uint64_t Job() override { return job_; }
+  uint64_t Job() override { return job_.get(); }
   std::shared_ptr<rdma::Endpoint> OnRequest(const rdma::ConnectRequest& request,
                                             const std::string& address,
                                             rdma::Refusal* refusal) override;
@@ -103,36 +78,16 @@ class RdmaVan : public Van, public rdma::EndpointOwner, public rdma::ConnectorOw
   void OnBroken(rdma::Endpoint* endpoint) override;
   void OnResumed(rdma::Endpoint* endpoint, LinkOutage::Clock::duration after,
                  size_t again) override;
-  void OnClosed(rdma::Endpoint* endpoint, const rdma::Ending& ending) override;
+  void OnClosed(rdma::Endpoint* endpoint, const LinkEnding& ending) override;
 
   std::shared_ptr<rdma::Endpoint> NewEndpoint(rdma::Plane plane, int index, int peer_id,
                                               bool active);
-  static std::vector<std::shared_ptr<rdma::Endpoint>> EndpointsOf(const Peer& peer);
-  std::shared_ptr<rdma::Endpoint>* SlotOf(Peer* peer, rdma::Plane plane, int index);
-  // Null when there is none.
-  std::shared_ptr<rdma::Endpoint> Choose(int node_id, rdma::Plane plane);
-  std::vector<std::shared_ptr<rdma::Endpoint>> AllEndpoints();
   void NamePeer(const Node& node);
-  // The endpoint that is to have another connection.
-  std::shared_ptr<rdma::Endpoint> OnResumption(const rdma::ConnectRequest& request,
-                                               rdma::Refusal* refusal);
-  std::string ReasonToRefuse(const rdma::ConnectRequest& request) PS_REQUIRES(peers_mu_);
-  int Transmit(const Message& msg);
-  void HandleLoss(const Event& event);
-  void FlushEndpoints();
+  // Whether it can have another connection now.
+  void MakeReady(rdma::Endpoint* endpoint, rdma::Refusal* refusal);
 
   rdma::Settings settings_;
-  uint64_t token_ = 0;
-  std::atomic<uint64_t> job_{0};
-  std::atomic<int> my_id_{Node::kEmpty};
   std::unique_ptr<rdma::Connector> connector_;
-
-  Mutex peers_mu_;
-  std::unordered_map<uint64_t, PeerPtr> peers_by_token_ PS_GUARDED_BY(peers_mu_);
-  std::unordered_map<int, PeerPtr> peers_ PS_GUARDED_BY(peers_mu_);  // by node id
-  bool stopping_ PS_GUARDED_BY(peers_mu_) = false;
-
-  VanInbox<Event> inbox_;  // whose users are in SendMsg or Abandon; endpoints stay as long
 };
 
 }  // namespace ps

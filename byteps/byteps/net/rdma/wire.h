@@ -7,7 +7,7 @@
 // In a job with a secret the first request is rejected with a Challenge, and the second one,
 // the same but for that, has a proof (net/auth/secret.h) over request and challenge; the reply has
 // another one.  Who listens keeps nothing meanwhile: it knows its challenge again.  A proof of what
-// the listener says is over that, too.  What a failed greeting means: see tcp/wire.h; a challenge,
+// the listener says is over that, too.  A failed greeting: see link/greeting.h; a challenge,
 // a reply or a refusal without a proof may have been damaged.
 //
 // On the connection, each side first says in a Resume how many messages it has received since

@@ -13,7 +13,7 @@
 // received, with each frame that it sends anyway or by one of its own, and keeps what it has
 // sent until the other has told so.  When the socket breaks, who had connected connects again
 // and both say what they have received; what is missing is sent again, in the same order.  So
-// each message comes exactly once.  A greeting that fails then is one more failed attempt (wire.h).
+// each message comes exactly once.  A greeting that fails then is one more attempt (greeting.h).
 // The outage ends when something that was sent over the new socket has been acknowledged, or when
 // nothing is to be sent: a path may carry a greeting and nothing larger.  After
 // BYTEPS_RECONNECT_TIMEOUT_S of it the connection closes.
@@ -23,33 +23,30 @@
 #ifndef BYTEPS_NET_TCP_CONNECTION_H_
 #define BYTEPS_NET_TCP_CONNECTION_H_
 
-#include <sys/uio.h>
-
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "byteps/base/mutex.h"
 #include "byteps/net/auth/secret.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/choice.h"
+#include "byteps/net/link/link_ending.h"
 #include "byteps/net/link/link_outage.h"
+#include "byteps/net/link/outage_watch.h"
+#include "byteps/net/link/receipts.h"
+#include "byteps/net/tcp/dial_plan.h"
+#include "byteps/net/tcp/frame_reader.h"
 #include "byteps/net/tcp/memory_pool.h"
 #include "byteps/net/tcp/poller.h"
+#include "byteps/net/tcp/send_queue.h"
 #include "byteps/net/tcp/stream.h"
 #include "byteps/net/tcp/wire.h"
 #include "ps/internal/message.h"
 
 namespace ps {
 namespace tcp {
-
-// How a connection ended, or its socket.
-struct Ending {
-  std::string reason;
-  bool by_peer = false;
-  bool orderly = false;  // the peer said goodbye
-};
 
 // Reasons that tell more than that a socket broke (kLinkClosed is another).  The kernel closes the
 // sockets of a process that ends, and resets those that it had not read to the end.
@@ -60,23 +57,20 @@ constexpr char kTimedOut[] = "its connection timed out";
 class Connection;
 using ConnectionPtr = std::shared_ptr<Connection>;
 
-class ConnectionOwner {
+// PlaceFor is called with a lock of the connection's held: see Abandon.
+class ConnectionOwner : public FramePlaces {
  public:
-  virtual ~ConnectionOwner() = default;
   // All in the connection's poller thread.
 
   // Who we connected to says who it is, and has proved it.  A reason is returned to give it up, for
   // good.
   virtual std::string OnChallenge(const ConnectionPtr& connection, const Challenge& challenge) = 0;
-  // Where the values of a message, of so many bytes together, belong, if they are one, or null;
-  // Nowhere(): they are dropped.  Called with a lock of the connection's held: see Abandon.
-  virtual char* PlaceFor(const Meta& meta, size_t bytes) = 0;
   virtual void OnMessage(Connection* connection, Message* msg, size_t bytes) = 0;
   // The socket broke.  For how long the connection may be without one: 0 closes it.
   virtual Poller::Clock::duration Patience(Connection* connection, LinkFault fault) = 0;
   // It had a socket again after so long, and that works; so many messages were sent again.
   virtual void OnResumed(Connection* connection, Poller::Clock::duration after, size_t again) = 0;
-  virtual void OnClosed(const ConnectionPtr& connection, const Ending& ending) = 0;
+  virtual void OnClosed(const ConnectionPtr& connection, const LinkEnding& ending) = 0;
 };
 
 // What the connections of a process share.
@@ -120,7 +114,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void CloseWhenFlushed();
 
   // Any thread.
-  void Close(const Ending& ending);
+  void Close(const LinkEnding& ending);
   bool closed();
   // Whether it has a socket over which messages go.
   bool open();
@@ -130,14 +124,14 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // held that PlaceFor takes, nor by PlaceFor.
   void Abandon(const void* begin, size_t bytes);
 
-  size_t queued_bytes() const { return queued_bytes_; }
+  LinkLoad load();
 
-  // These are the owner's to set.  `token`: what the peer's hello called it.  `hello`: what it
-  // said, where it connected to us.
-  uint64_t token = 0;
-  Hello hello;
+  // What the peer has proved to be, where it connected to us: the owner's to set, before it adopts
+  // a socket.
+  PeerIdentity identity;
   // The peer's node id, or Node::kEmpty.
-  std::atomic<int> peer{Node::kEmpty};
+  int peer() const { return peer_; }
+  void set_peer(int id) { peer_ = id; }
   // "10.0.0.3:41234"; empty before it is known.
   std::string address();
 
@@ -151,39 +145,45 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
     kOpen,
     kClosed,
   };
-  enum class Phase { kHandshake, kChallenge, kReply, kHead, kMeta, kValues };
+  // What the side that connects waits for before the first frame.
+  enum class Greeting { kOver, kHandshake, kChallenge, kReply };
   using Socket = StreamPtr;  // stays open while somebody writes to it
 
-  // A message on its way out.
-  struct Outgoing {
-    std::string head;  // all that is not a value
-    std::vector<SArray<char>> values;
-    size_t bytes = 0;
-    FrameType type = kMessage;
-    uint64_t number = 0;  // of a message, from 1, in the order in which they are written
+  // Who writes to the socket.
+  struct Writing {
+    bool is_on = false;     // somebody is in Drain
+    bool blocked = false;   // the socket took no more: the poller will tell
+    bool writable = false;  // it told while somebody was writing
   };
-  using OutgoingPtr = std::shared_ptr<Outgoing>;
-  using OutgoingList = std::deque<OutgoingPtr>;
-
-  // Read at once beside a value: several small messages, or the next one's meta and little
-  // of its values, which has to be copied.
-  static constexpr size_t kReadBytes = 16384;
+  // What is being written.
+  struct Batch {
+    OutgoingList list;
+    size_t done = 0;     // bytes of it that are written
+    uint64_t epoch = 0;  // it was taken for the socket of this epoch
+  };
+  struct Closing {
+    bool when_flushed = false;
+    bool goodbye_sent = false;
+    LinkEnding ending;
+  };
+  // What this end has heard from the other.
+  struct Heard {
+    OutgoingList arrived;         // messages of ours; let go of without a lock
+    uint64_t received = 0;        // so many have come, it said last
+    uint64_t before = 0;          // and so many when this socket was there
+    uint64_t greeting_bytes = 0;  // that were written to it before
+  };
 
   // ----- connection.cc
   void Finish();
   void OnWritable();
   void SendingFailed(uint64_t epoch, const std::string& reason);
-  static OutgoingPtr Frame(FrameType type);
   void Enqueue(OutgoingPtr outgoing);
   // Writes until the socket takes no more or nothing is left.  The caller has set writing_.
   void Drain();
-  // Moves what may be written by one call from the queues to the batch; false if there is none.
-  bool TakeBatch() PS_REQUIRES(mu_);
-  std::vector<iovec> VectorOf(const OutgoingList& batch, size_t done) const;
-  static size_t BytesOf(const OutgoingList& list);
 
   // ----- connection_dial.cc
-  void Redial();
+  void DialAgain();
   void TryNext();
   void TryAgain(const std::string& error, bool nobody_listens = false);
   void GiveUpAttempt(Clock::duration after, const std::string& complaint);
@@ -193,15 +193,18 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // False: not yet, or not any more.
   bool ShakeHands();
   void SayHello(const Socket& socket);
+  bool ReadGreeting() PS_REQUIRES(receive_mu_);
   bool ReadChallenge() PS_REQUIRES(receive_mu_);
   bool ReadReply() PS_REQUIRES(receive_mu_);
 
   // ----- connection_link.cc
   // The socket of this epoch broke: what becomes of the connection?
-  void Break(uint64_t epoch, const Ending& ending);
+  void Break(uint64_t epoch, const LinkEnding& ending);
   // It goes on if it never ended.
-  void BeginOutage(const Ending& ending, Clock::duration patience);
-  void EndOutageBy(Clock::time_point deadline);
+  void BeginOutage(const LinkEnding& ending, Clock::duration patience);
+  void ArmDeadline();
+  // By when it must be connected, for the first time or again.
+  Clock::time_point Deadline() const;
   // The time is over, unless it has another deadline since.
   void OnDeadline();
   // There is a socket: waits until something that is sent over it is acknowledged.
@@ -217,8 +220,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   std::string GivenUp() const;
   // The other end has received so many messages.
   void OnReceived(uint64_t received);
-  void LetArrive(uint64_t received) PS_REQUIRES(mu_);
-  void CheckFlying(uint64_t received) const PS_REQUIRES(mu_);
+  // What has arrived since there were so many in the list is not read from any more.
+  void TakeBackFrom(size_t first);
   // Tells the other end what has come, soon or when there is enough of it.
   void TellReceived();
 
@@ -227,22 +230,14 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void ReadingFailed(const Socket& socket, ssize_t result, int error);
   uint64_t Epoch();
   Socket CurrentSocket();
-  ssize_t Read(const Socket& socket) PS_REQUIRES(receive_mu_);
-  // A message that is complete.  False: more bytes are needed.
-  bool Parse(Message* msg, bool* drop) PS_REQUIRES(receive_mu_);
-  bool ParseHead() PS_REQUIRES(receive_mu_);
-  bool ParseMeta() PS_REQUIRES(receive_mu_);
-  void BeginValue() PS_REQUIRES(receive_mu_);
-  bool ParseValues() PS_REQUIRES(receive_mu_);
-  // Null: not there yet.
-  const char* Peek(size_t bytes) PS_REQUIRES(receive_mu_);
-  void Skip(size_t bytes) PS_REQUIRES(receive_mu_);
-  void Need(size_t bytes) PS_REQUIRES(receive_mu_);
+  // A message that is complete, but for one that was abandoned.  False: more bytes are needed.
+  bool Parse(Message* msg, size_t* bytes, bool* drop) PS_REQUIRES(receive_mu_);
+  void OnFrame(const FrameHeader& header) PS_REQUIRES(receive_mu_);
 
   ConnectionOwner* const owner_;
   const ConnectionSettings* const settings_;
   const std::shared_ptr<Poller> poller_;
-  const std::shared_ptr<MemoryPool> pool_;
+  std::atomic<int> peer_{Node::kEmpty};
 
   Mutex mu_;
   State state_ PS_GUARDED_BY(mu_) = State::kWaiting;
@@ -250,78 +245,25 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   uint64_t epoch_ PS_GUARDED_BY(mu_) =
       0;  // counts sockets: what is about the last one is not about this one
   std::string address_ PS_GUARDED_BY(mu_);
-  OutgoingList urgent_ PS_GUARDED_BY(mu_);  // few bytes
-  OutgoingList bulk_ PS_GUARDED_BY(mu_);
-  OutgoingList again_ PS_GUARDED_BY(mu_);  // were sent over a socket that broke: before all others
-  OutgoingList flying_
-      PS_GUARDED_BY(mu_);  // messages that were taken to be written, and did not arrive yet
-  uint64_t last_number_ PS_GUARDED_BY(mu_) = 0;
-  bool writing_ PS_GUARDED_BY(mu_) = false;   // somebody is in Drain
-  bool blocked_ PS_GUARDED_BY(mu_) = false;   // the socket took no more: the poller will tell
-  bool writable_ PS_GUARDED_BY(mu_) = false;  // it told while somebody was writing
-  bool close_when_flushed_ PS_GUARDED_BY(mu_) = false;
-  bool goodbye_sent_ PS_GUARDED_BY(mu_) = false;
-  Ending ending_ PS_GUARDED_BY(mu_);
-  std::atomic<size_t> queued_bytes_{0};
+  SendQueue queue_ PS_GUARDED_BY(mu_);
+  Writing writing_ PS_GUARDED_BY(mu_);
+  Closing closing_ PS_GUARDED_BY(mu_);
+  Batch batch_;  // of whoever is writing
 
-  // Of who is writing:
-  OutgoingList batch_;
-  size_t batch_done_ = 0;     // bytes of it that are written
-  uint64_t batch_epoch_ = 0;  // it was taken for the socket of this epoch
-
-  // Dialing; of the poller's thread:
-  bool active_ = false;
-  std::string host_;
-  int port_ = 0;
+  // Of the poller's thread, but for dial_ and hello_, which are set before it is told of them:
+  bool active_ = false;  // this side connects
+  DialPlan dial_;
   Hello hello_;
   std::string said_;  // what a proof is over
-  std::vector<Address> addresses_;
-  size_t next_address_ = 0;
-  uint64_t attempt_ = 0;
-  Clock::time_point deadline_;
-  Clock::duration pause_{};
-  std::string last_error_;
-  // Of the poller's thread, of a connection that was open:
   bool was_open_ = false;
-  uint64_t outages_ = 0;
-  LinkOutage outage_;                   // the last
-  Clock::time_point longest_deadline_;  // of it, if the other end is known to live
-  // It has a socket again, over which nothing was acknowledged yet:
-  bool awaits_acknowledgement_ = false;
-  bool continues_ = false;       // and that one broke before anything was
-  uint64_t greeting_bytes_ = 0;  // that were written to it before
-  uint64_t arrived_before_ = 0;  // messages
-  Clock::time_point resumed_at_;
-  size_t sent_again_ = 0;
-  bool broken_by_peer_ = false;
-  Clock::time_point listener_gone_at_;
-
-  // Messages of ours that have arrived; let go of without a lock.  Of the poller's thread.
-  OutgoingList arrived_;
-  uint64_t arrived_number_ = 0;
-
-  // What came whole, and what of it the other end was told.
-  std::atomic<uint64_t> received_{0};
-  std::atomic<uint64_t> told_{0};
-  size_t untold_bytes_ = 0;     // of the poller's thread
-  bool telling_later_ = false;  // likewise
+  OutageWatch outage_;
+  Heard heard_;
+  Receipts receipts_;
 
   Mutex receive_mu_;
-  // Of the poller's thread, but for place_ and drop_.
-  Phase phase_ PS_GUARDED_BY(receive_mu_) = Phase::kHead;
-  std::vector<char> buffer_ PS_GUARDED_BY(receive_mu_);
-  size_t buffer_begin_ PS_GUARDED_BY(receive_mu_) = 0;
-  size_t buffer_end_ PS_GUARDED_BY(receive_mu_) = 0;
-  size_t message_bytes_ PS_GUARDED_BY(receive_mu_) = 0;
-  FrameHeader header_ PS_GUARDED_BY(receive_mu_);
-  Message incoming_ PS_GUARDED_BY(receive_mu_);
-  std::vector<uint64_t> sizes_ PS_GUARDED_BY(receive_mu_);
-  size_t value_ PS_GUARDED_BY(receive_mu_) = 0;  // index of the value that is being read
-  char* place_ PS_GUARDED_BY(receive_mu_) = nullptr;
-  size_t place_bytes_ PS_GUARDED_BY(receive_mu_) = 0;
-  size_t place_done_ PS_GUARDED_BY(receive_mu_) = 0;
-  bool drop_ PS_GUARDED_BY(receive_mu_) = false;
-  bool goodbye_received_ PS_GUARDED_BY(receive_mu_) = false;
+  // Of the poller's thread, but for Abandon.
+  Greeting greeting_ PS_GUARDED_BY(receive_mu_) = Greeting::kOver;
+  FrameReader reader_ PS_GUARDED_BY(receive_mu_);
 };
 
 }  // namespace tcp

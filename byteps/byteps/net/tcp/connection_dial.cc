@@ -8,6 +8,7 @@
 
 #include "byteps/base/foreign_text.h"
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/greeting.h"
 #include "byteps/net/link/node_token.h"
 #include "byteps/net/tcp/connection.h"
 #include "dmlc/logging.h"
@@ -17,21 +18,15 @@ namespace ps {
 namespace tcp {
 namespace {
 
-constexpr auto kFirstPause = std::chrono::milliseconds(20);
-constexpr auto kLongestPause = std::chrono::milliseconds(500);
 // A socket that is not connected by then, or over which no answer came: perhaps its packets were
 // lost, and the kernel would wait ever longer to send them again.
 constexpr auto kConnectTime = std::chrono::seconds(2);
 constexpr auto kAnswerTime = std::chrono::seconds(5);
 
-// What the other end has decided, and proved to have said: to try again is of no use.
-struct Final : dmlc::Error {
-  using dmlc::Error::Error;
-};
-
-// What will pass by itself: to try again is of use on a first connection, too.
-struct NotYet : dmlc::Error {
-  using dmlc::Error::Error;
+struct GreetingError : dmlc::Error {
+  GreetingError(GreetingFailure failure, const std::string& text)
+      : dmlc::Error(text), failure(failure) {}
+  const GreetingFailure failure;
 };
 
 }  // namespace
@@ -39,39 +34,28 @@ struct NotYet : dmlc::Error {
 void Connection::Dial(const std::string& host, int port, const Hello& hello,
                       Clock::time_point deadline) {
   active_ = true;
-  host_ = host;
-  port_ = port;
   hello_ = hello;
-  deadline_ = deadline;
-  pause_ = kFirstPause;
   {
     MutexLock lock(&mu_);
     state_ = State::kDialing;
   }
-  try {
-    addresses_ = Resolve(host, port);
-  } catch (const dmlc::Error& e) {
-    last_error_ = e.what();
-  }
+  dial_.Begin(host, port, deadline);
   poller_->Post([self = shared_from_this()] { self->TryNext(); });
 }
 
 // Poller's thread, like all below.
-void Connection::Redial() {
+void Connection::DialAgain() {
   hello_.resumes = true;
-  last_error_.clear();
-  outage_.listener_gone = false;
-  next_address_ = 0;
-  pause_ = kFirstPause;
+  dial_.Restart();
   TryNext();
 }
 
 void Connection::GiveUpAttempt(Clock::duration after, const std::string& complaint) {
   std::weak_ptr<Connection> weak = shared_from_this();
-  const uint64_t attempt = attempt_;
+  const uint64_t attempt = dial_.attempt();
   poller_->At(Clock::now() + after, [weak, attempt, complaint] {
     const ConnectionPtr self = weak.lock();
-    if (!self || self->attempt_ != attempt) return;
+    if (!self || self->dial_.attempt() != attempt) return;
     {
       MutexLock lock(&self->mu_);
       if (self->state_ != State::kGreeting && self->state_ != State::kDialing) return;
@@ -82,15 +66,13 @@ void Connection::GiveUpAttempt(Clock::duration after, const std::string& complai
 
 void Connection::TryNext() {
   if (closed()) return;
-  ++attempt_;
-  if (addresses_.empty()) {  // the name may be known later
-    try {
-      addresses_ = Resolve(host_, port_);
-    } catch (const dmlc::Error& e) {
-      return TryAgain(e.what());
-    }
+  dial_.NextAttempt();
+  Address address;
+  try {
+    address = dial_.Current();
+  } catch (const dmlc::Error& e) {
+    return TryAgain(e.what());
   }
-  const Address& address = addresses_[next_address_];
   Fd fd = BeginConnect(address);
   if (!fd) return TryAgain(address.Text() + ": " + strerror(errno), errno == ECONNREFUSED);
   const int number = fd.get();
@@ -110,30 +92,18 @@ void Connection::TryNext() {
 }
 
 void Connection::TryAgain(const std::string& error, bool nobody_listens) {
-  last_error_ = error;
-  ++attempt_;
+  const auto now = Clock::now();
+  const auto when = dial_.Failed(error, nobody_listens, now);
   Detach(State::kDialing);
   if (closed()) return;
-  const auto now = Clock::now();
-  if (was_open_) {
-    if (nobody_listens && !outage_.listener_gone) listener_gone_at_ = now;
-    outage_.listener_gone = nobody_listens;
-    if (nobody_listens && now - listener_gone_at_ >= kListenerGoneTime) {
-      return Close({GivenUp(), broken_by_peer_, false});
-    }
+  const bool gone = was_open_ && dial_.redial().IsListenerGone(now);
+  if (gone) return Close({GivenUp(), outage_.by_peer(), false});
+  if (now >= Deadline()) {
+    return Close({was_open_ ? GivenUp() : "it cannot be reached: " + error, false, false});
   }
-  if (now >= deadline_) {
-    return Close({was_open_ ? GivenUp() : "it cannot be reached: " + last_error_, false, false});
-  }
-  // Another address of the same host at once, and the first again after a while.
-  next_address_ = addresses_.empty() ? 0 : (next_address_ + 1) % addresses_.size();
-  auto when = now;
-  if (next_address_ == 0) {
-    when += pause_;
-    pause_ = std::min<Clock::duration>(pause_ * 2, kLongestPause);
-  }
-  poller_->At(std::min(when, deadline_), [self = shared_from_this(), attempt = attempt_] {
-    if (self->attempt_ == attempt) self->TryNext();
+  const uint64_t attempt = dial_.attempt();
+  poller_->At(std::min(when, Deadline()), [self = shared_from_this(), attempt] {
+    if (self->dial_.attempt() == attempt) self->TryNext();
   });
 }
 
@@ -143,10 +113,12 @@ void Connection::Failed(const std::exception& error) {
     MutexLock lock(&mu_);
     greets = state_ == State::kDialing || state_ == State::kGreeting;
   }
-  const bool damaged = was_open_ && dynamic_cast<const Final*>(&error) == nullptr;
-  const bool passes = dynamic_cast<const NotYet*>(&error) != nullptr;
-  if (!greets || !(damaged || passes)) return Close({error.what(), false, false});
-  PS_VLOG(1) << "an attempt to connect to node " << peer << " failed: " << error.what();
+  const auto* const said = dynamic_cast<const GreetingError*>(&error);
+  const auto failure = said != nullptr ? said->failure : GreetingFailure::kMaybeDamaged;
+  if (!greets || !IsOneMoreAttempt(failure, was_open_)) {
+    return Close({error.what(), false, false});
+  }
+  PS_VLOG(1) << "an attempt to connect to node " << peer_ << " failed: " << error.what();
   TryAgain(error.what());
 }
 
@@ -165,15 +137,15 @@ void Connection::OnConnected() {
   SetOptions(socket->fd(), settings_->silence_s);
   {
     MutexLock lock(&receive_mu_);
-    phase_ = socket->encrypted() ? Phase::kHandshake : Phase::kChallenge;
-    buffer_begin_ = buffer_end_ = 0;
+    greeting_ = socket->encrypted() ? Greeting::kHandshake : Greeting::kChallenge;
+    reader_.buffer()->Clear();
   }
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kGreeting;
   }
-  ++attempt_;
+  dial_.NextAttempt();
   GiveUpAttempt(kAnswerTime, address + ": it took the connection and said nothing");
   socket->encrypted() ? (void)ShakeHands() : SayHello(socket);
 }
@@ -181,7 +153,7 @@ void Connection::OnConnected() {
 bool Connection::ShakeHands() {
   {
     MutexLock lock(&receive_mu_);
-    if (phase_ != Phase::kHandshake) return true;
+    if (greeting_ != Greeting::kHandshake) return true;
   }
   const Socket socket = CurrentSocket();
   if (!socket) return false;
@@ -198,7 +170,7 @@ bool Connection::ShakeHands() {
   }
   {
     MutexLock lock(&receive_mu_);
-    phase_ = Phase::kChallenge;
+    greeting_ = Greeting::kChallenge;
   }
   SayHello(socket);
   return true;
@@ -206,27 +178,32 @@ bool Connection::ShakeHands() {
 
 void Connection::SayHello(const Socket& socket) {
   hello_.authenticates = settings_->secret.is_there();
-  hello_.received = received_;
+  hello_.received = receipts_.received();
   hello_.nonce = auth::NewNonce();
   const std::string hello = hello_.Encode();
   said_ = socket->binding() + hello;
   socket->Say(hello);
 }
 
+bool Connection::ReadGreeting() {
+  if (greeting_ == Greeting::kHandshake) return false;
+  return greeting_ == Greeting::kChallenge ? ReadChallenge() : ReadReply();
+}
+
 bool Connection::ReadChallenge() {
-  const size_t there = buffer_end_ - buffer_begin_;
-  if (there >= kPreambleBytes) {
-    const std::string mismatch = Mismatch(buffer_.data() + buffer_begin_);
+  ReadBuffer* const buffer = reader_.buffer();
+  if (buffer->size() >= kPreambleBytes) {
+    const std::string mismatch = Mismatch(buffer->data());
     if (!mismatch.empty()) throw dmlc::Error(mismatch);
   }
-  const char* data = Peek(kChallengeBytes);
+  const char* data = buffer->Peek(kChallengeBytes);
   if (data == nullptr) return false;
   size_t refusal_bytes = 0;
   const Challenge challenge = DecodeChallenge(data, &refusal_bytes);
-  data = Peek(kChallengeBytes + refusal_bytes);
+  data = buffer->Peek(kChallengeBytes + refusal_bytes);
   if (data == nullptr) return false;
   const std::string refusal(data + kChallengeBytes, refusal_bytes);
-  Skip(kChallengeBytes + refusal_bytes);
+  buffer->Skip(kChallengeBytes + refusal_bytes);
   if (!refusal.empty()) throw dmlc::Error(RefusedBecause(refusal, false));
   const auth::Secret& secret = settings_->secret;
   if (secret.is_there() && !challenge.authenticates) {
@@ -238,41 +215,44 @@ bool Connection::ReadChallenge() {
     throw dmlc::Error(std::string("it has not this job's secret: ") + auth::kAdvice);
   }
   const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);
-  if (!complaint.empty() && IsBehind(challenge.job, hello_.job)) throw NotYet(complaint);
-  if (!complaint.empty()) throw Final(complaint);
+  if (!complaint.empty()) {
+    const bool behind = IsBehind(challenge.job, hello_.job);
+    throw GreetingError(behind ? GreetingFailure::kWillPass : GreetingFailure::kDecided, complaint);
+  }
   // Should the connection break, it is this very process that is meant, in this incarnation.
   hello_.receiver = challenge.sender;
   hello_.job = challenge.job;
-  phase_ = Phase::kReply;
+  greeting_ = Greeting::kReply;
   if (const Socket socket = CurrentSocket()) socket->Say(secret.Prove(kWhoConnects, said_));
   return true;
 }
 
 bool Connection::ReadReply() {
-  const char* data = Peek(kReplyBytes);
+  ReadBuffer* const buffer = reader_.buffer();
+  const char* data = buffer->Peek(kReplyBytes);
   if (data == nullptr) return false;
   const std::string mismatch = Mismatch(data);
   if (!mismatch.empty()) throw dmlc::Error(mismatch);
   size_t refusal_bytes = 0;
   Reply reply = DecodeReply(data, &refusal_bytes);
-  data = Peek(kReplyBytes + refusal_bytes);
+  data = buffer->Peek(kReplyBytes + refusal_bytes);
   if (data == nullptr) return false;
   reply.refusal.assign(data + kReplyBytes, refusal_bytes);
-  Skip(kReplyBytes + refusal_bytes);
+  buffer->Skip(kReplyBytes + refusal_bytes);
   const bool proved =
       settings_->secret.Proves(reply.proof.data(), kWhoReplies, said_ + reply.Claims());
   if (!reply.refusal.empty()) {
     const bool authenticated = proved && settings_->secret.is_there();
     const std::string refusal = RefusedBecause(reply.refusal, authenticated);
-    if (proved) throw Final(refusal);
+    if (proved) throw GreetingError(GreetingFailure::kDecided, refusal);
     throw dmlc::Error(refusal);
   }
   if (!proved) throw dmlc::Error("its answer was damaged on the way");
-  phase_ = Phase::kHead;
+  greeting_ = Greeting::kOver;
   try {
     Resume(reply.received);
   } catch (const dmlc::Error& e) {
-    throw Final(e.what());
+    throw GreetingError(GreetingFailure::kDecided, e.what());
   }
   return true;
 }

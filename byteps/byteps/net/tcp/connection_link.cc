@@ -4,7 +4,7 @@
 
 #include "byteps/base/mutex.h"
 #include "byteps/base/probe.h"
-#include "byteps/net/link/invariant.h"
+#include "byteps/net/link/node_text.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/delivery.h"
 #include "byteps/net/tcp/handover.h"
@@ -14,14 +14,7 @@ namespace ps {
 namespace tcp {
 namespace {
 
-// What has come is told at once when it is so much, and soon otherwise: the other end keeps it
-// until then, and may wait for that to send more.
-constexpr size_t kTellBytes = 64 << 10;
-constexpr uint64_t kTellMessages = 64;
-constexpr auto kTellSoon = std::chrono::milliseconds(20);
-// What a new socket has at least for the first acknowledgement, or a quarter of
-// BYTEPS_RECONNECT_TIMEOUT_S; and when that is looked for.
-constexpr auto kAcknowledgementTime = std::chrono::seconds(5);
+// When the first acknowledgement over a new socket is looked for.
 constexpr auto kFirstLook = std::chrono::milliseconds(5);
 constexpr auto kLongestLook = std::chrono::milliseconds(500);
 
@@ -33,65 +26,51 @@ LinkFault FaultOf(const std::string& reason) {
   return reason == kLinkClosed ? LinkFault::kClosed : LinkFault::kBroken;
 }
 
-Poller::Clock::duration ToDuration(double seconds) {
-  return std::chrono::duration_cast<Poller::Clock::duration>(
-      std::chrono::duration<double>(seconds));
-}
-
 }  // namespace
 
 // Poller's thread, like all below but Adopt.
-void Connection::Break(uint64_t epoch, const Ending& ending) {
+void Connection::Break(uint64_t epoch, const LinkEnding& ending) {
   bool in_order = false;
   {
     MutexLock lock(&receive_mu_);
-    in_order = goodbye_received_;
+    in_order = reader_.goodbye();
   }
   {
     MutexLock lock(&mu_);
     if (epoch != epoch_ || state_ != State::kOpen) return;
-    in_order = in_order || goodbye_sent_ || close_when_flushed_;
+    in_order = in_order || closing_.goodbye_sent || closing_.when_flushed;
   }
   const auto patience =
       in_order ? Clock::duration::zero() : owner_->Patience(this, FaultOf(ending.reason));
   if (patience <= Clock::duration::zero()) return Close(ending);
   BeginOutage(ending, patience);
   Detach(active_ ? State::kDialing : State::kWaiting);
-  if (active_) Redial();
+  if (active_) DialAgain();
 }
 
-void Connection::BeginOutage(const Ending& ending, Clock::duration patience) {
-  if (awaits_acknowledgement_ && Acknowledged()) EndOutage();
+void Connection::BeginOutage(const LinkEnding& ending, Clock::duration patience) {
+  if (outage_.awaits_proof() && Acknowledged()) EndOutage();
   const LinkFault fault = FaultOf(ending.reason);
-  LinkOutage next = LinkOutage::Of(ending.reason, fault, patience, settings_->reconnect_s);
   // That it was silent for so long has counted already.
   auto counted = Clock::duration::zero();
   if (fault == LinkFault::kSilent) {
     counted = ToDuration(std::min(settings_->silence_s, settings_->reconnect_s / 2));
   }
-  next.deadline -= counted;
-  // The last one is not over.
-  continues_ = std::exchange(awaits_acknowledgement_, false);
-  if (continues_ && outage_.deadline <= next.deadline) return;
-  broken_by_peer_ = ending.by_peer;
-  if (continues_) {
-    next.begin = outage_.begin;
-    next.unacknowledged = outage_.unacknowledged;
-  } else {
-    longest_deadline_ = next.begin + ToDuration(settings_->reconnect_s) - counted;
-  }
-  outage_ = next;
-  ++outages_;
-  EndOutageBy(outage_.deadline);
+  if (outage_.Begin(ending.reason, fault, ending.by_peer, patience, counted)) ArmDeadline();
 }
 
-void Connection::EndOutageBy(Clock::time_point deadline) {
-  deadline_ = outage_.deadline = deadline;
+void Connection::ArmDeadline() {
   std::weak_ptr<Connection> weak = shared_from_this();
-  poller_->At(deadline, [weak, outage = outages_, deadline] {
+  const auto deadline = outage_.deadline();
+  poller_->At(deadline, [weak, outage = outage_.number(), deadline] {
     const ConnectionPtr self = weak.lock();
-    if (self && self->outages_ == outage && self->deadline_ == deadline) self->OnDeadline();
+    if (!self || self->outage_.number() != outage || self->outage_.deadline() != deadline) return;
+    self->OnDeadline();
   });
+}
+
+Connection::Clock::time_point Connection::Deadline() const {
+  return was_open_ ? outage_.deadline() : dial_.deadline();
 }
 
 void Connection::OnDeadline() {
@@ -101,24 +80,21 @@ void Connection::OnDeadline() {
     open = state_ == State::kOpen;
   }
   if (open) {
-    if (!awaits_acknowledgement_) return;
+    if (!outage_.awaits_proof()) return;
     if (Acknowledged()) return EndOutage();
     // A socket that is there since a moment has its chance, too.
-    const auto chance =
-        std::min<Clock::duration>(kAcknowledgementTime, ToDuration(settings_->reconnect_s / 4));
-    if (Clock::now() < resumed_at_ + chance) return EndOutageBy(resumed_at_ + chance);
+    if (Clock::now() < outage_.ChanceUntil()) {
+      outage_.PostponeTo(outage_.ChanceUntil());
+      return ArmDeadline();
+    }
   }
-  Close({GivenUp(), broken_by_peer_, false});
+  Close({GivenUp(), outage_.by_peer(), false});
 }
 
 void Connection::AwaitAcknowledgement(size_t again) {
-  awaits_acknowledgement_ = true;
-  arrived_before_ = arrived_number_;
-  resumed_at_ = Clock::now();
-  sent_again_ = again;
-  // The other end lives, and that was in doubt.
-  outage_.briefly = false;
-  EndOutageBy(std::max(outage_.deadline, longest_deadline_));
+  heard_.before = heard_.received;
+  outage_.AwaitProof(again);
+  ArmDeadline();
   LookForAcknowledgement(Epoch(), kFirstLook);
 }
 
@@ -126,7 +102,7 @@ void Connection::LookForAcknowledgement(uint64_t epoch, Clock::duration pause) {
   std::weak_ptr<Connection> weak = shared_from_this();
   poller_->At(Clock::now() + pause, [weak, epoch, pause] {
     const ConnectionPtr self = weak.lock();
-    if (!self || !self->awaits_acknowledgement_ || self->Epoch() != epoch) return;
+    if (!self || !self->outage_.awaits_proof() || self->Epoch() != epoch) return;
     if (self->closed()) return;
     if (self->Acknowledged()) return self->EndOutage();
     self->LookForAcknowledgement(epoch, std::min<Clock::duration>(2 * pause, kLongestLook));
@@ -137,19 +113,19 @@ bool Connection::Acknowledged() {
   const Socket socket = CurrentSocket();
   const Delivery delivery = socket ? DeliveryOf(socket->fd()) : Delivery();
   // By the other end's process, or by its host.
-  if (arrived_number_ > arrived_before_ || !delivery.known) return true;
-  outage_.unacknowledged = std::max(outage_.unacknowledged, delivery.waiting);
-  return delivery.acknowledged > greeting_bytes_;
+  if (heard_.received > heard_.before || !delivery.known) return true;
+  outage_.NoteUnacknowledged(delivery.waiting);
+  return delivery.acknowledged > heard_.greeting_bytes;
 }
 
 void Connection::EndOutage() {
-  awaits_acknowledgement_ = false;
-  outage_.unacknowledged = 0;
-  owner_->OnResumed(this, resumed_at_ - outage_.begin, sent_again_);
+  const auto after = outage_.End();
+  owner_->OnResumed(this, after, outage_.again());
 }
 
 std::string Connection::GivenUp() const {
-  return outage_.GivenUp(settings_->reconnect_s, active_ ? last_error_ : "");
+  const Redial& redial = dial_.redial();
+  return outage_.GivenUp(redial.nobody_listens(), active_ ? redial.last_error() : "");
 }
 
 void Connection::Detach(State state) {
@@ -169,10 +145,9 @@ void Connection::Detach(State state) {
   }
   MutexLock lock(&receive_mu_);
   // What came by half comes again.
-  std::swap(half, incoming_);
-  place_ = nullptr;
-  phase_ = Phase::kHead;
-  buffer_begin_ = buffer_end_ = 0;
+  half = reader_.Restart();
+  reader_.buffer()->Clear();
+  greeting_ = Greeting::kOver;
 }
 
 void Connection::Adopt(StreamPtr socket, const Hello& hello) {
@@ -204,7 +179,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   Detach(State::kWaiting);
   const int number = socket->fd();
   SetOptions(number, settings_->silence_s);
-  reply.received = received_;
+  reply.received = receipts_.received();
   answer();
   Address address;
   address.length = sizeof(address.storage);
@@ -218,7 +193,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   }
   poller_->Watch(number, shared_from_this());
   Resume(hello.received);
-  arrived_.clear();
+  heard_.arrived.clear();
   // What was read and not asked for yet, no socket tells of.
   while (socket->encrypted() && OnReady(0)) continue;
 }
@@ -228,90 +203,63 @@ void Connection::Resume(uint64_t received) {
   bool writes = false;
   bool sends = false;
   // Before anything behind the greeting is written.
-  if (const Socket socket = CurrentSocket()) greeting_bytes_ = DeliveryOf(socket->fd()).written();
+  if (const Socket socket = CurrentSocket()) {
+    heard_.greeting_bytes = DeliveryOf(socket->fd()).written();
+  }
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
-    const uint64_t gone = flying_.empty() ? last_number_ : flying_.front()->number - 1;
-    if (received < gone || received > last_number_) {
-      throw dmlc::Error("it says that it has received " + std::to_string(received) +
-                        " messages over this connection, which is impossible: it told of " +
-                        std::to_string(gone) + ", and " + std::to_string(last_number_) +
-                        " were sent");
-    }
-    LetArrive(received);
-    again_ = flying_;
-    again = again_.size();
-    sends = again > 0 || !urgent_.empty() || !bulk_.empty();
-    queued_bytes_ = BytesOf(again_) + BytesOf(urgent_) + BytesOf(bulk_);
+    const size_t first = heard_.arrived.size();
+    again = queue_.Resume(received, &heard_.arrived);
+    TakeBackFrom(first);
+    sends = !queue_.empty();
     state_ = State::kOpen;
-    blocked_ = writable_ = false;
-    writes = !writing_;  // else who wrote to the last socket goes on with this one
-    writing_ = true;
+    writing_.blocked = writing_.writable = false;
+    writes = !writing_.is_on;  // else who wrote to the last socket goes on with this one
+    writing_.is_on = true;
   }
-  // The other end has got something over the last socket, which this end did not hear.
-  if (continues_ && received > arrived_number_) {
-    longest_deadline_ = Clock::now() + ToDuration(settings_->reconnect_s);
-  }
-  arrived_number_ = received;
+  if (received > heard_.received) outage_.HearProofOfTheLast();
+  heard_.received = received;
   if (again > 0) PS_PROBE(kSentAgain);
   if (was_open_) {
     AwaitAcknowledgement(again);
     if (!sends) EndOutage();
   }
   was_open_ = true;
-  outage_.listener_gone = false;
+  dial_.Succeeded();
   if (writes) Drain();
 }
 
 void Connection::OnReceived(uint64_t received) {
-  if (received == arrived_number_) return;
+  if (received == heard_.received) return;
   MutexLock lock(&mu_);
-  if (received < arrived_number_ || received > last_number_) {
-    throw dmlc::Error("it says that it has received " + std::to_string(received) +
-                      " messages, where " + std::to_string(last_number_) + " were sent");
-  }
-  arrived_number_ = received;
-  LetArrive(received);
+  // Closing has taken all that was in flight.
+  if (state_ == State::kClosed) return;
+  const size_t first = heard_.arrived.size();
+  queue_.Arrived(received, &heard_.arrived);
+  heard_.received = received;
+  TakeBackFrom(first);
 }
 
-void Connection::LetArrive(uint64_t received) {
-  while (!flying_.empty() && flying_.front()->number <= received) {
-    for (const auto& value : flying_.front()->values) TakeBack(value.data());
-    arrived_.push_back(std::move(flying_.front()));
-    flying_.pop_front();
+void Connection::TakeBackFrom(size_t first) {
+  for (size_t i = first; i < heard_.arrived.size(); ++i) {
+    for (const auto& value : heard_.arrived[i]->values) TakeBack(value.data());
   }
-  CheckFlying(received);
-}
-
-void Connection::CheckFlying(uint64_t received) const {
-  PS_INVARIANT(
-      "what is in flight was sent and has not arrived", flying_.size() == last_number_ - received,
-      std::to_string(flying_.size()) + " messages are in flight, " + std::to_string(last_number_) +
-          " were sent and " + std::to_string(received) + " have arrived");
 }
 
 void Connection::TellReceived() {
-  PS_INVARIANT("nothing is acknowledged that has not come", told_ <= received_,
-               std::to_string(told_) + " of " + std::to_string(received_));
-  const uint64_t untold = received_ - told_;
-  if (untold == 0) {
-    untold_bytes_ = 0;
-    return;
+  switch (receipts_.Next()) {
+    case Receipts::Tell::kNothing:
+      return;
+    case Receipts::Tell::kNow:
+      return Enqueue(MakeFrame(kReceived));
+    case Receipts::Tell::kSoon:
+      break;
   }
-  if (untold_bytes_ >= kTellBytes || untold >= kTellMessages) {
-    untold_bytes_ = 0;
-    return Enqueue(Frame(kReceived));
-  }
-  if (telling_later_) return;
-  telling_later_ = true;
   std::weak_ptr<Connection> weak = shared_from_this();
-  poller_->At(Clock::now() + kTellSoon, [weak] {
+  poller_->At(Clock::now() + Receipts::kSoon, [weak] {
     const ConnectionPtr self = weak.lock();
-    if (!self) return;
-    self->telling_later_ = false;
-    self->untold_bytes_ = 0;
-    if (self->received_ != self->told_) self->Enqueue(Frame(kReceived));
+    if (self && self->receipts_.IsDue()) self->Enqueue(MakeFrame(kReceived));
   });
 }
 

@@ -15,9 +15,7 @@ constexpr size_t kPage = 4096;
 }  // namespace
 
 MemoryPool::~MemoryPool() {
-  for (auto& entry : free_) {
-    for (char* block : entry.second) free(block);
-  }
+  for (char* block : idle_.TakeAll()) free(block);
 }
 
 size_t MemoryPool::Rounded(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -28,14 +26,7 @@ SArray<char> MemoryPool::Take(size_t bytes) {
   {
     MutexLock lock(&mu_);
     ++out_;
-    auto& blocks = free_[size];
-    if (!blocks.empty()) {
-      block = blocks.back();
-      blocks.pop_back();
-      PS_INVARIANT_NOTED("bytes kept are those of the blocks kept", free_bytes_ >= size,
-                         std::to_string(free_bytes_) + " with a block of " + std::to_string(size));
-      free_bytes_ -= size;
-    }
+    idle_.Take(size, &block);
   }
   if (block == nullptr) block = static_cast<char*>(aligned_alloc(kPage, size));
   if (block == nullptr) {
@@ -56,11 +47,7 @@ void MemoryPool::Return(char* block, size_t size) {
     PS_INVARIANT_NOTED("a block is returned once", out_ > 0,
                        "one of " + std::to_string(size) + " bytes, while all were there");
     out_ -= out_ > 0 ? 1 : 0;
-    if (free_bytes_ + size <= limit_) {
-      free_[size].push_back(block);
-      free_bytes_ += size;
-      return;
-    }
+    if (idle_.Keep(size, block)) return;
   }
   free(block);
 }

@@ -3,11 +3,10 @@
 #define BYTEPS_NET_TCP_MEMORY_POOL_H_
 
 #include <cstddef>
-#include <map>
 #include <memory>
-#include <vector>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/idle_blocks.h"
 #include "ps/sarray.h"
 
 namespace ps {
@@ -16,7 +15,7 @@ namespace tcp {
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
  public:
   // Keeps at most `limit` bytes that nobody uses.
-  explicit MemoryPool(size_t limit) : limit_(limit) {}
+  explicit MemoryPool(size_t limit) : idle_(limit) {}
   ~MemoryPool();
 
   // `bytes` bytes, aligned to pages.  They come back when the last copy is gone, in any thread.
@@ -27,10 +26,8 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   static size_t Rounded(size_t bytes);
   void Return(char* block, size_t size);
 
-  const size_t limit_;
   Mutex mu_;
-  std::map<size_t, std::vector<char*>> free_ PS_GUARDED_BY(mu_);  // by size
-  size_t free_bytes_ PS_GUARDED_BY(mu_) = 0;
+  IdleBlocks<char*> idle_ PS_GUARDED_BY(mu_);
   size_t out_ PS_GUARDED_BY(mu_) = 0;  // blocks in use
 };
 

@@ -19,13 +19,11 @@ namespace ps {
 
 using tcp::Connection;
 using tcp::ConnectionPtr;
-using tcp::Ending;
 
 namespace {
 
-// How long closing waits for queued messages (a goodbye, a failure) to leave.
-constexpr auto kLinger = std::chrono::seconds(1);
-constexpr auto kLook = std::chrono::milliseconds(1);
+// All connections of a pair are alike.
+constexpr int kPlane = 0;
 constexpr double kPatience = 5.0;  // seconds
 // Connections that have not authenticated: so many at once, each for so long.  An honest node needs
 // two round trips, and connects again if that was too little.  15,000 of them per second are let
@@ -35,8 +33,6 @@ constexpr size_t kPendingEncrypted = 384;  // each may take some 100 KiB
 constexpr size_t kPendingLeast = 64;
 constexpr auto kGreetingTime = std::chrono::milliseconds(1500);
 constexpr auto kLeastGreetingTime = std::chrono::milliseconds(50);
-// Of the pair of a worker and a server, or of a node and the scheduler.
-constexpr int kMaxConnections = 64;
 // One thread moves some gigabytes a second; more than this many find nothing left to do.
 constexpr int kMaxThreads = 8;
 // A connection carries some 16 Gbit/s each way at once.  More connections than the link needs share
@@ -76,14 +72,6 @@ int DefaultThreads() { return std::clamp(Processors() / WorkersOfThisHost() / 4,
 
 TcpVan::~TcpVan() = default;
 
-void TcpVan::SetNode(const Node& node) {
-  Node self = node;
-  // The scheduler gives an id back with the rest of what this node told of itself.
-  if (token_ != 0) SetToken(token_, &self);
-  Van::SetNode(self);
-  my_id_ = node.id;
-}
-
 void TcpVan::Start(int customer_id, bool standalone) {
   CHECK(!standalone) << "the TCP van joins a job";
   const Postoffice* post = Postoffice::Get();
@@ -99,7 +87,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
   host_.tls = settings_.tls;
   host_.challenge = [this] {
     tcp::Challenge challenge;
-    challenge.job = job_;
+    challenge.job = job_.get();
     challenge.sender = token_;
     return challenge;
   };
@@ -118,8 +106,6 @@ void TcpVan::Start(int customer_id, bool standalone) {
                        : post->is_server()    ? most * post->num_workers()
                                               : most * post->num_servers();
   const size_t files = tcp::MakeRoomForFiles(peers + kPendingPeers);
-  token_ = NewToken();
-  job_ = post->is_scheduler() ? NewJob() : 0;
   pool_ = std::make_shared<tcp::MemoryPool>(Bytes("BYTEPS_RECEIVE_POOL_BYTES", 1 << 30));
   pollers_.clear();
   for (int i = 0; i < threads; ++i) pollers_.push_back(std::make_shared<tcp::Poller>(i));
@@ -130,11 +116,7 @@ void TcpVan::Start(int customer_id, bool standalone) {
       pollers_[0].get(),
       tcp::PendingPeers::Limits{room, kLeastGreetingTime, kGreetingTime,
                                 "it did not say in time who it is", "have not authenticated"});
-  inbox_.Open();
-  {
-    MutexLock lock(&peers_mu_);
-    stopping_ = false;
-  }
+  Begin(post->is_scheduler());
   Van::Start(customer_id, false);
 }
 
@@ -198,20 +180,6 @@ int tcp::ConnectionsFor(double gbps, int servers, int threads) {
   return static_cast<int>(std::clamp<double>(wanted, 1, threads));
 }
 
-ConnectionPtr tcp::BestOf(const std::vector<ConnectionPtr>& connections) {
-  ConnectionPtr best;
-  bool best_is_open = false;
-  for (const auto& connection : connections) {
-    if (!connection) continue;
-    const bool is_open = connection->open();
-    const bool fewer = !best || connection->queued_bytes() < best->queued_bytes();
-    if (is_open == best_is_open ? !fewer : best_is_open) continue;
-    best = connection;
-    best_is_open = is_open;
-  }
-  return best;
-}
-
 int TcpVan::ConnectionsWith(const Node& node) {
   if (node.role == Node::SCHEDULER) return 1;
   if (connections_per_server_ > 0) return connections_per_server_;
@@ -230,24 +198,23 @@ void TcpVan::Connect(const Node& node) {
     return;
   }
 
-  auto peer = std::make_shared<Peer>();
+  auto peer = std::make_shared<Peers::Peer>();
   peer->id = node.id;
   const int count = ConnectionsWith(node);
+  Peers::Links& connections = peer->links[kPlane];
   for (int i = 0; i < count; ++i) {
-    peer->connections.push_back(NewConnection());
-    peer->connections.back()->peer = node.id;
+    connections.push_back(NewConnection());
+    connections.back()->set_peer(node.id);
   }
-  const auto connections = peer->connections;
-  {
-    MutexLock lock(&peers_mu_);
-    peers_[node.id] = peer;
-  }
+  // A copy: once the peer is in the table, its lock guards the list.
+  const Peers::Links dialed = connections;
+  peers_.Add(std::move(peer));
   // Longer than who waits for the scheduler does, whose error says more.
   const auto limit = std::chrono::duration<double>(start_timeout_s_ + kPatience);
   const auto deadline =
       Connection::Clock::now() + std::chrono::duration_cast<Connection::Clock::duration>(limit);
   tcp::Hello hello;
-  hello.job = job_;
+  hello.job = job_.get();
   hello.sender = token_;
   hello.receiver = TokenOf(node);
   hello.node_id = my_id_;
@@ -258,221 +225,80 @@ void TcpVan::Connect(const Node& node) {
   }
   for (int i = 0; i < count; ++i) {
     hello.index = i;
-    connections[i]->Dial(node.hostname, node.port, hello, deadline);
+    dialed[i]->Dial(node.hostname, node.port, hello, deadline);
   }
 }
 
 void TcpVan::NamePeer(const Node& node) {
-  MutexLock lock(&peers_mu_);
-  auto it = peers_by_token_.find(TokenOf(node));
-  if (it == peers_by_token_.end()) {  // it came, and has gone already
-    Event event;
-    event.is_loss = true;
-    event.lost_id = node.id;
-    event.ending.reason = "its connection closed";
-    inbox_.Put(std::move(event));
-    return;
+  const auto named = peers_.Name(TokenOf(node), node.id);
+  if (!named.is_there) return PutLoss(node.id, nullptr, {"its connection closed", false, false});
+  for (const auto& connection : named.displaced) {
+    connection->Close({"another process has its place", false, true});
   }
-  // It may have had another name.
-  const auto last = peers_.find(it->second->id);
-  if (last != peers_.end() && last->first != node.id && last->second == it->second) {
-    peers_.erase(last);
-  }
-  it->second->id = node.id;
-  const PeerPtr before = std::exchange(peers_[node.id], it->second);
-  for (const auto& connection : it->second->connections) {
-    if (connection) connection->peer = node.id;
-  }
-  if (!before || before == it->second) return;
-  for (const auto& connection : before->connections) {
-    if (connection) connection->Close({"another process has its place", false, true});
-  }
-}
-
-std::string TcpVan::ReasonToRefuse(const tcp::Hello& hello) const {
-  const bool scheduler = my_role_ == Node::SCHEDULER;
-  const auto role = static_cast<Node::Role>(hello.role);
-  const uint64_t job = job_;
-  if (hello.job != job && !(scheduler && hello.job == 0)) return NotOurs(hello.job, job);
-  if (hello.receiver != 0 && hello.receiver != token_) {
-    return "the process that is meant is not here any more";
-  }
-  if (hello.sender == 0 || hello.index >= kMaxConnections || hello.role > Node::SCHEDULER) {
-    return "its hello does not parse";
-  }
-  if (job == 0) return "this node is in no job yet";
-  if (!ConnectsTo(role, my_role_)) return "its role has nothing to say to this node";
-  if (scheduler) return "";
-  if (!IsWorkerId(hello.node_id)) return "it is no worker";
-  if (Postoffice::IDtoRank(hello.node_id) != hello.rank)
-    return "its rank is not that of its node id";
-  return "";
 }
 
 // The first poller's thread.
 std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello) {
-  const std::string refusal = ReasonToRefuse(hello);
+  Applicant applicant;
+  applicant.who = {hello.sender, hello.role, hello.rank};
+  applicant.job = hello.job;
+  applicant.receiver = hello.receiver;
+  applicant.node_id = hello.node_id;
+  applicant.plane = kPlane;
+  applicant.index = hello.index;
+  applicant.resumes = hello.resumes;
+  const std::string refusal = ReasonToRefuse(applicant, my_role_, token_, job_.get());
   if (!refusal.empty()) return refusal;
-  ConnectionPtr connection;
-  {
-    MutexLock lock(&peers_mu_);
-    if (stopping_) return "this node is leaving the job";
-    const auto by_token = peers_by_token_.find(hello.sender);
-    PeerPtr peer = by_token == peers_by_token_.end() ? nullptr : by_token->second;
-    if (my_role_ != Node::SCHEDULER) {
-      const auto known = peers_.find(hello.node_id);
-      const bool taken = known != peers_.end() && known->second != peer;
-      if (taken || (peer && peer->id != Node::kEmpty && peer->id != hello.node_id)) {
-        return "another process is connected under its node id";
-      }
-    }
-    if (peer && peer->connections.size() > hello.index) connection = peer->connections[hello.index];
-    if (connection && connection->closed()) return "this node has closed the connection";
-    if (connection &&
-        (connection->hello.role != hello.role || connection->hello.rank != hello.rank)) {
-      return "it was another role or rank before";
-    }
-    if (!connection) {
-      if (hello.resumes) return "this node has given the connection up";
-      if (!peer) peer = peers_by_token_[hello.sender] = std::make_shared<Peer>();
-      connection = NewConnection();
-      connection->token = hello.sender;
-      connection->hello = hello;
-      if (my_role_ != Node::SCHEDULER) {
-        peer->id = hello.node_id;
-        peers_[hello.node_id] = peer;
-      }
-      // Who comes once more to the scheduler, over another connection, has its name already.
-      connection->peer = peer->id;
-      if (peer->connections.size() <= hello.index) peer->connections.resize(hello.index + 1);
-      peer->connections[hello.index] = connection;
-    }
-  }
-  connection->Adopt(socket, hello);
+  const auto admitted =
+      peers_.Admit(applicant, is_scheduler_, Peers::Again::kTakesTheLink, [this](int id) {
+        ConnectionPtr connection = NewConnection();
+        connection->set_peer(id);
+        return connection;
+      });
+  if (!admitted.refusal.empty()) return admitted.refusal;
+  admitted.link->Adopt(socket, hello);
   return "";
 }
 
 std::string TcpVan::OnChallenge(const ConnectionPtr& connection, const tcp::Challenge& challenge) {
-  if (challenge.job == 0) return "it is in no job";
-  if (connection->peer == kScheduler && job_ == 0) job_ = challenge.job;
-  return challenge.job == job_ ? "" : NotOurs(challenge.job, job_);
+  return job_.Hear(challenge.job, connection->peer() == kScheduler);
 }
 
 Connection::Clock::duration TcpVan::Patience(Connection* connection, LinkFault fault) {
-  PS_VLOG(1) << "the connection with node " << connection->peer << " (" << connection->address()
+  PS_VLOG(1) << "the connection with node " << connection->peer() << " (" << connection->address()
              << ") broke";
-  return LinkPatience(connection->peer, is_scheduler_, settings_.reconnect_s, fault);
+  return LinkPatience(connection->peer(), is_scheduler_, settings_.reconnect_s, fault);
 }
 
 void TcpVan::OnResumed(Connection* connection, Connection::Clock::duration after, size_t again) {
-  LogResumed("the connection", connection->peer, connection->address(), after, again);
-}
-
-ConnectionPtr TcpVan::Choose(int node_id) {
-  MutexLock lock(&peers_mu_);
-  auto it = peers_.find(node_id);
-  return it == peers_.end() ? nullptr : tcp::BestOf(it->second->connections);
-}
-
-std::vector<ConnectionPtr> TcpVan::AllConnections() {
-  MutexLock lock(&peers_mu_);
-  std::vector<ConnectionPtr> all;
-  const auto add = [&all](const Peer& peer) {
-    for (const auto& connection : peer.connections) {
-      if (connection) all.push_back(connection);
-    }
-  };
-  for (const auto& entry : peers_) add(*entry.second);
-  for (const auto& entry : peers_by_token_) {
-    if (entry.second->id == Node::kEmpty) add(*entry.second);
-  }
-  return all;
-}
-
-bool TcpVan::IsEmpty(const Peer& peer) {
-  return std::none_of(peer.connections.begin(), peer.connections.end(),
-                      [](const auto& connection) { return connection != nullptr; });
+  LogResumed("the connection", connection->peer(), connection->address(), after, again);
 }
 
 void TcpVan::Disconnect(int node_id) {
-  std::vector<ConnectionPtr> connections;
-  {
-    MutexLock lock(&peers_mu_);
-    auto it = peers_.find(node_id);
-    if (it == peers_.end()) return;
-    connections = it->second->connections;
-  }
-  for (const auto& connection : connections) {
-    if (!connection) continue;
+  for (const auto& connection : peers_.Of(node_id)) {
     connection->SayGoodbye();
     connection->CloseWhenFlushed();
   }
 }
 
-void TcpVan::OnClosed(const ConnectionPtr& connection, const Ending& ending) {
-  PS_VLOG(1) << "the connection of node " << connection->peer << " (" << connection->address()
+void TcpVan::OnClosed(const ConnectionPtr& connection, const LinkEnding& ending) {
+  PS_VLOG(1) << "the connection of node " << connection->peer() << " (" << connection->address()
              << ") closed: " << ending.reason;
-  Event event;
-  {
-    MutexLock lock(&peers_mu_);
-    if (stopping_) return;
-    const auto let_go = [&](Peer* peer) {
-      for (auto& mine : peer->connections) {
-        if (mine != connection) continue;
-        mine.reset();
-        return true;
-      }
-      return false;
-    };
-    for (auto it = peers_by_token_.begin(); it != peers_by_token_.end(); ++it) {
-      if (!let_go(it->second.get())) continue;
-      event.lost = it->second;
-      if (IsEmpty(*it->second)) peers_by_token_.erase(it);
-      break;
-    }
-    auto named = peers_.find(connection->peer);
-    if (named != peers_.end()) {
-      if (let_go(named->second.get())) event.lost = named->second;
-      if (named->second == event.lost && IsEmpty(*event.lost)) peers_.erase(named);
-    }
-    // One that never was more than a connection is nobody's loss.
-    if (!event.lost || event.lost->id == Node::kEmpty) return;
-  }
-  event.is_loss = true;
-  event.lost_id = connection->peer;
-  event.ending = ending;
-  inbox_.Put(std::move(event));
+  const auto loss = peers_.LetGo(connection.get());
+  if (loss.peer) PutLoss(loss.id, loss.peer, ending);
+}
+
+void TcpVan::OnLinkLost(int id, const LinkEnding& ending) {
+  membership()->OnLinkLost(id, ending.reason, ending.by_peer);
 }
 
 // ----------------------------------------------------------------- messages
 
-int TcpVan::SendMsg(Message& msg) {
-  if (!inbox_.BeginUse()) return -1;
-  const int bytes = Dispatch(msg);
-  inbox_.EndUse();
-  return bytes;
-}
-
-int TcpVan::Dispatch(const Message& msg) {
-  size_t bytes = 0;
-  for (const auto& value : msg.data) bytes += value.size();
-  if (msg.meta.control.cmd == Control::TERMINATE) {
-    inbox_.End();
-    return 0;
-  }
-  if (msg.meta.recver == my_id_) {
-    Event event;
-    event.msg = msg;
-    event.msg.meta.sender = my_id_;
-    inbox_.Put(std::move(event));
-    return 0;
-  }
-  const ConnectionPtr connection = Choose(msg.meta.recver);
-  if (!connection || !connection->Send(msg)) {
-    // Whoever watches the peers tells those who wait for it.
-    PS_VLOG(1) << "no connection to node " << msg.meta.recver << "; dropped " << msg.DebugString();
-  }
-  return static_cast<int>(std::min<size_t>(bytes, 1 << 30));
+void TcpVan::Transmit(const Message& msg) {
+  const ConnectionPtr connection = peers_.Choose(msg.meta.recver, kPlane);
+  if (connection && connection->Send(msg)) return;
+  // Whoever watches the peers tells those who wait for it.
+  PS_VLOG(1) << "no connection to node " << msg.meta.recver << "; dropped " << msg.DebugString();
 }
 
 char* TcpVan::PlaceFor(const Meta& meta, size_t bytes) {
@@ -481,106 +307,29 @@ char* TcpVan::PlaceFor(const Meta& meta, size_t bytes) {
 }
 
 void TcpVan::OnMessage(Connection* connection, Message* msg, size_t bytes) {
-  msg->meta.sender = connection->peer;
-  msg->meta.recver = my_id_;
-  if (!msg->meta.control.empty()) {
-    const auto& control = msg->meta.control;
-    if (connection->peer == Node::kEmpty && control.cmd != Control::ADD_NODE) {
-      throw dmlc::Error("it is no member of the job and sent more than that it wants to join");
-    }
-    // It cannot speak for another process.
-    if (control.cmd == Control::ADD_NODE && is_scheduler_ &&
-        (control.node.size() != 1 || TokenOf(control.node[0]) != connection->token ||
-         control.node[0].role != connection->hello.role ||
-         control.node[0].aux_id != connection->hello.rank)) {
-      throw dmlc::Error("it wants to join as another process, or in another role or rank");
-    }
-    Event event;
-    event.msg = std::move(*msg);
-    event.bytes = bytes;
-    event.from = connection->shared_from_this();
-    return inbox_.Put(std::move(event));
-  }
-  if (connection->peer == Node::kEmpty) throw dmlc::Error("it is no member of the job");
-  const auto& handler = Postoffice::Get()->handlers().on_message;
-  if (handler) handler(msg);
-}
-
-void TcpVan::HandleLoss(const Event& event) {
-  {
-    // Another process may have its place by now.
-    MutexLock lock(&peers_mu_);
-    auto it = peers_.find(event.lost_id);
-    if (it != peers_.end() && it->second != event.lost) return;
-  }
-  if (event.ending.orderly) return OnDisconnect(event.lost_id);
-  membership()->OnLinkLost(event.lost_id, event.ending.reason, event.ending.by_peer);
-}
-
-int TcpVan::RecvMsg(Message* msg) {
-  while (true) {
-    Event event;
-    if (!inbox_.Take(&event)) {
-      *msg = Message();
-      msg->meta.control.cmd = Control::TERMINATE;
-      return 0;
-    }
-    if (event.is_loss) {
-      HandleLoss(event);
-      continue;
-    }
-    *msg = std::move(event.msg);
-    // Only now: a message before may have given this node, or the peer, its id.
-    if (event.from) msg->meta.sender = event.from->peer;
-    msg->meta.recver = my_id_;
-    return static_cast<int>(std::min<size_t>(event.bytes, 1 << 30));
-  }
+  Deliver(connection, msg, bytes);
 }
 
 void TcpVan::Abandon(const void* begin, size_t bytes) {
   if (!inbox_.BeginUse()) return;
-  for (const auto& connection : AllConnections()) connection->Abandon(begin, bytes);
+  for (const auto& connection : peers_.All()) connection->Abandon(begin, bytes);
   inbox_.EndUse();
 }
 
-bool TcpVan::AllArrived() {
-  const auto connections = AllConnections();
-  return std::all_of(connections.begin(), connections.end(),
-                     [](const auto& connection) { return connection->all_arrived(); });
-}
-
 // ----------------------------------------------------------------- stopping
-
-void TcpVan::FlushConnections() {
-  const auto connections = AllConnections();
-  for (const auto& connection : connections) connection->SayGoodbye();
-  const auto deadline = std::chrono::steady_clock::now() + kLinger;
-  for (const auto& connection : connections) {
-    while (!connection->flushed() && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(kLook);
-    }
-  }
-}
 
 void TcpVan::Stop() {
   Van::Stop();     // ends and joins the receiving thread
   inbox_.Close();  // waits for those who send
   for (auto& listener : listeners_) listener->Stop();
-  FlushConnections();
-  {
-    MutexLock lock(&peers_mu_);
-    stopping_ = true;
-  }
-  for (const auto& connection : AllConnections()) {
+  Flush();
+  peers_.Stop();
+  for (const auto& connection : peers_.All()) {
     connection->Close({"this node closed it", false, true});
   }
   for (auto& poller : pollers_) poller->Stop();
   if (pending_) pending_->Clear();
-  {
-    MutexLock lock(&peers_mu_);
-    peers_.clear();
-    peers_by_token_.clear();
-  }
+  peers_.Clear();
   inbox_.Clear();
   listeners_.clear();
   pollers_.clear();

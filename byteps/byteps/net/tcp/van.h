@@ -21,19 +21,15 @@
 #include <atomic>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
-#include "byteps/base/mutex.h"
-#include "byteps/net/link/node_token.h"
-#include "byteps/net/link/van_inbox.h"
+#include "byteps/net/link/link_van.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/greeter.h"
 #include "byteps/net/tcp/listener.h"
 #include "byteps/net/tcp/memory_pool.h"
 #include "byteps/net/tcp/pending_peers.h"
 #include "byteps/net/tcp/poller.h"
-#include "ps/internal/van.h"
 
 namespace ps {
 
@@ -43,23 +39,16 @@ namespace tcp {
 // each of them.  No more than it has threads, each of which serves one of them.
 int ConnectionsFor(double gbps, int servers, int threads);
 
-// Of these, which may be null, the one for the next message: that on which the fewest bytes wait,
-// and one that is broken only where all are.  Null: none is there.
-ConnectionPtr BestOf(const std::vector<ConnectionPtr>& connections);
-
 }  // namespace tcp
 
-class TcpVan : public Van, public tcp::ConnectionOwner {
+class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOwner {
  public:
   TcpVan() = default;
   ~TcpVan() override;
 
   std::string GetType() const override { return "tcp"; }
-  void SetNode(const Node& node) override;
   void Abandon(const void* begin, size_t bytes) override;
-  bool AllArrived() override;
   void Disconnect(int node_id) override;
-  void SetIncarnation(int incarnation) override { job_ = WithIncarnation(job_, incarnation); }
 
  protected:
   void Start(int customer_id, bool standalone) override;
@@ -70,31 +59,12 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   int Bind(const Node& node, int max_retry) override;
   void Connect(const Node& node) override;
 
-  // Never blocks.  Returns the message's size in bytes, or -1 after Stop.
-  int SendMsg(Message& msg) override;
-  int RecvMsg(Message* msg) override;
-
  private:
-  // SendMsg, while Stop waits for it.
-  int Dispatch(const Message& msg);
+  friend class LinkVan<TcpVan, tcp::Connection>;
 
-  // A process at the other end of connections.
-  struct Peer {
-    int id = Node::kEmpty;
-    std::vector<tcp::ConnectionPtr> connections;  // by index; null: not there
-  };
-  using PeerPtr = std::shared_ptr<Peer>;
-
-  // What the receiving thread has to do: hand on a message, or hear of a loss.
-  struct Event {
-    Message msg;
-    size_t bytes = 0;
-    tcp::ConnectionPtr from;  // null: a message to itself, or a loss
-    bool is_loss = false;
-    int lost_id = Node::kEmpty;
-    PeerPtr lost;  // null: one that had gone before it was named
-    tcp::Ending ending;
-  };
+  // By LinkVan.
+  void Transmit(const Message& msg);
+  void OnLinkLost(int id, const LinkEnding& ending);
 
   // In poller threads.
   std::string OnChallenge(const tcp::ConnectionPtr& connection,
@@ -104,44 +74,25 @@ class TcpVan : public Van, public tcp::ConnectionOwner {
   tcp::Poller::Clock::duration Patience(tcp::Connection* connection, LinkFault fault) override;
   void OnResumed(tcp::Connection* connection, tcp::Poller::Clock::duration after,
                  size_t again) override;
-  void OnClosed(const tcp::ConnectionPtr& connection, const tcp::Ending& ending) override;
+  void OnClosed(const tcp::ConnectionPtr& connection, const LinkEnding& ending) override;
   void OnAccepted(tcp::Fd fd, const tcp::Address& address);
   std::string Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello);
-  // Empty: it may connect.
-  std::string ReasonToRefuse(const tcp::Hello& hello) const;
-
   // How many are made with it.
   int ConnectionsWith(const Node& node);
   // The next poller's, in turn.
   tcp::ConnectionPtr NewConnection();
-  static bool IsEmpty(const Peer& peer);
   void NamePeer(const Node& node);
-  // Null when there is none.
-  tcp::ConnectionPtr Choose(int node_id);
-  std::vector<tcp::ConnectionPtr> AllConnections();
-  void HandleLoss(const Event& event);
-  void FlushConnections();
 
   tcp::ConnectionSettings settings_;
   tcp::Greeter::Host host_;
   double start_timeout_s_ = 0;
   int connections_per_server_ = 0;  // 0: as many as the link wants
-  uint64_t token_ = 0;
-  std::atomic<uint64_t> job_{0};
-  std::atomic<int> my_id_{Node::kEmpty};
   std::shared_ptr<tcp::MemoryPool> pool_;
   std::vector<std::shared_ptr<tcp::Poller>> pollers_;
   std::vector<std::shared_ptr<tcp::Listener>> listeners_;
   std::atomic<size_t> next_poller_{0};
   // Those that have not proved anything yet.  Of the first poller's thread.
   std::unique_ptr<tcp::PendingPeers> pending_;
-
-  Mutex peers_mu_;
-  std::unordered_map<uint64_t, PeerPtr> peers_by_token_ PS_GUARDED_BY(peers_mu_);
-  std::unordered_map<int, PeerPtr> peers_ PS_GUARDED_BY(peers_mu_);  // by node id
-  bool stopping_ PS_GUARDED_BY(peers_mu_) = false;
-
-  VanInbox<Event> inbox_;
 };
 
 }  // namespace ps

@@ -11,12 +11,7 @@
 // of the Reply is over what it says, too.  In a job without a secret the proofs are checksums.
 // Either answer may refuse; then a reason follows it and the connection closes.
 //
-// What a failed greeting means.  A refusal in a Reply with a proof is what this very process
-// decided: it is final.  Everything else (no proof, or a wrong one, bytes that do not parse, an
-// alert of TLS, another version) may as well come from bytes that were damaged on the way.  On a
-// connection that was open before it is one failed attempt, and the next one is made until
-// BYTEPS_RECONNECT_TIMEOUT_S is over; on a first connection it is final, since there it almost
-// always means different settings.
+// What a failed greeting means: see link/greeting.h.
 //
 // Then each side sends frames:
 //

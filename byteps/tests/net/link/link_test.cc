@@ -1,17 +1,14 @@
-// What a link can carry; and what becomes of one that broke: how long, in which words, and which
-// messages again.
+// What a link can carry; and what becomes of one that broke: how long, and in which words.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
 #include <filesystem>
 #include <fstream>
-#include <memory>
-#include <random>
+#include <string>
 
 #include "byteps/net/link/link_outage.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/node_text.h"
-#include "byteps/net/rdma/sent_messages.h"
 #include "byteps/net/rdma/wire.h"
 #include "byteps/net/tcp/van.h"
 #include "ps/internal/message.h"
@@ -134,72 +131,6 @@ TEST(LinkOutage, SaysThatLargePacketsVanish) {
   EXPECT_EQ(outage.GivenUp(2, "no answer"),
             "its connection timed out, and could not be made again within 2.0 s "
             "(BYTEPS_RECONNECT_TIMEOUT_S=2): no answer");
-}
-
-using Ints = rdma::SentMessages<std::unique_ptr<int>>;
-
-std::unique_ptr<int> Message(int n) { return std::make_unique<int>(n); }
-
-TEST(SentMessages, OnlyWhatThePeerLacksIsSentAgain) {
-  Ints sent;
-  for (int n = 0; n < 5; ++n) sent.Posted();  // the device says of the first that it arrived
-  for (int n = 1; n < 5; ++n) sent.GaveBack(Message(n));
-  std::vector<std::unique_ptr<int>> arrived;
-  const auto again = sent.Resume(3, &arrived);  // and so have two more
-  ASSERT_EQ(arrived.size(), 2u);
-  EXPECT_EQ(*arrived[0], 1);
-  EXPECT_EQ(*arrived[1], 2);
-  ASSERT_EQ(again.size(), 2u);
-  EXPECT_EQ(*again[0], 3);
-  EXPECT_EQ(*again[1], 4);
-}
-
-TEST(SentMessages, WhatCannotBeIsSaid) {
-  Ints sent;
-  std::vector<std::unique_ptr<int>> arrived;
-  for (int n = 0; n < 5; ++n) sent.Posted();
-  sent.GaveBack(Message(4));
-  EXPECT_THROW(sent.Resume(6, &arrived), dmlc::Error);  // more than were sent
-  EXPECT_THROW(sent.Resume(3, &arrived), dmlc::Error);  // less than the device says
-  EXPECT_EQ(sent.Resume(4, &arrived).size(), 1u);
-}
-
-// A sender and a receiver over a connection that delivers in order, and breaks at random: the
-// device tells the sender of any part of what has come, and of no more.
-TEST(SentMessages, EachComesOnceAndInOrderHoweverOftenItBreaks) {
-  std::mt19937 random(7);
-  for (int run = 0; run < 300; ++run) {
-    const int count = 1 + static_cast<int>(random() % 60);
-    std::deque<std::unique_ptr<int>> outbox;
-    for (int n = 0; n < count; ++n) outbox.push_back(Message(n));
-    std::deque<std::unique_ptr<int>> posted;  // the device has them; the peer some of the first
-    Ints sent;
-    std::vector<int> received;
-    size_t on_the_way = 0;  // of the posted ones, those that the peer has not
-    while (received.size() < static_cast<size_t>(count)) {
-      const auto what = random() % 4;
-      if (what == 0 && !outbox.empty()) {
-        sent.Posted();
-        posted.push_back(std::move(outbox.front()));
-        outbox.pop_front();
-        ++on_the_way;
-      } else if (what == 1 && on_the_way > 0) {
-        received.push_back(*posted[posted.size() - on_the_way--]);
-      } else if (what == 2 && posted.size() > on_the_way) {
-        posted.pop_front();  // it has arrived
-      } else if (what == 3 && random() % 4 == 0) {
-        for (auto& message : posted) sent.GaveBack(std::move(message));
-        posted.clear();
-        on_the_way = 0;
-        std::vector<std::unique_ptr<int>> arrived;
-        auto again = sent.Resume(received.size(), &arrived);
-        for (auto it = again.rbegin(); it != again.rend(); ++it) {
-          outbox.push_front(std::move(*it));
-        }
-      }
-    }
-    for (int n = 0; n < count; ++n) ASSERT_EQ(received[n], n) << "run " << run;
-  }
 }
 
 TEST(RdmaWire, ARefusalSaysWhetherItWillPass) {

@@ -53,46 +53,31 @@ Hub::~Hub() {
 
 // ---------------------------------------------------------------------- end
 
-std::vector<std::string> End::texts() {
-  MutexLock lock(&mu_);
-  return texts_;
-}
+std::vector<std::string> End::texts() { return seen_->get().texts; }
 
 std::string End::ending() {
-  MutexLock lock(&mu_);
-  return ending_;
+  const auto state = seen_->get();
+  if (state.closed == 0) return "";
+  return state.ending.reason.empty() ? "closed" : state.ending.reason;
 }
 
-int End::times_resumed() {
-  MutexLock lock(&mu_);
-  return resumed_;
-}
+int End::times_resumed() { return seen_->get().resumed; }
 
-size_t End::sent_again() {
-  MutexLock lock(&mu_);
-  return again_;
-}
+size_t End::sent_again() { return seen_->get().again; }
 
-void End::ReceiveAt(char* place) {
-  MutexLock lock(&mu_);
-  place_ = place;
-}
+void End::ReceiveAt(char* place) { seen_->ReceiveAt(place); }
 
 std::string End::OnChallenge(const ConnectionPtr& /*connection*/,
                              const ps::tcp::Challenge& challenge) {
   return challenge.job == kJob ? "" : "it belongs to another job";
 }
 
-char* End::PlaceFor(const ps::Meta& /*meta*/, size_t /*bytes*/) {
-  MutexLock lock(&mu_);
-  return place_;
-}
+char* End::PlaceFor(const ps::Meta& /*meta*/, size_t /*bytes*/) { return seen_->place(); }
 
 void End::OnMessage(Connection* /*connection*/, ps::Message* msg, size_t /*bytes*/) {
   std::string text;
   for (const auto& value : msg->data) text.append(value.data(), value.size());
-  MutexLock lock(&mu_);
-  texts_.push_back(std::move(text));
+  seen_->Came(std::move(text));
 }
 
 Poller::Clock::duration End::Patience(Connection* /*connection*/, ps::LinkFault /*fault*/) {
@@ -101,21 +86,18 @@ Poller::Clock::duration End::Patience(Connection* /*connection*/, ps::LinkFault 
 }
 
 void End::OnResumed(Connection* /*connection*/, Poller::Clock::duration /*after*/, size_t again) {
-  MutexLock lock(&mu_);
-  ++resumed_;
-  again_ += again;
+  seen_->Resumed(again);
 }
 
-void End::OnClosed(const ConnectionPtr& /*connection*/, const ps::tcp::Ending& ending) {
-  MutexLock lock(&mu_);
-  ending_ = ending.reason.empty() ? "closed" : ending.reason;
+void End::OnClosed(const ConnectionPtr& /*connection*/, const ps::LinkEnding& ending) {
+  seen_->Closed(ending);
 }
 
 // --------------------------------------------------------------------- link
 
-Link::Link(Hub* hub, uint64_t listeners_job)
-    : connecting(hub),
-      listening(hub),
+Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contract::Seen* listening)
+    : connecting(hub, connecting),
+      listening(hub, listening),
       hub_(hub),
       other_secret_(kOtherSecret),
       other_tls_(hub->settings.tls ? NewContext(other_secret_) : nullptr),
@@ -150,8 +132,9 @@ Link::Link(Hub* hub, uint64_t listeners_job)
   listener_->Start();
   route = hub->relay.AddRoute(port);
 
-  connects_ = std::make_shared<Connection>(&connecting, &hub->settings, hub->connects, hub->pool);
-  connects_->peer = kServerId;
+  connects_ =
+      std::make_shared<Connection>(&this->connecting, &hub->settings, hub->connects, hub->pool);
+  connects_->set_peer(kServerId);
   ps::tcp::Hello hello;
   hello.job = kJob;
   hello.sender = kConnects;
@@ -196,7 +179,7 @@ std::string Link::Admit(const ps::tcp::StreamPtr& socket, const ps::tcp::Hello& 
     if (!listens_) {
       listens_ =
           std::make_shared<Connection>(&listening, &hub_->settings, hub_->listens, hub_->pool);
-      listens_->peer = kWorkerId;
+      listens_->set_peer(kWorkerId);
     }
     connection = listens_;
   }

@@ -3,7 +3,6 @@
 #ifndef BYTEPS_TESTS_NET_TCP_CONNECTION_LINK_H_
 #define BYTEPS_TESTS_NET_TCP_CONNECTION_LINK_H_
 
-#include <chrono>
 #include <list>
 #include <memory>
 #include <string>
@@ -13,6 +12,7 @@
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/greeter.h"
 #include "byteps/net/tcp/listener.h"
+#include "link_pair.h"
 #include "relay.h"
 
 namespace connection_test {
@@ -34,7 +34,9 @@ struct Hub {
 // The owner of one end: what has become of it.
 class End : public ps::tcp::ConnectionOwner {
  public:
-  explicit End(const Hub* hub) : hub_(hub) {}
+  // `seen`, which outlives it, hears of all; null: nobody else does.
+  explicit End(const Hub* hub, contract::Seen* seen = nullptr)
+      : hub_(hub), seen_(seen == nullptr ? &own_ : seen) {}
 
   std::vector<std::string> texts();
   // Why it has closed; "" while it has not.
@@ -52,16 +54,12 @@ class End : public ps::tcp::ConnectionOwner {
                                             ps::LinkFault fault) override;
   void OnResumed(ps::tcp::Connection* connection, ps::tcp::Poller::Clock::duration after,
                  size_t again) override;
-  void OnClosed(const ps::tcp::ConnectionPtr& connection, const ps::tcp::Ending& ending) override;
+  void OnClosed(const ps::tcp::ConnectionPtr& connection, const ps::LinkEnding& ending) override;
 
  private:
   const Hub* const hub_;
-  ps::Mutex mu_;
-  std::vector<std::string> texts_ PS_GUARDED_BY(mu_);
-  std::string ending_ PS_GUARDED_BY(mu_);
-  int resumed_ PS_GUARDED_BY(mu_) = 0;
-  size_t again_ PS_GUARDED_BY(mu_) = 0;
-  char* place_ PS_GUARDED_BY(mu_) = nullptr;
+  contract::Seen own_;
+  contract::Seen* const seen_;
 };
 
 // Its low bits are the incarnation.
@@ -70,7 +68,8 @@ constexpr uint64_t kJob = (0x5678 << 16) + 2;
 class Link {
  public:
   // Connects at once.
-  explicit Link(Hub* hub, uint64_t listeners_job = kJob);
+  explicit Link(Hub* hub, uint64_t listeners_job = kJob, contract::Seen* connecting = nullptr,
+                contract::Seen* listening = nullptr);
   ~Link();
 
   End connecting;
@@ -82,7 +81,8 @@ class Link {
   void Send(bool to_listener, const ps::SArray<char>& value);
   // Whether each end has got exactly these.
   bool Has(const std::vector<std::string>& at_listener, const std::vector<std::string>& back);
-  // The end that connects.
+  // The end that connects, or the other one, which is null until it has been connected to.
+  ps::tcp::ConnectionPtr EndOf(bool to_listener);
   ps::tcp::ConnectionPtr connection() { return EndOf(true); }
   // In what state both are.
   std::string Text();
@@ -95,7 +95,6 @@ class Link {
 
  private:
   std::string Admit(const ps::tcp::StreamPtr& socket, const ps::tcp::Hello& hello);
-  ps::tcp::ConnectionPtr EndOf(bool to_listener);
 
   Hub* const hub_;
   ps::tcp::Greeter::Host host_;
@@ -111,16 +110,7 @@ class Link {
   uint64_t job_ PS_GUARDED_BY(mu_);
 };
 
-// Waits until `done` says true; false after a time that only a hang takes.
-template <typename Done>
-bool WaitUntil(const Done& done) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(100);
-  while (!done()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  return true;
-}
+using contract::WaitUntil;
 
 }  // namespace connection_test
 #endif  // BYTEPS_TESTS_NET_TCP_CONNECTION_LINK_H_

@@ -1,0 +1,55 @@
+#include "byteps/net/link/admission.h"
+
+#include "byteps/net/link/who_connects.h"
+#include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
+
+namespace ps {
+
+std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t token,
+                           uint64_t job) {
+  if (job == 0) return "this node is in no job yet";
+  const bool scheduler = role == Node::SCHEDULER;
+  const bool joins = scheduler && applicant.job == 0 && !applicant.resumes;
+  if (applicant.job != job && !joins) return NotOurs(applicant.job, job);
+  if (applicant.receiver != 0 && applicant.receiver != token) {
+    return "the process that is meant is not here any more";
+  }
+  const PeerIdentity& who = applicant.who;
+  if (who.token == 0 || applicant.index < 0 || applicant.index >= kMaxLinks || who.role < 0 ||
+      who.role > Node::SCHEDULER) {
+    return "its hello does not parse";
+  }
+  if (!ConnectsTo(static_cast<Node::Role>(who.role), role)) {
+    return "its role has nothing to say to this node";
+  }
+  if (scheduler) return applicant.plane == 0 ? "" : "the scheduler has no data plane";
+  if (!IsWorkerId(applicant.node_id)) return "it is no worker";
+  if (Postoffice::IDtoRank(applicant.node_id) != who.rank) {
+    return "its rank is not that of its node id";
+  }
+  return "";
+}
+
+void CheckControl(const Control& control, int peer, const PeerIdentity& who, bool is_scheduler) {
+  if (peer == Node::kEmpty && control.cmd != Control::ADD_NODE) {
+    throw dmlc::Error("it is no member of the job and sent more than that it wants to join");
+  }
+  if (control.cmd != Control::ADD_NODE || !is_scheduler) return;
+  if (control.node.size() != 1 || TokenOf(control.node[0]) != who.token ||
+      control.node[0].role != who.role || control.node[0].aux_id != who.rank) {
+    throw dmlc::Error("it wants to join as another process, or in another role or rank");
+  }
+}
+
+void CheckMember(int peer) {
+  if (peer == Node::kEmpty) throw dmlc::Error("it is no member of the job");
+}
+
+std::string JobNumber::Hear(uint64_t theirs, bool from_scheduler) {
+  if (theirs == 0) return "it is in no job";
+  if (from_scheduler && job_ == 0) job_ = theirs;
+  return theirs == job_ ? "" : NotOurs(theirs, job_);
+}
+
+}  // namespace ps

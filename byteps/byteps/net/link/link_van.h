@@ -1,0 +1,170 @@
+// What the vans of all transports share: who this node is, whom it has links with, and the messages
+// and losses that Van's receiving thread hears of.
+#ifndef BYTEPS_NET_LINK_LINK_VAN_H_
+#define BYTEPS_NET_LINK_LINK_VAN_H_
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/link_ending.h"
+#include "byteps/net/link/node_token.h"
+#include "byteps/net/link/peer_table.h"
+#include "byteps/net/link/van_inbox.h"
+#include "dmlc/logging.h"
+#include "ps/internal/postoffice.h"
+#include "ps/internal/van.h"
+
+namespace ps {
+
+// Link: see PeerTable; it also has SayGoodbye, flushed and all_arrived.
+// Derived, which is called without a virtual call for each message, has
+//   void Transmit(const Message& msg)                   sends it by a link to another node
+//   void OnLinkLost(int id, const LinkEnding& ending)   tells the membership
+template <typename Derived, typename Link>
+class LinkVan : public Van {
+ public:
+  void SetNode(const Node& node) override {
+    Node self = node;
+    // The scheduler gives an id back with the rest of what this node told of itself.
+    if (token_ != 0) SetToken(token_, &self);
+    Van::SetNode(self);
+    my_id_ = node.id;
+  }
+
+  bool AllArrived() override {
+    const auto links = peers_.All();
+    return std::all_of(links.begin(), links.end(),
+                       [](const auto& link) { return link->all_arrived(); });
+  }
+
+  void SetIncarnation(int incarnation) override { job_.SetIncarnation(incarnation); }
+
+ protected:
+  using Peers = PeerTable<Link>;
+
+  // Before Van::Start.
+  void Begin(bool is_scheduler) {
+    token_ = NewToken();
+    job_.Set(is_scheduler ? NewJob() : 0);
+    inbox_.Open();
+    peers_.Open();
+  }
+
+  // Never blocks.  Returns the bytes of the message's values, or -1 after Stop.
+  int SendMsg(Message& msg) final {
+    if (msg.meta.control.cmd == Control::TERMINATE) {
+      inbox_.End();
+      return 0;
+    }
+    if (!inbox_.BeginUse()) return -1;
+    size_t bytes = 0;
+    for (const auto& value : msg.data) bytes += value.size();
+    if (msg.meta.recver == my_id_) {
+      Event event;
+      event.msg = msg;
+      event.msg.meta.sender = my_id_;
+      inbox_.Put(std::move(event));
+    } else {
+      static_cast<Derived*>(this)->Transmit(msg);
+    }
+    inbox_.EndUse();
+    return AsInt(bytes);
+  }
+
+  int RecvMsg(Message* msg) final {
+    while (true) {
+      Event event;
+      if (!inbox_.Take(&event)) {
+        *msg = Message();
+        msg->meta.control.cmd = Control::TERMINATE;
+        return 0;
+      }
+      if (event.is_loss) {
+        HandleLoss(event);
+        continue;
+      }
+      *msg = std::move(event.msg);
+      // Only now: a message before may have given this node, or the peer, its id.
+      if (event.from) msg->meta.sender = event.from->peer();
+      msg->meta.recver = my_id_;
+      return AsInt(event.bytes);
+    }
+  }
+
+  // A message has come: data is handed to its handler, in this thread.  Throws dmlc::Error where
+  // the peer may not send this.
+  void Deliver(Link* from, Message* msg, size_t bytes) {
+    msg->meta.sender = from->peer();
+    msg->meta.recver = my_id_;
+    if (msg->meta.control.empty()) {
+      CheckMember(msg->meta.sender);
+      const auto& handler = Postoffice::Get()->handlers().on_message;
+      if (handler) handler(msg);
+      return;
+    }
+    CheckControl(msg->meta.control, msg->meta.sender, from->identity, is_scheduler_);
+    Event event;
+    event.msg = std::move(*msg);
+    event.bytes = bytes;
+    event.from = from->shared_from_this();
+    inbox_.Put(std::move(event));
+  }
+
+  // Has the receiving thread hear that a link with node `id` is lost, behind what came before.
+  void PutLoss(int id, typename Peers::PeerPtr peer, LinkEnding ending) {
+    Event event;
+    event.is_loss = true;
+    event.lost_id = id;
+    event.lost = std::move(peer);
+    event.ending = std::move(ending);
+    inbox_.Put(std::move(event));
+  }
+
+  // Waits until what is queued (a goodbye, a failure) has left, for a second at most.
+  void Flush() {
+    const auto links = peers_.All();
+    for (const auto& link : links) link->SayGoodbye();
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    for (const auto& link : links) {
+      while (!link->flushed() && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+  }
+
+  // What the receiving thread has to do: hand on a message, or hear of a loss.
+  struct Event {
+    Message msg;
+    size_t bytes = 0;
+    std::shared_ptr<Link> from;  // null: a message to itself, or a loss
+    bool is_loss = false;
+    int lost_id = Node::kEmpty;
+    typename Peers::PeerPtr lost;  // null: one that had gone before it was named
+    LinkEnding ending;
+  };
+
+  uint64_t token_ = 0;
+  JobNumber job_;
+  std::atomic<int> my_id_{Node::kEmpty};
+  Peers peers_;
+  VanInbox<Event> inbox_;  // whose users are in SendMsg or Abandon; links stay as long
+
+ private:
+  static int AsInt(size_t bytes) { return static_cast<int>(std::min<size_t>(bytes, 1 << 30)); }
+
+  void HandleLoss(const Event& event) {
+    // Another process may have its place by now.
+    if (peers_.IsReplaced(event.lost_id, event.lost)) return;
+    if (event.ending.orderly) return OnDisconnect(event.lost_id);
+    static_cast<Derived*>(this)->OnLinkLost(event.lost_id, event.ending);
+  }
+};
+
+}  // namespace ps
+#endif  // BYTEPS_NET_LINK_LINK_VAN_H_

@@ -1,0 +1,249 @@
+// The processes at the other ends of this node's links.
+//
+// A process that connected to this one is known by its token (node_token.h), which it has proved.
+// It gets its node id later: from the scheduler, which names those that join, or, at a server, by
+// its own word, which is proved too.  A node that this one connected to is known by its id alone.
+#ifndef BYTEPS_NET_LINK_PEER_TABLE_H_
+#define BYTEPS_NET_LINK_PEER_TABLE_H_
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/link/admission.h"
+#include "byteps/net/link/choice.h"
+#include "ps/internal/message.h"
+
+namespace ps {
+
+// Link: has `PeerIdentity identity`, load(), closed(), peer() and set_peer(), which take no lock
+// under which the table is called.  Any thread may call anything.
+template <typename Link>
+class PeerTable {
+ public:
+  using LinkPtr = std::shared_ptr<Link>;
+  using Links = std::vector<LinkPtr>;
+  static constexpr int kPlanes = 2;
+
+  // A process at the other end of links.  Guarded by the table's lock once it is in the table.
+  struct Peer {
+    int id = Node::kEmpty;
+    std::array<Links, kPlanes> links;  // of each plane, by index; null: not there
+  };
+  using PeerPtr = std::shared_ptr<Peer>;
+
+  // Peers are admitted from now on.
+  void Open() {
+    MutexLock lock(&mu_);
+    stopping_ = false;
+  }
+  // None is admitted any more, and links that end are nobody's loss.
+  void Stop() {
+    MutexLock lock(&mu_);
+    stopping_ = true;
+  }
+  void Clear() {
+    std::unordered_map<uint64_t, PeerPtr> by_token;  // let go of without the lock
+    std::unordered_map<int, PeerPtr> by_id;
+    MutexLock lock(&mu_);
+    by_token.swap(by_token_);
+    by_id.swap(by_id_);
+  }
+
+  // This node connects to `peer`, which has its id.
+  void Add(PeerPtr peer) {
+    MutexLock lock(&mu_);
+    by_id_[peer->id] = std::move(peer);
+  }
+
+  struct Admitted {
+    std::string refusal;
+    LinkPtr link;      // null: refused
+    LinkPtr replaced;  // that was there in its place
+  };
+  // What becomes of a link that is there where its peer asks for it and does not resume it.
+  enum class Again {
+    kTakesTheLink,  // the peer had not heard that it was taken before
+    kMakesAnother,  // and would not ask again, had it not given that one up
+  };
+  // The link for `applicant`, which nothing else stands against (ReasonToRefuse).  Where there is
+  // none, `make(id)` makes it, with the lock held.
+  template <typename Make>
+  Admitted Admit(const Applicant& applicant, bool is_scheduler, Again again, const Make& make) {
+    Admitted admitted;
+    MutexLock lock(&mu_);
+    if (stopping_) return Refused("this node is leaving the job");
+    const auto found = by_token_.find(applicant.who.token);
+    PeerPtr peer = found == by_token_.end() ? nullptr : found->second;
+    if (!is_scheduler && IsAnothers(applicant.node_id, peer)) {
+      return Refused("another process is connected under its node id");
+    }
+    LinkPtr there = peer ? LinkOf(*peer, applicant.plane, applicant.index) : nullptr;
+    if (there && (applicant.resumes || again == Again::kTakesTheLink)) {
+      if (there->closed()) return Refused("this node has closed the connection");
+      const PeerIdentity& before = there->identity;
+      if (before.role != applicant.who.role || before.rank != applicant.who.rank) {
+        return Refused("it was another role or rank before");
+      }
+      admitted.link = std::move(there);
+      return admitted;
+    }
+    if (applicant.resumes) return Refused("this node has given the connection up");
+    if (!peer) peer = by_token_[applicant.who.token] = std::make_shared<Peer>();
+    if (!is_scheduler) {
+      peer->id = applicant.node_id;
+      by_id_[peer->id] = peer;
+    }
+    // Who comes once more to the scheduler, over another link, has its name already.
+    admitted.link = make(peer->id);
+    admitted.link->identity = applicant.who;
+    Links& links = peer->links[applicant.plane];
+    const auto index = static_cast<size_t>(applicant.index);
+    if (links.size() <= index) links.resize(index + 1);
+    links[index] = admitted.link;
+    admitted.replaced = std::move(there);
+    return admitted;
+  }
+
+  struct Named {
+    bool is_there = false;  // else it came, and has gone already
+    Links displaced;        // of another process, which had this name
+  };
+  // The scheduler gives a node id to a process that came.
+  Named Name(uint64_t token, int id) {
+    Named named;
+    MutexLock lock(&mu_);
+    const auto it = by_token_.find(token);
+    if (it == by_token_.end()) return named;
+    named.is_there = true;
+    const PeerPtr peer = it->second;
+    // It may have had another name.
+    const auto last = by_id_.find(peer->id);
+    if (last != by_id_.end() && last->first != id && last->second == peer) by_id_.erase(last);
+    peer->id = id;
+    const PeerPtr before = std::exchange(by_id_[id], peer);
+    for (const LinkPtr& link : LinksOf(*peer)) link->set_peer(id);
+    if (before && before != peer) named.displaced = LinksOf(*before);
+    return named;
+  }
+
+  struct Loss {
+    PeerPtr peer;  // whose loss it is; null: nobody's
+    int id = Node::kEmpty;
+    LinkPtr link;  // null: it was not in the table
+  };
+  // A link has closed.  Who has lost all its links is not there any more.
+  Loss LetGo(const Link* link) {
+    Loss loss;
+    MutexLock lock(&mu_);
+    if (stopping_) return loss;
+    for (auto it = by_token_.begin(); it != by_token_.end(); ++it) {
+      if (!Remove(link, it->second.get(), &loss)) continue;
+      loss.peer = it->second;
+      if (IsEmpty(*it->second)) by_token_.erase(it);
+      break;
+    }
+    loss.id = link->peer();
+    const auto named = by_id_.find(loss.id);
+    if (named != by_id_.end()) {
+      if (Remove(link, named->second.get(), &loss)) loss.peer = named->second;
+      if (named->second == loss.peer && IsEmpty(*loss.peer)) by_id_.erase(named);
+    }
+    // One that never was more than a link is nobody's loss.
+    if (loss.peer && loss.peer->id == Node::kEmpty) loss.peer.reset();
+    return loss;
+  }
+
+  // Whether another process has the name of one that was lost: then nobody has lost a node.
+  bool IsReplaced(int id, const PeerPtr& lost) {
+    MutexLock lock(&mu_);
+    const auto it = by_id_.find(id);
+    return it != by_id_.end() && it->second != lost;
+  }
+
+  // For the next message; null when there is none.  A peer without links of this plane has all by
+  // plane 0.
+  LinkPtr Choose(int id, int plane) {
+    MutexLock lock(&mu_);
+    const auto it = by_id_.find(id);
+    if (it == by_id_.end()) return nullptr;
+    const Peer& peer = *it->second;
+    return BestOf(peer.links[plane].empty() ? peer.links[0] : peer.links[plane]);
+  }
+
+  Links Of(int id) {
+    MutexLock lock(&mu_);
+    const auto it = by_id_.find(id);
+    return it == by_id_.end() ? Links() : LinksOf(*it->second);
+  }
+
+  Links All() {
+    MutexLock lock(&mu_);
+    Links all;
+    const auto add = [&all](const Peer& peer) {
+      for (LinkPtr& link : LinksOf(peer)) all.push_back(std::move(link));
+    };
+    for (const auto& entry : by_id_) add(*entry.second);
+    for (const auto& entry : by_token_) {
+      const auto named = by_id_.find(entry.second->id);
+      if (named == by_id_.end() || named->second != entry.second) add(*entry.second);
+    }
+    return all;
+  }
+
+  static Links LinksOf(const Peer& peer) {
+    Links there;
+    for (const Links& links : peer.links) {
+      for (const LinkPtr& link : links) {
+        if (link) there.push_back(link);
+      }
+    }
+    return there;
+  }
+
+ private:
+  static Admitted Refused(const char* reason) {
+    Admitted refused;
+    refused.refusal = reason;
+    return refused;
+  }
+
+  static LinkPtr LinkOf(const Peer& peer, int plane, int index) {
+    const Links& links = peer.links[plane];
+    return static_cast<size_t>(index) < links.size() ? links[index] : nullptr;
+  }
+
+  static bool IsEmpty(const Peer& peer) { return LinksOf(peer).empty(); }
+
+  static bool Remove(const Link* link, Peer* peer, Loss* loss) {
+    for (Links& links : peer->links) {
+      for (LinkPtr& mine : links) {
+        if (mine.get() != link) continue;
+        loss->link = std::move(mine);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // Whether a worker cannot have this id, since another process or this one has another.
+  bool IsAnothers(int id, const PeerPtr& peer) const PS_REQUIRES(mu_) {
+    const auto known = by_id_.find(id);
+    if (known != by_id_.end() && known->second != peer) return true;
+    return peer && peer->id != Node::kEmpty && peer->id != id;
+  }
+
+  Mutex mu_;
+  std::unordered_map<uint64_t, PeerPtr> by_token_ PS_GUARDED_BY(mu_);
+  std::unordered_map<int, PeerPtr> by_id_ PS_GUARDED_BY(mu_);
+  bool stopping_ PS_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace ps
+#endif  // BYTEPS_NET_LINK_PEER_TABLE_H_

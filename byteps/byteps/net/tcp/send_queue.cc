@@ -1,0 +1,122 @@
+#include "byteps/net/tcp/send_queue.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "byteps/base/invariant.h"
+#include "byteps/base/wire_bytes.h"
+#include "byteps/net/link/meta_codec.h"
+
+namespace ps {
+namespace tcp {
+namespace {
+
+// Messages of at most this size go before larger ones, several by one call.
+constexpr size_t kUrgentBytes = 4096;
+constexpr size_t kBatchBytes = 65536;
+constexpr size_t kMaxVectors = 64;
+
+}  // namespace
+
+OutgoingPtr MakeMessage(const Message& msg) {
+  const std::string meta = EncodeMeta(msg.meta);
+  auto outgoing = std::make_shared<Outgoing>();
+  FrameHeader header;
+  header.values = static_cast<uint8_t>(msg.data.size());
+  header.meta_bytes = static_cast<uint32_t>(meta.size());
+  outgoing->head.reserve(kFrameHeaderBytes + 8 * msg.data.size() + meta.size());
+  ByteWriter head(&outgoing->head);
+  head.Bytes(header.Encode());
+  for (const auto& value : msg.data) head.Int<uint64_t>(value.size());
+  head.Bytes(meta);
+  outgoing->values = msg.data;
+  outgoing->bytes = outgoing->head.size();
+  for (const auto& value : msg.data) outgoing->bytes += value.size();
+  return outgoing;
+}
+
+OutgoingPtr MakeFrame(FrameType type) {
+  auto outgoing = std::make_shared<Outgoing>();
+  FrameHeader header;
+  header.type = outgoing->type = type;
+  outgoing->head = header.Encode();
+  outgoing->bytes = outgoing->head.size();
+  return outgoing;
+}
+
+size_t BytesOf(const OutgoingList& list) {
+  size_t bytes = 0;
+  for (const auto& outgoing : list) bytes += outgoing->bytes;
+  return bytes;
+}
+
+std::vector<iovec> VectorOf(const OutgoingList& list, size_t done) {
+  std::vector<iovec> vector;
+  const auto add = [&](const char* data, size_t size) {
+    const size_t skipped = std::min(done, size);
+    done -= skipped;
+    if (size > skipped) vector.push_back({const_cast<char*>(data) + skipped, size - skipped});
+  };
+  for (const auto& outgoing : list) {
+    add(outgoing->head.data(), outgoing->head.size());
+    for (const auto& value : outgoing->values) add(value.data(), value.size());
+  }
+  return vector;
+}
+
+void SendQueue::Push(OutgoingPtr outgoing) {
+  bytes_ += outgoing->bytes;
+  const bool urgent = outgoing->bytes <= kUrgentBytes && outgoing->type != kGoodbye;
+  (urgent ? urgent_ : bulk_).push_back(std::move(outgoing));
+}
+
+bool SendQueue::TakeBatch(uint64_t received, OutgoingList* batch) {
+  size_t bytes = 0, vectors = 0;
+  while (vectors < kMaxVectors) {
+    auto& queue = !again_.empty() ? again_ : !urgent_.empty() ? urgent_ : bulk_;
+    if (queue.empty()) break;
+    // A large message goes alone, or last, so that urgent ones need not wait for several.
+    if (bytes > 0 && bytes + queue.front()->bytes > kBatchBytes) break;
+    const OutgoingPtr next = std::move(queue.front());
+    queue.pop_front();
+    bytes += next->bytes;
+    vectors += 1 + next->values.size();
+    if (next->type == kMessage) log_.Add(next);
+    std::string told;
+    ByteWriter(&told).Int<uint64_t>(received);
+    next->head.replace(kReceivedOffset, told.size(), told);
+    batch->push_back(next);
+  }
+  PS_INVARIANT_NOTED("bytes queued are those of the messages queued",
+                     !batch->empty() || bytes_ == 0, std::to_string(bytes_) + " without a message");
+  return !batch->empty();
+}
+
+void SendQueue::Written(size_t bytes) {
+  PS_INVARIANT_NOTED(
+      "bytes queued are those of the messages queued", bytes_ >= bytes,
+      std::to_string(bytes) + " bytes were written, and " + std::to_string(bytes_) + " queued");
+  bytes_ -= bytes;
+}
+
+size_t SendQueue::Resume(uint64_t received, OutgoingList* arrived) {
+  OutgoingList again = log_.Resume(received, arrived);
+  // Where the last socket broke amid what was sent again, the rest of that is behind it.
+  for (auto& message : again_) again.push_back(std::move(message));
+  again_.swap(again);
+  bytes_ = BytesOf(again_) + BytesOf(urgent_) + BytesOf(bulk_);
+  return again_.size();
+}
+
+OutgoingList SendQueue::TakeAll() {
+  OutgoingList all = log_.TakeAll();
+  for (OutgoingList* list : {&again_, &urgent_, &bulk_}) {
+    for (auto& outgoing : *list) all.push_back(std::move(outgoing));
+    list->clear();
+  }
+  bytes_ = 0;
+  return all;
+}
+
+}  // namespace tcp
+}  // namespace ps

@@ -1,0 +1,276 @@
+// What every transport promises of a link, tried over each of them.
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "byteps/base/invariant.h"
+#include "link_pair.h"
+
+namespace contract {
+
+std::string LinkPair::Text() {
+  std::string text;
+  for (const Side side : {kConnects, kListens}) {
+    const auto state = seen(side)->get();
+    text += side == kConnects ? "who connects: " : "; who listens: ";
+    text += std::to_string(state.texts.size()) + " messages, resumed " +
+            std::to_string(state.resumed) + " times";
+    if (state.closed > 0) text += ", closed: " + state.ending.reason;
+  }
+  return text;
+}
+
+std::vector<Transport> Transports() {
+  std::vector<Transport> all = {
+      {"Tcp", [] { return MakeTcpPair(false); }},
+      {"EncryptedTcp", [] { return MakeTcpPair(true); }},
+  };
+#ifdef BYTEPS_WITH_RDMA
+  if (const char* address = getenv("CONTRACT_RDMA_ADDRESS")) {
+    all.push_back({"Rdma", [address] { return MakeRdmaPair(address); }});
+  }
+#endif
+  return all;
+}
+
+namespace {
+
+// In a frame over RDMA, and several by one call over TCP; by rendezvous, and alone.
+const std::vector<size_t> kSizes = {1, 100, 5000, 70'000, 1'000'000};
+
+// Tells when nobody holds it any more.
+class Memory {
+ public:
+  explicit Memory(const std::string& text) : bytes_(text.begin(), text.end()) {}
+  ps::SArray<char> Value() {
+    ++held_;
+    ps::SArray<char> value;
+    value.reset(bytes_.data(), bytes_.size(), [this](char*) { --held_; });
+    return value;
+  }
+  bool held() const { return held_ != 0; }
+
+ private:
+  std::vector<char> bytes_;
+  std::atomic<int> held_{0};
+};
+
+ps::SArray<char> ValueOf(const std::string& text) {
+  ps::SArray<char> value(text.size());
+  memcpy(value.data(), text.data(), text.size());
+  return value;
+}
+
+// Of this size, and unlike all others.
+std::string TextOf(Side from, int n, size_t bytes) {
+  std::string text = (from == kConnects ? "push " : "answer ") + std::to_string(n) + " ";
+  while (text.size() < bytes) text += static_cast<char>('a' + (text.size() * 7 + n) % 26);
+  return text;
+}
+
+class Contract : public testing::TestWithParam<Transport> {
+ protected:
+  void SetUp() override {
+    broken_before_ = ps::BrokenInvariants().count;
+    pair_ = GetParam().make();
+  }
+  void TearDown() override {
+    pair_.reset();
+    EXPECT_EQ(ps::BrokenInvariants().count, broken_before_) << ps::BrokenInvariants().last;
+  }
+
+  Seen* At(Side side) { return pair_->seen(side); }
+  bool BothHave(size_t messages) {
+    return WaitUntil(
+        [&] { return At(kConnects)->count() == messages && At(kListens)->count() == messages; });
+  }
+  bool IsResumed() {
+    const auto one = At(kConnects)->get(), other = At(kListens)->get();
+    return one.resumed > 0 && other.resumed > 0;
+  }
+
+  uint64_t broken_before_ = 0;
+  std::unique_ptr<LinkPair> pair_;
+};
+
+// Sends so many from a side, of sizes by turns.
+void SendAll(LinkPair* pair, Side from, int count, std::vector<std::string>* texts) {
+  for (int n = 0; n < count; ++n) {
+    texts->push_back(TextOf(from, n, kSizes[n % kSizes.size()]));
+    pair->Send(from, ValueOf(texts->back()));
+  }
+}
+
+// Those of one size came in the order in which they were sent.
+void ExpectOnceAndInOrder(const std::vector<std::string>& came,
+                          const std::vector<std::string>& sent) {
+  const auto by_size = [](const std::vector<std::string>& texts) {
+    std::map<size_t, std::vector<std::string>> sorted;
+    for (const auto& text : texts) sorted[text.size()].push_back(text);
+    return sorted;
+  };
+  EXPECT_EQ(came.size(), sent.size());
+  EXPECT_TRUE(by_size(came) == by_size(sent));
+}
+
+TEST_P(Contract, EachMessageComesOnceAndWhole) {
+  constexpr int kCount = 200;
+  std::vector<std::string> sent[2];
+  std::thread other([&] { SendAll(pair_.get(), kListens, kCount, &sent[kListens]); });
+  SendAll(pair_.get(), kConnects, kCount, &sent[kConnects]);
+  other.join();
+  ASSERT_TRUE(BothHave(kCount)) << pair_->Text();
+  ExpectOnceAndInOrder(At(kListens)->get().texts, sent[kConnects]);
+  ExpectOnceAndInOrder(At(kConnects)->get().texts, sent[kListens]);
+  for (const Side side : {kConnects, kListens}) {
+    EXPECT_TRUE(WaitUntil([&] { return pair_->AllArrived(side); }));
+    EXPECT_EQ(At(side)->get().closed, 0);
+    EXPECT_TRUE(pair_->Load(side).is_open);
+    EXPECT_EQ(pair_->Load(side).queued_bytes, 0u);
+  }
+}
+
+TEST_P(Contract, HoweverOftenItBreaks) {
+  constexpr int kCount = 300;
+  std::vector<std::string> sent[2];
+  std::atomic<bool> sending{true};
+  std::thread breaks([&] {
+    // Ever less often, so that a slow machine gets something done between.
+    for (int n = 1; sending; ++n) {
+      pair_->Break();
+      std::this_thread::sleep_for(std::chrono::milliseconds(10 * n));
+    }
+  });
+  std::thread other([&] { SendAll(pair_.get(), kListens, kCount, &sent[kListens]); });
+  SendAll(pair_.get(), kConnects, kCount, &sent[kConnects]);
+  other.join();
+  // Until something was lost with a connection.
+  EXPECT_TRUE(WaitUntil([&] { return IsResumed(); })) << pair_->Text();
+  sending = false;
+  breaks.join();
+  ASSERT_TRUE(BothHave(kCount)) << pair_->Text();
+  ExpectOnceAndInOrder(At(kListens)->get().texts, sent[kConnects]);
+  ExpectOnceAndInOrder(At(kConnects)->get().texts, sent[kListens]);
+}
+
+TEST_P(Contract, WhatWasSentWhileItWasBrokenComes) {
+  pair_->Send(kConnects, ValueOf("one"));
+  pair_->Send(kListens, ValueOf("one"));
+  ASSERT_TRUE(BothHave(1)) << pair_->Text();
+  pair_->Break();
+  pair_->Send(kConnects, ValueOf("two"));
+  pair_->Send(kListens, ValueOf("two"));
+  ASSERT_TRUE(BothHave(2)) << pair_->Text();
+  EXPECT_TRUE(WaitUntil([&] { return IsResumed(); })) << pair_->Text();
+  EXPECT_EQ(At(kListens)->get().texts, std::vector<std::string>({"one", "two"}));
+  EXPECT_EQ(At(kConnects)->get().texts, std::vector<std::string>({"one", "two"}));
+}
+
+TEST_P(Contract, MemoryIsHeldUntilTheMessageHasArrivedAndNoLonger) {
+  std::vector<std::unique_ptr<Memory>> memory;
+  int n = 0;
+  for (const bool breaks : {false, true}) {
+    for (const size_t bytes : kSizes) {
+      memory.push_back(std::make_unique<Memory>(TextOf(kConnects, ++n, bytes)));
+      pair_->Send(kConnects, memory.back()->Value());
+    }
+    if (breaks) pair_->Break();
+  }
+  ASSERT_TRUE(WaitUntil([&] { return At(kListens)->count() == memory.size(); })) << pair_->Text();
+  for (const auto& one : memory) EXPECT_TRUE(WaitUntil([&] { return !one->held(); }));
+}
+
+TEST_P(Contract, AndNotWhenItCloses) {
+  std::vector<std::unique_ptr<Memory>> memory;
+  for (int n = 0; n < 20; ++n) {
+    memory.push_back(std::make_unique<Memory>(TextOf(kConnects, n, 1'000'000)));
+    pair_->Send(kConnects, memory.back()->Value());
+  }
+  pair_->Close(kConnects);
+  for (const auto& one : memory) EXPECT_TRUE(WaitUntil([&] { return !one->held(); }));
+}
+
+TEST_P(Contract, AValueComesToWhereItBelongs) {
+  for (const size_t bytes : kSizes) {
+    std::string place(bytes, '-');
+    const std::string text = std::string(bytes, 'v');
+    At(kListens)->ReceiveAt(&place[0]);
+    const size_t before = At(kListens)->count();
+    pair_->Send(kConnects, ValueOf(text));
+    ASSERT_TRUE(WaitUntil([&] { return At(kListens)->count() > before; })) << pair_->Text();
+    EXPECT_EQ(place, text);
+    At(kListens)->ReceiveAt(nullptr);
+  }
+}
+
+TEST_P(Contract, NothingIsWrittenWhereItWasAbandoned) {
+  for (int n = 0; n < 20; ++n) {
+    std::string place(1'000'000, '-');
+    At(kListens)->ReceiveAt(&place[0]);
+    pair_->Send(kConnects, ValueOf(std::string(place.size(), 'v')));
+    if (n % 4 != 0) std::this_thread::sleep_for(std::chrono::microseconds(100 * n));
+    At(kListens)->ReceiveAt(nullptr);
+    pair_->Abandon(kListens, place.data(), place.size());
+    const std::string left = place;
+    pair_->Send(kConnects, ValueOf("end"));
+    ASSERT_TRUE(WaitUntil([&] { return pair_->AllArrived(kConnects); })) << pair_->Text();
+    EXPECT_EQ(place, left);
+  }
+}
+
+TEST_P(Contract, AGoodbyeClosesBothEndsInOrder) {
+  std::vector<std::string> sent;
+  SendAll(pair_.get(), kConnects, 50, &sent);
+  EXPECT_TRUE(WaitUntil([&] { return pair_->AllArrived(kConnects); })) << pair_->Text();
+  pair_->CloseInOrder(kConnects);
+  ASSERT_TRUE(WaitUntil([&] {
+    return At(kConnects)->get().closed > 0 && At(kListens)->get().closed > 0;
+  })) << pair_->Text();
+  const auto listens = At(kListens)->get();
+  ExpectOnceAndInOrder(listens.texts, sent);
+  EXPECT_TRUE(listens.ending.orderly) << listens.ending.reason;
+  EXPECT_EQ(listens.resumed, 0);
+}
+
+TEST_P(Contract, ItClosesOnceAndTakesNothingThen) {
+  pair_->Close(kConnects);
+  pair_->Close(kConnects);
+  ASSERT_TRUE(WaitUntil([&] { return At(kConnects)->get().closed > 0; }));
+  EXPECT_TRUE(pair_->Load(kConnects).is_closed);
+  Memory memory("too late");
+  pair_->Send(kConnects, memory.Value());
+  EXPECT_TRUE(WaitUntil([&] { return !memory.held(); }));
+  EXPECT_TRUE(pair_->AllArrived(kConnects)) << "or never will";
+  EXPECT_EQ(At(kConnects)->get().closed, 1);
+  EXPECT_EQ(At(kListens)->count(), 0u);
+}
+
+// Whichever thread is amid what when it closes, nothing that is taken for granted breaks.
+TEST_P(Contract, ClosingAmidMessagesAndAcknowledgements) {
+  for (int n = 0; n < 10; ++n) {
+    if (n > 0) pair_ = GetParam().make();
+    std::vector<std::string> sent[2];
+    std::thread other([&] { SendAll(pair_.get(), kListens, 60, &sent[kListens]); });
+    std::thread closes([&] {
+      std::this_thread::sleep_for(std::chrono::microseconds(300 * n));
+      pair_->Close(n % 2 == 0 ? kConnects : kListens);
+    });
+    SendAll(pair_.get(), kConnects, 60, &sent[kConnects]);
+    other.join();
+    closes.join();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, Contract, testing::ValuesIn(Transports()),
+                         [](const auto& test) { return test.param.name; });
+
+}  // namespace
+}  // namespace contract

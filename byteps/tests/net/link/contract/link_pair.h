@@ -1,0 +1,122 @@
+// Both ends of a link in one process, over any transport, and a network between them that breaks.
+#ifndef BYTEPS_TESTS_NET_LINK_CONTRACT_LINK_PAIR_H_
+#define BYTEPS_TESTS_NET_LINK_CONTRACT_LINK_PAIR_H_
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/link/choice.h"
+#include "byteps/net/link/link_ending.h"
+#include "ps/sarray.h"
+
+namespace contract {
+
+// The one that connects, as a worker does, or the one that listens, as a server.
+enum Side { kConnects = 0, kListens = 1 };
+
+// What has become of one end.
+class Seen {
+ public:
+  struct State {
+    std::vector<std::string> texts;  // of messages, in the order in which they came
+    int resumed = 0;                 // times
+    size_t again = 0;                // messages that were sent again
+    int closed = 0;                  // times
+    ps::LinkEnding ending;
+  };
+
+  State get() {
+    ps::MutexLock lock(&mu_);
+    return state_;
+  }
+  size_t count() {
+    ps::MutexLock lock(&mu_);
+    return state_.texts.size();
+  }
+  void Came(std::string text) {
+    ps::MutexLock lock(&mu_);
+    state_.texts.push_back(std::move(text));
+  }
+  void Resumed(size_t again) {
+    ps::MutexLock lock(&mu_);
+    ++state_.resumed;
+    state_.again += again;
+  }
+  void Closed(const ps::LinkEnding& ending) {
+    ps::MutexLock lock(&mu_);
+    ++state_.closed;
+    state_.ending = ending;
+  }
+  // Where the values of messages are received, from now on; null: wherever there is memory.
+  void ReceiveAt(char* place) {
+    ps::MutexLock lock(&mu_);
+    place_ = place;
+  }
+  char* place() {
+    ps::MutexLock lock(&mu_);
+    return place_;
+  }
+
+ private:
+  ps::Mutex mu_;
+  State state_ PS_GUARDED_BY(mu_);
+  char* place_ PS_GUARDED_BY(mu_) = nullptr;
+};
+
+class LinkPair {
+ public:
+  virtual ~LinkPair() = default;
+
+  // A message with this one value.
+  virtual void Send(Side from, const ps::SArray<char>& value) = 0;
+  // As a fault of the network would, which neither end has caused.
+  virtual void Break() = 0;
+  // Says goodbye, and closes when all that was sent before has come.
+  virtual void CloseInOrder(Side side) = 0;
+  // Closes at once.
+  virtual void Close(Side side) = 0;
+  virtual void Abandon(Side side, const void* begin, size_t bytes) = 0;
+  virtual bool AllArrived(Side side) = 0;
+  virtual ps::LinkLoad Load(Side side) = 0;
+
+  Seen* seen(Side side) { return &seen_[side]; }
+  // For errors.
+  std::string Text();
+
+ private:
+  Seen seen_[2];
+};
+
+struct Transport {
+  std::string name;
+  // Makes a pair that is connected.
+  std::function<std::unique_ptr<LinkPair>()> make;
+};
+// Those that this build and this machine have: over RDMA where CONTRACT_RDMA_ADDRESS says an
+// address of a device.
+std::vector<Transport> Transports();
+
+std::unique_ptr<LinkPair> MakeTcpPair(bool encrypts);
+#ifdef BYTEPS_WITH_RDMA
+std::unique_ptr<LinkPair> MakeRdmaPair(const std::string& address);
+#endif
+
+// Waits until `done` says true; false after a time that only a hang takes.
+template <typename Done>
+bool WaitUntil(const Done& done) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(100);
+  while (!done()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+}  // namespace contract
+#endif  // BYTEPS_TESTS_NET_LINK_CONTRACT_LINK_PAIR_H_

@@ -1,0 +1,194 @@
+// Whose links there are, and which one a message takes.
+#include "byteps/net/link/peer_table.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fake_link.h"
+
+namespace ps {
+namespace {
+
+using Table = PeerTable<FakeLink>;
+using Links = std::vector<FakeLinkPtr>;
+using Again = Table::Again;
+
+constexpr int kWorker = 9;  // node ids of workers
+constexpr int kOther = 11;
+
+FakeLinkPtr LinkWith(bool is_open, size_t queued_bytes) {
+  auto link = std::make_shared<FakeLink>();
+  link->state = {is_open, false, queued_bytes};
+  return link;
+}
+
+TEST(BestOf, TheOneOnWhichTheFewestBytesWait) {
+  const auto few = LinkWith(true, 5), many = LinkWith(true, 6);
+  EXPECT_EQ(BestOf<FakeLink>({few, many}), few);
+  EXPECT_EQ(BestOf<FakeLink>({many, nullptr, few}), few);
+  EXPECT_EQ(BestOf<FakeLink>({many}), many);
+  EXPECT_EQ(BestOf<FakeLink>({nullptr}), nullptr);
+  EXPECT_EQ(BestOf<FakeLink>({}), nullptr);
+}
+
+// Over TCP it was so, and over RDMA messages waited on a link that was being made again.
+TEST(BestOf, OneThatIsBrokenOnlyWhereAllAre) {
+  const auto broken = LinkWith(false, 0), other = LinkWith(false, 1), open = LinkWith(true, 1000);
+  EXPECT_EQ(BestOf<FakeLink>({broken, open}), open);
+  EXPECT_EQ(BestOf<FakeLink>({open, broken}), open);
+  EXPECT_EQ(BestOf<FakeLink>({other, broken}), broken);
+}
+
+TEST(BestOf, NeverOneThatIsClosed) {
+  const auto closed = LinkWith(false, 0), broken = LinkWith(false, 7);
+  closed->state.is_closed = true;
+  EXPECT_EQ(BestOf<FakeLink>({closed, broken}), broken);
+  EXPECT_EQ(BestOf<FakeLink>({closed, closed}), nullptr);
+}
+
+Applicant Process(uint64_t token, int node_id = Node::kEmpty, int index = 0, int plane = 0) {
+  Applicant applicant;
+  applicant.who = {token, Node::WORKER, 0};
+  applicant.node_id = node_id;
+  applicant.plane = plane;
+  applicant.index = index;
+  return applicant;
+}
+
+class PeerTableTest : public testing::Test {
+ protected:
+  // To the scheduler, or to a server.
+  Table::Admitted Admit(const Applicant& applicant, Again again = Again::kTakesTheLink) {
+    const bool scheduler = applicant.node_id == Node::kEmpty;
+    return table_.Admit(applicant, scheduler, again,
+                        [](int id) { return std::make_shared<FakeLink>(id); });
+  }
+  std::string Refusal(const Applicant& applicant, Again again = Again::kTakesTheLink) {
+    return Admit(applicant, again).refusal;
+  }
+
+  Table table_;
+};
+
+TEST_F(PeerTableTest, WhoComesToTheSchedulerHasNoNameUntilItIsNamed) {
+  const auto link = Admit(Process(1)).link;
+  ASSERT_TRUE(link);
+  EXPECT_EQ(link->identity.token, 1u);
+  EXPECT_EQ(table_.Choose(kWorker, 0), nullptr);
+  EXPECT_TRUE(table_.Name(1, kWorker).is_there);
+  EXPECT_EQ(link->peer(), kWorker);
+  EXPECT_EQ(table_.Choose(kWorker, 0), link);
+  EXPECT_EQ(Admit(Process(1, Node::kEmpty, 1)).link->peer(), kWorker) << "over another link";
+  EXPECT_FALSE(table_.Name(2, kOther).is_there) << "it came, and has gone already";
+}
+
+TEST_F(PeerTableTest, AnotherNameReplacesTheLast) {
+  const auto link = Admit(Process(1)).link;
+  table_.Name(1, kWorker);
+  table_.Name(1, kOther);
+  EXPECT_EQ(link->peer(), kOther);
+  EXPECT_EQ(table_.Choose(kWorker, 0), nullptr);
+  EXPECT_EQ(table_.All(), Links({link}));
+}
+
+TEST_F(PeerTableTest, AProcessThatTakesTheNameOfAnotherDisplacesIt) {
+  const auto before = Admit(Process(1)).link;
+  table_.Name(1, kWorker);
+  const auto after = Admit(Process(2)).link;
+  EXPECT_EQ(table_.Name(2, kWorker).displaced, Links({before}));
+  EXPECT_EQ(table_.Choose(kWorker, 0), after);
+  EXPECT_EQ(table_.All().size(), 2u) << "both are closed where the van stops";
+  // Then nobody has lost the node.
+  const auto loss = table_.LetGo(before.get());
+  EXPECT_TRUE(loss.peer);
+  EXPECT_TRUE(table_.IsReplaced(loss.id, loss.peer));
+  EXPECT_EQ(table_.Choose(kWorker, 0), after);
+}
+
+TEST_F(PeerTableTest, AServerKnowsAWorkerByItsOwnWord) {
+  const auto first = Admit(Process(1, kWorker)).link;
+  const auto second = Admit(Process(1, kWorker, 1)).link;
+  EXPECT_EQ(table_.Of(kWorker), Links({first, second}));
+  EXPECT_EQ(Refusal(Process(2, kWorker)), "another process is connected under its node id");
+  EXPECT_EQ(Refusal(Process(1, kOther)), "another process is connected under its node id");
+  // When all its links are gone, another one may come.
+  table_.LetGo(first.get());
+  EXPECT_NE(Refusal(Process(2, kWorker)), "");
+  table_.LetGo(second.get());
+  EXPECT_EQ(Refusal(Process(2, kWorker)), "");
+}
+
+TEST_F(PeerTableTest, ALinkIsResumedByTheProcessThatHadIt) {
+  Applicant again = Process(1, kWorker);
+  again.resumes = true;
+  EXPECT_EQ(Refusal(again), "this node has given the connection up");
+  const auto link = Admit(Process(1, kWorker)).link;
+  for (const Again policy : {Again::kTakesTheLink, Again::kMakesAnother}) {
+    EXPECT_EQ(Admit(again, policy).link, link);
+  }
+  again.who.rank = 5;
+  EXPECT_EQ(Refusal(again), "it was another role or rank before");
+  again.who.rank = 0;
+  link->state.is_closed = true;
+  EXPECT_EQ(Refusal(again), "this node has closed the connection");
+}
+
+TEST_F(PeerTableTest, WhoAsksOnceMoreGetsTheLinkOrAnother) {
+  const auto link = Admit(Process(1, kWorker)).link;
+  EXPECT_EQ(Admit(Process(1, kWorker)).link, link);
+  const auto admitted = Admit(Process(1, kWorker), Again::kMakesAnother);
+  EXPECT_NE(admitted.link, link);
+  EXPECT_EQ(admitted.replaced, link);
+  EXPECT_EQ(table_.All(), Links({admitted.link}));
+  EXPECT_FALSE(table_.LetGo(link.get()).peer) << "nobody's loss";
+}
+
+TEST_F(PeerTableTest, AMessageTakesALinkOfItsPlane) {
+  const auto control = Admit(Process(1, kWorker)).link;
+  EXPECT_EQ(table_.Choose(kWorker, 1), control) << "where there is no other";
+  const auto data = Admit(Process(1, kWorker, 0, 1)).link;
+  EXPECT_EQ(table_.Choose(kWorker, 0), control);
+  EXPECT_EQ(table_.Choose(kWorker, 1), data);
+  // Where the link of its plane has closed, it takes none: the peer is lost.
+  table_.LetGo(data.get());
+  EXPECT_EQ(table_.Choose(kWorker, 1), nullptr);
+}
+
+TEST_F(PeerTableTest, ALossIsThatOfANode) {
+  const auto unnamed = Admit(Process(1)).link;
+  EXPECT_FALSE(table_.LetGo(unnamed.get()).peer) << "it was no more than a link";
+  EXPECT_TRUE(table_.All().empty());
+  auto peer = std::make_shared<Table::Peer>();
+  peer->id = 8;
+  peer->links[0] = {std::make_shared<FakeLink>(8), std::make_shared<FakeLink>(8)};
+  const auto links = Table::LinksOf(*peer);
+  table_.Add(peer);
+  for (const auto& link : links) {
+    const auto loss = table_.LetGo(link.get());
+    EXPECT_EQ(loss.peer, peer);
+    EXPECT_EQ(loss.id, 8);
+    EXPECT_EQ(loss.link, link);
+    EXPECT_FALSE(table_.IsReplaced(8, peer));
+  }
+  EXPECT_FALSE(table_.LetGo(links[0].get()).peer) << "once";
+  EXPECT_TRUE(table_.Of(8).empty());
+  EXPECT_FALSE(table_.IsReplaced(8, nullptr));
+}
+
+TEST_F(PeerTableTest, WhileItStopsNobodyComesAndNobodyIsLost) {
+  const auto link = Admit(Process(1, kWorker)).link;
+  table_.Stop();
+  EXPECT_EQ(Refusal(Process(2, kOther)), "this node is leaving the job");
+  EXPECT_FALSE(table_.LetGo(link.get()).peer);
+  EXPECT_EQ(table_.All(), Links({link}));
+  table_.Clear();
+  table_.Open();
+  EXPECT_TRUE(table_.All().empty());
+  EXPECT_EQ(Refusal(Process(2, kOther)), "");
+}
+
+}  // namespace
+}  // namespace ps

@@ -1,0 +1,133 @@
+// What an endpoint sends, and what it sends again.
+#include "byteps/net/rdma/outbox.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <vector>
+
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace rdma {
+namespace {
+
+using Keys = std::vector<uint64_t>;
+
+class OutboxTest : public testing::Test {
+ protected:
+  void Push(uint64_t key) {
+    auto message = std::make_unique<Outgoing>();
+    message->key = key;
+    message->value_bytes = 100;
+    outbox_.Push(std::move(message));
+  }
+
+  // Sends the next in a frame.
+  void SendInFrame() { outbox_.Sent(outbox_.TakeNext()); }
+  // Asks where to write the next; returns its id.
+  uint32_t Ask() {
+    const uint32_t id = outbox_.NewId();
+    outbox_.Asked(id, outbox_.TakeNext());
+    return id;
+  }
+  void WriteAll() { outbox_.Sent(outbox_.TakeWritten()); }
+
+  // Those that wait, in order.
+  Keys Waiting() {
+    std::vector<OutgoingPtr> taken;
+    while (outbox_.has_next()) taken.push_back(outbox_.TakeNext());
+    Keys keys;
+    for (auto it = taken.begin(); it != taken.end(); ++it) keys.push_back((*it)->key);
+    for (auto it = taken.rbegin(); it != taken.rend(); ++it) outbox_.PutBack(std::move(*it));
+    return keys;
+  }
+  Keys Done() const {
+    Keys keys;
+    for (const auto& message : done_) keys.push_back(message->key);
+    return keys;
+  }
+
+  Outbox outbox_;
+  OutgoingList done_;
+};
+
+TEST_F(OutboxTest, AMessageOfEitherKindArrives) {
+  Push(1);
+  Push(2);
+  const uint32_t id = Ask();
+  SendInFrame();
+  EXPECT_FALSE(outbox_.Answered(id + 1, {}));
+  EXPECT_EQ(outbox_.writing(), nullptr);
+  Target target;
+  target.address = 77;
+  ASSERT_TRUE(outbox_.Answered(id, target));
+  EXPECT_FALSE(outbox_.Answered(id, target)) << "once";
+  EXPECT_EQ(outbox_.writing()->remote_address, 77u);
+  EXPECT_FALSE(outbox_.empty());
+  EXPECT_EQ(outbox_.bytes(), 100u);
+  WriteAll();
+  EXPECT_TRUE(outbox_.empty());
+  EXPECT_EQ(outbox_.bytes(), 0u);
+  outbox_.Arrived(&done_);
+  outbox_.Arrived(&done_);
+  EXPECT_EQ(Done(), Keys({2, 1})) << "in the order of the requests that end them";
+  EXPECT_THROW(outbox_.Arrived(&done_), dmlc::Error);
+}
+
+// Breaking connections over and over found these: which messages go first, and from where.
+TEST_F(OutboxTest, WhatHadBegunGoesBeforeWhatHadNot) {
+  for (const uint64_t key : {1, 2, 3, 4}) Push(key);
+  const uint32_t first = Ask();
+  Ask();
+  ASSERT_TRUE(outbox_.Answered(first, {}));
+  outbox_.writing()->written = 50;
+  outbox_.Interrupt();
+  EXPECT_EQ(Waiting(), Keys({1, 2, 3, 4}));
+  EXPECT_EQ(outbox_.TakeNext()->written, 0u) << "from its beginning";
+  EXPECT_EQ(outbox_.TakeBegunAgain(), 2u);
+}
+
+TEST_F(OutboxTest, WhatWasSentGoesBeforeWhatHadBegun) {
+  for (const uint64_t key : {1, 2, 3}) Push(key);
+  SendInFrame();
+  SendInFrame();
+  Ask();
+  outbox_.Arrived(&done_);
+  outbox_.Interrupt();
+  EXPECT_EQ(Waiting(), Keys({3}));
+  outbox_.Resume(1, &done_);
+  EXPECT_EQ(Waiting(), Keys({2, 3}));
+  EXPECT_EQ(outbox_.bytes(), 200u);
+  EXPECT_EQ(outbox_.TakeBegunAgain(), 2u);
+  EXPECT_EQ(outbox_.TakeBegunAgain(), 0u);
+}
+
+// The device gave its request back, and the other end had it.
+TEST_F(OutboxTest, WhatHadComeAfterAllIsNotSentAgain) {
+  for (const uint64_t key : {1, 2, 3}) Push(key);
+  for (int n = 0; n < 3; ++n) SendInFrame();
+  outbox_.Interrupt();
+  outbox_.Resume(2, &done_);
+  EXPECT_EQ(Done(), Keys({1, 2}));
+  EXPECT_EQ(Waiting(), Keys({3}));
+  SendInFrame();
+  EXPECT_THROW(outbox_.Resume(4, &done_), dmlc::Error);
+  outbox_.Arrived(&done_);
+  EXPECT_EQ(Done(), Keys({1, 2, 3}));
+}
+
+TEST_F(OutboxTest, WhatTheDeviceMayReadStaysLonger) {
+  for (const uint64_t key : {1, 2, 3}) Push(key);
+  SendInFrame();
+  Ask();
+  outbox_.TakeUnsent(&done_);
+  EXPECT_EQ(Done(), Keys({3, 2}));
+  outbox_.TakeSent(&done_);
+  EXPECT_EQ(Done(), Keys({3, 2, 1}));
+  EXPECT_TRUE(outbox_.empty());
+}
+
+}  // namespace
+}  // namespace rdma
+}  // namespace ps

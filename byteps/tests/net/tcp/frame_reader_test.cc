@@ -1,0 +1,204 @@
+// What is read from a socket, and to where.
+#include "byteps/net/tcp/frame_reader.h"
+
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "byteps/net/link/nowhere.h"
+#include "byteps/net/tcp/send_queue.h"
+#include "dmlc/logging.h"
+
+namespace ps {
+namespace tcp {
+namespace {
+
+using Step = FrameReader::Step;
+
+// Bytes of the wire.
+std::string BytesOfMessage(const std::vector<std::string>& values) {
+  Message msg;
+  msg.meta.key = 5;
+  for (const std::string& value : values) {
+    msg.data.emplace_back(value.size());
+    std::copy(value.begin(), value.end(), msg.data.back().data());
+  }
+  const OutgoingPtr outgoing = MakeMessage(msg);
+  std::string bytes = outgoing->head;
+  for (const std::string& value : values) bytes += value;
+  return bytes;
+}
+
+std::string TextOf(const SArray<char>& value) { return std::string(value.data(), value.size()); }
+
+class FrameReaderTest : public testing::Test, public FramePlaces {
+ protected:
+  FrameReaderTest() : reader_(this, std::make_shared<MemoryPool>(1 << 20)) {
+    int both[2];
+    EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, both), 0);
+    peer_ = Fd(both[0]);
+    socket_ = std::make_unique<Stream>(Fd(both[1]), nullptr, Stream::kListens);
+  }
+
+  char* PlaceFor(const Meta& /*meta*/, size_t bytes) override {
+    asked_.push_back(bytes);
+    return place_;
+  }
+
+  void Say(const std::string& bytes) {
+    ASSERT_EQ(write(peer_.get(), bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+  }
+
+  // Reads what is there; true when a message is complete.
+  bool Read() {
+    while (true) {
+      for (Step step; (step = reader_.Next()) != Step::kMore;) {
+        if (step == Step::kMessage) return true;
+        ++heads_;
+      }
+      const ssize_t n = reader_.Read(socket_.get());
+      if (n < 0) {
+        EXPECT_EQ(errno, EAGAIN);
+        return false;
+      }
+    }
+  }
+
+  // The message that is complete.
+  Message Take(bool* whole = nullptr) {
+    Message msg;
+    const bool taken = reader_.Take(&msg, &bytes_);
+    if (whole != nullptr) *whole = taken;
+    return msg;
+  }
+
+  Fd peer_;
+  std::unique_ptr<Stream> socket_;
+  char* place_ = nullptr;
+  std::vector<size_t> asked_;
+  FrameReader reader_;
+  int heads_ = 0;
+  size_t bytes_ = 0;
+};
+
+TEST_F(FrameReaderTest, AMessageInPiecesOfAnySize) {
+  const std::string bytes = BytesOfMessage({"one", "", "three"});
+  for (size_t first = 0; first <= bytes.size(); ++first) {
+    Say(bytes.substr(0, first));
+    if (!Read()) {
+      Say(bytes.substr(first));
+      ASSERT_TRUE(Read());
+    }
+    const Message msg = Take();
+    EXPECT_EQ(bytes_, bytes.size());
+    EXPECT_EQ(msg.meta.key, 5u);
+    ASSERT_EQ(msg.data.size(), 3u);
+    EXPECT_EQ(TextOf(msg.data[0]), "one");
+    EXPECT_EQ(TextOf(msg.data[1]), "");
+    EXPECT_EQ(TextOf(msg.data[2]), "three");
+  }
+}
+
+TEST_F(FrameReaderTest, SeveralMessagesByOneRead) {
+  Say(BytesOfMessage({"a"}) + MakeFrame(kReceived)->head + BytesOfMessage({"b"}));
+  ASSERT_TRUE(Read());
+  EXPECT_EQ(TextOf(Take().data[0]), "a");
+  ASSERT_TRUE(Read());
+  EXPECT_EQ(TextOf(Take().data[0]), "b");
+  EXPECT_EQ(heads_, 3);
+  EXPECT_FALSE(Read());
+}
+
+TEST_F(FrameReaderTest, AValueIsReadToWhereItBelongs) {
+  std::string place(100'000, '-');
+  place_ = &place[0];
+  const std::string value(place.size(), 'v');
+  Say(BytesOfMessage({value}));
+  ASSERT_TRUE(Read());
+  const Message msg = Take();
+  EXPECT_EQ(msg.data[0].data(), place.data());
+  EXPECT_EQ(place, value);
+  EXPECT_EQ(asked_, std::vector<size_t>({value.size()}));
+}
+
+TEST_F(FrameReaderTest, WhatNobodyWantsIsDropped) {
+  place_ = Nowhere();
+  const std::string value(100'000, 'v');
+  Say(BytesOfMessage({value}) + BytesOfMessage({}));
+  ASSERT_TRUE(Read());
+  const Message msg = Take();
+  ASSERT_EQ(msg.data.size(), 1u);
+  EXPECT_EQ(msg.data[0].size(), 0u);
+  EXPECT_EQ(msg.meta.data_size, static_cast<int>(value.size()));
+  EXPECT_TRUE(Read()) << "what follows is found";
+}
+
+TEST_F(FrameReaderTest, WhatIsAbandonedIsNotWrittenTo) {
+  std::string place(100'000, '-');
+  place_ = &place[0];
+  const std::string bytes = BytesOfMessage({std::string(place.size(), 'v')});
+  const size_t half = bytes.size() - place.size() / 2;
+  Say(bytes.substr(0, half));
+  EXPECT_FALSE(Read());
+  reader_.Abandon(place.data() + place.size(), 1);  // something else
+  reader_.Abandon(place.data() + 10, 1);
+  const std::string before = place;
+  Say(bytes.substr(half));
+  ASSERT_TRUE(Read());
+  bool whole = true;
+  Take(&whole);
+  EXPECT_FALSE(whole);
+  EXPECT_EQ(place, before);
+  // The next one is as any other.
+  Say(bytes);
+  ASSERT_TRUE(Read());
+  Take(&whole);
+  EXPECT_TRUE(whole);
+}
+
+// Over the next socket it comes again, from the beginning.
+TEST_F(FrameReaderTest, WhatCameByHalfIsForgotten) {
+  std::string place(1000, '-');
+  place_ = &place[0];
+  const std::string bytes = BytesOfMessage({std::string(place.size(), 'v')});
+  for (const size_t half : {size_t{3}, bytes.size() - 1010, bytes.size() - 5}) {
+    Say(bytes.substr(0, half));
+    EXPECT_FALSE(Read());
+    reader_.Restart();
+    reader_.buffer()->Clear();
+    place.assign(place.size(), '-');
+    Say(bytes);
+    ASSERT_TRUE(Read());
+    EXPECT_EQ(Take().data.size(), 1u);
+    EXPECT_EQ(place, std::string(place.size(), 'v'));
+    EXPECT_EQ(bytes_, bytes.size());
+  }
+}
+
+TEST_F(FrameReaderTest, WhatIsNoFrameIsSaid) {
+  Say(std::string(kFrameHeaderBytes, '\xff'));
+  EXPECT_THROW(Read(), dmlc::Error);
+}
+
+TEST(ReadBuffer, TakesALongMetaAndShrinksAgain) {
+  ReadBuffer buffer;
+  const size_t much = 3 * ReadBuffer::kBytes;
+  EXPECT_EQ(buffer.Peek(much), nullptr);
+  EXPECT_GE(buffer.Room().iov_len, much);
+  buffer.Add(much);
+  EXPECT_NE(buffer.Peek(much), nullptr);
+  buffer.Skip(much - 10);
+  buffer.Shrink();
+  EXPECT_EQ(buffer.size(), 10u);
+  EXPECT_EQ(buffer.Room().iov_len, ReadBuffer::kBytes - 10);
+}
+
+}  // namespace
+}  // namespace tcp
+}  // namespace ps
