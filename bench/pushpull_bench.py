@@ -11,7 +11,7 @@ several backends and launches they take turns, and ratios are shown with their s
       --iters 5 --launches 5                                       links of 500 Mbit/s
   torchrun --nproc-per-node 2 bench/pushpull_bench.py              an existing job
 
-docs/benchmarking.md says how each figure comes about.
+docs/results/method.md says how each figure comes about.
 
 Exit status: 0 all is well; 1 a wrong result, a bar that was missed, or a process that failed; 2 bad
 usage.

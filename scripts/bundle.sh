@@ -23,8 +23,8 @@ library is as new as this one's, and use them there:
   python3 bench/pushpull_bench.py --workers 4 --servers 4 --emulate 8@10gbit --sizes 256MiB
   python3 bench/train_bench.py --tree FOLDER/Megatron-LM --workers 2 --servers 1
 
-  --with PARTS  also what these need: "ray" (docs/ray.md), "hf" (docs/huggingface.md), "rl"
-                (docs/rl.md; it brings the other two along), or several of them. Packages are
+  --with PARTS  also what these need: "ray" (docs/use/ray.md), "hf" (docs/use/huggingface.md), "rl"
+                (docs/use/rl.md; it brings the other two along), or several of them. Packages are
                 compressed then, into one file that `activate` unpacks when it is first used: about
                 50 MB in all. The last line names what the machine must have beside PyTorch
 

@@ -11,7 +11,7 @@ usage() {
 Usage: check_rdma.sh [options]
 
 Looks at this machine as a job with DMLC_ENABLE_RDMA=ibverbs would, and prints a line for each thing
-looked at, with the command that mends what is wrong. Run it as the user, and in the container, that
+looked at, with the command that fixes what is wrong. Run it as the user, and in the container, that
 will train. It changes nothing. A flag wins over its variable.
 
   --device NAME     BYTEPS_RDMA_DEVICE  look at this device (default: that of the address)

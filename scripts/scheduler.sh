@@ -14,22 +14,22 @@ Runs the scheduler of a BytePS cluster until the job ends. A flag wins over its 
   --host HOST        DMLC_PS_ROOT_URI   address at which servers and workers reach this machine
   --port PORT        DMLC_PS_ROOT_PORT  port to listen on; 0: the kernel chooses (see --port-file)
   --workers N        DMLC_NUM_WORKER    workers of the job: one for each rank; with --keep as many as
-                                        the first one of each incarnation says
+                                        the first one of each restart says
   --servers N        DMLC_NUM_SERVER    server processes of the job
-  --keep             BYTEPS_KEEP=1      outlive failures of the job and take its next incarnation
+  --keep             BYTEPS_KEEP=1      survive failures of the job and accept its restart
   --secret-file FILE BYTEPS_SECRET_FILE the job's secret, the same on every machine (required, unless
                                         BYTEPS_SECRET is set, or BYTEPS_AUTH=0)
   --port-file PATH   (default: none)    write "HOST PORT" here once it listens
   --status-port PORT BYTEPS_STATUS_PORT show the cluster at http://127.0.0.1:PORT/ (status.sh shows
                                         the same); default: nowhere
   --status-host HOST BYTEPS_STATUS_HOST show it at this address of the machine instead, without
-                                        asking who reads; 0.0.0.0: at all
+                                        authentication; 0.0.0.0: at all
   --check                               look whether the scheduler could run here, and start nothing
   --dry-run                             print the settings and the command, and do nothing
   -h, --help                            show this
 
 These four have no default: --host, --port, --workers (but with --keep), --servers. Every other BYTEPS_* variable is
-handed through; 'byteps-server --config-markdown' lists them, --print-config shows their values.
+passed on; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 
 Exit status: 0 the job ended well; 1 a failure, for example a worker was lost; 2 a setting is missing
 or bad; 130 or 143 after Ctrl-C or SIGTERM. Of --check: 0 it could run; 1 something is wrong; 2 a

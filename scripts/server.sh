@@ -18,10 +18,10 @@ Runs one or more BytePS servers on this machine until the job ends. A flag wins 
   --instances N          SERVER_INSTANCES     server processes to run here (default: 1)
   --numa-nodes LIST      SERVER_NUMA_NODES    bind instance i, threads and memory, to the i-th NUMA
                                               node of LIST, such as 0,1, and around again; auto:
-                                              to that of the network card (default: not bound;
+                                              to that of the NIC (default: not bound;
                                               needs numactl)
-  --keep                 BYTEPS_KEEP=1        outlive failures of the job and serve its next
-                                              incarnation; the scheduler likewise
+  --keep                 BYTEPS_KEEP=1        survive failures of the job and serve its
+                                              restart; the scheduler likewise
   --secret-file FILE     BYTEPS_SECRET_FILE   the job's secret, the same on every machine (required,
                                               unless BYTEPS_SECRET is set, or BYTEPS_AUTH=0)
   --node-host HOST       DMLC_NODE_HOST       this machine's own address (default: found out)
@@ -33,13 +33,12 @@ Runs one or more BytePS servers on this machine until the job ends. A flag wins 
   --dry-run                                   print the settings and the command, and do nothing
   -h, --help                                  show this
 
-Told to end, a server finishes the sums under way, for BYTEPS_STOP_TIMEOUT_S (10) at most.
 Instance i of several gets BYTEPS_LOCAL_RANK=i: its metrics are at BYTEPS_METRICS_PORT plus i.
 These three have no default: --scheduler, --workers (but with --keep), --servers. Every other BYTEPS_* variable is
-handed through; 'byteps-server --config-markdown' lists them, --print-config shows their values.
+passed on; 'byteps-server --config-markdown' lists them, --print-config shows their values.
 
-SIGTERM ends the servers after the sums under way, for which they wait BYTEPS_STOP_TIMEOUT_S (10) at
-most. When one instance fails the others are ended. Exit status: 0 the job ended well; that of the first
+SIGTERM ends the servers after the reductions in flight, for which they wait BYTEPS_STOP_TIMEOUT_S
+(10) at most. When one instance fails the others are ended. Exit status: 0 the job ended well; that of the first
 instance to fail, 1 for example when a worker was lost; 2 a setting is missing or bad; 130 or 143
 after Ctrl-C or SIGTERM.
 Exit status of --check: 0 they would be admitted; 1 something is wrong; 2 a setting is; 3 nothing

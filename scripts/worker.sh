@@ -14,7 +14,7 @@ Runs SCRIPT in one process for each rank of this machine, through torchrun (pyth
 torch.distributed.run), as workers of a BytePS cluster. A flag wins over its variable.
 
   --scheduler HOST:PORT  DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT  where the scheduler listens
-                         (default: none, the embedded mode: scheduler and servers are started beside
+                         (default: none, the embedded mode: scheduler and servers are started next to
                          the ranks and end with them)
   --servers N            with a scheduler: DMLC_NUM_SERVER, server processes of the job (no default)
                          without: BYTEPS_EMBEDDED_SERVERS, servers to start on each machine
@@ -22,8 +22,8 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
   --local-servers N      BYTEPS_LOCAL_SERVERS  with a scheduler: of these, start so many on this
                          machine, and as many on each other one with workers (default: 0). They end
                          with the workers, whose number is DMLC_NUM_WORKER (default: --nnodes times
-                         --nproc-per-node). Beside a few machines of their own
-                         (server.sh --instances) they let every network card work: docs/cost-model.md
+                         --nproc-per-node). With a few server machines
+                         (server.sh --instances) they keep every NIC busy: docs/use/when-to-use.md
                          has the best numbers. Their BYTEPS_LOCAL_RANK follows those of the ranks, so
                          that all have metrics at ports of their own
   --secret-file FILE     BYTEPS_SECRET_FILE  the job's secret, the same on every machine (with a
@@ -36,11 +36,11 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
   --dry-run              print the settings and the command, and do nothing
   -h, --help             show this
 
-Handed to torchrun as they are ('python -m torch.distributed.run -h' explains them and has their
+Passed to torchrun unchanged ('python -m torch.distributed.run -h' explains them and has their
 defaults): --nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-backend
 --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --local-addr --log-dir --redirects --tee
 
---module (-m) runs SCRIPT as a module. Every BYTEPS_* variable is handed through; 'byteps-server
+--module (-m) runs SCRIPT as a module. Every BYTEPS_* variable is passed on; 'byteps-server
 --config-markdown' lists them.
 
 Exit status: torchrun's; 2 when a setting is missing or bad.

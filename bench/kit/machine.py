@@ -68,4 +68,4 @@ def hardware() -> str:
             model = line.partition(":")[2].strip()
             break
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
-    return f"{model}, {os.cpu_count()} processors, {memory:.0f} GiB"
+    return f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB"

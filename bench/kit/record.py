@@ -70,7 +70,7 @@ def topology_text(topology: Topology) -> str:
     if topology.ranks_per_host > 1:
         what += f" on {topology.worker_hosts} hosts"
     if topology.uneven > 1:
-        what += f", one of each with {topology.uneven} connections a server and the others with 1"
+        what += f", one of each with {topology.uneven} connections per server and the others with 1"
     what += f", {topology.servers} servers"
     if topology.servers_per_machine > 1:
         what += f" of {topology.servers_per_machine} processes each"
@@ -82,7 +82,7 @@ def topology_text(topology: Topology) -> str:
         return f"{what}, {place}{link}"
     queue = "a class for each peer (HTB)" if topology.fair_queue else "one queue (TBF)"
     return (
-        f"{what} {where}, the scheduler beside worker 0; {topology.emulated_hosts} network "
+        f"{what} {where}, the scheduler on worker 0's host; {topology.emulated_hosts} network "
         f"namespaces on one switch, {show_rate(topology.link_bits)} each way; fair queue: {queue}; "
         f"congestion control {topology.congestion_control}; MTU {topology.mtu}"
     )
@@ -94,6 +94,6 @@ def header(meta: dict[str, str], plan: Plan) -> str:
     lines = {
         **meta,
         "topology": topology_text(plan.topology),
-        "launches": f"{plan.launches} of {backends}, in turn; slowest rank counts; GB is 1e9",
+        "launches": f"{plan.launches} of {backends}, interleaved; slowest rank counts; GB is 1e9",
     }
     return "\n".join(f"# {name}: {text}" for name, text in lines.items())

@@ -66,19 +66,19 @@ def parts_in(text: str) -> list[Parts]:
     """Of each experiment on links with a limit, how near each backend comes to that limit.
 
     Args:
-        text: of a document such as docs/benchmarking.md.
+        text: of a document such as docs/results/figures.md.
 
     Raises:
         ValueError: it has no results.
     """
-    _, begin, rest = text.partition(BEGIN)
+    before, begin, rest = text.partition(BEGIN)
     written, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"there are no results, which begin with {BEGIN!r} and end with {END!r}")
     found = [
         _of_results(heading, rows) for heading, rows in _tables(written) if "backend" in rows[0]
     ]
-    for _, rows in _tables(after):
+    for _, rows in _tables(before + after):
         if any(name in rows[0] for name in _RATIO):
             found += [_beside_nccl(row) for row in rows]
     return [parts for parts in found if parts is not None]

@@ -31,15 +31,15 @@ class Gate:
     def title(self) -> str:
         what = f"{show_size(self.case.size)} {self.case.dtype}"
         if self.kind == "of-limit":
-            return f"{what}: part of the links' limit"
+            return f"{what}: fraction of link bandwidth"
         if self.kind == "speed":
             return f"{what}: GB/s"
         if self.kind == "cpu-seconds":
-            return f"{what}: processor seconds a GB"
+            return f"{what}: CPU seconds per GB"
         base = self.base_case or self.case
         same = base.dtype == self.case.dtype and base.size == self.case.size
         against = self.base if same else f"{self.base} {show_size(base.size)} {base.dtype}"
-        measure = "speed" if self.kind == "ratio" else "processor seconds a GB"
+        measure = "speed" if self.kind == "ratio" else "CPU seconds per GB"
         return f"{what}: {measure} over that of {against}"
 
 

@@ -20,7 +20,7 @@ def section(experiment: Experiment, run: Run) -> list[str]:
     """What one experiment came to."""
     rounds = len({launch.index for launch in run.counted})
     made = len({launch.index for launch in run.launches})
-    counted = f"{rounds} launches of each, in turn"
+    counted = f"{rounds} launches of each, interleaved"
     if made > rounds:
         counted += f" ({made - rounds} more were left out: the machine was too busy)"
     if not run.quiet:

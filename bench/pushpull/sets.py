@@ -134,7 +134,7 @@ def _nodes(ranks: int, rate: str, size: str, launches: int, iters: int) -> Exper
     plan = _plan(_node_topology(4, 4, ranks, rate), [case], launches)
     return Experiment(
         name=f"nodes-{ranks}-a-host-{rate}",
-        why="a host's card carries a tensor once, however many ranks it has",
+        why="a host's NIC carries a tensor once, however many ranks it has",
         plan=replace(plan, backends=("byteps", "gloo-nodes", "gloo")),
         gates=[
             Gate(kind="ratio", case=case, base="gloo-nodes", low=1.45),

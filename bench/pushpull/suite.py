@@ -3,7 +3,7 @@
 
 Experiments on emulated links need root. With --json the record grows after each experiment; with
 --resume those that it holds are shown, not measured again. --from-json measures nothing. --markdown
-writes the results into a document, between its marks. docs/benchmarking.md explains everything.
+writes the results into a document, between its marks. docs/results/method.md explains everything.
 
 Where time is short: --launches takes fewer of each, --budget begins nothing new after so many
 seconds, and --brief prints one line for each figure and each bar, after all is done.

@@ -14,7 +14,7 @@ RESULT_HEAD = (
     *("algbw GB/s", "busbw GB/s", "of-limit", "of-sockets", "cpu_s/GB", "#wrong"),
 )
 RATIO_HEAD = ("size", "type", "ours", "theirs", "ratio", "min..max", "launches")
-GATE_HEAD = ("bar", "must be", "is", "min..max", "")
+GATE_HEAD = ("threshold", "must be", "is", "min..max", "")
 
 
 def _maybe(value: float | None, form: str) -> str:

@@ -52,8 +52,9 @@ COLUMNS = {
 assert [*ORDER, "total"] == list(COLUMNS)
 
 
+MADE_BY = "`make ray-failures MARKDOWN=docs/results/ray.md`; not to be edited by hand"
 TABLE = Table(
-    begin="<!-- made by `make ray-failures MARKDOWN=docs/ray.md`; not to be edited by hand -->",
+    begin=f"<!-- made by {MADE_BY} -->",
     head=("failure", "what the driver says", "losses", *COLUMNS.values()),
     align="lll" + "r" * len(COLUMNS),
     keys=[case.title for case in CASES.values()],

@@ -3,7 +3,7 @@
 
 In turn, several times: perftest's plain writes, then push_pull with one plane and with two, and the
 delay of a control message while values fill the link. At the end, the processor time of a job that
-sums nothing. docs/rdma.md says what such figures can tell.
+sums nothing. docs/results/rdma.md says what such figures can tell.
 
 Exit status: 0; 1 something failed or a bar was missed; 2 bad usage.
 """

@@ -3,9 +3,9 @@
 
 Simulates the engine's protocol for 8 to 1,024 workers by default, servers on machines of their own,
 as many as workers, and prints for each number of workers the seconds, those over M/B, what the
-closed form says, and the ring. docs/cost-model.md says what is modelled and how well it agrees
-with measurements. --check compares with what bench/pushpull_bench.py --json measured instead;
---compare-rules shows what limits on the bytes under way do, and --incast what a switch does whose
+closed form says, and the ring. docs/design/cost-model.md says what is modelled and how well it
+agrees with measurements. --check compares with what bench/pushpull_bench.py --json measured;
+--compare-rules shows what limits on the bytes in flight do, and --incast what a switch does whose
 ports have little memory.
 
 Exit status: 0 done; 1 --check found a difference above --tolerance, or nothing to compare; 2 bad

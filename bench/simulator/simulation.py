@@ -1,8 +1,8 @@
 """Predicts how long a push-pull takes, event by event, and a ring all-reduce on the same links.
 
 Messages are fluids: all that are under way share the links max-min fairly, and rates change when a
-message ends or begins. What is modelled of the engine, and of a ring, stands in docs/cost-model.md,
-with what is left out. Workers that are alike are simulated as one, so that a thousand of them cost
+message ends or begins. docs/design/cost-model.md says what is modelled of the engine and of a ring,
+and what is left out. Workers that are alike are simulated as one, so that a thousand of them cost
 what one does.
 """
 

@@ -10,7 +10,7 @@ each figure stands what the links allow at best.
   bench/stragglers/run.py                            four workers and servers at 100 Mbit/s
   bench/stragglers/run.py --servers 2 --shards       fewer servers; each rank takes its share alone
 
-docs/rl.md says what the columns mean, and holds the table. Needs root.
+docs/results/rl.md says what the columns mean, and holds the table. Needs root.
 
 Exit status: 0 all sums are right; 1 one is not, or a process failed; 2 bad usage.
 """

@@ -1,4 +1,4 @@
-"""What timelines of BytePS have of partitions (BYTEPS_TRACE_ON=1, docs/observability.md)."""
+"""What timelines of BytePS have of partitions (BYTEPS_TRACE_ON=1, docs/use/observability.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an all-reduce costs on the links, in closed form; docs/cost-model.md derives it.
+"""What an all-reduce costs on the links, in closed form; docs/design/cost-model.md derives it.
 
 Training decides by these functions how each bucket of gradients is summed, and the benchmark holds
 what it measures against them. Everything here is arithmetic and needs no other module: links that

@@ -1,8 +1,8 @@
 """How many servers a model needs, and what they gain: ``python -m byteps.sizing -h``.
 
 The times are those of :mod:`byteps.cost_model`: the busiest NIC sets them, or the cores where they
-are too few. Cores and memory are estimates; docs/operations.md says where the figures come from and
-how to measure your own.
+are too few. Cores and memory are estimates; docs/use/when-to-use.md says where the figures come
+from and how to measure your own.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ check_lossless() {
     pfc=${pfc//on/1}
   else
     warn "cannot see whether priority flow control is on: neither mlnx_qos nor dcb is here" \
-      "apt-get install iproute2 (dcb), or see docs/rdma.md for the settings"
+      "apt-get install iproute2 (dcb), or see docs/use/rdma.md for the settings"
     return
   fi
   ecn=$(cat "$root/sys/class/net/$name"/ecn/roce_np/enable/* 2>/dev/null | tr -d '\n' || true)

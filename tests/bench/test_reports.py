@@ -21,8 +21,8 @@ from tests.bench.made_up import make_run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REDRAW = (
-    "bench/pushpull/suite.py --from-markdown docs/benchmarking.md --chart docs/images/speed.svg, "
-    "by build/venv/bin/python"
+    "bench/pushpull/suite.py --from-markdown docs/results/figures.md "
+    "--chart docs/images/speed.svg, by build/venv/bin/python"
 )
 
 
@@ -117,7 +117,7 @@ def test_a_section_says_which_launches_count() -> None:
             for case in experiment.plan.cases
         ]
     text = "\n".join(section(experiment, run))
-    assert "1 launches of each, in turn (1 more were left out" in text
+    assert "1 launches of each, interleaved (1 more were left out" in text
     assert "| 64MiB | 16777216 | float32 | byteps |" in text
     assert "MISS" in text
 
@@ -135,14 +135,14 @@ def test_overview_compares_times_with_one_limit(run_dir: Path) -> None:
 
 
 def test_the_documents_chart_shows_its_tables() -> None:
-    experiments = parts_in((DOCS / "benchmarking.md").read_text())
+    experiments = parts_in((DOCS / "results/figures.md").read_text())
     by_label = {one.label: one.of_limit for one in experiments}
     # What the links allow, over each one's time: gloo's is 0.963 * 4458.984 / 6494.127.
     assert by_label["4+4-500mbit\n256MiB float32"] == pytest.approx(
         {"byteps": 0.963, "gloo": 0.6612}, rel=1e-3
     )
-    assert by_label["4 + 4, 10 Gbit/s, GPU\n256 MiB"]["nccl"] == pytest.approx(0.961 / 1.49)
-    assert by_label["8 + 8, 1 Gbit/s, GPU\n64 MiB fp32"]["byteps"] == 0.962
+    assert by_label["4 + 4, 10 Gbit/s, GPU\n256 MiB"]["nccl"] == pytest.approx(0.927 / 1.42)
+    assert by_label["4 of two GPUs + 4, 10 Gbit/s, GPU\n256 MiB"]["byteps"] == 0.91
     picture = (DOCS / "images/speed.svg").read_text()
     assert described(experiments) in picture, f"draw it again: {REDRAW}"
 

@@ -18,7 +18,7 @@ from bench.pushpull.sets import SETS
 from bench.pushpull.summary import Run
 from tests.bench.made_up import make_run
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarking.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "results" / "figures.md"
 
 
 def experiment(name: str, low: float) -> Experiment:

@@ -1,4 +1,4 @@
-"""docs/reliability.md names all invariants (base/invariant.h) and probes (base/probe.h)."""
+"""docs/design/reliability.md names all invariants (base/invariant.h) and probes (base/probe.h)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENT = REPOSITORY / "docs/reliability.md"
+DOCUMENT = REPOSITORY / "docs/design/reliability.md"
 CODE = REPOSITORY / "byteps/byteps"
 PROBES = REPOSITORY / "byteps/byteps/base/probe.h"
 USE = re.compile(r'(?:PS|BPS)_INVARIANT(?:_NOTED)?\(\s*"([^"]+)"')

@@ -1,4 +1,4 @@
-"""The C++ code lies in rooms, each of which knows only those below it (docs/architecture.md)."""
+"""Rooms of C++ code know only those below them (docs/design/repository-map.md)."""
 
 from __future__ import annotations
 

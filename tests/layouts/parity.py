@@ -5,8 +5,8 @@ Trains each layout of a table (data, tensor, context, pipeline and expert parall
 optimizer, overlap, accumulation, element types) from one seed through torch.distributed and through
 BytePS, on this machine's CPU or (--device cuda) each rank on a GPU of its own, and compares every
 gradient bucket and the loss of every step on every rank.
-docs/correctness.md says what is required of them, and holds the tables that --markdown writes; with
---device cuda it writes a page about the machine.
+docs/results/correctness.md says what is required of them, and holds the tables that --markdown
+writes; with --device cuda it writes a page about the machine.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
 """

@@ -3,7 +3,8 @@
 
 Each cell trains a few steps through BytePS and through all-reduce, and hands the weights to the
 rollout after each: on this machine's CPU, or (--device cuda) on its GPUs, which ranks share where
-there are too few. docs/rl.md says what must come out, and holds the tables that --markdown writes.
+there are too few. docs/results/rl.md says what must come out, and holds the tables that
+--markdown writes.
 
 Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
 """
@@ -28,8 +29,8 @@ from tests.layouts.table import Table, line
 
 ALGORITHMS = ("grpo", "ppo")
 MADE_BY = {
-    "cpu": "`make rl-layouts MARKDOWN=docs/rl.md`; not to be edited by hand",
-    "cuda": "`tests/layouts/rl_layouts.py --device cuda --markdown docs/rl.md`",
+    "cpu": "`make rl-layouts MARKDOWN=docs/results/rl.md`; not to be edited by hand",
+    "cuda": "`tests/layouts/rl_layouts.py --device cuda --markdown docs/results/rl.md`",
 }
 PHASES = ("generation", "reward", "critic update", "actor update", "weights to the rollout")
 """Whose peak memory the table for GPUs shows."""

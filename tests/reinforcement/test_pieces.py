@@ -64,8 +64,8 @@ def test_verl_takes_the_settings_and_refuses_others() -> None:
 
 
 def documented() -> list[list[str]]:
-    """The additions to verl's command line in docs/rl.md, each as the words that a shell makes."""
-    blocks = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8").split("```")[1::2]
+    """The additions to verl's command line in docs/use/rl.md, each as a shell's words."""
+    blocks = (ROOT / "docs/use/rl.md").read_text(encoding="utf-8").split("```")[1::2]
     blocks = [block.replace("\\\n", " ") for block in blocks if block.startswith("\n  ")]
     return [shlex.split(block) for block in blocks]
 

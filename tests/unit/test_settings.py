@@ -11,7 +11,7 @@ import pytest
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/use/settings.md"
 
 INTEGERS = {  # name: (least, greatest); None where only the least is of interest
     "DMLC_PS_ROOT_PORT": (0, 65535),
@@ -44,14 +44,20 @@ HUGE = "99999999999999999999999"
 JUNK_NUMBERS = ("junk", "", " ", "7x", "7 ", " 7", "-7", "--7", HUGE, "7,0", "7;", "0x7g")
 
 
-def rows(ask: Ask) -> dict[str, list[str]]:
-    """The generated table: name -> the other columns."""
+ENTRY = re.compile(
+    r"^### `(?P<name>[A-Z0-9_]+)`\n\n"
+    r"(?P<kind>integer|number|0 or 1|text|one of)(?: (?P<allowed>(?:from|of at least|`)[^(;\n]*?))?"
+    r"(?: \((?P<unit>[^)\n]+)\))?(?:; default `(?P<default>[^`\n]+)`)?\n\n(?P<meaning>.+)\n",
+    re.M,
+)
+
+
+def rows(ask: Ask) -> dict[str, dict[str, str]]:
+    """The generated manual: name -> kind, unit, default, allowed and meaning."""
     said = ask("--config-markdown")
     assert said.returncode == 0
-    table = {}
-    for line in said.stdout.splitlines():
-        if match := re.match(r"\| `([A-Z0-9_]+)` \|(.*)\|$", line):
-            table[match[1]] = [cell.strip() for cell in re.split(r"(?<!\\)\|", match[2])]
+    table = {entry["name"]: entry.groupdict("") for entry in ENTRY.finditer(said.stdout)}
+    assert len(table) == said.stdout.count("\n### "), "an entry has another form"
     return table
 
 
@@ -61,12 +67,9 @@ def test_table_has_every_known_variable(ask: Ask) -> None:
 
 
 def test_every_row_is_filled_in(ask: Ask) -> None:
-    for name, cells in rows(ask).items():
-        assert len(cells) == 5, f"{name}: {cells}"
-        kind, _, _, allowed, meaning = cells
-        assert kind, name
-        assert len(meaning) > 10, name
-        assert allowed or kind not in ("integer", "number", "choice"), name
+    for name, row in rows(ask).items():
+        assert len(row["meaning"]) > 10, name
+        assert row["allowed"] or row["kind"] in ("0 or 1", "text"), name
 
 
 def bad_values() -> list[tuple[str, str]]:
@@ -100,24 +103,25 @@ def test_bad_value_is_refused(ask: Ask, name: str, value: str) -> None:
 
 def test_all_numbers_of_the_table_have_enforced_bounds(ask: Ask) -> None:
     """Also those of no list above: the bounds that the document states are those that hold."""
-    for name, (kind, _, _, allowed, _) in rows(ask).items():
-        if kind not in ("integer", "number"):
+    for name, row in rows(ask).items():
+        if row["kind"] not in ("integer", "number"):
             continue
-        least, greatest = allowed.split(" to ")
-        for bound, beyond in ((least, -1), (greatest, 1)):
+        least, *greatest = re.findall(r"-?[\d.]+", row["allowed"])
+        for bound, beyond in ((least, -1), *((bound, 1) for bound in greatest)):
             inside = ask("--print-config", **{name: bound})
             # Alone in its bounds, a value may still contradict another (a rank and its size).
             assert f"{name}={bound!r}" not in inside.stderr, (name, bound)
-            value = str(int(bound) + beyond) if kind == "integer" else str(float(bound) + beyond)
-            outside = ask("--print-config", **{name: value})
-            assert outside.returncode == 2, (name, value)
+            exact = int if row["kind"] == "integer" else float
+            outside = ask("--print-config", **{name: str(exact(bound) + beyond)})
+            assert outside.returncode == 2, (name, bound)
             assert name in outside.stderr
+        assert ask("--print-config", **{name: HUGE}).returncode == 2, name
 
 
 def test_every_choice_is_accepted(ask: Ask) -> None:
-    for name, (kind, _, _, allowed, _) in rows(ask).items():
-        if kind == "choice":
-            for value in re.findall(r"`([^`]+)`", allowed):
+    for name, row in rows(ask).items():
+        if row["kind"] == "one of":
+            for value in re.findall(r"`([^`]+)`", row["allowed"]):
                 said = ask("--print-config", **{name: value})
                 assert said.returncode == 0, (name, value, said.stderr)
 
@@ -129,9 +133,9 @@ def test_print_config_shows_every_variable(ask: Ask) -> None:
     table = rows(ask)
     assert set(printed) == set(table)
     assert printed["BYTEPS_PARTITION_BYTES"] == "123456"
-    for name, (_, _, default, _, _) in table.items():
+    for name, row in table.items():
         if name != "BYTEPS_PARTITION_BYTES":
-            assert printed[name].split("#")[0].strip() == default.strip("`"), name
+            assert printed[name].split("#")[0].strip() == row["default"], name
             assert "default" in printed[name], name
 
 

@@ -1,4 +1,4 @@
-"""The sizing calculator, and the examples of docs/operations.md."""
+"""The sizing calculator, and the examples of docs/use/when-to-use.md."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def examples() -> list[tuple[str, str]]:
-    """(command, what it prints) of the indented blocks in docs/operations.md."""
-    text = (REPOSITORY / "docs/operations.md").read_text()
+    """(command, what it prints) of the indented blocks in docs/use/when-to-use.md."""
+    text = (REPOSITORY / "docs/use/when-to-use.md").read_text()
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, re.M)
     found = []
     for block in blocks:

@@ -1,7 +1,7 @@
 // Every setting, in one table, read from the environment once.
 //
 // The table is what the program parses by, what `byteps-server --print-config`
-// prints and what docs/configuration.md is made from.
+// prints and what docs/use/settings.md is made from.
 #ifndef BYTEPS_BASE_CONFIG_H_
 #define BYTEPS_BASE_CONFIG_H_
 

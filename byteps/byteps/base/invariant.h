@@ -3,7 +3,7 @@
 //   BPS_INVARIANT("a block is returned once", in_use_ >= size, "block of " + std::to_string(size));
 //
 // The check is one predictable branch.  The last argument, what was seen, is evaluated only where
-// the invariant is broken.  docs/reliability.md lists all of them by name.
+// the invariant is broken.  docs/design/reliability.md lists all of them by name.
 //
 // A broken invariant ends the job, but not the process: it is logged and counted, and
 // - BPS_INVARIANT throws Error, and in net/ PS_INVARIANT (net/link/invariant.h) throws dmlc::Error,

@@ -49,7 +49,7 @@ void Session::Prepare(ChannelUser* user, int probe) {
   if (rdma && config_.Bool("BYTEPS_TLS")) {
     throw UsageError("BYTEPS_TLS=1 encrypts TCP, and DMLC_ENABLE_RDMA=" + transport +
                      " sends everything by RDMA, which no process can encrypt: unset one of them "
-                     "(docs/security.md says what protects RDMA)");
+                     "(docs/use/security.md says what protects RDMA)");
   }
 #ifndef BYTEPS_WITH_RDMA
   if (rdma) {

@@ -81,7 +81,7 @@ std::vector<Metric> Tell(const WorkerCounters& c, const WorkerGauges& g) {
               "one on a GPU.",
               c.placed_bytes),
       Counted("byteps_worker_copied_bytes_total",
-              "Bytes of sums that were received elsewhere, and copied there by the processor.",
+              "Bytes of sums that were received elsewhere, and copied there by the CPU.",
               c.copied_bytes),
       Counted("byteps_worker_operations_total", "Operations (push_pull calls) that ended well.",
               c.operations),

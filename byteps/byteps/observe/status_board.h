@@ -36,7 +36,7 @@ class StatusBoard {
   // Those who were in the job are not any more; others come.
   void OnIncarnation();
 
-  // One object, docs/observability.md tells its members.
+  // One object, docs/use/observability.md tells its members.
   std::string Json();
   // A table for a terminal.
   std::string Text();

@@ -20,7 +20,7 @@ const char kUsage[] =
     "Runs the scheduler or one server of a BytePS cluster until its job ends.\n"
     "\n"
     "  --role ROLE         scheduler or server; default: DMLC_ROLE\n"
-    "  --keep              outlive a failure of the job, and take its next incarnation, with as\n"
+    "  --keep              survive a failure of the job, and accept its restart, with as\n"
     "                      many workers as then come; the same as BYTEPS_KEEP=1.  A job that ends\n"
     "                      well, or a signal, ends this process as always\n"
     "  --port-file PATH    write \"HOST PORT\" there once this process listens\n"

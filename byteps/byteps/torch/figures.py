@@ -51,9 +51,9 @@ class Endpoint(TypedDict):
 def get_metrics() -> dict[str, Any]:
     """What this worker counted since the process began, and what its queues hold now.
 
-    The names and meanings are those of docs/observability.md, which Prometheus gets as well: an int
-    or a `Histogram` each. "rdma_endpoints" is a list of `Endpoint`, empty where TCP is used. Never
-    blocks for long, and works before `init` and after a failure.
+    Names and meanings are those of docs/use/observability.md, which Prometheus gets as well: an
+    int or a `Histogram` each. "rdma_endpoints" is a list of `Endpoint`, empty where TCP is
+    used. Never blocks for long, and works before `init` and after a failure.
     """
     metrics: dict[str, Any] = {"rdma_endpoints": c_lib.endpoints()}
     for name, value in c_lib.metrics().items():

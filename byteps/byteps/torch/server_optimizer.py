@@ -1,7 +1,7 @@
 """The optimizer on the servers: gradients go up, updated parameters come down.
 
 Servers keep the fp32 parameters and the moments; a worker keeps parameters and gradients alone. See
-docs/server-optimizer.md.
+docs/use/server-optimizer.md.
 """
 
 from __future__ import annotations
