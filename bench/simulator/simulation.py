@@ -9,6 +9,7 @@ what one does.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -76,6 +77,24 @@ def ring(scenario: Scenario) -> float:
     return float(max(sent.max(), received.max()))
 
 
+class _Agenda:
+    """What happens at known times: by time, then in the order in which it was added."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[float, int, tuple[str, int, int]]] = []
+        self._added = 0
+
+    def add(self, time: float, event: tuple[str, int, int]) -> None:
+        self._added += 1
+        heapq.heappush(self._events, (time, self._added, event))
+
+    def next_time(self) -> float:
+        return self._events[0][0] if self._events else math.inf
+
+    def pop(self) -> tuple[str, int, int]:
+        return heapq.heappop(self._events)[2]
+
+
 class _PushPull:
     """The state of a simulation.
 
@@ -103,8 +122,7 @@ class _PushPull:
         self._outstanding = [0] * self._pairs  # bytes that take part in the window
 
         self._now = 0.0
-        self._later: list[tuple[float, int, str, int, int]] = []
-        self._sequence = 0
+        self._agenda = _Agenda()
         # What waits for the transport: of each worker's connection, the partitions with their
         # places in the worker's order, and of each worker, the first of those whose windows are
         # open. An entry that is no longer the first of its connection is ignored.
@@ -152,8 +170,7 @@ class _PushPull:
         if under_way.size:
             ahead = np.minimum(self._left, self._returns - self._moved)[under_way]
             span = max(0.0, float((ahead / self._rates[under_way]).min()))
-        if self._later:
-            span = min(span, max(self._later[0][0] - self._now, 0.0))
+        span = min(span, max(self._agenda.next_time() - self._now, 0.0))
         assert np.isfinite(span), "workers wait, and nothing is under way"
         moved = self._rates[under_way] * span
         self._left[under_way] -= moved
@@ -163,13 +180,12 @@ class _PushPull:
             self._return_credits(int(flow))
         for flow in under_way[self._left[under_way] <= _REST]:
             self._sent(int(flow))
-        while self._later and self._later[0][0] <= self._now + _AT_ONCE:
-            _, _, what, group, index = heapq.heappop(self._later)
+        while self._agenda.next_time() <= self._now + _AT_ONCE:
+            what, group, index = self._agenda.pop()
             getattr(self, f"_{what}")(group, index)
 
     def _at(self, time: float, what: str, group: int, index: int) -> None:
-        self._sequence += 1
-        heapq.heappush(self._later, (time, self._sequence, what, group, index))
+        self._agenda.add(time, (what, group, index))
 
     # -- messages
 

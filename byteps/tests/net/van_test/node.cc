@@ -76,7 +76,7 @@ class Node {
       }
       error = Failure();
       if (role_ == "worker" && error.empty()) {
-        ps::Postoffice::Get()->van()->membership()->Leave({});
+        ps::Postoffice::Get()->van()->membership()->AsNode()->Leave({});
       }
       Tell(Resources());
 #ifdef BYTEPS_WITH_RDMA
