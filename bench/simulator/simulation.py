@@ -111,8 +111,8 @@ class _PushPull:
         self._queues: list[deque[int]] = [deque() for _ in range(flows)]
         self._left = np.zeros(flows)  # bytes of the message that a flow sends
         self._active = np.zeros(flows, dtype=bool)
-        self._rates = np.zeros(flows)
-        self._stale = False  # whether the active flows changed since the rates were computed
+        # None: the active flows have changed since.
+        self._rates: np.ndarray | None = np.zeros(flows)
         self._moved = np.zeros(flows)
         # Of each worker's connection: bytes handed to it, the ends of the messages that hold a
         # credit, and how many bytes are sent when the first of those gives it back.
@@ -162,9 +162,8 @@ class _PushPull:
 
     def _advance(self) -> None:
         """Go to the next moment at which something ends, and handle all that does."""
-        if self._stale:
+        if self._rates is None:
             self._rates = max_min(self._capacity, self._hops, self._active)
-            self._stale = False
         under_way = np.flatnonzero(self._active)
         span = np.inf
         if under_way.size:
@@ -192,7 +191,7 @@ class _PushPull:
     def _enqueue(self, flow: int, index: int) -> None:
         self._queues[flow].append(index)
         if not self._active[flow]:
-            self._active[flow] = self._stale = True
+            self._active[flow], self._rates = True, None
             self._left[flow] = self._scenario.partition_size(index)
 
     def _sent(self, flow: int) -> None:
@@ -203,7 +202,7 @@ class _PushPull:
             # The rest that rounding left belongs to the message that ended.
             self._left[flow] = self._scenario.partition_size(queue[0])
         else:
-            self._active[flow], self._stale = False, True
+            self._active[flow], self._rates = False, None
         group = flow % self._pairs // self._scenario.servers
         what = "push_arrived" if flow < self._pairs else "answered"
         self._at(self._now + self._scenario.latency, what, group, index)
