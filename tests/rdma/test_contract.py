@@ -9,10 +9,11 @@ import os
 import subprocess
 from pathlib import Path
 
-import native
 import pytest
-from relay import ADDRESS_VARIABLE
-from transports import Transport
+
+from tests import native
+from tests.rdma.relay import ADDRESS_VARIABLE
+from tests.rdma.transports import Transport
 
 LIMIT_S = 400
 
