@@ -19,7 +19,6 @@ LIMIT_S = 400
 
 
 @pytest.mark.transports("rdma")
-@pytest.mark.timeout(LIMIT_S + 60)
 def test_contract(transport: Transport, run_dir: Path) -> None:
     folder = native.FOLDER if ADDRESS_VARIABLE in os.environ else native.build("connection_test")
     log = run_dir / "contract.log"

@@ -40,8 +40,8 @@ class ConnectorOwner {
   virtual int32_t Rank() = 0;
   // What names the job; 0 while it is not known.
   virtual uint64_t Job() = 0;
-  // The endpoint to which the request, which is of our version, shall lead; it MayConnect.
-  // Null, with the reason, refuses it.
+  // The endpoint to which the request, which is of our version, shall lead: a new one, or that
+  // which it resumes.  Null, with the reason, refuses it.
   virtual std::shared_ptr<Endpoint> OnRequest(const ConnectRequest& request,
                                               const std::string& address, Refusal* refusal) = 0;
   // Who was asked has taken the endpoint.  A reason is returned to give it up.
@@ -136,6 +136,8 @@ class Connector {
   void ReadDeviceEvents();
   void OnEvent(const rdma_cm_event& event);
   void OnRequest(const rdma_cm_event& event);
+  // The endpoint, whose peer asks for another connection, can have one; or it is refused for now.
+  static void MakeReady(Endpoint* endpoint, Refusal* refusal);
   // False: the request has not proved that it is of this job.  Without a `refusal` it was
   // asked to.
   bool IsProved(rdma_cm_id* id, const ConnectRequest& request, std::string* said,

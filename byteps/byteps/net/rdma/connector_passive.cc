@@ -45,6 +45,7 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   }
   std::shared_ptr<Endpoint> endpoint;
   if (reason.empty()) endpoint = owner_->OnRequest(request, address, &refusal);
+  if (reason.empty() && request.resumes) MakeReady(endpoint.get(), &refusal);
   if (reason.empty()) {
     try {
       return Accept(event.id, request, said, endpoint);
@@ -61,9 +62,20 @@ void Connector::OnRequest(const rdma_cm_event& event) {
   if (!refusal.again_soon) {
     LOG(WARNING) << "refused an RDMA connection from " << address << ": " << reason;
   } else if (endpoint) {
+    // The last completion may have come while a thread looked for memory (LetGoIfDrained): nothing
+    // else has its poller look again.
     Wake(*endpoint);
   }
   Refuse(event.id, refusal);
+}
+
+void Connector::MakeReady(Endpoint* endpoint, Refusal* refusal) {
+  if (endpoint->MayConnect()) return;
+  // This side has not noticed; perhaps not even that the connection had been there.
+  endpoint->Open();
+  endpoint->Break("its connection broke", LinkFault::kBroken);
+  refusal->reason = "the connection that broke is not closed yet";
+  refusal->again_soon = !endpoint->closed();
 }
 
 std::string Connector::ChallengeTo(const ConnectRequest& request, int64_t period) const {

@@ -151,17 +151,7 @@ std::shared_ptr<Endpoint> RdmaVan::OnRequest(const rdma::ConnectRequest& request
                    [&](int id) { return NewEndpoint(plane, applicant.index, id, false); });
   refusal->reason = admitted.refusal;
   if (admitted.replaced) connector_->Disconnect(admitted.replaced);
-  if (admitted.link && request.resumes) MakeReady(admitted.link.get(), refusal);
-  return refusal->reason.empty() ? admitted.link : nullptr;
-}
-
-void RdmaVan::MakeReady(Endpoint* endpoint, rdma::Refusal* refusal) {
-  if (endpoint->MayConnect()) return;
-  // This side has not noticed; perhaps not even that the connection had been there.
-  endpoint->Open();
-  endpoint->Break("its connection broke", LinkFault::kBroken);
-  refusal->reason = "the connection that broke is not closed yet";
-  refusal->again_soon = !endpoint->closed();
+  return admitted.link;
 }
 
 LinkOutage::Clock::duration RdmaVan::Patience(Endpoint* endpoint, LinkFault fault) {

@@ -83,8 +83,6 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   std::shared_ptr<rdma::Endpoint> NewEndpoint(rdma::Plane plane, int index, int peer_id,
                                               bool active);
   void NamePeer(const Node& node);
-  // Whether it can have another connection now.
-  void MakeReady(rdma::Endpoint* endpoint, rdma::Refusal* refusal);
 
   rdma::Settings settings_;
   std::unique_ptr<rdma::Connector> connector_;

@@ -72,15 +72,8 @@ class RdmaEnd : public ps::rdma::EndpointOwner, public ps::rdma::ConnectorOwner 
   int32_t Rank() override { return side_ == kConnects ? 0 : -1; }
   uint64_t Job() override { return kJob; }
   EndpointPtr OnRequest(const ps::rdma::ConnectRequest& request, const std::string& /*address*/,
-                        ps::rdma::Refusal* refusal) override {
-    if (!request.resumes) return Make();
-    EndpointPtr there = endpoint();
-    if (there->MayConnect()) return there;
-    there->Open();
-    there->Break("its connection broke", ps::LinkFault::kBroken);
-    refusal->reason = "the connection that broke is not closed yet";
-    refusal->again_soon = !there->closed();
-    return nullptr;
+                        ps::rdma::Refusal* /*refusal*/) override {
+    return request.resumes ? endpoint() : Make();
   }
   std::string OnReply(Endpoint* /*endpoint*/, const ps::rdma::ConnectReply& reply) override {
     return reply.job == kJob ? "" : "it belongs to another job";

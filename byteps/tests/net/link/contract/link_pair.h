@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -98,6 +99,7 @@ struct Transport {
   // Makes a pair that is connected.
   std::function<std::unique_ptr<LinkPair>()> make;
 };
+inline void PrintTo(const Transport& transport, std::ostream* out) { *out << transport.name; }
 // Those that this build and this machine have: over RDMA where CONTRACT_RDMA_ADDRESS says an
 // address of a device.
 std::vector<Transport> Transports();
