@@ -93,7 +93,7 @@ def test_the_error_a_server_ends_with(make_cluster: Callable[..., Cluster], form
     assert (line["severity"], line["role"], line["rank"]) == ("ERROR", "server", None)
     assert "the scheduler (127.0.0.1:1)" in str(line["message"])
     # The place that found it, not the one that wrote the line.
-    assert str(line["source"]).startswith("membership.cc:")
+    assert str(line["source"]).startswith("node_membership.cc:")
 
 
 def messages(process: Process) -> list[str]:

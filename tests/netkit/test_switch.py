@@ -70,7 +70,8 @@ def test_loss(switch: Switch) -> None:
     switch.set_rule(0, 1, Rule(loss=0.5))
     came = len(ping(switch, 1, count=40))
     assert 0 < came < 40
-    assert switch.passed(0, 1).dropped == 40 - came
+    # The kernel may ask for an address meanwhile, and lose that frame as well.
+    assert switch.passed(0, 1).dropped >= 40 - came
 
 
 def test_rate(switch: Switch) -> None:

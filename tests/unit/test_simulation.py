@@ -23,7 +23,6 @@ FREQUENT = {
     "LinkReported",
     "LooksSooner",
     "NoSpareMemory",
-    "PullBeforeSum",
     "PushAfterFailure",
     "PushAwaitsPinned",
     "QueuedWhileServing",
