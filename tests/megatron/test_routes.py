@@ -58,7 +58,7 @@ def test_inside_one_host_nothing_goes_to_servers() -> None:
         # Two workers send as much either way, and a few servers are the bottleneck.
         (2, 1, 2, {}, COLLECTIVE, 1.0),
         (4, 1, 2, {}, COLLECTIVE, 1.5),
-        # Several ranks: the host's card carries the tensor once, not once a rank.
+        # Several ranks: the host's NIC carries the tensor once, not once a rank.
         (4, 2, 4, {}, NODE_FIRST, 1.0),
         (4, 8, 4, {}, NODE_FIRST, 1.0),
         (2, 2, 2, {}, COLLECTIVE, 1.0),
@@ -160,7 +160,7 @@ def test_the_table_tells_bytes_times_and_the_choice() -> None:
     text = table.describe("dense", [(what, decide(what, rates))] * 3, rates)
     assert (
         "8 ranks, 2 on each of 4 hosts; servers: 1 on each of 4 machines" in text
-        and "10 Gbit/s a host" in text
+        and "10 Gbit/s per host" in text
     )
     rows = [line.split() for line in text.splitlines()[2:]]
     assert rows[0] == ["3", "3000.0", "all-reduce", "4500.0", "-", "3600.0"]

@@ -26,7 +26,7 @@ def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) 
         f"{servers.per_machine if servers.extra else 0} on each of {servers.extra} machines of "
         f"their own, {servers.local} on each of {servers.hosts} hosts; {_rates(network)}"
     ]
-    rows = [("buckets", "MB", "way", "MB a host's card", "MB a server's card", "ms", "chosen")]
+    rows = [("buckets", "MB", "backend", "MB per host", "MB per server", "ms", "chosen")]
     by_plan: dict[tuple[str, str], list[tuple[Sum, Decision]]] = {}
     for what, decision in sums:
         by_plan.setdefault((decision.route, decision.why), []).append((what, decision))
@@ -59,12 +59,12 @@ def _rates(network: Network) -> str:
         return "link rates not known (BYTEPS_LINK_GBPS): bytes are compared"
     if network.collective_rate:
         return (
-            f"measured with {network.measured_bytes / 1e6:.1f} MB: over a host's card "
+            f"measured with {network.measured_bytes / 1e6:.1f} MB: over a host's NIC "
             f"{network.host_rate / _GBPS:.3g} Gbit/s through servers, "
             f"{network.collective_rate / _GBPS:.3g} by the collective"
         )
     server = network.server_rate or network.host_rate
-    return f"{network.host_rate / _GBPS:g} Gbit/s a host, {server / _GBPS:g} Gbit/s a server"
+    return f"{network.host_rate / _GBPS:g} Gbit/s per host, {server / _GBPS:g} Gbit/s per server"
 
 
 def _collective_name(what: Sum) -> str:
