@@ -18,11 +18,11 @@ import byteps.torch as bps
 import torch
 from byteps.cost_model import Servers
 from byteps.torch import c_lib, declarations, in_flight, nodes, session
+from byteps.torch.routes import Network
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from megatron.core.distributed.dpu_reduce import job, plan
-from megatron.core.distributed.dpu_reduce.routes import Network
 
 PARTITION = 4 << 20
 RATE = 12.5e9

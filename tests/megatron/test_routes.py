@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from byteps.cost_model import Servers
-from megatron.core.distributed.dpu_reduce import table
-from megatron.core.distributed.dpu_reduce.measure import Measured
-from megatron.core.distributed.dpu_reduce.routes import (
+from byteps.torch.measure import Measured
+from byteps.torch.routes import (
     COLLECTIVE,
     FLAT,
     NODE_FIRST,
@@ -15,6 +14,7 @@ from megatron.core.distributed.dpu_reduce.routes import (
     Sum,
     decide,
 )
+from megatron.core.distributed.dpu_reduce import table
 
 M = 1 << 30
 

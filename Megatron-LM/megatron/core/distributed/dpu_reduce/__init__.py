@@ -37,10 +37,8 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``plan``               gives each bucket of a model its operation, from:
 ``bucket_op``          what the operation of a bucket is
 ``naming``             names, priorities and placements of buckets
-``routes``             the routes by which a bucket can be summed, and which is the fastest
 ``decisions``          the route of each bucket group of a model
-``measure``            how fast routes are on these links
-``trials``             how to try each of them
+``trials``             how to try each route on these links
 ``table``              what was chosen, in words
 ``node_sums``          sums inside hosts first
 ``declared``           what the servers are told

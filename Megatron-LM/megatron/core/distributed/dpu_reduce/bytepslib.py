@@ -18,9 +18,12 @@ __all__ = [
     "flat",
     "gradient_check",
     "hosts",
+    "job",
     "load",
+    "measure",
     "nodes",
     "pieces",
+    "routes",
     "server_bucket",
     "server_host",
     "server_rule",
@@ -37,8 +40,11 @@ if TYPE_CHECKING:
         flat,
         gradient_check,
         hosts,
+        job,
+        measure,
         nodes,
         pieces,
+        routes,
         server_bucket,
         server_host,
         server_rule,
@@ -53,7 +59,8 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         load()
-        return importlib.import_module(f"byteps.torch.{name}")
+        module = globals()[name] = importlib.import_module(f"byteps.torch.{name}")
+        return module
 
 
 def load() -> Any:

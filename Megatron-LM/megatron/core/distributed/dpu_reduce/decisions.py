@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import job, table
+from . import bytepslib, job, table
 from .bucket_op import wire_bytes
-from .routes import AUTO, Decision, Sum, decide
 from .trials import measured
 
 if TYPE_CHECKING:
+    from byteps.torch.routes import Decision
+
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
     from ..param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
 
@@ -45,9 +46,10 @@ def decide_all(
         buffers: that these are made of.
     """
     hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
-    asked = config.dpu_reduce_route or AUTO
+    routes = bytepslib.routes
+    asked = config.dpu_reduce_route or routes.AUTO
     sums = [
-        Sum(
+        routes.Sum(
             hosts=hosts,
             gradient_bytes=sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets),
             wire_bytes=sum(wire_bytes(bucket, config) for bucket in bucket_group.buckets),
@@ -58,12 +60,17 @@ def decide_all(
         for bucket_group in groups
     ]
     network = job.joined().network
-    if asked == AUTO and job.joined().measures and len(set(hosts)) > 1 and not config.dpu_optimizer:
+    if (
+        asked == routes.AUTO
+        and job.joined().measures
+        and len(set(hosts)) > 1
+        and not config.dpu_optimizer
+    ):
         network = measured(kind, group, groups, sums, buffers[0]).applied(network)
     decisions: dict[int, Decision] = {}
     rows = []
     for bucket_group, what in zip(groups, sums, strict=True):
-        decision = decide(what, network, asked)
+        decision = routes.decide(what, network, asked)
         rows.append((what, decision))
         decisions |= {id(bucket): decision for bucket in bucket_group.buckets}
     if torch.distributed.get_rank() == 0:

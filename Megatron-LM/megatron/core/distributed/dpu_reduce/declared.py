@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import bytepslib
-from .routes import COLLECTIVE
 
 if TYPE_CHECKING:
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -29,7 +28,7 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
     for bucket in buckets:
         op: BucketOp = bucket.dpu_reduce_op
         grads = bucket.grad_data
-        if op.route == COLLECTIVE or len(op.group) == 1 or grads.numel() == 0:
+        if op.route == bytepslib.routes.COLLECTIVE or len(op.group) == 1 or grads.numel() == 0:
             continue
         # Only these are summed at every step. The whole of a bucket that the optimizer shards is
         # summed when somebody asks for it, and declares itself then.

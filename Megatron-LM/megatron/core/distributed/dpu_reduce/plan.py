@@ -17,9 +17,10 @@ from .bucket_op import BucketOp, wire_dtype_of
 from .naming import bucket_name, named
 from .node_sums import node_sums
 from .refusals import validate_ddp_config
-from .routes import COLLECTIVE, FLAT, NODE_FIRST, Decision
 
 if TYPE_CHECKING:
+    from byteps.torch.routes import Decision
+
     from ..distributed_data_parallel import DistributedDataParallel
     from ..param_and_grad_buffer import (
         _ParamAndGradBucket,
@@ -77,7 +78,9 @@ def register(ddp: DistributedDataParallel) -> None:
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
     if not ddp.ddp_config.dpu_optimizer:  # else the optimizer does, with what servers do
         declared.declare(buckets, ddp.ddp_config)
-    through = [bucket for bucket in buckets if bucket.dpu_reduce_op.route != COLLECTIVE]
+    through = [
+        bucket for bucket in buckets if bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE
+    ]
     spread = declared.bytes_per_server(through)
     logger.info(
         "gradient sums: %d of %d buckets go through BytePS, chunk %d, %.1f MB from this rank; the "
@@ -144,14 +147,15 @@ def _placed(
     op: BucketOp, bucket: _ParamAndGradBucket, buffer: _ParamAndGradBuffer, group: _Group
 ) -> BucketOp:
     """The operation with its place on the servers and, node first, its sums inside the host."""
-    bps, elements = bytepslib.byteps, bucket.grad_data.numel()
-    if op.route == COLLECTIVE or elements == 0:
+    bps, routes = bytepslib.byteps, bytepslib.routes
+    elements = bucket.grad_data.numel()
+    if op.route == routes.COLLECTIVE or elements == 0:
         return op
     nbytes = elements * op.wire_dtype.itemsize
-    if op.route == FLAT:
+    if op.route == routes.FLAT:
         partitions = bps.partition_count(nbytes)
         return replace(op, placement=named.next_placement(op.group, partitions))
-    assert op.route == NODE_FIRST
+    assert op.route == routes.NODE_FIRST
     sums = node_sums(op, bucket.grad_data, buffer, group)
     pushes = sums[0].pushes(torch.distributed.get_rank(), bucket.grad_data.element_size())
     placement = named.next_placement(op.group, sum(push.partitions for push in pushes))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import bytepslib
-from .routes import ROUTES
 
 OPTIMIZER_CLIPS = ("speculate", "wait")
 """How --dpu-optimizer makes steps that may be clipped."""
@@ -248,13 +247,16 @@ def _check_wire_dtype(source: object) -> None:
 def _check_route(source: object) -> None:
     """``source`` is the arguments or a DDP config."""
     name = getattr(source, "dpu_reduce_route", None) or "auto"
-    if name not in ROUTES:
-        raise ValueError(f"--dpu-reduce-route={name} is not known; it can be {', '.join(ROUTES)}")
-    if name != "auto" and not getattr(source, "use_dpu_reduce", False):
+    if name == "auto":
+        return
+    if not getattr(source, "use_dpu_reduce", False):
         raise ValueError(
             f"--dpu-reduce-route={name} needs --use-dpu-reduce: without it no gradient goes "
             "through BytePS"
         )
+    known = bytepslib.routes.ROUTES
+    if name not in known:
+        raise ValueError(f"--dpu-reduce-route={name} is not known; it can be {', '.join(known)}")
 
 
 def _check_optimizer(source: object) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...utils import log_single_rank
-from .routes import FLAT
+from . import bytepslib
 
 if TYPE_CHECKING:
     from ..distributed_data_parallel import DistributedDataParallel
@@ -49,7 +49,9 @@ def keep_copies_alike(
         f"the model's parts are spread over hosts differently: {spreads}",
     )
     for bucket in _buckets(model_chunks, buffers):
-        bucket.dpu_reduce_op = replace(bucket.dpu_reduce_op, route=FLAT, node_whole=None)
+        bucket.dpu_reduce_op = replace(
+            bucket.dpu_reduce_op, route=bytepslib.routes.FLAT, node_whole=None
+        )
 
 
 def alike(spreads: Sequence[Sequence[int]]) -> bool:

@@ -11,7 +11,6 @@ import torch
 
 from . import bytepslib
 from .bucket_op import BucketOp
-from .routes import COLLECTIVE
 
 if TYPE_CHECKING:
     from ..param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
@@ -52,7 +51,9 @@ class GradSyncHandle:
 
 def goes_through_servers(bucket_group: _ParamAndGradBucketGroup) -> bool:
     """Whether a bucket of the group is summed by servers."""
-    return any(bucket.dpu_reduce_op.route != COLLECTIVE for bucket in bucket_group.buckets)
+    return any(
+        bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE for bucket in bucket_group.buckets
+    )
 
 
 def start_grad_sync(

@@ -7,8 +7,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .routes import COLLECTIVE, Decision, Network, Sum, per_host
+from . import bytepslib
+
+if TYPE_CHECKING:
+    from byteps.torch.routes import Decision, Network, Sum
 
 _GBPS = 1e9 / 8
 
@@ -16,8 +20,8 @@ _GBPS = 1e9 / 8
 def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) -> str:
     """The table of a model chunk's sums: bytes over the NICs and time by each route, and which
     was chosen and why."""
-    first = sums[0][0]
-    members, servers = sorted(per_host(first.hosts).values()), network.servers
+    first, routes = sums[0][0], bytepslib.routes
+    members, servers = sorted(routes.per_host(first.hosts).values()), network.servers
     each = str(members[0]) if members[0] == members[-1] else f"{members[0]} to {members[-1]}"
     keeps = "optimizer on the servers; " if first.updated else ""
     lines = [
@@ -39,9 +43,9 @@ def describe(kind: str, sums: Sequence[tuple[Sum, Decision]], network: Network) 
             rows.append(
                 (
                     *head,
-                    _collective_name(first) if route == COLLECTIVE else f"BytePS {route}",
+                    _collective_name(first) if route == routes.COLLECTIVE else f"BytePS {route}",
                     f"{host:.1f}",
-                    "-" if route == COLLECTIVE else f"{server:.1f}",
+                    "-" if route == routes.COLLECTIVE else f"{server:.1f}",
                     f"{seconds * 1e3:.1f}" if network.host_rate else "-",
                     f"yes: {why}" if route == chosen else "",
                 )

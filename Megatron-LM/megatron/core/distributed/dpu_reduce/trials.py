@@ -12,12 +12,13 @@ import torch
 
 from . import bytepslib, job
 from .bucket_op import BucketOp, wire_dtype_of
-from .measure import Measured, measure
 from .naming import group_name
 from .node_sums import node_sums
-from .routes import COLLECTIVE, FLAT, NODE_FIRST, Sum
 
 if TYPE_CHECKING:
+    from byteps.torch.measure import Measured
+    from byteps.torch.routes import Sum
+
     from ..param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
 
 _Group = torch.distributed.ProcessGroup
@@ -60,6 +61,8 @@ def measured(
     if key in _measurements:
         return _measurements[key]
 
+    routes = bytepslib.routes
+
     def sum_op(tensor: torch.Tensor, route: str) -> BucketOp:
         dtypes = f"{like.dtype}-{wire_dtype}".replace("torch.", "")
         return BucketOp(
@@ -72,7 +75,7 @@ def measured(
         )
 
     def flat(tensor: torch.Tensor) -> None:
-        op, bps = sum_op(tensor, FLAT), bytepslib.byteps
+        op, bps = sum_op(tensor, routes.FLAT), bytepslib.byteps
         handle = bps.push_pull_async_inplace(
             tensor,
             average=False,
@@ -85,7 +88,7 @@ def measured(
         bps.synchronize(handle)
 
     def node_first(tensor: torch.Tensor) -> None:
-        op = sum_op(tensor, NODE_FIRST)
+        op = sum_op(tensor, routes.NODE_FIRST)
         whole, shards = node_sums(op, tensor, buffer, group)
         replace(shards or whole, placement=op.placement).start(tensor).wait()
 
@@ -100,6 +103,6 @@ def measured(
             across = bucket_group.inter_distributed_optimizer_instance_group
             torch.distributed.all_reduce(shard, group=across)
 
-    tries = {FLAT: flat, NODE_FIRST: node_first, COLLECTIVE: collective}
-    _measurements[key] = measure(what, job.joined().network, tries, group, like)
+    tries = {routes.FLAT: flat, routes.NODE_FIRST: node_first, routes.COLLECTIVE: collective}
+    _measurements[key] = bytepslib.measure.measure(what, job.joined().network, tries, group, like)
     return _measurements[key]

@@ -1,5 +1,3 @@
-# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
-
 """The ways in which a bucket can be summed, and which of them needs the least time."""
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
-
 """What a host's NIC carries, found by trying: a sum through servers, compared with the collective.
 
 The cost model counts bytes. How fast these go depends on more than the links: on what else uses
@@ -15,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-
-from .routes import COLLECTIVE, Network, Sum, best_through_servers, loads_of
+from byteps.torch.routes import COLLECTIVE, Network, Sum, best_through_servers, loads_of
 
 FIRST_BYTES = 1 << 20
 MOST_BYTES = 64 << 20
@@ -70,7 +67,7 @@ def measure(
         like: a tensor of the type, and on the device, of the gradients.
 
     Raises:
-        byteps.torch.BytePSError: a push-pull failed; the text names the peer.
+        BytePSError: a push-pull failed; the text names the peer.
     """
     ours = best_through_servers(what, replace(network, host_rate=None, server_rate=None))
     ways = (ours, COLLECTIVE)
