@@ -131,6 +131,10 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
 
 bool Engine::Poll(int64_t handle) { return context_.operations.Find(handle)->is_done(); }
 
+void Engine::CallAtEnd(int64_t handle, std::function<void()> then) {
+  context_.operations.Find(handle)->CallAtEnd(std::move(then));
+}
+
 bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit) {
   const OperationPtr operation = context_.operations.Find(handle);
   if (!operation->AwaitEnd(limit)) return false;

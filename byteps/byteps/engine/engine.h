@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -44,6 +45,7 @@ class Engine : public ChannelUser {
   int64_t PushPull(const PushPullRequest& request);
   bool Poll(int64_t handle);
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
+  void CallAtEnd(int64_t handle, std::function<void()> then);
 
   bool failed() { return context_.operations.failed(); }
   bool RegistersMemory() const { return context_.channel->RegistersMemory(); }

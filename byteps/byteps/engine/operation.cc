@@ -89,14 +89,28 @@ std::string Operation::error() {
 }
 
 void Operation::End(const std::string& error, DeviceMoment moment) {
+  std::function<void()> then;
   {
     ps::MutexLock lock(&mu_);
     PS_INVARIANT_NOTED("an operation ends once", !done_, "'" + name() + "' ended again: " + error);
     done_ = true;
     error_ = error;
     landed_ = std::move(moment);
+    then.swap(then_);
   }
   cond_.NotifyAll();
+  if (then) then();
+}
+
+void Operation::CallAtEnd(std::function<void()> then) {
+  {
+    ps::MutexLock lock(&mu_);
+    if (!done_) {
+      then_ = std::move(then);
+      return;
+    }
+  }
+  then();
 }
 
 void Operation::Move(uint64_t index, Stage to) {

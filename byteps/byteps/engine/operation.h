@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -123,6 +124,9 @@ class Operation {
   bool ClaimEnd() { return !claimed_.exchange(true); }
   // Ends it, well when `error` is empty.  `moment`: when its sums are on the GPU.
   void End(const std::string& error, DeviceMoment moment);
+  // Calls `then` when it has ended, at once if it has: on the thread that ended it, without a lock,
+  // and not to block.  At most one function is kept.
+  void CallAtEnd(std::function<void()> then);
   // Whether it ended within this time.
   bool AwaitEnd(std::chrono::nanoseconds limit);
 
@@ -155,6 +159,7 @@ class Operation {
   ps::CondVar written_;            // after that, nobody writes any more
   std::atomic<bool> done_{false};  // set with mu_ held
   std::string error_ PS_GUARDED_BY(mu_);
+  std::function<void()> then_ PS_GUARDED_BY(mu_);
   int writers_ PS_GUARDED_BY(mu_) = 0;
   DeviceMoment landed_ PS_GUARDED_BY(mu_);
 };

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <string>
+#include <utility>
 
 #include "byteps/base/error.h"
 #include "byteps/base/fork.h"
@@ -83,6 +84,12 @@ bool Worker::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
   const auto engine = this->engine();
   if (!engine) ThrowNoJob(handle);
   return engine->WaitFor(handle, stream, limit);
+}
+
+void Worker::CallAtEnd(int64_t handle, std::function<void()> then) {
+  const auto engine = this->engine();
+  if (!engine) ThrowNoJob(handle);
+  engine->CallAtEnd(handle, std::move(then));
 }
 
 std::vector<Metric> Worker::Metrics() {

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -66,6 +67,10 @@ class Worker {
   // failed, once nothing writes into its output any more; UsageError if there is no such handle.
   // The input of a sum that failed may still be read, until Stop has returned.
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
+
+  // Calls `then` once Poll returns true, at once if it does already: on a thread of the engine's,
+  // and not to block.  Throws UsageError if there is no such handle.
+  void CallAtEnd(int64_t handle, std::function<void()> then);
 
   std::pair<uint64_t, double> Speed() { return speed_.Get(); }
 

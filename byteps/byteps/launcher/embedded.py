@@ -79,13 +79,16 @@ def has_children() -> bool:
     return _current is not None and bool(_current.children)
 
 
-def start_if_needed() -> bool:
+def start_if_needed(store: Store | None = None) -> bool:
     """Start this job's scheduler and servers, unless the environment names a scheduler.
 
     Blocks until the address is known; collective over all ranks. Afterwards DMLC_PS_ROOT_URI,
     DMLC_PS_ROOT_PORT, DMLC_NUM_SERVER and DMLC_NUM_WORKER are set in os.environ. Returns whether
     the embedded mode is on. Raises BytePSError within BYTEPS_START_TIMEOUT_S with the reason, on
     every rank that takes part; what this rank had started is ended then.
+
+    Args:
+        store: of torch.distributed; None: its default one, of ranks that have initialised it.
     """
     global _current
     if _current is not None:
@@ -94,7 +97,8 @@ def start_if_needed() -> bool:
         return False
     ranks = read_ranks(os.environ)
     demand_no_cluster(os.environ, ranks)
-    store = _default_store(ranks)
+    if store is None or ranks.world_size == 1:
+        store = _default_store(ranks)
     _current = _Embedded(pid=os.getpid(), rank=ranks.rank)
     try:
         _start(_current, ranks, store)

@@ -22,6 +22,7 @@
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/metrics_server.h"
 #include "byteps/torch/c_parts.h"
+#include "byteps/torch/ended_queue.h"
 
 namespace py = pybind11;
 
@@ -44,6 +45,12 @@ Worker* GetWorker() {
 namespace {
 
 bool IsInitialized() { return !ps::IsForkedCopy() && GetWorker()->started(); }
+
+// Never destroyed, as the worker's threads may be running when the interpreter ends.
+EndedQueue* Ended() {
+  static auto* queue = new EndedQueue();
+  return queue;
+}
 
 Launch launch;
 std::string settings;  // what the last Init found; the environment may have changed since
@@ -204,6 +211,12 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("device"), py::arg("stream"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", &Wait, py::arg("handle"), py::arg("stream") = 0);
+  m.def(
+      "watch",
+      [](int64_t handle) { GetWorker()->CallAtEnd(handle, [handle] { Ended()->Push(handle); }); },
+      py::arg("handle"), Unlocked());
+  m.def("await_ended", [] { return Ended()->Await(); }, Unlocked());
+  m.def("wake", [] { Ended()->Wake(); }, Unlocked());
   m.def("declare", &Declare, py::arg("tensors"), Unlocked());
   m.def(
       "registers_memory", [] { return GetWorker()->RegistersMemory(); },

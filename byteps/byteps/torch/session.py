@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from byteps import logs
 from byteps.launcher import embedded
+from byteps.launcher.meeting import Store
 from byteps.torch import c_lib, departure, in_flight
+from byteps.torch.completions import completions
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +52,13 @@ def _after_fork_in_child() -> None:
     atexit.unregister(_at_exit)
     in_flight.registers_memory = False
     in_flight.forget()
+    completions.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def init(lazy: bool = True) -> None:
+def init(lazy: bool = True, *, store: Store | None = None) -> None:
     """Join the cluster as one worker; return when all workers and servers have.
 
     Rank and size are the launcher's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the
@@ -65,6 +68,8 @@ def init(lazy: bool = True) -> None:
 
     Args:
         lazy: accepted for compatibility; joining is never put off.
+        store: for the embedded mode, while torch.distributed is being initialised: the store of
+            that. None: its default store.
 
     A process that is forked from a worker, as torch's DataLoader does, is none itself: there
     `is_initialized` is False, `rank` and `size` still tell the parent's, `shutdown` does nothing
@@ -86,7 +91,7 @@ def init(lazy: bool = True) -> None:
         logs.install(_launch.rank)
         for warning in c_lib.unknown_variables():
             logger.warning("%s", warning)
-        embedded.start_if_needed()
+        embedded.start_if_needed(store)
         try:
             c_lib.init(num_servers=0)
         except BaseException:
@@ -118,6 +123,11 @@ def shutdown() -> None:
     if id(error) == _handled_at_init:  # all of the job is done in some handler
         error = None
     _leave(departure.reason(error or departure.last_error()))
+
+
+def abort(reason: str) -> None:
+    """Leave the job as one that failed: all that is in flight fails, on the other ranks too."""
+    _leave(reason)
 
 
 def _leave(failure: str) -> None:
@@ -160,6 +170,7 @@ def _stop(*, suspend: bool, failure: str = "") -> None:
             return
         atexit.unregister(_at_exit)
         c_lib.shutdown(suspend, failure)
+        completions.stop()
         in_flight.forget()
         _launch = None
 

@@ -1,0 +1,141 @@
+"""The backend ``byteps`` of torch.distributed: NCCL or gloo, but for large all-reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from byteps.torch import session
+from byteps.torch.c10d import joining
+from byteps.torch.c10d.reductions import Reductions
+from byteps.torch.c10d.work import WorkOfMany
+
+_AVERAGES = {dist.ReduceOp.SUM: False, dist.ReduceOp.AVG: True}
+
+
+class BytePSGroup(dist.ProcessGroup):
+    """A process group that carries the native backend of each device.
+
+    What it does not define here falls through to that backend in C++. The default group joins the
+    BytePS job when it is made, and leaves it when it is destroyed.
+    """
+
+    def __init__(self, options: Any, backend_options: Any, *, asked: str) -> None:
+        """
+        Args:
+            options: torch's _DistributedBackendOptions: store, rank, size, timeout, name, ranks.
+            backend_options: of NCCL, as the script gave them; None: the usual ones.
+            asked: the backend that the script has asked for.
+        """
+        super().__init__(options.group_rank, options.group_size)
+        self._is_default = not options.global_ranks_in_group
+        self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        self._native: dict[str, Any] = {}
+        if asked != "nccl":
+            self._carry_gloo(options, ["cpu", "cuda"] if asked == "gloo" else ["cpu"])
+        if asked != "gloo" and torch.cuda.is_available():
+            self._carry_nccl(options, backend_options)
+        if self._is_default:
+            joining.join(options.store, options.group_rank, options.group_size)
+        self._reductions: Reductions | None = None
+
+    def _carry_gloo(self, options: Any, devices: Sequence[str]) -> None:
+        gloo = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, timeout=options.timeout
+        )
+        gloo._set_sequence_number_for_group()
+        self._carry(gloo, dist.ProcessGroup.BackendType.GLOO, devices)
+
+    def _carry_nccl(self, options: Any, given: Any) -> None:
+        if given is None:
+            given = dist.ProcessGroupNCCL.Options()
+        given._timeout = options.timeout
+        given.global_ranks_in_group = options.global_ranks_in_group
+        given.group_name = options.group_id
+        store = dist.PrefixStore("nccl/", options.store)
+        nccl = dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, given)
+        nccl._set_sequence_number_for_group()
+        self._carry(nccl, dist.ProcessGroup.BackendType.NCCL, ["cuda"])
+
+    def _carry(self, native: Any, kind: Any, devices: Sequence[str]) -> None:
+        for device in devices:
+            self._register_backend(torch.device(device), kind, native)
+            self._native[device] = native
+        self._set_default_backend(kind)
+
+    # ----- what goes through the servers
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce one tensor over the group, in place; return the work."""
+        opts = opts or dist.AllreduceOptions()
+        (tensor,) = tensors
+        average = _AVERAGES.get(_kind(opts.reduceOp))
+        if average is None or not self._takes(tensor):
+            return self._native_for(tensor).allreduce(tensors, opts)
+        return self._all().start(tensor, average=average)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce several tensors over the group, in place; return one work for all."""
+        opts = opts or dist.AllreduceCoalescedOptions()
+        average = _AVERAGES.get(_kind(opts.reduceOp))
+        large = [t for t in tensors if average is not None and self._takes(t)]
+        if not large:
+            return self._native_for(tensors[0]).allreduce_coalesced(tensors, opts)
+        ids = {id(tensor) for tensor in large}
+        others = [tensor for tensor in tensors if id(tensor) not in ids]
+        works = [self._all().start(t, average=bool(average)) for t in large]
+        if others:
+            works.append(self._native_for(others[0]).allreduce_coalesced(others, opts))
+        return WorkOfMany(works, tensors)
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        return self.size() > 1 and self._all().takes(tensor)
+
+    def _all(self) -> Reductions:
+        if self._reductions is None:
+            self._reductions = Reductions(self._ranks, "group")
+        return self._reductions
+
+    def _native_for(self, tensor: torch.Tensor) -> Any:
+        native = self._native.get(tensor.device.type)
+        if native is None:
+            have = ", ".join(self._native) or "none"
+            raise RuntimeError(
+                f"the process group has no backend for {tensor.device.type} tensors (it has: "
+                f"{have}); name one in init_process_group, such as backend='cpu:gloo,cuda:nccl'"
+            )
+        return native
+
+    # ----- its name and its end
+
+    def getBackendName(self) -> str:
+        """As torch asks for it."""
+        return "byteps"
+
+    def shutdown(self) -> None:
+        """End the group, and with the default group this worker's part in the job."""
+        self._close()
+        for native in set(self._native.values()):
+            native.shutdown()
+        if self._is_default:
+            session.shutdown()
+
+    def abort(self) -> None:
+        """End the group at once: whoever waits for one of its all-reduces gets an error."""
+        self._close()
+        if self._is_default:
+            session.abort("torch.distributed was aborted")
+        for native in set(self._native.values()):
+            native.abort()
+
+    def _close(self) -> None:
+        if self._reductions is not None:
+            self._reductions.close()
+            self._reductions = None
+
+
+def _kind(reduce_op: Any) -> Any:
+    """SUM, AVG, ... of what torch gives: a ReduceOp, or one of its kinds."""
+    return getattr(reduce_op, "op", reduce_op)

@@ -1,0 +1,198 @@
+"""The all-reduces of one group of ranks through the servers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from byteps.torch import nodes, operations, pieces, session
+from byteps.torch.c10d import joining, policy
+from byteps.torch.c10d.work import Line, ServerWork
+from byteps.torch.routes import COLLECTIVE, FLAT
+
+MOST_NAMES = 1024
+"""Tensors of so many lengths, types and operations are known to the servers for each group: a
+program that makes ever new lengths would fill their memory. Others stay with NCCL or gloo."""
+
+
+class Reductions:
+    """All-reduces of a group. Every member makes one, and starts the same ones in the same order.
+
+    Names are of the group, the type, the length and the operation: several of one name may be in
+    flight, and are told apart by their order.
+    """
+
+    def __init__(self, ranks: Sequence[int], kind: str) -> None:
+        """
+        Args:
+            ranks: global ranks of the group, in its order.
+            kind: of these all-reduces, the same on all members. Those of two objects that live at
+                the same time, of the same kind and ranks, are told apart by which was made first.
+        """
+        self._ranks = tuple(ranks)
+        self._settings = policy.Settings.read()
+        digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:12]
+        self._key = _keys.take(f"{kind}/{digest}")
+        self._session = 0
+        self._routes: dict[torch.dtype, str] = {}
+        self._sums: dict[tuple[torch.dtype, int, bool, torch.device], _Reduction] = {}
+        self._line = Line()
+
+    def close(self) -> None:
+        """Nothing is started any more; another object may take the names."""
+        _keys.give_back(self._key)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether a sum or average of the tensor goes through the servers: a function of its type,
+        length and layout, and of what was taken before, so that all members say the same."""
+        if (
+            tensor.dtype not in policy.SUMMED
+            or tensor.nbytes < self._settings.min_bytes
+            or len(self._ranks) == 1
+            or tensor.layout != torch.strided
+            or not _is_dense(tensor)
+        ):
+            return False
+        if self._route(tensor.dtype) == COLLECTIVE:
+            return False
+        return len(self._sums) < MOST_NAMES or any(
+            key[:2] == (tensor.dtype, tensor.numel()) for key in self._sums
+        )
+
+    def start(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> ServerWork:
+        """Start an all-reduce in place of a tensor that `takes` takes.
+
+        Args:
+            tensor: dense, of any shape, on the CPU or a GPU.
+            average: divide the sum by the number of ranks.
+            priority: higher goes first.
+
+        Raises:
+            BytePSError: the job failed, or members disagree about the tensor.
+        """
+        flat = _flat(tensor)
+        key = tensor.dtype, tensor.numel(), average, tensor.device
+        reduction = self._sums.get(key)
+        if reduction is None or self._session != session.number():
+            if self._session != session.number():
+                self._sums.clear()
+                self._session = session.number()
+            reduction = self._sums[key] = self._prepare(flat, average)
+        return reduction.start(tensor, flat, priority)
+
+    def _route(self, dtype: torch.dtype) -> str:
+        if dtype not in self._routes:
+            job = joining.joined()
+            decision = policy.decide_for(job, self._ranks, dtype, self._settings)
+            self._routes[dtype] = decision.route
+        return self._routes[dtype]
+
+    def _prepare(self, flat: torch.Tensor, average: bool) -> _Reduction:
+        dtype, wire_dtype = flat.dtype, self._settings.wire_dtype_of(flat.dtype)
+        operation = "average" if average else "sum"
+        of_type = str(dtype).removeprefix("torch.")
+        name = f"{self._key}/{of_type}/{flat.numel()}/{operation}"
+        if self._route(dtype) == FLAT:
+            return _Flat(name, self._ranks, average, wire_dtype)
+        job = joining.joined()
+        layout = nodes.HostLayout.of(self._ranks, [str(job.hosts[rank]) for rank in self._ranks])
+        beside = layout.beside(session.rank())
+        size = (wire_dtype or dtype).itemsize
+        count = nodes.piece_count(flat.numel() * size // len(beside))
+        node_sum = nodes.NodeSum(
+            name=name,
+            layout=layout,
+            node=nodes.groups.get(beside, flat.device),
+            pieces=tuple(pieces.whole_pieces(flat.numel(), len(beside), count)),
+            average=average,
+            wire_dtype=wire_dtype,
+        )
+        return _NodeFirst(node_sum, self._line)
+
+
+class _Reduction:
+    """How tensors of one length and type are reduced."""
+
+    def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> ServerWork:
+        raise NotImplementedError
+
+
+class _Flat(_Reduction):
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], average: bool, wire_dtype: torch.dtype | None
+    ) -> None:
+        self._name = name
+        self._ranks = ranks
+        self._average = average
+        self._wire_dtype = wire_dtype
+
+    def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> ServerWork:
+        handle = operations.start(
+            flat,
+            flat,
+            average=self._average,
+            name=self._name,
+            priority=priority,
+            group=self._ranks,
+            placement=None,
+            wire_dtype=self._wire_dtype,
+        )
+        return ServerWork([tensor], [handle], lambda: _receive(handle))
+
+
+class _NodeFirst(_Reduction):
+    def __init__(self, node_sum: nodes.NodeSum, line: Line) -> None:
+        self._sum = node_sum
+        self._line = line
+
+    def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> ServerWork:
+        node_sum = self._sum if priority == 0 else replace(self._sum, priority=priority)
+        pending = node_sum.start(flat)
+        handles = [handle for _, _, handle in pending.pending]
+        work = ServerWork([tensor], handles, pending.wait, self._line)
+        work.complete_by_itself()  # ranks of this host may need its part
+        return work
+
+
+def _receive(handle: int) -> None:
+    operations.synchronize(handle)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor, as they lie in memory."""
+    plain = tensor.detach()
+    if plain.is_contiguous():
+        return plain.view(-1)
+    return plain.as_strided((plain.numel(),), (1,))
+
+
+class _Keys:
+    """Tells objects of one kind and group apart, by small numbers that are used again."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def take(self, kind: str) -> str:
+        number = 0
+        while (key := f"{kind}/{number}") in self._taken:
+            number += 1
+        self._taken.add(key)
+        return key
+
+    def give_back(self, key: str) -> None:
+        self._taken.discard(key)
+
+
+_keys = _Keys()
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a group, in its order; None: of the default group."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -1,0 +1,237 @@
+"""An all-reduce through the servers in flight, as torch.distributed has it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from byteps.torch import operations
+from byteps.torch.completions import completions
+
+_NO_LIMIT = timedelta(0)
+
+
+class Line:
+    """Works that every member settles in the order in which they were started.
+
+    What a work needs of other ranks when it is settled, such as an all-gather inside the host,
+    then comes in the same order on all of them, whichever thread settles and whenever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._works: deque[ServerWork] = deque()
+
+    def add(self, work: ServerWork) -> None:
+        """Put a work that was just started at the end."""
+        with self._lock:
+            self._works.append(work)
+
+    def settle(self, work: ServerWork) -> None:
+        """Settle all works up to this one."""
+        with self._lock:
+            while self._works and not work.is_settled:
+                self._works.popleft().settle_alone()
+
+
+class ServerWork(dist._Work):
+    """The all-reduce of one tensor, in place.
+
+    The tensor must not be changed until `wait` has returned, or the future has its value. Any
+    thread may call anything.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        handles: Sequence[int],
+        receive: Callable[[], None],
+        line: Line | None = None,
+    ) -> None:
+        """
+        Args:
+            tensors: what the future's value will be.
+            handles: of the operations that it is made of; one at least.
+            receive: blocks until the values are there, on a GPU for the current stream; it forgets
+                the handles.
+            line: in which others are settled before it.
+        """
+        super().__init__()
+        self._tensors = list(tensors)
+        self._handles = list(handles)
+        self._receive = receive
+        self._line = line
+        self._lock = threading.RLock()
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._event: torch.cuda.Event | None = None
+        self.is_settled = False
+        if line is not None:
+            line.add(self)
+
+    # ----- as torch.distributed calls it
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Block until the values are there; on a GPU, for the current stream's work from now on.
+
+        Args:
+            timeout: not looked at: BYTEPS_OP_TIMEOUT_S is the limit.
+
+        Raises:
+            BytePSError: the all-reduce failed; the text names the peer.
+        """
+        del timeout
+        self._settle()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors, with the values."""
+        self.wait()
+        return self._tensors
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block the host."""
+        return self.is_settled or all(operations.has_ended(handle) for handle in self._handles)
+
+    def is_success(self) -> bool:
+        """Whether it was waited for, and did not fail."""
+        return self.is_settled and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Why it failed; None as long as it did not."""
+        return self._error
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the list of tensors. It is completed by the thread of completions."""
+        with self._lock:
+            if self._future is None:
+                devices = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
+                self._future = torch.futures.Future(devices=devices)
+                self._complete_at_end()
+            return self._future
+
+    # ----- for this package
+
+    def complete_by_itself(self) -> None:
+        """Settle it once it has ended, whether or not anybody waits for it."""
+        self.get_future()
+
+    def settle_alone(self) -> None:
+        """Receive the values, or learn why there are none. Only for the line that it is in."""
+        with self._lock:
+            if self.is_settled:
+                return
+            try:
+                self._receive()
+            except Exception as error:
+                self._error = error
+            device = self._tensors[0].device
+            if device.type == "cuda" and self._error is None:
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(device))
+            self.is_settled = True
+
+    def _settle(self) -> None:
+        if not self.is_settled:
+            if self._line is None:
+                self.settle_alone()
+            else:
+                self._line.settle(self)
+        # Another thread may have settled it, for another stream.
+        if self._event is not None:
+            torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
+
+    def _complete_at_end(self) -> None:
+        """Complete the future when the last operation has ended."""
+        left = len(self._handles)
+        counting = threading.Lock()
+
+        def one_ended() -> None:
+            nonlocal left
+            with counting:
+                left -= 1
+                is_last = left == 0
+            if is_last:
+                self._complete()
+
+        for handle in self._handles:
+            if not completions.call_at_end(handle, one_ended):  # waited for already
+                one_ended()
+
+    def _complete(self) -> None:
+        assert self._future is not None
+        device = self._tensors[0].device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # The future remembers what its stream has been given, for those who wait for it.
+        with torch.cuda.stream(stream):
+            self._settle()
+            if self._error is None:
+                self._future.set_result(self._tensors)
+            else:
+                self._future.set_exception(self._error)
+
+
+class WorkOfMany(dist._Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        """`works`: of a process group, for `tensors`."""
+        super().__init__()
+        self._works = list(works)
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Wait for all, and then raise the first error, if there is one."""
+        errors = []
+        for work in self._works:
+            try:
+                work.wait(timeout)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors, with the values."""
+        self.wait()
+        return self._tensors
+
+    def is_completed(self) -> bool:
+        """Whether all are."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all are."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        """The first one's that has one."""
+        return next((e for work in self._works if (e := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the list of tensors."""
+        futures = [work.get_future() for work in self._works]
+        tensors = self._tensors
+        return torch.futures.collect_all(futures).then(lambda done: _checked(done, tensors))
+
+
+def _checked(done: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    for future in done.value():
+        future.value()  # raises what it failed by
+    return tensors

@@ -1,0 +1,299 @@
+"""Programs of torch.distributed whose all-reduces go through the servers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import byteps.torch as bps
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from byteps import c10d_plugin
+from byteps.torch.c10d import hooks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.multiproc.programs.job import Job
+
+LARGE = 40_000
+"""Elements of fp32: more than BYTEPS_C10D_MIN_BYTES."""
+
+
+def _initialize(job: Job) -> None:
+    per_host = job.args.get("per_host")
+    if per_host is not None:
+        os.environ["BYTEPS_HOST_ID"] = f"host-{job.rank // per_host}"
+    c10d_plugin.install()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.folder}/store",
+        rank=job.rank,
+        world_size=job.size,
+        timeout=timedelta(seconds=200),
+    )
+
+
+def _given(elements: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small whole numbers: exact in every type that is tried, whatever the order of additions."""
+    return ((torch.arange(elements) * 7 + rank * 3) % 5).to(dtype)
+
+
+def _total(elements: int, ranks: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return sum(_given(elements, rank) for rank in ranks).to(dtype)  # type: ignore[union-attr]
+
+
+def _through_servers() -> int:
+    return int(bps.get_metrics()["byteps_worker_operations_total"])
+
+
+def collectives(job: Job) -> None:
+    """Everything that reaches a process group, with one world and several groups."""
+    _initialize(job)
+    everyone = list(range(job.size))
+    want = _total(LARGE, everyone)
+    with job.check("scripts see the backend that they asked for"):
+        assert dist.get_backend() == "gloo"
+        assert type(dist.group.WORLD).__name__ == "BytePSGroup"
+
+    def counted(name: str, run: Callable[[], None], through_servers: bool) -> None:
+        with job.check(name):
+            before = _through_servers()
+            run()
+            assert (_through_servers() > before) == through_servers, "the wrong backend"
+
+    def all_reduce(**named: Any) -> Callable[[], None]:
+        def run() -> None:
+            tensor = _given(LARGE, job.rank)
+            dist.all_reduce(tensor, **named)
+            assert torch.equal(tensor, want)
+
+        return run
+
+    def maximum() -> None:
+        tensor = torch.full((LARGE,), float(job.rank))
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        assert (tensor == job.size - 1).all()
+
+    def average() -> None:
+        tensor = _given(LARGE, job.rank)
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        torch.testing.assert_close(tensor, want / job.size)
+
+    def short() -> None:
+        tensor = torch.full((10,), float(job.rank))
+        dist.all_reduce(tensor)
+        assert (tensor == sum(everyone)).all()
+
+    def whole_numbers() -> None:
+        tensor = torch.full((LARGE,), job.rank)
+        dist.all_reduce(tensor)
+        assert (tensor == sum(everyone)).all()
+
+    def several_in_flight() -> None:
+        tensors = [_given(LARGE, job.rank) + round_ for round_ in range(5)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for round_, work in reversed(list(enumerate(works))):
+            assert work is not None
+            work.wait()
+            assert work.is_completed() and work.is_success() and work.exception() is None
+            assert torch.equal(tensors[round_], want + round_ * job.size)
+
+    def future() -> None:
+        tensor = _given(LARGE, job.rank)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        (result,) = work.get_future().then(lambda done: done.value()).wait()
+        assert result is tensor
+        assert torch.equal(tensor, want)
+        work.wait()
+
+    def functional_collective() -> None:
+        tensor = functional.all_reduce(_given(LARGE, job.rank), "sum", dist.group.WORLD)
+        assert torch.equal(tensor + 0, want)
+
+    def compiled() -> None:
+        @torch.compile(backend="aot_eager")
+        def double_sum(tensor: torch.Tensor) -> torch.Tensor:
+            return 2 * functional.all_reduce(tensor, "sum", dist.group.WORLD)
+
+        assert torch.equal(double_sum(_given(LARGE, job.rank)), 2 * want)
+
+    def coalesced() -> None:
+        long, few = _given(LARGE, job.rank), torch.ones(10)
+        with dist._coalescing_manager(async_ops=True) as works:
+            dist.all_reduce(long)
+            dist.all_reduce(few)
+        works.wait()
+        assert torch.equal(long, want)
+        assert (few == job.size).all()
+
+    def channels_last() -> None:
+        tensor = _given(LARGE, job.rank).view(5, 8, 10, 100)
+        tensor = tensor.to(memory_format=torch.channels_last)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, want.view(5, 8, 10, 100))
+
+    def with_holes() -> None:
+        tensor = _given(2 * LARGE, job.rank)[::2]
+        dist.all_reduce(tensor.contiguous())
+
+    counted("a sum", all_reduce(), True)
+    counted("an average", average, True)
+    counted("a maximum stays native", maximum, False)
+    counted("a short tensor stays native", short, False)
+    counted("whole numbers stay native", whole_numbers, False)
+    counted("several of one size, awaited backwards", several_in_flight, True)
+    counted("a future", future, True)
+    counted("a functional collective", functional_collective, True)
+    counted("a compiled one", compiled, True)
+    counted("a coalescing manager", coalesced, True)
+    counted("channels last", channels_last, True)
+    counted("a copy of a tensor with holes", with_holes, True)
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        with job.check(f"a sum of {dtype}"):
+            tensor = _given(LARGE, job.rank, dtype)
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, _total(LARGE, everyone, dtype))
+    with job.check("barriers, and objects"):
+        dist.barrier()
+        dist.monitored_barrier()
+        ranks: list[Any] = [None] * job.size
+        dist.all_gather_object(ranks, job.rank)
+        assert ranks == everyone
+
+    evens = [rank for rank in everyone if rank % 2 == 0]
+    _groups(job, evens)
+    dist.destroy_process_group()
+    with job.check("destroying the world leaves the job"):
+        assert not bps.is_initialized()
+
+
+def _groups(job: Job, evens: list[int]) -> None:
+    """Two groups of the same ranks, and one that is made again and again."""
+    with job.check("groups of the same ranks"):
+        one, other = dist.new_group(evens), dist.new_group(evens)
+        if job.rank in evens:
+            first, second = _given(LARGE, job.rank), 2 * _given(LARGE, job.rank)
+            works = [
+                dist.all_reduce(first, group=one, async_op=True),
+                dist.all_reduce(second, group=other, async_op=True),
+            ]
+            for work in reversed(works):
+                assert work is not None
+                work.wait()
+            assert torch.equal(first, _total(LARGE, evens))
+            assert torch.equal(second, 2 * _total(LARGE, evens))
+    with job.check("a group that is made again brings no new names"):
+        held: list[int] = []
+        for _ in range(4):
+            group = dist.new_group(evens)
+            if job.rank in evens:
+                tensor = _given(LARGE, job.rank)
+                dist.all_reduce(tensor, group=group)
+                assert torch.equal(tensor, _total(LARGE, evens))
+                dist.destroy_process_group(group)
+            held.append(int(bps.get_metrics()["byteps_worker_declared_tensors"]))
+        assert held[0] == held[-1], held
+
+
+def models(job: Job) -> None:
+    """DDP by the backend and by the hook, and FSDP2 over a mesh, against gloo alone."""
+    _initialize(job)
+    gloo = _gloo_group(job)
+    torch.set_num_threads(1)
+    results = {
+        "gloo": _train_ddp(job, gloo),
+        "backend": _train_ddp(job, None),
+        "hook": _train_ddp(job, gloo, hook=True),
+    }
+    for name in ("backend", "hook"):
+        with job.check(f"DDP by the {name} learns the same"):
+            before = results["gloo"]
+            for mine, theirs in zip(results[name], before, strict=True):
+                torch.testing.assert_close(mine, theirs)
+    with job.check("two hosts of two shards"):
+        before = _through_servers()
+        ours = _train_hsdp(job)
+        assert _through_servers() > before, "nothing went through the servers"
+        for mine, theirs in zip(ours, results["gloo"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    dist.destroy_process_group()
+
+
+def _gloo_group(job: Job) -> Any:
+    """A group that BytePS does not carry."""
+    made = dist.distributed_c10d._new_process_group_helper
+    dist.distributed_c10d._new_process_group_helper = made.__wrapped__  # type: ignore[attr-defined]
+    try:
+        return dist.new_group(list(range(job.size)), backend="gloo")
+    finally:
+        dist.distributed_c10d._new_process_group_helper = made
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
+
+
+def _fit(job: Job, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    torch.manual_seed(100 + job.rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 128)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+
+
+def _train_ddp(job: Job, group: Any, *, hook: bool = False) -> list[torch.Tensor]:
+    model = DistributedDataParallel(_model(), process_group=group, bucket_cap_mb=1)
+    if hook:
+        model.register_comm_hook(group, hooks.ddp_comm_hook)
+    _fit(job, model)
+    with model.no_sync():
+        model(torch.randn(8, 128)).square().mean().backward()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _train_hsdp(job: Job) -> list[torch.Tensor]:
+    model = _model()
+    mesh = init_device_mesh("cpu", (job.size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    _fit(job, model)
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def many_sizes(job: Job) -> None:
+    """Sums of ever new lengths: the servers learn of a bounded number of tensors."""
+    _initialize(job)
+    with job.check("sums of many lengths"):
+        for round_ in range(int(job.args["rounds"])):
+            elements = LARGE // 8 + round_ % int(job.args["sizes"])
+            tensor = torch.full((elements,), float(job.rank))
+            dist.all_reduce(tensor)
+            assert (tensor == sum(range(job.size))).all()
+    with job.check("a bounded number of names"):
+        assert bps.get_metrics()["byteps_worker_declared_tensors"] <= int(job.args["most"])
+    dist.destroy_process_group()
+
+
+def loop(job: Job) -> None:
+    """Reduce for ever; ends by the error that the test is about."""
+    _initialize(job)
+    for round_ in range(1_000_000):
+        work = dist.all_reduce(torch.ones(LARGE), async_op=True)
+        assert work is not None
+        work.get_future()
+        work.wait()
+        if round_ == 5:
+            job.mark("looping")
+        time.sleep(0.001)

@@ -1,0 +1,86 @@
+"""Any PyTorch program: a backend of torch.distributed, and hooks for DDP and FSDP2."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.multiproc.cluster import END_S, RUN_S, Cluster, Spawned, clean_environment, wait_all
+from tests.multiproc.endings import demand_error
+
+FLAT = {"BYTEPS_C10D_BACKEND": "flat", "BYTEPS_START_TIMEOUT_S": "100"}
+SHORT = {**FLAT, "BYTEPS_PEER_TIMEOUT_S": "3"}
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+tensor = torch.full((40_000,), float(dist.get_rank() + 1))
+dist.all_reduce(tensor)
+assert (tensor == 3).all()
+group = type(dist.group.WORLD).__name__
+print(f"rank {dist.get_rank()}: {group}, {dist.get_backend()}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_collectives(make_cluster: Callable[..., Cluster], workers: int) -> None:
+    make_cluster(workers=workers, servers=2, env=FLAT).run("c10d:collectives")
+
+
+def test_models(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=4, servers=2, env=FLAT).run("c10d:models")
+
+
+def test_ranks_of_a_host_reduce_first(make_cluster: Callable[..., Cluster]) -> None:
+    env = {**FLAT, "BYTEPS_C10D_BACKEND": "node-first"}
+    make_cluster(workers=4, servers=2, env=env).run("c10d:collectives", per_host=2)
+
+
+def test_fewer_bits_on_the_wire(make_cluster: Callable[..., Cluster]) -> None:
+    """Whole numbers below 256 are exact in bf16."""
+    env = {**FLAT, "BYTEPS_C10D_WIRE_DTYPE": "bf16"}
+    make_cluster(workers=2, servers=1, env=env).run("c10d:collectives")
+
+
+def test_many_sizes(make_cluster: Callable[..., Cluster]) -> None:
+    env = {**FLAT, "BYTEPS_C10D_MIN_BYTES": "4096"}
+    cluster = make_cluster(workers=2, servers=1, env=env)
+    cluster.run("c10d:many_sizes", rounds=3000, sizes=1500, most=1024)
+
+
+@pytest.mark.parametrize("lost", ["worker", "server", "scheduler"])
+def test_what_is_lost_is_named(make_cluster: Callable[..., Cluster], lost: str) -> None:
+    cluster = make_cluster(workers=3, servers=2, env=SHORT)
+    cluster.start("c10d:loop")
+    cluster.wait_mark("looping", range(3))
+    victims = {
+        "worker": cluster.workers["worker 1"],
+        "server": cluster.servers[0],
+        "scheduler": cluster.scheduler,
+    }
+    victims[lost].send(signal.SIGKILL)
+    survivors = [worker for worker in cluster.workers.values() if worker is not victims[lost]]
+    wait_all(survivors, END_S)
+    for worker in survivors:
+        demand_error(worker, rf"{lost}\b.*lost|lost.*{lost}\b|the {lost}\b")
+
+
+def test_a_script_that_does_not_know_of_it(tmp_path: Path) -> None:
+    """One environment variable under torchrun: scheduler and servers start by themselves."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    env = {**clean_environment(tmp_path), "BYTEPS_C10D": "1", **FLAT}
+    del env["BYTEPS_SECRET"]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    job = Spawned("job", [sys.executable, *words], env, tmp_path)
+    assert job.wait(RUN_S) == 0, job.text
+    for rank in range(2):
+        assert f"rank {rank}: BytePSGroup, gloo" in job.text, job.text
