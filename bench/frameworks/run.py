@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Times training steps of DDP and FSDP2 through BytePS, and by gloo or NCCL alone.
+
+Every rank trains a model of linear layers in several ways, interleaved step by step: DDP and HSDP
+(FSDP2 over a mesh) with gloo or NCCL; with the backend that carries these; DDP with the hook. What
+ways that learn the same have learned is compared in the end.
+
+  bench/frameworks/run.py                               4 + 4 hosts at 100 Mbit/s, fp32
+  bench/frameworks/run.py --wire-dtype bf16 --ways ddp,ddp-backend,ddp-hook
+  bench/frameworks/run.py --device cuda --link 10gbit --width 4096 --layers 6
+
+Needs root. Exit status: 0 all thresholds are reached; 1 one was missed, what was learned differs,
+or a process failed; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.frameworks.rank import WAYS, Experiment
+from bench.kit.emulation import Emulation, EmulationError
+from bench.kit.errors import LaunchError
+from bench.kit.interrupts import become_interruptible
+from bench.kit.launch import Placement, start_nodes, start_workers
+from bench.kit.plan import Topology
+from bench.kit.processes import Processes, plain_environment
+from bench.kit.record import metadata, topology_text
+from bench.kit.units import parse_rate
+from scripts.columns import aligned, pipes
+from scripts.progress import Progress
+
+SCHEMA = 1
+HEAD = ("way", "ms per step", "min..max", "speed over native", "min..max")
+SAME = 1e-4
+"""What was learned may differ by so much of its size: orders of additions differ."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workers", type=int, default=4, help="hosts of one rank each (default: 4)")
+    add("--servers", type=int, default=4, help="on hosts of their own (default: 4)")
+    add("--ranks-per-host", type=int, default=1, help="default: 1")
+    add("--link", default="100mbit", metavar="RATE", help="of each host (default: 100mbit)")
+    add("--layers", type=int, default=4, help="default: 4")
+    add("--width", type=int, default=1024, help="of a layer of width x width (default: 1024)")
+    add("--batch", type=int, default=4, help="rows per rank and step (default: 4)")
+    add("--steps", type=int, default=8, help="timed, of each way and launch (default: 8)")
+    add("--launches", type=int, default=3, help="default: 3")
+    add("--ways", default=",".join(WAYS), help=f"default: {','.join(WAYS)}")
+    add("--wire-dtype", default="same", choices=("same", "bf16", "fp16"), help="default: same")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
+    add("--at-least", type=float, metavar="X", help="fail where a way has less speed over native")
+    add("--json", type=Path, metavar="FILE", help="write every step")
+    add("--markdown", action="store_true", help="print the table as Markdown")
+    options = parser.parse_args(arguments)
+    try:
+        options.link = parse_rate(options.link)
+        options.ways = tuple(options.ways.split(","))
+        if unknown := set(options.ways) - set(WAYS):
+            raise ValueError(f"--ways: {', '.join(sorted(unknown))} is none of {', '.join(WAYS)}")
+        if min(options.workers, options.servers, options.steps, options.launches) < 1:
+            raise ValueError("--workers, --servers, --steps and --launches must be at least 1")
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) -> dict[str, Any]:
+    """One launch of all ways.
+
+    Raises:
+        LaunchError: a process failed or was late.
+        EmulationError: the hosts could not be made.
+    """
+    experiment = Experiment(
+        ways=options.ways,
+        layers=options.layers,
+        width=options.width,
+        batch=options.batch,
+        steps=options.steps,
+        shards=options.ranks_per_host,
+        device=options.device,
+    )
+    with (
+        Emulation(topology) as emulation,
+        tempfile.TemporaryDirectory(prefix="frameworks-") as folder,
+        Processes(Path(folder)) as processes,
+    ):
+        shared = options.device == "cuda"
+        placement = Placement(topology, emulation.hosts, shares_gpus=shared)
+        environment = plain_environment()
+        _, job = start_nodes(placement, processes, environment)
+        ours = {
+            "BYTEPS_C10D_WIRE_DTYPE": options.wire_dtype,
+            "BYTEPS_LINK_GBPS": f"{options.link / 1e9:g}",
+            "BYTEPS_START_TIMEOUT_S": "200",
+        }
+        spec = {
+            "experiment": asdict(experiment),
+            "rendezvous": f"{folder}/ranks",
+            "timeout_s": timeout_s,
+        }
+        result = Path(folder) / "result.json"
+        program = "bench.frameworks.rank"
+        start_workers(program, spec, result, placement, processes, environment | job | ours)
+        processes.wait_all(timeout_s)
+        return dict(json.loads(result.read_text(encoding="utf-8")))
+
+
+def native(way: str) -> str:
+    """The way that it is compared with."""
+    return way.partition("-")[0]
+
+
+def rows(launches: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> list[Sequence[str]]:
+    """The table: medians of each launch, and the median of these."""
+    medians = {way: [statistics.median(one["steps"][way]) for one in launches] for way in ways}
+    table: list[Sequence[str]] = []
+    for way in ways:
+        mine, theirs = medians[way], medians.get(native(way))
+        cells = [way, f"{statistics.median(mine):.1f}", f"{min(mine):.1f}..{max(mine):.1f}"]
+        if theirs is None or way == native(way):
+            table.append([*cells, "", ""])
+            continue
+        ratios = sorted(their / my for my, their in zip(mine, theirs, strict=True))
+        spread = f"{ratios[0]:.2f}..{ratios[-1]:.2f}"
+        table.append([*cells, f"{statistics.median(ratios):.2f}", spread])
+    return table
+
+
+def problems(
+    launches: Sequence[Mapping[str, Any]], ways: Sequence[str], at_least: float | None, wire: str
+) -> list[str]:
+    """What is not as it must be."""
+    found = []
+    for one in launches:
+        for way in ways:
+            mine, theirs = one["sums"][way], one["sums"].get(native(way), one["sums"][way])
+            if wire == "same" and abs(mine - theirs) > SAME * max(1.0, abs(theirs)):
+                found.append(f"{way} learned {mine:.6f}, {native(way)} {theirs:.6f}")
+    if at_least is not None:
+        for row in rows(launches, ways):
+            if row[3] and float(row[3]) < at_least:
+                found.append(f"{row[0]}: {row[3]} is less than {at_least:g}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    topology = Topology(
+        workers=options.workers * options.ranks_per_host,
+        servers=options.servers,
+        ranks_per_host=options.ranks_per_host,
+        emulated_hosts=options.workers + options.servers,
+        link_bits=options.link,
+    )
+    launches = []
+    try:
+        with Progress("frameworks") as shown:
+            for number in range(options.launches):
+                shown.update(f"launch {number + 1} of {options.launches}")
+                launches.append(launch(options, topology, 900))
+    except (LaunchError, EmulationError) as error:
+        print(f"bench/frameworks/run.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: what was started has been ended", file=sys.stderr)
+        return 130
+    given = sys.argv[1:] if arguments is None else arguments
+    size = options.layers * options.width**2 * 4 / 2**20
+    meta = {
+        **metadata(given),
+        "topology": topology_text(topology),
+        "model": f"{options.layers} layers of {options.width} x {options.width}: {size:.0f} MiB of "
+        f"fp32 gradients, sent as {options.wire_dtype}",
+    }
+    table = [HEAD, *rows(launches, options.ways)]
+    print("\n".join(f"# {name}: {text}" for name, text in meta.items()))
+    print("\n".join(pipes(table)) if options.markdown else aligned(table))
+    if options.json:
+        whole = {"schema": SCHEMA, "meta": meta, "launches": launches}
+        options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    wrong = problems(launches, options.ways, options.at_least, options.wire_dtype)
+    print("\n".join(wrong) or "# what was learned is the same, and all thresholds are reached")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    become_interruptible()
+    sys.exit(main())
