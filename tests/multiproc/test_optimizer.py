@@ -10,7 +10,16 @@ import pytest
 
 from tests.multiproc.cluster import Cluster, Spawned
 
-PROGRAMS = ("distributed", "clipped", "passes", "compressed", "state")
+PROGRAMS = (
+    "distributed",
+    "clipped",
+    "passes",
+    "compressed",
+    "state",
+    "uneven",
+    "scaled",
+    "broadcasts",
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +28,9 @@ PROGRAMS = ("distributed", "clipped", "passes", "compressed", "state")
 def test_on_the_cpu(make_cluster: Callable[..., Cluster], workers: int, program: str) -> None:
     cluster = make_cluster(workers=workers, servers=1, env={"BYTEPS_OP_TIMEOUT_S": "20"})
     cluster.run(f"optimizer:{program}", device="cpu")
+    if program == "broadcasts":
+        said = cluster.workers["worker 0"].text
+        assert "1 handles were never synchronized, the first of 'forgotten'" in said, said
 
 
 def test_a_server_that_is_imported(make_cluster: Callable[..., Cluster]) -> None:

@@ -115,20 +115,6 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_NODE_PIECE_BYTES", kInt, "bytes", "1048576", 1, 1073741824, "",
        "Where the ranks of a host reduce first, a tensor is cut into at most 8 pieces, of which "
        "each rank pushes at least this much. The same on all workers."},
-      {"BYTEPS_C10D", kBool, "", "0", 0, 1, "",
-       "Process groups of torch.distributed send large all-reduces through the servers, in scripts "
-       "that do not know of BytePS. torch reads it when it is imported."},
-      {"BYTEPS_C10D_BACKEND", kChoice, "", "auto", 0, 0, "auto|flat|node-first|collective",
-       "How process groups and DDP hooks reduce: auto compares the bytes over each NIC; flat: "
-       "every "
-       "rank pushes whole tensors; node-first: the ranks of a host reduce first; collective: NCCL "
-       "or gloo. The same on all workers."},
-      {"BYTEPS_C10D_MIN_BYTES", kInt, "bytes", "65536", 1, 1e12, "",
-       "Shortest tensor that process groups and DDP hooks send through the servers. The same on "
-       "all workers."},
-      {"BYTEPS_C10D_WIRE_DTYPE", kChoice, "", "same", 0, 0, "same|bf16|fp16",
-       "Type in which process groups and DDP hooks send fp32 and fp64 tensors. The servers add in "
-       "fp32. The same on all workers."},
       {"BYTEPS_PUSH_THREAD", kInt, "threads", "4", 1, 64, "",
        "Push threads of a worker, which take partitions by priority, enqueue copies from the GPU "
        "and send; and as many pull threads, which copy results that did not arrive in place, and "
@@ -168,6 +154,20 @@ std::vector<Variable> MakeTable() {
        "a host), at most BYTEPS_IO_THREADS."},
       {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
        "Unused memory for values received over TCP that a process keeps for reuse."},
+      {"BYTEPS_C10D", kBool, "", "0", 0, 1, "",
+       "Process groups of torch.distributed send large all-reduces through the servers, in scripts "
+       "that do not know of BytePS. torch reads it when it is imported."},
+      {"BYTEPS_C10D_BACKEND", kChoice, "", "auto", 0, 0, "auto|flat|node-first|collective",
+       "How process groups and DDP hooks reduce: auto compares the bytes over each NIC; flat: "
+       "every rank pushes whole tensors; node-first: the ranks of a host reduce first; collective: "
+       "NCCL "
+       "or gloo. The same on all workers."},
+      {"BYTEPS_C10D_MIN_BYTES", kInt, "bytes", "65536", 1, 1e12, "",
+       "Shortest tensor that process groups and DDP hooks send through the servers. The same on "
+       "all workers."},
+      {"BYTEPS_C10D_WIRE_DTYPE", kChoice, "", "same", 0, 0, "same|bf16|fp16",
+       "Type in which process groups and DDP hooks send fp32 and fp64 tensors. The servers add in "
+       "fp32. The same on all workers."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",
        "RDMA device, such as mlx5_0. Default: that of DMLC_NODE_HOST or DMLC_INTERFACE, else of "
        "the address that leads to the scheduler."},
@@ -441,10 +441,13 @@ std::string Config::Markdown() {
   static const char* const kTypes[] = {"integer", "number", "0 or 1", "text", "one of"};
   static const struct {
     const char *title, *first;
-  } kGroups[] = {
-      {"Basics", "DMLC_ROLE"},           {"Timeouts and restarts", "BYTEPS_PEER_TIMEOUT_S"},
-      {"Tuning", "BYTEPS_LINK_GBPS"},    {"RDMA", "BYTEPS_RDMA_DEVICE"},
-      {"Secret and TLS", "BYTEPS_AUTH"}, {"Observability", "BYTEPS_METRICS_PORT"}};
+  } kGroups[] = {{"Basics", "DMLC_ROLE"},
+                 {"Timeouts and restarts", "BYTEPS_PEER_TIMEOUT_S"},
+                 {"Tuning", "BYTEPS_LINK_GBPS"},
+                 {"PyTorch", "BYTEPS_C10D"},
+                 {"RDMA", "BYTEPS_RDMA_DEVICE"},
+                 {"Secret and TLS", "BYTEPS_AUTH"},
+                 {"Observability", "BYTEPS_METRICS_PORT"}};
   std::ostringstream out;
   out << "# Settings\n\n"
          "Every setting is an environment variable, read once, when a process starts. A value that "

@@ -1,18 +1,85 @@
-"""An optimizer's whole state from one rank to all."""
+"""Values of one rank for all: tensors, parameters, an optimizer's whole state, any object.
+
+Each travels as bytes, as a sum in which only the root's are not zero: so they arrive bit for bit.
+"""
 
 from __future__ import annotations
 
 import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from byteps.torch import ops
+from byteps.torch.tensors import flat_view
 
-__all__ = ["broadcast_optimizer_state"]
+__all__ = ["broadcast", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+_Named = tuple[str, Any]
 
 
-def _sum(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    ops.push_pull_inplace(tensor, average=False, name=name)
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str) -> torch.Tensor:
+    """Give every rank the values that the tensor has on `root_rank`, in place; return it.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensor: dense, of any type, shape and memory format, the same on all ranks.
+        root_rank: whose values they are.
+        name: identifies it; the same on all ranks, another one for each tensor.
+
+    Raises:
+        ValueError: no rank is `root_rank`, or the tensor is sparse or has holes.
+        BytePSError: the job failed, or ranks disagree about the tensor.
+    """
+    _check_root(root_rank)
+    if tensor.numel() == 0:
+        return tensor
+    flat = flat_view(tensor, "the tensor").view(torch.uint8)
+    with torch.no_grad():
+        if ops.rank() != root_rank:
+            flat.zero_()
+        ops.push_pull_inplace(flat, average=False, name=name)
     return tensor
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[torch.Tensor | _Named],
+    root_rank: int,
+    prefix: str = "Parameter.",
+) -> None:
+    """Give every rank the values that tensors have on `root_rank`.
+
+    Args:
+        params: ``model.state_dict()``, ``model.parameters()``, ``model.named_parameters()``, or a
+            list of either; in the same order on all ranks. What is no tensor is left alone.
+        root_rank: whose values they are.
+        prefix: of the names.
+
+    Raises:
+        ValueError: no rank is `root_rank`, or a tensor is sparse or has holes.
+        BytePSError: the job failed, or ranks disagree about a tensor.
+    """
+    _check_root(root_rank)
+    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    for index, pair in enumerate(pairs):
+        name, tensor = pair if isinstance(pair, tuple) else (str(index), pair)
+        if isinstance(tensor, torch.Tensor):
+            broadcast(tensor, root_rank, f"{prefix}{name}")
+
+
+def broadcast_object(value: Any, root_rank: int, name: str = "object") -> Any:
+    """Return on every rank a copy of the object that `root_rank` has.
+
+    It travels pickled: every rank trusts the root. Blocks until all ranks have called it.
+
+    Raises:
+        ValueError: no rank is `root_rank`.
+        BytePSError: the job failed.
+    """
+    content = pickle.dumps(value) if ops.rank() == root_rank else b""
+    return pickle.loads(_content_of(content, root_rank, name))
 
 
 def broadcast_optimizer_state(
@@ -20,29 +87,36 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and the options that the optimizer has on `root_rank`.
 
-    Blocks until all ranks have called it. The state travels serialised, as a sum in which only
-    the root's part is not zero, so that whatever an optimizer keeps arrives: tensors of any dtype,
-    numbers, None. Tensors arrive on the device of the parameter that they belong to. The ranks'
+    Blocks until all ranks have called it. Whatever an optimizer keeps arrives: tensors of any
+    dtype, numbers, None; tensors on the device of the parameter that they belong to. The ranks'
     parameters must be the same in number and order.
 
     Raises:
         ValueError: no rank is `root_rank`.
         BytePSError: the job failed.
     """
-    if not 0 <= root_rank < ops.size():
-        raise ValueError(f"root_rank is {root_rank}, and there are {ops.size()} ranks")
     content = b""
     if ops.rank() == root_rank:
         buffer = io.BytesIO()
         torch.save(optimizer.state_dict(), buffer)
         content = buffer.getvalue()
-    name = f"{prefix}optimizer_state.{root_rank}"
-    length = int(_sum(torch.tensor([len(content)], dtype=torch.int64), f"{name}.length"))
-    # The name has the length: a name keeps its size, and states may grow.
-    everyone = torch.zeros(length, dtype=torch.uint8)
-    if content:
-        everyone.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    received = _sum(everyone, f"{name}.{length}")
+    received = _content_of(content, root_rank, f"{prefix}optimizer_state")
     if ops.rank() != root_rank:
-        state = torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=True)
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(torch.load(io.BytesIO(received), weights_only=True))
+
+
+def _content_of(content: bytes, root_rank: int, name: str) -> bytes:
+    """The root's content, of any length."""
+    _check_root(root_rank)
+    name = f"{name}.{root_rank}"
+    length = int(broadcast(torch.tensor([len(content)]), root_rank, f"{name}.length"))
+    # The name has the length: a name keeps its size, and contents may grow.
+    values = torch.zeros(length, dtype=torch.uint8)
+    if content:
+        values.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return broadcast(values, root_rank, f"{name}.{length}").numpy().tobytes()
+
+
+def _check_root(root_rank: int) -> None:
+    if not 0 <= root_rank < ops.size():
+        raise ValueError(f"root_rank is {root_rank}, and there are {ops.size()} ranks")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from byteps.torch import c_lib, in_flight, memory, session
+from byteps.torch.completions import completions
 from byteps.torch.ranks import Group, engine_ranks
 from byteps.torch.tensors import DTYPES, check, check_memory, current_stream, device_number
 
@@ -133,6 +134,35 @@ def synchronize(handle: int) -> torch.Tensor:
             in_flight.failed.append(operation)
         raise
     return in_flight.sums.pop(handle).finish()
+
+
+def future(handle: int) -> torch.futures.Future[torch.Tensor]:
+    """A future of what `synchronize(handle)` returns; nothing else may wait for the handle then.
+
+    It is completed by one thread of this process; on a GPU those who wait for the future wait for
+    the tensor's copy too.
+
+    Raises:
+        ValueError: there is no such handle, or it was synchronised already.
+    """
+    operation = in_flight.sums.get(handle)
+    if operation is None:
+        raise ValueError(f"there is no handle {handle}; was it synchronized already?")
+    device = operation.output.device
+    is_on_gpu = device.type == "cuda"
+    promised: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[device] if is_on_gpu else []
+    )
+
+    def complete() -> None:
+        with torch.cuda.stream(torch.cuda.Stream(device) if is_on_gpu else None):
+            try:
+                promised.set_result(synchronize(handle))
+            except Exception as error:
+                promised.set_exception(error)
+
+    completions.call_at_end(handle, complete)
+    return promised
 
 
 def start_update(

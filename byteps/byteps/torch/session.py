@@ -169,10 +169,22 @@ def _stop(*, suspend: bool, failure: str = "") -> None:
         if not c_lib.is_initialized():
             return
         atexit.unregister(_at_exit)
+        _warn_of_unawaited(failure)
         c_lib.shutdown(suspend, failure)
         completions.stop()
         in_flight.forget()
         _launch = None
+
+
+def _warn_of_unawaited(failure: str) -> None:
+    if failure or c_lib.has_failed() or not in_flight.sums:
+        return
+    first = next(iter(in_flight.sums.values())).name
+    logger.warning(
+        "%d handles were never synchronized, the first of %r: their tensors were kept until now; "
+        "call bps.synchronize(handle)",
+        *(len(in_flight.sums), first),
+    )
 
 
 def _demand_no_copy() -> None:

@@ -26,11 +26,18 @@ def check(tensor: torch.Tensor, what: str) -> None:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what} is {tensor.layout}; call .to_dense() first")
+    if tensor.is_complex():
+        raise ValueError(f"{what} is {tensor.dtype}; pass torch.view_as_real(tensor)")
     if tensor.dtype not in DTYPES:
         known = ", ".join(sorted(DTYPES.values()))
-        raise ValueError(f"{what} is {tensor.dtype}; what can be summed is {known}")
+        raise ValueError(f"{what} is {tensor.dtype}; it can be {known}")
     if not tensor.is_contiguous():
-        raise ValueError(f"{what} must be contiguous; call .contiguous() first")
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: it is not "
+            "contiguous; pass tensor.contiguous(), or the tensor that it is a view of"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{what} is on {tensor.device}; only CPU and CUDA tensors can be summed")
     check_memory(tensor, what)
@@ -44,6 +51,27 @@ def check_memory(tensor: torch.Tensor, what: str) -> None:
             f"{what} ends at byte {end:,} of a storage of {there:,} bytes: its memory was freed, "
             "as when buffers are offloaded; bring it back first"
         )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor fills its range of memory, in whatever order of dimensions."""
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def flat_view(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """All elements of a dense tensor as they lie in memory, without its history.
+
+    Raises:
+        ValueError: the tensor is sparse or has holes. `what` is its name in the error.
+    """
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what} is {tensor.layout}; call .to_dense() first")
+    plain = tensor.detach()
+    if plain.is_contiguous():
+        return plain.view(-1)
+    if not is_dense(plain):
+        raise ValueError(f"{what} has strides {plain.stride()}, which leave holes in memory")
+    return plain.as_strided((plain.numel(),), (1,))
 
 
 def check_wire_dtype(dtype: torch.dtype, wire_dtype: torch.dtype) -> None:

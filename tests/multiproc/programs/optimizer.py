@@ -146,3 +146,105 @@ def state(job: Job) -> None:
         )
         assert same == (job.rank == 0)
     bps.shutdown()
+
+
+def uneven(job: Job) -> None:
+    """Parameters that a rank does not use, that have no names, or that lie channels last."""
+    bps.init()
+    device = device_of(job)
+    torch.manual_seed(0)
+    used = torch.nn.Parameter(torch.ones(4, device=device))
+    by_rank_0 = torch.nn.Parameter(torch.ones(4, device=device))
+    image = torch.ones(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
+    last = torch.nn.Parameter(image)
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD([used, by_rank_0, last], lr=RATE))
+    for _ in range(2):
+        optimizer.zero_grad()
+        weights = torch.arange(120.0, device=device).view(2, 3, 4, 5)
+        loss = used.sum() + (weights * last).sum()
+        if job.rank == 0:
+            loss = loss + by_rank_0.sum()
+        loss.backward()
+        optimizer.step()
+    with job.check("a parameter that one rank uses"):
+        expected = torch.full_like(by_rank_0, 1 - 2 * RATE / job.size)
+        assert torch.equal(by_rank_0.detach(), expected), by_rank_0
+    with job.check("channels last"):
+        assert torch.equal(last.detach(), 1 - 2 * RATE * weights)
+        assert last.is_contiguous(memory_format=torch.channels_last)
+    with job.check_raises("names that are not unique", ValueError, "one name"):
+        same = [("a", used), ("a", last)]
+        bps.DistributedOptimizer(torch.optim.SGD([used, last], lr=RATE), same)
+    bps.shutdown()
+
+
+def scaled(job: Job) -> None:
+    """Gradients that are changed while they are sent: an error, never other values."""
+    bps.init()
+    trained = model(job, 0)
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=RATE))
+    scaler = torch.amp.GradScaler(device_of(job).type, init_scale=4.0)
+    scaler.scale(trained(batch(job, job.rank, 1)).sum()).backward()
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    with job.check("unscaled after synchronize()"):
+        demand_gradients(trained, mean_batch(job, 1), 1.0)
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    trained(batch(job, job.rank, 2)).sum().backward()
+    with job.check_raises("zero_grad() in flight", bps.BytePSError, "zero_grad"):
+        optimizer.zero_grad()
+    for parameter in trained.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+    with job.check_raises("changed in flight", bps.BytePSError, "synchronize.. before"):
+        optimizer.step()
+    bps.shutdown()
+
+
+def broadcasts(job: Job) -> None:
+    """Tensors of every kind, parameters of any iterable, objects; and the small things."""
+    bps.init()
+    root, device = job.size - 1, device_of(job)
+    odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-40], device=device)
+    flags = torch.tensor([True, False, True], device=device)
+    with job.check("bit for bit"):
+        got = bps.broadcast(odd if job.rank == root else torch.ones_like(odd), root, "odd")
+        assert got.view(torch.int32).tolist() == odd.view(torch.int32).tolist()
+        got = bps.broadcast(flags if job.rank == root else ~flags, root, "flags")
+        assert torch.equal(got, flags)
+    for kind in ("named_parameters", "parameters", "state_dict"):
+        with job.check(kind):
+            trained = model(job, job.rank)
+            bps.broadcast_parameters(getattr(trained, kind)(), root, prefix=kind)
+            for mine, theirs in zip(
+                trained.parameters(), model(job, root).parameters(), strict=True
+            ):
+                assert torch.equal(mine, theirs)
+    with job.check("objects"):
+        for value in ({"rank": job.rank}, [job.rank] * 1000, None):
+            got = bps.broadcast_object(value, root)
+            assert got in ({"rank": root}, [root] * 1000, None)
+    with job.check("barrier, num_servers"):
+        bps.barrier()
+        assert bps.num_servers() == 1
+    with job.check("a future"):
+        tensor = torch.full((5000,), float(job.rank), device=device)
+        handle = bps.push_pull_async_inplace(tensor, average=False, name="future")
+        result = bps.future(handle).then(lambda done: done.value() + 1).wait()
+        assert (result == sum(range(job.size)) + 1).all()
+    with job.check_raises("a root that is none", ValueError, "root_rank"):
+        bps.broadcast(odd, job.size, "odd")
+    sparse = torch.eye(3, device=device).to_sparse()
+    bad = {
+        "sparse": sparse,
+        "complex": torch.ones(3, dtype=torch.complex64),
+        "view": torch.ones(4, 4).t(),
+    }
+    says = {"sparse": "to_dense", "complex": "view_as_real", "view": "not contiguous"}
+    for kind, tensor in bad.items():
+        with job.check_raises(f"a {kind} tensor", ValueError, says[kind]):
+            bps.push_pull_inplace(tensor, name=kind)
+    bps.push_pull_async_inplace(torch.ones(3, device=device), name="forgotten")
+    bps.shutdown()

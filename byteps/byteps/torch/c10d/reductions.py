@@ -12,6 +12,7 @@ from byteps.torch import nodes, operations, pieces, session
 from byteps.torch.c10d import joining, policy
 from byteps.torch.c10d.work import Line, ServerWork
 from byteps.torch.routes import COLLECTIVE, FLAT
+from byteps.torch.tensors import flat_view, is_dense
 
 MOST_NAMES = 1024
 """Tensors of so many lengths, types and operations are known to the servers for each group: a
@@ -53,7 +54,7 @@ class Reductions:
             or tensor.nbytes < self._settings.min_bytes
             or len(self._ranks) == 1
             or tensor.layout != torch.strided
-            or not _is_dense(tensor)
+            or not is_dense(tensor)
         ):
             return False
         if self._route(tensor.dtype) == COLLECTIVE:
@@ -73,7 +74,7 @@ class Reductions:
         Raises:
             BytePSError: the job failed, or members disagree about the tensor.
         """
-        flat = _flat(tensor)
+        flat = flat_view(tensor, "the tensor")
         key = tensor.dtype, tensor.numel(), average, tensor.device
         reduction = self._sums.get(key)
         if reduction is None or self._session != session.number():
@@ -159,18 +160,6 @@ class _NodeFirst(_Reduction):
 
 def _receive(handle: int) -> None:
     operations.synchronize(handle)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of a dense tensor, as they lie in memory."""
-    plain = tensor.detach()
-    if plain.is_contiguous():
-        return plain.view(-1)
-    return plain.as_strided((plain.numel(),), (1,))
 
 
 class _Keys:
