@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.cluster import END_S, RUN_S, Cluster, Spawned, clean_environment, wait_all
+from tests.multiproc.cluster import (
+    END_S,
+    RUN_S,
+    Cluster,
+    Process,
+    Spawned,
+    clean_environment,
+    wait_all,
+)
 from tests.multiproc.endings import demand_error
 
 FLAT = {"BYTEPS_C10D_BACKEND": "flat", "BYTEPS_START_TIMEOUT_S": "100"}
@@ -61,7 +69,7 @@ def test_what_is_lost_is_named(make_cluster: Callable[..., Cluster], lost: str) 
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
     cluster.start("c10d:loop")
     cluster.wait_mark("looping", range(3))
-    victims = {
+    victims: dict[str, Process] = {
         "worker": cluster.workers["worker 1"],
         "server": cluster.servers[0],
         "scheduler": cluster.scheduler,

@@ -159,7 +159,7 @@ def future(handle: int) -> torch.futures.Future[torch.Tensor]:
             try:
                 promised.set_result(synchronize(handle))
             except Exception as error:
-                promised.set_exception(error)
+                promised.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
 
     completions.call_at_end(handle, complete)
     return promised

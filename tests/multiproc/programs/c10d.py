@@ -56,6 +56,8 @@ def collectives(job: Job) -> None:
     """Everything that reaches a process group, with one world and several groups."""
     _initialize(job)
     everyone = list(range(job.size))
+    world = dist.group.WORLD
+    assert world is not None
     want = _total(LARGE, everyone)
     with job.check("scripts see the backend that they asked for"):
         assert dist.get_backend() == "gloo"
@@ -114,13 +116,13 @@ def collectives(job: Job) -> None:
         work.wait()
 
     def functional_collective() -> None:
-        tensor = functional.all_reduce(_given(LARGE, job.rank), "sum", dist.group.WORLD)
+        tensor = functional.all_reduce(_given(LARGE, job.rank), "sum", world)
         assert torch.equal(tensor + 0, want)
 
     def compiled() -> None:
         @torch.compile(backend="aot_eager")
         def double_sum(tensor: torch.Tensor) -> torch.Tensor:
-            return 2 * functional.all_reduce(tensor, "sum", dist.group.WORLD)
+            return 2 * functional.all_reduce(tensor, "sum", world)
 
         assert torch.equal(double_sum(_given(LARGE, job.rank)), 2 * want)
 
@@ -218,9 +220,9 @@ def models(job: Job) -> None:
             for mine, theirs in zip(results[name], before, strict=True):
                 torch.testing.assert_close(mine, theirs)
     with job.check("two hosts of two shards"):
-        before = _through_servers()
+        count = _through_servers()
         ours = _train_hsdp(job)
-        assert _through_servers() > before, "nothing went through the servers"
+        assert _through_servers() > count, "nothing went through the servers"
         for mine, theirs in zip(ours, results["gloo"], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     dist.destroy_process_group()
@@ -269,7 +271,8 @@ def _train_hsdp(job: Job) -> list[torch.Tensor]:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     _fit(job, model)
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+    parameters: list[Any] = list(model.parameters())
+    return [parameter.full_tensor().detach() for parameter in parameters]
 
 
 def many_sizes(job: Job) -> None:

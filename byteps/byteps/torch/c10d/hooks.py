@@ -32,7 +32,8 @@ def ddp_comm_hook(
         A future of the bucket's buffer, with the averages. It fails with BytePSError where a push
         or a pull does; the text names the peer.
     """
-    group = dist.group.WORLD if state is None else state
+    group = state or dist.group.WORLD
+    assert group is not None
     buffer = bucket.buffer()
     work = _start(buffer, group, average=True, priority=-bucket.index())
     if work is not None:

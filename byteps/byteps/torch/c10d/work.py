@@ -116,8 +116,8 @@ class ServerWork(dist._Work):
         """A future of the list of tensors. It is completed by the thread of completions."""
         with self._lock:
             if self._future is None:
-                devices = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
-                self._future = torch.futures.Future(devices=devices)
+                devices = {str(t.device) for t in self._tensors if t.is_cuda}
+                self._future = torch.futures.Future(devices=[*sorted(devices)])
                 self._complete_at_end()
             return self._future
 
@@ -179,7 +179,7 @@ class ServerWork(dist._Work):
             if self._error is None:
                 self._future.set_result(self._tensors)
             else:
-                self._future.set_exception(self._error)
+                self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub
 
 
 class WorkOfMany(dist._Work):
