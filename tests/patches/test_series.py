@@ -3,6 +3,7 @@ fits."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,14 @@ import pytest
 from scripts.patchkit.common import PatchError
 from scripts.patchkit.form import check_form
 from scripts.patchkit.lock import load_lock
-from tests.patches.patch_project import NEWEST_FILES, UPSTREAM_FILES, Project, contents, git
+from tests.patches.patch_project import (
+    NEWEST_FILES,
+    REPOSITORY,
+    UPSTREAM_FILES,
+    Project,
+    contents,
+    git,
+)
 
 OWN = "0101-second-hook-too.patch"
 
@@ -285,3 +293,22 @@ def test_hunk_that_fits_at_two_places_is_refused(
     output = two_series.fails("apply", "--target", str(checkout))
     assert "trainer/loop.py: hunk 1 of 1, from line 3, fits at lines 4, 11" in output
     assert contents(checkout) == before
+
+
+# ----------------------------------------------------------------- the real series
+
+
+def test_hooks_that_patches_call_are_there() -> None:
+    package = REPOSITORY / "Megatron-LM/megatron/core/distributed/dpu_reduce/__init__.py"
+    (names_of_package,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(package.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    called = {
+        (patch.name, name)
+        for patch in (REPOSITORY / "patches").glob("megatron-*/*/*.patch")
+        for name in re.findall(r"^\+.*\bdpu_reduce\.(\w+)", patch.read_text(), re.M)
+    }
+    assert len({patch for patch, _ in called}) >= 4
+    assert [each for each in sorted(called) if each[1] not in names_of_package] == []
