@@ -79,7 +79,7 @@ test: setup lint ## lint, then every test (or TESTS) but those of the thorough t
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "not thorough and not on_rdma" \
 		$(PYTEST_ARGS) $(TESTS)
 
-THOROUGH := tests/unit tests/bench tests/build tests/chaos tests/megatron tests/multiproc -k "not slurm"
+THOROUGH := tests/unit tests/bench tests/build tests/chaos tests/megatron tests/multiproc tests/patches -k "not slurm"
 
 test-thorough: setup ## longer runs, and more settings, of what make test tries
 	@$(PYTHON_ENV) tests/native.py >/dev/null

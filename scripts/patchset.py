@@ -33,7 +33,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description="Fetches, unpacks and patches the upstreams into build/; does nothing when "
         "nothing changed, and refuses to throw away work.",
     )  # fmt: skip
-    apply.add_argument("--only", metavar="NAME", help="this upstream only")
+    apply.add_argument(
+        "--only", metavar="NAME",
+        help="this upstream only; without it, those whose source distribution is pinned",
+    )  # fmt: skip
     apply.add_argument(
         "--force", action="store_true", help="throw away uncommitted and un-exported work"
     )
@@ -41,7 +44,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     mode.add_argument(
         "--check", action="store_true",
         help="prove, in a temporary folder, that every patch applies with no fuzz, that series "
-        "and folder agree and that exporting again changes nothing",
+        "and folder agree and that exporting again changes nothing; of a series for a commit, "
+        "without --only, its form alone",
     )  # fmt: skip
     mode.add_argument(
         "--overlay-only", action="store_true",
@@ -50,7 +54,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     mode.add_argument(
         "--target", type=Path, metavar="DIR",
-        help="apply the Megatron overlay and series to this Megatron-LM checkout instead",
+        help="apply the Megatron overlay, and the series whose every hunk fits, to this "
+        "Megatron-LM checkout instead",
     )  # fmt: skip
     apply.add_argument("--reverse", action="store_true", help="undo --target DIR exactly")
     apply.add_argument(
@@ -94,6 +99,11 @@ def select(parser_root: Path, only: str | None) -> list[Upstream]:
     return chosen
 
 
+def released(upstreams: list[Upstream]) -> list[Upstream]:
+    """Those that can be had without a checkout: what the project is built from."""
+    return [upstream for upstream in upstreams if not upstream.commit]
+
+
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
     """One patchset at a time: two would work on the same trees."""
@@ -110,14 +120,14 @@ def locked(root: Path) -> Iterator[None]:
 def run(options: argparse.Namespace) -> None:
     root = options.root.resolve()
     if options.command == "apply" and options.target:
-        able = [upstream for upstream in load_lock(root) if upstream.compatible]
+        able = [upstream for upstream in load_lock(root) if upstream.version_file]
         if not able:
-            raise PatchError("no upstream in upstream.lock lists compatible versions")
+            raise PatchError("no upstream in upstream.lock names a version_file")
         checkout = options.target.resolve()
         if options.reverse:
             target.reverse(able[0], checkout)
         else:
-            target.apply(able[0], checkout, ["cpu"] if options.cpu else [])
+            target.apply(able, checkout, ["cpu"] if options.cpu else [])
         return
     if options.command == "guard":
         for upstream in load_lock(root):
@@ -130,17 +140,40 @@ def run(options: argparse.Namespace) -> None:
         say(tree.tree_key(chosen[0].tree))
         return
     with locked(root):
+        if options.command == "export":
+            run_export(chosen, all_of_them=options.only is None)
+            return
+        if options.only is None and not options.check:
+            chosen = released(chosen)
         for upstream in chosen:
-            if options.command == "export":
-                changed = export.export(upstream)
-                say(f"{upstream.name}: {', '.join(changed) or 'patches unchanged'}")
-            elif options.command == "sync-overlay" or options.overlay_only:
+            if options.command == "sync-overlay" or options.overlay_only:
                 changed = tree.sync_overlay(upstream)
                 say(f"{upstream.name}: {', '.join(changed) or 'overlay unchanged'}")
+            elif options.check and upstream.commit and options.only is None:
+                count = export.check_shape(upstream)
+                say(
+                    f"{upstream.name}: {count} patches have the form of exported ones; with --only "
+                    f"{upstream.name} they are applied, to a checkout that {upstream.variable} "
+                    "names or that is fetched"
+                )
             elif options.check:
                 export.check(upstream)
             else:
                 tree.apply(upstream, force=options.force)
+
+
+def run_export(upstreams: list[Upstream], *, all_of_them: bool) -> None:
+    """Exports each; of all of them, those for a commit only where their tree is there and up to
+    date. These go first: what they share must not change under them."""
+    for upstream in sorted(upstreams, key=lambda upstream: not upstream.commit):
+        if upstream.commit and all_of_them:
+            if not upstream.tree.is_dir():
+                continue
+            if export.is_behind(upstream) and not tree.has_commits_to_export(upstream):
+                say(f"{upstream.name}: {upstream.shown(upstream.tree)} is old, and has nothing new")
+                continue
+        changed = export.export(upstream)
+        say(f"{upstream.name}: {', '.join(changed) or 'patches unchanged'}")
 
 
 def main(arguments: list[str]) -> int:

@@ -47,6 +47,19 @@ def _can_switch() -> bool:
     return subprocess.run(command, cwd=folder, timeout=100, check=False).returncode == 0
 
 
+def _has_megatron_main() -> bool:
+    """Whether a checkout of Megatron's main branch is named, or was fetched: no test waits for a
+    network."""
+    from scripts.patchkit.fetch import cache_root
+    from scripts.patchkit.lock import load_lock
+
+    (upstream,) = (
+        each for each in load_lock(Path(__file__).parents[1]) if each.name == "megatron-main"
+    )
+    cached = cache_root() / "checkouts" / upstream.commit
+    return bool(os.environ.get(upstream.variable)) or cached.is_dir()
+
+
 REQUIREMENTS: dict[str, Callable[[], bool]] = {
     "gpu": lambda: Path("/dev/nvidiactl").exists(),
     "nvcc": lambda: shutil.which("nvcc") is not None,
@@ -62,6 +75,7 @@ REQUIREMENTS: dict[str, Callable[[], bool]] = {
         shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
         for program in ("slurmctld", "slurmd", "srun", "munged")
     ),
+    "megatron-main": _has_megatron_main,
     "arm64": lambda: _has("qemu-aarch64-static", "aarch64-linux-gnu-g++"),
     "tap": lambda: _has("ip") and _can_switch(),
     "images": lambda: _has("buildah", "mmdebstrap", "qemu-aarch64-static", "podman", "crun"),

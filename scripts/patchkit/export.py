@@ -7,12 +7,14 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from .common import IDENTITY_EMAIL, IDENTITY_NAME, PatchError, git, say, warn
-from .lock import Upstream, fingerprint, overlay_files, read_series
+from .common import PatchError, git, say, warn
+from .form import AUTHOR, NAME, about_subject, check_form
+from .lock import Series, Upstream, fingerprint, overlay_files, read_series
 from .tree import (
     State,
     apply_patch,
     commit_overlay,
+    hash_of_shared,
     head_of,
     make_base,
     uncommitted,
@@ -24,19 +26,20 @@ FORMAT = (
     "--diff-algorithm=myers", "--unified=3", "--stat=72", "--src-prefix=a/", "--dst-prefix=b/",
     "--encode-email-headers", "--binary", "--filename-max-length=100",
 )  # fmt: skip
-NAME = re.compile(r"\d{4}-[a-z][A-Za-z0-9_.-]*\.patch")
-SUBJECT = re.compile(r"[a-z][A-Za-z0-9_./-]*: \S")
-SUBJECT_LENGTH = 72
-"""At most; git would cut the name of a longer one, perhaps within a word."""
 FROM = re.compile(rb"^From: .*\n(?:[ \t].*\n)*", re.M)
-AUTHOR = f"From: {IDENTITY_NAME} <{IDENTITY_EMAIL}>\n".encode()
-"""Of every patch, whoever made the commit: a series has one author."""
+OWN = 101
+"""Number of the first patch that follows shared ones: another shared one renames none of them."""
+_POSITION = re.compile(
+    rb"^(?:index [0-9a-f]{40}\.\.[0-9a-f]{40}|@@ -\d+((?:,\d+)?) \+\d+((?:,\d+)?) @@.*)", re.M
+)
 
 
-def format_patches(upstream: Upstream, tree: Path, base: str, destination: Path) -> list[Path]:
+def format_patches(
+    upstream: Upstream, tree: Path, base: str, destination: Path, series: Series
+) -> list[Path]:
     """Writes the commits `base`..HEAD of `tree` to `destination`; returns the files in order.
 
-    Each names the project as its author.
+    Each names the project as its author. The first of them are the patches that `series` shares.
 
     Raises PatchError when a commit cannot be a patch of the series, naming it.
     """
@@ -47,12 +50,8 @@ def format_patches(upstream: Upstream, tree: Path, base: str, destination: Path)
         label = f"commit {commit[:10]} ({subject})"
         if len(git(tree, "rev-list", "--parents", "-1", commit).split()) != 2:
             raise PatchError(f"{label} is a merge: a series is linear")
-        if not SUBJECT.match(subject):
-            raise PatchError(f'{label}: the subject must read "area: what it does"')
-        if len(subject) > SUBJECT_LENGTH:
-            raise PatchError(
-                f"{label}: the subject has {len(subject)} characters, at most {SUBJECT_LENGTH}"
-            )
+        if complaint := about_subject(subject):
+            raise PatchError(f"{label}: {complaint}")
         listing = git(tree, "diff-tree", "-r", "-z", "--name-only", "--no-commit-id", commit)
         for path in listing.split("\0"):
             if path in overlay:
@@ -60,27 +59,60 @@ def format_patches(upstream: Upstream, tree: Path, base: str, destination: Path)
                     f"{label} touches {path}, an overlay file: make that change in "
                     f"{upstream.shown(upstream.overlay / path)} and take it out of the commit"
                 )
-    if not commits:
-        return []
-    output = git(tree, "format-patch", *FORMAT, "-o", str(destination), f"{base}..HEAD")
-    files = [Path(line) for line in output.splitlines()]
+    files = []
+    if commits:
+        output = git(tree, "format-patch", *FORMAT, "-o", str(destination), f"{base}..HEAD")
+        files = [Path(line) for line in output.splitlines()]
     for file in files:
         if not NAME.fullmatch(file.name):
             raise PatchError(f"{file.name}: the subject gives no name of the form NNNN-area-what")
         file.write_bytes(FROM.sub(AUTHOR, file.read_bytes(), count=1))
-    return files
+    shared = [patch.name for patch in series.shared]
+    if [file.name for file in files[: len(shared)]] != shared:
+        raise PatchError(
+            f"the first {len(shared)} commits of {upstream.shown(tree)} must be the patches of "
+            f"{series.include}, in that order: change those in the tree that they belong to"
+        )
+    if not shared:
+        return files
+    own = files[len(shared) :]
+    return files[: len(shared)] + [
+        file.rename(file.with_name(f"{number:04}{file.name[4:]}"))
+        for number, file in enumerate(own, start=OWN)
+    ]
 
 
-def series_text(files: list[Path]) -> str:
-    return "".join(f"{file.name}\n" for file in files)
+def series_text(series: Series, files: list[Path]) -> str:
+    first = f"{series.include}\n" if series.include else ""
+    return first + "".join(f"{file.name}\n" for file in files[len(series.shared) :])
+
+
+def says_the_same(one: Path, other: Path) -> bool:
+    """Whether two patches differ in nothing but where in a file they apply."""
+    pair = (_POSITION.sub(rb"@@\1\2", path.read_bytes()) for path in (one, other))
+    return next(pair) == next(pair)
+
+
+def is_behind(upstream: Upstream) -> bool:
+    """Whether the patches that the series shares have changed since the tree was made."""
+    return State.load(upstream.tree).shared != hash_of_shared(read_series(upstream))
 
 
 def export(upstream: Upstream) -> list[str]:
-    """Rewrites the patch folder from the tree's commits; returns the names of changed files."""
+    """Rewrites the patch folder from the tree's commits; returns the names of changed files.
+
+    A commit that says the same as the patch that another series holds is not written here.
+    """
     tree, folder = upstream.tree, upstream.patches
     if not (tree / ".git").is_dir():
         raise PatchError(f"{upstream.shown(tree)} is not there: run scripts/apply_patches.sh")
-    state = State.load(tree)
+    state, series = State.load(tree), read_series(upstream)
+    if is_behind(upstream):
+        raise PatchError(
+            f"the patches of {series.include} have changed since {upstream.shown(tree)} was made: "
+            f"run scripts/apply_patches.sh --only {upstream.name} first. It keeps commits that are "
+            "not exported only with --force, in refs/patchset/discarded"
+        )
     dirty = uncommitted(upstream, state)
     if dirty:
         warn(f"{upstream.shown(tree)}: not exported, because not committed: {', '.join(dirty)}")
@@ -88,9 +120,14 @@ def export(upstream: Upstream) -> list[str]:
     was_current = _overlay_is_current(upstream, tree)
     changed = []
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
-        files = format_patches(upstream, tree, "overlay", Path(temporary))
-        wanted = {file.name: file.read_bytes() for file in files}
-    wanted["series"] = series_text(files).encode()
+        files = format_patches(upstream, tree, "overlay", Path(temporary), series)
+        shared = {path.name: path for path in series.shared}
+        wanted = {
+            file.name: file.read_bytes()
+            for file in files
+            if file.name not in shared or not says_the_same(file, shared[file.name])
+        }
+    wanted["series"] = series_text(series, files).encode()
     folder.mkdir(exist_ok=True)
     for old in sorted(folder.glob("*.patch")):
         if old.name not in wanted:
@@ -128,7 +165,10 @@ def check(upstream: Upstream) -> None:
 
     Raises PatchError naming the first file that fails.
     """
-    patches = read_series(upstream)
+    series = read_series(upstream)
+    patches = series.patches
+    if series.include:
+        check_shape(upstream)
     with tempfile.TemporaryDirectory(prefix="patchset-check-") as temporary:
         aside = replace(upstream, tree=Path(temporary, upstream.tree.name))
         make_base(aside, aside.tree)
@@ -138,15 +178,38 @@ def check(upstream: Upstream) -> None:
             apply_patch(aside, aside.tree, patch)
         output = Path(temporary, "export")
         output.mkdir()
-        files = format_patches(aside, aside.tree, base, output)
+        files = format_patches(aside, aside.tree, base, output, series)
         for patch, file in zip(patches, files, strict=True):
             if patch.name != file.name:
                 raise PatchError(f"{upstream.shown(patch)} would be exported as {file.name}")
-            _compare(upstream, patch, patch.read_bytes(), file.read_bytes())
-        series = upstream.patches / "series"
+            # Lines of shared patches, and of those after them, move with what they apply to.
+            if not series.include or not says_the_same(patch, file):
+                _compare(upstream, patch, patch.read_bytes(), file.read_bytes())
+        listing = upstream.patches / "series"
         if patches:
-            _compare(upstream, series, series.read_bytes(), series_text(files).encode())
+            text = series_text(series, files).encode()
+            _compare(upstream, listing, listing.read_bytes(), text)
     say(f"{upstream.name}: {len(patches)} patches apply exactly and export unchanged")
+
+
+def check_shape(upstream: Upstream) -> int:
+    """Checks what needs no upstream: names, headers, hunks, and that no patch stands twice.
+
+    Raises PatchError naming the first file that fails; returns the number of patches.
+    """
+    series = read_series(upstream)
+    for patch in series.shared:
+        instead = series.instead.get(patch.name)
+        if instead and says_the_same(patch, instead):
+            raise PatchError(
+                f"{upstream.shown(instead)} says the same as {upstream.shown(patch)}: remove it"
+            )
+    for number, patch in enumerate(series.own, start=OWN if series.include else 1):
+        if not patch.name.startswith(f"{number:04}-"):
+            raise PatchError(f"{upstream.shown(patch)}: its number in the series is {number:04}")
+    for patch in [*series.own, *series.instead.values()]:
+        check_form(upstream, patch)
+    return len(series.patches)
 
 
 def _compare(upstream: Upstream, path: Path, old: bytes, new: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Source distributions by hash: from the cache, or through pip into the cache."""
+"""Upstreams by hash: source distributions through pip, commits through git, into the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from .common import PatchError, say, sha256_file
+from .common import PatchError, git, reason_of, say, sha256_file, try_git
 from .lock import Upstream
 
 
@@ -47,7 +47,75 @@ def fetch_sdist(upstream: Upstream) -> Path:
         return archives[0].replace(folder / archives[0].name)
 
 
-def unpack(archive: Path, destination: Path) -> None:
+def unpack(upstream: Upstream, destination: Path) -> None:
+    """Writes upstream's files to `destination`, which must not exist.
+
+    Raises PatchError when they are neither at hand nor can be fetched.
+    """
+    if upstream.commit:
+        _check_out(upstream, find_repository(upstream), destination)
+    else:
+        _unpack(fetch_sdist(upstream), destination)
+
+
+def find_repository(upstream: Upstream) -> Path:
+    """A git repository that has the commit of `upstream`: the one that the user names, or the one
+    in the cache, which is fetched where it is missing.
+
+    Raises PatchError when there is none.
+    """
+    named = os.environ.get(upstream.variable)
+    if named:
+        if not Path(named).is_dir():
+            raise PatchError(f"{upstream.variable}={named}: there is no such folder")
+        if not _has_commit(Path(named), upstream):
+            raise PatchError(
+                f"{upstream.variable}={named} has no commit {upstream.commit}, for which the "
+                f"series of {upstream.label} is made"
+            )
+        return Path(named)
+    cached = cache_root() / "checkouts" / upstream.commit
+    if cached.is_dir() and _has_commit(cached, upstream):
+        return cached
+    say(f"{upstream.label}: fetching commit {upstream.commit}")
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as temporary:
+        new = Path(temporary, "repository")
+        git(cached.parent, "init", "-q", "--bare", "--template=", str(new))
+        # A link that carries nothing ends the command after half a minute.
+        result = try_git(
+            new, "-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=30",
+            "fetch", "-q", "--depth=1", "--no-tags", upstream.repository, upstream.commit,
+        )  # fmt: skip
+        if result.returncode != 0:
+            raise PatchError(
+                f"{upstream.label}: cannot fetch commit {upstream.commit} from "
+                f"{upstream.repository} ({reason_of(result)}): name a checkout that has it, "
+                f"{upstream.variable}=/path/to/Megatron-LM"
+            )
+        shutil.rmtree(cached, ignore_errors=True)
+        new.rename(cached)
+    return cached
+
+
+def _has_commit(repository: Path, upstream: Upstream) -> bool:
+    return try_git(repository, "cat-file", "-e", f"{upstream.commit}^{{tree}}").returncode == 0
+
+
+def _check_out(upstream: Upstream, repository: Path, destination: Path) -> None:
+    """Writes the files of the commit, without touching the repository's own index and files."""
+    destination.mkdir()
+    with tempfile.TemporaryDirectory(prefix="patchset-index-") as temporary:
+        env = {
+            "GIT_DIR": git(repository, "rev-parse", "--absolute-git-dir").strip(),
+            "GIT_WORK_TREE": str(destination.absolute()),
+            "GIT_INDEX_FILE": str(Path(temporary, "index")),
+        }
+        git(destination, "read-tree", upstream.commit, env=env)
+        git(destination, "checkout-index", "--all", "--quiet", env=env)
+
+
+def _unpack(archive: Path, destination: Path) -> None:
     """Unpacks the one top folder of `archive` as `destination`, which must not exist."""
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".unpack-") as temporary:
         with tarfile.open(archive) as tar:

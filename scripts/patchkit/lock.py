@@ -29,20 +29,35 @@ class Upstream:
     name: str
     version: str
     sha256: str
-    """Of the source distribution."""
+    """Of the source distribution; empty for a commit."""
+    commit: str
+    """Of a git repository, where upstream has not released this version; else empty."""
+    repository: str
+    """Where the commit can be fetched."""
+    variable: str
+    """The environment variable in which a user names a checkout that has the commit."""
     tree: Path
     """Where the patched tree is assembled."""
     overlay: Path
     """Files to add; the folder may be missing."""
     patches: Path
     """Folder of the series; may be missing or empty."""
-    compatible: tuple[str, ...]
-    """Versions of a user's own checkout that --target accepts; empty: --target is refused."""
+    tried: tuple[str, ...]
+    """Versions of a user's own checkout with which the series was tried."""
     version_file: str
-    """Where such a checkout states its version; relative to it."""
+    """Where such a checkout states its version, relative to it; empty: no series for --target."""
     parts: Mapping[str, tuple[str, ...]]
     """What --target leaves out unless it is asked for, by the name of its option: the overlay's
     files that belong to it. Patches say `Part: NAME` in their message."""
+
+    @property
+    def pin(self) -> str:
+        """The hash that names upstream's content."""
+        return self.sha256 or self.commit
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.version}"
 
     def shown(self, path: Path) -> str:
         """`path` as a user knows it: relative to the project where it lies inside."""
@@ -59,11 +74,14 @@ def load_lock(root: Path) -> list[Upstream]:
                 root=root,
                 name=entry["name"],
                 version=entry["version"],
-                sha256=entry["sha256"],
+                sha256=entry["sha256"] if "commit" not in entry else "",
+                commit=entry.get("commit", ""),
+                repository=entry["repository"] if "commit" in entry else "",
+                variable=entry["variable"] if "commit" in entry else "",
                 tree=root / entry["tree"],
                 overlay=root / entry["overlay"],
                 patches=root / entry["patches"],
-                compatible=tuple(entry.get("compatible", ())),
+                tried=tuple(entry.get("tried", ())),
                 version_file=entry.get("version_file", ""),
                 parts={name: tuple(files) for name, files in entry.get("parts", {}).items()},
             )
@@ -76,29 +94,69 @@ def load_lock(root: Path) -> list[Upstream]:
     except (KeyError, TypeError) as error:
         raise PatchError(f"{path}: an entry lacks {error}") from error
     for upstream in upstreams:
-        if not re.fullmatch(r"[0-9a-f]{64}", upstream.sha256):
-            raise PatchError(f"{path}: sha256 of {upstream.name} is not 64 hexadecimal digits")
+        digits = 40 if upstream.commit else 64
+        if not re.fullmatch(rf"[0-9a-f]{{{digits}}}", upstream.pin):
+            kind = "commit" if upstream.commit else "sha256"
+            raise PatchError(
+                f"{path}: {kind} of {upstream.name} is not {digits} hexadecimal digits"
+            )
     return upstreams
 
 
-def read_series(upstream: Upstream) -> list[Path]:
-    """The patches in order. Folder and series must name the same files."""
-    folder = upstream.patches
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """What a patch folder's file `series` names."""
+
+    include: str
+    """Its line that refers to another folder's series; empty: none."""
+    shared: tuple[Path, ...]
+    """The patches of that series. They come first."""
+    own: tuple[Path, ...]
+    """Patches of the folder that come after them."""
+    instead: Mapping[str, Path]
+    """Patches of the folder that take the place of a shared one, by the name of both."""
+
+    @property
+    def patches(self) -> list[Path]:
+        """All of them, in order."""
+        return [self.instead.get(path.name, path) for path in self.shared] + [*self.own]
+
+
+def read_series(upstream: Upstream) -> Series:
+    """Reads the series of `upstream`.
+
+    Raises PatchError unless series and folder name the same files. The first line may be the path
+    of another folder's series, relative to the folder; a file that is called like one of its
+    patches takes that one's place.
+    """
+    return _read_series(upstream, upstream.patches)
+
+
+def _read_series(upstream: Upstream, folder: Path) -> Series:
     series = folder / "series"
     present = {path.name for path in folder.glob("*.patch")} if folder.is_dir() else set()
     lines = series.read_text(encoding="utf-8").splitlines() if series.is_file() else []
     names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    include, shared = "", []
+    if names and names[0].endswith("/series"):
+        include = names.pop(0)
+        if not (folder / include).is_file():
+            raise PatchError(f"{upstream.shown(series)} refers to {include}, which is not there")
+        other = Path(os.path.normpath(folder / include)).parent
+        shared = _read_series(upstream, other).patches
+    instead = {path.name: folder / path.name for path in shared if path.name in present}
     for name in names:
         if name not in present:
             raise PatchError(f"{upstream.shown(series)} names {name}, which is not in the folder")
-        if names.count(name) > 1:
+        if names.count(name) > 1 or name in instead:
             raise PatchError(f"{upstream.shown(series)} names {name} twice")
-    extra = sorted(present - set(names))
+    extra = sorted(present - set(names) - set(instead))
     if extra:
         raise PatchError(
             f"{upstream.shown(folder / extra[0])} is not named in {upstream.shown(series)}"
         )
-    return [folder / name for name in names]
+    own = tuple(folder / name for name in names)
+    return Series(include=include, shared=tuple(shared), own=own, instead=instead)
 
 
 def part_of(upstream: Upstream, patch: Path) -> str | None:
@@ -139,10 +197,10 @@ def overlay_files(upstream: Upstream) -> dict[str, Path]:
 
 def fingerprint(upstream: Upstream) -> str:
     """A hash of everything the tree is made from; equal fingerprints give equal trees."""
-    digest = hashlib.sha256(f"1\0{upstream.name}\0{upstream.version}\0{upstream.sha256}".encode())
+    digest = hashlib.sha256(f"1\0{upstream.name}\0{upstream.version}\0{upstream.pin}".encode())
     for relative, path in overlay_files(upstream).items():
         digest.update(f"\0o\0{relative}\0{os.access(path, os.X_OK)}\0".encode())
         digest.update(sha256_file(path).encode())
-    for path in read_series(upstream):
+    for path in read_series(upstream).patches:
         digest.update(f"\0p\0{path.name}\0{sha256_file(path)}".encode())
     return digest.hexdigest()

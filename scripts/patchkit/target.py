@@ -6,12 +6,12 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from .common import PatchError, reason_of, say, sha256_file, try_git
-from .lock import Upstream, fingerprint, is_junk, overlay_files, part_of, read_series
+from .common import PatchError, say, sha256_file, warn
+from .lock import Upstream, fingerprint, is_junk, overlay_files
+from .trial import Trial, fitting_series
 
 RECORD = ".megatron-byteps"
 """Folder in the checkout: what was done, and the originals of the patched files."""
@@ -30,17 +30,17 @@ def read_version(upstream: Upstream, checkout: Path) -> str:
     return "{MAJOR}.{MINOR}.{PATCH}".format(**fields) + fields.get("PRE_RELEASE", "")
 
 
-def apply(upstream: Upstream, checkout: Path, parts: Collection[str] = ()) -> None:
-    """Applies overlay and series to the working tree of `checkout`, all or nothing.
+def apply(upstreams: list[Upstream], checkout: Path, parts: Collection[str] = ()) -> None:
+    """Applies overlay and series of the upstream that fits to the working tree of `checkout`, all
+    or nothing.
 
     Of what belongs to a part, only that of `parts`. Git's index and history are left alone. Raises
-    PatchError, changing nothing, for a version that is not listed, a patch that does not apply, or
-    a file in an overlay file's place.
+    PatchError, changing nothing, where no series applies, or for a file in an overlay file's place.
     """
-    wanted = fingerprint(upstream)
     record = _load(checkout)
     if record:
-        if record["fingerprint"] != wanted or record.get("parts", []) != sorted(parts):
+        known = {fingerprint(upstream) for upstream in upstreams}
+        if record["fingerprint"] not in known or record.get("parts", []) != sorted(parts):
             raise PatchError(
                 f"{checkout} carries another state of the series, or other parts of it: undo it "
                 "first with --reverse"
@@ -49,12 +49,25 @@ def apply(upstream: Upstream, checkout: Path, parts: Collection[str] = ()) -> No
         note = f"; changed since: {', '.join(changed)}" if changed else ""
         say(f"{checkout}: applied already{note}")
         return
-    version = read_version(upstream, checkout)
-    if version not in upstream.compatible:
-        raise PatchError(
-            f"{checkout} is Megatron-LM {version}; the patches are for "
-            f"{', '.join(upstream.compatible)}"
+    version = read_version(upstreams[0], checkout)
+    with fitting_series(upstreams, version, checkout, parts) as (trial, failed):
+        count = _write(trial, checkout, parts)
+    upstream = trial.upstream
+    if version not in upstream.tried:
+        reports = "".join(f"\n{other.report()}" for other in failed)
+        warn(
+            f"the series for {upstream.label} applies, and was never tried with Megatron-LM "
+            f"{version}{reports}"
         )
+    say(
+        f"{checkout}: Megatron-LM {version}, series for {upstream.label}: added {count} files, "
+        f"patched {len(trial.touched)} ({len(trial.patches)} patches); undo with --reverse"
+    )
+
+
+def _write(trial: Trial, checkout: Path, parts: Collection[str]) -> int:
+    """Writes overlay and patched files into `checkout`; returns how many files were added."""
+    upstream, aside, touched = trial.upstream, trial.folder, trial.touched
     left_out = {
         path for part, paths in upstream.parts.items() if part not in parts for path in paths
     }
@@ -64,42 +77,40 @@ def apply(upstream: Upstream, checkout: Path, parts: Collection[str] = ()) -> No
             raise PatchError(
                 f"overlay file {upstream.shown(source)} would overwrite {checkout / relative}"
             )
-    series = ((patch, part_of(upstream, patch)) for patch in read_series(upstream))
-    patches = [patch for patch, part in series if part is None or part in parts]
-    with tempfile.TemporaryDirectory(prefix="patchset-target-") as temporary:
-        aside = Path(temporary)
-        touched = _apply_aside(upstream, checkout, patches, aside)
-        folders = _missing_folders(checkout, [*overlay, *touched])
-        contents = {path: aside / path for path in touched if (aside / path).is_file()} | overlay
-        files = {
-            path: {
-                "before": sha256_file(checkout / path) if (checkout / path).is_file() else None,
-                "after": sha256_file(contents[path]) if path in contents else None,
-            }
-            for path in sorted({*touched, *overlay})
+    folders = _missing_folders(checkout, [*overlay, *touched])
+    contents = {path: aside / path for path in touched if (aside / path).is_file()} | overlay
+    files = {
+        path: {
+            "before": sha256_file(checkout / path) if (checkout / path).is_file() else None,
+            "after": sha256_file(contents[path]) if path in contents else None,
         }
-        # The record goes first: whatever interrupts what follows, --reverse knows the originals.
-        for path in touched:
-            if (checkout / path).is_file():
-                kept = checkout / RECORD / "original" / path
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(checkout / path, kept)
-        (checkout / RECORD).mkdir(exist_ok=True)
-        (checkout / RECORD / ".gitignore").write_text("*\n", encoding="utf-8")
-        _save(
-            checkout,
-            {"fingerprint": wanted, "parts": sorted(parts), "files": files, "folders": folders},
-        )
-        for path in files:
-            if path in contents:
-                (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(contents[path], checkout / path)
-            else:
-                (checkout / path).unlink()
-    say(
-        f"{checkout}: Megatron-LM {version}: added {len(overlay)} files, patched {len(touched)} "
-        f"({len(patches)} patches); undo with --reverse"
+        for path in sorted({*touched, *overlay})
+    }
+    # The record goes first: whatever interrupts what follows, --reverse knows the originals.
+    for path in touched:
+        if (checkout / path).is_file():
+            kept = checkout / RECORD / "original" / path
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(checkout / path, kept)
+    (checkout / RECORD).mkdir(exist_ok=True)
+    (checkout / RECORD / ".gitignore").write_text("*\n", encoding="utf-8")
+    _save(
+        checkout,
+        {
+            "fingerprint": fingerprint(upstream),
+            "series": upstream.label,
+            "parts": sorted(parts),
+            "files": files,
+            "folders": folders,
+        },
     )
+    for path in files:
+        if path in contents:
+            (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(contents[path], checkout / path)
+        else:
+            (checkout / path).unlink()
+    return len(overlay)
 
 
 def reverse(upstream: Upstream, checkout: Path) -> None:
@@ -125,34 +136,6 @@ def reverse(upstream: Upstream, checkout: Path) -> None:
         _remove_if_empty(checkout / folder)
     shutil.rmtree(checkout / RECORD)
     say(f"{checkout}: undone; {len(files)} files are as they were")
-
-
-def _apply_aside(upstream: Upstream, checkout: Path, patches: list[Path], aside: Path) -> list[str]:
-    """Applies the patches to copies in `aside` of the files they touch; returns those paths."""
-    touched: list[str] = []
-    for patch in patches:
-        listed = try_git(aside, "apply", "--numstat", "-z", str(patch), env=_NOWHERE)
-        if listed.returncode != 0:
-            raise PatchError(f"{upstream.shown(patch)} is no patch: {reason_of(listed)}")
-        entries = listed.stdout.decode().split("\0")
-        for path in (entry.split("\t", 2)[2] for entry in entries if entry):
-            if path in touched:
-                continue
-            touched.append(path)
-            if (checkout / path).is_file():
-                (aside / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(checkout / path, aside / path)
-        result = try_git(aside, "apply", "--whitespace=nowarn", str(patch), env=_NOWHERE)
-        if result.returncode != 0:
-            raise PatchError(
-                f"{upstream.shown(patch)} does not apply to {checkout}: {reason_of(result)}; "
-                "nothing was changed"
-            )
-    return sorted(touched)
-
-
-# git apply outside any repository: paths are relative to the folder it runs in, wherever that is.
-_NOWHERE = {"GIT_DIR": os.devnull}
 
 
 def _missing_folders(checkout: Path, paths: list[str]) -> list[str]:

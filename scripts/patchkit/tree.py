@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from .common import PatchError, git, reason_of, say, sha256_file, try_git, warn
-from .fetch import fetch_sdist, unpack
-from .lock import Upstream, fingerprint, is_junk, overlay_files, read_series
+from .fetch import unpack
+from .lock import Series, Upstream, fingerprint, is_junk, overlay_files, read_series
 
 # Build products that belong to nobody; without this they would count as uncommitted work.
 EXCLUDES = "\n".join(
@@ -30,12 +30,15 @@ class State:
     """What the last apply, export or sync left; stored inside the tree's .git folder."""
 
     upstream_sha256: str = ""
+    """Of upstream's source distribution, or its commit."""
     fingerprint: str = ""
     """Of the inputs that HEAD was made from (or, after an export, agrees with)."""
     head: str = ""
     """The commit up to which everything also stands in the patch folder."""
     synced: dict[str, str] = field(default_factory=dict)
     """Overlay files copied in ahead of their commit: sha256 by path; "" when deleted."""
+    shared: str = ""
+    """Hash of the patches that HEAD was made from and that another series holds."""
 
     @staticmethod
     def load(tree: Path) -> State:
@@ -75,7 +78,7 @@ def apply(upstream: Upstream, *, force: bool = False) -> bool:
         elif head not in (state.head, head_of(tree, "upstream")):
             git(tree, "update-ref", "refs/patchset/discarded", head)
             warn(f"{upstream.shown(tree)}: the old commits stay in refs/patchset/discarded")
-        if state.upstream_sha256 != upstream.sha256:
+        if state.upstream_sha256 != upstream.pin:
             shutil.rmtree(tree)
     elif tree.exists():
         raise PatchError(f"{upstream.shown(tree)} exists but is no git repository: move it away")
@@ -93,8 +96,11 @@ def apply(upstream: Upstream, *, force: bool = False) -> bool:
     for path in set(state.synced) - set(overlay):
         # Copied in ahead, never committed, and out of the overlay again: no commit removes it.
         (tree / path).unlink(missing_ok=True)
-    State(upstream_sha256=upstream.sha256, fingerprint=wanted, head=commit).save(tree)
-    count = len(read_series(upstream))
+    series = read_series(upstream)
+    State(
+        upstream_sha256=upstream.pin, fingerprint=wanted, head=commit, shared=hash_of_shared(series)
+    ).save(tree)
+    count = len(series.patches)
     say(
         f"{upstream.name}: {upstream.shown(tree)} is {upstream.version} + {len(overlay)} overlay "
         f"file{'s' * (len(overlay) != 1)} + {count} patch{'es' * (count != 1)}"
@@ -103,12 +109,12 @@ def apply(upstream: Upstream, *, force: bool = False) -> bool:
 
 
 def make_base(upstream: Upstream, tree: Path) -> None:
-    """Makes `tree`, a repository whose one commit (tag `upstream`) is the source distribution."""
-    archive = fetch_sdist(upstream)
+    """Makes `tree`, a repository whose one commit (tag `upstream`) is what upstream released."""
+    kind = "commit" if upstream.commit else "sha256 of the source distribution"
     tree.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent, prefix=f".{tree.name}-") as temporary:
         new = Path(temporary, tree.name)
-        unpack(archive, new)
+        unpack(upstream, new)
         git(new, "init", "-q", "--template=")
         git(new, "symbolic-ref", "HEAD", "refs/heads/main")
         for key, value in (
@@ -125,12 +131,11 @@ def make_base(upstream: Upstream, tree: Path) -> None:
         git(new, "add", "-A", "-f")
         git(
             new, "commit", "-q", "--no-verify", "-m",
-            f"{upstream.name} {upstream.version}\n\nsha256 of the source distribution:\n"
-            f"{upstream.sha256}",
+            f"{upstream.label}\n\n{kind}:\n{upstream.pin}",
         )  # fmt: skip
         git(new, "tag", "upstream")
         new.rename(tree)
-    State(upstream_sha256=upstream.sha256, head=head_of(tree)).save(tree)
+    State(upstream_sha256=upstream.pin, head=head_of(tree)).save(tree)
 
 
 @contextmanager
@@ -151,11 +156,18 @@ def _make_commits(upstream: Upstream, tree: Path) -> str:
     with _worktree(tree, head_of(tree, "upstream")) as aside:
         commit_overlay(upstream, aside)
         overlay = head_of(aside)
-        for patch in read_series(upstream):
+        for patch in read_series(upstream).patches:
             apply_patch(upstream, aside, patch)
         head = head_of(aside)
     git(tree, "tag", "-f", "overlay", overlay)
     return head
+
+
+def hash_of_shared(series: Series) -> str:
+    """Of the patches that another series holds; empty where there are none."""
+    if not series.shared:
+        return ""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in series.shared)).hexdigest()
 
 
 def commit_overlay(upstream: Upstream, tree: Path) -> None:
@@ -208,6 +220,11 @@ def refuse_to_lose_work(upstream: Upstream, state: State, head: str) -> None:
             f"commits in {shown} that were not exported would be lost: run "
             "scripts/export_patches.sh, or throw them away with --force"
         )
+
+
+def has_commits_to_export(upstream: Upstream) -> bool:
+    """Whether the tree has commits that its series lacks."""
+    return head_of(upstream.tree) != State.load(upstream.tree).head
 
 
 def uncommitted(upstream: Upstream, state: State) -> list[str]:

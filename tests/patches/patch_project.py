@@ -29,9 +29,16 @@ UPSTREAM_FILES = {
     },
     "trainer": {
         "trainer/info.py": "MAJOR = 3\nMINOR = 1\nPATCH = 4\nPRE_RELEASE = ''\n",
-        "trainer/loop.py": "def step():\n    reduce()\n    update()\n",
+        "trainer/loop.py": "#\n#\n#\n#\ndef step():\n    reduce()\n    update()\n",
     },
 }
+
+NEWEST_FILES = {
+    "trainer/info.py": "MAJOR = 4\nMINOR = 0\nPATCH = 0\nPRE_RELEASE = ''\n",
+    "trainer/loop.py": "import time\n#\n#\n#\n#\ndef step():\n    reduce()\n    update()\n",
+    "trainer/second.py": "def second():\n    reduce()\n",
+}
+"""The trainer's next version: the same step in another place, and a second one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +95,28 @@ class Project:
         file.write_text(text, encoding="utf-8")
         return file
 
+    def add_newest(self, folder: Path) -> Path:
+        """Adds `newest`, the trainer's next version, which is a commit in a git repository and
+        shares the trainer's patches; returns that repository."""
+        checkout = folder / "newest"
+        for path, text in NEWEST_FILES.items():
+            (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+            (checkout / path).write_text(text, encoding="utf-8")
+        git(checkout, "init", "-q")
+        git(checkout, "add", ".")
+        git(checkout, "commit", "-q", "-m", "newest")
+        commit = git(checkout, "rev-parse", "HEAD").strip()
+        with (self.root / "upstream.lock").open("a", encoding="utf-8") as lock:
+            lock.write(
+                f'[[upstream]]\nname = "newest"\nversion = "4.0"\ncommit = "{commit}"\n'
+                f'repository = "{checkout}"\nvariable = "NEWEST"\ntree = "build/newest"\n'
+                'overlay = "trainer"\npatches = "patches/newest"\ntried = ["4.0.0"]\n'
+                'version_file = "trainer/info.py"\n'
+            )
+        (self.patch_folder("newest")).mkdir(parents=True)
+        (self.patch_folder("newest") / "series").write_text("../trainer/series\n")
+        return checkout
+
     def patched(self) -> None:
         """Gives each upstream an overlay file and patches, exported and applied."""
         self.write_overlay("src/added.txt", "added\n")
@@ -101,7 +130,10 @@ class Project:
 
 
 def run_script(
-    *arguments: str, cache: Path | None = None, env: dict[str, str] | None = None
+    *arguments: str,
+    cache: Path | None = None,
+    env: dict[str, str] | None = None,
+    timeout: float = 120,
 ) -> Result:
     """Runs scripts/patchset.py with this test's Python; both output streams together."""
     variables = dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)} | (env or {})
@@ -114,7 +146,7 @@ def run_script(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=timeout,
         check=False,
     )
     return Result(status=process.returncode, output=process.stdout)
@@ -183,6 +215,6 @@ def make_project(folder: Path) -> Project:
             f'[[upstream]]\nname = "{name}"\nversion = "1.0"\nsha256 = "{digest}"\n'
             f'tree = "build/{name}"\noverlay = "{name}"\npatches = "patches/{name}"\n'
         )
-    lock += 'compatible = ["3.1.3", "3.1.4"]\nversion_file = "trainer/info.py"\n'
+    lock += 'tried = ["3.1.3", "3.1.4"]\nversion_file = "trainer/info.py"\n'
     (root / "upstream.lock").write_text(lock, encoding="utf-8")
     return Project(root=root, cache=cache)

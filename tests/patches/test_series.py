@@ -1,0 +1,314 @@
+"""Two series of one overlay: what they share stands once, and each checkout gets the one that
+fits."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts.patchkit.common import PatchError
+from scripts.patchkit.form import check_form
+from scripts.patchkit.lock import load_lock
+from tests.patches.patch_project import (
+    NEWEST_FILES,
+    REPOSITORY,
+    UPSTREAM_FILES,
+    Project,
+    contents,
+    git,
+)
+
+OWN = "0101-second-hook-too.patch"
+
+
+@pytest.fixture
+def newest(two_series: Project) -> Path:
+    """The checkout that has the commit of `newest`."""
+    return two_series.root.parent / "newest"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# ----------------------------------------------------------------- one patch for two upstreams
+
+
+def test_shared_patch_stands_once(two_series: Project, newest: Path) -> None:
+    folder = two_series.patch_folder("newest")
+    assert names(folder) == {"series", OWN}
+    assert (folder / "series").read_text() == f"../trainer/series\n{OWN}\n"
+    subjects = two_series.git("log", "--reverse", "--format=%s", name="newest").splitlines()
+    assert subjects == [
+        "newest 4.0",
+        "Overlay of Megatron-BytePS",
+        "loop: hook",
+        "second: hook too",
+    ]
+    assert newest.name not in two_series.ok("apply"), "no build needs it"
+    output = two_series.ok("apply", "--check", "--only", "newest")
+    assert "newest: 2 patches apply exactly and export unchanged" in output
+
+
+def test_patch_that_has_to_differ_stands_twice(two_series: Project, newest: Path) -> None:
+    tree, folder = two_series.tree("newest"), two_series.patch_folder("newest")
+    git(tree, "reset", "-q", "--hard", "HEAD~1")
+    loop = tree / "trainer/loop.py"
+    loop.write_text(loop.read_text().replace("hook()", "hook(4)"))
+    git(tree, "commit", "-q", "-a", "--amend", "--no-edit")
+    output = two_series.ok("export", "--only", "newest")
+    assert names(folder) == {"series", "0001-loop-hook.patch"}
+    assert f"0001-loop-hook.patch, {OWN}" not in output
+    assert f"{OWN} (removed)" in output
+    assert (folder / "series").read_text() == "../trainer/series\n"
+    two_series.ok("apply", "--only", "newest")
+    assert "hook(4)" in (tree / "trainer/loop.py").read_text()
+    two_series.ok("apply", "--check", "--only", "newest")
+
+
+def test_copy_of_a_shared_patch_is_refused(two_series: Project, newest: Path) -> None:
+    shared = two_series.patch_folder("trainer") / "0001-loop-hook.patch"
+    shutil.copy(shared, two_series.patch_folder("newest"))
+    output = two_series.fails("apply", "--check")
+    assert "patches/newest/0001-loop-hook.patch says the same as patches/trainer/0001" in output
+
+
+def test_change_of_a_shared_patch_reaches_both(two_series: Project, newest: Path) -> None:
+    two_series.commit("trainer/loop.py", "hook()", "hook(1)", "loop: pass one", "trainer")
+    output = two_series.ok("export")
+    assert "newest: patches unchanged" in output
+    assert "trainer: 0002-loop-pass-one.patch, series" in output
+    assert "newest: build/newest is old" in two_series.ok("export")
+    # What the old tree has of its own cannot be exported: the old shared patches would come back.
+    two_series.commit("trainer/second.py", "hook()", "hook(2)", "second: pass two", "newest")
+    output = two_series.fails("export")
+    assert "the patches of ../trainer/series have changed since build/newest was made" in output
+    two_series.ok("apply", "--only", "newest", "--force")
+    assert "hook(1)" in (two_series.tree("newest") / "trainer/loop.py").read_text()
+    assert "hook()" in (two_series.tree("newest") / "trainer/second.py").read_text()
+    assert names(two_series.patch_folder("newest")) == {"series", OWN}
+    two_series.ok("apply", "--check", "--only", "newest")
+
+
+def test_shared_patches_stay_in_order(two_series: Project, newest: Path) -> None:
+    git(two_series.tree("newest"), "commit", "-q", "--allow-empty", "--amend", "-m", "loop: hook")
+    git(two_series.tree("newest"), "rebase", "-q", "--onto", "overlay", "HEAD~1")
+    two_series.git("commit", "-q", "--amend", "-m", "second: alone", name="newest")
+    assert "the first 1 commits of build/newest must be" in two_series.fails(
+        "export", "--only", "newest"
+    )
+
+
+# ----------------------------------------------------------------- without its upstream
+
+
+def test_form_is_checked_without_the_upstream(two_series: Project, newest: Path) -> None:
+    shutil.rmtree(newest)
+    shutil.rmtree(two_series.cache / "checkouts")
+    output = two_series.ok("apply", "--check")
+    assert "newest: 2 patches have the form of exported ones" in output
+    patch = two_series.patch_folder("newest") / OWN
+    patch.write_text(patch.read_text().replace("From: Megatron-BytePS", "From: Somebody"))
+    output = two_series.fails("apply", "--check")
+    assert f"patches/newest/{OWN} does not begin as scripts/export_patches.sh writes" in output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("second: hook too", "second: hook three", "asks for the name 0101-second-hook-three"),
+        ("second: hook too", "Second hook too", "the subject must read"),
+        ("second: hook too", f"second: {'x' * 65}", "has 73 characters, at most 72"),
+        ("\n---\n", "\nPart: gpu\n---\n", "says Part: gpu"),
+        ("@@ -1,2 +1,2 @@", "@@ -1,2 +1,3 @@", "has 2 and 2 lines, and says (2, 3)"),
+        ("index ", "index 1", "lacks whole hashes"),
+        ("-    reduce()\n", "", "hunk 1 has 1 and 2 lines, and says (2, 2)"),
+        ("@@ -1,2 +1,2 @@\n", "@@ -1,5 +1,5 @@\n a\n b\n c\n", "more of upstream than 3 lines"),
+        ("@@ -1,2 +1,2 @@\n", "", "changes nothing"),
+        ("b/trainer/second.py", "b/trainer/extra/hook.py", "that is an overlay file"),
+    ],
+)
+def test_patch_that_export_cannot_have_written(
+    two_series: Project, old: str, new: str, message: str
+) -> None:
+    upstream = load_lock(two_series.root)[-1]
+    patch = two_series.patch_folder("newest") / OWN
+    check_form(upstream, patch)
+    text = patch.read_text()
+    assert old in text
+    patch.write_text(text.replace(old, new))
+    with pytest.raises(PatchError, match=re.escape(message)):
+        check_form(upstream, patch)
+
+
+def test_number_of_an_own_patch(two_series: Project, newest: Path) -> None:
+    folder = two_series.patch_folder("newest")
+    (folder / OWN).rename(folder / OWN.replace("0101", "0002"))
+    (folder / "series").write_text(f"../trainer/series\n{OWN.replace('0101', '0002')}\n")
+    assert "its number in the series is 0101" in two_series.fails("apply", "--check")
+
+
+@pytest.mark.parametrize(
+    ("series", "message"),
+    [
+        ("../nothing/series\n", "refers to ../nothing/series, which is not there"),
+        ("../trainer/series\n", f"{OWN} is not named in patches/newest/series"),
+        (f"../trainer/series\n{OWN}\n{OWN}\n", f"names {OWN} twice"),
+    ],
+)
+def test_series_that_is_no_good(
+    two_series: Project, newest: Path, series: str, message: str
+) -> None:
+    (two_series.patch_folder("newest") / "series").write_text(series)
+    assert message in two_series.fails("apply", "--check")
+
+
+# ----------------------------------------------------------------- where the commit comes from
+
+
+def test_commit_is_fetched_once(two_series: Project, newest: Path) -> None:
+    # Another repository has it too, and the one in the lock is gone: the cache serves.
+    shutil.rmtree(newest)
+    two_series.ok("apply", "--check", "--only", "newest")
+    shutil.rmtree(two_series.cache / "checkouts")
+    output = two_series.fails("apply", "--check", "--only", "newest")
+    assert "cannot fetch commit" in output
+    assert "NEWEST=/path/to/Megatron-LM" in output
+
+
+def test_checkout_that_is_named(two_series: Project, newest: Path, tmp_path: Path) -> None:
+    shutil.rmtree(two_series.cache / "checkouts")
+    arguments = ["apply", "--check", "--only", "newest"]
+    (newest / "trainer/loop.py").write_text("edited\n")  # what was committed counts
+    before = contents(newest)
+    other = newest.rename(tmp_path / "other")
+    result = two_series.run(*arguments, env={"NEWEST": str(other)})
+    assert result.status == 0, result.output
+    assert contents(other) == before
+    assert not (two_series.cache / "checkouts").exists()
+    output = two_series.fails(*arguments, env={"NEWEST": str(two_series.tree("engine"))})
+    assert "has no commit" in output
+    output = two_series.fails(*arguments, env={"NEWEST": str(tmp_path / "none")})
+    assert "there is no such folder" in output
+
+
+# ----------------------------------------------------------------- the choice for a checkout
+
+
+def make_checkout(folder: Path, version: str, files: dict[str, str]) -> Path:
+    major, minor, patch = version.split(".")
+    info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\n"
+    for path, text in ({"trainer/info.py": info} | files).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    return folder
+
+
+OLD = {"trainer/loop.py": UPSTREAM_FILES["trainer"]["trainer/loop.py"]}
+NEW = {path: text for path, text in NEWEST_FILES.items() if path != "trainer/info.py"}
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "series", "is_warned"),
+    [
+        ("3.1.4", OLD, "trainer 1.0", False),
+        ("4.0.0", NEW, "newest 4.0", False),
+        ("3.1.4", NEW, "trainer 1.0", False),
+        ("4.0.1", NEW, "newest 4.0", True),
+        ("4.0.0", OLD, "trainer 1.0", True),
+    ],
+)
+def test_series_that_fits_is_taken(
+    two_series: Project,
+    newest: Path,
+    tmp_path: Path,
+    version: str,
+    files: dict[str, str],
+    series: str,
+    is_warned: bool,
+) -> None:
+    checkout = make_checkout(tmp_path / "mine", version, files)
+    before = contents(checkout)
+    output = two_series.ok("apply", "--target", str(checkout))
+    assert f"Megatron-LM {version}, series for {series}: added 1 files" in output
+    assert ("warning" in output) is is_warned
+    if is_warned and series == "trainer 1.0":
+        assert f"newest 4.0 does not apply:\n    patches/newest/{OWN}: trainer/second.py" in output
+    second = checkout / "trainer/second.py"
+    assert (series == "newest 4.0") == (second.is_file() and "hook()" in second.read_text())
+    assert "    hook()" in (checkout / "trainer/loop.py").read_text()
+    assert "applied already" in two_series.ok("apply", "--target", str(checkout))
+    two_series.ok("apply", "--target", str(checkout), "--reverse")
+    assert contents(checkout) == before
+
+
+def test_unknown_tree_hears_which_hunks_fail(
+    two_series: Project, newest: Path, tmp_path: Path
+) -> None:
+    loop = OLD["trainer/loop.py"].replace("reduce()", "reduce(all)")
+    checkout = make_checkout(tmp_path / "mine", "5.0.0", {"trainer/loop.py": loop})
+    before = contents(checkout)
+    output = two_series.fails("apply", "--target", str(checkout))
+    hunk = (
+        "    patches/trainer/0001-loop-hook.patch: trainer/loop.py: hunk 1 of 1, from line 3: the "
+        "file has no line '    reduce()'\n"
+    )
+    assert output == (
+        f"error: no series of patches applies to {checkout} (Megatron-LM 5.0.0); nothing was "
+        f"changed\n  newest 4.0 does not apply:\n{hunk}"
+        f"    patches/newest/{OWN}: trainer/second.py: there is no such file\n"
+        f"  trainer 1.0 does not apply:\n{hunk}"
+    )
+    assert contents(checkout) == before
+
+
+def test_failure_does_not_hide_those_of_later_patches(patched: Project, tmp_path: Path) -> None:
+    """A later patch that needs an earlier one's other hunk is not blamed for it."""
+    lines = "".join(f"line {number}\n" for number in range(30))
+    project_loop = patched.tree("trainer") / "trainer/loop.py"
+    project_loop.write_text(project_loop.read_text() + lines)
+    git(patched.tree("trainer"), "commit", "-q", "-a", "-m", "loop: lines")
+    patched.commit("trainer/loop.py", "line 20\n", "line twenty\n", "loop: twenty", "trainer")
+    patched.commit("trainer/info.py", "MINOR = 1", "MINOR = 2", "info: two", "trainer")
+    patched.ok("export")
+    changed = OLD["trainer/loop.py"].replace("update()", "update(1)")
+    info = "MAJOR = 3\nMINOR = 1\nPATCH = 4\nSUFFIX = 1\n"
+    files = {"trainer/loop.py": changed, "trainer/info.py": info}
+    checkout = make_checkout(tmp_path / "mine", "3.1.4", files)
+    output = patched.fails("apply", "--target", str(checkout))
+    assert "0001-loop-hook.patch: trainer/loop.py: hunk 1 of 1" in output
+    assert "0004-info-two.patch: trainer/info.py: hunk 1 of 1" in output
+
+
+def test_hunk_that_fits_at_two_places_is_refused(
+    two_series: Project, newest: Path, tmp_path: Path
+) -> None:
+    twice = "import time\n" + OLD["trainer/loop.py"] * 2
+    checkout = make_checkout(tmp_path / "mine", "3.1.4", {"trainer/loop.py": twice})
+    before = contents(checkout)
+    output = two_series.fails("apply", "--target", str(checkout))
+    assert "trainer/loop.py: hunk 1 of 1, from line 3, fits at lines 4, 11" in output
+    assert contents(checkout) == before
+
+
+# ----------------------------------------------------------------- the real series
+
+
+def test_hooks_that_patches_call_are_there() -> None:
+    package = REPOSITORY / "Megatron-LM/megatron/core/distributed/dpu_reduce/__init__.py"
+    (names_of_package,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(package.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    called = {
+        (patch.name, name)
+        for patch in (REPOSITORY / "patches").glob("megatron-*/*/*.patch")
+        for name in re.findall(r"^\+.*\bdpu_reduce\.(\w+)", patch.read_text(), re.M)
+    }
+    assert len({patch for patch, _ in called}) >= 4
+    assert [each for each in sorted(called) if each[1] not in names_of_package] == []
