@@ -173,6 +173,7 @@ pack_server() {
   cp "$root"/scripts/lib/launch.sh "$folder/scripts/lib/"
   cp "$root"/deploy/systemd/* "$folder/systemd/"
   cp "$root"/{LICENSE,NOTICE,README.md} "$folder/"
+  cp "$sodium"/libsodium-*/LICENSE "$folder/LICENSE.libsodium"
   tar -C "$work" --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX \
     --mtime="@$SOURCE_DATE_EPOCH" \
     -c "$name" | gzip -n >"$out/$name.tar.gz"
