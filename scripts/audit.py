@@ -71,7 +71,7 @@ def ask(program: Path, service: str, packages: Sequence[Pin], more: Sequence[str
         )
     if not done.stdout.strip():
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UnreachableError(f"{service}: {reason[:200]}")
+        raise UnreachableError(f"{service}: {reason.partition('(')[0][:100]}")
     try:
         listed = json.loads(done.stdout)["dependencies"]
         by_name = {one["name"]: one for one in listed}
