@@ -167,6 +167,12 @@ wheel: setup ## wheels for other machines, x86-64 and arm64, and archives with t
 images: wheel ## container images: the server for x86-64 and arm64, the worker
 	@scripts/images.sh $(ARGS)
 
+release: setup ## wheels, archives, images, checksums, bill of materials in build/release (ARGS="--images none")
+	@$(PYTHON_ENV) scripts/release.py $(ARGS)
+
+audit: setup ## compare all packages of locks/ with a list of known vulnerabilities
+	@$(PYTHON_ENV) scripts/audit.py $(ARGS)
+
 site: setup ## the documentation as a site, in build/site, its links checked
 	@scripts/site.sh
 

@@ -46,7 +46,7 @@ rm -rf "$root/build"
 if ((cache)); then
   folder="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}"
   # By name, since the variable may point at a folder that holds other things too.
-  rm -rf "$folder/sdists" "$folder/wheels" "$folder/servers" "$folder/images" \
-    "$folder"/prometheus-cpp-* "$folder/vm" "$folder/uv" "$folder"/uv-[0-9a-f]*
+  rm -rf "$folder/sdists" "$folder/wheels" "$folder/servers" "$folder/ship" "$folder/images" \
+    "$folder"/libsodium-* "$folder/vm" "$folder/uv" "$folder"/uv-[0-9a-f]*
   rmdir "$folder" 2>/dev/null || true
 fi

@@ -9,7 +9,7 @@ source "$root/scripts/lib/python.sh"
 usage() {
   cat <<'TEXT'
 usage: scripts/images.sh [server] [worker] [--with ray|hf|rl] [--platform linux/amd64,linux/arm64]
-                         [--context FOLDER]
+                         [--dist FOLDER] [--save FOLDER] [--context FOLDER] [--engine]
 
 Builds the images byteps-server (both platforms) and megatron-byteps-worker (this machine's), or the
 one named, with docker or else buildah, whichever is there. Versions come from docker/versions.env; a
@@ -21,7 +21,10 @@ CUDA_IMAGE=ubuntu:24.04 for a worker without CUDA's base. Archives and wheels ar
                     (rl) need: megatron-byteps-worker-NAME. hf needs a base with Python 3.12, rl one
                     with 3.12 or 3.13
   --platform LIST   platforms of the server's image
+  --dist FOLDER     the archives and wheels, instead of build/dist
+  --save FOLDER     also write each image there, as NAME-TAG[-ARCH].image.tar.gz for docker load
   --context FOLDER  only lay out the build contexts there: server/ and worker/
+  --engine          only print what would build: docker or buildah
 
 Building for another platform needs qemu-user-static and its binfmt_misc entry. With buildah,
 BUILDAH_ISOLATION=chroot builds where containers cannot be started.
@@ -31,6 +34,9 @@ TEXT
 images=()
 platforms=linux/amd64,linux/arm64
 context=
+dist="$root/build/dist"
+save=
+engine_only=0
 with=base
 while (($#)); do
   case $1 in
@@ -42,10 +48,16 @@ while (($#)); do
         *) echo "error: --with is '${2:-}', not ray, hf or rl" >&2; exit 2 ;;
       esac
       shift 2 ;;
-    --platform | --context)
+    --platform | --dist | --save | --context)
       [[ -n ${2:-} ]] || { echo "error: $1 needs a value" >&2; exit 2; }
-      if [[ $1 == --platform ]]; then platforms=$2; else context=$2; fi
+      case $1 in
+        --platform) platforms=$2 ;;
+        --dist) dist=$2 ;;
+        --save) save=$2 ;;
+        --context) context=$2 ;;
+      esac
       shift 2 ;;
+    --engine) engine_only=1; shift ;;
     *) echo "error: unknown argument: $1" >&2; usage >&2; exit 2 ;;
   esac
 done
@@ -76,6 +88,23 @@ long() {
   fi
 }
 
+# find_engine sets `engine`.
+find_engine() {
+  if command -v docker >/dev/null && docker info >/dev/null 2>&1; then
+    engine=docker
+  elif command -v buildah >/dev/null; then
+    engine=buildah
+  else
+    fail "neither a running docker nor buildah is here (Debian: apt-get install buildah)"
+  fi
+}
+
+if ((engine_only)); then
+  find_engine
+  echo "$engine"
+  exit
+fi
+
 work="$root/build/images"
 [[ -z $context ]] || work=$context
 mkdir -p "$work"
@@ -101,9 +130,9 @@ server_context() {
   rm -rf "$work/server"
   for platform in "$@"; do
     arch=$(architecture "$platform")
-    archive="$root/build/dist/byteps-server-$version-linux-$arch.tar.gz"
+    archive="$dist/byteps-server-$version-linux-$arch.tar.gz"
     [[ -f $archive ]] ||
-      fail "no server archive for $arch in build/dist: run make wheel (or scripts/wheel.sh --server-only)"
+      fail "no server archive for $arch in $dist: run make wheel (or scripts/wheel.sh --server-only)"
     mkdir -p "$work/server/$platform"
     tar -xzf "$archive" -C "$work/server/$platform" --strip-components=1
   done
@@ -112,8 +141,8 @@ server_context() {
 worker_context() {
   local wheels version python
   version=$(package_version)
-  mapfile -t wheels < <(compgen -G "$root/build/dist/byteps-$version-*-manylinux*_$(uname -m).whl")
-  ((${#wheels[@]})) || fail "no wheel of $version for $(uname -m) in build/dist: run make wheel"
+  mapfile -t wheels < <(compgen -G "$dist/byteps-$version-*-manylinux*_$(uname -m).whl")
+  ((${#wheels[@]})) || fail "no wheel of $version for $(uname -m) in $dist: run make wheel"
   rm -rf "$work/worker"
   mkdir -p "$work/worker/wheels" "$work/worker/locks" "$work/worker/scripts/lib"
   cp "${wheels[@]}" "$work/worker/wheels/"
@@ -121,9 +150,9 @@ worker_context() {
   if [[ $with != base ]]; then
     python=$(find_python) || fail "no Python >= 3.12 was found; set PYTHON"
     "$python" -B "$root/scripts/locks.py" show "$with" >"$work/worker/locks/$with.lock"
-    compgen -G "$root/build/dist/megatron_byteps_$with-*.whl" >/dev/null ||
-      fail "no wheel of megatron_byteps_$with in build/dist: run make wheel"
-    cp "$root"/build/dist/megatron_byteps_*.whl "$work/worker/wheels/"
+    compgen -G "$dist/megatron_byteps_$with-*.whl" >/dev/null ||
+      fail "no wheel of megatron_byteps_$with in $dist: run make wheel"
+    cp "$dist"/megatron_byteps_*.whl "$work/worker/wheels/"
   fi
   cp "$root"/scripts/worker.sh "$work/worker/scripts/"
   cp "$root"/scripts/lib/launch.sh "$work/worker/scripts/lib/"
@@ -141,14 +170,20 @@ for image in "${images[@]}"; do
   if [[ $image == server ]]; then server_context "${list[@]}"; else worker_context; fi
 done
 [[ -z $context ]] || exit 0
+find_engine
 
-if command -v docker >/dev/null && docker info >/dev/null 2>&1; then
-  engine=docker
-elif command -v buildah >/dev/null; then
-  engine=buildah
-else
-  fail "neither a running docker nor buildah is here (Debian: apt-get install buildah)"
-fi
+# save_image TAG: writes the image to the folder --save.
+save_image() {
+  [[ -n $save ]] || return 0
+  local file="$save/${1/:/-}.image.tar"
+  mkdir -p "$save"
+  if [[ $engine == docker ]]; then
+    docker save --output "$file" "$1"
+  else
+    long "saving ${1%%:*}" buildah push "$1" "docker-archive:$file:$1"
+  fi
+  gzip -nf "$file"
+}
 
 # build NAME TAG PLATFORM ARGUMENT...
 build() {
@@ -164,6 +199,7 @@ build() {
       --file "$root/docker/$name.Dockerfile" --tag "$tag" \
       --build-arg "TARGETPLATFORM=$platform" "${labels[@]}" "$@" "$work/$name"
   fi
+  save_image "$tag"
 }
 
 for image in "${images[@]}"; do

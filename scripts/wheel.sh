@@ -30,6 +30,7 @@ wheel for, which has to run here: the wheel is for its version, cp313 for exampl
 loaded when a job asks for them; the rest is inside. --server-only leaves the wheels out, and needs
 no Python environment of that architecture; --integrations-only builds the last three alone. Needs build/venv: run scripts/setup.sh before. What was
 built is kept in ~/.cache/megatron-byteps (MEGATRON_BYTEPS_CACHE) and taken from there the next time.
+The same sources and compiler give the same bytes; SOURCE_DATE_EPOCH dates the files (default: 1980).
 TEXT
 }
 
@@ -66,6 +67,7 @@ if ((server_only && integrations_only)); then
 fi
 
 cache="${MEGATRON_BYTEPS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-byteps}"
+export SOURCE_DATE_EPOCH="${SOURCE_DATE_EPOCH:-315532800}" # the first moment that a zip file can name
 venv="$root/build/venv"
 source_tree="$root/build/byteps"
 [[ -x $venv/bin/cmake ]] || { echo "error: no build/venv: run scripts/setup.sh" >&2; exit 1; }
@@ -109,7 +111,7 @@ build_key() {
   {
     PYTHONPATH="$root" "$venv/bin/python" -B -m scripts.patchset tree-key byteps
     "$compiler" --version | head -n 1
-    echo "$* $sodium ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
+    echo "$* $sodium $SOURCE_DATE_EPOCH ${BYTEPS_CMAKE_ARGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
     declare -f configure_for build_server build_wheel
   } | sha256sum | cut -c -32
 }
@@ -171,8 +173,9 @@ pack_server() {
   cp "$root"/scripts/lib/launch.sh "$folder/scripts/lib/"
   cp "$root"/deploy/systemd/* "$folder/systemd/"
   cp "$root"/{LICENSE,NOTICE,README.md} "$folder/"
-  # The same bytes from the same inputs.
-  tar -C "$work" --sort=name --owner=0 --group=0 --numeric-owner --mtime="@${SOURCE_DATE_EPOCH:-0}" \
+  cp "$sodium"/libsodium-*/LICENSE "$folder/LICENSE.libsodium"
+  tar -C "$work" --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX \
+    --mtime="@$SOURCE_DATE_EPOCH" \
     -c "$name" | gzip -n >"$out/$name.tar.gz"
   say "$out/$name.tar.gz, $(du -h "$out/$name.tar.gz" | cut -f 1)"
 }
@@ -188,8 +191,7 @@ build_integrations() {
       "$root"/{LICENSE,NOTICE} "$copy"
     copies+=("$copy")
   done
-  # The same bytes from the same inputs.
-  SOURCE_DATE_EPOCH="${SOURCE_DATE_EPOCH:-315532800}" long "the wheels of integrations" \
+  long "the wheels of integrations" \
     "$venv/bin/python" -m pip wheel --no-deps --no-build-isolation --disable-pip-version-check \
     --wheel-dir "$work/wheels" "${copies[@]}" || exit 1
   cp "$work/wheels"/*.whl "$out/"
@@ -199,8 +201,7 @@ build_integrations() {
 if ! ((server_only)); then build_integrations; fi
 if ((integrations_only)); then exit; fi
 
-release=$(. /etc/os-release && echo "$ID-$VERSION_ID")
-sodium="$cache/libsodium-$release"
+sodium=$(sodium_source "$cache")
 fetch_sodium_source "$sodium"
 if ! ((server_only)); then
   install_ship_tools "$root"

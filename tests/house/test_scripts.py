@@ -41,6 +41,16 @@ def test_help_and_bad_use(script: str) -> None:
     assert "usage: " in result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("program", ["release.py", "audit.py"])
+def test_help_and_bad_use_of_programs(program: str) -> None:
+    """Those that need the environment."""
+    python = str(REPOSITORY / "build/venv/bin/python")
+    result = run(python, f"scripts/{program}", "-h")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"usage: {program}")
+    assert run(python, f"scripts/{program}", "--no-such-flag").returncode == 2
+
+
 def test_make_lists_its_targets() -> None:
     result = run("make")
     assert result.returncode == 0, result.stderr

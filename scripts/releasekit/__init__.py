@@ -1,0 +1,1 @@
+"""What scripts/release.py and scripts/audit.py are made of."""

@@ -1,0 +1,123 @@
+"""What a release is, whether this checkout may be one, and the files that need no compiler."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import subprocess
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.patchkit.common import sha256_file
+from scripts.releasekit.common import ReleaseError
+
+SUMS = "SHA256SUMS"
+INTEGRATIONS = ("ray", "hf", "rl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    version: str
+    """Of the byteps package: "0.2.5.post15+megatron.5"."""
+    commit: str
+    epoch: int
+    """When it was committed, or SOURCE_DATE_EPOCH: seconds since 1970. Dates every file."""
+
+    @property
+    def name(self) -> str:
+        return f"megatron-byteps-{self.version}"
+
+
+def _git(root: Path, *arguments: str) -> bytes:
+    done = subprocess.run(["git", "-C", root, *arguments], capture_output=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        raise ReleaseError(f"git {arguments[0]} failed in {root}: {said[-1]}")
+    return done.stdout
+
+
+def _project(folder: Path) -> dict[str, str]:
+    project: dict[str, str] = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))[
+        "project"
+    ]
+    return project
+
+
+def integrations_version(version: str) -> str:
+    """What integrations/* are called in this release: 0.5.0 in megatron.5, 0.5.1 in megatron.5.1.
+
+    Raises:
+        ReleaseError: the version names no release of ours.
+    """
+    found = re.fullmatch(r"[^+]+\+megatron\.(\d+)(?:\.(\d+))?", version)
+    if found is None:
+        raise ReleaseError(f"byteps/pyproject.toml has version {version}, not UPSTREAM+megatron.N")
+    return f"0.{found[1]}.{found[2] or 0}"
+
+
+def _check_changelog(root: Path, version: str, draft: bool) -> None:
+    text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\S+)(?: \((.*)\))?$", text, re.MULTILINE)
+    if newest is None or newest[1] != version:
+        raise ReleaseError(
+            f"CHANGELOG.md begins with {newest[1] if newest else 'no version'}, and "
+            f"byteps/pyproject.toml says {version}: write down what is new in {version}"
+        )
+    if not draft and not re.match(r"\d{4}-\d{2}-\d{2}", newest[2] or ""):
+        raise ReleaseError(
+            f"CHANGELOG.md calls {version} '{newest[2]}': put the date there and commit it "
+            "(--draft makes it as it is)"
+        )
+
+
+def check(root: Path, *, draft: bool = False) -> Release:
+    """The release that this checkout is.
+
+    Args:
+        draft: the changelog may call it unreleased.
+
+    Raises:
+        ReleaseError: files are not committed, or versions and changelog disagree.
+    """
+    changed = _git(root, "status", "--porcelain").decode(errors="replace").splitlines()
+    if changed:
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise ReleaseError(
+            "these files are not as committed: "
+            f"{', '.join(line[3:] for line in changed[:5])}{more}. Commit or remove them"
+        )
+    version = _project(root / "byteps")["version"]
+    _check_changelog(root, version, draft)
+    for name in INTEGRATIONS:
+        said, wanted = (
+            _project(root / "integrations" / name)["version"],
+            integrations_version(version),
+        )
+        if said != wanted:
+            raise ReleaseError(
+                f"integrations/{name}/pyproject.toml has version {said}, but {version} "
+                f"makes it {wanted}"
+            )
+    committed = _git(root, "log", "-1", "--format=%H %ct").decode().split()
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", committed[1])
+    if not epoch.isdecimal():
+        raise ReleaseError(f"SOURCE_DATE_EPOCH is '{epoch}', not seconds since 1970")
+    return Release(version=version, commit=committed[0], epoch=int(epoch))
+
+
+def archive(root: Path, release: Release, folder: Path) -> Path:
+    """Writes the source archive, of what is committed: the same bytes for the same commit."""
+    packed = _git(root, "archive", "--format=tar", f"--prefix={release.name}/", release.commit)
+    path = folder / f"{release.name}.tar.gz"
+    path.write_bytes(gzip.compress(packed, mtime=0))
+    return path
+
+
+def write_sums(folder: Path) -> Path:
+    """Writes SHA256SUMS of all files there, for `sha256sum --check`."""
+    files = sorted(path for path in folder.iterdir() if path.name != SUMS)
+    lines = [f"{sha256_file(path)}  {path.name}\n" for path in files]
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+    return folder / SUMS
