@@ -25,9 +25,9 @@ help: ## list the targets
 	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) OPTIMIZER=servers (which keep it) MODE=ray (under Ray) HF=1 (SmolLM2, or HF=FOLDER) LORA=1 (adapters alone) ARGS="--seed 1" (any flag of scripts/train.py)'
 	@echo 'make rl: ALGORITHM=ppo (default: grpo) ROLLOUT=megatron (default: transformers) REWARD=megatron (default: rule) STEPS=30 WORKERS=2 COMPARE=1 (through all-reduce too) ARGS="--seed 2" (any flag of scripts/rl.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/results/correctness.md (write it anew)'
-	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/results/figures.md (write the results) CHART=docs/images/speed.svg (one picture of them) ARGS=... (any flag of bench/pushpull/suite.py)'
+	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/results/figures.md (write the results) CHART=docs/images/speed.png (one picture of them) ARGS=... (any flag of bench/pushpull/suite.py)'
 	@echo 'make simulate, make chaos: SEEDS=100 FROM=1 (which)   make fuzz: TARGET=meta RUNS=1000000 (of each)'
-	@echo 'make soak: MINUTES=60 PICTURE=docs/images/soak.svg ARGS="--seed 2"'
+	@echo 'make soak: MINUTES=60 PICTURE=docs/images/soak.png ARGS="--seed 2"'
 	@echo 'make test:  TESTS="tests/patches" (only these) PYTEST_ARGS="-k name -x"'
 
 setup: ## system packages, Python environment, upstreams fetched, patched and built
@@ -182,7 +182,7 @@ parity: setup ## compare gradients with all-reduce and exact sums, in every para
 
 bench: setup ## push-pull beside all-reduce on emulated links, idle costs, sums: against the bars
 	@status=0; $(PYTHON_ENV) -W ignore bench/pushpull/suite.py --set $(SET) --json build/bench/$(SET).json \
-		--chart $(or $(CHART),build/bench/$(SET).svg) \
+		--chart $(or $(CHART),build/bench/$(SET).png) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS) || status=1; \
 	$(if $(ONLY),,$(MAKE) -k bench-sharded bench-idle bench-reducer bench-plan ARGS= || status=1;) exit $$status
 

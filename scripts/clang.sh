@@ -3,31 +3,15 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=scripts/lib/no_arguments.sh
+source "$root/scripts/lib/no_arguments.sh"
 # shellcheck source=scripts/lib/system.sh
 source "$root/scripts/lib/system.sh"
-
-usage() {
-  cat <<'TEXT'
-usage: scripts/clang.sh [-h]
+no_arguments "usage: scripts/clang.sh [-h]
 
 Prints the path of the newest clang++ that has its run-time libraries, and installs one (Debian and
 Ubuntu, as root or with sudo) where there is none. Only the sanitizers, the fuzzers and the check of
-lock annotations need it, so that make setup leaves it alone.
-TEXT
-}
-
-case "${1:-}" in
-  "") ;;
-  -h | --help)
-    usage
-    exit 0
-    ;;
-  *)
-    echo "error: clang.sh takes no arguments, got: $*" >&2
-    usage >&2
-    exit 2
-    ;;
-esac
+lock annotations need it, so that make setup leaves it alone." "$@"
 
 find_clang() {
   local compiler version folder

@@ -3,21 +3,12 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-
-case "${1:-}" in
-  "") ;;
-  -h | --help)
-    echo "usage: scripts/diagrams.sh
+# shellcheck source=scripts/lib/no_arguments.sh
+source "$root/scripts/lib/no_arguments.sh"
+no_arguments "usage: scripts/diagrams.sh [-h]
 
 Draws docs/diagrams/*.dot as docs/images/*.svg, with Graphviz (Debian's package graphviz). Each picture
-carries the checksum of its source; a test compares them."
-    exit 0
-    ;;
-  *)
-    echo "usage: scripts/diagrams.sh (no arguments)" >&2
-    exit 2
-    ;;
-esac
+carries the checksum of its source; a test compares them." "$@"
 
 command -v dot >/dev/null || {
   echo "error: Graphviz is not installed: apt-get install graphviz" >&2

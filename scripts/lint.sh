@@ -10,7 +10,8 @@ usage: scripts/lint.sh [--fix]
 
 Checks Python (ruff, mypy), shell scripts (shellcheck), the C++ files of overlays, benchmarks and tests
 (clang-format), the container files (hadolint), the Kubernetes manifests (against its schemas), their
-versions against docker/versions.env, and the patch series. --fix rewrites what can be rewritten first.
+versions against docker/versions.env, and the patch series. What has not changed since it passed is not
+looked at again (build/lint). --fix rewrites what can be rewritten first.
 Needs build/venv: run scripts/setup.sh before.
 TEXT
 }
@@ -54,6 +55,29 @@ run() {
   jobs+=($!)
 }
 
+# changed NAME FILE... -- COMMAND...: as run, but not again for files with which it passed before. For tools that keep no
+# cache of their own.
+changed() {
+  local name=$1 files=() state kept
+  shift
+  while [[ $1 != -- ]]; do
+    files+=("$1")
+    shift
+  done
+  shift
+  kept="$root/build/lint/${name%% *}"
+  state=$({ echo "$*" && sha256sum scripts/lint.sh locks/base.lock "${files[@]}"; } | sha256sum)
+  if [[ -f $kept && $(<"$kept") == "$state" ]]; then
+    echo "lint: $name: ok, as before"
+    return
+  fi
+  run "$name" passes "$kept" "$state" "$@"
+}
+# passes FILE STATE COMMAND...: runs it, and writes STATE to FILE if it succeeds.
+passes() {
+  "${@:3}" && mkdir -p "${1%/*}" && echo "$2" >"$1"
+}
+
 failed=()
 report() {
   local index
@@ -71,10 +95,9 @@ report() {
 run "ruff check" "$bin/ruff" check .
 run "ruff format" "$bin/ruff" format --check --diff .
 run "mypy" "$bin/mypy"
-run "shellcheck (${#shell[@]} files)" "$bin/shellcheck" -x "${shell[@]}"
-if ((${#cpp[@]} > 0)); then
-  run "clang-format (${#cpp[@]} files)" "$bin/clang-format" --dry-run -Werror "${cpp[@]}"
-fi
+changed "shellcheck (${#shell[@]} files)" "${shell[@]}" -- "$bin/shellcheck" -x "${shell[@]}"
+changed "clang-format (${#cpp[@]} files)" .clang-format "${cpp[@]}" -- \
+  "$bin/clang-format" --dry-run -Werror "${cpp[@]}"
 # check_versions: images name no version but those of docker/versions.env.
 check_versions() {
   local name value status=0
@@ -98,10 +121,12 @@ check_versions() {
   return "$status"
 }
 
-run "hadolint" "$bin/hadolint" docker/*.Dockerfile
-run "kubernetes" "$bin/kubernetes-validate" --strict --quiet -k 1.33 docker/kubernetes/*.yaml
+changed "hadolint" docker/*.Dockerfile -- "$bin/hadolint" docker/*.Dockerfile
+changed "kubernetes" docker/kubernetes/*.yaml -- \
+  "$bin/kubernetes-validate" --strict --quiet -k 1.33 docker/kubernetes/*.yaml
 run "image versions" check_versions
-run "patches" "$root/scripts/apply_patches.sh" --check
+mapfile -t series < <(find patches byteps Megatron-LM scripts/patchkit scripts/patchset.py upstream.lock -type f ! -name '*.pyc')
+changed "patches" "${series[@]}" -- "$root/scripts/apply_patches.sh" --check
 report
 
 if ((${#failed[@]} > 0)); then

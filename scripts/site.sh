@@ -3,22 +3,13 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=scripts/lib/no_arguments.sh
+source "$root/scripts/lib/no_arguments.sh"
 # shellcheck source=scripts/lib/ship_tools.sh
 source "$root/scripts/lib/ship_tools.sh"
+no_arguments "usage: scripts/site.sh [-h]
 
-case "${1:-}" in
-  "") ;;
-  -h | --help)
-    echo "usage: scripts/site.sh
-
-Builds docs/ as a site in build/site (open index.html), and fails for a link that leads nowhere."
-    exit 0
-    ;;
-  *)
-    echo "usage: scripts/site.sh (no arguments)" >&2
-    exit 2
-    ;;
-esac
+Builds docs/ as a site in build/site (open index.html), and fails for a link that leads nowhere." "$@"
 
 cd "$root"
 install_ship_tools "$root"

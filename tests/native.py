@@ -74,13 +74,18 @@ def build(*programs: str, sanitize: str = "") -> Path:
         # Nothing of it runs here.  In one of the two builds clang checks its locks (base/mutex.h).
         options += [f"-DBYTEPS_WITH_RDMA={'AUTO' if sanitize == 'thread' else 'OFF'}"]
     with _alone_in(folder):
-        _run(
-            *(cmake, "-G", "Ninja", "-S", SOURCE, "-B", folder),
+        configure = [
+            *(cmake, "-G", "Ninja", "-S", str(SOURCE), "-B", str(folder)),
             *("-DBYTEPS_BUILD_TESTS=ON", "-DBYTEPS_BUILD_PYTHON=OFF", *options),
             # As the wheel's build calls it: ccache looks at the name too.
             f"-DCMAKE_CXX_COMPILER={compiler}",
             *(f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
-        )
+        ]
+        # It takes seconds; where a file of cmake's has changed, ninja does it again by itself.
+        configured = folder / "configured"
+        if not configured.exists() or configured.read_text() != "\n".join(configure):
+            _run(*configure)
+            configured.write_text("\n".join(configure))
         compile_all: list[str | Path] = [cmake, "--build", folder, "--parallel", "2"]
         compile_all += ["--target", *programs]
         log = folder / "build.log"

@@ -100,7 +100,7 @@ def draw_overview(runs: Sequence[Run], path: Path) -> None:
 
     Args:
         runs: those without a limit, or launches, have no place in it.
-        path: ends in ``.svg``, ``.png`` or another form that matplotlib writes.
+        path: ends in ``.png``, ``.svg`` or another form that matplotlib writes.
     """
     draw_parts([parts for run in runs if run.launches if (parts := _parts(run)).of_limit], path)
 
@@ -118,7 +118,6 @@ def draw_parts(experiments: Sequence[Parts], path: Path) -> None:
     """One picture of how near to the links' limit each backend comes in each experiment."""
     backends = list(dict.fromkeys(backend for one in experiments for backend in one.of_limit))
     # Here, as in _figure.
-    import matplotlib
     from matplotlib.patches import Patch
 
     figure, axes = _figure("Sums of gradients: part of what the links allow a push-pull")
@@ -140,10 +139,7 @@ def draw_parts(experiments: Sequence[Parts], path: Path) -> None:
             loc="upper left",
             bbox_to_anchor=(1.0, 1.0),
         )
-    # The same figures are the same file.
-    same = {"Date": None} if path.suffix == ".svg" else {}
-    with matplotlib.rc_context({"svg.hashsalt": "megatron-byteps"}):
-        figure.savefig(path, metadata={"Description": described(experiments), **same})
+    figure.savefig(path, metadata={"Description": described(experiments)})
 
 
 def _draw_times(run: Run, path: Path) -> Path:

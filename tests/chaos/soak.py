@@ -308,7 +308,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="how long (default 60)")
     parser.add_argument("--seed", type=int, default=1, help="of the faults (default 1)")
     parser.add_argument("--out", type=Path, default=ROOT / "build/soak", help="default build/soak")
-    parser.add_argument("--picture", type=Path, help="default soak.svg in the folder of --out")
+    parser.add_argument("--picture", type=Path, help="default soak.png in the folder of --out")
     options = parser.parse_args()
     if options.minutes <= 0:
         parser.error("--minutes takes a positive number")
@@ -333,7 +333,7 @@ def main() -> int:
             soak.run(shown)
         except (RuntimeError, OSError) as error:
             soak.wrong.append(str(error))
-    return report(soak, options.picture or out / "soak.svg")
+    return report(soak, options.picture or out / "soak.png")
 
 
 def report(soak: Soak, picture: Path) -> int:

@@ -197,10 +197,9 @@ def draw(samples: Sequence[Sample], events: Sequence[tuple[float, str]], path: P
     Args:
         samples: in the order of time.
         events: seconds, and ``kill`` or another fault.
-        path: ends in ``.svg``, ``.png`` or another form that matplotlib writes.
+        path: ends in ``.png``, ``.svg`` or another form that matplotlib writes.
     """
     # Here, because matplotlib takes a second and a failed run needs none of it.
-    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -234,9 +233,7 @@ def draw(samples: Sequence[Sample], events: Sequence[tuple[float, str]], path: P
     panels[0].set_title(f"Training with {faults}")
     panels[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     panels[-1].set_xlabel("minutes; dashed: a rank is killed, and both are started again")
-    same = {"Date": None} if path.suffix == ".svg" else {}
-    with matplotlib.rc_context({"svg.hashsalt": "megatron-byteps"}):
-        figure.savefig(path, metadata=same)
+    figure.savefig(path)
 
 
 def table(found: Sequence[Trend]) -> str:

@@ -116,4 +116,4 @@ def test_a_short_soak(run_dir: Path) -> None:
     wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
     assert not [line for line in wrong if " grew by " not in line], done.stdout + done.stderr
     assert "the same loss to the last bit" in done.stdout
-    assert (run_dir / "soak.svg").exists()
+    assert (run_dir / "soak.png").exists()

@@ -14,7 +14,15 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = ["apply_patches.sh", "export_patches.sh", "setup.sh", "lint.sh", "clean.sh"]
-SCRIPTS += ["locks.py", "wheel.sh", "images.sh", "site.sh"]
+SCRIPTS += [
+    "locks.py",
+    "wheel.sh",
+    "images.sh",
+    "site.sh",
+    "clang.sh",
+    "valgrind.sh",
+    "diagrams.sh",
+]
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

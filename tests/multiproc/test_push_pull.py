@@ -1,7 +1,8 @@
-"""push_pull gives the sum, for every dtype and size, and refuses what it cannot sum."""
+"""push_pull sums every dtype and size, in any order, and refuses what it cannot sum."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,8 @@ from tests.multiproc.cluster import Cluster
 SMALL = 4096
 # An operation that one rank's failed check left alone ends the test soon.
 PATIENCE = {"BYTEPS_OP_TIMEOUT_S": "20"}
+
+LONGER = {"BYTEPS_PARTITION_BYTES": str(SMALL), "BYTEPS_OP_TIMEOUT_S": "60"}
 
 USUAL = ((1, 1), (2, 2), (3, 3), (4, 1))
 """Workers and servers; the other numbers are thorough."""
@@ -75,3 +78,39 @@ def test_wire_types(make_cluster: Callable[..., Cluster], workers: int) -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_shapes_and_refusals(make_cluster: Callable[..., Cluster], workers: int) -> None:
     make_cluster(workers=workers, servers=1, env=PATIENCE).run("sums:shapes")
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 3)])
+def test_every_order(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> None:
+    env = {"BYTEPS_PARTITION_BYTES": str(SMALL), **PATIENCE}
+    make_cluster(workers=workers, servers=servers, env=env).run("handles:every_order")
+
+
+def test_every_order_with_many_threads(make_cluster: Callable[..., Cluster]) -> None:
+    env = {
+        "BYTEPS_PARTITION_BYTES": str(SMALL),
+        **PATIENCE,
+        "BYTEPS_PUSH_THREAD": "4",
+        "BYTEPS_SERVER_ENGINE_THREAD": "8",
+        "BYTEPS_SERVER_WINDOW_BYTES": "1000000000",
+    }
+    make_cluster(workers=2, servers=2, env=env).run("handles:every_order")
+
+
+@pytest.mark.parametrize(
+    "program", ["every_dtype", "rounds_in_flight", "wire_types", "wanted_part"]
+)
+def test_on_the_cpu(make_cluster: Callable[..., Cluster], program: str) -> None:
+    """The programs of tests/gpu."""
+    cluster = make_cluster(workers=2, servers=2, env=LONGER)
+    cluster.run(f"devices:{program}", device="cpu")
+
+
+def test_synchronize_can_be_interrupted(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(workers=2, servers=1, env=LONGER)
+    cluster.start("devices:interrupted", device="cpu")
+    cluster.wait_mark("waiting", [0])
+    cluster.workers["worker 0"].send(signal.SIGINT)
+    cluster.wait_mark("interrupted", [0])
+    cluster.go("push")
+    cluster.finish()

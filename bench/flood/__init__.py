@@ -1,1 +1,0 @@
-"""A job amid a flood of unauthenticated connections."""

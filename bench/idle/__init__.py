@@ -1,1 +1,0 @@
-"""What a job costs that sums nothing."""

@@ -1,1 +1,0 @@
-"""What benchmarks share: emulated hosts, processes on them, plans, machines and units."""

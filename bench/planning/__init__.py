@@ -1,1 +1,0 @@
-"""Python's part of the plan and of a push."""

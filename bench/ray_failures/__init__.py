@@ -1,1 +1,0 @@
-"""Failures of jobs under Ray, scripted by rank, incarnation and step."""

@@ -1,1 +1,0 @@
-"""The RDMA transport, measured in a virtual machine."""

@@ -1,1 +1,0 @@
-"""The additions that servers make."""

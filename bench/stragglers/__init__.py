@@ -1,1 +1,0 @@
-"""How much of a late rank's delay a step shows."""

@@ -1,1 +1,0 @@
-"""Pictures and figures of timelines."""

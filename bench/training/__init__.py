@@ -1,1 +1,0 @@
-"""Whole training steps: what bench/train_bench.py is made of, and its suite."""

@@ -1,1 +1,0 @@
-"""Assembles patched upstream trees: fetch by hash, overlay, patch series, and back again."""

@@ -1,3 +1,0 @@
-"""Makes the benchmark's tools and the tests' own helpers importable."""
-
-from __future__ import annotations

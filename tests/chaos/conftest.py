@@ -1,3 +1,0 @@
-"""Makes the chaos script importable."""
-
-from __future__ import annotations

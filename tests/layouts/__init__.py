@@ -1,1 +1,0 @@
-"""Trains every layout in two ways, compares the runs, and writes what came out as tables."""

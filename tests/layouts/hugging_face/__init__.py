@@ -1,1 +1,0 @@
-"""Hugging Face models in Megatron's layouts: what is trained, and what must come out."""

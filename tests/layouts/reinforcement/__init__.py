@@ -1,1 +1,0 @@
-"""verl's workers in layouts, through BytePS and through all-reduce."""

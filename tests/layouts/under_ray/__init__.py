@@ -1,1 +1,0 @@
-"""Layouts by ranks as torchrun starts them, and by ranks under Ray."""

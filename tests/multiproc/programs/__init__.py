@@ -1,1 +1,0 @@
-"""What the workers of a test run; each function takes a Job."""

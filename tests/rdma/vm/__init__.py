@@ -1,1 +1,0 @@
-"""Virtual machines whose kernel has real RDMA verbs (soft-RoCE), for hosts that have none."""
