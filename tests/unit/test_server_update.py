@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # it compiles each build
 
 OVERLAY = Path(__file__).parents[2] / "byteps"
 LIMIT_S = 240.0
-NUMBERS = {torch.float32: 0, torch.bfloat16: 7}  # of base/dtype.h
+NUMBERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 7}  # of base/dtype.h
 # As CMakeLists.txt compiles it.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 # As it ships, choosing for this machine, and for the oldest machine.
