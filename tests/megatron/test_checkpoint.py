@@ -58,7 +58,7 @@ def test_resume(
 
 SERVERS = (*BYTEPS, "--dpu-optimizer")
 MEGATRON = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
-OVERFLOWS = str(2**19)
+OVERFLOWS = str(2**17)
 # In both layouts the vocabulary is padded to a multiple of 4.
 PADDED = ("--make-vocab-size-divisible-by", "4")
 SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "2")

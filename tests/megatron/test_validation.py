@@ -210,9 +210,6 @@ def test_allowed_with_the_optimizer_on_the_servers(parse: Parse, words: tuple[st
 def test_the_optimizer_on_the_servers_needs(parse: Parse) -> None:
     assert translated(parse("--dpu-optimizer")).use_dpu_reduce
     assert DistributedDataParallelConfig(dpu_optimizer=True).use_dpu_reduce
-    for name in ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather"):
-        with pytest.raises(ValueError, match=f"does not work with --{name.replace('_', '-')}: "):
-            DistributedDataParallelConfig(dpu_optimizer=True, **{name: True})
     with pytest.raises(ValueError, match="clip=guess is not known; it can be speculate or wait"):
         DistributedDataParallelConfig(
             use_dpu_reduce=True, dpu_optimizer=True, dpu_optimizer_clip="guess"

@@ -168,9 +168,10 @@ def demand_as_torch(found: list[torch.Tensor], theirs: Reference, exact: Referen
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # else torch does not fuse
         if exact_roots:
             assert ulps(found[0], others[0]) <= 1
-        # Else a step may differ by an ulp of itself. It is at most some learning rates long.
+        # Else a step may differ by an ulp of itself. It is at most some learning rates long. An ulp
+        # of a parameter was twice as much before it fell below a power of two.
         size = torch.maximum(found[0].abs(), others[0].abs())
-        limit = torch.nextafter(size, size + 1) - size + 2.0**-23 * 4 * STEPS * rate(1)
+        limit = 2 * (torch.nextafter(size, size + 1) - size) + 2.0**-23 * 4 * STEPS * rate(1)
         assert bool(((found[0] - others[0]).abs() <= limit).all())
         assert all(torch.equal(a, b) for a, b in zip(found[1:], others[1:], strict=True))
     for mine, other, right in zip(found, others, rights, strict=True):

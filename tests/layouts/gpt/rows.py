@@ -138,13 +138,13 @@ _CLIPS_NEVER = ("--clip-grad", "100")
 _NO_CLIP = ("--clip-grad", "0")
 _SEQUENCE = ("--sequence-parallel",)
 _ZEROS = ("--log-num-zeros-in-grad",)
-_MTP = ("--mtp-num-layers", "1")
-# Their gradients are clipped by a norm of their own, which is a tenth of the others'.
+_MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
+# Clipped by a norm of their own.
 _DETACHED = (*_MTP, "--mtp-detach-heads")
 _PRECISION_AWARE = ("--use-precision-aware-optimizer", "--main-params-dtype", "fp16",
                     "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")  # fmt: skip
-# Gradients of fp16 are infinite in the first steps.
-_OVERFLOWS = ("--initial-loss-scale", str(2**19), "--hysteresis", "1")
+# Gradients of fp16 are infinite in the first step.
+_OVERFLOWS = ("--initial-loss-scale", str(2**17), "--hysteresis", "1")
 
 LAYOUTS: tuple[Layout, ...] = (
     # Data parallelism alone.

@@ -121,17 +121,7 @@ _REFUSALS: tuple[_Refusal, ...] = (
 
 _STATELESS = "ranks hold no optimizer state with it"
 
-_WHOLE = "it shards parameters, of which every rank has all with servers that update"
-_QUANTIZED = (
-    "servers update fp32 and half-precision parameters. Without arguments, switch it off in the "
-    "DDP config and build the model without fp8_param and fp4_param"
-)
-
 _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
-    _Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_WHOLE),
-    _Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_WHOLE),
-    _Refusal(attributes=("fp8_param_gather",), flag="--fp8-param-gather", reason=_QUANTIZED),
-    _Refusal(attributes=("fp4_param_gather",), flag="--fp4-param-gather", reason=_QUANTIZED),
     _Refusal(
         attributes=("use_layer_wise_distributed_optimizer",),
         flag="--use-layer-wise-distributed-optimizer",
