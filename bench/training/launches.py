@@ -75,6 +75,9 @@ def _ways() -> Iterator[Way]:
         if not half:
             sent = (*arguments, *asked, "--dpu-reduce-wire-dtype", "bf16")
             yield Way(name=f"{short}-wire-bf16", arguments=sent, through_servers=True, half=True)
+    # The sharded recipe as it stands, with one flag added.
+    recipe = (*_SHARDED, *_HALF, "--dpu-optimizer")
+    yield Way(name="sharded-bf16-on-servers", arguments=recipe, through_servers=True, half=True)
     # The optimizer on the servers: parameters come down before the norm is known, or after; the
     # ranks of a host sum first where several share one, or never.
     servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer")

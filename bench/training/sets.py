@@ -29,6 +29,7 @@ ON_CPU = """
 FP32 = ("byteps", "all-reduce", "sharded")
 SENT_AS_BF16 = ("byteps-wire-bf16", "sharded-bf16")
 OPTIMIZER = ("servers-bf16", "servers-bf16-wait", "sharded-bf16", "sharded")
+RECIPE = ("sharded-bf16-on-servers", "sharded-bf16")
 OPTIMIZER_BY_HOST = ("servers-bf16", "servers-bf16-flat", "sharded-bf16", "sharded")
 BY_HOST = ("byteps-by-host-bf16", "by-host-bf16", "sharded-bf16")
 
@@ -173,6 +174,24 @@ STEPS: tuple[Steps, ...] = (
             bars=_ON_SERVERS_BY_HOST,
         )
         for rate, model in (("10gbit", SMALLER), ("100mbit", ON_CPU))
+    ),
+    # A recipe that shards the optimizer, with --dpu-optimizer added and nothing else changed.
+    *(
+        Steps(
+            label="recipe",
+            hosts=4,
+            ranks_per_host=ranks,
+            rate=rate,
+            model=(*model, "--clip-grad", "1e6"),
+            on_gpu=model is SMALLER,
+            ways=RECIPE,
+            bars=_bars((*RECIPE, low)),
+        )
+        for ranks, rate, model, low in (
+            (2, "10gbit", SMALLER, 1.45),
+            (1, "10gbit", SMALLER, 1.3),
+            (2, "100mbit", ON_CPU, 1.45),
+        )
     ),
 )
 

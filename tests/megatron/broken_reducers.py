@@ -253,6 +253,20 @@ def copies_counted() -> None:
     ServerOptimizer._counts = lambda self, parameter: True
 
 
+def one_norm() -> None:
+    """Gradients that have a norm of their own are clipped with the others."""
+    from megatron.core.distributed.dpu_reduce import server_optimizer
+
+    server_optimizer.norm_group_of = lambda bucket: None
+
+
+def not_scaled_back() -> None:
+    """Servers update with gradients of the scaled loss."""
+    from megatron.core.distributed.dpu_reduce.server_optimizer import ServerOptimizer
+
+    ServerOptimizer._note_scale = lambda self: None
+
+
 BREAKS: dict[str, Callable[[], None]] = {
     "last-places": last_places,
     "divisor": divisor,
@@ -264,6 +278,8 @@ BREAKS: dict[str, Callable[[], None]] = {
     "one-rank": one_rank,
     "too-many-zeros": too_many_zeros,
     "copies-counted": copies_counted,
+    "one-norm": one_norm,
+    "not-scaled-back": not_scaled_back,
     "checked": checked,
     "pushed-too-early": pushed_too_early,
     "pushed-too-early-checked": pushed_too_early_checked,

@@ -33,7 +33,7 @@ def install(folder: Path, victim: str, phase: str) -> None:
 
     rank, digests = int(os.environ["RANK"]), []
     step, push = ServerOptimizer.step, ServerBucket._push
-    norm = ServerOptimizer._norm_and_zeros
+    norm = ServerOptimizer._norms
 
     def noted(self: ServerOptimizer) -> Any:
         try:
@@ -67,7 +67,7 @@ def install(folder: Path, victim: str, phase: str) -> None:
     ServerOptimizer.step = noted
     if victim:
         ServerBucket._push = pushed  # type: ignore[assignment] # mypy takes self for an argument
-        ServerOptimizer._norm_and_zeros = answered
+        ServerOptimizer._norms = answered
 
 
 def _digest(optimizer: ServerOptimizer) -> str:

@@ -220,6 +220,55 @@ def core_frozen_stage(folder: Path, environment: dict[str, str] | None = None) -
     return _on_core(body, pipeline_model_parallel_size=2)
 
 
+def core_recipe(folder: Path, served: bool) -> dict[str, Any]:
+    """Three steps of a recipe that shards the optimizer, put together without arguments: by
+    Megatron, or ``served`` with ``dpu_optimizer`` added. And what its checkpoint is said to be."""
+
+    def body() -> dict[str, Any]:
+        config = DistributedDataParallelConfig(
+            overlap_grad_reduce=True,
+            bucket_size=300,
+            dpu_optimizer=served,
+            dpu_reduce_route="flat" if served else "auto",
+        )
+        # Megatron-Bridge sets both once the config is complete, since the optimizer's has them.
+        config.use_distributed_optimizer = config.overlap_param_gather = True
+        module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        (ddp,) = training.wrap_model_chunks_with_ddp(
+            [module], transformer, config, bucket_sizes=[config.bucket_size]
+        )
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=0.1,
+                clip_grad=1.0,
+                use_distributed_optimizer=True,
+                overlap_param_gather=True,
+            ),
+            [ddp],
+        )
+        for step in range(3):
+            ddp.zero_grad_buffer()
+            ddp(torch.sin(torch.arange(16.0).view(2, 8) + step + dist.get_rank())).sum().backward()
+            ddp.finish_grad_sync()
+            optimizer.step()
+        if not served:
+            ddp.start_param_sync(force_sync=True)
+        parameters = dict(ddp.module.named_parameters())
+        sharded = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in parameters.items()}
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+        if served:
+            optimizer.sharded_state_dict(sharded, metadata=metadata)
+        return {
+            "parameters": {name: p.detach().clone() for name, p in parameters.items()},
+            "config": (config.use_distributed_optimizer, config.overlap_param_gather),
+            "form": metadata["distrib_optim_sharding_type"],
+        }
+
+    return _on_core(body)
+
+
 def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> dict[str, Any]:
     """Three steps of two micro-batches on :class:`Mixed`; returns the summed gradients of each.
 

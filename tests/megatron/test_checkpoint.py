@@ -58,13 +58,24 @@ def test_resume(
 
 SERVERS = (*BYTEPS, "--dpu-optimizer")
 MEGATRON = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+OVERFLOWS = str(2**17)
 # In both layouts the vocabulary is padded to a multiple of 4.
 PADDED = ("--make-vocab-size-divisible-by", "4")
 SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "2")
 
 
-def test_the_optimizer_on_the_servers_resumes(train: Train, run_dir: Path) -> None:
-    shared = ("--bf16", *DROPOUT, *SERVERS)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(("--bf16",), id="bf16"),
+        # The first step overflows, and with another scale so would the first after the checkpoint.
+        pytest.param(("--fp16", "--initial-loss-scale", OVERFLOWS, "--hysteresis", "1"), id="fp16"),
+    ],
+)
+def test_the_optimizer_on_the_servers_resumes(
+    train: Train, run_dir: Path, dtype: tuple[str, ...]
+) -> None:
+    shared = (*dtype, *DROPOUT, *SERVERS)
     folder = str(run_dir / "checkpoint")
     whole = train(*shared, "--save", folder, "--save-interval", "2")
     rest = train(*shared, "--load", folder, "--ckpt-step", "2")

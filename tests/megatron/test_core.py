@@ -194,3 +194,21 @@ def test_between_hosts_the_way_is_chosen_by_trying(run_job: RunJob, sharded: boo
 def test_refusals_where_ddp_is_built(run_job: RunJob) -> None:
     seen = run_job("core_refused", 2).result(0)
     assert "--use-dpu-reduce" in seen["changed"] and "--fp8-param-gather" in seen["changed"]
+
+
+def test_a_recipe_without_arguments_whose_optimizer_servers_keep(run_job: RunJob) -> None:
+    """What it asks of ranks that servers do is off; the model is the same one."""
+    ours, theirs = (run_job("core_recipe", 2, served=served) for served in (True, False))
+    assert theirs.result(0)["config"] == (True, True)
+    assert ours.result(0)["config"] == (False, False)
+    assert ours.result(0)["form"] == "fully_reshardable"
+    for rank in range(2):
+        parameters = ours.result(rank)["parameters"]
+        _assert_same([parameters], [ours.result(0)["parameters"]])
+        for name, value in theirs.result(rank)["parameters"].items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-6)
+    line = (
+        "--dpu-optimizer takes the place of --use-distributed-optimizer, --overlap-param-gather "
+        "(servers shard the optimizer"
+    )
+    assert [ours.log_of(rank).read_text().count(line) for rank in range(2)] == [1, 0]

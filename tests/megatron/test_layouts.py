@@ -31,6 +31,9 @@ REPRESENTATIVE = (
     "do-fp32-scatter",
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",
+    "servers-dp4-do-bf16-wire-overlap-gather",
+    "servers-dp2-mtp-detached-wait",
+    "servers-tp2-dp2-fp16-wire-overflows",
 )
 
 THOROUGH = (
@@ -43,6 +46,10 @@ THOROUGH = (
     "servers-dp4-bf16-wire",
     "servers-pp2-vpp2-dp2-overlap-acc4",
     "node3-servers-ep2-pp2-dp4",
+    "servers-pp2-vpp2-dp2-do-gather-in-step",
+    "servers-dp2-do-precision-aware",
+    "servers-pp2-dp2-mtp-detached-overlap-clips-never",
+    "servers-dp4-fp16-wire-static-overlap",
 )
 """Those whose parts meet in others as well."""
 
@@ -135,6 +142,8 @@ def reference(
         ("servers-pp2-vpp2-dp2-overlap-acc4", "pushed-too-early", "norms differ by"),
         ("servers-tp2-dp2", "copies-counted", "norms differ by"),
         ("servers-tp2-dp2-overlap-acc2", "too-many-zeros", "gradients of the first step are 0"),
+        ("servers-dp2-mtp-detached-wait", "one-norm", "parameters differ by"),
+        ("servers-dp2-fp16-wire", "not-scaled-back", "norms differ by"),
     ],
 )
 def test_a_broken_reducer_is_found_out(

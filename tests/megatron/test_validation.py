@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from argparse import Namespace
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
 from megatron.core.distributed.dpu_reduce import server_checkpoint
 from megatron.training import arguments, cpu_platform
@@ -55,18 +57,31 @@ ALLOWED = (
 )
 
 OPTIMIZER_REFUSED = {
-    "--use-distributed-optimizer": (),
-    "--overlap-param-gather": (),
-    "--fp16": (),
-    "--loss-scale": ("1024.0",),
     "--dpu-reduce-route": ("collective",),
     "--optimizer": ("muon",),
-    "--use-precision-aware-optimizer": (),
-    "--optimizer-cpu-offload": (),
     "--save-wgrads-interval": ("2",),
-    "--mtp-num-layers": ("1",),
     "--qk-clip": (),
 }
+
+OPTIMIZER_TAKES = {
+    "--use-distributed-optimizer": (),
+    "--num-distributed-optimizer-instances": ("2",),
+    "--overlap-param-gather": (),
+    "--overlap-param-gather-with-optimizer-step": (),
+    "--use-precision-aware-optimizer": (),
+    "--optimizer-cpu-offload": (),
+    "--optimizer-cuda-graph": (),
+    "--fp8-param-gather": (),
+    "--fp4-param-gather": (),
+    "--reuse-grad-buf-for-mxfp8-param-ag": (),
+}
+
+OPTIMIZER_ALLOWED = (
+    ("--fp16",),
+    ("--fp16", "--loss-scale", "1024"),
+    ("--mtp-num-layers", "1", "--mtp-detach-heads"),
+    ("--ckpt-format", "torch"),
+)
 
 CONFIG_REFUSED = {
     "use_megatron_fsdp": "--use-megatron-fsdp",
@@ -134,10 +149,67 @@ def test_refused_with_the_optimizer_on_the_servers(
         dpu_reduce.validate_args(parse(*words, "--dpu-optimizer"))
 
 
+def translated(args: Namespace) -> Namespace:
+    """As at the beginning of Megatron's own validation."""
+    dpu_reduce.translate_args(args)
+    dpu_reduce.validate_args(args)
+    return args
+
+
+@pytest.mark.usefixtures("byteps")
+@pytest.mark.parametrize(("flag", "values"), OPTIMIZER_TAKES.items(), ids=OPTIMIZER_TAKES)
+def test_servers_do_what_a_recipe_has_ranks_do(
+    parse: Parse, capsys: pytest.CaptureFixture[str], flag: str, values: tuple[str, ...]
+) -> None:
+    """The flag is off before anything is derived from it; rank 0 alone says so."""
+    asked = parse("--dpu-optimizer", flag, *values)
+    args, elsewhere, without = (copy.copy(asked) for _ in range(3))
+    translated(args)
+    changed = {name for name, value in vars(args).items() if value != getattr(asked, name)}
+    assert changed - {"main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"} == {
+        "use_dpu_reduce",
+        flag.removeprefix("--").replace("-", "_"),
+    }
+    assert args.num_distributed_optimizer_instances == 1 and not args.overlap_param_gather
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert f"--dpu-optimizer takes the place of {flag} (" in said
+    elsewhere.rank = 1
+    dpu_reduce.translate_args(elsewhere)
+    assert capsys.readouterr().out == ""
+    without.dpu_optimizer = False
+    before = copy.copy(without)
+    dpu_reduce.translate_args(without)
+    assert vars(before) == vars(without)
+
+
+@pytest.mark.usefixtures("byteps")
+def test_the_types_of_a_precision_aware_optimizer(parse: Parse) -> None:
+    """The state is fp32; gradients stay in the type that they have."""
+    words = ("--dpu-optimizer", "--use-precision-aware-optimizer", "--exp-avg-dtype", "fp8")
+    words += ("--main-params-dtype", "fp16", "--bf16")
+    plain = parse(*words)
+    args = copy.copy(plain)
+    args.main_grads_dtype = "bf16"
+    translated(args)
+    assert args.main_params_dtype == args.exp_avg_dtype == args.exp_avg_sq_dtype == torch.float32
+    assert args.grad_reduce_in_bf16 and args.main_grads_dtype == torch.float32
+    assert not translated(copy.copy(plain)).grad_reduce_in_bf16
+    # Megatron refuses these two, and goes on to do so.
+    plain.main_grads_dtype, plain.accumulate_allreduce_grads_in_fp32 = "bf16", True
+    assert translated(plain).main_grads_dtype == "bf16"
+
+
+@pytest.mark.usefixtures("byteps")
+@pytest.mark.parametrize("words", OPTIMIZER_ALLOWED, ids=" ".join)
+def test_allowed_with_the_optimizer_on_the_servers(parse: Parse, words: tuple[str, ...]) -> None:
+    translated(parse("--dpu-optimizer", *words))
+
+
 @pytest.mark.usefixtures("byteps")
 def test_the_optimizer_on_the_servers_needs(parse: Parse) -> None:
-    with pytest.raises(ValueError, match="--dpu-optimizer needs --use-dpu-reduce"):
-        dpu_reduce.validate_args(parse("--dpu-optimizer"))
+    assert translated(parse("--dpu-optimizer")).use_dpu_reduce
+    assert DistributedDataParallelConfig(dpu_optimizer=True).use_dpu_reduce
     with pytest.raises(ValueError, match="clip=guess is not known; it can be speculate or wait"):
         DistributedDataParallelConfig(
             use_dpu_reduce=True, dpu_optimizer=True, dpu_optimizer_clip="guess"

@@ -87,6 +87,31 @@ def test_a_step_of_two_phases(clip: str, scale: float, skip: bool, said: str, wa
     assert machine.steps == (not skip)
 
 
+def test_a_bucket_that_is_clipped_by_itself() -> None:
+    """The other one's parameters are those that were tried."""
+    machine, calls = machine_of("speculate")
+    machine.push(GROUPS)
+    calls.clear()
+    machine.finish(scale=1.0, skip=False, own={machine._buckets[1]: 0.5})
+    assert calls == [("a", "finish", "keep"), ("b", "finish", "0.5"), ("b", "wait", "finish"),
+                     *both("take")]  # fmt: skip
+
+
+@pytest.mark.parametrize("clip", ["speculate", "wait"])
+def test_gradients_of_a_scaled_loss(clip: str) -> None:
+    """A step that is tried is of gradients that are scaled back, and so is one that is clipped."""
+    machine, calls = machine_of(clip)
+    machine.push(GROUPS, 0.25)
+    calls.clear()
+    machine.finish(scale=1.0, skip=False)
+    said = "keep" if clip == "speculate" else "0.25"
+    assert [call for call in calls if call[1] == "finish"] == both("finish", said)
+    machine.push(GROUPS, 0.25)
+    calls.clear()
+    machine.finish(scale=0.5, skip=False)
+    assert [call for call in calls if call[1] == "finish"] == both("finish", "0.125")
+
+
 def test_a_step_of_one_phase() -> None:
     machine, calls = machine_of("wait")
     for number in (1, 2):
@@ -99,11 +124,11 @@ def test_a_step_of_one_phase() -> None:
 def test_after_two_clipped_steps_nothing_is_tried_before_one_that_is_not() -> None:
     machine, calls = machine_of("speculate")
     tried = []
-    for scale in (0.5, 0.5, 0.5, 1.0, 1.0):
+    for scale, own in ((0.5, 1.0), (1.0, 0.5), (0.5, 1.0), (1.0, 1.0), (1.0, 1.0)):
         calls.clear()
         machine.push(GROUPS)
         tried.append(calls[0][2])
-        machine.finish(scale=scale, skip=False)
+        machine.finish(scale=scale, skip=False, own={machine._buckets[1]: own})
     assert tried == ["tried", "tried", "norm", "norm", "tried"]
 
 

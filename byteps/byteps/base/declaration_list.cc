@@ -41,11 +41,10 @@ bool IsWhole(const Declaration& d) {
 
 // Of a tensor that is whole.
 bool ReadRule(WireReader* in, Declaration* d) {
-  const bool is_updated = d->dtype == DType::kFloat32 || d->dtype == DType::kBFloat16;
   auto rule = std::make_shared<UpdateRule>();
   if (!UpdateRule::Unpack(in->GetText(), d->bytes / SizeOf(d->dtype), rule.get())) return false;
   d->rule = std::move(rule);
-  return is_updated;
+  return IsUpdated(d->dtype);
 }
 
 // False when it cannot be a tensor.

@@ -60,6 +60,9 @@ inline bool ParseDType(const std::string& name, DType* t) {
 // Types that are summed in fp32 and rounded once.
 inline bool IsHalf(DType t) { return t == DType::kFloat16 || t == DType::kBFloat16; }
 
+// Whether servers can update parameters of this type.
+inline bool IsUpdated(DType t) { return t == DType::kFloat32 || IsHalf(t); }
+
 }  // namespace core
 }  // namespace byteps
 #endif  // BYTEPS_BASE_DTYPE_H_

@@ -21,9 +21,9 @@ uint32_t WholePages(uint64_t bytes) {
 constexpr uint64_t kMostStateBytes = 1 << 30;
 
 void CheckRule(const Declaration& d) {
-  if (d.dtype != DType::kFloat32 && d.dtype != DType::kBFloat16) {
-    throw UsageError("servers update parameters of float32 and bfloat16; '" + d.name + "' is " +
-                     NameOf(d.dtype));
+  if (!IsUpdated(d.dtype)) {
+    throw UsageError("servers update parameters of float32, bfloat16 and float16; '" + d.name +
+                     "' is " + NameOf(d.dtype));
   }
   if (d.partition_bytes / SizeOf(d.dtype) * sizeof(float) > kMostStateBytes) {
     throw UsageError("a partition of '" + d.name +

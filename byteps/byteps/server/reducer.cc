@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "byteps/base/clones.h"
+#include "byteps/base/half_words.h"
 
 namespace byteps {
 namespace core {
@@ -22,18 +23,6 @@ inline void Store(void* p, size_t i, T v) {
   memcpy(static_cast<char*>(p) + i * sizeof(T), &v, sizeof(T));
 }
 
-inline uint32_t Bits(float f) {
-  uint32_t u;
-  memcpy(&u, &f, sizeof(u));
-  return u;
-}
-
-inline float Float(uint32_t u) {
-  float f;
-  memcpy(&f, &u, sizeof(f));
-  return f;
-}
-
 // How the values of an element type are stored, for sums in a wider one.
 
 struct Float32 {
@@ -41,9 +30,6 @@ struct Float32 {
   static double Get(const void* p, size_t i) { return Load<float>(p, i); }
   static void Put(void* p, size_t i, double v) { Store<float>(p, i, static_cast<float>(v)); }
 };
-
-// A half type is worked on in the upper half of a word; below it there is anything
-// when it has been rounded, and nothing when it is read.
 
 template <typename Format>
 struct Half {
@@ -56,49 +42,8 @@ struct Half {
   }
 };
 
-struct BFloat16 : Half<BFloat16> {
-  static float FromWord(uint32_t u) { return Float(u); }
-
-  static uint32_t ToWord(float f) {
-    const uint32_t u = Bits(f);
-    // Adding half of the last kept place, less one when that place is even, rounds
-    // to nearest even; a NaN would turn into infinity and is kept apart.
-    const uint32_t rounded = u + 0x7fff + ((u >> 16) & 1);
-    const uint32_t nan = u | 0x400000;
-    return f != f ? nan : rounded;
-  }
-};
-
-struct Float16 : Half<Float16> {
-  static float FromWord(uint32_t h) {
-    const uint32_t sign = h & 0x80000000;
-    const uint32_t magnitude = (h & 0x7fff0000) >> 3;
-    const uint32_t exponent = magnitude & (0x1fu << 23);
-    const uint32_t normal = magnitude + (112u << 23);
-    const uint32_t special = magnitude + (224u << 23);  // infinity and NaN
-    // A subnormal is its mantissa times 2^-24: put it below the implicit bit of
-    // 2^-14 and take that bit away again.
-    const float subnormal = Float(magnitude + (113u << 23)) - Float(113u << 23);
-    uint32_t u = exponent == (0x1fu << 23) ? special : normal;
-    u = exponent == 0 ? Bits(subnormal) : u;
-    return Float(u | sign);
-  }
-
-  static uint32_t ToWord(float f) {
-    const uint32_t u = Bits(f);
-    const uint32_t sign = u & 0x80000000;
-    const uint32_t a = u & 0x7fffffff;
-    // From 65536 on: infinity, or a quiet NaN.  (65520..65536 overflow by rounding.)
-    const uint32_t special = a > 0x7f800000 ? 0x7e00 : 0x7c00;
-    // Below 2^-14 the sum with 0.5 has its last place at 2^-24, the last place of a
-    // subnormal, so the addition itself rounds to nearest even.
-    const uint32_t subnormal = Bits(Float(a) + 0.5f) - Bits(0.5f);
-    const uint32_t normal = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
-    uint32_t r = a >= (143u << 23) ? special : normal;
-    r = a < (113u << 23) ? subnormal : r;
-    return r << 16 | sign;
-  }
-};
+struct BFloat16 : Half<BFloat16>, BFloat16Words {};
+struct Float16 : Half<Float16>, Float16Words {};
 
 // Whether a * b + c of one rounding is an instruction, not a call.
 inline bool HasFma() {

@@ -30,10 +30,10 @@ def cut_parameters(param_groups: Sequence[dict[str, Any]], most_bytes: int) -> l
             index = order.setdefault(parameter, len(order))
             if not parameter.requires_grad or parameter.numel() == 0:
                 continue
-            if parameter.dtype not in (torch.float32, torch.bfloat16):
+            if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(
-                    f"servers update parameters of float32 and bfloat16; number {index} (of group "
-                    f"{number}) is {parameter.dtype}"
+                    "servers update parameters of float32, bfloat16 and float16; number "
+                    f"{index} (of group {number}) is {parameter.dtype}"
                 )
             kind = parameter.dtype, parameter.device
             places = open_buckets.setdefault(kind, [])

@@ -47,8 +47,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: a torch.optim.AdamW or torch.optim.SGD that has made no step. Its parameters are
-            fp32 or bf16, contiguous, on the CPU or on GPUs. Those of the group's lowest rank are
-            taken by all members.
+            fp32, bf16 or fp16, contiguous, on the CPU or on GPUs. Those of the group's lowest rank
+            are taken by all members.
         name: the same on all members. Optimizers whose groups have a rank in common need different
             names: servers know their state by it. A name is free again once its optimizer was
             closed, or collected, on every member.

@@ -15,7 +15,7 @@ phase by an exception leaves the step half made: every later call raises until a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,10 +83,13 @@ class StepMachine:
             self._failure = str(error) or type(error).__name__
             raise
 
-    def next_step(self, param_groups: Sequence[dict[str, Any]]) -> Step:
-        """The next step with the rates of these groups, if nothing is clipped."""
+    def next_step(self, param_groups: Sequence[dict[str, Any]], scale: float = 1.0) -> Step:
+        """The next step with the rates of these groups, if nothing is clipped.
+
+        `scale`: factor of the gradients, which undoes that of a scaled loss.
+        """
         rates = [(float(group["lr"]), float(group["weight_decay"])) for group in param_groups]
-        return Step(self.steps + 1, 1.0, False, rates)
+        return Step(self.steps + 1, scale, False, rates)
 
     # ------------------------------------------------------------------- a step
 
@@ -102,36 +105,48 @@ class StepMachine:
         self._take()
         self.steps += 1
 
-    def push_early(self, bucket: ServerBucket, param_groups: Sequence[dict[str, Any]]) -> None:
+    def push_early(
+        self, bucket: ServerBucket, param_groups: Sequence[dict[str, Any]], scale: float = 1.0
+    ) -> None:
         """The gradients of a bucket will not change any more: send them, before `push` does."""
-        bucket.push_early(self.next_step(param_groups) if self._speculation.tries else None)
+        bucket.push_early(self.next_step(param_groups, scale) if self._speculation.tries else None)
 
-    def push(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Begin a step: afterwards buckets know their squares and zeros.
+    def push(self, param_groups: Sequence[dict[str, Any]], scale: float = 1.0) -> None:
+        """Begin a step: afterwards buckets know their squares, of gradients that `scale` has not
+        multiplied yet, and their zeros.
 
         Raises: as `update`.
         """
-        step = self.next_step(param_groups)
+        step = self.next_step(param_groups, scale)
         self._pushed, self._tried = step, self._speculation.tries
         self._all(lambda bucket: bucket.push(step if self._tried else None))
 
-    def finish(self, *, scale: float, skip: bool) -> None:
+    def finish(
+        self, *, scale: float, skip: bool, own: Mapping[ServerBucket, float] | None = None
+    ) -> None:
         """Make the step that was pushed; its parameters are there afterwards.
 
         Args:
-            scale: factor of the gradients, 1 where they are not clipped.
+            scale: further factor of the gradients, 1 where they are not clipped.
             skip: change nothing.
+            own: the factor in place of `scale` for buckets that are clipped by a norm of their own;
+                the same buckets on all ranks that have them.
 
         Raises: as `update`.
         """
         assert self._pushed is not None
-        step = self._pushed._replace(scale=scale, skip=skip)
-        self._all(lambda bucket: bucket.finish(step))
+        pushed, scales = self._pushed, own or {}
+        self._all(
+            lambda bucket: bucket.finish(
+                pushed._replace(scale=pushed.scale * scales.get(bucket, scale), skip=skip)
+            )
+        )
         # When all buckets are there: a rank has the parameters of one step.
         self._take()
         self._pushed = None
         self.steps += not skip
-        self._speculation.note(tried=self._tried, clipped=scale != 1.0, skipped=skip)
+        clipped = any(one != 1.0 for one in (scale, *scales.values()))
+        self._speculation.note(tried=self._tried, clipped=clipped, skipped=skip)
 
     def _all(self, start: Callable[[ServerBucket], Started | None]) -> None:
         start_and_wait(

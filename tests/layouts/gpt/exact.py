@@ -83,12 +83,13 @@ class ExactUpdates:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the optimizer's."""
         before = {} if self._served else dict(self._summed())
+        unscale = 1.0 / float(self._optimizer.get_loss_scale())
         result = self._step(*args, **kwargs)
         if self._served:
             before = dict(self._summed())
         is_made, norm, _ = result
         if is_made and self._twin is not None:
-            self._follow(self._twin, before, norm)
+            self._follow(self._twin, before, norm, unscale)
         self._made += 1
         if self._made == self._last:
             self._measure()
@@ -115,11 +116,14 @@ class ExactUpdates:
         twin: torch.optim.Optimizer,
         gradients: dict[torch.nn.Parameter, torch.Tensor],
         norm: Any,
+        unscale: float,
     ) -> None:
         limit = self._optimizer.config.clip_grad
-        scale = min(1.0, limit / (float(norm) + _EPS)) if norm and limit > 0 else 1.0
+        norms = {None: norm, **getattr(self._optimizer, "grad_norms_by_group", {})}
         for parameter, copy in self._copies.items():
-            copy.grad = gradients[parameter] * scale
+            mine = norms[getattr(parameter, "grad_norm_group", None)]
+            scale = min(1.0, limit / (float(mine) + _EPS)) if mine and limit > 0 else 1.0
+            copy.grad = gradients[parameter] * unscale * scale
         for group, followed in zip(self._groups, twin.param_groups, strict=True):
             followed.update(lr=group["lr"], weight_decay=group["weight_decay"])
         twin.step()

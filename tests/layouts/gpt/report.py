@@ -159,7 +159,7 @@ def _features(layout: Layout) -> list[str]:
 
 def _optimizer(layout: Layout) -> str:
     if layout.servers:
-        return "servers"
+        return "servers for DO" if layout.distributed_optimizer else "servers"
     if not layout.distributed_optimizer:
         return "-"
     return "DO" if layout.instances == 1 else f"DO x {layout.instances}"

@@ -51,6 +51,9 @@ class Layout(Row):
     """Parameters with this in their names are not trained."""
     extra: tuple[str, ...] = ()
     """Further arguments of Megatron."""
+    asks: tuple[str, ...] = ()
+    """Further arguments of the run through BytePS alone, which come to the same as the other one's
+    or could not be met there."""
     servers: bool = False
     """In the run through BytePS servers keep the optimizer; in the other one Megatron does."""
     clip: str = ""
@@ -65,7 +68,8 @@ class Layout(Row):
         wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
         servers = ["--dpu-optimizer"] if self.servers else []
         clip = ["--dpu-optimizer-clip", self.clip] if self.clip else []
-        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *wire, *servers, *clip]
+        further = [*wire, *servers, *clip, *self.asks]
+        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *further]
 
     @property
     def is_node_first(self) -> bool:
@@ -76,8 +80,10 @@ class Layout(Row):
     @property
     def is_held_against_fp64(self) -> bool:
         """Whether each update is made in fp64 too: where ranks of a host sum first, what servers
-        get depends on the order in which they add."""
-        return self.servers and not self.refused and self.per_host == 1
+        get depends on the order in which they add; and a rank has no whole parameters in fp32 where
+        Megatron shards them."""
+        sharded = self.distributed_optimizer
+        return self.servers and not self.refused and self.per_host == 1 and not sharded
 
     @property
     def ranks_that_sum_first(self) -> int:
@@ -132,6 +138,13 @@ _CLIPS_NEVER = ("--clip-grad", "100")
 _NO_CLIP = ("--clip-grad", "0")
 _SEQUENCE = ("--sequence-parallel",)
 _ZEROS = ("--log-num-zeros-in-grad",)
+_MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
+# Clipped by a norm of their own.
+_DETACHED = (*_MTP, "--mtp-detach-heads")
+_PRECISION_AWARE = ("--use-precision-aware-optimizer", "--main-params-dtype", "fp16",
+                    "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")  # fmt: skip
+# Gradients of fp16 are infinite in the first step.
+_OVERFLOWS = ("--initial-loss-scale", str(2**17), "--hysteresis", "1")
 
 LAYOUTS: tuple[Layout, ...] = (
     # Data parallelism alone.
@@ -305,6 +318,30 @@ LAYOUTS: tuple[Layout, ...] = (
            servers=True, overlap=True, extra=(*_CLIPS_NEVER, *_ZEROS)),
     Layout(name="servers-ep2-tp2-dp4-overlap-tokens", ranks=8, tp=2, ep=2, experts=4, servers=True,
            overlap=True, extra=_TOKENS),
+    # A recipe with --dpu-optimizer added: the servers do what it has ranks do, or keep in less.
+    Layout(name="servers-dp4-do-bf16-wire-overlap-gather", ranks=4, servers=True, overlap=True,
+           distributed_optimizer=True, dtype="bf16-wire", extra=_GATHER),
+    Layout(name="servers-dp4-do-inst2-acc2", ranks=4, servers=True, distributed_optimizer=True,
+           instances=2, accumulation=2),
+    Layout(name="servers-pp2-vpp2-dp2-do-gather-in-step", ranks=4, pp=2, vpp=2, servers=True,
+           overlap=True, accumulation=4, distributed_optimizer=True,
+           extra=(*_GATHER, "--overlap-param-gather-with-optimizer-step", *_PLAIN_CHECKPOINT)),
+    Layout(name="servers-ep2-dp4-do-overlap-gather", ranks=4, ep=2, experts=4, servers=True,
+           overlap=True, distributed_optimizer=True, extra=_GATHER),
+    Layout(name="servers-dp2-do-precision-aware", ranks=2, servers=True, dtype="bf16-wire",
+           distributed_optimizer=True, asks=_PRECISION_AWARE),
+    # Multi-token prediction.
+    Layout(name="servers-dp2-mtp", ranks=2, servers=True, extra=_MTP),
+    Layout(name="servers-dp2-mtp-detached-wait", ranks=2, servers=True, clip="wait",
+           extra=_DETACHED),
+    Layout(name="servers-pp2-dp2-mtp-detached-overlap-clips-never", ranks=4, pp=2, servers=True,
+           overlap=True, accumulation=2, extra=(*_DETACHED, *_CLIPS_NEVER)),
+    # The loss is scaled.
+    Layout(name="servers-dp2-fp16-wire", ranks=2, servers=True, dtype="fp16-wire"),
+    Layout(name="servers-dp4-fp16-wire-static-overlap", ranks=4, servers=True, overlap=True,
+           dtype="fp16-wire", extra=("--loss-scale", "300")),
+    Layout(name="servers-tp2-dp2-fp16-wire-overflows", ranks=4, tp=2, servers=True, overlap=True,
+           dtype="fp16-wire", extra=(*_OVERFLOWS, *_SEQUENCE)),
     # Ranks of a host sum first, and each sends a part; the hosts of three send whole buckets.
     Layout(name="node2-servers-dp4", ranks=4, per_host=2, route=_NODE, servers=True),
     Layout(name="node2-servers-dp4-overlap-acc2", ranks=4, per_host=2, route="auto", servers=True,
@@ -325,6 +362,9 @@ LAYOUTS: tuple[Layout, ...] = (
            dtype="bf16", wire="bf16", extra=_TOKENS),
     Layout(name="node3-servers-dp6-zeros", ranks=6, per_host=3, route=_NODE, servers=True,
            extra=_ZEROS),
+    Layout(name="node2-servers-dp4-do-bf16-wire-overlap-gather", ranks=4, per_host=2, route="auto",
+           servers=True, overlap=True, distributed_optimizer=True, dtype="bf16-wire",
+           extra=_GATHER),
     Layout(name="node4-servers-tp2-dp4", ranks=8, per_host=4, route=_NODE, servers=True, tp=2,
            overlap=True, extra=(*_SEQUENCE, *_ZEROS)),
     Layout(name="node2-servers-pp2-dp4-tied-bf16-wire", ranks=8, per_host=2, route=_NODE,
@@ -334,8 +374,8 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="node3-servers-ep2-pp2-dp4", ranks=8, per_host=3, route=_NODE, servers=True, ep=2,
            pp=2, experts=4),
     # What cannot be served is refused, not trained wrongly.
-    Layout(name="servers-do", ranks=2, servers=True, distributed_optimizer=True,
-           refused="--use-distributed-optimizer"),
+    Layout(name="servers-lion", ranks=2, servers=True, extra=("--optimizer", "lion"),
+           refused="--optimizer=lion"),
     Layout(name="do-fp32-scatter", ranks=2, distributed_optimizer=True,
            extra=("--ddp-reduce-scatter-with-fp32-accumulation",),
            refused="--ddp-reduce-scatter-with-fp32-accumulation"),

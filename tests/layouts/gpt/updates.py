@@ -23,7 +23,7 @@ from .seen import RankSeen
 
 # Largest relative difference of the final parameters, as one vector, and of a step's norm. Both
 # runs update in fp32. What differs is how a sum of gradients is rounded.
-TOLERANCE = {"fp32": 1e-5, "bf16": 1e-4, "bf16-wire": 1e-3}
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-4, "bf16-wire": 1e-3, "fp16-wire": 1e-3}
 MANY_BF16_TOLERANCE = 2e-2
 """Of three or more values of bf16: servers round once, an all-reduce after every addition."""
 ALLOWED_ERROR = 1.1

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "byteps/base/clones.h"
+#include "byteps/base/half_words.h"
 
 namespace byteps {
 namespace core {
@@ -28,25 +29,22 @@ struct Float32 {
   }
 };
 
-struct BFloat16 {
+template <typename Words>
+struct Half {
   static constexpr size_t kSize = 2;
   static float Get(const void* p, size_t i) {
     uint16_t half;
     memcpy(&half, static_cast<const char*>(p) + i * kSize, kSize);
-    const uint32_t word = static_cast<uint32_t>(half) << 16;
-    float v;
-    memcpy(&v, &word, sizeof(v));
-    return v;
+    return Words::FromWord(static_cast<uint32_t>(half) << 16);
   }
   static void Put(void* p, size_t i, float v) {
-    uint32_t word;
-    memcpy(&word, &v, sizeof(word));
-    // To nearest even, as the reducer rounds; a NaN would turn into infinity and is kept apart.
-    const uint32_t rounded = word + 0x7fff + ((word >> 16) & 1);
-    const uint16_t half = static_cast<uint16_t>((v != v ? word | 0x400000 : rounded) >> 16);
+    const uint16_t half = static_cast<uint16_t>(Words::ToWord(v) >> 16);
     memcpy(static_cast<char*>(p) + i * kSize, &half, kSize);
   }
 };
+
+using BFloat16 = Half<BFloat16Words>;
+using Float16 = Half<Float16Words>;
 
 // a * b + c, rounded once.  A call where the processor has no such instruction (x86 before 2013).
 BYTEPS_INLINE inline float Fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -223,6 +221,7 @@ BYTEPS_INLINE inline uint64_t ZerosLoop(const void* values, size_t n) {
 
 BYTEPS_UPDATES(Float32)
 BYTEPS_UPDATES(BFloat16)
+BYTEPS_UPDATES(Float16)
 #undef BYTEPS_UPDATES
 
 Momentum UseOf(const SgdStep& step) {
@@ -232,45 +231,52 @@ Momentum UseOf(const SgdStep& step) {
 
 }  // namespace
 
+// Calls the function of a type: fp32, bf16 or fp16.
+#define BYTEPS_OF_TYPE(t, Function, ...)      \
+  switch (t) {                                \
+    case DType::kBFloat16:                    \
+      return Function##BFloat16(__VA_ARGS__); \
+    case DType::kFloat16:                     \
+      return Function##Float16(__VA_ARGS__);  \
+    default:                                  \
+      return Function##Float32(__VA_ARGS__);  \
+  }
+
 void UpdateAdamW(DType t, const AdamWStep& step, void* values, float* master, float* mean,
                  float* square, size_t n) {
   const AdamWNumbers numbers(step);
-  t == DType::kBFloat16 ? AdamWBFloat16(numbers, values, master, mean, square, n)
-                        : AdamWFloat32(numbers, values, master, mean, square, n);
+  BYTEPS_OF_TYPE(t, AdamW, numbers, values, master, mean, square, n);
 }
 
 void PreviewAdamW(DType t, const AdamWStep& step, const void* gradients, void* parameters,
                   const float* master, const float* mean, const float* square, size_t n) {
   const AdamWNumbers numbers(step);
-  const auto preview = t == DType::kBFloat16 ? PreviewAdamWBFloat16 : PreviewAdamWFloat32;
-  preview(numbers, gradients, parameters, master, mean, square, n);
+  BYTEPS_OF_TYPE(t, PreviewAdamW, numbers, gradients, parameters, master, mean, square, n);
 }
 
 void UpdateSgd(DType t, const SgdStep& step, void* values, float* master, float* momentum,
                size_t n) {
   const SgdNumbers numbers(step);
-  t == DType::kBFloat16 ? SgdBFloat16(numbers, UseOf(step), values, master, momentum, n)
-                        : SgdFloat32(numbers, UseOf(step), values, master, momentum, n);
+  BYTEPS_OF_TYPE(t, Sgd, numbers, UseOf(step), values, master, momentum, n);
 }
 
 void PreviewSgd(DType t, const SgdStep& step, const void* gradients, void* parameters,
                 const float* master, const float* momentum, size_t n) {
   const SgdNumbers numbers(step);
-  const auto preview = t == DType::kBFloat16 ? PreviewSgdBFloat16 : PreviewSgdFloat32;
-  preview(numbers, UseOf(step), gradients, parameters, master, momentum, n);
+  BYTEPS_OF_TYPE(t, PreviewSgd, numbers, UseOf(step), gradients, parameters, master, momentum, n);
 }
 
 void RoundParameters(DType t, void* values, const float* master, size_t n) {
-  t == DType::kBFloat16 ? RoundBFloat16(values, master, n) : RoundFloat32(values, master, n);
+  BYTEPS_OF_TYPE(t, Round, values, master, n);
 }
 
 double SumOfSquares(DType t, const void* values, size_t n) {
-  return t == DType::kBFloat16 ? SquaresBFloat16(values, n) : SquaresFloat32(values, n);
+  BYTEPS_OF_TYPE(t, Squares, values, n);
 }
 
-uint64_t CountZeros(DType t, const void* values, size_t n) {
-  return t == DType::kBFloat16 ? ZerosBFloat16(values, n) : ZerosFloat32(values, n);
-}
+uint64_t CountZeros(DType t, const void* values, size_t n) { BYTEPS_OF_TYPE(t, Zeros, values, n); }
+
+#undef BYTEPS_OF_TYPE
 
 }  // namespace core
 }  // namespace byteps

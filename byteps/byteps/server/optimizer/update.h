@@ -3,8 +3,8 @@
 // The arithmetic is that of torch.optim (AdamW and SGD, foreach=False, fp32 on a CPU with AVX2),
 // operation by operation and fused where torch fuses, so that the bits are the same, whatever
 // processor the server has.  Coefficients are worked out in fp64 and rounded to fp32 once, as torch
-// does.  A gradient of bf16 is read as fp32; the parameter that is sent back is the fp32 one,
-// rounded to nearest even.
+// does.  A gradient of bf16 or fp16 is read as fp32; the parameter that is sent back is the
+// fp32 one, rounded to nearest even.
 #ifndef BYTEPS_SERVER_OPTIMIZER_UPDATE_H_
 #define BYTEPS_SERVER_OPTIMIZER_UPDATE_H_
 
@@ -38,7 +38,7 @@ struct SgdStep {
   float grad_scale = 1;
 };
 
-// Of n elements: `values` holds their gradients, of type t (fp32 or bf16), and then their
+// Of n elements: `values` holds their gradients, of type t (fp32, bf16 or fp16), and then their
 // parameters.  Nothing may overlap; `values` needs no alignment.
 void UpdateAdamW(DType t, const AdamWStep& step, void* values, float* master, float* mean,
                  float* square, size_t n);

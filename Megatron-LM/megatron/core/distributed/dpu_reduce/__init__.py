@@ -15,6 +15,8 @@ a flag is tested in one place, and without it a hook costs a call. Two hooks are
 there is anything to do: ``takes`` and ``keeps_optimizer``.
 
 ============================  ======================================================
+``translate_args``            the parsed arguments: what servers do, ranks need not
+``translate_config``          the same of a ``DistributedDataParallelConfig``
 ``validate_args``             the parsed arguments: refuse what is not supported
 ``validate_ddp_config``       a ``DistributedDataParallelConfig`` is made
 ``refuse_fsdp``               a fully sharded wrapper is built
@@ -32,6 +34,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 
 =====================  ============================================================
 ``hooks``              the above
+``translations``       what a recipe asks of ranks that servers do
 ``refusals``           what cannot be served
 ``job``                hosts and links of the job
 ``plan``               gives each bucket of a model its operation, from:
@@ -71,6 +74,7 @@ from .hooks import (
 from .naming import bucket_name, group_name
 from .refusals import refuse_fsdp, validate_args, validate_ddp_config
 from .sums import GradSyncHandle
+from .translations import translate_args, translate_config
 
 __all__ = [
     "BucketOp",
@@ -88,6 +92,8 @@ __all__ = [
     "shutdown",
     "start_grad_sync",
     "takes",
+    "translate_args",
+    "translate_config",
     "validate_args",
     "validate_ddp_config",
 ]

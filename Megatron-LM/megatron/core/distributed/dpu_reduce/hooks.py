@@ -96,8 +96,9 @@ def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
 def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
     """A checkpoint is about to be saved: say in which form the servers' state is."""
     if getattr(args, "dpu_optimizer", False):
-        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+        from .server_checkpoint import put_metadata  # of megatron.core, which needs this package
+
+        put_metadata(metadata)
 
 
 def shutdown(args: Namespace | None = None) -> None:

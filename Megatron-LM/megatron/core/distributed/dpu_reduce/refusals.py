@@ -122,19 +122,9 @@ _STATELESS = "ranks hold no optimizer state with it"
 
 _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
     _Refusal(
-        attributes=("use_distributed_optimizer",),
-        flag="--use-distributed-optimizer",
-        reason="the servers hold all state, and ranks none that could be sharded",
-    ),
-    _Refusal(
         attributes=("use_layer_wise_distributed_optimizer",),
         flag="--use-layer-wise-distributed-optimizer",
         reason=_STATELESS,
-    ),
-    _Refusal(
-        attributes=("overlap_param_gather",),
-        flag="--overlap-param-gather",
-        reason="every rank gets whole parameters, in the optimizer's step",
     ),
     _Refusal(
         attributes=("dpu_reduce_route",),
@@ -152,17 +142,6 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         allowed=((), [], None),
     ),
     _Refusal(
-        attributes=("fp16",),
-        flag="--fp16",
-        reason="servers update bf16 and fp32 parameters, and do not scale the loss",
-    ),
-    _Refusal(
-        attributes=("loss_scale",),
-        flag="--loss-scale",
-        reason="servers do not scale gradients back",
-        allowed=(None, 0),
-    ),
-    _Refusal(
         attributes=("optimizer",),
         flag="--optimizer",
         reason="servers know adam (AdamW) and sgd",
@@ -175,16 +154,6 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         allowed=(True, None),
     ),
     _Refusal(
-        attributes=("use_precision_aware_optimizer",),
-        flag="--use-precision-aware-optimizer",
-        reason="servers keep fp32 parameters and moments",
-    ),
-    _Refusal(
-        attributes=("optimizer_cpu_offload",),
-        flag="--optimizer-cpu-offload",
-        reason=_STATELESS,
-    ),
-    _Refusal(
         attributes=("optimizer_cuda_graph",),
         flag="--optimizer-cuda-graph",
         reason="BytePS runs on the host",
@@ -193,12 +162,6 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         attributes=("save_wgrads_interval",),
         flag="--save-wgrads-interval",
         reason="the sums of the gradients stay on the servers",
-    ),
-    _Refusal(
-        attributes=("mtp_num_layers",),
-        flag="--mtp-num-layers",
-        reason="gradients of multi-token prediction are clipped by a norm of their own",
-        allowed=(None, 0),
     ),
     _Refusal(
         attributes=("qk_clip",),
@@ -263,10 +226,6 @@ def _check_optimizer(source: object) -> None:
     """``source`` is the arguments or a DDP config."""
     if not getattr(source, "dpu_optimizer", False):
         return
-    if not getattr(source, "use_dpu_reduce", False):
-        raise ValueError(
-            "--dpu-optimizer needs --use-dpu-reduce: without it there are no servers to update"
-        )
     _refuse(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
     clip = getattr(source, "dpu_optimizer_clip", "speculate")
     if clip not in OPTIMIZER_CLIPS:
@@ -316,11 +275,14 @@ def validate_args(args: Namespace) -> None:
 
 
 def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
-    """Check a DDP config, for users of megatron.core who have no arguments.
+    """Check a DDP config, for users of megatron.core who have no arguments. ``dpu_optimizer`` asks
+    for ``use_dpu_reduce`` too.
 
     Raises:
         ValueError: a setting that cannot be combined with ``use_dpu_reduce``.
     """
+    if ddp_config.dpu_optimizer:
+        ddp_config.use_dpu_reduce = True
     _check_wire_dtype(ddp_config)
     _check_route(ddp_config)
     _check_optimizer(ddp_config)

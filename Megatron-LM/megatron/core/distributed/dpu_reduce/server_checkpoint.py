@@ -34,7 +34,7 @@ _PREFIX = "optimizer.state"
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Raises ValueError unless it says that a checkpoint is, or shall be, of this form."""
+    """Raises ValueError unless it says that a checkpoint is of this form."""
     form = (metadata or {}).get("distrib_optim_sharding_type", "none of the distributed optimizer")
     if form != SHARDING:
         raise ValueError(
@@ -42,6 +42,12 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> None:
             "Save it with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable or with "
             "--dpu-optimizer, or leave it out with --no-load-optim"
         )
+
+
+def put_metadata(metadata: dict[str, Any]) -> None:
+    """Say in the metadata of a checkpoint that is about to be saved that it is of this form."""
+    metadata["distrib_optim_sharding_type"] = SHARDING
+    metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
 
 
 def sharded_state(

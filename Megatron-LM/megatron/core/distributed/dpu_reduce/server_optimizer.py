@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MegatronOptimizer
+from ...optimizer.grad_scaler import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    MegatronGradScaler,
+)
+from ...optimizer.optimizer import MegatronOptimizer
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
@@ -31,6 +36,7 @@ from ...utils import get_model_config, log_single_rank
 from . import bytepslib, server_checkpoint, server_routes
 from .refusals import validate_optimizer_config
 from .server_buckets import make_server_bucket
+from .server_norms import Norms, norm_group_of, norms_of
 from .summed_later import SummedLater
 
 if TYPE_CHECKING:
@@ -91,14 +97,20 @@ def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.o
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, **common)
 
 
-def _refuse_own_norms(param_groups: Sequence[dict[str, Any]]) -> None:
-    for group in param_groups:
-        for parameter in group["params"]:
-            if getattr(parameter, GRAD_NORM_GROUP_ATTR, None) is not None:
-                raise ValueError(
-                    "--dpu-optimizer does not work with parameters whose gradients are clipped by "
-                    "a norm of their own, as those of multi-token prediction"
-                )
+def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
+    """As Megatron chooses it; None: the loss is not scaled."""
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
 
 
 class ServerOptimizer(MegatronOptimizer):
@@ -128,14 +140,20 @@ class ServerOptimizer(MegatronOptimizer):
             tp_group: the tensor-parallel ranks, and `expert_tp_group` those of experts.
             pp_group: the pipeline's ranks.
         """
-        _refuse_own_norms(param_groups)
         super().__init__(_container(config, param_groups), config)
         self.model_chunks = list(model_chunks)
         self.grad_stats_parallel_group = dense_group
         self.tp_group, self.expert_tp_group = tp_group, expert_tp_group
         self._expert_group = expert_group
         self._rule = bytepslib.server_rule.rule_of(self.optimizer)
-        self._looks = config.clip_grad > 0.0 or math.isfinite(config.grad_norm_skip_threshold)
+        self.grad_scaler = _grad_scaler(config)
+        self._unscale = 1.0
+        """What gradients are multiplied by, to undo the scale of the loss."""
+        self._looks = (
+            config.clip_grad > 0.0
+            or math.isfinite(config.grad_norm_skip_threshold)
+            or self.grad_scaler is not None
+        )
         """Whether a step asks for the norm."""
         self._counts_zeros = config.log_num_zeros_in_grad
         self._overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in model_chunks)
@@ -163,7 +181,9 @@ class ServerOptimizer(MegatronOptimizer):
             self._buckets, self._rule, self._speculation, name="--dpu-optimizer"
         )
         self.is_stub_optimizer = not self._buckets
+        self._norm_of = {bucket: norm_group_of(bucket) for bucket in self._buckets}
         self._scale = torch.ones(1, dtype=torch.float32, device=self._device)
+        self._note_scale()
 
     def _take_buckets(
         self,
@@ -226,9 +246,10 @@ class ServerOptimizer(MegatronOptimizer):
         """Send the gradients, return when the updated parameters are there.
 
         Returns:
-            whether parameters were updated (not if the norm is not finite or above
+            whether parameters were updated (not if a norm is not finite or the main one above
             ``grad_norm_skip_threshold``), the norm, and how many gradients are 0. Without clipping
-            there is no norm, and nothing is checked; zeros are counted if the config asks for it.
+            and without a scaled loss there is no norm, and nothing is checked; zeros are counted if
+            the config asks for it. With a scaled loss gradients that are not finite have no norm.
 
         Raises:
             byteps.torch.BytePSError: a rank or a server was lost. The parameters may be those of
@@ -250,17 +271,45 @@ class ServerOptimizer(MegatronOptimizer):
                 self._machine.update(groups)
             return True, None, None
         with self._timer("optimizer-clip-main-grad"):
-            self._machine.push(groups)
-            norm, zeros = self._norm_and_zeros()
-        scale = 1.0
-        if self.config.clip_grad > 0.0:
-            scale = bytepslib.step_machine.clip_scale(norm, self.config.clip_grad)
-        skip = not math.isfinite(norm) or norm > self.config.grad_norm_skip_threshold
+            self._machine.push(groups, self._unscale)
+            norms = self._norms()
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(not norms.are_finite)
+            self._note_scale()
+        self.grad_norms_by_group = {
+            name: norm for name, norm in norms.own.items() if name in self._norm_of.values()
+        }
+        skip = not norms.are_finite or norms.main > self.config.grad_norm_skip_threshold
         with self._timer("optimizer-inner-step"):
-            self._machine.finish(scale=scale, skip=skip)
+            self._machine.finish(
+                scale=self._clip(norms.main),
+                skip=skip,
+                own={
+                    bucket: self._clip(norms.own[name])
+                    for bucket, name in self._norm_of.items()
+                    if name is not None
+                },
+            )
         if (advice := self._speculation.advice()) is not None:
             log_single_rank(_logger, logging.WARNING, f"--dpu-optimizer: {advice}")
-        return not skip, norm if self._looks else None, zeros
+        if self.grad_scaler is not None and not norms.are_finite:
+            return False, None, None
+        return (
+            not skip,
+            norms.main if self._looks else None,
+            norms.zeros if self._counts_zeros else None,
+        )
+
+    def _clip(self, norm: float) -> float:
+        """The factor of gradients that have been scaled back and have this norm."""
+        limit = self.config.clip_grad
+        return bytepslib.step_machine.clip_scale(norm, limit) if limit > 0.0 else 1.0
+
+    def _note_scale(self) -> None:
+        """The scale of the loss may have changed. Read here, where the step waits for the device
+        anyway: a backward pass does not."""
+        if self.grad_scaler is not None:
+            self._unscale = self.grad_scaler.inv_scale.item()
 
     def bucket_is_ready(self, bucket: ServerBucket) -> None:
         """The backward pass has computed the bucket's gradients. They are sent, unless Megatron
@@ -275,35 +324,14 @@ class ServerOptimizer(MegatronOptimizer):
         with self._machine.failing():
             if not self._loaded:
                 self._load_parameters()
-            self._machine.push_early(bucket, self.optimizer.param_groups)
+            self._machine.push_early(bucket, self.optimizer.param_groups, self._unscale)
 
-    def _norm_and_zeros(self) -> tuple[float, int | None]:
-        """Of all gradients of the model, the same bits on every rank; 0 and None if not wanted.
-
-        Partial sums are added by fsum, which rounds once: their order does not matter, nor which
-        ranks share a replica.
-        """
-        if not self._looks and not self._counts_zeros:
-            return 0.0, None
-        parts = self._parts(self._dense, self.grad_stats_parallel_group)
+    def _norms(self) -> Norms:
+        """Of all gradients of the model."""
+        kinds = [(self._dense, self.grad_stats_parallel_group)]
         if self._expert_group is not None:
-            parts += self._parts(self._expert, self._expert_group)
-        squares, zeros = (math.fsum(part) for part in zip(*parts, strict=True))
-        norm = math.sqrt(squares) if self._looks else 0.0
-        return norm, int(zeros) if self._counts_zeros else None
-
-    def _parts(self, buckets: Sequence[ServerBucket], group: _Group) -> list[tuple[float, float]]:
-        """Squares and zeros of each rank of a group."""
-        squares = math.fsum(part for bucket in buckets for part in bucket.squares)
-        mine = [squares, float(sum(bucket.zeros for bucket in buckets))]
-        if buckets:  # where the ranks of a host sum first, each has its parts
-            mine = [math.fsum(one) for one in zip(*buckets[0].of_host(mine), strict=True)]
-        if group.size() == 1:
-            return [(mine[0], mine[1])]
-        one = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        parts = [torch.empty_like(one) for _ in range(group.size())]
-        torch.distributed.all_gather(parts, one, group=group)
-        return [(part[0].item(), part[1].item()) for part in parts]
+            kinds.append((self._expert, self._expert_group))
+        return norms_of(kinds, self._norm_of, self._unscale, self._device)
 
     def _load_parameters(self) -> None:
         """The servers begin with the model's parameters. No update is made before all ranks have
@@ -329,7 +357,7 @@ class ServerOptimizer(MegatronOptimizer):
         """Nothing: DDP zeroes its buffers."""
 
     def get_loss_scale(self) -> torch.Tensor:
-        return self._scale
+        return self._scale if self.grad_scaler is None else self.grad_scaler.scale
 
     def reload_model_params(self, state_dict: Any = None) -> None:
         """The model was loaded without its optimizer: servers take its parameters at the next step,
@@ -366,11 +394,15 @@ class ServerOptimizer(MegatronOptimizer):
         Raises:
             byteps.torch.BytePSError: a server is lost; or a step failed, so that servers may have
                 the state of different ones, and none is to be saved.
-            ValueError: a checkpoint of another form is wanted.
+            ValueError: a checkpoint of another form is loaded.
         """
-        server_checkpoint.check_metadata(metadata)
-        if not is_loading:
+        if is_loading:
+            server_checkpoint.check_metadata(metadata)
+        else:
             self._machine.demand_no_failure()
+            # Who saves without Megatron's arguments takes us for another optimizer.
+            if metadata is not None:
+                server_checkpoint.put_metadata(metadata)
         if not self._loaded and not is_loading:
             self._load_parameters()
             # Ranks read next, and only the first one of each group has loaded. Ranks without
@@ -394,6 +426,9 @@ class ServerOptimizer(MegatronOptimizer):
             )
             for buckets, groups in self._kinds()
         ]
+        if self.grad_scaler is not None:  # where Megatron's optimizers have it
+            for part in parts:
+                part["grad_scaler"] = self.grad_scaler.state_dict()
         return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
     @torch.no_grad()
@@ -415,6 +450,9 @@ class ServerOptimizer(MegatronOptimizer):
             raise ValueError(
                 f"--dpu-optimizer: parameters made different numbers of steps: {steps}"
             )
+        if self.grad_scaler is not None and "grad_scaler" in parts[0]:
+            self.grad_scaler.load_state_dict(parts[0]["grad_scaler"])
+            self._note_scale()
         self._loaded = True
         self._machine.end_load((steps or {0}).pop() or 0)
 

@@ -1,6 +1,7 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Which gradients Megatron changes after the backward pass, and buffers of their own for them.
+"""Which gradients Megatron changes after the backward pass, and buffers of their own for them and
+for those that it clips by themselves.
 
 ``finalize_model_grads`` sums some gradients over tensor-parallel ranks (norms, with sequence
 parallelism) or pipeline stages (embeddings). Where servers keep the optimizer, a bucket with such a
@@ -26,12 +27,16 @@ Buffers = Mapping[Any, tuple[list[torch.nn.Parameter], list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _KeyOfLater:
+class _KeyOfPart:
     """Identifies a buffer as Megatron's BufferKey does, and differs from all of those."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     is_expert_parallel: bool
+    waits: bool
+    """Its gradients change after the backward pass."""
+    norm_group: str | None
+    """They are clipped by a norm of their own."""
 
 
 class SummedLater:
@@ -76,10 +81,11 @@ def apart(
     names: Mapping[torch.nn.Parameter, str],
     config: TransformerConfig,
 ) -> Buffers:
-    """The buffers of a DDP that is being built, those of gradients that are summed later apart.
+    """The buffers of a DDP that is being built, with others for gradients that are summed later or
+    clipped by a norm of their own.
 
-    Nothing changes where nothing would be sent earlier for it: without ``overlap_grad_reduce``, or
-    if all gradients of a buffer are summed later, or none.
+    Those that are summed later stay where they are if nothing would be sent earlier for it: without
+    ``overlap_grad_reduce``, or if all gradients are summed later.
 
     Args:
         ddp: with its config and process groups.
@@ -87,24 +93,34 @@ def apart(
         names: of all parameters in the model.
         config: of the model.
     """
-    if not ddp.ddp_config.overlap_grad_reduce:
-        return buffers
+    # The optimizers need this package.
+    from ...optimizer.optimizer import GRAD_NORM_GROUP_ATTR
+
     later = SummedLater(config, ddp.tp_group, ddp.pp_group)
-    if later.are_all:
-        return buffers
+    overlaps = ddp.ddp_config.overlap_grad_reduce and not later.are_all
+
+    def kind_of(parameter: torch.nn.Parameter) -> tuple[bool, str | None]:
+        waits = overlaps and later(parameter, names[parameter])
+        return waits, getattr(parameter, GRAD_NORM_GROUP_ATTR, None)
+
     cut: dict[Any, tuple[list[torch.nn.Parameter], list[int]]] = {}
     for key, (parameters, indices) in buffers.items():
-        both = list(zip(parameters, indices, strict=True))
-        waits = {parameter: later(parameter, names[parameter]) for parameter in parameters}
-        if len(set(waits.values())) < 2:
-            cut[key] = (parameters, indices)
-            continue
-        key_of_later = _KeyOfLater(
-            param_dtype=key.param_dtype,
-            grad_dtype=key.grad_dtype,
-            is_expert_parallel=key.is_expert_parallel,
-        )
-        for part, wait in ((key, False), (key_of_later, True)):
-            chosen = [pair for pair in both if waits[pair[0]] == wait]
+        kinds = {parameter: kind_of(parameter) for parameter in parameters}
+        ordered = sorted(set(kinds.values()), key=lambda kind: (kind[0], kind[1] or ""))
+        for number, kind in enumerate(ordered):
+            chosen = [
+                pair for pair in zip(parameters, indices, strict=True) if kinds[pair[0]] == kind
+            ]
+            part = key if number == 0 else _key_of_part(key, *kind)
             cut[part] = ([p for p, _ in chosen], [index for _, index in chosen])
     return cut
+
+
+def _key_of_part(key: Any, waits: bool, norm_group: str | None) -> _KeyOfPart:
+    return _KeyOfPart(
+        param_dtype=key.param_dtype,
+        grad_dtype=key.grad_dtype,
+        is_expert_parallel=key.is_expert_parallel,
+        waits=waits,
+        norm_group=norm_group,
+    )

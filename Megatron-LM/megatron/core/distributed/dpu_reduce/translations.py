@@ -1,0 +1,145 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Settings of a recipe that ``--dpu-optimizer`` takes the place of.
+
+A recipe that shards the optimizer over ranks asks for what servers do anyway. So these settings are
+switched off, not refused, before Megatron derives anything from them: in the arguments, and where
+there are none, in the DDP config when a model is wrapped. Rank 0 says so in one line.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...utils import log_single_rank
+
+if TYPE_CHECKING:
+    from ..distributed_data_parallel_config import DistributedDataParallelConfig
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """Something that ranks need not do."""
+
+    name: str
+    """On the arguments and on the DDP config; where it is missing, nothing is to be done."""
+    flag: str
+    becomes: Any = False
+
+
+_SHARDED = "servers shard the optimizer, and every rank receives whole parameters"
+_FP32 = "servers keep fp32 parameters and moments"
+_HALF = "parameters come down in the type of the model, and are quantized in the forward pass"
+
+_ON_RANKS: tuple[tuple[str, Sequence[_Setting]], ...] = (
+    (
+        _SHARDED,
+        (
+            _Setting(name="use_distributed_optimizer", flag="--use-distributed-optimizer"),
+            _Setting(
+                name="num_distributed_optimizer_instances",
+                flag="--num-distributed-optimizer-instances",
+                becomes=1,
+            ),
+            _Setting(name="overlap_param_gather", flag="--overlap-param-gather"),
+            _Setting(
+                name="overlap_param_gather_with_optimizer_step",
+                flag="--overlap-param-gather-with-optimizer-step",
+            ),
+        ),
+    ),
+)
+_IN_ARGUMENTS: tuple[tuple[str, Sequence[_Setting]], ...] = (
+    *_ON_RANKS,
+    (
+        _FP32,
+        (
+            _Setting(name="use_precision_aware_optimizer", flag="--use-precision-aware-optimizer"),
+            _Setting(name="optimizer_cpu_offload", flag="--optimizer-cpu-offload"),
+            _Setting(name="optimizer_cuda_graph", flag="--optimizer-cuda-graph"),
+        ),
+    ),
+    (
+        _HALF,
+        (
+            _Setting(name="fp8_param_gather", flag="--fp8-param-gather"),
+            _Setting(name="fp4_param_gather", flag="--fp4-param-gather"),
+            _Setting(
+                name="reuse_grad_buf_for_mxfp8_param_ag",
+                flag="--reuse-grad-buf-for-mxfp8-param-ag",
+            ),
+        ),
+    ),
+)
+_STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Of the precision-aware optimizer, which alone may have them other than fp32."""
+
+
+def translate_args(args: Namespace) -> None:
+    """Change arguments that ask ranks for what servers do; done before Megatron validates them.
+
+    ``--dpu-optimizer`` asks for ``--use-dpu-reduce`` too.
+    """
+    if not getattr(args, "dpu_optimizer", False):
+        return
+    args.use_dpu_reduce = True
+    if getattr(args, "use_precision_aware_optimizer", False):
+        _keep_dtypes(args)
+    if (dropped := _drop(args, _IN_ARGUMENTS)) and args.rank == 0:
+        print(dropped, flush=True)
+
+
+def translate_config[Layout](
+    config: DistributedDataParallelConfig, layout: Layout | None
+) -> Layout | None:
+    """The same of a DDP config, for users of megatron.core who have no arguments; done before DDP
+    is built.
+
+    The optimizer's config stays as it is: servers take from it what the update is, and no more.
+
+    Args:
+        layout: of the buckets, as the caller computed it.
+
+    Returns:
+        the layout; None where servers keep the optimizer: it may be made for shards on ranks.
+    """
+    if not config.dpu_optimizer:
+        return layout
+    config.use_dpu_reduce = True
+    if dropped := _drop(config, _ON_RANKS):
+        log_single_rank(_logger, logging.WARNING, dropped)
+    return None
+
+
+def _keep_dtypes(args: Namespace) -> None:
+    """The optimizer's dtypes are fp32 on the servers; gradients travel in the type that was asked
+    for, which is said by another flag without the precision-aware optimizer."""
+    for name in _STATE_DTYPES:
+        if hasattr(args, name):
+            setattr(args, name, torch.float32)
+    in_bf16 = getattr(args, "main_grads_dtype", None) in ("bf16", torch.bfloat16)
+    if in_bf16 and args.bf16 and not args.accumulate_allreduce_grads_in_fp32:
+        args.grad_reduce_in_bf16 = True
+        args.main_grads_dtype = torch.float32
+
+
+def _drop(source: object, settings: Sequence[tuple[str, Sequence[_Setting]]]) -> str:
+    """Switch them off; what to say of it, if there is anything."""
+    told = []
+    for why, some in settings:
+        flags = []
+        for one in some:
+            if getattr(source, one.name, None) not in (None, False, one.becomes):
+                setattr(source, one.name, one.becomes)
+                flags.append(one.flag)
+        if flags:
+            told.append(f"{', '.join(flags)} ({why})")
+    return f"dpu_reduce: --dpu-optimizer takes the place of {'; '.join(told)}" if told else ""
