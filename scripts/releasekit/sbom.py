@@ -244,8 +244,9 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
         )
     )  # fmt: skip
     materials.add(trees["byteps"], [ps_lite])
-    sodium = _sodium(materials, sodium_folder)
-    for path in sorted(folder.iterdir()):
+    linked = {"libsodium": _sodium(materials, sodium_folder)}
+    # Images last: they hold what is linked into the other files.
+    for path in sorted(folder.iterdir(), key=lambda one: (one.name.endswith(IMAGE_SUFFIX), one)):
         file = Component(
             type=ComponentType.FILE, name=path.name, bom_ref=path.name,
             hashes=_sha256(sha256_file(path)),
@@ -253,12 +254,13 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
         if path.name.endswith(IMAGE_SUFFIX):
             image, group = _image(path)
             of_worker = [] if group is None else [trees["megatron-core"], groups[group]]
-            materials.add(image, [trees["byteps"], sodium, *of_worker])
-        elif path.name.startswith("byteps-server-"):
-            materials.add(file, [trees["byteps"], sodium, *_runtime(materials, path)])
+            materials.add(image, [trees["byteps"], *linked.values(), *of_worker])
         elif path.name.startswith("byteps-"):
-            needed = [by_group["base"][name] for name in ("pybind11", "torch")]
-            materials.add(file, [trees["byteps"], sodium, *_runtime(materials, path), *needed])
+            runtime = _runtime(materials, path)
+            linked |= {str(one.bom_ref): one for one in runtime}
+            of_wheel = ("pybind11", "torch") if path.suffix == ".whl" else ()
+            needed = [by_group["base"][name] for name in of_wheel]
+            materials.add(file, [trees["byteps"], linked["libsodium"], *runtime, *needed])
         elif found := re.match(rf"megatron_byteps_({'|'.join(INTEGRATIONS)})-.*\.whl$", path.name):
             materials.add(file, _asked_for(path, by_group[found[1]]))
         elif path.name == f"{release.name}.tar.gz":

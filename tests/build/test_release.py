@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import platform
 import subprocess
-import sys
 import tarfile
 import zipfile
 from dataclasses import asdict
@@ -17,7 +17,8 @@ import pytest
 
 from scripts.patchkit.lock import load_lock
 from scripts.releasekit.common import ROOT, pins, ship_tools
-from scripts.releasekit.contents import SUMS, Release
+from scripts.releasekit.contents import INTEGRATIONS, SUMS, Release
+from tests.images.containers import CACHE
 
 RELEASE = Release(version="1.2+megatron.7", commit="c" * 40, epoch=1_000_000_000)
 DEB = "Package: libssl3\nStatus: install ok installed\nArchitecture: amd64\nVersion: 3.0\n"
@@ -98,7 +99,7 @@ def test_bill_of_materials(files: Path, tmp_path: Path) -> None:
 
     image = components["megatron-byteps-worker-ray-1.2.image.tar.gz"]
     assert [one["name"] for one in image["components"]] == ["libssl3"]
-    assert "locks/ray.lock" in needs[image["bom-ref"]]
+    assert {"locks/ray.lock", patched, sodium, runtime} <= needs[image["bom-ref"]]
     of_ray = {f"pkg:pypi/{n}@{v}" for (n, v), (groups, _) in pins().items() if "ray" in groups}
     assert needs["locks/ray.lock"] == of_ray
     assert not [one for one in needs["byteps-server-1.2.image.tar.gz"] if "lock" in one]
@@ -114,17 +115,20 @@ def test_a_bill_leaves_nothing_out(files: Path, tmp_path: Path) -> None:
     assert "no binary in it says what compiled it" in _write(files, tmp_path / "bill.json")
 
 
-def _released(root: Path) -> dict[str, str]:
-    command: list[str | Path] = [
-        root / "build/venv/bin/python",
-        "scripts/release.py",
-        "--draft",
-        "--images",
-        "none",
-    ]
+def _released(root: Path, cache: Path, **more: str) -> dict[str, str]:
+    """Makes a release in a new clone, with this checkout's environments; its checksums."""
+    subprocess.run(["git", "clone", "--quiet", ROOT, root], check=True)
+    (root / "build").mkdir()
+    for name in ("venv", "venv-ship"):
+        (root / "build" / name).symlink_to(ROOT / "build" / name)
+    cache.mkdir()
+    (cache / "sdists").symlink_to(CACHE / "sdists")
+    env = {**os.environ, "PYTHONPATH": str(root), "MEGATRON_BYTEPS_CACHE": str(cache), **more}
+    subprocess.run([root / "scripts/apply_patches.sh"], check=True, env=env, timeout=600)
+    command: list[str | Path] = [root / "build/venv/bin/python", "scripts/release.py", "--draft"]
     done = subprocess.run(
-        [*command, "--arch", platform.machine()],
-        cwd=root, capture_output=True, text=True, check=False, timeout=3000,
+        [*command, "--images", "none", "--arch", platform.machine()],
+        cwd=root, env=env, capture_output=True, text=True, check=False, timeout=3000,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     (folder,) = (root / "build/release").iterdir()
@@ -135,27 +139,17 @@ def _released(root: Path) -> dict[str, str]:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
-def test_a_release_of_two_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one commit, in two places, built twice: the same bytes. Patches apply from its archive."""
-    results = []
-    for name in ("one", "another-place"):
-        root, cache = tmp_path / name, tmp_path / f"{name}-cache"
-        subprocess.run(["git", "clone", "--quiet", ROOT, root], check=True)
-        # Nothing that the first one built; downloads are shared.
-        monkeypatch.setenv("MEGATRON_BYTEPS_CACHE", str(cache))
-        monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
-        monkeypatch.setenv("CCACHE_DISABLE", "1")
-        subprocess.run([root / "scripts/setup.sh"], check=True, timeout=3000)
-        results.append(_released(root))
-    assert results[0] == results[1]
-    assert {name.split("-")[0] for name in results[0]} == {
-        "byteps", "megatron", *(f"megatron_byteps_{one}" for one in ("ray", "hf", "rl")),
+def test_a_release_of_two_checkouts(tmp_path: Path) -> None:
+    """Of one commit, in two places, compiled twice: the same bytes. Patches apply from its archive."""
+    ship_tools()
+    first = _released(tmp_path / "one", tmp_path / "cache")
+    again = _released(tmp_path / "another-place", tmp_path / "other", CCACHE_DISABLE="1")
+    assert first == again
+    assert {name.split("-")[0] for name in first} == {
+        "byteps", "megatron", *(f"megatron_byteps_{one}" for one in INTEGRATIONS),
     }  # fmt: skip
     (archive,) = (tmp_path / "one/build/release").glob("*/megatron-byteps-*.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path, filter="data")
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
-    subprocess.run(
-        [sys.executable, "-m", "scripts.patchset", "--root", unpacked, "apply"],
-        cwd=unpacked, check=True, timeout=600,
-    )  # fmt: skip
+    subprocess.run([unpacked / "scripts/apply_patches.sh"], check=True, timeout=600)

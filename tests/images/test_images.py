@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.releasekit.images import packages
 from tests.images.containers import Buildah
 from tests.multiproc.cluster import Cluster, Nursery, Spawned
 
@@ -43,6 +44,20 @@ def test_what_the_image_is(
     assert config["Entrypoint"] == ["byteps-server"]
     assert config["Labels"]["org.opencontainers.image.title"] == "byteps-server"
     assert buildah.size(name) < LARGEST
+
+
+def test_it_can_be_saved(
+    server_image: Callable[[str], str], buildah: Buildah, tmp_path: Path
+) -> None:
+    name = server_image("linux/amd64")
+    base = buildah.base("bookworm", "amd64")
+    where = ("--platform", "linux/amd64", "--save", str(tmp_path))
+    buildah.image("server", *where, DEBIAN_IMAGE=base)
+    (saved,) = tmp_path.iterdir()
+    assert saved.name == f"{name.replace(':', '-')}.image.tar.gz"
+    found = {one.name: one.distribution for one in packages(saved)}
+    assert {"libssl3", "libibverbs1"} <= set(found)
+    assert {*found.values()} == {"debian-12"}
 
 
 def test_what_it_can_do(platform: str, container: str, buildah: Buildah) -> None:
