@@ -175,12 +175,31 @@ TEST(Invariant, ThatIsBrokenWhileSendingFailsTheOperation) {
     OnPurpose broken;
     const std::string name = "y" + std::to_string(bytes);
     job.worker.Declare({Job::RequestFor(name, &values).tensor});
-    job.channel->Change([](Script* s) { s->throws = true; });
+    job.channel->Change([](Script* s) {
+      s->on_push = [] { BPS_INVARIANT("what is sent is sound", false, "as the script says"); };
+    });
     const std::string error = job.ErrorOf(job.Start(name, &values));
     EXPECT_TRUE(Has(error, "'what is sent is sound'")) << error;
-    job.channel->Change([](Script* s) { s->throws = false; });
+    job.channel->Change([](Script* s) { s->on_push = nullptr; });
     EXPECT_TRUE(job.Settles("transport_partitions", 0));
     EXPECT_GE(broken.count(), 1u);
+  }
+}
+
+// Nor does an exception of another kind end the process: not in a push loop, which sends the longer
+// one, nor in the caller's thread.
+TEST(Invariant, AnyExceptionWhileSendingFailsTheOperation) {
+  Job job(1);
+  auto values = Values(3000, 1);
+  for (const uint64_t count : {100, 30000}) {
+    values.resize(count);
+    const std::string name = "z" + std::to_string(count);
+    job.worker.Declare({Job::RequestFor(name, &values).tensor});
+    job.channel->Change([](Script* s) { s->on_push = [] { throw std::bad_alloc(); }; });
+    EXPECT_TRUE(Has(job.ErrorOf(job.Start(name, &values)), "bad_alloc"));
+    job.channel->Change([](Script* s) { s->on_push = nullptr; });
+    EXPECT_TRUE(job.Settles("transport_partitions", 0));
+    job.Wait(job.Start(name + "again", &values));
   }
 }
 
