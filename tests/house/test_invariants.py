@@ -9,7 +9,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENT = REPOSITORY / "docs/design/reliability.md"
 CODE = REPOSITORY / "byteps/byteps"
 PROBES = REPOSITORY / "byteps/byteps/base/probe.h"
-USE = re.compile(r'(?:PS|BPS)_INVARIANT(?:_NOTED)?\(\s*"([^"]+)"')
+USE = re.compile(r'BPS_INVARIANT(?:_NOTED)?\(\s*"([^"]+)"')
 
 
 def rows_below(heading: str) -> list[list[str]]:

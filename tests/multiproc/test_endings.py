@@ -56,9 +56,9 @@ EACH = pytest.mark.parametrize(
 EACH_THOROUGH = pytest.mark.parametrize("ending", ENDINGS, ids=[ending.way for ending in ENDINGS])
 
 
-def end_rank_1(cluster: Cluster, ending: Ending) -> None:
+def end_rank(cluster: Cluster, ending: Ending, rank: int = 1) -> None:
     """Have it end in this way."""
-    worker = cluster.workers["worker 1"]
+    worker = cluster.workers[f"worker {rank}"]
     cluster.go("way")
     if ending.way == "hang":
         worker.send(signal.SIGKILL)
@@ -79,7 +79,7 @@ def start(
 def test_while_another_rank_works(make_cluster: Make, ending: Ending) -> None:
     """A good end leaves the others alone; another one ends all of them, and each says why."""
     cluster, other = start(make_cluster, ending)
-    end_rank_1(cluster, ending)
+    end_rank(cluster, ending)
     nodes = [*cluster.servers, cluster.scheduler]
     if ending.why:
         demand_error(other, ending.why)
@@ -97,7 +97,7 @@ def test_after_the_other_rank_has_left(make_cluster: Make, ending: Ending) -> No
     """One that left in order does not make the job a good one."""
     cluster, other = start(make_cluster, ending, first=True)
     assert other.wait(END_S) == 0, other.text
-    end_rank_1(cluster, ending)
+    end_rank(cluster, ending)
     for node in [*cluster.servers, cluster.scheduler]:
         if ending.why:
             demand_failed(node, ending.why)
@@ -110,7 +110,7 @@ def test_after_the_other_rank_has_left(make_cluster: Make, ending: Ending) -> No
 def test_of_a_cluster_that_is_kept(make_cluster: Make, ending: Ending) -> None:
     """It outlives a bad end, says why, and ends well with the next incarnation."""
     cluster, other = start(make_cluster, ending, keep=True)
-    end_rank_1(cluster, ending)
+    end_rank(cluster, ending)
     nodes = [*cluster.servers, cluster.scheduler]
     if ending.why:
         demand_error(other, ending.why)
@@ -126,18 +126,24 @@ def test_of_a_cluster_that_is_kept(make_cluster: Make, ending: Ending) -> None:
     assert [node.wait(0) for node in nodes] == [0, 0, 0], [node.text for node in nodes]
 
 
-@EACH_THOROUGH
-@pytest.mark.thorough
-def test_of_an_embedded_cluster(make_cluster: Make, ending: Ending) -> None:
-    """Rank 0 has started the scheduler and a server, and learns from them how rank 1 ended."""
-    cluster = make_cluster(workers=2)
+def start_embedded(make: Make, ending: Ending, **args: bool) -> Cluster:
+    """The same in embedded mode: rank 0 starts the scheduler and a server."""
+    cluster = make(workers=2)
     unset = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER", "DMLC_NUM_WORKER")
     for rank in range(2):
         env = dict.fromkeys((*unset, "BYTEPS_SECRET"))
-        cluster.start_worker(rank, "endings:ends", env=env, way=ending.way, group=True)
+        cluster.start_worker(rank, "endings:ends", env=env, way=ending.way, group=True, **args)
     cluster.wait_mark("summed", range(2))
+    return cluster
+
+
+@EACH_THOROUGH
+@pytest.mark.thorough
+def test_of_an_embedded_cluster(make_cluster: Make, ending: Ending) -> None:
+    """Rank 0 learns from what it has started how rank 1 ended."""
+    cluster = start_embedded(make_cluster, ending)
     other = cluster.workers["worker 0"]
-    end_rank_1(cluster, ending)
+    end_rank(cluster, ending)
     if not ending.why:
         cluster.go("end")
         assert other.wait(END_S) == 0, other.text
@@ -149,12 +155,27 @@ def test_of_an_embedded_cluster(make_cluster: Make, ending: Ending) -> None:
     assert not re.search("ended with signal (?!15)", other.text), other.text
 
 
+@EACH
+def test_of_the_rank_that_started_the_cluster(make_cluster: Make, ending: Ending) -> None:
+    """It stays until what it started has ended, which it tells how it ends itself."""
+    cluster = start_embedded(make_cluster, ending, swapped=True)
+    other = cluster.workers["worker 1"]
+    if not ending.why:
+        cluster.go("end")
+        assert other.wait(END_S) == 0, other.text
+    end_rank(cluster, ending, 0)
+    if not ending.why:
+        assert not list(cluster.folder.glob("byteps-embedded-*"))
+        return
+    demand_error(other, ending.why.replace("worker 1", "worker 0"))
+
+
 @pytest.mark.parametrize("way", ["raise", "exit-3"])
 def test_while_another_rank_hangs(make_cluster: Make, way: str) -> None:
     """Scheduler and servers do not wait for it."""
     ending = next(ending for ending in ENDINGS if ending.way == way)
     cluster, other = start(make_cluster, ending, hangs=True)
-    end_rank_1(cluster, ending)
+    end_rank(cluster, ending)
     for node in [*cluster.servers, cluster.scheduler]:
         demand_failed(node, ending.why)
     assert other.running

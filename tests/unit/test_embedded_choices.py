@@ -236,7 +236,8 @@ class TestStop:
         folder.mkdir()
         state = embedded._Embedded(pid=os.getpid(), folder=folder)
         monkeypatch.setattr(embedded, "_current", state)
-        # A busy machine takes a while to end a process, too.
+        monkeypatch.setattr(embedded, "REST_S", 0.3)
+        # A busy machine takes a while to end a process.
         monkeypatch.setattr(embedded, "GRACE_S", 10.0)
         return state
 
@@ -249,7 +250,7 @@ class TestStop:
         return child
 
     def test_waits_for_children_to_end(self, started: embedded._Embedded) -> None:
-        child = self.add(started, "import time; time.sleep(1)")
+        child = self.add(started, "import time; time.sleep(0.2)")
         embedded.stop()
         assert child.status == 0
         assert not _folder_of(started).exists()

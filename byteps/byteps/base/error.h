@@ -1,7 +1,9 @@
-// The one exception of the engine.
+// The one exception that our code throws.
 #ifndef BYTEPS_BASE_ERROR_H_
 #define BYTEPS_BASE_ERROR_H_
 
+#include <cerrno>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -30,6 +32,17 @@ class UsageError : public Error {
   using Error::Error;
 };
 
+// After a system call that failed: "epoll_ctl: Bad file descriptor".
+[[noreturn]] inline void ThrowErrno(const char* call, const char* file = __builtin_FILE(),
+                                    int line = __builtin_LINE()) {
+  throw Error(std::string(call) + ": " + strerror(errno), file, line);
+}
+
 }  // namespace core
 }  // namespace byteps
+
+namespace ps {
+using byteps::core::Error;
+using byteps::core::ThrowErrno;
+}  // namespace ps
 #endif  // BYTEPS_BASE_ERROR_H_

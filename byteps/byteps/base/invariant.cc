@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "byteps/base/error.h"
 #include "byteps/base/log_line.h"
 #include "byteps/base/mutex.h"
 
@@ -38,6 +39,10 @@ std::string Note(const char* name, const char* file, int line, const std::string
   }
   if (number <= kLogged) WriteLogLine('E', file, line, text);
   return text;
+}
+
+void Throw(const char* name, const char* file, int line, const std::string& seen) {
+  throw Error(Note(name, file, line, seen), file, line);
 }
 
 }  // namespace invariant

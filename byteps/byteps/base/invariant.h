@@ -6,9 +6,8 @@
 // the invariant is broken.  docs/design/reliability.md lists all of them by name.
 //
 // A broken invariant ends the job, but not the process: it is logged and counted, and
-// - BPS_INVARIANT throws Error, and in net/ PS_INVARIANT (net/link/invariant.h) throws dmlc::Error,
-//   so that the operation or the connection fails at once;
-// - PS_INVARIANT_NOTED goes on, for destructors and callbacks, which must not throw.
+// - BPS_INVARIANT throws Error, so that the operation or the connection fails at once;
+// - BPS_INVARIANT_NOTED goes on, for destructors and callbacks, which must not throw.
 // Either way the membership (net/membership/membership.h) fails the job within a heartbeat, and
 // every node gets an error that names the node and the invariant.
 #ifndef BYTEPS_BASE_INVARIANT_H_
@@ -34,26 +33,21 @@ namespace invariant {
 // Logs and counts a broken one.  Returns what to say of it.
 std::string Note(const char* name, const char* file, int line, const std::string& seen);
 
-template <typename Error>
-[[noreturn, gnu::cold, gnu::noinline]] void Throw(const char* name, const char* file, int line,
-                                                  const std::string& seen) {
-  throw Error(Note(name, file, line, seen));
-}
+// The same, and throws Error.
+[[noreturn, gnu::cold]] void Throw(const char* name, const char* file, int line,
+                                   const std::string& seen);
 
 }  // namespace invariant
 }  // namespace ps
 
-// `Error`: what is thrown, made from a std::string.
-#define PS_INVARIANT_AS(Error, name, holds, seen)                    \
-  do {                                                               \
-    if (__builtin_expect(!(holds), 0)) {                             \
-      ::ps::invariant::Throw<Error>(name, __FILE__, __LINE__, seen); \
-    }                                                                \
+#define BPS_INVARIANT(name, holds, seen)                      \
+  do {                                                        \
+    if (__builtin_expect(!(holds), 0)) {                      \
+      ::ps::invariant::Throw(name, __FILE__, __LINE__, seen); \
+    }                                                         \
   } while (0)
 
-#define BPS_INVARIANT(name, holds, seen) PS_INVARIANT_AS(::byteps::core::Error, name, holds, seen)
-
-#define PS_INVARIANT_NOTED(name, holds, seen)                                                 \
+#define BPS_INVARIANT_NOTED(name, holds, seen)                                                \
   do {                                                                                        \
     if (__builtin_expect(!(holds), 0)) ::ps::invariant::Note(name, __FILE__, __LINE__, seen); \
   } while (0)

@@ -1,4 +1,4 @@
-// Upstream's logging, BPS_LOG(severity) << ..., for this namespace.
+// Upstream's logging, BPS_LOG(severity) << ..., for our namespaces.
 #ifndef BYTEPS_BASE_LOG_H_
 #define BYTEPS_BASE_LOG_H_
 
@@ -16,4 +16,9 @@ void SetDefaultLogLevel(LogLevel level);
 
 }  // namespace core
 }  // namespace byteps
+
+namespace ps {
+using byteps::common::LogLevel;
+using byteps::common::LogMessage;
+}  // namespace ps
 #endif  // BYTEPS_BASE_LOG_H_

@@ -9,10 +9,9 @@
 #include <cstring>
 #include <sstream>
 
-#include "byteps/base/json_text.h"
 #include "byteps/base/log_output.h"
 #include "byteps/base/mutex.h"
-#include "byteps/base/utc_text.h"
+#include "byteps/base/text.h"
 
 namespace ps {
 namespace {

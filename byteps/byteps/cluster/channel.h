@@ -64,6 +64,10 @@ class Channel {
   // all workers; 0 where one of them is not known.
   virtual double link_gbps() const = 0;
 
+  // For so long after its limit (BYTEPS_OP_TIMEOUT_S) servers and scheduler may still tell why an
+  // operation has no answer.  They know whom it lacks, or why a connection is gone.
+  virtual double seconds_to_explain() const { return 5; }
+
   // This node's rank among those of its role, once it has joined.
   virtual int rank() const = 0;
 

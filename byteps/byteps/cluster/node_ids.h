@@ -1,4 +1,4 @@
-// Ids of nodes, by which messages are addressed, and their ranks.
+// Ids of nodes, by which ps-lite addresses messages (ps_message.cc), and their ranks.
 #ifndef BYTEPS_CLUSTER_NODE_IDS_H_
 #define BYTEPS_CLUSTER_NODE_IDS_H_
 

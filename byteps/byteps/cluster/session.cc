@@ -15,7 +15,6 @@
 #include "byteps/net/membership/node_membership.h"
 #include "byteps/net/membership/scheduler_membership.h"
 #include "byteps/net/tls/settings.h"
-#include "dmlc/logging.h"
 #include "ps/internal/env.h"
 #include "ps/internal/postoffice.h"
 
@@ -74,7 +73,7 @@ void Session::Prepare(ChannelUser* user, int probe) {
   ps::Environment::Init(settings);
   try {
     ps::tls::CheckSettings(ps::auth::Secret::FromEnvironment());
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     throw UsageError(e.what(), e.file(), e.line());
   }
   ps::Postoffice::Handlers handlers;
@@ -99,9 +98,9 @@ void Session::Start(ChannelUser* user) {
   } catch (const ps::JobFailed& e) {
     ps::Postoffice::Get()->SetHandlers({});
     throw JobFailedError(e.what(), e.file(), e.line());
-  } catch (const dmlc::Error& e) {
+  } catch (...) {
     ps::Postoffice::Get()->SetHandlers({});
-    throw Error(e.what(), e.file(), e.line());
+    throw;
   }
   started_ = true;
   if (options_.role != Role::kScheduler) {
@@ -123,8 +122,6 @@ std::string Session::Probe(ChannelUser* user, int count) {
     return e.what();
   } catch (const ps::NoAnswer& e) {
     throw NoSchedulerError(e.what(), e.file(), e.line());
-  } catch (const dmlc::Error& e) {
-    throw Error(e.what(), e.file(), e.line());
   }
 }
 
@@ -138,7 +135,7 @@ void Session::Join() {
       if (std::chrono::steady_clock::now() >= deadline) {
         char limit[64];
         snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_START_TIMEOUT_S=%g)", limit_s, limit_s);
-        throw dmlc::Error(std::string(e.what()) + "; this was so for " + limit);
+        throw Error(std::string(e.what()) + "; this was so for " + limit);
       }
       BPS_LOG(DEBUG) << e.what() << "; trying again";
     }

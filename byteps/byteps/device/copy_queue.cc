@@ -42,7 +42,7 @@ bool CopyQueue::Leave(Entry* entry) {
 
 bool CopyQueue::TakeTurn(Turn* turn) {
   ps::MutexLock lock(&mu_);
-  PS_INVARIANT_NOTED("one thread at a time gives copies", taken_, "nobody had begun to");
+  BPS_INVARIANT_NOTED("one thread at a time gives copies", taken_, "nobody had begun to");
   while (!waiting_.empty()) {
     const size_t bytes = waiting_.front().copy.bytes;
     if (!turn->entries.empty() && turn->bytes + bytes > kMostBytes) break;

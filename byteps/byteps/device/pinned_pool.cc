@@ -91,7 +91,7 @@ char* PinnedPool::Cut(uint64_t size) {
     free_[have].insert(data + have);
   }
   in_use_ += size;
-  PS_INVARIANT_NOTED(
+  BPS_INVARIANT_NOTED(
       "no more is in use than there is", in_use_ <= pinned_,
       std::to_string(in_use_) + " bytes of " + std::to_string(pinned_) + " pinned ones");
   return data;
@@ -100,9 +100,9 @@ char* PinnedPool::Cut(uint64_t size) {
 void PinnedPool::PutBack(char* data, uint64_t size) {
   const auto free = free_.find(size);
   const bool is_out = in_use_ >= size && (free == free_.end() || free->second.count(data) == 0);
-  PS_INVARIANT_NOTED("a block is returned once", is_out,
-                     "a pinned block of " + std::to_string(size) + " bytes came back, with " +
-                         std::to_string(in_use_) + " bytes in use");
+  BPS_INVARIANT_NOTED("a block is returned once", is_out,
+                      "a pinned block of " + std::to_string(size) + " bytes came back, with " +
+                          std::to_string(in_use_) + " bytes in use");
   if (!is_out) return;
   in_use_ -= size;
   char* const slab = std::prev(slabs_.upper_bound(data))->first;

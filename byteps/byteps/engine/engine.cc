@@ -123,7 +123,7 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
   context_.trace->Begin(operation.get());
   try {
     pusher_.Add(operation);
-  } catch (const Error& e) {  // Wait says so
+  } catch (const std::exception& e) {  // Wait says so
     context_.operations.Fail(operation, e.what());
   }
   return handle;

@@ -11,10 +11,6 @@ namespace byteps {
 namespace core {
 namespace {
 
-// The servers give up on a late operation first, since they know whom it lacks; the worker does
-// so itself when none of them says anything.  So long, too, the scheduler has to tell why a
-// connection is gone.
-constexpr double kGraceSeconds = 5.0;
 constexpr double kLookEverySeconds = 1.0;
 
 // In which this process ran: answers that came while it stood still are not read yet.
@@ -45,7 +41,7 @@ std::string Engine::Verdict(const OperationPtr& operation) {
     return "push_pull of '" + operation->name() + "' failed: " + e.what();
   }
   const double age = SecondsSince(operation->awaited_since);
-  if (age <= context_.op_timeout_s + kGraceSeconds) return "";
+  if (age <= context_.op_timeout_s + context_.channel->seconds_to_explain()) return "";
   PS_PROBE(kNobodyAnswered);
   return "push_pull of '" + operation->name() + "' timed out: no answer from " +
          Silence(operation) + " after " + Seconds(age) +

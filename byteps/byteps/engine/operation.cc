@@ -92,7 +92,7 @@ void Operation::End(const std::string& error, DeviceMoment moment) {
   std::function<void()> then;
   {
     ps::MutexLock lock(&mu_);
-    PS_INVARIANT_NOTED("an operation ends once", !done_, "'" + name() + "' ended again: " + error);
+    BPS_INVARIANT_NOTED("an operation ends once", !done_, "'" + name() + "' ended again: " + error);
     done_ = true;
     error_ = error;
     landed_ = std::move(moment);
@@ -170,8 +170,8 @@ bool Operation::BeginWriting() {
 void Operation::EndWriting() {
   {
     ps::MutexLock lock(&mu_);
-    PS_INVARIANT_NOTED("whoever stops writing had begun", writers_ > 0,
-                       "nobody wrote into the output of '" + name() + "'");
+    BPS_INVARIANT_NOTED("whoever stops writing had begun", writers_ > 0,
+                        "nobody wrote into the output of '" + name() + "'");
     // Before it ends nobody waits for that, and who waits for the end is not to be woken.
     if (--writers_ > 0 || !done_) return;
   }

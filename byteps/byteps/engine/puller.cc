@@ -48,7 +48,7 @@ void Puller::OnAnswer(Message* message) {
   const Request asked = request;
   try {
     HandleAnswer(message, std::move(request));
-  } catch (const Error& e) {
+  } catch (const std::exception& e) {
     Fail(asked, e.what());
   }
 }
@@ -145,7 +145,7 @@ void Puller::Handle(Arrived* arrived, int track) {
   context_->trace->Row(*request.operation, request.index, SteadyNs());
   try {
     Count(request);
-  } catch (const Error& e) {
+  } catch (const std::exception& e) {
     Fail(request, e.what());
   }
 }
@@ -242,7 +242,7 @@ void Puller::Begun(const Request& request, int track, int64_t begin) {
   request.operation->CountCopyBegun();
   try {
     Count(request);
-  } catch (const Error& e) {
+  } catch (const std::exception& e) {
     Fail(request, e.what());
   }
 }

@@ -58,11 +58,11 @@ void PushScheduler::Count(const Task& task) {
   Server& server = servers_[task.server];
   // The rate may have changed since the task was chosen; what a window may ever be has not.
   const uint64_t most = window_ > 0 ? window_ : std::max(2 * task.bytes, kMost / servers_.size());
-  PS_INVARIANT_NOTED("a window is within its limit",
-                     server.under_way == 0 || server.under_way + task.bytes <= most,
-                     std::to_string(server.under_way) + " bytes were on their way to server " +
-                         std::to_string(task.server) + ", " + std::to_string(task.bytes) +
-                         " more were taken, and the limit is " + std::to_string(most));
+  BPS_INVARIANT_NOTED("a window is within its limit",
+                      server.under_way == 0 || server.under_way + task.bytes <= most,
+                      std::to_string(server.under_way) + " bytes were on their way to server " +
+                          std::to_string(task.server) + ", " + std::to_string(task.bytes) +
+                          " more were taken, and the limit is " + std::to_string(most));
   server.under_way += task.bytes;
   if (under_way_++ == 0) rate_.Begin(SteadyNs());
 }
@@ -119,8 +119,8 @@ Task PushScheduler::TakeFirst() {
   auto& queue = servers_[number].queue;
   Task task = std::move(queue.begin()->second);
   queue.erase(queue.begin());
-  PS_INVARIANT_NOTED("partitions queued are those of the queues", queued_ > 0,
-                     "a partition was taken where none was counted");
+  BPS_INVARIANT_NOTED("partitions queued are those of the queues", queued_ > 0,
+                      "a partition was taken where none was counted");
   --queued_;
   Count(task);
   Update(number);
@@ -164,9 +164,9 @@ void PushScheduler::Return(int server, uint64_t bytes) {
 bool PushScheduler::Leave(int server, uint64_t bytes) {
   uint64_t& under_way = servers_[server].under_way;
   const bool was_taken = under_way_ > 0 && under_way >= bytes;
-  PS_INVARIANT_NOTED("a window is never below zero", was_taken,
-                     std::to_string(bytes) + " bytes left the window of server " +
-                         std::to_string(server) + ", which held " + std::to_string(under_way));
+  BPS_INVARIANT_NOTED("a window is never below zero", was_taken,
+                      std::to_string(bytes) + " bytes left the window of server " +
+                          std::to_string(server) + ", which held " + std::to_string(under_way));
   if (!was_taken) return false;
   under_way -= bytes;
   --under_way_;
@@ -194,9 +194,9 @@ std::vector<Task> PushScheduler::Clear() {
     server.queue.clear();
     server.listed.reset();
   }
-  PS_INVARIANT_NOTED("partitions queued are those of the queues", queued_ == tasks.size(),
-                     std::to_string(queued_) + " were counted, and the queues held " +
-                         std::to_string(tasks.size()));
+  BPS_INVARIANT_NOTED("partitions queued are those of the queues", queued_ == tasks.size(),
+                      std::to_string(queued_) + " were counted, and the queues held " +
+                          std::to_string(tasks.size()));
   going_.clear();
   queued_ = 0;
   return tasks;

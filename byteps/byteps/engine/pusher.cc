@@ -87,7 +87,7 @@ void Pusher::Advance(Task task, int track) {
     } else {
       StartCopy(task, track);
     }
-  } catch (const Error& e) {
+  } catch (const std::exception& e) {  // of any kind: the loop serves other operations, too
     Fail(task, e.what());
   }
 }
@@ -143,7 +143,7 @@ void Pusher::StartCopy(Task task, int track) {
     constexpr CopyLane kLane = CopyLane::kFewToHost;
     DeviceCopies* const copies = DeviceCopies::Of(device);
     if (!copies->AwaitOrCallAfter(kLane, copies->Enqueue(kLane, {copy}), resume)) return;
-  } catch (const Error&) {
+  } catch (...) {
     Keep(task.block);
     throw;
   }

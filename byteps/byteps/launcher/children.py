@@ -110,6 +110,12 @@ class Child:
             return []
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         return not self._ended.is_set()
 

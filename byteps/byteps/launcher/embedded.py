@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -42,7 +42,10 @@ from byteps.launcher.environment import (
 )
 from byteps.launcher.meeting import Store
 
+REST_S = 5.0
+"""How long the rest of a job that failed may take to end by itself."""
 GRACE_S = 5.0
+"""How long a process may take to end after a signal."""
 DEFAULT_SERVERS = 1
 MAX_SERVERS = 256
 DEFAULT_START_TIMEOUT_S = 30.0
@@ -74,9 +77,27 @@ def is_running() -> bool:
     return _current is not None
 
 
-def has_children() -> bool:
-    """Whether this process started some of it, and so must not end before the job does."""
-    return _current is not None and bool(_current.children)
+def stop_at_exit(
+    end_children: Callable[[list[tuple[str, int, str]], str, float, float], bool],
+) -> bool:
+    """At the end of the process have what it started ended as by :func:`stop`, once its exit status
+    is known.
+
+    Args:
+        end_children: ``c_lib.end_children_at_exit``. Takes title, process and log of each child,
+            the folder to remove, what to wait in s, and what after a failure.
+
+    Returns:
+        Whether that is arranged, or nothing needs to be; else call :func:`stop`.
+    """
+    state = _current
+    if state is None or not state.children:
+        return True
+    running = [
+        (child.title, child.pid, str(child.log)) for child in state.children if child.running
+    ]
+    folder = "" if any(child.failed for child in state.children) else str(state.folder)
+    return end_children(running, folder, _leave_timeout_s(), REST_S)
 
 
 def start_if_needed(store: Store | None = None) -> bool:
@@ -250,7 +271,7 @@ def stop(graceful: bool = True, timeout_s: float | None = None) -> None:
         if graceful:
             if timeout_s is None:
                 timeout_s = _leave_timeout_s()
-            wait_all(state.children, time.monotonic() + timeout_s, GRACE_S)
+            wait_all(state.children, time.monotonic() + timeout_s, REST_S)
     finally:  # an interrupt ends the waiting, not the ending
         for number in (signal.SIGTERM, signal.SIGKILL):
             left = [child for child in state.children if child.running]
@@ -265,7 +286,7 @@ def _leave_timeout_s() -> float:
     # Set by the interpreter for an exception that nobody caught; at a prompt, life goes on.
     dying = getattr(sys, "last_exc", None) is not None and not hasattr(sys, "ps1")
     if dying:
-        return GRACE_S
+        return REST_S
     try:
         return seconds(os.environ, "BYTEPS_OP_TIMEOUT_S", DEFAULT_LEAVE_TIMEOUT_S)
     except RuntimeError:  # set to junk since init: no reason not to end

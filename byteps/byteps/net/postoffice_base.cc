@@ -1,5 +1,4 @@
 // What a job needs of the Postoffice: the van of this process's role, started and stopped.
-#include "dmlc/logging.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 
@@ -23,7 +22,6 @@ void Postoffice::InitEnvironment() {
 
 void Postoffice::Start(int customer_id, const char* /*argv0*/, const bool /*do_barrier*/) {
   InitEnvironment();
-  dmlc::InitLogging("ps-lite");
   try {
     van_->Start(customer_id, false);
   } catch (...) {

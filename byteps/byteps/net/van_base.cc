@@ -2,10 +2,11 @@
 #include <limits>
 #include <utility>
 
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/tcp/van.h"
-#include "dmlc/logging.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 #include "ps/internal/van.h"
@@ -57,7 +58,7 @@ Van* Van::Create(const std::string& type) {
 #ifdef BYTEPS_WITH_RDMA
   if (type == "ibverbs" || type == "1") return new RdmaVan();
 #endif
-  throw dmlc::Error("DMLC_ENABLE_RDMA=" + type + " names no transport of this build");
+  throw Error("DMLC_ENABLE_RDMA=" + type + " names no transport of this build");
 }
 
 void Van::Start(int customer_id, bool /*standalone*/) {
@@ -88,7 +89,7 @@ void Van::Start(int customer_id, bool /*standalone*/) {
   if (port != 0 && post->handlers().on_event) {
     MembershipEvent event;
     event.kind = MembershipEvent::kListens;
-    event.node = self;
+    event.node = InfoOf(self);
     post->handlers().on_event(event);
   }
   Connect(scheduler_);
@@ -148,8 +149,8 @@ void Van::Receiving() {
       }
     } catch (const std::exception& e) {
       // Whoever sent it is not understood; the others need not suffer.
-      LOG(WARNING) << "a message of node " << msg.meta.sender
-                   << " could not be handled: " << e.what();
+      BPS_LOG(WARNING) << "a message of node " << msg.meta.sender
+                       << " could not be handled: " << e.what();
       Disconnect(msg.meta.sender);
     }
   }

@@ -8,12 +8,13 @@
 #include <set>
 #include <utility>
 
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/tcp/listener.h"
 #include "byteps/net/tcp/pending_peers.h"
 #include "byteps/net/tcp/poller.h"
 #include "byteps/net/tcp/socket.h"
-#include "dmlc/logging.h"
 
 namespace byteps {
 namespace core {
@@ -73,7 +74,7 @@ HttpAnswer AnswerTo(const std::string& line, const HttpServer::Handler& handler)
   try {
     return handler(target.substr(0, target.find('?')));
   } catch (const std::exception& e) {
-    LOG(ERROR) << "a request over HTTP failed: " << e.what();
+    BPS_LOG(ERROR) << "a request over HTTP failed: " << e.what();
     return Refusal(500, "this failed; the log says why");
   }
 }
@@ -195,8 +196,8 @@ class HttpServer::Impl {
             &poller_, ps::tcp::Listen(address, &bound), [this] { return pending_.MayAdd(); },
             [this](Fd fd, const ps::tcp::Address& from) { OnAccepted(std::move(fd), from); }));
         if (port_ == 0) port_ = bound;
-      } catch (const dmlc::Error& e) {
-        throw dmlc::Error(address.Text() + ": " + e.what());
+      } catch (const Error& e) {
+        throw Error(address.Text() + ": " + e.what());
       }
     }
   }
@@ -214,7 +215,7 @@ class HttpServer::Impl {
     pending_.Add(connection, from);
     try {
       connection->Start();
-    } catch (const dmlc::Error& e) {
+    } catch (const Error& e) {
       connection->End(e.what());
     }
   }
@@ -234,8 +235,8 @@ HttpServer::HttpServer(const std::string& name, const std::vector<std::string>& 
   for (const auto& host : optional) {
     try {
       impl_->Listen(host, port);
-    } catch (const dmlc::Error& e) {
-      LOG(WARNING) << name << " over HTTP cannot be served at " << e.what();
+    } catch (const Error& e) {
+      BPS_LOG(WARNING) << name << " over HTTP cannot be served at " << e.what();
     }
   }
   impl_->Start();

@@ -28,7 +28,7 @@ class HttpServer {
   using Handler = std::function<HttpAnswer(const std::string& path)>;
 
   // Listens at `port` of each of `hosts`: names or addresses.  Those of `optional` may fail. Throws
-  // dmlc::Error naming the address and the reason.  `name` is that of the thread.
+  // Error naming the address and the reason.  `name` is that of the thread.
   HttpServer(const std::string& name, const std::vector<std::string>& hosts,
              const std::vector<std::string>& optional, int port, Handler handler);
   // Waits for the call of the handler in progress.

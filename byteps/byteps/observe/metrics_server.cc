@@ -7,7 +7,6 @@
 #include "byteps/net/link/endpoint_counters.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/observe/http_server.h"
-#include "dmlc/logging.h"
 
 namespace byteps {
 namespace core {
@@ -86,7 +85,7 @@ std::string OwnHost(const Config& config) try {
   const std::string& scheduler = config.String("DMLC_PS_ROOT_URI");
   if (scheduler.empty()) return "";
   return ps::LocalAddressTowards(scheduler, static_cast<int>(config.Int("DMLC_PS_ROOT_PORT")));
-} catch (const dmlc::Error&) {
+} catch (const Error&) {
   return "";
 }
 
@@ -144,7 +143,7 @@ std::unique_ptr<MetricsServer> MetricsServer::Make(const Config& config, int loc
     }
     return std::unique_ptr<MetricsServer>(new MetricsServer(
         std::make_unique<HttpServer>("metrics", hosts, optional, static_cast<int>(port), answer)));
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     throw UsageError(text + ": " + e.what() +
                      "; is it taken, or BYTEPS_METRICS_HOST no address of this host?");
   }

@@ -4,10 +4,10 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "byteps/base/json_text.h"
 #include "byteps/base/log_line.h"
-#include "byteps/base/utc_text.h"
+#include "byteps/base/text.h"
 #include "byteps/cluster/node_ids.h"
+#include "byteps/net/link/net_address.h"
 
 namespace byteps {
 namespace core {
@@ -98,21 +98,11 @@ std::string Printable(const std::string& text) {
   return out;
 }
 
-std::string JoinHostPort(const std::string& host, int port) {
-  const bool v6 = host.find(':') != std::string::npos;
-  return (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
-}
-
-// A worker listens nowhere.
-std::string AddressOf(const ps::Node& node) {
-  return node.port > 0 ? JoinHostPort(node.hostname, node.port) : node.hostname;
-}
-
 }  // namespace
 
 void StatusBoard::Attach(const std::string& host, int port, std::function<ps::JobView()> view) {
   ps::MutexLock lock(&mu_);
-  address_ = JoinHostPort(host, port);
+  address_ = ps::JoinHostPort(host, port);
   view_ = std::move(view);
 }
 
@@ -214,7 +204,7 @@ StatusBoard::Snapshot StatusBoard::Look() {
   for (const auto& peer : shot.view.peers) {
     Row row;
     row.peer = peer;
-    row.role = peer.node.role == ps::Node::WORKER ? "worker" : "server";
+    row.role = NameOf(peer.node.role);
     row.rank = RankOf(peer.node.id);
     const auto entry = entries_.find(peer.node.id);
     if (entry != entries_.end()) row.entry = entry->second;
@@ -252,7 +242,7 @@ std::string StatusBoard::Json() {
     JsonObject out;
     out.Text("role", row.role)
         .Signed("rank", row.rank)
-        .Text("address", AddressOf(row.peer.node))
+        .Text("address", row.peer.node.address)
         .Text("host", record.host)
         .Number("pid", record.pid)
         .Text("state", StateOf(row.peer, patience_s_))
@@ -329,7 +319,7 @@ std::string StatusBoard::Text() {
     const std::string name = row.role + " " + std::to_string(row.rank);
     out += Format(
         "%-12s %-24s %-16.16s %-7s %5.0fs %9s/s %9s %9s/s %9s %8.1f %7llu %7s\n", name.c_str(),
-        AddressOf(row.peer.node).c_str(), Printable(e.records > 0 ? e.record.host : "-").c_str(),
+        row.peer.node.address.c_str(), Printable(e.records > 0 ? e.record.host : "-").c_str(),
         StateOf(row.peer, patience_s_), row.peer.silent_s, Bytes(e.received_per_s).c_str(),
         Bytes(static_cast<double>(e.record.received_bytes)).c_str(), Bytes(e.sent_per_s).c_str(),
         Bytes(static_cast<double>(e.record.sent_bytes)).c_str(), e.finished_per_s,

@@ -7,7 +7,7 @@
 #include "byteps/base/log_line.h"
 #include "byteps/base/steady_time.h"
 #include "byteps/base/wire_bytes.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/event.h"
 
 namespace byteps {
 namespace core {
@@ -17,7 +17,7 @@ constexpr size_t kLateBytes = 4 + 8 + 8;
 constexpr size_t kNumbers = 13;
 static_assert(2 + 4 + 8 * kNumbers + 2 + StatusRecord::kMaxHost + 2 + StatusRecord::kMaxProblem +
                       1 + StatusRecord::kMaxLate * kLateBytes <=
-                  ps::Membership::kMaxReport,
+                  ps::kMaxReport,
               "a record must fit a heartbeat");
 
 // The record's numbers, in their order on the wire.

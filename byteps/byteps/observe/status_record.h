@@ -46,7 +46,7 @@ struct StatusRecord {
   uint64_t sums_since = 0;       // of a server: complete since the record before
   std::vector<LateWorker> late;  // of a server: of those sums, the worst first
 
-  // At most ps::Membership::kMaxReport bytes.
+  // At most ps::kMaxReport bytes.
   std::string Pack() const;
   // False when `bytes` are no record of this version; `record` is then undefined.
   static bool Parse(const std::string& bytes, StatusRecord* record);

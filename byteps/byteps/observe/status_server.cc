@@ -6,7 +6,6 @@
 #include "byteps/base/error.h"
 #include "byteps/observe/http_server.h"
 #include "byteps/observe/status_page.h"
-#include "dmlc/logging.h"
 
 namespace byteps {
 namespace core {
@@ -47,7 +46,7 @@ std::unique_ptr<StatusServer> StatusServer::Make(const Config& config, StatusBoa
         "status", std::vector<std::string>{host.empty() ? "127.0.0.1" : host},
         std::vector<std::string>{}, static_cast<int>(port),
         [board](const std::string& path) { return AnswerAt(path, board); })));
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     throw UsageError("BYTEPS_STATUS_PORT=" + std::to_string(port) + ": cannot listen at " +
                      e.what() +
                      "; is the port taken, or BYTEPS_STATUS_HOST no address of this "

@@ -9,9 +9,9 @@
 #include <utility>
 
 #include "byteps/base/error.h"
-#include "byteps/base/json_text.h"
 #include "byteps/base/log.h"
 #include "byteps/base/protocol.h"
+#include "byteps/base/text.h"
 
 namespace byteps {
 namespace core {

@@ -54,9 +54,9 @@ JobLog::JobLog(const Config& config, Role role, const char* version)
       next_(Clock::now() + kPause),
       pause_(kPause) {}
 
-void JobLog::SayListens(const ps::Node& node) {
-  BPS_LOG(INFO) << "listening: " << NameOf(role_) << " of byteps " << version_ << " at "
-                << Address(node.hostname, node.port) << ", " << transport_
+void JobLog::SayListens(const std::string& address) {
+  BPS_LOG(INFO) << "listening: " << NameOf(role_) << " of byteps " << version_ << " at " << address
+                << ", " << transport_
                 << (role_ == Role::kScheduler ? ", for " + size_ : ", scheduler " + scheduler_);
 }
 
@@ -64,7 +64,7 @@ void JobLog::OnEvent(const MembershipEvent& event) {
   ps::MutexLock lock(&mu_);
   switch (event.kind) {
     case MembershipEvent::kListens:
-      return SayListens(event.node);
+      return SayListens(event.node.address);
     case MembershipEvent::kWelcomed:
       BPS_LOG(INFO) << "admitted: the scheduler at " << scheduler_
                     << " has taken this server; waiting for the others";
@@ -97,12 +97,12 @@ void JobLog::SayAdmitted(const MembershipEvent& event) {
     return;
   }
   ++joined_named_;
-  const bool worker = event.node.role == ps::Node::WORKER;
+  const bool worker = event.node.role == Role::kWorker;
   const int there = worker ? event.workers : event.servers;
   const int all = worker ? event.expected_workers : event.expected_servers;
   BPS_LOG(INFO) << "joined: " << (worker ? "worker " : "server ") << there
-                << (all < 0 ? "" : " of " + std::to_string(all)) << ", "
-                << Address(event.node.hostname, event.node.port) << " (rank " << event.rank << ")"
+                << (all < 0 ? "" : " of " + std::to_string(all)) << ", " << event.node.address
+                << " (rank " << event.rank << ")"
                 << (joined_named_ == kNamed ? "; the others are counted" : "");
 }
 
@@ -124,8 +124,7 @@ void JobLog::SayLeft(const MembershipEvent& event) {
     return;
   }
   ++left_named_;
-  BPS_LOG(INFO) << "left: worker " << event.rank << ", "
-                << Address(event.node.hostname, event.node.port)
+  BPS_LOG(INFO) << "left: worker " << event.rank << ", " << event.node.address
                 << (role_ == Role::kScheduler
                         ? "; " + OfAll(event.workers, event.expected_workers, "worker") +
                               " still there"
@@ -147,8 +146,8 @@ JobLog::Clock::time_point JobLog::Look(const ps::JobView& view, Clock::time_poin
   int left = 0;
   int servers = 0;
   for (const auto& peer : view.peers) {
-    if (peer.node.role == ps::Node::SERVER) ++servers;
-    if (peer.node.role == ps::Node::WORKER) ++(peer.left ? left : workers);
+    if (peer.node.role == Role::kServer) ++servers;
+    if (peer.node.role == Role::kWorker) ++(peer.left ? left : workers);
   }
   if (view.phase == ps::JobView::kRunning && left_counted_ > 0) {
     BPS_LOG(INFO) << "left: " << Plural(left_counted_, "more worker") << "; "

@@ -36,7 +36,7 @@ class JobLog {
   Clock::time_point Look(const ps::JobView& view, Clock::time_point now);
 
  private:
-  void SayListens(const ps::Node& node);
+  void SayListens(const std::string& address);
   void SayAdmitted(const ps::MembershipEvent& event) PS_REQUIRES(mu_);
   void SayComplete(const ps::MembershipEvent& event) PS_REQUIRES(mu_);
   void SayLeft(const ps::MembershipEvent& event) PS_REQUIRES(mu_);

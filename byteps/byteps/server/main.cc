@@ -23,7 +23,6 @@
 #include "byteps/server/parent.h"
 #include "byteps/server/reducer.h"
 #include "byteps/server/serve.h"
-#include "dmlc/logging.h"
 #ifdef BYTEPS_WITH_RDMA
 #include "byteps/net/rdma/verbs_library.h"
 #endif
@@ -185,8 +184,6 @@ int Main(int argc, char** argv) {
     std::cerr << "byteps-server: " << e.what() << "\n";
     return kExitUsage;
   } catch (const Error& e) {
-    return EndOf(parent, e.file(), e.line(), e.what());
-  } catch (const dmlc::Error& e) {
     return EndOf(parent, e.file(), e.line(), e.what());
   } catch (const std::exception& e) {
     return EndOf(parent, __FILE__, __LINE__, e.what());

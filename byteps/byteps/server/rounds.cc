@@ -219,16 +219,16 @@ void Rounds::Deliver(Partition* partition, Round* round) {
 }
 
 void Rounds::CheckUntold(const Partition& partition, const Round& round, int member) {
-  PS_INVARIANT_NOTED("a round is answered once to each member", !round.told[member],
-                     "round " + std::to_string(round.number) + " of '" +
-                         partition.declaration().name + "', member " + std::to_string(member));
+  BPS_INVARIANT_NOTED("a round is answered once to each member", !round.told[member],
+                      "round " + std::to_string(round.number) + " of '" +
+                          partition.declaration().name + "', member " + std::to_string(member));
 }
 
 void Rounds::Close(const Partition& partition, const Round& round) {
   const size_t closed = open_.erase(DeadlineOf(partition, round));
-  PS_INVARIANT_NOTED("a round is closed once", closed == 1,
-                     "round " + std::to_string(round.number) + " of '" +
-                         partition.declaration().name + "' was not open");
+  BPS_INVARIANT_NOTED("a round is closed once", closed == 1,
+                      "round " + std::to_string(round.number) + " of '" +
+                          partition.declaration().name + "' was not open");
   context_->open_rounds -= closed;
 }
 

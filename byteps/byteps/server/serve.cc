@@ -203,7 +203,7 @@ class Node : public ChannelUser {
       return;
     }
     if (event.kind == ps::MembershipEvent::kReported) {
-      if (board_ != nullptr) board_->OnReport(event.node_id, event.report);
+      if (board_ != nullptr) board_->OnReport(event.node.id, event.report);
       return;
     }
     const bool is_scheduler = server_ == nullptr;

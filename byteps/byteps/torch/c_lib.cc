@@ -250,6 +250,7 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("group"), py::arg("placement"));
   m.def("config", [] { return IsInitialized() ? settings : Config::FromEnvironment().Print(); });
   DefineUpdatedTensor(&m);
+  DefineChildren(&m);
   m.def("unknown_variables", &Config::UnknownVariables);
 }
 

@@ -49,6 +49,9 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
 // c_update.cc: the class UpdatedTensor.
 void DefineUpdatedTensor(pybind11::module_* m);
 
+// c_children.cc: the function end_children_at_exit.
+void DefineChildren(pybind11::module_* m);
+
 }  // namespace core
 }  // namespace byteps
 #endif  // BYTEPS_TORCH_C_PARTS_H_

@@ -36,15 +36,15 @@ def last_error() -> BaseException | None:
     return getattr(sys, "last_exc", None)
 
 
-def on_abrupt_exit(leave: Callable[[bool, str], None]) -> None:
-    """Call ``leave(False, reason)`` if the process ends by os._exit() after Python's exit handlers,
+def on_abrupt_exit(leave: Callable[[str], None]) -> None:
+    """Call ``leave(reason)`` if the process ends by os._exit() after Python's exit handlers,
     as one does that multiprocessing forked: the C library's handlers are not called then."""
     end_now = os._exit
     worker = os.getpid()
 
     def leave_and_exit(status: int) -> NoReturn:
         if os.getpid() == worker:
-            leave(False, of_status(status))
+            leave(of_status(status))
         end_now(status)
 
     os._exit = leave_and_exit

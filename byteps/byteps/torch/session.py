@@ -144,11 +144,14 @@ def _at_exit() -> None:
     """Leave at the end of the process: with the exception that ends it, where there is one, or
     later, with the exit status, which only the C library learns."""
     failure = departure.reason(departure.last_error())
-    if os.getpid() != _joined_by or failure or c_lib.has_failed() or embedded.has_children():
+    if os.getpid() != _joined_by or failure or c_lib.has_failed():
+        return _leave(failure)
+    # The C library calls what is registered last first.
+    if not embedded.stop_at_exit(c_lib.end_children_at_exit):
         return _leave(failure)
     with _lock:
         c_lib.shutdown_at_exit(in_flight.held())
-        departure.on_abrupt_exit(c_lib.shutdown)
+        departure.on_abrupt_exit(_leave)
 
 
 def suspend() -> None:

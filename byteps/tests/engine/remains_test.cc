@@ -23,9 +23,9 @@ constexpr int kWorkers = 3;
 constexpr int kPartitionBytes = 4096;
 constexpr int kPartitions = 3;
 constexpr size_t kCount = kPartitions * kPartitionBytes / sizeof(float);
-constexpr int kGoodSums = 10'000;
+constexpr int kGoodSums = 3000;
 // What that many sums may add to the heap: an open round of a partition takes some 300 bytes, so
-// that one that is left behind by each sum would take ten times as much.
+// that one that is left behind by each sum would take more than twice as much.
 constexpr size_t kHeapBytes = 1 << 20;
 
 // One partition at a time goes to the server, so that a push that fails keeps the others back.

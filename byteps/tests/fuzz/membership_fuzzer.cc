@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/meta_codec.h"
 #include "byteps/net/membership/membership.h"
 #include "demand.h"
-#include "dmlc/logging.h"
 #include "ps/base.h"
 
 namespace {
@@ -124,7 +124,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       // As a van does: what a handler does not bear ends the connection.
       try {
         membership->Handle(message);
-      } catch (const dmlc::Error&) {
+      } catch (const Error&) {
       }
     }
     (void)membership->NameOf(sender);

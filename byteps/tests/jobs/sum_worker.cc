@@ -133,8 +133,8 @@ class Job {
     std::vector<TensorSpec> specs;
     for (auto& tensor : tensors_) specs.push_back(SpecOf(tensor));
     worker_.Declare(specs);
-    PS_INVARIANT_NOTED("nothing is broken on purpose", !options_.breaks_invariant,
-                       "this worker was told to");
+    BPS_INVARIANT_NOTED("nothing is broken on purpose", !options_.breaks_invariant,
+                        "this worker was told to");
     std::mt19937 random(options_.seed * 1000 + launch_.rank);
     for (int round = 0; round < options_.rounds; ++round) {
       const bool fails = round == options_.fail_in;

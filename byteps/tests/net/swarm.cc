@@ -18,10 +18,10 @@
 #include <thread>
 #include <vector>
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/node_token.h"
 #include "byteps/net/membership/node_membership.h"
 #include "byteps/net/tcp/connection.h"
-#include "dmlc/logging.h"
 #include "ps/base.h"
 
 namespace {
@@ -67,7 +67,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
         this, settings, [this](const ps::MembershipEvent& event) { OnEvent(event); });
   }
 
-  // Throws dmlc::Error.
+  // Throws Error.
   void Join() {
     Connect(scheduler_);
     membership_->Join();
@@ -161,7 +161,7 @@ int Run() {
   ForAll(nodes, [&refused](SwarmNode* node) {
     try {
       node->Join();
-    } catch (const dmlc::Error& e) {
+    } catch (const Error& e) {
       if (refused++ == 0) fprintf(stderr, "could not join: %s\n", e.what());
     }
   });

@@ -3,12 +3,12 @@
 
 #include <string>
 
-#include "byteps/base/json_text.h"
-#include "byteps/net/membership/membership.h"
+#include "byteps/base/text.h"
+#include "byteps/cluster/node_ids.h"
+#include "byteps/net/membership/event.h"
 #include "byteps/observe/lateness.h"
 #include "byteps/observe/status_board.h"
 #include "byteps/observe/status_record.h"
-#include "ps/internal/postoffice.h"
 
 namespace byteps {
 namespace core {
@@ -55,7 +55,7 @@ TEST(StatusRecord, WhatIsTooLongIsCut) {
   record.problem.assign(100000, 'p');
   record.late.resize(50);
   const std::string bytes = record.Pack();
-  EXPECT_LE(bytes.size(), ps::Membership::kMaxReport);
+  EXPECT_LE(bytes.size(), ps::kMaxReport);
   StatusRecord got;
   ASSERT_TRUE(StatusRecord::Parse(bytes, &got));
   EXPECT_EQ(got.host.size(), StatusRecord::kMaxHost);
@@ -106,10 +106,7 @@ ps::JobView OneServer() {
   view.phase = ps::JobView::kRunning;
   view.workers = view.servers = 1;
   ps::JobView::Peer server;
-  server.node.role = ps::Node::SERVER;
-  server.node.id = ps::Postoffice::ServerRankToID(0);
-  server.node.hostname = "fd00::2";
-  server.node.port = 77;
+  server.node = {Role::kServer, ServerId(0), "[fd00::2]:77"};
   view.peers.push_back(server);
   return view;
 }
@@ -121,7 +118,7 @@ bool Has(const std::string& text, const std::string& part) {
 TEST(StatusBoard, RatesAreThoseOfTheLastTwoRecords) {
   StatusBoard board("1.2", 10);
   board.Attach("fd00::1", 9000, OneServer);
-  const int id = ps::Postoffice::ServerRankToID(0);
+  const int id = ServerId(0);
   StatusRecord record = MakeRecord();
   board.OnReport(id, record.Pack());
   EXPECT_TRUE(Has(board.Json(), "\"received_bytes_per_s\":0,"));
@@ -146,7 +143,7 @@ TEST(StatusBoard, WhatNodesSayCannotBreakTheJson) {
   board.Attach("h", 1, OneServer);
   StatusRecord record = MakeRecord();
   record.problem = "quote \" slash \\ line \n half \xc3 end </script>";
-  const int id = ps::Postoffice::ServerRankToID(0);
+  const int id = ServerId(0);
   board.OnReport(id, record.Pack());
   EXPECT_TRUE(Has(board.Json(), R"("quote \" slash \\ line \u000a half \ufffd end </script>")"));
   EXPECT_FALSE(Has(board.Text(), "line \n"));
@@ -166,7 +163,7 @@ TEST(StatusBoard, ErrorsAreKeptUpToSomeNumber) {
     record.problems = i + 1;
     record.clock_ns += 1;
     record.problem = "problem " + std::to_string(i) + ".";
-    board.OnReport(ps::Postoffice::ServerRankToID(0), record.Pack());
+    board.OnReport(ServerId(0), record.Pack());
   }
   const std::string json = board.Json();
   EXPECT_TRUE(Has(json, "problem 99."));

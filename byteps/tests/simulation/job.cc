@@ -256,8 +256,8 @@ void Job::RunWorker(int number, int rank, int workers, int incarnation) {
     worker.Start(config_, launch, plan_.servers,
                  std::make_unique<SimulatedChannel>(
                      &network_, SettingsOf(ps::Node::WORKER, number, rank, workers)));
-    PS_INVARIANT_NOTED("nothing is broken on purpose", !breaks_invariant_,
-                       "the simulation was told to");
+    BPS_INVARIANT_NOTED("nothing is broken on purpose", !breaks_invariant_,
+                        "the simulation was told to");
     script.Run();
   } catch (const std::exception& e) {
     error = e.what();

@@ -10,7 +10,6 @@
 #include "byteps/base/probe.h"
 #include "byteps/cluster/session.h"
 #include "byteps/net/link/node_token.h"
-#include "dmlc/logging.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 #include "virtual_threads.h"
@@ -110,7 +109,7 @@ void SimulatedChannel::Start(core::ChannelUser* user) {
       if (std::chrono::steady_clock::now() >= deadline) throw core::Error(e.what());
     } catch (const ps::JobFailed& e) {
       throw core::JobFailedError(e.what());
-    } catch (const dmlc::Error& e) {
+    } catch (const Error& e) {
       throw core::Error(e.what());
     }
     std::this_thread::sleep_for(kJoinPause);

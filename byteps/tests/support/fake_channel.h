@@ -34,8 +34,8 @@ struct Script {
   std::string refusal;     // of every declaration
   std::string failure;     // of every push
   bool drops_declarations = false;
-  bool answers_twice = false;  // every push
-  bool throws = false;         // Send, of a push: an invariant is broken
+  bool answers_twice = false;     // every push
+  std::function<void()> on_push;  // called in Send, of a push; may throw
 };
 
 class FakeChannel : public Channel {
@@ -50,6 +50,7 @@ class FakeChannel : public Channel {
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override { return false; }
   double link_gbps() const override { return 0; }
+  double seconds_to_explain() const override { return 0.1; }
   int rank() const override { return 0; }
   std::string NameOfServer(int rank) override { return "server " + std::to_string(rank); }
   std::string NameOfWorker(int rank) override { return "worker " + std::to_string(rank); }

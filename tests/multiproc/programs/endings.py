@@ -74,8 +74,10 @@ def ends(job: Job) -> None:
     that fails.
 
     args: ``first``: rank 0 ends before rank 1 does; ``hangs``: it does nothing until ``end``;
-    ``group``: with a process group, for embedded mode.
+    ``group``: with a process group, for embedded mode; ``swapped``: rank 0 ends in that way, and
+    rank 1 is the other.
     """
+    ending = 0 if job.args.get("swapped") else 1
     if job.args.get("group"):
         store = dist.FileStore(str(Path(job.folder) / "store"), job.size)
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
@@ -83,11 +85,11 @@ def ends(job: Job) -> None:
     total = bps.push_pull(torch.full((100,), job.rank + 1.0), average=False, name="together")
     assert (total == job.size * (job.size + 1) / 2).all()
     job.mark("summed")
-    if job.rank == 1:
+    if job.rank == ending:
         job.wait_go("way")
         return WAYS[job.args["way"]]()
     if job.args.get("hangs"):
         return job.wait_go("end")
     while not job.args.get("first") and not (job.folder / "go.end").exists():
-        bps.push_pull(torch.ones(100), average=False, name="alone", group=[0])
+        bps.push_pull(torch.ones(100), average=False, name="alone", group=[job.rank])
         time.sleep(0.02)

@@ -10,7 +10,8 @@
 #include <fstream>
 #include <sstream>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
 #include "ps/base.h"
 
 namespace ps {
@@ -40,12 +41,12 @@ std::string ReadFile(const std::string& path) {
   std::ostringstream text;
   text << file.rdbuf();
   if (!file.is_open() || file.bad()) {
-    throw dmlc::Error("BYTEPS_SECRET_FILE=" + path + " cannot be read: " + strerror(errno));
+    throw Error("BYTEPS_SECRET_FILE=" + path + " cannot be read: " + strerror(errno));
   }
   struct stat about;
   if (stat(path.c_str(), &about) == 0 && (about.st_mode & S_IROTH) != 0) {
-    LOG(WARNING) << "every user of this host can read BYTEPS_SECRET_FILE=" << path << ": chmod o-r "
-                 << path;
+    BPS_LOG(WARNING) << "every user of this host can read BYTEPS_SECRET_FILE=" << path
+                     << ": chmod o-r " << path;
   }
   return text.str();
 }
@@ -54,8 +55,7 @@ std::string ReadFile(const std::string& path) {
 
 std::string NewNonce(size_t bytes) {
   std::string nonce(bytes, '\0');
-  CHECK_EQ(getrandom(nonce.data(), bytes, 0), static_cast<ssize_t>(bytes))
-      << "getrandom: " << strerror(errno);
+  if (getrandom(nonce.data(), bytes, 0) != static_cast<ssize_t>(bytes)) ThrowErrno("getrandom");
   return nonce;
 }
 
@@ -76,10 +76,10 @@ Secret Secret::FromEnvironment() {
   const std::string path = GetEnv("BYTEPS_SECRET_FILE", "");
   if (GetEnv("BYTEPS_AUTH", 1) == 0) return Secret();
   if (!given.empty() && !path.empty()) {
-    throw dmlc::Error("BYTEPS_SECRET and BYTEPS_SECRET_FILE are both set; unset one of them");
+    throw Error("BYTEPS_SECRET and BYTEPS_SECRET_FILE are both set; unset one of them");
   }
   if (given.empty() && path.empty()) {
-    throw dmlc::Error(
+    throw Error(
         "this job has no secret, so that anybody could speak to it: make one by `byteps-server "
         "--new-secret FILE`, give it to every node and set BYTEPS_SECRET_FILE (or BYTEPS_SECRET); "
         "BYTEPS_AUTH=0 goes without");
@@ -88,10 +88,10 @@ Secret Secret::FromEnvironment() {
   // What an editor or a shell put behind it.
   bytes.erase(bytes.find_last_not_of(" \t\r\n") + 1);
   if (bytes.size() < kLeastSecretBytes) {
-    throw dmlc::Error(
-        (path.empty() ? "BYTEPS_SECRET" : "the secret in BYTEPS_SECRET_FILE=" + path) +
-        std::string(" has ") + std::to_string(bytes.size()) + " bytes and needs " +
-        std::to_string(kLeastSecretBytes) + ": make one by `byteps-server --new-secret FILE`");
+    throw Error((path.empty() ? "BYTEPS_SECRET" : "the secret in BYTEPS_SECRET_FILE=" + path) +
+                std::string(" has ") + std::to_string(bytes.size()) + " bytes and needs " +
+                std::to_string(kLeastSecretBytes) +
+                ": make one by `byteps-server --new-secret FILE`");
   }
   Secret secret(bytes);
   sodium_memzero(bytes.data(), bytes.size());

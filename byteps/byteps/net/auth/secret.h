@@ -29,7 +29,7 @@ class Secret {
   // `bytes` has at least kLeastSecretBytes.
   explicit Secret(const std::string& bytes);
 
-  // BYTEPS_AUTH, BYTEPS_SECRET and BYTEPS_SECRET_FILE.  Throws dmlc::Error that says what to set.
+  // BYTEPS_AUTH, BYTEPS_SECRET and BYTEPS_SECRET_FILE.  Throws Error that says what to set.
   static Secret FromEnvironment();
 
   bool is_there() const { return !key_.empty(); }

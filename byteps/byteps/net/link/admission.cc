@@ -1,7 +1,7 @@
 #include "byteps/net/link/admission.h"
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/who_connects.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -33,17 +33,17 @@ std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t
 
 void CheckControl(const Control& control, int peer, const PeerIdentity& who, bool is_scheduler) {
   if (peer == Node::kEmpty && control.cmd != Control::ADD_NODE) {
-    throw dmlc::Error("it is no member of the job and sent more than that it wants to join");
+    throw Error("it is no member of the job and sent more than that it wants to join");
   }
   if (control.cmd != Control::ADD_NODE || !is_scheduler) return;
   if (control.node.size() != 1 || TokenOf(control.node[0]) != who.token ||
       control.node[0].role != who.role || control.node[0].aux_id != who.rank) {
-    throw dmlc::Error("it wants to join as another process, or in another role or rank");
+    throw Error("it wants to join as another process, or in another role or rank");
   }
 }
 
 void CheckMember(int peer) {
-  if (peer == Node::kEmpty) throw dmlc::Error("it is no member of the job");
+  if (peer == Node::kEmpty) throw Error("it is no member of the job");
 }
 
 std::string JobNumber::Hear(uint64_t theirs, bool from_scheduler) {

@@ -36,7 +36,7 @@ constexpr int kMaxLinks = 64;
 std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t token,
                            uint64_t job);
 
-// Throws dmlc::Error where a peer may not send a message of membership: one without a node id may
+// Throws Error where a peer may not send a message of membership: one without a node id may
 // ask to join and no more, and nobody may ask for another process.
 void CheckControl(const Control& control, int peer, const PeerIdentity& who, bool is_scheduler);
 // Likewise with any other message.

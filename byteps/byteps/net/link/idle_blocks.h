@@ -26,8 +26,8 @@ class IdleBlocks {
     if (it == blocks_.end() || it->second.empty()) return false;
     *block = it->second.back();
     it->second.pop_back();
-    PS_INVARIANT_NOTED("bytes kept are those of the blocks kept", bytes_ >= size,
-                       std::to_string(bytes_) + " with a block of " + std::to_string(size));
+    BPS_INVARIANT_NOTED("bytes kept are those of the blocks kept", bytes_ >= size,
+                        std::to_string(bytes_) + " with a block of " + std::to_string(size));
     bytes_ -= size;
     return true;
   }

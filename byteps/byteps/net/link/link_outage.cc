@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "byteps/base/log.h"
 #include "byteps/net/link/node_text.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -63,10 +63,11 @@ std::string LinkOutage::GivenUp(double reconnect_s, const std::string& last_erro
 void LogResumed(const std::string& which, int peer, const std::string& address,
                 LinkOutage::Clock::duration after, size_t again) {
   const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(after).count();
-  LOG(WARNING) << which << " with " << (peer == kScheduler ? "the scheduler" : RoleAndRank(peer))
-               << (address.empty() ? "" : " (" + address + ")")
-               << " broke, and was made again after " << ms
-               << " ms; messages sent again: " << again;
+  BPS_LOG(WARNING) << which << " with "
+                   << (peer == kScheduler ? "the scheduler" : RoleAndRank(peer))
+                   << (address.empty() ? "" : " (" + address + ")")
+                   << " broke, and was made again after " << ms
+                   << " ms; messages sent again: " << again;
 }
 
 }  // namespace ps

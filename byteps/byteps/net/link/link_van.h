@@ -11,12 +11,12 @@
 #include <thread>
 #include <utility>
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/admission.h"
 #include "byteps/net/link/link_ending.h"
 #include "byteps/net/link/node_token.h"
 #include "byteps/net/link/peer_table.h"
 #include "byteps/net/link/van_inbox.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 #include "ps/internal/van.h"
 
@@ -97,7 +97,7 @@ class LinkVan : public Van {
     }
   }
 
-  // A message has come: data is handed to its handler, in this thread.  Throws dmlc::Error where
+  // A message has come: data is handed to its handler, in this thread.  Throws Error where
   // the peer may not send this.
   void Deliver(Link* from, Message* msg, size_t bytes) {
     msg->meta.sender = from->peer();

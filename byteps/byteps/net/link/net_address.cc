@@ -14,7 +14,7 @@
 #include <memory>
 #include <set>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 
 namespace ps {
 namespace {
@@ -51,8 +51,8 @@ std::string LocalAddressTowards(const std::string& host, int port) {
   const std::string service = std::to_string(port);
   const int rc = getaddrinfo(host.c_str(), service.c_str(), &hints, &list);
   if (rc != 0) {
-    throw dmlc::Error("the scheduler's host '" + host +
-                      "' (DMLC_PS_ROOT_URI) does not resolve: " + gai_strerror(rc));
+    throw Error("the scheduler's host '" + host +
+                "' (DMLC_PS_ROOT_URI) does not resolve: " + gai_strerror(rc));
   }
   std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
   int last_errno = 0;
@@ -74,14 +74,14 @@ std::string LocalAddressTowards(const std::string& host, int port) {
     close(fd);
     if (!text.empty()) return text;
   }
-  throw dmlc::Error("no route to the scheduler at " + JoinHostPort(host, port) + ": " +
-                    strerror(last_errno) + "; set DMLC_NODE_HOST or DMLC_INTERFACE");
+  throw Error("no route to the scheduler at " + JoinHostPort(host, port) + ": " +
+              strerror(last_errno) + "; set DMLC_NODE_HOST or DMLC_INTERFACE");
 }
 
 std::string AddressOfInterface(const std::string& name) {
   ifaddrs* list = nullptr;
   if (getifaddrs(&list) != 0) {
-    throw dmlc::Error(std::string("cannot list the network interfaces: ") + strerror(errno));
+    throw Error(std::string("cannot list the network interfaces: ") + strerror(errno));
   }
   std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(list, &freeifaddrs);
   std::set<std::string> names;
@@ -96,8 +96,8 @@ std::string AddressOfInterface(const std::string& name) {
   }
   std::string known;
   for (const auto& n : names) known += (known.empty() ? "" : ", ") + n;
-  throw dmlc::Error("DMLC_INTERFACE='" + name +
-                    "' names no interface with an address; there are: " + known);
+  throw Error("DMLC_INTERFACE='" + name +
+              "' names no interface with an address; there are: " + known);
 }
 
 std::string NumericAddress(const std::string& host) {
@@ -106,14 +106,14 @@ std::string NumericAddress(const std::string& host) {
   memset(&hints, 0, sizeof(hints));
   hints.ai_socktype = SOCK_STREAM;
   const int rc = getaddrinfo(host.c_str(), nullptr, &hints, &list);
-  if (rc != 0) throw dmlc::Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
+  if (rc != 0) throw Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
   std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
   for (const int family : {AF_INET, AF_INET6}) {
     for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
       if (a->ai_family == family) return Numeric(a->ai_addr);
     }
   }
-  throw dmlc::Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
+  throw Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
 }
 
 int CardMbps(const std::string& address, const std::string& sysfs) {

@@ -9,16 +9,16 @@ namespace ps {
 // The numeric local address that the kernel would use to reach `host`:`port`,
 // found by connecting a UDP socket, which sends nothing.  A node that several
 // networks reach thus announces itself on the one that leads to the scheduler,
-// with no interface named anywhere.  Throws dmlc::Error when `host` does not
+// with no interface named anywhere.  Throws Error when `host` does not
 // resolve or no route leads to it.
 std::string LocalAddressTowards(const std::string& host, int port);
 
 // The first numeric address, IPv4 before IPv6, of the interface called `name`
-// exactly.  Throws dmlc::Error listing the interfaces there are.
+// exactly.  Throws Error listing the interfaces there are.
 std::string AddressOfInterface(const std::string& name);
 
 // `host` as a number: itself if it is one, else what it resolves to, IPv4 first.
-// Throws dmlc::Error when it does not resolve.
+// Throws Error when it does not resolve.
 std::string NumericAddress(const std::string& host);
 
 // Mbit/s each way of the network card of the interface that has this numeric address; 0 where it

@@ -35,15 +35,17 @@ std::string RoleAndRank(int node_id) {
          std::to_string(Postoffice::IDtoRank(node_id));
 }
 
+std::string AddressOf(const Node& node) {
+  return node.port > 0 ? JoinHostPort(node.hostname, node.port) : node.hostname;
+}
+
 std::string Describe(const Node& node) {
   std::string name = RoleName(node.role);
   if (node.role == Node::WORKER && node.aux_id >= 0) name += " " + std::to_string(node.aux_id);
   if (node.role == Node::SERVER && node.id != Node::kEmpty && node.id < kRefusedBase) {
     name += " " + std::to_string(Postoffice::IDtoRank(node.id));
   }
-  // A worker listens nowhere.
-  return name + " (" + (node.port > 0 ? JoinHostPort(node.hostname, node.port) : node.hostname) +
-         ")";
+  return name + " (" + AddressOf(node) + ")";
 }
 
 }  // namespace ps

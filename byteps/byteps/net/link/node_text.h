@@ -5,9 +5,9 @@
 #include <chrono>
 #include <string>
 
-#include "ps/internal/message.h"
-
 namespace ps {
+
+struct Node;
 
 // Ids of nodes that are refused: far from those that are admitted.
 constexpr int kRefusedBase = 1 << 24;
@@ -22,6 +22,9 @@ std::string Plural(int n, const char* noun);
 
 // "worker 1", from a node id
 std::string RoleAndRank(int node_id);
+
+// "10.0.0.2:40123"; without a port of a worker, which listens nowhere.
+std::string AddressOf(const Node& node);
 
 // "worker 1 (10.0.0.3)", "server 0 (10.0.0.2:40123)"
 std::string Describe(const Node& node);

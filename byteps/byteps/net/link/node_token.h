@@ -10,7 +10,7 @@
 #include <cstring>
 #include <string>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 #include "ps/internal/message.h"
 
 namespace ps {
@@ -20,8 +20,7 @@ inline uint64_t NewToken() {
   // the rest of us.
   uint64_t token = 0;
   while (token == 0) {
-    CHECK_EQ(getrandom(&token, sizeof(token), 0), static_cast<ssize_t>(sizeof(token)))
-        << "getrandom: " << strerror(errno);
+    if (getrandom(&token, sizeof(token), 0) != sizeof(token)) ThrowErrno("getrandom");
   }
   return token;
 }

@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <string>
 
-#include "byteps/net/link/invariant.h"
+#include "byteps/base/invariant.h"
 
 namespace ps {
 
@@ -40,8 +40,8 @@ class Receipts {
   // What to do when nothing more is to be read for now.  After kSoon, IsDue is called in kSoon
   // time.
   Tell Next() {
-    PS_INVARIANT("nothing is acknowledged that has not come", told_ <= received_,
-                 std::to_string(told_) + " of " + std::to_string(received_));
+    BPS_INVARIANT("nothing is acknowledged that has not come", told_ <= received_,
+                  std::to_string(told_) + " of " + std::to_string(received_));
     const uint64_t untold = received_ - told_;
     const bool much = untold_bytes_ >= kManyBytes || untold >= kManyMessages;
     if (untold == 0 || much) untold_bytes_ = 0;

@@ -19,7 +19,8 @@
 #include <string>
 #include <utility>
 
-#include "byteps/net/link/invariant.h"
+#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 
 namespace ps {
 
@@ -40,21 +41,20 @@ class ReplayLog {
   // Whether all that was sent has arrived.
   bool empty() const { return in_flight_.empty(); }
 
-  // The other end has received so many.  Throws dmlc::Error where this cannot be.
+  // The other end has received so many.  Throws Error where this cannot be.
   template <typename List>
   void Arrived(uint64_t received, List* arrived) {
     if (received < arrived_ || received > sent_) {
-      throw dmlc::Error(
-          "it says that it has received " + std::to_string(received) +
-          " messages over this connection, which is impossible: " + std::to_string(sent_) +
-          " were sent, and " + std::to_string(arrived_) + " had arrived before");
+      throw Error("it says that it has received " + std::to_string(received) +
+                  " messages over this connection, which is impossible: " + std::to_string(sent_) +
+                  " were sent, and " + std::to_string(arrived_) + " had arrived before");
     }
     while (arrived_ < received && !in_flight_.empty()) {
       arrived->push_back(std::move(in_flight_.front()));
       in_flight_.pop_front();
       ++arrived_;
     }
-    PS_INVARIANT(
+    BPS_INVARIANT(
         "what is in flight was sent and has not arrived", in_flight_.size() == sent_ - received,
         std::to_string(in_flight_.size()) + " messages are in flight, " + std::to_string(sent_) +
             " were sent and " + std::to_string(received) + " have arrived");

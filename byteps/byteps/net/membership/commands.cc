@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "dmlc/logging.h"
+#include "byteps/base/log.h"
 
 namespace ps {
 namespace membership {
@@ -61,9 +61,10 @@ void IgnoredSenders::Add(const Message& msg, const std::function<std::string(int
     MutexLock lock(&mu_);
     if (!senders_.insert(sender).second) return;
   }
-  LOG(WARNING) << "ignored " << NameOf(msg.meta.control.cmd) << " from " << name_of(sender)
-               << ", which must not send it to this node; more of the kind from there is ignored "
-                  "without a warning";
+  BPS_LOG(WARNING)
+      << "ignored " << NameOf(msg.meta.control.cmd) << " from " << name_of(sender)
+      << ", which must not send it to this node; more of the kind from there is ignored "
+         "without a warning";
 }
 
 void IgnoredSenders::Clear() {

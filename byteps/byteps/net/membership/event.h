@@ -2,19 +2,35 @@
 #ifndef BYTEPS_NET_MEMBERSHIP_EVENT_H_
 #define BYTEPS_NET_MEMBERSHIP_EVENT_H_
 
+#include <atomic>
+#include <cstddef>
+#include <functional>
 #include <string>
 #include <vector>
 
-#include "ps/internal/message.h"
+#include "byteps/base/role.h"
 
 namespace ps {
+
+struct Node;
+
+// A node, as far as others need to know of it.
+struct NodeInfo {
+  byteps::core::Role role = byteps::core::Role::kServer;
+  int id = -1;
+  std::string address;  // "10.0.0.2:40123"; without a port of a worker, which listens nowhere
+};
+NodeInfo InfoOf(const Node& node);
+
+// Bytes that a node reports of itself with a heartbeat.
+constexpr size_t kMaxReport = 1024;
 
 struct MembershipEvent {
   enum Kind {
     kFailed,    // the job cannot go on; `reason` says why
     kNodeLeft,  // the worker of `rank` left and will send nothing more; to servers and scheduler
     kEnded,     // every worker left; `suspended` tells whether they come back
-    kReported,  // scheduler: `node_id` sent `report`
+    kReported,  // scheduler: `node`, of which only the id is set, sent `report`
     kListens,   // this process is `node`, and others can connect to it
     kWelcomed,  // the scheduler admitted this process as `node`; others may be missing
     kAdmitted,  // scheduler: `node` is in the job, which has the numbers below now
@@ -29,14 +45,13 @@ struct MembershipEvent {
   // The place in the source that found a failure.
   const char* file = "";
   int line = 0;
-  Node node;
+  NodeInfo node;
   // Of kAdmitted, kComplete, and kNodeLeft on the scheduler.
   int incarnation = 0;
   int workers = 0;
   int servers = 0;
   int expected_workers = -1;
   int expected_servers = -1;
-  int node_id = Node::kEmpty;
   std::string report;
 };
 
@@ -51,7 +66,7 @@ struct Farewell {
 struct JobView {
   enum Phase { kGathering, kRunning, kFailed, kEnded };
   struct Peer {
-    Node node;
+    NodeInfo node;
     double silent_s = 0;  // since it was last heard of
     bool left = false;
   };
@@ -62,6 +77,23 @@ struct JobView {
   int servers = -1;
   std::vector<Peer> peers;
   std::string missing;  // while it gathers: "worker 3, worker 7, 2 servers"
+};
+
+// Hands a job's events to its process.  Any thread.  Checks that a job ends once.
+class Announcer {
+ public:
+  using Listener = std::function<void(const MembershipEvent&)>;
+
+  // Without a listener nobody is told.
+  explicit Announcer(Listener listener);
+
+  void Tell(const MembershipEvent& event);
+  // A kFailed.  `next_incarnation`: see MembershipEvent.
+  void TellFailure(const std::string& reason, int next_incarnation, const char* file, int line);
+
+ private:
+  const Listener listener_;
+  std::atomic<bool> over_{false};  // the listener has heard of the end
 };
 
 }  // namespace ps

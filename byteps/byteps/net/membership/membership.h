@@ -27,7 +27,7 @@
 // Two classes take part, and neither knows the other: SchedulerMembership (scheduler_membership.h)
 // and NodeMembership (node_membership.h).  Membership is what a van knows of both.  What both are
 // made of: the nodes (roster.h), the texts in messages (protocol.h), the thread that sends
-// heartbeats (heartbeat.h), the events for the process (event.h, announcer.h).
+// heartbeats (heartbeat.h), the events for the process (event.h).
 //
 // All times are of the AwakeClock: who stood still itself gives the others time to be heard before
 // it calls them lost, and says of itself that it stood still (base/stall_watch.h).
@@ -45,14 +45,12 @@
 #ifndef BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 #define BYTEPS_NET_MEMBERSHIP_MEMBERSHIP_H_
 
-#include <cstddef>
 #include <memory>
 #include <string>
 
-#include "byteps/net/membership/announcer.h"
+#include "byteps/base/error.h"
 #include "byteps/net/membership/event.h"
 #include "byteps/net/membership/links.h"
-#include "dmlc/logging.h"
 #include "ps/internal/message.h"
 
 namespace ps {
@@ -62,23 +60,23 @@ class SchedulerMembership;
 
 // The scheduler has no room for this node yet; NodeMembership::Join may be called anew, by another
 // NodeMembership.
-struct ComeAgain : public dmlc::Error {
-  using dmlc::Error::Error;
+struct ComeAgain : public Error {
+  using Error::Error;
 };
 
 // The job failed while its nodes gathered, after the scheduler had admitted this one.
-struct JobFailed : public dmlc::Error {
-  using dmlc::Error::Error;
+struct JobFailed : public Error {
+  using Error::Error;
 };
 
 // The scheduler did not say anything in time.
-struct NoAnswer : public dmlc::Error {
-  using dmlc::Error::Error;
+struct NoAnswer : public Error {
+  using Error::Error;
 };
 
 // What a probe ends with where the scheduler would admit this node (MembershipSettings::probe).
-struct WouldBeAdmitted : public dmlc::Error {
-  using dmlc::Error::Error;
+struct WouldBeAdmitted : public Error {
+  using Error::Error;
 };
 
 struct MembershipSettings {
@@ -110,9 +108,6 @@ class Membership {
   // Called in the receiving thread or the heartbeats' thread, with no lock held; must
   // not block and must not stop the van.
   using Listener = Announcer::Listener;
-
-  // Bytes that a node reports of itself with a heartbeat.
-  static constexpr size_t kMaxReport = 1024;
 
   // The scheduler's side or a node's, as the settings say.  `links` outlives it.
   static std::unique_ptr<Membership> Make(MembershipLinks* links,

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "byteps/base/error.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/probe.h"
 #include "byteps/net/link/net_address.h"
@@ -80,7 +81,7 @@ void NodeMembership::Join() {
   if (failure_.kind == Failure::kWouldBeAdmitted) throw WouldBeAdmitted(failure_.reason);
   if (failure_.kind == Failure::kComeAgain) throw ComeAgain(failure_.reason);
   if (welcomed_) throw JobFailed(failure_.reason, failure_.file, failure_.line);
-  throw dmlc::Error(failure_.reason, failure_.file, failure_.line);
+  throw Error(failure_.reason, failure_.file, failure_.line);
 }
 
 void NodeMembership::Leave(const Farewell& farewell) {
@@ -203,7 +204,7 @@ void NodeMembership::OnWelcome(const Message& msg) {
   }
   MembershipEvent event;
   event.kind = MembershipEvent::kWelcomed;
-  event.node = links_->self();
+  event.node = InfoOf(links_->self());
   announcer_.Tell(event);
 }
 
@@ -257,7 +258,7 @@ void NodeMembership::OnNodeLeft(const Node& node) {
   MembershipEvent event;
   event.kind = MembershipEvent::kNodeLeft;
   event.rank = Postoffice::IDtoRank(node.id);
-  event.node = node;
+  event.node = InfoOf(node);
   event.reason = Describe(node) + " left the job";
   announcer_.Tell(event);
 }

@@ -24,7 +24,7 @@ class NodeMembership : public Membership {
 
   NodeMembership* AsNode() override { return this; }
 
-  // Registers and blocks until every node has.  Throws dmlc::Error when the scheduler refuses or
+  // Registers and blocks until every node has.  Throws Error when the scheduler refuses or
   // gives up, NoAnswer when it does not answer, ComeAgain when it would take this node later,
   // and JobFailed when the job failed after it had taken this node.  A probe ends with one of these
   // or with WouldBeAdmitted.
@@ -55,7 +55,7 @@ class NodeMembership : public Membership {
 
   // Why the job goes on without this node, or does not go on.
   struct Failure {
-    // What Join throws: dmlc::Error or JobFailed, ComeAgain, WouldBeAdmitted.
+    // What Join throws: Error or JobFailed, ComeAgain, WouldBeAdmitted.
     enum Kind { kFinal, kComeAgain, kWouldBeAdmitted } kind = kFinal;
     std::string reason;
     const char* file = "";  // what found it

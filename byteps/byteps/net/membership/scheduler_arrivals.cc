@@ -4,11 +4,11 @@
 #include <string>
 #include <vector>
 
+#include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
 #include "byteps/base/probe.h"
-#include "byteps/net/link/invariant.h"
 #include "byteps/net/link/node_text.h"
 #include "byteps/net/membership/scheduler_membership.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -63,8 +63,8 @@ SchedulerMembership::Refusal SchedulerMembership::WhyClosed() {
 }
 
 bool SchedulerMembership::Admit(const Claim& claim, const Node& node) {
-  PS_INVARIANT("a place in the job is one node's", roster_.Find(node.id) == nullptr,
-               "that of " + Describe(node));
+  BPS_INVARIANT("a place in the job is one node's", roster_.Find(node.id) == nullptr,
+                "that of " + Describe(node));
   JobSize expected = roster_.expected();
   if (node.role == Node::WORKER) {
     if (expected.workers < 0) expected.workers = claim.workers;
@@ -109,7 +109,7 @@ void SchedulerMembership::Refuse(const Node& node, const Refusal& refusal) {
   if (refusal.later) {
     PS_VLOG(1) << reason << "; it may come again";
   } else {
-    LOG(WARNING) << reason;
+    BPS_LOG(WARNING) << reason;
   }
   SendAway(node, (refusal.later ? membership::kAgain : "") + reason);
 }

@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "byteps/base/invariant.h"
+#include "byteps/base/log.h"
 #include "byteps/base/probe.h"
 #include "byteps/net/link/node_text.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -57,8 +57,8 @@ std::string SchedulerMembership::NameOf(int node_id) {
 }
 
 void SchedulerMembership::SetIncarnation(int incarnation) {
-  PS_INVARIANT_NOTED("incarnation numbers only grow", incarnation > last_incarnation_,
-                     std::to_string(incarnation) + " after " + std::to_string(last_incarnation_));
+  BPS_INVARIANT_NOTED("incarnation numbers only grow", incarnation > last_incarnation_,
+                      std::to_string(incarnation) + " after " + std::to_string(last_incarnation_));
   last_incarnation_ = incarnation;
   links_->SetIncarnation(incarnation);
 }
@@ -66,8 +66,7 @@ void SchedulerMembership::SetIncarnation(int incarnation) {
 void SchedulerMembership::EmitProgress(MembershipEvent::Kind kind, const Node& node) {
   MembershipEvent event;
   event.kind = kind;
-  event.node = node;
-  event.node_id = node.id;
+  event.node = InfoOf(node);
   event.rank = Postoffice::IDtoRank(node.id);
   event.reason = Describe(node) + " left the job";
   {
@@ -220,7 +219,7 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
     return;
   }
   PS_PROBE(kForgotten);
-  LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
+  BPS_LOG(WARNING) << reason << "; no worker has come yet, so another server may take its place";
   // Should it be there after all, it must not wait for a job that does without it.
   Send(links_, Control::JOB_FAILED, node_id, reason);
   links_->Disconnect(node_id);
@@ -288,7 +287,7 @@ void SchedulerMembership::OnReport(int node_id, const std::string& report) {
   }
   MembershipEvent event;
   event.kind = MembershipEvent::kReported;
-  event.node_id = node_id;
+  event.node.id = node_id;
   event.report = report;
   announcer_.Tell(event);
 }
@@ -365,7 +364,7 @@ JobView SchedulerMembership::View() {
   view.servers = roster_.expected().servers;
   for (const auto& [id, member] : roster_.members()) {
     JobView::Peer peer;
-    peer.node = member.node;
+    peer.node = InfoOf(member.node);
     peer.silent_s = std::chrono::duration<double>(now - member.heard).count();
     peer.left = member.left;
     view.peers.push_back(peer);

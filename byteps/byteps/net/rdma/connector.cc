@@ -11,7 +11,8 @@
 #include <cstring>
 #include <utility>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
 
 namespace ps {
 namespace rdma {
@@ -45,7 +46,7 @@ Connector::Connector(ConnectorOwner* owner, const Settings& settings, uint64_t t
 Connector::~Connector() {
   stop_ = true;
   const uint64_t one = 1;
-  if (write(wake_fd_, &one, sizeof(one)) < 0) LOG(WARNING) << "eventfd: " << strerror(errno);
+  if (write(wake_fd_, &one, sizeof(one)) < 0) BPS_LOG(WARNING) << "eventfd: " << strerror(errno);
   if (thread_.joinable()) thread_.join();
   close(wake_fd_);
 }
@@ -56,25 +57,25 @@ std::shared_ptr<Transport> Connector::transport() {
 }
 
 std::shared_ptr<Transport> Connector::TransportFor(rdma_cm_id* id) {
-  if (id->verbs == nullptr) throw dmlc::Error("no RDMA device has this address");
+  if (id->verbs == nullptr) throw Error("no RDMA device has this address");
   auto known = transport();
   if (known) {
     if (known->device->context() == id->verbs) return known;
-    throw dmlc::Error(std::string("the way leads through ") +
-                      ibv_get_device_name(id->verbs->device) + ", this process uses " +
-                      known->device->name() + " (BYTEPS_RDMA_DEVICE, DMLC_NODE_HOST)");
+    throw Error(std::string("the way leads through ") + ibv_get_device_name(id->verbs->device) +
+                ", this process uses " + known->device->name() +
+                " (BYTEPS_RDMA_DEVICE, DMLC_NODE_HOST)");
   }
   auto made = std::make_shared<Transport>();
   made->device = std::make_shared<Device>(id->verbs, id->port_num == 0 ? 1 : id->port_num);
   const Device& device = *made->device;
   if (!settings_.device.empty() && settings_.device != device.name()) {
-    throw dmlc::Error("the address " + host_ + " is that of " + device.name() +
-                      ", not of BYTEPS_RDMA_DEVICE=" + settings_.device);
+    throw Error("the address " + host_ + " is that of " + device.name() +
+                ", not of BYTEPS_RDMA_DEVICE=" + settings_.device);
   }
   if (settings_.port != 0 && settings_.port != device.port()) {
-    throw dmlc::Error("the address " + host_ + " is that of port " + std::to_string(device.port()) +
-                      " of " + device.name() +
-                      ", not of BYTEPS_RDMA_PORT=" + std::to_string(settings_.port));
+    throw Error("the address " + host_ + " is that of port " + std::to_string(device.port()) +
+                " of " + device.name() +
+                ", not of BYTEPS_RDMA_PORT=" + std::to_string(settings_.port));
   }
   settings_.Check(device);
   made->registrar = std::make_shared<Registrar>();
@@ -98,8 +99,8 @@ Owned<rdma_cm_id> Connector::BindTo(const std::string& host, int port) {
   if (rdma_bind_addr(id, address.get()) != 0) {
     const int error = errno;
     if (error == ENODEV || error == EADDRNOTAVAIL) {
-      throw dmlc::Error("no RDMA device has this address (errno " + std::to_string(error) +
-                        "); `rdma link` shows which there are");
+      throw Error("no RDMA device has this address (errno " + std::to_string(error) +
+                  "); `rdma link` shows which there are");
     }
     Throw("bind", error);
   }
@@ -137,7 +138,7 @@ void Connector::Post(std::function<void()> task) {
     tasks_.push_back(std::move(task));
   }
   const uint64_t one = 1;
-  if (write(wake_fd_, &one, sizeof(one)) < 0) CHECK_EQ(errno, EAGAIN) << strerror(errno);
+  if (write(wake_fd_, &one, sizeof(one)) < 0 && errno != EAGAIN) ThrowErrno("eventfd");
 }
 
 void Connector::FailLater(std::shared_ptr<Endpoint> endpoint, std::chrono::seconds after) {
@@ -239,15 +240,15 @@ void Connector::Loop() {
     auto shared = transport();
     pollfd items[3] = {{channel_->fd, POLLIN, 0}, {wake_fd_, POLLIN, 0}, {-1, POLLIN, 0}};
     if (shared) items[2].fd = shared->device->context()->async_fd;
-    if (poll(items, 3, MillisecondsToWait()) < 0) CHECK_EQ(errno, EINTR) << strerror(errno);
+    if (poll(items, 3, MillisecondsToWait()) < 0 && errno != EINTR) ThrowErrno("poll");
     uint64_t count = 0;
-    if (read(wake_fd_, &count, sizeof(count)) < 0) CHECK_EQ(errno, EAGAIN) << strerror(errno);
+    if (read(wake_fd_, &count, sizeof(count)) < 0 && errno != EAGAIN) ThrowErrno("eventfd");
     try {
       TakeEvents();
       if (shared) ReadDeviceEvents();
       RunTasks();
     } catch (const std::exception& e) {  // what one peer causes, others need not suffer from
-      LOG(WARNING) << "RDMA connections: " << e.what();
+      BPS_LOG(WARNING) << "RDMA connections: " << e.what();
     }
   }
   while (!links_.empty()) Drop(links_.begin()->second.get());
@@ -362,7 +363,7 @@ void Connector::ReadDeviceEvents() {
     ibv_ack_async_event(&event);
     const bool usual = of_queue_pair || event.event_type == IBV_EVENT_COMM_EST ||
                        event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED;
-    if (!usual) LOG(WARNING) << "RDMA device " << transport()->device->name() << ": " << what;
+    if (!usual) BPS_LOG(WARNING) << "RDMA device " << transport()->device->name() << ": " << what;
     const std::string reason = "the RDMA device reported: " + what;
     if (fatal) FailAll(reason);
     if (broken) broken->Break(reason, LinkFault::kBroken);
@@ -386,7 +387,7 @@ void Connector::Drop(Link* link) {
 void Connector::OnEvent(const rdma_cm_event& event) {
   if (event.event == RDMA_CM_EVENT_DEVICE_REMOVAL) {
     if (event.id == listener_.get()) {
-      LOG(WARNING) << "the RDMA device was removed; nobody can connect to this node any more";
+      BPS_LOG(WARNING) << "the RDMA device was removed; nobody can connect to this node any more";
     }
     return FailAll("the RDMA device was removed");  // there is but one in use
   }
@@ -426,7 +427,7 @@ void Connector::OnEvent(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_TIMEWAIT_EXIT:
       return;
     default:
-      LOG(WARNING) << "unexpected event of an RDMA connection" << status;
+      BPS_LOG(WARNING) << "unexpected event of an RDMA connection" << status;
   }
 }
 

@@ -57,10 +57,10 @@ class Connector {
   Connector& operator=(const Connector&) = delete;
 
   // Listens at `host` ("": every address) and `port` (0: the kernel chooses), and returns
-  // the port.  Throws dmlc::Error with the reason.
+  // the port.  Throws Error with the reason.
   int Listen(const std::string& host, int port);
   // Instead of Listen: connects by the device that has the address `host`, and listens
-  // nowhere.  Throws dmlc::Error with the reason.
+  // nowhere.  Throws Error with the reason.
   void UseDeviceOf(const std::string& host);
   // Begins to serve; after one of these.
   void Run();

@@ -6,12 +6,12 @@
 #include <cstring>
 #include <utility>
 
-#include "byteps/base/foreign_text.h"
+#include "byteps/base/error.h"
+#include "byteps/base/text.h"
 #include "byteps/net/link/greeting.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/node_text.h"
 #include "byteps/net/rdma/connector.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace rdma {
@@ -73,7 +73,7 @@ void Connector::Try(LinkPtr link) {
       const int error = errno;
       TryAgain(raw, std::string("its address leads through no RDMA device: ") + strerror(error));
     }
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     if (link) link->endpoint->Fail(e.what());
   }
 }
@@ -168,7 +168,7 @@ void Connector::OnResolved(Link* link, rdma_cm_event_type what) {
     const std::string request = MakeRequest(link).Encode();
     auto parameters = Parameters(request, link->endpoint->queue_pair_number());
     if (rdma_connect(id, &parameters) != 0) Throw("cannot connect", errno);
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     if (link->resumes) return TryAgain(link, e.what());
     link->endpoint->Fail(e.what());
     Drop(link);
@@ -202,7 +202,7 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
     link->established = true;
     link->last_id.reset();
     link->endpoint->Open();
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     rdma_reject(link->id.get(), nullptr, 0);
     if (link->resumes) {
       link->endpoint->Break(e.what(), LinkFault::kBroken);

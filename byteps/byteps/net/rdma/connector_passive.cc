@@ -5,8 +5,8 @@
 #include <iterator>
 #include <utility>
 
+#include "byteps/base/log.h"
 #include "byteps/net/rdma/connector.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace rdma {
@@ -60,7 +60,7 @@ void Connector::OnRequest(const rdma_cm_event& event) {
     refusal.proof.resize(kAnswerProofBytes);
   }
   if (!refusal.again_soon) {
-    LOG(WARNING) << "refused an RDMA connection from " << address << ": " << reason;
+    BPS_LOG(WARNING) << "refused an RDMA connection from " << address << ": " << reason;
   } else if (endpoint) {
     // The last completion may have come while a thread looked for memory (LetGoIfDrained): nothing
     // else has its poller look again.

@@ -11,7 +11,6 @@
 
 #include "byteps/base/invariant.h"
 #include "byteps/base/wire_bytes.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace rdma {
@@ -207,8 +206,8 @@ Endpoint::Sending* Endpoint::SendFrame(FrameHeader header, const std::string& bo
   request.sg_list = &piece;
   request.num_sge = 1;
   request.opcode = IBV_WR_SEND;
-  PS_INVARIANT_NOTED("credits are never below zero", connection->credits > 0,
-                     "a frame of type " + std::to_string(header.type));
+  BPS_INVARIANT_NOTED("credits are never below zero", connection->credits > 0,
+                      "a frame of type " + std::to_string(header.type));
   --connection->credits;
   return PostSend(&request, turn) ? sending : nullptr;
 }
@@ -240,10 +239,10 @@ void Endpoint::WriteNext(Turn* turn) {
   if (!PostSend(&request, turn)) return;
   message->written += piece.length;
   connection->posted_bytes += piece.length;
-  PS_INVARIANT_NOTED("a window is within its limit",
-                     connection->posted_bytes <= settings_.window_bytes,
-                     std::to_string(connection->posted_bytes) + " bytes are being written, of " +
-                         std::to_string(settings_.window_bytes));
+  BPS_INVARIANT_NOTED("a window is within its limit",
+                      connection->posted_bytes <= settings_.window_bytes,
+                      std::to_string(connection->posted_bytes) + " bytes are being written, of " +
+                          std::to_string(settings_.window_bytes));
   if (!last) return;
   --connection->credits;  // the immediate takes a slot
   Sent(sending, outbox_.TakeWritten());

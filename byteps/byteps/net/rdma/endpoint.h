@@ -58,7 +58,7 @@ class EndpointOwner {
   // Where a value belongs, or null.  The polling or the registrar's thread, with a lock of
   // the endpoint's held: see Abandon.
   virtual char* PlaceFor(Endpoint* endpoint, const Meta& meta, size_t bytes) = 0;
-  // The polling thread.  Throws dmlc::Error when the peer may not send this.
+  // The polling thread.  Throws Error when the peer may not send this.
   virtual void OnMessage(Endpoint* endpoint, Received received) = 0;
   // The connection broke.  For how long the endpoint may be without one: 0 closes it.  Any
   // thread, with a lock of the endpoint's held.
@@ -268,7 +268,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void BreakAfter(const ibv_wc& wc, const std::string& what, Turn* turn) PS_REQUIRES(mu_);
   void CompleteReceive(const ibv_wc& wc, Turn* turn) PS_REQUIRES(mu_);
   void ReadFrame(const char* frame, uint32_t bytes, Turn* turn) PS_REQUIRES(mu_);
-  // These throw dmlc::Error when the peer says what it may not.
+  // These throw Error when the peer says what it may not.
   void ReadContent(const FrameHeader& header, const char* body, uint32_t bytes, Turn* turn)
       PS_REQUIRES(mu_);
   void ReadCts(const FrameHeader& header, const char* body, uint32_t bytes) PS_REQUIRES(mu_);

@@ -5,9 +5,10 @@
 #include <cstring>
 #include <utility>
 
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
 #include "byteps/net/rdma/endpoint.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace rdma {
@@ -99,8 +100,8 @@ void Endpoint::Prepare(std::shared_ptr<Pool> pool, std::shared_ptr<Device> devic
                        std::shared_ptr<Registrar> registrar, ibv_comp_channel* channel,
                        rdma_cm_id* id) {
   MutexLock lock(&mu_);
-  if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
-  CHECK(!connection_) << "the last connection is still there";
+  if (state_ == State::kClosed) throw Error("the endpoint was closed");
+  if (connection_) throw Error("the last connection is still there");
   // A whole number of pages, so that no packet is cut short between two writes.
   const uint64_t piece = settings_.window_bytes / kPieces;
   const uint64_t most = std::min<uint64_t>(device->max_message_bytes(), piece) / 4096 * 4096;
@@ -123,14 +124,14 @@ bool Endpoint::prepared() {
 
 uint32_t Endpoint::queue_pair_number() {
   MutexLock lock(&mu_);
-  if (!connection_) throw dmlc::Error("the endpoint was closed");
+  if (!connection_) throw Error("the endpoint was closed");
   return connection_->qp->qp_num;
 }
 
 void Endpoint::Attach(rdma_cm_id* id, int peer_mtu) {
   MutexLock lock(&mu_);
-  if (state_ == State::kClosed) throw dmlc::Error("the endpoint was closed");
-  if (state_ != State::kConnecting || !connection_) throw dmlc::Error("the connection broke");
+  if (state_ == State::kClosed) throw Error("the endpoint was closed");
+  if (state_ != State::kConnecting || !connection_) throw Error("the connection broke");
   connection_->attached = true;
   ibv_qp* const qp = connection_->qp.get();
   int mask = 0;
@@ -204,7 +205,7 @@ void Endpoint::StopQueuePair() {
   memset(&attributes, 0, sizeof(attributes));
   attributes.qp_state = IBV_QPS_ERR;
   if (int error = ibv_modify_qp(connection_->qp.get(), &attributes, IBV_QP_STATE)) {
-    LOG(WARNING) << "cannot stop a queue pair: " << strerror(error);
+    BPS_LOG(WARNING) << "cannot stop a queue pair: " << strerror(error);
   }
 }
 
@@ -282,7 +283,7 @@ void Endpoint::SendResume(Turn* turn) {
 void Endpoint::ReadResume(const char* body, uint32_t bytes, Turn* turn) {
   Resume resume;
   if (!resume.Decode(body, bytes) || connection_->resumed) {
-    throw dmlc::Error("it sent a frame that does not parse (what it has received)");
+    throw Error("it sent a frame that does not parse (what it has received)");
   }
   connection_->resumed = true;
   outbox_.Resume(resume.received, &turn->done);

@@ -6,13 +6,13 @@
 #include <cstring>
 #include <utility>
 
+#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/mutex.h"
 #include "byteps/base/wire_bytes.h"
-#include "byteps/net/link/invariant.h"
 #include "byteps/net/link/meta_codec.h"
 #include "byteps/net/rdma/endpoint.h"
 #include "byteps/net/rdma/message_parts.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace rdma {
@@ -25,14 +25,13 @@ constexpr int kBatch = 32;
 constexpr char kStopped[] = "the device stopped its queue pair";
 
 [[noreturn]] void BadFrame(const char* what) {
-  throw dmlc::Error(std::string("it sent a frame that does not parse (") + what +
-                    "): install the same byteps on every node");
+  throw Error(std::string("it sent a frame that does not parse (") + what +
+              "): install the same byteps on every node");
 }
 
 void ReadMeta(const char* data, size_t bytes, Meta* meta) {
   if (DecodeMeta(data, bytes, meta)) return;
-  throw dmlc::Error("it sent a message whose meta of " + std::to_string(bytes) +
-                    " bytes does not parse");
+  throw Error("it sent a message whose meta of " + std::to_string(bytes) + " bytes does not parse");
 }
 
 }  // namespace
@@ -84,11 +83,11 @@ void Endpoint::CompleteSend(const ibv_wc& wc, Turn* turn) {
   const auto slot = static_cast<uint32_t>(wc.wr_id);
   Sending& sending = connection_->sending[slot];
   connection_->free_slots.push_back(slot);
-  PS_INVARIANT_NOTED("a window is never below zero",
-                     connection_->posted_bytes >= sending.bytes &&
-                         connection_->free_slots.size() <= connection_->sending.size(),
-                     std::to_string(sending.bytes) + " bytes were written, of " +
-                         std::to_string(connection_->posted_bytes));
+  BPS_INVARIANT_NOTED("a window is never below zero",
+                      connection_->posted_bytes >= sending.bytes &&
+                          connection_->free_slots.size() <= connection_->sending.size(),
+                      std::to_string(sending.bytes) + " bytes were written, of " +
+                          std::to_string(connection_->posted_bytes));
   connection_->posted_bytes -= sending.bytes;
   if (wc.status != IBV_WC_SUCCESS) {
     static const char* const kWhat[] = {
@@ -154,7 +153,7 @@ void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
   connection_->credits += header.credits;
   const bool may_come_first = header.type == kResume || header.type == kCredit;
   if (!connection_->resumed && !may_come_first) {
-    throw dmlc::Error("it sent messages before it had said what it has received");
+    throw Error("it sent messages before it had said what it has received");
   }
   switch (header.type) {
     case kMessage:
@@ -177,7 +176,7 @@ void Endpoint::ReadFrame(const char* frame, uint32_t bytes, Turn* turn) {
 void Endpoint::ReadContent(const FrameHeader& header, const char* body, uint32_t bytes,
                            Turn* turn) {
   if (peer() == Node::kEmpty && (header.meta_bytes > kStrangersMetaBytes || header.values > 0)) {
-    throw dmlc::Error("it sent values, or a long message, before it was a member of the job");
+    throw Error("it sent values, or a long message, before it was a member of the job");
   }
   const uint32_t meta_here = header.meta_in_region ? 0 : header.meta_bytes;
   const uint32_t sizes_bytes = header.values * sizeof(uint64_t);

@@ -3,10 +3,10 @@
 #include <thread>
 #include <utility>
 
+#include "byteps/base/log.h"
 #include "byteps/base/mutex.h"
 #include "byteps/net/rdma/endpoint.h"
 #include "byteps/net/rdma/message_parts.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace rdma {
@@ -153,7 +153,7 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   Finish(&turn);
   lock.Lock();
   if (Await(Clock::now() + kLastCompletions, done)) return;
-  LOG(WARNING) << "an RDMA device keeps receives after their end";
+  BPS_LOG(WARNING) << "an RDMA device keeps receives after their end";
 }
 
 }  // namespace rdma

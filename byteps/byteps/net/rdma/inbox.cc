@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "byteps/net/link/invariant.h"
+#include "byteps/base/invariant.h"
 
 namespace ps {
 namespace rdma {
@@ -49,11 +49,12 @@ bool Inbox::Take(uint32_t cookie, Incoming* incoming) {
   if (it == receiving_.end() || !it->second.is_cleared) return false;
   *incoming = std::move(it->second);
   receiving_.erase(it);
-  PS_INVARIANT("a window is never below zero", bytes_ >= incoming->bytes(),
-               std::to_string(incoming->bytes()) + " bytes came, of " + std::to_string(bytes_));
+  BPS_INVARIANT("a window is never below zero", bytes_ >= incoming->bytes(),
+                std::to_string(incoming->bytes()) + " bytes came, of " + std::to_string(bytes_));
   bytes_ -= incoming->bytes();
-  PS_INVARIANT("what is abandoned is not written to", !incoming->drop || incoming->place == nullptr,
-               std::to_string(incoming->value_bytes) + " bytes came for it");
+  BPS_INVARIANT("what is abandoned is not written to",
+                !incoming->drop || incoming->place == nullptr,
+                std::to_string(incoming->value_bytes) + " bytes came for it");
   return true;
 }
 

@@ -3,8 +3,9 @@
 #include <cstring>
 #include <utility>
 
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
 #include "byteps/net/link/registration_cache.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -39,12 +40,12 @@ RegistrationCache::Registration RegisterAll(const std::shared_ptr<Device>& devic
                                             const void* begin, size_t bytes) {
   try {
     return std::make_shared<Region>(device, begin, bytes, kReadAndWrite);
-  } catch (const dmlc::Error&) {  // it may be memory that cannot be written to
+  } catch (const Error&) {  // it may be memory that cannot be written to
   }
   try {
     return std::make_shared<Region>(device, begin, bytes, 0);
-  } catch (const dmlc::Error& e) {
-    LOG(WARNING) << e.what() << "; now each message registers its own part of it";
+  } catch (const Error& e) {
+    BPS_LOG(WARNING) << e.what() << "; now each message registers its own part of it";
     return nullptr;
   }
 }
@@ -74,9 +75,9 @@ OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uin
   }
 
   if (out->value_bytes > kMaxValueBytes || out->values.size() > kMaxValues) {
-    throw dmlc::Error(out->Describe() +
-                      ", is larger than any that a peer takes: " + std::to_string(kMaxValueBytes) +
-                      " bytes in " + std::to_string(kMaxValues) + " values");
+    throw Error(out->Describe() +
+                ", is larger than any that a peer takes: " + std::to_string(kMaxValueBytes) +
+                " bytes in " + std::to_string(kMaxValues) + " values");
   }
   const uint64_t head = kFrameHeaderBytes + out->values.size() * sizeof(uint64_t);
   const bool small = out->value_bytes <= inline_bytes;
@@ -108,7 +109,7 @@ std::shared_ptr<Region> RegionToReceive(const void* address, uint64_t bytes, boo
   if (!may_block || bytes <= kCopyBytes) return nullptr;
   try {
     return std::make_shared<Region>(device, address, bytes, kReadAndWrite);
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     PS_VLOG(1) << e.what() << "; the value is received elsewhere and copied";
     return nullptr;
   }

@@ -16,7 +16,7 @@ namespace rdma {
 
 // Values that are not sent with the message are sent from where they lie: out of the pool,
 // out of lasting memory, or registered for as long as it takes.  Small or scattered ones
-// are copied, which is cheaper.  Throws dmlc::Error when memory cannot be registered.
+// are copied, which is cheaper.  Throws Error when memory cannot be registered.
 OutgoingPtr MakeOutgoing(std::string meta, std::vector<SArray<char>> values, uint64_t key,
                          uint32_t inline_bytes, uint32_t slot_bytes,
                          const std::shared_ptr<Device>& device, Pool* pool);

@@ -44,8 +44,8 @@ OutgoingPtr Outbox::TakeWritten() {
 }
 
 void Outbox::Sent(OutgoingPtr message) {
-  PS_INVARIANT_NOTED("bytes queued are those of the messages queued", bytes_ >= message->bytes(),
-                     std::to_string(message->bytes()) + " of " + std::to_string(bytes_));
+  BPS_INVARIANT_NOTED("bytes queued are those of the messages queued", bytes_ >= message->bytes(),
+                      std::to_string(message->bytes()) + " of " + std::to_string(bytes_));
   bytes_ -= message->bytes();
   log_.Add(std::move(message));
 }

@@ -88,7 +88,7 @@ class Outbox {
   // It is gone: what this side had begun to send waits again, before all that it had not.
   void Interrupt();
   // There is another one, and the other end has received so many messages.  What it lacks goes
-  // before all others.  Throws dmlc::Error where this cannot be.
+  // before all others.  Throws Error where this cannot be.
   void Resume(uint64_t received, OutgoingList* done);
   // Messages that are sent once more, since this was asked.
   size_t TakeBegunAgain();

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 
 namespace ps {
 namespace rdma {
@@ -63,7 +63,7 @@ void Poller::Wake() {
   const uint64_t one = 1;
   const ssize_t written = write(wake_fd_, &one, sizeof(one));
   // EAGAIN means the counter is full: the thread has been woken already.
-  CHECK(written == sizeof(one) || errno == EAGAIN) << strerror(errno);
+  if (written != sizeof(one) && errno != EAGAIN) ThrowErrno("eventfd");
 }
 
 void Poller::Run() {
@@ -87,7 +87,7 @@ void Poller::Run() {
 
 void Poller::Sleep() {
   pollfd items[2] = {{channel_->fd, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
-  if (poll(items, 2, -1) < 0) CHECK_EQ(errno, EINTR) << strerror(errno);
+  if (poll(items, 2, -1) < 0 && errno != EINTR) ThrowErrno("poll");
 }
 
 void Poller::TakeEvents(std::set<Endpoint*>* ready) {

@@ -93,8 +93,8 @@ void Pool::Return(Block* block) {
   std::shared_ptr<Block> surplus;
   {
     MutexLock lock(&mu_);
-    PS_INVARIANT_NOTED("a block is returned once", block->is_out,
-                       "one of " + std::to_string(block->size) + " bytes was there already");
+    BPS_INVARIANT_NOTED("a block is returned once", block->is_out,
+                        "one of " + std::to_string(block->size) + " bytes was there already");
     if (!std::exchange(block->is_out, false)) return;
     if (idle_.Keep(block->size, block)) return;
     auto it = blocks_.find(reinterpret_cast<uintptr_t>(block->memory));

@@ -29,7 +29,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Pool(std::shared_ptr<Device> device, std::shared_ptr<Registrar> registrar, size_t max_idle)
       : device_(std::move(device)), registrar_(std::move(registrar)), idle_(max_idle) {}
 
-  // Exactly `bytes` bytes, uninitialised.  Throws dmlc::Error when they cannot be had.
+  // Exactly `bytes` bytes, uninitialised.  Throws Error when they cannot be had.
   // What it hands out may outlive everything but the process.  Blocks while memory is
   // registered.
   Buffer Take(size_t bytes);

@@ -5,7 +5,7 @@
 #include <exception>
 #include <utility>
 
-#include "dmlc/logging.h"
+#include "byteps/base/log.h"
 
 namespace ps {
 namespace rdma {
@@ -49,7 +49,7 @@ void Registrar::Run() {
     try {
       task();
     } catch (const std::exception& e) {
-      LOG(WARNING) << "RDMA memory: " << e.what();
+      BPS_LOG(WARNING) << "RDMA memory: " << e.what();
     }
     task = nullptr;
     lock.Lock();

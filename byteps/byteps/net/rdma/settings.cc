@@ -8,9 +8,9 @@
 #include <cstring>
 #include <memory>
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/rdma/wire.h"
-#include "dmlc/logging.h"
 #include "ps/internal/utils.h"
 
 namespace ps {
@@ -39,8 +39,8 @@ OpenDevice OpenByName(const std::string& name) {
     }
     known += (known.empty() ? "" : ", ") + found;
   }
-  throw dmlc::Error("BYTEPS_RDMA_DEVICE='" + name +
-                    "' names no RDMA device; there are: " + (known.empty() ? "none" : known));
+  throw Error("BYTEPS_RDMA_DEVICE='" + name +
+              "' names no RDMA device; there are: " + (known.empty() ? "none" : known));
 }
 
 // The IP address that a RoCE GID stands for; "" when it is none.
@@ -111,8 +111,8 @@ int Settings::path_mtu() const {
 void Settings::Check(const Device& device) const {
   const ibv_device_attr& limits = device.limits();
   const auto fail = [&device](const char* name, uint64_t value, const char* what, int64_t limit) {
-    throw dmlc::Error(std::string(name) + "=" + std::to_string(value) + " is too much for " +
-                      device.name() + ", which allows " + std::to_string(limit) + " " + what);
+    throw Error(std::string(name) + "=" + std::to_string(value) + " is too much for " +
+                device.name() + ", which allows " + std::to_string(limit) + " " + what);
   };
   if (send_depth > static_cast<uint64_t>(limits.max_qp_wr)) {
     fail("BYTEPS_RDMA_START_DEPTH", send_depth, "requests in a queue", limits.max_qp_wr);
@@ -121,10 +121,10 @@ void Settings::Check(const Device& device) const {
     fail("BYTEPS_RDMA_RX_DEPTH", receive_depth, "requests in a queue", limits.max_qp_wr);
   }
   if (static_cast<int64_t>(send_depth) + receive_depth > limits.max_cqe) {
-    throw dmlc::Error("BYTEPS_RDMA_START_DEPTH=" + std::to_string(send_depth) +
-                      " and BYTEPS_RDMA_RX_DEPTH=" + std::to_string(receive_depth) +
-                      " together are too much for " + device.name() + ", which allows " +
-                      std::to_string(limits.max_cqe) + " completions in a queue");
+    throw Error("BYTEPS_RDMA_START_DEPTH=" + std::to_string(send_depth) +
+                " and BYTEPS_RDMA_RX_DEPTH=" + std::to_string(receive_depth) +
+                " together are too much for " + device.name() + ", which allows " +
+                std::to_string(limits.max_cqe) + " completions in a queue");
   }
   if (slot_bytes() > device.max_message_bytes()) {
     fail("BYTEPS_RDMA_INLINE_BYTES", inline_bytes, "bytes in a message",
@@ -140,7 +140,7 @@ SocketAddress SocketAddress::Of(const std::string& host, int port) {
   // As a number first: IPv4 goes before IPv6 there.
   const int rc =
       getaddrinfo(NumericAddress(host).c_str(), std::to_string(port).c_str(), &hints, &list);
-  if (rc != 0) throw dmlc::Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
+  if (rc != 0) throw Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
   SocketAddress address;
   memset(&address.storage, 0, sizeof(address.storage));
   memcpy(&address.storage, list->ai_addr, list->ai_addrlen);
@@ -170,18 +170,17 @@ std::string AddressOfDevice(const Settings& settings, const std::string& fallbac
   ibv_port_attr attributes;
   memset(&attributes, 0, sizeof(attributes));
   if (ibv_query_port(device.get(), port, &attributes) != 0) {
-    throw dmlc::Error("BYTEPS_RDMA_PORT=" + std::to_string(port) + ": " + name +
-                      " has no such port");
+    throw Error("BYTEPS_RDMA_PORT=" + std::to_string(port) + ": " + name + " has no such port");
   }
   if (settings.gid_index >= 0) {
     const std::string address = AddressAt(device.get(), port, settings.gid_index);
     const bool fits = !fallback_was_given || address == NumericAddress(fallback);
     if (!address.empty() && fits) return address;
-    throw dmlc::Error("BYTEPS_RDMA_GID_INDEX=" + std::to_string(settings.gid_index) + " of " +
-                      name + " port " + std::to_string(port) +
-                      (address.empty() ? " holds no IP address"
-                                       : " is that of " + address + ", not of this node's " +
-                                             fallback + " (DMLC_NODE_HOST, DMLC_INTERFACE)"));
+    throw Error("BYTEPS_RDMA_GID_INDEX=" + std::to_string(settings.gid_index) + " of " + name +
+                " port " + std::to_string(port) +
+                (address.empty() ? " holds no IP address"
+                                 : " is that of " + address + ", not of this node's " + fallback +
+                                       " (DMLC_NODE_HOST, DMLC_INTERFACE)"));
   }
   if (fallback_was_given) return fallback;
   std::string first;

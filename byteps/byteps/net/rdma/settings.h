@@ -39,7 +39,7 @@ struct Settings {
   // As an ibv_mtu; 0: any.
   int path_mtu() const;
 
-  // Throws dmlc::Error naming the setting that asks for more than the device can do.
+  // Throws Error naming the setting that asks for more than the device can do.
   void Check(const Device& device) const;
 };
 
@@ -48,14 +48,14 @@ struct SocketAddress {
   sockaddr_storage storage;
 
   sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
-  // Throws dmlc::Error when `host` does not resolve.
+  // Throws Error when `host` does not resolve.
   static SocketAddress Of(const std::string& host, int port);
   // "10.0.0.2:41234"
   static std::string Text(const sockaddr* address);
 };
 
 // The address of the device, port and GID that the settings name.  `fallback` when they
-// name none, or leave the choice open and it belongs to the device.  Throws dmlc::Error
+// name none, or leave the choice open and it belongs to the device.  Throws Error
 // when there is no such device, port or GID, or it has no IP address.
 std::string AddressOfDevice(const Settings& settings, const std::string& fallback,
                             bool fallback_was_given);

@@ -7,12 +7,13 @@
 #include <thread>
 #include <utility>
 
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/node_token.h"
 #include "byteps/net/link/registration_cache.h"
 #include "byteps/net/link/who_connects.h"
 #include "byteps/net/rdma/verbs_library.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -37,13 +38,13 @@ constexpr int kMaxRank = 1 << 24;
 RdmaVan::~RdmaVan() = default;
 
 void RdmaVan::Start(int customer_id, bool standalone) {
-  CHECK(!standalone) << "the RDMA van joins a job";
+  if (standalone) throw Error("the RDMA van joins a job");
   rdma::LoadVerbsLibraries();
   settings_ = rdma::Settings::Get();
   // Before anything is registered.  A process that forks (data loaders do) would else write
   // into copies of pages that the device goes on reading; newer kernels see to it themselves.
   if (int error = ibv_fork_init()) {
-    LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
+    BPS_LOG(WARNING) << "RDMA is not safe here in a process that forks: " << strerror(error);
   }
   ForgetEndpointCounters();
   Begin(Postoffice::Get()->is_scheduler());
@@ -73,17 +74,17 @@ int RdmaVan::Bind(const Node& node, int /*max_retry*/) {
     // Where it is only looked whether a scheduler can listen, nobody is answered.
     if (!scheduler || GetEnv("BYTEPS_PROBE", 0) == 0) connector_->Run();
     return bound;
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     connector_.reset();
     if (!Listens(node.role)) {
-      throw dmlc::Error("this node cannot use RDMA from " + host + ": " + e.what() +
-                        " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_RDMA_DEVICE)");
+      throw Error("this node cannot use RDMA from " + host + ": " + e.what() +
+                  " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_RDMA_DEVICE)");
     }
-    throw dmlc::Error(std::string(scheduler ? "the scheduler" : "this node") +
-                      " cannot listen on " + JoinHostPort(host, port) + " by RDMA: " + e.what() +
-                      (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
-                                 : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT, "
-                                   "BYTEPS_RDMA_DEVICE)"));
+    throw Error(std::string(scheduler ? "the scheduler" : "this node") + " cannot listen on " +
+                JoinHostPort(host, port) + " by RDMA: " + e.what() +
+                (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
+                           : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT, "
+                             "BYTEPS_RDMA_DEVICE)"));
   }
 }
 
@@ -94,7 +95,7 @@ std::shared_ptr<Endpoint> RdmaVan::NewEndpoint(Plane plane, int index, int peer_
 }
 
 void RdmaVan::Connect(const Node& node) {
-  CHECK_NE(node.id, Node::kEmpty);
+  if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
   if (!ConnectsTo(my_role_, node.role)) {
     // Only the scheduler gives names to who comes; to a server a worker says its own.
     if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
@@ -215,7 +216,7 @@ void RdmaVan::Stop() {
         while (poller->size() > 0 && std::chrono::steady_clock::now() < deadline) {
           std::this_thread::sleep_for(kLook);
         }
-        if (poller->size() > 0) LOG(WARNING) << "an RDMA device keeps requests after their end";
+        if (poller->size() > 0) BPS_LOG(WARNING) << "an RDMA device keeps requests after their end";
       }
     }
     RegistrationCache::ForgetRegistrations();

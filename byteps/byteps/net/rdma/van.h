@@ -54,7 +54,7 @@ class RdmaVan : public LinkVan<RdmaVan, rdma::Endpoint>,
   void Stop() override;
 
   // Listens, but on a worker, at `node`'s host or the address that the settings choose.
-  // Returns the port, 0 on a worker.  Throws dmlc::Error naming the address and the reason.
+  // Returns the port, 0 on a worker.  Throws Error naming the address and the reason.
   int Bind(const Node& node, int max_retry) override;
   void Connect(const Node& node) override;
 

@@ -2,12 +2,12 @@
 #include <cstdio>
 #include <utility>
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/meta_codec.h"
 #include "byteps/net/link/nowhere.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/rdma/message_parts.h"
 #include "byteps/net/rdma/van.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -31,7 +31,7 @@ void RdmaVan::Transmit(const Message& msg) {
     endpoint->Send(rdma::MakeOutgoing(EncodeMeta(msg.meta), msg.data, msg.meta.key,
                                       settings_.inline_bytes, settings_.slot_bytes(),
                                       transport->device, transport->pool.get()));
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     char key[32];
     snprintf(key, sizeof(key), "key 0x%llx: ", static_cast<unsigned long long>(msg.meta.key));
     endpoint->Fail((plane == Plane::kData ? key : "") + std::string(e.what()));

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/registration_cache.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace rdma {
@@ -24,7 +24,7 @@ std::string LockedLimit() {
 }  // namespace
 
 void Throw(const std::string& what, int error) {
-  throw dmlc::Error(what + ": " + strerror(error) + " (errno " + std::to_string(error) + ")");
+  throw Error(what + ": " + strerror(error) + " (errno " + std::to_string(error) + ")");
 }
 
 std::string Describe(const ibv_wc& wc) {
@@ -44,9 +44,9 @@ Device::Device(ibv_context* context, int port)
     Throw("cannot query port " + std::to_string(port_) + " of " + name(), error);
   }
   if (attributes.state < IBV_PORT_ACTIVE) {
-    throw dmlc::Error("port " + std::to_string(port_) + " of " + name() +
-                      " is not active: look at its cable, at its network interface, and at the "
-                      "subnet manager where it is InfiniBand (`rdma link` shows its state)");
+    throw Error("port " + std::to_string(port_) + " of " + name() +
+                " is not active: look at its cable, at its network interface, and at the "
+                "subnet manager where it is InfiniBand (`rdma link` shows its state)");
   }
   max_message_bytes_ = attributes.max_msg_sz;
   pd_.reset(ibv_alloc_pd(context_));

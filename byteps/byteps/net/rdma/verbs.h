@@ -14,7 +14,7 @@
 namespace ps {
 namespace rdma {
 
-// dmlc::Error: "what: reason (errno)".
+// Error: "what: reason (errno)".
 [[noreturn]] void Throw(const std::string& what, int error);
 
 // "transport retry counter exceeded (status 12, vendor 0x81)"
@@ -66,7 +66,7 @@ class Device {
 // live longer.
 class Region {
  public:
-  // Throws dmlc::Error that names the bytes and, where that is the reason, the limit of
+  // Throws Error that names the bytes and, where that is the reason, the limit of
   // locked memory.
   Region(std::shared_ptr<Device> device, const void* address, size_t bytes, int access);
   ~Region();

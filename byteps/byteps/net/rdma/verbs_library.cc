@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 
 // The headers' inline functions call these by their names, and so must reach the functions below.
 #undef ibv_query_port
@@ -80,10 +80,10 @@ void* Open(const char* library) {
   void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* reason = dlerror();
-    throw dmlc::Error(std::string("RDMA needs libibverbs.so.1 and librdmacm.so.1 (Debian and "
-                                  "Ubuntu: apt-get install libibverbs1 librdmacm1 "
-                                  "ibverbs-providers): ") +
-                      (reason != nullptr ? reason : library));
+    throw Error(std::string("RDMA needs libibverbs.so.1 and librdmacm.so.1 (Debian and "
+                            "Ubuntu: apt-get install libibverbs1 librdmacm1 "
+                            "ibverbs-providers): ") +
+                (reason != nullptr ? reason : library));
   }
   return handle;
 }
@@ -94,8 +94,8 @@ void Find(void* handle, const char* library, const char* name, Function* functio
   void* address = dlsym(RTLD_DEFAULT, name);
   if (address == nullptr) address = dlsym(handle, name);
   if (address == nullptr) {
-    throw dmlc::Error(std::string(library) + " has no " + name +
-                      ": it is too old for RDMA; install rdma-core 20 or newer");
+    throw Error(std::string(library) + " has no " + name +
+                ": it is too old for RDMA; install rdma-core 20 or newer");
   }
   *reinterpret_cast<void**>(function) = address;
 }

@@ -8,7 +8,7 @@ namespace rdma {
 
 // Loads both libraries, once for the process.  To be called before any ibv_ or rdma_
 // function; verbs_library.cc defines those that the van calls and hands each call on.
-// Throws dmlc::Error that names what is missing and the packages that have it.
+// Throws Error that names what is missing and the packages that have it.
 void LoadVerbsLibraries();
 
 }  // namespace rdma

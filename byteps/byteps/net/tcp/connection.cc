@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "byteps/net/tcp/handover.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace tcp {

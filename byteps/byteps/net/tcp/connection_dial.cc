@@ -6,12 +6,12 @@
 #include <cstring>
 #include <utility>
 
-#include "byteps/base/foreign_text.h"
+#include "byteps/base/error.h"
 #include "byteps/base/mutex.h"
+#include "byteps/base/text.h"
 #include "byteps/net/link/greeting.h"
 #include "byteps/net/link/node_token.h"
 #include "byteps/net/tcp/connection.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -23,9 +23,8 @@ namespace {
 constexpr auto kConnectTime = std::chrono::seconds(2);
 constexpr auto kAnswerTime = std::chrono::seconds(5);
 
-struct GreetingError : dmlc::Error {
-  GreetingError(GreetingFailure failure, const std::string& text)
-      : dmlc::Error(text), failure(failure) {}
+struct GreetingError : Error {
+  GreetingError(GreetingFailure failure, const std::string& text) : Error(text), failure(failure) {}
   const GreetingFailure failure;
 };
 
@@ -70,7 +69,7 @@ void Connection::TryNext() {
   Address address;
   try {
     address = dial_.Current();
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     return TryAgain(e.what());
   }
   Fd fd = BeginConnect(address);
@@ -85,7 +84,7 @@ void Connection::TryNext() {
   }
   try {
     poller_->Watch(number, shared_from_this());
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     return TryAgain(e.what());
   }
   GiveUpAttempt(kConnectTime, address.Text() + ": no answer");
@@ -164,7 +163,7 @@ bool Connection::ShakeHands() {
       TryAgain(kLinkClosed);
       return false;
     case tls::Session::Step::kPlain:
-      throw dmlc::Error(std::string("it does not encrypt, and this node does: ") + tls::kAdvice);
+      throw Error(std::string("it does not encrypt, and this node does: ") + tls::kAdvice);
     case tls::Session::Step::kDone:
       break;
   }
@@ -194,7 +193,7 @@ bool Connection::ReadChallenge() {
   ReadBuffer* const buffer = reader_.buffer();
   if (buffer->size() >= kPreambleBytes) {
     const std::string mismatch = Mismatch(buffer->data());
-    if (!mismatch.empty()) throw dmlc::Error(mismatch);
+    if (!mismatch.empty()) throw Error(mismatch);
   }
   const char* data = buffer->Peek(kChallengeBytes);
   if (data == nullptr) return false;
@@ -204,15 +203,14 @@ bool Connection::ReadChallenge() {
   if (data == nullptr) return false;
   const std::string refusal(data + kChallengeBytes, refusal_bytes);
   buffer->Skip(kChallengeBytes + refusal_bytes);
-  if (!refusal.empty()) throw dmlc::Error(RefusedBecause(refusal, false));
+  if (!refusal.empty()) throw Error(RefusedBecause(refusal, false));
   const auth::Secret& secret = settings_->secret;
   if (secret.is_there() && !challenge.authenticates) {
-    throw dmlc::Error(std::string("it goes without a secret, and this node has one: ") +
-                      auth::kAdvice);
+    throw Error(std::string("it goes without a secret, and this node has one: ") + auth::kAdvice);
   }
   said_ += challenge.Claims();
   if (!secret.Proves(challenge.proof.data(), kWhoListens, said_)) {
-    throw dmlc::Error(std::string("it has not this job's secret: ") + auth::kAdvice);
+    throw Error(std::string("it has not this job's secret: ") + auth::kAdvice);
   }
   const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);
   if (!complaint.empty()) {
@@ -232,7 +230,7 @@ bool Connection::ReadReply() {
   const char* data = buffer->Peek(kReplyBytes);
   if (data == nullptr) return false;
   const std::string mismatch = Mismatch(data);
-  if (!mismatch.empty()) throw dmlc::Error(mismatch);
+  if (!mismatch.empty()) throw Error(mismatch);
   size_t refusal_bytes = 0;
   Reply reply = DecodeReply(data, &refusal_bytes);
   data = buffer->Peek(kReplyBytes + refusal_bytes);
@@ -245,13 +243,13 @@ bool Connection::ReadReply() {
     const bool authenticated = proved && settings_->secret.is_there();
     const std::string refusal = RefusedBecause(reply.refusal, authenticated);
     if (proved) throw GreetingError(GreetingFailure::kDecided, refusal);
-    throw dmlc::Error(refusal);
+    throw Error(refusal);
   }
-  if (!proved) throw dmlc::Error("its answer was damaged on the way");
+  if (!proved) throw Error("its answer was damaged on the way");
   greeting_ = Greeting::kOver;
   try {
     Resume(reply.received);
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     throw GreetingError(GreetingFailure::kDecided, e.what());
   }
   return true;

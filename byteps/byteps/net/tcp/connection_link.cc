@@ -8,7 +8,6 @@
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/delivery.h"
 #include "byteps/net/tcp/handover.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace tcp {

@@ -1,9 +1,9 @@
 // What a connection reads.
 #include <cerrno>
 
+#include "byteps/base/error.h"
 #include "byteps/base/mutex.h"
 #include "byteps/net/tcp/connection.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace tcp {
@@ -62,7 +62,7 @@ void Connection::ReadingFailed(const Socket& socket, ssize_t result, int error) 
     MutexLock lock(&receive_mu_);
     greeting = greeting_ == Greeting::kChallenge || greeting_ == Greeting::kReply;
   }
-  if (result < 0 && greeting && socket->Refused(error)) throw dmlc::Error(socket->Text(error));
+  if (result < 0 && greeting && socket->Refused(error)) throw Error(socket->Text(error));
   const std::string reason = result == 0           ? kLinkClosed
                              : error == ECONNRESET ? kReset
                              : error == ETIMEDOUT ? kTimedOut
@@ -103,7 +103,7 @@ void Connection::OnFrame(const FrameHeader& header) {
   OnReceived(header.received);
   const bool stranger = peer_ == Node::kEmpty;
   if (stranger && (header.meta_bytes > kStrangersMetaBytes || header.values > 0)) {
-    throw dmlc::Error("it sent values, or a long message, before it was a member of the job");
+    throw Error("it sent values, or a long message, before it was a member of the job");
   }
 }
 

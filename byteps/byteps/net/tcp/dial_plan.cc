@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 
 namespace ps {
 namespace tcp {
@@ -21,7 +21,7 @@ void DialPlan::Begin(const std::string& host, int port, Clock::time_point deadli
   deadline_ = deadline;
   try {
     addresses_ = Resolve(host, port);
-  } catch (const dmlc::Error&) {  // the name may be known later
+  } catch (const Error&) {  // the name may be known later
   }
 }
 

@@ -26,7 +26,7 @@ class DialPlan {
   // The connection was there, and broke.
   void Restart();
 
-  // The address to try now.  Throws dmlc::Error while the name is not known.
+  // The address to try now.  Throws Error while the name is not known.
   const Address& Current();
   // What is about an earlier attempt is not about this one.
   uint64_t attempt() const { return attempt_; }

@@ -7,13 +7,13 @@
 #include <string>
 #include <utility>
 
+#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
 #include "byteps/base/probe.h"
 #include "byteps/base/wire_bytes.h"
-#include "byteps/net/link/invariant.h"
 #include "byteps/net/link/meta_codec.h"
 #include "byteps/net/link/nowhere.h"
 #include "byteps/net/tcp/handover.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace tcp {
@@ -48,8 +48,8 @@ iovec ReadBuffer::Room() {
 
 void ReadBuffer::Add(size_t bytes) {
   end_ += bytes;
-  PS_INVARIANT("nothing is read beyond its place", end_ <= bytes_.size(),
-               std::to_string(end_) + " bytes of " + std::to_string(bytes_.size()));
+  BPS_INVARIANT("nothing is read beyond its place", end_ <= bytes_.size(),
+                std::to_string(end_) + " bytes of " + std::to_string(bytes_.size()));
 }
 
 ssize_t FrameReader::Read(Stream* socket) {
@@ -65,8 +65,8 @@ ssize_t FrameReader::Read(Stream* socket) {
   const size_t placed = std::min<size_t>(n, missing);
   place_done_ += placed;
   buffer_.Add(n - placed);
-  PS_INVARIANT("nothing is read beyond its place", place_done_ <= place_bytes_,
-               std::to_string(place_done_) + " of " + std::to_string(place_bytes_) + " bytes");
+  BPS_INVARIANT("nothing is read beyond its place", place_done_ <= place_bytes_,
+                std::to_string(place_done_) + " of " + std::to_string(place_bytes_) + " bytes");
   return n;
 }
 
@@ -87,7 +87,7 @@ FrameReader::Step FrameReader::Next() {
 FrameReader::Step FrameReader::ReadHead() {
   const char* data = buffer_.Peek(kFrameHeaderBytes);
   if (data == nullptr) return Step::kMore;
-  if (!DecodeFrameHeader(data, &header_)) throw dmlc::Error("it sent what is no message");
+  if (!DecodeFrameHeader(data, &header_)) throw Error("it sent what is no message");
   buffer_.Skip(kFrameHeaderBytes);
   frame_bytes_ = kFrameHeaderBytes;
   if (header_.type == kMessage) phase_ = Phase::kMeta;
@@ -104,11 +104,11 @@ bool FrameReader::ReadMeta() {
   sizes_.resize(header_.values);
   for (uint64_t& size : sizes_) {
     in.Int(&size);
-    if (size > kMaxValueBytes) throw dmlc::Error("it sent a message of impossible size");
+    if (size > kMaxValueBytes) throw Error("it sent a message of impossible size");
   }
   if (!DecodeMeta(data + sizes_bytes, header_.meta_bytes, &incoming_.meta)) {
-    throw dmlc::Error("it sent a message whose meta of " + std::to_string(header_.meta_bytes) +
-                      " bytes does not parse");
+    throw Error("it sent a message whose meta of " + std::to_string(header_.meta_bytes) +
+                " bytes does not parse");
   }
   buffer_.Skip(bytes);
   frame_bytes_ += bytes;
@@ -193,9 +193,9 @@ void FrameReader::Abandon(const void* begin, size_t bytes) {
   incoming_.data.back() = elsewhere;
   drop_ = true;
   PS_PROBE(kAbandoned);
-  PS_INVARIANT_NOTED("what is abandoned is not written to",
-                     place_ >= first + bytes || place_ + place_bytes_ <= first,
-                     std::to_string(place_bytes_) + " bytes are read into it");
+  BPS_INVARIANT_NOTED("what is abandoned is not written to",
+                      place_ >= first + bytes || place_ + place_bytes_ <= first,
+                      std::to_string(place_bytes_) + " bytes are read into it");
 }
 
 }  // namespace tcp

@@ -8,7 +8,8 @@
 #include <cstring>
 #include <utility>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
 
@@ -19,7 +20,7 @@ namespace {
 // Once for each kind: who tries again and again must not fill the log.
 void WarnOnce(std::atomic<bool>* warned, const std::string& reason) {
   if (warned->exchange(true)) return;
-  LOG(WARNING) << "refused a connection: " << reason << " (later ones are not logged)";
+  BPS_LOG(WARNING) << "refused a connection: " << reason << " (later ones are not logged)";
 }
 std::atomic<bool> warned_of_secret{false};
 std::atomic<bool> warned_of_plain{false};
@@ -78,7 +79,7 @@ bool Greeter::ShakeHands() {
   tls::Session::Step step;
   try {
     step = socket_->Handshake();
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     WarnOnce(&warned_of_encryption, e.what());
     Refuse("", e.what());  // it was told by an alert
     return false;

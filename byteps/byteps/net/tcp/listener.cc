@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "dmlc/logging.h"
+#include "byteps/base/log.h"
 
 namespace ps {
 namespace tcp {
@@ -50,8 +50,8 @@ bool Listener::OnReady(uint32_t /*events*/) {
     if (errno == EINTR || errno == ECONNABORTED || errno == EPROTO) continue;
     if (!complained_) {
       complained_ = true;
-      LOG(WARNING) << "a connection cannot be accepted: " << strerror(errno)
-                   << "; raise the limit of open files (ulimit -n)";
+      BPS_LOG(WARNING) << "a connection cannot be accepted: " << strerror(errno)
+                       << "; raise the limit of open files (ulimit -n)";
     }
     Pause(kPause);
     return false;

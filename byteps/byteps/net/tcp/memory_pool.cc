@@ -44,8 +44,8 @@ SArray<char> MemoryPool::Take(size_t bytes) {
 void MemoryPool::Return(char* block, size_t size) {
   {
     MutexLock lock(&mu_);
-    PS_INVARIANT_NOTED("a block is returned once", out_ > 0,
-                       "one of " + std::to_string(size) + " bytes, while all were there");
+    BPS_INVARIANT_NOTED("a block is returned once", out_ > 0,
+                        "one of " + std::to_string(size) + " bytes, while all were there");
     out_ -= out_ > 0 ? 1 : 0;
     if (idle_.Keep(size, block)) return;
   }

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <utility>
 
-#include "dmlc/logging.h"
+#include "byteps/base/log.h"
 
 namespace ps {
 namespace tcp {
@@ -88,7 +88,7 @@ void PendingPeers::WarnOfFlood(const std::string& origin, size_t of_origin) {
   if (warned_ && now - last_warning_ < kWarnAgain) return;
   warned_ = true;
   last_warning_ = now;
-  LOG(WARNING)
+  BPS_LOG(WARNING)
       << "a flood of connections: " << entries_.size() << " at once " << limits_.has_not_done
       << ", " << of_origin << " of them from " << origin << "; closed " << evicted_
       << " so far to admit new ones (logged at most once a minute). Keep that address away "

@@ -10,7 +10,8 @@
 #include <cstring>
 #include <utility>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
+#include "byteps/base/log.h"
 
 namespace ps {
 namespace tcp {
@@ -24,13 +25,13 @@ Poller::Poller(const std::string& name)
     : epoll_(Fd::Make([] { return epoll_create1(EPOLL_CLOEXEC); })),
       wake_(Fd::Make([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
   if (!epoll_ || !wake_) {
-    throw dmlc::Error(std::string("cannot wait for sockets: ") + strerror(errno) +
-                      "; raise the limit of open files (ulimit -n)");
+    throw Error(std::string("cannot wait for sockets: ") + strerror(errno) +
+                "; raise the limit of open files (ulimit -n)");
   }
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = 0;
-  CHECK_EQ(epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event), 0) << strerror(errno);
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) ThrowErrno("epoll_ctl");
   thread_ = std::thread(&Poller::Loop, this);
   pthread_setname_np(thread_.native_handle(), ("bps-" + name).c_str());
 }
@@ -54,18 +55,18 @@ void Poller::Stop() {
 void Poller::Wake() {
   const uint64_t one = 1;
   // A full counter (EAGAIN) has woken the thread already.
-  if (write(wake_.get(), &one, sizeof(one)) < 0) CHECK_EQ(errno, EAGAIN) << strerror(errno);
+  if (write(wake_.get(), &one, sizeof(one)) < 0 && errno != EAGAIN) ThrowErrno("eventfd");
 }
 
 void Poller::Watch(int fd, std::shared_ptr<Pollable> pollable) {
   MutexLock lock(&mu_);
-  if (stopped_) throw dmlc::Error("the transport was stopped");
+  if (stopped_) throw Error("the transport was stopped");
   const uint64_t number = ++last_number_;
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   event.data.u64 = number;
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-    throw dmlc::Error(std::string("cannot wait for a socket: ") + strerror(errno));
+    throw Error(std::string("cannot wait for a socket: ") + strerror(errno));
   }
   watched_[number] = std::move(pollable);
   numbers_[fd] = number;
@@ -118,7 +119,7 @@ void Poller::RunTasks() {
     try {
       task();
     } catch (const std::exception& e) {
-      LOG(ERROR) << "a task of the TCP transport failed: " << e.what();
+      BPS_LOG(ERROR) << "a task of the TCP transport failed: " << e.what();
     }
   }
 }

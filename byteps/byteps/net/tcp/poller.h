@@ -39,7 +39,7 @@ class Poller {
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;
 
-  // Watches `fd` until Forget; `pollable` is kept until then.  Any thread.  Throws dmlc::Error.
+  // Watches `fd` until Forget; `pollable` is kept until then.  Any thread.  Throws Error.
   void Watch(int fd, std::shared_ptr<Pollable> pollable);
   // Before `fd` is closed.  A call that is under way goes on.  Any thread.
   void Forget(int fd);

@@ -87,13 +87,14 @@ bool SendQueue::TakeBatch(uint64_t received, OutgoingList* batch) {
     next->head.replace(kReceivedOffset, told.size(), told);
     batch->push_back(next);
   }
-  PS_INVARIANT_NOTED("bytes queued are those of the messages queued",
-                     !batch->empty() || bytes_ == 0, std::to_string(bytes_) + " without a message");
+  BPS_INVARIANT_NOTED("bytes queued are those of the messages queued",
+                      !batch->empty() || bytes_ == 0,
+                      std::to_string(bytes_) + " without a message");
   return !batch->empty();
 }
 
 void SendQueue::Written(size_t bytes) {
-  PS_INVARIANT_NOTED(
+  BPS_INVARIANT_NOTED(
       "bytes queued are those of the messages queued", bytes_ >= bytes,
       std::to_string(bytes) + " bytes were written, and " + std::to_string(bytes_) + " queued");
   bytes_ -= bytes;

@@ -10,8 +10,8 @@
 #include <cstring>
 #include <memory>
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/net_address.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace tcp {
@@ -65,7 +65,7 @@ std::vector<Address> Resolve(const std::string& host, int port) {
   addrinfo* list = nullptr;
   const int rc = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
                              &hints, &list);
-  if (rc != 0) throw dmlc::Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
+  if (rc != 0) throw Error("the host '" + host + "' does not resolve: " + gai_strerror(rc));
   std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> guard(list, &freeaddrinfo);
   std::vector<Address> addresses;
   for (const addrinfo* a = list; a != nullptr; a = a->ai_next) {
@@ -76,7 +76,7 @@ std::vector<Address> Resolve(const std::string& host, int port) {
     addresses.push_back(address);
   }
   if (addresses.empty()) {
-    throw dmlc::Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
+    throw Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
   }
   return addresses;
 }
@@ -85,17 +85,17 @@ Fd Listen(const Address& address, int* port) {
   Fd fd = Fd::Make([&address] {
     return socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   });
-  if (!fd) throw dmlc::Error(strerror(errno));
+  if (!fd) throw Error(strerror(errno));
   Set(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
   // IPv4 has a listener of its own.
   if (address.storage.ss_family == AF_INET6) Set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
   if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0) {
-    throw dmlc::Error(strerror(errno));
+    throw Error(strerror(errno));
   }
   Address bound;
   bound.length = sizeof(bound.storage);
   if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.length) != 0) {
-    throw dmlc::Error(strerror(errno));
+    throw Error(strerror(errno));
   }
   // The port lies at the same place for both families.
   *port = ntohs(reinterpret_cast<const sockaddr_in*>(&bound.storage)->sin_port);

@@ -51,12 +51,12 @@ struct Address {
   std::string Text() const;
 };
 
-// All addresses of `host`; "" stands for every address of this host.  Throws dmlc::Error
+// All addresses of `host`; "" stands for every address of this host.  Throws Error
 // when it does not resolve.
 std::vector<Address> Resolve(const std::string& host, int port);
 
 // Listens at `address`; with port 0 the kernel chooses, and `port` tells.  Throws
-// dmlc::Error with the reason.
+// Error with the reason.
 Fd Listen(const Address& address, int* port);
 
 // Begins to connect; the socket is writable when that has ended.  Empty when it failed at

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "byteps/base/log.h"
 #include "byteps/net/tcp/handover.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace tcp {
@@ -33,7 +33,7 @@ ssize_t Stream::Write(const iovec* vector, int count) {
 void Stream::Say(const std::string& bytes) {
   const iovec whole = {const_cast<char*>(bytes.data()), bytes.size()};
   if (Write(&whole, 1) == static_cast<ssize_t>(bytes.size())) return;
-  DLOG(INFO) << "a greeting could not be sent: " << strerror(errno);
+  BPS_LOG(DEBUG) << "a greeting could not be sent: " << strerror(errno);
 }
 
 std::string Stream::Text(int error) {

@@ -9,10 +9,10 @@
 #include <thread>
 #include <utility>
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/who_connects.h"
 #include "byteps/net/membership/node_membership.h"
-#include "dmlc/logging.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -73,7 +73,7 @@ int DefaultThreads() { return std::clamp(Processors() / WorkersOfThisHost() / 4,
 TcpVan::~TcpVan() = default;
 
 void TcpVan::Start(int customer_id, bool standalone) {
-  CHECK(!standalone) << "the TCP van joins a job";
+  if (standalone) throw Error("the TCP van joins a job");
   const Postoffice* post = Postoffice::Get();
   settings_.secret = auth::Secret::FromEnvironment();
   settings_.tls = tls::Context::FromEnvironment(settings_.secret);
@@ -134,7 +134,7 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
       tcp::Fd fd;
       try {
         fd = tcp::Listen(address, &port);
-      } catch (const dmlc::Error&) {
+      } catch (const Error&) {
         if (listeners_.empty()) throw;
         continue;  // such as "::1" in a container without IPv6
       }
@@ -144,13 +144,12 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
             OnAccepted(std::move(accepted), from);
           }));
     }
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     listeners_.clear();
-    throw dmlc::Error(std::string(scheduler ? "the scheduler" : "this node") +
-                      " cannot listen on " + JoinHostPort(node.hostname, node.port) + ": " +
-                      e.what() +
-                      (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
-                                 : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT)"));
+    throw Error(std::string(scheduler ? "the scheduler" : "this node") + " cannot listen on " +
+                JoinHostPort(node.hostname, node.port) + ": " + e.what() +
+                (scheduler ? " (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
+                           : " (DMLC_NODE_HOST, DMLC_INTERFACE, BYTEPS_NODE_PORT)"));
   }
   // Where it is only looked whether a scheduler can listen, nobody may be told that it does.
   if (scheduler && GetEnv("BYTEPS_PROBE", 0) > 0) return port;
@@ -170,7 +169,7 @@ void TcpVan::OnAccepted(tcp::Fd fd, const tcp::Address& address) {
   pending_->Add(greeter, address);
   try {
     greeter->Start();
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     greeter->End(e.what());
   }
 }
@@ -191,7 +190,7 @@ int TcpVan::ConnectionsWith(const Node& node) {
 }
 
 void TcpVan::Connect(const Node& node) {
-  CHECK_NE(node.id, Node::kEmpty);
+  if (node.id == Node::kEmpty) throw Error("a node to connect to has no id");
   if (!ConnectsTo(my_role_, node.role)) {
     // Only the scheduler gives names to who comes; to a server a worker says its own.
     if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);

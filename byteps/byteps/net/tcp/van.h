@@ -54,7 +54,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   void Start(int customer_id, bool standalone) override;
   void Stop() override;
 
-  // Listens, but on a worker.  Returns the port, 0 on a worker.  Throws dmlc::Error naming the
+  // Listens, but on a worker.  Returns the port, 0 on a worker.  Throws Error naming the
   // address and the reason.
   int Bind(const Node& node, int max_retry) override;
   void Connect(const Node& node) override;

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 
 namespace ps {
 namespace tls {
@@ -61,7 +61,7 @@ Loaded Load() {
 const OpenSsl& LoadOpenSsl() {
   // Never destroyed, like the library.
   static const Loaded* const loaded = new Loaded(Load());
-  if (!loaded->error.empty()) throw dmlc::Error(loaded->error);
+  if (!loaded->error.empty()) throw Error(loaded->error);
   return loaded->api;
 }
 

@@ -120,7 +120,7 @@ struct OpenSsl {
 #undef X
 };
 
-// Loads libssl.so.3 and libcrypto.so.3, once for the process.  Thread-safe.  Throws dmlc::Error
+// Loads libssl.so.3 and libcrypto.so.3, once for the process.  Thread-safe.  Throws Error
 // that says what is missing; a failure is final.
 const OpenSsl& LoadOpenSsl();
 

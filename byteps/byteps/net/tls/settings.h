@@ -7,7 +7,7 @@
 namespace ps {
 namespace tls {
 
-// Throws dmlc::Error that says what is wrong with BYTEPS_TLS and BYTEPS_TLS_*, or with the files
+// Throws Error that says what is wrong with BYTEPS_TLS and BYTEPS_TLS_*, or with the files
 // that they name.
 void CheckSettings(const auth::Secret& secret);
 

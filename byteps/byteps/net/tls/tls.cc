@@ -9,8 +9,8 @@
 #include <cstring>
 #include <utility>
 
+#include "byteps/base/error.h"
 #include "byteps/net/tls/settings.h"
-#include "dmlc/logging.h"
 #include "ps/base.h"
 
 namespace ps {
@@ -62,7 +62,7 @@ std::shared_ptr<const Context> Context::FromEnvironment(const auth::Secret& secr
   const bool all = !files.certificate.empty() && !files.key.empty() && !files.authority.empty();
   if (GetEnv("BYTEPS_TLS", 0) == 0) {
     if (some) {
-      throw dmlc::Error(
+      throw Error(
           "BYTEPS_TLS_CERT, BYTEPS_TLS_KEY or BYTEPS_TLS_CA is set, and BYTEPS_TLS=0: nothing "
           "would "
           "be encrypted; set BYTEPS_TLS=1, or unset them");
@@ -70,13 +70,13 @@ std::shared_ptr<const Context> Context::FromEnvironment(const auth::Secret& secr
     return nullptr;
   }
   if (some && !all) {
-    throw dmlc::Error(
+    throw Error(
         "BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and BYTEPS_TLS_CA go together: set all of them, or none "
         "to "
         "encrypt by the job's secret");
   }
   if (!some && !secret.is_there()) {
-    throw dmlc::Error(
+    throw Error(
         "BYTEPS_TLS=1 needs the job's secret, or BYTEPS_TLS_CERT, BYTEPS_TLS_KEY and "
         "BYTEPS_TLS_CA: with BYTEPS_AUTH=0 and no certificates anybody could stand in between");
   }
@@ -86,7 +86,7 @@ std::shared_ptr<const Context> Context::FromEnvironment(const auth::Secret& secr
 Context::Context(const auth::Secret& secret, const Files& files) : api_(LoadOpenSsl()) {
   api_.ERR_clear_error();
   context_ = api_.SSL_CTX_new(api_.TLS_method());
-  CHECK(context_ != nullptr) << "SSL_CTX_new failed";
+  if (context_ == nullptr) throw Error("SSL_CTX_new failed");
   api_.SSL_CTX_ctrl(context_, kControlLeastVersion, kTls13, nullptr);
   api_.SSL_CTX_ctrl(context_, kControlMode, kModeAcceptMovingBuffer | kModeReleaseBuffers, nullptr);
   // Each connection begins anew, so that there is nothing to be resumed and stolen.
@@ -96,7 +96,7 @@ Context::Context(const auth::Secret& secret, const Files& files) : api_(LoadOpen
   api_.SSL_CTX_set_default_read_buffer_len(context_, kReadAheadBytes);
   if (api_.SSL_CTX_set_ciphersuites(context_, kSuites) != 1) {
     api_.SSL_CTX_free(context_);
-    throw dmlc::Error("BYTEPS_TLS=1: this machine's OpenSSL knows none of " + std::string(kSuites));
+    throw Error("BYTEPS_TLS=1: this machine's OpenSSL knows none of " + std::string(kSuites));
   }
   // With a key of the job's there are no certificates, and nobody's is accepted.
   api_.SSL_CTX_set_verify(context_, kVerifyPeer | kFailIfNoPeerCertificate, nullptr);
@@ -104,7 +104,7 @@ Context::Context(const auth::Secret& secret, const Files& files) : api_(LoadOpen
   if (has_certificates_) {
     try {
       LoadFiles(files);
-    } catch (const dmlc::Error&) {
+    } catch (const Error&) {
       api_.SSL_CTX_free(context_);
       throw;
     }
@@ -140,9 +140,9 @@ void Context::ThrowOf(const char* variable, const std::string& path) const {
   const bool system = (error & 0x80000000ul) != 0;
   const char* text =
       system ? strerror(static_cast<int>(error & 0x7fffffff)) : api_.ERR_reason_error_string(error);
-  throw dmlc::Error(std::string(variable) + "=" + path +
-                    " cannot be used: " + (text != nullptr ? text : "unknown error") +
-                    " (it must be a PEM file, and a key without a password)");
+  throw Error(std::string(variable) + "=" + path +
+              " cannot be used: " + (text != nullptr ? text : "unknown error") +
+              " (it must be a PEM file, and a key without a password)");
 }
 
 ssl_session_st* Context::NewKey(ssl_st* ssl) const {
@@ -186,7 +186,7 @@ const bio_method_st* Session::Method() {
     const OpenSsl& api = LoadOpenSsl();
     bio_method_st* made =
         api.BIO_meth_new(api.BIO_get_new_index() | kSourceSink, "Megatron-BytePS socket");
-    CHECK(made != nullptr) << "OpenSSL has no memory";
+    if (made == nullptr) throw Error("OpenSSL has no memory");
     api.BIO_meth_set_read(made, OnRead);
     api.BIO_meth_set_write(made, OnWrite);
     api.BIO_meth_set_ctrl(made, OnControl);
@@ -199,7 +199,7 @@ Session::Session(const Context* context, int fd, bool connects)
     : shared_(context), api_(context->api_), fd_(fd), connects_(connects) {
   ssl_ = api_.SSL_new(context->context_);
   bio_st* bio = api_.BIO_new(Method());
-  CHECK(ssl_ != nullptr && bio != nullptr) << "OpenSSL has no memory";
+  if (ssl_ == nullptr || bio == nullptr) throw Error("OpenSSL has no memory");
   api_.BIO_set_data(bio, this);
   api_.BIO_set_init(bio, 1);
   api_.SSL_set_bio(ssl_, bio, bio);
@@ -274,7 +274,7 @@ Session::Step Session::Handshake() {
   (void)Flush();
   if (error == kErrorWantRead) return Step::kMore;
   if (ended_ || error_ != 0) return Step::kClosed;
-  if (error != 0) throw dmlc::Error(failure);
+  if (error != 0) throw Error(failure);
   Bind();
   return Step::kDone;
 }
@@ -282,14 +282,14 @@ Session::Step Session::Handshake() {
 void Session::Bind() {
   // Nothing else can be: there are no certificates that either end would accept.
   if (!shared_->has_certificates() && api_.SSL_session_reused(ssl_) != 1) {
-    throw dmlc::Error("the TLS handshake did not use the job's secret");
+    throw Error("the TLS handshake did not use the job's secret");
   }
   binding_.resize(kBindingBytes);
   auto* bytes = reinterpret_cast<unsigned char*>(binding_.data());
-  CHECK_EQ(api_.SSL_export_keying_material(ssl_, bytes, kBindingBytes, kBindingLabel,
-                                           strlen(kBindingLabel), nullptr, 0, 0),
-           1)
-      << "SSL_export_keying_material failed";
+  if (api_.SSL_export_keying_material(ssl_, bytes, kBindingBytes, kBindingLabel,
+                                      strlen(kBindingLabel), nullptr, 0, 0) != 1) {
+    throw Error("SSL_export_keying_material failed");
+  }
 }
 
 ssize_t Session::Read(const iovec* vector, int count) {

@@ -33,11 +33,11 @@ struct Files {
 // What the connections of a process share.
 class Context {
  public:
-  // From BYTEPS_TLS and BYTEPS_TLS_*; null: nothing is encrypted.  Throws dmlc::Error that says
+  // From BYTEPS_TLS and BYTEPS_TLS_*; null: nothing is encrypted.  Throws Error that says
   // what to set.
   static std::shared_ptr<const Context> FromEnvironment(const auth::Secret& secret);
 
-  // With certificates where `files` names them, by the secret otherwise.  Throws dmlc::Error.
+  // With certificates where `files` names them, by the secret otherwise.  Throws Error.
   Context(const auth::Secret& secret, const Files& files);
   ~Context();
   Context(const Context&) = delete;
@@ -84,7 +84,7 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // To be done before anything is read or written.  Throws dmlc::Error that says what is wrong
+  // To be done before anything is read or written.  Throws Error that says what is wrong
   // with the other end; that one has been told.
   Step Handshake();
 

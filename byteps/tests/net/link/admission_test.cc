@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 #include "ps/internal/postoffice.h"
 
 namespace ps {
@@ -101,21 +101,21 @@ Control Join(uint64_t token, Node::Role role, int rank) {
 TEST(Admission, NobodyJoinsForAnotherProcess) {
   const PeerIdentity who{kOther, Node::WORKER, 3};
   EXPECT_NO_THROW(CheckControl(Join(kOther, Node::WORKER, 3), Node::kEmpty, who, true));
-  EXPECT_THROW(CheckControl(Join(kMe, Node::WORKER, 3), 9, who, true), dmlc::Error);
-  EXPECT_THROW(CheckControl(Join(kOther, Node::SERVER, 3), 9, who, true), dmlc::Error);
-  EXPECT_THROW(CheckControl(Join(kOther, Node::WORKER, 4), 9, who, true), dmlc::Error);
+  EXPECT_THROW(CheckControl(Join(kMe, Node::WORKER, 3), 9, who, true), Error);
+  EXPECT_THROW(CheckControl(Join(kOther, Node::SERVER, 3), 9, who, true), Error);
+  EXPECT_THROW(CheckControl(Join(kOther, Node::WORKER, 4), 9, who, true), Error);
   Control two = Join(kOther, Node::WORKER, 3);
   two.node.push_back(two.node[0]);
-  EXPECT_THROW(CheckControl(two, 9, who, true), dmlc::Error);
+  EXPECT_THROW(CheckControl(two, 9, who, true), Error);
   EXPECT_NO_THROW(CheckControl(two, 9, who, false)) << "the scheduler tells of all nodes";
 }
 
 TEST(Admission, WhoIsNoMemberMayAskToJoinAndNoMore) {
   Control heartbeat;
   heartbeat.cmd = Control::HEARTBEAT;
-  EXPECT_THROW(CheckControl(heartbeat, Node::kEmpty, {}, true), dmlc::Error);
+  EXPECT_THROW(CheckControl(heartbeat, Node::kEmpty, {}, true), Error);
   EXPECT_NO_THROW(CheckControl(heartbeat, 9, {}, true));
-  EXPECT_THROW(CheckMember(Node::kEmpty), dmlc::Error);
+  EXPECT_THROW(CheckMember(Node::kEmpty), Error);
   EXPECT_NO_THROW(CheckMember(9));
 }
 

@@ -47,8 +47,8 @@ TEST(ReplayLog, WhatCannotBeIsSaidAndChangesNothing) {
   Add(&log, {0, 1, 2, 3, 4});
   log.Arrived(4, &arrived);
   for (const uint64_t impossible : {6, 3}) {  // more than were sent; less than it said before
-    EXPECT_THROW(log.Arrived(impossible, &arrived), dmlc::Error);
-    EXPECT_THROW(log.Resume(impossible, &arrived), dmlc::Error);
+    EXPECT_THROW(log.Arrived(impossible, &arrived), Error);
+    EXPECT_THROW(log.Resume(impossible, &arrived), Error);
   }
   EXPECT_EQ(arrived.size(), 4u);
   EXPECT_EQ(NumbersOf(log.Resume(4, &arrived)), Numbers({4}));
@@ -62,7 +62,7 @@ TEST(ReplayLog, ABreakAmidWhatIsSentAgain) {
   auto again = log.Resume(1, &arrived);
   log.Add(std::move(again.front()));
   again.pop_front();
-  EXPECT_THROW(log.Arrived(3, &arrived), dmlc::Error) << "that one was not sent over this link";
+  EXPECT_THROW(log.Arrived(3, &arrived), Error) << "that one was not sent over this link";
   auto first = log.Resume(1, &arrived);
   EXPECT_EQ(NumbersOf(first), Numbers({1}));
   EXPECT_EQ(NumbersOf(again), Numbers({2, 3}));

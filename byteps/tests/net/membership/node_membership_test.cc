@@ -174,7 +174,7 @@ TEST_F(NodeMembershipTest, AServerThatOutlivesJobsTakesAnyNumberOfWorkers) {
 TEST_F(NodeMembershipTest, ARefusalEndsJoin) {
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] { Say(Control::REFUSED, "worker 0 was refused"); };
-  EXPECT_EQ(JoinThrows<dmlc::Error>(), "worker 0 was refused");
+  EXPECT_EQ(JoinThrows<Error>(), "worker 0 was refused");
   EXPECT_EQ(Await(MembershipEvent::kFailed).reason, "worker 0 was refused");
 
   Make(Node::WORKER);
@@ -195,7 +195,7 @@ TEST_F(NodeMembershipTest, AProbeEndsWithItsAnswer) {
   EXPECT_EQ(JoinThrows<ComeAgain>(), "it has failed");
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] { Say(Control::REFUSED, "worker 0 would be refused"); };
-  EXPECT_EQ(JoinThrows<dmlc::Error>(), "worker 0 would be refused");
+  EXPECT_EQ(JoinThrows<Error>(), "worker 0 would be refused");
   EXPECT_FALSE(Heard(MembershipEvent::kFailed)) << "only Join tells";
 }
 
@@ -210,14 +210,14 @@ TEST_F(NodeMembershipTest, ASchedulerThatDoesNotAnswerIsNamed) {
 TEST_F(NodeMembershipTest, ASchedulerThatClosesBeforeItsWelcomeCannotBeJoined) {
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] { membership_->OnDisconnect(kScheduler); };
-  EXPECT_EQ(JoinThrows<dmlc::Error>(),
+  EXPECT_EQ(JoinThrows<Error>(),
             "the scheduler (10.0.0.1:9000) cannot be joined: it closed the connection, as it does "
             "when its job has ended");
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] {
     membership_->OnLinkLost(kScheduler, "connection refused", false);
   };
-  EXPECT_EQ(JoinThrows<dmlc::Error>(),
+  EXPECT_EQ(JoinThrows<Error>(),
             "the scheduler (10.0.0.1:9000) cannot be joined: connection refused");
 }
 

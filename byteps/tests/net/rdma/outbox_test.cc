@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 
 namespace ps {
 namespace rdma {
@@ -72,7 +72,7 @@ TEST_F(OutboxTest, AMessageOfEitherKindArrives) {
   outbox_.Arrived(&done_);
   outbox_.Arrived(&done_);
   EXPECT_EQ(Done(), Keys({2, 1})) << "in the order of the requests that end them";
-  EXPECT_THROW(outbox_.Arrived(&done_), dmlc::Error);
+  EXPECT_THROW(outbox_.Arrived(&done_), Error);
 }
 
 // Breaking connections over and over found these: which messages go first, and from where.
@@ -112,7 +112,7 @@ TEST_F(OutboxTest, WhatHadComeAfterAllIsNotSentAgain) {
   EXPECT_EQ(Done(), Keys({1, 2}));
   EXPECT_EQ(Waiting(), Keys({3}));
   SendInFrame();
-  EXPECT_THROW(outbox_.Resume(4, &done_), dmlc::Error);
+  EXPECT_THROW(outbox_.Resume(4, &done_), Error);
   outbox_.Arrived(&done_);
   EXPECT_EQ(Done(), Keys({1, 2, 3}));
 }

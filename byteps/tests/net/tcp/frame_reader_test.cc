@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "byteps/base/error.h"
 #include "byteps/net/link/nowhere.h"
 #include "byteps/net/tcp/send_queue.h"
-#include "dmlc/logging.h"
 
 namespace ps {
 namespace tcp {
@@ -183,7 +183,7 @@ TEST_F(FrameReaderTest, WhatCameByHalfIsForgotten) {
 
 TEST_F(FrameReaderTest, WhatIsNoFrameIsSaid) {
   Say(std::string(kFrameHeaderBytes, '\xff'));
-  EXPECT_THROW(Read(), dmlc::Error);
+  EXPECT_THROW(Read(), Error);
 }
 
 TEST(ReadBuffer, TakesALongMetaAndShrinksAgain) {

@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "byteps/base/foreign_text.h"
+#include "byteps/base/text.h"
 
 namespace ps {
 namespace tcp {

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 
 namespace ps {
 namespace tcp {
@@ -103,7 +103,7 @@ TEST_F(SendQueueTest, ABreakAmidWhatIsSentAgain) {
   for (int n = 0; n < 3; ++n) Take();
   EXPECT_EQ(queue_.Resume(1, &arrived_), 2u);
   EXPECT_EQ(Take(), Numbers({1}));
-  EXPECT_THROW(queue_.Arrived(3, &arrived_), dmlc::Error) << "2 was not sent over this socket";
+  EXPECT_THROW(queue_.Arrived(3, &arrived_), Error) << "2 was not sent over this socket";
   EXPECT_EQ(queue_.Resume(1, &arrived_), 2u);
   EXPECT_EQ(Take(), Numbers({1}));
   EXPECT_EQ(Take(), Numbers({2}));

@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "dmlc/logging.h"
+#include "byteps/base/error.h"
 #if __has_include(<openssl/ssl.h>)
 #include <openssl/err.h>
 #include <openssl/ssl.h>
@@ -233,7 +233,7 @@ TEST(Tls, AKeyIsChangedInTime) {
 std::string ErrorOf(Session* session) {
   try {
     for (int i = 0; i < 3; ++i) (void)session->Handshake();
-  } catch (const dmlc::Error& e) {
+  } catch (const Error& e) {
     return e.what();
   }
   return "";

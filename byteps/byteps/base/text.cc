@@ -1,7 +1,24 @@
-#include "byteps/base/json_text.h"
+#include "byteps/base/text.h"
 
-#include <cstdint>
 #include <cstdio>
+
+namespace byteps {
+namespace core {
+
+std::string Seconds(double s) {
+  char text[32];
+  snprintf(text, sizeof(text), "%.1f s", s);
+  return text;
+}
+
+std::string Hex(uint64_t x) {
+  char text[32];
+  snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(x));
+  return text;
+}
+
+}  // namespace core
+}  // namespace byteps
 
 namespace ps {
 namespace {
@@ -25,6 +42,14 @@ size_t CharacterAt(const std::string& text, size_t at) {
 
 }  // namespace
 
+std::string UtcText(time_t seconds) {
+  tm parts;
+  gmtime_r(&seconds, &parts);
+  char text[32];
+  strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%S", &parts);
+  return text;
+}
+
 std::string JsonText(const std::string& text) {
   std::string out = "\"";
   for (size_t at = 0; at < text.size();) {
@@ -43,6 +68,26 @@ std::string JsonText(const std::string& text) {
     at += size == 0 ? 1 : size;
   }
   return out + "\"";
+}
+
+std::string ForeignText(const std::string& text, size_t most) {
+  std::string shown = "\"";
+  for (const char c : text.substr(0, most)) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= ' ' && byte < 127 && c != '"' && c != '\\') {
+      shown += c;
+      continue;
+    }
+    char escaped[8];
+    snprintf(escaped, sizeof(escaped), "\\x%02x", byte);
+    shown += escaped;
+  }
+  return shown + (text.size() > most ? "\"..." : "\"");
+}
+
+std::string RefusedBecause(const std::string& text, bool authenticated) {
+  return std::string("it refused the connection") +
+         (authenticated ? ": " : "; it has not authenticated, and says: ") + ForeignText(text);
 }
 
 }  // namespace ps

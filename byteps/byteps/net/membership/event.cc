@@ -1,17 +1,27 @@
-#include "byteps/net/membership/announcer.h"
+#include "byteps/net/membership/event.h"
 
 #include <utility>
 
 #include "byteps/base/invariant.h"
+#include "byteps/net/link/node_text.h"
+#include "ps/internal/message.h"
 
 namespace ps {
+
+NodeInfo InfoOf(const Node& node) {
+  using byteps::core::Role;
+  const Role role = node.role == Node::SCHEDULER ? Role::kScheduler
+                    : node.role == Node::WORKER  ? Role::kWorker
+                                                 : Role::kServer;
+  return {role, node.id, AddressOf(node)};
+}
 
 Announcer::Announcer(Listener listener) : listener_(std::move(listener)) {}
 
 void Announcer::Tell(const MembershipEvent& event) {
   const bool is_end = (event.kind == MembershipEvent::kFailed && event.next_incarnation == 0) ||
                       (event.kind == MembershipEvent::kEnded && !event.suspended);
-  PS_INVARIANT_NOTED("a job ends once", !is_end || !over_.exchange(true), event.reason);
+  BPS_INVARIANT_NOTED("a job ends once", !is_end || !over_.exchange(true), event.reason);
   if (listener_) listener_(event);
 }
 
