@@ -114,8 +114,8 @@ def undecayed() -> None:
 
     plain = StepMachine.next_step
 
-    def without(self: StepMachine, param_groups: Any) -> Any:
-        step = plain(self, param_groups)
+    def without(self: StepMachine, param_groups: Any, scale: float = 1.0) -> Any:
+        step = plain(self, param_groups, scale)
         return step._replace(rates=[(rate, 0.0) for rate, _ in step.rates])
 
     StepMachine.next_step = without

@@ -186,9 +186,8 @@ def test_servers_do_what_a_recipe_has_ranks_do(
 @pytest.mark.usefixtures("byteps")
 def test_the_types_of_a_precision_aware_optimizer(parse: Parse) -> None:
     """The state is fp32; gradients stay in the type that they have."""
-    words = ("--dpu-optimizer", "--use-precision-aware-optimizer", "--exp-avg-dtype", "fp8")
-    words += ("--main-params-dtype", "fp16", "--bf16")
-    plain = parse(*words)
+    dtypes = ("--bf16", "--exp-avg-dtype", "fp8", "--main-params-dtype", "fp16")
+    plain = parse("--dpu-optimizer", "--use-precision-aware-optimizer", *dtypes)
     args = copy.copy(plain)
     args.main_grads_dtype = "bf16"
     translated(args)

@@ -121,7 +121,7 @@ class ExactUpdates:
         limit = self._optimizer.config.clip_grad
         norms = {None: norm, **getattr(self._optimizer, "grad_norms_by_group", {})}
         for parameter, copy in self._copies.items():
-            mine = norms[getattr(parameter, "grad_norm_group", None)]
+            mine = norms.get(getattr(parameter, "grad_norm_group", None), norm)
             scale = min(1.0, limit / (float(mine) + _EPS)) if mine and limit > 0 else 1.0
             copy.grad = gradients[parameter] * unscale * scale
         for group, followed in zip(self._groups, twin.param_groups, strict=True):
