@@ -20,20 +20,14 @@ _FEATURES = (
 )
 SUMS = Table(
     begin=_MARK.format("sums"),
-    head=(
-        *("layout", "ranks", "groups", "sums a step", "same bits"),
-        *("error", "error of all-reduce", "loss difference", "ok"),
-    ),
-    align="lrrrlrrrl",
+    head=("layout", "error", "error of all-reduce", "losses differ"),
+    align="lrrr",
     keys=[layout.name for layout in LAYOUTS if not layout.servers],
 )
 UPDATES = Table(
     begin=_MARK.format("updates"),
-    head=(
-        *("layout", "ranks", "groups", "buckets", "parameters differ"),
-        *("norms differ", "losses differ", "error", "error of Megatron's", "ok"),
-    ),
-    align="lrrrrrrrrl",
+    head=("layout", "error", "error of Megatron's", "parameters differ"),
+    align="lrrr",
     keys=[layout.name for layout in LAYOUTS if layout.servers],
 )
 
@@ -102,46 +96,27 @@ def _of(table: Table, reports: Sequence[Report]) -> list[list[str]]:
 def _sums(report: Report) -> list[str]:
     """A row of SUMS."""
     layout = report.layout
-    verdict = "MISS" if report.misses else "yes"
-    if layout.refused:
-        return [
-            layout.name,
-            str(layout.ranks),
-            *["-"] * 6,
-            "refused" if not report.misses else "MISS",
-        ]
-    return [
-        layout.name,
-        str(layout.ranks),
-        ", ".join(map(str, report.groups)),
-        str(report.buckets),
-        "all" if report.same_bits else "no",
-        f"{report.ours.worst:.2e}",
-        f"{report.theirs.worst:.2e}",
-        f"{report.loss_difference:.1e}" if report.loss_difference else "0",
-        verdict,
-    ]
+    if report.misses or layout.refused:
+        return _without_figures(report)
+    errors = [f"{of.worst:.2e}" for of in (report.ours, report.theirs)]
+    differ = f"{report.loss_difference:.1e}" if report.loss_difference else "0"
+    return [layout.name, *errors, "same bits" if report.same_bits else differ]
 
 
 def _updates(report: Report) -> list[str]:
     """A row of UPDATES."""
     layout, update = report.layout, report.update
-    head = [layout.name, str(layout.ranks)]
-    if update is None:
-        return [*head, *["-"] * 7, "MISS" if report.misses else "refused"]
-    return [
-        *head,
-        ", ".join(map(str, report.groups)),
-        str(report.buckets),
-        f"{update.parameters:.1e}",
-        f"{update.norm:.1e}" if update.norm else "-",
-        f"{report.loss_difference:.1e}",
-        *(
-            f"{error:.2e}" if layout.is_held_against_fp64 else "-"
-            for error in (update.ours, update.theirs)
-        ),
-        "MISS" if report.misses else "yes",
+    if report.misses or update is None:
+        return _without_figures(report)
+    errors = [
+        f"{error:.2e}" if layout.is_held_against_fp64 else "-"
+        for error in (update.ours, update.theirs)
     ]
+    return [layout.name, *errors, f"{update.parameters:.1e}"]
+
+
+def _without_figures(report: Report) -> list[str]:
+    return [report.layout.name, "-", "-", "**MISS**" if report.misses else "refused"]
 
 
 def _features(layout: Layout) -> list[str]:
@@ -172,7 +147,7 @@ def _further(layout: Layout) -> str:
         *("=".join(pair) for pair in layout.environment),
     ]
     if layout.per_host > 1:
-        parts.append(f"{layout.per_host} ranks a host")
+        parts.append(f"{layout.per_host} ranks per host")
     if layout.etp is not None:
         parts.append(f"expert TP {layout.etp}")
     if layout.experts and layout.tp > 1:

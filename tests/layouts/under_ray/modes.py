@@ -99,9 +99,6 @@ class Outcome:
     """Groups of ranks that sum gradients through BytePS."""
     sums: int
     """A step's, over all groups."""
-    local_loss: float
-    """Of the last step."""
-    ray_loss: float
     differences: list[str]
     """Between the two runs; empty where every bit is the same."""
     problems: list[str]
@@ -136,8 +133,6 @@ def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
     return Outcome(
         groups=len({members for members, _ in sums}),
         sums=len(sums),
-        local_loss=_losses(local)[-1],
-        ray_loss=_losses(ray)[-1],
         differences=found,
         problems=problems,
     )
