@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What a BytePS job costs while it sums nothing: processor time, and memory.
+"""What a BytePS job costs while it sums nothing: CPU time, and memory.
 
 Starts a scheduler, servers and workers on loopback, sums many small tensors, and then watches the
 processes while they wait. Memory is what a process has for itself, in RAM.
 
-Exit status: 0 all is well; 1 a process failed, or a bar was missed; 2 bad usage.
+Exit status: 0 all is well; 1 a process failed, or a threshold was missed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def too_much(idle: dict[str, Any], core: float | None, memory: int | None) -> list[str]:
-    """What is above a bar, in words; a bar of None holds nothing back."""
+    """What is above a threshold, in words; a threshold of None holds nothing back."""
     misses = [
         f"an idle {what} uses {idle[f'{what}_core']:.3%} of a core, more than {core:.3%}"
         for what in ("worker", "server", "scheduler")

@@ -2,7 +2,7 @@
 
 Without it processes that share a GPU take turns, and a collective between them waits for each turn.
 Ranks that have a GPU each, as those of a cluster do, never wait so; a comparison in which they take
-turns flatters whoever has fewer kernels.
+turns flatters the backend with fewer kernels.
 """
 
 from __future__ import annotations

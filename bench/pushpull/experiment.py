@@ -21,7 +21,7 @@ class Experiment:
     plan: Plan
     gates: Sequence[Gate]
     processors: int = 1
-    """Below so many the processors, not the links, would be what is measured."""
+    """Below so many the cores, not the links, would be what is measured."""
 
     def of_launches(self, launches: int) -> Experiment:
         """The same with another number of launches."""

@@ -1,4 +1,4 @@
-"""The command line of pushpull_bench.py, and the plan and the bars that it asks for."""
+"""The command line of pushpull_bench.py, and the plan and the thresholds that it asks for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.pushpull.gates import Gate
 
 DEFAULT_SIZES = "4KiB,64KiB,1MiB,16MiB"
 MAX_BUSY = 0.8
-"""Of this machine's processors: above it, an emulated link is not what limits."""
+"""Of this machine's cores: above it, an emulated link is not what limits."""
 
 
 def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespace:
@@ -175,7 +175,7 @@ def make_plan(options: argparse.Namespace, environment: Mapping[str, str]) -> Pl
 
 
 def make_gates(options: argparse.Namespace, plan: Plan) -> list[Gate]:
-    """The bars that the options set, for every case. Raises ValueError where one cannot be held."""
+    """The thresholds that the options set, for every case. Raises ValueError."""
     others = [backend for backend in plan.backends if backend != "byteps"]
     ratios = options.min_ratio is not None or options.max_ratio is not None
     bars = ratios or options.max_cpu_ratio is not None or options.min_of_limit is not None

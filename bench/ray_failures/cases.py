@@ -36,7 +36,7 @@ MODEL: tuple[str, ...] = tuple(
 ENVIRONMENT = environment_on(CPU)
 
 IN_BACKGROUND = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
-"""Checkpoints are written by a process beside each rank. Without the second flag Megatron ignores
+"""Checkpoints are written by a process next to each rank. Without the second flag Megatron ignores
 the first; its other strategy needs a package."""
 
 
@@ -217,7 +217,7 @@ CASES = {
 _PLAIN = Case(title="", incarnations=1)
 
 ROOM = 3
-"""Processors of the first node that a pool leaves to ``several_nodes``: for the scheduler, the
+"""Cores of the first node that a pool leaves to ``several_nodes``: for the scheduler, the
 server, and one rank."""
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as tables, and held against the bars."""
+"""What was measured, as tables, and compared with the thresholds."""
 
 from __future__ import annotations
 

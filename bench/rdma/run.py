@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures the RDMA transport in a virtual machine with soft-RoCE, and holds it against bars.
+"""Measures the RDMA transport in a virtual machine with soft-RoCE, and compares it with thresholds.
 
 In turn, several times: perftest's plain writes, then push_pull with one plane and with two, and the
-delay of a control message while values fill the link. At the end, the processor time of a job that
+delay of a control message while values fill the link. At the end, the CPU time of a job that
 sums nothing. docs/results/rdma.md says what such figures can tell.
 
-Exit status: 0; 1 something failed or a bar was missed; 2 bad usage.
+Exit status: 0; 1 something failed or a threshold was missed; 2 bad usage.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def headline(options: argparse.Namespace) -> str:
 
 
 def limits(options: argparse.Namespace) -> str:
-    """What a worker may have under way."""
+    """What a worker may have in flight."""
     window = "auto" if options.window is None else show_size(options.window)
     parts = [f"window {window}"] if options.window != 0 else []
     parts += [f"credit {options.credit}"] if options.credit else []
@@ -194,7 +194,7 @@ def limits(options: argparse.Namespace) -> str:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Measured beside predicted, for every figure of a file."""
+    """Measured and predicted, for every figure of a file."""
     try:
         found = compare(options.check, options.scenarios[0])
     except (OSError, ValueError) as error:

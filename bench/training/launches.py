@@ -105,7 +105,7 @@ class Trained:
     checksum: str
     """Of the final parameters."""
     busy: float
-    """Part of this machine's processors that was busy during the launch, its start included."""
+    """Part of this machine's cores that was busy during the launch, its start included."""
     gpu_bytes: int = 0
     """What torch had in use at most on the GPU of a rank; 0 without GPUs."""
     routes: str = ""

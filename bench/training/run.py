@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Times whole training steps of Megatron, its gradients summed by BytePS or torch.distributed.
 
-Trains the GPT of scripts/train.py in several ways in turn, --launches times: through BytePS with
-servers, and through gloo (NCCL on GPUs), by all-reduce or with the optimizer sharded over all ranks
-or inside each host. All processes run on this machine's loopback or, with --emulate, in network
-namespaces with a rate-limited link each, --ranks-per-host of them in each. A launch's figure is the
+Trains the GPT of scripts/train.py through several backends, interleaved, --launches times: through
+BytePS with servers, and through gloo (NCCL on GPUs), by all-reduce or with the optimizer sharded
+over all ranks or inside each host. All processes run on this machine's loopback or, with --emulate, in
+network namespaces with a rate-limited link each, --ranks-per-host of them in each. A launch's figure is the
 median of its steps after --warmup; a way's, the median over launches. The first way is compared
 with each other one. The losses of all launches must agree: to the last bit with two workers, where
 BytePS and all-reduce add two values once.

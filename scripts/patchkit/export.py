@@ -30,7 +30,7 @@ SUBJECT_LENGTH = 72
 """At most; git would cut the name of a longer one, perhaps within a word."""
 FROM = re.compile(rb"^From: .*\n(?:[ \t].*\n)*", re.M)
 AUTHOR = f"From: {IDENTITY_NAME} <{IDENTITY_EMAIL}>\n".encode()
-"""Of every patch, whoever made the commit: a series has one author."""
+"""Of every patch, whatever the commit's author: a series has one."""
 
 
 def format_patches(upstream: Upstream, tree: Path, base: str, destination: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The set of experiments: recorded, shown, written into a document, held against its bars."""
+"""The set of experiments: recorded, shown, written into a document, judged."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_again_in_one_process(make_cluster: Make, survivors: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("survivors", [(0, 2), (1, 2)], ids=["rank-1-dies", "rank-0-dies"])
 def test_again_in_embedded_mode(make_cluster: Make, survivors: tuple[int, ...]) -> None:
-    """Likewise with scheduler and servers beside the ranks: they are started anew."""
+    """Likewise with scheduler and servers next to the ranks: they are started anew."""
     cluster = make_cluster(workers=3, servers=1, env={"BYTEPS_PARTITION_BYTES": "16384"})
     ranks = {str(old): new for new, old in enumerate(survivors)}
     no_cluster = dict.fromkeys(("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"))

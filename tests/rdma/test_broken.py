@@ -24,7 +24,7 @@ SHORT = {
 BREAKS = 12
 """Of each plane of each worker some, at whatever moments they come."""
 MOST_BREAKS = 60
-"""Until messages were under way when one broke."""
+"""Until messages were in flight when one broke."""
 Make = Callable[..., Cluster]
 
 pytestmark = pytest.mark.on_rdma

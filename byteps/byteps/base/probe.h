@@ -22,7 +22,7 @@ namespace ps {
   X(kStepsBack, "a worker is ahead of the others, and its window shrinks")             \
   X(kTaskOfEnded, "a partition was queued when its operation failed")                  \
   X(kEndedBeforeSum, "a sum comes when its operation has failed")                      \
-  X(kAwaitsWriters, "whoever waits for a failed operation waits for those who write")  \
+  X(kAwaitsWriters, "a wait for a failed operation waits for its writers")  \
   X(kNobodyAnswered, "a worker gives up an operation that no server answered")         \
   X(kDeclarationLate, "a declaration is not answered in time")                         \
   X(kAnswerToNobody, "an answer to a declaration comes when it was given up")          \

@@ -147,7 +147,7 @@ void Van::Receiving() {
         membership_->Handle(msg);
       }
     } catch (const std::exception& e) {
-      // Whoever sent it is not understood; the others need not suffer.
+      // The sender is not understood; the others need not suffer.
       LOG(WARNING) << "a message of node " << msg.meta.sender
                    << " could not be handled: " << e.what();
       Disconnect(msg.meta.sender);

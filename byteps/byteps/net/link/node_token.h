@@ -26,7 +26,7 @@ inline uint64_t NewToken() {
   return token;
 }
 
-// 0 if it has none.  Byte by byte, so that it means the same on every processor.
+// 0 if it has none.  Byte by byte, so that it means the same on every CPU.
 inline uint64_t TokenOf(const Node& node) {
   uint64_t token = 0;
   if (node.endpoint_name_len != sizeof(token)) return 0;
@@ -67,7 +67,7 @@ inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
 }
 
 // Whether the node that says `theirs` is of an earlier incarnation of the same job than `ours`: the
-// scheduler's word on the new one is still on its way to it.
+// scheduler's word on the new one is still in flight to it.
 inline bool IsBehind(uint64_t theirs, uint64_t ours) {
   const bool same_job = ((theirs ^ ours) & ~kIncarnationMask) == 0;
   return same_job && (theirs & kIncarnationMask) < (ours & kIncarnationMask);
