@@ -35,7 +35,7 @@ def server_executable() -> str:
     found = str(beside) if beside.exists() else shutil.which("byteps-server")
     if found is None:
         raise FileNotFoundError(
-            f"byteps-server is neither beside {sys.executable} nor on PATH: run `make setup`"
+            f"byteps-server is neither next to {sys.executable} nor on PATH: run `make setup`"
         )
     return found
 

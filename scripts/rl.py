@@ -314,7 +314,7 @@ def run(options: argparse.Namespace) -> int:
         good = False
     elif options.compare:
         same = rl_report.same(*outcomes)
-        print(f"rewards and parameters of both ways: {'the same bits' if same else 'DIFFERENT'}")
+        print(f"BytePS and all-reduce: {'the same bits' if same else 'DIFFERENT'}")
         good = good and (same or options.workers > 2)
     print(f"picture: {picture}\nlogs, metrics and samples: {options.out}")
     return 0 if good else 1

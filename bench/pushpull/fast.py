@@ -132,7 +132,7 @@ def experiments(ring: str) -> list[Experiment]:
         ),
         _links(
             "2+2-100gbit",
-            "links so fast that processors limit too",
+            "links so fast that cores limit too",
             2,
             "100gbit",
             ring,

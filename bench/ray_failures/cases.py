@@ -388,7 +388,7 @@ def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
     count = len(outcome.of("incarnation"))
     # A busy machine may keep all ranks from a step for longer than such a limit.
     if count < case.incarnations or (count > case.incarnations and not case.limits):
-        found.append(f"{count} incarnations instead of {case.incarnations}: {failures}")
+        found.append(f"{count} generations instead of {case.incarnations}: {failures}")
     if failures and case.blames not in str(failures[0]["failure"]):
         found.append(f"the blame is {str(failures[0]['failure'])!r}, not {case.blames!r}")
     if sorted(whole) != list(range(1, STEPS + 1)):

@@ -175,13 +175,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="bytes of all buffers together (default: twice the largest cache, at least 256MiB)",
     )
     add("--repeats", type=positive, default=5, help="samples (default: 5)")
-    add("--min-of-limit", type=float, metavar="PART", help="bar for each gated operation")
+    add("--min-of-limit", type=float, metavar="PART", help="threshold for each gated operation")
     add(
         "--gate-types",
         type=types,
         default=GATED_TYPES,
         metavar="LIST",
-        help=f"types that the bar holds for (default: {GATED_TYPES})",
+        help=f"types that the threshold is for (default: {GATED_TYPES})",
     )
     add("--json", type=Path, metavar="FILE", help="all results, with raw samples")
     return parser.parse_args(arguments)
@@ -243,7 +243,7 @@ def metadata(options: argparse.Namespace, level: str) -> dict[str, str]:
         "instructions": level,
         "partition": show_size(options.partition),
         "working set": show_size(options.working_set),
-        "samples": f"{options.repeats}; the fastest counts; one thread, its time on a processor",
+        "samples": f"{options.repeats}; the fastest counts; one thread, its CPU time",
         "units": "read and written: bytes of an element; GB/s: both together, 1e9 bytes",
     }
 

@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stragglers", type=argument(stragglers), metavar="N:SECONDS", help="so many begin late")
     add("--slow-servers", type=argument(slow), metavar="N@RATE", help="so many have this link")
     add("--slow", type=argument(slow), metavar="N@RATE", help="so many workers have this link")
-    add("--compare-rules", action="store_true", help="limits on what is under way, compared")
+    add("--compare-rules", action="store_true", help="limits on what is in flight, compared")
     add("--incast", action="store_true", help="pushes through a switch with finite ports")
     add("--port", type=size, default="1MiB", help="memory of such a port (default: 1MiB)")
     add("--burst", type=size, default="64KiB", help="that a host sends at once (default: 64KiB)")

@@ -170,7 +170,7 @@ class _PushPull:
             ahead = np.minimum(self._left, self._returns - self._moved)[under_way]
             span = max(0.0, float((ahead / self._rates[under_way]).min()))
         span = min(span, max(self._agenda.next_time() - self._now, 0.0))
-        assert np.isfinite(span), "workers wait, and nothing is under way"
+        assert np.isfinite(span), "workers wait, and nothing is in flight"
         moved = self._rates[under_way] * span
         self._left[under_way] -= moved
         self._moved[under_way] += moved

@@ -142,7 +142,7 @@ def gpus_of(rank: int, ranks_per_host: int) -> str:
         LaunchError: a host has more ranks than there are GPUs.
     """
     if ranks_per_host > count_gpus():
-        raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {count_gpus()}")
+        raise LaunchError(f"{ranks_per_host} ranks per host need as many GPUs, not {count_gpus()}")
     return some_gpus(rank // ranks_per_host * ranks_per_host, ranks_per_host)
 
 

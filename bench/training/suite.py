@@ -46,8 +46,8 @@ SCHEMA = 1
 HEAD = (
     "hosts x GPUs + servers",
     "links",
-    "way",
-    "ms a step",
+    "backend",
+    "ms per step",
     "min..max",
     "tokens/s",
     "GPU GB",
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     names = ", ".join(one.name for one in STEPS)
     add("--only", nargs="+", default=[], metavar="NAME", help=f"in this order, of {names}")
-    add("--launches", type=int, default=1, help="of each way, in turn (default: 1)")
+    add("--launches", type=int, default=1, help="of each backend, interleaved (default: 1)")
     add("--steps", type=int, default=5, help="of a launch (default: 5)")
     add("--warmup", type=int, default=1, help="of these, not timed (default: 1)")
     add("--timeout", type=float, default=300.0, help="s for a launch, against hangs")
@@ -139,7 +139,7 @@ def verdict(steps: Steps, bar: Bar, done: Sequence[Trained]) -> tuple[bool, str]
     ok = value >= bar.low
     text = (
         f"{'ok    ' if ok else 'MISSED'} {steps.name}: {bar.ours} over {bar.theirs} "
-        f"{value:.3f} ({low:.3f}..{high:.3f}), bar {bar.low:g}"
+        f"{value:.3f} ({low:.3f}..{high:.3f}), threshold {bar.low:g}"
     )
     return ok, text
 

@@ -145,7 +145,7 @@ def test_fast_links_need_processors_and_gpus(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(15))
     assert suite.main(["--set", name]) == 2
-    assert "1+1-loopback needs 16 processors, and there are 15" in capsys.readouterr().err
+    assert "1+1-loopback needs 16 cores, and there are 15" in capsys.readouterr().err
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused = suite.demand_hardware

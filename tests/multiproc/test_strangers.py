@@ -110,7 +110,7 @@ def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
     for node in ("server", "scheduler"):
         with greeted(nodes[node], hello, SECRET) as (_, said):
             pass
-        assert "it is of incarnation 2 of the job, and this node of incarnation 1" in said
+        assert "it is of generation 2 of the job, and this node of generation 1" in said
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ namespace ps {
   X(kDeparturesTogether, "several workers that left are told of together")             \
   X(kSaysGoodbye, "a worker says goodbye")                                             \
   X(kLastLeaves, "the last worker leaves")                                             \
-  X(kIncarnationEnds, "a scheduler that keeps the cluster ends an incarnation")        \
-  X(kOldIncarnation, "a message comes of an older incarnation")                        \
-  X(kCameWhileTurning, "a node comes while the scheduler ends an incarnation")         \
+  X(kIncarnationEnds, "a scheduler that keeps the cluster ends a generation")        \
+  X(kOldIncarnation, "a message comes of an older generation")                        \
+  X(kCameWhileTurning, "a node comes while the scheduler ends a generation")         \
   X(kEndedAlready, "the last worker leaves a job that is over")                        \
   X(kLastWord, "the scheduler's connection closes, and its last word may still come")  \
   X(kLinkReported, "a node tells the scheduler of a broken connection")                \
@@ -67,7 +67,7 @@ namespace ps {
   X(kDidNotStart, "nodes stay away until the scheduler gives up")                      \
   X(kStoppedInJob, "a node is told to end while the job runs")                         \
   /* the transport; where it is played, its stand-in */                                \
-  X(kAbandoned, "values on their way are abandoned")                                   \
+  X(kAbandoned, "values in flight are abandoned")                                   \
   X(kSentAgain, "messages are sent again over another socket")
 
 enum class Probe {

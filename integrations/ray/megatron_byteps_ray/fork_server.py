@@ -2,7 +2,7 @@
 
 Importing torch and Megatron takes many seconds. This process does it once for its machine. It keeps
 a *standby* for each actor: a forked child that waits for an order, and becomes the rank of the next
-incarnation within milliseconds, with nothing left of the one before. Where an import asks for the
+generation within milliseconds, with nothing left of the one before. Where an import asks for the
 number of GPUs, CUDA would not start in a forked child: each standby imports such modules itself,
 before it is needed.
 

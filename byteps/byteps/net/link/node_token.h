@@ -62,8 +62,8 @@ inline uint64_t WithIncarnation(uint64_t job, int incarnation) {
 // Why who says `theirs` has nothing to say to who is of `ours`.
 inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
   if (((theirs ^ ours) & ~kIncarnationMask) != 0) return "it belongs to another job";
-  return "it is of incarnation " + std::to_string(theirs & kIncarnationMask) +
-         " of the job, and this node of incarnation " + std::to_string(ours & kIncarnationMask);
+  return "it is of generation " + std::to_string(theirs & kIncarnationMask) +
+         " of the job, and this node of generation " + std::to_string(ours & kIncarnationMask);
 }
 
 // Whether the node that says `theirs` is of an earlier incarnation of the same job than `ours`: the

@@ -142,7 +142,7 @@ void Connector::OnChallenge(Link* raw, const Challenge& challenge) {
   if (raw->receiver != 0 && challenge.sender != raw->receiver) {
     return GreetingFailed(raw, "another process listens at this address now", proved);
   }
-  if (raw->resumes && !proved) return TryAgain(raw, "its challenge was damaged on the way");
+  if (raw->resumes && !proved) return TryAgain(raw, "its challenge was damaged in flight");
   raw->challenge = challenge.Encode();
   LinkPtr link = Take(raw->id.get());
   link->id.reset();

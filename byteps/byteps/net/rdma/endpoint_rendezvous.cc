@@ -147,7 +147,7 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   };
   if (Await(deadline, done)) return;
   Turn turn;
-  BreakOff("a value on its way to memory that was given up did not come in time",
+  BreakOff("a value in flight to memory that was given up did not come in time",
            LinkFault::kBroken, &turn);
   lock.Unlock();
   Finish(&turn);

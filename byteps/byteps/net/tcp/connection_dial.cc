@@ -247,7 +247,7 @@ bool Connection::ReadReply() {
     if (proved) throw GreetingError(GreetingFailure::kDecided, refusal);
     throw dmlc::Error(refusal);
   }
-  if (!proved) throw dmlc::Error("its answer was damaged on the way");
+  if (!proved) throw dmlc::Error("its answer was damaged in flight");
   greeting_ = Greeting::kOver;
   try {
     Resume(reply.received);
