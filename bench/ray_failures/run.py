@@ -45,8 +45,8 @@ assert set(COLUMNS) <= {*ORDER, "total"}
 MADE_BY = "`make ray-failures MARKDOWN=docs/results/ray.md`; not to be edited by hand"
 TABLE = Table(
     begin=f"<!-- made by {MADE_BY} -->",
-    head=("failure", "what the driver says", "losses", *COLUMNS.values()),
-    align="lll" + "r" * len(COLUMNS),
+    head=("failure", "what the driver says", *COLUMNS.values()),
+    align="ll" + "r" * len(COLUMNS),
     keys=[case.title for case in CASES.values()],
 )
 
@@ -56,8 +56,8 @@ def row(title: str, outcome: Outcome, found: Sequence[str]) -> list[str]:
     spent = outcome.of("recovered")[-1]["phases"].seconds() if outcome.of("recovered") else {}
     times = [f"{spent[name]:.1f}" if name in spent else "-" for name in COLUMNS]
     blame = str(outcome.of("failure")[0]["failure"]) if outcome.of("failure") else "-"
-    verdict = "the same" if not found else "**no**: " + "; ".join(found)
-    cells = [title, f"`{blame.splitlines()[0]}`", verdict, *times]
+    wrong = f"; **not survived**: {'; '.join(found)}" if found else ""
+    cells = [title, f"`{blame.splitlines()[0]}`{wrong}", *times]
     return [cell.replace("|", "/") for cell in cells]
 
 

@@ -182,7 +182,7 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
   std::string error = Mismatch(data, bytes);
   if (error.empty() && !reply.Decode(data, bytes)) error = "its reply does not parse";
   if (error.empty() && !Proves(reply.proof, kWhoListens, link->said + reply.Claims())) {
-    error = std::string("it has not this job's secret: ") + auth::kAdvice;
+    error = std::string("the two nodes have different job secrets: ") + auth::kAdvice;
   }
   const bool proved = error.empty();
   if (proved && link->receiver != 0 && reply.sender != link->receiver) {

@@ -147,8 +147,8 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   };
   if (Await(deadline, done)) return;
   Turn turn;
-  BreakOff("a value in flight to memory that was given up did not come in time",
-           LinkFault::kBroken, &turn);
+  BreakOff("a value in flight to memory that was given up did not come in time", LinkFault::kBroken,
+           &turn);
   lock.Unlock();
   Finish(&turn);
   lock.Lock();

@@ -212,7 +212,7 @@ bool Connection::ReadChallenge() {
   }
   said_ += challenge.Claims();
   if (!secret.Proves(challenge.proof.data(), kWhoListens, said_)) {
-    throw dmlc::Error(std::string("it has not this job's secret: ") + auth::kAdvice);
+    throw dmlc::Error(std::string("the two nodes have different job secrets: ") + auth::kAdvice);
   }
   const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);
   if (!complaint.empty()) {
