@@ -64,7 +64,7 @@ rl: setup-rl ## teach a tiny model to add, by GRPO or PPO through verl, gradient
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
-# Tests that run side by side, one more than processors since many wait for a time to pass; 0 gives
+# Tests that run side by side, one more than cores since many wait for a time to pass; 0 gives
 # them a terminal, as --pdb needs.
 JOBS ?= $(shell cores=$$(nproc); echo $$(( cores < 8 ? cores + 1 : 8 )))
 
@@ -86,7 +86,7 @@ test-thorough: setup ## longer runs, and more settings, of what make test tries
 	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "thorough and not on_rdma" \
 		$(PYTEST_ARGS) $(or $(TESTS),$(THOROUGH))
 
-# Left out: what needs a worker's processor time as it is, or bounds memory.
+# Left out: what needs a worker's CPU time as it is, or bounds memory.
 WATCHED := tests/multiproc -k "not scale and not idle and not memory and not flood"
 SANITIZERS ?= address thread
 
@@ -180,7 +180,7 @@ parity: setup ## compare gradients with all-reduce and exact sums, in every para
 	@$(PYTHON_ENV) -W ignore tests/layouts/parity.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN))
 
-bench: setup ## push-pull beside all-reduce on emulated links, idle costs, sums: against the bars
+bench: setup ## push-pull and all-reduce on emulated links, idle costs, additions: checks the thresholds
 	@status=0; $(PYTHON_ENV) -W ignore bench/pushpull/suite.py --set $(SET) --json build/bench/$(SET).json \
 		--chart $(or $(CHART),build/bench/$(SET).png) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS) || status=1; \
@@ -188,25 +188,25 @@ bench: setup ## push-pull beside all-reduce on emulated links, idle costs, sums:
 
 SHARDED := --workers 4 --servers 4 --emulate 8@100mbit --route auto --steps 12 --warmup 3 --launches 3
 
-bench-sharded: setup ## whole steps with the distributed optimizer, beside torch.distributed alone
+bench-sharded: setup ## whole steps with the distributed optimizer, compared with torch.distributed alone
 	@status=0; $(PYTHON_ENV) -W ignore bench/train_bench.py $(SHARDED) --min-ratio 1.25 \
 		--ways byteps-sharded-wire-bf16,sharded --json build/bench/sharded-bf16.json $(ARGS) || status=1; \
 	$(PYTHON_ENV) -W ignore bench/train_bench.py $(SHARDED) --min-ratio 0.98 \
 		--ways byteps-sharded,sharded --json build/bench/sharded.json $(ARGS) || status=1; exit $$status
 
-bench-idle: setup ## processor time and memory of a job that sums nothing
+bench-idle: setup ## CPU time and memory of a job that reduces nothing
 	@$(PYTHON_ENV) -W ignore bench/idle/run.py --max-core 0.01 --max-worker-memory 64MiB $(ARGS)
 
 bench-flood: setup ## start, links and memory of a job amid a flood of unauthenticated connections
 	@$(PYTHON_ENV) -W ignore bench/flood/run.py $(ARGS)
 
-bench-reducer: setup ## the servers' additions beside plain loops over the same memory
+bench-reducer: setup ## the servers' additions, compared with plain loops over the same memory
 	@$(PYTHON_ENV) -W ignore bench/reducer/run.py --min-of-limit 0.7 $(ARGS)
 
 bench-plan: setup ## Python's part of the plan and of a push in a job of 8,192 ranks
 	@$(PYTHON_ENV) -W ignore bench/planning/run.py --max-plan 1 --max-push 30 $(ARGS)
 
-bench-rdma: setup ## RDMA beside plain writes, one plane beside two, in a virtual machine
+bench-rdma: setup ## RDMA compared with plain writes, one plane with two, in a virtual machine
 	@$(PYTHON_ENV) -W ignore bench/rdma/run.py --json build/bench/rdma.json \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 

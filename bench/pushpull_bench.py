@@ -13,8 +13,8 @@ several backends and launches they take turns, and ratios are shown with their s
 
 docs/results/method.md says how each figure comes about.
 
-Exit status: 0 all is well; 1 a wrong result, a bar that was missed, or a process that failed; 2 bad
-usage.
+Exit status: 0 all is well; 1 a wrong result, a threshold that was missed, or a process that failed;
+2 bad usage.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ usage() {
 usage: scripts/bundle.sh [-h] [--with PARTS] [FOLDER]
 
 Collects in one folder (default: build/bundle; it is made anew) what benchmarks and training need
-beside this checkout, Python, PyTorch, NumPy and a C++ compiler: the byteps package and
+in addition to this checkout, Python, PyTorch, NumPy and a C++ compiler: the byteps package and
 byteps-server, the patched Megatron-LM and the small packages that it imports, the programs that make
 emulated links (ip, tc, sysctl), and the shared libraries of all of these but those of the C and C++
 compilers' run time. About 25 MB.
@@ -26,7 +26,7 @@ library is as new as this one's, and use them there:
   --with PARTS  also what these need: "ray" (docs/use/ray.md), "hf" (docs/use/huggingface.md), "rl"
                 (docs/use/rl.md; it brings the other two along), or several of them. Packages are
                 compressed then, into one file that `activate` unpacks when it is first used: about
-                50 MB in all. The last line names what the machine must have beside PyTorch
+                50 MB in all. The last line names what the machine needs with PyTorch
 
 Run `make setup` first, with --with also `scripts/setup.sh --ray`, `--hf` or `--rl`.
 TEXT

@@ -163,7 +163,7 @@ def main() -> None:
         own = ROOT / part.package
         shutil.copytree(own, options.to / own.name, ignore=shutil.ignore_patterns("__pycache__"))
     expected = sorted({one for name in parts for one in PARTS[name].expected})
-    print(f"expected there beside PyTorch: {' '.join(expected)}")
+    print(f"expected there in addition to PyTorch: {' '.join(expected)}")
 
 
 if __name__ == "__main__":

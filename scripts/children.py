@@ -22,7 +22,7 @@ LAUNCHER_VARIABLES = frozenset(
         *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
-"""What torchrun tells a worker, beside TORCHELASTIC_..."""
+"""What torchrun tells a worker, in addition to TORCHELASTIC_..."""
 
 
 class Late(AssertionError):
@@ -30,12 +30,12 @@ class Late(AssertionError):
 
 
 def server_executable() -> str:
-    """byteps-server, beside this Python or on PATH. Raises FileNotFoundError."""
+    """byteps-server, next to this Python or on PATH. Raises FileNotFoundError."""
     beside = Path(sys.executable).parent / "byteps-server"
     found = str(beside) if beside.exists() else shutil.which("byteps-server")
     if found is None:
         raise FileNotFoundError(
-            f"byteps-server is neither beside {sys.executable} nor on PATH: run `make setup`"
+            f"byteps-server is neither next to {sys.executable} nor on PATH: run `make setup`"
         )
     return found
 

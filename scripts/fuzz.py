@@ -41,7 +41,7 @@ def fuzz(folder: Path, target: str, runs: int, seed: int) -> dict[str, float]:
     Args:
         folder: of the programs.
         target: a key of TARGETS.
-        runs: executions, beside those of the corpus.
+        runs: executions, in addition to those of the corpus.
         seed: of the mutations; 0 takes another one each time.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Ports for whoever binds them later."""
+"""Ports that a process binds later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOOPBACK = "127.0.0.1"
 def free_ports(count: int = 1, host: str = LOOPBACK) -> int:
     """The first of ``count`` ports in a row that nobody listens at, at this address of the machine.
 
-    None of those that the kernel gives to whoever asks for any port: a node of the job itself might
+    None of those that the kernel gives on a request for any port: a node of the job itself might
     get it before the one that it is for.
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")

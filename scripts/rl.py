@@ -2,7 +2,7 @@
 """Teaches a tiny model to add, by reinforcement learning through verl's PPO trainer.
 
 Actor, critic (with PPO), reference and rollout are verl's, its models Megatron's. Gradients of
-actor and critic are summed by BytePS: a scheduler and servers start beside the ranks. With
+actor and critic are summed by BytePS: a scheduler and servers start next to the ranks. With
 --compare the same job runs through all-reduce too. With --reward megatron the reward is a model:
 trained first, by BytePS too, and then frozen in Megatron's workers, in the layout of the others.
 With --device cuda each rank has a GPU of its own.
@@ -158,7 +158,7 @@ def make_reward(options: argparse.Namespace, base: Path) -> Path:
 
 
 def _is_for(note: Path, base: Path) -> bool:
-    """Whether the model beside this note was trained as it would be now, from this base model."""
+    """Whether the model next to this note was trained as it would be now, from this base model."""
     bases = [(folder / "base.json").read_text(encoding="utf-8") for folder in (note.parent, base)]
     steps = json.loads(note.read_text(encoding="utf-8"))["steps"]
     return bases[0] == bases[1] and steps == REWARD_STEPS
@@ -314,7 +314,7 @@ def run(options: argparse.Namespace) -> int:
         good = False
     elif options.compare:
         same = rl_report.same(*outcomes)
-        print(f"rewards and parameters of both ways: {'the same bits' if same else 'DIFFERENT'}")
+        print(f"BytePS and all-reduce: {'the same bits' if same else 'DIFFERENT'}")
         good = good and (same or options.workers > 2)
     print(f"picture: {picture}\nlogs, metrics and samples: {options.out}")
     return 0 if good else 1

@@ -78,7 +78,7 @@ need_secret
 detect_node "$DMLC_PS_ROOT_URI"
 nodes=()
 if [[ $numa_nodes == auto ]]; then
-  # A machine with one NUMA node, or a card that belongs to none: nothing to bind to.
+  # A machine with one NUMA node, or a NIC that belongs to none: nothing to bind to.
   numa_nodes=$node_numa
 fi
 if [[ -n $numa_nodes ]]; then
@@ -152,7 +152,7 @@ send() {
 
 end_all() {
   send TERM
-  # A server finishes the sums under way, and then tells the others.
+  # A server finishes the reductions in flight, and then tells the others.
   local patience=${BYTEPS_STOP_TIMEOUT_S:-10}
   local deadline=$((SECONDS + ${patience%.*} + 8))
   while [[ -n $(jobs -rp) ]] && ((SECONDS < deadline)); do

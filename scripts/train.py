@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains a small GPT on text with Megatron-LM, its gradients summed by BytePS.
 
-Prepares the data, runs the workers on this machine with a BytePS scheduler and servers beside them
+Prepares the data, runs the workers on this machine with a BytePS scheduler and servers next to them
 (or, with DMLC_PS_ROOT_URI set, as workers of that cluster), shows the loss as it falls, and ends
 with a summary, the loss curve as a picture and all losses as JSON in build/train. With --compare
 it trains the same seed through torch.distributed's all-reduce as well and overlays both. With

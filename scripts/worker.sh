@@ -111,7 +111,7 @@ sys.exit(not (u.find_spec("torch") and u.find_spec("byteps")))'; then
   return "$wrong"
 }
 
-# start_local_servers starts them beside this process, which becomes torchrun: they end when it does.
+# start_local_servers starts them next to this process, which becomes torchrun: they end when it does.
 start_local_servers() {
   local workers=${DMLC_NUM_WORKER:-} ranks=1 server i
   if [[ -z $workers ]]; then

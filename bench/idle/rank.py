@@ -30,7 +30,7 @@ class Idle:
     """The same of the busiest server."""
     scheduler_core: float
     worker_bytes_beyond: int
-    """Memory that a worker gained by joining and summing, beside the gradients themselves."""
+    """Memory that a worker gained by joining and summing, without the gradients themselves."""
     server_bytes_per_key: float
     """Memory that all servers together hold for each key, accumulators included."""
     accumulator_bytes_per_key: int

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What a BytePS job costs while it sums nothing: processor time, and memory.
+"""What a BytePS job costs while it sums nothing: CPU time, and memory.
 
 Starts a scheduler, servers and workers on loopback, sums many small tensors, and then watches the
 processes while they wait. Memory is what a process has for itself, in RAM.
 
-Exit status: 0 all is well; 1 a process failed, or a bar was missed; 2 bad usage.
+Exit status: 0 all is well; 1 a process failed, or a threshold was missed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="to watch (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument(
-        "--max-core", type=float, metavar="PART", help="bar: of a core that any process may use"
+        "--max-core", type=float, metavar="PART", help="threshold: a process's part of a core"
     )
     parser.add_argument(
-        "--max-worker-memory", metavar="SIZE", help="bar: a worker's, beside its gradients"
+        "--max-worker-memory", metavar="SIZE", help="threshold: a worker's, without its gradients"
     )
     return parser.parse_args(arguments)
 
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def too_much(idle: dict[str, Any], core: float | None, memory: int | None) -> list[str]:
-    """What is above a bar, in words; a bar of None holds nothing back."""
+    """What is above a threshold, in words; a threshold of None holds nothing back."""
     misses = [
         f"an idle {what} uses {idle[f'{what}_core']:.3%} of a core, more than {core:.3%}"
         for what in ("worker", "server", "scheduler")
@@ -102,7 +102,7 @@ def too_much(idle: dict[str, Any], core: float | None, memory: int | None) -> li
     beyond = idle["worker_bytes_beyond"]
     if memory is not None and beyond > memory:
         misses.append(
-            f"a worker takes {beyond / 1e6:.2f} MB beside its gradients, more than "
+            f"a worker takes {beyond / 1e6:.2f} MB in addition to its gradients, more than "
             f"{memory / 1e6:.2f} MB"
         )
     return misses
@@ -115,9 +115,9 @@ def show(idle: dict[str, Any], options: argparse.Namespace, key_bytes: int) -> N
     )
     for what in ("worker", "server", "scheduler"):
         print(f"{what}, idle: {idle[f'{what}_core']:.3%} of a core")
-    print(f"worker, memory beside the gradients: {idle['worker_bytes_beyond'] / 1e6:.2f} MB")
+    print(f"worker, memory without the gradients: {idle['worker_bytes_beyond'] / 1e6:.2f} MB")
     print(
-        f"servers, memory a key: {idle['server_bytes_per_key']:.0f} bytes, of which the sum "
+        f"servers, memory per key: {idle['server_bytes_per_key']:.0f} bytes, of which the sum "
         f"{idle['accumulator_bytes_per_key']}"
     )
 

@@ -2,8 +2,8 @@
 
 All links are ports of one bridge, an ideal switch, in a namespace of its own: no link, address or
 route appears outside, and nothing leaves. A link is shaped at both of its ends, so that its rate
-holds each way. With a fair queue a shaper has a class for every peer, served in turn; without, it
-is one queue, and how flows share it is left to TCP.
+holds each way. With a fair queue a shaper has a class for every peer, served one after the other;
+without, it is one queue, and how flows share it is left to TCP.
 
 Names carry the pid and the start time of the process that made them: what a killed run left behind
 is recognised by `remove_stale`, and two runs never meet. Needs root, and iproute2.

@@ -40,7 +40,7 @@ class Placement:
         self.servers += [hosts[i % len(hosts)] for i in range(used)] * topology.local_servers
         self.apart = any(host.namespace for host in hosts) or shares_gpus
         """Whether NCCL has to take each host of workers for a machine."""
-        # It moves no gradients: beside worker 0 it costs no host.
+        # It moves no gradients: next to worker 0 it costs no host.
         self.scheduler = self.workers[0]
 
     def host_of(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""What the kernel says of this machine: processor time, how busy it is, what it is made of."""
+"""What the kernel says of this machine: CPU time, how busy it is, what it is made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def process_cpu_ns(pid: int) -> int:
-    """Processor time, user and system, of all threads of another process."""
+    """CPU time, user and system, of all threads of another process."""
     # The kernel's encoding of "the clock of that process" (clock_getcpuclockid(3)).
     per_process_clock = 2
     return time.clock_gettime_ns(~pid << 3 | per_process_clock)
@@ -24,7 +24,7 @@ def total_cpu_ns(pids: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Ticks:
-    """Processor time of the whole machine since it started, in the kernel's ticks."""
+    """CPU time of the whole machine since it started, in the kernel's ticks."""
 
     busy: int
     all: int
@@ -37,7 +37,7 @@ class Ticks:
 
     @property
     def fraction(self) -> float:
-        """Busy part, of all processors; 0 where no time has passed."""
+        """Busy part, of all cores; 0 where no time has passed."""
         return self.busy / self.all if self.all else 0.0
 
 

@@ -2,7 +2,7 @@
 
 Without it processes that share a GPU take turns, and a collective between them waits for each turn.
 Ranks that have a GPU each, as those of a cluster do, never wait so; a comparison in which they take
-turns flatters whoever has fewer kernels.
+turns flatters the backend with fewer kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def together(plan: Plan) -> Iterator[None]:
         _tell(f"{sharing}, by the service at {_PIPES}={os.environ[_PIPES]}")
         yield
     elif shutil.which(_PROGRAM) is None:
-        _tell(f"{sharing}, in turns: {_PROGRAM} is not on PATH")
+        _tell(f"{sharing}, one after the other: {_PROGRAM} is not on PATH")
         yield
     else:
         # A socket's path has to be short.
@@ -62,7 +62,8 @@ def _served(folder: Path, sharing: str) -> Iterator[None]:
             _tell(f"{sharing}, at once: by the Multi-Process Service")
             os.environ |= variables
         else:
-            _tell(f"{sharing}, in turns: {_PROGRAM} does not serve: {service.text.strip()}")
+            why = f"{_PROGRAM} does not serve: {service.text.strip()}"
+            _tell(f"{sharing}, one after the other: {why}")
         yield
     finally:
         for name in variables:

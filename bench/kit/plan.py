@@ -33,7 +33,7 @@ class Case:
     """Bytes that each worker has summed in an iteration."""
     dtype: str
     tensors: int = 1
-    """Tensors that the size is split into, all under way at once."""
+    """Tensors that the size is split into, all in flight at once."""
     iters: int
     """Timed iterations."""
     warmup: int
@@ -79,7 +79,7 @@ class Topology:
     colocate: bool = False
     """Servers run on the workers' hosts, server i on host i mod hosts."""
     local_servers: int = 0
-    """Servers on each of the workers' hosts, beside those on machines of their own."""
+    """Servers on each of the workers' hosts, in addition to those on machines of their own."""
     in_job: bool = False
     """The processes are those of a job that something else started, wherever they are."""
     emulated_hosts: int = 0
@@ -118,7 +118,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run: every backend is launched ``launches`` times, in turn, and measures all cases."""
+    """A run: every backend is launched ``launches`` times, interleaved, and measures all cases."""
 
     cases: tuple[Case, ...]
     topology: Topology
@@ -127,7 +127,7 @@ class Plan:
     device: str = "cpu"
     """Where the tensors are: cpu or cuda."""
     max_busy: float = 1.0
-    """A launch that had a larger part of this machine's processors busy is not counted."""
+    """A launch that had a larger part of this machine's cores busy is not counted."""
     retries: int = 0
     """Rounds that may be repeated because of that."""
     timeout_s: float = 600.0

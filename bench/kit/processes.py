@@ -22,7 +22,7 @@ _SECRET = secrets.token_hex(32)
 
 
 def server_executable() -> str:
-    """byteps-server, beside this Python or on PATH. Raises LaunchError."""
+    """byteps-server, next to this Python or on PATH. Raises LaunchError."""
     try:
         return children.server_executable()
     except FileNotFoundError as error:

@@ -40,7 +40,7 @@ def parse_rate(text: str) -> int:
 
 
 def parse_hosts(text: str) -> tuple[int, int]:
-    """How many hosts, and the bits a second of their links, of ``8@500mbit``. Raises ValueError."""
+    """Of ``8@500mbit``: how many hosts, and their links' bits per second. Raises ValueError."""
     count, at, rate = text.partition("@")
     if not at or not count.isdigit() or int(count) < 1:
         raise ValueError(f"--emulate {text!r} is not understood: write it like 8@500mbit")
@@ -69,7 +69,7 @@ def show_size(count: int) -> str:
 
 
 def show_rate(bits: int) -> str:
-    """The shortest exact way to write that many bits a second."""
+    """The shortest exact way to write that many bits per second."""
     for unit, scale in (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3)):
         if bits % scale == 0 and bits:
             return f"{bits // scale}{unit}"

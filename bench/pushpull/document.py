@@ -1,4 +1,4 @@
-"""What a document's tables say of speed: what `make bench` wrote, and what stands beside NCCL."""
+"""What a document's tables say of speed: what `make bench` wrote, and comparisons with NCCL."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ _OF_LIMIT = ("of-limit", "of M/B")
 _RATIO = ("NCCL's time over BytePS's", "speed over NCCL's (min..max)")
 
 
-def _tables(text: str) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """Each table's heading, the nearest line above that begins with #, and its rows by column."""
-    heading = ""
+def _tables(text: str) -> Iterator[list[dict[str, str]]]:
+    """Each table's rows by column."""
     head: list[str] = []
     rows: list[dict[str, str]] = []
     for line in [*text.splitlines(), ""]:
@@ -28,10 +27,8 @@ def _tables(text: str) -> Iterator[tuple[str, list[dict[str, str]]]]:
                 rows.append(dict(reversed([*zip(head, cells, strict=False)])))
             continue
         if head:
-            yield heading, rows
+            yield rows
             head, rows = [], []
-        if line.startswith("#"):
-            heading = line.lstrip("# ")
 
 
 def _number(cell: str) -> float | None:
@@ -39,20 +36,23 @@ def _number(cell: str) -> float | None:
     return float(found[1]) if found else None
 
 
-def _of_results(heading: str, rows: Sequence[Mapping[str, str]]) -> Parts | None:
-    """The largest size of an experiment that `make bench` wrote."""
-    largest = max(rows, key=lambda row: parse_size(row["size"]))
-    chosen = [r for r in rows if (r["size"], r["type"]) == (largest["size"], largest["type"])]
-    ours = _number(chosen[0]["of-limit"])
-    if ours is None:
-        return None
-    times = {row["backend"]: float(row["p50 ms"]) for row in chosen}
-    first = chosen[0]["backend"]
-    parts = {backend: ours * times[first] / time for backend, time in times.items()}
-    return Parts(f"{heading}\n{largest['size']} {largest['type']}", parts)
+def _of_results(rows: Sequence[Mapping[str, str]]) -> Iterator[Parts]:
+    """The largest size of each experiment that `make bench` wrote."""
+    for name in dict.fromkeys(row["experiment"] for row in rows):
+        mine = [row for row in rows if row["experiment"] == name]
+        size = max((row["size"] for row in mine), key=lambda size: parse_size(size.split()[0]))
+        chosen = [row for row in mine if row["size"] == size]
+        ours = _number(chosen[0]["of-limit"])
+        if ours is None:
+            continue
+        parts = {"byteps": ours}
+        for row in chosen:
+            if row["backend"] != "-":
+                parts[row["backend"]] = ours * float(row["ms"]) / float(row["its ms"])
+        yield Parts(f"{name}\n{size}", parts)
 
 
-def _beside_nccl(row: Mapping[str, str]) -> Parts | None:
+def _with_nccl(row: Mapping[str, str]) -> Parts | None:
     """A row of tensors on GPUs."""
     ours = next((_number(row[name]) for name in _OF_LIMIT if name in row), None)
     ratio = next((_number(row[name]) for name in _RATIO if name in row), None)
@@ -75,10 +75,10 @@ def parts_in(text: str) -> list[Parts]:
     written, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"there are no results, which begin with {BEGIN!r} and end with {END!r}")
-    found = [
-        _of_results(heading, rows) for heading, rows in _tables(written) if "backend" in rows[0]
-    ]
-    for _, rows in _tables(before + after):
+    found: list[Parts | None] = []
+    for rows in _tables(written):
+        found += _of_results(rows)
+    for rows in _tables(before + after):
         if any(name in rows[0] for name in _RATIO):
-            found += [_beside_nccl(row) for row in rows]
+            found += [_with_nccl(row) for row in rows]
     return [parts for parts in found if parts is not None]

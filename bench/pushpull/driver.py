@@ -1,4 +1,4 @@
-"""Makes the launches of a plan: in turn, and again where the machine was too busy."""
+"""Makes the launches of a plan: interleaved, and again where the machine was too busy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.progress import Progress
 
 
 def run_plan(plan: Plan, name: str = "", deadline: float | None = None) -> Run:
-    """Launch every backend in turn, ``plan.launches`` times.
+    """Launch all backends ``plan.launches`` times, interleaved.
 
     A round in which the machine was too busy is repeated, ``plan.retries`` times in all. After
     ``deadline``, of the monotonic clock, no other round begins.

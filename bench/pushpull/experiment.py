@@ -21,7 +21,7 @@ class Experiment:
     plan: Plan
     gates: Sequence[Gate]
     processors: int = 1
-    """Below so many the processors, not the links, would be what is measured."""
+    """Below so many the cores, not the links, would be what is measured."""
 
     def of_launches(self, launches: int) -> Experiment:
         """The same with another number of launches."""
@@ -34,7 +34,7 @@ def demand_hardware(experiments: Sequence[Experiment]) -> None:
     for one in experiments:
         if there < one.processors:
             raise ValueError(
-                f"{one.name} needs {one.processors} processors, and there are {there}: "
+                f"{one.name} needs {one.processors} cores, and there are {there}: "
                 "run it on a larger machine, or show what was recorded there with --from-json"
             )
         if one.plan.device == "cuda" and not torch.cuda.is_available():

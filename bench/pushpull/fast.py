@@ -1,7 +1,7 @@
-"""The experiments of fast links: beside plain sockets and NCCL's or gloo's ring, in one run.
+"""The experiments of fast links, with plain sockets and NCCL's or gloo's ring in the same run.
 
 Thresholds are what links of 10 to 100 Gbit/s must give; shares are of what plain sockets carry in
-the same pattern, in turn with the engine.
+the same pattern, interleaved with the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.pushpull.gates import Gate
 PROCESSORS = 16
 _LAUNCHES = 5
 _LARGE = "256MiB"
-# The kernel's copies take most of the processors' time, and plain sockets make the same ones.
+# The kernel's copies take most of the cores' time, and plain sockets make the same ones.
 _MOST_CPU = 1.1
 
 
@@ -79,7 +79,7 @@ def _at_least(case: Case, base: str, low: float) -> Gate:
 
 
 def experiments(ring: str) -> list[Experiment]:
-    """All of them, with ``ring`` (``nccl`` or ``gloo``) as the all-reduce beside push-pull."""
+    """All of them, with ``ring`` (``nccl`` or ``gloo``) as the all-reduce to compare with."""
     large = _case(_LARGE, iters=10)
     small = _case("4KiB", iters=300, warmup=20)
     middle = [_case("1MiB", iters=100, warmup=5), _case("16MiB", iters=30, warmup=3)]
@@ -132,7 +132,7 @@ def experiments(ring: str) -> list[Experiment]:
         ),
         _links(
             "2+2-100gbit",
-            "links so fast that processors limit too",
+            "links so fast that cores limit too",
             2,
             "100gbit",
             ring,

@@ -1,4 +1,4 @@
-"""Bars that a run must reach."""
+"""Thresholds that a run must reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Gate:
 
     kind: str
     """``ratio``: times as fast as the base; ``of-limit``: part of what the links allow; ``cpu``:
-    processor seconds for a GB, over the base's; ``speed``: GB a second; ``cpu-seconds``: for a GB,
+    CPU seconds for a GB, over the base's; ``speed``: GB per second; ``cpu-seconds``: for a GB,
     of all processes of the job."""
     case: Case
     """BytePS's."""

@@ -1,11 +1,11 @@
 """The least time that links allow a sum: the bytes that the busiest link must carry, over its rate.
 
-With n workers on h hosts, k servers, M bytes and links of B bytes a second each way:
+With n workers on h hosts, k servers, M bytes and links of B bytes per second each way:
 
 - a ring sends 2 (n - 1) / n M over each host's link, each way; in two levels 2 (h - 1) / h M;
 - through servers on hosts of their own, a host's link carries M each way, and a server's h/k M;
-- a server beside workers sends its share, M/k, to the h - 1 other hosts, while the workers
-  send what is not summed beside them. The host with the most servers, s, carries
+- a server next to workers sends its share, M/k, to the h - 1 other hosts, while the workers
+  send what is not summed next to them. The host with the most servers, s, carries
   (k + s (h - 2)) M/k: for k = h what a ring's does.
 
 Where several workers share a host they are taken to sum inside it first.

@@ -1,4 +1,4 @@
-"""The command line of pushpull_bench.py, and the plan and the bars that it asks for."""
+"""The command line of pushpull_bench.py, and the plan and the thresholds that it asks for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.pushpull.gates import Gate
 
 DEFAULT_SIZES = "4KiB,64KiB,1MiB,16MiB"
 MAX_BUSY = 0.8
-"""Of this machine's processors: above it, an emulated link is not what limits."""
+"""Of this machine's cores: above it, an emulated link is not what limits."""
 
 
 def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespace:
@@ -41,11 +41,11 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     )
     how.add_argument("--iters", type=int, default=20, help="timed iterations (default: 20)")
     how.add_argument("--warmup", type=int, default=2, help="iterations before them (default: 2)")
-    how.add_argument("--launches", type=int, default=1, help="of each backend, in turn")
+    how.add_argument("--launches", type=int, default=1, help="of each backend, interleaved")
     how.add_argument(
         "--max-busy",
         type=float,
-        help="repeat a launch that had a larger part of the processors busy "
+        help="repeat a launch that had a larger part of the cores busy "
         f"(default: {MAX_BUSY} with --emulate, else 1)",
     )
     how.add_argument("--retries", type=int, help="at most so often (default: as --launches)")
@@ -74,14 +74,14 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         type=int,
         default=1,
         metavar="N",
-        help="processes on each of --servers: their weight beside --local-servers",
+        help="processes on each of --servers: their weight compared with --local-servers",
     )
     where.add_argument(
         "--local-servers",
         type=int,
         default=0,
         metavar="N",
-        help="on each of the workers' hosts, beside --servers on hosts of their own",
+        help="on each of the workers' hosts, and --servers on hosts of their own",
     )
     where.add_argument("--colocate", action="store_true", help="servers on the workers' hosts")
     where.add_argument("--emulate", metavar="HOSTS@RATE", help="such as 8@500mbit; needs root")
@@ -96,10 +96,10 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", type=Path, metavar="FILE", help="everything, with raw samples")
     out.add_argument("--plot", type=Path, metavar="DIR", help="pictures")
-    out.add_argument("--min-of-limit", type=float, metavar="PART", help="bar for BytePS")
-    out.add_argument("--min-ratio", type=float, metavar="X", help="bar: speed over others'")
+    out.add_argument("--min-of-limit", type=float, metavar="PART", help="threshold for BytePS")
+    out.add_argument("--min-ratio", type=float, metavar="X", help="threshold: speed over others'")
     out.add_argument("--max-ratio", type=float, metavar="X", help="for what must come out even")
-    out.add_argument("--max-cpu-ratio", type=float, metavar="X", help="bar: processor time a GB")
+    out.add_argument("--max-cpu-ratio", type=float, metavar="X", help="threshold: CPU time per GB")
     return parser.parse_args(arguments)
 
 
@@ -175,14 +175,14 @@ def make_plan(options: argparse.Namespace, environment: Mapping[str, str]) -> Pl
 
 
 def make_gates(options: argparse.Namespace, plan: Plan) -> list[Gate]:
-    """The bars that the options set, for every case. Raises ValueError where one cannot be held."""
+    """The thresholds that the options set, for every case. Raises ValueError."""
     others = [backend for backend in plan.backends if backend != "byteps"]
     ratios = options.min_ratio is not None or options.max_ratio is not None
     bars = ratios or options.max_cpu_ratio is not None or options.min_of_limit is not None
     if bars and "byteps" not in plan.backends:
-        raise ValueError("bars are for byteps, which --backends does not name")
+        raise ValueError("thresholds are for byteps, which --backends does not name")
     if (ratios or options.max_cpu_ratio is not None) and not others:
-        raise ValueError("a bar on a ratio needs another backend beside byteps")
+        raise ValueError("a threshold on a ratio needs a backend to compare byteps with")
     if options.min_of_limit is not None and not plan.topology.link_bits:
         raise ValueError("--min-of-limit needs the links' rate: --emulate or --link")
     gates = []

@@ -120,7 +120,7 @@ def draw_parts(experiments: Sequence[Parts], path: Path) -> None:
     # Here, as in _figure.
     from matplotlib.patches import Patch
 
-    figure, axes = _figure("Sums of gradients: part of what the links allow a push-pull")
+    figure, axes = _figure("Push-pull of gradients: fraction of link bandwidth")
     figure.set_size_inches(8.5, 1.4 + 0.7 * max(len(experiments), 1))
     for at, one in enumerate(experiments):
         height = 0.8 / max(len(one.of_limit), 1)
@@ -159,7 +159,7 @@ def _draw_times(run: Run, path: Path) -> Path:
 
 
 def _draw_of_limit(run: Run, path: Path) -> Path:
-    figure, axes = _figure("Part of what the links allow")
+    figure, axes = _figure("Fraction of link bandwidth")
     for label, colour, dashes, line in _lines(run):
         points = [(row.case.size, row.of_limit) for row in line if row.of_limit is not None]
         axes.plot(*zip(*points, strict=True), dashes, color=colour, marker="o", label=label)

@@ -24,7 +24,7 @@ from bench.pushpull.measure import Measured, measure
 def choose_device(plan: Plan) -> str:
     """Where this rank's tensors go: ``cpu``, or ``cuda`` with its own GPU made the current one."""
     if plan.device == "cuda":
-        # Emulated hosts take the GPUs of this machine in turn, and share them if need be.
+        # Emulated hosts take this machine's GPUs round robin, and share them if need be.
         number = os.environ["LOCAL_RANK" if plan.topology.in_job else "RANK"]
         torch.cuda.set_device(int(number) % torch.cuda.device_count())
     return plan.device

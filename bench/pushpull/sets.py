@@ -1,5 +1,5 @@
-"""The project's own experiments and their bars: a quick set, the whole, those of fast links, and
-one for GPUs."""
+"""The project's own experiments and their thresholds: a quick set, the whole, those of fast links,
+and one for GPUs."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _uneven(launches: int, iters: int) -> Experiment:
 
 
 def _nodes_on_gpus(hosts: int, gates: Sequence[tuple[str, float]]) -> Experiment:
-    """Two GPUs a host, as many servers as hosts. Hosts share this machine's GPUs."""
+    """Two GPUs per host, as many servers as hosts. Hosts share this machine's GPUs."""
     case = _case("256MiB", iters=5, warmup=2)
     plan = _plan(_node_topology(hosts, hosts, 2, "10gbit"), [case], launches=5)
     return Experiment(
@@ -170,7 +170,7 @@ def _nodes_on_gpus(hosts: int, gates: Sequence[tuple[str, float]]) -> Experiment
 def _few_servers(
     workers: int, machines: int, rate: str, low: float, launches: int, iters: int
 ) -> Experiment:
-    """Fewer machines for servers than workers: servers beside the workers do the rest."""
+    """Fewer machines for servers than workers: servers next to the workers do the rest."""
     best = cost_model.best_servers(workers, machines)
     topology = Topology(
         workers=workers,

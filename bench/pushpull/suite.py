@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Runs the project's set of push-pull experiments and holds them against their bars.
+"""Runs the project's set of push-pull experiments and compares them with their thresholds.
 
 Experiments on emulated links need root. With --json the record grows after each experiment; with
 --resume those that it holds are shown, not measured again. --from-json measures nothing. --markdown
 writes the results into a document, between its marks. docs/results/method.md explains everything.
 
 Where time is short: --launches takes fewer of each, --budget begins nothing new after so many
-seconds, and --brief prints one line for each figure and each bar, after all is done.
+seconds, and --brief prints one line for each figure and each threshold, after all is done.
 
-Exit status: 0 all bars are reached; 1 a bar was missed, a result was wrong, or a run failed; 2 bad
-usage.
+Exit status: 0 all thresholds are reached; 1 one was missed, a result was wrong, or a run failed;
+2 bad usage.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def report(
     options: argparse.Namespace,
     kept: Sequence[Run] = (),
 ) -> int:
-    """Show each run as it comes, and record it beside those that are kept; the exit status."""
+    """Show each run as it comes, and record it next to those that are kept; the exit status."""
     by_name = {experiment.name: experiment for experiment in experiments}
     done: list[tuple[Experiment, Run]] = []
     good = True

@@ -75,7 +75,7 @@ class Row:
     of_sockets: float | None
     """The time of plain sockets in the same run, over p50; None where they were not measured."""
     cpu_s_per_gb: float | None
-    """Processor seconds of the whole job for each 1e9 bytes that a worker has summed."""
+    """CPU seconds of the whole job for each 1e9 bytes that a worker has summed."""
     wrong: int
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run prints: aligned tables of figures, ratios and bars."""
+"""What a run prints: aligned tables of figures, ratios and thresholds."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _brief_cells(run: Run, row: Row) -> list[str]:
 
 
 def brief_tables(runs: Sequence[tuple[Run, Sequence[Verdict]]]) -> list[list[Sequence[str]]]:
-    """One table of all figures of several runs, and one of their bars."""
+    """One table of all figures of several runs, and one of their thresholds."""
     figures: list[Sequence[str]] = [BRIEF_HEAD]
     bars: list[Sequence[str]] = [("experiment", *GATE_HEAD)]
     for run, verdicts in runs:

@@ -36,7 +36,7 @@ MODEL: tuple[str, ...] = tuple(
 ENVIRONMENT = environment_on(CPU)
 
 IN_BACKGROUND = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
-"""Checkpoints are written by a process beside each rank. Without the second flag Megatron ignores
+"""Checkpoints are written by a process next to each rank. Without the second flag Megatron ignores
 the first; its other strategy needs a package."""
 
 
@@ -217,7 +217,7 @@ CASES = {
 _PLAIN = Case(title="", incarnations=1)
 
 ROOM = 3
-"""Processors of the first node that a pool leaves to ``several_nodes``: for the scheduler, the
+"""Cores of the first node that a pool leaves to ``several_nodes``: for the scheduler, the
 server, and one rank."""
 
 
@@ -388,7 +388,7 @@ def problems(case: Case, outcome: Outcome, uninterrupted: Outcome) -> list[str]:
     count = len(outcome.of("incarnation"))
     # A busy machine may keep all ranks from a step for longer than such a limit.
     if count < case.incarnations or (count > case.incarnations and not case.limits):
-        found.append(f"{count} incarnations instead of {case.incarnations}: {failures}")
+        found.append(f"{count} generations instead of {case.incarnations}: {failures}")
     if failures and case.blames not in str(failures[0]["failure"]):
         found.append(f"the blame is {str(failures[0]['failure'])!r}, not {case.blames!r}")
     if sorted(whole) != list(range(1, STEPS + 1)):

@@ -22,7 +22,7 @@ _CALL_S = 120.0
 
 
 class Nodes:
-    """Nodes beside that of ``cluster``, which this process is the driver of."""
+    """Nodes in addition to that of ``cluster``, which this process is the driver of."""
 
     def __init__(self, folder: Path) -> None:
         """``folder`` is for logs."""

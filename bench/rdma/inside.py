@@ -1,7 +1,7 @@
-"""The guest's part: everything is measured here, in turn, and written down as JSON.
+"""The guest's part: everything is measured here, interleaved, and written down as JSON.
 
 ``python -m bench.rdma.inside SPEC RESULT``. Workers are forked from this process, which imports
-torch once: that takes half a minute where the processor is emulated.
+torch once: that takes half a minute where the CPU is emulated.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def idle(spec: Spec, settings: dict[str, str]) -> dict[str, float]:
 
 
 def measure(spec: Spec) -> dict[str, Any]:
-    """All of it, in turn, so that what changes with time changes all alike."""
+    """All of it, interleaved, so that what changes with time changes all alike."""
     rdma = {"DMLC_ENABLE_RDMA": "ibverbs", "BYTEPS_RDMA_WINDOW_BYTES": str(spec.window)}
     goodput: dict[str, list[float]] = {"ib_write_bw": [], **{name: [] for name in PLANES}}
     delays: dict[str, list[dict[str, float]]] = {name: [] for name in PLANES}

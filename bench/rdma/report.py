@@ -1,4 +1,4 @@
-"""What was measured, as tables, and held against the bars."""
+"""What was measured, as tables, and compared with the thresholds."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def judge(result: Mapping[str, Any]) -> list[Bar]:
 
 
 def bar_table(bars: Sequence[Bar]) -> Table:
-    lines: Table = [("bar", "must be", "is", "")]
+    lines: Table = [("threshold", "must be", "is", "")]
     lines += [(b.what, b.must, f"{b.value:.3f}", "ok" if b.ok else "MISS") for b in bars]
     return lines
 
@@ -98,13 +98,13 @@ def titled(result: Mapping[str, Any]) -> list[tuple[str, Table]]:
     amount = f"{spec['partitions']} partitions of {size}, a window of {show_size(spec['window'])}"
     return [
         (
-            f"Both ways together, 1 worker and 1 server, {amount}; {runs} runs of each, in turn",
+            f"Both directions, 1 worker and 1 server, {amount}; {runs} runs of each, interleaved",
             goodput_table(result),
         ),
         (
-            f"A control message and its answer while 16 values of {size} are under way",
+            f"A control message and its answer while 16 values of {size} are in flight",
             delay_table(result),
         ),
-        (f"Processor time while nothing is summed, for {spec['idle_s']:g} s", idle_table(result)),
-        ("Bars", bar_table(judge(result))),
+        (f"CPU time while nothing is reduced, for {spec['idle_s']:g} s", idle_table(result)),
+        ("Thresholds", bar_table(judge(result))),
     ]

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures the RDMA transport in a virtual machine with soft-RoCE, and holds it against bars.
+"""Measures the RDMA transport in a virtual machine with soft-RoCE, and compares it with thresholds.
 
-In turn, several times: perftest's plain writes, then push_pull with one plane and with two, and the
-delay of a control message while values fill the link. At the end, the processor time of a job that
+Interleaved, several times: perftest's plain writes, then push_pull with one plane and with two, and
+the delay of a control message while values fill the link. At the end, the CPU time of a job that
 sums nothing. docs/results/rdma.md says what such figures can tell.
 
-Exit status: 0; 1 something failed or a bar was missed; 2 bad usage.
+Exit status: 0; 1 something failed or a threshold was missed; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def metadata(options: argparse.Namespace) -> dict[str, str]:
     version = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
     made = subprocess.run(version, capture_output=True, text=True, check=False).stdout.strip()
     model = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0]
-    guest = f"{os.cpu_count()} processors, {'KVM or ' if Path('/dev/kvm').exists() else ''}emulated"
+    guest = f"{os.cpu_count()} cores, {'KVM or ' if Path('/dev/kvm').exists() else ''}emulated"
     command = f"bench/rdma/run.py --size {options.size} --repetitions {options.repetitions}"
     return {
         "version": made,

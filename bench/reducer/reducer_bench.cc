@@ -1,6 +1,6 @@
 // Times every addition of byteps/server/reducer.h in one thread, and the optimizer's AdamW
-// (byteps/server/optimizer/update.h), each beside a plain loop that reads and writes the same
-// memory and computes nothing to speak of.
+// (byteps/server/optimizer/update.h), each compared with a plain loop that reads and writes the
+// same memory and computes nothing to speak of.
 //
 // usage: reducer_bench PARTITION_BYTES WORKING_SET_BYTES REPEATS [TYPE...]
 //
@@ -102,7 +102,7 @@ size_t CountWrong(const Operation& operation, DType t, size_t n, size_t shift) {
   return wrong;
 }
 
-// Of this thread on a processor: what others of the machine's threads take from it
+// Of this thread on a core: what others of the machine's threads take from it
 // does not count.
 double ThreadSeconds() {
   timespec now;

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Times the additions that a server makes, each beside a plain loop over the same memory.
+"""Times the additions that a server makes, each compared with a plain loop over the same memory.
 
 So it does with AdamW, which a server that keeps the parameters makes of each sum. Compiles
 byteps/byteps/server/reducer.cc and optimizer/update.cc as the wheel does, and a program that runs
 each of their functions in one thread: over a working set that no cache holds ("memory"), and over
 one partition again and again ("partition"). The limit is a loop that reads and writes the same
-lines of memory and adds them up as integers. What counts is the thread's time on a processor, and
+lines of memory and adds them up as integers. What counts is the thread's time on a core, and
 of that the fastest sample, for both: whatever else a machine does only adds to it. Every
 operation's results are compared with values worked out in another way.
 
-The bar is a part of the speed at which the plain loop goes over memory, out of the cache too: a
+The threshold is a part of the speed of the plain loop over memory, out of the cache too: a
 server sums what the network has just written, so that this is what it is fed with. A cache may feed
 a core many times as fast; then the arithmetic of bf16, some 18 vector instructions for 32 sums, is
-the limit, and how far below that loop it is says more of the processor than of the program; the
+the limit, and how far below that loop it is says more of the CPU than of the program; the
 column of-limit shows it.
 
 Exit status: 0 all is well; 1 a wrong result, a gated operation below --min-of-limit, or a program
@@ -71,7 +71,7 @@ class Result:
     """Read and written in a sample."""
     seconds: list[float]
     plain_seconds: list[float]
-    """Of the plain loop, taken in turn with the others."""
+    """Of the plain loop, interleaved with the others."""
     wrong: int
     level: str
     """Instructions for which the operation's loops were compiled: ``x86-64-v4`` and so on."""
@@ -94,14 +94,14 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A result beside what memory feeds a core with."""
+    """A result compared with what memory feeds a core with."""
 
     result: Result
     of_memory: float
     """Its speed over that of the plain loop over memory."""
 
     def is_below(self, options: argparse.Namespace) -> bool:
-        """Whether it misses the bar that is set for it."""
+        """Whether it misses the threshold that is set for it."""
         gated = options.min_of_limit is not None and self.result.type in options.gate_types
         return gated and self.of_memory < options.min_of_limit
 
@@ -121,7 +121,7 @@ class Judged:
 
 
 def judged(results: Sequence[Result]) -> list[Judged]:
-    """Each result beside the plain loop over memory of the same operation and type."""
+    """Each result compared with the plain loop over memory of the same operation and type."""
     memory = {(one.operation, one.type): one for one in results if one.set == "memory"}
     return [
         Judged(result=one, of_memory=one.speed / memory[one.operation, one.type].plain_speed)
@@ -175,13 +175,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="bytes of all buffers together (default: twice the largest cache, at least 256MiB)",
     )
     add("--repeats", type=positive, default=5, help="samples (default: 5)")
-    add("--min-of-limit", type=float, metavar="PART", help="bar for each gated operation")
+    add("--min-of-limit", type=float, metavar="PART", help="threshold for each gated operation")
     add(
         "--gate-types",
         type=types,
         default=GATED_TYPES,
         metavar="LIST",
-        help=f"types that the bar holds for (default: {GATED_TYPES})",
+        help=f"types that the threshold is for (default: {GATED_TYPES})",
     )
     add("--json", type=Path, metavar="FILE", help="all results, with raw samples")
     return parser.parse_args(arguments)
@@ -243,7 +243,7 @@ def metadata(options: argparse.Namespace, level: str) -> dict[str, str]:
         "instructions": level,
         "partition": show_size(options.partition),
         "working set": show_size(options.working_set),
-        "samples": f"{options.repeats}; the fastest counts; one thread, its time on a processor",
+        "samples": f"{options.repeats}; the fastest counts; one thread, its CPU time",
         "units": "read and written: bytes of an element; GB/s: both together, 1e9 bytes",
     }
 

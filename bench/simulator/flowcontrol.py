@@ -62,7 +62,7 @@ def compare_rules(scenario: Scenario, link: float) -> Iterator[Sequence[str]]:
 
     Args:
         scenario: a push-pull; its limits are replaced by the rules'.
-        link: B of M/B, bytes a second.
+        link: B of M/B, bytes per second.
     """
     limit = scenario.size / link
     for rule in RULES:

@@ -1,7 +1,7 @@
 """Pushes through a switch whose ports have little memory, burst by burst.
 
 The fluid simulation (``simulation``) shares links perfectly and has no queues. Here every host
-sends bursts, one in the time that a link takes for it (a slot), to one of its connections in turn,
+sends bursts, one in the time that a link takes for it (a slot), to its connections round robin,
 and each port of the switch is a queue of so many bytes that lets one burst go in a slot. What does
 not fit is lost, or held back, as ``Incast.lossless`` says. Only pushes are simulated: answers are
 the same with the hosts' parts exchanged.
@@ -29,7 +29,7 @@ class Incast:
     """Bytes a second of every link."""
     burst: int
     """Bytes that a host sends to one connection before it turns to the next: what the kernel hands
-    the card at once (64 KiB), or the MTU of an RDMA card."""
+    the NIC at once (64 KiB), or the MTU of an RDMA NIC."""
     port_bytes: int
     """Memory of a port of the switch."""
     lossless: bool
@@ -41,9 +41,9 @@ class Incast:
     partition: int
     """Bytes that a credit, or a place in a window, stands for; whole bursts."""
     credit: int = 0
-    """Partitions that a worker may have under way in all; 0: no limit."""
+    """Partitions that a worker may have in flight in all; 0: no limit."""
     window: int = 0
-    """Bytes that a worker may have under way for each server, one burst at least; 0: no limit."""
+    """Bytes that a worker may have in flight for each server, one burst at least; 0: no limit."""
     timeout: float = 0.2
     """Seconds after which the last burst of a connection is sent again if it was lost. One that
     others follow on its connection is sent again after ``delay``."""
@@ -102,7 +102,7 @@ class _Switch:
         self._given = np.zeros((n, k), dtype=int)  # given to the transport, and not sent
         self._under_way = np.zeros((n, k), dtype=int)  # sent, and not known to have passed
         self._passed = np.zeros((n, k), dtype=int)
-        self._congestion = np.full((n, k), float(self._limit))  # what TCP lets be under way
+        self._congestion = np.full((n, k), float(self._limit))  # what TCP lets be in flight
         self._not_before = np.zeros((n, k), dtype=int)
         self._order = self._servers_in_order()
         self._turn = np.zeros(n, dtype=int)  # the place in its order to which a worker comes next
@@ -211,14 +211,14 @@ class _Switch:
         )
 
     def _choose(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """The workers that send now, and to whom: the next connection in turn that has something;
-        one that was held sends what it was held with."""
+        """The workers that send now, and to whom: the next connection, round robin, that has
+        something; one that was held sends what it was held with."""
         n, k = self._given.shape
         everyone = np.arange(n)
         held = self._blocked >= 0
         choice = np.where(held, self._blocked, self._order[everyone, self._turn])
         ready = held | self._may_send(everyone, choice, slot)
-        # Those for whom the next in turn is not ready look further.
+        # Those whose next connection is not ready look further.
         others = np.flatnonzero(~ready)
         if others.size:
             places = (self._turn[others, None] + np.arange(k)) % k

@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stragglers", type=argument(stragglers), metavar="N:SECONDS", help="so many begin late")
     add("--slow-servers", type=argument(slow), metavar="N@RATE", help="so many have this link")
     add("--slow", type=argument(slow), metavar="N@RATE", help="so many workers have this link")
-    add("--compare-rules", action="store_true", help="limits on what is under way, compared")
+    add("--compare-rules", action="store_true", help="limits on what is in flight, compared")
     add("--incast", action="store_true", help="pushes through a switch with finite ports")
     add("--port", type=size, default="1MiB", help="memory of such a port (default: 1MiB)")
     add("--burst", type=size, default="64KiB", help="that a host sends at once (default: 64KiB)")
@@ -186,7 +186,7 @@ def headline(options: argparse.Namespace) -> str:
 
 
 def limits(options: argparse.Namespace) -> str:
-    """What a worker may have under way."""
+    """What a worker may have in flight."""
     window = "auto" if options.window is None else show_size(options.window)
     parts = [f"window {window}"] if options.window != 0 else []
     parts += [f"credit {options.credit}"] if options.credit else []
@@ -194,7 +194,7 @@ def limits(options: argparse.Namespace) -> str:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Measured beside predicted, for every figure of a file."""
+    """Measured and predicted, for every figure of a file."""
     try:
         found = compare(options.check, options.scenarios[0])
     except (OSError, ValueError) as error:

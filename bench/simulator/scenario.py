@@ -11,7 +11,7 @@ _PARTITIONS_PER_SERVER = 64
 _PARTITION_S = 2e-6
 SMALLEST_PARTITION = 131_072
 LARGEST_PARTITION = 4_096_000
-_FRAME = 14  # bytes: what a shaper counts beside the packet
+_FRAME = 14  # bytes: what a shaper counts in addition to the packet
 
 
 def payload_fraction(mtu: int) -> float:
@@ -32,7 +32,7 @@ def engine_partition(
     """Bytes of the partitions into which the engine cuts a tensor: 64 for each server, whole pages,
     within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/base/placement.h).
 
-    ``link``: bytes a second of a worker's link, where TCP carries the values; on a fast one they
+    ``link``: bytes per second of a worker's link, where TCP carries the values; on a fast one they
     are longer.
     """
     if servers < 1:
@@ -48,9 +48,9 @@ COVERED_S = 5e-3
 
 
 def engine_window(partition: int, servers: int, rate: float) -> int:
-    """Bytes that a worker may have under way for each server (BYTEPS_SERVER_WINDOW_BYTES=0): two
+    """Bytes that a worker may have in flight for each server (BYTEPS_SERVER_WINDOW_BYTES=0): two
     partitions, so that one follows the other without a pause, and where those are small, what the
-    worker's link of ``rate`` bytes a second carries in 5 ms, over all servers, 16 MiB at most
+    worker's link of ``rate`` bytes per second carries in 5 ms, over all servers, 16 MiB at most
     (byteps/engine/push_scheduler.h)."""
     return max(2 * partition, int(min(MOST_BY_RATE, COVERED_S * rate)) // servers)
 
@@ -117,7 +117,7 @@ class Scenario:
     add_rate: float = math.inf
     """Bytes of pushes that a thread of a server adds in a second."""
     engine_threads: int = 4
-    """BYTEPS_SERVER_ENGINE_THREAD: partitions are dealt to them in turn."""
+    """BYTEPS_SERVER_ENGINE_THREAD: partitions are dealt to them round robin."""
     latency: float = 0.0
     """Seconds from the end of a message on the link to when the other side acts on it."""
 

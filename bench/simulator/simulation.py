@@ -1,6 +1,6 @@
 """Predicts how long a push-pull takes, event by event, and a ring all-reduce on the same links.
 
-Messages are fluids: all that are under way share the links max-min fairly, and rates change when a
+Messages are fluids: all that are in flight share the links max-min fairly, and rates change when a
 message ends or begins. docs/design/cost-model.md says what is modelled of the engine and of a ring,
 and what is left out. Workers that are alike are simulated as one, so that a thousand of them cost
 what one does.
@@ -54,7 +54,7 @@ def ring(scenario: Scenario) -> float:
 
     2(n-1) steps: each worker sends one n-th of the tensor to the next one, as soon as it has sent
     the one before and received the one that this step passes on. Every flow keeps the rate it has
-    while all are under way; additions cost nothing.
+    while all are in flight; additions cost nothing.
     """
     alone = scenario.one_by_one().workers
     n = len(alone)
@@ -170,7 +170,7 @@ class _PushPull:
             ahead = np.minimum(self._left, self._returns - self._moved)[under_way]
             span = max(0.0, float((ahead / self._rates[under_way]).min()))
         span = min(span, max(self._agenda.next_time() - self._now, 0.0))
-        assert np.isfinite(span), "workers wait, and nothing is under way"
+        assert np.isfinite(span), "workers wait, and nothing is in flight"
         moved = self._rates[under_way] * span
         self._left[under_way] -= moved
         self._moved[under_way] += moved

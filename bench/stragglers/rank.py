@@ -147,7 +147,7 @@ class _Rank:
         self._round = 0
 
     def run(self) -> list[Step]:
-        """All steps, those of all cases, kinds and ways in turn; empty on ranks but 0."""
+        """All steps, those of all cases, kinds and backends interleaved; empty on ranks but 0."""
         one, steps = self._experiment, []
         for number in range(-1, one.steps):
             for computing in one.computing:

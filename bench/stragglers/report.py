@@ -1,4 +1,4 @@
-"""How much of a straggler's delay the steps show, beside what the links allow."""
+"""How much of a straggler's delay the steps show, and what the links allow."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from bench.stragglers.delays import KINDS, WAYS, Links, delay, least_seconds, loads
 from bench.stragglers.rank import Experiment, Step
 
-HEAD = (
-    *("computing", "ranks", "sums by", "step ms", "at best", "delay ms"),
-    *("seen of it", "range", "at best"),
-)
-_TITLES = {"servers": "BytePS", "ring": "gloo"}
+HEAD = ("computing", "ranks", "delay ms", "BytePS ms", "seen of it", "gloo ms", "seen of it")
+"""Of ``WAYS``: BytePS's servers, then gloo's ring. In brackets: what the links allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,26 +28,23 @@ class Row:
     """Seconds by which the last rank computes longer than a balanced one; 0 if balanced."""
     seen: float | None
     """Part of the delay by which the step is longer than the balanced one of the same number."""
-    seen_range: tuple[float, float] | None
-    """Of all steps."""
     least_seen: float | None
     """The part that ``least`` alone would show."""
 
-    def cells(self) -> tuple[str, ...]:
-        """A line under HEAD."""
-        seen = ("-",) * 3
-        if self.seen is not None and self.seen_range is not None and self.least_seen is not None:
-            least, most = self.seen_range
-            seen = (f"{self.seen:.2f}", f"{least:.2f} to {most:.2f}", f"{self.least_seen:.2f}")
-        return (
-            f"{self.computing:g}",
-            self.kind,
-            _TITLES[self.way],
-            f"{1e3 * self.seconds:.0f}",
-            f"{1e3 * self.least:.0f}",
-            f"{1e3 * self.delay:.0f}" if self.delay else "-",
-            *seen,
-        )
+    def cells(self) -> tuple[str, str]:
+        """The step's time, and how much of the delay it shows."""
+        seen = "-" if self.seen is None else f"{self.seen:.2f} ({self.least_seen:.2f})"
+        return f"{1e3 * self.seconds:.0f} ({1e3 * self.least:.0f})", seen
+
+
+def table(found: Sequence[Row]) -> list[tuple[str, ...]]:
+    """HEAD, and a line for each case and kind, both ways side by side."""
+    lines = [HEAD]
+    for servers, ring in zip(found[::2], found[1::2], strict=True):
+        late = f"{1e3 * servers.delay:.0f}" if servers.delay else "-"
+        case = (f"{servers.computing:g}", servers.kind, late)
+        lines.append((*case, *servers.cells(), *ring.cells()))
+    return lines
 
 
 def rows(experiment: Experiment, links: Links, steps: Sequence[Step]) -> list[Row]:
@@ -107,6 +101,5 @@ def _row(
         least=statistics.median(least(kind, number) for number in numbers),
         delay=statistics.median(delays),
         seen=statistics.median(seen) if seen else None,
-        seen_range=(min(seen), max(seen)) if seen else None,
         least_seen=statistics.median(least_seen) if least_seen else None,
     )

@@ -3,9 +3,9 @@
 
 Ranks on emulated links compute, which here is sleeping, and start a sum of each bucket as soon as
 their backward pass has it. All ranks compute as long; one starts late; one computes longer; or all
-have sequences of different lengths. A step with a delay is compared with the balanced one beside
-it; both ways take turns in the same processes, and every sum is compared with a closed form. Beside
-each figure stands what the links allow at best.
+have sequences of different lengths. A step with a delay is compared with the balanced one of the
+same number; both backends alternate in the same processes, and every sum is compared with a closed
+form. In brackets: what the links allow at best.
 
   bench/stragglers/run.py                            four workers and servers at 100 Mbit/s
   bench/stragglers/run.py --servers 2 --shards       fewer servers; each rank takes its share alone
@@ -36,7 +36,7 @@ from bench.kit.units import parse_rate, parse_size, show_rate, show_size
 from bench.simulator.scenario import payload_fraction
 from bench.stragglers.delays import KINDS, WAYS, Links, least_seconds, loads
 from bench.stragglers.rank import Experiment, Step
-from bench.stragglers.report import HEAD, rows
+from bench.stragglers.report import rows, table
 from scripts.columns import aligned, pipes
 from scripts.progress import Progress
 
@@ -125,7 +125,7 @@ def header(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, s
         f"links of {show_rate(options.link)} each way",
         "step": f"{show_size(options.size)} of fp32 in {options.buckets} buckets, of whose sums a "
         f"rank takes {what}",
-        "samples": f"{options.steps} steps of each line, taken in turn; medians",
+        "samples": f"{options.steps} steps of each line, interleaved; medians",
     }
 
 
@@ -170,9 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted: what was started has been ended", file=sys.stderr)
         return 130
     meta = header(options, sys.argv[1:] if arguments is None else arguments)
-    table = [HEAD, *(row.cells() for row in rows(experiment, links, steps))]
+    lines = table(rows(experiment, links, steps))
     print("\n".join(f"# {name}: {text}" for name, text in meta.items()))
-    print("\n".join(pipes(table)) if options.markdown else aligned(table))
+    print("\n".join(pipes(lines)) if options.markdown else aligned(lines))
     wrong = sum(step.wrong for step in steps)
     print(f"# wrong elements: {wrong}")
     if options.json:

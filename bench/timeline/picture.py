@@ -3,7 +3,7 @@
 
 Takes the files that BYTEPS_TRACE_ON=1 writes (or what scripts/merge_traces.py made of them). With
 --profile, a trace of torch.profiler of the same process is laid above, so that backward, copies,
-pushes and pulls are seen beside each other: its kernels, by CUDA stream, or on a CPU what the
+pushes and pulls are seen side by side: its kernels, by CUDA stream, or on a CPU what the
 backward pass and all else computed.
 """
 

@@ -108,7 +108,7 @@ class Trained:
     checksum: str
     """Of the final parameters."""
     busy: float
-    """Part of this machine's processors that was busy during the launch, its start included."""
+    """Part of this machine's cores that was busy during the launch, its start included."""
     gpu_bytes: int = 0
     """What torch had in use at most on the GPU of a rank; 0 without GPUs."""
     routes: str = ""
@@ -145,7 +145,7 @@ def gpus_of(rank: int, ranks_per_host: int) -> str:
         LaunchError: a host has more ranks than there are GPUs.
     """
     if ranks_per_host > count_gpus():
-        raise LaunchError(f"{ranks_per_host} ranks a host need as many GPUs, not {count_gpus()}")
+        raise LaunchError(f"{ranks_per_host} ranks per host need as many GPUs, not {count_gpus()}")
     return some_gpus(rank // ranks_per_host * ranks_per_host, ranks_per_host)
 
 

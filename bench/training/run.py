@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Times whole training steps of Megatron, its gradients summed by BytePS or torch.distributed.
 
-Trains the GPT of scripts/train.py in several ways in turn, --launches times: through BytePS with
-servers, and through gloo (NCCL on GPUs), by all-reduce or with the optimizer sharded over all ranks
-or inside each host. All processes run on this machine's loopback or, with --emulate, in network
-namespaces with a rate-limited link each, --ranks-per-host of them in each. A launch's figure is the
-median of its steps after --warmup; a way's, the median over launches. The first way is compared
-with each other one. The losses of all launches must agree: to the last bit with two workers, where
-BytePS and all-reduce add two values once.
+Trains the GPT of scripts/train.py through several backends, interleaved, --launches times: through
+BytePS with servers, and through gloo (NCCL on GPUs), by all-reduce or with the optimizer sharded
+over all ranks or inside each host. All processes run on this machine's loopback or, with --emulate,
+in network namespaces with a rate-limited link each, --ranks-per-host of them in each. A launch's
+figure is the median of its steps after --warmup; a backend's, the median over launches. The first
+backend is compared with each other one. The losses of all launches must agree: to the last bit with
+two workers, where BytePS and all-reduce add two values once.
 
   bench/train_bench.py                                             two workers on loopback
   bench/train_bench.py --workers 4 --servers 4 --emulate 8@500mbit -- --hidden-size 256
@@ -47,7 +47,7 @@ SCHEMA = 1
 LOSS_TOLERANCE = 1e-3
 HALF_LOSS_TOLERANCE = 2e-2
 HEAD = (
-    *("way", "workers", "servers", "ms/step", "min..max", "tokens/s", "last loss"),
+    *("backend", "workers", "servers", "ms/step", "min..max", "tokens/s", "last loss"),
     *("GPU GB", "launches", "busy"),
 )
 
@@ -65,13 +65,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--route",
         choices=("auto", "flat", "node-first", "collective"),
-        help="--dpu-reduce-route (default: flat with one rank a host, else node-first)",
+        help="--dpu-reduce-route (default: flat with one rank per host, else node-first)",
     )
     add("--colocate", action="store_true", help="servers on the workers' hosts")
     add("--emulate", metavar="HOSTS@RATE", help="such as 8@500mbit; needs root")
     add("--steps", type=positive, default=30, help="of a launch (default: 30)")
     add("--warmup", type=positive, default=5, help="of these, not timed (default: 5)")
-    add("--launches", type=positive, default=3, help="of each backend, in turn (default: 3)")
+    add("--launches", type=positive, default=3, help="of each backend, interleaved (default: 3)")
     add("--timeout", type=float, default=600.0, help="s for a launch, against hangs")
     add("--seed", type=positive, default=1234, help="default: 1234")
     add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data-cache", type=Path, default=ROOT / "build" / "data", help="default: build/data")
     add("--tree", type=Path, default=ROOT / "build" / "Megatron-LM", help="patched Megatron-LM")
     add("--json", type=Path, metavar="FILE", help="everything, with the time of each step")
-    add("--min-ratio", type=float, metavar="X", help="bar: speed of the first over each other")
+    add("--min-ratio", type=float, metavar="X", help="threshold: speed over each other one")
     add("megatron", nargs="*", metavar="-- ARGUMENTS", help="for Megatron; they win")
     options = parser.parse_args(arguments)
     try:
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> list[Trained]:
                     shown.say(one.routes)
                 done.append(one)
                 shown.say(
-                    f"launch {index} {way.name}: {one.median_s * 1e3:.1f} ms a step; "
+                    f"launch {index} {way.name}: {one.median_s * 1e3:.1f} ms per step; "
                     f"machine {one.busy:.0%} busy"
                 )
     return done

@@ -1,5 +1,5 @@
-"""Whole training steps on clusters that one machine emulates, of GPUs or of its processors, and
-their bars."""
+"""Whole training steps on clusters that one machine emulates, of GPUs or of its cores, and
+their thresholds."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _ON_MORE_SERVERS = _bars(
 # Steps that are made again are about as long as those that wait.
 _CLIPPED = _bars(("servers-bf16", "servers-bf16-wait", 0.93))
 
-# Two ranks a host: flat, each card carries twice the bytes.
+# Two ranks per host: flat, each NIC carries twice the bytes.
 _ON_SERVERS_BY_HOST = (*_ON_SERVERS, *_bars(("servers-bf16", "servers-bf16-flat", 1.6)))
 
 STEPS: tuple[Steps, ...] = (

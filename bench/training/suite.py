@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times whole training steps on several emulated clusters, one after the other, against bars.
+"""Times whole training steps on several emulated clusters, and checks thresholds.
 
 Each experiment is a run of bench/train_bench.py: a GPT of a billion parameters on 4 or 8 hosts of
 1, 2, 4 or 8 GPUs, links of 10 to 100 Gbit/s, through BytePS and by torch.distributed, unsharded and
@@ -14,7 +14,8 @@ measured, and one of all experiments comes last, in Markdown.
   bench/training/suite.py --only 4+4-10gbit -- --hidden-size 64 --num-layers 2      a smaller model
   bench/training/suite.py --only optimizer-4+4-10gbit          on two GPUs
 
-Exit status: 0 all bars are reached; 1 a bar was missed, a run failed or was not begun; 2 bad usage.
+Exit status: 0 all thresholds are reached; 1 one was missed, a run failed or was not begun; 2 bad
+usage.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ SCHEMA = 1
 HEAD = (
     "hosts x GPUs + servers",
     "links",
-    "way",
-    "ms a step",
+    "backend",
+    "ms per step",
     "min..max",
     "tokens/s",
     "GPU GB",
@@ -61,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     names = ", ".join(one.name for one in STEPS)
     add("--only", nargs="+", default=[], metavar="NAME", help=f"in this order, of {names}")
-    add("--launches", type=int, default=1, help="of each way, in turn (default: 1)")
+    add("--launches", type=int, default=1, help="of each backend, interleaved (default: 1)")
     add("--steps", type=int, default=5, help="of a launch (default: 5)")
     add("--warmup", type=int, default=1, help="of these, not timed (default: 1)")
     add("--timeout", type=float, default=300.0, help="s for a launch, against hangs")
@@ -133,12 +134,12 @@ def rows_of(steps: Steps, done: Sequence[Trained]) -> list[tuple[str, ...]]:
 
 
 def verdict(steps: Steps, bar: Bar, done: Sequence[Trained]) -> tuple[bool, str]:
-    """Whether a bar is reached, and its line."""
+    """Whether a threshold is reached, and its line."""
     value, low, high = train_bench.ratio(done, (bar.ours, bar.theirs))
     ok = value >= bar.low
     text = (
         f"{'ok    ' if ok else 'MISSED'} {steps.name}: {bar.ours} over {bar.theirs} "
-        f"{value:.3f} ({low:.3f}..{high:.3f}), bar {bar.low:g}"
+        f"{value:.3f} ({low:.3f}..{high:.3f}), threshold {bar.low:g}"
     )
     return ok, text
 

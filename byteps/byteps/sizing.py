@@ -383,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     model.add_argument(
         "--wire", choices=tuple(BYTES),
-        help="type of gradients on the way to servers (default: as --gradients)",
+        help="type in which gradients are sent to servers (default: as --gradients)",
     )  # fmt: skip
     machines = parser.add_argument_group("the machines")
     machines.add_argument("--hosts", type=int, required=True, help="number of hosts with workers")

@@ -109,9 +109,9 @@ check_devices() {
     return 0
   fi
   wrong "this machine has no RDMA device" \
-    "load the card's driver, such as modprobe mlx5_ib; lspci | grep -iE 'mellanox|infiniband'" \
+    "load the NIC's driver, such as modprobe mlx5_ib; lspci | grep -iE 'mellanox|infiniband'" \
     "in a container: start it with --device=/dev/infiniband and the host's network" \
-    "without a card, to try: rdma link add rxe0 type rxe netdev INTERFACE (soft-RoCE)"
+    "without an RDMA NIC, to try: rdma link add rxe0 type rxe netdev INTERFACE (soft-RoCE)"
   return 1
 }
 

@@ -18,7 +18,7 @@ SUBJECT_LENGTH = 72
 CONTEXT = 3
 """Lines of upstream before and after a change."""
 AUTHOR = f"From: {IDENTITY_NAME} <{IDENTITY_EMAIL}>\n".encode()
-"""Of every patch, whoever made the commit: a series has one author."""
+"""Of every patch, whatever the commit's author: a series has one."""
 
 _HEADER = re.compile(
     rb"From 0{40} Mon Sep 17 00:00:00 2001\n"

@@ -206,7 +206,7 @@ def refuse_to_lose_work(upstream: Upstream, state: State, head: str) -> None:
     tree, shown = upstream.tree, upstream.shown(upstream.tree)
     for name in ("rebase-apply", "rebase-merge"):
         if (tree / ".git" / name).exists():
-            raise PatchError(f"a rebase or git am is under way in {shown}: finish or abort it")
+            raise PatchError(f"a rebase or git am is unfinished in {shown}: finish or abort it")
     dirty = uncommitted(upstream, state)
     if dirty:
         listed = ", ".join(dirty[:5]) + (f" and {len(dirty) - 5} more" if len(dirty) > 5 else "")

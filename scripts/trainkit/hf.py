@@ -55,7 +55,7 @@ class HuggingFace:
     lora: bool
 
     def arguments(self, save: Path) -> list[str]:
-        """Of Megatron, beside those of every run."""
+        """Of Megatron, in addition to those of every run."""
         chosen = ["--hf-model", str(self.model), "--hf-save", str(save)]
         chosen += ["--lora"] if self.lora else []
         return [*ARGUMENTS, "--lr", _RATES[self.lora], *chosen]

@@ -17,7 +17,7 @@ _PEAK = "memory/peak_bytes/"
 
 @dataclass(frozen=True, kw_only=True)
 class Reshard:
-    """Weights on their way from training to the rollout's layout."""
+    """Weights in flight from training to the rollout's layout."""
 
     seconds: float
     """Of the slowest rank."""

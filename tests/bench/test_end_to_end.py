@@ -17,7 +17,7 @@ TOOL = BENCH / "pushpull_bench.py"
 NETNS = Path("/run/netns")
 LIMIT_S = 500.0
 
-# Set for the tests by whoever runs them; the tool must not take it for its own.
+# Set for the tests by their caller; the tool must not take it for its own.
 FOREIGN = {"RANK", "WORLD_SIZE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"}
 
 

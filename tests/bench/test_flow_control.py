@@ -1,4 +1,4 @@
-"""Limits on what a worker has under way, in all or for each server, and switches in between."""
+"""Limits on what a worker has in flight, in all or for each server, and switches in between."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_slow_server_takes_nobody_elses_share_of_a_window() -> None:
 
 def test_what_is_urgent_waits_for_what_is_under_way_and_no_more() -> None:
     urgent = {"urgent_size": 4096, "urgent_start": 0.01}
-    # Servers and link share: 8 windows under way, or all that is left of the tensor.
+    # Servers and link share: 8 windows in flight, or all that is left of the tensor.
     some = push_pull(scenario(8, window=2 * PARTITION, **urgent)).urgent_seconds
     everything = push_pull(scenario(8, **urgent)).urgent_seconds
     assert some <= (8 * 2 * PARTITION + 8 * PARTITION) / RATE

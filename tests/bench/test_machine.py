@@ -1,4 +1,4 @@
-"""Processor time and memory, as the kernel counts them."""
+"""CPU time and memory, as the kernel counts them."""
 
 from __future__ import annotations
 

@@ -82,4 +82,4 @@ def test_ranks_take_turns_where_the_service_does_not_start(
     with together(plan_of(4)):
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     said = capsys.readouterr().err
-    assert "4 ranks share 2 GPUs, in turns" in said and "no permission" in said
+    assert "4 ranks share 2 GPUs, one after the other" in said and "no permission" in said

@@ -75,7 +75,7 @@ def test_emulation_is_not_for_a_rank() -> None:
     ("arguments", "complaint"),
     [
         (["--min-ratio", "1", "--backends", "gloo"], "does not name"),
-        (["--min-ratio", "1", "--backends", "byteps"], "another backend"),
+        (["--min-ratio", "1", "--backends", "byteps"], "a backend to compare"),
         (["--min-of-limit", "0.9"], "--emulate or --link"),
     ],
 )

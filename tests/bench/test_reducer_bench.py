@@ -1,4 +1,4 @@
-"""bench/reducer/run.py: every operation is right, a broken one is found, and bars hold."""
+"""bench/reducer/run.py: every operation is right, a broken one is found, and thresholds count."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from bench import pushpull_bench
 from bench.kit import record
 from bench.pushpull import samples, suite
 from bench.pushpull.document import parts_in
-from bench.pushpull.markdown import BEGIN, END, replace_results, section
+from bench.pushpull.markdown import BEGIN, END, replace_results, results
 from bench.pushpull.options import parse
 from bench.pushpull.plots import described, draw_overview, parts_of_limit
 from bench.pushpull.sets import SETS, choose
@@ -107,19 +107,25 @@ def test_an_unknown_experiment_is_named() -> None:
         choose("quick", ["x"])
 
 
-def test_a_section_says_which_launches_count() -> None:
+def test_results_say_which_launches_count_and_what_was_missed() -> None:
     experiment = choose("quick")[0]
-    run = make_run(busy={1: 0.9})
+    run = make_run(busy={1: 0.9}, wrong=1)
     run.plan = experiment.plan
     for launch in run.launches:
         launch.measured = [
             type(launch.measured[0])(**{**launch.measured[0].__dict__, "case": case})
             for case in experiment.plan.cases
         ]
-    text = "\n".join(section(experiment, run))
-    assert "1 launches of each, interleaved (1 more were left out" in text
-    assert "| 64MiB | 16777216 | float32 | byteps |" in text
-    assert "MISS" in text
+    text = results([(experiment, run)], {"date": "today"})
+    assert "- date: today\n" in text
+    assert "interleaved: 1; 4+4-500mbit: 1, 1 more on a busy machine\n" in text
+    assert "- wrong elements: 8\n" in text
+    assert (
+        "| 4+4-500mbit | 64MiB float32 | 1000 | 1.074 | gloo | 1500 | 1.500 | 1.500..1.500 |"
+        in text
+    )
+    missed = "32MiB bfloat16: speed over that of gloo 64MiB float32: 1.500, must be >= 2.9."
+    assert f"Thresholds met: 4 of 5. MISS: 4+4-500mbit, {missed}" in text
 
 
 def test_overview_compares_times_with_one_limit(run_dir: Path) -> None:
@@ -137,7 +143,7 @@ def test_overview_compares_times_with_one_limit(run_dir: Path) -> None:
 def test_the_documents_chart_shows_its_tables() -> None:
     experiments = parts_in((DOCS / "results/figures.md").read_text())
     by_label = {one.label: one.of_limit for one in experiments}
-    # What the links allow, over each one's time: gloo's is 0.963 * 4458.984 / 6494.127.
+    # What the links allow, over each one's time: gloo's is 0.963 * 4459 / 6494.
     assert by_label["4+4-500mbit\n256MiB float32"] == pytest.approx(
         {"byteps": 0.963, "gloo": 0.6612}, rel=1e-3
     )

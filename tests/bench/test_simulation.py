@@ -228,7 +228,7 @@ def test_plain_sockets_as_measured_on_emulated_links(
         (1 << 40, 4, {}, 4_096_000),
         (64 * MIB + 256, 4, {}, 266_240),
         (64 * MIB, 4, {"smallest": MIB, "largest": 1000}, 4096),
-        # 8 MiB a server, of which a link of 100 Gbit/s carries 25,000 bytes in 2 us.
+        # 8 MiB per server, of which a link of 100 Gbit/s carries 25,000 bytes in 2 us.
         (16 * MIB, 2, {"link": 12.5e9}, 458_752),
         (16 * MIB, 2, {"link": 12.5e9, "largest": 200_000}, 200_704),
         (64 * MIB, 4, {"link": 1.25e9}, 256 << 10),

@@ -47,7 +47,7 @@ def test_every_byte_comes_back_in_every_round(
 ) -> None:
     with servers(program, tmp_path, count, flows) as places:
         sockets = Sockets(library=str(program.library), servers=places, flows=flows)
-        # From one byte a server to several calls a flow, up and down again.
+        # From one byte per server to several calls per flow, up and down again.
         for size in (7, 64 << 10, (9 << 20) + 5, 1000, 3 << 20):
             sockets.reduce([torch.empty(size - 3, dtype=torch.uint8), torch.empty(3).byte()], "t")
         sockets.close()

@@ -1,4 +1,4 @@
-"""Figures from samples: medians, spreads, limits, bars."""
+"""Figures from samples: medians, spreads, limits, thresholds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_busiest_link_of_hosts_with_two_ranks(backend: str, share: float) ->
 
 
 def test_the_busiest_link_with_servers_of_both_kinds() -> None:
-    """x = 3/10 on each machine, y = 1/10 beside each worker: 4 * 3/10 = 1 + 2 * 1/10."""
+    """x = 3/10 on each machine, y = 1/10 next to each worker: 4 * 3/10 = 1 + 2 * 1/10."""
     both = Topology(workers=4, servers=2, servers_per_machine=3, local_servers=1)
     assert busiest_link("byteps", both) == pytest.approx(1.2)
 
@@ -116,7 +116,7 @@ def test_all_rounds_count_when_none_was_quiet() -> None:
         ("of-limit", 0.95, None, 1.0, True),
         ("cpu", None, 3.0, 4 / 3, True),
         ("cpu", None, 1.2, 4 / 3, False),
-        # 1 MiB in a second; 0.4 processor seconds for three times 1 MiB.
+        # 1 MiB in a second; 0.4 CPU seconds for three times 1 MiB.
         ("speed", 0.001, None, 1.048576e-3, True),
         ("speed", 0.002, None, 1.048576e-3, False),
         ("cpu-seconds", None, 128.0, 0.4 / 3 / 1.048576e-3, True),

@@ -135,7 +135,7 @@ def test_hosts_that_outnumber_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     assert [gpus_of(rank, 2) for rank in range(6)] == ["4,5", "4,5", "6,4", "6,4", "5,6", "5,6"]
     assert [gpus_of(rank, 1) for rank in range(5)] == ["4", "5", "6", "4", "5"]
-    with pytest.raises(LaunchError, match="4 ranks a host need as many GPUs, not 3"):
+    with pytest.raises(LaunchError, match="4 ranks per host need as many GPUs, not 3"):
         gpus_of(0, 4)
 
 

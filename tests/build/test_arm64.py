@@ -1,4 +1,4 @@
-"""The arm64 server, cross-compiled, as the server of x86-64 workers, on an emulated processor."""
+"""The arm64 server, cross-compiled, as the server of x86-64 workers, on an emulated CPU."""
 
 from __future__ import annotations
 

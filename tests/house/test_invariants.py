@@ -1,4 +1,4 @@
-"""docs/design/reliability.md names all invariants (base/invariant.h) and probes (base/probe.h)."""
+"""docs/design/reliability.md names all invariants (base/invariant.h), and code uses all probes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,13 @@ def sources() -> list[Path]:
     return [path for path in found if path != CODE / "base/invariant.h"]  # it explains their use
 
 
-def test_every_invariant_is_in_the_table_with_its_places() -> None:
-    used: dict[str, set[str]] = {}
-    for path in sources():
-        for name in USE.findall(path.read_text()):
-            used.setdefault(name, set()).add(f"`{path.parent.name}/{path.name}`")
-    told = {name: set(places.split(", ")) for name, places, _ in rows_below("## Invariants")}
-    assert told == used
+def test_every_invariant_is_in_the_table() -> None:
+    used = {name for path in sources() for name in USE.findall(path.read_text())}
+    assert {name for name, _ in rows_below("## Invariants")} == used
 
 
-def test_every_probe_is_in_the_table_or_explained() -> None:
+def test_every_probe_is_reached_somewhere() -> None:
     declared = set(re.findall(r"X\(k(\w+), ", PROBES.read_text()))
     code = "\n".join(path.read_text() for path in sources())
     code += "\n".join(path.read_text() for path in (REPOSITORY / "byteps/tests").rglob("*.cc"))
     assert declared == set(re.findall(r"PS_PROBE\(k(\w+)\)", code))
-    section = DOCUMENT.read_text().split("\n### What the seeds reach\n")[1].split("\n## ")[0]
-    told = {row[0] for row in rows_below("### What the seeds reach")}
-    assert told <= declared
-    assert all(f"`{name}`" in section for name in declared - told)

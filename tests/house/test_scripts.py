@@ -67,7 +67,7 @@ def test_make_lists_its_targets() -> None:
 
 
 def test_setups_that_make_the_same_at_once_keep_one(tmp_path: Path) -> None:
-    """Whoever comes first: nobody sees a folder that is not whole, or none where there was one."""
+    """In any order: no process sees a folder that is not whole, or none where there was one."""
     makers = """
         source scripts/lib/cache.sh
         for i in $(seq 20); do

@@ -1,7 +1,7 @@
 """Images and containers without a Docker engine: buildah builds them, podman runs compose files.
 
 buildah builds in a chroot, on bases made out of Debian's packages; arm64 runs on an emulated
-processor. podman's containers get namespaces of their own, with everything that podman sets up on a
+CPU. podman's containers get namespaces of their own, with everything that podman sets up on a
 network, so that nothing of them is left when the test is over.
 """
 

@@ -1,6 +1,6 @@
 """A worker without torch: sums plain memory by the wheel's module, and checks every value.
 
-For processors on which torch is too slow to be imported. Arguments: bytes of the largest tensor.
+For CPUs on which torch is too slow to be imported. Arguments: bytes of the largest tensor.
 Exits with 1 and the first wrong value.
 """
 

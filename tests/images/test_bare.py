@@ -1,7 +1,7 @@
 """The wheels, installed by pip in a Debian with Python and nothing that anybody builds with.
 
 torch comes out of the worker's image for x86-64. The arm64 wheel's worker sums without it:
-importing torch takes too long on an emulated processor.
+importing torch takes too long on an emulated CPU.
 """
 
 from __future__ import annotations

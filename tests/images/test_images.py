@@ -16,7 +16,7 @@ from tests.multiproc.cluster import Cluster, Nursery, Spawned
 PLATFORMS = ("linux/amd64", "linux/arm64")
 LARGEST = 120_000_000
 ADDITIONS = {"linux/amd64": "x86-64-v", "linux/arm64": "armv8-a"}
-"""The fast paths of sums, one of which each processor has."""
+"""The fast paths of sums, one of which each CPU has."""
 
 pytestmark = [pytest.mark.requires("root", "images"), pytest.mark.timeout(3600)]
 

@@ -64,7 +64,7 @@ def test_what_it_needs_and_has(wheel: Path, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
-    # An environment of its own, which borrows torch: the server is found beside its Python.
+    # An environment of its own, which borrows torch: the server is found next to its Python.
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=300)
     python = environment / "bin/python"

@@ -27,23 +27,22 @@ MADE_BY = "`make hf-layouts MARKDOWN=docs/results/huggingface.md`; not to be edi
 TABLE = Table(
     begin=f"<!-- made by {MADE_BY} -->",
     head=(
-        *("layout", "model", "trained", "HF → Megatron → HF", "BytePS and all-reduce"),
-        *("transformers", "peft", "sent, of what ranks share"),
+        *("layout", "model", "trained", "same bits"),
+        *("transformers", "peft", "sent"),
     ),
-    align="lllllrrr",
+    align="llllrrr",
     keys=[(layout.name, lora) for layout in LAYOUTS for lora in (False, True)],
     key_of=lambda cells: (cells[0], cells[2].startswith("adapters")),
 )
-SAME = {True: "the same bits", False: "**different**"}
 
 
 def row(layout: Layout, outcome: Outcome, *, lora: bool) -> list[str]:
     """A row of the table."""
     part = f"adapters, {outcome.trained:.0%}" if lora else "all"
     by_peft = "" if outcome.adapter_logits is None else f"{outcome.adapter_logits:.0e}"
-    same = [SAME[outcome.round_trip], SAME[outcome.equal]]
+    same = "yes" if outcome.round_trip and outcome.equal else "**no**"
     how_far = [f"{outcome.logits:.0e}", by_peft, f"{outcome.pushed:.2f}"]
-    return [layout.name, layout.model, part, *same, *how_far]
+    return [layout.name, layout.model, part, same, *how_far]
 
 
 def title(cell: tuple[Layout, bool]) -> str:

@@ -1,5 +1,5 @@
 """Where the ranks of a comparison compute, on the CPU over gloo or each on a GPU over NCCL, and the
-servers beside them."""
+servers next to them."""
 
 from __future__ import annotations
 

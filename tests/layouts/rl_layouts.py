@@ -32,22 +32,20 @@ MADE_BY = {
     "cpu": "`make rl-layouts MARKDOWN=docs/results/rl.md`; not to be edited by hand",
     "cuda": "`tests/layouts/rl_layouts.py --device cuda --markdown docs/results/rl.md`",
 }
-PHASES = ("generation", "reward", "critic update", "actor update", "weights to the rollout")
-"""Whose peak memory the table for GPUs shows."""
-SAME = {True: "the same bits", False: "**different**", None: "none"}
+GENERATION = "generation"
+"""The phase whose peak memory the table for GPUs shows, next to the largest of all."""
 
 
 def table_of(device: str) -> Table:
     """The table of this kind of device."""
-    phases = [f"MiB, {phase}" for phase in PHASES] if device == "cuda" else []
+    memory = [f"MiB, {GENERATION}", "MiB, at most"] if device == "cuda" else []
     return Table(
         begin=f"<!-- made by {MADE_BY[device]} -->",
         head=(
-            *("layout of training", "layout of the rollout", "algorithm", "samples a prompt"),
-            *("actor", "critic", "reward", "sums a step", "rollout and training"),
-            *("KiB sent in a reshard", *phases),
+            *("training", "rollout", "algorithm", "same bits"),
+            *("reward", "rollout and training", *memory),
         ),
-        align="lllrllrrrr" + "r" * len(phases),
+        align="llllrr" + "r" * len(memory),
         keys=[
             (layout.training, layout.rollout, algorithm.upper())
             for layout in LAYOUTS
@@ -59,15 +57,13 @@ def table_of(device: str) -> Table:
 
 def row(layout: Layout, algorithm: str, outcome: Outcome) -> list[str]:
     """A row of the table."""
-    roles = [SAME[outcome.equal.get(role)] for role in ("actor", "critic")]
+    same = "yes" if all(outcome.equal.values()) else "**no**"
     reward = "rule" if outcome.rewards_apart is None else f"{outcome.rewards_apart:.3f}"
-    sums = f"{sum(outcome.sums.values())}"
-    sent = "" if outcome.sent_bytes is None else f"{outcome.sent_bytes / 1024:,.0f}"
-    cells = [layout.training, layout.rollout, algorithm.upper(), f"{layout.samples}", *roles]
-    cells += [reward, sums, f"{outcome.apart:.3f}", sent]
+    cells = [layout.training, layout.rollout, algorithm.upper(), same, reward]
+    cells.append(f"{outcome.apart:.3f}")
     if outcome.peaks:
-        taken = [outcome.peaks.get(phase) for phase in PHASES]
-        cells += ["" if peak is None else f"{peak / (1 << 20):,.1f}" for peak in taken]
+        taken = [outcome.peaks[GENERATION], max(outcome.peaks.values())]
+        cells += [f"{peak / (1 << 20):,.0f}" for peak in taken]
     return cells
 
 

@@ -1,7 +1,7 @@
 """Imported by the fork server after all else, for what each rank would do again.
 
 Megatron reads the help of its arguments out of the source of its classes, twice a rank. It is the
-same each time, and takes a fifth of a small job's processor time.
+same each time, and takes a fifth of a small job's CPU time.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def install(folder: Path, victim: str, phase: str) -> None:
         phase: "pushed", when rank 0 alone has sent its gradients; "answered", when all ranks know
             the norm and none has said what becomes of the step.
     """
-    # Not before: whoever imports this file may be without byteps.
+    # Not before: a process that imports this file may be without byteps.
     from byteps.torch.server_bucket import ServerBucket
 
     rank, digests = int(os.environ["RANK"]), []

@@ -192,8 +192,8 @@ def test_parameters_of_two_members() -> None:
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_hosts_sum_first_only_if_all_parts_are_spread_alike(alike: bool) -> None:
-    """With the optimizer on the servers, two stages. Three ranks a host leave the first one's group
-    uneven, and the second one's even: neither sums first."""
+    """With the optimizer on the servers, two stages. Three ranks per host leave the first one's
+    group uneven, and the second one's even: neither sums first."""
     layout = Layout(
         name="x", ranks=8, per_host=2 if alike else 3, route="node-first", servers=True, pp=2
     )

@@ -1,6 +1,6 @@
 """Training through BytePS gives what training through all-reduce gives.
 
-With two ranks a sum has one rounding, whoever makes it: everything must agree to the last bit. With
+With two ranks a sum has one rounding in either backend: everything must agree to the last bit. With
 three, the order of the additions may differ, and both are held against the exact sum.
 """
 

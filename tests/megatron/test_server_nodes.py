@@ -29,7 +29,7 @@ SERVERS = ("--use-dpu-reduce", "--dpu-optimizer")
 EARLY = ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
 NODE_FIRST = ("--dpu-reduce-route", "node-first")
 FLAT = ("--dpu-reduce-route", "flat")
-# Small pieces: one is on its way while the host sums another.
+# Small pieces: one is in flight while the host sums another.
 PIECES = {"BYTEPS_EMBEDDED_SERVERS": "2", "BYTEPS_NODE_PIECE_BYTES": "2048"}
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_goes_on_the_other_way(
 
 
 def test_a_lost_rank_ends_the_job(run_job: RunJob, dataset: Dataset) -> None:
-    """Also the rank beside it, which waits for it inside the host."""
+    """Also the rank next to it, which waits for it inside the host."""
     words = [*data_arguments(dataset), *SERVERS, *EARLY, *NODE_FIRST]
     job = run_job("train", 4, arguments=words, per_host=2, broken="lost", fails=True)
     for rank in (0, 1, 2):

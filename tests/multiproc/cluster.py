@@ -27,12 +27,12 @@ REPOSITORY = HERE.parents[1]
 
 LOOPBACK = "127.0.0.1"
 SERVER_VARIABLE = "MEGATRON_BYTEPS_TEST_SERVER"
-# Bounds against hangs alone: a busy machine with two cores must meet them, and one whose processor
+# Bounds against hangs alone: a busy machine with two cores must meet them, and one whose CPU
 # is emulated.
 START_S = 150.0
 RUN_S = 400.0
 IMPORT_S = 500.0
-"""Of torch, which takes more than a minute on an emulated processor."""
+"""Of torch, which takes more than a minute on an emulated CPU."""
 END_S = 150.0
 
 _OURS = ("DMLC_", "BYTEPS_", "TORCHELASTIC_")
@@ -61,7 +61,7 @@ def clean_environment(folder: Path) -> dict[str, str]:
 
 
 class Process(Protocol):
-    """A process of a test, whoever is its parent."""
+    """A process of a test, whatever its parent."""
 
     title: str
     pid: int
@@ -223,7 +223,7 @@ class Cluster:
         return self._scheduler
 
     def set_env(self, env: Mapping[str, str]) -> None:
-        """For the processes that start from now on, beside what was set before."""
+        """For the processes that start from now on, in addition to what was set before."""
         self._env.update(env)
 
     def node_environment(self) -> dict[str, str]:

@@ -66,7 +66,7 @@ class SlurmCluster:
         self._emulation.down()
 
     def run(self, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's commands beside the controller."""
+        """Run one of Slurm's commands next to the controller."""
         return subprocess.run(
             self._hosts[CONTROLLER].command(command), env=self._env, cwd=REPOSITORY,
             capture_output=True, text=True, check=False, timeout=timeout_s,
@@ -140,7 +140,7 @@ class SlurmCluster:
             "SchedulerType=sched/builtin",
             "SelectType=select/cons_tres",
             "SelectTypeParameters=CR_Core",
-            # This machine may have fewer processors than a node says.
+            # This machine may have fewer cores than a node says.
             "SlurmdParameters=config_overrides",
             "KillWait=5",
             *(

@@ -158,7 +158,7 @@ def refusal(said: bytes, fixed: int = CHALLENGE_BYTES) -> str:
 
 
 def job_of(address: tuple[str, int]) -> int:
-    """The job's number, which the scheduler tells whoever connects."""
+    """The job's number, which the scheduler tells every peer that connects."""
     deadline = time.monotonic() + END_S
     while True:
         with socket.create_connection(address, timeout=END_S) as stranger:

@@ -234,7 +234,7 @@ def test_killed_rank_is_named(job: Started) -> None:
         assert time.monotonic() < deadline and ranks[1].running, ranks[1].text
         time.sleep(0.01)
     assert re.search(r"worker 0\b.* was lost", said[0]), said
-    assert "by order" not in said[0]
+    assert "stopped by SIG" not in said[0]
     os.kill(pids[1], signal.SIGKILL)
     job.demand_nothing_left()
 

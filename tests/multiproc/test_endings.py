@@ -114,7 +114,7 @@ def test_of_a_cluster_that_is_kept(make_cluster: Make, ending: Ending) -> None:
     nodes = [*cluster.servers, cluster.scheduler]
     if ending.why:
         demand_error(other, ending.why)
-        wait_for_text(cluster.scheduler, "incarnation 1 of the job failed: " + ending.why)
+        wait_for_text(cluster.scheduler, "generation 1 of the job failed: " + ending.why)
         for server in cluster.servers:
             wait_for_text(server, ending.why)
         again = cluster.start_worker(0, "keep:joins", title="again", world_size=1)

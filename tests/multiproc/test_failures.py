@@ -139,7 +139,7 @@ def test_scheduler_comes_late(make_cluster: Callable[..., Cluster]) -> None:
 
 
 def test_worker_missing_at_start(make_cluster: Callable[..., Cluster]) -> None:
-    """Whoever waits is told how many of what registered."""
+    """A waiting node is told how many of what registered."""
     cluster = make_cluster(workers=2, servers=1, env=SHORT)
     cluster.start_nodes()
     worker = cluster.start_worker(0, "failures:init_only")

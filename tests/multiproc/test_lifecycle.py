@@ -1,4 +1,4 @@
-"""Jobs that leave, come back, stand beside each other, idle, and report on themselves."""
+"""Jobs that leave, come back, stand side by side, idle, and report on themselves."""
 
 from __future__ import annotations
 

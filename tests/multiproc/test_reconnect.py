@@ -19,7 +19,7 @@ SETTINGS = {"BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_TCP_CONNECTIONS": "2"}
 
 
 def between(pid: int, port: int) -> list[Socket]:
-    """The sockets of a process with whoever listens at a port."""
+    """The sockets of a process that are connected to a port."""
     return [one for one in connections_of(pid) if one.remote == port]
 
 
@@ -54,7 +54,7 @@ def test_data_connections(make_cluster: Callable[..., Cluster], how: str) -> Non
     cluster.wait_mark("looping", range(2))
     broken = 0
     deadline = time.monotonic() + END_S
-    # Until one has broken while something was under way.
+    # Until one has broken while something was in flight.
     while broken < RESETS or not resent(cluster):
         assert time.monotonic() < deadline, "whenever a connection broke, nothing was under way"
         worker = cluster.workers[f"worker {broken % 2}"]

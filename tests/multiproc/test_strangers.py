@@ -110,7 +110,7 @@ def test_a_server_takes_its_own_incarnation_alone(steady: Cluster) -> None:
     for node in ("server", "scheduler"):
         with greeted(nodes[node], hello, SECRET) as (_, said):
             pass
-        assert "it is of incarnation 2 of the job, and this node of incarnation 1" in said
+        assert "it is of generation 2 of the job, and this node of generation 1" in said
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_who_has_not_the_secret_is_told_and_closed(steady: Cluster) -> None:
     hello = Hello(job=job_of(nodes["scheduler"]), node_id=WORKER_0)
     for address in nodes.values():
         with greeted(address, hello, "another secret, as long") as (_, text):
-            assert "has not this job's secret" in text and "BYTEPS_SECRET_FILE" in text
+            assert "different job secrets" in text and "BYTEPS_SECRET_FILE" in text
         text = refusal(answer_to(Hello(authenticates=False).encode(), address))
         assert "has a secret" in text and "BYTEPS_AUTH=0" in text
 
@@ -180,7 +180,7 @@ def test_those_who_wait_do_not_keep_others_out(steady: Cluster, words: str) -> N
     [
         (
             {"BYTEPS_SECRET": "another secret, as long"},
-            "has not this job's secret.*BYTEPS_SECRET",
+            "different job secrets.*BYTEPS_SECRET",
             1,
         ),
         ({"BYTEPS_AUTH": "0"}, "has a secret, and the peer has none.*BYTEPS_AUTH=0", 1),

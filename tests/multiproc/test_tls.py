@@ -157,8 +157,8 @@ def refused(
         (
             TLS,
             {**TLS, "BYTEPS_SECRET": "another secret, as long"},
-            "has not this job's secret.*BYTEPS_SECRET_FILE",
-            "has not this job's secret",
+            "different job secrets.*BYTEPS_SECRET_FILE",
+            "different job secrets",
         ),
         (
             TLS,
@@ -228,8 +228,8 @@ def test_one_secret_more(make_cluster: Callable[..., Cluster], authority: Author
     cluster, said = refused(
         make_cluster, files, {**files, "BYTEPS_SECRET": "another, as long as it"}
     )
-    demand_error(cluster.workers["worker 0"], "has not this job's secret")
-    assert "has not this job's secret" in said
+    demand_error(cluster.workers["worker 0"], "different job secrets")
+    assert "different job secrets" in said
 
 
 def files_of(authority: Authority, stranger: Authority, which: str) -> dict[str, str]:

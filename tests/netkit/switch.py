@@ -38,7 +38,7 @@ _NET = "10.78.0"
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
 _HEADER_BYTES = 14
-"""Of Ethernet: what a frame has beside the packet."""
+"""Of Ethernet: what a frame has in addition to the packet."""
 _MOST_BYTES = 65536
 _MOST_FRAMES = 64
 """Read from one host before the others have their turn."""

@@ -82,7 +82,7 @@ def test_forward_and_back(patched: Project, checkout: Path, as_git: bool) -> Non
     if as_git:
         status = git(checkout, "status", "--porcelain", "--untracked-files=all")
         assert status.split("\n") == [" M trainer/loop.py", "?? trainer/extra/hook.py", ""]
-    # What an interpreter leaves beside our files goes with them.
+    # What an interpreter leaves next to our files goes with them.
     (checkout / "trainer/extra/__pycache__").mkdir()
     (checkout / "trainer/extra/__pycache__/hook.pyc").write_bytes(b"x")
     assert "undone" in patched.ok("apply", "--target", str(checkout), "--reverse")

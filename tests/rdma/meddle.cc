@@ -5,7 +5,7 @@
 //   MEDDLE_RANK=N       those to servers claim rank N
 //   MEDDLE_CLAIM=BYTES  every value that is requested to be sent claims this size
 //   MEDDLE_BREAK=FILE   whenever FILE is there, the queue pairs of the plane that its text names
-//                       ("data" or "control") fail, as they do when a card gives up on a peer,
+//                       ("data" or "control") fail, as they do when a NIC gives up on a peer,
 //                       and FILE is removed
 //   MEDDLE_FLIP=1       of every third request of a connection that is made again one bit is
 //                       flipped, in the request or in its answer, each time another one

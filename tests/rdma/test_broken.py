@@ -24,7 +24,7 @@ SHORT = {
 BREAKS = 12
 """Of each plane of each worker some, at whatever moments they come."""
 MOST_BREAKS = 60
-"""Until messages were under way when one broke."""
+"""Until messages were in flight when one broke."""
 Make = Callable[..., Cluster]
 
 pytestmark = pytest.mark.on_rdma
@@ -186,7 +186,7 @@ def test_a_changed_request_proves_nothing(make_breakable: Make, what: str) -> No
         1, "failures:loop", env={what: "0" if "RANK" in what else "12345"}
     )
     wait_all(cluster.everyone(), END_S)
-    demand_error(worker, r"has not this job's secret")
+    demand_error(worker, r"different job secrets")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_changed_request_proves_nothing(make_breakable: Make, what: str) -> No
     [
         (
             {"BYTEPS_SECRET": "another secret, as long"},
-            r"has not this job's secret.*BYTEPS_SECRET.*BYTEPS_AUTH=0",
+            r"different job secrets.*BYTEPS_SECRET.*BYTEPS_AUTH=0",
         ),
         ({"BYTEPS_AUTH": "0"}, r"has a secret, the peer none.*BYTEPS_AUTH=0"),
     ],

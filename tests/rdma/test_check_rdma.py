@@ -1,4 +1,4 @@
-"""scripts/check_rdma.sh names what is wrong, and the command that mends it."""
+"""scripts/check_rdma.sh names what is wrong, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wrongs(checked: Checked) -> list[str]:
 
 
 class FakeMachine:
-    """Files as a kernel shows them: one RoCE card, all well. A test then breaks one thing."""
+    """Files as a kernel shows them: one RoCE NIC, all well. A test then breaks one thing."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -208,7 +208,7 @@ def test_a_broken_plane_is_a_lost_peer(run_van: Run, plane: str) -> None:
 def test_a_broken_plane_is_made_again(run_van: Run, plane: str, transport: Transport) -> None:
     """By either end, amid messages and while it is made again: each answer comes, once, and right.
 
-    Each time but the last is mended before the next.
+    Each time but the last is fixed before the next.
     """
     if not transport.has_data_plane and plane != "control":
         pytest.skip("there is no data plane")

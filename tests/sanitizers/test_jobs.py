@@ -34,7 +34,7 @@ pytestmark = pytest.mark.requires("clang")
     ],
 )
 def programs(request: pytest.FixtureRequest) -> Path:
-    """Their folder, for each sanitizer in turn."""
+    """Their folder, for one sanitizer after the other."""
     wanted = ("connection_test", "unit_test", "byteps-server", "sum_worker")
     return native.build(*wanted, sanitize=request.param)
 

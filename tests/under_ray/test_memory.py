@@ -14,7 +14,7 @@ from megatron_byteps_ray.job import Job
 from megatron_byteps_ray.memory import Keeper, Port, Snapshots
 
 EVERY = 2
-# The last state before the strike may still be on its way to the actors by then.
+# The last state before the strike may still be in flight to the actors by then.
 NEWEST = STRIKE - 1
 
 

@@ -16,10 +16,10 @@ LIMIT_S = 30.0
 
 @pytest.fixture(scope="session")
 def byteps_server() -> str:
-    """Path of the executable: beside this Python, else on PATH."""
+    """Path of the executable: next to this Python, else on PATH."""
     beside = Path(sys.executable).parent / "byteps-server"
     found = str(beside) if beside.exists() else shutil.which("byteps-server")
-    assert found is not None, "byteps-server is neither beside this Python nor on PATH"
+    assert found is not None, "byteps-server is neither next to this Python nor on PATH"
     return found
 
 

@@ -127,7 +127,7 @@ class OneOfTwo:
 def test_what_a_host_has_summed_goes_through_the_public_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So whoever watches or replaces push_pull_async_inplace sees all sums."""
+    """So code that replaces push_pull_async_inplace sees all sums."""
     calls: list[tuple[list[float], dict[str, Any]]] = []
 
     def push_pull(tensor: torch.Tensor, **options: Any) -> int:

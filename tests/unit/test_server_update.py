@@ -155,7 +155,7 @@ def mean_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def rounds_roots() -> bool:
-    """Whether torch's square roots are the nearest fp32 values; on some processors they are not."""
+    """Whether torch's square roots are the nearest fp32 values; on some CPUs they are not."""
     values = torch.rand(COUNT)
     return torch.equal(values.sqrt(), values.double().sqrt().float())
 

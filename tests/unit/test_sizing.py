@@ -26,7 +26,7 @@ JOB = sizing.Job(
     core_bytes_per_s=1e9,
     core_add_bytes_per_s=1e9,
 )
-"""4e9 bytes at 1e9 bytes a second."""
+"""4e9 bytes at 1e9 bytes per second."""
 
 
 def test_times_are_the_cost_models() -> None:

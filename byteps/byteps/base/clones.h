@@ -4,7 +4,7 @@
 #ifndef BYTEPS_BASE_CLONES_H_
 #define BYTEPS_BASE_CLONES_H_
 
-#if defined(BYTEPS_MULTIVERSION)  // as whoever compiles this likes it
+#if defined(BYTEPS_MULTIVERSION)  // as the build chooses
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define BYTEPS_MULTIVERSION \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))

@@ -27,7 +27,7 @@ std::vector<Variable> MakeTable() {
   const auto kChoice = V::kChoice;
   return {
       {"DMLC_ROLE", kChoice, "", "worker", 0, 0, "worker|server|scheduler",
-       "What this process is. `byteps-server` uses it when --role is not given; Python processes "
+       "Role of this process. `byteps-server` uses it when --role is not given; Python processes "
        "are workers."},
       {"DMLC_PS_ROOT_URI", kString, "", "", 0, 0, "",
        "Host name or address of the scheduler. Without it a worker starts its own scheduler and "

@@ -18,7 +18,7 @@
 //     int count_ PS_GUARDED_BY(mu_) = 0;
 //   };
 //
-// Whoever touches count_ without mu_ gets an error from clang's -Wthread-safety.  gcc ignores the
+// Code that touches count_ without mu_ gets an error from clang's -Wthread-safety.  gcc ignores the
 // annotations.  All of it is std::mutex, std::shared_mutex and std::condition_variable.
 #ifndef BYTEPS_BASE_MUTEX_H_
 #define BYTEPS_BASE_MUTEX_H_

@@ -26,14 +26,14 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 //
 // All workers push a partition at the same time, so a server has its sum only when
 // it has received it from all, and the links back idle until then.  To keep that
-// time small beside the whole, a server gets many partitions of a tensor,
+// time small compared with the whole, a server gets many partitions of a tensor,
 // kPartitionsPerServer of them, as long as they are neither smaller nor larger
 // than the given limits.  No more than kMaxPartitions, if the greatest size allows it.
 // Limits are whole pages, and so is the result.
 //
-// On fast links they are longer.  Processors take some time for each partition, of which
+// On fast links they are longer.  Cores take some time for each partition, of which
 // kPartitionSeconds are not hidden behind the links; and links idle for as long as they carry one.
-// Of n bytes a server the sum of both is least with partitions of
+// Of n bytes per server the sum of both is least with partitions of
 // sqrt(n * rate * kPartitionSeconds) bytes.  `link_bytes_per_s`: of a worker; 0: not known.
 constexpr uint64_t kPartitionsPerServer = 64;
 constexpr double kPartitionSeconds = 2e-6;

@@ -5,7 +5,7 @@
 // A process in which nobody listens loads one pointer there, and these are branches that are
 // seldom taken.  The simulation (byteps/tests/simulation) counts them, and lets its seed decide
 // whether the thread that reached one yields, is delayed, or something breaks at that moment.
-// docs/design/reliability.md keeps the table of what 10,000 seeds reach.
+// `simulate` prints how many of its jobs reached each.
 #ifndef BYTEPS_BASE_PROBE_H_
 #define BYTEPS_BASE_PROBE_H_
 
@@ -22,7 +22,7 @@ namespace ps {
   X(kStepsBack, "a worker is ahead of the others, and its window shrinks")             \
   X(kTaskOfEnded, "a partition was queued when its operation failed")                  \
   X(kEndedBeforeSum, "a sum comes when its operation has failed")                      \
-  X(kAwaitsWriters, "whoever waits for a failed operation waits for those who write")  \
+  X(kAwaitsWriters, "a wait for a failed operation waits for its writers")             \
   X(kNobodyAnswered, "a worker gives up an operation that no server answered")         \
   X(kDeclarationLate, "a declaration is not answered in time")                         \
   X(kAnswerToNobody, "an answer to a declaration comes when it was given up")          \
@@ -57,9 +57,9 @@ namespace ps {
   X(kDeparturesTogether, "several workers that left are told of together")             \
   X(kSaysGoodbye, "a worker says goodbye")                                             \
   X(kLastLeaves, "the last worker leaves")                                             \
-  X(kIncarnationEnds, "a scheduler that keeps the cluster ends an incarnation")        \
-  X(kOldIncarnation, "a message comes of an older incarnation")                        \
-  X(kCameWhileTurning, "a node comes while the scheduler ends an incarnation")         \
+  X(kIncarnationEnds, "a scheduler that keeps the cluster ends a generation")          \
+  X(kOldIncarnation, "a message comes of an older generation")                         \
+  X(kCameWhileTurning, "a node comes while the scheduler ends a generation")           \
   X(kEndedAlready, "the last worker leaves a job that is over")                        \
   X(kLastWord, "the scheduler's connection closes, and its last word may still come")  \
   X(kLinkReported, "a node tells the scheduler of a broken connection")                \
@@ -67,7 +67,7 @@ namespace ps {
   X(kDidNotStart, "nodes stay away until the scheduler gives up")                      \
   X(kStoppedInJob, "a node is told to end while the job runs")                         \
   /* the transport; where it is played, its stand-in */                                \
-  X(kAbandoned, "values on their way are abandoned")                                   \
+  X(kAbandoned, "values in flight are abandoned")                                      \
   X(kSentAgain, "messages are sent again over another socket")
 
 enum class Probe {

@@ -32,7 +32,7 @@ class WireWriter {
   std::string out_;
 };
 
-// Reads one, whoever sent it.  Reads past the end are zero, and make ok() false.
+// Reads one, from any sender.  Reads past the end are zero, and make ok() false.
 class WireReader {
  public:
   explicit WireReader(const std::string& in) : in_(in) {}

@@ -1,4 +1,4 @@
-// Fields as they lie on the wire: fixed widths, little endian, whatever the processor.
+// Fields as they lie on the wire: fixed widths, little endian, whatever the CPU.
 #ifndef BYTEPS_BASE_WIRE_BYTES_H_
 #define BYTEPS_BASE_WIRE_BYTES_H_
 

@@ -53,14 +53,14 @@ class Channel {
   // them.  A message to a node that is gone is dropped: OnEvent tells of the loss.
   virtual void Send(const Message& message) = 0;
 
-  // Values on their way into these bytes (PlaceFor) are received elsewhere: when this has
+  // Values in flight into these bytes (PlaceFor) are received elsewhere: when this has
   // returned, nothing is written there any more.
   virtual void Abandon(const void* begin, size_t bytes) = 0;
 
   // Whether what is sent is registered with a device first: see net/link/registration_cache.h.
   virtual bool RegistersMemory() const = 0;
 
-  // Of a worker that has joined: Gbit/s each way of the slowest worker's network card, the same on
+  // Of a worker that has joined: Gbit/s each way of the slowest worker's NIC, the same on
   // all workers; 0 where one of them is not known.
   virtual double link_gbps() const = 0;
 

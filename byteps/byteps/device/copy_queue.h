@@ -3,7 +3,7 @@
 // A driver serves one caller at a time, and callers that come in crowds hold each other up for
 // longer than their copies take.  So one thread at a time gives copies to it, a turn after the
 // other; what others ask for meanwhile goes with its next turn.  It awaits the copies of a turn for
-// a moment: that takes less time than a call by the driver, of the processors too, since a call
+// a moment: that takes less time than a call by the driver, of the cores too, since a call
 // wakes two threads.
 #ifndef BYTEPS_DEVICE_COPY_QUEUE_H_
 #define BYTEPS_DEVICE_COPY_QUEUE_H_
@@ -38,10 +38,10 @@ class CopyQueue {
   CopyQueue(const CopyQueue&) = delete;
   CopyQueue& operator=(const CopyQueue&) = delete;
 
-  // Gives the copy to the device, or leaves that to whoever does so now.
+  // Gives the copy to the device, or leaves that to the thread that does so now.
   void Add(Entry entry);
-  // Leaves the copy to whoever gives copies to the device now, and takes it from *entry.  False:
-  // nobody does.
+  // Leaves the copy to the thread that gives copies to the device now, and takes it from *entry.
+  // False: no thread does.
   bool Leave(Entry* entry);
 
  private:

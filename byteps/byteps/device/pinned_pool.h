@@ -45,17 +45,17 @@ class PinnedPool {
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
 
-  // This process's, for blocks of up to `largest` bytes.  Whoever asked last sets its limit;
+  // This process's, for blocks of up to `largest` bytes.  The last caller sets its limit;
   // what is there already stays.
   static PinnedPool* Shared(uint64_t limit, uint64_t largest);
 
-  // Makes room for `bytes` more bytes under way, as far as the limit allows.
+  // Makes room for `bytes` more bytes in flight, as far as the limit allows.
   void Reserve(uint64_t bytes);
 
   // A block of at least `bytes` (at most `largest`) bytes, or null: all are in use.
   PinnedBlock TryTake(uint64_t bytes);
   // As TryTake; but after those who wait already.  When it returns null, `then` will be called
-  // with a block, by whoever gives one back; it must not block.
+  // with a block, by the thread that gives one back; it must not block.
   PinnedBlock TakeOrCall(uint64_t bytes, Then then);
 
   uint64_t pinned_bytes();

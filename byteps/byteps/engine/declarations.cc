@@ -134,7 +134,7 @@ void Declarations::SetState(const std::vector<Entry*>& entries, State state) {
 bool Declarations::AwaitOthers(const std::vector<Entry*>& entries) {
   ps::MutexLock lock(&mu_);
   const auto is_asked = [](const Entry* entry) { return entry->state == State::kAsked; };
-  // Whoever asks gives up in time.
+  // The caller gives up in time.
   cond_.Wait(&mu_, [&]() PS_REQUIRES(mu_) {
     return !failure_.empty() || std::none_of(entries.begin(), entries.end(), is_asked);
   });

@@ -59,7 +59,7 @@ class Declarations {
     TensorPtr tensor;
     State state = State::kNew;
   };
-  // One list, on its way to all servers.
+  // One list, in flight to all servers.
   struct Exchange {
     std::string first_name;
     size_t count = 0;

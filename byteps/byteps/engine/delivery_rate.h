@@ -14,14 +14,14 @@ namespace core {
 // as before.  Times in ns of any clock.  One thread at a time.
 class DeliveryRate {
  public:
-  // Something is on its way, after nothing was.
+  // Something is in flight, after nothing was.
   void Begin(int64_t now) {
     begin_ = now;
     bytes_ = 0;
     always_waited_ = true;
   }
 
-  // So many bytes have arrived.  `more_wait`: others could have been on their way.
+  // So many bytes have arrived.  `more_wait`: others could have been in flight.
   void Add(uint64_t bytes, bool more_wait, int64_t now) {
     bytes_ += bytes;
     always_waited_ &= more_wait;
@@ -39,7 +39,7 @@ class DeliveryRate {
   }
 
  private:
-  // Long beside the time in which a server tells that something has arrived.
+  // Long compared with the time in which a server tells that something has arrived.
   static constexpr int64_t kSpanNs = 20'000'000;
   static constexpr double kKept = 0.99;
 

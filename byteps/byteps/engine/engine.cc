@@ -37,7 +37,7 @@ Engine::~Engine() { Stop(false, ""); }
 void Engine::Start() {
   context_.channel->Start(this);
   // Over RDMA windows do not follow the link's rate (push_scheduler.h), nor do partitions: they
-  // cost the processors little, so that their number does not matter.
+  // cost the cores little, so that their number does not matter.
   if (context_.channel->RegistersMemory()) {
     context_.scheduler->IgnoreRate();
   } else {

@@ -38,7 +38,7 @@ class Engine : public ChannelUser {
 
   void Start();
   void Stop(bool suspend, const std::string& failure);
-  // The first thing that Stop does: waits for what is under way.
+  // The first thing that Stop does: waits for what is in flight.
   void AwaitIdle();
 
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);

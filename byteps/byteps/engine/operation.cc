@@ -16,7 +16,7 @@ namespace {
 constexpr std::chrono::microseconds kAwake(100);
 
 // A sum of at most so many bytes takes some 200 us where the other members are ready.  To sleep
-// and wake would add a tenth to that, so whoever waits for it sleeps only after that time.
+// and wake would add a tenth to that, so a thread that waits for it sleeps only after that time.
 constexpr uint64_t kSmallSum = 16 << 10;
 constexpr std::chrono::microseconds kAwakeForSmall(200);
 
@@ -170,7 +170,7 @@ bool Operation::BeginWriting() {
 void Operation::EndWriting() {
   {
     ps::MutexLock lock(&mu_);
-    BPS_INVARIANT_NOTED("whoever stops writing had begun", writers_ > 0,
+    BPS_INVARIANT_NOTED("a writer that stops had begun", writers_ > 0,
                         "nobody wrote into the output of '" + name() + "'");
     // Before it ends nobody waits for that, and who waits for the end is not to be woken.
     if (--writers_ > 0 || !done_) return;

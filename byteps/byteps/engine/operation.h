@@ -1,4 +1,4 @@
-// One sum under way, and its partitions.
+// One sum in flight, and its partitions.
 #ifndef BYTEPS_ENGINE_OPERATION_H_
 #define BYTEPS_ENGINE_OPERATION_H_
 
@@ -106,8 +106,8 @@ class Operation {
   bool is_done();
   // Whether it failed, and why; of one that is done.
   std::string error();
-  // The sum of a partition has come, and is on its way to the GPU.  The last one wakes whoever
-  // waits for the end, who stays awake while it is copied: waking takes as long as that copy.
+  // The sum of a partition has come, and is being copied to the GPU.  The last one wakes the
+  // thread that waits for the end, which stays awake during the copy: waking takes as long.
   void CountArrival();
   // A partition goes on to another stage: each of them once, in this order.  Throws Error.
   enum class Stage : uint8_t { kWaiting, kTaken, kCopying, kPushed, kAnswered, kThrough };
@@ -118,7 +118,7 @@ class Operation {
   // Each copy to the GPU is counted when it is enqueued and when it is done, in either order.
   void CountCopyBegun() { ++copies_; }
   void CountCopyDone() { --copies_; }
-  // Whether a copy is still under way, or may be.  To be asked once all were enqueued.
+  // Whether a copy is still in flight, or may be.  To be asked once all were enqueued.
   bool is_copying() const { return copies_ != 0; }
   // True for the first who asks, who then has to end it.
   bool ClaimEnd() { return !claimed_.exchange(true); }
@@ -165,7 +165,7 @@ class Operation {
 };
 using OperationPtr = std::shared_ptr<Operation>;
 
-// One partition of an operation, on its way to its server.
+// One partition of an operation, in flight to its server.
 struct Task {
   enum Stage {
     kTake,  // it has its place in the server's window, and nothing else yet

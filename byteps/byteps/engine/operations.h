@@ -39,7 +39,7 @@ class Operations {
   bool FailAll(const std::string& reason);
   bool failed();
   std::string failure();
-  // Of the first operation that failed, whoever's fault it was; empty: none did.
+  // Of the first operation that failed, at any peer; empty: none did.
   std::string first_error();
   // Something failed before there was an operation, such as a declaration.
   void NoteError(const std::string& error);

@@ -34,7 +34,7 @@ class Plan {
  public:
   Plan(const Config& config, const Launch& launch, int num_servers);
 
-  // Gbit/s each way of the slowest worker's network card, to which processors copy; the same on all
+  // Gbit/s each way of the slowest worker's NIC, to which cores copy; the same on all
   // workers.  0: not known.
   void SetLink(double gbps) { link_bytes_per_s_ = gbps * 1e9 / 8; }
 

@@ -51,8 +51,8 @@ class Puller {
   bool CopyToOutput(const Arrived& arrived);
   // Of a tensor on a GPU: once there is pinned memory, enqueues the copy from there.
   void MoveToDevice(Arrived* arrived, int track);
-  // Leaves the copy of what landed in pinned memory to whoever gives copies to the GPU now.  False:
-  // a pull loop has to.
+  // Leaves the copy of what landed in pinned memory to the thread that gives copies to the GPU
+  // now.  False: a pull loop has to.
   bool LeaveCopy(const Request& request);
   CopyQueue::Entry CopyOf(const Request& request, int track);
   CopyQueue* QueueOf(const Request& request);

@@ -60,7 +60,7 @@ void PushScheduler::Count(const Task& task) {
   const uint64_t most = window_ > 0 ? window_ : std::max(2 * task.bytes, kMost / servers_.size());
   BPS_INVARIANT_NOTED("a window is within its limit",
                       server.under_way == 0 || server.under_way + task.bytes <= most,
-                      std::to_string(server.under_way) + " bytes were on their way to server " +
+                      std::to_string(server.under_way) + " bytes were in flight to server " +
                           std::to_string(task.server) + ", " + std::to_string(task.bytes) +
                           " more were taken, and the limit is " + std::to_string(most));
   server.under_way += task.bytes;

@@ -1,7 +1,7 @@
 // Which partition goes next, and when.
 //
 // Partitions wait in one queue for each server, by priority and then in the order in which they
-// came.  A server may have so many bytes on their way to it, its window; the first of those
+// came.  A server may have so many bytes in flight to it, its window; the first of those
 // partitions whose servers have room goes next, so that a slow server holds up nobody else's
 // partitions.  A partition counts until the transport knows that it is there, over RDMA until it is
 // written, not until its answer comes:
@@ -11,12 +11,12 @@
 // The window of a server is BYTEPS_SERVER_WINDOW_BYTES.  If that is 0, it is twice the partition
 // that wants to go, or a server's share of what all servers take in 5 ms, whichever is more.  The
 // share is 16 MiB over all servers at most, and until the rate is known.  Over RDMA it is always
-// that: a card gives each queue pair an equal part of the link, and a partition asks before it is
+// that: a NIC gives each queue pair an equal part of the link, and a partition asks before it is
 // written, so that two of them let a slow link run dry.
 //
-// Two partitions keep a link busy while a completion is on its way.  The 5 ms are for small
+// Two partitions keep a link busy while a completion is in flight.  The 5 ms are for small
 // partitions: a busy server takes some 600 us to say what it has, longer if it waits for a
-// processor.  16 MiB cover 600 us of 200 Gbit/s.
+// core.  16 MiB cover 600 us of 200 Gbit/s.
 //
 // A larger window makes what is urgent wait.  It also lets ranks that share a link run apart: the
 // rank that has more in the link's queue gets more of the link.  If that is the first rank on one
@@ -109,7 +109,7 @@ class PushScheduler {
   void Update(int number) PS_REQUIRES(mu_);
   Task TakeFirst() PS_REQUIRES(mu_);
   void Count(const Task& task) PS_REQUIRES(mu_);
-  // What was taken is no longer under way.  Whether the server's next one may go.
+  // What was taken is no longer in flight.  Whether the server's next one may go.
   bool Leave(int server, uint64_t bytes) PS_REQUIRES(mu_);
 
   const uint64_t window_;

@@ -13,9 +13,9 @@ namespace byteps {
 namespace core {
 namespace {
 
-// A partition of at most so many bytes is sent by whoever calls push_pull, where nothing of
-// higher priority waits: waking another thread would take longer.  If it is on a GPU, whoever sends
-// it awaits its copy.
+// A partition of at most so many bytes is sent by the thread that calls push_pull, where nothing of
+// higher priority waits: waking another thread would take longer.  If it is on a GPU, that thread
+// awaits its copy.
 constexpr uint64_t kFew = 64 << 10;
 
 std::vector<Task> TasksOf(const OperationPtr& operation) {

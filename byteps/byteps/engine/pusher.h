@@ -40,7 +40,7 @@ class Pusher {
   void Drop(const Task& task);
 
   Context* const context_;
-  const int callers_track_;  // of the timeline: what is sent by whoever called
+  const int callers_track_;  // of the timeline: what callers send themselves
 };
 
 }  // namespace core

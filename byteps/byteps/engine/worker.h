@@ -32,12 +32,12 @@ class Worker {
   void Start(const Config& config, const Launch& launch, int num_servers,
              std::unique_ptr<Channel> channel);
 
-  // Waits for what is under way (no longer than BYTEPS_PEER_TIMEOUT_S), says
+  // Waits for what is in flight (no longer than BYTEPS_PEER_TIMEOUT_S), says
   // goodbye, and closes.  Does nothing when not started.  `failure`: why this process ends, if not
   // because its work is done.
   void Stop(bool suspend, const std::string& failure = "");
 
-  // At the end of the process, before its exit status is known: waits for what is under way, and
+  // At the end of the process, before its exit status is known: waits for what is in flight, and
   // has the C library call Stop when it is known.  A status other than 0 is a failure.  What
   // operations use must stay until then.
   void StopAtExit();

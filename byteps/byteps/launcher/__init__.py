@@ -1,1 +1,1 @@
-"""Starting the processes a job needs beside its workers."""
+"""Starting the processes a job needs in addition to its workers."""

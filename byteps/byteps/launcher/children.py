@@ -33,7 +33,7 @@ def find_executable() -> str:
     found = shutil.which(EXECUTABLE)
     if found is None:
         raise byteps_error(
-            f"embedded mode starts {EXECUTABLE}, which is neither beside {sys.executable} nor on "
+            f"embedded mode starts {EXECUTABLE}, which is neither next to {sys.executable} nor on "
             "PATH: install the byteps wheel into this environment, or set DMLC_PS_ROOT_URI and "
             "DMLC_PS_ROOT_PORT to join a cluster that runs already"
         )

@@ -1,4 +1,4 @@
-"""Embedded mode: a scheduler and servers beside the ranks, for a job that names no scheduler.
+"""Embedded mode: a scheduler and servers next to the ranks, for a job that names no scheduler.
 
 ``bps.init()`` calls :func:`start_if_needed` first. With ``DMLC_PS_ROOT_URI`` set the job joins
 that cluster and nothing happens here. Without it, global rank 0 starts the scheduler on a port that

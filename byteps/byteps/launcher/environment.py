@@ -100,14 +100,14 @@ def demand_no_cluster(env: Mapping[str, str], ranks: Ranks) -> None:
         raise byteps_error(
             f"DMLC_PS_ROOT_URI is {unset}, but {' and '.join(given)} {be} set: set "
             "DMLC_PS_ROOT_URI to the scheduler's address to join a cluster, or unset the others to "
-            "have a scheduler and servers started beside the ranks (embedded mode)"
+            "have a scheduler and servers started next to the ranks (embedded mode)"
         )
     if not ranks.single_host and "BYTEPS_EMBEDDED_SERVERS" not in env:
         raise byteps_error(
             f"DMLC_PS_ROOT_URI is {unset}, and WORLD_SIZE={ranks.world_size} is more than this "
             f"host's {ranks.local_world_size} ranks: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT to "
             "join a cluster, or BYTEPS_EMBEDDED_SERVERS to the number of servers that each host is "
-            "to start beside its ranks (embedded mode)"
+            "to start next to its ranks (embedded mode)"
         )
 
 
@@ -131,7 +131,9 @@ def _address_towards(host: str) -> str:
         try:
             probe.connect((host, 9))
         except OSError as error:
-            raise byteps_error(f"embedded mode: no way to MASTER_ADDR={host!r}: {error}") from error
+            raise byteps_error(
+                f"embedded mode: no path to MASTER_ADDR={host!r}: {error}"
+            ) from error
         return probe.getsockname()[0]
 
 

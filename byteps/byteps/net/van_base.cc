@@ -148,7 +148,7 @@ void Van::Receiving() {
         membership_->Handle(msg);
       }
     } catch (const std::exception& e) {
-      // Whoever sent it is not understood; the others need not suffer.
+      // The sender is not understood; the others need not suffer.
       BPS_LOG(WARNING) << "a message of node " << msg.meta.sender
                        << " could not be handled: " << e.what();
       Disconnect(msg.meta.sender);

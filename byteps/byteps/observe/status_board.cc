@@ -301,7 +301,7 @@ std::string StatusBoard::Text() {
   std::string out = Format(
       "job %s%s at %s: %d of %s workers, %d of %s servers, up %llu s, byteps %s\n",
       NameOf(shot.view.phase),
-      shot.view.incarnation > 1 ? Format(", incarnation %d,", shot.view.incarnation).c_str() : "",
+      shot.view.incarnation > 1 ? Format(", generation %d,", shot.view.incarnation).c_str() : "",
       shot.address.c_str(), workers, expected(shot.view.workers).c_str(), servers,
       expected(shot.view.servers).c_str(), static_cast<unsigned long long>(shot.uptime_s),
       version_.c_str());

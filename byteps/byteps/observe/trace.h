@@ -6,7 +6,7 @@
 // to the server's addition and on to the worker's pull.
 //
 // Times are CLOCK_REALTIME, so that the files of one host, and of hosts whose clocks
-// agree, can be laid beside each other.
+// agree, can be laid side by side.
 #ifndef BYTEPS_OBSERVE_TRACE_H_
 #define BYTEPS_OBSERVE_TRACE_H_
 

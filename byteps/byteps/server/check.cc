@@ -73,7 +73,7 @@ class Checks {
   int status_ = 0;
 };
 
-// Ports of this process beside the one for the job, and what else it opens by name.
+// Ports of this process in addition to the one for the job, and what else it opens by name.
 void TryLocalThings(const Config& config, Role role, const Arguments& arguments, int local_rank,
                     Checks* checks) {
   for (int i = 0; i < arguments.check && role != Role::kScheduler; ++i) {

@@ -101,7 +101,7 @@ void HealthServer::Run() {
     if (fd < 0) continue;
     SetTimeout(fd, kAnswerTimeoutS);
     const std::string line = describe_() + "\n";
-    // Whoever asked may be gone: not worth a word, nor SIGPIPE.
+    // The client may be gone: not worth a word, nor SIGPIPE.
     (void)!send(fd, line.data(), line.size(), MSG_NOSIGNAL);
     close(fd);
   }

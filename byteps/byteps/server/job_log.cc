@@ -113,7 +113,7 @@ void JobLog::SayComplete(const MembershipEvent& event) {
   if (event.incarnation == 1) {
     BPS_LOG(INFO) << "admitted: the job is complete, " << numbers;
   } else {
-    BPS_LOG(INFO) << "restarted: incarnation " << event.incarnation << " of the job is complete, "
+    BPS_LOG(INFO) << "restarted: generation " << event.incarnation << " of the job is complete, "
                   << numbers;
   }
 }
@@ -137,7 +137,7 @@ void JobLog::OnComplete(int rank, int workers) {
                 << (workers < 0 ? "as many workers as came" : Plural(workers, "worker"));
 }
 
-void JobLog::OnRestart() { BPS_LOG(INFO) << "restarted: joining the next incarnation of the job"; }
+void JobLog::OnRestart() { BPS_LOG(INFO) << "restarted: joining the next generation of the job"; }
 
 JobLog::Clock::time_point JobLog::Look(const ps::JobView& view, Clock::time_point now) {
   ps::MutexLock lock(&mu_);

@@ -87,7 +87,7 @@ BYTEPS_INLINE inline void AddLoop(void* __restrict sum, const void* __restrict i
   });
 }
 
-// The arithmetic of half types fills the window in which a processor looks ahead, so
+// The arithmetic of half types fills the window in which a core looks ahead, so
 // that it would meet the next memory late: it is fetched, block by block.
 constexpr size_t kBlock = 256;
 constexpr size_t kAhead = 2 * kBlock;

@@ -140,7 +140,7 @@ void Rounds::FailPartition(Partition* partition, const Message& message, const s
     const bool is_open = open_.count(DeadlineOf(*partition, round)) > 0;
     if (is_open || !round.callers.empty()) Fail(partition, &round, error);
   }
-  // Whoever waited in its round was answered by that, unless the request never got so far.
+  // Members that waited in its round were answered by that, unless the request never got so far.
   Round* const round = partition->Find(HeaderOf(message).round);
   const int member = declaration.MemberIndex(message.peer);
   if (round == nullptr) {

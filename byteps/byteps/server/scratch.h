@@ -58,7 +58,7 @@ class Scratch {
   }
 
  private:
-  // What a few partitions under way need; all keys' worth would double a server.
+  // What a few partitions in flight need; all keys' worth would double a server.
   static constexpr size_t kMaxKept = 64 << 20;
 
   std::vector<Block> spare_;

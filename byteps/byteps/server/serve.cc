@@ -210,8 +210,8 @@ class Node : public ChannelUser {
     if (event.kind == ps::MembershipEvent::kFailed && event.next_incarnation > 0) {
       if (board_ != nullptr) board_->OnIncarnation();
       ps::WriteLogLine('W', event.file, event.line,
-                       "incarnation " + std::to_string(event.next_incarnation - 1) +
-                           " of the job failed: " + event.reason + "; waiting for incarnation " +
+                       "generation " + std::to_string(event.next_incarnation - 1) +
+                           " of the job failed: " + event.reason + "; waiting for generation " +
                            std::to_string(event.next_incarnation));
       return;
     }
@@ -267,9 +267,9 @@ void EndByOrder(const Config& config, const Parent& parent, Server* server, Sess
     std::this_thread::sleep_for(kDrainLook);
   }
   if (over()) return;
-  session->StopByOrder(std::string("stopped by order (") +
-                       (caught_signal == SIGINT ? "SIGINT" : "SIGTERM") + ")" +
-                       (drained ? "" : " before the sums under way were complete"));
+  session->StopByOrder(std::string("stopped by ") +
+                       (caught_signal == SIGINT ? "SIGINT" : "SIGTERM") +
+                       (drained ? "" : " before the reductions in flight were complete"));
 }
 
 // What the last incarnation has used goes back to the kernel.  The C library would keep it, in the
@@ -373,7 +373,7 @@ int Serve(const Arguments& arguments, const Parent& parent, const char* version)
     } catch (const JobFailedError& e) {
       if (!keep || caught_signal != 0) throw;
       ps::WriteLogLine('W', e.file(), e.line(),
-                       std::string(e.what()) + "; waiting for the next incarnation of the job");
+                       std::string(e.what()) + "; waiting for the next generation of the job");
       std::this_thread::sleep_for(kRejoinPause);
       continue;
     }

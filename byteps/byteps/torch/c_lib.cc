@@ -245,7 +245,7 @@ PYBIND11_MODULE(c_lib, m) {
       py::arg("bytes"), py::arg("piece_of"));
   m.def(
       "link_gbps", [] { return GetWorker()->LinkGbps(); },
-      "Of the slowest worker's network card, each way; 0 where one of them is not known.");
+      "Gbit/s each way of the slowest worker's NIC; 0 where one of them is not known.");
   m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("bytes"), py::arg("piece_of"),
         py::arg("group"), py::arg("placement"));
   m.def("config", [] { return IsInitialized() ? settings : Config::FromEnvironment().Print(); });

@@ -20,7 +20,7 @@ _TAG = 0x6270
 class NodeGroup:
     """Collectives among the ranks of a host, of contiguous tensors of one dimension.
 
-    On the CPU values go straight to whoever adds or keeps them: gloo's reduce-scatter is an
+    On the CPU values go straight to the rank that adds or keeps them: gloo's reduce-scatter is an
     all-reduce of a copy, and its all-gather hands parts on from rank to rank.
     """
 

@@ -141,7 +141,7 @@ TEST(Invariant, AnOperationEndsOnce) {
   operation->End("again", nullptr);
   EXPECT_TRUE(Has(ps::BrokenInvariants().last, "'an operation ends once'"));
   operation->EndWriting();
-  EXPECT_TRUE(Has(ps::BrokenInvariants().last, "'whoever stops writing had begun'"));
+  EXPECT_TRUE(Has(ps::BrokenInvariants().last, "'a writer that stops had begun'"));
   EXPECT_EQ(broken.count(), 2u);
 }
 

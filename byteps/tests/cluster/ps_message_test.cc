@@ -1,4 +1,4 @@
-// What becomes of a message on its way through ps-lite.
+// What becomes of a message that passes through ps-lite.
 #include "byteps/cluster/ps_message.h"
 
 #include <gtest/gtest.h>

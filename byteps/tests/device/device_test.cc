@@ -330,7 +330,7 @@ TEST(CopyQueue, CopiesAreLeftToWhoGivesOthers) {
   second_done.get_future().wait();
   EXPECT_EQ(teller, giver);
   EXPECT_EQ(memcmp(block.get(), data, 2), 0);
-  EXPECT_FALSE(queue.Leave(&two)) << "whoever gave copies has gone";
+  EXPECT_FALSE(queue.Leave(&two)) << "the thread that gave copies has gone";
 }
 
 // Copies that take long are told of by the driver, and hold up nobody's.

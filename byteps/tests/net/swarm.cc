@@ -4,7 +4,7 @@
 //   swarm --port PORT [--host ADDRESS] [--workers N] [--servers K] [--timeout S]
 //
 // Each node has a connection and a NodeMembership of its own; it connects to nobody else.  Prints
-// how long joining and leaving took, and how many messages the scheduler sent beside heartbeats,
+// how long joining and leaving took, and how many messages the scheduler sent without heartbeats,
 // of which a slow machine sees more.  Exit status:
 // 0 all joined and left in order; 1 not; 2 bad usage.
 #include <getopt.h>

@@ -168,7 +168,7 @@ class ServerTest : public testing::Test {
   size_t answered_ = 2;
 };
 
-// Of a small partition, whoever brings the last push finds its engine idle and sends the sum.
+// Of a small partition, the thread with the last push finds its engine idle and sends the sum.
 TEST_F(ServerTest, SmallSumsAreSentByWhoBringsThem) {
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   size_t answers = 2;

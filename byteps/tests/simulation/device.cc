@@ -87,7 +87,7 @@ void RecordEvent(DeviceEvent event, DeviceStream stream) {
 }
 
 bool EventIsDone(DeviceEvent event) {
-  // Whoever asks over and over lets time pass.
+  // A thread that asks over and over lets time pass.
   std::this_thread::sleep_for(kLook);
   return EventOf(event)->done >= EventOf(event)->recorded;
 }

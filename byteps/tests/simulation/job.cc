@@ -220,7 +220,7 @@ std::string Job::ServeOnce(const NodeSettings& settings, bool* again) {
   try {
     channel.Start(user.get());
     error = user->AwaitEnd(&by_order);
-    if (by_order) channel.StopByOrder("stopped by order (SIGTERM)");
+    if (by_order) channel.StopByOrder("stopped by SIGTERM");
     *again = !by_order;
   } catch (const core::JobFailedError& e) {
     error = e.what();

@@ -52,7 +52,7 @@ class Network {
   // It has none any more, and all its links are closed in good order.
   void Leave(SimulatedChannel* node);
 
-  // A message on its way.  Within a millisecond, or when what holds its link lets go.
+  // A message in flight.  Within a millisecond, or when what holds its link lets go.
   // Lost where there is no link.
   void Carry(const SimulatedChannel& from, int to, ps::Message message);
 
@@ -61,7 +61,7 @@ class Network {
   void Link(int a, int b);
   // Makes a link, or tells `from` that nobody is there, or one of another incarnation.
   void Connect(const SimulatedChannel& from, int to);
-  // Ends a link; what is under way on it is lost.  Each end hears of it once it has received what
+  // Ends a link; what is in flight on it is lost.  Each end hears of it once it has received what
   // came before, if it is told: `how`, and whether its peer closed it.
   struct End {
     std::string how;

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from .options import LoraOptions
 
 ADAPTER_FOLDER = "adapter"
-"""In the folder of ``--hf-save``, beside the merged weights."""
+"""In the folder of ``--hf-save``, next to the merged weights."""
 
 
 class Adapters:

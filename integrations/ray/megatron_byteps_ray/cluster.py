@@ -31,7 +31,7 @@ def cluster(
 ) -> Iterator[None]:
     """Be a driver of the cluster at ``address`` ("auto": this machine's); None starts one here.
 
-    One that is started here offers as many processors as the job asks for, whatever the machine
+    One that is started here offers as many cores as the job asks for, whatever the machine
     has, and ends with the block.
 
     Args:

@@ -26,7 +26,7 @@ class Console:
 
     def _incarnation(self, event: dict[str, Any]) -> str:
         return (
-            f"incarnation {event['number']}: {event['ranks']} ranks on {event['nodes']} "
+            f"generation {event['number']}: {event['ranks']} ranks on {event['nodes']} "
             f"{'machine' if event['nodes'] == 1 else 'machines'}, {event['spares']} warm spares"
         )
 
@@ -39,7 +39,7 @@ class Console:
 
     def _failure(self, event: dict[str, Any]) -> str:
         failure = event["failure"]
-        lines = [f"incarnation {event['incarnation']} failed: {failure}"]
+        lines = [f"generation {event['incarnation']} failed: {failure}"]
         for end in failure.causes:
             lines += [f"  {end.who}: {line}" for line in end.lines[-12:]]
         return "\n".join(lines)
@@ -71,4 +71,4 @@ class Console:
 
     def _done(self, event: dict[str, Any]) -> str:
         count = event["incarnations"]
-        return f"done, after {count} {'incarnation' if count == 1 else 'incarnations'}"
+        return f"done, after {count} {'generation' if count == 1 else 'generations'}"

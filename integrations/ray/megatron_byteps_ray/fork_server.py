@@ -2,7 +2,7 @@
 
 Importing torch and Megatron takes many seconds. This process does it once for its machine. It keeps
 a *standby* for each actor: a forked child that waits for an order, and becomes the rank of the next
-incarnation within milliseconds, with nothing left of the one before. Where an import asks for the
+generation within milliseconds, with nothing left of the one before. Where an import asks for the
 number of GPUs, CUDA would not start in a forked child: each standby imports such modules itself,
 before it is needed.
 
@@ -144,7 +144,7 @@ class _Client:
         server.watch(connection.fileno(), self._take_orders)
 
     def abandon(self) -> None:
-        """In a child: close the connection, and leave its number to whoever opens it next."""
+        """In a child: close the connection, and leave its number to the next one opened."""
         os.close(self._connection.detach())
 
     def send(self, kind: str, **values: Any) -> None:
@@ -271,7 +271,7 @@ def main() -> int:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(options.socket)
     listener.listen(128)
-    # Whoever started this knows now that it listens; and no actor is the parent, with which Ray
+    # The parent knows now that it listens; and no actor is the parent, with which Ray
     # would end it.
     if os.fork() > 0:
         os._exit(0)

@@ -34,7 +34,7 @@ class Metrics:
         self._recent.clear()
         self._set("ranks", "Ranks that train", ranks)
         self._set("spares", "Warm spares", spares)
-        self._set("incarnation", "Number of the incarnation, from 0", incarnation)
+        self._set("incarnation", "Generation of the job, from 0", incarnation)
 
     def step(self, step: dict[str, Any]) -> None:
         self._recent.append((step["time"], step["tokens"]))

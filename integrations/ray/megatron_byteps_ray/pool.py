@@ -216,7 +216,7 @@ class Pool:
         self.byteps[index] = self._new_byteps(index)
 
     def assign(self, ranks: int) -> list[Slot]:
-        """The actors of the ranks: whoever was a rank stays it, spares take the places of the lost.
+        """The actors of the ranks: those of ranks stay, spares take the places of the lost.
 
         ``ranks`` must not exceed what is warm. Where their number changes all are dealt anew.
         """

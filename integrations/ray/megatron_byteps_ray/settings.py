@@ -83,7 +83,7 @@ class Settings:
     folder: Path = Path("build/ray")
     """For state, logs and the record of steps: on each machine a folder of this path."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of all ranks and servers, beside what is forwarded from the driver."""
+    """Of all ranks and servers, in addition to what is forwarded from the driver."""
     python_path: tuple[str, ...] = ()
     """Folders that ranks import from first."""
     preload: tuple[str, ...] = PRELOAD

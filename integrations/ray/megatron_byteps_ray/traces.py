@@ -1,4 +1,4 @@
-"""Lay the timelines of a job's processes beside each other, for ui.perfetto.dev.
+"""Lay the timelines of a job's processes side by side, for ui.perfetto.dev.
 
 Takes those of BytePS and traces of torch.profiler (.json or .json.gz). Times of one host belong
 together, those of several hosts as far as their clocks agree.

@@ -82,7 +82,7 @@ def prepare() -> None:
     from megatron_byteps_hf.bridge import auto_bridge
 
     auto_bridge()
-    # verl tells each rank that it is alone on its host, which would start servers beside each.
+    # verl tells each rank that it is alone on its host, which would start servers next to each.
     if size := os.environ.get("RAY_LOCAL_WORLD_SIZE"):
         local_rank = int(os.environ["RANK"]) % int(size)
         os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=size)
@@ -135,7 +135,7 @@ def register() -> None:
         # Megatron's local attention takes no mask of verl's shape.
         return args, {**kwargs, "attention_mask": None}
 
-    mixed_in: Any = object  # an engine of verl's comes beside it below
+    mixed_in: Any = object  # an engine of verl's is the other base below
 
     class Local(mixed_in):
         """Megatron's local layers."""

@@ -1,4 +1,4 @@
-"""The reward as a Megatron model: one more role of verl's, beside actor, critic and reference.
+"""The reward as a Megatron model: another role of verl's, next to actor, critic and reference.
 
 Its configuration is a critic's, under the name ``reward_worker``. The model has a head of one
 number, ``lm_head.weight`` [1, hidden], and its value at the last token of a response is the reward.

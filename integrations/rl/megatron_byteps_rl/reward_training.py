@@ -193,7 +193,7 @@ def _tell(folder: Path, step: int, value: float) -> None:
 
 
 def _save(engine: Any, base: Path, out: Path) -> None:
-    """Whole tensors by their Hugging Face names, beside the base model's other files."""
+    """Whole tensors by their Hugging Face names, next to the base model's other files."""
     tensors = {
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in engine.get_per_tensor_param()[0]

@@ -45,7 +45,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 
 class Pools(ResourcePoolManager):
-    """Places for ranks: each a processor, and a GPU where verl's platform has GPUs."""
+    """Places for ranks: each a core, and a GPU where verl's platform has GPUs."""
 
     def create_resource_pool(self) -> None:
         use_gpu = get_device_name() != "cpu"

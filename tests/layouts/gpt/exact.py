@@ -1,4 +1,4 @@
-"""An optimizer's updates beside the same ones in fp64."""
+"""An optimizer's updates compared with the same ones in fp64."""
 
 from __future__ import annotations
 

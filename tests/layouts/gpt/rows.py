@@ -13,7 +13,7 @@ STEPS = 4
 SEQUENCE = 16
 MICRO_BATCH = 2
 BUCKET_ELEMENTS = 4000
-"""With overlap: small, so that each rank has several buckets under way at once."""
+"""With overlap: small, so that each rank has several buckets in flight at once."""
 
 _DTYPES: dict[Dtype, tuple[str, ...]] = {
     "fp32": (),
@@ -225,8 +225,8 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="ep2-cp2-dp2-overlap", ranks=4, ep=2, cp=2, experts=4, overlap=True),
     Layout(name="ep2-dp8-do-inst2-overlap", ranks=8, ep=2, experts=4, distributed_optimizer=True,
            instances=2, overlap=True),
-    # Several ranks a host: they sum first, then hosts do. Where all ranks of a group share a host,
-    # nothing goes to servers.
+    # Several ranks per host: they sum first, then hosts do. Where all ranks of a group share a
+    # host, nothing goes to servers.
     Layout(name="node2-dp2", ranks=2, per_host=2, route=_NODE),
     Layout(name="node2-dp4", ranks=4, per_host=2, route=_NODE),
     Layout(name="node2-dp4-overlap-acc2", ranks=4, per_host=2, route=_NODE, overlap=True,

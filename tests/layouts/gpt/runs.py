@@ -18,7 +18,7 @@ from .updates import compare_updates
 PROGRAM = "tests.layouts.gpt.rank:train"
 FLAG = "--use-dpu-reduce"
 GPUS_APART = 3
-"""From the first GPU of one layout to that of the next: layouts beside each other spread evenly."""
+"""From the first GPU of one layout to that of the next: layouts side by side spread evenly."""
 # Small pieces: those of a bucket are summed inside the host and between hosts at the same time.
 _SERVERS = {**TWO_SERVERS, "BYTEPS_NODE_PIECE_BYTES": "2048"}
 

@@ -39,7 +39,7 @@ class Layout(Row):
 _RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
               "--recompute-num-layers", "1")  # fmt: skip
 
-# Two data-parallel ranks where there are any: a sum of two values has one result, whoever adds.
+# Two data-parallel ranks where there are any: a sum of two values has one result in any order.
 LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp2", model="llama", ranks=2),
     Layout(name="dp2-qwen2", model="qwen2", ranks=2),

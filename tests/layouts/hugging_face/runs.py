@@ -16,7 +16,7 @@ PROGRAMS = "tests.layouts.hugging_face.rank"
 # As the program's names; that module takes seconds to import, and the parent does without.
 BEFORE, AFTER, ADAPTER = "before", "after", "adapter"
 TOLERANCE = 2e-5
-"""Of logits, beside the largest of them: the two programs add in different orders."""
+"""Of logits, compared with the largest of them: the two programs add in different orders."""
 
 
 def make_model(name: str, folder: Path) -> Path:

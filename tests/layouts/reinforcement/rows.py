@@ -25,9 +25,7 @@ class Layout(Row):
 
     @property
     def rollout(self) -> str:
-        if self.resharded is None:
-            return "1 whole model" if self.ranks == 1 else f"{self.ranks} whole models"
-        return f"{self.ranks // self.resharded} times tp{self.resharded}, resharded"
+        return "whole" if self.resharded is None else f"tp{self.resharded}"
 
 
 LAYOUTS = (

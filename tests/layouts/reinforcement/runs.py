@@ -29,8 +29,6 @@ class Outcome:
 
     equal: Mapping[str, bool]
     """By role: whether both gave all ranks the same parameters, to the last bit."""
-    sums: Mapping[str, int]
-    """By role: of one rank's sums at one step."""
     apart: float
     """Largest difference of a log-probability between rollout and training."""
     sent_bytes: int | None
@@ -57,7 +55,7 @@ class Outcome:
 def large_model(base: Path, folder: Path) -> Path:
     """Write a model of 100 million parameters that was not taught, with the base model's tokenizer.
 
-    Beside it what CUDA's libraries take of a GPU's memory is little.
+    Compared with it, CUDA's libraries take little of a GPU's memory.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -167,7 +165,6 @@ def compare(
             role: all(one["checksums"][role] == other["checksums"][role] for one, other in pairs)
             for role in roles
         },
-        sums={role: len(ours[0]["names"][role]) for role in roles},
         apart=max(apart),
         rewards_apart=max((_apart(step) for step in scored), default=None),
         sent_bytes=None if None in costs else sum(cost["sent_bytes"] for cost in costs),

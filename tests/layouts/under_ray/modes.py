@@ -35,7 +35,7 @@ def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Sett
         ranks=ranks,
         spares=0,
         servers=SERVERS,
-        # One cluster on this machine: Ray starts a worker ahead of time for each processor.
+        # One cluster on this machine: Ray starts a worker ahead of time for each core.
         cpus_per_rank=0.125,
         server_cpus=0.125,
         preload=(*PRELOAD, "pretrain_dpu_gpt", "megatron_byteps_hf.preload", MODULE),
@@ -45,7 +45,7 @@ def settings_of_pool(folder: Path, ranks: int, platform: Platform = CPU) -> Sett
 def run_locally(
     cell: Cell, folder: Path, arguments: Sequence[str], platform: Platform = CPU
 ) -> list[RankSeen]:
-    """Train as torchrun does, with BytePS beside the ranks: what each of them saw.
+    """Train as torchrun does, with BytePS next to the ranks: what each of them saw.
 
     Raises:
         JobFailed: a rank failed; the text has its log.
@@ -99,9 +99,6 @@ class Outcome:
     """Groups of ranks that sum gradients through BytePS."""
     sums: int
     """A step's, over all groups."""
-    local_loss: float
-    """Of the last step."""
-    ray_loss: float
     differences: list[str]
     """Between the two runs; empty where every bit is the same."""
     problems: list[str]
@@ -136,8 +133,6 @@ def compare(local: Sequence[RankSeen], ray: Sequence[RankSeen]) -> Outcome:
     return Outcome(
         groups=len({members for members, _ in sums}),
         sums=len(sums),
-        local_loss=_losses(local)[-1],
-        ray_loss=_losses(ray)[-1],
         differences=found,
         problems=problems,
     )

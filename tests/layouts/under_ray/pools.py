@@ -23,7 +23,7 @@ def environment_on(platform: Platform) -> dict[str, str]:
     return {
         **platform.environment,
         "PYTHONWARNINGS": "ignore",
-        # Sums of more than two values have one result, whoever comes first.
+        # Sums of more than two values have one result, in any order.
         "BYTEPS_DETERMINISTIC": "1",
     }
 

@@ -28,7 +28,7 @@ class Job:
         try:
             program(self)
         except BaseException:
-            # Kept beside the log, for a test to read the last error without the rest.
+            # Kept next to the log, for a test to read the last error without the rest.
             self.note("error", traceback.format_exc())
             raise
         finally:

@@ -117,7 +117,7 @@ def apart(job: Job) -> None:
             bytes_ = total(moved, data, f"bytes_{direction}")
             messages = total(moved, data, f"messages_{direction}")
             assert bytes_ >= rounds * nbytes, moved
-            # Heads and rendezvous are small beside the values.
+            # Heads and rendezvous are small compared with the values.
             assert bytes_ <= rounds * nbytes + 2048 * messages, moved
             partitions = bps.partition_count(nbytes)
             assert messages >= rounds * partitions, moved

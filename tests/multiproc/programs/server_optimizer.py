@@ -285,7 +285,7 @@ def counted(job: Job) -> None:
 
 
 def keeps_memory(job: Job) -> None:
-    """What is under way keeps its tensors alive, also when nobody else does."""
+    """What is in flight keeps its tensors alive, also when nobody else does."""
     bps.init()
     count = 200_000
     served = ServerTensor(

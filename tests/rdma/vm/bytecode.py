@@ -1,6 +1,6 @@
 """Compiled Python for guests, which would otherwise compile all of torch anew, for minutes.
 
-Some installations keep no bytecode beside their sources, and what a guest writes is lost.
+Some installations keep no bytecode next to their sources, and what a guest writes is lost.
 """
 
 from __future__ import annotations

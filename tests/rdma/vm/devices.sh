@@ -10,16 +10,16 @@ make_device() {
 }
 
 # bring_up NUMBER: everything the guest of this number needs. Alone it talks to itself, over a pair
-# of virtual interfaces; one of several uses its network card.
+# of virtual interfaces; one of several uses its NIC.
 bring_up() {
-  local card=eth0
+  local nic=eth0
   ip link set lo up
-  if [[ ! -e /sys/class/net/$card ]]; then
-    card=rdma0
-    ip link add "$card" type veth peer name rdma1
+  if [[ ! -e /sys/class/net/$nic ]]; then
+    nic=rdma0
+    ip link add "$nic" type veth peer name rdma1
     ip link set rdma1 mtu 4200 up
   fi
-  make_device "$card" "$1"
+  make_device "$nic" "$1"
   ulimit -l unlimited
   ulimit -n 65536
 }

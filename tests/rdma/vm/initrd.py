@@ -1,4 +1,4 @@
-"""The guest's first root: busybox, the modules it needs, and init.sh. Kept beside the kernel."""
+"""The guest's first root: busybox, the modules it needs, and init.sh. Kept next to the kernel."""
 
 from __future__ import annotations
 

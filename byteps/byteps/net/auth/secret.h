@@ -37,7 +37,7 @@ class Secret {
   // kProofBytes for another use than proofs; each `purpose` has its own.  The secret is there.
   std::string Derive(const std::string& purpose) const;
 
-  // kProofBytes for whoever speaks as `who` after `said` was said.
+  // kProofBytes for the end that speaks as `who` after `said` was said.
   std::string Prove(const std::string& who, const std::string& said) const;
   // Whether `proof` begins with the first `bytes` of that.  Takes the same time for every proof.
   bool Proves(const char* proof, const std::string& who, const std::string& said,

@@ -21,7 +21,8 @@ std::string ReasonToRefuse(const Applicant& applicant, Node::Role role, uint64_t
     return "its hello does not parse";
   }
   if (!ConnectsTo(static_cast<Node::Role>(who.role), role)) {
-    return "its role has nothing to say to this node";
+    return "its role must not connect to this node: workers connect to servers and the scheduler, "
+           "servers to the scheduler";
   }
   if (scheduler) return applicant.plane == 0 ? "" : "the scheduler has no data plane";
   if (!IsWorkerId(applicant.node_id)) return "it is no worker";

@@ -25,7 +25,7 @@ inline uint64_t NewToken() {
   return token;
 }
 
-// 0 if it has none.  Byte by byte, so that it means the same on every processor.
+// 0 if it has none.  Byte by byte, so that it means the same on every CPU.
 inline uint64_t TokenOf(const Node& node) {
   uint64_t token = 0;
   if (node.endpoint_name_len != sizeof(token)) return 0;
@@ -61,12 +61,12 @@ inline uint64_t WithIncarnation(uint64_t job, int incarnation) {
 // Why who says `theirs` has nothing to say to who is of `ours`.
 inline std::string NotOurs(uint64_t theirs, uint64_t ours) {
   if (((theirs ^ ours) & ~kIncarnationMask) != 0) return "it belongs to another job";
-  return "it is of incarnation " + std::to_string(theirs & kIncarnationMask) +
-         " of the job, and this node of incarnation " + std::to_string(ours & kIncarnationMask);
+  return "it is of generation " + std::to_string(theirs & kIncarnationMask) +
+         " of the job, and this node of generation " + std::to_string(ours & kIncarnationMask);
 }
 
 // Whether the node that says `theirs` is of an earlier incarnation of the same job than `ours`: the
-// scheduler's word on the new one is still on its way to it.
+// scheduler's word on the new one is still in flight to it.
 inline bool IsBehind(uint64_t theirs, uint64_t ours) {
   const bool same_job = ((theirs ^ ours) & ~kIncarnationMask) == 0;
   return same_job && (theirs & kIncarnationMask) < (ours & kIncarnationMask);

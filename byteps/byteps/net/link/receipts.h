@@ -32,7 +32,7 @@ class Receipts {
   // Messages that have come since the beginning.  Any thread.
   uint64_t received() const { return received_; }
 
-  // A frame that says so is about to be sent.  Whoever sends, one at a time.
+  // A frame that says so is about to be sent.  Called by one sending thread at a time.
   void Told(uint64_t received) { told_ = received; }
 
   enum class Tell { kNothing, kNow, kSoon };

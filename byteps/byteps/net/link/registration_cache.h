@@ -24,7 +24,7 @@ class RegistrationCache {
   // These bytes are one allocation, until Remove is called with the number that is
   // returned, which is to be before they are freed.
   static uint64_t Add(const void* address, size_t bytes);
-  // Does nothing when the memory was forgotten already.  A message under way keeps the
+  // Does nothing when the memory was forgotten already.  A message in flight keeps the
   // registration that it uses.
   static void Remove(uint64_t number);
 

@@ -123,7 +123,7 @@ class Membership {
   virtual void Join() = 0;
 
   // On a server or the scheduler that was told to end: fails the job for the reason that it "was
-  // `how`", such as "stopped by order (SIGTERM)", and returns when all were told, after a few
+  // `how`", such as "stopped by SIGTERM", and returns when all were told, after a few
   // seconds at most.  Before a worker came the scheduler just forgets the server.
   virtual void StopByOrder(const std::string& how) = 0;
 

@@ -35,11 +35,11 @@ std::string PackLink(int mbps);
 // 0 for anything else.
 int ParseLink(const std::string& text);
 
-// What a worker says in LEAVE.  A server that is told to end says how: "stopped by order
-// (SIGTERM)".
+// What a worker says in LEAVE.  A server that is told to end says how: "stopped by
+// SIGTERM".
 std::string PackFarewell(const Farewell& farewell);
 struct Departure {
-  // What happened to the node: "was stopped by order (SIGTERM)", "failed: exit status 3".  Empty:
+  // What happened to the node: "was stopped by SIGTERM", "failed: exit status 3".  Empty:
   // it has done its work.
   std::string failure;
   bool suspend = false;

@@ -57,7 +57,7 @@ std::string SchedulerMembership::NameOf(int node_id) {
 }
 
 void SchedulerMembership::SetIncarnation(int incarnation) {
-  BPS_INVARIANT_NOTED("incarnation numbers only grow", incarnation > last_incarnation_,
+  BPS_INVARIANT_NOTED("generations only grow", incarnation > last_incarnation_,
                       std::to_string(incarnation) + " after " + std::to_string(last_incarnation_));
   last_incarnation_ = incarnation;
   links_->SetIncarnation(incarnation);
@@ -91,7 +91,7 @@ void SchedulerMembership::Handle(const Message& msg) {
     if (member == nullptr && sender != Node::kEmpty) {
       PS_PROBE(kOldIncarnation);
       PS_VLOG(1) << "a message of node " << sender
-                 << ", which is not of this incarnation of the job";
+                 << ", which is not of this generation of the job";
       return;
     }
     // A member has nothing to register, and one that registers is no member yet: the role that it
@@ -349,7 +349,7 @@ std::string SchedulerMembership::ReasonToGiveUp(Clock::time_point now) {
   const double limit = settings_.keep_timeout_s;
   if (!settings_.keep || limit <= 0 || any_worker_ || failure_.empty()) return "";
   if (now - incarnation_begun_ < ToDuration(limit)) return "";
-  return "no worker came within " + Limit(limit, "BYTEPS_KEEP_TIMEOUT_S") + " after incarnation " +
+  return "no worker came within " + Limit(limit, "BYTEPS_KEEP_TIMEOUT_S") + " after generation " +
          std::to_string(incarnation_ - 1) + " of the job failed: " + failure_;
 }
 
@@ -359,7 +359,7 @@ JobView SchedulerMembership::View() {
   MutexLock lock(&mu_);
   view.incarnation = incarnation_;
   const bool of_last = state_ == State::kActive && !failure_.empty();
-  view.failure = (of_last ? "the last incarnation failed: " : "") + failure_;
+  view.failure = (of_last ? "the last generation failed: " : "") + failure_;
   view.workers = roster_.expected().workers;
   view.servers = roster_.expected().servers;
   for (const auto& [id, member] : roster_.members()) {

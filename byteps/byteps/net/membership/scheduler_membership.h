@@ -76,7 +76,7 @@ class SchedulerMembership : public Membership {
   // The node is gone, or silent: the job fails.  But before a worker came there is no
   // job that could fail: the scheduler forgets the node.
   void OnLost(int node_id, const std::string& how);
-  // The same with all of what happened: "was lost: ...", "was stopped by order (SIGTERM)"; and
+  // The same with all of what happened: "was lost: ...", "was stopped by SIGTERM"; and
   // what happened before.
   void OnGone(int node_id, const std::string& what, const std::string& before = "");
   // `for_good`: the scheduler is told to end.  The place is that of the call: what found the

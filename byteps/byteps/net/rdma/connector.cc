@@ -61,7 +61,7 @@ std::shared_ptr<Transport> Connector::TransportFor(rdma_cm_id* id) {
   auto known = transport();
   if (known) {
     if (known->device->context() == id->verbs) return known;
-    throw Error(std::string("the way leads through ") + ibv_get_device_name(id->verbs->device) +
+    throw Error(std::string("the path leads through ") + ibv_get_device_name(id->verbs->device) +
                 ", this process uses " + known->device->name() +
                 " (BYTEPS_RDMA_DEVICE, DMLC_NODE_HOST)");
   }

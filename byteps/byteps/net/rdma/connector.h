@@ -90,7 +90,7 @@ class Connector {
   static constexpr std::chrono::milliseconds kFirstPause{50};
   static constexpr std::chrono::milliseconds kLongestPause{1000};
 
-  // A connection, made or on its way.
+  // A connection, made or being made.
   struct Link {
     std::shared_ptr<Endpoint> endpoint;
     Owned<rdma_cm_id> id;

@@ -142,7 +142,7 @@ void Connector::OnChallenge(Link* raw, const Challenge& challenge) {
   if (raw->receiver != 0 && challenge.sender != raw->receiver) {
     return GreetingFailed(raw, "another process listens at this address now", proved);
   }
-  if (raw->resumes && !proved) return TryAgain(raw, "its challenge was damaged on the way");
+  if (raw->resumes && !proved) return TryAgain(raw, "its challenge was damaged in flight");
   raw->challenge = challenge.Encode();
   LinkPtr link = Take(raw->id.get());
   link->id.reset();
@@ -182,7 +182,7 @@ void Connector::OnResponse(Link* link, const rdma_cm_event& event) {
   std::string error = Mismatch(data, bytes);
   if (error.empty() && !reply.Decode(data, bytes)) error = "its reply does not parse";
   if (error.empty() && !Proves(reply.proof, kWhoListens, link->said + reply.Claims())) {
-    error = std::string("it has not this job's secret: ") + auth::kAdvice;
+    error = std::string("the two nodes have different job secrets: ") + auth::kAdvice;
   }
   const bool proved = error.empty();
   if (proved && link->receiver != 0 && reply.sender != link->receiver) {

@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kPeriodS = 5;
 // Of a refusal, before auth::kAdvice.
 constexpr char kPeerHasNone[] = "the job has a secret, the peer none: ";
-constexpr char kPeerHasAnother[] = "the peer has not this job's secret: ";
+constexpr char kPeerHasAnother[] = "the two nodes have different job secrets: ";
 static_assert(std::max(sizeof(kPeerHasNone), sizeof(kPeerHasAnother)) + sizeof(auth::kAdvice) - 2 <=
                   kMaxReason,
               "what to do is not cut");

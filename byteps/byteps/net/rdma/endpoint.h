@@ -1,11 +1,11 @@
 // A link to a peer: what waits to be sent, what is being received, over as many connections
 // (queue pairs, one at a time) as it takes.
 //
-// Sending.  Whoever sends queues a message; it leaves at once if there is room.  The rest
+// Sending.  The caller queues a message; it leaves at once if there is room.  The rest
 // happens in the plane's polling thread, which hands completions in.
 //
 // Receiving.  A peer that requests to send a value is cleared to write it where the owner
-// says that it belongs, or into the pool's memory.  Those under way at a time are bounded by
+// says that it belongs, or into the pool's memory.  Those in flight at a time are bounded by
 // BYTEPS_RDMA_RECEIVE_WINDOW_BYTES; others wait.  Memory that has to be registered first is
 // found by the registrar's thread.
 //
@@ -79,7 +79,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // `active`: this side connects.
   Endpoint(EndpointOwner* owner, Plane plane, int index, bool active, const Settings& settings,
            std::shared_ptr<EndpointCounters> counters);
-  // Nothing may be under way any more: see finished().
+  // Nothing may be in flight any more: see finished().
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
@@ -139,7 +139,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   // ----- receiving
 
-  // Values on their way into these bytes are received elsewhere, and their message is
+  // Values in flight into these bytes are received elsewhere, and their message is
   // dropped.  Waits until `deadline` for those that the peer is writing there, and then
   // breaks the endpoint: when this has returned, nothing is written there any more.  Must
   // not be called with a lock held that PlaceFor takes, nor by PlaceFor.
@@ -166,7 +166,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
  private:
   enum class State {
-    kConnecting,  // there is no connection, or one on its way
+    kConnecting,  // there is no connection, or one is being made
     kOpen,
     kBroken,  // the last connection is not gone yet
     kClosed,

@@ -253,7 +253,7 @@ void Endpoint::Deliver(Received parts, Turn* turn) {
   turn->received.push_back(std::move(parts));
 }
 
-// So that whoever receives finds all values where they belong, the small ones too.
+// So that the receiver finds all values where they belong, the small ones too.
 void Endpoint::PutInPlace(Received* received) {
   auto& values = received->msg.data;
   if (values.size() != 1 || values[0].size() == 0) return;

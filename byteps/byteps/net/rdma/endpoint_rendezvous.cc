@@ -135,7 +135,7 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   const char* first = static_cast<const char*>(begin);
   MutexLock place_lock(&place_mu_);
   MutexLock lock(&mu_);
-  place_lock.Unlock();  // whoever is asked from now on knows that they are given up
+  place_lock.Unlock();  // a thread that asks from now on knows that they are given up
   const bool moved = inbox_.Abandon(first, bytes);
   if (moved) {
     lock.Unlock();
@@ -147,8 +147,8 @@ void Endpoint::Abandon(const void* begin, size_t bytes, Clock::time_point deadli
   };
   if (Await(deadline, done)) return;
   Turn turn;
-  BreakOff("a value on its way to memory that was given up did not come in time",
-           LinkFault::kBroken, &turn);
+  BreakOff("a value in flight to memory that was given up did not come in time", LinkFault::kBroken,
+           &turn);
   lock.Unlock();
   Finish(&turn);
   lock.Lock();

@@ -26,7 +26,7 @@ void CopyToPool(Outgoing* out, Pool* pool) {
     memcpy(target, value.data(), value.size());
     target += value.size();
   }
-  out->values.clear();  // whoever waits for them to be sent need not
+  out->values.clear();  // nobody has to wait for them to be sent
   out->copy = buffer.bytes;
   out->address = out->copy.data();
   out->length = out->copy.size();

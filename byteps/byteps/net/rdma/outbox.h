@@ -39,7 +39,7 @@ struct Outgoing {
   std::shared_ptr<Region> region;  // of the value where it lies; goes before it does
   SArray<char> copy;               // or a copy of all
 
-  // Where the receiver wants it, and how much is on its way.
+  // Where the receiver wants it, and how much is in flight.
   uint64_t remote_address = 0;
   uint32_t remote_key = 0;
   uint32_t cookie = 0;

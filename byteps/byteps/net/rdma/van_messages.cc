@@ -22,7 +22,7 @@ void RdmaVan::Transmit(const Message& msg) {
   const int peer = msg.meta.recver;
   const auto endpoint = peers_.Choose(peer, static_cast<int>(plane));
   if (!endpoint) {
-    // Whoever watches the peers tells those who wait for it.
+    // The membership, which watches the peers, tells the threads that wait for it.
     PS_VLOG(1) << "no connection to node " << peer << "; dropped " << msg.DebugString();
     return;
   }

@@ -166,7 +166,7 @@ constexpr uint32_t kMaxValues = 16;
 constexpr uint32_t kMaxEndpoints = 64;  // of a plane, of a pair
 // What a peer that is no member of the job may say at once.
 constexpr uint32_t kStrangersMetaBytes = 65536;
-// Room in a slot beside small values: header, sizes and a usual meta.
+// Room in a slot in addition to small values: header, sizes and a usual meta.
 constexpr uint32_t kHeadRoom = 1024;
 // A meta in a region takes whole units, so that the values behind it are aligned.
 constexpr uint64_t kRegionAlign = 64;

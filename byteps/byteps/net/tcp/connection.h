@@ -1,8 +1,8 @@
 // One connection to a peer, over as many sockets as it takes.
 //
-// Sending.  Whoever calls Send writes to the socket himself, as long as it takes bytes; what
+// Sending.  The thread that calls Send writes to the socket, as long as it takes bytes; what
 // is left waits in a queue, from which the poller's thread sends when the socket has room, or
-// whoever is writing already.  Messages with few bytes overtake those with many that have not
+// a thread that writes already.  Messages with few bytes overtake those with many that have not
 // begun.
 //
 // Receiving.  The poller's thread reads.  What follows a message's meta is read straight to
@@ -119,7 +119,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Whether it has a socket over which messages go.
   bool open();
 
-  // Values on their way into these bytes are read elsewhere, and their message is dropped;
+  // Values in flight into these bytes are read elsewhere, and their message is dropped;
   // when this has returned, nothing is written there any more.  Must not be called with a lock
   // held that PlaceFor takes, nor by PlaceFor.
   void Abandon(const void* begin, size_t bytes);
@@ -248,7 +248,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   SendQueue queue_ PS_GUARDED_BY(mu_);
   Writing writing_ PS_GUARDED_BY(mu_);
   Closing closing_ PS_GUARDED_BY(mu_);
-  Batch batch_;  // of whoever is writing
+  Batch batch_;  // of the thread that is writing
 
   // Of the poller's thread, but for dial_ and hello_, which are set before it is told of them:
   bool active_ = false;  // this side connects

@@ -210,7 +210,7 @@ bool Connection::ReadChallenge() {
   }
   said_ += challenge.Claims();
   if (!secret.Proves(challenge.proof.data(), kWhoListens, said_)) {
-    throw Error(std::string("it has not this job's secret: ") + auth::kAdvice);
+    throw Error(std::string("the two nodes have different job secrets: ") + auth::kAdvice);
   }
   const std::string complaint = owner_->OnChallenge(shared_from_this(), challenge);
   if (!complaint.empty()) {
@@ -245,7 +245,7 @@ bool Connection::ReadReply() {
     if (proved) throw GreetingError(GreetingFailure::kDecided, refusal);
     throw Error(refusal);
   }
-  if (!proved) throw Error("its answer was damaged on the way");
+  if (!proved) throw Error("its answer was damaged in flight");
   greeting_ = Greeting::kOver;
   try {
     Resume(reply.received);

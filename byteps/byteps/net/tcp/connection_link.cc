@@ -139,7 +139,7 @@ void Connection::Detach(State state) {
   }
   if (socket) {
     poller_->Forget(socket->fd());
-    // Whoever still writes to it is told.
+    // A thread that still writes to it is told.
     shutdown(socket->fd(), SHUT_RDWR);
   }
   MutexLock lock(&receive_mu_);

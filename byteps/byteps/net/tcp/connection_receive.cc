@@ -20,7 +20,7 @@ bool Connection::Receive() {
   if (!ShakeHands()) return false;
   for (size_t turn = 0; turn < kTurnBytes;) {
     const Socket socket = CurrentSocket();
-    if (!socket) break;  // it was closed, or another one is on its way
+    if (!socket) break;  // it was closed, or another one is being made
     MutexLock lock(&receive_mu_);
     const ssize_t n = reader_.Read(socket.get());
     if (n <= 0) {

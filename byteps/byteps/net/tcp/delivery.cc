@@ -1,6 +1,6 @@
 #include "byteps/net/tcp/delivery.h"
 
-// The kernel's: that of the C library, which cannot be included beside it, lacks what is new.
+// The kernel's: that of the C library, which cannot be included as well, lacks what is new.
 #include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>

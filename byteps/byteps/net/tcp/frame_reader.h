@@ -22,7 +22,7 @@ namespace tcp {
 // Bytes that have come and were not looked at yet.
 class ReadBuffer {
  public:
-  // Read at once beside a value: several small messages, or the next one's meta and little
+  // Read at once in addition to a value: several small messages, or the next one's meta and little
   // of its values, which has to be copied.
   static constexpr size_t kBytes = 16384;
 

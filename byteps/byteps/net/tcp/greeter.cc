@@ -159,9 +159,9 @@ void Greeter::OnHello() {
 void Greeter::OnProof() {
   Reply reply;
   if (!host_->secret->Proves(buffer_.data(), kWhoConnects, said_)) {
-    reply.refusal = std::string("the peer has not this job's secret: ") + auth::kAdvice;
-    WarnOnce(&warned_of_secret, "it has not this job's secret");
-    return Refuse(reply.Encode(), "it has not this job's secret");
+    reply.refusal = std::string("the two nodes have different job secrets: ") + auth::kAdvice;
+    WarnOnce(&warned_of_secret, "the two nodes have different job secrets");
+    return Refuse(reply.Encode(), "the two nodes have different job secrets");
   }
   poller_->Forget(number_);
   hello_.said = said_;

@@ -41,7 +41,7 @@ class Poller {
 
   // Watches `fd` until Forget; `pollable` is kept until then.  Any thread.  Throws Error.
   void Watch(int fd, std::shared_ptr<Pollable> pollable);
-  // Before `fd` is closed.  A call that is under way goes on.  Any thread.
+  // Before `fd` is closed.  A call that is in flight goes on.  Any thread.
   void Forget(int fd);
 
   // Has the thread do it.  Any thread.

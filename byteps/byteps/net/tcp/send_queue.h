@@ -22,7 +22,7 @@
 namespace ps {
 namespace tcp {
 
-// A message on its way out, or a frame without one.
+// An outgoing message, or a frame without one.
 struct Outgoing {
   std::string head;  // all that is not a value
   std::vector<SArray<char>> values;

@@ -26,7 +26,7 @@ constexpr int kUnsentBytes = 256 << 10;
 // What is read of a peer that was answered, in all and in a turn.
 constexpr size_t kLeftoverBytes = 256 << 10;
 constexpr size_t kTurnBytes = 16 << 10;
-// Files that a process opens beside its connections.
+// Files that a process opens in addition to its connections.
 constexpr size_t kUsualFiles = 1024;
 
 void Set(int fd, int level, int option, int value) {

@@ -64,7 +64,7 @@ int WorkersOfThisHost() {
   return std::max(GetEnv("BYTEPS_LOCAL_SIZE", 1), GetEnv("LOCAL_WORLD_SIZE", 1));
 }
 
-// A quarter of the processors that each of this host's workers has: the others belong to
+// A quarter of the cores that each of this host's workers has: the others belong to
 // the framework, or to the server's additions.
 int DefaultThreads() { return std::clamp(Processors() / WorkersOfThisHost() / 4, 1, kMaxThreads); }
 
@@ -296,7 +296,7 @@ void TcpVan::OnLinkLost(int id, const LinkEnding& ending) {
 void TcpVan::Transmit(const Message& msg) {
   const ConnectionPtr connection = peers_.Choose(msg.meta.recver, kPlane);
   if (connection && connection->Send(msg)) return;
-  // Whoever watches the peers tells those who wait for it.
+  // The membership, which watches the peers, tells the threads that wait for it.
   PS_VLOG(1) << "no connection to node " << msg.meta.recver << "; dropped " << msg.DebugString();
 }
 

@@ -79,7 +79,7 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   std::string Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello);
   // How many are made with it.
   int ConnectionsWith(const Node& node);
-  // The next poller's, in turn.
+  // The next poller's, round robin.
   tcp::ConnectionPtr NewConnection();
   void NamePeer(const Node& node);
 

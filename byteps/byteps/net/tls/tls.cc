@@ -391,8 +391,8 @@ std::string Session::Explain() {
   const long verified = api_.SSL_get_verify_result(ssl_);
   if (!shared_->has_certificates()) {
     if (told || (IsSsl(error) && Reason(error) == kReasonBinder)) {
-      return std::string("it has not this job's secret, or not for TLS (") + reason +
-             "): " + auth::kAdvice;
+      return std::string("the two nodes have different job secrets, or one has none for TLS (") +
+             reason + "): " + auth::kAdvice;
     }
     if (verified > kVerifyUnknown) {
       return "it has a certificate (BYTEPS_TLS_CERT), and this node goes by the job's secret: give "

@@ -46,7 +46,7 @@ struct Half {
 using BFloat16 = Half<BFloat16Words>;
 using Float16 = Half<Float16Words>;
 
-// a * b + c, rounded once.  A call where the processor has no such instruction (x86 before 2013).
+// a * b + c, rounded once.  A call where the CPU has no such instruction (x86 before 2013).
 BYTEPS_INLINE inline float Fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 // The coefficients of a step, as torch rounds them.
@@ -155,7 +155,7 @@ BYTEPS_INLINE inline void RoundLoop(void* __restrict values, const float* __rest
   for (size_t i = 0; i < n; ++i) E::Put(values, i, master[i]);
 }
 
-// Partial sums that are added side by side: of no width that a processor decides.
+// Partial sums that are added side by side: of no width that the CPU decides.
 constexpr size_t kLanes = 16;
 
 template <typename E>

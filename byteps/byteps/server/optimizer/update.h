@@ -2,7 +2,7 @@
 //
 // The arithmetic is that of torch.optim (AdamW and SGD, foreach=False, fp32 on a CPU with AVX2),
 // operation by operation and fused where torch fuses, so that the bits are the same, whatever
-// processor the server has.  Coefficients are worked out in fp64 and rounded to fp32 once, as torch
+// CPU the server has.  Coefficients are worked out in fp64 and rounded to fp32 once, as torch
 // does.  A gradient of bf16 or fp16 is read as fp32; the parameter that is sent back is the
 // fp32 one, rounded to nearest even.
 #ifndef BYTEPS_SERVER_OPTIMIZER_UPDATE_H_

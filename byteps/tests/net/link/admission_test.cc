@@ -70,7 +70,9 @@ TEST(Admission, WhoCannotBeIsRefused) {
   EXPECT_EQ(AtServer(worker), "the process that is meant is not here any more");
   worker = Worker(0);
   worker.who.role = Node::SERVER;
-  EXPECT_EQ(AtServer(worker), "its role has nothing to say to this node");
+  EXPECT_EQ(AtServer(worker),
+            "its role must not connect to this node: workers connect to servers and the scheduler, "
+            "servers to the scheduler");
   worker = Worker(0);
   worker.node_id = 8;
   EXPECT_EQ(AtServer(worker), "it is no worker");

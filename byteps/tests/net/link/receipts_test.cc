@@ -55,7 +55,7 @@ TEST(Receipts, WhatWasToldAtOnceCountsNoMore) {
   EXPECT_EQ(receipts.Next(), Tell::kSoon);
 }
 
-// Else whoever waits for room would wait for the time of a frame that is planned.
+// Else a sender without room would wait for the time of a frame that is planned.
 TEST(Receipts, ManyAreToldAtOnceThoughAFrameIsPlanned) {
   Receipts receipts;
   receipts.Came(1);

@@ -323,9 +323,8 @@ TEST_F(NodeMembershipTest, HeartbeatsCarryTheReport) {
 TEST_F(NodeMembershipTest, AServerThatIsStoppedSaysHow) {
   answers_[Control::LEAVE] = [this] { Say(Control::JOB_FAILED, "server 0 was stopped"); };
   JoinAs(Node::SERVER);
-  membership_->StopByOrder("stopped by order (SIGTERM)");
-  EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body,
-            "stopped by order (SIGTERM)");
+  membership_->StopByOrder("stopped by SIGTERM");
+  EXPECT_EQ(links_->SentTo(kScheduler, Control::LEAVE).at(0).meta.body, "stopped by SIGTERM");
   EXPECT_EQ(Await(MembershipEvent::kFailed).reason, "server 0 was stopped");
 }
 

@@ -63,8 +63,8 @@ TEST(MembershipProtocol, AFarewellIsAFailureOrNot) {
   EXPECT_EQ(failure({false, "exit status 3", ""}, false), "failed: exit status 3");
   EXPECT_EQ(failure({true, "", "it timed out"}, false), "");
   EXPECT_EQ(failure({true, "", "it timed out"}, true), "failed: it timed out");
-  EXPECT_EQ(membership::ParseFarewell("stopped by order (SIGTERM)", false).failure,
-            "was stopped by order (SIGTERM)");
+  EXPECT_EQ(membership::ParseFarewell("stopped by SIGTERM", false).failure,
+            "was stopped by SIGTERM");
   EXPECT_TRUE(membership::ParseFarewell(PackFarewell({true, "", "an error"}), false).suspend);
   EXPECT_FALSE(membership::ParseFarewell(PackFarewell({}), true).suspend);
 }

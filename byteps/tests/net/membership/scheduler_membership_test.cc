@@ -130,7 +130,7 @@ TEST_F(SchedulerMembershipTest, WhoComesBeforeItJoinsIsAdmitted) {
 
 TEST_F(SchedulerMembershipTest, AFailureBeforeItJoinsLasts) {
   Listen(MembershipSettings());
-  membership_->StopByOrder("stopped by order (SIGTERM)");
+  membership_->StopByOrder("stopped by SIGTERM");
   membership_->Join();
   EXPECT_EQ(membership_->View().phase, JobView::kFailed);
 }
@@ -169,7 +169,7 @@ TEST_F(SchedulerMembershipTest, MembersCannotSayWhatTheSchedulerSays) {
 TEST_F(SchedulerMembershipTest, EachRoleLeavesInItsOwnWay) {
   Gather();
   Say(server_, Control::LEAVE, "finish");
-  Say(worker_, Control::LEAVE, "stopped by order (SIGTERM)");
+  Say(worker_, Control::LEAVE, "stopped by SIGTERM");
   for (const auto& peer : membership_->View().peers) EXPECT_FALSE(peer.left);
   EXPECT_EQ(failure(), "");
   Say(worker_, Control::LEAVE, "finish");

@@ -243,9 +243,9 @@ TEST(Tls, AnotherSecretIsRefusedByBoth) {
   Wire wire(kSecret, "another secret, as long");
   EXPECT_EQ(wire.connects->Handshake(), Session::Step::kMore);
   wire.Carry();
-  EXPECT_NE(ErrorOf(wire.listens.get()).find("has not this job's secret"), std::string::npos);
+  EXPECT_NE(ErrorOf(wire.listens.get()).find("different job secrets"), std::string::npos);
   wire.Carry();
-  EXPECT_NE(ErrorOf(wire.connects.get()).find("has not this job's secret"), std::string::npos);
+  EXPECT_NE(ErrorOf(wire.connects.get()).find("different job secrets"), std::string::npos);
 }
 
 TEST(Tls, WhatWasChangedIsNotBelieved) {

@@ -319,7 +319,7 @@ class Node {
     }
   }
 
-  // Once the last time is mended: a request made since then was answered, so both ends are at
+  // Once the last time is fixed: a request made since then was answered, so both ends are at
   // it again.  Then several times, so that some fall on a connection that is just being made.
   void BreakLink(int round) {
     {

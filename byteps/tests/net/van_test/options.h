@@ -7,7 +7,7 @@
 //            [--places cached|plain] [--abandon ROUND] [--stall ROUND] [--refused N]
 //            [--kill ROLE:RANK:ROUND] [--break PLANE:ROUND[:EVERY]] [--expect TEXT] [--timeout S]
 //
-//   --window   requests of a worker under way
+//   --window   requests of a worker in flight
 //   --ping-ms  each worker also sends control messages at this pace, and tells their delay
 //   --places   workers say where answers belong: in the memory of the request, which is in
 //              the registration cache, or not
@@ -17,7 +17,7 @@
 //   --kill     that worker ends by SIGKILL in that round; or server, told by worker 0
 //   --break    worker 0 breaks its first endpoint of that plane to server 0 in that round, and
 //              amid the messages of each EVERY-th from then on, several times in a row, once
-//              the last ones are mended; with PLANE "served", server 0 breaks its end of that
+//              the last ones are fixed; with PLANE "served", server 0 breaks its end of that
 //              worker's data
 //   --expect   every survivor must fail, with this in its error
 //   --timeout  for the whole run; who is not done by then is killed and has failed

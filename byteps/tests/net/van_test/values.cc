@@ -9,7 +9,7 @@
 namespace van_test {
 namespace {
 
-// Differs by sender, receiver, message and place.  By words: an emulated processor is slow.
+// Differs by sender, receiver, message and place.  By words: an emulated CPU is slow.
 uint64_t WordAt(uint64_t seed, size_t place) {
   return (seed * 0x9e3779b97f4a7c15ull + place) * 0xd6e8feb86659fd93ull;
 }

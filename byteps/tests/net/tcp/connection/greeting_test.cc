@@ -196,7 +196,7 @@ TEST_P(Refusal, ThatIsNotProvedCountsAsAFailedAttemptUntilTheTimeIsOver) {
   const std::string reason = After([](Link* link) { link->ForgetTheSecret(); });
   EXPECT_GE(took_s_, 0.6);
   EXPECT_NE(reason.find("could not be made again within 0.7 s (BYTEPS_RECONNECT_TIMEOUT_S=0.7): it "
-                        "has not this job's secret"),
+                        "different job secrets"),
             std::string::npos)
       << reason;
 }
