@@ -339,6 +339,8 @@ class ServerOptimizer(MegatronOptimizer):
                 "--dpu-optimizer does not work with --load-main-params-from-ckpt: servers take the "
                 "model's parameters"
             )
+        for bucket in self._buckets:
+            bucket.reread_parameters()
         self._loaded = False
 
     def prepare_grads(self) -> bool:
@@ -415,6 +417,8 @@ class ServerOptimizer(MegatronOptimizer):
             raise ValueError(
                 f"--dpu-optimizer: parameters made different numbers of steps: {steps}"
             )
+        for bucket in self._buckets:
+            bucket.reread_parameters()
         self._loaded = True
         self._machine.end_load((steps or {0}).pop() or 0)
 
