@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -20,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    dpu_reduce,
     param_and_grad_buffer,
 )
 from megatron.core.distributed.dpu_reduce import server_checkpoint
@@ -182,8 +184,6 @@ def _on_core(body: Callable[[], Any], **groups: int) -> Any:
     try:
         return body()
     finally:
-        from megatron.core.distributed import dpu_reduce
-
         dpu_reduce.shutdown()
         dist.destroy_process_group()
 
@@ -252,6 +252,87 @@ def core_steps(folder: Path, config: dict[str, Any], offload: bool = False) -> d
         return {"gradients": gradients, "ops": ops, "pushed": _pushed_bytes()}
 
     return _on_core(body)
+
+
+class _Graph:
+    """Stands in for ``FullCudaGraphWrapper``: the first step runs, the second one is recorded, and
+    those after it are replays, in which gradients appear and no Python of Megatron's runs."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @dpu_reduce.outside_graph
+    def __call__(self, *, model: Any, forward_only: bool, step: int, tokens: torch.Tensor) -> str:
+        self.calls += 1
+        tokens.fill_(step + 2.0)
+        if self.calls < 3:
+            _pass(model, step, tokens)
+            return "run"
+        for microbatch in range(2):
+            loss = model.module(_input(step, microbatch)).square().sum()
+            parameters = list(model.module.parameters())
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
+                parameter.main_grad.add_(gradient)
+        return "replayed"
+
+
+def _input(step: int, microbatch: int) -> torch.Tensor:
+    x = torch.arange(16, dtype=torch.float32).view(2, 8)
+    return torch.sin(x + 100 * step + 10 * microbatch + dist.get_rank())
+
+
+def _pass(model: DistributedDataParallel, step: int, tokens: torch.Tensor) -> None:
+    """Two micro-batches, as Megatron's schedules make them."""
+    config = model.config
+    with (config.no_sync_func or contextlib.nullcontext)():
+        model(_input(step, 0)).square().sum().backward()
+    model(_input(step, 1)).square().sum().backward()
+    config.finalize_model_grads_func([model], tokens, force_all_reduce=False)
+
+
+def core_whole_steps(folder: Path, config: dict[str, Any], graph: bool) -> dict[str, Any]:
+    """Four steps on :class:`Mixed`, in a graph or not; the gradients that this rank owns."""
+
+    def body() -> dict[str, Any]:
+        ddp = _wrap(Mixed(), **config)
+        if config.get("overlap_grad_reduce"):
+            ddp.config.no_sync_func = ddp.no_sync
+
+        def finalize(model: Any, tokens: torch.Tensor, force_all_reduce: bool) -> None:
+            for chunk in model:
+                chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
+                chunk.scale_gradients(1.0 / tokens)
+
+        ddp.config.finalize_model_grads_func = finalize
+        tokens, run, told = torch.ones(1), _Graph(), []
+        gradients: list[list[torch.Tensor]] = []
+        for step in range(4):
+            ddp.zero_grad_buffer()
+            if graph:
+                told.append(run(model=ddp, forward_only=False, step=step, tokens=tokens))
+            else:
+                tokens.fill_(step + 2.0)
+                _pass(ddp, step, tokens)
+            gradients.append([_owned(bucket, config) for bucket in _buckets(ddp)])
+            assert ddp.config.finalize_model_grads_func is finalize
+        return {"gradients": gradients, "told": told, "pushed": _pushed_bytes()}
+
+    return _on_core(body)
+
+
+def _buckets(ddp: DistributedDataParallel) -> list[Any]:
+    return [
+        bucket for buffer in ddp.buffers + ddp.expert_parallel_buffers for bucket in buffer.buckets
+    ]
+
+
+def _owned(bucket: Any, config: dict[str, Any]) -> torch.Tensor:
+    """The part of a bucket's gradients that this rank's optimizer uses."""
+    if not config.get("use_distributed_optimizer"):
+        return bucket.grad_data.clone()
+    return bucket.grad_data.chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
 def _told(op: Any) -> Any:
@@ -380,8 +461,14 @@ def core_refused(folder: Path) -> dict[str, str]:
 
     def body() -> dict[str, str]:
         changed = DistributedDataParallelConfig(use_dpu_reduce=True)
-        changed.fp8_param_gather = True
+        changed.fake_process_group = True
         transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-        return {"changed": text(lambda: DistributedDataParallel(transformer, changed, Mixed()))}
+        cut = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        cut.tensor_parallel_num_weight_shards = 2
+        updates = DistributedDataParallelConfig(use_dpu_reduce=True, dpu_optimizer=True)
+        return {
+            "changed": text(lambda: DistributedDataParallel(transformer, changed, Mixed())),
+            "model": text(lambda: DistributedDataParallel(cut, updates, Mixed())),
+        }
 
     return _on_core(body)
