@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import (
@@ -24,10 +24,15 @@ from megatron.core.distributed import (
     dpu_reduce,
     param_and_grad_buffer,
 )
-from megatron.core.distributed.dpu_reduce import server_checkpoint
+from megatron.core.distributed.dpu_reduce import parameters, server_checkpoint
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import cpu_platform, training
 
 from tests.layouts.gpt.rank import run
@@ -344,6 +349,61 @@ def _pushed_bytes() -> int:
     """What this rank has sent to servers, as the engine counts it; 0 without BytePS."""
     bps = sys.modules.get("byteps.torch")
     return bps.get_metrics()["byteps_worker_pushed_bytes_total"] if bps is not None else 0
+
+
+class _NoAttention(torch.nn.Module):
+    """Has no parameters, as any attention."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+def core_counts(folder: Path) -> dict[str, tuple[float, float, int, int]]:
+    """Of some models: dense and expert parameters as they are counted from sizes, and as built."""
+    common: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    plain = {"add_bias_linear": False, "gated_linear_unit": True, "normalization": "RMSNorm"}
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
+    models: dict[str, dict[str, Any]] = {
+        "biases": {"ffn_hidden_size": 96},
+        "grouped": {**plain, "num_query_groups": 2, "ffn_hidden_size": 80, "qk_layernorm": True},
+        "experts": {**plain, **experts, "moe_layer_freq": [0, 1, 1, 0]},
+        "shared": {**plain, **experts, "moe_shared_expert_intermediate_size": 40},
+        "latent": {**plain, **latent, "v_head_dim": 8, "multi_latent_attention": True},
+    }
+
+    def counted(config: dict[str, Any], tied: bool) -> tuple[float, float, int, int]:
+        kind = MLATransformerConfig if config.get("multi_latent_attention") else TransformerConfig
+        transformer = kind(**common, **config, use_cpu_initialization=True)
+        spec = get_gpt_layer_local_spec(
+            num_experts=transformer.num_moe_experts,
+            qk_layernorm=transformer.qk_layernorm,
+            multi_latent_attention=transformer.multi_latent_attention,
+            normalization=transformer.normalization,
+        )
+        if transformer.multi_latent_attention:  # which Megatron's own does not serve
+            spec.submodules.self_attention.submodules.core_attention = _NoAttention
+        if transformer.num_moe_experts:
+            spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False)
+        model = GPTModel(
+            *(transformer, spec),
+            vocab_size=64,
+            max_sequence_length=16,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=tied,
+        )
+        transformer.vocab_size = 64
+        transformer.share_embeddings_and_output_weights = tied
+        count = parameters.count(transformer)
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        return count.dense, count.expert, sum(sizes.values()) - of_experts, of_experts
+
+    def body() -> dict[str, tuple[float, float, int, int]]:
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        return {name: counted(config, name == "biases") for name, config in models.items()}
+
+    return _on_core(body)
 
 
 def core_one_more(folder: Path, environment: dict[str, str]) -> tuple[list[Any], list[Any]]:

@@ -281,6 +281,19 @@ def validate_optimizer_config(config: OptimizerConfig) -> None:
     _refuse(config, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
 
 
+def refuse(args: Namespace) -> None:
+    """The same, where nothing is going to be trained.
+
+    Raises:
+        ValueError: as `validate_args`.
+    """
+    _check_wire_dtype(args)
+    _check_route(args)
+    _check_optimizer(args)
+    if getattr(args, "use_dpu_reduce", False):
+        _refuse(args)
+
+
 def validate_args(args: Namespace) -> None:
     """Check that the arguments allow BytePS gradient sums, where they ask for them.
 
@@ -291,12 +304,9 @@ def validate_args(args: Namespace) -> None:
             both and the reason.
         RuntimeError: BytePS is not installed.
     """
-    _check_wire_dtype(args)
-    _check_route(args)
-    _check_optimizer(args)
+    refuse(args)
     if not getattr(args, "use_dpu_reduce", False):
         return
-    _refuse(args)
     bytepslib.load()
     if getattr(args, "use_torch_fsdp2", False):
         # Its DDP config has none of our fields: no wrapper would say so.
