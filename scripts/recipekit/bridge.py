@@ -35,13 +35,18 @@ def version() -> str:
     return metadata.version("megatron-bridge")
 
 
+def _ignore(*args: Any, **kwargs: Any) -> None: ...
+
+
 class _Module(types.ModuleType):
     """Has whatever is asked for: classes under names that look like it, and mocks."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made: Any = type(name, (), {}) if name[:1].isupper() else mock.MagicMock(name=name)
+        made: Any = mock.MagicMock(name=name)
+        if name[:1].isupper():
+            made = type(name, (), {"__init__": _ignore, "__class_getitem__": lambda *_: made})
         setattr(self, name, made)
         return made
 

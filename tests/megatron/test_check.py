@@ -36,7 +36,7 @@ def asked(capsys: pytest.CaptureFixture[str]) -> Check:
 
 
 def test_a_recipe_that_is_accepted(asked: Check) -> None:
-    """16 bits x 418.8 million: 7/8 leave a host in a ring over eight ranks, all of it by servers."""
+    """16 bits x 418.8 million: 7/8 leave a host in a ring of eight ranks, all of it by servers."""
     status, text = asked(*RECIPE, *SHARDED)
     assert status == 0
     assert "--use-dpu-reduce: accepted" in text
