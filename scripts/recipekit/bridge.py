@@ -10,7 +10,7 @@ import importlib.machinery
 import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -130,10 +130,16 @@ class _AutoBridge:
 
 def names(package: str) -> list[str]:
     """Of the recipes of a package."""
+    return [f"{package}:{name}" for name in _recipes(package)]
+
+
+@functools.cache
+def _recipes(package: str) -> Mapping[str, Callable[[], Any]]:
     from megatron.core.distributed.dpu_reduce import bridge
 
     _imported(package)
-    return [f"{package}:{name}" for name in bridge.recipes(package)]
+    with _what_is_not_installed():
+        return bridge.recipes(package)
 
 
 def examine(name: str) -> Outcome:
@@ -145,7 +151,7 @@ def examine(name: str) -> Outcome:
     told = _GPUS.search(recipe)
     hosts = 1
     try:
-        config = _made(_imported(package), recipe)
+        config = _made(_recipes(package)[recipe])
         model = config.model
         needed = (
             model.tensor_model_parallel_size
@@ -155,8 +161,9 @@ def examine(name: str) -> Outcome:
         ranks = int(told[1]) if told else max(needed, model.expert_model_parallel_size or 1)
         gpus = min(gpus, ranks)
         hosts = -(-ranks // gpus)
-        if (model.expert_model_parallel_size or 1) > 1 and not model.num_moe_experts:
-            model.num_moe_experts = 8 * model.expert_model_parallel_size
+        if (model.expert_model_parallel_size or 1) > 1:
+            model.num_moe_experts = model.num_moe_experts or 8 * model.expert_model_parallel_size
+            model.expert_tensor_parallel_size = model.expert_tensor_parallel_size or 1
         machines = check.Machines(
             hosts=hosts,
             gpus_per_host=gpus,
@@ -165,7 +172,7 @@ def examine(name: str) -> Outcome:
             servers=hosts,
             server_link_gbps=LINK_GBPS,
         )
-        with _what_is_not_installed():
+        with _what_is_not_installed(), _newest_transformer_engine():
             verdict = bridge.judge(config, machines)
     except Exception as error:  # whatever a recipe needs that is not here
         text = f"{type(error).__name__}: {error}"
@@ -182,17 +189,24 @@ def examine(name: str) -> Outcome:
     )
 
 
-def _made(package: types.ModuleType, recipe: str) -> Any:
-    function = getattr(package, recipe)
-    modules = {sys.modules[function.__module__], package}
-    modules |= {
+@contextlib.contextmanager
+def _newest_transformer_engine() -> Iterator[None]:
+    from megatron.core import utils
+    from packaging.version import Version
+
+    with mock.patch.object(utils, "get_te_version", lambda: Version("99")):
+        yield
+
+
+def _made(recipe: Callable[[], Any]) -> Any:
+    modules = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith("megatron.bridge") and hasattr(module, "AutoBridge")
-    }
+        if name.startswith("megatron.bridge") and "AutoBridge" in vars(module)
+    ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_what_is_not_installed())
+        stack.enter_context(_newest_transformer_engine())
         for module in modules:
-            if "AutoBridge" in vars(module):
-                stack.enter_context(mock.patch.object(module, "AutoBridge", _AutoBridge))
-        return function()
+            stack.enter_context(mock.patch.object(module, "AutoBridge", _AutoBridge))
+        return recipe()

@@ -14,6 +14,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+_ADDED = ("--micro-batch-size", "1", "--train-iters", "10", "--lr", "1e-4")
+"""What a script that starts training adds to what another one lists. A list may have it too."""
 _LAUNCHERS = ("torchrun", "python", "python3", "uv", "srun", "numactl", "nohup")
 _MARK = "\x1erecipe\x1f"
 _LIMIT_S = 20.0
@@ -84,7 +86,7 @@ def started(path: Path, folder: Path) -> list[Started]:
             found.append(one)
     if not found and listed:
         # Another script of the checkout reads this one, and starts training with what it lists.
-        found.append(Started(script="", arguments=tuple(listed), hosts=1, gpus=8))
+        found.append(Started(script="", arguments=(*_ADDED, *listed), hosts=1, gpus=8))
     return found
 
 

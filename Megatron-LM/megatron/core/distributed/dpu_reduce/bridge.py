@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import parameters, refusals
@@ -25,18 +28,28 @@ def recipes(package: str) -> Mapping[str, Callable[[], Any]]:
     Raises:
         ImportError: Megatron-Bridge is not installed.
     """
-    import importlib
-
-    module = importlib.import_module(package)
     longest: dict[Any, str] = {}
-    for name, function in vars(module).items():
-        if not name.endswith("_config") or name.startswith("_") or not inspect.isfunction(function):
-            continue
+    for name, function in _functions(package):
         needed = inspect.signature(function).parameters.values()
         if any(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in needed):
             continue
         longest[function] = max(name, longest.get(function, ""), key=lambda text: (len(text), text))
     return {name: function for function, name in sorted(longest.items(), key=lambda one: one[1])}
+
+
+def _functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """All functions of the modules of a package whose names are those of recipes."""
+    top = importlib.import_module(package)
+    modules = [top] + [
+        importlib.import_module(info.name)
+        for info in pkgutil.walk_packages(top.__path__, f"{package}.")
+    ]
+    for module in modules:
+        for name, function in vars(module).items():
+            if not name.endswith("_config") or name.startswith("_"):
+                continue
+            if inspect.isfunction(function) and function.__module__.startswith(package):
+                yield name, function
 
 
 def recipe(name: str) -> Any:
@@ -46,15 +59,11 @@ def recipe(name: str) -> Any:
         ImportError: Megatron-Bridge is not installed.
         ValueError: it has no such recipe; the text names those that are like it.
     """
-    import difflib
-    import importlib
-
-    for package in (LIBRARY, PERFORMANCE):
-        function = getattr(importlib.import_module(package), name, None)
-        if inspect.isfunction(function):
+    known = [one for package in (LIBRARY, PERFORMANCE) for one in _functions(package)]
+    for other, function in known:
+        if other == name:
             return function()
-    known = [*recipes(LIBRARY), *recipes(PERFORMANCE)]
-    near = difflib.get_close_matches(name, known, n=3)
+    near = difflib.get_close_matches(name, {other for other, _ in known}, n=3)
     like = f"; like it are {', '.join(near)}" if near else ""
     raise ValueError(f"Megatron-Bridge has no recipe {name}{like}")
 

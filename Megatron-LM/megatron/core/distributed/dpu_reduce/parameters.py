@@ -64,7 +64,8 @@ def count(model: Any) -> Count:
     norm, embedding = _norm(model), _Part(split=float(_vocabulary(model) * model.hidden_size))
     positions = _Part()
     if getattr(model, "position_embedding_type", "none") == "learned_absolute":
-        positions = _Part(whole=float(model.max_position_embeddings * model.hidden_size))
+        length = getattr(model, "max_position_embeddings", None) or model.seq_length
+        positions = _Part(whole=float(length * model.hidden_size))
     tied = _is_tied(model)
     ends: list[_Part] = []
     for index, stage in enumerate(stages):
@@ -124,7 +125,7 @@ def _layer(model: Any, kind: str) -> _Part:
         return _mamba(model)
     if kind == _ATTENTION:
         return _mla(model) if getattr(model, "multi_latent_attention", False) else _attention(model)
-    return _moe(model) if kind == _MOE else _mlp(model, model.ffn_hidden_size)
+    return _moe(model) if kind == _MOE else _mlp(model, _inner(model))
 
 
 def _attention(model: Any) -> _Part:
@@ -179,7 +180,7 @@ def _mlp(model: Any, inner: int) -> _Part:
 
 def _moe(model: Any) -> _Part:
     hidden, experts = model.hidden_size, _experts(model)
-    inner = getattr(model, "moe_ffn_hidden_size", None) or model.ffn_hidden_size
+    inner = getattr(model, "moe_ffn_hidden_size", None) or _inner(model)
     latent = getattr(model, "moe_latent_size", None)
     into = inner * (2 if _is_gated(model) else 1)
     wide = latent or hidden
@@ -219,6 +220,11 @@ def _next_tokens(model: Any, layers: dict[str, _Part], kinds: Sequence[str]) -> 
     hidden = model.hidden_size
     layer = sum((layers[kind] for kind in kinds[-2:]), _Part())
     return (layer + _Part(whole=3 * _norm(model), split=2.0 * hidden * hidden)) * heads
+
+
+def _inner(model: Any) -> int:
+    """As Megatron derives it where it is not given."""
+    return int(model.ffn_hidden_size or 4 * model.hidden_size)
 
 
 def _norm(model: Any) -> float:
