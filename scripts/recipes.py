@@ -12,6 +12,7 @@ Exit status: 0 thresholds were met, 1 they were not, 2 bad usage.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -74,9 +75,8 @@ def _examined(kind: str, found: Sequence[Any], examine: Callable[[Any], Outcome]
 
 
 def _version(checkout: Path) -> str:
-    told: dict[str, Any] = {}
-    exec((checkout / "megatron/core/package_info.py").read_text(), told)  # as its own build does
-    return ".".join(str(told[part]) for part in ("MAJOR", "MINOR", "PATCH"))
+    text = (checkout / "megatron/core/package_info.py").read_text()
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)$", text, re.M))
 
 
 def _report(outcomes: dict[str, list[Outcome]]) -> int:

@@ -7,6 +7,8 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import io
+import logging
 import re
 import sys
 import types
@@ -26,6 +28,7 @@ _FOUR_A_HOST = ("gb200", "gb300", "vr200", "r100")
 """Machines with four GPUs; others have eight."""
 _PARTS_OF_MEGATRON = ("megatron.energon",)
 """Packages of their own under its name."""
+_MOST_TIMES = 16
 _GPUS = re.compile(r"_(\d+)gpu_")
 
 
@@ -103,7 +106,8 @@ class _Provider:
         from megatron.bridge.models.gpt_provider import GPTModelProvider
 
         vars(self).update(
-            vars(GPTModelProvider(num_layers=32, hidden_size=4096, num_attention_heads=32))
+            vars(GPTModelProvider(num_layers=32, hidden_size=4096, num_attention_heads=32)),
+            vocab_size=128256,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -143,40 +147,48 @@ def _recipes(package: str) -> Mapping[str, Callable[[], Any]]:
 
 
 def examine(name: str) -> Outcome:
-    """Whether and how the flags go with a recipe, on as many GPUs as its name says."""
+    """Whether and how the flags go with a recipe, on as many GPUs as its name says, or as many more
+    as its experts need."""
+    package, _, recipe = name.partition(":")
+    times = 1
+    while True:
+        try:
+            return _examined(package, recipe, times)
+        except Exception as error:  # whatever a recipe needs that is not here
+            if "cannot be split by" not in str(error) or times >= _MOST_TIMES:
+                text = f"{type(error).__name__}: {error}"
+                return Outcome(name=recipe, hosts=1, not_read=" ".join(text.split())[:200])
+        times *= 2
+
+
+def _examined(package: str, recipe: str, times: int) -> Outcome:
     from megatron.core.distributed.dpu_reduce import bridge, check
 
-    package, _, recipe = name.partition(":")
-    gpus = next((4 for machine in _FOUR_A_HOST if f"_{machine}_" in recipe), 8)
+    config = _made(_recipes(package)[recipe])
+    model = config.model
+    needed = (
+        model.tensor_model_parallel_size
+        * model.pipeline_model_parallel_size
+        * model.context_parallel_size
+    )
     told = _GPUS.search(recipe)
-    hosts = 1
-    try:
-        config = _made(_recipes(package)[recipe])
-        model = config.model
-        needed = (
-            model.tensor_model_parallel_size
-            * model.pipeline_model_parallel_size
-            * model.context_parallel_size
-        )
-        ranks = int(told[1]) if told else max(needed, model.expert_model_parallel_size or 1)
-        gpus = min(gpus, ranks)
-        hosts = -(-ranks // gpus)
-        if (model.expert_model_parallel_size or 1) > 1:
-            model.num_moe_experts = model.num_moe_experts or 8 * model.expert_model_parallel_size
-            model.expert_tensor_parallel_size = model.expert_tensor_parallel_size or 1
-        machines = check.Machines(
-            hosts=hosts,
-            gpus_per_host=gpus,
-            nics=1,
-            link_gbps=LINK_GBPS,
-            servers=hosts,
-            server_link_gbps=LINK_GBPS,
-        )
-        with _what_is_not_installed(), _newest_transformer_engine():
-            verdict = bridge.judge(config, machines)
-    except Exception as error:  # whatever a recipe needs that is not here
-        text = f"{type(error).__name__}: {error}"
-        return Outcome(name=recipe, hosts=hosts, not_read=" ".join(text.split())[:200])
+    ranks = int(told[1]) if told else max(needed, model.expert_model_parallel_size or 1)
+    ranks *= times
+    gpus = min(ranks, next((4 for machine in _FOUR_A_HOST if f"_{machine}_" in recipe), 8))
+    hosts = -(-ranks // gpus)
+    if (model.expert_model_parallel_size or 1) > 1:
+        model.num_moe_experts = model.num_moe_experts or 8 * model.expert_model_parallel_size
+        model.expert_tensor_parallel_size = model.expert_tensor_parallel_size or 1
+    machines = check.Machines(
+        hosts=hosts,
+        gpus_per_host=gpus,
+        nics=1,
+        link_gbps=LINK_GBPS,
+        servers=hosts,
+        server_link_gbps=LINK_GBPS,
+    )
+    with _what_is_not_installed(), _newest_transformer_engine(), _silence():
+        verdict = bridge.judge(config, machines)
     return Outcome(
         name=recipe,
         hosts=hosts,
@@ -187,6 +199,18 @@ def examine(name: str) -> Outcome:
         left=verdict.left,
         features=used(setup_of_recipe(config)),
     )
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Megatron-Bridge logs all that it derives, for each recipe."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 @contextlib.contextmanager
@@ -207,6 +231,7 @@ def _made(recipe: Callable[[], Any]) -> Any:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_what_is_not_installed())
         stack.enter_context(_newest_transformer_engine())
+        stack.enter_context(_silence())
         for module in modules:
             stack.enter_context(mock.patch.object(module, "AutoBridge", _AutoBridge))
         return recipe()

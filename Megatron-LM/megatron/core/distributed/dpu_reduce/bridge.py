@@ -9,6 +9,7 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,17 +39,20 @@ def recipes(package: str) -> Mapping[str, Callable[[], Any]]:
 
 
 def _functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """All functions of the modules of a package whose names are those of recipes."""
+    """All functions of the modules of a package whose names are those of recipes; modules that make
+    parts of recipes aside."""
     top = importlib.import_module(package)
     modules = [top] + [
         importlib.import_module(info.name)
         for info in pkgutil.walk_packages(top.__path__, f"{package}.")
+        if not re.search(r"\.(utils|common|environment)\b", info.name)
     ]
+    names = {module.__name__ for module in modules}
     for module in modules:
         for name, function in vars(module).items():
             if not name.endswith("_config") or name.startswith("_"):
                 continue
-            if inspect.isfunction(function) and function.__module__.startswith(package):
+            if inspect.isfunction(function) and function.__module__ in names:
                 yield name, function
 
 
