@@ -136,6 +136,11 @@ hf-layouts: setup-hf ## each layout of a Hugging Face model, whole and by adapte
 	@$(PYTHON_HF) -W ignore tests/layouts/hf_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
+recipes: $(if $(BRIDGE),setup-hf,setup) ## which recipes the flags go with: MEGATRON=checkout, BRIDGE=1, MARKDOWN=page
+	@HF_HUB_OFFLINE=1 $(if $(BRIDGE),$(PYTHON_HF),$(PYTHON_ENV)) -W ignore scripts/recipes.py \
+		$(if $(MEGATRON),--megatron $(MEGATRON)) $(if $(BRIDGE),--bridge) \
+		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
+
 test-rl: setup-rl ## reinforcement learning through verl: actor and critic, rollout, layouts
 	@$(PYTHON_RL) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/reinforcement)
 

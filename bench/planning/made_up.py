@@ -68,10 +68,14 @@ class MadeUp:
         )
         return SimpleNamespace(
             ddp_config=config,
+            config=SimpleNamespace(),
             module=SimpleNamespace(vp_stage=0),
             dp_cp_group=everybody,
             expt_dp_group=everybody,
-            bucket_groups=[SimpleNamespace(buckets=[bucket]) for bucket in buckets],
+            bucket_groups=[
+                SimpleNamespace(buckets=[bucket], previous_grad_reduce_bucket_group=None)
+                for bucket in buckets
+            ],
             buffers=[buffer],
             expert_parallel_bucket_groups=[],
             expert_parallel_buffers=[],

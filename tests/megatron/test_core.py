@@ -193,7 +193,8 @@ def test_between_hosts_the_way_is_chosen_by_trying(run_job: RunJob, sharded: boo
 
 def test_refusals_where_ddp_is_built(run_job: RunJob) -> None:
     seen = run_job("core_refused", 2).result(0)
-    assert "--use-dpu-reduce" in seen["changed"] and "--fp8-param-gather" in seen["changed"]
+    assert "--use-dpu-reduce" in seen["changed"] and "--fake-process-group" in seen["changed"]
+    assert "--dpu-optimizer" in seen["model"] and "num-weight-shards=2" in seen["model"]
 
 
 def test_a_recipe_without_arguments_whose_optimizer_servers_keep(run_job: RunJob) -> None:
@@ -212,3 +213,24 @@ def test_a_recipe_without_arguments_whose_optimizer_servers_keep(run_job: RunJob
         "(servers shard the optimizer"
     )
     assert [ours.log_of(rank).read_text().count(line) for rank in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+def test_a_step_that_is_one_graph_is_summed_after_it(
+    run_job: RunJob, overlap: bool, sharded: bool
+) -> None:
+    """As without a graph, to the bit, also where a replay runs none of Megatron's Python."""
+    config = {
+        "overlap_grad_reduce": overlap,
+        "use_distributed_optimizer": sharded,
+        "bucket_size": 64 if overlap else None,
+    }
+    ours = run_job("core_whole_steps", 2, config={**config, "use_dpu_reduce": True}, graph=True)
+    theirs = run_job("core_whole_steps", 2, config=config, graph=False)
+    for rank in range(2):
+        one, other = ours.result(rank), theirs.result(rank)
+        assert one["told"] == ["run", "run", "replayed", "replayed"]
+        assert one["pushed"] > 0 == other["pushed"]
+        for step, (mine, twin) in enumerate(zip(one["gradients"], other["gradients"], strict=True)):
+            assert all(torch.equal(*pair) for pair in zip(mine, twin, strict=True)), step

@@ -28,7 +28,7 @@ REPRESENTATIVE = (
     "ep2-dp4-overlap-acc2",
     "cp2-dp2-do-bf16-wire",
     "node2-dp4-overlap-acc2",
-    "do-fp32-scatter",
+    "dp2-do-bf16-wire-fp32-scatter-overlap",
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",
     "servers-dp4-do-bf16-wire-overlap-gather",

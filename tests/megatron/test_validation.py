@@ -12,21 +12,10 @@ from types import ModuleType
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
-from megatron.core.distributed.dpu_reduce import server_checkpoint
+from megatron.core.distributed.dpu_reduce import parsing, server_checkpoint
 from megatron.training import arguments, cpu_platform
 
 REFUSED = {
-    "--use-megatron-fsdp": (),
-    "--use-torch-fsdp2": (),
-    "--fp8-param-gather": (),
-    "--fp4-param-gather": (),
-    "--reuse-grad-buf-for-mxfp8-param-ag": (),
-    "--ddp-reduce-scatter-with-fp32-accumulation": (),
-    "--use-nccl-ub": (),
-    "--tensor-parallel-num-weight-shards": ("2",),
-    "--expert-tensor-parallel-num-weight-shards": ("2",),
-    "--optimizer": ("dist_muon",),
-    "--cuda-graph-impl": ("full_iteration",),
     "--inprocess-restart": (),
     "--fake-process-group": (),
 }
@@ -54,6 +43,17 @@ ALLOWED = (
     ("--dpu-reduce-wire-dtype", "bf16"),
     ("--dpu-reduce-route", "node-first"),
     ("--overlap-param-gather-with-optimizer-step",),
+    ("--fp8-param-gather",),
+    ("--fp4-param-gather",),
+    ("--reuse-grad-buf-for-mxfp8-param-ag",),
+    ("--use-nccl-ub",),
+    ("--ddp-reduce-scatter-with-fp32-accumulation",),
+    ("--optimizer", "dist_muon"),
+    ("--cuda-graph-impl", "full_iteration"),
+    ("--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration"),
+    ("--tensor-parallel-num-weight-shards", "2"),
+    ("--use-megatron-fsdp",),
+    ("--use-torch-fsdp2",),
 )
 
 OPTIMIZER_REFUSED = {
@@ -61,6 +61,10 @@ OPTIMIZER_REFUSED = {
     "--optimizer": ("muon",),
     "--save-wgrads-interval": ("2",),
     "--qk-clip": (),
+    "--use-megatron-fsdp": (),
+    "--use-torch-fsdp2": (),
+    "--tensor-parallel-num-weight-shards": ("2",),
+    "--expert-tensor-parallel-num-weight-shards": ("2",),
 }
 
 OPTIMIZER_TAKES = {
@@ -86,11 +90,14 @@ OPTIMIZER_ALLOWED = (
 CONFIG_REFUSED = {
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_custom_fsdp": "--use-custom-fsdp",
-    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
-    "nccl_ub": "--use-nccl-ub",
-    "fp8_param_gather": "--fp8-param-gather",
-    "fp4_param_gather": "--fp4-param-gather",
 }
+
+SMALL = (
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"),
+    *("--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "2"),
+    *("--train-iters", "4", "--lr", "1e-2"),
+)
+"""What Megatron demands of any job."""
 
 
 Parse = Callable[..., Namespace]
@@ -123,7 +130,39 @@ def test_refused(parse: Parse, flag: str, values: tuple[str, ...]) -> None:
     shown = "=".join([flag, *values])
     pattern = rf"--use-dpu-reduce does not work with {re.escape(shown)}: \w.* Drop one of the two"
     with pytest.raises(ValueError, match=pattern):
-        arguments.validate_args(args)
+        dpu_reduce.validate_args(args)
+    with pytest.raises(parsing.NotMegatrons, match=pattern):
+        parsing.parse([*SMALL, "--use-dpu-reduce", flag, *values], world=2)
+
+
+@pytest.mark.usefixtures("byteps")
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (("--optimizer", "dist_muon"), "optimizer", "muon"),
+        (("--optimizer", "dist_muon"), "use_layer_wise_distributed_optimizer", True),
+        (
+            ("--optimizer", "muon", "--use-distributed-optimizer"),
+            *("use_layer_wise_distributed_optimizer", True),
+        ),
+        (
+            ("--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration"),
+            *("cuda_graph_impl", "full_iteration"),
+        ),
+        (("--enable-cuda-graph",), "cuda_graph_impl", "local"),
+        (("--external-cuda-graph",), "cuda_graph_impl", "transformer_engine"),
+    ],
+)
+def test_rules_see_arguments_as_megatron_has_renamed_and_derived_them(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], name: str, value: object
+) -> None:
+    """Each setting has one name then, whatever it was called on the command line."""
+    seen: list[object] = []
+    monkeypatch.setattr(
+        arguments.dpu_reduce, "validate_args", lambda args: seen.append(getattr(args, name))
+    )
+    parsing.parse([*SMALL, "--no-check-for-nan-in-loss-and-grad", *words], world=2)
+    assert seen == [value]
 
 
 @pytest.mark.parametrize(("flag", "values"), REFUSED.items(), ids=REFUSED)
@@ -238,20 +277,20 @@ def test_missing_byteps_is_an_error_of_the_arguments(
     monkeypatch.delitem(sys.modules, "byteps.torch", raising=False)
     args = parse("--use-dpu-reduce")
     with pytest.raises(RuntimeError, match=r"needs the package byteps .* Install it with"):
-        arguments.validate_args(args)
+        dpu_reduce.validate_args(args)
 
 
 @pytest.mark.parametrize(("name", "flag"), CONFIG_REFUSED.items(), ids=CONFIG_REFUSED)
 def test_config_refused(name: str, flag: str) -> None:
-    with pytest.raises(ValueError, match=f"--use-dpu-reduce does not work with {flag}: "):
-        DistributedDataParallelConfig(use_dpu_reduce=True, **{name: True})
-    DistributedDataParallelConfig(**{name: True})
+    with pytest.raises(ValueError, match=f"--dpu-optimizer does not work with {flag}: "):
+        DistributedDataParallelConfig(use_dpu_reduce=True, dpu_optimizer=True, **{name: True})
+    DistributedDataParallelConfig(use_dpu_reduce=True, **{name: True})
 
 
 def test_wire_dtype_needs_the_flag(parse: Parse) -> None:
     args = parse("--dpu-reduce-wire-dtype", "bf16")
     with pytest.raises(ValueError, match="--dpu-reduce-wire-dtype=bf16 needs --use-dpu-reduce"):
-        arguments.validate_args(args)
+        dpu_reduce.validate_args(args)
     with pytest.raises(ValueError, match="--dpu-reduce-wire-dtype=bf16 needs --use-dpu-reduce"):
         DistributedDataParallelConfig(dpu_reduce_wire_dtype="bf16")
 
@@ -263,17 +302,26 @@ def test_unknown_wire_dtype() -> None:
 
 def test_a_route_needs_the_flag_and_must_be_known(parse: Parse) -> None:
     with pytest.raises(ValueError, match="--dpu-reduce-route=flat needs --use-dpu-reduce"):
-        arguments.validate_args(parse("--dpu-reduce-route", "flat"))
+        dpu_reduce.validate_args(parse("--dpu-reduce-route", "flat"))
     with pytest.raises(ValueError, match="--dpu-reduce-route=node-first needs --use-dpu-reduce"):
         DistributedDataParallelConfig(dpu_reduce_route="node-first")
     with pytest.raises(ValueError, match=r"--dpu-reduce-route=ring is not known; .* node-first"):
         DistributedDataParallelConfig(use_dpu_reduce=True, dpu_reduce_route="ring")
 
 
-def test_fully_sharded_wrappers_refuse() -> None:
-    dpu_reduce.refuse_fsdp(DistributedDataParallelConfig())
-    with pytest.raises(ValueError, match="fully sharded"):
-        dpu_reduce.refuse_fsdp(DistributedDataParallelConfig(use_dpu_reduce=True))
+def test_fully_sharded_wrappers_say_that_they_sum(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    dpu_reduce.fully_sharded(DistributedDataParallelConfig(), "a wrapper")
+    assert not capsys.readouterr().out
+    for _ in range(2):
+        dpu_reduce.fully_sharded(DistributedDataParallelConfig(use_dpu_reduce=True), "a wrapper")
+    told = capsys.readouterr().out
+    assert told.count("a wrapper shards gradients by reduce-scatters of its own") == 1
+    config = DistributedDataParallelConfig(use_dpu_reduce=True, dpu_optimizer=True)
+    with pytest.raises(ValueError, match="--dpu-optimizer does not work with a wrapper"):
+        dpu_reduce.fully_sharded(config, "a wrapper")
 
 
 def test_the_flag_reaches_the_config(parse: Parse) -> None:

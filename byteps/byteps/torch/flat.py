@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from byteps.torch.server_rule import Segment, add_segment
@@ -26,18 +26,50 @@ class Place(NamedTuple):
         return flat[self.begin : self.end].view(self.parameter.shape)
 
 
-def laid_flat(places: Sequence[Place], numel: int, device: torch.device) -> torch.Tensor:
+class Codec(Protocol):
+    """How a parameter is kept whose memory does not hold its values as they are: fp8, for one."""
+
+    def read(self) -> torch.Tensor:
+        """Its values, of its shape and its nominal type."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """It keeps these values, of its shape, as nearly as it can."""
+
+
+Codecs = Mapping[torch.Tensor, Codec]
+"""By parameter. One that is in it stays where it is: flat tensors have a copy of its values."""
+
+
+def laid_flat(
+    places: Sequence[Place], numel: int, device: torch.device, codecs: Codecs
+) -> torch.Tensor:
     """A flat tensor of `numel` elements that the parameters become views of, with their values.
 
-    Elements between parameters, which have one type, are 0.
+    Elements between parameters, which have one type, are 0. Parameters with a codec are copied.
     """
     flat = torch.zeros(numel, dtype=places[0].parameter.dtype, device=device)
     with torch.no_grad():
+        read_encoded(places, flat, codecs)
         for place in places:
-            part = place.of(flat)
-            part.copy_(place.parameter.detach())
-            place.parameter.data = part
+            if place.parameter not in codecs:
+                part = place.of(flat)
+                part.copy_(place.parameter.detach())
+                place.parameter.data = part
     return flat
+
+
+def read_encoded(places: Sequence[Place], flat: torch.Tensor, codecs: Codecs) -> None:
+    """The flat tensor has the values of the parameters with a codec."""
+    for place in places:
+        if place.parameter in codecs:
+            place.of(flat).copy_(codecs[place.parameter].read())
+
+
+def write_encoded(places: Sequence[Place], flat: torch.Tensor, codecs: Codecs) -> None:
+    """The parameters with a codec have the values of the flat tensor."""
+    for place in places:
+        if place.parameter in codecs:
+            codecs[place.parameter].write(place.of(flat))
 
 
 def segments_of(

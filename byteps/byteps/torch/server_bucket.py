@@ -10,7 +10,14 @@ from typing import Literal, overload
 import torch
 from byteps.torch import session
 from byteps.torch.declarations import TensorDeclaration
-from byteps.torch.flat import Place, laid_flat, segments_of
+from byteps.torch.flat import (
+    Codec,
+    Place,
+    laid_flat,
+    read_encoded,
+    segments_of,
+    write_encoded,
+)
 from byteps.torch.gradient_check import GradientCheck
 from byteps.torch.pieces import Piece, Range
 from byteps.torch.server_host import HostRanks
@@ -62,6 +69,7 @@ class ServerBucket:
         group_of: Mapping[torch.Tensor, int],
         counts: Callable[[torch.Tensor], bool] = lambda parameter: True,
         check: GradientCheck | None = None,
+        codecs: Mapping[torch.Tensor, Codec] | None = None,
     ) -> None:
         """Lay the parameters side by side, as the gradients are, and tell the servers.
 
@@ -73,6 +81,7 @@ class ServerBucket:
             group_of: index of the parameter group of each parameter.
             counts: whether this rank's copy of a parameter counts in the norm of the gradients.
             check: fails in the step where a gradient that was pushed early has changed since.
+            codecs: of the parameters that are not kept as plain values.
 
         Raises:
             BytePSError: a server refuses, or has too little memory.
@@ -80,7 +89,8 @@ class ServerBucket:
         flat = gradients()
         self.places = places
         self.numel = flat.numel()
-        self.parameters = laid_flat(places, self.numel, flat.device)
+        self._codecs = codecs or {}
+        self.parameters = laid_flat(places, self.numel, flat.device, self._codecs)
         self._gradients = gradients
         self._shards = ServerShards(
             spec.declarations,
@@ -233,6 +243,11 @@ class ServerBucket:
         """The model has what has come down."""
         if self._lies_in_gradients:
             self._transfer.take(self.parameters)
+        write_encoded(self.places, self.parameters, self._codecs)
+
+    def reread_parameters(self) -> None:
+        """The model's parameters were changed by others, as by a checkpoint that is loaded."""
+        read_encoded(self.places, self.parameters, self._codecs)
 
     def give_up(self) -> None:
         """A checkpoint is loaded: drop a step that was tried and neither kept nor dropped. What was
@@ -262,6 +277,7 @@ class ServerBucket:
     def pull_parameters(self) -> None:
         """The model has what servers keep."""
         self.parameters.copy_(self.gather(0, 0, self.numel))
+        write_encoded(self.places, self.parameters, self._codecs)
 
     @property
     def owned(self) -> list[Range]:

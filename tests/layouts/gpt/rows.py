@@ -169,6 +169,10 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp4-do-bf16-wire-acc2", ranks=4, distributed_optimizer=True, dtype="bf16-wire",
            accumulation=2),
     Layout(name="dp8-do-overlap", ranks=8, distributed_optimizer=True, overlap=True),
+    # Megatron adds in fp32 itself, with an all-to-all; servers do so anyway.
+    Layout(name="dp2-do-bf16-wire-fp32-scatter-overlap", ranks=2, distributed_optimizer=True,
+           dtype="bf16-wire", overlap=True,
+           extra=("--ddp-reduce-scatter-with-fp32-accumulation",)),
     # Several instances of it: all-reduce takes two steps, within an instance and across.
     Layout(name="dp2-do-inst2", ranks=2, distributed_optimizer=True, instances=2),
     Layout(name="dp4-do-inst2", ranks=4, distributed_optimizer=True, instances=2, accumulation=2),
@@ -376,7 +380,4 @@ LAYOUTS: tuple[Layout, ...] = (
     # What cannot be served is refused, not trained wrongly.
     Layout(name="servers-lion", ranks=2, servers=True, extra=("--optimizer", "lion"),
            refused="--optimizer=lion"),
-    Layout(name="do-fp32-scatter", ranks=2, distributed_optimizer=True,
-           extra=("--ddp-reduce-scatter-with-fp32-accumulation",),
-           refused="--ddp-reduce-scatter-with-fp32-accumulation"),
 )  # fmt: skip

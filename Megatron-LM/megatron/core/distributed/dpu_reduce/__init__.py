@@ -17,14 +17,15 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ============================  ======================================================
 ``translate_args``            the parsed arguments: what servers do, ranks need not
 ``translate_config``          the same of a ``DistributedDataParallelConfig``
-``validate_args``             the parsed arguments: refuse what is not supported
+``validate_args``             the arguments are derived: refuse what is not supported
 ``validate_ddp_config``       a ``DistributedDataParallelConfig`` is made
-``refuse_fsdp``               a fully sharded wrapper is built
+``fully_sharded``             a fully sharded wrapper is built: say that it keeps its sums
 ``initialize``                torch.distributed is up: start BytePS once
 ``apart``                     DDP has grouped parameters: which need a buffer of their own?
 ``register``                  a ``DistributedDataParallel`` was built: plan its buckets
 ``takes``                     a bucket group is ready: does BytePS sum it?
 ``start_grad_sync``           it does: sum it
+``outside_graph``             decorates what records and replays a step as a CUDA graph
 ``keeps_optimizer``           an optimizer is made: do the servers keep it?
 ``make_server_optimizer``     they do: make it
 ``gradients_will_be_zeroed``  DDP is about to zero its gradients
@@ -42,12 +43,18 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``naming``             names, priorities and placements of buckets
 ``decisions``          the route of each bucket group of a model
 ``trials``             how to try each route on these links
-``table``              what was chosen, in words
+``advice``             what each flag would gain
+``advised``            that, for a job that starts
+``check``              that, for arguments on the command line; ``layout``, ``parameters``,
+                       ``parsing`` and ``bridge`` are its parts
+``table``              what was chosen, and what to choose, in words
 ``node_sums``          sums inside hosts first
 ``declared``           what the servers are told
 ``sums``               the sums in flight
+``whole_steps``        steps that are one CUDA graph
 ``summed_later``       gradients that change after the backward pass, apart
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update
+``quantized``          their parameters of fp8 or fp4
 ``server_routes``      whether their copies are summed alike
 ``server_optimizer``   the optimizer of those
 ``server_checkpoint``  what is saved of it
@@ -66,13 +73,14 @@ from .hooks import (
     initialize,
     keeps_optimizer,
     make_server_optimizer,
+    outside_graph,
     register,
     shutdown,
     start_grad_sync,
     takes,
 )
 from .naming import bucket_name, group_name
-from .refusals import refuse_fsdp, validate_args, validate_ddp_config
+from .refusals import fully_sharded, validate_args, validate_ddp_config
 from .sums import GradSyncHandle
 from .translations import translate_args, translate_config
 
@@ -82,12 +90,13 @@ __all__ = [
     "add_checkpoint_metadata",
     "apart",
     "bucket_name",
+    "fully_sharded",
     "gradients_will_be_zeroed",
     "group_name",
     "initialize",
     "keeps_optimizer",
     "make_server_optimizer",
-    "refuse_fsdp",
+    "outside_graph",
     "register",
     "shutdown",
     "start_grad_sync",

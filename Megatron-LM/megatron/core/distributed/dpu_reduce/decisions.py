@@ -74,8 +74,12 @@ def decide_all(
         rows.append((what, decision))
         decisions |= {id(bucket): decision for bucket in bucket_group.buckets}
     if torch.distributed.get_rank() == 0:
-        text = table.describe(kind, rows, network)
-        if text not in _told:
-            _told.add(text)
-            print(table.as_lines(text), flush=True)
+        print_once(table.describe(kind, rows, network))
     return decisions
+
+
+def print_once(text: str) -> None:
+    """Print it, unless it was printed before."""
+    if text not in _told:
+        _told.add(text)
+        print(table.as_lines(text), flush=True)

@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import job, plan, server_buckets, summed_later, sums
+from . import job, plan, server_buckets, summed_later, sums, whole_steps
 
 if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
@@ -66,6 +67,21 @@ def start_grad_sync(
     if bucket_group.ddp_config.dpu_optimizer:
         return server_buckets.start_update(bucket_group)
     return sums.start_grad_sync(bucket_group, force_all_reduce)
+
+
+def outside_graph(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a call that records a forward and backward pass in a CUDA graph, or replays it: see
+    :mod:`.whole_steps`. ``model`` and ``forward_only`` are among its keywords."""
+
+    @functools.wraps(call)
+    def wrapped(self: object, *args: Any, **kwargs: Any) -> Any:
+        model = kwargs.get("model")
+        if kwargs.get("forward_only") or not whole_steps.are_summed_outside(model):
+            return call(self, *args, **kwargs)
+        chunks = model if isinstance(model, list) else [model]
+        return whole_steps.run(lambda: call(self, *args, **kwargs), chunks)
+
+    return wrapped
 
 
 def keeps_optimizer(model_chunks: Sequence[Any]) -> bool:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib, decisions, declared, job, trials
+from . import advised, bytepslib, decisions, declared, job, trials
 from .bucket_op import BucketOp, wire_dtype_of
 from .naming import bucket_name, named
 from .node_sums import node_sums
-from .refusals import validate_ddp_config
+from .refusals import validate_ddp_config, validate_model_config
+from .sums import goes_through_servers
 
 if TYPE_CHECKING:
     from byteps.torch.routes import Decision
@@ -49,12 +50,15 @@ def register(ddp: DistributedDataParallel) -> None:
         ValueError: the config is not supported; the text says why.
     """
     validate_ddp_config(ddp.ddp_config)
+    validate_model_config(ddp.config, ddp.ddp_config)
     chunk = _chunk_index(ddp.module)
     job.initialize()
     chosen: dict[int, Decision] = {}
     for kind, group, groups, buffers in _kinds(ddp):
         if groups:
             chosen |= decisions.decide_all(ddp.ddp_config, kind, group, groups, buffers)
+    if chunk == 0:
+        advised.tell(ddp.ddp_config, ddp.config, _kinds(ddp))
 
     for kind, group, _, buffers in _kinds(ddp):
         if not buffers:
@@ -73,6 +77,8 @@ def register(ddp: DistributedDataParallel) -> None:
             alike[dtypes] += 1
 
     buckets = [bucket for *_, buffers in _kinds(ddp) for b in buffers for bucket in b.buckets]
+    for _, _, groups, _ in _kinds(ddp):
+        _wait_for_collectives_alone(groups)
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
     if len(set(names)) != len(names):
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
@@ -102,6 +108,19 @@ def _kinds(
         ddp.expert_parallel_bucket_groups,
         ddp.expert_parallel_buffers,
     )
+
+
+def _wait_for_collectives_alone(groups: Sequence[_ParamAndGradBucketGroup]) -> None:
+    """With ``reduce_scatter_with_fp32_accumulation`` a bucket group waits for the one before it,
+    whose all-to-all holds memory as large as the bucket. A sum through servers holds none, and
+    would only be waited for too early."""
+    before: _ParamAndGradBucketGroup | None = None
+    for group in groups:
+        linked = group.previous_grad_reduce_bucket_group is not None
+        through = goes_through_servers(group)
+        group.previous_grad_reduce_bucket_group = before if linked and not through else None
+        if not through:
+            before = group
 
 
 def _register_buffer(

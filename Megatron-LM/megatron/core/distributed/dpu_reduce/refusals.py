@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib
+from . import bytepslib, table
 
 OPTIMIZER_CLIPS = ("speculate", "wait")
 """How --dpu-optimizer makes steps that may be clipped."""
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from ...optimizer.optimizer_config import OptimizerConfig
+    from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
 
 WIRE_DTYPES = {"bf16": torch.bfloat16}
@@ -29,7 +31,7 @@ class _Refusal:
     """A setting under which gradients do not take the path that this module replaces."""
 
     attributes: tuple[str, ...]
-    """Its names, on the arguments and on the DDP config."""
+    """Its names, on the arguments, the DDP config, the model's and the optimizer's."""
     flag: str
     reason: str
     allowed: tuple[Any, ...] = (False, None)
@@ -47,64 +49,7 @@ class _Refusal:
         return value not in self.allowed
 
 
-_FSDP = "it shards gradients with reduce-scatters of its own, which BytePS does not replace"
-_UNTRIED = "it has not been tried with gradients that BytePS sums"
-_RESHARDED = (
-    "its weights are Transformer Engine's, cut once more and summed in part by themselves, which "
-    "has not been tried with gradients that BytePS sums"
-)
-
 _REFUSALS: tuple[_Refusal, ...] = (
-    _Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_FSDP),
-    _Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_FSDP),
-    _Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_FSDP),
-    _Refusal(
-        attributes=("optimizer",),
-        flag="--optimizer",
-        reason="it shards whole layers, not buckets",
-        refused=("dist_muon",),
-    ),
-    _Refusal(attributes=("fp8_param_gather",), flag="--fp8-param-gather", reason=_UNTRIED),
-    _Refusal(attributes=("fp4_param_gather",), flag="--fp4-param-gather", reason=_UNTRIED),
-    _Refusal(
-        attributes=("reuse_grad_buf_for_mxfp8_param_ag",),
-        flag="--reuse-grad-buf-for-mxfp8-param-ag",
-        reason=_UNTRIED,
-    ),
-    _Refusal(
-        attributes=(
-            "reduce_scatter_with_fp32_accumulation",
-            "ddp_reduce_scatter_with_fp32_accumulation",
-        ),
-        flag="--ddp-reduce-scatter-with-fp32-accumulation",
-        reason="it replaces the sum by an all-to-all; BytePS servers already add half types in "
-        "fp32",
-    ),
-    _Refusal(
-        attributes=("nccl_ub",),
-        flag="--use-nccl-ub",
-        reason="it allocates the gradient buffers for NCCL's collectives, which would not be used",
-    ),
-    _Refusal(
-        attributes=("tensor_parallel_num_weight_shards",),
-        flag="--tensor-parallel-num-weight-shards",
-        reason=_RESHARDED,
-        allowed=(1, None),
-        allowed_like="tensor_model_parallel_size",
-    ),
-    _Refusal(
-        attributes=("expert_tensor_parallel_num_weight_shards",),
-        flag="--expert-tensor-parallel-num-weight-shards",
-        reason=_RESHARDED,
-        allowed=(1, None),
-        allowed_like="expert_tensor_parallel_size",
-    ),
-    _Refusal(
-        attributes=("cuda_graph_impl",),
-        flag="--cuda-graph-impl",
-        reason="it records the gradient sums in a CUDA graph, and BytePS runs on the host",
-        refused=("full_iteration",),
-    ),
     _Refusal(
         attributes=("inprocess_restart",),
         flag="--inprocess-restart",
@@ -116,6 +61,35 @@ _REFUSALS: tuple[_Refusal, ...] = (
         reason="BytePS needs real ranks to sum over",
     ),
 )
+
+
+_SHARDED = "it cuts parameters over ranks, and servers update the buckets of whole ones"
+_CUT_ONCE_MORE = (
+    "gradients of weights that are whole are averaged over the ranks that share the others, after "
+    "the backward pass, and servers do not count them once in the norm"
+)
+
+_WHOLE_PARAMETERS: tuple[_Refusal, ...] = (
+    _Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_SHARDED),
+    _Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_SHARDED),
+    _Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_SHARDED),
+    _Refusal(
+        attributes=("tensor_parallel_num_weight_shards",),
+        flag="--tensor-parallel-num-weight-shards",
+        reason=_CUT_ONCE_MORE,
+        allowed=(1, None),
+        allowed_like="tensor_model_parallel_size",
+    ),
+    _Refusal(
+        attributes=("expert_tensor_parallel_num_weight_shards",),
+        flag="--expert-tensor-parallel-num-weight-shards",
+        reason=_CUT_ONCE_MORE,
+        allowed=(1, None),
+        allowed_like="expert_tensor_parallel_size",
+    ),
+)
+"""What --dpu-optimizer refuses of the layout of parameters; on the arguments, the DDP config or the
+model's."""
 
 
 _STATELESS = "ranks hold no optimizer state with it"
@@ -227,6 +201,7 @@ def _check_optimizer(source: object) -> None:
     if not getattr(source, "dpu_optimizer", False):
         return
     _refuse(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+    _refuse(source, _WHOLE_PARAMETERS, "--dpu-optimizer")
     clip = getattr(source, "dpu_optimizer_clip", "speculate")
     if clip not in OPTIMIZER_CLIPS:
         raise ValueError(
@@ -248,6 +223,16 @@ def _check_optimizer(source: object) -> None:
         )
 
 
+def why_servers_cannot_update(source: object) -> str:
+    """Why `--dpu-optimizer` does not go with the arguments or a config; empty if it does."""
+    try:
+        _refuse(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+        _refuse(source, _WHOLE_PARAMETERS, "--dpu-optimizer")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def validate_optimizer_config(config: OptimizerConfig) -> None:
     """Check an optimizer config, where servers keep the optimizer.
 
@@ -257,21 +242,36 @@ def validate_optimizer_config(config: OptimizerConfig) -> None:
     _refuse(config, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
 
 
+def refuse(args: Namespace) -> None:
+    """The same, where nothing is going to be trained.
+
+    Raises:
+        ValueError: as `validate_args`.
+    """
+    _check_wire_dtype(args)
+    _check_route(args)
+    _check_optimizer(args)
+    if getattr(args, "use_dpu_reduce", False):
+        _refuse(args)
+
+
 def validate_args(args: Namespace) -> None:
     """Check that the arguments allow BytePS gradient sums, where they ask for them.
+
+    Called once Megatron has renamed and derived its arguments, so that each setting has one name.
 
     Raises:
         ValueError: an argument that cannot be combined with ``--use-dpu-reduce``; the text names
             both and the reason.
         RuntimeError: BytePS is not installed.
     """
-    _check_wire_dtype(args)
-    _check_route(args)
-    _check_optimizer(args)
+    refuse(args)
     if not getattr(args, "use_dpu_reduce", False):
         return
-    _refuse(args)
     bytepslib.load()
+    if getattr(args, "use_torch_fsdp2", False):
+        # Its DDP config has none of our fields: no wrapper would say so.
+        _say_that_collectives_stay("torch FSDP2", getattr(args, "rank", 0))
 
 
 def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
@@ -290,14 +290,46 @@ def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
         _refuse(ddp_config)
 
 
-def refuse_fsdp(ddp_config: DistributedDataParallelConfig) -> None:
-    """Called where Megatron-FSDP or torch FSDP2 wraps a model.
+def validate_model_config(
+    config: TransformerConfig, ddp_config: DistributedDataParallelConfig
+) -> None:
+    """Check the config of a model that DDP wraps, for users of megatron.core who have no arguments.
 
     Raises:
-        ValueError: the config asks for BytePS, which would otherwise be ignored without a word.
+        ValueError: a setting that cannot be combined with what the DDP config asks for.
     """
     if ddp_config.use_dpu_reduce:
+        _refuse(config)
+    if ddp_config.dpu_optimizer:
+        _refuse(config, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+        _refuse(config, _WHOLE_PARAMETERS, "--dpu-optimizer")
+
+
+def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> None:
+    """Called where a wrapper that shards all parameters is built: it reduces its gradients itself,
+    and rank 0 says so.
+
+    Args:
+        ddp_config: of the wrapper.
+        wrapper: its name.
+
+    Raises:
+        ValueError: the config asks for the optimizer on the servers, which would be ignored.
+    """
+    if not ddp_config.use_dpu_reduce:
+        return
+    if ddp_config.dpu_optimizer:
         raise ValueError(
-            f"use_dpu_reduce does not work with fully sharded data parallelism: {_FSDP}. "
-            "Drop one of the two."
+            f"--dpu-optimizer does not work with {wrapper}: {_SHARDED}. Drop one of the two."
         )
+    _say_that_collectives_stay(wrapper, torch.distributed.get_rank())
+
+
+@functools.cache
+def _say_that_collectives_stay(wrapper: str, rank: int) -> None:
+    if rank == 0:
+        text = (
+            f"dpu_reduce: {wrapper} shards gradients by reduce-scatters of its own: all of them "
+            "stay with torch.distributed, and no server is used"
+        )
+        print(table.as_lines(text), flush=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import bytepslib
+from . import bytepslib, quantized
 from .sums import GradSyncHandle
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def make_server_bucket(
 
     Raises:
         byteps.torch.BytePSError: a server refuses, or has too little memory.
+        ValueError: a parameter is several in one, and quantized.
     """
     begins = {parameter: begin for parameter, (begin, _) in bucket.param_to_index.items()}
     places = sorted(
@@ -73,7 +74,13 @@ def make_server_bucket(
         counts_zeros=counts_zeros,
     )
     return bytepslib.server_bucket.ServerBucket(
-        places, lambda: bucket.grad_data, spec, group_of=group_of, counts=counts, check=check
+        places,
+        lambda: bucket.grad_data,
+        spec,
+        group_of=group_of,
+        counts=counts,
+        check=check,
+        codecs=quantized.codecs_of(bucket.params_list),
     )
 
 

@@ -367,6 +367,8 @@ class ServerOptimizer(MegatronOptimizer):
                 "--dpu-optimizer does not work with --load-main-params-from-ckpt: servers take the "
                 "model's parameters"
             )
+        for bucket in self._buckets:
+            bucket.reread_parameters()
         self._loaded = False
 
     def prepare_grads(self) -> bool:
@@ -453,6 +455,8 @@ class ServerOptimizer(MegatronOptimizer):
         if self.grad_scaler is not None and "grad_scaler" in parts[0]:
             self.grad_scaler.load_state_dict(parts[0]["grad_scaler"])
             self._note_scale()
+        for bucket in self._buckets:
+            bucket.reread_parameters()
         self._loaded = True
         self._machine.end_load((steps or {0}).pop() or 0)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import bytepslib
+from .advice import USE, Advice, Training, Way, kinds_that_cross
 
 if TYPE_CHECKING:
     from byteps.torch.routes import Decision, Network, Sum
@@ -75,6 +76,84 @@ def _collective_name(what: Sum) -> str:
     if not what.sharded:
         return "all-reduce"
     return "reduce-scatter" if what.instances == 1 else "reduce-scatter, all-reduce of shards"
+
+
+def brief(training: Training, advice: Advice, network: Network) -> str:
+    """Three lines: what crosses hosts, what each flag gains, and which change to make. One line
+    where nothing crosses hosts."""
+    crossing = kinds_that_cross(training)
+    if not crossing:
+        return "dpu_reduce: no gradient crosses hosts: nothing to gain"
+    inside = [kind.name for kind in training.kinds if kind not in crossing]
+    stay = f"; {' and '.join(inside)} gradients stay inside a host" if inside else ""
+    spread = " and ".join(f"{kind.name} gradients {kind.most_hosts} hosts" for kind in crossing)
+    rates = _rates(network)
+    return "\n".join(
+        (
+            f"dpu_reduce: {spread} wide{stay}; over a host's NICs each way per step, by "
+            f"torch.distributed: {_bytes(advice.ways[0])}; {rates}",
+            "dpu_reduce: at best, compared with torch.distributed: "
+            + ", ".join(_gain(way) for way in advice.ways[1:]),
+            f"dpu_reduce: {change(advice)}",
+        )
+    )
+
+
+def _bytes(way: Way) -> str:
+    parameters = f" and {_gb(way.parameters)} of parameters" if way.parameters else ""
+    return f"{_gb(way.gradients)} of gradients{parameters}"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
+
+
+def _gain(way: Way) -> str:
+    flags = " ".join(way.changes[1:]) or USE
+    return f"{flags} " + ("refused" if way.refused else f"{way.gain:.2f} x")
+
+
+def change(advice: Advice) -> str:
+    """The shortest change of arguments."""
+    best = advice.best
+    if not best.changes or not best.through_servers:
+        return "servers gain nothing on these links: change nothing"
+    return f"shortest change for the best of these: add {best.name} ({best.gain:.2f} x)"
+
+
+def compared(training: Training, advice: Advice, network: Network) -> str:
+    """All ways in a table: bytes over the NICs, time, and gain."""
+    if not kinds_that_cross(training):
+        return "no gradient crosses hosts: nothing to gain"
+    rows = [
+        (
+            *("arguments", "through servers", "gradients", "parameters", "server"),
+            *("ms" if network.host_rate else "-", "gain"),
+        )
+    ]
+    for way in advice.ways:
+        if way.refused:
+            rows.append((way.name, f"refused: {way.refused}", "", "", "", "", ""))
+            continue
+        rows.append(
+            (
+                way.name,
+                " and ".join(way.through_servers) or "nothing",
+                _gb(way.gradients),
+                _gb(way.parameters) if way.parameters else "-",
+                _gb(way.server) if way.server else "-",
+                f"{way.seconds * 1e3:.1f}" if network.host_rate else "-",
+                f"{way.gain:.2f}",
+            )
+        )
+    # A reason takes the width that it needs, and makes no column wider.
+    last = len(rows[0]) - 1
+    widths = [max(len(row[column]) for row in rows if row[last]) for column in range(len(rows[0]))]
+    widths[0] = max(len(row[0]) for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def as_lines(text: str) -> str:

@@ -1,0 +1,229 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""What a job would gain, by this flag and by the next one: a pure function.
+
+Times are those of the links at their best, for gradients and then parameters, as
+:mod:`byteps.cost_model` has them. What overlaps with the backward pass gains less than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from . import bytepslib
+
+if TYPE_CHECKING:
+    from byteps.cost_model import Load
+    from byteps.torch.routes import Network
+
+ENOUGH = 1.03
+"""A change of fewer arguments is advised if its time is within this factor of the best."""
+
+USE, WIRE = "--use-dpu-reduce", "--dpu-reduce-wire-dtype bf16"
+INSTANCES, OPTIMIZER = "--num-distributed-optimizer-instances", "--dpu-optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The gradients of one kind, dense or expert."""
+
+    name: str
+    groups: Mapping[tuple[int, ...], float]
+    """Data-parallel groups: the host of each member, in the order of the group, and how many such
+    groups there are."""
+    elements: float
+    """On each rank."""
+
+    @property
+    def most_hosts(self) -> int:
+        """That a group is spread over."""
+        return max((len(bytepslib.routes.per_host(hosts)) for hosts in self.groups), default=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a job reduces its gradients, and where its optimizer is."""
+
+    kinds: tuple[Kind, ...]
+    gradient_bytes: int = 4
+    """Of an element as it is reduced."""
+    wire_bytes: int | None = None
+    """Of an element on its way to servers; None: as it is reduced."""
+    parameter_bytes: int = 2
+    """Of a parameter as the distributed optimizer gathers it."""
+    sharded: bool = False
+    """By the distributed optimizer."""
+    instances: int = 1
+    """Of that optimizer."""
+    updated: bool = False
+    """Servers keep the optimizer."""
+
+    @property
+    def crosses_hosts(self) -> bool:
+        return any(kind.most_hosts > 1 for kind in self.kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to reduce the gradients of a step, and to get the parameters to every rank."""
+
+    changes: tuple[str, ...]
+    """Arguments to add to those of the job; none: all is left to torch.distributed."""
+    gradients: float
+    """Bytes over a host's NICs in their busier direction. With the optimizer on the servers,
+    parameters come down meanwhile, and are as many."""
+    parameters: float
+    """Bytes of the same NICs, for the parameters that are gathered next."""
+    server: float
+    """Bytes over the NIC of a server's machine."""
+    through_servers: tuple[str, ...]
+    """Kinds of gradients of which a bucket goes to servers."""
+    seconds: float
+    """In units of a byte's time where rates are not known."""
+    gain: float = 1.0
+    """The time of torch.distributed over this one."""
+    refused: str = ""
+    """Why the arguments do not go with those of the job."""
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.changes) or "torch.distributed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What :func:`advise` found."""
+
+    ways: tuple[Way, ...]
+    """The first is torch.distributed, the second `USE` alone."""
+    best: Way
+    """The shortest change of those that are about the fastest; the first way: change nothing."""
+
+
+def advise(training: Training, network: Network, optimizer_refused: str = "") -> Advice:
+    """Compare the ways in which a job can reduce its gradients.
+
+    Args:
+        training: as its arguments have it, but for the flags that are compared.
+        network: its links and servers.
+        optimizer_refused: why the servers cannot keep its optimizer; empty: they can.
+    """
+    plain = replace(training, updated=False, wire_bytes=None)
+    half = replace(plain, wire_bytes=2)
+    ways = [_way(plain, network, (), bytepslib.routes.COLLECTIVE), _way(plain, network, (USE,))]
+    fp32 = training.gradient_bytes > 2
+    if fp32:
+        ways.append(_way(half, network, (USE, WIRE)))
+    if (hosts := _instances(training)) is not None:
+        asked, local = f"{INSTANCES} {hosts}", replace(plain, instances=hosts)
+        ways.append(_way(local, network, (USE, asked)))
+        if fp32:
+            half = replace(local, wire_bytes=2)
+            ways.append(_way(half, network, (USE, WIRE, asked)))
+    kept = replace(plain, updated=True, sharded=False, instances=1)
+    for wire, changes in ((None, (USE, OPTIMIZER)), (2, (USE, OPTIMIZER, WIRE))):
+        if wire is None or fp32:
+            way = _way(replace(kept, wire_bytes=wire), network, changes)
+            ways.append(replace(way, refused=optimizer_refused))
+    first = ways[0].seconds
+    ways = [
+        replace(way, gain=first / way.seconds if way.seconds else 1.0, changes=way.changes)
+        for way in ways
+    ]
+    possible = [way for way in ways if not way.refused]
+    limit = ENOUGH * min(way.seconds for way in possible)
+    near = [way for way in possible if way.seconds <= limit]
+    return Advice(ways=tuple(ways), best=min(near, key=lambda way: (len(way.changes), way.seconds)))
+
+
+def _instances(training: Training) -> int | None:
+    """As many optimizer instances as the hosts of a group, where each would be one host; None:
+    that is how it is, or not possible."""
+    if not training.sharded:
+        return None
+    wanted: set[int] = set()
+    for kind in training.kinds:
+        for hosts in kind.groups:
+            counts = bytepslib.routes.per_host(hosts)
+            if len(counts) == 1:
+                # Instances cut it too.
+                wanted |= {0} if kind.name == "dense" else set()
+                continue
+            each = len(hosts) // len(counts)
+            runs = {hosts[first : first + each] for first in range(0, len(hosts), each)}
+            if each == 1 or any(len(set(run)) > 1 for run in runs):
+                return None
+            if kind.name == "dense":
+                wanted.add(len(counts))
+    if len(wanted) != 1 or 0 in wanted:
+        return None
+    hosts_of_group = wanted.pop()
+    divides = all(
+        len(hosts) % hosts_of_group == 0 for kind in training.kinds for hosts in kind.groups
+    )
+    return hosts_of_group if divides and hosts_of_group != training.instances else None
+
+
+def _way(
+    training: Training, network: Network, changes: tuple[str, ...], asked: str = "auto"
+) -> Way:
+    collective: dict[int, float] = {}
+    pushed: dict[int, float] = {}
+    gathered: dict[int, float] = {}
+    server, through = 0.0, []
+    for kind in training.kinds:
+        for hosts, count in kind.groups.items():
+            what = bytepslib.routes.Sum(
+                hosts=hosts,
+                gradient_bytes=round(kind.elements * training.gradient_bytes),
+                wire_bytes=round(kind.elements * (training.wire_bytes or training.gradient_bytes)),
+                sharded=training.sharded,
+                instances=training.instances,
+                updated=training.updated,
+            )
+            decision = bytepslib.routes.decide(what, network, asked)
+            load, spread = decision.loads[decision.route], bytepslib.routes.per_host(hosts)
+            if decision.route != bytepslib.routes.COLLECTIVE and kind.elements:
+                through.append(kind.name)
+            for host in spread:
+                into = collective if decision.route == bytepslib.routes.COLLECTIVE else pushed
+                into[host] = into.get(host, 0.0) + count * load.host
+                if training.sharded:
+                    parameters = _gathered(hosts, training, kind)
+                    gathered[host] = gathered.get(host, 0.0) + count * parameters
+            # `load` is of a group that all hosts push to at the same time.
+            server += count * load.server * len(spread) / network.servers.hosts
+    rings, pushes = _load(collective), _load(pushed, server)
+    gathers = _load(gathered)
+    return Way(
+        changes=changes,
+        gradients=rings.host + pushes.host,
+        parameters=gathers.host,
+        server=server,
+        through_servers=tuple(dict.fromkeys(through)),
+        seconds=network.seconds(bytepslib.routes.COLLECTIVE, rings)
+        + network.seconds(bytepslib.routes.FLAT, pushes)
+        + network.seconds(bytepslib.routes.COLLECTIVE, gathers),
+    )
+
+
+def _gathered(hosts: tuple[int, ...], training: Training, kind: Kind) -> float:
+    """Bytes of a group's parameters that leave one of its hosts."""
+    from byteps import cost_model
+
+    shards = len(hosts) // training.instances
+    within = [hosts[first : first + shards] for first in range(0, len(hosts), shards)]
+    return cost_model.reduce_scatters(within, kind.elements * training.parameter_bytes).host
+
+
+def _load(by_host: Mapping[int, float], server: float = 0.0) -> Load:
+    from byteps import cost_model
+
+    return cost_model.Load(host=max(by_host.values(), default=0.0), server=server)
+
+
+def kinds_that_cross(training: Training) -> Sequence[Kind]:
+    """Those of which a group is on several hosts."""
+    return [kind for kind in training.kinds if kind.most_hosts > 1]

@@ -1,0 +1,174 @@
+"""What of a recipe bears on its gradients' way, and the row of the results in which it was run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_RESULTS = ("correctness.md", "correctness-gpu.md", "functional.md")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A setting, and layouts in which it was compared with all-reduce."""
+
+    name: str
+    is_used: Callable[[Mapping[str, Any]], bool]
+    """Of a setup, as :func:`setup_of_arguments` gives it."""
+    rows: tuple[str, ...] = ()
+    """Layouts of the tables of correctness, those of Transformer Engine first. None: nothing here
+    can run it."""
+
+
+def _is(name: str, value: object = True) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda setup: bool(setup.get(name) == value)
+
+
+def _above(name: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda setup: (setup.get(name) or 1) > 1
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(name="Transformer Engine", is_used=_is("te"), rows=("te-dp2",)),
+    Feature(name="local layers", is_used=_is("te", False), rows=("dp2",)),
+    Feature(name="tensor parallelism", is_used=_above("tensor"),
+            rows=("te-tp2-dp2-overlap", "tp2-dp2-overlap")),
+    Feature(name="pipeline", is_used=_above("pipeline"), rows=("pp2-dp2-tied-acc2",)),
+    Feature(name="virtual stages", is_used=_above("virtual"), rows=("pp2-vpp2-dp2-overlap-acc4",)),
+    Feature(name="context parallelism", is_used=_above("context"),
+            rows=("te-cp2-overlap", "cp2-overlap")),
+    Feature(name="expert parallelism", is_used=_above("expert"),
+            rows=("te-ep2-dp2-overlap", "ep2-dp2")),
+    Feature(name="alltoall dispatcher", is_used=_is("dispatcher", "alltoall"),
+            rows=("te-ep2-dp2-overlap", "ep2-dp2-alltoall-overlap-acc2")),
+    Feature(name="flex dispatcher", is_used=_is("dispatcher", "flex")),
+    Feature(name="distributed optimizer", is_used=_is("sharded"),
+            rows=("te-dp2-do-overlap-gather", "dp2-do")),
+    Feature(name="optimizer instances", is_used=_above("instances"), rows=("dp2-do-inst2",)),
+    Feature(name="overlapped reductions", is_used=_is("overlap"),
+            rows=("te-dp2-wire-overlap-acc2", "dp4-overlap")),
+    Feature(name="overlapped gathering", is_used=_is("gather"),
+            rows=("te-dp2-do-overlap-gather", "dp4-do-bf16-overlap-gather")),
+    Feature(name="16-bit gradients", is_used=_is("gradients", 2),
+            rows=("te-dp2-wire-overlap-acc2", "dp2-bf16-wire-overlap-acc2")),
+    Feature(name="loss per token", is_used=_is("tokens"), rows=("dp2-token-loss-acc3",)),
+    Feature(name="fp32 accumulation", is_used=_is("fp32_scatter"),
+            rows=("dp2-do-bf16-wire-fp32-scatter-overlap",)),
+    Feature(name="fp8, delayed", is_used=_is("fp8", "delayed"),
+            rows=("te-dp2-fp8-delayed-overlap",)),
+    Feature(name="fp8, tensorwise", is_used=_is("fp8", "tensorwise"),
+            rows=("te-dp2-do-fp8-tensorwise-stored",)),
+    Feature(name="fp8, blockwise", is_used=_is("fp8", "blockwise"),
+            rows=("te-dp2-do-fp8-blockwise-stored",)),
+    Feature(name="mxfp8", is_used=_is("fp8", "mxfp8")),
+    Feature(name="fp4", is_used=_is("fp4")),
+    Feature(name="fp8 parameters gathered", is_used=_is("stored"),
+            rows=("te-dp2-do-fp8-tensorwise-stored",)),
+    Feature(name="gradient buffer lent to parameters", is_used=_is("reuse")),
+    Feature(name="buffers registered with NCCL", is_used=_is("nccl_ub")),
+    Feature(name="CUDA graphs of Transformer Engine", is_used=_is("graphs", "transformer_engine"),
+            rows=("te-dp2-graphs-te-overlap",)),
+    Feature(name="CUDA graphs of each layer", is_used=_is("graphs", "local"),
+            rows=("te-dp2-graphs-local-overlap",)),
+    Feature(name="CUDA graph of a whole step", is_used=_is("graphs", "full_iteration")),
+    Feature(name="precision-aware optimizer", is_used=_is("precision_aware"),
+            rows=("te-dp2-do-precision-aware", "dp2-do-precision-aware-overlap")),
+    Feature(name="Muon", is_used=_is("optimizer", "muon"), rows=("dp2-muon-overlap",)),
+    Feature(name="layer-wise optimizer", is_used=_is("layer_wise"), rows=("dp2-do-muon-overlap",)),
+    Feature(name="MLA", is_used=_is("mla"),
+            rows=("te-dp2-mla-mtp-overlap", "dp2-mla-do-overlap")),
+    Feature(name="multi-token prediction", is_used=_above("mtp"),
+            rows=("te-dp2-mla-mtp-overlap", "dp2-mtp-overlap-acc2")),
+    Feature(name="weight shards", is_used=_is("shards")),
+)  # fmt: skip
+
+
+def rows_of_results(docs: Path) -> set[str]:
+    """The first cells of all tables of the results: the layouts that were run."""
+    found: set[str] = set()
+    for name in _RESULTS:
+        page = docs / "results" / name
+        if page.is_file():
+            found |= set(re.findall(r"^\| ([a-z0-9][\w.+-]*) \|", page.read_text(), re.M))
+    return found
+
+
+def row_of(feature: Feature, rows: set[str]) -> str:
+    """The layout in which a feature was run; empty: it was not."""
+    return next((row for row in feature.rows if row in rows), "")
+
+
+def used(setup: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the features of a setup."""
+    return tuple(feature.name for feature in FEATURES if feature.is_used(setup))
+
+
+def setup_of_arguments(args: Any) -> dict[str, Any]:
+    """What features look at, of Megatron's arguments."""
+    half = args.bf16 or args.fp16
+    return {
+        "te": args.transformer_impl == "transformer_engine",
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "virtual": args.virtual_pipeline_model_parallel_size,
+        "context": args.context_parallel_size,
+        "expert": args.expert_model_parallel_size,
+        "dispatcher": args.moe_token_dispatcher_type if args.num_experts else "",
+        "sharded": args.use_distributed_optimizer,
+        "instances": args.num_distributed_optimizer_instances,
+        "overlap": args.overlap_grad_reduce,
+        "gather": args.overlap_param_gather,
+        "gradients": 2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4,
+        "tokens": args.calculate_per_token_loss,
+        "fp32_scatter": args.ddp_reduce_scatter_with_fp32_accumulation,
+        "fp8": args.fp8_recipe if args.fp8 else "",
+        "fp4": bool(args.fp4),
+        "stored": args.fp8_param_gather,
+        "reuse": args.reuse_grad_buf_for_mxfp8_param_ag,
+        "nccl_ub": args.nccl_ub,
+        "graphs": args.cuda_graph_impl,
+        "precision_aware": args.use_precision_aware_optimizer,
+        "optimizer": args.optimizer,
+        "layer_wise": args.use_layer_wise_distributed_optimizer,
+        "mla": args.multi_latent_attention,
+        "mtp": (args.mtp_num_layers or 0) + 1,
+        "shards": args.gtp_weight_remat_size > 1 or args.expert_gtp_weight_remat_size > 1,
+    }
+
+
+def setup_of_recipe(config: Any) -> dict[str, Any]:
+    """What features look at, of a recipe's configs."""
+    model, ddp, optimizer = config.model, config.ddp, config.optimizer
+    half = bool(model.bf16 or model.fp16)
+    graphs = model.cuda_graph_impl or "none"
+    return {
+        "te": (getattr(model, "transformer_impl", None) or "transformer_engine") != "local",
+        "tensor": model.tensor_model_parallel_size,
+        "pipeline": model.pipeline_model_parallel_size,
+        "virtual": model.virtual_pipeline_model_parallel_size,
+        "context": model.context_parallel_size,
+        "expert": model.expert_model_parallel_size,
+        "dispatcher": model.moe_token_dispatcher_type if model.num_moe_experts else "",
+        "sharded": ddp.use_distributed_optimizer,
+        "instances": ddp.num_distributed_optimizer_instances,
+        "overlap": ddp.overlap_grad_reduce,
+        "gather": ddp.overlap_param_gather,
+        "gradients": 2 if half and not ddp.grad_reduce_in_fp32 else 4,
+        "tokens": model.calculate_per_token_loss,
+        "fp32_scatter": ddp.reduce_scatter_with_fp32_accumulation,
+        "fp8": model.fp8_recipe if model.fp8 else "",
+        "fp4": bool(model.fp4),
+        "stored": ddp.fp8_param_gather,
+        "reuse": ddp.reuse_grad_buf_for_mxfp8_param_ag,
+        "nccl_ub": ddp.nccl_ub,
+        "graphs": graphs,
+        "precision_aware": optimizer.use_precision_aware_optimizer,
+        "optimizer": str(optimizer.optimizer).removeprefix("dist_"),
+        "layer_wise": str(optimizer.optimizer) == "dist_muon",
+        "mla": model.multi_latent_attention,
+        "mtp": (model.mtp_num_layers or 0) + 1,
+        "shards": False,
+    }

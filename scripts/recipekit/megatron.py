@@ -1,0 +1,170 @@
+"""Functional tests and examples of a Megatron-LM checkout."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scripts.recipekit import shell
+from scripts.recipekit.features import setup_of_arguments, used
+from scripts.recipekit.outcome import Outcome
+
+_CASES = "tests/functional_tests/test_cases"
+LINK_GBPS = 100.0
+_MOST_HOSTS = 512
+_SIZES = {
+    *("--num-layers", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
+    *("--use-checkpoint-args", "--heterogeneous-layers-config-path"),
+}
+"""One of these is in the arguments of every model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Arguments, and the machines that they are for."""
+
+    name: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    hosts: int
+    gpus: int
+    architecture: int
+
+
+def functional(checkout: Path) -> Iterator[Source]:
+    """The functional tests that train by Megatron's own arguments."""
+    machines = _machines(checkout)
+    for path in sorted((checkout / _CASES).rglob("model_config.yaml")):
+        name = str(path.parent.relative_to(checkout / _CASES))
+        told = yaml.safe_load(re.sub(r"\$\{(\w+)\}", _given, path.read_text()))
+        arguments = told.get("MODEL_ARGS")
+        if not isinstance(arguments, dict) or told.get("MODE", "pretraining") != "pretraining":
+            continue
+        if not all(str(key).startswith("--") for key in arguments):
+            continue  # of NeMo, whose arguments are paths into its configs
+        hosts, gpus, platform, script = machines.get(path.parent.name, (1, 8, "", ""))
+        if "inference" in script:
+            continue
+        variables = told.get("ENV_VARS") or {}
+        yield Source(
+            name=name,
+            words=tuple(_words(arguments)),
+            environment={str(key): str(value) for key, value in variables.items()},
+            hosts=hosts,
+            gpus=gpus,
+            architecture=10 if "gb200" in platform + name else 9,
+        )
+
+
+def _given(variable: re.Match[str]) -> str:
+    """What stands for a variable that whoever starts a test sets."""
+    usual = {"REPEAT": "1", "TOKENIZER_TYPE": "NullTokenizer"}
+    return usual.get(variable[1], f"/given/{variable[1]}")
+
+
+def _words(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """As the checkout's own script makes a command line of them."""
+    for flag, value in arguments.items():
+        yield flag
+        if value is True or value is None or value == "":
+            continue
+        text = str(value).strip()
+        if re.fullmatch(r"\([^)]+\)", text):
+            yield text
+        elif re.fullmatch(r"\[[^]]+\]|[\d ]+", text):
+            yield from shlex.split(text.strip("[]"))
+        elif re.search(r"[ |(]", text):
+            yield text
+        else:
+            yield text
+
+
+def _machines(checkout: Path) -> dict[str, tuple[int, int, str, str]]:
+    """Of each test: hosts, GPUs per host, platform, and the script that it runs."""
+    found: dict[str, tuple[int, int, str, str]] = {}
+    for path in sorted((checkout / "tests/test_utils/recipes").rglob("*.yaml")):
+        told = yaml.safe_load(path.read_text())
+        spec = told.get("spec", {})
+        script = re.search(r"TRAINING_SCRIPT_PATH=(\S+?)\"", str(spec.get("script", "")))
+        for product in told.get("products", []):
+            for case in product.get("test_case", []):
+                platform = str(spec.get("platforms", ""))
+                one = (int(spec.get("nodes", 1)), int(spec.get("gpus", 8)), platform)
+                found.setdefault(case, (*one, script[1] if script else ""))
+    return found
+
+
+def examples(checkout: Path) -> Iterator[Source]:
+    """The example scripts that train, or list arguments for one that does."""
+    for path in sorted((checkout / "examples").rglob("*.sh")):
+        name = str(path.relative_to(checkout / "examples"))
+        if re.search(r"inference|generat|convert|eval|server|preprocess|export|mmlu", name):
+            continue
+        for one in shell.started(path, path.parent):
+            if re.search(r"preprocess|generate|server|convert|main\.py|combine", one.script):
+                continue
+            if not _SIZES & {word.partition("=")[0] for word in one.arguments}:
+                continue  # what it lists is no whole model
+            yield Source(
+                name=name,
+                words=one.arguments,
+                environment={},
+                hosts=one.hosts,
+                gpus=one.gpus,
+                architecture=9,
+            )
+            break
+
+
+def examine(source: Source) -> Outcome:
+    """Whether and how the flags go with a recipe.
+
+    Megatron is asked with as many hosts as it needs, where a recipe names too few for one model.
+    """
+    from megatron.core.distributed.dpu_reduce import parsing
+
+    hosts = source.hosts
+    while True:
+        try:
+            return _examined(source, hosts)
+        except (parsing.NotMegatrons, ValueError) as error:
+            too_few = re.search(r"is not divisible by|cannot be split by", str(error))
+            if not too_few or hosts >= _MOST_HOSTS:
+                return Outcome(name=source.name, hosts=source.hosts, not_read=str(error)[:200])
+        hosts *= 2
+
+
+def _examined(source: Source, hosts: int) -> Outcome:
+    from megatron.core.distributed.dpu_reduce import check, parsing
+
+    args = parsing.parse(
+        source.words,
+        world=hosts * source.gpus,
+        architecture=source.architecture,
+        environment=source.environment,
+    )
+    machines = check.Machines(
+        hosts=hosts,
+        gpus_per_host=source.gpus,
+        nics=1,
+        link_gbps=LINK_GBPS,
+        servers=hosts,
+        server_link_gbps=LINK_GBPS,
+    )
+    verdict = check.judge(args, machines)
+    return Outcome(
+        name=source.name,
+        hosts=hosts,
+        refused=verdict.refused,
+        optimizer_refused=verdict.optimizer_refused,
+        reaches_servers=verdict.reaches_servers,
+        most_hosts=verdict.training.kinds[0].most_hosts,
+        left=verdict.left,
+        features=used(setup_of_arguments(args)),
+    )

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Asks of many recipes whether --use-dpu-reduce and --dpu-optimizer go with them.
+
+Recipes are the functional tests and examples of a Megatron-LM checkout, and those of
+Megatron-Bridge where it is installed. Nothing is trained, and no GPU is needed. Writes the tables
+of docs/results/recipes.md; those of recipes that were not asked about this time are lost, so that
+all tables are of one state.
+
+Exit status: 0 thresholds were met, 1 they were not, 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.progress import Progress
+from scripts.recipekit import megatron, page
+from scripts.recipekit.outcome import Outcome
+
+ROOT = Path(__file__).resolve().parent.parent
+THRESHOLDS = {
+    "functional tests": (0.98, 0.0),
+    "examples": (0.97, 0.0),
+    "library recipes": (0.98, 0.90),
+    "performance recipes": (0.95, 0.85),
+}
+"""Least parts that have to be accepted: with --use-dpu-reduce, and with --dpu-optimizer."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--megatron", type=Path, metavar="DIR", help="a Megatron-LM checkout")
+    parser.add_argument("--bridge", action="store_true", help="ask about Megatron-Bridge's too")
+    parser.add_argument("--markdown", type=Path, help="the page to write (default: none)")
+    options = parser.parse_args(words)
+    if options.megatron is None and not options.bridge:
+        parser.error("give --megatron CHECKOUT, or --bridge, or both")
+    if options.megatron is not None and not (options.megatron / "tests").is_dir():
+        parser.error(f"{options.megatron} is no checkout of Megatron-LM: it has no tests/")
+    warnings.simplefilter("ignore")
+    outcomes: dict[str, list[Outcome]] = {}
+    sources: dict[str, str] = {}
+    if options.megatron is not None:
+        told = f"Megatron-LM {_version(options.megatron)}"
+        for kind, found in (
+            ("functional tests", megatron.functional(options.megatron)),
+            ("examples", megatron.examples(options.megatron)),
+        ):
+            outcomes[kind] = _examined(kind, list(found), megatron.examine)
+            sources[kind] = told
+    if options.bridge:
+        from scripts.recipekit import bridge
+
+        for kind, package in bridge.PACKAGES.items():
+            outcomes[kind] = _examined(kind, list(bridge.names(package)), bridge.examine)
+            sources[kind] = f"Megatron-Bridge {bridge.version()}"
+    if options.markdown is not None:
+        page.write(options.markdown, outcomes, sources)
+    return _report(outcomes)
+
+
+def _examined(kind: str, found: Sequence[Any], examine: Callable[[Any], Outcome]) -> list[Outcome]:
+    outcomes = []
+    with Progress(kind, total=len(found), unit="recipes") as progress:
+        for one in found:
+            outcomes.append(examine(one))
+            progress.step()
+    return outcomes
+
+
+def _version(checkout: Path) -> str:
+    text = (checkout / "megatron/core/package_info.py").read_text()
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)$", text, re.M))
+
+
+def _report(outcomes: dict[str, list[Outcome]]) -> int:
+    missed = False
+    for kind, all_of_kind in outcomes.items():
+        known = [one for one in all_of_kind if not one.not_read]
+        for flag, least, refused in zip(
+            ("--use-dpu-reduce", "--dpu-optimizer"),
+            THRESHOLDS[kind],
+            ([one.refused for one in known], [one.optimizer_refused for one in known]),
+            strict=True,
+        ):
+            accepted = sum(not reason for reason in refused)
+            short = accepted < least * len(known)
+            missed |= short
+            print(
+                f"{kind}: {flag} accepted by {accepted} of {len(known)}"
+                + (f", threshold {100 * least:g} %" if least else "")
+                + (": MISSED" if short else "")
+            )
+        if len(known) < len(all_of_kind):
+            print(f"{kind}: {len(all_of_kind) - len(known)} could not be read here")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""What each flag gains: a pure function of groups by host, bytes and links."""
+
+from __future__ import annotations
+
+import pytest
+from byteps.cost_model import Servers
+from megatron.core.distributed.dpu_reduce import table
+from megatron.core.distributed.dpu_reduce.advice import Advice, Kind, Training, Way, advise
+from megatron.core.distributed.dpu_reduce.routes import Network
+
+M = 1e9
+RATE = 10e9 / 8
+
+
+def network(hosts: int, nics: int = 1, servers: int | None = None) -> Network:
+    count = hosts if servers is None else servers
+    return Network(
+        servers=Servers(hosts=hosts, extra=count, local=0 if count else 1),
+        host_rate=RATE,
+        server_rate=RATE,
+        collective_rate=nics * RATE if nics > 1 else None,
+    )
+
+
+def dense(hosts: int, per_host: int, groups: float = 1) -> Kind:
+    members = tuple(host for host in range(hosts) for _ in range(per_host))
+    return Kind(name="dense", groups={members: groups}, elements=M)
+
+
+def way(advice: Advice, *changes: str) -> Way:
+    return next(one for one in advice.ways if one.changes == changes)
+
+
+def test_one_rank_a_host_with_fp32_gradients() -> None:
+    """4 bytes an element: a ring sends 2 * 3/4 of them, a push all, and half as bf16."""
+    advice = advise(Training(kinds=(dense(4, 1),)), network(4))
+    ring, flag = advice.ways[0], way(advice, "--use-dpu-reduce")
+    assert ring.gradients == pytest.approx(6 * M) and ring.parameters == 0
+    assert flag.gradients == pytest.approx(4 * M) and flag.server == pytest.approx(4 * M)
+    assert flag.gain == pytest.approx(1.5) and flag.seconds == pytest.approx(4 * M / RATE)
+    half = way(advice, "--use-dpu-reduce", "--dpu-reduce-wire-dtype bf16")
+    assert half.gain == pytest.approx(3)
+    kept = way(advice, "--use-dpu-reduce", "--dpu-optimizer")
+    assert kept.gain == pytest.approx(1.5), "parameters come down in the place of the sum"
+    assert advice.best == half, "of two that are as fast, the shorter change"
+
+
+def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
+    """bf16 gradients, distributed optimizer in one instance, 4 hosts x 2: 7/8 of 2 bytes for the
+    gradients leave a host, and 7/8 for the parameters; servers take 2 and send 2 at once."""
+    training = Training(kinds=(dense(4, 2),), gradient_bytes=2, sharded=True)
+    advice = advise(training, network(4))
+    today = advice.ways[0]
+    assert today.gradients == pytest.approx(1.75 * M) == today.parameters
+    flag = way(advice, "--use-dpu-reduce")
+    assert flag.gain == 1.0 and flag.through_servers == ()
+    local = way(advice, "--use-dpu-reduce", "--num-distributed-optimizer-instances 4")
+    assert local.gradients == pytest.approx(2 * M) and local.parameters == 0
+    kept = way(advice, "--use-dpu-reduce", "--dpu-optimizer")
+    assert kept.gradients == pytest.approx(2 * M) and kept.gain == pytest.approx(1.75)
+    assert not any("wire-dtype" in one.name for one in advice.ways), "there are no fewer bits"
+    assert advice.best.gain == pytest.approx(1.75)
+
+    refused = advise(training, network(4), "it cannot")
+    assert way(refused, "--use-dpu-reduce", "--dpu-optimizer").refused == "it cannot"
+    assert refused.best == way(refused, *local.changes)
+
+
+def test_groups_that_share_a_host_share_its_nic() -> None:
+    """Tensor parallelism of 8 on hosts of 8 GPUs: 8 groups of one rank a host."""
+    advice = advise(Training(kinds=(dense(4, 1, groups=8),)), network(4))
+    assert advice.ways[0].gradients == pytest.approx(48 * M)
+    flag = way(advice, "--use-dpu-reduce")
+    assert flag.gradients == pytest.approx(32 * M) == flag.server
+    assert flag.gain == pytest.approx(1.5)
+
+
+def test_stages_on_hosts_of_their_own_share_the_servers() -> None:
+    """Two groups of four hosts each, eight servers: a server takes an eighth of each push."""
+    kind = Kind(name="dense", groups={(0, 1, 2, 3): 1, (4, 5, 6, 7): 1}, elements=M)
+    flag = way(advise(Training(kinds=(kind,)), network(8)), "--use-dpu-reduce")
+    assert flag.gradients == pytest.approx(4 * M) == flag.server
+
+
+def test_experts_inside_a_host_stay_there() -> None:
+    expert = Kind(name="expert", groups={(0,) * 2: 4, (1,) * 2: 4, (2,) * 2: 4}, elements=9 * M)
+    training = Training(kinds=(dense(3, 1), expert))
+    advice = advise(training, network(3))
+    assert advice.ways[0].gradients == pytest.approx(4 * M * 4 / 3)
+    assert way(advice, "--use-dpu-reduce").through_servers == ("dense",)
+    text = table.brief(training, advice, network(3))
+    assert "expert gradients stay inside a host" in text
+
+
+def test_a_nic_for_each_of_eight_gpus_leaves_nothing_to_gain() -> None:
+    """NCCL uses all of them, BytePS one."""
+    advice = advise(Training(kinds=(dense(4, 8),)), network(4, nics=8))
+    assert way(advice, "--use-dpu-reduce").through_servers == ()
+    assert advice.best.changes == () and "change nothing" in table.change(advice)
+
+
+def test_inside_one_host_there_is_nothing_to_say() -> None:
+    training = Training(kinds=(dense(1, 8),))
+    advice = advise(training, network(1))
+    assert advice.best.changes == ()
+    for text in (
+        table.brief(training, advice, network(1)),
+        table.compared(training, advice, network(1)),
+    ):
+        assert "no gradient crosses hosts" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "instances", "asked"),
+    [
+        (dense(4, 2), 1, 4),
+        (dense(4, 2), 4, None),
+        # A rank alone would be an instance that shards nothing.
+        (dense(4, 1), 1, None),
+        # Consecutive members are an instance: these are not on one host.
+        (Kind(name="dense", groups={(0, 1, 2, 3) * 2: 1}, elements=M), 1, None),
+    ],
+)
+def test_an_instance_for_each_host(kind: Kind, instances: int, asked: int | None) -> None:
+    training = Training(kinds=(kind,), gradient_bytes=2, sharded=True, instances=instances)
+    names = [one.name for one in advise(training, network(4)).ways]
+    found = [name for name in names if "instances" in name]
+    expected = f"--use-dpu-reduce --num-distributed-optimizer-instances {asked}"
+    assert found == ([expected] if asked else [])
+
+
+def test_three_lines_when_a_job_starts() -> None:
+    training = Training(kinds=(dense(4, 2),), gradient_bytes=2, sharded=True)
+    links = network(4)
+    lines = table.brief(training, advise(training, links), links).splitlines()
+    assert len(lines) == 3 and all(line.startswith("dpu_reduce: ") for line in lines)
+    assert "dense gradients 4 hosts wide" in lines[0]
+    assert "1.75 GB of gradients and 1.75 GB of parameters; 10 Gbit/s per host" in lines[0]
+    assert "--use-dpu-reduce 1.00 x" in lines[1] and "--dpu-optimizer 1.75 x" in lines[1]
+    assert lines[2].startswith("dpu_reduce: shortest change for the best of these: add --use-dpu")
+
+
+def test_rates_that_are_not_known_compare_bytes() -> None:
+    training = Training(kinds=(dense(4, 1),))
+    links = Network(servers=Servers(hosts=4, extra=4), host_rate=None, server_rate=None)
+    advice = advise(training, links)
+    assert way(advice, "--use-dpu-reduce").gain == pytest.approx(1.5)
+    assert "bytes are compared" in table.brief(training, advice, links)
