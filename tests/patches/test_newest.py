@@ -17,7 +17,8 @@ from tests.patches.patch_project import REPOSITORY, contents, run_script
 pytestmark = [pytest.mark.thorough, pytest.mark.requires("megatron-main")]
 
 MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"]
-LIMIT_S = 900.0
+LIMIT_S = 1800.0
+"""Against hangs: two trainings take a minute, and many of them where others work too."""
 
 
 @pytest.fixture(scope="module")
@@ -32,32 +33,39 @@ def test_series_applies_and_survives_the_round_trip() -> None:
     assert "patches apply exactly and export unchanged" in result.output
 
 
-def test_checkout_trains_as_without_byteps(main_branch: Upstream, run_dir: Path) -> None:
-    checkout = run_dir / "Megatron-LM"
-    fetch.unpack(main_branch, checkout)
-    before = contents(checkout)
-    target = ["apply", "--target", str(checkout)]
-    result = run_script(*target, "--cpu", timeout=LIMIT_S)
-    assert result.status == 0, result.output
+@pytest.fixture(scope="module")
+def checkout(main_branch: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout as users have it, patched, with what a CPU needs."""
+    folder = tmp_path_factory.mktemp("checkout") / "Megatron-LM"
+    fetch.unpack(main_branch, folder)
+    before = contents(folder)
+    target = ["apply", "--target", str(folder)]
+    # There and back, and there again.
+    for options in (["--cpu"], ["--reverse"], ["--cpu"]):
+        result = run_script(*target, *options, timeout=LIMIT_S)
+        assert result.status == 0, result.output
+        assert "warning" not in result.output
+        if options == ["--reverse"]:
+            assert contents(folder) == before
     assert f"series for {main_branch.label}: " in result.output
-    assert "warning" not in result.output
+    return folder
 
-    assert "final parameters: the same to the last bit" in _train(checkout, run_dir / "sums")
-    # The first loss of the servers' optimizer is the same, and the others as close as they are with
-    # the release that the project is built of.
-    assert "the mean of the last ten differs by" in _train(
-        checkout, run_dir / "updates", "--optimizer", "servers"
-    )
 
-    result = run_script(*target, "--reverse", timeout=LIMIT_S)
-    assert result.status == 0, result.output
-    after = contents(checkout)
-    assert {path: after[path] for path in before} == before
+@pytest.mark.timeout(LIMIT_S)
+def test_sums_are_the_same_to_the_last_bit(checkout: Path, run_dir: Path) -> None:
+    output = _train(checkout, run_dir)
+    assert "largest difference of the loss over 6 steps: 0.0; final parameters: the same" in output
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_servers_that_keep_the_optimizer_update_alike(checkout: Path, run_dir: Path) -> None:
+    """scripts/train.py holds them to the distributed optimizer's losses."""
+    output = _train(checkout, run_dir, "--optimizer", "servers")
+    assert "the mean of the last ten differs by 0.00%" in output
 
 
 def _train(checkout: Path, folder: Path, *options: str) -> str:
     """Two ranks, through servers and without; what scripts/train.py says of both."""
-    folder.mkdir()
     source = folder / "text.txt"
     source.write_text("".join(f"line {n} of the text\n" for n in range(500)))
     command = [sys.executable, "-m", "scripts.train", "--tree", str(checkout), "--compare"]
