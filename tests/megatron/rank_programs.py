@@ -380,7 +380,7 @@ def core_refused(folder: Path) -> dict[str, str]:
 
     def body() -> dict[str, str]:
         changed = DistributedDataParallelConfig(use_dpu_reduce=True)
-        changed.fp8_param_gather = True
+        changed.fp4_param_gather = True
         transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         return {"changed": text(lambda: DistributedDataParallel(transformer, changed, Mixed()))}
 

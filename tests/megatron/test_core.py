@@ -193,4 +193,4 @@ def test_between_hosts_the_way_is_chosen_by_trying(run_job: RunJob, sharded: boo
 
 def test_refusals_where_ddp_is_built(run_job: RunJob) -> None:
     seen = run_job("core_refused", 2).result(0)
-    assert "--use-dpu-reduce" in seen["changed"] and "--fp8-param-gather" in seen["changed"]
+    assert "--use-dpu-reduce" in seen["changed"] and "--fp4-param-gather" in seen["changed"]

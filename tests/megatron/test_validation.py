@@ -16,7 +16,6 @@ from megatron.training import arguments, cpu_platform
 REFUSED = {
     "--use-megatron-fsdp": (),
     "--use-torch-fsdp2": (),
-    "--fp8-param-gather": (),
     "--fp4-param-gather": (),
     "--reuse-grad-buf-for-mxfp8-param-ag": (),
     "--ddp-reduce-scatter-with-fp32-accumulation": (),
@@ -47,6 +46,7 @@ ALLOWED = (
     ("--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "2"),
     ("--expert-tensor-parallel-size", "2", "--expert-tensor-parallel-num-weight-shards", "2"),
     ("--use-distributed-optimizer",),
+    ("--fp8-param-gather",),
     ("--num-distributed-optimizer-instances", "2"),
     ("--overlap-param-gather",),
     ("--dpu-reduce-wire-dtype", "bf16"),
@@ -73,7 +73,6 @@ CONFIG_REFUSED = {
     "use_custom_fsdp": "--use-custom-fsdp",
     "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
     "nccl_ub": "--use-nccl-ub",
-    "fp8_param_gather": "--fp8-param-gather",
     "fp4_param_gather": "--fp4-param-gather",
 }
 

@@ -51,6 +51,11 @@ class Layout(Row):
     """Parameters with this in their names are not trained."""
     extra: tuple[str, ...] = ()
     """Further arguments of Megatron."""
+    packed: bool = False
+    """A row of tokens holds several documents, which do not see each other."""
+    graphed: bool = False
+    """A CUDA graph replays whole steps, so that no sum is seen: losses, norms and parameters are
+    compared alone."""
     servers: bool = False
     """In the run through BytePS servers keep the optimizer; in the other one Megatron does."""
     clip: str = ""

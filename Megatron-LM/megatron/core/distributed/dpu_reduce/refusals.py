@@ -65,7 +65,6 @@ _REFUSALS: tuple[_Refusal, ...] = (
         reason="it shards whole layers, not buckets",
         refused=("dist_muon",),
     ),
-    _Refusal(attributes=("fp8_param_gather",), flag="--fp8-param-gather", reason=_UNTRIED),
     _Refusal(attributes=("fp4_param_gather",), flag="--fp4-param-gather", reason=_UNTRIED),
     _Refusal(
         attributes=("reuse_grad_buf_for_mxfp8_param_ag",),
