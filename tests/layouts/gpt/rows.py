@@ -53,6 +53,9 @@ class Layout(Row):
     """Further arguments of Megatron."""
     packed: bool = False
     """A row of tokens holds several documents, which do not see each other."""
+    coarse: bool = False
+    """Products are of fewer bits than parameters have (fp8, TF32) or many, so that a last bit of a
+    parameter weighs more in the next gradients."""
     graphed: bool = False
     """A CUDA graph replays whole steps, so that no sum is seen: losses, norms and parameters are
     compared alone."""

@@ -68,6 +68,8 @@ TE_LAYOUTS: tuple[Layout, ...] = (
          distributed_optimizer=True, overlap=True),
     _row("dp2-do-precision-aware", *_GATHER, *_PRECISION_AWARE, distributed_optimizer=True,
          overlap=True),
+    _row("dp2-do-wire-fp32-scatter-overlap", "--ddp-reduce-scatter-with-fp32-accumulation",
+         dtype="bf16-wire", distributed_optimizer=True, overlap=True),
     # CUDA graphs of each layer.
     _row("dp2-graphs-te-overlap", *_GRAPHS, "transformer_engine", overlap=True),
     _row("dp2-graphs-local-overlap", *_GRAPHS, "local", overlap=True),
@@ -96,7 +98,8 @@ TE_LAYOUTS: tuple[Layout, ...] = (
          experts=4, overlap=True, distributed_optimizer=True),
     _row("pp2-dp2-tied-do-acc2", ranks=4, pp=2, accumulation=2, distributed_optimizer=True),
     # Each weight cut over two ranks beside tensor parallelism.
-    _row("shards2-dp2-overlap", "--tensor-parallel-num-weight-shards", "2", ranks=4, overlap=True),
+    _row("shards2-dp2-overlap", "--tensor-parallel-num-weight-shards", "2",
+         "--disable-bias-linear", ranks=4, overlap=True),
     # Transformer Engine's attention over a sequence that ranks share.
     _row("cp2-overlap", ranks=2, cp=2, overlap=True),
     _row("cp2-a2a-do-gather", "--cp-comm-type", "a2a", *_GATHER, cp=2, overlap=True,
@@ -107,10 +110,11 @@ TE_LAYOUTS: tuple[Layout, ...] = (
     _row("node2-dp4-do-inst2-fp8-tensorwise-stored", *_GATHER, *_fp8("tensorwise"), ranks=4,
          per_host=2, route="node-first", distributed_optimizer=True, instances=2, overlap=True),
     # The optimizer on the servers.
-    _row("servers-dp2-fp32-overlap", servers=True, overlap=True, dtype="fp32"),
+    _row("servers-dp2-fp32-overlap", *_SMALL_STEPS, servers=True, overlap=True, dtype="fp32",
+         coarse=True),
     _row("servers-dp2-overlap", *_SMALL_STEPS, servers=True, overlap=True),
     _row("servers-dp2-fp8-tensorwise", *_SMALL_STEPS, *_fp8("tensorwise", gather=False),
-         servers=True),
-    _row("servers-tp2-dp2", *_SMALL_STEPS, *_SEQUENCE, ranks=4, tp=2, servers=True),
-    _row("servers-ep2-dp2", *_SMALL_STEPS, *_MOE, ep=2, experts=4, servers=True),
+         servers=True, coarse=True),
+    _row("servers-tp2-dp2", *_SMALL_STEPS, *_SEQUENCE, ranks=4, tp=2, servers=True, coarse=True),
+    _row("servers-ep2-dp2", *_SMALL_STEPS, *_MOE, ep=2, experts=4, servers=True, coarse=True),
 )  # fmt: skip
