@@ -36,6 +36,7 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
@@ -278,6 +279,8 @@ def main() -> None:
         model.save()
     print_rank_0("done")
     torch.distributed.barrier()
+    # NCCL's groups cannot be destroyed while there are CUDA graphs that recorded its kernels.
+    FullCudaGraphWrapper.cuda_graph = dict.fromkeys(FullCudaGraphWrapper.cuda_graph)
     torch.distributed.destroy_process_group()
 
 

@@ -50,6 +50,7 @@ COMMANDS = {
             "tests.layouts.hf_layouts",
             "tests.layouts.ray_layouts",
             "tests.layouts.rl_layouts",
+            "tests.layouts.te_layouts",
         ),
     },
 }

@@ -13,28 +13,22 @@ Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is sh
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 # No more than these: every rank imports this file.
-from tests.layouts.gpt.rows import LAYOUTS, Layout
+from tests.layouts.gpt.rows import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "Megatron-LM"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from scripts.progress import Progress
-    from tests.layouts.command import machine_of, parse, parser_of, run_cells
-    from tests.layouts.data import tiny_dataset
+    from tests.layouts.command import machine_of, parse, parser_of
     from tests.layouts.gpt import report as text
+    from tests.layouts.gpt.cells import run_layouts
     from tests.layouts.gpt.outcome import Report
-    from tests.layouts.gpt.runs import check
-    from tests.layouts.job import JobFailed
     from tests.layouts.platforms import PLATFORMS
 
     parser = parser_of(__doc__)
@@ -47,46 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (TREE / "pretrain_dpu_gpt.py").is_file():
         print(f"parity.py: {TREE} is not assembled: run `make setup`", file=sys.stderr)
         return 1
+
+    def put(report: Report) -> None:
+        if options.markdown is not None and options.device == "cpu":
+            text.put(options.markdown, report)
+
     platform = PLATFORMS[options.device]
-    reports: list[Report] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="parity-") as scratch,
-        Progress("parity", total=len(layouts), unit="layouts") as bar,
-    ):
-        folder = options.keep or Path(scratch)
-        (folder / "data").mkdir(parents=True, exist_ok=True)
-        dataset = tiny_dataset(folder / "data")
-
-        def run(layout: Layout) -> Report:
-            start = time.monotonic()
-            shutil.rmtree(folder / layout.name, ignore_errors=True)
-            try:
-                report = check(layout, folder / layout.name, dataset, platform)
-            except JobFailed as error:
-                bar.say(str(error))
-                report = Report(layout=layout, misses=["a rank failed"])
-            # A run that is interrupted has then shown what there was to see.
-            took = f"{time.monotonic() - start:.0f} s"
-            bar.say(f"{layout.name}: {text.verdict(report)} ({took})", stream=sys.stdout)
-            return report
-
-        def tell(layout: Layout, report: Report) -> list[str]:
-            reports.append(report)
-            if options.markdown is not None and options.device == "cpu":
-                text.put(options.markdown, report)
-            return report.misses
-
-        good = run_cells(
-            layouts,
-            run,
-            tell,
-            title=lambda layout: layout.name,
-            bar=bar,
-            jobs=options.jobs,
-            budget=options.budget,
-        )
-    if reports:
-        print("\n" + text.summary(reports))
+    good, reports = run_layouts("parity", layouts, platform, options, put)
     if options.markdown is not None and options.device == "cuda":
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
         options.markdown.write_text(text.page(machine_of("cuda"), reports), encoding="utf-8")

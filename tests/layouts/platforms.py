@@ -3,6 +3,7 @@ servers next to them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,6 +51,15 @@ CUDA = Platform(
     # Importing Megatron asks for the number of GPUs, after which CUDA does not start in a child.
     preloaded=("torch",),
 )
+
+CUDA_TE = dataclasses.replace(
+    CUDA,
+    # Its layers read this when they are built.
+    environment={**CUDA.environment, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
+    # No compiler while it runs.
+    arguments=("--transformer-impl", "transformer_engine", "--disable-jit-fuser"),
+)
+"""With layers of Transformer Engine."""
 
 PLATFORMS = {platform.name: platform for platform in (CPU, CUDA)}
 

@@ -218,3 +218,24 @@ def test_hosts_sum_first_only_if_all_parts_are_spread_alike(alike: bool) -> None
     assert list(_bytes(layout, ours)) == []
     ours[5].pushed_bytes //= 2
     assert any("rank 5 pushed" in miss for miss in _bytes(layout, ours))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (None, ""),
+        ("names", "rank 1: no push-pulls"),
+        ("parameters", "bits differ: rank 1, parameter p (1 in all)"),
+    ],
+)
+def test_steps_whose_sums_are_not_seen(change: str | None, said: str) -> None:
+    runs = [made_up(2, torch.float32, byteps=byteps) for byteps in (True, False)]
+    for rank in (rank for run in runs for rank in run):
+        for step in rank.steps:
+            step.sums.clear()
+    if change == "names":
+        runs[0][1].names.clear()
+    if change == "parameters":
+        runs[0][1].parameters["p"] = torch.ones(3) + 1e-6
+    report = compare(Layout(name="x", ranks=2, graphed=True), *runs)
+    assert "; ".join(report.misses) == said

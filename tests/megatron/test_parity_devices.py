@@ -1,20 +1,25 @@
-"""tests/layouts/parity.py --device cuda, as far as it can be seen without a GPU."""
+"""parity.py --device cuda and te_layouts.py, as far as they can be seen without a GPU."""
 
 from __future__ import annotations
 
+import shutil
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from scripts import gpus
 from scripts.prepare_data import Dataset
-from tests.layouts import command, parity
+from tests.layouts import command, parity, te_layouts
 from tests.layouts.gpt import runs
 from tests.layouts.gpt.outcome import Report
 from tests.layouts.gpt.rows import LAYOUTS, Layout
+from tests.layouts.gpt.te_rows import TE_LAYOUTS
 from tests.layouts.job import Job
-from tests.layouts.platforms import CPU, CUDA, Platform
+from tests.layouts.platforms import CPU, CUDA, CUDA_TE, Platform
 from tests.layouts.rows import named
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_has_every_type(
@@ -39,6 +44,30 @@ def test_the_page_has_every_type(
     assert text.startswith("# Correctness on GPUs") and "on 2x a GPU of cuda" in text
     assert "| fp32 | 2 | 0.00e+00 | 0.00e+00 | 0.0e+00 |\n| refused | 1 | - | - | - |" in text
     assert "Not run: dp2-bf16-wire-overlap-acc2, " in text and "MISS" not in text
+
+
+def test_rows_of_transformer_engine_are_put_into_the_document(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(layout: Layout, folder: Path, dataset: Dataset, platform: Platform) -> Report:
+        assert platform is CUDA_TE
+        return Report(layout=layout, same_bits=True)
+
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 2)
+    monkeypatch.setattr(runs, "check", check)
+    monkeypatch.setattr(command, "machine_of", lambda device: f"2x a GPU of {device}")
+    monkeypatch.setattr(metadata, "version", lambda name: f"9 of {name}")
+    document = tmp_path / "gpu.md"
+    shutil.copy(ROOT / "docs/results/correctness-gpu.md", document)
+    before = document.read_text()
+    assert te_layouts.main(["--markdown", str(document)]) == 0
+    text = document.read_text()
+    assert text.count("2x a GPU of cuda, Transformer Engine 9 of transformer-engine") == 2
+    for layout in TE_LAYOUTS:
+        assert text.count(f"| {layout.name} |") == 1
+    # The rest of the page is as it was.
+    assert before.partition("<!-- te-sums")[0] == text.partition("<!-- te-sums")[0]
+    assert before.rpartition("<!-- end -->")[2] == text.rpartition("<!-- end -->")[2]
 
 
 def test_without_a_gpu_it_is_an_error(

@@ -38,6 +38,7 @@ ALLOWED = (
     ("--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "2"),
     ("--expert-tensor-parallel-size", "2", "--expert-tensor-parallel-num-weight-shards", "2"),
     ("--use-distributed-optimizer",),
+    ("--fp8-param-gather",),
     ("--num-distributed-optimizer-instances", "2"),
     ("--overlap-param-gather",),
     ("--dpu-reduce-wire-dtype", "bf16"),

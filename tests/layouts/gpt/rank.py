@@ -14,12 +14,14 @@ import pretrain_dpu_gpt
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.transformer import torch_norm
 from megatron.training import training
 
 from .attention import allow_context_parallel
 from .exact import ExactUpdates
 from .seen import RankSeen, Step, Sum
+from .te_model import fuse_output_layer, pack
 
 
 class Witness:
@@ -37,8 +39,12 @@ class Witness:
         self._locals: dict[int, torch.Tensor] = {}
         self.exact: ExactUpdates | None = None
 
-    def watch(self) -> None:
-        """Look on where gradients are about to be summed, where they were, and at the log."""
+    def watch(self, *, sums: bool = True) -> None:
+        """Look on where gradients are about to be summed, where they were, and at the log.
+
+        Args:
+            sums: look at them too, not at the log alone.
+        """
         group = param_and_grad_buffer._ParamAndGradBucketGroup
         start, finish = group.start_grad_sync, DistributedDataParallel.finish_grad_sync
         log = training.training_log
@@ -49,6 +55,7 @@ class Witness:
             for bucket in self.buckets:
                 # A second start of the same step does nothing, and finds the buckets changed.
                 if id(bucket) not in witness._locals:
+                    _wait_for_replays(bucket)
                     scaled = bucket.grad_data * bucket.gradient_scaling_factor
                     witness._locals[id(bucket)] = scaled
             start(self, *args, **kwargs)
@@ -69,8 +76,9 @@ class Witness:
             witness._step, witness._locals = Step(), {}
             return log(*args, **kwargs)
 
-        group.start_grad_sync = start_grad_sync
-        DistributedDataParallel.finish_grad_sync = finish_grad_sync
+        if sums:
+            group.start_grad_sync = start_grad_sync
+            DistributedDataParallel.finish_grad_sync = finish_grad_sync
         training.training_log = training_log
 
     def watch_updates(self) -> None:
@@ -126,7 +134,7 @@ class Witness:
     def seen(self) -> RankSeen:
         """What there is to tell when training is over."""
         parameters = {
-            f"chunk{number}/{name}": value.detach().clone().cpu()
+            f"chunk{number}/{name}": _values(value).clone().cpu()
             for number, model in enumerate(self.models)
             for name, value in model.named_parameters()
         }
@@ -140,6 +148,19 @@ class Witness:
             - (self.exact.read_bytes if self.exact else 0),
             update_error=(self.exact.error, self.exact.size) if self.exact else None,
         )
+
+
+def _wait_for_replays(bucket: Any) -> None:
+    """Graphs of single layers may still be writing gradients (``--cuda-graph-impl local``)."""
+    for parameter in bucket.params_list:
+        if (event := getattr(parameter, "_cudagraph_wgrad_ready_event", None)) is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    """Also those of fp8, which are kept with scales."""
+    values = parameter.detach()
+    return dequantize_fp8_tensor(values) if is_float8tensor(values) else values
 
 
 def _counted(name: str) -> int:
@@ -191,12 +212,15 @@ def run(
     frozen: str = "",
     broken: Callable[[], None] | None = None,
     exact: bool = False,
+    packed: bool = False,
+    graphed: bool = False,
 ) -> RankSeen:
     """Train under the eyes of a :class:`Witness`.
 
     Parameters with ``frozen`` in their names do not require gradients. ``broken`` is called
     before the witness looks, to break the reducer that it looks at. With ``exact`` each update is
-    held against one in fp64.
+    held against one in fp64. With ``packed`` rows of tokens hold several documents. With
+    ``graphed`` sums are not looked at.
     """
     sys.argv = ["pretrain_dpu_gpt.py", *arguments]
     # On a GPU; what has no deterministic implementation is warned about, in the log.
@@ -206,9 +230,11 @@ def run(
         allow_sequence_parallel()
     if "--context-parallel-size" in arguments:
         allow_context_parallel()
+    if "transformer_engine" in arguments:
+        fuse_output_layer()
     if broken is not None:
         broken()
-    witness.watch()
+    witness.watch(sums=not graphed)
     if exact:
         witness.watch_updates()
     if "--use-dpu-reduce" in arguments and sys.modules.get("byteps", True) is not None:
@@ -221,6 +247,11 @@ def run(
                 parameter.requires_grad_(frozen not in name)
         return models
 
+    def pack_each(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        for model in models:
+            pack(model)
+        return models
+
     def watch(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         witness.models.extend(models)
         return models
@@ -229,6 +260,8 @@ def run(
         config = config_of(*args, **kwargs)
         if frozen:
             config.pre_wrap_hooks.append(freeze)
+        if packed:
+            config.pre_wrap_hooks.append(pack_each)
         config.post_wrap_hooks.append(watch)
         return config
 

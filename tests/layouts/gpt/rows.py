@@ -54,6 +54,14 @@ class Layout(Row):
     asks: tuple[str, ...] = ()
     """Further arguments of the run through BytePS alone, which come to the same as the other one's
     or could not be met there."""
+    packed: bool = False
+    """A row of tokens holds several documents, which do not see each other."""
+    coarse: bool = False
+    """Products are of fewer bits than parameters have (fp8, TF32) or many, so that a last bit of a
+    parameter weighs more in the next gradients."""
+    graphed: bool = False
+    """A CUDA graph replays whole steps, so that no sum is seen: losses, norms and parameters are
+    compared alone."""
     servers: bool = False
     """In the run through BytePS servers keep the optimizer; in the other one Megatron does."""
     clip: str = ""
