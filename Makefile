@@ -70,8 +70,8 @@ JOBS ?= $(shell cores=$$(nproc); echo $$(( cores < 8 ? cores + 1 : 8 )))
 
 # Three tiers of tests (CONTRIBUTING.md): check, test, and the thorough targets after it.
 check: setup lint ## before each commit: lint and the fast tests of one process, in a minute
-	@$(PYTHON_ENV) tests/native.py unit_test simulate >/dev/null
-	@$(PYTHON_ENV) -m pytest -n $$(nproc) --dist worksteal -m "not slow and not thorough" \
+	@$(PYTHON_ENV) tests/native.py unit_test simulate connection_test tls_test >/dev/null
+	@$(PYTHON_ENV) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not thorough" \
 		$(PYTEST_ARGS) $(or $(TESTS),tests/unit tests/house)
 
 test: setup lint ## lint, then every test (or TESTS) but those of the thorough targets below

@@ -124,7 +124,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       // As a van does: what a handler does not bear ends the connection.
       try {
         membership->Handle(message);
-      } catch (const Error&) {
+      } catch (const ps::Error&) {
       }
     }
     (void)membership->NameOf(sender);

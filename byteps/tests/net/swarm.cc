@@ -161,7 +161,7 @@ int Run() {
   ForAll(nodes, [&refused](SwarmNode* node) {
     try {
       node->Join();
-    } catch (const Error& e) {
+    } catch (const ps::Error& e) {
       if (refused++ == 0) fprintf(stderr, "could not join: %s\n", e.what());
     }
   });

@@ -109,8 +109,6 @@ void SimulatedChannel::Start(core::ChannelUser* user) {
       if (std::chrono::steady_clock::now() >= deadline) throw core::Error(e.what());
     } catch (const ps::JobFailed& e) {
       throw core::JobFailedError(e.what());
-    } catch (const Error& e) {
-      throw core::Error(e.what());
     }
     std::this_thread::sleep_for(kJoinPause);
   }

@@ -89,7 +89,7 @@ class Node {
       ps::Postoffice::Get()->Finalize(0, false);
       engine_.Drop();
       Tell("stopped in " + std::to_string(Seconds(Clock::now() - begin)) + " s; " + Resources());
-    } catch (const Error& e) {
+    } catch (const ps::Error& e) {
       error = e.what();
     }
     engine_.Stop();
