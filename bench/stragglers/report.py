@@ -39,7 +39,7 @@ class Row:
 
 def table(found: Sequence[Row]) -> list[tuple[str, ...]]:
     """HEAD, and a line for each case and kind, both ways side by side."""
-    lines = [HEAD]
+    lines: list[tuple[str, ...]] = [HEAD]
     for servers, ring in zip(found[::2], found[1::2], strict=True):
         late = f"{1e3 * servers.delay:.0f}" if servers.delay else "-"
         case = (f"{servers.computing:g}", servers.kind, late)

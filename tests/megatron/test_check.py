@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,8 +94,10 @@ def test_groups_are_those_that_megatron_makes() -> None:
         Parallelism(world=8, tensor=3)
 
 
-def test_parameters_are_counted_as_a_model_has_them(run_job: Callable[..., Job]) -> None:
-    counts = run_job("core_counts", 1).result(0)
+def test_parameters_are_counted_as_a_model_has_them(fork_server: None, run_dir: Path) -> None:
+    job = Job(run_dir / "counts", "tests.megatron.recipe_programs:core_counts", 1, {})
+    job.run()
+    counts = job.result(0)
     for name, (dense, expert, real_dense, real_expert) in counts.items():
         assert (dense, expert) == (real_dense, real_expert), name
     assert counts["experts"][3] > 0

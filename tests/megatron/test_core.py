@@ -218,7 +218,7 @@ def test_a_recipe_without_arguments_whose_optimizer_servers_keep(run_job: RunJob
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_a_step_that_is_one_graph_is_summed_after_it(
-    run_job: RunJob, overlap: bool, sharded: bool
+    fork_server: None, run_dir: Path, overlap: bool, sharded: bool
 ) -> None:
     """As without a graph, to the bit, also where a replay runs none of Megatron's Python."""
     config = {
@@ -226,8 +226,15 @@ def test_a_step_that_is_one_graph_is_summed_after_it(
         "use_distributed_optimizer": sharded,
         "bucket_size": 64 if overlap else None,
     }
-    ours = run_job("core_whole_steps", 2, config={**config, "use_dpu_reduce": True}, graph=True)
-    theirs = run_job("core_whole_steps", 2, config=config, graph=False)
+
+    def run(graph: bool, config: dict[str, Any]) -> Job:
+        program = "tests.megatron.recipe_programs:core_whole_steps"
+        settings = {"config": config, "graph": graph}
+        job = Job(run_dir / ("graph" if graph else "plain"), program, 2, settings)
+        job.run()
+        return job
+
+    ours, theirs = run(True, {**config, "use_dpu_reduce": True}), run(False, config)
     for rank in range(2):
         one, other = ours.result(rank), theirs.result(rank)
         assert one["told"] == ["run", "run", "replayed", "replayed"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from byteps.torch.flat import Place, laid_flat, read_encoded, write_encoded
+from byteps.torch.flat import Codec, Place, laid_flat, read_encoded, write_encoded
 
 
 class Quarters:
@@ -23,7 +23,7 @@ def test_plain_parameters_become_views_and_encoded_ones_stay() -> None:
     plain = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     encoded = torch.nn.Parameter(torch.tensor([9.0, 9.0, 9.0]))
     place = encoded.data_ptr()
-    codecs = {encoded: Quarters(torch.tensor([0.25, -0.5, 1.0]))}
+    codecs: dict[torch.Tensor, Codec] = {encoded: Quarters(torch.tensor([0.25, -0.5, 1.0]))}
     places = [Place(0, plain), Place(6, encoded)]
     flat = laid_flat(places, 10, torch.device("cpu"), codecs)
     assert flat.tolist() == [1, 2, 3, 4, 0, 0, 0.25, -0.5, 1.0, 0]

@@ -208,7 +208,7 @@ void Network::Connect(const SimulatedChannel& from, int to) {
   if (ours) return Link(from.number(), to);
   std::lock_guard<std::mutex> lock(mu_);
   TellOfEnd(from, to,
-            there ? "it is of incarnation " + std::to_string(its) +
+            there ? "it is of generation " + std::to_string(its) +
                         " of the job, and this node of " + std::to_string(from.incarnation())
                   : "connecting to it failed: connection refused");
 }

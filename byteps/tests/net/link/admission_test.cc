@@ -44,7 +44,7 @@ TEST(Admission, AnotherJobOrIncarnationIsNamed) {
   worker.job = 0x9999 << 16;
   EXPECT_EQ(AtServer(worker), "it belongs to another job");
   worker.job = kJob + 1;
-  EXPECT_EQ(AtServer(worker), "it is of incarnation 3 of the job, and this node of incarnation 2");
+  EXPECT_EQ(AtServer(worker), "it is of generation 3 of the job, and this node of generation 2");
   worker.job = 0;
   EXPECT_EQ(AtServer(worker), "it belongs to another job");
 }

@@ -187,12 +187,15 @@ def _way(
             load, spread = decision.loads[decision.route], bytepslib.routes.per_host(hosts)
             if decision.route != bytepslib.routes.COLLECTIVE and kind.elements:
                 through.append(kind.name)
+            into = collective if decision.route == COLLECTIVE else pushed
+            parameters = _gathered(hosts, training, kind) if training.sharded else 0.0
             for host in spread:
+<<<<<<< HEAD
                 into = collective if decision.route == bytepslib.routes.COLLECTIVE else pushed
+=======
+>>>>>>> recipes
                 into[host] = into.get(host, 0.0) + count * load.host
-                if training.sharded:
-                    parameters = _gathered(hosts, training, kind)
-                    gathered[host] = gathered.get(host, 0.0) + count * parameters
+                gathered[host] = gathered.get(host, 0.0) + count * parameters
             # `load` is of a group that all hosts push to at the same time.
             server += count * load.server * len(spread) / network.servers.hosts
     rings, pushes = _load(collective), _load(pushed, server)

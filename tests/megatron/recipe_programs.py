@@ -1,0 +1,157 @@
+"""What the ranks of tests of recipes run: steps that are one graph, and models of many sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, dpu_reduce
+from megatron.core.distributed.dpu_reduce import parameters
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from tests.megatron.rank_programs import Mixed, _on_core, _pushed_bytes, _wrap
+
+
+class _Graph:
+    """Stands in for ``FullCudaGraphWrapper``: the first step runs, the second one is recorded, and
+    those after it are replays, in which gradients appear and no Python of Megatron's runs."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @dpu_reduce.outside_graph
+    def __call__(self, *, model: Any, forward_only: bool, step: int, tokens: torch.Tensor) -> str:
+        self.calls += 1
+        tokens.fill_(step + 2.0)
+        if self.calls < 3:
+            _pass(model, step, tokens)
+            return "run"
+        for microbatch in range(2):
+            loss = model.module(_input(step, microbatch)).square().sum()
+            parameters = list(model.module.parameters())
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
+                parameter.main_grad.add_(gradient)
+        return "replayed"
+
+
+def _input(step: int, microbatch: int) -> torch.Tensor:
+    x = torch.arange(16, dtype=torch.float32).view(2, 8)
+    return torch.sin(x + 100 * step + 10 * microbatch + dist.get_rank())
+
+
+def _pass(model: DistributedDataParallel, step: int, tokens: torch.Tensor) -> None:
+    """Two micro-batches, as Megatron's schedules make them."""
+    config = model.config
+    with (config.no_sync_func or contextlib.nullcontext)():
+        model(_input(step, 0)).square().sum().backward()
+    model(_input(step, 1)).square().sum().backward()
+    config.finalize_model_grads_func([model], tokens, force_all_reduce=False)
+
+
+def core_whole_steps(folder: Path, config: dict[str, Any], graph: bool) -> dict[str, Any]:
+    """Four steps on :class:`Mixed`, in a graph or not; the gradients that this rank owns."""
+
+    def body() -> dict[str, Any]:
+        ddp = _wrap(Mixed(), **config)
+        if config.get("overlap_grad_reduce"):
+            ddp.config.no_sync_func = ddp.no_sync
+
+        def finalize(model: Any, tokens: torch.Tensor, force_all_reduce: bool) -> None:
+            for chunk in model:
+                chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
+                chunk.scale_gradients(1.0 / tokens)
+
+        ddp.config.finalize_model_grads_func = finalize
+        tokens, run, told = torch.ones(1), _Graph(), []
+        gradients: list[list[torch.Tensor]] = []
+        for step in range(4):
+            ddp.zero_grad_buffer()
+            if graph:
+                told.append(run(model=ddp, forward_only=False, step=step, tokens=tokens))
+            else:
+                tokens.fill_(step + 2.0)
+                _pass(ddp, step, tokens)
+            gradients.append([_owned(bucket, config) for bucket in _buckets(ddp)])
+            assert ddp.config.finalize_model_grads_func is finalize
+        return {"gradients": gradients, "told": told, "pushed": _pushed_bytes()}
+
+    return _on_core(body)
+
+
+def _buckets(ddp: DistributedDataParallel) -> list[Any]:
+    return [
+        bucket for buffer in ddp.buffers + ddp.expert_parallel_buffers for bucket in buffer.buckets
+    ]
+
+
+def _owned(bucket: Any, config: dict[str, Any]) -> torch.Tensor:
+    """The part of a bucket's gradients that this rank's optimizer uses."""
+    if not config.get("use_distributed_optimizer"):
+        return bucket.grad_data.clone()
+    return bucket.grad_data.chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+class _NoAttention(torch.nn.Module):
+    """Has no parameters, as any attention."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+def core_counts(folder: Path) -> dict[str, tuple[float, float, int, int]]:
+    """Of some models: dense and expert parameters as they are counted from sizes, and as built."""
+    common: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    plain = {"add_bias_linear": False, "gated_linear_unit": True, "normalization": "RMSNorm"}
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
+    models: dict[str, dict[str, Any]] = {
+        "biases": {"ffn_hidden_size": 96},
+        "grouped": {**plain, "num_query_groups": 2, "ffn_hidden_size": 80, "qk_layernorm": True},
+        "experts": {**plain, **experts, "moe_layer_freq": [0, 1, 1, 0]},
+        "shared": {**plain, **experts, "moe_shared_expert_intermediate_size": 40},
+        "latent": {**plain, **latent, "v_head_dim": 8, "multi_latent_attention": True},
+    }
+
+    def counted(config: dict[str, Any], tied: bool) -> tuple[float, float, int, int]:
+        kind = MLATransformerConfig if config.get("multi_latent_attention") else TransformerConfig
+        transformer = kind(**common, **config, use_cpu_initialization=True)
+        spec = get_gpt_layer_local_spec(
+            num_experts=transformer.num_moe_experts,
+            qk_layernorm=transformer.qk_layernorm,
+            multi_latent_attention=transformer.multi_latent_attention,
+            normalization=transformer.normalization,
+        )
+        if transformer.multi_latent_attention:  # which Megatron's own does not serve
+            spec.submodules.self_attention.submodules.core_attention = _NoAttention
+        if transformer.num_moe_experts:
+            spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False)
+        model = GPTModel(
+            *(transformer, spec),
+            vocab_size=64,
+            max_sequence_length=16,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=tied,
+        )
+        transformer.vocab_size = 64
+        transformer.share_embeddings_and_output_weights = tied
+        count = parameters.count(transformer)
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        return count.dense, count.expert, sum(sizes.values()) - of_experts, of_experts
+
+    def body() -> dict[str, tuple[float, float, int, int]]:
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        return {name: counted(config, name == "biases") for name, config in models.items()}
+
+    return _on_core(body)
