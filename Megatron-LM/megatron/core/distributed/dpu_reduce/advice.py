@@ -187,13 +187,9 @@ def _way(
             load, spread = decision.loads[decision.route], bytepslib.routes.per_host(hosts)
             if decision.route != bytepslib.routes.COLLECTIVE and kind.elements:
                 through.append(kind.name)
-            into = collective if decision.route == COLLECTIVE else pushed
+            into = collective if decision.route == bytepslib.routes.COLLECTIVE else pushed
             parameters = _gathered(hosts, training, kind) if training.sharded else 0.0
             for host in spread:
-<<<<<<< HEAD
-                into = collective if decision.route == bytepslib.routes.COLLECTIVE else pushed
-=======
->>>>>>> recipes
                 into[host] = into.get(host, 0.0) + count * load.host
                 gathered[host] = gathered.get(host, 0.0) + count * parameters
             # `load` is of a group that all hosts push to at the same time.
