@@ -151,8 +151,8 @@ _MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
 _DETACHED = (*_MTP, "--mtp-detach-heads")
 _PRECISION_AWARE = ("--use-precision-aware-optimizer", "--main-params-dtype", "fp16",
                     "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")  # fmt: skip
-# Gradients of fp16 are infinite in the first step.
-_OVERFLOWS = ("--initial-loss-scale", str(2**17), "--hysteresis", "1")
+# Gradients of fp16 are infinite in the first two steps.
+_OVERFLOWS = ("--initial-loss-scale", str(2**18), "--hysteresis", "1")
 
 LAYOUTS: tuple[Layout, ...] = (
     # Data parallelism alone.
