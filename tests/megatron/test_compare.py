@@ -234,7 +234,7 @@ def test_steps_whose_sums_are_not_seen(change: str | None, said: str) -> None:
         for step in rank.steps:
             step.sums.clear()
     if change == "names":
-        runs[0][1].names.clear()
+        runs[0][1].names = []
     if change == "parameters":
         runs[0][1].parameters["p"] = torch.ones(3) + 1e-6
     report = compare(Layout(name="x", ranks=2, graphed=True), *runs)
