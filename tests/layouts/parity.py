@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tests.layouts.data import tiny_dataset
     from tests.layouts.gpt import report as text
     from tests.layouts.gpt.outcome import Report
-    from tests.layouts.gpt.runs import check
-    from tests.layouts.job import JobFailed
+    from tests.layouts.gpt.runs import PROGRAM, check
+    from tests.layouts.job import JobFailed, start_fork_server
     from tests.layouts.platforms import PLATFORMS
 
     parser = parser_of(__doc__)
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"parity.py: {TREE} is not assembled: run `make setup`", file=sys.stderr)
         return 1
     platform = PLATFORMS[options.device]
+    start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"], platform)
     reports: list[Report] = []
     with (
         tempfile.TemporaryDirectory(prefix="parity-") as scratch,

@@ -49,6 +49,7 @@ def train(
         "environment": environment,
         "frozen": layout.frozen,
         "exact": layout.is_held_against_fp64,
+        "family": layout.family,
         **(options or {}),
     }
     first_gpu = GPUS_APART * LAYOUTS.index(layout) if layout in LAYOUTS else 0
