@@ -31,6 +31,7 @@ REPRESENTATIVE = (
     "do-fp32-scatter",
     "servers-dp2-no-clip-frozen",
     "servers-tp2-pp2-dp2-tokens",
+    "ep2-dp2-mla-mtp-alltoall-do-bf16",
 )
 
 THOROUGH = (
@@ -43,6 +44,17 @@ THOROUGH = (
     "servers-dp4-bf16-wire",
     "servers-pp2-vpp2-dp2-overlap-acc4",
     "node3-servers-ep2-pp2-dp4",
+    "ep2-pp2-dp2-alltoall-overlap-tokens",
+    "tp2-dp2-mla-bf16-wire-overlap",
+    "pp2-dp2-mtp-tied-do-overlap",
+    "t5-dp2-overlap-tokens",
+    "bert-pp2-dp2-tied-bf16-overlap-acc2",
+    "dp2-do-muon-overlap",
+    "dp2-do-lion-overlap",
+    "dp2-soap-overlap",
+    "dp2-do-precision-aware-overlap",
+    "dp2-do-ramp-overlap",
+    "dp2-overlap-tokens-acc2",
 )
 """Those whose parts meet in others as well."""
 
