@@ -87,6 +87,11 @@ def test_two_ranks_sum(changes: dict[str, Value], ranks: int) -> None:
         ({"context_parallel_size": "4"}, "4 ranks share a sequence"),
         ({"pipeline_model_parallel_size": "4"}, "16 ranks, more than 8"),
         ({"expert_model_parallel_size": "8", "expert_tensor_parallel_size": "1"}, "on 8 ranks"),
+        (
+            {"expert_model_parallel_size": "2", "num_distributed_optimizer_instances": "2"},
+            "2 optimizer instances",
+        ),
+        ({"error_injection_rate": "100"}, "--error-injection-rate needs a launcher"),
     ],
 )
 def test_what_a_cpu_cannot_run_is_told(changes: dict[str, Value], said: str) -> None:

@@ -101,6 +101,7 @@ LEFT_OUT = {
 
 REFUSED = {
     "--cuda-graph-impl": "CUDA graphs",
+    "--error-injection-rate": "a launcher: a wrong result is made up, and the run stops itself",
     "--experimental-attention-variant": "attention of Transformer Engine, or for GPUs",
     "--export-kd-cfg": "a teacher's weights",
     "--fp8-format": "fp8 of Transformer Engine",
@@ -160,6 +161,9 @@ def small(given: Mapping[str, Value]) -> Small:
     expert = ep * int(str(given.get("--expert-tensor-parallel-size", tp)))
     if ranks // pp % expert:
         raise CannotRun(f"experts on {expert} ranks: more than two sum each gradient of the rest")
+    instances = int(str(given.get("--num-distributed-optimizer-instances", 1)))
+    if ranks // pp // expert % instances:
+        raise CannotRun(f"{instances} optimizer instances: one rank alone has each expert")
 
     changed = {
         flag: value

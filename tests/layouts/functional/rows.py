@@ -165,9 +165,7 @@ CASES: tuple[Case, ...] = (
          "--context-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4",
          "--pipeline-model-parallel-size 2 --sequence-parallel --use-tp-pp-dp-mapping",
          less="--attention-softmax-in-fp32 --deterministic-mode"),
-    _row(
-
-         "gpt3_mcore_te_tp1_pp2_resume_torch_dist_reshard_2x1x4"
+    _row("gpt3_mcore_te_tp1_pp2_resume_torch_dist_reshard_2x1x4"
          "_te_8experts2parallel_dist_optimizer",
          4, _GPT, _SINKHORN, _DO,
          "--expert-model-parallel-size 2 --num-experts 8 --pipeline-model-parallel-size 2",
@@ -179,13 +177,6 @@ CASES: tuple[Case, ...] = (
     _row("gpt3_mcore_te_tp2_pp1_frozen_resume_torch_dist_te_8experts2parallel_groupedGEMM", 4,
          _GPT, _SINKHORN, "--expert-model-parallel-size 2 --num-experts 8 --sequence-parallel",
          "--tensor-model-parallel-size 2", left_out=("--moe-grouped-gemm",)),
-    _row(
-
-         "gpt3_mcore_te_tp2_pp1_resume_torch_dist"
-         "_te_8experts2parallel_multi_dist_optimizer_instances",
-         4, _GPT, _SINKHORN, _DO,
-         "--expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
-         "--num-experts 8 --sequence-parallel --tensor-model-parallel-size 2"),
     _row("gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_top2router", 4, _GPT,
          _AUX_LOSS, "--expert-model-parallel-size 2 --num-experts 8 --sequence-parallel",
          "--tensor-model-parallel-size 2", left_out=("--moe-grouped-gemm",)),
