@@ -136,7 +136,7 @@ def unknown(upstream: str, ours: str) -> list[str]:
     left = {*taken - NOT_OF_GRADIENTS.keys()} & known.keys()
     seen = {what for step in left for one in reached(step, known) for what in looked_at(known[one])}
     covered = {*looked_at(mine), *NOT_A_CHOICE}
-    covered |= {n.value for n in ast.walk(mine) if isinstance(n, ast.Constant)}
+    covered |= {str(n.value) for n in ast.walk(mine) if isinstance(n, ast.Constant)}
     return strange + [f"the mark or name {what}" for what in sorted(seen - covered)]
 
 

@@ -50,7 +50,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         state["master_param"] = parameter.detach().to(self._dtypes["master_param"], copy=True)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """One update; parameters without a gradient stay as they are."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
