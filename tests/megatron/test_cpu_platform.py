@@ -162,6 +162,7 @@ def test_stand_ins_and_their_removal() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda.synchronize()
+    tensor.record_stream(stream)
     assert torch.cuda.memory_allocated() == 0
     assert not torch.cuda.is_available()
 

@@ -378,6 +378,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "stream", _stream_context
     yield cuda, "set_stream", _nothing()
     yield cuda, "synchronize", _nothing()
+    yield torch.Tensor, "record_stream", _nothing()
     # The caching allocator: there is none.
     yield cuda, "empty_cache", _nothing()
     yield cuda, "memory_stats", lambda device=None: {}
