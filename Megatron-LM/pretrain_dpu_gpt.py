@@ -118,15 +118,20 @@ def loss_func(
 
 
 def forward_step(
-    data_iterator: Iterator[dict[str, torch.Tensor]], model: GPTModel
-) -> tuple[torch.Tensor, partial]:
-    """Forward pass of one micro-batch."""
+    data_iterator: Iterator[dict[str, torch.Tensor]],
+    model: GPTModel,
+    return_schedule_plan: bool = False,
+) -> tuple[Any, partial]:
+    """Forward pass of one micro-batch. Or its plan, where Megatron exchanges the tokens of experts
+    while another micro-batch computes."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    # Prediction of several tokens has losses of its own, of the same tokens.
+    output = run(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask)
 
 

@@ -26,6 +26,7 @@ BELOW: dict[str, set[str]] = {
     "bench.training": ANYBODY,
     "tests.layouts": set(),
     "tests.layouts.gpt": {"tests.layouts"},
+    "tests.layouts.functional": {"tests.layouts", "tests.layouts.gpt"},
     "tests.layouts.hugging_face": {"tests.layouts", "tests.layouts.gpt"},
     "tests.layouts.reinforcement": {"tests.layouts"},
     "tests.layouts.under_ray": {"tests.layouts", "tests.layouts.gpt", "tests.layouts.hugging_face"},
@@ -33,6 +34,7 @@ BELOW: dict[str, set[str]] = {
     "commands of layouts": {
         *(
             "tests.layouts",
+            "tests.layouts.functional",
             "tests.layouts.gpt",
             "tests.layouts.hugging_face",
             "tests.layouts.reinforcement",
@@ -47,6 +49,7 @@ COMMANDS = {
     "commands of layouts": {
         *(
             "tests.layouts.parity",
+            "tests.layouts.functional_tests",
             "tests.layouts.hf_layouts",
             "tests.layouts.ray_layouts",
             "tests.layouts.rl_layouts",

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform, training
 
 from tests.layouts.gpt.rank import run
+from tests.layouts.gpt.rows import Family
 from tests.layouts.gpt.seen import RankSeen
 from tests.layouts.job import LIMIT_S
 from tests.megatron import broken_reducers, faults
@@ -102,10 +103,27 @@ def train_layout(
     broken: str,
     frozen: str,
     exact: bool,
+    family: Family,
     environment: dict[str, str],
 ) -> RankSeen:
     """A run of the parity harness whose reducer is broken."""
-    return run(arguments, frozen=frozen, exact=exact, broken=broken_reducers.BREAKS[broken])
+    broken_by = broken_reducers.BREAKS[broken]
+    return run(arguments, frozen=frozen, exact=exact, family=family, broken=broken_by)
+
+
+def compiles(folder: Path) -> tuple[float, int]:
+    """On the stand-ins of the CPU, in a process that has compiled nothing: what a compiled function
+    returns, and how many graphs were made of it."""
+    cpu_platform.install()
+    torch.compiler.set_stance("default")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda values: (values * 2 + torch.zeros(1)).sum(), backend=backend)
+    return function(torch.ones(3)).item(), len(graphs)
 
 
 def train_on_hosts(
@@ -185,6 +203,20 @@ def _on_core(body: Callable[[], Any], **groups: int) -> Any:
     finally:
         dpu_reduce.shutdown()
         dist.destroy_process_group()
+
+
+def gathers(folder: Path, sizes: Sequence[int], waits: bool) -> list[torch.Tensor]:
+    """All-gather of so many numbers of each rank, all of them its own number plus one."""
+
+    def body() -> list[torch.Tensor]:
+        rank = dist.get_rank()
+        into = [torch.zeros(size) for size in sizes]
+        work = dist.all_gather(into, torch.full((sizes[rank],), rank + 1.0), async_op=waits)
+        if waits:
+            work.wait()
+        return into
+
+    return _on_core(body)
 
 
 def _wrap(

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
@@ -134,6 +135,7 @@ def test_saying_what_is_set_anyway_is_no_contradiction(
 ) -> None:
     clean_environment.setenv("MEGATRON_CPU", "1")
     parse("--distributed-backend", "gloo", "--no-rope-fusion", "--use-cpu-initialization")
+    assert parse("--attention-backend", "local").attention_backend == AttnBackend.local
 
 
 @pytest.fixture
@@ -160,6 +162,7 @@ def test_stand_ins_and_their_removal() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda.synchronize()
+    tensor.record_stream(stream)
     assert torch.cuda.memory_allocated() == 0
     assert not torch.cuda.is_available()
 
@@ -196,6 +199,31 @@ def test_iterating_over_data_leaves_the_random_numbers_alone() -> None:
     numbers: Any = [1, 2]  # any sequence will do, which torch does not declare
     assert list(torch.utils.data.DataLoader(numbers, batch_size=None)) == [1, 2]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_torch_compiles_beside_them(run_job: Callable[..., Job]) -> None:
+    job = run_job("compiles", 1)
+    assert job.result(0) == (6.0, 1)
+
+
+@pytest.mark.parametrize(("sizes", "waits"), [((3, 5), False), ((4, 0), True), ((2, 2), True)])
+def test_tensors_of_any_size_are_gathered(
+    run_job: Callable[..., Job], sizes: tuple[int, int], waits: bool
+) -> None:
+    for gathered in run_job("gathers", 2, sizes=sizes, waits=waits).results():
+        expected = [[1.0] * sizes[0], [2.0] * sizes[1]]
+        assert [each.tolist() for each in gathered] == expected
+
+
+@pytest.mark.usefixtures("active")
+def test_counts_of_tokens_are_numbers_of_the_host() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    counts = torch.tensor([3, 1])
+    assert token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True).tolist() == [3, 1]
+    assert isinstance(token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True), np.ndarray)
+    assert token_dispatcher.maybe_move_tensor_to_cpu(counts) is counts
+    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
 
 def test_it_trains_evaluates_and_logs(train: Callable[..., Trained]) -> None:

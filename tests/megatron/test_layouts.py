@@ -34,6 +34,7 @@ REPRESENTATIVE = (
     "servers-dp4-do-bf16-wire-overlap-gather",
     "servers-dp2-mtp-detached-wait",
     "servers-tp2-dp2-fp16-wire-overflows",
+    "ep2-dp2-mla-mtp-alltoall-do-bf16",
 )
 
 THOROUGH = (
@@ -50,6 +51,17 @@ THOROUGH = (
     "servers-dp2-do-precision-aware",
     "servers-pp2-dp2-mtp-detached-overlap-clips-never",
     "servers-dp4-fp16-wire-static-overlap",
+    "ep2-pp2-dp2-alltoall-overlap-tokens",
+    "tp2-dp2-mla-bf16-wire-overlap",
+    "pp2-dp2-mtp-tied-do-overlap",
+    "t5-dp2-overlap-tokens",
+    "bert-pp2-dp2-tied-bf16-overlap-acc2",
+    "dp2-do-muon-overlap",
+    "dp2-do-lion-overlap",
+    "dp2-soap-overlap",
+    "dp2-do-precision-aware-overlap",
+    "dp2-do-ramp-overlap",
+    "dp2-overlap-tokens-acc2",
 )
 """Those whose parts meet in others as well."""
 

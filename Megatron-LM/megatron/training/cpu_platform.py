@@ -19,6 +19,7 @@ before the command line is parsed, :func:`start` after.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -72,6 +73,8 @@ class _Default:
     value: Any
     flag: str
     """What a user would have to write to contradict it, for the error."""
+    also: tuple[Any, ...] = ()
+    """Other values that work on the CPU."""
 
 
 def _required_defaults() -> tuple[_Default, ...]:
@@ -81,7 +84,10 @@ def _required_defaults() -> tuple[_Default, ...]:
         _Default(attribute="distributed_backend", value="gloo", flag="--distributed-backend"),
         _Default(attribute="transformer_impl", value="local", flag="--transformer-impl"),
         _Default(
-            attribute="attention_backend", value=AttnBackend.unfused, flag="--attention-backend"
+            attribute="attention_backend",
+            value=AttnBackend.unfused,
+            flag="--attention-backend",
+            also=(AttnBackend.local,),  # with --spec local
         ),
         _Default(attribute="use_cpu_initialization", value=True, flag="--use-cpu-initialization"),
         _Default(attribute="no_persist_layer_norm", value=True, flag="--no-persist-layer-norm"),
@@ -116,7 +122,7 @@ def start(args: Namespace) -> None:
         return
     for default in _required_defaults():
         value = getattr(args, default.attribute, default.value)
-        if value != default.value:
+        if value != default.value and value not in default.also:
             shown = getattr(value, "name", value)
             raise ValueError(
                 f"{default.flag} {shown} needs a GPU, and training runs on the CPU "
@@ -183,12 +189,15 @@ def _stream_context(stream: object) -> contextlib.nullcontext[None]:
     return contextlib.nullcontext()  # torch's may be entered more than once too
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """A function of its own for each name: torch.compile has rules by function, and refuses one
+    that it finds under names with different rules."""
+    return lambda *args, **kwargs: None
 
 
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
+def _zero() -> Callable[..., int]:
+    """The same, of functions that return 0."""
+    return lambda *args, **kwargs: 0
 
 
 def _memory(device: object = None) -> tuple[int, int]:
@@ -247,6 +256,69 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _of_two_widths(make: Callable[..., None]) -> Callable[..., None]:
+    """How Megatron's own attention is made, with values that are as wide as latent attention has
+    them: Megatron leaves that to Transformer Engine. Its forward pass takes any."""
+
+    @functools.wraps(make)
+    def wrapper(
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if k_channels is None or v_channels is None:
+            make(self, config, *args, **kwargs)
+            return
+        of_keys = copy.copy(config)
+        of_keys.kv_channels = k_channels
+        make(self, of_keys, *args, **kwargs)
+        self.config = config
+        self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+    return wrapper
+
+
+class _All:
+    """Several operations in flight."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _of_any_size(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """All-gather of tensors that differ in size, which NCCL can and gloo cannot: Megatron's
+    optimizers that update whole layers gather these."""
+
+    @functools.wraps(all_gather)
+    def wrapper(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: torch.distributed.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({each.numel() for each in tensor_list}) <= 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        tensor_list[torch.distributed.get_rank(group)].copy_(tensor)
+        works = [
+            torch.distributed.broadcast(each, group=group, group_src=source, async_op=True)
+            for source, each in enumerate(tensor_list)
+            if each.numel()
+        ]
+        if async_op:
+            return _All(works)
+        _All(works).wait()
+        return None
+
+    return wrapper
+
+
 def _write_checkpoints(*args: Any) -> None:
     """The loop of the process that writes checkpoints, which takes its GPU by number."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
@@ -255,6 +327,11 @@ def _write_checkpoints(*args: Any) -> None:
     next(original for owner, _, original in _replaced if owner is PersistentAsyncCaller).__func__(
         *args
     )
+
+
+def _counts_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the alltoall dispatcher of experts makes of its counts, as if they were on a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _copied(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
@@ -280,13 +357,15 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.moe import token_dispatcher
 
     cuda = torch.cuda
     # The device. is_available() stays false, so that PyTorch's own code takes its CPU paths.
     yield cuda, "is_available", lambda: False
-    yield cuda, "device_count", _zero
+    yield cuda, "device_count", _zero()
     yield cuda, "current_device", lambda: _CPU
-    yield cuda, "set_device", _nothing
+    yield cuda, "set_device", _nothing()
     # Megatron asks for the architecture to know which CUDA settings it has to insist on: the
     # newest that it knows needs none.
     yield cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=10, minor=0)
@@ -297,10 +376,11 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "current_stream", lambda device=None: _STREAM
     yield cuda, "default_stream", lambda device=None: _STREAM
     yield cuda, "stream", _stream_context
-    yield cuda, "set_stream", _nothing
-    yield cuda, "synchronize", _nothing
+    yield cuda, "set_stream", _nothing()
+    yield cuda, "synchronize", _nothing()
+    yield torch.Tensor, "record_stream", _nothing()
     # The caching allocator: there is none.
-    yield cuda, "empty_cache", _nothing
+    yield cuda, "empty_cache", _nothing()
     yield cuda, "memory_stats", lambda device=None: {}
     yield cuda, "mem_get_info", _memory
     for name in (
@@ -310,8 +390,8 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
         "max_memory_reserved",
         "device_memory_used",
     ):
-        yield cuda, name, _zero
-    yield cuda, "reset_peak_memory_stats", _nothing
+        yield cuda, name, _zero()
+    yield cuda, "reset_peak_memory_stats", _nothing()
     # Random numbers: the CPU's generator plays the GPU's.
     for owner in (cuda, cuda.random):
         yield owner, "get_rng_state", _get_rng_state
@@ -331,6 +411,10 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
         classmethod(lambda cls, rank, mode="", *nice: start(cls, rank, "fork", *nice)),
     )
     yield FileSystemWriterAsync, "preload_tensors", staticmethod(_copied)
+    # What Megatron has other libraries for.
+    yield token_dispatcher, "maybe_move_tensor_to_cpu", _counts_on_cpu
+    yield DotProductAttention, "__init__", _of_two_widths(DotProductAttention.__init__)
+    yield torch.distributed, "all_gather", _of_any_size(torch.distributed.all_gather)
     # Tensors and modules that are sent to, or made on, the GPU.
     yield torch.Tensor, "cuda", _itself
     yield torch.Tensor, "pin_memory", _itself

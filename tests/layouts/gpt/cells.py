@@ -14,7 +14,7 @@ from scripts.progress import Progress
 
 from ..command import run_cells
 from ..data import tiny_dataset
-from ..job import JobFailed
+from ..job import JobFailed, start_fork_server
 from ..platforms import Platform
 from . import report as text
 from . import runs
@@ -39,6 +39,7 @@ def run_layouts(
     Returns:
         whether all were run and all is as it must be; and what came of each.
     """
+    start_fork_server([runs.PROGRAM.partition(":")[0], "tests.layouts.warm"], platform)
     reports: list[Report] = []
     with (
         tempfile.TemporaryDirectory(prefix=f"{name}-") as scratch,

@@ -13,13 +13,17 @@ from typing import Any
 import pretrain_dpu_gpt
 import torch
 import torch.distributed as dist
+from megatron.core.datasets import gpt_dataset
 from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.transformer import torch_norm
 from megatron.training import training
 
+from . import encoders
 from .attention import allow_context_parallel
 from .exact import ExactUpdates
+from .precision import allow_precision_aware_optimizer
+from .rows import Family
 from .seen import RankSeen, Step, Sum
 from .te_model import fuse_output_layer, pack
 
@@ -38,6 +42,7 @@ class Witness:
         self._step = Step()
         self._locals: dict[int, torch.Tensor] = {}
         self.exact: ExactUpdates | None = None
+        self._watches_updates = False
 
     def watch(self, *, sums: bool = True) -> None:
         """Look on where gradients are about to be summed, where they were, and at the log.
@@ -45,6 +50,7 @@ class Witness:
         Args:
             sums: look at them too, not at the log alone.
         """
+        self._watch_setup()
         group = param_and_grad_buffer._ParamAndGradBucketGroup
         start, finish = group.start_grad_sync, DistributedDataParallel.finish_grad_sync
         log = training.training_log
@@ -83,18 +89,23 @@ class Witness:
 
     def watch_updates(self) -> None:
         """Make each update a second time, in fp64."""
+        self._watches_updates = True
+
+    def _watch_setup(self) -> None:
         setup = training.setup_model_and_optimizer
         witness = self
 
         @functools.wraps(setup)
         def set_up(*args: Any, **kwargs: Any) -> Any:
             found = setup(*args, **kwargs)
-            summed = [
-                (bucket, group)
-                for chunk in witness.models
-                for _, bucket, group, _ in _buckets(chunk)
-            ]
-            witness.exact = ExactUpdates(found[1], summed, training.get_args().train_iters)
+            witness.models.extend(found[0])
+            if witness._watches_updates:
+                summed = [
+                    (bucket, group)
+                    for chunk in witness.models
+                    for _, bucket, group, _ in _buckets(chunk)
+                ]
+                witness.exact = ExactUpdates(found[1], summed, training.get_args().train_iters)
             return found
 
         training.setup_model_and_optimizer = set_up
@@ -201,6 +212,12 @@ def allow_sequence_parallel() -> None:
     torch_norm.WrappedTorchNorm.__new__ = marked
 
 
+def size_of(kind: str, arguments: Sequence[str]) -> int:
+    """How many ranks these arguments cut something over."""
+    flag = f"--{kind}-parallel-size"
+    return int(arguments[arguments.index(flag) + 1]) if flag in arguments else 1
+
+
 def train(folder: Path, arguments: Sequence[str], **options: Any) -> RankSeen:
     """A whole run of the entry script, with these arguments; see :func:`run`."""
     options.pop("environment", None)  # the launcher's
@@ -214,12 +231,13 @@ def run(
     exact: bool = False,
     packed: bool = False,
     graphed: bool = False,
+    family: Family = "gpt",
 ) -> RankSeen:
-    """Train under the eyes of a :class:`Witness`.
+    """Train a model of the family under the eyes of a :class:`Witness`.
 
-    Parameters with ``frozen`` in their names do not require gradients. ``broken`` is called
-    before the witness looks, to break the reducer that it looks at. With ``exact`` each update is
-    held against one in fp64. With ``packed`` rows of tokens hold several documents. With
+    Parameters of a GPT with ``frozen`` in their names do not require gradients. ``broken`` is
+    called before the witness looks, to break the reducer that it looks at. With ``exact`` each
+    update is held against one in fp64. With ``packed`` rows of tokens hold several documents. With
     ``graphed`` sums are not looked at.
     """
     sys.argv = ["pretrain_dpu_gpt.py", *arguments]
@@ -228,10 +246,15 @@ def run(
     witness = Witness()
     if "--sequence-parallel" in arguments:
         allow_sequence_parallel()
-    if "--context-parallel-size" in arguments:
+    if size_of("context", arguments) > 1:
         allow_context_parallel()
     if "transformer_engine" in arguments:
         fuse_output_layer()
+    elif "--use-precision-aware-optimizer" in arguments:
+        allow_precision_aware_optimizer()
+    if "--mock-data" in arguments:
+        # Megatron's 100,000 documents are put in order first, which takes longer than a small run.
+        gpt_dataset.MockGPTLowLevelDataset.size = 1000
     if broken is not None:
         broken()
     witness.watch(sums=not graphed)
@@ -252,19 +275,17 @@ def run(
             pack(model)
         return models
 
-    def watch(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        witness.models.extend(models)
-        return models
-
     def with_hooks(*args: Any, **kwargs: Any) -> Any:
         config = config_of(*args, **kwargs)
         if frozen:
             config.pre_wrap_hooks.append(freeze)
         if packed:
             config.pre_wrap_hooks.append(pack_each)
-        config.post_wrap_hooks.append(watch)
         return config
 
     pretrain_dpu_gpt.gpt_config_from_args = with_hooks
-    pretrain_dpu_gpt.main()
+    if family == "gpt":
+        pretrain_dpu_gpt.main()
+    else:
+        encoders.main(family)
     return witness.seen()

@@ -8,6 +8,7 @@ from typing import Literal
 from ..rows import Row
 
 Dtype = Literal["fp32", "bf16", "bf16-wire", "fp16-wire"]
+Family = Literal["gpt", "t5", "bert"]
 
 STEPS = 4
 SEQUENCE = 16
@@ -27,8 +28,9 @@ _DTYPES: dict[Dtype, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Row):
-    """A GPT, how it is trained, and how its gradients are summed."""
+    """A model, how it is trained, and how its gradients are summed."""
 
+    family: Family = "gpt"
     per_host: int = 1
     """Consecutive ranks that are taken to share a host; the last host may have fewer."""
     route: str = "flat"
@@ -100,18 +102,29 @@ class Layout(Row):
 
     def megatron_arguments(self) -> list[str]:
         """Of either backend; the flag that chooses BytePS is not among them."""
-        layers = max(2, self.pp * self.vpp)
-        batch = MICRO_BATCH * self.dp * self.accumulation
+        layers, length = str(max(2, self.pp * self.vpp)), str(SEQUENCE)
         arguments = [
-            *("--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "2"),
-            *("--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)),
-            *("--micro-batch-size", str(MICRO_BATCH), "--global-batch-size", str(batch)),
+            *("--hidden-size", "32", "--num-attention-heads", "2"),
+            *("--max-position-embeddings", length, "--micro-batch-size", str(MICRO_BATCH)),
             *("--train-iters", str(STEPS), "--lr", "1e-2", "--split", "100,0,0"),
             *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
             *("--seed", "7", "--num-workers", "0"),
             *_DTYPES[self.dtype],
             *self.size_arguments(),
         ]
+        if self.family == "t5":
+            arguments += ["--encoder-num-layers", layers, "--decoder-num-layers", layers]
+            arguments += [
+                "--encoder-seq-length",
+                length,
+                "--decoder-seq-length",
+                str(SEQUENCE // 2),
+            ]
+        else:
+            arguments += ["--num-layers", layers, "--seq-length", length]
+        if "--step-batch-size-schedule" not in self.extra:
+            batch = MICRO_BATCH * self.dp * self.accumulation
+            arguments += ["--global-batch-size", str(batch)]
         if self.vpp > 1:
             arguments += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
         if self.experts:
@@ -153,6 +166,20 @@ _PRECISION_AWARE = ("--use-precision-aware-optimizer", "--main-params-dtype", "f
                     "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")  # fmt: skip
 # Gradients of fp16 are infinite in the first two steps.
 _OVERFLOWS = ("--initial-loss-scale", str(2**18), "--hysteresis", "1")
+_ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
+_SHARED = ("--moe-shared-expert-intermediate-size", "32")
+_ROPE = ("--position-embedding-type", "rope")
+_MLA = (
+    *("--multi-latent-attention", "--q-lora-rank", "16", "--kv-lora-rank", "16"),
+    *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4", "--v-head-dim", "8"),
+    *_ROPE,
+)
+# Half as many samples in the first two steps as in the others; thresholds are in tokens.
+_RAMP = ("--step-batch-size-schedule", "0:4 128:8")
+_LEAN_MOMENTS = (
+    *("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"),
+    *("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+)
 
 LAYOUTS: tuple[Layout, ...] = (
     # Data parallelism alone.
@@ -237,6 +264,51 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="ep2-cp2-dp2-overlap", ranks=4, ep=2, cp=2, experts=4, overlap=True),
     Layout(name="ep2-dp8-do-inst2-overlap", ranks=8, ep=2, experts=4, distributed_optimizer=True,
            instances=2, overlap=True),
+    Layout(name="ep2-dp2-alltoall-overlap-acc2", ranks=2, ep=2, experts=4, overlap=True,
+           accumulation=2, extra=_ALLTOALL),
+    Layout(name="ep2-dp4-alltoall-do-bf16-wire", ranks=4, ep=2, experts=4, dtype="bf16-wire",
+           distributed_optimizer=True, extra=(*_ALLTOALL, *_SHARED)),
+    Layout(name="ep2-tp2-etp1-dp2-alltoall-do-overlap", ranks=4, tp=2, ep=2, etp=1, experts=4,
+           distributed_optimizer=True, overlap=True, extra=_ALLTOALL),
+    Layout(name="ep2-pp2-dp2-alltoall-overlap-tokens", ranks=4, pp=2, ep=2, experts=4,
+           overlap=True, accumulation=2, extra=(*_ALLTOALL, *_TOKENS)),
+    # Other models: latent attention, prediction of several tokens, T5, BERT.
+    Layout(name="dp2-mla-do-overlap", ranks=2, distributed_optimizer=True, overlap=True,
+           extra=_MLA),
+    Layout(name="tp2-dp2-mla-bf16-wire-overlap", ranks=4, tp=2, dtype="bf16-wire", overlap=True,
+           extra=(*_MLA, *_SEQUENCE, *_UNTIED)),
+    Layout(name="dp2-mtp-overlap-acc2", ranks=2, overlap=True, accumulation=2, extra=_MTP),
+    Layout(name="pp2-dp2-mtp-tied-do-overlap", ranks=4, pp=2, distributed_optimizer=True,
+           overlap=True, accumulation=2, extra=_MTP),
+    Layout(name="ep2-dp2-mla-mtp-alltoall-do-bf16", ranks=2, ep=2, experts=4, dtype="bf16",
+           distributed_optimizer=True, overlap=True,
+           extra=(*_MLA, *_MTP[:2], *_ALLTOALL, *_SHARED, *_TOKENS)),
+    Layout(name="t5-dp2-overlap-tokens", ranks=2, family="t5", overlap=True, accumulation=2,
+           extra=_TOKENS),
+    Layout(name="t5-tp2-dp2-do-bf16-wire", ranks=4, family="t5", tp=2, dtype="bf16-wire",
+           distributed_optimizer=True, extra=_SEQUENCE),
+    Layout(name="bert-dp2-do-overlap", ranks=2, family="bert", distributed_optimizer=True,
+           overlap=True),
+    Layout(name="bert-pp2-dp2-tied-bf16-overlap-acc2", ranks=4, family="bert", pp=2, dtype="bf16",
+           overlap=True, accumulation=2),
+    # Other optimizers, on the ranks; batches that grow.
+    Layout(name="dp2-muon-overlap", ranks=2, overlap=True, extra=("--optimizer", "muon")),
+    Layout(name="tp2-dp2-muon-bf16-wire", ranks=4, tp=2, dtype="bf16-wire",
+           extra=("--optimizer", "muon")),
+    Layout(name="dp2-do-muon-overlap", ranks=2, distributed_optimizer=True, overlap=True,
+           dtype="bf16", extra=("--optimizer", "muon")),
+    Layout(name="dp2-lion", ranks=2, extra=("--optimizer", "lion")),
+    Layout(name="dp2-do-lion-overlap", ranks=2, distributed_optimizer=True, overlap=True,
+           dtype="bf16", extra=("--optimizer", "lion")),
+    Layout(name="dp2-soap-overlap", ranks=2, overlap=True, extra=("--optimizer", "soap")),
+    Layout(name="dp2-do-precision-aware-overlap", ranks=2, distributed_optimizer=True,
+           overlap=True, dtype="bf16-wire", extra=_LEAN_MOMENTS),
+    Layout(name="dp2-do-ramp-overlap", ranks=2, distributed_optimizer=True, overlap=True,
+           extra=_RAMP),
+    Layout(name="dp2-overlap-tokens-acc2", ranks=2, overlap=True, accumulation=2,
+           extra=(*_TOKENS, *_MASKED)),
+    Layout(name="dp2-do-overlap-bf16-wire-tokens-acc3", ranks=2, distributed_optimizer=True,
+           overlap=True, dtype="bf16-wire", accumulation=3, extra=(*_TOKENS, *_MASKED)),
     # Several ranks per host: they sum first, then hosts do. Where all ranks of a group share a
     # host, nothing goes to servers.
     Layout(name="node2-dp2", ranks=2, per_host=2, route=_NODE),

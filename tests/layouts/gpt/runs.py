@@ -51,6 +51,7 @@ def train(
         "exact": layout.is_held_against_fp64,
         "packed": layout.packed,
         "graphed": layout.graphed,
+        "family": layout.family,
         **(options or {}),
     }
     first_gpu = GPUS_APART * LAYOUTS.index(layout) if layout in LAYOUTS else 0

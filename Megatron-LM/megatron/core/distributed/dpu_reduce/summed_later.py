@@ -41,7 +41,10 @@ class _KeyOfPart:
 
 class SummedLater:
     """Whether Megatron's finalize_model_grads changes a gradient after the backward pass: it sums
-    some over tensor- or pipeline-parallel ranks, or scales them all."""
+    some over tensor- or pipeline-parallel ranks, or scales them all.
+
+    Repeats what that function decides, of which it tells nobody. A test reads that function's code
+    and fails where it looks at something that this class does not."""
 
     def __init__(
         self, config: TransformerConfig, tp_group: _Group, pp_group: _Group | Sequence[_Group]
@@ -53,8 +56,12 @@ class SummedLater:
 
     @property
     def are_all(self) -> bool:
-        """Whether all gradients are."""
-        return bool(self._config.calculate_per_token_loss)
+        """Whether all gradients are: scaled by the number of tokens, or summed over ranks that
+        hold shards of weights."""
+        shards = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+        return bool(self._config.calculate_per_token_loss) or any(
+            getattr(self._config, name, 1) > 1 for name in shards
+        )
 
     def __call__(self, parameter: torch.Tensor, name: str) -> bool:
         if self.are_all:

@@ -1,0 +1,1 @@
+"""Megatron's functional tests' arguments, trained small on a CPU through both backends."""

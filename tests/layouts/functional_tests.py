@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Trains the arguments of Megatron's functional tests through BytePS and through all-reduce.
+
+Each set of arguments is run small on this machine's CPU, a few steps long, every rank a process. On
+every rank the losses, gradient norms, reduced gradients and final parameters of both runs must be
+the same to the last bit. docs/results/functional.md says what is changed of a test, and holds the
+tables that --markdown writes.
+
+Without --megatron the rows of tests/layouts/functional/rows.py are run. With it all tests of a
+checkout are that a CPU can run, and the rows are held against them.
+
+Exit status: 0 all is as it must be; 1 a miss, or a rank failed, whose log is shown; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# No more than these: every rank imports this file.
+from tests.layouts.functional.rows import CASES
+from tests.layouts.functional.runs import Case
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from scripts.progress import Progress
+    from tests.layouts.command import parser_of, run_cells
+    from tests.layouts.functional import report as text
+    from tests.layouts.functional import upstream
+    from tests.layouts.functional.runs import check
+    from tests.layouts.gpt.outcome import Report
+    from tests.layouts.gpt.report import verdict
+    from tests.layouts.gpt.runs import PROGRAM
+    from tests.layouts.job import start_fork_server
+    from tests.layouts.rows import named
+
+    parser = parser_of(__doc__, devices=False)
+    parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="of Megatron-LM")
+    parser.add_argument("--list", action="store_true", help="show what there is to run and stop")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave logs and records there")
+    options = parser.parse_args(arguments)
+    cases: Sequence[Case] = CASES
+    cannot: dict[str, str] = {}
+    strange: list[str] = []
+    if options.markdown is not None and options.megatron is None:
+        parser.error("--markdown needs --megatron: the table is of all tests of a checkout")
+    try:
+        if options.megatron is not None:
+            cases, cannot = upstream.cases_of(options.megatron)
+            strange = upstream.strange(CASES, cases)
+        chosen = named(cases, options.layout)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list:
+        print(text.listing(chosen, cannot))
+        return 0
+
+    start_fork_server([PROGRAM.partition(":")[0], "tests.layouts.warm"])
+    with (
+        tempfile.TemporaryDirectory(prefix="functional-") as scratch,
+        Progress("functional", total=len(chosen), unit="tests") as bar,
+    ):
+        folder = options.keep or Path(scratch)
+        for problem in strange:
+            bar.say(problem)
+        if options.markdown is not None:
+            text.put_others(options.markdown, cannot)
+
+        def run(case: Case) -> Report:
+            start = time.monotonic()
+            shutil.rmtree(folder / case.name, ignore_errors=True)
+            report = check(case, folder / case.name)
+            took = f"{time.monotonic() - start:.0f} s"
+            bar.say(f"{case.name}: {verdict(report)} ({took})", stream=sys.stdout)
+            return report
+
+        def tell(case: Case, report: Report) -> list[str]:
+            if options.markdown is not None:
+                text.put(options.markdown, report, case, cases)
+            return report.misses
+
+        good = run_cells(
+            chosen, run, tell, title=lambda case: case.name, bar=bar, budget=options.budget
+        )
+    return 0 if good and not strange else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
