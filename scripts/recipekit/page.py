@@ -11,7 +11,6 @@ from scripts.recipekit.features import FEATURES, row_of, rows_of_results
 from scripts.recipekit.outcome import Outcome
 
 MARKS = ("counts", "features", "refused")
-_OWN = re.compile(r"--?[\w-]+(=\S+)?(?=:)")
 
 
 def write(
@@ -118,8 +117,9 @@ def _short(reason: str) -> str:
     """Without what every reason says, nor what is in the way of a table."""
     text = re.sub(r"^--[\w-]+ does not work with ", "", reason)
     text = re.sub(r" Drop one of the two\.$", "", text)
-    text = re.sub(r"\(/\S*", "(", " ".join(text.split()))
-    return text.replace("|", "/")[:160]
+    text = re.sub(r"'?https?://\S+", "the hub", " ".join(text.split()))
+    text = re.sub(r"/(?:[\w.@+-]+/)+", "", text)  # where this machine has a file
+    return text.replace("|", "/")[:120]
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

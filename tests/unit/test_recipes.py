@@ -116,7 +116,7 @@ def test_three_counts_that_are_not_mixed(docs: Path) -> None:
             Outcome(name="goes", hosts=4, reaches_servers=True, most_hosts=4, features=("mxfp8",)),
             Outcome(name="no", hosts=1, refused="--use-dpu-reduce does not work with --x: y",
                     optimizer_refused="--use-dpu-reduce does not work with --x: y"),
-            Outcome(name="odd", hosts=1, not_read="what | is this"),
+            Outcome(name="odd", hosts=1, not_read="what | is /some/where/this at https://a.b"),
         ]
     }  # fmt: skip
     file = docs / "results/recipes.md"
@@ -128,7 +128,7 @@ def test_three_counts_that_are_not_mixed(docs: Path) -> None:
     )
     assert "| local layers | dp2 | 1 |" in text and "| mxfp8 | accepted, never run | 1 |" in text
     assert "| examples | `--use-dpu-reduce` | --x: y | 1 |" in text
-    assert "| examples | not read | what / is this | 1 |" in text
+    assert "| examples | not read | what / is this at the hub | 1 |" in text
     assert "old" not in text and text.endswith("The end.\n")
     page.write(file, outcomes, {"examples": "Megatron-LM 1.2.3"})
     assert file.read_text() == text
