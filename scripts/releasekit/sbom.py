@@ -104,7 +104,7 @@ def _upstream(materials: Materials, upstream: Upstream) -> Component:
             type=PatchClassification.UNOFFICIAL,
             diff=Diff(url=XsUri(str(path.relative_to(ROOT)))),
         )
-        for path in read_series(upstream)
+        for path in read_series(upstream).patches
     ]
     version = f"{upstream.version}+{materials.release.version.partition('+')[2]}"
     return materials.add(
