@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from .runs import Case
 
 _MADE_BY = "made by `make functional MEGATRON=CHECKOUT MARKDOWN=docs/results/functional.md`"
 _MARK = f"<!-- {{}}: {_MADE_BY}; not to be edited by hand -->"
+_MISS = " (MISS)"
+"""After the name of a test whose two runs differ."""
 
 
 def put(document: Path, report: Report, case: Case, cases: Sequence[Case]) -> None:
@@ -21,28 +24,30 @@ def put(document: Path, report: Report, case: Case, cases: Sequence[Case]) -> No
     Raises:
         SystemExit: the document has no place for it.
     """
+    missed = report.misses or not report.same_bits
     table = Table(
         begin=_MARK.format("run"),
-        head=("test", "also", "ranks", "sums a step", "left out", "same bits", "ok"),
-        align="lrrrlll",
+        head=("test", "also", "left out"),
+        align="lrl",
         keys=[case.name for case in cases],
+        key_of=lambda cells: cells[0].removesuffix(_MISS),
     )
     row = [
-        case.name,
+        case.name + _MISS * bool(missed),
         str(len(case.others)),
-        str(case.ranks),
-        str(report.buckets),
         " ".join(case.left_out) or "-",
-        "all" if report.same_bits else "no",
-        "MISS" if report.misses else "yes",
     ]
     table.put(document, [row])
 
 
 def put_others(document: Path, cannot: Mapping[str, str]) -> None:
-    """Write which tests a CPU cannot run."""
-    table = Table(begin=_MARK.format("not run"), head=("test", "why"), keys=list(cannot))
-    table.put(document, [[name, why] for name, why in cannot.items()])
+    """Write how many tests a CPU cannot run, and why."""
+    tests = Counter(cannot.values())
+    reasons = sorted(tests, key=lambda why: (-tests[why], why))
+    table = Table(
+        begin=_MARK.format("not run"), head=("why", "tests"), align="lr", keys=reasons
+    )
+    table.put(document, [[why, str(tests[why])] for why in reasons])
 
 
 def listing(cases: Sequence[Case], cannot: Mapping[str, str]) -> str:
