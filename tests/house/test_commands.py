@@ -86,6 +86,7 @@ TRIED = {
     r"torchrun --nproc-per-node 2 try\.py": "tests/multiproc/test_embedded.py",
     r"(?:BYTEPS_\w+=\S+ )*bench/pushpull_bench\.py": "tests/bench/test_end_to_end.py",
     r"\$ python -m byteps\.sizing": "tests/unit/test_sizing.py",
+    r"\$ python -m megatron\.core\.distributed\.dpu_reduce\.check": "tests/megatron/test_check.py",
     r"tests/rdma/run_in_vm\.py": "tests/rdma/test_vm.py",
 }
 """Commands, and what runs each, or the same with other numbers."""
