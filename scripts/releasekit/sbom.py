@@ -225,7 +225,8 @@ def collect(release: Release, folder: Path, sodium_folder: Path) -> Materials:
         properties=[Property(name="megatron-byteps:commit", value=release.commit)],
     )  # fmt: skip
     materials = Materials(release, main)
-    trees = {one.name: _upstream(materials, one) for one in load_lock(ROOT)}
+    # A series for a commit serves users' own checkouts: nothing that is released is made of it.
+    trees = {one.name: _upstream(materials, one) for one in load_lock(ROOT) if one.sha256}
     by_group = _pinned(materials)
     groups = {
         name: materials.add(

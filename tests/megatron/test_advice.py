@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from byteps.cost_model import Servers
+from byteps.torch.routes import Network
 from megatron.core.distributed.dpu_reduce import table
 from megatron.core.distributed.dpu_reduce.advice import Advice, Kind, Training, Way, advise
-from megatron.core.distributed.dpu_reduce.routes import Network
 
 M = 1e9
 RATE = 10e9 / 8

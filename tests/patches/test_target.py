@@ -47,7 +47,9 @@ def test_megatron_forward_and_back(tmp_path: Path) -> None:
     assert "(3 patches)" in result.output
     assert (tree / "megatron/core/distributed/dpu_reduce/__init__.py").exists()
     assert not (tree / "megatron/training/cpu_platform.py").exists()
-    assert not any(b"cpu_platform" in content for content, _ in contents(tree).values())
+    # Our own checker of arguments needs no GPU either, and uses it where it is.
+    upstreams = {n: c for n, (c, _) in contents(tree).items() if "dpu_reduce/" not in n}
+    assert not any(b"cpu_platform" in content for content in upstreams.values())
     result = run_script("--root", str(root), "apply", "--target", str(tree), "--cpu")
     assert result.status == 1
     assert "other parts" in result.output and "--reverse" in result.output
