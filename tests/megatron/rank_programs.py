@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import sys
 import time
@@ -195,6 +196,8 @@ class Mixed(torch.nn.Module):
 def _on_core(body: Callable[[], Any], **groups: int) -> Any:
     """Run with torch.distributed and Megatron's groups in place, without megatron.training."""
     cpu_platform.install()
+    # Imports of libraries leave it at one level or another.
+    logging.basicConfig(level=logging.INFO, force=True)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(**groups)
     torch.manual_seed(3)
