@@ -44,9 +44,7 @@ def put_others(document: Path, cannot: Mapping[str, str]) -> None:
     """Write how many tests a CPU cannot run, and why."""
     tests = Counter(cannot.values())
     reasons = sorted(tests, key=lambda why: (-tests[why], why))
-    table = Table(
-        begin=_MARK.format("not run"), head=("why", "tests"), align="lr", keys=reasons
-    )
+    table = Table(begin=_MARK.format("not run"), head=("why", "tests"), align="lr", keys=reasons)
     table.put(document, [[why, str(tests[why])] for why in reasons])
 
 
