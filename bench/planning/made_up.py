@@ -18,6 +18,7 @@ import byteps.torch as bps
 import torch
 from byteps.cost_model import Servers
 from byteps.torch import c_lib, declarations, in_flight, nodes, session
+from byteps.torch.job import Job
 from byteps.torch.routes import Network
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -86,7 +87,7 @@ class MadeUp:
         """Inside, this process takes itself for one of the ranks. Gives what it declares."""
         hosts = self.ranks // self.per_host
         servers = Servers(hosts=hosts, extra=hosts)
-        told = job.Job(
+        told = Job(
             hosts=tuple(rank // self.per_host for rank in range(self.ranks)),
             network=Network(servers=servers, host_rate=RATE, server_rate=None),
             measures=False,

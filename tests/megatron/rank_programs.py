@@ -31,7 +31,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import cpu_platform, training
 
 from tests.layouts.gpt.rank import run
-from tests.layouts.gpt.rows import Family
 from tests.layouts.gpt.seen import RankSeen
 from tests.layouts.job import LIMIT_S
 from tests.megatron import broken_reducers, faults
@@ -102,14 +101,11 @@ def train_layout(
     folder: Path,
     arguments: Sequence[str],
     broken: str,
-    frozen: str,
-    exact: bool,
-    family: Family,
     environment: dict[str, str],
+    **options: Any,
 ) -> RankSeen:
-    """A run of the parity harness whose reducer is broken."""
-    broken_by = broken_reducers.BREAKS[broken]
-    return run(arguments, frozen=frozen, exact=exact, family=family, broken=broken_by)
+    """A run of the parity harness whose reducer is broken; `options`: as :func:`run` has them."""
+    return run(arguments, broken=broken_reducers.BREAKS[broken], **options)
 
 
 def compiles(folder: Path) -> tuple[float, int]:
