@@ -37,12 +37,12 @@ def test_the_page_has_every_type(
     monkeypatch.setattr(command, "machine_of", lambda device: f"2x a GPU of {device}")
     written = tmp_path / "gpu.md"
     words = ["--device", "cuda", "--markdown", str(written), "--budget", "60"]
-    names = ["dp2", "dp2-do-bf16-wire-fp32-scatter-overlap", "node4-dp8-overlap"]
+    names = ["dp2", "node4-dp8-overlap", "servers-lion"]
     assert parity.main([*words, "--layout", *names]) == 0
     assert ran == names
     text = written.read_text()
     assert text.startswith("# Correctness on GPUs") and "on 2x a GPU of cuda" in text
-    assert "| fp32 | 2 | 0.00e+00 | 0.00e+00 | 0.0e+00 |\n| refused | 1 | - | - | - |" in text
+    assert "| fp32 | 2 | 0.00e+00 | 0.00e+00 | 0.0e+00 |" in text and "| refused | 1 | - |" in text
     assert "Not run: dp2-bf16-wire-overlap-acc2, " in text and "MISS" not in text
 
 
