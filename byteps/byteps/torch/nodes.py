@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from byteps.torch import engine, ops, session
+from byteps.torch import pieces as cutting
 from byteps.torch.figures import setting
 from byteps.torch.hosts import HostLayout, host_name
 from byteps.torch.node_groups import (
@@ -47,6 +48,7 @@ __all__ = [
     "piece_count",
     "scatter",
     "setting",
+    "whole_sum",
 ]
 
 PIECES = 8
@@ -221,6 +223,37 @@ class NodeSum:
                 )
                 pending.append((piece, part, handle))
         return PendingNodeSum(flat=flat, node=self.node, local=local, pending=pending)
+
+
+def whole_sum(
+    name: str,
+    layout: HostLayout,
+    like: torch.Tensor,
+    *,
+    average: bool,
+    wire_dtype: torch.dtype | None,
+    known: Sequence[dist.ProcessGroup] = (),
+) -> NodeSum:
+    """The sum of a tensor of which every rank wants all.
+
+    All ranks of a host call this in the same order.
+
+    Args:
+        name, layout, average, wire_dtype: as `NodeSum` has them.
+        like: a tensor of its length and type, on its device.
+        known: groups of torch.distributed, of which one may be that of this host's ranks.
+    """
+    beside = layout.beside(dist.get_rank())
+    nbytes = like.numel() * (wire_dtype or like.dtype).itemsize
+    cut = cutting.whole_pieces(like.numel(), len(beside), piece_count(nbytes // len(beside)))
+    return NodeSum(
+        name=name,
+        layout=layout,
+        node=groups.get(beside, like.device, known),
+        pieces=tuple(cut),
+        average=average,
+        wire_dtype=wire_dtype,
+    )
 
 
 @dataclass(kw_only=True)

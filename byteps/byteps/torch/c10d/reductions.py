@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from byteps.torch import nodes, operations, pieces, session
+from byteps.torch import nodes, operations, session
 from byteps.torch.c10d import joining, policy
 from byteps.torch.c10d.work import Line, ServerWork
 from byteps.torch.routes import COLLECTIVE, FLAT
@@ -76,17 +76,17 @@ class Reductions:
         """
         flat = flat_view(tensor, "the tensor")
         key = tensor.dtype, tensor.numel(), average, tensor.device
-        reduction = self._sums.get(key)
-        if reduction is None or self._session != session.number():
-            if self._session != session.number():
-                self._sums.clear()
-                self._session = session.number()
-            reduction = self._sums[key] = self._prepare(flat, average)
-        return reduction.start(tensor, flat, priority)
+        if key not in self._sums:
+            self._sums[key] = self._prepare(flat, average)
+        return self._sums[key].start(tensor, flat, priority)
 
     def _route(self, dtype: torch.dtype) -> str:
+        job = joining.joined()
+        if self._session != session.number():  # another job may have other servers
+            self._session = session.number()
+            self._routes.clear()
+            self._sums.clear()
         if dtype not in self._routes:
-            job = joining.joined()
             decision = policy.decide_for(job, self._ranks, dtype, self._settings)
             self._routes[dtype] = decision.route
         return self._routes[dtype]
@@ -98,19 +98,9 @@ class Reductions:
         name = f"{self._key}/{of_type}/{flat.numel()}/{operation}"
         if self._route(dtype) == FLAT:
             return _Flat(name, self._ranks, average, wire_dtype)
-        job = joining.joined()
-        layout = nodes.HostLayout.of(self._ranks, [str(job.hosts[rank]) for rank in self._ranks])
-        beside = layout.beside(session.rank())
-        size = (wire_dtype or dtype).itemsize
-        count = nodes.piece_count(flat.numel() * size // len(beside))
-        node_sum = nodes.NodeSum(
-            name=name,
-            layout=layout,
-            node=nodes.groups.get(beside, flat.device),
-            pieces=tuple(pieces.whole_pieces(flat.numel(), len(beside), count)),
-            average=average,
-            wire_dtype=wire_dtype,
-        )
+        hosts = joining.joined().hosts
+        layout = nodes.HostLayout.of(self._ranks, [str(hosts[rank]) for rank in self._ranks])
+        node_sum = nodes.whole_sum(name, layout, flat, average=average, wire_dtype=wire_dtype)
         return _NodeFirst(node_sum, self._line)
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,20 +38,15 @@ def node_sums(
         No second one without the distributed optimizer, or where several of its instances share a
         host.
     """
-    node, cutting, rank = bytepslib.nodes, bytepslib.pieces, torch.distributed.get_rank()
+    node, rank = bytepslib.nodes, torch.distributed.get_rank()
     layout = _layout(op.group, job.joined().hosts)
-    beside, elements = layout.beside(rank), grads.numel()
-    count = node.piece_count(elements * op.wire_dtype.itemsize // len(beside))
-    common = {
-        "layout": layout,
-        "node": node.groups.get(beside, grads.device, (buffer.data_parallel_group, group)),
-        "average": buffer.ddp_config.average_in_collective,
-        "wire_dtype": op.wire_dtype,
-    }
-    whole = node.NodeSum(
-        name=op.name,
-        pieces=tuple(cutting.whole_pieces(elements, len(beside), count)),
-        **common,
+    whole = node.whole_sum(
+        op.name,
+        layout,
+        grads,
+        average=buffer.ddp_config.average_in_collective,
+        wire_dtype=op.wire_dtype,
+        known=(buffer.data_parallel_group, group),
     )
     if not buffer.ddp_config.use_distributed_optimizer:
         return whole, None
@@ -62,13 +58,18 @@ def node_sums(
             f"--use-dpu-reduce: rank {rank} is not shard {mine} of the owners {op.owners} in the "
             f"data-parallel group {op.group}"
         )
-    cut = cutting.shard_pieces(
-        elements, owned, layout.host_of(rank), layout.local_index(rank), count
+    part_bytes = grads.numel() * op.wire_dtype.itemsize // len(layout.beside(rank))
+    cut = bytepslib.pieces.shard_pieces(
+        grads.numel(),
+        owned,
+        layout.host_of(rank),
+        layout.local_index(rank),
+        node.piece_count(part_bytes),
     )
     if cut is None:
         # Several instances on one host: its ranks own the same shards, and gather more than these.
         return whole, None
-    return whole, node.NodeSum(name=f"{op.name}/shards", pieces=tuple(cut), **common)
+    return whole, replace(whole, name=f"{op.name}/shards", pieces=tuple(cut))
 
 
 @functools.lru_cache(maxsize=16)
