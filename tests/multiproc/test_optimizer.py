@@ -23,7 +23,8 @@ PROGRAMS = (
 
 
 @pytest.mark.parametrize(
-    ("workers", "program"), [(4, "distributed"), *((2, program) for program in PROGRAMS)]
+    ("workers", "program"),
+    [(4, "distributed"), (1, "alone"), *((2, program) for program in PROGRAMS)],
 )
 def test_on_the_cpu(make_cluster: Callable[..., Cluster], workers: int, program: str) -> None:
     cluster = make_cluster(workers=workers, servers=1, env={"BYTEPS_OP_TIMEOUT_S": "20"})

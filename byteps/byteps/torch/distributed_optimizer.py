@@ -23,8 +23,8 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap an optimizer: ``step()`` uses gradients averaged over all ranks.
 
-    A gradient is sent as soon as the backward pass has it. ``synchronize()`` waits for all, and
-    whoever clips or unscales gradients calls it first::
+    A gradient is sent as soon as the backward pass has it. ``synchronize()`` waits for all; call it
+    before you clip or unscale gradients::
 
         loss.backward()
         optimizer.synchronize()
@@ -110,7 +110,9 @@ class _Gradients:
     ) -> None:
         self.waits = True
         self.passes = passes
-        self._names = _names_of(optimizer, named)
+        names = _names_of(optimizer, named)
+        # A rank alone has its averages already.
+        self._names = names if session.size() > 1 else {}
         self._half = compression is Compression.fp16
         self._seen = dict.fromkeys(self._names, 0)
         self._in_flight: dict[torch.nn.Parameter, _InFlight] = {}
@@ -148,10 +150,9 @@ class _Gradients:
         )
 
     def synchronize(self) -> None:
-        if session.size() > 1:
-            for parameter in self._names:
-                if parameter not in self._in_flight and parameter.requires_grad:
-                    self._start(parameter)
+        for parameter in self._names:
+            if parameter not in self._in_flight and parameter.requires_grad:
+                self._start(parameter)
         in_flight, self._in_flight = self._in_flight, {}
         changed = []
         for parameter, sent in in_flight.items():

@@ -178,6 +178,20 @@ def uneven(job: Job) -> None:
     bps.shutdown()
 
 
+def alone(job: Job) -> None:
+    """One rank: its gradients are the averages, and nothing is sent."""
+    bps.init()
+    trained = model(job, 0)
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=RATE))
+    trained(batch(job, 0, 1)).sum().backward()
+    optimizer.step()
+    with job.check("its own gradients"):
+        demand_gradients(trained, batch(job, 0, 1), 1.0)
+    with job.check("nothing is sent"):
+        assert bps.get_metrics()["byteps_worker_operations_total"] == 0
+    bps.shutdown()
+
+
 def scaled(job: Job) -> None:
     """Gradients that are changed while they are sent: an error, never other values."""
     bps.init()
