@@ -126,7 +126,7 @@ class BytePSGroup(dist.ProcessGroup):
             session.shutdown()
 
     def abort(self) -> None:
-        """End the group at once: whoever waits for one of its all-reduces gets an error."""
+        """End the group at once: its all-reduces in flight fail."""
         self._close()
         if self._is_default:
             session.abort("torch.distributed was aborted")

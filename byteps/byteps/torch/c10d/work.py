@@ -115,11 +115,15 @@ class ServerWork(dist._Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors. It is completed by the thread of completions."""
         with self._lock:
+            made = self._future is None
             if self._future is None:
                 devices = {str(t.device) for t in self._tensors if t.is_cuda}
                 self._future = torch.futures.Future(devices=[*sorted(devices)])
-                self._complete_at_end()
-            return self._future
+            future = self._future
+        # Without the lock: it may settle the line, whose lock comes before that of a work.
+        if made:
+            self._complete_at_end()
+        return future
 
     # ----- for this package
 
