@@ -13,6 +13,7 @@ from byteps.torch.figures import setting
 from byteps.torch.hosts import host_name
 from byteps.torch.routes import Network
 from byteps.torch.session import BytePSError
+from byteps.torch.world import num_servers
 
 _GBPS = 1e9 / 8
 
@@ -80,7 +81,7 @@ def meet(exchange: Callable[[Told], Sequence[Told]]) -> Job:
 
 
 def _servers(hosts: int, told: Told) -> Servers:
-    count, local = len(declarations.bytes_per_server(1, name="count")), told.local_servers
+    count, local = num_servers(), told.local_servers
     if local < 0:
         return Servers(hosts=hosts, extra=0, local=max(1, count // hosts))
     if local * hosts > count:

@@ -1,4 +1,4 @@
-"""What a model of Transformer Engine's layers needs beside them."""
+"""What a model of Transformer Engine's layers needs in addition to them."""
 
 from __future__ import annotations
 

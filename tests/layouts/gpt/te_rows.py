@@ -97,7 +97,7 @@ TE_LAYOUTS: tuple[Layout, ...] = (
     _row("ep2-tp2-etp1-dp2-do-overlap-gather", *_MOE, *_GATHER, ranks=4, ep=2, tp=2, etp=1,
          experts=4, overlap=True, distributed_optimizer=True),
     _row("pp2-dp2-tied-do-acc2", ranks=4, pp=2, accumulation=2, distributed_optimizer=True),
-    # Each weight cut over two ranks beside tensor parallelism.
+    # Each weight cut over two ranks, in addition to tensor parallelism.
     _row("shards2-dp2-overlap", "--tensor-parallel-num-weight-shards", "2",
          "--disable-bias-linear", ranks=4, overlap=True),
     # Transformer Engine's attention over a sequence that ranks share.

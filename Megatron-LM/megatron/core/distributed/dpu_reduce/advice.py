@@ -128,10 +128,7 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
             way = _way(replace(kept, wire_bytes=wire), network, changes)
             ways.append(replace(way, refused=optimizer_refused))
     first = ways[0].seconds
-    ways = [
-        replace(way, gain=first / way.seconds if way.seconds else 1.0, changes=way.changes)
-        for way in ways
-    ]
+    ways = [replace(way, gain=first / way.seconds if way.seconds else 1.0) for way in ways]
     possible = [way for way in ways if not way.refused]
     limit = ENOUGH * min(way.seconds for way in possible)
     near = [way for way in possible if way.seconds <= limit]

@@ -2,7 +2,7 @@
 
 """How many parameters a rank holds, counted from the sizes of a GPT or a hybrid of it.
 
-Counted are matrices, biases, norms and what Mamba layers have beside these, for the stage of a
+Matrices, biases, norms and the further parameters of Mamba layers are counted, for the stage of a
 pipeline that holds the most. Nothing is built.
 """
 
