@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -85,10 +86,12 @@ def test_a_script_that_does_not_know_of_it(tmp_path: Path) -> None:
     """One environment variable under torchrun: scheduler and servers start by themselves."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    env = {**clean_environment(tmp_path), "BYTEPS_C10D": "1", **FLAT}
+    env = {**clean_environment(tmp_path), "BYTEPS_C10D": "1", "BYTEPS_LOG_FORMAT": "json", **FLAT}
     del env["BYTEPS_SECRET"]
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     job = Spawned("job", [sys.executable, *words], env, tmp_path)
     assert job.wait(RUN_S) == 0, job.text
     for rank in range(2):
         assert f"rank {rank}: BytePSGroup, gloo" in job.text, job.text
+    decisions = [line for line in job.text.splitlines() if "all-reduces of float32" in line]
+    assert [json.loads(line)["severity"] for line in decisions] == ["INFO"], job.text

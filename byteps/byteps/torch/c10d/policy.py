@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass
 
 import torch
+from byteps import logs
 from byteps.torch import session
 from byteps.torch.figures import setting
 from byteps.torch.job import Job
@@ -84,9 +86,10 @@ def _tell(
         else f"BytePS {decision.route}, from {settings.min_bytes} bytes"
     )
     text = (
-        f"byteps: all-reduces of {of_type} over {len(ranks)} ranks on {len(set(hosts))} host(s): "
+        f"all-reduces of {of_type} over {len(ranks)} ranks on {len(set(hosts))} host(s): "
         f"{backend} ({decision.why})"
     )
     if text not in _told:
         _told.add(text)
-        print(text, file=sys.stderr, flush=True)
+        # Not by a logger: at its default level it says nothing.
+        sys.stderr.write(logs.render(logging.INFO, text) + "\n")
