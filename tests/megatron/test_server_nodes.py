@@ -173,7 +173,7 @@ def test_after_a_step_that_failed_nothing_is_sent_or_saved(error: BaseException)
         optimizer = ServerOptimizer.__new__(ServerOptimizer)
         optimizer.optimizer = mock.Mock(param_groups=[])
         rule = mock.Mock(groups=[], **{"groups_of.return_value": []})
-        optimizer._early, optimizer._loaded = {bucket}, True
+        optimizer._early, optimizer._loaded, optimizer._unscale = {bucket}, True, 1.0
         optimizer._machine = StepMachine([bucket], rule, Speculation("speculate"), name="it")
         bucket.push_early.side_effect = None if fails == "step" else error
         optimizer._step = mock.Mock(side_effect=error)

@@ -159,9 +159,7 @@ def test_rules_see_arguments_as_megatron_has_renamed_and_derived_them(
 ) -> None:
     """Each setting has one name then, whatever it was called on the command line."""
     seen: list[object] = []
-    monkeypatch.setattr(
-        arguments.dpu_reduce, "validate_args", lambda args: seen.append(getattr(args, name))
-    )
+    monkeypatch.setattr(dpu_reduce, "validate_args", lambda args: seen.append(getattr(args, name)))
     parsing.parse([*SMALL, "--no-check-for-nan-in-loss-and-grad", *words], world=2)
     assert seen == [value]
 

@@ -195,9 +195,10 @@ TEST_P(Refusal, ThatIsNotProvedCountsAsAFailedAttemptUntilTheTimeIsOver) {
   hub_.settings.reconnect_s = 0.7;
   const std::string reason = After([](Link* link) { link->ForgetTheSecret(); });
   EXPECT_GE(took_s_, 0.6);
-  EXPECT_NE(reason.find("could not be made again within 0.7 s (BYTEPS_RECONNECT_TIMEOUT_S=0.7): it "
-                        "different job secrets"),
-            std::string::npos)
+  EXPECT_NE(
+      reason.find("could not be made again within 0.7 s (BYTEPS_RECONNECT_TIMEOUT_S=0.7): the "
+                  "two nodes have different job secrets"),
+      std::string::npos)
       << reason;
 }
 
