@@ -19,7 +19,7 @@
 namespace byteps {
 namespace core {
 
-constexpr uint8_t kDeclarationVersion = 3;
+constexpr uint8_t kDeclarationVersion = 4;
 
 // Declarations that were made with one configuration: `hash` is the same in all.
 std::string PackDeclarations(const std::vector<Declaration>& declarations);

@@ -1,4 +1,4 @@
-// Element types that can be summed.
+// Element types that can be summed, and the form in which they travel.
 #ifndef BYTEPS_BASE_DTYPE_H_
 #define BYTEPS_BASE_DTYPE_H_
 
@@ -19,8 +19,12 @@ enum class DType : uint8_t {
   kInt8 = 5,
   kInt64 = 6,
   kBFloat16 = 7,
+  kInt8x128 = 8,  // blocks (base/block_codec.h): one is an element
+  kInt4x128 = 9,
 };
-constexpr int kNumDTypes = 8;
+constexpr int kNumDTypes = 10;
+
+constexpr size_t kBlockValues = 128;
 
 inline size_t SizeOf(DType t) {
   switch (t) {
@@ -36,13 +40,18 @@ inline size_t SizeOf(DType t) {
     case DType::kFloat64:
     case DType::kInt64:
       return 8;
+    case DType::kInt8x128:
+      return kBlockValues + 2;
+    case DType::kInt4x128:
+      return kBlockValues / 2 + 2;
   }
   return 0;
 }
 
 inline const char* NameOf(DType t) {
-  static const char* const names[kNumDTypes] = {"float32", "float64", "float16", "uint8",
-                                                "int32",   "int8",    "int64",   "bfloat16"};
+  static const char* const names[kNumDTypes] = {"float32", "float64", "float16",  "uint8",
+                                                "int32",   "int8",    "int64",    "bfloat16",
+                                                "int8x128", "int4x128"};
   return names[static_cast<int>(t)];
 }
 
@@ -59,6 +68,9 @@ inline bool ParseDType(const std::string& name, DType* t) {
 
 // Types that are summed in fp32 and rounded once.
 inline bool IsHalf(DType t) { return t == DType::kFloat16 || t == DType::kBFloat16; }
+
+// Types whose elements are blocks of values.
+inline bool IsBlock(DType t) { return t == DType::kInt8x128 || t == DType::kInt4x128; }
 
 // Whether servers can update parameters of this type.
 inline bool IsUpdated(DType t) { return t == DType::kFloat32 || IsHalf(t); }

@@ -20,17 +20,18 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
   return static_cast<int>(h % k);
 }
 
-uint32_t PartitionBytes(uint64_t bytes, int num_servers, double link_bytes_per_s, uint32_t smallest,
-                        uint32_t largest) {
-  const uint64_t page = sysconf(_SC_PAGESIZE);
+uint32_t PartitionBytes(DType dtype, uint64_t bytes, int num_servers, double link_bytes_per_s,
+                        uint32_t smallest, uint32_t largest) {
+  const uint64_t unit = IsBlock(dtype) ? kBlocksOfPartition * SizeOf(dtype) : sysconf(_SC_PAGESIZE);
+  const auto whole = [unit](uint64_t n) { return (n + unit - 1) / unit * unit; };
   const uint64_t pieces =
       std::min(kPartitionsPerServer * static_cast<uint64_t>(num_servers), kMaxPartitions);
   const double a_server = static_cast<double>(bytes) / num_servers;
   const auto worth = static_cast<uint64_t>(sqrt(a_server * link_bytes_per_s * kPartitionSeconds));
-  const uint64_t unrounded = std::max((bytes + pieces - 1) / pieces, worth);
-  const uint64_t wanted = (unrounded + page - 1) / page * page;
-  const uint64_t least = std::min(smallest, largest);
-  return static_cast<uint32_t>(std::min<uint64_t>(std::max(wanted, least), largest));
+  const uint64_t wanted = whole(std::max((bytes + pieces - 1) / pieces, worth));
+  const uint64_t most = std::max(largest / unit * unit, unit);
+  const uint64_t least = std::min(whole(smallest), most);
+  return static_cast<uint32_t>(std::min(std::max(wanted, least), most));
 }
 
 }  // namespace core

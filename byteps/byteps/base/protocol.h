@@ -72,6 +72,8 @@ struct Declaration {
   std::string name;
   DType dtype = DType::kFloat32;
   bool average = false;
+  // Of blocks (base/block_codec.h): servers keep what rounding loses of a sum for the next one.
+  bool feedback = false;
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
   uint64_t placement =

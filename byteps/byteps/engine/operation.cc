@@ -1,9 +1,11 @@
 #include "byteps/engine/operation.h"
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 #include <utility>
 
+#include "byteps/base/block_codec.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/probe.h"
 
@@ -22,6 +24,18 @@ constexpr std::chrono::microseconds kAwakeForSmall(200);
 
 // Of as many elements, in fp32.
 uint64_t StateBytes(uint64_t bytes, DType dtype) { return bytes / SizeOf(dtype) * sizeof(float); }
+
+struct CodedRange {
+  uint64_t begin;
+  uint64_t count;
+};
+
+// The values of a part of the blocks; the last block may have fewer than it could.
+CodedRange RangeOf(const Operation::Part& part, DType blocks, uint64_t values) {
+  const uint64_t begin = part.offset / SizeOf(blocks) * kBlockValues;
+  const uint64_t end = begin + part.bytes / SizeOf(blocks) * kBlockValues;
+  return {begin, std::min(end, values) - std::min(begin, values)};
+}
 
 }  // namespace
 
@@ -71,6 +85,37 @@ Operation::Part Operation::Wanted(uint64_t index) const {
 
 char* Operation::Target(uint64_t index) const {
   return static_cast<char*>(request.output) + Wanted(index).offset;
+}
+
+void Operation::Encode(uint64_t index) const {
+  const CodedValues& coded = request.coded;
+  const Part part = Sent(index);
+  const CodedRange range = RangeOf(part, request.tensor.dtype, coded.count);
+  const char* const from = static_cast<const char*>(coded.input) + range.begin * SizeOf(coded.dtype);
+  char* const to = static_cast<char*>(request.output) + part.offset;
+  EncodeBlocks(request.tensor.dtype, to, coded.dtype, from, range.count,
+               coded.lost == nullptr ? nullptr : coded.lost + range.begin);
+}
+
+void Operation::Decode(uint64_t index, const char* blocks) const {
+  const CodedValues& coded = request.coded;
+  const DType type = request.tensor.dtype;
+  const size_t size = SizeOf(coded.dtype);
+  const CodedRange range = RangeOf(Wanted(index), type, coded.count);
+  if (range.count == 0) return;
+  uint64_t begin = range.begin;
+  const uint64_t end = std::min(range.begin + range.count, coded.end);
+  char* const output = static_cast<char*>(coded.output);
+  if (begin < coded.begin) {  // the first block has values that are not wanted
+    alignas(float) char values[kBlockValues * sizeof(float)];
+    const uint64_t next = std::min(begin + kBlockValues, end);
+    DecodeBlocks(type, blocks, coded.dtype, values, next - begin);
+    memcpy(output + coded.begin * size, values + (coded.begin - begin) * size,
+           (next - coded.begin) * size);
+    begin = next;
+    blocks += SizeOf(type);
+  }
+  if (begin < end) DecodeBlocks(type, blocks, coded.dtype, output + begin * size, end - begin);
 }
 
 Operation::Part Operation::WantedOutput() const {

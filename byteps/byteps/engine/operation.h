@@ -20,6 +20,19 @@
 namespace byteps {
 namespace core {
 
+// The caller's values of a tensor on the CPU that travels in blocks of few bits
+// (base/block_codec.h).  They are encoded partition by partition as they are pushed, and decoded as
+// their sums come.
+struct CodedValues {
+  DType dtype = DType::kFloat32;
+  uint64_t count = 0;  // 0: there are none, and the tensor travels as it is
+  uint64_t begin = 0;  // of the values that are wanted; the others stay as they are
+  uint64_t end = 0;
+  const void* input = nullptr;
+  void* output = nullptr;    // may be `input`
+  uint16_t* lost = nullptr;  // by rounding, for each value, with feedback
+};
+
 // One sum to be made.  The memory belongs to the caller, who keeps it alive and leaves it alone
 // until Wait has returned.  After a failed Wait nothing is written into `output` any more, but
 // the transport may still read `input` until Stop.
@@ -27,6 +40,7 @@ struct PushPullRequest {
   TensorSpec tensor;  // input and output are on tensor.device
   const void* input = nullptr;
   void* output = nullptr;  // may be `input`
+  CodedValues coded;       // whose blocks are in `input`, which is `output` then
   // The part of the sum, or of the state, that is wanted, in bytes; the rest of `output`
   // stays as it is.  Equal ends: nothing is.
   uint64_t pull_begin = 0;
@@ -100,6 +114,11 @@ class Operation {
   Part WantedOutput() const;
   // The fp32 state of a partition.
   Part State(uint64_t index) const;
+  // Of a tensor with coded values: whether it is one; the input of a partition from its values; the
+  // wanted values of a partition from `blocks`, which are what Target is for.
+  bool is_coded() const { return request.coded.count > 0; }
+  void Encode(uint64_t index) const;
+  void Decode(uint64_t index, const char* blocks) const;
 
   // ----- any thread
 

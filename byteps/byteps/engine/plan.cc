@@ -40,9 +40,14 @@ Plan::Plan(const Config& config, const Launch& launch, int num_servers)
       largest_partition_(WholePages(config.Int("BYTEPS_PARTITION_BYTES"))),
       hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))) {}
 
-uint32_t Plan::PartitionBytes(uint64_t bytes, uint64_t piece_of) const {
-  return core::PartitionBytes(std::max(bytes, piece_of), num_servers_, link_bytes_per_s_,
+uint32_t Plan::PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of) const {
+  return core::PartitionBytes(dtype, std::max(bytes, piece_of), num_servers_, link_bytes_per_s_,
                               smallest_partition_, largest_partition_);
+}
+
+uint32_t Plan::largest_partition() const {
+  constexpr auto kOfBlocks = static_cast<uint32_t>(kBlocksOfPartition * (kBlockValues + 2));
+  return std::max(largest_partition_, kOfBlocks);
 }
 
 Declaration Plan::Declare(const TensorSpec& spec) const {
@@ -52,7 +57,8 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
   d.average = spec.average;
   d.hash = hash_;
   d.bytes = spec.bytes;
-  d.partition_bytes = PartitionBytes(d.bytes, spec.piece_of);
+  d.feedback = spec.feedback;
+  d.partition_bytes = PartitionBytes(d.dtype, d.bytes, spec.piece_of);
   d.group = spec.group;
   d.rule = spec.rule;
   if (d.group.empty()) {

@@ -23,6 +23,7 @@ struct TensorSpec {
   uint64_t bytes = 0;
   uint64_t piece_of = 0;  // bytes of the tensor that this one is a piece of, if it is one
   bool average = true;
+  bool feedback = false;              // of blocks: see Declaration
   std::vector<uint32_t> group;        // ranks that sum, ascending; empty: all workers
   std::optional<uint64_t> placement;  // none: from the key
   int device = kCpu;                  // where it lies
@@ -41,12 +42,12 @@ class Plan {
   int num_servers() const { return num_servers_; }
   const Launch& launch() const { return launch_; }
   // Bytes of the largest partition that any tensor can have.
-  uint32_t largest_partition() const { return largest_partition_; }
+  uint32_t largest_partition() const;
 
   // Bytes of the partitions of a tensor of `bytes` bytes.  Those of a piece are as long as those of
   // the tensor that it is a piece of: each has a cost of its own, and a server has many of all
   // pieces together.
-  uint32_t PartitionBytes(uint64_t bytes, uint64_t piece_of = 0) const;
+  uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of = 0) const;
 
   // What this worker tells the servers.  Throws UsageError when the tensor cannot be summed.
   Declaration Declare(const TensorSpec& spec) const;

@@ -114,8 +114,9 @@ void Puller::OnSum(Message* message, Request request) {
     arrived.values = std::move(message->values);
     arrived.request.block.reset();
   }
-  if (bytes <= kFew || (landed && !on_gpu)) return Handle(&arrived, receive_track_);
-  if (landed && LeaveCopy(arrived.request)) return;
+  const bool is_coded = arrived.request.operation->is_coded();
+  if (bytes <= kFew || (landed && !on_gpu && !is_coded)) return Handle(&arrived, receive_track_);
+  if (landed && on_gpu && LeaveCopy(arrived.request)) return;
   queue_->Push(std::move(arrived));
 }
 
@@ -161,15 +162,21 @@ void Puller::Count(const Request& request) {
 }
 
 bool Puller::CopyToOutput(const Arrived& arrived) {
-  if (arrived.values.empty()) return true;  // it landed there
   Operation& operation = *arrived.request.operation;
+  const uint64_t index = arrived.request.index;
+  const bool landed = arrived.values.empty();
+  if (landed && !operation.is_coded()) return true;
   if (!operation.BeginWriting()) {  // it failed meanwhile
     PS_PROBE(kEndedBeforeSum);
     return false;
   }
-  memcpy(operation.Target(arrived.request.index), arrived.values.data(), arrived.values.size());
+  if (operation.is_coded()) {
+    operation.Decode(index, landed ? operation.Target(index) : arrived.values.data());
+  } else {
+    memcpy(operation.Target(index), arrived.values.data(), arrived.values.size());
+    context_->counters->copied_bytes.Add(arrived.values.size());
+  }
   operation.EndWriting();
-  context_->counters->copied_bytes.Add(arrived.values.size());
   return true;
 }
 

@@ -47,7 +47,8 @@ class Puller {
   void OnSum(Message* message, Request request);
   void Fail(const Request& request, const std::string& error);
   void Handle(Arrived* arrived, int track);
-  // Of a tensor on the CPU.  False when the operation failed, and nothing may be written.
+  // Of a tensor on the CPU: copies or decodes what came.  False when the operation failed, and
+  // nothing may be written.
   bool CopyToOutput(const Arrived& arrived);
   // Of a tensor on a GPU: once there is pinned memory, enqueues the copy from there.
   void MoveToDevice(Arrived* arrived, int track);

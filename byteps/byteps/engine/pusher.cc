@@ -157,6 +157,7 @@ void Pusher::Send(const Task& task, int track) {
   const char* source =
       static_cast<const char*>(operation.request.input) + operation.Sent(task.index).offset;
   if (task.block) source = task.block.get();
+  if (operation.is_coded() && task.bytes > 0) operation.Encode(task.index);
   task.operation->Move(task.index, Operation::Stage::kPushed);
   const int64_t now = SteadyNs();
   if (times != nullptr && times->copied == 0) times->copied = now;

@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "byteps/base/block_codec.h"
 #include "byteps/base/invariant.h"
 #include "byteps/server/reducer.h"
 
@@ -31,6 +32,7 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
                 std::to_string(added) + " pushes of " + std::to_string(members) + " members of '" +
                     declaration.name + "'");
   const int divisor = declaration.average && last ? static_cast<int>(members) : 1;
+  if (IsBlock(t)) return AddBlocks(declaration, rule, std::move(values), scratch);
   if (added == 1) {
     sum_ = std::move(values);
   } else if (members == 2 || !wide) {
@@ -52,8 +54,40 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
   }
 }
 
+void Accumulator::AddBlocks(const Declaration& declaration, const AdditionRule& rule,
+                            SharedBytes values, Scratch* scratch) {
+  const size_t members = declaration.group.size();
+  const bool last = added_ == members;
+  if (members == 1) {  // nothing is added, and nothing rounded
+    sum_ = std::move(values);
+    return;
+  }
+  blocks_.push_back(std::move(values));
+  if (!last && blocks_.size() < kAtOnce) return;
+  const void* in[kAtOnce];
+  for (size_t i = 0; i < blocks_.size(); ++i) in[i] = blocks_[i].data();
+  BlockSum sum;
+  sum.type = declaration.dtype;
+  sum.in = in;
+  sum.inputs = blocks_.size();
+  sum.blocks = blocks_.back().size() / SizeOf(sum.type);
+  sum.begun = wide_.size() > 0;
+  if (!last && !sum.begun) wide_ = scratch->Take(sum.blocks * kBlockValues * sizeof(float));
+  sum.wide = reinterpret_cast<float*>(wide_.data());
+  if (last) {
+    const int divisor = declaration.average ? static_cast<int>(members) : 1;
+    sum_ = std::move(blocks_.back());
+    EndBlocks(sum, divisor, sum_.data(), rule.lost);
+    scratch->Return(std::move(wide_));
+  } else {
+    core::AddBlocks(sum);
+  }
+  blocks_.clear();
+}
+
 void Accumulator::Clear(Scratch* scratch) {
   waiting_.clear();
+  blocks_.clear();
   scratch->Return(std::move(wide_));
   sum_ = spare_ = SharedBytes();
 }

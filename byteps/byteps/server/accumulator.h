@@ -3,6 +3,7 @@
 #define BYTEPS_SERVER_ACCUMULATOR_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "byteps/base/protocol.h"
@@ -17,10 +18,14 @@ struct AdditionRule {
   bool in_order = false;      // of ranks, however they come
   bool wide_float32 = true;   // more than two of fp32 meet in fp64
   bool keeps_memory = false;  // of one push, for TakeSpare
+  // Of blocks with feedback: what rounding lost of the sum before, for each value.
+  uint16_t* lost = nullptr;
 };
 
 // Pushes are added from where they were received.  Where there are more than two of a half type or
-// of fp32, they meet in a wider accumulator and are rounded once (reducer.h).
+// of fp32, they meet in a wider accumulator and are rounded once (reducer.h).  Blocks of few bits
+// wait for each other, and are added several at a time (base/block_codec.h): a sum of up to
+// kAtOnce pushes needs no accumulator.
 class Accumulator {
  public:
   // Takes the push of a member over: adds it now or, in order, once those before it were added.
@@ -39,8 +44,13 @@ class Accumulator {
  private:
   void Add(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
            Scratch* scratch);
+  void AddBlocks(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
+                 Scratch* scratch);
+
+  static constexpr size_t kAtOnce = 8;
 
   std::vector<SharedBytes> waiting_;  // by member index: not yet their turn
+  std::vector<SharedBytes> blocks_;   // that were counted, and are still to be added
   size_t added_ = 0;
   SharedBytes sum_;  // the first push, then the sum
   SharedBytes spare_;

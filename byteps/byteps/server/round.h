@@ -70,6 +70,7 @@ struct Partition {
   uint64_t index = 0;
   size_t thread = 0;  // number of the SumThread that it belongs to, whose lock guards what follows
   std::unique_ptr<PartitionState> state;  // null of a tensor that is summed, and no more
+  std::vector<uint16_t> lost;             // by rounding the last sum, of blocks with feedback
   uint32_t first_round = 0;
   std::deque<Round> rounds;
   // Why the last rounds before the first one failed, by number, for members that come later.

@@ -157,6 +157,11 @@ void Rounds::Add(Partition* partition, Round* round, size_t member, SharedBytes 
   rule.in_order = context_->deterministic || (declaration.rule && declaration.rule->in_order);
   rule.wide_float32 = context_->wide_float32;
   rule.keeps_memory = round->update && round->update->keeps_memory();
+  if (declaration.feedback) {
+    const uint64_t blocks = declaration.PartitionSize(partition->index) / SizeOf(declaration.dtype);
+    partition->lost.resize(blocks * kBlockValues);
+    rule.lost = partition->lost.data();
+  }
   round->accumulator.Take(declaration, rule, member, std::move(values), &scratch_);
 }
 

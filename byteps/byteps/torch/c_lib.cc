@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "byteps/base/block_codec.h"
 #include "byteps/base/config.h"
 #include "byteps/base/error.h"
 #include "byteps/base/fork.h"
@@ -115,10 +116,15 @@ void Init(int num_servers) {
                      std::make_unique<Session>(config, options));
 }
 
-std::vector<uint64_t> BytesPerServer(const std::string& name, uint64_t bytes, uint64_t piece_of,
-                                     const Ranks& group, std::optional<uint64_t> placement) {
+std::vector<uint64_t> BytesPerServer(const std::string& name, const std::string& dtype,
+                                     uint64_t bytes, uint64_t piece_of, const Ranks& group,
+                                     std::optional<uint64_t> placement) {
   return GetWorker()->BytesPerServer(
-      Spec(name, "float32", bytes, piece_of, true, group, placement, kCpu));
+      Spec(name, dtype, bytes, piece_of, true, false, group, placement, kCpu));
+}
+
+uint64_t PartitionBytes(const std::string& dtype, uint64_t bytes, uint64_t piece_of) {
+  return GetWorker()->PartitionBytes(ParsedDType(dtype), bytes, piece_of);
 }
 
 void Declare(const std::vector<SpecTuple>& tuples) {
@@ -127,12 +133,35 @@ void Declare(const std::vector<SpecTuple>& tuples) {
   GetWorker()->Declare(specs);
 }
 
+// (type of the values, how many, input, output, the first and the last plus one of those that are
+// wanted, what was lost)
+using CodedTuple =
+    std::tuple<std::string, uint64_t, uintptr_t, uintptr_t, uint64_t, uint64_t, uintptr_t>;
+
+CodedValues Coded(const CodedTuple& tuple) {
+  const auto& [dtype, count, input, output, begin, end, lost] = tuple;
+  CodedValues coded;
+  coded.dtype = ParsedDType(dtype);
+  if (!IsEncoded(coded.dtype)) {
+    throw UsageError("values of " + dtype + " cannot be sent in blocks of few bits");
+  }
+  coded.count = count;
+  coded.begin = begin;
+  coded.end = end;
+  coded.input = reinterpret_cast<const void*>(input);
+  coded.output = reinterpret_cast<void*>(output);
+  coded.lost = reinterpret_cast<uint16_t*>(lost);
+  return coded;
+}
+
 int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
-                 uintptr_t output, uint64_t bytes, uint64_t piece_of, bool average, int priority,
-                 const Ranks& group, std::optional<uint64_t> placement,
-                 std::optional<std::pair<uint64_t, uint64_t>> pull, int device, uintptr_t stream) {
+                 uintptr_t output, uint64_t bytes, uint64_t piece_of, bool average, bool feedback,
+                 int priority, const Ranks& group, std::optional<uint64_t> placement,
+                 std::optional<std::pair<uint64_t, uint64_t>> pull, int device, uintptr_t stream,
+                 const std::optional<CodedTuple>& coded) {
   PushPullRequest request;
-  request.tensor = Spec(name, dtype, bytes, piece_of, average, group, placement, device);
+  request.tensor = Spec(name, dtype, bytes, piece_of, average, feedback, group, placement, device);
+  if (coded) request.coded = Coded(*coded);
   request.input = reinterpret_cast<const void*>(input);
   request.output = reinterpret_cast<void*>(output);
   request.priority = priority;
@@ -142,6 +171,18 @@ int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t in
   }
   request.stream = reinterpret_cast<DeviceStream>(stream);
   return GetWorker()->PushPull(request);
+}
+
+void Encode(const std::string& dtype, uintptr_t blocks, const std::string& from, uintptr_t values,
+            uint64_t count, uintptr_t lost) {
+  EncodeBlocks(ParsedDType(dtype), reinterpret_cast<void*>(blocks), ParsedDType(from),
+               reinterpret_cast<const void*>(values), count, reinterpret_cast<uint16_t*>(lost));
+}
+
+void Decode(const std::string& dtype, uintptr_t blocks, const std::string& to, uintptr_t values,
+            uint64_t count) {
+  DecodeBlocks(ParsedDType(dtype), reinterpret_cast<const void*>(blocks), ParsedDType(to),
+               reinterpret_cast<void*>(values), count);
 }
 
 // Lets Python handle signals, such as Ctrl-C, while it waits: what a handler raises is raised
@@ -207,8 +248,8 @@ PYBIND11_MODULE(c_lib, m) {
   });
   m.def("push_pull", &PushPull, py::arg("name"), py::arg("dtype"), py::arg("input"),
         py::arg("output"), py::arg("bytes"), py::arg("piece_of"), py::arg("average"),
-        py::arg("priority"), py::arg("group"), py::arg("placement"), py::arg("pull"),
-        py::arg("device"), py::arg("stream"), Unlocked());
+        py::arg("feedback"), py::arg("priority"), py::arg("group"), py::arg("placement"),
+        py::arg("pull"), py::arg("device"), py::arg("stream"), py::arg("coded"), Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", &Wait, py::arg("handle"), py::arg("stream") = 0);
   m.def(
@@ -237,17 +278,17 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("metrics", &Metrics);
   m.def("endpoints", &Endpoints);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
-  m.def(
-      "partition_bytes",
-      [](uint64_t bytes, uint64_t piece_of) {
-        return GetWorker()->PartitionBytes(bytes, piece_of);
-      },
-      py::arg("bytes"), py::arg("piece_of"));
+  m.def("partition_bytes", &PartitionBytes, py::arg("dtype"), py::arg("bytes"),
+        py::arg("piece_of"));
   m.def(
       "link_gbps", [] { return GetWorker()->LinkGbps(); },
       "Gbit/s each way of the slowest worker's NIC; 0 where one of them is not known.");
-  m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("bytes"), py::arg("piece_of"),
-        py::arg("group"), py::arg("placement"));
+  m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("dtype"), py::arg("bytes"),
+        py::arg("piece_of"), py::arg("group"), py::arg("placement"));
+  m.def("encode_blocks", &Encode, py::arg("dtype"), py::arg("blocks"), py::arg("from_"),
+        py::arg("values"), py::arg("count"), py::arg("lost"), Unlocked());
+  m.def("decode_blocks", &Decode, py::arg("dtype"), py::arg("blocks"), py::arg("to"),
+        py::arg("values"), py::arg("count"), Unlocked());
   m.def("config", [] { return IsInitialized() ? settings : Config::FromEnvironment().Print(); });
   DefineUpdatedTensor(&m);
   DefineChildren(&m);

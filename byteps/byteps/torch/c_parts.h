@@ -26,20 +26,26 @@ struct Ranks {
   std::vector<uint32_t> values;
 };
 
-// (name, dtype, bytes, piece of so many bytes, average, group, placement, device)
-using SpecTuple = std::tuple<std::string, std::string, uint64_t, uint64_t, bool, Ranks,
+// (name, dtype, bytes, piece of so many bytes, average, feedback, group, placement, device)
+using SpecTuple = std::tuple<std::string, std::string, uint64_t, uint64_t, bool, bool, Ranks,
                              std::optional<uint64_t>, int>;
 
+inline DType ParsedDType(const std::string& name) {
+  DType dtype;
+  if (!ParseDType(name, &dtype)) throw UsageError("tensors of " + name + " cannot be summed");
+  return dtype;
+}
+
 inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64_t bytes,
-                       uint64_t piece_of, bool average, const Ranks& group,
+                       uint64_t piece_of, bool average, bool feedback, const Ranks& group,
                        std::optional<uint64_t> placement, int device) {
   TensorSpec spec;
-  if (!ParseDType(dtype, &spec.dtype))
-    throw UsageError("tensors of " + dtype + " cannot be summed");
+  spec.dtype = ParsedDType(dtype);
   spec.name = name;
   spec.bytes = bytes;
   spec.piece_of = piece_of;
   spec.average = average;
+  spec.feedback = feedback;
   spec.group = group.values;
   spec.placement = placement;
   spec.device = device;

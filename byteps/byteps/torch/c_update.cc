@@ -86,7 +86,7 @@ class UpdatedTensor {
     return Start(kReadState, 0, output, Packed(verdict) + Slot(slot), 0, 0, std::move(request));
   }
   uint64_t NumPartitions() const {
-    const uint64_t size = GetWorker()->PartitionBytes(spec_.bytes, spec_.piece_of);
+    const uint64_t size = GetWorker()->PartitionBytes(spec_.dtype, spec_.bytes, spec_.piece_of);
     return (spec_.bytes + size - 1) / size;
   }
 

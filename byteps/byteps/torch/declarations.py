@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from byteps.torch import c_lib, session
 from byteps.torch.ranks import Group, engine_ranks
-from byteps.torch.tensors import DTYPES, check_wire_dtype, device_number
+from byteps.torch import wire
+from byteps.torch.tensors import DTYPES, device_number
+from byteps.torch.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class TensorDeclaration:
     group: Group = None
     """The ranks that sum, or their ProcessGroup; None for all workers."""
     placement: int | None = None
-    wire_dtype: torch.dtype | None = None
+    wire_dtype: Wire | None = None
     """As push_pull has it."""
     device: torch.device | str = "cpu"
     """Where the tensor is; for one on a GPU, pinned memory is reserved now."""
@@ -34,28 +36,27 @@ class TensorDeclaration:
     partitions as long as that one's. 0: it is no piece."""
 
 
-_Spec = tuple[str, str, int, int, bool, c_lib.Ranks, int | None, int]
+_Spec = tuple[str, str, int, int, bool, bool, c_lib.Ranks, int | None, int]
 
 
 def spec_of(tensor: TensorDeclaration) -> _Spec:
     """The arguments of c_lib.declare."""
-    dtype = tensor.wire_dtype or tensor.dtype
     if not tensor.name:
         raise ValueError("a tensor needs a name, the same on all workers")
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{tensor.name!r} is {tensor.dtype}, which cannot be summed")
-    if dtype != tensor.dtype:
-        check_wire_dtype(tensor.dtype, dtype)
+    form = wire.of(tensor.dtype, tensor.wire_dtype)
     if tensor.numel < 1:
         raise ValueError(f"{tensor.name!r} has {tensor.numel} elements: nothing to sum")
     if tensor.placement is not None and tensor.placement < 0:
         raise ValueError(f"placement of {tensor.name!r} must not be negative")
     return (
         tensor.name,
-        DTYPES[dtype],
-        tensor.numel * dtype.itemsize,
-        tensor.piece_of * dtype.itemsize,
+        form.engine_name,
+        form.nbytes(tensor.numel),
+        form.nbytes(tensor.piece_of),
         bool(tensor.average),
+        form.feedback,
         engine_ranks(tensor.group),
         tensor.placement,
         device_number(torch.device(tensor.device)),
@@ -82,16 +83,17 @@ def link_gbps() -> float:
     return c_lib.link_gbps()
 
 
-def partition_bytes(nbytes: int, *, piece_of: int = 0) -> int:
+def partition_bytes(nbytes: int, *, piece_of: int = 0, wire_dtype: Wire = torch.float32) -> int:
     """Bytes of the partitions (the last may have fewer) of a tensor of `nbytes` bytes, which may be
-    a piece of one of `piece_of` bytes."""
+    a piece of one of `piece_of` bytes. `wire_dtype`: in which it travels."""
     session.launched()
-    return c_lib.partition_bytes(nbytes, piece_of)
+    form = wire.of(torch.float32, wire_dtype)
+    return c_lib.partition_bytes(form.engine_name, nbytes, piece_of)
 
 
-def partition_count(nbytes: int, *, piece_of: int = 0) -> int:
+def partition_count(nbytes: int, *, piece_of: int = 0, wire_dtype: Wire = torch.float32) -> int:
     """How many partitions such a tensor has."""
-    return -(-nbytes // partition_bytes(nbytes, piece_of=piece_of))
+    return -(-nbytes // partition_bytes(nbytes, piece_of=piece_of, wire_dtype=wire_dtype))
 
 
 def bytes_per_server(
@@ -101,6 +103,7 @@ def bytes_per_server(
     group: Group = None,
     placement: int | None = None,
     piece_of: int = 0,
+    wire_dtype: Wire = torch.float32,
 ) -> list[int]:
     """Bytes that each server, in the order of their ranks, gets of a tensor of `nbytes` bytes.
 
@@ -113,6 +116,7 @@ def bytes_per_server(
     session.launched()
     return c_lib.bytes_per_server(
         name=name,
+        dtype=wire.of(torch.float32, wire_dtype).engine_name,
         bytes=nbytes,
         piece_of=piece_of,
         group=engine_ranks(group),

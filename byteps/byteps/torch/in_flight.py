@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from byteps.torch import tensors
+from byteps.torch import blocks
+from byteps.torch.wire import WireType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +24,28 @@ class Sum:
     name: str
     stream: int
     """As `tensors.current_stream` gives it, when the operation was started."""
+    wire: WireType
+    values: torch.Tensor
+    """The caller's values, which the engine reads where it encodes them itself."""
 
     def finish(self) -> torch.Tensor:
         """The caller's output, with the sums in its own type: on a GPU, for the current stream."""
         if self.received is not self.output:
-            part = slice(*self.elements)
-            self.output.view(-1)[part].copy_(self.received.view(-1)[part])
+            self._convert()
             self._give_back()
         return self.output
+
+    def _convert(self) -> None:
+        if not self.wire.is_block:
+            part = slice(*self.elements)
+            self.output.view(-1)[part].copy_(self.received.view(-1)[part])
+        elif self.received.is_cuda:  # on the CPU the engine has done it
+            begin, end = self.elements
+            first = begin // self.wire.values
+            from_first = self.received[first * self.wire.element_bytes :]
+            blocks.decode(
+                from_first, self.wire, self.output.view(-1)[begin:end], skip=begin % self.wire.values
+            )
 
     def _give_back(self) -> None:
         """The copy in the wire dtype is free for its next use."""
@@ -67,16 +82,32 @@ def forget() -> None:
         kept.clear()
 
 
-def wire_copy(tensor: torch.Tensor, wire_dtype: torch.dtype, name: str) -> torch.Tensor:
-    """A copy of the tensor in the wire dtype; on a GPU it is made in the current stream.
+def wire_copy(
+    tensor: torch.Tensor, wire: WireType, name: str, lost: torch.Tensor | None
+) -> torch.Tensor:
+    """A copy of the tensor as it travels; on a GPU it is made in the current stream.
 
-    Raises:
-        ValueError: a tensor of this type cannot be sent so.
+    Of blocks on the CPU it is memory alone, which the engine fills as it sends.
+
+    Args:
+        tensor: contiguous.
+        wire: another type than the tensor's own.
+        name: of the sum.
+        lost: what rounding lost of the tensor before, where it is kept.
     """
-    tensors.check_wire_dtype(tensor.dtype, wire_dtype)
+    if wire.is_block:
+        copy = _memory(wire.nbytes(tensor.numel()), wire.memory, name, tensor.device)
+        if tensor.is_cuda:
+            blocks.encode(tensor.view(-1), wire, copy, lost)
+        return copy
     if tensor.is_cuda or not registers_memory:
-        return tensor.to(wire_dtype)
-    buffer = _wire_copies.pop(name, None)
-    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != wire_dtype:
-        buffer = torch.empty_like(tensor, dtype=wire_dtype)
-    return buffer.copy_(tensor)
+        return tensor.to(wire.memory)
+    return _memory(tensor.numel(), wire.memory, name, tensor.device).view_as(tensor).copy_(tensor)
+
+
+def _memory(numel: int, dtype: torch.dtype, name: str, device: torch.device) -> torch.Tensor:
+    """That of the last sum of this name, where it was kept."""
+    kept = _wire_copies.pop(name, None)
+    if kept is None or kept.numel() != numel or kept.dtype != dtype:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return kept.view(-1)

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import torch
 from byteps.torch import c_lib, in_flight, memory, session
+from byteps.torch import wire as wires
 from byteps.torch.completions import completions
+from byteps.torch.feedback import feedback
 from byteps.torch.ranks import Group, engine_ranks
 from byteps.torch.tensors import DTYPES, check, check_memory, current_stream, device_number
+from byteps.torch.wire import Wire, WireType
 
 
 def start(
@@ -21,7 +24,7 @@ def start(
     group: Group,
     placement: int | None,
     pull: tuple[int, int] | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: Wire | None = None,
     piece_of: int = 0,
 ) -> int:
     """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
@@ -43,7 +46,9 @@ def start(
             sharded optimizer does.  None: all of them.
         wire_dtype: torch.bfloat16 or torch.float16 sends an fp32 or fp64 tensor as that: half or a
             quarter of the bytes, each value rounded before it is sent, added in fp32 by the
-            server, and the sum rounded once. The same on all members.  None: the tensor's own.
+            server, and the sum rounded once. "int8" and "int4" send an fp32, bf16 or fp16 tensor in
+            blocks of 128 values (`byteps.torch.wire`). The same on all members.  None: the
+            tensor's own.
         piece_of: elements of the tensor that `tensor` is a piece of: see `TensorDeclaration`.
 
     Raises:
@@ -61,29 +66,32 @@ def start(
     elements = (0, tensor.numel()) if pull is None else pull
     if not 0 <= elements[0] <= elements[1] <= tensor.numel():
         raise ValueError(f"pull={pull} is no range of {tensor.numel()} elements")
-    received = output
-    if wire_dtype is not None and wire_dtype != tensor.dtype:
-        tensor = received = in_flight.wire_copy(tensor, wire_dtype, name)
+    form, values, received, lost = wires.of(tensor.dtype, wire_dtype), tensor, output, None
+    if form.memory != tensor.dtype:
+        if form.feedback:
+            lost = feedback.of(name, tensor.numel(), tensor.device)
+        tensor = received = in_flight.wire_copy(tensor, form, name, lost)
     stream = current_stream(tensor.device)
     if in_flight.registers_memory and not tensor.is_cuda:
         memory.will_be_sent(tensor)
         memory.will_be_sent(received)
-    size = tensor.element_size()
     # By position: pybind11 takes longer to match names.
     handle = c_lib.push_pull(
         name,
-        DTYPES[tensor.dtype],
+        form.engine_name,
         tensor.data_ptr(),
         received.data_ptr(),
-        tensor.numel() * size,
-        piece_of * size,
+        form.nbytes(values.numel()),
+        form.nbytes(piece_of),
         bool(average),
+        form.feedback,
         int(priority),
         engine_ranks(group),
         placement,
-        None if pull is None else (elements[0] * size, elements[1] * size),
+        None if pull is None else _pulled_bytes(form, *elements),
         device_number(tensor.device),
         stream,
+        _coded(values, output, elements, lost) if form.is_block and not tensor.is_cuda else None,
     )
     in_flight.sums[handle] = in_flight.Sum(
         sent=tensor,
@@ -92,8 +100,36 @@ def start(
         elements=elements,
         name=name,
         stream=stream,
+        wire=form,
+        values=values,
     )
     return handle
+
+
+def _pulled_bytes(form: WireType, begin: int, end: int) -> tuple[int, int]:
+    """Of the elements in which these values lie."""
+    if begin == end:
+        return 0, 0
+    return begin // form.values * form.element_bytes, form.nbytes(end)
+
+
+def _coded(
+    values: torch.Tensor,
+    output: torch.Tensor,
+    wanted: tuple[int, int],
+    lost: torch.Tensor | None,
+) -> tuple[str, int, int, int, int, int, int]:
+    """What the engine encodes and decodes itself."""
+    if output.dtype != values.dtype:
+        raise ValueError(f"the tensor is {values.dtype}, the output {output.dtype}")
+    return (
+        DTYPES[values.dtype],
+        values.numel(),
+        values.data_ptr(),
+        output.data_ptr(),
+        *wanted,
+        0 if lost is None else lost.data_ptr(),
+    )
 
 
 def poll(handle: int) -> bool:

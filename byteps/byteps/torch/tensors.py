@@ -74,14 +74,6 @@ def flat_view(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,))
 
 
-def check_wire_dtype(dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
-    """Raises ValueError where a tensor of `dtype` cannot be sent as `wire_dtype`."""
-    if wire_dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"wire_dtype is {wire_dtype}; it can be torch.bfloat16 or torch.float16")
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"a tensor of {dtype} cannot be sent as {wire_dtype}")
-
-
 def device_number(device: torch.device) -> int:
     """The GPU's number; -1 for the CPU."""
     if device.type != "cuda":

@@ -50,14 +50,14 @@ TEST(Plan, PiecesHavePartitionsAsLongAsTheWholeTensors) {
 
 TEST(Plan, PartitionsAreLongerOnAFastLink) {
   Plan plan = PlanOf(0, 1, 2);
-  EXPECT_EQ(plan.PartitionBytes(16 << 20), 128u << 10);
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 16 << 20), 128u << 10);
   plan.SetLink(10);
-  EXPECT_EQ(plan.PartitionBytes(16 << 20), 36u * 4096) << "8 MiB a server, 2,500 bytes in 2 us";
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 16 << 20), 36u * 4096) << "8 MiB a server, 2,500 bytes in 2 us";
   plan.SetLink(100);
-  EXPECT_EQ(plan.PartitionBytes(16 << 20), 112u * 4096);
-  EXPECT_EQ(plan.PartitionBytes(4096), 128u << 10) << "short tensors have short ones";
-  EXPECT_EQ(plan.PartitionBytes(256 << 20), 2u << 20) << "64 a server are longer";
-  EXPECT_EQ(PlanOf(0, 1, 2, {{"BYTEPS_PARTITION_BYTES", "4096"}}).PartitionBytes(16 << 20), 4096u);
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 16 << 20), 112u * 4096);
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 4096), 128u << 10) << "short tensors have short ones";
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 256 << 20), 2u << 20) << "64 a server are longer";
+  EXPECT_EQ(PlanOf(0, 1, 2, {{"BYTEPS_PARTITION_BYTES", "4096"}}).PartitionBytes(DType::kFloat32, 16 << 20), 4096u);
 }
 
 TEST(Plan, TooLargeForItsPartitionsSaysWhatToRaise) {

@@ -1,0 +1,286 @@
+// To be compiled without the contraction of products and sums, as each operation has to round.
+#include "byteps/base/block_codec.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "byteps/base/clones.h"
+#include "byteps/base/half_words.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr size_t kHalf = kBlockValues / 2;
+constexpr uint32_t kMagnitude = 0x7fffffff;
+constexpr uint32_t kInfinity = 0x7f800000;
+constexpr uint16_t kNaN = 0x7fc0;
+// Added to a number of a few bits it leaves that number, rounded to nearest even, in the lowest
+// bits of the sum.
+constexpr float kRounder = 0x1.8p23f;
+
+BYTEPS_INLINE inline float OfBFloat16(uint16_t bits) {
+  return FloatOf(static_cast<uint32_t>(bits) << 16);
+}
+
+BYTEPS_INLINE inline uint16_t ToBFloat16(float value) {
+  return static_cast<uint16_t>(BFloat16Words::ToWord(value) >> 16);
+}
+
+// How the numbers of a block are stored.
+
+struct Int8 {
+  static constexpr size_t kBytes = kBlockValues;
+  static constexpr float kMost = 127;
+
+  BYTEPS_INLINE static void Put(uint8_t* block, const int32_t* numbers) {
+    for (size_t i = 0; i < kBlockValues; ++i) block[i] = static_cast<uint8_t>(numbers[i]);
+  }
+  // values[i] = begun ? values[i] + number * scale : number * scale
+  BYTEPS_INLINE static void Get(const uint8_t* block, float scale, bool begun, float* values) {
+    const auto* numbers = reinterpret_cast<const int8_t*>(block);
+    if (begun) {
+      for (size_t i = 0; i < kBlockValues; ++i) values[i] += static_cast<float>(numbers[i]) * scale;
+    } else {
+      for (size_t i = 0; i < kBlockValues; ++i) values[i] = static_cast<float>(numbers[i]) * scale;
+    }
+  }
+};
+
+struct Int4 {
+  static constexpr size_t kBytes = kHalf;
+  static constexpr float kMost = 7;
+  static constexpr int kOffset = 8;
+
+  BYTEPS_INLINE static void Put(uint8_t* block, const int32_t* numbers) {
+    for (size_t i = 0; i < kHalf; ++i) {
+      block[i] =
+          static_cast<uint8_t>((numbers[i] + kOffset) | (numbers[i + kHalf] + kOffset) << 4);
+    }
+  }
+  BYTEPS_INLINE static void Get(const uint8_t* block, float scale, bool begun, float* values) {
+    if (begun) {
+      for (size_t i = 0; i < kHalf; ++i) {
+        values[i] += static_cast<float>((block[i] & 15) - kOffset) * scale;
+        values[i + kHalf] += static_cast<float>((block[i] >> 4) - kOffset) * scale;
+      }
+    } else {
+      for (size_t i = 0; i < kHalf; ++i) {
+        values[i] = static_cast<float>((block[i] & 15) - kOffset) * scale;
+        values[i + kHalf] = static_cast<float>((block[i] >> 4) - kOffset) * scale;
+      }
+    }
+  }
+};
+
+template <typename Form>
+BYTEPS_INLINE inline float ScaleOf(const uint8_t* block) {
+  uint16_t bits;
+  memcpy(&bits, block + Form::kBytes, sizeof(bits));
+  return OfBFloat16(bits);
+}
+
+template <typename Form>
+constexpr size_t kSize = Form::kBytes + sizeof(uint16_t);
+
+// Of the block's largest magnitude, as a word.
+template <typename Form>
+BYTEPS_INLINE inline uint16_t ScaleFor(uint32_t largest) {
+  if (largest >= kInfinity) return kNaN;
+  if (FloatOf(largest) < kLeastMagnitude) return 0;
+  return static_cast<uint16_t>((WordOf(FloatOf(largest) / Form::kMost) + 0xffff) >> 16);
+}
+
+// Rounds the values of one block; with feedback they have what was lost before, and `lost` gets
+// what is lost now.
+template <typename Form>
+BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t* lost) {
+  uint32_t largest = 0;
+  for (size_t i = 0; i < kBlockValues; ++i) {
+    largest = std::max(largest, WordOf(values[i]) & kMagnitude);
+  }
+  const uint16_t bits = ScaleFor<Form>(largest);
+  memcpy(block + Form::kBytes, &bits, sizeof(bits));
+  const float scale = OfBFloat16(bits);
+  const bool is_number = bits != 0 && bits != kNaN;
+  int32_t numbers[kBlockValues] = {};
+  if (is_number) {
+    const float inverse = 1 / scale;
+    for (size_t i = 0; i < kBlockValues; ++i) {
+      numbers[i] = static_cast<int32_t>(WordOf(values[i] * inverse + kRounder) - WordOf(kRounder));
+    }
+  }
+  Form::Put(block, numbers);
+  if (lost == nullptr) return;
+  if (is_number) {
+    for (size_t i = 0; i < kBlockValues; ++i) {
+      lost[i] = ToBFloat16(values[i] - static_cast<float>(numbers[i]) * scale);
+    }
+  } else if (bits == 0) {
+    for (size_t i = 0; i < kBlockValues; ++i) lost[i] = ToBFloat16(values[i]);
+  } else {
+    memset(lost, 0, kBlockValues * sizeof(uint16_t));
+  }
+}
+
+// How values of a type are read as fp32, and written.
+
+struct Float32 {
+  using Stored = float;
+  BYTEPS_INLINE static float Get(float v) { return v; }
+  BYTEPS_INLINE static float Put(float v) { return v; }
+};
+
+template <typename Words>
+struct HalfValues {
+  using Stored = uint16_t;
+  BYTEPS_INLINE static float Get(uint16_t v) {
+    return Words::FromWord(static_cast<uint32_t>(v) << 16);
+  }
+  BYTEPS_INLINE static uint16_t Put(float v) {
+    return static_cast<uint16_t>(Words::ToWord(v) >> 16);
+  }
+};
+
+using BFloat16 = HalfValues<BFloat16Words>;
+using Float16 = HalfValues<Float16Words>;
+
+template <typename Form, typename Type>
+BYTEPS_INLINE inline void EncodeLoop(uint8_t* blocks, const typename Type::Stored* stored,
+                                     uint64_t count, uint16_t* lost) {
+  for (uint64_t begin = 0; begin < count; begin += kBlockValues, blocks += kSize<Form>) {
+    float values[kBlockValues];
+    uint16_t rest[kBlockValues];
+    if (count - begin >= kBlockValues) {
+      for (size_t i = 0; i < kBlockValues; ++i) values[i] = Type::Get(stored[begin + i]);
+      if (lost != nullptr) {
+        for (size_t i = 0; i < kBlockValues; ++i) values[i] += OfBFloat16(lost[begin + i]);
+      }
+      PutBlock<Form>(blocks, values, lost == nullptr ? nullptr : lost + begin);
+      continue;
+    }
+    const size_t left = count - begin;
+    for (size_t i = 0; i < kBlockValues; ++i) {
+      values[i] = i < left ? Type::Get(stored[begin + i]) : 0;
+      if (lost != nullptr && i < left) values[i] += OfBFloat16(lost[begin + i]);
+    }
+    PutBlock<Form>(blocks, values, lost == nullptr ? nullptr : rest);
+    if (lost != nullptr) memcpy(lost + begin, rest, left * sizeof(uint16_t));
+  }
+}
+
+template <typename Form, typename Type>
+BYTEPS_INLINE inline void DecodeLoop(const uint8_t* blocks, typename Type::Stored* stored,
+                                     uint64_t count) {
+  for (uint64_t begin = 0; begin < count; begin += kBlockValues, blocks += kSize<Form>) {
+    float values[kBlockValues];
+    Form::Get(blocks, ScaleOf<Form>(blocks), false, values);
+    if (count - begin >= kBlockValues) {
+      for (size_t i = 0; i < kBlockValues; ++i) stored[begin + i] = Type::Put(values[i]);
+    } else {
+      for (size_t i = 0; i < count - begin; ++i) stored[begin + i] = Type::Put(values[i]);
+    }
+  }
+}
+
+template <typename Form>
+BYTEPS_INLINE inline void AddBlock(const BlockSum& sum, uint64_t block, float* values) {
+  const size_t offset = block * kSize<Form>;
+  if (sum.begun) memcpy(values, sum.wide + block * kBlockValues, kBlockValues * sizeof(float));
+  for (size_t i = 0; i < sum.inputs; ++i) {
+    const uint8_t* const in = static_cast<const uint8_t*>(sum.in[i]) + offset;
+    Form::Get(in, ScaleOf<Form>(in), sum.begun || i > 0, values);
+  }
+}
+
+template <typename Form>
+BYTEPS_INLINE inline void AddLoop(const BlockSum& sum) {
+  for (uint64_t block = 0; block < sum.blocks; ++block) {
+    float values[kBlockValues];
+    AddBlock<Form>(sum, block, values);
+    memcpy(sum.wide + block * kBlockValues, values, sizeof(values));
+  }
+}
+
+template <typename Form>
+BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, uint16_t* lost) {
+  const auto d = static_cast<float>(divisor);
+  for (uint64_t block = 0; block < sum.blocks; ++block) {
+    float values[kBlockValues];
+    AddBlock<Form>(sum, block, values);
+    if (divisor != 1) {
+      for (float& value : values) value /= d;
+    }
+    uint16_t* const kept = lost == nullptr ? nullptr : lost + block * kBlockValues;
+    if (kept != nullptr) {
+      for (size_t i = 0; i < kBlockValues; ++i) values[i] += OfBFloat16(kept[i]);
+    }
+    PutBlock<Form>(static_cast<uint8_t*>(out) + block * kSize<Form>, values, kept);
+  }
+}
+
+// A template cannot have clones; these are their instances.
+#define BYTEPS_VALUES(Form, Type)                                                             \
+  BYTEPS_MULTIVERSION void Encode##Form##Type(uint8_t* blocks, const void* values,            \
+                                              uint64_t count, uint16_t* lost) {               \
+    EncodeLoop<Form, Type>(blocks, static_cast<const Type::Stored*>(values), count, lost);    \
+  }                                                                                           \
+  BYTEPS_MULTIVERSION void Decode##Form##Type(const uint8_t* blocks, void* values,            \
+                                              uint64_t count) {                               \
+    DecodeLoop<Form, Type>(blocks, static_cast<Type::Stored*>(values), count);                \
+  }
+#define BYTEPS_BLOCKS(Form)                                                                   \
+  BYTEPS_VALUES(Form, Float32)                                                                \
+  BYTEPS_VALUES(Form, BFloat16)                                                               \
+  BYTEPS_VALUES(Form, Float16)                                                                \
+  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum) { AddLoop<Form>(sum); }             \
+  BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, int divisor, void* out,             \
+                                     uint16_t* lost) {                                        \
+    EndLoop<Form>(sum, divisor, out, lost);                                                   \
+  }
+
+BYTEPS_BLOCKS(Int8)
+BYTEPS_BLOCKS(Int4)
+
+#undef BYTEPS_BLOCKS
+#undef BYTEPS_VALUES
+
+}  // namespace
+
+bool IsEncoded(DType t) { return t == DType::kFloat32 || IsHalf(t); }
+
+void EncodeBlocks(DType t, void* blocks, DType from, const void* values, uint64_t count,
+                  uint16_t* lost) {
+  auto* const out = static_cast<uint8_t*>(blocks);
+  const bool is_int8 = t == DType::kInt8x128;
+  if (from == DType::kFloat32) {
+    (is_int8 ? EncodeInt8Float32 : EncodeInt4Float32)(out, values, count, lost);
+  } else if (from == DType::kBFloat16) {
+    (is_int8 ? EncodeInt8BFloat16 : EncodeInt4BFloat16)(out, values, count, lost);
+  } else {
+    (is_int8 ? EncodeInt8Float16 : EncodeInt4Float16)(out, values, count, lost);
+  }
+}
+
+void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t count) {
+  const auto* const in = static_cast<const uint8_t*>(blocks);
+  const bool is_int8 = t == DType::kInt8x128;
+  if (to == DType::kFloat32) {
+    (is_int8 ? DecodeInt8Float32 : DecodeInt4Float32)(in, values, count);
+  } else if (to == DType::kBFloat16) {
+    (is_int8 ? DecodeInt8BFloat16 : DecodeInt4BFloat16)(in, values, count);
+  } else {
+    (is_int8 ? DecodeInt8Float16 : DecodeInt4Float16)(in, values, count);
+  }
+}
+
+void AddBlocks(const BlockSum& sum) {
+  (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum);
+}
+
+void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost) {
+  (sum.type == DType::kInt8x128 ? EndInt8 : EndInt4)(sum, divisor, out, lost);
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,61 @@
+// Values in blocks of few bits: 128 whole numbers and their scale.
+//
+//   int8x128   128 bytes: -127..127                          2 bytes: the scale, bfloat16
+//   int4x128    64 bytes: -7..7, plus 8; byte j has value j   2 bytes: the scale, bfloat16
+//              in its low half and value j + 64 in its high one
+//
+// A value is its number times the scale, exactly, in fp32.  The scale is the block's largest
+// magnitude by 127 or 7, rounded up, so that no number overflows; numbers are rounded to nearest
+// even.  A block whose largest magnitude is below kLeastMagnitude is zero, so that no result
+// depends on how a processor treats subnormal numbers.  A block with an infinity or a NaN has a
+// scale that is NaN, and all of its values are.
+//
+// Every processor and every instruction set computes the same bits.
+//
+// With feedback, what rounding loses of a value is kept in bfloat16, and added to the next value
+// of the same place.  Of a block that is not finite nothing is kept.
+#ifndef BYTEPS_BASE_BLOCK_CODEC_H_
+#define BYTEPS_BASE_BLOCK_CODEC_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "byteps/base/dtype.h"
+
+namespace byteps {
+namespace core {
+
+constexpr float kLeastMagnitude = 0x1p-100f;
+
+// How many blocks hold so many values; the last one is filled up with zeros.
+constexpr uint64_t BlocksOf(uint64_t values) { return (values + kBlockValues - 1) / kBlockValues; }
+
+// Types that can be encoded and decoded: float32, bfloat16 and float16.
+bool IsEncoded(DType t);
+
+// `blocks`: BlocksOf(count) of type `t`.  `from`: the type of `values`.  `lost`: bfloat16, for each
+// value, or null.  The memory must not overlap.
+void EncodeBlocks(DType t, void* blocks, DType from, const void* values, uint64_t count,
+                  uint16_t* lost);
+// `to`: the type of `values`, to which they are rounded.
+void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t count);
+
+// Sums of several tensors in one pass, in fp32, in the order in which they are given.
+struct BlockSum {
+  DType type;
+  const void* const* in;  // `inputs` tensors of `blocks` blocks
+  size_t inputs;
+  uint64_t blocks;
+  float* wide;  // what was added before, if `begun`; may be null where nothing was, or will be
+  bool begun;
+};
+
+// wide = (begun ? wide : 0) + in[0] + in[1] + ...
+void AddBlocks(const BlockSum& sum);
+// out = the same, by `divisor`, rounded; `out` may be one of the inputs.  `lost` as above, for each
+// value of the blocks.
+void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost);
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_BASE_BLOCK_CODEC_H_

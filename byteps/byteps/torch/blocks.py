@@ -1,0 +1,50 @@
+"""Values in blocks of few bits, and back: on the CPU by the engine, on a GPU by kernels."""
+
+from __future__ import annotations
+
+import torch
+from byteps.torch import c_lib
+from byteps.torch.tensors import DTYPES
+from byteps.torch.wire import WireType
+
+
+def encode(
+    values: torch.Tensor, wire: WireType, out: torch.Tensor, lost: torch.Tensor | None = None
+) -> None:
+    """Round `values` to blocks.
+
+    Args:
+        values: flat and contiguous; fp32, bf16 or fp16.
+        wire: a type of blocks.
+        out: uint8, `wire.nbytes(values.numel())` of them, on the same device.
+        lost: bf16, one for each value: is added to the values, and gets what rounding loses.
+    """
+    if values.is_cuda:
+        from byteps.torch import block_kernels
+
+        block_kernels.encode(values, wire, out, lost)
+        return
+    c_lib.encode_blocks(
+        wire.engine_name,
+        out.data_ptr(),
+        DTYPES[values.dtype],
+        values.data_ptr(),
+        values.numel(),
+        0 if lost is None else lost.data_ptr(),
+    )
+
+
+def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, *, skip: int = 0) -> None:
+    """The values of blocks behind the first `skip` ones, rounded to the type of `out`, which has as
+    many as are wanted."""
+    if out.is_cuda:
+        from byteps.torch import block_kernels
+
+        block_kernels.decode(blocks, wire, out, skip)
+        return
+    values = out if skip == 0 else out.new_empty(skip + out.numel())
+    c_lib.decode_blocks(
+        wire.engine_name, blocks.data_ptr(), DTYPES[out.dtype], values.data_ptr(), values.numel()
+    )
+    if skip > 0:
+        out.copy_(values[skip:])
