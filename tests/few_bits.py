@@ -1,0 +1,65 @@
+"""What a sum of blocks of few bits has to be, to the bit: written from the format, in torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BLOCK = 128
+MOST = {"int8": 127, "int4": 7}
+LEAST = 2.0**-100
+"""A block whose largest magnitude is below this is zero."""
+
+
+def rounded(values: torch.Tensor, form: str) -> torch.Tensor:
+    """Values as they are after they have travelled; flat, any length, fp32."""
+    count = values.numel()
+    padded = torch.zeros(-(-count // BLOCK) * BLOCK)
+    padded[:count] = values.float()
+    blocks = padded.view(-1, BLOCK)
+    largest = blocks.abs().amax(1, keepdim=True)  # NaN where there is one
+    up = ((largest / MOST[form]).view(torch.int32) + 0xFFFF) >> 16 << 16
+    scale = torch.where(largest < LEAST, torch.zeros(()), up.view(torch.float32))
+    inverse = torch.where(scale > 0, 1 / scale, torch.zeros(()))
+    numbers = torch.round(blocks * inverse)
+    out = torch.where(largest.isfinite(), numbers * scale, torch.full((), torch.nan))
+    return out.view(-1)[:count]
+
+
+class Rounding:
+    """Rounds values of one place again and again; with feedback it adds what was lost before."""
+
+    def __init__(self, form: str, *, feedback: bool) -> None:
+        self._form = form
+        self._feedback = feedback
+        self._lost: torch.Tensor | None = None
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.float()
+        if self._feedback and self._lost is not None:
+            values = values + self._lost.float()
+        out = rounded(values, self._form)
+        lost = torch.where(out.isnan(), torch.zeros(()), values - out)
+        self._lost = lost.to(torch.bfloat16)
+        return out
+
+
+class Sums:
+    """The sums of one name over all ranks, in their order, round by round."""
+
+    def __init__(self, form: str, ranks: int, *, feedback: bool = False) -> None:
+        self._up = [Rounding(form, feedback=feedback) for _ in range(ranks)]
+        self._down = Rounding(form, feedback=feedback)
+
+    def __call__(self, inputs: Sequence[torch.Tensor], *, average: bool) -> torch.Tensor:
+        """The next round's, in the type of the inputs."""
+        pushed = [rounding(one) for rounding, one in zip(self._up, inputs, strict=True)]
+        if len(pushed) == 1:
+            return pushed[0].to(inputs[0].dtype)
+        total = pushed[0].clone()
+        for one in pushed[1:]:
+            total += one
+        if average:
+            total = total / len(pushed)
+        return self._down(total).to(inputs[0].dtype)

@@ -1,0 +1,100 @@
+"""Sums in blocks of few bits against a reference in torch, to the bit."""
+
+from __future__ import annotations
+
+import byteps.torch as bps
+import torch
+from byteps.torch import wire
+
+from tests.few_bits import Sums
+from tests.multiproc.programs import values
+from tests.multiproc.programs.job import Job
+
+FORMS = {
+    "int8": wire.int8(),
+    "int8 with feedback": wire.int8(feedback=True),
+    "int4": wire.int4(feedback=False),
+    "int4 with feedback": wire.int4(),
+}
+COUNTS = (1, 127, 129, 40_000, 600_003)
+
+
+def sums(job: Job) -> None:
+    """Every form, type and length; three rounds, so that feedback shows."""
+    bps.init()
+    for label, form in FORMS.items():
+        for dtype, counts in (("float32", COUNTS), ("bfloat16", (1001,)), ("float16", (1001,))):
+            for count in counts:
+                average = count % 2 == 1
+                name = f"{label} {dtype} {count}"
+                with job.check(name):
+                    want = Sums(form.name, job.size, feedback=form.feedback)
+                    for round_ in range(3):
+                        inputs = _inputs(job, count, name, round_, dtype)
+                        given = inputs[job.rank].clone()
+                        bps.push_pull_inplace(given, average=average, name=name, wire_dtype=form)
+                        assert torch.equal(given, want(inputs, average=average)), round_
+    bps.shutdown()
+
+
+def parts(job: Job) -> None:
+    """Each rank wants a part, which begins and ends inside blocks; the rest stays as it is."""
+    bps.init()
+    count = 80_001
+    for label, form in FORMS.items():
+        for begin, end in ((0, 1), (1, 127), (5, 70_003), (128, 256), (79_900, count), (7, 7)):
+            name = f"{label} {begin}-{end}"
+            with job.check(name):
+                inputs = _inputs(job, count, name, 0, "float32")
+                given = inputs[job.rank].clone()
+                part = (min(begin + job.rank, end), end)
+                handle = bps.push_pull_async_inplace(
+                    given, average=False, name=name, pull=part, wire_dtype=form
+                )
+                bps.synchronize(handle)
+                total = Sums(form.name, job.size, feedback=form.feedback)(inputs, average=False)
+                want = inputs[job.rank].clone()
+                want[slice(*part)] = total[slice(*part)]
+                assert torch.equal(given, want)
+    bps.shutdown()
+
+
+def not_finite(job: Job) -> None:
+    """A block with a NaN or an infinity is NaN, and no other; the next round knows nothing of it."""
+    bps.init()
+    for label, form in FORMS.items():
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            with job.check(f"{label} {bad}"):
+                name = f"{label} {bad}"
+                want = Sums(form.name, job.size, feedback=form.feedback)
+                for round_ in range(2):
+                    inputs = _inputs(job, 1000, name, round_, "float32")
+                    if round_ == 0:
+                        inputs[job.size - 1][300] = bad
+                    given = inputs[job.rank].clone()
+                    bps.push_pull_inplace(given, name=name, wire_dtype=form)
+                    assert given[256:384].isnan().all() == (round_ == 0)
+                    assert torch.equal(given.nan_to_num(7), want(inputs, average=True).nan_to_num(7))
+    bps.shutdown()
+
+
+def refused(job: Job) -> None:
+    """What cannot be sent so, and members that disagree."""
+    bps.init()
+    for label, given, form in (
+        ("int64", torch.ones(4, dtype=torch.int64), "int8"),
+        ("float64", torch.ones(4, dtype=torch.float64), "int4"),
+    ):
+        with job.check_raises(label, ValueError, f"{label} cannot be sent as {form}"):
+            bps.push_pull_inplace(given, name="refused", wire_dtype=form)
+    with job.check_raises("no such form", ValueError, "wire_dtype is int3; .*'int8', 'int4'"):
+        bps.push_pull_inplace(torch.ones(4), name="refused", wire_dtype="int3")
+    if job.size > 1:
+        mine = wire.int8(feedback=job.rank == 1)
+        with job.check_raises("members that disagree", bps.BytePSError, "with feedback"):
+            bps.push_pull_inplace(torch.ones(4096), name="mixed", wire_dtype=mine)
+    bps.shutdown()
+
+
+def _inputs(job: Job, count: int, name: str, round_: int, dtype: str) -> list[torch.Tensor]:
+    return [values.random_input(count, rank, name, round_, dtype) for rank in range(job.size)]

@@ -1,0 +1,42 @@
+"""Sums in blocks of eight and four bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.multiproc.cluster import Cluster
+
+IN_ORDER = {"BYTEPS_DETERMINISTIC": "1", "BYTEPS_OP_TIMEOUT_S": "120"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.thorough),
+        (2, 1),
+        (3, 2),
+        pytest.param(3, 4, marks=pytest.mark.thorough),
+    ],
+)
+def test_sums(make_cluster: Callable[..., Cluster], workers: int, servers: int) -> None:
+    """The bits do not depend on how many servers there are."""
+    make_cluster(workers=workers, servers=servers, env=IN_ORDER).run("few_bits:sums")
+
+
+def test_sums_of_more_ranks_than_are_added_at_once(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=10, servers=1, env=IN_ORDER).run("few_bits:parts")
+
+
+def test_parts(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=2, env=IN_ORDER).run("few_bits:parts")
+
+
+def test_what_is_not_finite(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=1, env=IN_ORDER).run("few_bits:not_finite")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_refusals(make_cluster: Callable[..., Cluster], workers: int) -> None:
+    make_cluster(workers=workers, servers=1, env=IN_ORDER).run("few_bits:refused")
