@@ -1,4 +1,4 @@
-"""What a sum of blocks of few bits has to be, to the bit: written from the format, in torch alone."""
+"""What a sum of blocks of few bits has to be, to the bit: from the format, in torch alone."""
 
 from __future__ import annotations
 

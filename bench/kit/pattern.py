@@ -2,7 +2,9 @@
 
 The value at an index depends on rank, size, index and round: a stale, swapped or torn buffer shows.
 Values are whole and so small that a sum over all ranks is exact in the element type, in whatever
-order it is added.
+order it is added. Where values are rounded to blocks of few bits on their way, each block has one
+value of the largest magnitude, so that its scale is the same on all ranks but for a power of two,
+and nothing is lost.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ import torch
 
 # In the index. A prime: no partition, and no tensor, is a multiple of it.
 PERIOD = 16381
+BLOCK = 128
+_MOST = {"int8": 127, "int4": 7, "fp8": 1}
+"""Of the whole numbers in a block; those of fp8 are so small that their sum has four bits."""
 _LARGEST_EXACT = {"bfloat16": 256, "float16": 2048, "int8": 127, "uint8": 255}
 
 
@@ -22,11 +27,15 @@ def _span(ranks: int, dtype: str) -> int:
     return span
 
 
-def _whole(rank: int, ranks: int, size: int, round_: int, dtype: str, offset: int) -> torch.Tensor:
+def _mixed(rank: int, size: int, round_: int, offset: int) -> torch.Tensor:
     index = torch.arange(PERIOD, dtype=torch.int64) + offset
     index %= PERIOD
-    mixed = index * 7 + (index // 61) * 11 + rank * 13 + round_ * 3 + (size % 8191) * 5
-    return mixed % _span(ranks, dtype)
+    return index * 7 + (index // 61) * 11 + rank * 13 + round_ * 3 + (size % 8191) * 5
+
+
+def _weight(rank: int, form: str) -> int:
+    """Of a rank's values in blocks, which are those of rank 0 otherwise."""
+    return 1 if form == "fp8" else 1 << rank % 3
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -38,31 +47,54 @@ def _dtype(name: str) -> torch.dtype:
 class Pattern:
     """The inputs and the sums of one size, over ``ranks`` ranks."""
 
-    def __init__(self, *, rank: int, ranks: int, size: int, dtype: str, device: str) -> None:
+    def __init__(
+        self, *, rank: int, ranks: int, size: int, dtype: str, device: str, form: str = "same"
+    ) -> None:
+        """`form`: to which values are rounded on their way: same, bf16, fp16, int8, int4, fp8."""
         self._rank = rank
         self._ranks = ranks
         self._size = size
         self._dtype = dtype
         self._device = device
+        self._form = form
+        self._most = _MOST.get(form)
+
+    def _values(self, rank: int, round_: int, offset: int) -> torch.Tensor:
+        """A period of a rank's input."""
+        if self._most is None:
+            exact = {"bf16": "bfloat16", "fp16": "float16"}.get(self._form, self._dtype)
+            return _mixed(rank, self._size, round_, offset) % _span(self._ranks, exact)
+        numbers = min(self._most, 7)
+        mixed = _mixed(0, self._size, round_, offset)
+        return (mixed % (2 * numbers + 1) - numbers) * _weight(rank, self._form)
+
+    def _sum(self, round_: int, offset: int) -> torch.Tensor:
+        total = torch.zeros(PERIOD, dtype=torch.int64)
+        for rank in range(self._ranks):
+            total += self._values(rank, round_, offset)
+        return total
 
     def _moved(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(_dtype(self._dtype)).to(self._device)
 
     def fill(self, tensor: torch.Tensor, round_: int, offset: int = 0) -> None:
         """Write this rank's input; ``offset`` is the tensor's first index within the size."""
-        one = _whole(self._rank, self._ranks, self._size, round_, self._dtype, offset)
-        period = self._moved(one)
+        period = self._moved(self._values(self._rank, round_, offset))
         whole = len(tensor) // PERIOD * PERIOD
         tensor[:whole].view(-1, PERIOD).copy_(period.expand(whole // PERIOD, PERIOD))
         tensor[whole:] = period[: len(tensor) - whole]
+        if self._most is not None:
+            tensor[::BLOCK] = self._most * _weight(self._rank, self._form)
 
     def count_wrong(self, tensor: torch.Tensor, round_: int, offset: int = 0) -> int:
-        """Elements that are not the sum over all ranks."""
-        total = torch.zeros(PERIOD, dtype=torch.int64)
-        for rank in range(self._ranks):
-            total += _whole(rank, self._ranks, self._size, round_, self._dtype, offset)
-        want = self._moved(total)
+        """Elements that are not the sum over all ranks. Those that begin a block change."""
+        want = self._moved(self._sum(round_, offset))
         wrong = 0
+        if self._most is not None:
+            weights = sum(_weight(rank, self._form) for rank in range(self._ranks))
+            wrong += int((tensor[::BLOCK] != self._most * weights).sum())
+            begins = torch.arange(0, len(tensor), BLOCK, device=tensor.device)
+            tensor[::BLOCK] = want[begins % PERIOD]
         rows = 256  # bounds the memory of the comparison
         for begin in range(0, len(tensor), rows * PERIOD):
             part = tensor[begin : begin + rows * PERIOD]

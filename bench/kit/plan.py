@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-BACKENDS = ("byteps", "gloo", "nccl", "gloo-nodes", "nccl-nodes", "sockets")
-"""Those that end in ``-nodes`` sum in two levels: inside each host, then between hosts."""
+_COLLECTIVES = ("gloo", "nccl", "gloo-nodes", "nccl-nodes", "gloo-fp8", "nccl-fp8")
+BACKENDS = ("byteps", *_COLLECTIVES, "sockets")
+"""Those that end in ``-nodes`` sum in two levels: inside each host, then between hosts. Those that
+end in ``-fp8`` send blocks of fp8 by an all-to-all, add in fp32, and send sums by an all-gather."""
 _THROUGH_SERVERS = ("byteps", "sockets")
 DTYPE_BYTES = {
     "float32": 4,
@@ -18,6 +20,12 @@ DTYPE_BYTES = {
     "int32": 4,
     "int64": 8,
 }
+
+
+WIRE_BITS = {"bf16": 16.0, "fp16": 16.0, "int8": 8 * 130 / 128, "int4": 8 * 66 / 128}
+"""Bits that a value takes on the links."""
+FP8_BITS = 8 * 130 / 128
+SAME = "same"
 
 
 def through_servers(backend: str) -> bool:
@@ -38,12 +46,18 @@ class Case:
     """Timed iterations."""
     warmup: int
     """Iterations before those, which are verified but not timed."""
+    wire: str = SAME
+    """The type in which BytePS sends values, and how many bytes plain sockets move."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
         if self.size % DTYPE_BYTES[self.dtype]:
             raise ValueError(f"{self.size} bytes are no whole number of {self.dtype} elements")
+        if self.wire not in (SAME, *WIRE_BITS):
+            raise ValueError(f"wire type {self.wire!r} is none of {SAME}, {', '.join(WIRE_BITS)}")
+        if self.wire != SAME and self.dtype != "float32":
+            raise ValueError(f"the wire type {self.wire} is for float32, not {self.dtype}")
         if self.tensors < 1 or self.iters < 1 or self.warmup < 0:
             raise ValueError("tensors and iterations must be at least 1, warm-up at least 0")
         if self.count < self.tensors:
@@ -53,6 +67,19 @@ class Case:
     def count(self) -> int:
         """Elements."""
         return self.size // DTYPE_BYTES[self.dtype]
+
+    @property
+    def type_name(self) -> str:
+        """As tables have it."""
+        return self.dtype if self.wire == SAME else f"{self.dtype} as {self.wire}"
+
+    def sent_bytes(self, backend: str) -> int:
+        """Bytes of the values as this backend sends them."""
+        if backend.endswith("-fp8"):
+            return round(self.count * FP8_BITS / 8)
+        if self.wire == SAME or not through_servers(backend):
+            return self.size
+        return round(self.count * WIRE_BITS[self.wire] / 8)
 
     def lengths(self) -> list[int]:
         """Elements of each tensor: as equal as can be."""

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from bench.kit.plan import SAME
 from bench.pushpull.sockets import Sockets
 
-_NODES = "-nodes"
+_NODES, _FP8 = "-nodes", "-fp8"
 
 
 class Backend(Protocol):
@@ -19,14 +20,18 @@ class Backend(Protocol):
     sums: bool
     """False where bytes are only moved: there are no results to verify."""
 
-    def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
         """Start all sums, then wait until every one is done.
 
         Args:
             tensors: contiguous, the same shapes on all ranks.
             label: identifies the tensors: the same on all ranks and in all rounds, another one for
                 others.
+            wire: in which BytePS sends them.
         """
+
+    def form(self, wire: str) -> str:
+        """The form to which values are rounded on their way, as `Pattern` has it."""
 
     def close(self) -> None:
         """Leave the job; all ranks call it."""
@@ -40,10 +45,13 @@ class AllReduce:
     def __init__(self, name: str) -> None:
         self._group = dist.new_group(backend=name)
 
-    def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
         works = [dist.all_reduce(t, group=self._group, async_op=True) for t in tensors]
         for work in works:
             work.wait()
+
+    def form(self, wire: str) -> str:
+        return SAME
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
@@ -69,7 +77,7 @@ class TwoLevels:
         self._across = made[self._layout.across(rank)]
         self._local = self._layout.local_index(rank)
 
-    def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
         from byteps.torch.pieces import whole_pieces
 
         under_way = []
@@ -91,6 +99,9 @@ class TwoLevels:
             self._node.all_gather(whole, part)
             if whole.data_ptr() != target.data_ptr():
                 target.copy_(whole[: len(target)])
+
+    def form(self, wire: str) -> str:
+        return SAME
 
     def close(self) -> None:
         self._nodes.groups.forget()
@@ -122,12 +133,14 @@ class PushPull:
         if len(layout.hosts) > 1 and (layout.per_host or 1) > 1:
             self._node = nodes.groups.get(layout.beside(dist.get_rank()), device)
 
-    def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
         if self._node is not None:
-            self._reduce_node_first(tensors, label)
+            self._reduce_node_first(tensors, label, wire)
             return
         from byteps.torch import engine
+        from byteps.torch import wire as wires
 
+        form = wires.of(tensors[0].dtype, None if wire == SAME else wire)
         handles, partitions = [], 0
         for index, tensor in enumerate(tensors):
             handle = self._bps.push_pull_async_inplace(
@@ -136,13 +149,18 @@ class PushPull:
                 name=f"{label}.{index}",
                 priority=-index,
                 placement=partitions,
+                wire_dtype=form,
             )
             handles.append(handle)
-            partitions += engine.partition_count(tensor.nbytes)
+            nbytes = form.nbytes(tensor.numel())
+            partitions += engine.partition_count(nbytes, wire_dtype=form)
         for handle in handles:
             self._bps.synchronize(handle)
 
-    def _reduce_node_first(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+    def form(self, wire: str) -> str:
+        return wire
+
+    def _reduce_node_first(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
         from byteps.torch.pieces import whole_pieces
 
         pending, partitions, rank = [], 0, dist.get_rank()
@@ -178,4 +196,8 @@ def make(name: str, device: str = "cpu", sockets: Mapping[str, Any] | None = Non
         return PushPull(torch.device(device))
     if name.endswith(_NODES):
         return TwoLevels(name.removesuffix(_NODES), torch.device(device))
+    if name.endswith(_FP8):
+        from bench.pushpull.fp8 import Fp8
+
+        return Fp8(name.removesuffix(_FP8))
     return AllReduce(name)

@@ -29,7 +29,7 @@ class Gate:
 
     @property
     def title(self) -> str:
-        what = f"{show_size(self.case.size)} {self.case.dtype}"
+        what = f"{show_size(self.case.size)} {self.case.type_name}"
         if self.kind == "of-limit":
             return f"{what}: fraction of link bandwidth"
         if self.kind == "speed":

@@ -47,7 +47,7 @@ def lines_of(experiment: Experiment, run: Run) -> list[Sequence[str]]:
     for case in run.plan.cases:
         ours = row(run, run.plan.backends[0], case)
         limit = "-" if ours.of_limit is None else f"{ours.of_limit:.3f}"
-        head = (experiment.name, f"{show_size(case.size)} {case.dtype}", _ms(ours.p50_s), limit)
+        head = (experiment.name, f"{show_size(case.size)} {case.type_name}", _ms(ours.p50_s), limit)
         for other, its, found in _against(run, case):
             lines.append((*head, other, its, *_spread(found)))
     return lines

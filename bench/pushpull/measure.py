@@ -84,7 +84,14 @@ def measure(
         the outcome on rank 0, None on the others.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    pattern = Pattern(rank=rank, ranks=ranks, size=case.size, dtype=case.dtype, device=device)
+    pattern = Pattern(
+        rank=rank,
+        ranks=ranks,
+        size=case.size,
+        dtype=case.dtype,
+        device=device,
+        form=backend.form(case.wire),
+    )
     lengths = case.lengths()
     offsets = [sum(lengths[:index]) for index in range(len(lengths))]
     tensors = [torch.empty(n, dtype=getattr(torch, case.dtype), device=device) for n in lengths]
@@ -98,7 +105,7 @@ def measure(
         nodes, ticks = machine.total_cpu_ns(node_pids), machine.ticks()
         dist.barrier()
         cpu, begin = time.process_time_ns(), time.monotonic_ns()
-        backend.reduce(tensors, label)
+        backend.reduce(tensors, label, case.wire)
         _finish(device)
         end, cpu = time.monotonic_ns(), time.process_time_ns() - cpu
         dist.barrier()

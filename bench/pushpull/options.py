@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.kit.plan import BACKENDS, DTYPE_BYTES, Case, Plan, Topology
+from bench.kit.plan import BACKENDS, DTYPE_BYTES, SAME, WIRE_BITS, Case, Plan, Topology
 from bench.kit.units import parse_hosts, parse_rate, parse_size, sweep
 from bench.pushpull.gates import Gate
 
@@ -26,6 +26,12 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     what.add_argument("--factor", type=float, default=4.0, help="by this factor (default: 4)")
     what.add_argument(
         "--dtype", default="float32", metavar="LIST", help=f"of {', '.join(DTYPE_BYTES)}"
+    )
+    what.add_argument(
+        "--wire-dtype",
+        default=SAME,
+        metavar="LIST",
+        help=f"in which BytePS sends float32: of {SAME} (the default), {', '.join(WIRE_BITS)}",
     )
     what.add_argument(
         "--tensors", type=int, default=1, help="split each size into so many, summed at once"
@@ -154,8 +160,10 @@ def make_plan(options: argparse.Namespace, environment: Mapping[str, str]) -> Pl
             tensors=options.tensors,
             iters=options.iters,
             warmup=options.warmup,
+            wire=wire,
         )
         for dtype in options.dtype.split(",")
+        for wire in options.wire_dtype.split(",")
         for size in _sizes(options)
     )
     max_busy = options.max_busy

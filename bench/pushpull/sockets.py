@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from bench.kit.plan import WIRE_BITS
+
 _ROOT = Path(__file__).resolve().parents[2]
 _SOURCE = Path(__file__).with_name("sockets.cc")
 _LIMIT_S = 120.0
@@ -84,13 +86,21 @@ class Sockets:
             raise SocketsError(f"connecting to {servers}: {os.strerror(ctypes.get_errno())}")
         self._pushed = self._pulled = torch.empty(0, dtype=torch.uint8)
 
-    def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
-        """Move as many bytes as the tensors have, out of the host's memory and into it.
+    def form(self, wire: str) -> str:
+        return wire
+
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
+        """Move as many bytes as the tensors take in this wire type, out of the host's memory and
+        into it.
 
         Raises:
             SocketsError: a connection broke.
         """
-        size = sum(tensor.nbytes for tensor in tensors)
+        bits = WIRE_BITS.get(wire)
+        size = sum(
+            tensor.nbytes if bits is None else round(tensor.numel() * bits / 8)
+            for tensor in tensors
+        )
         if self._pushed.nbytes < size:
             # Filled, so that the kernel has given every page.
             self._pushed = torch.ones(size, dtype=torch.uint8)

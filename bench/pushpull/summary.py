@@ -100,7 +100,8 @@ def p50_s(outcomes: Sequence[Measured]) -> float:
 def row(run: Run, backend: str, case: Case) -> Row:
     outcomes = run.of(backend, case)
     topology, middle = run.plan.topology, p50_s(outcomes)
-    limit = least_seconds(backend, topology, case.size)
+    sent = case.sent_bytes(backend)
+    limit = least_seconds(backend, topology, sent)
     to_servers = through_servers(backend)
     sockets = run.of("sockets", case) if "sockets" in run.plan.backends else []
     return Row(
@@ -111,7 +112,7 @@ def row(run: Run, backend: str, case: Case) -> Row:
         p50_s=middle,
         p99_s=percentile([sample for one in outcomes for sample in one.samples_s], 99),
         algbw=case.size / middle,
-        busbw=None if to_servers else busiest_link(backend, topology) * case.size / middle,
+        busbw=None if to_servers else busiest_link(backend, topology) * sent / middle,
         of_limit=None if limit is None else limit / middle,
         of_sockets=p50_s(sockets) / middle if sockets else None,
         cpu_s_per_gb=cpu_s_per_gb(outcomes, backend),

@@ -25,7 +25,7 @@ def result_cells(row: Row) -> list[str]:
     return [
         show_size(row.case.size),
         str(row.case.count),
-        row.case.dtype,
+        row.case.type_name,
         row.backend,
         str(row.workers),
         "-" if row.servers is None else str(row.servers),
@@ -61,7 +61,7 @@ def ratio_table(run: Run) -> list[Sequence[str]]:
         lines.append(
             (
                 show_size(case.size),
-                case.dtype,
+                case.type_name,
                 ours,
                 theirs,
                 f"{found.value:.3f}",

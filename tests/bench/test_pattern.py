@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from bench.kit.pattern import PERIOD, Pattern
 from bench.kit.plan import DTYPE_BYTES, Case
+from bench.pushpull.fp8 import add, decode, encode
 from bench.pushpull.measure import Measured, measure
+from tests.few_bits import BLOCK, MOST, rounded
 
 RANKS = 8
 
@@ -36,6 +38,30 @@ def test_a_sum_in_the_element_type_is_exact(dtype: str, count: int) -> None:
     for pattern in everyone[1:]:
         total += filled(pattern, count, dtype, 3)
     assert everyone[0].count_wrong(total, 3) == 0
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("count", [1, 129, 3 * PERIOD + 17])
+def test_a_sum_in_blocks_is_exact(form: str, ranks: int, count: int) -> None:
+    everyone = [
+        Pattern(rank=rank, ranks=ranks, size=count, dtype="float32", device="cpu", form=form)
+        for rank in range(ranks)
+    ]
+    inputs = [filled(pattern, count, "float32", 5) for pattern in everyone]
+    if form in MOST:
+        total = rounded(torch.stack([rounded(one, form) for one in inputs]).sum(0), form)
+    elif form == "fp8":
+        padding = (0, -count % BLOCK)
+        sent = [encode(torch.nn.functional.pad(one, padding)) for one in inputs]
+        total = decode(add(torch.cat(sent), ranks))[:count].clone()
+    else:
+        total = torch.stack(inputs).sum(0).to(torch.bfloat16).float()
+    wrong = total.clone()
+    assert everyone[0].count_wrong(total, 5) == 0
+    if count > 1:
+        wrong[[0, 1]] += 1
+        assert everyone[0].count_wrong(wrong, 5) == 2
 
 
 def summed(count: int, round_: int = 3, offset: int = 0) -> torch.Tensor:
@@ -94,7 +120,10 @@ class Summing:
         self._spoil = spoil
         self._rounds = 0
 
-    def reduce(self, tensors: Sequence[torch.Tensor], label: str) -> None:
+    def form(self, wire: str) -> str:
+        return wire
+
+    def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
         for tensor in tensors:
             self._spoil(self._rounds, tensor)
         self._rounds += 1

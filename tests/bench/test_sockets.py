@@ -49,7 +49,9 @@ def test_every_byte_comes_back_in_every_round(
         sockets = Sockets(library=str(program.library), servers=places, flows=flows)
         # From one byte per server to several calls per flow, up and down again.
         for size in (7, 64 << 10, (9 << 20) + 5, 1000, 3 << 20):
-            sockets.reduce([torch.empty(size - 3, dtype=torch.uint8), torch.empty(3).byte()], "t")
+            sockets.reduce(
+                [torch.empty(size - 3, dtype=torch.uint8), torch.empty(3).byte()], "t", "same"
+            )
         sockets.close()
 
 
@@ -57,8 +59,8 @@ def test_servers_answer_with_bytes_of_their_own(program: Program, tmp_path: Path
     with servers(program, tmp_path, 2, 2) as places:
         sockets = Sockets(library=str(program.library), servers=places, flows=2)
         size = 1 << 20
-        sockets.reduce([torch.empty(size, dtype=torch.uint8)], "t")
+        sockets.reduce([torch.empty(size, dtype=torch.uint8)], "t", "same")
         sockets._pulled.fill_(7)
-        sockets.reduce([torch.empty(size, dtype=torch.uint8)], "t")
+        sockets.reduce([torch.empty(size, dtype=torch.uint8)], "t", "same")
         assert (sockets._pulled == 1).all()  # each was received, and none is left of before
         sockets.close()

@@ -17,11 +17,11 @@ class Ranks:
     def __len__(self) -> int: ...
 
 type _Spec = tuple[str, str, int, int, bool, bool, Ranks | Sequence[int], int | None, int]
-"""Name, dtype, bytes, bytes of the tensor that it is a piece of, average, feedback, group, placement,
-GPU."""
+"""Name, dtype, bytes, bytes of the tensor that it is a piece of, average, feedback, group,
+placement, GPU."""
 type _Coded = tuple[str, int, int, int, int, int, int]
-"""Dtype of the values, how many, input, output, first and last plus one of those that are wanted, what
-rounding lost."""
+"""Dtype of the values, how many, input, output, first and last plus one of those that are wanted,
+what rounding lost."""
 type _Group = tuple[float, float, float, bool]
 """beta1, beta2, eps, nesterov."""
 type _Segment = tuple[int, int, bool]

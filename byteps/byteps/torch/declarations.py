@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from byteps.torch import c_lib, session
+from byteps.torch import c_lib, session, wire
 from byteps.torch.ranks import Group, engine_ranks
-from byteps.torch import wire
 from byteps.torch.tensors import DTYPES, device_number
 from byteps.torch.wire import Wire
 

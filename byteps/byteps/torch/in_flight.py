@@ -41,11 +41,9 @@ class Sum:
             self.output.view(-1)[part].copy_(self.received.view(-1)[part])
         elif self.received.is_cuda:  # on the CPU the engine has done it
             begin, end = self.elements
-            first = begin // self.wire.values
-            from_first = self.received[first * self.wire.element_bytes :]
-            blocks.decode(
-                from_first, self.wire, self.output.view(-1)[begin:end], skip=begin % self.wire.values
-            )
+            first, skip = divmod(begin, self.wire.values)
+            received = self.received[first * self.wire.element_bytes :]
+            blocks.decode(received, self.wire, self.output.view(-1)[begin:end], skip=skip)
 
     def _give_back(self) -> None:
         """The copy in the wire dtype is free for its next use."""

@@ -60,7 +60,7 @@ def parts(job: Job) -> None:
 
 
 def not_finite(job: Job) -> None:
-    """A block with a NaN or an infinity is NaN, and no other; the next round knows nothing of it."""
+    """A block with a NaN or an infinity is NaN, and no other; nothing of it is in the next round."""
     bps.init()
     for label, form in FORMS.items():
         for bad in (float("nan"), float("inf"), float("-inf")):
@@ -74,7 +74,9 @@ def not_finite(job: Job) -> None:
                     given = inputs[job.rank].clone()
                     bps.push_pull_inplace(given, name=name, wire_dtype=form)
                     assert given[256:384].isnan().all() == (round_ == 0)
-                    assert torch.equal(given.nan_to_num(7), want(inputs, average=True).nan_to_num(7))
+                    assert torch.equal(
+                        given.nan_to_num(7), want(inputs, average=True).nan_to_num(7)
+                    )
     bps.shutdown()
 
 

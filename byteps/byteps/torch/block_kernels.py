@@ -1,0 +1,190 @@
+"""Blocks of few bits on a GPU: one kernel each way, compiled at first use.
+
+They compute the bits of base/block_codec.h. Imported only where there is a GPU: Triton comes with
+torch's builds for CUDA.
+"""
+
+# Kernels have no types, and constants in capitals, as Triton wants them.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from byteps.torch.wire import BLOCK, WireType
+
+_ROWS = 16
+"""Blocks that a program works on."""
+_HALF = tl.constexpr(BLOCK // 2)
+_LEAST = tl.constexpr(2.0**-100)
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
+_INFINITY = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC0)
+
+
+@triton.jit
+def _words(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _floats(x):
+    return x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bfloat16(x):
+    """Rounded to nearest even, as bits."""
+    bits = _words(x)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _put(out, at, count, x, IS_BFLOAT16: tl.constexpr):
+    known = (at >= 0) & (at < count)
+    if IS_BFLOAT16:
+        tl.store(out + at, _bfloat16(x), known)
+    else:
+        tl.store(out + at, x.to(out.dtype.element_ty), known)
+
+
+@triton.jit
+def _load(values, lost, at, count, HAS_LOST: tl.constexpr):
+    x = tl.load(values + at, at < count, other=0).to(tl.float32)
+    if HAS_LOST:
+        x += _floats(tl.load(lost + at, at < count, other=0).to(tl.int32) << 16)
+    return x
+
+
+@triton.jit
+def _numbers(x, inverse, is_number):
+    # The sum has the number, rounded to nearest even, in its lowest bits.
+    numbers = _words(x * inverse[:, None] + _ROUNDER) - _ROUNDER_BITS
+    return tl.where(is_number[:, None], numbers, 0)
+
+
+@triton.jit
+def _keep(lost, at, count, x, numbers, scale, is_finite):
+    rest = tl.where(is_finite[:, None], x - numbers.to(tl.float32) * scale[:, None], 0.0)
+    tl.store(lost + at, _bfloat16(rest), at < count)
+
+
+@triton.jit
+def _encode(
+    values,
+    lost,
+    out,
+    scales,
+    count,
+    blocks,
+    MOST: tl.constexpr,
+    BYTES: tl.constexpr,
+    HAS_LOST: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Both halves of `ROWS` blocks: 8 bits a value, or 4, two of a byte."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, _HALF)
+    at = row[:, None] * (2 * _HALF) + column[None, :]
+    low = _load(values, lost, at, count, HAS_LOST)
+    high = _load(values, lost, at + _HALF, count, HAS_LOST)
+    largest = tl.maximum(tl.max(_words(low) & 0x7FFFFFFF, 1), tl.max(_words(high) & 0x7FFFFFFF, 1))
+    magnitude = _floats(largest)
+    up = (_words(tl.div_rn(magnitude, MOST + 0.0 * magnitude)) + 0xFFFF) >> 16
+    is_finite = largest < _INFINITY
+    bits = tl.where(is_finite, tl.where(magnitude < _LEAST, 0, up), _NAN)
+    is_number = is_finite & (bits != 0)
+    scale = tl.where(is_number, _floats(bits << 16), 0.0)
+    inverse = tl.where(is_number, tl.div_rn(1.0 + 0.0 * scale, scale), 0.0)
+    first = _numbers(low, inverse, is_number)
+    second = _numbers(high, inverse, is_number)
+    byte = out + row[:, None] * BYTES + column[None, :]
+    known = (row < blocks)[:, None]
+    if BYTES > 2 * _HALF:
+        tl.store(byte, first.to(tl.uint8), known)
+        tl.store(byte + _HALF, second.to(tl.uint8), known)
+    else:
+        tl.store(byte, ((first + 8) | ((second + 8) << 4)).to(tl.uint8), known)
+    tl.store(scales + row * (BYTES // 2) + (BYTES // 2 - 1), bits.to(tl.int16), row < blocks)
+    if HAS_LOST:
+        _keep(lost, at, count, low, first, scale, is_finite)
+        _keep(lost, at + _HALF, count, high, second, scale, is_finite)
+
+
+@triton.jit
+def _decode(
+    out,
+    blocks_in,
+    scales,
+    count,
+    skip,
+    blocks,
+    BYTES: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, _HALF)
+    known = row < blocks
+    bits = tl.load(scales + row * (BYTES // 2) + (BYTES // 2 - 1), known, other=0)
+    scale = _floats(bits.to(tl.int32) << 16)[:, None]
+    byte = blocks_in + row[:, None] * BYTES + column[None, :]
+    if BYTES > 2 * _HALF:
+        low = tl.load(byte, known[:, None], other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        high = tl.load(byte + _HALF, known[:, None], other=0).to(tl.int8, bitcast=True)
+        high = high.to(tl.float32)
+    else:
+        both = tl.load(byte, known[:, None], other=0).to(tl.int32)
+        low = ((both & 15) - 8).to(tl.float32)
+        high = ((both >> 4) - 8).to(tl.float32)
+    at = row[:, None] * (2 * _HALF) + column[None, :] - skip
+    _put(out, at, count, low * scale, IS_BFLOAT16)
+    _put(out, at + _HALF, count, high * scale, IS_BFLOAT16)
+
+
+def encode(
+    values: torch.Tensor, wire: WireType, out: torch.Tensor, lost: torch.Tensor | None
+) -> None:
+    """As `blocks.encode`, in the current stream."""
+    count = values.numel()
+    blocks = -(-count // BLOCK)
+    most = 127.0 if wire.element_bytes > BLOCK else 7.0
+    with torch.cuda.device(values.device) if values.is_cuda else torch.no_grad():
+        _encode[(-(-blocks // _ROWS),)](
+            values,
+            out.view(torch.int16) if lost is None else lost.view(torch.int16),
+            out,
+            out.view(torch.int16),
+            count,
+            blocks,
+            MOST=most,
+            BYTES=wire.element_bytes,
+            HAS_LOST=lost is not None,
+            ROWS=_ROWS,
+            # A product and a sum are rounded each: as the servers do it.
+            enable_fp_fusion=False,
+        )
+
+
+def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, skip: int) -> None:
+    """As `blocks.decode`, in the current stream."""
+    count = out.numel()
+    number = -(-(count + skip) // BLOCK)
+    is_bfloat16 = out.dtype == torch.bfloat16
+    used = blocks[: number * wire.element_bytes]
+    with torch.cuda.device(out.device) if out.is_cuda else torch.no_grad():
+        _decode[(-(-number // _ROWS),)](
+            out.view(torch.int16) if is_bfloat16 else out,
+            used,
+            used.view(torch.int16),
+            count,
+            skip,
+            number,
+            BYTES=wire.element_bytes,
+            IS_BFLOAT16=is_bfloat16,
+            ROWS=_ROWS,
+            enable_fp_fusion=False,
+        )
