@@ -42,7 +42,7 @@ def compare(device: str) -> None:
                     one = form.empty(count, given.device)
                     other = torch.zeros_like(one, device=device)
                     lost = (torch.randn(count) * 0.01).bfloat16()
-                    moved = lost.to(device)
+                    moved = lost.clone().to(device)
                     for kept, theirs in ((None, None), (lost, moved)):
                         blocks.encode(given, form, one, kept)
                         block_kernels.encode(given.to(device), form, other, theirs)

@@ -60,7 +60,7 @@ def parts(job: Job) -> None:
 
 
 def not_finite(job: Job) -> None:
-    """A block with a NaN or an infinity is NaN, and no other; nothing of it is in the next round."""
+    """A block with a NaN or an infinity is NaN, and no other; the next round is as ever."""
     bps.init()
     for label, form in FORMS.items():
         for bad in (float("nan"), float("inf"), float("-inf")):
