@@ -295,8 +295,8 @@ def test_wire_dtype_needs_the_flag(parse: Parse) -> None:
 
 
 def test_unknown_wire_dtype() -> None:
-    with pytest.raises(ValueError, match=r"--dpu-reduce-wire-dtype=int8 is not known; .* bf16"):
-        DistributedDataParallelConfig(use_dpu_reduce=True, dpu_reduce_wire_dtype="int8")
+    with pytest.raises(ValueError, match=r"--dpu-reduce-wire-dtype=int3 is not known; .* bf16"):
+        DistributedDataParallelConfig(use_dpu_reduce=True, dpu_reduce_wire_dtype="int3")
 
 
 def test_a_route_needs_the_flag_and_must_be_known(parse: Parse) -> None:

@@ -20,9 +20,9 @@ def encode(
         lost: bf16, one for each value: is added to the values, and gets what rounding loses.
     """
     if values.is_cuda:
-        from byteps.torch import block_kernels
+        from byteps.torch.block_kernels import encode as encode_on_gpu
 
-        block_kernels.encode(values, wire, out, lost)
+        encode_on_gpu(values, wire, out, lost)
         return
     c_lib.encode_blocks(
         wire.engine_name,
@@ -38,9 +38,9 @@ def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, *, skip: int
     """The values of blocks behind the first `skip` ones, rounded to the type of `out`, which has as
     many as are wanted."""
     if out.is_cuda:
-        from byteps.torch import block_kernels
+        from byteps.torch.block_kernels import decode as decode_on_gpu
 
-        block_kernels.decode(blocks, wire, out, skip)
+        decode_on_gpu(blocks, wire, out, skip)
         return
     values = out if skip == 0 else out.new_empty(skip + out.numel())
     c_lib.decode_blocks(

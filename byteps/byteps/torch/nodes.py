@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from byteps.torch import engine, ops, session
+from byteps.torch import engine, ops, session, wire
 from byteps.torch import pieces as cutting
 from byteps.torch.figures import setting
 from byteps.torch.hosts import HostLayout, host_name
@@ -33,6 +33,7 @@ from byteps.torch.node_groups import (
     wait_for_side_stream,
 )
 from byteps.torch.pieces import Piece, Range, are_even, longest
+from byteps.torch.wire import Wire
 
 __all__ = [
     "PIECES",
@@ -105,10 +106,11 @@ class Push:
     """Bytes that the rank pushes of the whole tensor: partitions are as long as that one's."""
     group: tuple[int, ...]
     placement: int
+    wire: Wire = torch.float32
 
     @functools.cached_property
     def partitions(self) -> int:
-        return engine.partition_count(self.nbytes, piece_of=self.piece_of)
+        return engine.partition_count(self.nbytes, piece_of=self.piece_of, wire_dtype=self.wire)
 
     def bytes_per_server(self) -> list[int]:
         """In the order of the servers' ranks."""
@@ -118,6 +120,7 @@ class Push:
             group=self.group,
             placement=self.placement,
             piece_of=self.piece_of,
+            wire_dtype=self.wire,
         )
 
 
@@ -137,9 +140,9 @@ class NodeSum:
     on a host before they are added, and by the number of hosts after."""
     priority: int = 0
     placement: int = 0
-    wire_dtype: torch.dtype | None = None
-    """Type in which an fp32 or fp64 tensor travels between hosts; None: its own. Values inside the
-    host are added in the tensor's own."""
+    wire_dtype: Wire | None = None
+    """Type in which the tensor travels between hosts; None: its own. Values inside the host are
+    added in the tensor's own."""
 
     def pushes(self, rank: int, element_size: int) -> list[Push]:
         """What a rank sends to servers, a push-pull for each piece."""
@@ -154,19 +157,24 @@ class NodeSum:
 
     def _make_pushes(self, rank: int, element_size: int) -> list[Push]:
         local, across = self.layout.local_index(rank), self.layout.across(rank)
-        size = element_size if self.wire_dtype is None else self.wire_dtype.itemsize
         place, pushes = self.placement + local, []
         for index, piece in enumerate(self.pieces):
             push = Push(
                 name=f"{self.name}/part{local}of{self.node.size}/piece{index}",
-                nbytes=piece.length * size,
-                piece_of=self.length * size,
+                nbytes=self._nbytes(piece.length, element_size),
+                piece_of=self._nbytes(self.length, element_size),
                 group=across,
                 placement=place,
+                wire=torch.float32 if self.wire_dtype is None else self.wire_dtype,
             )
             pushes.append(push)
             place += push.partitions
         return pushes
+
+    def _nbytes(self, numel: int, element_size: int) -> int:
+        if self.wire_dtype is None:
+            return numel * element_size
+        return wire.of(torch.float32, self.wire_dtype).nbytes(numel)
 
     @functools.cached_property
     def length(self) -> int:
@@ -231,7 +239,7 @@ def whole_sum(
     like: torch.Tensor,
     *,
     average: bool,
-    wire_dtype: torch.dtype | None,
+    wire_dtype: Wire | None,
     known: Sequence[dist.ProcessGroup] = (),
 ) -> NodeSum:
     """The sum of a tensor of which every rank wants all.
@@ -244,7 +252,7 @@ def whole_sum(
         known: groups of torch.distributed, of which one may be that of this host's ranks.
     """
     beside = layout.beside(dist.get_rank())
-    nbytes = like.numel() * (wire_dtype or like.dtype).itemsize
+    nbytes = wire.of(like.dtype, wire_dtype).nbytes(like.numel())
     cut = cutting.whole_pieces(like.numel(), len(beside), piece_count(nbytes // len(beside)))
     return NodeSum(
         name=name,

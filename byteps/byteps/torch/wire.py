@@ -91,7 +91,7 @@ def of(dtype: torch.dtype, wire: Wire | None = None) -> WireType:
     Raises:
         ValueError: there is no such type, or a tensor of this type cannot be sent so.
     """
-    if wire is None or wire == dtype:
+    if wire is None or wire in (dtype, _PLAIN.get(dtype)):
         return _PLAIN[dtype]
     asked = wire if isinstance(wire, WireType) else _named(wire)
     check(dtype, asked)

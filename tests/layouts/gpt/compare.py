@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from . import few_bits
 from .outcome import Errors, Report
 from .rows import STEPS, Layout
 from .seen import RankSeen, Step, Sum
 
 # Of the bytes that go to servers, against the cost model's: padding and nothing else.
 BYTES_TOLERANCE = 0.02
+FEW_BITS_TOLERANCE = 0.1  # blocks that are not full, and both ends of shards
+WIRE_BYTES = {"bf16": 2.0, "int8": 130 / 128, "int4": 66 / 128}
 
 
 def begin_report(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]) -> Report:
@@ -34,11 +37,14 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
     report = begin_report(layout, ours, theirs)
     if report.misses:
         return report
-    wire = torch.bfloat16 if layout.wire else None
-    report.ours = errors(ours, wire, layout.ranks_that_sum_first)
+    if layout.has_few_bits:
+        report.ours = few_bits.errors(ours, layout)
+    else:
+        wire = torch.bfloat16 if layout.wire else None
+        report.ours = errors(ours, wire, layout.ranks_that_sum_first)
     report.theirs = errors(theirs)
     for who, found in (("BytePS", report.ours), ("all-reduce", report.theirs)):
-        _note(report, f"{who}: not the rounded sum of two values", found.inexact)
+        _note(report, f"{who}: not the sum that it has to be", found.inexact)
         _note(report, f"{who}: members got different sums", found.split)
     _check_errors(report)
     if not layout.graphed:
@@ -135,7 +141,9 @@ def check_shape(report: Report, ours: Sequence[RankSeen], theirs: Sequence[RankS
             # Node first, a sum is pushed in pieces.
             mark = "/piece0" if way == "node-first" else ""
             begun = sum(
-                name.endswith(mark) and ("/piece" in name) == bool(mark) for name in one.names
+                name.endswith(mark) and ("/piece" in name) == bool(mark)
+                for name in one.names
+                if not name.endswith("/kept")
             )
             if begun != spread.count(way):
                 wanted = f"{spread.count(way)} sums"
@@ -168,7 +176,8 @@ def _check_bytes(report: Report, ours: Sequence[RankSeen]) -> None:
             ("pushed", sum(one.pushed_bytes for one in members), pushed[host]),
             ("pulled", sum(one.pulled_bytes for one in members), pulled[host]),
         ):
-            if abs(counted - expected) > BYTES_TOLERANCE * expected:
+            tolerance = FEW_BITS_TOLERANCE if layout.has_few_bits else BYTES_TOLERANCE
+            if abs(counted - expected) > tolerance * expected:
                 report.misses.append(f"host {host} {what} {counted} bytes, not {expected:.0f}")
 
 
@@ -177,14 +186,16 @@ def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
     way = way_of(total.members, layout)
     if way == "collective":
         return 0.0, 0.0
-    element = 2 if layout.wire else total.local.element_size()
+    element = WIRE_BYTES.get(layout.wire, float(total.local.element_size()))
     whole = total.local.numel() * element
     wanted = total.result.numel() * element
+    # Each rank sends and gets all of these, however the others go.
+    kept = few_bits.kept_bytes(total) if layout.has_few_bits else 0
     if way == "flat":
-        return whole, wanted
+        return whole + kept, wanted + kept
     beside = len(beside_of(rank, total.members, layout))
     # With a shard owned by several ranks of a host, each pulls its part, and they exchange them.
-    return whole / beside, min(wanted, whole / beside)
+    return whole / beside + kept, min(wanted, whole / beside) + kept
 
 
 def beside_of(rank: int, members: Sequence[int], layout: Layout) -> list[int]:
@@ -194,6 +205,8 @@ def beside_of(rank: int, members: Sequence[int], layout: Layout) -> list[int]:
 
 def _check_errors(report: Report) -> None:
     for kind, error in report.ours.relative.items():
+        if kind in few_bits.FORMS:  # whose bits are known
+            continue
         # One rounding is the best that there is, and torch.distributed makes one for each rank that
         # it adds inside a host; what is sent in another type has no counterpart.
         rounding = torch.finfo(getattr(torch, kind)).eps / 2

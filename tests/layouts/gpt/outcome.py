@@ -8,7 +8,7 @@ from .rows import Layout
 
 # Largest relative difference of a step's loss where the order of additions may differ.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "bf16-wire": 2e-2, "fp16-wire": 5e-3}
-SENT_AS_BF16_TOLERANCE = 2e-2
+SENT_AS_TOLERANCE = {"bf16": 2e-2, "int8": 2e-2, "int4": 5e-2}
 
 
 @dataclass(kw_only=True)
@@ -73,4 +73,6 @@ class Report:
         """Largest relative difference of the losses of a step."""
         if self.bits_must_agree:
             return 0.0
-        return SENT_AS_BF16_TOLERANCE if self.layout.wire else LOSS_TOLERANCE[self.layout.dtype]
+        if self.layout.wire:
+            return SENT_AS_TOLERANCE[self.layout.wire]
+        return LOSS_TOLERANCE[self.layout.dtype]

@@ -83,7 +83,8 @@ def by_type(reports: Sequence[Report]) -> list[Sequence[str]]:
     kinds: dict[str, list[Report]] = {}
     for report in reports:
         if not report.layout.refused:
-            kind: str = "fp32, sent as bf16" if report.layout.wire else report.layout.dtype
+            wire = report.layout.wire
+            kind: str = f"sent as {wire}" if wire else report.layout.dtype
             kinds.setdefault(kind, []).append(report)
     for kind, of in kinds.items():
         if servers:

@@ -82,6 +82,11 @@ class Layout(Row):
         return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *further]
 
     @property
+    def has_few_bits(self) -> bool:
+        """Whether gradients travel in blocks of few bits."""
+        return self.wire in ("int8", "int4")
+
+    @property
     def is_node_first(self) -> bool:
         """Whether ranks of a host sum first where they can: with servers that update, that is what
         ``auto`` means."""
@@ -153,6 +158,8 @@ _UNALIGNED = ("--no-align-grad-reduce",)
 _PLAIN_CHECKPOINT = ("--ckpt-format", "torch")
 _NODE = "node-first"
 _IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
+# With pieces as long as buckets, so that it is known where blocks begin.
+_FEW_BITS = (*_IN_ORDER, ("BYTEPS_KEEP_BF16_BYTES", "4096"), ("BYTEPS_NODE_PIECE_BYTES", "1048576"))
 # The norm is about 3 at the first step, falls, and is above 1 at the last.
 _CLIPS_AT_FIRST = ("--clip-grad", "2")
 _CLIPS_NEVER = ("--clip-grad", "100")
@@ -217,6 +224,24 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp2-sent-as-bf16", ranks=2, wire="bf16"),
     Layout(name="dp4-do-bf16-sent-as-bf16-overlap", ranks=4, dtype="bf16", wire="bf16",
            distributed_optimizer=True, overlap=True, accumulation=2),
+    # Gradients in blocks of few bits: to the bit what rounding, adding in fp32 and rounding gives.
+    Layout(name="dp2-sent-as-int8", ranks=2, wire="int8", environment=_FEW_BITS),
+    Layout(name="dp4-sent-as-int4-overlap-acc2", ranks=4, wire="int4", overlap=True,
+           accumulation=2, environment=_FEW_BITS),
+    Layout(name="dp3-bf16-wire-sent-as-int8", ranks=3, dtype="bf16-wire", wire="int8",
+           environment=_FEW_BITS),
+    Layout(name="dp4-do-bf16-sent-as-int8-overlap", ranks=4, dtype="bf16", wire="int8",
+           distributed_optimizer=True, overlap=True, environment=_FEW_BITS),
+    Layout(name="dp4-do-inst2-sent-as-int4", ranks=4, wire="int4", distributed_optimizer=True,
+           instances=2, environment=_FEW_BITS),
+    Layout(name="ep2-dp4-sent-as-int8", ranks=4, ep=2, experts=4, wire="int8",
+           environment=_FEW_BITS),
+    Layout(name="tp2-dp2-do-sent-as-int4", ranks=4, tp=2, wire="int4", distributed_optimizer=True,
+           environment=_FEW_BITS),
+    Layout(name="node2-dp4-sent-as-int8", ranks=4, per_host=2, route=_NODE, wire="int8",
+           environment=_FEW_BITS),
+    Layout(name="node2-dp4-do-sent-as-int4-overlap", ranks=4, per_host=2, route=_NODE, wire="int4",
+           distributed_optimizer=True, overlap=True, environment=_FEW_BITS),
     # Tensor parallelism.
     Layout(name="tp2-dp2-overlap", ranks=4, tp=2, overlap=True),
     Layout(name="tp2-dp2-do-bf16-wire", ranks=4, tp=2, distributed_optimizer=True,

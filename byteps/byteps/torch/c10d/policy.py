@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from byteps import logs
-from byteps.torch import session
+from byteps.torch import session, wire
 from byteps.torch.figures import setting
 from byteps.torch.job import Job
 from byteps.torch.routes import COLLECTIVE, Decision, Sum, decide
+from byteps.torch.wire import WireType
 
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 """Types of gradients. Whole numbers stay with NCCL or gloo, which do not average them."""
 
-_WIRE_DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SAME = "same"
 
 _REFERENCE_BYTES = 64 << 20
 """Bytes and times of a backend grow alike with the size, so that any size decides for all."""
@@ -30,7 +31,8 @@ class Settings:
 
     backend: str
     min_bytes: int
-    wire_dtype: torch.dtype | None
+    wire_dtype: str
+    """A name of `wire.NAMES`, or "same"."""
 
     @staticmethod
     def read() -> Settings:
@@ -38,12 +40,18 @@ class Settings:
         return Settings(
             backend=setting("BYTEPS_C10D_BACKEND"),
             min_bytes=int(setting("BYTEPS_C10D_MIN_BYTES")),
-            wire_dtype=_WIRE_DTYPES[setting("BYTEPS_C10D_WIRE_DTYPE")],
+            wire_dtype=setting("BYTEPS_C10D_WIRE_DTYPE"),
         )
 
-    def wire_dtype_of(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The type in which a tensor travels; None: its own."""
-        return self.wire_dtype if dtype in (torch.float32, torch.float64) else None
+    def wire_of(self, dtype: torch.dtype) -> WireType:
+        """The type in which a tensor travels: its own where the one that was asked for would keep
+        less of it, or cannot hold it."""
+        if self.wire_dtype != _SAME:
+            try:
+                return wire.of(dtype, self.wire_dtype)
+            except ValueError:
+                pass
+        return wire.of(dtype)
 
 
 def decide_for(
@@ -57,11 +65,10 @@ def decide_for(
     A pure function of what all members know.
     """
     hosts = tuple(job.hosts[rank] for rank in ranks)
-    wire = settings.wire_dtype_of(dtype) or dtype
     what = Sum(
         hosts=hosts,
         gradient_bytes=_REFERENCE_BYTES,
-        wire_bytes=_REFERENCE_BYTES * wire.itemsize // dtype.itemsize,
+        wire_bytes=settings.wire_of(dtype).nbytes(_REFERENCE_BYTES // dtype.itemsize),
     )
     decision = decide(what, job.network, settings.backend)
     if session.rank() == min(ranks):
@@ -76,10 +83,10 @@ def _tell(
     decision: Decision,
     settings: Settings,
 ) -> None:
-    wire = settings.wire_dtype_of(dtype)
+    form = settings.wire_of(dtype)
     of_type = str(dtype).removeprefix("torch.")
-    if wire is not None:
-        of_type += f", sent as {str(wire).removeprefix('torch.')}"
+    if form != wire.of(dtype):
+        of_type += f", sent as {form}"
     backend = (
         "NCCL or gloo"
         if decision.route == COLLECTIVE

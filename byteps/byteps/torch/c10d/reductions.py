@@ -13,6 +13,7 @@ from byteps.torch.c10d import joining, policy
 from byteps.torch.c10d.work import Line, ServerWork
 from byteps.torch.routes import COLLECTIVE, FLAT
 from byteps.torch.tensors import flat_view, is_dense
+from byteps.torch.wire import WireType
 
 MOST_NAMES = 1024
 """Tensors of so many lengths, types and operations are known to the servers for each group: a
@@ -92,15 +93,15 @@ class Reductions:
         return self._routes[dtype]
 
     def _prepare(self, flat: torch.Tensor, average: bool) -> _Reduction:
-        dtype, wire_dtype = flat.dtype, self._settings.wire_dtype_of(flat.dtype)
+        dtype, wire = flat.dtype, self._settings.wire_of(flat.dtype)
         operation = "average" if average else "sum"
         of_type = str(dtype).removeprefix("torch.")
         name = f"{self._key}/{of_type}/{flat.numel()}/{operation}"
         if self._route(dtype) == FLAT:
-            return _Flat(name, self._ranks, average, wire_dtype)
+            return _Flat(name, self._ranks, average, wire)
         hosts = joining.joined().hosts
         layout = nodes.HostLayout.of(self._ranks, [str(hosts[rank]) for rank in self._ranks])
-        node_sum = nodes.whole_sum(name, layout, flat, average=average, wire_dtype=wire_dtype)
+        node_sum = nodes.whole_sum(name, layout, flat, average=average, wire_dtype=wire)
         return _NodeFirst(node_sum, self._line)
 
 
@@ -112,13 +113,11 @@ class _Reduction:
 
 
 class _Flat(_Reduction):
-    def __init__(
-        self, name: str, ranks: tuple[int, ...], average: bool, wire_dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, name: str, ranks: tuple[int, ...], average: bool, wire: WireType) -> None:
         self._name = name
         self._ranks = ranks
         self._average = average
-        self._wire_dtype = wire_dtype
+        self._wire = wire
 
     def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> ServerWork:
         handle = operations.start(
@@ -129,7 +128,7 @@ class _Flat(_Reduction):
             priority=priority,
             group=self._ranks,
             placement=None,
-            wire_dtype=self._wire_dtype,
+            wire_dtype=self._wire,
         )
         return ServerWork([tensor], [handle], lambda: _receive(handle))
 

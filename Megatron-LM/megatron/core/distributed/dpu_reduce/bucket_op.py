@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from .refusals import WIRE_DTYPES
+from . import bytepslib
+from .kept import Kept
 
 if TYPE_CHECKING:
     from byteps.torch.nodes import NodeSum
+    from byteps.torch.wire import WireType
 
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
     from ..param_and_grad_buffer import _ParamAndGradBucket
@@ -35,8 +37,10 @@ class BucketOp:
     there is one instance."""
     placement: int
     """Place of the bucket's first partition in the round robin over the servers."""
-    wire_dtype: torch.dtype
-    """Type in which the gradients travel; that of the bucket, unless another was asked for."""
+    wire: WireType
+    """In which the gradients travel; that of the bucket, unless another was asked for."""
+    kept: Kept | None = None
+    """Of gradients in blocks of few bits: those that travel as bf16."""
     route: str
     """``collective``, ``flat`` or ``node-first``; the same for all buckets of a bucket group."""
     node_whole: NodeSum | None = None
@@ -51,23 +55,26 @@ class BucketOp:
         return index * shard, (index + 1) * shard
 
 
-def wire_dtype_of(
+def wire_of(
     param_dtype: torch.dtype, grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig
-) -> torch.dtype:
+) -> WireType:
     """The type in which gradients travel.
 
-    The wire dtype that was asked for is for fp32: of a half type it would keep less. With the
-    optimizer on the servers, parameters come down in it, so that fp32 ones do not use it.
+    bf16 is for fp32: of a half type it would keep no more. With the optimizer on the servers,
+    parameters come down in it, so that fp32 ones do not use it.
     """
-    if ddp_config.dpu_reduce_wire_dtype is None or grad_dtype != torch.float32:
-        return grad_dtype
-    if ddp_config.dpu_optimizer and param_dtype == torch.float32:
-        return grad_dtype
-    return WIRE_DTYPES[ddp_config.dpu_reduce_wire_dtype]
+    wire, name = bytepslib.wire, ddp_config.dpu_reduce_wire_dtype
+    if name is None or (ddp_config.dpu_optimizer and param_dtype == torch.float32):
+        return wire.of(grad_dtype)
+    asked = wire.NAMES[name]
+    if not asked.is_block and grad_dtype != torch.float32:
+        return wire.of(grad_dtype)
+    if asked.is_block and ddp_config.dpu_reduce_feedback != "auto":
+        asked = replace(asked, feedback=ddp_config.dpu_reduce_feedback == "on")
+    return wire.of(grad_dtype, asked)
 
 
 def wire_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> int:
     """Bytes of a bucket as it travels."""
     param_dtype = next(iter(bucket.params_list)).dtype
-    dtype = wire_dtype_of(param_dtype, bucket.grad_data.dtype, config)
-    return bucket.grad_data.numel() * dtype.itemsize
+    return wire_of(param_dtype, bucket.grad_data.dtype, config).nbytes(bucket.grad_data.numel())

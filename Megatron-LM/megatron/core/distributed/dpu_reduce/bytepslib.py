@@ -29,6 +29,7 @@ __all__ = [
     "server_rule",
     "speculation",
     "step_machine",
+    "wire",
 ]
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         server_rule,
         speculation,
         step_machine,
+        wire,
     )
 else:
 

@@ -32,6 +32,8 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
             continue
         # Only these are summed at every step. The whole of a bucket that the optimizer shards is
         # summed when somebody asks for it, and declares itself then.
+        if op.kept is not None:
+            declarations.append(op.kept.declaration(op, grads, average=average))
         sums = op.node_shards or op.node_whole
         if sums is not None:
             declarations += sums.declarations(rank, grads.dtype, grads.device)
@@ -44,7 +46,7 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
                 average=average,
                 group=op.group,
                 placement=op.placement,
-                wire_dtype=op.wire_dtype,
+                wire_dtype=op.wire,
                 device=grads.device,
             )
         )
@@ -60,13 +62,20 @@ def bytes_per_server(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
         op: BucketOp = bucket.dpu_reduce_op
         sums = op.node_shards or op.node_whole
         if sums is None:
-            nbytes = bucket.grad_data.numel() * op.wire_dtype.itemsize
             parts = [
-                bps.bytes_per_server(nbytes, name=op.name, group=op.group, placement=op.placement)
+                bps.bytes_per_server(
+                    op.wire.nbytes(bucket.grad_data.numel()),
+                    name=op.name,
+                    group=op.group,
+                    placement=op.placement,
+                    wire_dtype=op.wire,
+                )
             ]
         else:
             pushes = sums.pushes(rank, bucket.grad_data.element_size())
             parts = [push.bytes_per_server() for push in pushes]
+        if op.kept is not None:
+            parts.append(op.kept.bytes_per_server(op))
         for part in parts:
             total = [a + b for a, b in zip(total, part, strict=True)]
     return total

@@ -45,7 +45,7 @@ def node_sums(
         layout,
         grads,
         average=buffer.ddp_config.average_in_collective,
-        wire_dtype=op.wire_dtype,
+        wire_dtype=op.wire,
         known=(buffer.data_parallel_group, group),
     )
     if not buffer.ddp_config.use_distributed_optimizer:
@@ -58,7 +58,7 @@ def node_sums(
             f"--use-dpu-reduce: rank {rank} is not shard {mine} of the owners {op.owners} in the "
             f"data-parallel group {op.group}"
         )
-    part_bytes = grads.numel() * op.wire_dtype.itemsize // len(layout.beside(rank))
+    part_bytes = op.wire.nbytes(grads.numel()) // len(layout.beside(rank))
     cut = bytepslib.pieces.shard_pieces(
         grads.numel(),
         owned,

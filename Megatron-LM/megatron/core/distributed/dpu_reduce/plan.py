@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import advised, bytepslib, decisions, declared, job, trials
-from .bucket_op import BucketOp, wire_dtype_of
+from .bucket_op import BucketOp, wire_of
+from .kept import kept_of
 from .naming import bucket_name, named
 from .node_sums import node_sums
 from .refusals import validate_ddp_config, validate_model_config
@@ -60,6 +61,7 @@ def register(ddp: DistributedDataParallel) -> None:
     if chunk == 0:
         advised.tell(ddp.ddp_config, ddp.config, _kinds(ddp))
 
+    parameters = {parameter: name for name, parameter in ddp.module.named_parameters()}
     for kind, group, _, buffers in _kinds(ddp):
         if not buffers:
             continue
@@ -73,6 +75,7 @@ def register(ddp: DistributedDataParallel) -> None:
                 group=group,
                 model=model,
                 chunk=chunk,
+                names=parameters,
             )
             alike[dtypes] += 1
 
@@ -132,6 +135,7 @@ def _register_buffer(
     group: _Group,
     model: int,
     chunk: int,
+    names: dict[torch.nn.Parameter, str],
 ) -> None:
     ranks, owners = job.ranks_of(group), job.ranks_of(buffer.data_parallel_group)
     instances = buffer.ddp_config.num_distributed_optimizer_instances
@@ -140,7 +144,7 @@ def _register_buffer(
             f"--use-dpu-reduce: the {kind} data-parallel group {ranks} is not {instances} "
             f"optimizer instance(s) of ranks {owners}"
         )
-    wire_dtype = wire_dtype_of(buffer.param_dtype, buffer.grad_dtype, buffer.ddp_config)
+    wire = wire_of(buffer.param_dtype, buffer.grad_dtype, buffer.ddp_config)
     for bucket in buffer.buckets:
         op = BucketOp(
             name=bucket_name(
@@ -156,9 +160,11 @@ def _register_buffer(
             group=ranks,
             owners=owners,
             placement=0,
-            wire_dtype=wire_dtype,
+            wire=wire,
             route=chosen[id(bucket)].route,
         )
+        if wire.is_block and op.route != bytepslib.routes.COLLECTIVE:
+            op = replace(op, kept=kept_of(bucket, names, buffer.ddp_config))
         bucket.dpu_reduce_op = _placed(op, bucket, buffer, group)
 
 
@@ -170,9 +176,9 @@ def _placed(
     elements = bucket.grad_data.numel()
     if op.route == routes.COLLECTIVE or elements == 0:
         return op
-    nbytes = elements * op.wire_dtype.itemsize
+    nbytes = op.wire.nbytes(elements)
     if op.route == routes.FLAT:
-        partitions = bps.partition_count(nbytes)
+        partitions = bps.partition_count(nbytes, wire_dtype=op.wire)
         return replace(op, placement=named.next_placement(op.group, partitions))
     assert op.route == routes.NODE_FIRST
     sums = node_sums(op, bucket.grad_data, buffer, group)

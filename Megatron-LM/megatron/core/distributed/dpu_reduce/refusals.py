@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
 
-WIRE_DTYPES = {"bf16": torch.bfloat16}
+WIRE_TYPES = ("bf16", "int8", "int4")
 """What ``--dpu-reduce-wire-dtype`` may name."""
+FEEDBACK = ("auto", "on", "off")
+"""What ``--dpu-reduce-feedback`` may name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +178,35 @@ def _check_wire_dtype(source: object) -> None:
             f"--dpu-reduce-wire-dtype={name} needs --use-dpu-reduce: without it no gradient goes "
             "through BytePS"
         )
-    if name not in WIRE_DTYPES:
+    if name not in WIRE_TYPES:
         raise ValueError(
-            f"--dpu-reduce-wire-dtype={name} is not known; it can be {', '.join(WIRE_DTYPES)}"
+            f"--dpu-reduce-wire-dtype={name} is not known; it can be {', '.join(WIRE_TYPES)}"
         )
+
+
+def _check_few_bits(source: object) -> None:
+    """``source`` is the arguments or a DDP config."""
+    feedback = getattr(source, "dpu_reduce_feedback", "auto")
+    kept = getattr(source, "dpu_reduce_keep_bf16", None)
+    if feedback not in FEEDBACK:
+        raise ValueError(
+            f"--dpu-reduce-feedback={feedback} is not known; it can be {', '.join(FEEDBACK)}"
+        )
+    for pattern in kept or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"--dpu-reduce-keep-bf16: {pattern!r} is no regular expression: {error}"
+            ) from error
+    if getattr(source, "dpu_reduce_wire_dtype", None) in ("int8", "int4"):
+        return
+    for flag, given in (
+        ("--dpu-reduce-feedback", feedback != "auto"),
+        ("--dpu-reduce-keep-bf16", kept),
+    ):
+        if given:
+            raise ValueError(f"{flag} needs --dpu-reduce-wire-dtype int8 or int4")
 
 
 def _check_route(source: object) -> None:
@@ -216,6 +244,11 @@ def _check_optimizer(source: object) -> None:
             "torch_dist. Use that, or --no-save-optim and --no-load-optim."
         )
     wire = getattr(source, "dpu_reduce_wire_dtype", None)
+    if wire is not None and wire != "bf16":
+        raise ValueError(
+            f"--dpu-optimizer does not work with --dpu-reduce-wire-dtype={wire}: parameters come "
+            "down in that type too, and would lose bits. Use bf16, or drop one of the two."
+        )
     if wire is not None and getattr(source, "bf16", True) is False:
         raise ValueError(
             f"--dpu-optimizer does not work with --dpu-reduce-wire-dtype={wire} without --bf16: "
@@ -249,6 +282,7 @@ def refuse(args: Namespace) -> None:
         ValueError: as `validate_args`.
     """
     _check_wire_dtype(args)
+    _check_few_bits(args)
     _check_route(args)
     _check_optimizer(args)
     if getattr(args, "use_dpu_reduce", False):
@@ -284,6 +318,7 @@ def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
     if ddp_config.dpu_optimizer:
         ddp_config.use_dpu_reduce = True
     _check_wire_dtype(ddp_config)
+    _check_few_bits(ddp_config)
     _check_route(ddp_config)
     _check_optimizer(ddp_config)
     if ddp_config.use_dpu_reduce:

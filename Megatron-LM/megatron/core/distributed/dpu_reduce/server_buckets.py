@@ -92,7 +92,7 @@ def _spec(bucket: _ParamAndGradBucket, rule: Rule, *, average: bool, in_order: b
     if sums is None:
         whole = bytepslib.byteps.TensorDeclaration(
             name=op.name,
-            dtype=op.wire_dtype,
+            dtype=op.wire.memory,
             numel=grads.numel(),
             average=average,
             group=list(op.group),
@@ -102,7 +102,7 @@ def _spec(bucket: _ParamAndGradBucket, rule: Rule, *, average: bool, in_order: b
         return made(declarations=[whole], rule=rule, in_order=in_order)
     return made(
         declarations=[
-            replace(one, dtype=op.wire_dtype, wire_dtype=None)
+            replace(one, dtype=op.wire.memory, wire_dtype=None)
             for one in sums.declarations(rank, grads.dtype, grads.device)
         ],
         rule=rule,

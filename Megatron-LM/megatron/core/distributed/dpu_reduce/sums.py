@@ -92,6 +92,16 @@ def start_grad_sync(
 
 
 def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average: bool) -> _Pending:
+    if op.kept is None:
+        return _start_all(bucket, op, sharded=sharded, average=average)
+    # First, so that their values do not count for the scale of any block.
+    kept = op.kept.start(op, bucket.grad_data, average=average)
+    return kept.after(_start_all(bucket, op, sharded=sharded, average=average))
+
+
+def _start_all(
+    bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average: bool
+) -> _Pending:
     if op.node_whole is not None:
         node = (op.node_shards if sharded else None) or op.node_whole
         return node.start(bucket.grad_data)
@@ -104,6 +114,6 @@ def _start(bucket: _ParamAndGradBucket, op: BucketOp, *, sharded: bool, average:
         placement=op.placement,
         group=op.group,
         pull=op.wanted(bucket.grad_data.numel()) if sharded else None,
-        wire_dtype=op.wire_dtype,
+        wire_dtype=op.wire,
     )
     return _PushPull(handle, bucket.grad_data)

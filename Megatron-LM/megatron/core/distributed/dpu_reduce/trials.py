@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import bytepslib, job
-from .bucket_op import BucketOp, wire_dtype_of
+from .bucket_op import BucketOp, wire_of
 from .naming import group_name
 from .node_sums import node_sums
 
@@ -55,22 +55,22 @@ def measured(
         zip(sums, groups, strict=True), key=lambda pair: pair[0].gradient_bytes
     )
     like, ranks = bucket_group.buckets[0].grad_data, job.ranks_of(group)
-    wire_dtype = wire_dtype_of(buffer.param_dtype, like.dtype, buffer.ddp_config)
+    wire = wire_of(buffer.param_dtype, like.dtype, buffer.ddp_config)
     owners = job.ranks_of(buffer.data_parallel_group)
-    key = (kind, ranks, owners, like.dtype, wire_dtype, what.sharded, what.gradient_bytes)
+    key = (kind, ranks, owners, like.dtype, wire, what.sharded, what.gradient_bytes)
     if key in _measurements:
         return _measurements[key]
 
     routes = bytepslib.routes
 
     def sum_op(tensor: torch.Tensor, route: str) -> BucketOp:
-        dtypes = f"{like.dtype}-{wire_dtype}".replace("torch.", "")
+        dtypes = f"{like.dtype}-{wire}".replace("torch.", "").replace(" ", "-")
         return BucketOp(
             name=f"dpu_reduce/measured/{kind}/{group_name(ranks)}/{dtypes}/{tensor.numel()}",
             group=ranks,
             owners=owners,
             placement=min(ranks),
-            wire_dtype=wire_dtype,
+            wire=wire,
             route=route,
         )
 
@@ -83,7 +83,7 @@ def measured(
             placement=op.placement,
             group=op.group,
             pull=op.wanted(tensor.numel()) if what.sharded else None,
-            wire_dtype=wire_dtype,
+            wire_dtype=wire,
         )
         bps.synchronize(handle)
 
