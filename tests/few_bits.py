@@ -35,6 +35,10 @@ class Rounding:
         self._feedback = feedback
         self._lost: torch.Tensor | None = None
 
+    def forget(self) -> None:
+        """What was lost until now is not added to the next values."""
+        self._lost = None
+
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         values = values.float()
         if self._feedback and self._lost is not None:
@@ -51,6 +55,11 @@ class Sums:
     def __init__(self, form: str, ranks: int, *, feedback: bool = False) -> None:
         self._up = [Rounding(form, feedback=feedback) for _ in range(ranks)]
         self._down = Rounding(form, feedback=feedback)
+
+    def forget(self) -> None:
+        """What was lost until now is not added to the next round."""
+        for rounding in (*self._up, self._down):
+            rounding.forget()
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, average: bool) -> torch.Tensor:
         """The next round's, in the type of the inputs."""

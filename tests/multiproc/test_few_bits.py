@@ -37,6 +37,10 @@ def test_what_is_not_finite(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=1, env=IN_ORDER).run("few_bits:not_finite")
 
 
+def test_what_was_lost_can_be_forgotten(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=2, servers=2, env=IN_ORDER).run("few_bits:forgotten")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_refusals(make_cluster: Callable[..., Cluster], workers: int) -> None:
     make_cluster(workers=workers, servers=1, env=IN_ORDER).run("few_bits:refused")

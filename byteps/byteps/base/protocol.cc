@@ -40,8 +40,8 @@ std::string Declaration::Describe() const {
   for (uint32_t rank : group) ranks += (ranks.empty() ? "" : ",") + std::to_string(rank);
   return std::string(NameOf(dtype)) + ", " + std::to_string(bytes) + " bytes in partitions of " +
          std::to_string(partition_bytes) + ", " + (average ? "average" : "sum") +
-         (feedback ? " with feedback" : "") + " over ranks " +
-         ranks + ", placement " + std::to_string(placement) +
+         (feedback ? " with feedback" : "") + " over ranks " + ranks + ", placement " +
+         std::to_string(placement) +
          (hash == KeyHash::kRaw
               ? ""
               : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash)) +
@@ -50,31 +50,30 @@ std::string Declaration::Describe() const {
 
 std::string PushHeader::Pack() const {
   WireWriter out;
-  for (uint32_t field : {round, timeout_ms, pull_offset, pull_bytes, oldest}) out.Put(field);
+  for (uint32_t field : {round, timeout_ms, pull_offset, pull_bytes, oldest, flags}) out.Put(field);
   return out.Take();
 }
 
 bool PushHeader::Unpack(const std::string& text, PushHeader* header) {
   WireReader in(text);
   for (uint32_t* field : {&header->round, &header->timeout_ms, &header->pull_offset,
-                          &header->pull_bytes, &header->oldest}) {
+                          &header->pull_bytes, &header->oldest, &header->flags}) {
     *field = in.Get<uint32_t>();
   }
   return in.ok() && in.at_end();
 }
 
 bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string* rest) {
-  constexpr size_t kBytes = 5 * sizeof(uint32_t);
   if (text.size() < kBytes) return false;
   *rest = text.substr(kBytes);
   return Unpack(text.substr(0, kBytes), header);
 }
 
 bool Declaration::operator==(const Declaration& o) const {
-  return name == o.name && dtype == o.dtype && average == o.average &&
-         feedback == o.feedback && bytes == o.bytes &&
-         partition_bytes == o.partition_bytes && placement == o.placement && hash == o.hash &&
-         group == o.group && (rule == o.rule || (rule && o.rule && *rule == *o.rule));
+  return name == o.name && dtype == o.dtype && average == o.average && feedback == o.feedback &&
+         bytes == o.bytes && partition_bytes == o.partition_bytes && placement == o.placement &&
+         hash == o.hash && group == o.group &&
+         (rule == o.rule || (rule && o.rule && *rule == *o.rule));
 }
 
 }  // namespace core

@@ -103,6 +103,11 @@ struct PushHeader {
   // The first round of this tensor that has not ended at the worker, not after `round`.  What it
   // has left open of those before has failed there, and it will neither push nor ask again.
   uint32_t oldest = 0;
+  // kForgetLost, or nothing.  The same from all members.
+  uint32_t flags = 0;
+  // What rounding lost of this partition's sums before is not added to this one.
+  static constexpr uint32_t kForgetLost = 1;
+  static constexpr size_t kBytes = 6 * sizeof(uint32_t);
 
   std::string Pack() const;
   // False when `text` is no header.

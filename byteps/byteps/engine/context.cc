@@ -28,6 +28,7 @@ Message Context::MakeRequestMessage(Request request) {
   header.round = operation.round;
   // Of an operation that fails at this moment the tensor knows no longer.
   header.oldest = std::min(operation.tensor->oldest.load(), operation.round);
+  if (operation.request.forgets_lost) header.flags |= PushHeader::kForgetLost;
   header.timeout_ms = static_cast<uint32_t>(std::min(op_timeout_s * 1000, 4e9));
   if (op != kLoadState && op != kPushNorm) {  // which ask for no part
     header.pull_offset =

@@ -46,6 +46,7 @@ struct PushPullRequest {
   uint64_t pull_begin = 0;
   uint64_t pull_end = UINT64_MAX;  // to the end of the tensor
   int priority = 0;                // higher goes first
+  bool forgets_lost = false;       // servers, of what rounding lost of the sums before
   DeviceStream stream = nullptr;   // of the GPU: after whose work so far input is ready
   // What is asked of the servers: kPushPull for a sum; of a tensor with a rule kPushStep,
   // kPushNorm (output: GradientSums of each partition), kPushTry, kStep (of the round of the last

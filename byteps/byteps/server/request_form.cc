@@ -29,6 +29,7 @@ bool HasForm(const Message& message, const Declaration& declaration, uint64_t in
   if (declaration.rule) return HasFormOfUpdate(message, declaration, index);
   PushHeader header;
   if (!PushHeader::Unpack(message.body, &header) || header.oldest > header.round) return false;
+  if ((header.flags & ~PushHeader::kForgetLost) != 0) return false;
   const uint64_t size = declaration.PartitionSize(index);
   return header.pull_offset <= size && header.pull_bytes <= size - header.pull_offset;
 }

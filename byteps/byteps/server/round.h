@@ -58,6 +58,7 @@ struct Round {
   int64_t first_taken = 0;  // SteadyNs
   int64_t last_added = 0;
   std::unique_ptr<RoundUpdate> update;  // null of a tensor that is summed, and no more
+  bool forgets_lost = false;            // of blocks with feedback: by the sums before
   bool done = false;                    // there is a sum, or there will be none
   std::string failure;                  // why there will be none
 

@@ -92,6 +92,7 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   }
   GiveUpBefore(partition, rank, header.oldest);
   round->pushed[member] = true;
+  round->forgets_lost |= (header.flags & PushHeader::kForgetLost) != 0;
   FailWithoutThoseGone(partition, round);
   if (round->done) {
     PS_PROBE(kPushAfterFailure);
@@ -159,6 +160,7 @@ void Rounds::Add(Partition* partition, Round* round, size_t member, SharedBytes 
   rule.keeps_memory = round->update && round->update->keeps_memory();
   if (declaration.feedback) {
     const uint64_t blocks = declaration.PartitionSize(partition->index) / SizeOf(declaration.dtype);
+    if (std::exchange(round->forgets_lost, false)) partition->lost.clear();
     partition->lost.resize(blocks * kBlockValues);
     rule.lost = partition->lost.data();
   }

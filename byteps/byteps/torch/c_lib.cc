@@ -155,12 +155,16 @@ CodedValues Coded(const CodedTuple& tuple) {
 }
 
 int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t input,
-                 uintptr_t output, uint64_t bytes, uint64_t piece_of, bool average, bool feedback,
-                 int priority, const Ranks& group, std::optional<uint64_t> placement,
+                 uintptr_t output, uint64_t bytes, uint64_t piece_of, bool average,
+                 std::pair<bool, bool> feedback, int priority, const Ranks& group,
+                 std::optional<uint64_t> placement,
                  std::optional<std::pair<uint64_t, uint64_t>> pull, int device, uintptr_t stream,
                  const std::optional<CodedTuple>& coded) {
   PushPullRequest request;
-  request.tensor = Spec(name, dtype, bytes, piece_of, average, feedback, group, placement, device);
+  const auto [keeps_lost, forgets_lost] = feedback;
+  request.tensor =
+      Spec(name, dtype, bytes, piece_of, average, keeps_lost, group, placement, device);
+  request.forgets_lost = forgets_lost;
   if (coded) request.coded = Coded(*coded);
   request.input = reinterpret_cast<const void*>(input);
   request.output = reinterpret_cast<void*>(output);

@@ -91,7 +91,7 @@ def push_pull(
     bytes: int,
     piece_of: int,
     average: bool,
-    feedback: bool,
+    feedback: tuple[bool, bool],
     priority: int,
     group: Ranks | Sequence[int],
     placement: int | None,

@@ -67,9 +67,10 @@ def start(
     if not 0 <= elements[0] <= elements[1] <= tensor.numel():
         raise ValueError(f"pull={pull} is no range of {tensor.numel()} elements")
     form, values, received, lost = wires.of(tensor.dtype, wire_dtype), tensor, output, None
+    forgets = False
     if form.memory != tensor.dtype:
         if form.feedback:
-            lost = feedback.of(name, tensor.numel(), tensor.device)
+            lost, forgets = feedback.of(name, tensor.numel(), tensor.device)
         tensor = received = in_flight.wire_copy(tensor, form, name, lost)
     stream = current_stream(tensor.device)
     if in_flight.registers_memory and not tensor.is_cuda:
@@ -84,7 +85,7 @@ def start(
         form.nbytes(values.numel()),
         form.nbytes(piece_of),
         bool(average),
-        form.feedback,
+        (form.feedback, forgets),
         int(priority),
         engine_ranks(group),
         placement,

@@ -14,6 +14,7 @@ from byteps.launcher import embedded
 from byteps.launcher.meeting import Store
 from byteps.torch import c_lib, departure, in_flight
 from byteps.torch.completions import completions
+from byteps.torch.feedback import feedback
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def _after_fork_in_child() -> None:
     atexit.unregister(_at_exit)
     in_flight.registers_memory = False
     in_flight.forget()
+    feedback.forget()
     completions.forget()
 
 
@@ -176,6 +178,7 @@ def _stop(*, suspend: bool, failure: str = "") -> None:
         c_lib.shutdown(suspend, failure)
         completions.stop()
         in_flight.forget()
+        feedback.forget()
         _launch = None
 
 

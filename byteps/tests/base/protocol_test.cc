@@ -152,11 +152,12 @@ PushHeader SomeHeader() {
   header.pull_offset = 0xfffffffe;
   header.pull_bytes = 7;
   header.oldest = 0x01000003;
+  header.flags = PushHeader::kForgetLost;
   return header;
 }
 
-TEST(PushHeader, IsFiveLittleEndianNumbers) {
-  const std::string wire("\4\3\2\1\xc0\x27\x09\0\xfe\xff\xff\xff\7\0\0\0\3\0\0\1", 20);
+TEST(PushHeader, IsSixLittleEndianNumbers) {
+  const std::string wire("\4\3\2\1\xc0\x27\x09\0\xfe\xff\xff\xff\7\0\0\0\3\0\0\1\1\0\0\0", 24);
   EXPECT_EQ(SomeHeader().Pack(), wire);
   PushHeader back;
   ASSERT_TRUE(PushHeader::Unpack(wire, &back));
@@ -165,6 +166,17 @@ TEST(PushHeader, IsFiveLittleEndianNumbers) {
   EXPECT_EQ(back.pull_offset, 0xfffffffeu);
   EXPECT_EQ(back.pull_bytes, 7u);
   EXPECT_EQ(back.oldest, 0x01000003u);
+  EXPECT_EQ(back.flags, PushHeader::kForgetLost);
+}
+
+TEST(PushHeader, SomethingMayFollow) {
+  const std::string wire = SomeHeader().Pack();
+  PushHeader back;
+  std::string rest;
+  ASSERT_TRUE(PushHeader::Unpack(wire + "after", &back, &rest));
+  EXPECT_EQ(rest, "after");
+  EXPECT_EQ(back.Pack(), wire);
+  EXPECT_FALSE(PushHeader::Unpack(wire.substr(1), &back, &rest));
 }
 
 TEST(PushHeader, AnyOtherLengthIsRefused) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "byteps/base/block_codec.h"
 #include "byteps/base/error.h"
 
 namespace byteps {
@@ -98,6 +99,34 @@ TEST(Accumulator, KeepsTheMemoryOfAPushOnlyWhereItIsWanted) {
       EXPECT_EQ(spare.size(), keeps ? kCount * sizeof(float) : 0) << members;
       EXPECT_NE(spare.data(), accumulator.sum().data());
       EXPECT_TRUE(accumulator.TakeSpare().empty());
+    }
+  }
+}
+
+// In one pass up to so many, and in several beyond.
+TEST(Accumulator, AddsBlocksOfFewBitsHoweverMany) {
+  constexpr uint64_t kValues = 3 * kBlockValues;
+  for (const DType type : {DType::kInt8x128, DType::kInt4x128}) {
+    for (const uint32_t members : {1, 2, 7, 8, 9, 16, 17, 25}) {
+      Declaration declaration = Of(members, true);
+      declaration.dtype = type;
+      declaration.bytes = declaration.partition_bytes = BlocksOf(kValues) * SizeOf(type);
+      Scratch scratch;
+      Accumulator accumulator;
+      // Whole numbers of which each block has the largest: nothing is lost on the way up.
+      const std::vector<float> values(kValues, type == DType::kInt8x128 ? 127.f : 7.f);
+      for (uint32_t member = 0; member < members; ++member) {
+        const SharedBytes pushed = SharedBytes::New(declaration.bytes);
+        EncodeBlocks(type, pushed.data(), DType::kFloat32, values.data(), kValues, nullptr);
+        accumulator.Take(declaration, {}, member, pushed, &scratch);
+        EXPECT_EQ(accumulator.added(), member + 1);
+      }
+      std::vector<float> average(kValues);
+      ASSERT_EQ(accumulator.sum().size(), declaration.bytes);
+      DecodeBlocks(type, accumulator.sum().data(), DType::kFloat32, average.data(), kValues);
+      EXPECT_EQ(average, values) << members;
+      accumulator.Clear(&scratch);
+      EXPECT_TRUE(accumulator.sum().empty());
     }
   }
 }

@@ -230,6 +230,8 @@ LAYOUTS: tuple[Layout, ...] = (
            accumulation=2, environment=_FEW_BITS),
     Layout(name="dp3-bf16-wire-sent-as-int8", ranks=3, dtype="bf16-wire", wire="int8",
            environment=_FEW_BITS),
+    Layout(name="dp2-fp16-wire-sent-as-int4-overflows", ranks=2, dtype="fp16-wire", wire="int4",
+           extra=_OVERFLOWS, environment=_FEW_BITS),
     Layout(name="dp4-do-bf16-sent-as-int8-overlap", ranks=4, dtype="bf16", wire="int8",
            distributed_optimizer=True, overlap=True, environment=_FEW_BITS),
     Layout(name="dp4-do-inst2-sent-as-int4", ranks=4, wire="int4", distributed_optimizer=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import byteps.torch as bps
 import torch
 from byteps.torch import wire
+from byteps.torch.feedback import feedback
 
 from tests.few_bits import Sums
 from tests.multiproc.programs import values
@@ -77,6 +78,25 @@ def not_finite(job: Job) -> None:
                     assert torch.equal(
                         given.nan_to_num(7), want(inputs, average=True).nan_to_num(7)
                     )
+    bps.shutdown()
+
+
+def forgotten(job: Job) -> None:
+    """What was lost is dropped here and on the servers, for every tensor, when it is next sent."""
+    bps.init()
+    form, names = wire.int4(), ("a", "b")
+    want = {name: Sums(form.name, job.size, feedback=True) for name in names}
+    for round_ in range(6):
+        if round_ in (2, 3):  # twice, and "b" is not sent in between
+            feedback.drop()
+            for sums in want.values():
+                sums.forget()
+        for name in names if round_ != 2 else names[:1]:
+            with job.check(f"round {round_} of {name}"):
+                inputs = _inputs(job, 600_003, name, round_, "float32")
+                given = inputs[job.rank].clone()
+                bps.push_pull_inplace(given, average=False, name=name, wire_dtype=form)
+                assert torch.equal(given, want[name](inputs, average=False))
     bps.shutdown()
 
 

@@ -29,7 +29,8 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``keeps_optimizer``           an optimizer is made: do the servers keep it?
 ``make_server_optimizer``     they do: make it
 ``gradients_will_be_zeroed``  DDP is about to zero its gradients
-``add_checkpoint_metadata``   a checkpoint is about to be saved
+``add_checkpoint_metadata``   a checkpoint is about to be saved or loaded
+``step_ended``                the optimizer has made its step, or has not
 ``shutdown``                  training is done
 ============================  ======================================================
 
@@ -40,6 +41,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``job``                hosts and links of the job
 ``plan``               gives each bucket of a model its operation, from:
 ``bucket_op``          what the operation of a bucket is
+``kept``               gradients that stay bf16 where others travel in few bits
 ``naming``             names, priorities and placements of buckets
 ``decisions``          the route of each bucket group of a model
 ``trials``             how to try each route on these links

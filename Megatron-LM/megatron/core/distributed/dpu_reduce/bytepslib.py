@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 __all__ = [
     "byteps",
     "engine",
+    "feedback",
     "figures",
     "flat",
     "gradient_check",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import byteps.torch as byteps
     from byteps.torch import (
         engine,
+        feedback,
         figures,
         flat,
         gradient_check,

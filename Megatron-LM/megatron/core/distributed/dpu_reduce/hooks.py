@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import job, plan, server_buckets, summed_later, sums, whole_steps
+from . import bytepslib, job, plan, server_buckets, summed_later, sums, whole_steps
+from .refusals import FEW_BITS
 
 if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
@@ -110,11 +111,25 @@ def gradients_will_be_zeroed(ddp: DistributedDataParallel) -> None:
 
 
 def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
-    """A checkpoint is about to be saved: say in which form the servers' state is."""
+    """A checkpoint is about to be saved or loaded: say in which form the servers' state is, and
+    forget what rounding to few bits has lost, which is not saved."""
+    _forget_lost(args)
     if getattr(args, "dpu_optimizer", False):
         from .server_checkpoint import put_metadata  # of megatron.core, which needs this package
 
         put_metadata(metadata)
+
+
+def step_ended(args: Namespace, successful: bool) -> None:
+    """The optimizer has made its step on all ranks, or none has: then what rounding to few bits has
+    lost is of gradients that nobody wanted."""
+    if not successful:
+        _forget_lost(args)
+
+
+def _forget_lost(args: Namespace) -> None:
+    if getattr(args, "dpu_reduce_wire_dtype", None) in FEW_BITS:
+        bytepslib.feedback.feedback.drop()
 
 
 def shutdown(args: Namespace | None = None) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 WIRE_TYPES = ("bf16", "int8", "int4")
 """What ``--dpu-reduce-wire-dtype`` may name."""
+FEW_BITS = ("int8", "int4")
 FEEDBACK = ("auto", "on", "off")
 """What ``--dpu-reduce-feedback`` may name."""
 
@@ -199,7 +200,7 @@ def _check_few_bits(source: object) -> None:
             raise ValueError(
                 f"--dpu-reduce-keep-bf16: {pattern!r} is no regular expression: {error}"
             ) from error
-    if getattr(source, "dpu_reduce_wire_dtype", None) in ("int8", "int4"):
+    if getattr(source, "dpu_reduce_wire_dtype", None) in FEW_BITS:
         return
     for flag, given in (
         ("--dpu-reduce-feedback", feedback != "auto"),
