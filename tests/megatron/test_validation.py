@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
-from megatron.core.distributed.dpu_reduce import parsing, server_checkpoint
+from megatron.core.distributed.dpu_reduce import bytepslib, parsing, server_checkpoint
 from megatron.training import arguments, cpu_platform
 
 REFUSED = {
@@ -42,6 +42,8 @@ ALLOWED = (
     ("--num-distributed-optimizer-instances", "2"),
     ("--overlap-param-gather",),
     ("--dpu-reduce-wire-dtype", "bf16"),
+    ("--dpu-reduce-wire-dtype", "int8", "--dpu-reduce-feedback", "on"),
+    ("--dpu-reduce-wire-dtype", "int4", "--dpu-reduce-keep-bf16", "embedding", r"lora_.*"),
     ("--dpu-reduce-route", "node-first"),
     ("--overlap-param-gather-with-optimizer-step",),
     ("--fp8-param-gather",),
@@ -118,7 +120,8 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
 
 @pytest.fixture
 def byteps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that can be imported; validation asks for no more."""
+    """A module that can be imported; validation asks for no more, but for the names of routes."""
+    assert bytepslib.routes.ROUTES  # keeps the module, whichever test runs first
     monkeypatch.setitem(sys.modules, "byteps", ModuleType("byteps"))
     monkeypatch.setitem(sys.modules, "byteps.torch", ModuleType("byteps.torch"))
     vars(sys.modules["byteps"])["torch"] = sys.modules["byteps.torch"]
@@ -292,6 +295,29 @@ def test_wire_dtype_needs_the_flag(parse: Parse) -> None:
         dpu_reduce.validate_args(args)
     with pytest.raises(ValueError, match="--dpu-reduce-wire-dtype=bf16 needs --use-dpu-reduce"):
         DistributedDataParallelConfig(dpu_reduce_wire_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dpu-reduce-feedback", "on"), "--dpu-reduce-feedback needs .* int8 or int4"),
+        (("--dpu-reduce-keep-bf16", "x"), "--dpu-reduce-keep-bf16 needs .* int8 or int4"),
+        (
+            ("--dpu-reduce-wire-dtype", "int8", "--dpu-reduce-keep-bf16", "("),
+            r"--dpu-reduce-keep-bf16: '\(' is no regular expression",
+        ),
+        (
+            ("--dpu-reduce-wire-dtype", "int4", "--dpu-optimizer"),
+            "--dpu-optimizer does not work with --dpu-reduce-wire-dtype=int4: parameters",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("byteps")
+def test_few_bits_are_refused_where_they_do_nothing(
+    parse: Parse, words: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        dpu_reduce.validate_args(parse("--use-dpu-reduce", *words))
 
 
 def test_unknown_wire_dtype() -> None:
