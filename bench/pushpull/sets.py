@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from byteps import cost_model
 
-from bench.kit.plan import Case, Plan, Topology
+from bench.kit.plan import WIRE_BITS, Case, Plan, Topology
 from bench.kit.units import parse_rate, parse_size
 from bench.pushpull import fast
 from bench.pushpull.experiment import Experiment
@@ -75,6 +75,17 @@ def _eight(rate: str, size: str, launches: int, iters: int) -> Experiment:
         why="the links allow 1.75 times a ring's speed",
         plan=_plan(_emulated(8, 8, rate), [case], launches),
         gates=[Gate(kind="ratio", case=case, low=1.65)],
+    )
+
+
+def _few_bits(wire: str, rate: str, low: float, launches: int, iters: int) -> Experiment:
+    """Four workers and four servers, fp32 in blocks of few bits."""
+    case = replace(_case("256MiB", iters=iters), wire=wire)
+    return Experiment(
+        name=f"4+4-{wire}-{rate}",
+        why=f"{wire} takes {WIRE_BITS[wire] / 32:.3f} of the bytes of fp32",
+        plan=_plan(_emulated(4, 4, rate), [case], launches),
+        gates=[Gate(kind="ratio", case=case, low=low)],
     )
 
 
@@ -204,6 +215,8 @@ def _quick() -> list[Experiment]:
     return [
         _four("500mbit", ["64MiB"], launches=3, iters=3),
         _eight("200mbit", "64MiB", launches=2, iters=3),
+        _few_bits("int8", "500mbit", 5.3, launches=2, iters=2),
+        _few_bits("int4", "200mbit", 9.5, launches=1, iters=2),
         *_controls(launches=2, iters=3),
         _nodes(2, "100mbit", "64MiB", launches=2, iters=2),
         _uneven(launches=1, iters=3),
@@ -216,6 +229,8 @@ def _full() -> list[Experiment]:
     return [
         *(_four(rate, ["64MiB", "256MiB"], launches=5, iters=5) for rate in ("500mbit", "1gbit")),
         *(_eight(rate, "256MiB", launches=5, iters=3) for rate in ("200mbit", "500mbit")),
+        _few_bits("int8", "500mbit", 5.3, launches=5, iters=3),
+        _few_bits("int4", "200mbit", 9.5, launches=5, iters=3),
         *_controls(launches=5, iters=5),
         *(_nodes(ranks, "500mbit", "64MiB", launches=5, iters=3) for ranks in (2, 4)),
         _uneven(launches=3, iters=3),
