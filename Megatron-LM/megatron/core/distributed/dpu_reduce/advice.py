@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from byteps.torch.routes import Network
 
 ENOUGH = 1.03
-"""A change of fewer arguments is advised if its time is within this factor of the best."""
+"""A shorter change of arguments is advised if its time is within this factor of the best."""
 
 USE, WIRE = "--use-dpu-reduce", "--dpu-reduce-wire-dtype bf16"
 INSTANCES, OPTIMIZER = "--num-distributed-optimizer-instances", "--dpu-optimizer"
@@ -59,6 +59,14 @@ class Training:
     """Of that optimizer."""
     updated: bool = False
     """Servers keep the optimizer."""
+    used: bool = False
+    """The job has `USE`."""
+
+    @property
+    def flags(self) -> frozenset[str]:
+        """Those of the arguments that are compared which the job has."""
+        has = {USE: self.used, WIRE: self.wire_bytes is not None, OPTIMIZER: self.updated}
+        return frozenset(flag for flag, given in has.items() if given)
 
     @property
     def crosses_hosts(self) -> bool:
@@ -69,8 +77,8 @@ class Training:
 class Way:
     """One way to reduce the gradients of a step, and to get the parameters to every rank."""
 
-    changes: tuple[str, ...]
-    """Arguments to add to those of the job; none: all is left to torch.distributed."""
+    flags: tuple[str, ...]
+    """Its arguments, of those that are compared; none: all is left to torch.distributed."""
     gradients: float
     """Bytes over a host's NICs in their busier direction. With the optimizer on the servers,
     parameters come down meanwhile, and are as many."""
@@ -89,7 +97,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        return " ".join(self.changes) or "torch.distributed"
+        return " ".join(self.flags) or "torch.distributed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +107,11 @@ class Advice:
     ways: tuple[Way, ...]
     """The first is torch.distributed, the second `USE` alone."""
     best: Way
-    """The shortest change of those that are about the fastest; the first way: change nothing."""
+    """Of those that are about the fastest, the one to which the job has the shortest change."""
+    add: tuple[str, ...]
+    """The arguments of `best` that the job does not have."""
+    drop: tuple[str, ...]
+    """Those that it has, and `best` has not."""
 
 
 def advise(training: Training, network: Network, optimizer_refused: str = "") -> Advice:
@@ -123,16 +135,24 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
             half = replace(local, wire_bytes=2)
             ways.append(_way(half, network, (USE, WIRE, asked)))
     kept = replace(plain, updated=True, sharded=False, instances=1)
-    for wire, changes in ((None, (USE, OPTIMIZER)), (2, (USE, OPTIMIZER, WIRE))):
+    for wire, flags in ((None, (USE, OPTIMIZER)), (2, (USE, OPTIMIZER, WIRE))):
         if wire is None or fp32:
-            way = _way(replace(kept, wire_bytes=wire), network, changes)
+            way = _way(replace(kept, wire_bytes=wire), network, flags)
             ways.append(replace(way, refused=optimizer_refused))
     first = ways[0].seconds
     ways = [replace(way, gain=first / way.seconds if way.seconds else 1.0) for way in ways]
     possible = [way for way in ways if not way.refused]
     limit = ENOUGH * min(way.seconds for way in possible)
     near = [way for way in possible if way.seconds <= limit]
-    return Advice(ways=tuple(ways), best=min(near, key=lambda way: (len(way.changes), way.seconds)))
+    # A flag that no way has, as the wire's type where gradients have 16 bits, changes nothing.
+    has = training.flags & {flag for way in ways for flag in way.flags}
+    best = min(near, key=lambda way: (len(has.symmetric_difference(way.flags)), way.seconds))
+    return Advice(
+        ways=tuple(ways),
+        best=best,
+        add=tuple(flag for flag in best.flags if flag not in has),
+        drop=tuple(sorted(has.difference(best.flags))),
+    )
 
 
 def _instances(training: Training) -> int | None:
@@ -163,9 +183,7 @@ def _instances(training: Training) -> int | None:
     return hosts_of_group if divides and hosts_of_group != training.instances else None
 
 
-def _way(
-    training: Training, network: Network, changes: tuple[str, ...], asked: str = "auto"
-) -> Way:
+def _way(training: Training, network: Network, flags: tuple[str, ...], asked: str = "auto") -> Way:
     collective: dict[int, float] = {}
     pushed: dict[int, float] = {}
     gathered: dict[int, float] = {}
@@ -194,7 +212,7 @@ def _way(
     rings, pushes = _load(collective), _load(pushed, server)
     gathers = _load(gathered)
     return Way(
-        changes=changes,
+        flags=flags,
         gradients=rings.host + pushes.host,
         parameters=gathers.host,
         server=server,

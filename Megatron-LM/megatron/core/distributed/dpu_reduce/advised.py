@@ -61,6 +61,8 @@ def tell(
         sharded=config.use_distributed_optimizer,
         instances=config.num_distributed_optimizer_instances,
         updated=config.dpu_optimizer,
+        used=True,
+        wire_bytes=2 if config.dpu_reduce_wire_dtype else None,
     )
     network = job.joined().network
     refused = refusals.why_servers_cannot_update(config) or refusals.why_servers_cannot_update(

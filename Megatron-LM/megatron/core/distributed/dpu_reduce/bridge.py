@@ -161,4 +161,7 @@ def _training(config: Any, machines: Machines) -> Training:
         parameter_bytes=1 if ddp.fp8_param_gather else 2 if half else 4,
         sharded=ddp.use_distributed_optimizer,
         instances=ddp.num_distributed_optimizer_instances,
+        updated=ddp.dpu_optimizer,
+        used=ddp.use_dpu_reduce,
+        wire_bytes=2 if ddp.dpu_reduce_wire_dtype else None,
     )

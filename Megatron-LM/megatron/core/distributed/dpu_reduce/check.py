@@ -153,6 +153,9 @@ def _training(args: Any, machines: Machines) -> Training:
         parameter_bytes=1 if args.fp8_param_gather else 2 if half else 4,
         sharded=bool(args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer),
         instances=args.num_distributed_optimizer_instances,
+        updated=args.dpu_optimizer,
+        used=args.use_dpu_reduce,
+        wire_bytes=2 if args.dpu_reduce_wire_dtype else None,
     )
 
 
