@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,6 +142,19 @@ def test_three_lines_when_a_job_starts() -> None:
     assert "--use-dpu-reduce 1.00 x" in lines[1] and "--dpu-optimizer 1.75 x" in lines[1]
     best = "add --num-distributed-optimizer-instances 4 (1.75 x)"
     assert lines[2] == f"dpu_reduce: shortest change for the best of these: {best}"
+
+
+def test_matrices_that_stay_on_the_ranks_go_their_own_way() -> None:
+    """With Muon: a tenth of the parameters comes down in the place of a sum. The gradients of the
+    others are all-reduced, and then these parameters are gathered."""
+    kind = replace(dense(4, 2), left=0.9 * M)
+    training = Training(kinds=(kind,), gradient_bytes=2, sharded=True)
+    kept = way(advise(training, network(4)), "--use-dpu-reduce", "--dpu-optimizer")
+    assert kept.gradients == pytest.approx(2 * M)
+    assert kept.parameters == pytest.approx(0.9 * 1.75 * M)
+    whole = Training(kinds=(kind,), gradient_bytes=2)
+    kept = way(advise(whole, network(4)), "--use-dpu-reduce", "--dpu-optimizer")
+    assert kept.gradients == pytest.approx(2 * M) and kept.parameters == 0
 
 
 HALF = "--dpu-reduce-wire-dtype bf16"

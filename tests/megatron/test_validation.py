@@ -59,7 +59,8 @@ ALLOWED = (
 
 OPTIMIZER_REFUSED = {
     "--dpu-reduce-route": ("collective",),
-    "--optimizer": ("muon",),
+    "--optimizer": ("lion",),
+    "--muon-scalar-optimizer": ("lion",),
     "--save-wgrads-interval": ("2",),
     "--qk-clip": (),
     "--use-megatron-fsdp": (),
@@ -86,6 +87,8 @@ OPTIMIZER_ALLOWED = (
     ("--fp16", "--loss-scale", "1024"),
     ("--mtp-num-layers", "1", "--mtp-detach-heads"),
     ("--ckpt-format", "torch"),
+    ("--optimizer", "muon"),
+    ("--optimizer", "adaptive_muon"),
 )
 
 CONFIG_REFUSED = {
@@ -219,6 +222,36 @@ def test_servers_do_what_a_recipe_has_ranks_do(
     before = copy.copy(without)
     dpu_reduce.translate_args(without)
     assert vars(before) == vars(without)
+
+
+@pytest.mark.usefixtures("byteps")
+@pytest.mark.parametrize(
+    ("words", "by_layer"),
+    [
+        (("--optimizer", "muon"), False),
+        (("--optimizer", "muon", "--use-distributed-optimizer", "--overlap-param-gather"), True),
+        (("--optimizer", "dist_muon", "--overlap-param-gather"), True),
+    ],
+)
+def test_matrices_stay_on_the_ranks_with_muon(words: tuple[str, ...], by_layer: bool) -> None:
+    """Cut over ranks by layer where they were, without shards of gradient buffers."""
+    args = parsing.parse([*SMALL, "--dpu-optimizer", *words], world=2)
+    assert args.optimizer == "muon" and not args.use_distributed_optimizer
+    assert args.use_layer_wise_distributed_optimizer is by_layer
+    assert args.use_layer_wise_param_layout is not by_layer and not args.overlap_param_gather
+    assert args.dpu_optimizer_matrices is False
+    plain = parsing.parse([*SMALL, "--dpu-optimizer"], world=2)
+    assert not hasattr(plain, "dpu_optimizer_matrices")
+
+
+@pytest.mark.parametrize(("optimizer", "matrices"), [("muon", True), ("adam", False)])
+def test_a_model_that_is_not_wrapped_for_its_optimizer(optimizer: str, matrices: bool) -> None:
+    from megatron.core.distributed.dpu_reduce import server_making
+    from megatron.core.optimizer import OptimizerConfig
+
+    ddp = DistributedDataParallelConfig(dpu_optimizer=True, dpu_optimizer_matrices=matrices)
+    with pytest.raises(ValueError, match=rf"dpu_optimizer_matrices={not matrices}"):
+        server_making.are_ranks_to_update(OptimizerConfig(optimizer=optimizer), ddp)
 
 
 @pytest.mark.usefixtures("byteps")

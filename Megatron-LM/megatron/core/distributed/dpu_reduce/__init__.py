@@ -56,7 +56,9 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update
 ``quantized``          their parameters of fp8 or fp4
 ``server_routes``      whether their copies are summed alike
-``server_optimizer``   the optimizer of those
+``server_optimizer``   the optimizer of those; ``server_making`` makes it
+``matrices``           which parameters stay on the ranks, with Muon
+``ranks_part``         what ranks do with them in a step
 ``server_checkpoint``  what is saved of it
 ``server_shards``      which part of a parameter a rank saves
 ``bytepslib``          BytePS, imported when it is first needed

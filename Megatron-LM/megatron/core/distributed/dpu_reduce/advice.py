@@ -8,6 +8,7 @@ Times are those of the links at their best, for gradients and then parameters, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ class Kind:
     groups there are."""
     elements: float
     """On each rank."""
+    left: float = 0.0
+    """Those of them that ranks update where servers keep the optimizer: Muon's matrices."""
 
     @property
     def most_hosts(self) -> int:
@@ -61,6 +64,8 @@ class Training:
     """Servers keep the optimizer."""
     used: bool = False
     """The job has `USE`."""
+    by_layer: bool = False
+    """With the optimizer on the servers: parameters that are left to ranks are gathered."""
 
     @property
     def flags(self) -> frozenset[str]:
@@ -134,7 +139,7 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
         if fp32:
             half = replace(local, wire_bytes=2)
             ways.append(_way(half, network, (USE, WIRE, asked)))
-    kept = replace(plain, updated=True, sharded=False, instances=1)
+    kept = replace(plain, updated=True, sharded=False, instances=1, by_layer=plain.sharded)
     for wire, flags in ((None, (USE, OPTIMIZER)), (2, (USE, OPTIMIZER, WIRE))):
         if wire is None or fp32:
             way = _way(replace(kept, wire_bytes=wire), network, flags)
@@ -189,21 +194,28 @@ def _way(training: Training, network: Network, flags: tuple[str, ...], asked: st
     gathered: dict[int, float] = {}
     server, through = 0.0, []
     for kind in training.kinds:
-        for hosts, count in kind.groups.items():
+        left = kind.left if training.updated else 0.0
+        for (hosts, count), (elements, updated) in itertools.product(
+            kind.groups.items(), ((kind.elements - left, training.updated), (left, False))
+        ):
+            if not elements:
+                continue
             what = bytepslib.routes.Sum(
                 hosts=hosts,
-                gradient_bytes=round(kind.elements * training.gradient_bytes),
-                wire_bytes=round(kind.elements * (training.wire_bytes or training.gradient_bytes)),
+                gradient_bytes=round(elements * training.gradient_bytes),
+                wire_bytes=round(elements * (training.wire_bytes or training.gradient_bytes)),
                 sharded=training.sharded,
                 instances=training.instances,
-                updated=training.updated,
+                updated=updated,
             )
             decision = bytepslib.routes.decide(what, network, asked)
             load, spread = decision.loads[decision.route], bytepslib.routes.per_host(hosts)
-            if decision.route != bytepslib.routes.COLLECTIVE and kind.elements:
+            if decision.route != bytepslib.routes.COLLECTIVE:
                 through.append(kind.name)
             into = collective if decision.route == bytepslib.routes.COLLECTIVE else pushed
-            parameters = _gathered(hosts, training, kind) if training.sharded else 0.0
+            parameters = 0.0
+            if training.sharded or (training.by_layer and not updated):
+                parameters = _gathered(hosts, training, elements)
             for host in spread:
                 into[host] = into.get(host, 0.0) + count * load.host
                 gathered[host] = gathered.get(host, 0.0) + count * parameters
@@ -223,13 +235,13 @@ def _way(training: Training, network: Network, flags: tuple[str, ...], asked: st
     )
 
 
-def _gathered(hosts: tuple[int, ...], training: Training, kind: Kind) -> float:
-    """Bytes of a group's parameters that leave one of its hosts."""
+def _gathered(hosts: tuple[int, ...], training: Training, elements: float) -> float:
+    """Bytes of a group's parameters, so many, that leave one of its hosts."""
     from byteps import cost_model
 
     shards = len(hosts) // training.instances
     within = [hosts[first : first + shards] for first in range(0, len(hosts), shards)]
-    return cost_model.reduce_scatters(within, kind.elements * training.parameter_bytes).host
+    return cost_model.reduce_scatters(within, elements * training.parameter_bytes).host
 
 
 def _load(by_host: Mapping[int, float], server: float = 0.0) -> Load:

@@ -156,7 +156,10 @@ def _training(config: Any, machines: Machines) -> Training:
     model, ddp = config.model, config.ddp
     half = bool(model.bf16 or model.fp16)
     return Training(
-        kinds=kinds_of(_split(model, machines.world), parameters.count(model), machines),
+        kinds=kinds_of(
+            *(_split(model, machines.world), parameters.count(model), machines),
+            config.optimizer.optimizer,
+        ),
         gradient_bytes=2 if half and not ddp.grad_reduce_in_fp32 else 4,
         parameter_bytes=1 if ddp.fp8_param_gather else 2 if half else 4,
         sharded=ddp.use_distributed_optimizer,

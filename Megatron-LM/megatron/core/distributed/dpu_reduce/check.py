@@ -148,7 +148,7 @@ def _training(args: Any, machines: Machines) -> Training:
     held = parameters.count(args)
     half = args.bf16 or args.fp16
     return Training(
-        kinds=kinds_of(split, held, machines),
+        kinds=kinds_of(split, held, machines, args.optimizer),
         gradient_bytes=2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4,
         parameter_bytes=1 if args.fp8_param_gather else 2 if half else 4,
         sharded=bool(args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer),
@@ -159,19 +159,24 @@ def _training(args: Any, machines: Machines) -> Training:
     )
 
 
-def kinds_of(split: Parallelism, held: parameters.Count, machines: Machines) -> tuple[Kind, ...]:
+def kinds_of(
+    split: Parallelism, held: parameters.Count, machines: Machines, optimizer: str
+) -> tuple[Kind, ...]:
     """The gradients of a model that is split so: dense, and expert where they have groups of their
     own."""
-    own = split.has_expert_groups
+    own, on_ranks = split.has_expert_groups, optimizer in refusals.OF_MATRICES
+    elements = held.dense if own else held.dense + held.expert
     dense = Kind(
         name="dense",
         groups=split.by_host("dense", machines.gpus_per_host),
-        elements=held.dense if own else held.dense + held.expert,
+        elements=elements,
+        left=elements - held.embedding if on_ranks else 0.0,
     )
     if not own:
         return (dense,)
     groups = split.by_host("expert", machines.gpus_per_host)
-    return (dense, Kind(name="expert", groups=groups, elements=held.expert))
+    left = held.expert if on_ranks else 0.0
+    return (dense, Kind(name="expert", groups=groups, elements=held.expert, left=left))
 
 
 def render(verdict: Verdict, machines: Machines) -> str:

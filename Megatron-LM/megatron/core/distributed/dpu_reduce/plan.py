@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import advised, bytepslib, decisions, declared, job, trials
+from . import advised, bytepslib, decisions, declared, job, matrices, trials
 from .bucket_op import BucketOp, wire_dtype_of
 from .naming import bucket_name, named
 from .node_sums import node_sums
@@ -52,6 +52,7 @@ def register(ddp: DistributedDataParallel) -> None:
     validate_ddp_config(ddp.ddp_config)
     validate_model_config(ddp.config, ddp.ddp_config)
     chunk = _chunk_index(ddp.module)
+    matrices.part_groups(ddp)
     job.initialize()
     chosen: dict[int, Decision] = {}
     for kind, group, groups, buffers in _kinds(ddp):
@@ -82,8 +83,9 @@ def register(ddp: DistributedDataParallel) -> None:
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
     if len(set(names)) != len(names):
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
-    if not ddp.ddp_config.dpu_optimizer:  # else the optimizer does, with what servers do
-        declared.declare(buckets, ddp.ddp_config)
+    # Of the others the optimizer does, with what servers do.
+    summed = [bucket for bucket in buckets if not bucket.dpu_reduce_op.updated]
+    declared.declare(summed, ddp.ddp_config)
     through = [
         bucket for bucket in buckets if bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE
     ]
@@ -158,6 +160,7 @@ def _register_buffer(
             placement=0,
             wire_dtype=wire_dtype,
             route=chosen[id(bucket)].route,
+            updated=matrices.are_updated([bucket], buffer.ddp_config),
         )
         bucket.dpu_reduce_op = _placed(op, bucket, buffer, group)
 

@@ -15,6 +15,9 @@ from . import bytepslib, table
 OPTIMIZER_CLIPS = ("speculate", "wait")
 """How --dpu-optimizer makes steps that may be clipped."""
 
+OF_MATRICES = ("muon", "dist_muon", "adaptive_muon")
+"""Optimizers that update matrices on the ranks, and leave all other parameters to AdamW."""
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -92,14 +95,7 @@ _WHOLE_PARAMETERS: tuple[_Refusal, ...] = (
 model's."""
 
 
-_STATELESS = "ranks hold no optimizer state with it"
-
 _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
-    _Refusal(
-        attributes=("use_layer_wise_distributed_optimizer",),
-        flag="--use-layer-wise-distributed-optimizer",
-        reason=_STATELESS,
-    ),
     _Refusal(
         attributes=("dpu_reduce_route",),
         flag="--dpu-reduce-route",
@@ -119,7 +115,13 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         attributes=("optimizer",),
         flag="--optimizer",
         reason="servers know adam (AdamW) and sgd",
-        allowed=("adam", "sgd", None),
+        allowed=("adam", "sgd", *OF_MATRICES, None),
+    ),
+    _Refusal(
+        attributes=("muon_scalar_optimizer",),
+        flag="--muon-scalar-optimizer",
+        reason="servers know AdamW for what Muon leaves",
+        allowed=("adam", None),
     ),
     _Refusal(
         attributes=("decoupled_weight_decay",),
