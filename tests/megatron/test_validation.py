@@ -7,12 +7,12 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, dpu_reduce
-from megatron.core.distributed.dpu_reduce import parsing, server_checkpoint
+from megatron.core.distributed.dpu_reduce import bytepslib, parsing, server_checkpoint
 from megatron.training import arguments, cpu_platform
 
 REFUSED = {
@@ -350,10 +350,30 @@ def test_fully_sharded_wrappers_say_that_they_sum(
     for _ in range(2):
         dpu_reduce.fully_sharded(DistributedDataParallelConfig(use_dpu_reduce=True), "a wrapper")
     told = capsys.readouterr().out
-    assert told.count("a wrapper shards gradients by reduce-scatters of its own") == 1
+    assert told.count("a wrapper shards gradients by reduce-scatters of its own: all of them") == 1
     config = DistributedDataParallelConfig(use_dpu_reduce=True, dpu_optimizer=True)
     with pytest.raises(ValueError, match="--dpu-optimizer does not work with a wrapper"):
         dpu_reduce.fully_sharded(config, "a wrapper")
+
+
+def test_replicas_of_a_sharded_model_go_through_servers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    joined: list[int] = []
+    monkeypatch.setattr(
+        bytepslib, "joining", SimpleNamespace(joined=lambda: joined.append(1)), raising=False
+    )
+    config = DistributedDataParallelConfig(use_dpu_reduce=True)
+    config.num_distributed_optimizer_instances = 4
+    dpu_reduce.fully_sharded(config, "Megatron-FSDP")
+    assert joined == [1] and "over 4 replicas goes through servers" in capsys.readouterr().out
+    # The second implementation has no replicas, and what shards these too has no all-reduce.
+    dpu_reduce.fully_sharded(config, "Megatron-FSDP 2")
+    config.outer_dp_sharding_strategy = "optim"
+    dpu_reduce.fully_sharded(config, "Megatron-FSDP")
+    told = capsys.readouterr().out
+    assert joined == [1] and told.count("all of them stay with torch.distributed") == 2
 
 
 def test_the_flag_reaches_the_config(parse: Parse) -> None:

@@ -79,10 +79,10 @@ class Verdict:
     optimizer_refused: str
     """The same of ``--dpu-optimizer`` on top."""
     left: str
-    """What reduces all gradients by itself, so that none goes to servers; empty: nothing does."""
+    """That a wrapper shards gradients by itself; empty: none does."""
     training: Training
     advice: Advice | None
-    """None where nothing goes to servers anyway."""
+    """None where a wrapper shards gradients by itself."""
 
     @property
     def reaches_servers(self) -> bool:
@@ -103,7 +103,7 @@ def judge(args: Any, machines: Machines) -> Verdict:
     training = _training(args, machines)
     left = next(
         (
-            name
+            refusals.left_by(name, args)
             for attribute, name in (
                 ("use_torch_fsdp2", "torch FSDP2"),
                 ("use_megatron_fsdp", "Megatron-FSDP"),
@@ -188,10 +188,7 @@ def render(verdict: Verdict, machines: Machines) -> str:
     ):
         lines.append(f"{flag}: {f'refused. {refused}' if refused else 'accepted'}")
     if verdict.left:
-        lines.append(
-            f"{verdict.left} reduces all gradients by itself: they stay with torch.distributed, "
-            "and nothing is gained"
-        )
+        lines.append(verdict.left)
         return "\n".join(lines)
     servers = machines.network.servers
     gpus = f"{machines.gpus_per_host} GPU{'s' if machines.gpus_per_host > 1 else ''}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import job, plan, server_buckets, summed_later, sums, whole_steps
+from . import job, outer_sums, plan, server_buckets, summed_later, sums, whole_steps
 
 if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
@@ -67,6 +67,13 @@ def start_grad_sync(
     if server_buckets.are_updated(bucket_group):
         return server_buckets.start_update(bucket_group)
     return sums.start_grad_sync(bucket_group, force_all_reduce)
+
+
+def outer_reduction(
+    config: Any, group: torch.distributed.ProcessGroup
+) -> outer_sums.OuterReduction:
+    """Megatron-FSDP is about to all-reduce shards over replicas: see :mod:`.outer_sums`."""
+    return outer_sums.OuterReduction(config, group)
 
 
 def outside_graph(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,6 +134,7 @@ def shutdown(args: Namespace | None = None) -> None:
     if args is not None and not getattr(args, "use_dpu_reduce", False):
         return
     plan.forget()
+    outer_sums.forget()
     nodes = sys.modules.get("byteps.torch.nodes")
     if nodes is not None:
         nodes.groups.forget()
