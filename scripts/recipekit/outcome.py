@@ -21,7 +21,7 @@ class Outcome:
     most_hosts: int = 1
     """That a group of its dense gradients spans."""
     left: str = ""
-    """The wrapper that keeps all of its sums; empty: none does."""
+    """That a wrapper shards gradients by itself; empty: none does."""
     features: tuple[str, ...] = ()
     """Names, of :mod:`.features`."""
     not_read: str = ""

@@ -1,4 +1,4 @@
-"""What the ranks of tests of recipes run: steps that are one graph, and models of many sizes."""
+"""What the ranks of tests of recipes run: steps that are one graph, Muon, models of many sizes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from tests.megatron.rank_programs import Mixed, _on_core, _pushed_bytes, _wrap
@@ -153,5 +154,45 @@ def core_counts(folder: Path) -> dict[str, tuple[float, float, int, int]]:
     def body() -> dict[str, tuple[float, float, int, int]]:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         return {name: counted(config, name == "biases") for name, config in models.items()}
+
+    return _on_core(body)
+
+
+THRESHOLD = 100.0
+"""Of a norm, above which a step is skipped."""
+
+
+def core_muon(folder: Path, served: bool) -> dict[str, Any]:
+    """Four steps of Muon, put together without arguments, of which every second has a norm above
+    the threshold: whether each was made, the norms, and the parameters. With ``served`` servers
+    update biases."""
+
+    def body() -> dict[str, Any]:
+        options: dict[str, Any] = {"use_dpu_reduce": True} if served else {}
+        if served:
+            options |= {"dpu_optimizer": True, "dpu_optimizer_matrices": False}
+        module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        ddp = _wrap(module, **options)
+        config = OptimizerConfig(
+            optimizer="muon",
+            lr=0.1,
+            clip_grad=1.0,
+            muon_fp32_matmul_prec="high",
+            grad_norm_skip_threshold=THRESHOLD,
+        )
+        optimizer = get_megatron_optimizer(config, [ddp])
+        made, norms = [], []
+        for step in range(4):
+            ddp.zero_grad_buffer()
+            optimizer.zero_grad()
+            # As many rows as make gradients of full rank: Muon makes rounding as large as the rest.
+            inputs = torch.sin(torch.arange(128.0).view(16, 8) ** 2 + step + dist.get_rank())
+            (ddp(inputs).square().sum() * (1.0 + step % 2 * 9.0)).backward()
+            ddp.finish_grad_sync()
+            is_made, norm, _ = optimizer.step()
+            made.append(is_made)
+            norms.append(norm)
+        parameters = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+        return {"made": made, "norms": norms, "parameters": parameters}
 
     return _on_core(body)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from byteps.cost_model import Servers
 from byteps.torch.routes import Network
@@ -27,8 +30,8 @@ def dense(hosts: int, per_host: int, groups: float = 1) -> Kind:
     return Kind(name="dense", groups={members: groups}, elements=M)
 
 
-def way(advice: Advice, *changes: str) -> Way:
-    return next(one for one in advice.ways if one.changes == changes)
+def way(advice: Advice, *flags: str) -> Way:
+    return next(one for one in advice.ways if one.flags == flags)
 
 
 def test_one_rank_a_host_with_fp32_gradients() -> None:
@@ -63,7 +66,7 @@ def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
 
     refused = advise(training, network(4), "it cannot")
     assert way(refused, "--use-dpu-reduce", "--dpu-optimizer").refused == "it cannot"
-    assert refused.best == way(refused, *local.changes)
+    assert refused.best == way(refused, *local.flags)
 
 
 def test_groups_that_share_a_host_share_its_nic() -> None:
@@ -96,13 +99,13 @@ def test_a_nic_for_each_of_eight_gpus_leaves_nothing_to_gain() -> None:
     """NCCL uses all of them, BytePS one."""
     advice = advise(Training(kinds=(dense(4, 8),)), network(4, nics=8))
     assert way(advice, "--use-dpu-reduce").through_servers == ()
-    assert advice.best.changes == () and "change nothing" in table.change(advice)
+    assert advice.best.flags == () and "change nothing" in table.change(advice)
 
 
 def test_inside_one_host_there_is_nothing_to_say() -> None:
     training = Training(kinds=(dense(1, 8),))
     advice = advise(training, network(1))
-    assert advice.best.changes == ()
+    assert advice.best.flags == ()
     for text in (
         table.brief(training, advice, network(1)),
         table.compared(training, advice, network(1)),
@@ -130,14 +133,63 @@ def test_an_instance_for_each_host(kind: Kind, instances: int, asked: int | None
 
 
 def test_three_lines_when_a_job_starts() -> None:
-    training = Training(kinds=(dense(4, 2),), gradient_bytes=2, sharded=True)
+    training = Training(kinds=(dense(4, 2),), gradient_bytes=2, sharded=True, used=True)
     links = network(4)
     lines = table.brief(training, advise(training, links), links).splitlines()
     assert len(lines) == 3 and all(line.startswith("dpu_reduce: ") for line in lines)
     assert "dense gradients 4 hosts wide" in lines[0]
     assert "1.75 GB of gradients and 1.75 GB of parameters; 10 Gbit/s per host" in lines[0]
     assert "--use-dpu-reduce 1.00 x" in lines[1] and "--dpu-optimizer 1.75 x" in lines[1]
-    assert lines[2].startswith("dpu_reduce: shortest change for the best of these: add --use-dpu")
+    best = "add --num-distributed-optimizer-instances 4 (1.75 x)"
+    assert lines[2] == f"dpu_reduce: shortest change for the best of these: {best}"
+
+
+def test_matrices_that_stay_on_the_ranks_go_their_own_way() -> None:
+    """With Muon: a tenth of the parameters comes down in the place of a sum. The gradients of the
+    others are all-reduced, and then these parameters are gathered."""
+    kind = replace(dense(4, 2), left=0.9 * M)
+    training = Training(kinds=(kind,), gradient_bytes=2, sharded=True)
+    kept = way(advise(training, network(4)), "--use-dpu-reduce", "--dpu-optimizer")
+    assert kept.gradients == pytest.approx(2 * M)
+    assert kept.parameters == pytest.approx(0.9 * 1.75 * M)
+    whole = Training(kinds=(kind,), gradient_bytes=2)
+    kept = way(advise(whole, network(4)), "--use-dpu-reduce", "--dpu-optimizer")
+    assert kept.gradients == pytest.approx(2 * M) and kept.parameters == 0
+
+
+HALF = "--dpu-reduce-wire-dtype bf16"
+
+
+@pytest.mark.parametrize(
+    ("has", "text"),
+    [
+        ({}, f"add --use-dpu-reduce {HALF} (3.00 x)"),
+        ({"used": True}, f"add {HALF} (3.00 x)"),
+        ({"used": True, "wire_bytes": 2}, "what runs is the best of these (3.00 x)"),
+        # As fast as the best, which is two changes away.
+        ({"used": True, "wire_bytes": 2, "updated": True}, "what runs is the best"),
+        ({"used": True, "updated": True}, f"add {HALF} (3.00 x)"),
+    ],
+)
+def test_the_advice_names_what_a_job_does_not_have(has: dict[str, Any], text: str) -> None:
+    training = Training(kinds=(dense(4, 1),), **has)
+    said = table.change(advise(training, network(4)))
+    assert text in said and said.startswith("shortest" if "add" in text else "change nothing")
+
+
+def test_a_flag_that_loses_is_to_be_dropped() -> None:
+    """NCCL uses all NICs of a host, and servers that keep the optimizer one."""
+    has = Training(kinds=(dense(4, 8),), gradient_bytes=2, used=True, updated=True)
+    advice = advise(has, network(4, nics=8))
+    assert (advice.add, advice.drop) == ((), ("--dpu-optimizer",))
+    assert ": drop --dpu-optimizer (1.00 x)" in table.change(advice)
+
+
+def test_a_flag_that_changes_nothing_is_not_named() -> None:
+    """Fewer bits on the wire, where gradients have 16 anyway."""
+    has = Training(kinds=(dense(4, 1),), gradient_bytes=2, used=True, wire_bytes=2)
+    advice = advise(has, network(4))
+    assert (advice.add, advice.drop) == ((), ()) and advice.best.gain == pytest.approx(1.5)
 
 
 def test_rates_that_are_not_known_compare_bytes() -> None:

@@ -62,6 +62,10 @@ def test_a_fully_sharded_recipe_stays_with_its_collectives(asked: Check) -> None
                          "--no-gradient-accumulation-fusion")  # fmt: skip
     assert status == 0
     assert "torch FSDP2 reduces all gradients by itself" in text and "Advice" not in text
+    status, text = asked(*words, "--use-megatron-fsdp", "--untie-embeddings-and-output-weights",
+                         "--num-distributed-optimizer-instances", "2",
+                         "--ckpt-format", "fsdp_dtensor")  # fmt: skip
+    assert status == 0 and "over 2 replicas goes through servers" in text
 
 
 def test_arguments_that_megatron_does_not_take(asked: Check) -> None:

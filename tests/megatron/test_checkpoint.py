@@ -59,6 +59,7 @@ def test_resume(
 SERVERS = (*BYTEPS, "--dpu-optimizer")
 MEGATRON = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 OVERFLOWS = str(2**17)
+MUON = ("--optimizer", "muon")
 # In both layouts the vocabulary is padded to a multiple of 4.
 PADDED = ("--make-vocab-size-divisible-by", "4")
 SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "2")
@@ -70,6 +71,8 @@ SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", 
         pytest.param(("--bf16",), id="bf16"),
         # The first step overflows, and with another scale so would the first after the checkpoint.
         pytest.param(("--fp16", "--initial-loss-scale", OVERFLOWS, "--hysteresis", "1"), id="fp16"),
+        pytest.param(("--bf16", *MUON, "--use-distributed-optimizer"), id="muon"),
+        pytest.param(("--bf16", *MUON), id="whole-muon", marks=pytest.mark.thorough),
     ],
 )
 def test_the_optimizer_on_the_servers_resumes(

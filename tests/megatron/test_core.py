@@ -215,6 +215,27 @@ def test_a_recipe_without_arguments_whose_optimizer_servers_keep(run_job: RunJob
     assert [ours.log_of(rank).read_text().count(line) for rank in range(2)] == [1, 0]
 
 
+def test_muon_on_the_ranks_and_servers_skip_the_same_steps(
+    fork_server: None, run_dir: Path
+) -> None:
+    """Every second norm is above the threshold."""
+
+    def run(served: bool) -> Job:
+        program = "tests.megatron.recipe_programs:core_muon"
+        job = Job(run_dir / f"served-{served}", program, 2, {"served": served})
+        job.run()
+        return job
+
+    ours, theirs = run(True), run(False)
+    for rank in range(2):
+        mine, wanted = ours.result(rank), theirs.result(rank)
+        assert mine["made"] == wanted["made"] == [True, False, True, False]
+        assert mine["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+        _assert_same([mine["parameters"]], [ours.result(0)["parameters"]])
+        for name, value in wanted["parameters"].items():
+            torch.testing.assert_close(mine["parameters"][name], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_a_step_that_is_one_graph_is_summed_after_it(

@@ -34,6 +34,7 @@ REPRESENTATIVE = (
     "servers-dp4-do-bf16-wire-overlap-gather",
     "servers-dp2-mtp-detached-wait",
     "servers-tp2-dp2-fp16-wire-overflows",
+    "servers-dp2-muon-overlap",
     "ep2-dp2-mla-mtp-alltoall-do-bf16",
 )
 
@@ -57,6 +58,10 @@ THOROUGH = (
     "t5-dp2-overlap-tokens",
     "bert-dp2-do-overlap",
     "dp2-do-muon-overlap",
+    "servers-dp2-do-muon-bf16-overlap",
+    "servers-tp2-dp2-muon-acc2",
+    "servers-pp2-vpp2-dp2-muon-overlap",
+    "servers-ep2-dp4-do-muon-bf16",
     "dp2-do-lion-overlap",
     "dp2-soap-overlap",
     "dp2-do-precision-aware-overlap",

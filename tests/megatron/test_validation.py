@@ -7,7 +7,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -61,7 +61,8 @@ ALLOWED = (
 
 OPTIMIZER_REFUSED = {
     "--dpu-reduce-route": ("collective",),
-    "--optimizer": ("muon",),
+    "--optimizer": ("lion",),
+    "--muon-scalar-optimizer": ("lion",),
     "--save-wgrads-interval": ("2",),
     "--qk-clip": (),
     "--use-megatron-fsdp": (),
@@ -88,6 +89,8 @@ OPTIMIZER_ALLOWED = (
     ("--fp16", "--loss-scale", "1024"),
     ("--mtp-num-layers", "1", "--mtp-detach-heads"),
     ("--ckpt-format", "torch"),
+    ("--optimizer", "muon"),
+    ("--optimizer", "adaptive_muon"),
 )
 
 CONFIG_REFUSED = {
@@ -225,6 +228,36 @@ def test_servers_do_what_a_recipe_has_ranks_do(
 
 
 @pytest.mark.usefixtures("byteps")
+@pytest.mark.parametrize(
+    ("words", "by_layer"),
+    [
+        (("--optimizer", "muon"), False),
+        (("--optimizer", "muon", "--use-distributed-optimizer", "--overlap-param-gather"), True),
+        (("--optimizer", "dist_muon", "--overlap-param-gather"), True),
+    ],
+)
+def test_matrices_stay_on_the_ranks_with_muon(words: tuple[str, ...], by_layer: bool) -> None:
+    """Cut over ranks by layer where they were, without shards of gradient buffers."""
+    args = parsing.parse([*SMALL, "--dpu-optimizer", *words], world=2)
+    assert args.optimizer == "muon" and not args.use_distributed_optimizer
+    assert args.use_layer_wise_distributed_optimizer is by_layer
+    assert args.use_layer_wise_param_layout is not by_layer and not args.overlap_param_gather
+    assert args.dpu_optimizer_matrices is False
+    plain = parsing.parse([*SMALL, "--dpu-optimizer"], world=2)
+    assert not hasattr(plain, "dpu_optimizer_matrices")
+
+
+@pytest.mark.parametrize(("optimizer", "matrices"), [("muon", True), ("adam", False)])
+def test_a_model_that_is_not_wrapped_for_its_optimizer(optimizer: str, matrices: bool) -> None:
+    from megatron.core.distributed.dpu_reduce import server_making
+    from megatron.core.optimizer import OptimizerConfig
+
+    ddp = DistributedDataParallelConfig(dpu_optimizer=True, dpu_optimizer_matrices=matrices)
+    with pytest.raises(ValueError, match=rf"dpu_optimizer_matrices={not matrices}"):
+        server_making.are_ranks_to_update(OptimizerConfig(optimizer=optimizer), ddp)
+
+
+@pytest.mark.usefixtures("byteps")
 def test_the_types_of_a_precision_aware_optimizer(parse: Parse) -> None:
     """The state is fp32; gradients stay in the type that they have."""
     dtypes = ("--bf16", "--exp-avg-dtype", "fp8", "--main-params-dtype", "fp16")
@@ -343,10 +376,30 @@ def test_fully_sharded_wrappers_say_that_they_sum(
     for _ in range(2):
         dpu_reduce.fully_sharded(DistributedDataParallelConfig(use_dpu_reduce=True), "a wrapper")
     told = capsys.readouterr().out
-    assert told.count("a wrapper shards gradients by reduce-scatters of its own") == 1
+    assert told.count("a wrapper shards gradients by reduce-scatters of its own: all of them") == 1
     config = DistributedDataParallelConfig(use_dpu_reduce=True, dpu_optimizer=True)
     with pytest.raises(ValueError, match="--dpu-optimizer does not work with a wrapper"):
         dpu_reduce.fully_sharded(config, "a wrapper")
+
+
+def test_replicas_of_a_sharded_model_go_through_servers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    joined: list[int] = []
+    monkeypatch.setattr(
+        bytepslib, "joining", SimpleNamespace(joined=lambda: joined.append(1)), raising=False
+    )
+    config = DistributedDataParallelConfig(use_dpu_reduce=True)
+    config.num_distributed_optimizer_instances = 4
+    dpu_reduce.fully_sharded(config, "Megatron-FSDP")
+    assert joined == [1] and "over 4 replicas goes through servers" in capsys.readouterr().out
+    # The second implementation has no replicas, and what shards these too has no all-reduce.
+    dpu_reduce.fully_sharded(config, "Megatron-FSDP 2")
+    config.outer_dp_sharding_strategy = "optim"
+    dpu_reduce.fully_sharded(config, "Megatron-FSDP")
+    told = capsys.readouterr().out
+    assert joined == [1] and told.count("all of them stay with torch.distributed") == 2
 
 
 def test_the_flag_reaches_the_config(parse: Parse) -> None:

@@ -69,7 +69,7 @@ class ExactUpdates:
 
     def _watch(self, bucket: Any) -> None:
         """Note what this rank sends."""
-        served, wire = bucket.dpu_server_bucket, bucket.dpu_reduce_op.wire_dtype
+        served, wire = bucket.dpu_server_bucket, bucket.dpu_reduce_op.wire.memory
 
         def noting(push: Callable[..., Any]) -> Callable[..., Any]:
             def pushed(*args: Any) -> Any:

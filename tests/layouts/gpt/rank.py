@@ -132,7 +132,7 @@ class Witness:
                 size = result.numel() // owners.size()
                 offset = size * owners.rank()
                 result = result[offset : offset + size]
-            if chunk.ddp_config.dpu_optimizer:
+            if hasattr(bucket, "dpu_server_bucket"):
                 result = result[:0]  # the sum stays on the servers
             self._step.sums[f"chunk{number}/{name}"] = Sum(
                 members=tuple(dist.get_process_group_ranks(group)),

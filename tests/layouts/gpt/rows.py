@@ -96,9 +96,9 @@ class Layout(Row):
     def is_held_against_fp64(self) -> bool:
         """Whether each update is made in fp64 too: where ranks of a host sum first, what servers
         get depends on the order in which they add; and a rank has no whole parameters in fp32 where
-        Megatron shards them."""
-        sharded = self.distributed_optimizer
-        return self.servers and not self.refused and self.per_host == 1 and not sharded
+        Megatron shards them, and another rule where Muon updates them."""
+        on_ranks = self.distributed_optimizer or "muon" in self.extra
+        return self.servers and not self.refused and self.per_host == 1 and not on_ranks
 
     @property
     def ranks_that_sum_first(self) -> int:
@@ -182,6 +182,9 @@ _MLA = (
     *_ROPE,
 )
 # Half as many samples in the first two steps as in the others; thresholds are in tokens.
+_MUON = ("--optimizer", "muon")
+# Of bf16 products, as it is otherwise, a last bit of a gradient makes another update.
+_MUON_FP32 = (*_MUON, "--muon-fp32-matmul-prec", "high")
 _RAMP = ("--step-batch-size-schedule", "0:4 128:8")
 _LEAN_MOMENTS = (
     *("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"),
@@ -319,11 +322,11 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="bert-pp2-dp2-tied-bf16-overlap-acc2", ranks=4, family="bert", pp=2, dtype="bf16",
            overlap=True, accumulation=2),
     # Other optimizers, on the ranks; batches that grow.
-    Layout(name="dp2-muon-overlap", ranks=2, overlap=True, extra=("--optimizer", "muon")),
+    Layout(name="dp2-muon-overlap", ranks=2, overlap=True, extra=_MUON),
     Layout(name="tp2-dp2-muon-bf16-wire", ranks=4, tp=2, dtype="bf16-wire",
-           extra=("--optimizer", "muon")),
+           extra=_MUON),
     Layout(name="dp2-do-muon-overlap", ranks=2, distributed_optimizer=True, overlap=True,
-           dtype="bf16", extra=("--optimizer", "muon")),
+           dtype="bf16", extra=_MUON),
     Layout(name="dp2-lion", ranks=2, extra=("--optimizer", "lion")),
     Layout(name="dp2-do-lion-overlap", ranks=2, distributed_optimizer=True, overlap=True,
            dtype="bf16", extra=("--optimizer", "lion")),
@@ -441,6 +444,17 @@ LAYOUTS: tuple[Layout, ...] = (
            overlap=True, distributed_optimizer=True, extra=_GATHER),
     Layout(name="servers-dp2-do-precision-aware", ranks=2, servers=True, dtype="bf16-wire",
            distributed_optimizer=True, asks=_PRECISION_AWARE),
+    # Muon on the ranks, for matrices; the AdamW that goes with it on the servers.
+    Layout(name="servers-dp2-muon-overlap", ranks=2, servers=True, overlap=True,
+           extra=_MUON_FP32),
+    Layout(name="servers-dp2-do-muon-bf16-overlap", ranks=2, servers=True, overlap=True,
+           distributed_optimizer=True, dtype="bf16", extra=(*_MUON_FP32, *_GATHER)),
+    Layout(name="servers-tp2-dp2-muon-acc2", ranks=4, tp=2, servers=True, accumulation=2,
+           extra=(*_MUON_FP32, *_SEQUENCE)),
+    Layout(name="servers-pp2-vpp2-dp2-muon-overlap", ranks=4, pp=2, vpp=2, servers=True,
+           overlap=True, accumulation=4, extra=(*_MUON_FP32, *_CLIPS_NEVER, *_ZEROS)),
+    Layout(name="servers-ep2-dp4-do-muon-bf16", ranks=4, ep=2, experts=4, servers=True,
+           distributed_optimizer=True, dtype="bf16", extra=_MUON_FP32),
     # Multi-token prediction.
     Layout(name="servers-dp2-mtp", ranks=2, servers=True, extra=_MTP),
     Layout(name="servers-dp2-mtp-detached-wait", ranks=2, servers=True, clip="wait",

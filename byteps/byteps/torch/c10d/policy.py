@@ -17,7 +17,8 @@ from byteps.torch.wire import WireType
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 """Types of gradients. Whole numbers stay with NCCL or gloo, which do not average them."""
 
-_SAME = "same"
+SAME = "same"
+"""The name of a tensor's own type."""
 
 _REFERENCE_BYTES = 64 << 20
 """Bytes and times of a backend grow alike with the size, so that any size decides for all."""
@@ -46,7 +47,7 @@ class Settings:
     def wire_of(self, dtype: torch.dtype) -> WireType:
         """The type in which a tensor travels: its own where the one that was asked for would keep
         less of it, or cannot hold it."""
-        if self.wire_dtype != _SAME:
+        if self.wire_dtype != SAME:
             try:
                 return wire.of(dtype, self.wire_dtype)
             except ValueError:

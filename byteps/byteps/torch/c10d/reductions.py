@@ -27,15 +27,18 @@ class Reductions:
     flight, and are told apart by their order.
     """
 
-    def __init__(self, ranks: Sequence[int], kind: str) -> None:
+    def __init__(
+        self, ranks: Sequence[int], kind: str, settings: policy.Settings | None = None
+    ) -> None:
         """
         Args:
             ranks: global ranks of the group, in its order.
             kind: of these all-reduces, the same on all members. Those of two objects that live at
                 the same time, of the same kind and ranks, are told apart by which was made first.
+            settings: the same on all members. None: those of the variables BYTEPS_C10D_*.
         """
         self._ranks = tuple(ranks)
-        self._settings = policy.Settings.read()
+        self._settings = settings or policy.Settings.read()
         digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:12]
         self._key = _keys.take(f"{kind}/{digest}")
         self._session = 0

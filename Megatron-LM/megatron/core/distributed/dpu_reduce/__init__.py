@@ -19,12 +19,13 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``translate_config``          the same of a ``DistributedDataParallelConfig``
 ``validate_args``             the arguments are derived: refuse what is not supported
 ``validate_ddp_config``       a ``DistributedDataParallelConfig`` is made
-``fully_sharded``             a fully sharded wrapper is built: say that it keeps its sums
+``fully_sharded``             a fully sharded wrapper is built: say which sums it keeps
 ``initialize``                torch.distributed is up: start BytePS once
 ``apart``                     DDP has grouped parameters: which need a buffer of their own?
 ``register``                  a ``DistributedDataParallel`` was built: plan its buckets
 ``takes``                     a bucket group is ready: does BytePS sum it?
 ``start_grad_sync``           it does: sum it
+``outer_reduction``           shards are ready: sum them over replicas
 ``outside_graph``             decorates what records and replays a step as a CUDA graph
 ``keeps_optimizer``           an optimizer is made: do the servers keep it?
 ``make_server_optimizer``     they do: make it
@@ -54,11 +55,14 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``declared``           what the servers are told
 ``sums``               the sums in flight
 ``whole_steps``        steps that are one CUDA graph
+``outer_sums``         sums over the replicas of a sharded model
 ``summed_later``       gradients that change after the backward pass, apart
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update
 ``quantized``          their parameters of fp8 or fp4
 ``server_routes``      whether their copies are summed alike
-``server_optimizer``   the optimizer of those
+``server_optimizer``   the optimizer of those; ``server_making`` makes it
+``matrices``           which parameters stay on the ranks, with Muon
+``ranks_part``         what ranks do with them in a step
 ``server_checkpoint``  what is saved of it
 ``server_shards``      which part of a parameter a rank saves
 ``bytepslib``          BytePS, imported when it is first needed
@@ -75,6 +79,7 @@ from .hooks import (
     initialize,
     keeps_optimizer,
     make_server_optimizer,
+    outer_reduction,
     outside_graph,
     register,
     shutdown,
@@ -98,6 +103,7 @@ __all__ = [
     "initialize",
     "keeps_optimizer",
     "make_server_optimizer",
+    "outer_reduction",
     "outside_graph",
     "register",
     "shutdown",

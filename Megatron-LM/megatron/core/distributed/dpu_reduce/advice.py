@@ -8,6 +8,7 @@ Times are those of the links at their best, for gradients and then parameters, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from byteps.torch.routes import Network
 
 ENOUGH = 1.03
-"""A change of fewer arguments is advised if its time is within this factor of the best."""
+"""A shorter change of arguments is advised if its time is within this factor of the best."""
 
 USE, WIRE = "--use-dpu-reduce", "--dpu-reduce-wire-dtype bf16"
 INSTANCES, OPTIMIZER = "--num-distributed-optimizer-instances", "--dpu-optimizer"
@@ -35,6 +36,8 @@ class Kind:
     groups there are."""
     elements: float
     """On each rank."""
+    left: float = 0.0
+    """Those of them that ranks update where servers keep the optimizer: Muon's matrices."""
 
     @property
     def most_hosts(self) -> int:
@@ -59,6 +62,16 @@ class Training:
     """Of that optimizer."""
     updated: bool = False
     """Servers keep the optimizer."""
+    used: bool = False
+    """The job has `USE`."""
+    by_layer: bool = False
+    """With the optimizer on the servers: parameters that are left to ranks are gathered."""
+
+    @property
+    def flags(self) -> frozenset[str]:
+        """Those of the arguments that are compared which the job has."""
+        has = {USE: self.used, WIRE: self.wire_bytes is not None, OPTIMIZER: self.updated}
+        return frozenset(flag for flag, given in has.items() if given)
 
     @property
     def crosses_hosts(self) -> bool:
@@ -69,8 +82,8 @@ class Training:
 class Way:
     """One way to reduce the gradients of a step, and to get the parameters to every rank."""
 
-    changes: tuple[str, ...]
-    """Arguments to add to those of the job; none: all is left to torch.distributed."""
+    flags: tuple[str, ...]
+    """Its arguments, of those that are compared; none: all is left to torch.distributed."""
     gradients: float
     """Bytes over a host's NICs in their busier direction. With the optimizer on the servers,
     parameters come down meanwhile, and are as many."""
@@ -89,7 +102,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        return " ".join(self.changes) or "torch.distributed"
+        return " ".join(self.flags) or "torch.distributed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +112,11 @@ class Advice:
     ways: tuple[Way, ...]
     """The first is torch.distributed, the second `USE` alone."""
     best: Way
-    """The shortest change of those that are about the fastest; the first way: change nothing."""
+    """Of those that are about the fastest, the one to which the job has the shortest change."""
+    add: tuple[str, ...]
+    """The arguments of `best` that the job does not have."""
+    drop: tuple[str, ...]
+    """Those that it has, and `best` has not."""
 
 
 def advise(training: Training, network: Network, optimizer_refused: str = "") -> Advice:
@@ -122,17 +139,25 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
         if fp32:
             half = replace(local, wire_bytes=2)
             ways.append(_way(half, network, (USE, WIRE, asked)))
-    kept = replace(plain, updated=True, sharded=False, instances=1)
-    for wire, changes in ((None, (USE, OPTIMIZER)), (2, (USE, OPTIMIZER, WIRE))):
+    kept = replace(plain, updated=True, sharded=False, instances=1, by_layer=plain.sharded)
+    for wire, flags in ((None, (USE, OPTIMIZER)), (2, (USE, OPTIMIZER, WIRE))):
         if wire is None or fp32:
-            way = _way(replace(kept, wire_bytes=wire), network, changes)
+            way = _way(replace(kept, wire_bytes=wire), network, flags)
             ways.append(replace(way, refused=optimizer_refused))
     first = ways[0].seconds
     ways = [replace(way, gain=first / way.seconds if way.seconds else 1.0) for way in ways]
     possible = [way for way in ways if not way.refused]
     limit = ENOUGH * min(way.seconds for way in possible)
     near = [way for way in possible if way.seconds <= limit]
-    return Advice(ways=tuple(ways), best=min(near, key=lambda way: (len(way.changes), way.seconds)))
+    # A flag that no way has, as the wire's type where gradients have 16 bits, changes nothing.
+    has = training.flags & {flag for way in ways for flag in way.flags}
+    best = min(near, key=lambda way: (len(has.symmetric_difference(way.flags)), way.seconds))
+    return Advice(
+        ways=tuple(ways),
+        best=best,
+        add=tuple(flag for flag in best.flags if flag not in has),
+        drop=tuple(sorted(has.difference(best.flags))),
+    )
 
 
 def _instances(training: Training) -> int | None:
@@ -163,29 +188,34 @@ def _instances(training: Training) -> int | None:
     return hosts_of_group if divides and hosts_of_group != training.instances else None
 
 
-def _way(
-    training: Training, network: Network, changes: tuple[str, ...], asked: str = "auto"
-) -> Way:
+def _way(training: Training, network: Network, flags: tuple[str, ...], asked: str = "auto") -> Way:
     collective: dict[int, float] = {}
     pushed: dict[int, float] = {}
     gathered: dict[int, float] = {}
     server, through = 0.0, []
     for kind in training.kinds:
-        for hosts, count in kind.groups.items():
+        left = kind.left if training.updated else 0.0
+        for (hosts, count), (elements, updated) in itertools.product(
+            kind.groups.items(), ((kind.elements - left, training.updated), (left, False))
+        ):
+            if not elements:
+                continue
             what = bytepslib.routes.Sum(
                 hosts=hosts,
-                gradient_bytes=round(kind.elements * training.gradient_bytes),
-                wire_bytes=round(kind.elements * (training.wire_bytes or training.gradient_bytes)),
+                gradient_bytes=round(elements * training.gradient_bytes),
+                wire_bytes=round(elements * (training.wire_bytes or training.gradient_bytes)),
                 sharded=training.sharded,
                 instances=training.instances,
-                updated=training.updated,
+                updated=updated,
             )
             decision = bytepslib.routes.decide(what, network, asked)
             load, spread = decision.loads[decision.route], bytepslib.routes.per_host(hosts)
-            if decision.route != bytepslib.routes.COLLECTIVE and kind.elements:
+            if decision.route != bytepslib.routes.COLLECTIVE:
                 through.append(kind.name)
             into = collective if decision.route == bytepslib.routes.COLLECTIVE else pushed
-            parameters = _gathered(hosts, training, kind) if training.sharded else 0.0
+            parameters = 0.0
+            if training.sharded or (training.by_layer and not updated):
+                parameters = _gathered(hosts, training, elements)
             for host in spread:
                 into[host] = into.get(host, 0.0) + count * load.host
                 gathered[host] = gathered.get(host, 0.0) + count * parameters
@@ -194,7 +224,7 @@ def _way(
     rings, pushes = _load(collective), _load(pushed, server)
     gathers = _load(gathered)
     return Way(
-        changes=changes,
+        flags=flags,
         gradients=rings.host + pushes.host,
         parameters=gathers.host,
         server=server,
@@ -205,13 +235,13 @@ def _way(
     )
 
 
-def _gathered(hosts: tuple[int, ...], training: Training, kind: Kind) -> float:
-    """Bytes of a group's parameters that leave one of its hosts."""
+def _gathered(hosts: tuple[int, ...], training: Training, elements: float) -> float:
+    """Bytes of a group's parameters, so many, that leave one of its hosts."""
     from byteps import cost_model
 
     shards = len(hosts) // training.instances
     within = [hosts[first : first + shards] for first in range(0, len(hosts), shards)]
-    return cost_model.reduce_scatters(within, kind.elements * training.parameter_bytes).host
+    return cost_model.reduce_scatters(within, elements * training.parameter_bytes).host
 
 
 def _load(by_host: Mapping[int, float], server: float = 0.0) -> Load:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import bytepslib, decisions, job, refusals, table
+from . import bytepslib, decisions, job, matrices, refusals, table
 from .advice import Kind, Training, advise
 
 if TYPE_CHECKING:
@@ -50,7 +50,13 @@ def tell(
         hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
         # Every rank is in one such group, and hosts look alike.
         count = everybody[hosts[0]] / bytepslib.routes.per_host(hosts)[hosts[0]]
-        found.append(Kind(name=name, groups={hosts: count}, elements=elements))
+        left = sum(
+            parameter.numel()
+            for bucket in buckets
+            for parameter in bucket.params_list
+            if matrices.stays(parameter, config)
+        )
+        found.append(Kind(name=name, groups={hosts: count}, elements=elements, left=left))
         # Nearly all elements have one type; where they have not, the larger one decides.
         gradient_bytes = max([gradient_bytes, *(b.grad_dtype.itemsize for b in buffers)])
         parameter_bytes = max([parameter_bytes, *(b.param_dtype.itemsize for b in buffers)])
@@ -61,6 +67,8 @@ def tell(
         sharded=config.use_distributed_optimizer,
         instances=config.num_distributed_optimizer_instances,
         updated=config.dpu_optimizer,
+        used=True,
+        wire_bytes=2 if config.dpu_reduce_wire_dtype else None,
     )
     network = job.joined().network
     refused = refusals.why_servers_cannot_update(config) or refusals.why_servers_cannot_update(

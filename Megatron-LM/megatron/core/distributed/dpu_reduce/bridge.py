@@ -111,21 +111,21 @@ def judge(config: Any, machines: Machines) -> Verdict:
     settle(config, machines.world)
     dist = getattr(config, "dist", None)
     fully = config.ddp.use_megatron_fsdp or getattr(dist, "use_megatron_fsdp", False)
-    left = "Megatron-FSDP" if fully else ""
+    wrapper = "Megatron-FSDP" if fully else ""
     if getattr(dist, "use_torch_fsdp2", False):
-        left = "torch FSDP2"
-    optimizer_refused = _refused(config, left, dpu_optimizer=True)
+        wrapper = "torch FSDP2"
+    optimizer_refused = _refused(config, wrapper, dpu_optimizer=True)
     training = _training(config, machines)
     return Verdict(
-        refused=_refused(config, left),
+        refused=_refused(config, wrapper),
         optimizer_refused=optimizer_refused,
-        left=left,
+        left=refusals.left_by(wrapper, config.ddp) if wrapper else "",
         training=training,
-        advice=None if left else advise(training, machines.network, optimizer_refused),
+        advice=None if wrapper else advise(training, machines.network, optimizer_refused),
     )
 
 
-def _refused(config: Any, left: str, **flags: bool) -> str:
+def _refused(config: Any, wrapper: str, **flags: bool) -> str:
     ddp = copy.copy(config.ddp)
     vars(ddp).update(use_dpu_reduce=True, **flags)
     try:
@@ -135,8 +135,8 @@ def _refused(config: Any, left: str, **flags: bool) -> str:
             refusals.validate_optimizer_config(config.optimizer)
     except ValueError as error:
         return str(error)
-    if left and ddp.dpu_optimizer:
-        return f"--dpu-optimizer does not work with {left}"
+    if wrapper and ddp.dpu_optimizer:
+        return f"--dpu-optimizer does not work with {wrapper}"
     return ""
 
 
@@ -156,9 +156,15 @@ def _training(config: Any, machines: Machines) -> Training:
     model, ddp = config.model, config.ddp
     half = bool(model.bf16 or model.fp16)
     return Training(
-        kinds=kinds_of(_split(model, machines.world), parameters.count(model), machines),
+        kinds=kinds_of(
+            *(_split(model, machines.world), parameters.count(model), machines),
+            config.optimizer.optimizer,
+        ),
         gradient_bytes=2 if half and not ddp.grad_reduce_in_fp32 else 4,
         parameter_bytes=1 if ddp.fp8_param_gather else 2 if half else 4,
         sharded=ddp.use_distributed_optimizer,
         instances=ddp.num_distributed_optimizer_instances,
+        updated=ddp.dpu_optimizer,
+        used=ddp.use_dpu_reduce,
+        wire_bytes=2 if ddp.dpu_reduce_wire_dtype else None,
     )

@@ -43,6 +43,8 @@ class BucketOp:
     """Of gradients in blocks of few bits: those that travel as bf16."""
     route: str
     """``collective``, ``flat`` or ``node-first``; the same for all buckets of a bucket group."""
+    updated: bool = False
+    """Servers update the bucket's parameters, and answer with them."""
     node_whole: NodeSum | None = None
     """Node first: the sum of which every rank gets all."""
     node_shards: NodeSum | None = None

@@ -20,10 +20,13 @@ __all__ = [
     "gradient_check",
     "hosts",
     "job",
+    "joining",
     "load",
     "measure",
     "nodes",
     "pieces",
+    "policy",
+    "reductions",
     "routes",
     "server_bucket",
     "server_host",
@@ -32,6 +35,8 @@ __all__ = [
     "step_machine",
     "wire",
 ]
+
+_OF_C10D = ("joining", "policy", "reductions")
 
 if TYPE_CHECKING:
     # So that type checkers find calls of what these modules do not have.
@@ -55,6 +60,7 @@ if TYPE_CHECKING:
         step_machine,
         wire,
     )
+    from byteps.torch.c10d import joining, policy, reductions
 else:
 
     def __getattr__(name: str) -> Any:
@@ -63,7 +69,8 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         load()
-        module = globals()[name] = importlib.import_module(f"byteps.torch.{name}")
+        package = "byteps.torch.c10d" if name in _OF_C10D else "byteps.torch"
+        module = globals()[name] = importlib.import_module(f"{package}.{name}")
         return module
 
 

@@ -79,10 +79,10 @@ class Verdict:
     optimizer_refused: str
     """The same of ``--dpu-optimizer`` on top."""
     left: str
-    """What reduces all gradients by itself, so that none goes to servers; empty: nothing does."""
+    """That a wrapper shards gradients by itself; empty: none does."""
     training: Training
     advice: Advice | None
-    """None where nothing goes to servers anyway."""
+    """None where a wrapper shards gradients by itself."""
 
     @property
     def reaches_servers(self) -> bool:
@@ -103,7 +103,7 @@ def judge(args: Any, machines: Machines) -> Verdict:
     training = _training(args, machines)
     left = next(
         (
-            name
+            refusals.left_by(name, args)
             for attribute, name in (
                 ("use_torch_fsdp2", "torch FSDP2"),
                 ("use_megatron_fsdp", "Megatron-FSDP"),
@@ -148,27 +148,35 @@ def _training(args: Any, machines: Machines) -> Training:
     held = parameters.count(args)
     half = args.bf16 or args.fp16
     return Training(
-        kinds=kinds_of(split, held, machines),
+        kinds=kinds_of(split, held, machines, args.optimizer),
         gradient_bytes=2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4,
         parameter_bytes=1 if args.fp8_param_gather else 2 if half else 4,
         sharded=bool(args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer),
         instances=args.num_distributed_optimizer_instances,
+        updated=args.dpu_optimizer,
+        used=args.use_dpu_reduce,
+        wire_bytes=2 if args.dpu_reduce_wire_dtype else None,
     )
 
 
-def kinds_of(split: Parallelism, held: parameters.Count, machines: Machines) -> tuple[Kind, ...]:
+def kinds_of(
+    split: Parallelism, held: parameters.Count, machines: Machines, optimizer: str
+) -> tuple[Kind, ...]:
     """The gradients of a model that is split so: dense, and expert where they have groups of their
     own."""
-    own = split.has_expert_groups
+    own, on_ranks = split.has_expert_groups, optimizer in refusals.OF_MATRICES
+    elements = held.dense if own else held.dense + held.expert
     dense = Kind(
         name="dense",
         groups=split.by_host("dense", machines.gpus_per_host),
-        elements=held.dense if own else held.dense + held.expert,
+        elements=elements,
+        left=elements - held.embedding if on_ranks else 0.0,
     )
     if not own:
         return (dense,)
     groups = split.by_host("expert", machines.gpus_per_host)
-    return (dense, Kind(name="expert", groups=groups, elements=held.expert))
+    left = held.expert if on_ranks else 0.0
+    return (dense, Kind(name="expert", groups=groups, elements=held.expert, left=left))
 
 
 def render(verdict: Verdict, machines: Machines) -> str:
@@ -180,10 +188,7 @@ def render(verdict: Verdict, machines: Machines) -> str:
     ):
         lines.append(f"{flag}: {f'refused. {refused}' if refused else 'accepted'}")
     if verdict.left:
-        lines.append(
-            f"{verdict.left} reduces all gradients by itself: they stay with torch.distributed, "
-            "and nothing is gained"
-        )
+        lines.append(verdict.left)
         return "\n".join(lines)
     servers = machines.network.servers
     gpus = f"{machines.gpus_per_host} GPU{'s' if machines.gpus_per_host > 1 else ''}"

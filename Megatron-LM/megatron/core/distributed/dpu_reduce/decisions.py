@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import bytepslib, job, table
+from . import bytepslib, job, matrices, table
 from .bucket_op import wire_bytes
 from .trials import measured
 
@@ -55,18 +55,15 @@ def decide_all(
             wire_bytes=sum(wire_bytes(bucket, config) for bucket in bucket_group.buckets),
             sharded=config.use_distributed_optimizer,
             instances=config.num_distributed_optimizer_instances,
-            updated=config.dpu_optimizer,
+            updated=matrices.are_updated(bucket_group.buckets, config),
         )
         for bucket_group in groups
     ]
     network = job.joined().network
-    if (
-        asked == routes.AUTO
-        and job.joined().measures
-        and len(set(hosts)) > 1
-        and not config.dpu_optimizer
-    ):
-        network = measured(kind, group, groups, sums, buffers[0]).applied(network)
+    summed = [pair for pair in zip(groups, sums, strict=True) if not pair[1].updated]
+    if asked == routes.AUTO and job.joined().measures and len(set(hosts)) > 1 and summed:
+        some = [pair[0] for pair in summed], [pair[1] for pair in summed]
+        network = measured(kind, group, *some, buffers[0]).applied(network)
     decisions: dict[int, Decision] = {}
     rows = []
     for bucket_group, what in zip(groups, sums, strict=True):
@@ -74,7 +71,9 @@ def decide_all(
         rows.append((what, decision))
         decisions |= {id(bucket): decision for bucket in bucket_group.buckets}
     if torch.distributed.get_rank() == 0:
-        print_once(table.describe(kind, rows, network))
+        for updated in (False, True):
+            if some_rows := [row for row in rows if row[0].updated == updated]:
+                print_once(table.describe(kind, some_rows, network))
     return decisions
 
 

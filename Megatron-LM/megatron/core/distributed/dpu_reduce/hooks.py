@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib, job, plan, server_buckets, summed_later, sums, whole_steps
+from . import bytepslib, job, outer_sums, plan, server_buckets, summed_later, sums, whole_steps
 from .refusals import FEW_BITS
 
 if TYPE_CHECKING:
@@ -57,17 +57,24 @@ def takes(bucket_group: _ParamAndGradBucketGroup) -> bool:
     """Whether the group's sums go through BytePS; else Megatron issues its own collectives."""
     if not bucket_group.ddp_config.use_dpu_reduce:
         return False
-    return bucket_group.ddp_config.dpu_optimizer or sums.goes_through_servers(bucket_group)
+    return server_buckets.are_updated(bucket_group) or sums.goes_through_servers(bucket_group)
 
 
 def start_grad_sync(
     bucket_group: _ParamAndGradBucketGroup, force_all_reduce: bool | None = False
 ) -> sums.GradSyncHandle | None:
-    """A group that BytePS `takes` is ready: see :func:`.sums.start_grad_sync`, and with
-    ``dpu_optimizer`` :func:`.server_buckets.start_update`."""
-    if bucket_group.ddp_config.dpu_optimizer:
+    """A group that BytePS `takes` is ready: see :func:`.sums.start_grad_sync`, and where servers
+    update :func:`.server_buckets.start_update`."""
+    if server_buckets.are_updated(bucket_group):
         return server_buckets.start_update(bucket_group)
     return sums.start_grad_sync(bucket_group, force_all_reduce)
+
+
+def outer_reduction(
+    config: Any, group: torch.distributed.ProcessGroup
+) -> outer_sums.OuterReduction:
+    """Megatron-FSDP is about to all-reduce shards over replicas: see :mod:`.outer_sums`."""
+    return outer_sums.OuterReduction(config, group)
 
 
 def outside_graph(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,9 +99,9 @@ def keeps_optimizer(model_chunks: Sequence[Any]) -> bool:
 
 
 def make_server_optimizer(*arguments: Any) -> Any:
-    """See :func:`.server_optimizer.make_server_optimizer`, which needs ``megatron.core``'s
+    """See :func:`.server_making.make_server_optimizer`, which needs ``megatron.core``'s
     optimizers, and those need this package. Called where `keeps_optimizer` says so."""
-    from .server_optimizer import make_server_optimizer as make
+    from .server_making import make_server_optimizer as make
 
     return make(*arguments)
 
@@ -142,6 +149,7 @@ def shutdown(args: Namespace | None = None) -> None:
     if args is not None and not getattr(args, "use_dpu_reduce", False):
         return
     plan.forget()
+    outer_sums.forget()
     nodes = sys.modules.get("byteps.torch.nodes")
     if nodes is not None:
         nodes.groups.forget()

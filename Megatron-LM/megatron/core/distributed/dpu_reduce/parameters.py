@@ -24,6 +24,8 @@ class Count:
     dense: float
     expert: float
     """Of experts, which are reduced over a group of their own where that differs."""
+    embedding: float = 0.0
+    """Of the dense ones, those of embeddings and output layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,23 +69,27 @@ def count(model: Any) -> Count:
         length = getattr(model, "max_position_embeddings", None) or model.seq_length
         positions = _Part(whole=float(length * model.hidden_size))
     tied = _is_tied(model)
-    ends: list[_Part] = []
+    ends: list[tuple[_Part, float]] = []
     for index, stage in enumerate(stages):
         total = sum((layers[kind] for kind in stage), _Part())
         first, last = index == 0, index == len(stages) - 1
+        tables = int(first)
         if first:
-            total += embedding + positions
+            total += positions
         if last:
             total += _Part(whole=norm)
-            if not tied or len(stages) > 1:
-                total += embedding
+            tables += not tied or len(stages) > 1
             total += _next_tokens(model, layers, kinds)
-        ends.append(total)
+        ends.append((total + embedding * tables, embedding.split * tables / tensor))
     expert_tensor = getattr(model, "expert_tensor_parallel_size", None) or tensor
     expert_ranks = getattr(model, "expert_model_parallel_size", 1) * expert_tensor
     counts = [
-        Count(dense=one.split / tensor + one.whole, expert=one.experts / expert_ranks)
-        for one in ends
+        Count(
+            dense=one.split / tensor + one.whole,
+            expert=one.experts / expert_ranks,
+            embedding=held,
+        )
+        for one, held in ends
     ]
     return max(counts, key=lambda one: one.dense + one.expert)
 

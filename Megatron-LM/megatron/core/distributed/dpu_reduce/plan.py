@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import advised, bytepslib, decisions, declared, job, trials
+from . import advised, bytepslib, decisions, declared, job, matrices, trials
 from .bucket_op import BucketOp, wire_of
 from .kept import kept_of
 from .naming import bucket_name, named
@@ -53,6 +53,7 @@ def register(ddp: DistributedDataParallel) -> None:
     validate_ddp_config(ddp.ddp_config)
     validate_model_config(ddp.config, ddp.ddp_config)
     chunk = _chunk_index(ddp.module)
+    matrices.part_groups(ddp)
     job.initialize()
     chosen: dict[int, Decision] = {}
     for kind, group, groups, buffers in _kinds(ddp):
@@ -85,8 +86,9 @@ def register(ddp: DistributedDataParallel) -> None:
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
     if len(set(names)) != len(names):
         raise RuntimeError(f"two gradient buckets share a BytePS name: {sorted(names)}")
-    if not ddp.ddp_config.dpu_optimizer:  # else the optimizer does, with what servers do
-        declared.declare(buckets, ddp.ddp_config)
+    # Of the others the optimizer does, with what servers do.
+    summed = [bucket for bucket in buckets if not bucket.dpu_reduce_op.updated]
+    declared.declare(summed, ddp.ddp_config)
     through = [
         bucket for bucket in buckets if bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE
     ]
@@ -162,6 +164,7 @@ def _register_buffer(
             placement=0,
             wire=wire,
             route=chosen[id(bucket)].route,
+            updated=matrices.are_updated([bucket], buffer.ddp_config),
         )
         if wire.is_block and op.route != bytepslib.routes.COLLECTIVE:
             op = replace(op, kept=kept_of(bucket, names, buffer.ddp_config))

@@ -16,6 +16,9 @@ from . import bytepslib, table
 OPTIMIZER_CLIPS = ("speculate", "wait")
 """How --dpu-optimizer makes steps that may be clipped."""
 
+OF_MATRICES = ("muon", "dist_muon", "adaptive_muon")
+"""Optimizers that update matrices on the ranks, and leave all other parameters to AdamW."""
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -96,14 +99,7 @@ _WHOLE_PARAMETERS: tuple[_Refusal, ...] = (
 model's."""
 
 
-_STATELESS = "ranks hold no optimizer state with it"
-
 _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
-    _Refusal(
-        attributes=("use_layer_wise_distributed_optimizer",),
-        flag="--use-layer-wise-distributed-optimizer",
-        reason=_STATELESS,
-    ),
     _Refusal(
         attributes=("dpu_reduce_route",),
         flag="--dpu-reduce-route",
@@ -123,7 +119,13 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         attributes=("optimizer",),
         flag="--optimizer",
         reason="servers know adam (AdamW) and sgd",
-        allowed=("adam", "sgd", None),
+        allowed=("adam", "sgd", *OF_MATRICES, None),
+    ),
+    _Refusal(
+        attributes=("muon_scalar_optimizer",),
+        flag="--muon-scalar-optimizer",
+        reason="servers know AdamW for what Muon leaves",
+        allowed=("adam", None),
     ),
     _Refusal(
         attributes=("decoupled_weight_decay",),
@@ -343,7 +345,7 @@ def validate_model_config(
 
 def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> None:
     """Called where a wrapper that shards all parameters is built: it reduces its gradients itself,
-    and rank 0 says so.
+    and rank 0 says so. With hybrid sharding what replicas of the model reduce may go to servers.
 
     Args:
         ddp_config: of the wrapper.
@@ -358,14 +360,48 @@ def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> No
         raise ValueError(
             f"--dpu-optimizer does not work with {wrapper}: {_SHARDED}. Drop one of the two."
         )
-    _say_that_collectives_stay(wrapper, torch.distributed.get_rank())
+    replicas = 1
+    if wrapper == REPLICATED and has_replicas(ddp_config):
+        replicas = ddp_config.num_distributed_optimizer_instances
+        bytepslib.joining.joined()  # all ranks are here, as they may not be in a backward pass
+    _say_that_collectives_stay(wrapper, torch.distributed.get_rank(), replicas)
+
+
+REPLICATED = "Megatron-FSDP"
+"""The wrapper that may all-reduce its shards over replicas."""
+
+
+def has_replicas(source: Any) -> bool:
+    """Whether Megatron-FSDP all-reduces shards over replicas, by the arguments or a DDP config."""
+    return (
+        getattr(source, "num_distributed_optimizer_instances", 1) > 1
+        and getattr(source, "outer_dp_sharding_strategy", "no_shard") == "no_shard"
+    )
+
+
+def left_by(wrapper: str, source: Any) -> str:
+    """What a fully sharded wrapper keeps of its reductions, by the arguments or a DDP config."""
+    if wrapper == REPLICATED and has_replicas(source):
+        return (
+            f"{wrapper} shards gradients by itself. Its all-reduce over "
+            f"{source.num_distributed_optimizer_instances} replicas goes through servers where "
+            "that is faster; what that gains is not computed here"
+        )
+    return (
+        f"{wrapper} reduces all gradients by itself: they stay with torch.distributed, and nothing "
+        "is gained"
+    )
 
 
 @functools.cache
-def _say_that_collectives_stay(wrapper: str, rank: int) -> None:
-    if rank == 0:
-        text = (
-            f"dpu_reduce: {wrapper} shards gradients by reduce-scatters of its own: all of them "
-            "stay with torch.distributed, and no server is used"
+def _say_that_collectives_stay(wrapper: str, rank: int, replicas: int = 1) -> None:
+    if rank != 0:
+        return
+    rest = "all of them stay with torch.distributed, and no server is used"
+    if replicas > 1:
+        rest = (
+            f"these stay with torch.distributed. The all-reduce over {replicas} replicas goes "
+            "through servers where that is faster"
         )
-        print(table.as_lines(text), flush=True)
+    text = f"dpu_reduce: {wrapper} shards gradients by reduce-scatters of its own: {rest}"
+    print(table.as_lines(text), flush=True)

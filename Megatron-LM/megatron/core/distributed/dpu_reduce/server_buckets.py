@@ -117,6 +117,11 @@ def _spec(bucket: _ParamAndGradBucket, rule: Rule, *, average: bool, in_order: b
     )
 
 
+def are_updated(bucket_group: _ParamAndGradBucketGroup) -> bool:
+    """Whether servers update the parameters of a group, of which all or none stay on the ranks."""
+    return any(bucket.dpu_reduce_op.updated for bucket in bucket_group.buckets)
+
+
 def start_update(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | None:
     """In place of :func:`.sums.start_grad_sync`, where servers keep the optimizer.
 

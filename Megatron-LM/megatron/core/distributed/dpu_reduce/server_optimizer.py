@@ -29,12 +29,10 @@ from ...optimizer.grad_scaler import (
     MegatronGradScaler,
 )
 from ...optimizer.optimizer import MegatronOptimizer
-from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
 from ...utils import get_model_config, log_single_rank
 from . import bytepslib, server_checkpoint, server_routes
-from .refusals import validate_optimizer_config
 from .server_buckets import make_server_bucket
 from .server_norms import Norms, norm_group_of, norms_of
 from .summed_later import SummedLater
@@ -45,47 +43,11 @@ if TYPE_CHECKING:
     from ...optimizer.optimizer_config import OptimizerConfig
     from ..distributed_data_parallel import DistributedDataParallel
     from ..param_and_grad_buffer import _ParamAndGradBuffer
+    from .ranks_part import RanksPart
 
 _logger = logging.getLogger(__name__)
 
 _Group = torch.distributed.ProcessGroup
-
-
-def make_server_optimizer(
-    config: OptimizerConfig,
-    model_chunks: Sequence[DistributedDataParallel],
-    param_groups: list[dict[str, Any]],
-    pg_collection: ProcessGroupCollection | None,
-) -> ServerOptimizer:
-    """The optimizer of model chunks whose DDP has ``dpu_optimizer``.
-
-    Args:
-        config: what the update is.
-        model_chunks: of this rank; their buckets are named.
-        param_groups: of all their parameters, the same groups in the same order on every rank.
-        pg_collection: the process groups, or None for those of ``parallel_state``.
-
-    Raises:
-        ValueError: the config asks for what servers cannot do; the text names it.
-        byteps.torch.BytePSError: a server refuses, or has too little memory.
-    """
-    validate_optimizer_config(config)
-    groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
-        pg_collection, model_chunks, False
-    )
-    has_experts = any(group["is_expert_parallel"] for group in param_groups)
-    if pg_collection is None or not hasattr(pg_collection, "tp"):
-        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    return ServerOptimizer(
-        config,
-        model_chunks,
-        param_groups,
-        dense_group=groups["mp_group"],
-        expert_group=groups["expt_tp_pp_with_egtp_remat_group"] if has_experts else None,
-        tp_group=pg_collection.tp,
-        expert_tp_group=getattr(pg_collection, "expt_tp", pg_collection.tp),
-        pp_group=pg_collection.pp,
-    )
 
 
 def _container(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -131,20 +93,27 @@ class ServerOptimizer(MegatronOptimizer):
         tp_group: _Group,
         expert_tp_group: _Group,
         pp_group: _Group,
+        ranks: RanksPart | None = None,
     ) -> None:
-        """See :func:`make_server_optimizer`.
+        """See :func:`.server_making.make_server_optimizer`.
 
         Args:
+            config: what the update is.
+            model_chunks: of this rank; their buckets are named.
+            param_groups: of all parameters that servers update, the same groups in the same order
+                on every rank.
             dense_group: the ranks that hold the parts of one replica of the dense parameters.
             expert_group: the same of the experts; None where no rank has any.
             tp_group: the tensor-parallel ranks, and `expert_tp_group` those of experts.
             pp_group: the pipeline's ranks.
+            ranks: what these update in the same steps.
         """
         super().__init__(_container(config, param_groups), config)
         self.model_chunks = list(model_chunks)
         self.grad_stats_parallel_group = dense_group
         self.tp_group, self.expert_tp_group = tp_group, expert_tp_group
         self._expert_group = expert_group
+        self._ranks = ranks
         self._rule = bytepslib.server_rule.rule_of(self.optimizer)
         self.grad_scaler = _grad_scaler(config)
         self._unscale = 1.0
@@ -153,6 +122,7 @@ class ServerOptimizer(MegatronOptimizer):
             config.clip_grad > 0.0
             or math.isfinite(config.grad_norm_skip_threshold)
             or self.grad_scaler is not None
+            or ranks is not None
         )
         """Whether a step asks for the norm."""
         self._counts_zeros = config.log_num_zeros_in_grad
@@ -204,7 +174,7 @@ class ServerOptimizer(MegatronOptimizer):
         }
         group_of, taken = self._group_of(), []
         for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-            if bucket.grad_data.numel() == 0:
+            if bucket.grad_data.numel() == 0 or not bucket.dpu_reduce_op.updated:
                 continue
             mine = make_server_bucket(
                 bucket,
@@ -273,6 +243,8 @@ class ServerOptimizer(MegatronOptimizer):
         with self._timer("optimizer-clip-main-grad"):
             self._machine.push(groups, self._unscale)
             norms = self._norms()
+            if self._ranks is not None:
+                norms = self._ranks.norms(norms)
         if self.grad_scaler is not None:
             self.grad_scaler.update(not norms.are_finite)
             self._note_scale()
@@ -280,6 +252,8 @@ class ServerOptimizer(MegatronOptimizer):
             name: norm for name, norm in norms.own.items() if name in self._norm_of.values()
         }
         skip = not norms.are_finite or norms.main > self.config.grad_norm_skip_threshold
+        if self._ranks is not None and not skip:
+            self._ranks.update(norms)
         with self._timer("optimizer-inner-step"):
             self._machine.finish(
                 scale=self._clip(norms.main),

@@ -63,7 +63,7 @@ def _buckets(model_chunks: Sequence[DistributedDataParallel], buffers: str) -> I
     for chunk in model_chunks:
         for buffer in getattr(chunk, buffers):
             for bucket in buffer.buckets:
-                if bucket.grad_data.numel() > 0:
+                if bucket.grad_data.numel() > 0 and bucket.dpu_reduce_op.updated:
                     yield bucket
 
 

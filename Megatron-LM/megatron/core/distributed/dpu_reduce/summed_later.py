@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .matrices import stays
+
 if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel import DistributedDataParallel
@@ -37,6 +39,8 @@ class _KeyOfPart:
     """Its gradients change after the backward pass."""
     norm_group: str | None
     """They are clipped by a norm of their own."""
+    stays: bool
+    """Ranks update them."""
 
 
 class SummedLater:
@@ -89,7 +93,7 @@ def apart(
     config: TransformerConfig,
 ) -> Buffers:
     """The buffers of a DDP that is being built, with others for gradients that are summed later or
-    clipped by a norm of their own.
+    clipped by a norm of their own, and for parameters that ranks update.
 
     Those that are summed later stay where they are if nothing would be sent earlier for it: without
     ``overlap_grad_reduce``, or if all gradients are summed later.
@@ -106,14 +110,16 @@ def apart(
     later = SummedLater(config, ddp.tp_group, ddp.pp_group)
     overlaps = ddp.ddp_config.overlap_grad_reduce and not later.are_all
 
-    def kind_of(parameter: torch.nn.Parameter) -> tuple[bool, str | None]:
+    def kind_of(parameter: torch.nn.Parameter) -> tuple[bool, str | None, bool]:
+        if stays(parameter, ddp.ddp_config):
+            return False, None, True
         waits = overlaps and later(parameter, names[parameter])
-        return waits, getattr(parameter, GRAD_NORM_GROUP_ATTR, None)
+        return waits, getattr(parameter, GRAD_NORM_GROUP_ATTR, None), False
 
     cut: dict[Any, tuple[list[torch.nn.Parameter], list[int]]] = {}
     for key, (parameters, indices) in buffers.items():
         kinds = {parameter: kind_of(parameter) for parameter in parameters}
-        ordered = sorted(set(kinds.values()), key=lambda kind: (kind[0], kind[1] or ""))
+        ordered = sorted(set(kinds.values()), key=lambda kind: (kind[0], kind[1] or "", kind[2]))
         for number, kind in enumerate(ordered):
             chosen = [
                 pair for pair in zip(parameters, indices, strict=True) if kinds[pair[0]] == kind
@@ -123,11 +129,12 @@ def apart(
     return cut
 
 
-def _key_of_part(key: Any, waits: bool, norm_group: str | None) -> _KeyOfPart:
+def _key_of_part(key: Any, waits: bool, norm_group: str | None, stays: bool) -> _KeyOfPart:
     return _KeyOfPart(
         param_dtype=key.param_dtype,
         grad_dtype=key.grad_dtype,
         is_expert_parallel=key.is_expert_parallel,
         waits=waits,
         norm_group=norm_group,
+        stays=stays,
     )

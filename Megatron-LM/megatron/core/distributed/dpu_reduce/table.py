@@ -109,16 +109,21 @@ def _gb(nbytes: float) -> str:
 
 
 def _gain(way: Way) -> str:
-    flags = " ".join(way.changes[1:]) or USE
+    flags = " ".join(way.flags[1:]) or USE
     return f"{flags} " + ("refused" if way.refused else f"{way.gain:.2f} x")
 
 
 def change(advice: Advice) -> str:
     """The shortest change of arguments."""
     best = advice.best
-    if not best.changes or not best.through_servers:
+    parts = [f"add {' '.join(advice.add)}"] if advice.add else []
+    parts += [f"drop {' '.join(advice.drop)}"] if advice.drop else []
+    if parts:
+        text = " and ".join(parts)
+        return f"shortest change for the best of these: {text} ({best.gain:.2f} x)"
+    if not best.through_servers:
         return "servers gain nothing on these links: change nothing"
-    return f"shortest change for the best of these: add {best.name} ({best.gain:.2f} x)"
+    return f"change nothing: what runs is the best of these ({best.gain:.2f} x)"
 
 
 def compared(training: Training, advice: Advice, network: Network) -> str:

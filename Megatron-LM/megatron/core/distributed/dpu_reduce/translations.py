@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...utils import log_single_rank
+from .refusals import OF_MATRICES
 
 if TYPE_CHECKING:
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -37,6 +38,7 @@ class _Setting:
 
 _SHARDED = "servers shard the optimizer, and every rank receives whole parameters"
 _FP32 = "servers keep fp32 parameters and moments"
+_BY_LAYER = "ranks keep the optimizer of matrices, each of some, and servers that of the rest"
 _HALF = "parameters come down in the type of the model, and are quantized in the forward pass"
 
 _ON_RANKS: tuple[tuple[str, Sequence[_Setting]], ...] = (
@@ -79,6 +81,18 @@ _IN_ARGUMENTS: tuple[tuple[str, Sequence[_Setting]], ...] = (
         ),
     ),
 )
+_LAYER_WISE = (
+    _BY_LAYER,
+    (
+        _Setting(name="use_layer_wise_param_layout", flag="the layer-wise parameter layout"),
+        _Setting(name="overlap_param_gather", flag="--overlap-param-gather"),
+    ),
+)
+_WITHOUT_SHARDS = tuple(
+    (why, tuple(one for one in some if one.name != "use_distributed_optimizer"))
+    for why, some in _IN_ARGUMENTS
+)
+"""With Muon ``--use-distributed-optimizer`` cuts matrices over ranks, which goes on."""
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Of the precision-aware optimizer, which alone may have them other than fp32."""
 
@@ -88,12 +102,18 @@ def translate_args(args: Namespace) -> None:
 
     ``--dpu-optimizer`` asks for ``--use-dpu-reduce`` too.
     """
+    by_matrix = getattr(args, "optimizer", None) in OF_MATRICES
+    if by_matrix:  # the DDP config has no other way to know
+        args.dpu_optimizer_matrices = False
     if not getattr(args, "dpu_optimizer", False):
         return
     args.use_dpu_reduce = True
+    settings = _IN_ARGUMENTS
+    if by_matrix and (args.use_distributed_optimizer or args.optimizer.startswith("dist_")):
+        settings = (_LAYER_WISE, *_WITHOUT_SHARDS)
     if getattr(args, "use_precision_aware_optimizer", False):
         _keep_dtypes(args)
-    if (dropped := _drop(args, _IN_ARGUMENTS)) and args.rank == 0:
+    if (dropped := _drop(args, settings)) and args.rank == 0:
         print(dropped, flush=True)
 
 
