@@ -23,6 +23,7 @@ from tests.layouts.rows import named
 REPRESENTATIVE = (
     "dp3-fp16-wire",
     "dp4-do-bf16-wire-acc2",
+    "dp4-do-bf16-sent-as-int8-overlap",
     "tp2-dp2-overlap",
     "pp2-dp2-tied-acc2",
     "ep2-dp4-overlap-acc2",
@@ -44,6 +45,8 @@ THOROUGH = (
     "node2-dp4-do-overlap",
     "servers-ep2-tp2-etp1-dp2",
     "dp2-sent-as-bf16",
+    "dp2-fp16-wire-sent-as-int4-overflows",
+    "node2-dp4-do-sent-as-int4-overlap",
     "pp2-vpp2-dp2-do-overlap",
     "servers-dp4-bf16-wire",
     "servers-pp2-vpp2-dp2-overlap-acc4",
