@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed.dpu_reduce import outer_sums
 
 from tests.layouts.job import Job
 
@@ -37,3 +39,24 @@ def test_replicas_sum_their_shards_through_servers(
         assert one["pushed"] > 0 == other["pushed"]
         for mine, twin in zip(one["gradients"], other["gradients"], strict=True):
             assert all(torch.equal(*pair) for pair in zip(mine, twin, strict=True))
+
+
+def test_what_a_cuda_graph_records_stays_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Reductions:
+        def takes(self, tensor: object) -> bool:
+            return True
+
+        def start(self, tensor: object, *, average: bool) -> None:
+            calls.append("servers")
+
+    monkeypatch.setattr(outer_sums, "_reductions", lambda config, group: Reductions())
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: calls.append("NCCL"))
+    config: Any = SimpleNamespace(use_dpu_reduce=True)
+    reduction = outer_sums.OuterReduction(config, None)  # type: ignore[arg-type] # not looked at
+    gradient: Any = SimpleNamespace(is_cuda=True)
+    for records in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda it=records: it)
+        reduction.all_reduce(gradient, torch.distributed.ReduceOp.SUM)
+    assert calls == ["servers", "NCCL"]

@@ -57,10 +57,13 @@ class OuterReduction:
     def all_reduce(self, tensor: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> None:
         """Start the sum or average of a tensor, in place.
 
+        What a CUDA graph records stays with NCCL: a replay runs nothing on the host.
+
         Raises:
             byteps.torch.BytePSError: the job failed, or members disagree about the tensor.
         """
-        if self._reductions is None or not self._reductions.takes(tensor):
+        recorded = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._reductions is None or recorded or not self._reductions.takes(tensor):
             torch.distributed.all_reduce(tensor, group=self._group, op=op)
             return
         average = op == torch.distributed.ReduceOp.AVG
