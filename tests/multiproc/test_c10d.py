@@ -48,6 +48,10 @@ def test_models(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=4, servers=2, env=FLAT).run("c10d:models")
 
 
+def test_hook_of_fsdp(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=4, servers=2, env=FLAT).run("c10d:fsdp_hook")
+
+
 def test_ranks_of_a_host_reduce_first(make_cluster: Callable[..., Cluster]) -> None:
     env = {**FLAT, "BYTEPS_C10D_BACKEND": "node-first"}
     make_cluster(workers=4, servers=2, env=env).run("c10d:collectives", per_host=2)
