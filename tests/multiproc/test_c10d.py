@@ -48,6 +48,11 @@ def test_models(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=4, servers=2, env=FLAT).run("c10d:models")
 
 
+def test_gathers_do_not_hang(make_cluster: Callable[..., Cluster]) -> None:
+    """torch once started them with the GIL, for which gloo's threads waited with their lock."""
+    make_cluster(workers=2, servers=1, env=FLAT).run("c10d:gathers", timeout_s=100, rounds=5000)
+
+
 def test_hook_of_fsdp(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=4, servers=2, env=FLAT).run("c10d:fsdp_hook")
 

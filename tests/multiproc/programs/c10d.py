@@ -231,6 +231,21 @@ def models(job: Job) -> None:
     dist.destroy_process_group()
 
 
+def gathers(job: Job) -> None:
+    """Functional all-gathers, one after the other, of tensors that gloo's threads free."""
+    _initialize(job)
+    world = dist.group.WORLD
+    assert world is not None
+    with job.check("gathers"):
+        for round_ in range(int(job.args["rounds"])):
+            mine = torch.full((64,), float(job.rank + round_))
+            gathered = functional.all_gather_tensor(mine, 0, world)
+            assert float((gathered + 0).sum()) == 64 * sum(
+                rank + round_ for rank in range(job.size)
+            )
+    dist.destroy_process_group()
+
+
 @contextlib.contextmanager
 def _natively() -> Iterator[None]:
     """Groups that are made meanwhile are not carried by BytePS."""
