@@ -20,11 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.multiproc.cluster import resident_bytes
 from tests.multiproc.programs.job import Job
 
 LARGE = 40_000
 """Elements of fp32: more than BYTEPS_C10D_MIN_BYTES."""
 STEPS = 3
+MOST_GROWTH = 32 << 20
+"""Bytes of memory that a process may take in addition, over thousands of sums."""
 
 
 def _initialize(job: Job) -> None:
@@ -326,16 +329,25 @@ def _train_hsdp(
 
 
 def many_sizes(job: Job) -> None:
-    """Sums of ever new lengths: the servers learn of a bounded number of tensors."""
+    """Sums of ever new lengths: the servers learn of a bounded number of tensors. The test looks at
+    their memory once all lengths have come twice, and at the end."""
     _initialize(job)
+    rounds, sizes = int(job.args["rounds"]), int(job.args["sizes"])
+    held: list[int] = []
     with job.check("sums of many lengths"):
-        for round_ in range(int(job.args["rounds"])):
-            elements = LARGE // 8 + round_ % int(job.args["sizes"])
+        for round_ in range(rounds):
+            elements = LARGE // 8 + round_ % sizes
             tensor = torch.full((elements,), float(job.rank))
             dist.all_reduce(tensor)
             assert (tensor == sum(range(job.size))).all()
+            if round_ + 1 in (2 * sizes, rounds):
+                held.append(resident_bytes(os.getpid()))
+                job.mark(f"looked{len(held)}")
+                job.wait_go(f"look{len(held)}")
     with job.check("a bounded number of names"):
         assert bps.get_metrics()["byteps_worker_declared_tensors"] <= int(job.args["most"])
+    with job.check("bounded memory"):
+        assert held[-1] - held[0] <= MOST_GROWTH, held
     dist.destroy_process_group()
 
 
@@ -348,5 +360,19 @@ def loop(job: Job) -> None:
         work.get_future()
         work.wait()
         if round_ == 5:
+            job.mark("looping")
+        time.sleep(0.001)
+
+
+def ddp_loop(job: Job) -> None:
+    """Train with DDP for ever; ends by the error that the test is about."""
+    _initialize(job)
+    torch.set_num_threads(1)
+    model = DistributedDataParallel(_model())
+    before = _through_servers()
+    for step in range(1_000_000):
+        model(torch.randn(8, 128)).square().mean().backward()
+        if step == 5:
+            assert _through_servers() > before + 5
             job.mark("looping")
         time.sleep(0.001)
