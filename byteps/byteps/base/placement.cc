@@ -29,7 +29,14 @@ uint32_t PartitionBytes(uint64_t bytes, int num_servers, double link_bytes_per_s
   const auto worth = static_cast<uint64_t>(sqrt(a_server * link_bytes_per_s * kPartitionSeconds));
   const uint64_t unrounded = std::max((bytes + pieces - 1) / pieces, worth);
   const uint64_t wanted = (unrounded + page - 1) / page * page;
-  const uint64_t least = std::min(smallest, largest);
+  uint64_t least = smallest;
+  if (least == 0) {
+    const double carried = link_bytes_per_s * kShortestSeconds;
+    least = link_bytes_per_s == 0 || carried > kMostSmallest ? kMostSmallest
+                                                             : static_cast<uint64_t>(carried);
+    least = std::max((least + page - 1) / page * page, kLeastSmallest);
+  }
+  least = std::min<uint64_t>(least, largest);
   return static_cast<uint32_t>(std::min<uint64_t>(std::max(wanted, least), largest));
 }
 

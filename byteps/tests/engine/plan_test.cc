@@ -60,6 +60,20 @@ TEST(Plan, PartitionsAreLongerOnAFastLink) {
   EXPECT_EQ(PlanOf(0, 1, 2, {{"BYTEPS_PARTITION_BYTES", "4096"}}).PartitionBytes(16 << 20), 4096u);
 }
 
+TEST(Plan, PartitionsAreShorterOnASlowLink) {
+  Plan plan = PlanOf(0, 1, 4);
+  plan.SetLink(0.5);
+  EXPECT_EQ(plan.PartitionBytes(4 << 20), 128u << 10);
+  plan.SetLink(0.2);
+  EXPECT_EQ(plan.PartitionBytes(4 << 20), 16u * 4096) << "62,500 bytes in 2.5 ms";
+  plan.SetLink(0.01);
+  EXPECT_EQ(plan.PartitionBytes(4 << 20), 32u << 10);
+  EXPECT_EQ(plan.PartitionBytes(64 << 20), 256u << 10) << "64 a server are longer";
+  Plan asked = PlanOf(0, 1, 4, {{"BYTEPS_MIN_PARTITION_BYTES", "131072"}});
+  asked.SetLink(0.01);
+  EXPECT_EQ(asked.PartitionBytes(4 << 20), 128u << 10);
+}
+
 TEST(Plan, TooLargeForItsPartitionsSaysWhatToRaise) {
   const Plan plan = PlanOf(0, 1, 1, {{"BYTEPS_PARTITION_BYTES", "4096"}});
   try {
