@@ -217,6 +217,15 @@ bench-reducer: setup ## the servers' additions, compared with plain loops over t
 bench-plan: setup ## Python's part of the plan and of a push in a job of 8,192 ranks
 	@$(PYTHON_ENV) -W ignore bench/planning/run.py --max-plan 1 --max-push 30 $(ARGS)
 
+FRAMEWORKS := --launches $(or $(LAUNCHES),3) $(if $(MARKDOWN),--markdown $(MARKDOWN))
+
+bench-frameworks: setup ## steps of DDP and HSDP compared with gloo alone, and what a call costs in Python
+	@status=0; $(PYTHON_ENV) -W ignore bench/frameworks/run.py $(FRAMEWORKS) --at-least 1.36 \
+		--json build/bench/frameworks.json $(ARGS) || status=1; \
+	$(PYTHON_ENV) -W ignore bench/frameworks/run.py $(FRAMEWORKS) --at-least 2.4 --wire-dtype bf16 \
+		--ways ddp,ddp-backend,ddp-hook --json build/bench/frameworks-bf16.json $(ARGS) || status=1; \
+	$(PYTHON_ENV) -W ignore bench/frameworks/calls.py --max-us 60 || status=1; exit $$status
+
 bench-rdma: setup ## RDMA compared with plain writes, one plane with two, in a virtual machine
 	@$(PYTHON_ENV) -W ignore bench/rdma/run.py --json build/bench/rdma.json \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)

@@ -99,10 +99,17 @@ class Trained:
 
 
 def _mesh(experiment: Experiment, rank: int, size: int) -> DeviceMesh:
-    """Replicas, each of the ranks of a host."""
+    """Replicas, each of the ranks of a host.
+
+    Of groups made here: by itself torch takes the default group for a dimension that has all ranks.
+    """
     rows = torch.arange(size).view(-1, experiment.shards)
-    return DeviceMesh(
-        experiment.device.partition(":")[0], rows, mesh_dim_names=("replicate", "shard")
+    mine = []
+    for lines in (rows.T, rows):
+        groups = {tuple(line): dist.new_group(line) for line in lines.tolist()}
+        mine += [group for ranks, group in groups.items() if rank in ranks]
+    return DeviceMesh.from_group(
+        mine, experiment.device.partition(":")[0], rows, mesh_dim_names=("replicate", "shard")
     )
 
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import statistics
 import sys
 import tempfile
@@ -39,6 +41,7 @@ from scripts.progress import Progress
 
 SCHEMA = 1
 HEAD = ("way", "ms per step", "min..max", "speed over native", "min..max")
+BEGIN = "<!-- made by bench/frameworks/run.py --markdown, wire type {wire} -->"
 SAME = 1e-4
 """What was learned may differ by so much of its size: orders of additions differ."""
 
@@ -62,7 +65,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     add("--at-least", type=float, metavar="X", help="fail where a way has less speed over native")
     add("--json", type=Path, metavar="FILE", help="write every step")
-    add("--markdown", action="store_true", help="print the table as Markdown")
+    add("--markdown", type=Path, metavar="PAGE", help="rewrite the table of this wire type there")
     options = parser.parse_args(arguments)
     try:
         options.link = parse_rate(options.link)
@@ -156,6 +159,24 @@ def problems(
     return found
 
 
+def rewrite(page: Path, wire: str, meta: Mapping[str, str], table: Sequence[Sequence[str]]) -> None:
+    """Put the table between the marks of its wire type.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    begin, end = BEGIN.format(wire=wire), "\n<!-- end -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, also, after = rest.partition(end)
+    if not (found and also):
+        raise ValueError(f"{page} has no {begin!r} with {end!r} after it")
+    shown = {name: meta[name] for name in ("date", "command", "hardware", "load")}
+    shown["command"] = re.sub(r" --(json|markdown) \S+", "", shown["command"])
+    told = "; ".join(f"{name}: {text}" for name, text in shown.items())
+    text = "\n".join(["", "", told, "", *pipes(table), ""])
+    page.write_text(before + begin + text + end + after, encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     topology = Topology(
@@ -181,16 +202,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = options.layers * options.width**2 * 4 / 2**20
     meta = {
         **metadata(given),
+        "load": f"{os.getloadavg()[2]:.1f} in the last 15 minutes, of all processes",
         "topology": topology_text(topology),
         "model": f"{options.layers} layers of {options.width} x {options.width}: {size:.0f} MiB of "
         f"fp32 gradients, sent as {options.wire_dtype}",
     }
     table = [HEAD, *rows(launches, options.ways)]
     print("\n".join(f"# {name}: {text}" for name, text in meta.items()))
-    print("\n".join(pipes(table)) if options.markdown else aligned(table))
+    print(aligned(table))
     if options.json:
         whole = {"schema": SCHEMA, "meta": meta, "launches": launches}
         options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    if options.markdown:
+        rewrite(options.markdown, options.wire_dtype, meta, table)
     wrong = problems(launches, options.ways, options.at_least, options.wire_dtype)
     print("\n".join(wrong) or "# what was learned is the same, and all thresholds are reached")
     return 1 if wrong else 0

@@ -12,7 +12,6 @@ from bench.kit.units import show_size
 from bench.simulator import simulation
 from bench.simulator.scenario import (
     LARGEST_PARTITION,
-    SMALLEST_PARTITION,
     Scenario,
     engine_partition,
     engine_window,
@@ -90,7 +89,7 @@ def _run(run: dict[str, Any], settings: str, model: Scenario) -> Iterator[Compar
         partition = engine_partition(
             case["size"] // case.get("tensors", 1),
             topology["servers"],
-            _setting(settings, _SMALLEST, SMALLEST_PARTITION),
+            _setting(settings, _SMALLEST, 0),
             _setting(settings, _LARGEST, LARGEST_PARTITION),
             link=topology["link_bits"] / 8,
         )

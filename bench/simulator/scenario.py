@@ -9,7 +9,8 @@ _HEADERS = 52  # bytes of a packet: IPv4, TCP, and TCP's time stamps
 _PAGE = 4096
 _PARTITIONS_PER_SERVER = 64
 _PARTITION_S = 2e-6
-SMALLEST_PARTITION = 131_072
+_SMALLEST_PARTITION = range(32_768, 131_072 + 1)
+_SMALLEST_S = 2.5e-3
 LARGEST_PARTITION = 4_096_000
 _FRAME = 14  # bytes: what a shaper counts in addition to the packet
 
@@ -24,7 +25,7 @@ def payload_fraction(mtu: int) -> float:
 def engine_partition(
     size: int,
     servers: int,
-    smallest: int = SMALLEST_PARTITION,
+    smallest: int = 0,
     largest: int = LARGEST_PARTITION,
     *,
     link: float = 0.0,
@@ -33,10 +34,13 @@ def engine_partition(
     within BYTEPS_MIN_PARTITION_BYTES and BYTEPS_PARTITION_BYTES (byteps/base/placement.h).
 
     ``link``: bytes per second of a worker's link, where TCP carries the values; on a fast one they
-    are longer.
+    are longer, on a slow one the smallest is shorter, unless it is given.
     """
     if servers < 1:
         raise ValueError("there must be one server at least")
+    if not smallest:
+        shortest, longest = _SMALLEST_PARTITION[0], _SMALLEST_PARTITION[-1]
+        smallest = max(shortest, min(longest, int(link * _SMALLEST_S))) if link else longest
     least, most = _whole_pages(smallest), _whole_pages(largest)
     worth = int(math.sqrt(size / servers * link * _PARTITION_S))
     wanted = _whole_pages(max(size // (_PARTITIONS_PER_SERVER * servers), worth))

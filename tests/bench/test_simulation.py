@@ -232,6 +232,8 @@ def test_plain_sockets_as_measured_on_emulated_links(
         (16 * MIB, 2, {"link": 12.5e9}, 458_752),
         (16 * MIB, 2, {"link": 12.5e9, "largest": 200_000}, 200_704),
         (64 * MIB, 4, {"link": 1.25e9}, 256 << 10),
+        (1 * MIB, 4, {"link": 12.5e6}, 32 << 10),
+        (1 * MIB, 4, {"link": 12.5e6, "smallest": 65536}, 65536),
     ],
     ids=[
         "64-a-server",
@@ -242,6 +244,8 @@ def test_plain_sockets_as_measured_on_emulated_links(
         "a-fast-link",
         "a-fast-link-the-largest-wins",
         "a-link-that-is-not-fast",
+        "a-slow-link",
+        "a-slow-link-the-given-wins",
     ],
 )
 def test_tensors_are_cut_as_the_engine_does(

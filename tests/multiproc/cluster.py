@@ -174,13 +174,14 @@ class Nursery:
 class Cluster:
     """`workers` workers and `servers` servers around one scheduler; a context manager.
 
-    All listen at ``host``, an address of this machine.
+    All listen at ``host``, an address of this machine. Workers are forked by the nursery; without
+    one, something else starts them.
     """
 
     def __init__(
         self,
         folder: Path,
-        nursery: Nursery,
+        nursery: Nursery | None,
         *,
         workers: int,
         servers: int = 1,
@@ -275,6 +276,7 @@ class Cluster:
         full = {**self.node_environment(), "DMLC_NUM_WORKER": size, **ranks, **local, **(env or {})}
         title = title or f"worker {rank}"
         present = {name: value for name, value in full.items() if value is not None}
+        assert self._nursery is not None, "made without one"
         worker = self._nursery.start(title, program, present, self.folder, args)
         self.workers[title] = worker
         return worker
@@ -389,3 +391,9 @@ def cpu_seconds(pid: int) -> float:
     """CPU time that all threads of a process have used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -17,9 +18,13 @@ from tests.multiproc.cluster import (
     Process,
     Spawned,
     clean_environment,
+    resident_bytes,
     wait_all,
 )
 from tests.multiproc.endings import demand_error
+
+MOST_GROWTH = 32 << 20
+"""Bytes of memory that a server may take in addition, over thousands of sums."""
 
 FLAT = {"BYTEPS_C10D_BACKEND": "flat", "BYTEPS_START_TIMEOUT_S": "100"}
 SHORT = {**FLAT, "BYTEPS_PEER_TIMEOUT_S": "3"}
@@ -48,6 +53,15 @@ def test_models(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=4, servers=2, env=FLAT).run("c10d:models")
 
 
+def test_gathers_do_not_hang(make_cluster: Callable[..., Cluster]) -> None:
+    """torch once started them with the GIL, for which gloo's threads waited with their lock."""
+    make_cluster(workers=2, servers=1, env=FLAT).run("c10d:gathers", timeout_s=100, rounds=5000)
+
+
+def test_hook_of_fsdp(make_cluster: Callable[..., Cluster]) -> None:
+    make_cluster(workers=4, servers=2, env=FLAT).run("c10d:fsdp_hook")
+
+
 def test_ranks_of_a_host_reduce_first(make_cluster: Callable[..., Cluster]) -> None:
     env = {**FLAT, "BYTEPS_C10D_BACKEND": "node-first"}
     make_cluster(workers=4, servers=2, env=env).run("c10d:collectives", per_host=2)
@@ -59,16 +73,37 @@ def test_fewer_bits_on_the_wire(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=1, env=env).run("c10d:collectives")
 
 
-def test_many_sizes(make_cluster: Callable[..., Cluster]) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "sizes", "most"),
+    [
+        (4500, 1500, 1024),  # more than are given names
+        pytest.param(10_000, 500, 500, marks=pytest.mark.thorough),
+    ],
+)
+def test_many_sizes(
+    make_cluster: Callable[..., Cluster], rounds: int, sizes: int, most: int
+) -> None:
+    """Names are bounded in number, and the memory of workers and server does not grow."""
     env = {**FLAT, "BYTEPS_C10D_MIN_BYTES": "4096"}
     cluster = make_cluster(workers=2, servers=1, env=env)
-    cluster.run("c10d:many_sizes", rounds=3000, sizes=1500, most=1024)
+    cluster.start("c10d:many_sizes", rounds=rounds, sizes=sizes, most=most)
+    held = []
+    for number in (1, 2):
+        cluster.wait_mark(f"looked{number}", range(2), RUN_S)
+        held.append(resident_bytes(cluster.servers[0].pid))
+        cluster.go(f"look{number}")
+    cluster.finish()
+    assert held[1] - held[0] <= MOST_GROWTH, held
 
 
 @pytest.mark.parametrize("lost", ["worker", "server", "scheduler"])
-def test_what_is_lost_is_named(make_cluster: Callable[..., Cluster], lost: str) -> None:
+@pytest.mark.parametrize("program", ["loop", "ddp_loop"])
+def test_what_is_lost_is_named(
+    make_cluster: Callable[..., Cluster], program: str, lost: str
+) -> None:
+    """By every rank, whether it waits for an all-reduce or DDP does."""
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
-    cluster.start("c10d:loop")
+    cluster.start(f"c10d:{program}")
     cluster.wait_mark("looping", range(3))
     victims: dict[str, Process] = {
         "worker": cluster.workers["worker 1"],
@@ -78,8 +113,13 @@ def test_what_is_lost_is_named(make_cluster: Callable[..., Cluster], lost: str) 
     victims[lost].send(signal.SIGKILL)
     survivors = [worker for worker in cluster.workers.values() if worker is not victims[lost]]
     wait_all(survivors, END_S)
+    pattern = rf"{lost}\b.*lost|lost.*{lost}\b|the {lost}\b"
     for worker in survivors:
-        demand_error(worker, rf"{lost}\b.*lost|lost.*{lost}\b|the {lost}\b")
+        if program == "loop":
+            demand_error(worker, pattern)
+        else:  # which may come out of DDP's C++, as a RuntimeError that quotes it
+            assert worker.status == 1, f"{worker.title}: exit status {worker.status}"
+            assert re.search(rf"BytePSError: .*({pattern})", worker.text), worker.text
 
 
 def test_a_script_that_does_not_know_of_it(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ INTEGERS = {  # name: (least, greatest); None where only the least is of interes
     "BYTEPS_LOCAL_SIZE": (1, None),
     "BYTEPS_EMBEDDED_SERVERS": (1, None),
     "BYTEPS_PARTITION_BYTES": (1, None),
-    "BYTEPS_MIN_PARTITION_BYTES": (1, None),
+    "BYTEPS_MIN_PARTITION_BYTES": (0, None),
     "BYTEPS_PUSH_THREAD": (1, 64),
     "BYTEPS_SERVER_ENGINE_THREAD": (1, 256),
     "BYTEPS_SERVER_WINDOW_BYTES": (0, None),

@@ -107,9 +107,10 @@ std::vector<Variable> MakeTable() {
        "so more servers give a machine a larger share. The same on all workers."},
       {"BYTEPS_PARTITION_BYTES", kInt, "bytes", "4096000", 1, 1073741824, "",
        "Longest partition of a tensor, rounded up to whole pages. The same on all workers."},
-      {"BYTEPS_MIN_PARTITION_BYTES", kInt, "bytes", "131072", 1, 1073741824, "",
+      {"BYTEPS_MIN_PARTITION_BYTES", kInt, "bytes", "0", 0, 1073741824, "",
        "Shortest partition of a tensor (except its last one), rounded up to whole pages, or "
-       "BYTEPS_PARTITION_BYTES if that is less. A tensor is cut into 64 partitions per server, so "
+       "BYTEPS_PARTITION_BYTES if that is less. 0: 131072, on links known to be slow what they "
+       "carry in 2.5 ms, at least 32768. A tensor is cut into 64 partitions per server, so "
        "that results return early, or fewer on links known to be fast (BYTEPS_LINK_GBPS). The same "
        "on all workers."},
       {"BYTEPS_NODE_PIECE_BYTES", kInt, "bytes", "1048576", 1, 1073741824, "",

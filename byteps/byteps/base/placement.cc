@@ -30,7 +30,14 @@ uint32_t PartitionBytes(DType dtype, uint64_t bytes, int num_servers, double lin
   const auto worth = static_cast<uint64_t>(sqrt(a_server * link_bytes_per_s * kPartitionSeconds));
   const uint64_t wanted = whole(std::max((bytes + pieces - 1) / pieces, worth));
   const uint64_t most = std::max(largest / unit * unit, unit);
-  const uint64_t least = std::min(whole(smallest), most);
+  uint64_t least = smallest;
+  if (least == 0) {
+    const double carried = link_bytes_per_s * kShortestSeconds;
+    least = link_bytes_per_s == 0 || carried > kMostSmallest ? kMostSmallest
+                                                             : static_cast<uint64_t>(carried);
+    least = std::max(least, kLeastSmallest);
+  }
+  least = std::min(whole(least), most);
   return static_cast<uint32_t>(std::min(std::max(wanted, least), most));
 }
 

@@ -30,8 +30,12 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 // time small compared with the whole, a server gets many partitions of a tensor,
 // kPartitionsPerServer of them, as long as they are neither smaller nor larger
 // than the given limits.  No more than kMaxPartitions, if the greatest size allows it.
-// Limits are whole pages, and so is the result.  Of blocks it is a multiple of kBlocksOfPartition of
-// them, which are whole pages of 4 KiB as well, on every machine.
+// Limits are whole pages, and so is the result.  Of blocks it is a multiple of kBlocksOfPartition
+// of them, which are whole pages of 4 KiB as well, on every machine.
+//
+// `smallest` 0: what the link carries in kShortestSeconds, within kLeastSmallest and kMostSmallest,
+// which is also the one for a link that is not known.  All of a tensor waits once for its first
+// partition and once for its last.  On a link of 100 Mbit/s one of 128 KiB takes 10 ms.
 //
 // On fast links they are longer.  Cores take some time for each partition, of which
 // kPartitionSeconds are not hidden behind the links; and links idle for as long as they carry one.
@@ -39,6 +43,9 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 // sqrt(n * rate * kPartitionSeconds) bytes.  `link_bytes_per_s`: of a worker; 0: not known.
 constexpr uint64_t kPartitionsPerServer = 64;
 constexpr double kPartitionSeconds = 2e-6;
+constexpr double kShortestSeconds = 2.5e-3;
+constexpr uint64_t kLeastSmallest = 32 << 10;
+constexpr uint64_t kMostSmallest = 128 << 10;
 constexpr uint32_t kBlocksOfPartition = 2048;
 uint32_t PartitionBytes(DType dtype, uint64_t bytes, int num_servers, double link_bytes_per_s,
                         uint32_t smallest, uint32_t largest);

@@ -52,12 +52,46 @@ TEST(Plan, PartitionsAreLongerOnAFastLink) {
   Plan plan = PlanOf(0, 1, 2);
   EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 16 << 20), 128u << 10);
   plan.SetLink(10);
-  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 16 << 20), 36u * 4096) << "8 MiB a server, 2,500 bytes in 2 us";
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 16 << 20), 36u * 4096)
+      << "8 MiB a server, 2,500 bytes in 2 us";
   plan.SetLink(100);
   EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 16 << 20), 112u * 4096);
-  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 4096), 128u << 10) << "short tensors have short ones";
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 4096), 128u << 10)
+      << "short tensors have short ones";
   EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 256 << 20), 2u << 20) << "64 a server are longer";
-  EXPECT_EQ(PlanOf(0, 1, 2, {{"BYTEPS_PARTITION_BYTES", "4096"}}).PartitionBytes(DType::kFloat32, 16 << 20), 4096u);
+  EXPECT_EQ(PlanOf(0, 1, 2, {{"BYTEPS_PARTITION_BYTES", "4096"}})
+                .PartitionBytes(DType::kFloat32, 16 << 20),
+            4096u);
+}
+
+TEST(Plan, PartitionsOfBlocksHaveWholeBlocksAndWholePages) {
+  constexpr uint64_t kValues = 64 << 20;
+  for (const DType type : {DType::kInt8x128, DType::kInt4x128}) {
+    const uint64_t bytes = kValues / kBlockValues * SizeOf(type);
+    for (const uint64_t size : {SizeOf(type), bytes / 100, bytes, 16 * bytes}) {
+      const uint32_t partition = PlanOf(0, 1, 4).PartitionBytes(type, size);
+      EXPECT_EQ(partition % SizeOf(type), 0u);
+      EXPECT_EQ(partition % 4096, 0u);
+    }
+    EXPECT_EQ(PlanOf(0, 1, 4).PartitionBytes(type, bytes), bytes / 256) << "64 a server";
+    Plan small = PlanOf(0, 1, 1, {{"BYTEPS_PARTITION_BYTES", "4096"}});
+    EXPECT_EQ(small.PartitionBytes(type, bytes), 2048 * SizeOf(type));
+    EXPECT_GE(small.largest_partition(), 2048 * SizeOf(type));
+  }
+}
+
+TEST(Plan, PartitionsAreShorterOnASlowLink) {
+  Plan plan = PlanOf(0, 1, 4);
+  plan.SetLink(0.5);
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 4 << 20), 128u << 10);
+  plan.SetLink(0.2);
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 4 << 20), 16u * 4096) << "62,500 bytes in 2.5 ms";
+  plan.SetLink(0.01);
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 4 << 20), 32u << 10);
+  EXPECT_EQ(plan.PartitionBytes(DType::kFloat32, 64 << 20), 256u << 10) << "64 a server are longer";
+  Plan asked = PlanOf(0, 1, 4, {{"BYTEPS_MIN_PARTITION_BYTES", "131072"}});
+  asked.SetLink(0.01);
+  EXPECT_EQ(asked.PartitionBytes(DType::kFloat32, 4 << 20), 128u << 10);
 }
 
 TEST(Plan, TooLargeForItsPartitionsSaysWhatToRaise) {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,14 +16,18 @@ import torch.distributed._functional_collectives as functional
 from byteps import c10d_plugin
 from byteps.torch.c10d import hooks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.multiproc.cluster import resident_bytes
 from tests.multiproc.programs.job import Job
 
 LARGE = 40_000
 """Elements of fp32: more than BYTEPS_C10D_MIN_BYTES."""
+STEPS = 3
+MOST_GROWTH = 32 << 20
+"""Bytes of memory that a process may take in addition, over thousands of sums."""
 
 
 def _initialize(job: Job) -> None:
@@ -207,7 +212,8 @@ def _groups(job: Job, evens: list[int]) -> None:
 def models(job: Job) -> None:
     """DDP by the backend and by the hook, and FSDP2 over a mesh, against gloo alone."""
     _initialize(job)
-    gloo = _gloo_group(job)
+    with _natively():
+        gloo = dist.new_group(list(range(job.size)), backend="gloo")
     torch.set_num_threads(1)
     results = {
         "gloo": _train_ddp(job, gloo),
@@ -221,19 +227,35 @@ def models(job: Job) -> None:
                 torch.testing.assert_close(mine, theirs)
     with job.check("two hosts of two shards"):
         count = _through_servers()
-        ours = _train_hsdp(job)
+        ours = _train_hsdp(job, _mesh(job))
         assert _through_servers() > count, "nothing went through the servers"
         for mine, theirs in zip(ours, results["gloo"], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     dist.destroy_process_group()
 
 
-def _gloo_group(job: Job) -> Any:
-    """A group that BytePS does not carry."""
+def gathers(job: Job) -> None:
+    """Functional all-gathers, one after the other, of tensors that gloo's threads free."""
+    _initialize(job)
+    world = dist.group.WORLD
+    assert world is not None
+    with job.check("gathers"):
+        for round_ in range(int(job.args["rounds"])):
+            mine = torch.full((64,), float(job.rank + round_))
+            gathered = functional.all_gather_tensor(mine, 0, world)
+            assert float((gathered + 0).sum()) == 64 * sum(
+                rank + round_ for rank in range(job.size)
+            )
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _natively() -> Iterator[None]:
+    """Groups that are made meanwhile are not carried by BytePS."""
     made = dist.distributed_c10d._new_process_group_helper
     dist.distributed_c10d._new_process_group_helper = made.__wrapped__  # type: ignore[attr-defined]
     try:
-        return dist.new_group(list(range(job.size)), backend="gloo")
+        yield
     finally:
         dist.distributed_c10d._new_process_group_helper = made
 
@@ -246,7 +268,7 @@ def _model() -> nn.Sequential:
 def _fit(job: Job, model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     torch.manual_seed(100 + job.rank)
-    for _ in range(3):
+    for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 128)).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 10.0)
@@ -263,29 +285,69 @@ def _train_ddp(job: Job, group: Any, *, hook: bool = False) -> list[torch.Tensor
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def _train_hsdp(job: Job) -> list[torch.Tensor]:
+def fsdp_hook(job: Job) -> None:
+    """FSDP2 inside each host with the hook between hosts, against HSDP by gloo. Every sum is of two
+    values, whose order changes nothing."""
+    _initialize(job)
+    torch.set_num_threads(1)
+    with _natively():
+        mesh = _mesh(job)
+    before = _through_servers()
+    theirs = _train_hsdp(job, mesh)
+    with job.check("gloo's mesh is gloo's alone"):
+        assert _through_servers() == before
+    hook = hooks.fsdp_all_reduce_hook(mesh.get_group("replicate"))
+    ours = _train_hsdp(job, mesh["shard"], hook)
+    with job.check("gradients went through the servers"):
+        assert _through_servers() == before + STEPS * 2, "two layers, and not the root"
+    with job.check("the hook learns the same, to the bit"):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other), float((mine - other).abs().max())
+    dist.destroy_process_group()
+
+
+def _mesh(job: Job) -> DeviceMesh:
+    """Hosts of two ranks."""
+    return init_device_mesh("cpu", (job.size // 2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _train_hsdp(
+    job: Job, mesh: DeviceMesh, hook: Callable[[torch.Tensor], None] | None = None
+) -> list[torch.Tensor]:
     model = _model()
-    mesh = init_device_mesh("cpu", (job.size // 2, 2), mesh_dim_names=("replicate", "shard"))
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if hook is not None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(hook)
     _fit(job, model)
     parameters: list[Any] = list(model.parameters())
     return [parameter.full_tensor().detach() for parameter in parameters]
 
 
 def many_sizes(job: Job) -> None:
-    """Sums of ever new lengths: the servers learn of a bounded number of tensors."""
+    """Sums of ever new lengths: the servers learn of a bounded number of tensors. The test looks at
+    their memory once all lengths have come twice, and at the end."""
     _initialize(job)
+    rounds, sizes = int(job.args["rounds"]), int(job.args["sizes"])
+    held: list[int] = []
     with job.check("sums of many lengths"):
-        for round_ in range(int(job.args["rounds"])):
-            elements = LARGE // 8 + round_ % int(job.args["sizes"])
+        for round_ in range(rounds):
+            elements = LARGE // 8 + round_ % sizes
             tensor = torch.full((elements,), float(job.rank))
             dist.all_reduce(tensor)
             assert (tensor == sum(range(job.size))).all()
+            if round_ + 1 in (2 * sizes, rounds):
+                held.append(resident_bytes(os.getpid()))
+                job.mark(f"looked{len(held)}")
+                job.wait_go(f"look{len(held)}")
     with job.check("a bounded number of names"):
         assert bps.get_metrics()["byteps_worker_declared_tensors"] <= int(job.args["most"])
+    with job.check("bounded memory"):
+        assert held[-1] - held[0] <= MOST_GROWTH, held
     dist.destroy_process_group()
 
 
@@ -298,5 +360,19 @@ def loop(job: Job) -> None:
         work.get_future()
         work.wait()
         if round_ == 5:
+            job.mark("looping")
+        time.sleep(0.001)
+
+
+def ddp_loop(job: Job) -> None:
+    """Train with DDP for ever; ends by the error that the test is about."""
+    _initialize(job)
+    torch.set_num_threads(1)
+    model = DistributedDataParallel(_model())
+    before = _through_servers()
+    for step in range(1_000_000):
+        model(torch.randn(8, 128)).square().mean().backward()
+        if step == 5:
+            assert _through_servers() > before + 5
             job.mark("looping")
         time.sleep(0.001)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,22 @@ from byteps.torch.c10d import joining
 from byteps.torch.c10d.reductions import Reductions
 from byteps.torch.c10d.work import WorkOfMany
 
+_LOOKED_FOR = (
+    *("allgather", "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    *("alltoall_base", "all_to_all_single", "barrier", "broadcast", "send", "recv"),
+)
+"""Methods that torch looks for in a subclass, by any version's name. Where there is none it keeps
+the GIL while it starts the native operation. That hangs where a thread of gloo holds the lock of
+its queue and frees a tensor, for which it needs the GIL."""
+
 _AVERAGES = {dist.ReduceOp.SUM: False, dist.ReduceOp.AVG: True}
 
 
 class BytePSGroup(dist.ProcessGroup):
     """A process group that carries the native backend of each device.
 
-    What it does not define here falls through to that backend in C++. The default group joins the
+    What is not defined here falls through to that backend in C++. The default group joins the
     BytePS job when it is made, and leaves it when it is destroyed.
     """
 
@@ -34,6 +43,7 @@ class BytePSGroup(dist.ProcessGroup):
         self._is_default = not options.global_ranks_in_group
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         self._native: dict[str, Any] = {}
+        self._plain = dist.ProcessGroup(options.group_rank, options.group_size)  # type: ignore[call-arg]
         if asked != "nccl":
             self._carry_gloo(options, ["cpu", "cuda"] if asked == "gloo" else ["cpu"])
         if asked != "gloo" and torch.cuda.is_available():
@@ -62,9 +72,11 @@ class BytePSGroup(dist.ProcessGroup):
 
     def _carry(self, native: Any, kind: Any, devices: Sequence[str]) -> None:
         for device in devices:
-            self._register_backend(torch.device(device), kind, native)
+            for group in (self, self._plain):
+                group._register_backend(torch.device(device), kind, native)
             self._native[device] = native
-        self._set_default_backend(kind)
+        for group in (self, self._plain):
+            group._set_default_backend(kind)
 
     # ----- what goes through the servers
 
@@ -137,6 +149,21 @@ class BytePSGroup(dist.ProcessGroup):
         if self._reductions is not None:
             self._reductions.close()
             self._reductions = None
+
+
+def _plainly(name: str) -> Callable[..., Any]:
+    """A method that leaves its work to a group of the native backends, without the GIL."""
+
+    def start(self: BytePSGroup, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._plain, name)(*arguments, **named)
+
+    start.__name__ = name
+    return start
+
+
+for _name in _LOOKED_FOR:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(BytePSGroup, _name, _plainly(_name))
 
 
 def _kind(reduce_op: Any) -> Any:

@@ -69,6 +69,7 @@ class ServerWork(dist._Work):
         self._lock = threading.RLock()
         self._error: Exception | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._given: torch.futures.Future[Any]
         self._event: torch.cuda.Event | None = None
         self.is_settled = False
         if line is not None:
@@ -113,13 +114,19 @@ class ServerWork(dist._Work):
         return self._error
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors. It is completed by the thread of completions."""
+        """A future of the list of tensors. It is completed by the thread of completions.
+
+        Where the all-reduce fails, the future does by a RuntimeError that quotes the BytePSError.
+        """
         with self._lock:
             made = self._future is None
             if self._future is None:
                 devices = {str(t.device) for t in self._tensors if t.is_cuda}
                 self._future = torch.futures.Future(devices=[*sorted(devices)])
-            future = self._future
+                # An exception that is set is a value to C++, where DDP looks for tensors in it. One
+                # that a callback raises is an error to all.
+                self._given = self._future.then(lambda done: done.value())
+            future = self._given
         # Without the lock: it may settle the line, whose lock comes before that of a work.
         if made:
             self._complete_at_end()

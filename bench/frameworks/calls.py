@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Measures what the backend of torch.distributed costs in Python: `dist.all_reduce` compared with
+`bps.push_pull_inplace`, of one tensor, interleaved.
+
+CPU time of the calling thread counts, so that neither the transport nor other processes do. Two
+ranks and a server run on this machine.
+
+Exit status: 0 the threshold is reached; 1 it was missed, or a process failed; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.kit.emulation import LOOPBACK
+from bench.kit.errors import LaunchError
+from bench.kit.interrupts import become_interruptible
+from bench.kit.launch import Placement, start_nodes, start_workers
+from bench.kit.plan import Topology
+from bench.kit.processes import Processes, plain_environment
+from bench.kit.record import metadata
+from scripts.columns import aligned
+
+TIMEOUT_S = 600.0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--bytes", type=int, default=1 << 20, help="of the tensor (default: 1 MiB)")
+    add("--calls", type=int, default=500, help="of each form (default: 500)")
+    add("--max-us", type=float, metavar="US", help="fail where all_reduce takes so much more")
+    options = parser.parse_args(arguments)
+    if options.calls < 1 or options.bytes < 4:
+        parser.error("--calls must be at least 1, --bytes at least 4")
+    return options
+
+
+def launch(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Microseconds of each call, by form. Raises LaunchError where a process fails or is late."""
+    with (
+        tempfile.TemporaryDirectory(prefix="calls-") as folder,
+        Processes(Path(folder)) as processes,
+    ):
+        placement = Placement(Topology(workers=2, servers=1), [LOOPBACK])
+        environment = plain_environment()
+        _, job = start_nodes(placement, processes, environment)
+        ours = {"BYTEPS_C10D_BACKEND": "flat", "BYTEPS_START_TIMEOUT_S": "200"}
+        spec = {
+            "bytes": options.bytes,
+            "calls": options.calls,
+            "rendezvous": f"{folder}/ranks",
+            "timeout_s": TIMEOUT_S,
+        }
+        result = Path(folder) / "result.json"
+        program = "bench.frameworks.call_rank"
+        start_workers(program, spec, result, placement, processes, environment | job | ours)
+        processes.wait_all(TIMEOUT_S)
+        return dict(json.loads(result.read_text(encoding="utf-8")))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        took = launch(options)
+    except LaunchError as error:
+        print(f"bench/frameworks/calls.py: {error}", file=sys.stderr)
+        return 1
+    given = sys.argv[1:] if arguments is None else arguments
+    print("\n".join(f"# {name}: {text}" for name, text in metadata(given).items()))
+    table = [("form", "us of CPU time", "p90")]
+    for form, calls in took.items():
+        p90 = statistics.quantiles(calls, n=10)[-1] if len(calls) > 1 else calls[0]
+        table.append((form, f"{statistics.median(calls):.1f}", f"{p90:.1f}"))
+    print(aligned(table))
+    more = statistics.median(took["all_reduce"]) - statistics.median(took["push_pull_inplace"])
+    limit = options.max_us
+    missed = limit is not None and more > limit
+    told = "" if limit is None else f", {'MISSED' if missed else 'at most'} {limit:g}"
+    print(f"# all_reduce takes {more:.1f} us more{told}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    become_interruptible()
+    sys.exit(main())
