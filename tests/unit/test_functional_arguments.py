@@ -80,13 +80,24 @@ def test_two_ranks_sum(changes: dict[str, Value], ranks: int) -> None:
     assert small({**GIVEN, **_flags(changes)}).ranks == ranks
 
 
+def test_the_format_that_megatron_demands() -> None:
+    assert "--ckpt-format torch " in made(overlap_param_gather_with_optimizer_step=True)
+    assert "--ckpt-format" not in made(ckpt_format="torch")
+
+
+def test_experts_are_split_over_the_ranks_that_there_are() -> None:
+    words = made(expert_model_parallel_size="8", expert_tensor_parallel_size="1")
+    assert "--expert-model-parallel-size 4 " in words
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"fp8_format": "hybrid"}, "--fp8-format needs fp8 of Transformer Engine"),
         ({"context_parallel_size": "4"}, "4 ranks share a sequence"),
-        ({"pipeline_model_parallel_size": "4"}, "16 ranks, more than 8"),
-        ({"expert_model_parallel_size": "8", "expert_tensor_parallel_size": "1"}, "on 8 ranks"),
+        ({"pipeline_model_parallel_size": "8"}, "32 ranks, more than 16"),
+        ({"expert_tensor_parallel_size": "8"}, "on 8 ranks"),
+        ({"recompute_modules": ("mlp", "moe_act")}, "moe_act needs Transformer Engine's experts"),
         (
             {"expert_model_parallel_size": "2", "num_distributed_optimizer_instances": "2"},
             "2 optimizer instances",
@@ -121,7 +132,7 @@ def checkout(tmp_path: Path) -> Path:
     test("gpt/one")
     test("gpt/one_resumed", "--load: ${LOAD}", "--no-mmap-bin-files: true")
     test("gpt/inference_of_one")
-    test("moe/lists", "--recompute-modules: '[mlp moe_act]'", "--seed: ${REPEAT}")
+    test("moe/lists", "--recompute-modules: '[mlp core_attn]'", "--seed: ${REPEAT}")
     test("t5/fp8", "--fp8-format: hybrid")
     test("multimodal/another")
     return tmp_path
@@ -133,7 +144,7 @@ def test_tests_of_a_checkout(checkout: Path) -> None:
         ("lists", ()),
         ("one", ("one_resumed",)),
     ]
-    assert "--recompute-modules mlp moe_act --seed 1 " in " ".join(cases[0].arguments)
+    assert "--recompute-modules mlp core_attn --seed 1 " in " ".join(cases[0].arguments)
     assert list(cannot) == ["fp8"]
     with pytest.raises(ValueError, match="give a checkout of Megatron-LM"):
         upstream.cases_of(checkout / "tests")
@@ -187,12 +198,12 @@ def test_the_command(
     words = ["--megatron", str(checkout), "--markdown", str(document)]
     assert functional_tests.main(words) == 0
     text = document.read_text()
-    assert "| one | 1 | - |" in text
+    assert "| one | 1 |  |" in text
     assert "| --fp8-format needs fp8 of Transformer Engine | 1 |" in text
     # A miss is told in its row, until the test meets again what is required.
     misses.append("other bits")
     assert functional_tests.main([*words, "--layout", "one"]) == 1
-    assert "| one (MISS) | 1 | - |" in document.read_text()
+    assert "| one (MISS) | 1 |  |" in document.read_text()
     misses.clear()
     assert functional_tests.main([*words, "--layout", "one"]) == 0
     assert document.read_text() == text

@@ -107,6 +107,7 @@ REFUSED = {
     "--fp8-format": "fp8 of Transformer Engine",
     "--moe-flex-dispatcher-backend": "DeepEP or HybridEP",
     "--sft": "data of its own",
+    "--step-batch-size-schedule": "steps of millions of tokens",
     "--tp-comm-overlap": "Transformer Engine's layers",
     "--use-megatron-fsdp": "Megatron-FSDP, which sums gradients by itself",
     "--use-torch-fsdp2": "FSDP2, which sums gradients by itself",
@@ -120,7 +121,7 @@ UNCUT = tuple(
 )
 """Without these there is one part."""
 
-LARGEST = 8
+LARGEST = 16
 """Ranks of a run."""
 
 
@@ -151,6 +152,9 @@ def small(given: Mapping[str, Value]) -> Small:
     for flag, needs in REFUSED.items():
         if flag in given:
             raise CannotRun(f"{flag} needs {needs}")
+    modules = given.get("--recompute-modules", ())
+    if not isinstance(modules, bool) and "moe_act" in modules:
+        raise CannotRun("--recompute-modules moe_act needs Transformer Engine's experts")
     tp, pp, cp, ep = (int(str(given.get(flag, 1))) for flag in UNCUT)
     dp = 2 if cp == 1 else 1
     if dp * cp > 2:
@@ -158,7 +162,10 @@ def small(given: Mapping[str, Value]) -> Small:
     ranks = tp * pp * cp * dp
     if ranks > LARGEST:
         raise CannotRun(f"{ranks} ranks, more than {LARGEST}")
-    expert = ep * int(str(given.get("--expert-tensor-parallel-size", tp)))
+    etp = int(str(given.get("--expert-tensor-parallel-size", tp)))
+    # Experts are split over data-parallel ranks, of which there are two.
+    ep = min(ep, max(1, ranks // pp // etp))
+    expert = ep * etp
     if ranks // pp % expert:
         raise CannotRun(f"experts on {expert} ranks: more than two sum each gradient of the rest")
     instances = int(str(given.get("--num-distributed-optimizer-instances", 1)))
@@ -171,6 +178,8 @@ def small(given: Mapping[str, Value]) -> Small:
         if flag not in (*DATA, *LENGTH, *FILES, *REPLACED, *LEFT_OUT)
         and (flag not in UNCUT or value != "1")
     }
+    if UNCUT[3] in changed:
+        changed[UNCUT[3]] = str(ep)
     for flag, most in SMALLER.items():
         if flag in changed:
             changed[flag] = str(min(int(str(changed[flag])), most))
@@ -183,6 +192,8 @@ def small(given: Mapping[str, Value]) -> Small:
     changed["--global-batch-size"] = str(max(total, batch))
     changed |= {"--eval-interval": "1000", "--eval-iters": "0", "--train-iters": str(STEPS)}
     changed |= {"--mock-data": True, "--num-workers": "0"}
+    if "--overlap-param-gather-with-optimizer-step" in changed:
+        changed["--ckpt-format"] = "torch"  # Megatron refuses the other one with it
     if "--fp16" in changed:
         # From Megatron's 2^32 all steps of a short run would be skipped.
         changed["--initial-loss-scale"] = "1024"

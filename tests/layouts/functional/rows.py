@@ -63,6 +63,13 @@ _AUX_LOSS = """
     --moe-router-topk 2 --no-bias-gelu-fusion
 """
 
+_MUON = """
+    --disable-bias-linear --expert-model-parallel-size 2 --moe-ffn-hidden-size 32
+    --moe-router-dtype fp32 --moe-router-load-balancing-type aux_loss --moe-router-topk 2
+    --moe-token-dispatcher-type allgather --muon-extra-scale-factor 0.2 --muon-momentum 0.9
+    --muon-scale-mode spectral --no-bias-gelu-fusion --num-experts 8 --optimizer muon
+"""
+
 _DO = "--use-distributed-optimizer"
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer"
 _NO_DROPOUT = "--attention-dropout 0.0 --hidden-dropout 0.0"
@@ -129,6 +136,12 @@ CASES: tuple[Case, ...] = (
          "--adam-beta1 0.0 --adam-beta2 0.0 --global-batch-size 4 --micro-batch-size 2",
          "--recompute-num-layers 1 --rerun-mode validate_results --rotary-base 500", "--seed 1",
          less="--pipeline-model-parallel-size"),
+    _row("gpt3_moe_mcore_te_ep8_resume_torch_dist_muon", 2, _GPT, _MUON,
+         "--check-weight-hash-across-dp-replicas-interval 1", left_out=("--moe-grouped-gemm",)),
+    _row("gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon", 2, _GPT, _MUON, _DO,
+         "--no-use-layer-wise-param-layout", left_out=("--moe-grouped-gemm",)),
+    _row("gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon_param_layout", 2, _GPT, _MUON, _DO,
+         left_out=("--moe-grouped-gemm",)),
     _row("gpt3_mcore_reruns_disable", 4, _RERUN, "--rerun-mode disabled"),
     _row("gpt3_mcore_reruns_enable", 4, _RERUN, "--rerun-mode validate_results"),
     _row("gpt3_mcore_tp1_pp2", 4, _GPT,
