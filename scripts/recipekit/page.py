@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -119,7 +120,7 @@ def _short(reason: str) -> str:
     text = re.sub(r" Drop one of the two\.$", "", text)
     text = re.sub(r"'?https?://\S+", "the hub", " ".join(text.split()))
     text = re.sub(r"/(?:[\w.@+-]+/)+", "", text)  # where this machine has a file
-    return text.replace("|", "/")[:120]
+    return textwrap.shorten(text.replace("|", "/"), 90, placeholder=" …")
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

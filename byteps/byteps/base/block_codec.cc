@@ -54,8 +54,7 @@ struct Int4 {
 
   BYTEPS_INLINE static void Put(uint8_t* block, const int32_t* numbers) {
     for (size_t i = 0; i < kHalf; ++i) {
-      block[i] =
-          static_cast<uint8_t>((numbers[i] + kOffset) | (numbers[i + kHalf] + kOffset) << 4);
+      block[i] = static_cast<uint8_t>((numbers[i] + kOffset) | (numbers[i + kHalf] + kOffset) << 4);
     }
   }
   BYTEPS_INLINE static void Get(const uint8_t* block, float scale, bool begun, float* values) {
@@ -220,23 +219,23 @@ BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, u
 }
 
 // A template cannot have clones; these are their instances.
-#define BYTEPS_VALUES(Form, Type)                                                             \
-  BYTEPS_MULTIVERSION void Encode##Form##Type(uint8_t* blocks, const void* values,            \
-                                              uint64_t count, uint16_t* lost) {               \
-    EncodeLoop<Form, Type>(blocks, static_cast<const Type::Stored*>(values), count, lost);    \
-  }                                                                                           \
-  BYTEPS_MULTIVERSION void Decode##Form##Type(const uint8_t* blocks, void* values,            \
-                                              uint64_t count) {                               \
-    DecodeLoop<Form, Type>(blocks, static_cast<Type::Stored*>(values), count);                \
+#define BYTEPS_VALUES(Form, Type)                                                                  \
+  BYTEPS_MULTIVERSION void Encode##Form##Type(uint8_t* blocks, const void* values, uint64_t count, \
+                                              uint16_t* lost) {                                    \
+    EncodeLoop<Form, Type>(blocks, static_cast<const Type::Stored*>(values), count, lost);         \
+  }                                                                                                \
+  BYTEPS_MULTIVERSION void Decode##Form##Type(const uint8_t* blocks, void* values,                 \
+                                              uint64_t count) {                                    \
+    DecodeLoop<Form, Type>(blocks, static_cast<Type::Stored*>(values), count);                     \
   }
-#define BYTEPS_BLOCKS(Form)                                                                   \
-  BYTEPS_VALUES(Form, Float32)                                                                \
-  BYTEPS_VALUES(Form, BFloat16)                                                               \
-  BYTEPS_VALUES(Form, Float16)                                                                \
-  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum) { AddLoop<Form>(sum); }             \
-  BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, int divisor, void* out,             \
-                                     uint16_t* lost) {                                        \
-    EndLoop<Form>(sum, divisor, out, lost);                                                   \
+#define BYTEPS_BLOCKS(Form)                                                       \
+  BYTEPS_VALUES(Form, Float32)                                                    \
+  BYTEPS_VALUES(Form, BFloat16)                                                   \
+  BYTEPS_VALUES(Form, Float16)                                                    \
+  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum) { AddLoop<Form>(sum); } \
+  BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, int divisor, void* out, \
+                                     uint16_t* lost) {                            \
+    EndLoop<Form>(sum, divisor, out, lost);                                       \
   }
 
 BYTEPS_BLOCKS(Int8)
@@ -274,9 +273,7 @@ void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t 
   }
 }
 
-void AddBlocks(const BlockSum& sum) {
-  (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum);
-}
+void AddBlocks(const BlockSum& sum) { (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum); }
 
 void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost) {
   (sum.type == DType::kInt8x128 ? EndInt8 : EndInt4)(sum, divisor, out, lost);

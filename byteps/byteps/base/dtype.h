@@ -49,8 +49,8 @@ inline size_t SizeOf(DType t) {
 }
 
 inline const char* NameOf(DType t) {
-  static const char* const names[kNumDTypes] = {"float32", "float64", "float16",  "uint8",
-                                                "int32",   "int8",    "int64",    "bfloat16",
+  static const char* const names[kNumDTypes] = {"float32",  "float64", "float16", "uint8",
+                                                "int32",    "int8",    "int64",   "bfloat16",
                                                 "int8x128", "int4x128"};
   return names[static_cast<int>(t)];
 }

@@ -91,7 +91,8 @@ void Operation::Encode(uint64_t index) const {
   const CodedValues& coded = request.coded;
   const Part part = Sent(index);
   const CodedRange range = RangeOf(part, request.tensor.dtype, coded.count);
-  const char* const from = static_cast<const char*>(coded.input) + range.begin * SizeOf(coded.dtype);
+  const char* const from =
+      static_cast<const char*>(coded.input) + range.begin * SizeOf(coded.dtype);
   char* const to = static_cast<char*>(request.output) + part.offset;
   EncodeBlocks(request.tensor.dtype, to, coded.dtype, from, range.count,
                coded.lost == nullptr ? nullptr : coded.lost + range.begin);

@@ -34,8 +34,8 @@ def put(document: Path, report: Report, case: Case, cases: Sequence[Case]) -> No
     )
     row = [
         case.name + _MISS * bool(missed),
-        str(len(case.others)),
-        " ".join(case.left_out) or "-",
+        str(len(case.others) or ""),
+        " ".join(case.left_out),
     ]
     table.put(document, [row])
 
