@@ -23,6 +23,7 @@ def start(
     pull: tuple[int, int] | None = None,
     wire_dtype: torch.dtype | None = None,
     piece_of: int = 0,
+    checked: bool = False,
 ) -> int:
     """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
 
@@ -45,13 +46,17 @@ def start(
             quarter of the bytes, each value rounded before it is sent, added in fp32 by the
             server, and the sum rounded once. The same on all members.  None: the tensor's own.
         piece_of: elements of the tensor that `tensor` is a piece of: see `TensorDeclaration`.
+        checked: the caller has seen that the tensor's type, layout and device can be used.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.
         ValueError, TypeError: the arguments cannot be used.
     """
     session.launched()
-    check(tensor, "the tensor")
+    if checked:
+        check_memory(tensor, "the tensor")
+    else:
+        check(tensor, "the tensor")
     if output is not tensor:
         check(output, "the output")
     if name is None or not name:
