@@ -146,6 +146,17 @@ recipes: $(if $(BRIDGE),setup-hf,setup) ## which recipes the flags go with: MEGA
 test-rl: setup-rl ## reinforcement learning through verl: actor and critic, rollout, layouts
 	@$(PYTHON_RL) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/reinforcement)
 
+# The oldest torch that the wheel is for, and one in between.
+TORCHES ?= 2.9 2.11
+WITH_TORCH := $(addprefix tests/multiproc/test_,c10d.py push_pull.py groups.py optimizer.py)
+
+test-torch: setup ## the wheel with TORCHES: the backend of torch.distributed, hooks, push-pulls, optimizers
+	@for version in $(TORCHES); do \
+		python=$$(scripts/torch_env.sh $$version) && \
+		PYTHONPATH="$(CURDIR)" $$python -m pytest -n $(JOBS) -m "not thorough" $(PYTEST_ARGS) \
+			$(or $(TESTS),$(WITH_TORCH)) || exit 1; \
+	done
+
 rl-layouts: setup-rl ## actor and critic in each layout, by GRPO and PPO, as a table
 	@$(PYTHON_RL) -W ignore tests/layouts/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)

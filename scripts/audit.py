@@ -1,4 +1,5 @@
-"""Compares all packages of locks/ with a list of known vulnerabilities, by pip-audit.
+"""Compares the packages of locks/ with a list of known vulnerabilities, by pip-audit. Old versions
+of torch, which tests alone install, are left out.
 
 Exits with 0 if none is known, 1 if some are, 3 if no list could be asked about all of them, 2 for
 any other failure.
@@ -102,6 +103,16 @@ def choose_service(program: Path, services: Iterable[str], probe: Pin) -> str:
     raise UnreachableError("; ".join(reasons))
 
 
+def audited() -> dict[Pin, list[str]]:
+    """All packages but those that come with an old torch, which tests alone install: it is there
+    for what users may have. With the groups that hold each."""
+    return {
+        pin: groups
+        for pin, (groups, _) in pins().items()
+        if not all(group.startswith("torch-") for group in groups)
+    }
+
+
 def report(groups: dict[Pin, list[str]], answer: Answer) -> None:
     for (name, version), found in answer.known.items():
         for one in found:
@@ -124,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
         help="a vulnerability that does not concern this project",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    groups = {pin: of_groups for pin, (of_groups, _) in pins().items()}
+    groups = audited()
     more = [word for one in options.ignore_vuln for word in ("--ignore-vuln", one)]
     services = [options.service] if options.service else SERVICES
     whole = Answer(known={}, unknown=[])

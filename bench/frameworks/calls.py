@@ -2,8 +2,9 @@
 """Measures what the backend of torch.distributed costs in Python: `dist.all_reduce` compared with
 `bps.push_pull_inplace`, of one tensor, interleaved.
 
-CPU time of the calling thread counts, so that neither the transport nor other processes do. Two
-ranks and a server run on this machine.
+Two ranks and a server run on this machine, and both forms are seen to work. For the timed calls the
+engine is taken away: what is left is Python's part, and torch's. Of all calls the fastest tenth
+counts, for whatever else a machine does only adds to it.
 
 Exit status: 0 the threshold is reached; 1 it was missed, or a process failed; 2 bad usage.
 """
@@ -36,7 +37,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--bytes", type=int, default=1 << 20, help="of the tensor (default: 1 MiB)")
-    add("--calls", type=int, default=500, help="of each form (default: 500)")
+    add("--calls", type=int, default=3000, help="of each form (default: 3000)")
     add("--max-us", type=float, metavar="US", help="fail where all_reduce takes so much more")
     options = parser.parse_args(arguments)
     if options.calls < 1 or options.bytes < 4:
@@ -76,12 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     given = sys.argv[1:] if arguments is None else arguments
     print("\n".join(f"# {name}: {text}" for name, text in metadata(given).items()))
-    table = [("form", "us of CPU time", "p90")]
+    fast = {form: sorted(calls)[len(calls) // 10] for form, calls in took.items()}
+    table = [("form", "us, of the fastest tenth", "median")]
     for form, calls in took.items():
-        p90 = statistics.quantiles(calls, n=10)[-1] if len(calls) > 1 else calls[0]
-        table.append((form, f"{statistics.median(calls):.1f}", f"{p90:.1f}"))
+        table.append((form, f"{fast[form]:.1f}", f"{statistics.median(calls):.1f}"))
     print(aligned(table))
-    more = statistics.median(took["all_reduce"]) - statistics.median(took["push_pull_inplace"])
+    more = fast["all_reduce"] - fast["push_pull_inplace"]
     limit = options.max_us
     missed = limit is not None and more > limit
     told = "" if limit is None else f", {'MISSED' if missed else 'at most'} {limit:g}"

@@ -22,6 +22,7 @@ SCRIPTS += [
     "clang.sh",
     "valgrind.sh",
     "diagrams.sh",
+    "torch_env.sh",
 ]
 
 

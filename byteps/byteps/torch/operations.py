@@ -26,6 +26,7 @@ def start(
     pull: tuple[int, int] | None = None,
     wire_dtype: Wire | None = None,
     piece_of: int = 0,
+    checked: bool = False,
 ) -> int:
     """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
 
@@ -50,13 +51,17 @@ def start(
             blocks of 128 values (`byteps.torch.wire`). The same on all members.  None: the
             tensor's own.
         piece_of: elements of the tensor that `tensor` is a piece of: see `TensorDeclaration`.
+        checked: the caller has seen that the tensor's type, layout and device can be used.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.
         ValueError, TypeError: the arguments cannot be used.
     """
     session.launched()
-    check(tensor, "the tensor")
+    if checked:
+        check_memory(tensor, "the tensor")
+    else:
+        check(tensor, "the tensor")
     if output is not tensor:
         check(output, "the output")
     if name is None or not name:

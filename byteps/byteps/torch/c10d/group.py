@@ -42,6 +42,7 @@ class BytePSGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._is_default = not options.global_ranks_in_group
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        self._size = len(self._ranks)
         self._native: dict[str, Any] = {}
         self._plain = dist.ProcessGroup(options.group_rank, options.group_size)  # type: ignore[call-arg]
         if asked != "nccl":
@@ -87,9 +88,10 @@ class BytePSGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceOptions()
         (tensor,) = tensors
         average = _AVERAGES.get(_kind(opts.reduceOp))
-        if average is None or not self._takes(tensor):
-            return self._native_for(tensor).allreduce(tensors, opts)
-        return self._all().start(tensor, average=average)
+        work = None
+        if average is not None and self._size > 1:
+            work = self._all().begin(tensor, average=average)
+        return self._native_for(tensor).allreduce(tensors, opts) if work is None else work
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce several tensors over the group, in place; return one work for all."""
@@ -106,7 +108,7 @@ class BytePSGroup(dist.ProcessGroup):
         return WorkOfMany(works, tensors)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
-        return self.size() > 1 and self._all().takes(tensor)
+        return self._size > 1 and self._all().takes(tensor)
 
     def _all(self) -> Reductions:
         if self._reductions is None:

@@ -67,6 +67,4 @@ def _start(tensor: torch.Tensor, group: Any, *, average: bool, priority: int) ->
     if reductions is None:
         reductions = _known[group] = Reductions(ranks_of(group), "hook")
         weakref.finalize(group, reductions.close)
-    if not reductions.takes(tensor):
-        return None
-    return reductions.start(tensor, average=average, priority=priority)
+    return reductions.begin(tensor, average=average, priority=priority)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,7 @@ class Reductions:
             or tensor.nbytes < self._settings.min_bytes
             or len(self._ranks) == 1
             or tensor.layout != torch.strided
+            or tensor.device.type not in ("cpu", "cuda")
             or not is_dense(tensor)
         ):
             return False
@@ -66,6 +68,23 @@ class Reductions:
         return len(self._sums) < MOST_NAMES or any(
             key[:2] == (tensor.dtype, tensor.numel()) for key in self._sums
         )
+
+    def begin(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> ServerWork | None:
+        """As `start`, of any tensor; None: it does not go through the servers."""
+        known = self._sums.get((tensor.dtype, tensor.numel(), average, tensor.device))
+        if (
+            known is None
+            or tensor.layout is not torch.strided
+            or not tensor.is_contiguous()
+            or self._session != session.number()
+            or not session.is_initialized()
+        ):
+            if not self.takes(tensor):
+                return None
+            return self.start(tensor, average=average, priority=priority)
+        # What was asked before is not asked again: a call must cost little.
+        is_flat = tensor.dim() == 1 and not tensor.requires_grad
+        return known.start(tensor, tensor if is_flat else tensor.detach().view(-1), priority)
 
     def start(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> ServerWork:
         """Start an all-reduce in place of a tensor that `takes` takes.
@@ -132,8 +151,9 @@ class _Flat(_Reduction):
             group=self._ranks,
             placement=None,
             wire_dtype=self._wire,
+            checked=True,
         )
-        return ServerWork([tensor], [handle], lambda: _receive(handle))
+        return ServerWork([tensor], [handle], partial(operations.synchronize, handle))
 
 
 class _NodeFirst(_Reduction):
@@ -148,10 +168,6 @@ class _NodeFirst(_Reduction):
         work = ServerWork([tensor], handles, pending.wait, self._line)
         work.complete_by_itself()  # ranks of this host may need its part
         return work
-
-
-def _receive(handle: int) -> None:
-    operations.synchronize(handle)
 
 
 class _Keys:

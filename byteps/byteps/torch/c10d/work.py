@@ -46,11 +46,18 @@ class ServerWork(dist._Work):
     thread may call anything.
     """
 
+    # Of the class as long as they are the usual ones: a work is made for every all-reduce.
+    _error: Exception | None = None
+    _future: torch.futures.Future[list[torch.Tensor]] | None = None
+    _given: torch.futures.Future[Any]
+    _event: torch.cuda.Event | None = None
+    is_settled = False
+
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
         handles: Sequence[int],
-        receive: Callable[[], None],
+        receive: Callable[[], object],
         line: Line | None = None,
     ) -> None:
         """
@@ -67,11 +74,6 @@ class ServerWork(dist._Work):
         self._receive = receive
         self._line = line
         self._lock = threading.RLock()
-        self._error: Exception | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-        self._given: torch.futures.Future[Any]
-        self._event: torch.cuda.Event | None = None
-        self.is_settled = False
         if line is not None:
             line.add(self)
 
@@ -87,7 +89,8 @@ class ServerWork(dist._Work):
             BytePSError: the all-reduce failed; the text names the peer.
         """
         del timeout
-        self._settle()
+        if not self.is_settled or self._event is not None:
+            self._settle()
         if self._error is not None:
             raise self._error
         return True
@@ -147,10 +150,9 @@ class ServerWork(dist._Work):
                 self._receive()
             except Exception as error:
                 self._error = error
-            device = self._tensors[0].device
-            if device.type == "cuda" and self._error is None:
+            if self._tensors[0].is_cuda and self._error is None:
                 self._event = torch.cuda.Event()
-                self._event.record(torch.cuda.current_stream(device))
+                self._event.record(torch.cuda.current_stream(self._tensors[0].device))
             self.is_settled = True
 
     def _settle(self) -> None:
