@@ -50,7 +50,7 @@ SOURCES = [
     if path.suffix in (".py", ".cc", ".h", ".sh")
 ]
 OTHERS = ("Makefile", "deploy/grafana/byteps.json", "scripts/examples/slurm.sbatch")
-MOST_WORDS = 50_000
+MOST_WORDS = 45_000
 """Of docs/: each thing is said once, and raw figures are records, not pages."""
 
 
@@ -184,8 +184,9 @@ def test_words_that_people_search_for_are_there() -> None:
 
 
 def test_pages_stay_short() -> None:
-    """As `cat docs/**/*.md | wc -w` counts."""
+    """A word has a letter or a digit: the lines of tables are none."""
     words = sum(
-        len(page.read_text(encoding="utf-8").split()) for page in REPOSITORY.glob("docs/**/*.md")
+        len([word for word in page.read_text(encoding="utf-8").split() if re.search(r"\w", word)])
+        for page in REPOSITORY.glob("docs/**/*.md")
     )
     assert words <= MOST_WORDS, f"docs/ has {words} words: say each thing once, in fewer words"
