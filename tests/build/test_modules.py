@@ -21,6 +21,8 @@ MODULES = {
     "byteps/server/__init__.py": "tests/multiproc/test_optimizer.py",
     "byteps/sizing.py": "tests/unit/test_sizing.py",
     "byteps/torch/__init__.py": "tests/multiproc/test_optimizer.py",
+    "byteps/torch/block_kernels.py": "tests/unit/test_block_kernels.py",
+    "byteps/torch/blocks.py": "tests/unit/test_block_kernels.py",
     "byteps/torch/broadcast.py": "tests/multiproc/test_optimizer.py",
     "byteps/torch/bucketing.py": "tests/multiproc/test_server_optimizer.py",
     "byteps/torch/c10d/__init__.py": "",
@@ -36,6 +38,7 @@ MODULES = {
     "byteps/torch/departure.py": "tests/multiproc/test_endings.py",
     "byteps/torch/distributed_optimizer.py": "tests/multiproc/test_optimizer.py",
     "byteps/torch/engine.py": "tests/multiproc/test_push_pull.py",
+    "byteps/torch/feedback.py": "tests/multiproc/test_few_bits.py",
     "byteps/torch/figures.py": "tests/multiproc/test_metrics.py",
     "byteps/torch/flat.py": "tests/multiproc/test_server_optimizer.py",
     "byteps/torch/gradient_check.py": "tests/megatron/test_layouts.py",
@@ -62,6 +65,7 @@ MODULES = {
     "byteps/torch/speculation.py": "tests/unit/test_step_machine.py",
     "byteps/torch/step_machine.py": "tests/unit/test_step_machine.py",
     "byteps/torch/tensors.py": "tests/unit/test_known_memory.py",
+    "byteps/torch/wire.py": "tests/multiproc/test_few_bits.py",
     "byteps/torch/world.py": "tests/multiproc/test_optimizer.py",
 }
 """All modules of the wheel, and what tries each on a CPU. Another one is left out of the wheel

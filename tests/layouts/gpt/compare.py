@@ -44,7 +44,9 @@ def compare(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[RankSeen]
         report.ours = errors(ours, wire, layout.ranks_that_sum_first)
     report.theirs = errors(theirs)
     for who, found in (("BytePS", report.ours), ("all-reduce", report.theirs)):
-        _note(report, f"{who}: not the sum that it has to be", found.inexact)
+        few = layout.has_few_bits and who == "BytePS"
+        exact = "sum of rounded blocks" if few else "rounded sum of two values"
+        _note(report, f"{who}: not the {exact}", found.inexact)
         _note(report, f"{who}: members got different sums", found.split)
     _check_errors(report)
     if not layout.graphed:

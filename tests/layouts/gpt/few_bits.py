@@ -14,6 +14,12 @@ from .seen import RankSeen, Sum
 
 KEPT_BYTES = 4096
 """Parameters of fewer bytes of gradients travel as bf16: all norms and biases of these models."""
+ENVIRONMENT = {
+    "BYTEPS_DETERMINISTIC": "1",
+    "BYTEPS_KEEP_BF16_BYTES": str(KEPT_BYTES),
+    "BYTEPS_NODE_PIECE_BYTES": str(1 << 20),
+}
+"""Of the ranks: with pieces as long as buckets, so that it is known where blocks begin."""
 FORMS = ("int8", "int4")
 
 

@@ -158,8 +158,6 @@ _UNALIGNED = ("--no-align-grad-reduce",)
 _PLAIN_CHECKPOINT = ("--ckpt-format", "torch")
 _NODE = "node-first"
 _IN_ORDER = (("BYTEPS_DETERMINISTIC", "1"),)
-# With pieces as long as buckets, so that it is known where blocks begin.
-_FEW_BITS = (*_IN_ORDER, ("BYTEPS_KEEP_BF16_BYTES", "4096"), ("BYTEPS_NODE_PIECE_BYTES", "1048576"))
 # The norm is about 3 at the first step, falls, and is above 1 at the last.
 _CLIPS_AT_FIRST = ("--clip-grad", "2")
 _CLIPS_NEVER = ("--clip-grad", "100")
@@ -228,25 +226,21 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="dp4-do-bf16-sent-as-bf16-overlap", ranks=4, dtype="bf16", wire="bf16",
            distributed_optimizer=True, overlap=True, accumulation=2),
     # Gradients in blocks of few bits: to the bit what rounding, adding in fp32 and rounding gives.
-    Layout(name="dp2-sent-as-int8", ranks=2, wire="int8", environment=_FEW_BITS),
+    Layout(name="dp2-sent-as-int8", ranks=2, wire="int8"),
     Layout(name="dp4-sent-as-int4-overlap-acc2", ranks=4, wire="int4", overlap=True,
-           accumulation=2, environment=_FEW_BITS),
-    Layout(name="dp3-bf16-wire-sent-as-int8", ranks=3, dtype="bf16-wire", wire="int8",
-           environment=_FEW_BITS),
+           accumulation=2),
+    Layout(name="dp3-bf16-wire-sent-as-int8", ranks=3, dtype="bf16-wire", wire="int8"),
     Layout(name="dp2-fp16-wire-sent-as-int4-overflows", ranks=2, dtype="fp16-wire", wire="int4",
-           extra=_OVERFLOWS, environment=_FEW_BITS),
+           extra=_OVERFLOWS),
     Layout(name="dp4-do-bf16-sent-as-int8-overlap", ranks=4, dtype="bf16", wire="int8",
-           distributed_optimizer=True, overlap=True, environment=_FEW_BITS),
+           distributed_optimizer=True, overlap=True),
     Layout(name="dp4-do-inst2-sent-as-int4", ranks=4, wire="int4", distributed_optimizer=True,
-           instances=2, environment=_FEW_BITS),
-    Layout(name="ep2-dp4-sent-as-int8", ranks=4, ep=2, experts=4, wire="int8",
-           environment=_FEW_BITS),
-    Layout(name="tp2-dp2-do-sent-as-int4", ranks=4, tp=2, wire="int4", distributed_optimizer=True,
-           environment=_FEW_BITS),
-    Layout(name="node2-dp4-sent-as-int8", ranks=4, per_host=2, route=_NODE, wire="int8",
-           environment=_FEW_BITS),
+           instances=2),
+    Layout(name="ep2-dp4-sent-as-int8", ranks=4, ep=2, experts=4, wire="int8"),
+    Layout(name="tp2-dp2-do-sent-as-int4", ranks=4, tp=2, wire="int4", distributed_optimizer=True),
+    Layout(name="node2-dp4-sent-as-int8", ranks=4, per_host=2, route=_NODE, wire="int8"),
     Layout(name="node2-dp4-do-sent-as-int4-overlap", ranks=4, per_host=2, route=_NODE, wire="int4",
-           distributed_optimizer=True, overlap=True, environment=_FEW_BITS),
+           distributed_optimizer=True, overlap=True),
     # Tensor parallelism.
     Layout(name="tp2-dp2-overlap", ranks=4, tp=2, overlap=True),
     Layout(name="tp2-dp2-do-bf16-wire", ranks=4, tp=2, distributed_optimizer=True,

@@ -10,6 +10,7 @@ from scripts.prepare_data import Dataset
 from ..data import data_arguments
 from ..job import Job
 from ..platforms import CPU, TWO_SERVERS, Platform
+from . import few_bits
 from .compare import compare
 from .outcome import Report
 from .rows import LAYOUTS, Layout
@@ -43,7 +44,8 @@ def train(
     environment: dict[str, str] = {}
     if through_byteps:
         arguments += layout.byteps_arguments()
-        environment = {**_SERVERS, **dict(layout.environment)}
+        few = few_bits.ENVIRONMENT if layout.has_few_bits else {}
+        environment = {**_SERVERS, **few, **dict(layout.environment)}
     settings = {
         "arguments": arguments,
         "environment": environment,

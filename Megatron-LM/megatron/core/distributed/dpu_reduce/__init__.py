@@ -84,6 +84,7 @@ from .hooks import (
     register,
     shutdown,
     start_grad_sync,
+    step_ended,
     takes,
 )
 from .naming import bucket_name, group_name
@@ -108,6 +109,7 @@ __all__ = [
     "register",
     "shutdown",
     "start_grad_sync",
+    "step_ended",
     "takes",
     "translate_args",
     "translate_config",
