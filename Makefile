@@ -11,6 +11,7 @@ PYTHON_RAY := build/venv-ray/bin/python
 PYTHON_HF := build/venv-hf/bin/python
 PYTHON_S3 := build/venv-s3/bin/python
 PYTHON_RL := build/venv-rl/bin/python
+PYTHON_FRAMEWORKS := build/venv-frameworks/bin/python
 LAYOUTS ?=
 SET ?= quick
 ONLY ?=
@@ -46,6 +47,9 @@ setup-rl:
 
 setup-s3:
 	@scripts/setup.sh --s3
+
+setup-frameworks:
+	@scripts/setup.sh --frameworks
 
 # HF=1, or a folder, trains a Hugging Face model; LORA=1 trains adapters on it. That environment has
 # Ray as well.
@@ -145,6 +149,9 @@ recipes: $(if $(BRIDGE),setup-hf,setup) ## which recipes the flags go with: MEGA
 
 test-rl: setup-rl ## reinforcement learning through verl: actor and critic, rollout, layouts
 	@$(PYTHON_RL) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/reinforcement)
+
+test-frameworks: setup-frameworks ## torchtitan, Lightning, transformers, DeepSpeed: scripts that know nothing of byteps
+	@$(PYTHON_FRAMEWORKS) -m pytest $(PYTEST_ARGS) $(or $(TESTS),tests/frameworks)
 
 # The oldest torch that the wheel is for, and one in between.
 TORCHES ?= 2.9 2.11

@@ -12,7 +12,7 @@ source "$root/scripts/lib/cache.sh"
 
 usage() {
   cat <<'TEXT'
-usage: scripts/setup.sh [--ray] [--hf] [--rl] [--s3] [-h]
+usage: scripts/setup.sh [--ray] [--hf] [--rl] [--s3] [--frameworks] [-h]
 
 Installs missing system packages (Debian and Ubuntu, as root or with sudo), makes the Python
 environment build/venv from locks/base.lock, assembles and patches the upstream trees in build/,
@@ -29,6 +29,9 @@ what is up to date is left alone, and a run with nothing to do takes a second or
           integrations/rl
   --s3    also make build/venv-s3, with locks/s3.lock: that of --ray, with Megatron's storage
           client, and servers of S3 and of Google Cloud Storage for tests
+  --frameworks
+          also make build/venv-frameworks, with locks/frameworks.lock: the same, with torchtitan,
+          Lightning, transformers and DeepSpeed
 
 environment:
   PYTHON                  the Python (>= 3.12) to use; otherwise found on PATH, under pyenv or by uv
@@ -41,18 +44,20 @@ with_ray=0
 with_hf=0
 with_rl=0
 with_s3=0
+with_frameworks=0
 for argument; do
   case "$argument" in
     --ray) with_ray=1 ;;
     --hf) with_hf=1 ;;
     --rl) with_rl=1 ;;
     --s3) with_s3=1 ;;
+    --frameworks) with_frameworks=1 ;;
     -h | --help)
       usage
       exit 0
       ;;
     *)
-      echo "error: setup.sh takes --ray, --hf, --rl, --s3 or nothing, got: $*" >&2
+      echo "error: setup.sh takes --ray, --hf, --rl, --s3, --frameworks or nothing, got: $*" >&2
       usage >&2
       exit 2
       ;;
@@ -299,3 +304,4 @@ extra() {
 ((with_s3 == 0)) || extra s3 ray "megatron_byteps_ray, ray, multistorageclient, moto"
 ((with_rl == 0)) ||
   extra rl "hf ray rl" "megatron_byteps_hf, megatron_byteps_ray, megatron_byteps_rl" 3.12
+((with_frameworks == 0)) || extra frameworks "" "byteps, lightning, transformers"
