@@ -58,6 +58,7 @@ def test_a_page_gets_the_table_of_its_wire_type(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.requires("root")
+@pytest.mark.thorough
 def test_steps_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     """One rank per host, and two."""
     small = ["--workers", "2", "--servers", "2", "--link", "1gbit", "--layers", "2"]

@@ -15,7 +15,7 @@ IN_ORDER = {"BYTEPS_DETERMINISTIC": "1", "BYTEPS_OP_TIMEOUT_S": "120"}
     ("workers", "servers"),
     [
         pytest.param(1, 1, marks=pytest.mark.thorough),
-        (2, 1),
+        pytest.param(2, 1, marks=pytest.mark.thorough),
         (3, 2),
         pytest.param(3, 4, marks=pytest.mark.thorough),
     ],
@@ -25,6 +25,7 @@ def test_sums(make_cluster: Callable[..., Cluster], workers: int, servers: int) 
     make_cluster(workers=workers, servers=servers, env=IN_ORDER).run("few_bits:sums")
 
 
+@pytest.mark.thorough  # tests/server/accumulator_test.cc has so many, too
 def test_sums_of_more_ranks_than_are_added_at_once(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=10, servers=1, env=IN_ORDER).run("few_bits:parts")
 

@@ -138,7 +138,7 @@ def test_what_a_host_has_summed_goes_through_the_public_function(
     monkeypatch.setattr(ops, "push_pull_async_inplace", push_pull)
     monkeypatch.setattr(ops, "synchronize", lambda handle: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(engine, "partition_count", lambda nbytes, *, piece_of: 1)
+    monkeypatch.setattr(engine, "partition_count", lambda nbytes, **kinds: 1)
     group: Any = OneOfTwo()
     summed = nodes.NodeSum(
         name="g",

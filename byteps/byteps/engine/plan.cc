@@ -45,11 +45,6 @@ uint32_t Plan::PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of) co
                               smallest_partition_, largest_partition_);
 }
 
-uint32_t Plan::largest_partition() const {
-  constexpr auto kOfBlocks = static_cast<uint32_t>(kBlocksOfPartition * (kBlockValues + 2));
-  return std::max(largest_partition_, kOfBlocks);
-}
-
 Declaration Plan::Declare(const TensorSpec& spec) const {
   Declaration d;
   d.name = spec.name;

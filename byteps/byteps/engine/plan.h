@@ -42,7 +42,7 @@ class Plan {
   int num_servers() const { return num_servers_; }
   const Launch& launch() const { return launch_; }
   // Bytes of the largest partition that any tensor can have.
-  uint32_t largest_partition() const;
+  uint32_t largest_partition() const { return largest_partition_; }
 
   // Bytes of the partitions of a tensor of `bytes` bytes.  Those of a piece are as long as those of
   // the tensor that it is a piece of: each has a cost of its own, and a server has many of all

@@ -51,7 +51,7 @@ TEST(DeclarationList, ComesBackAsItWas) {
 TEST(DeclarationList, IsLittleEndianAndHasEachGroupOnce) {
   auto all = SomeDeclarations();
   const std::string text = PackDeclarations(all);
-  EXPECT_EQ(text[0], 3);                                            // version
+  EXPECT_EQ(text[0], kDeclarationVersion);                          // version
   EXPECT_EQ(text[1], 1);                                            // djb2
   EXPECT_EQ(text.substr(2, 4), std::string("\2\0\0\0", 4));         // groups
   EXPECT_EQ(text.substr(6, 4), std::string("\3\0\0\0", 4));         // members of the first

@@ -17,7 +17,7 @@ from .bucket_op import BucketOp, wire_of
 from .kept import kept_of
 from .naming import bucket_name, named
 from .node_sums import node_sums
-from .refusals import validate_ddp_config, validate_model_config
+from .refusals import FEW_BITS, validate_ddp_config, validate_model_config
 from .sums import goes_through_servers
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def register(ddp: DistributedDataParallel) -> None:
     if chunk == 0:
         advised.tell(ddp.ddp_config, ddp.config, _kinds(ddp))
 
-    parameters = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    parameters: dict[torch.nn.Parameter, str] = {}
+    if ddp.ddp_config.dpu_reduce_wire_dtype in FEW_BITS:
+        parameters = {parameter: name for name, parameter in ddp.module.named_parameters()}
     for kind, group, _, buffers in _kinds(ddp):
         if not buffers:
             continue
