@@ -56,6 +56,7 @@ def compare(device: str) -> None:
                         assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
 
 
+@pytest.mark.slow
 def test_they_compute_the_bits_of_the_engine() -> None:
     program = "from tests.unit.test_block_kernels import compare; compare('cpu')"
     env = {**os.environ, "TRITON_INTERPRET": "1"}
