@@ -13,7 +13,8 @@ from .rows import Layout
 from .seen import RankSeen, Sum
 
 KEPT_BYTES = 4096
-"""Parameters of fewer bytes of gradients travel as bf16: all norms and biases of these models."""
+"""Parameters of fewer bytes of gradients travel as bf16, those of fp16 as they are: all norms and
+biases of these models."""
 ENVIRONMENT = {
     "BYTEPS_DETERMINISTIC": "1",
     "BYTEPS_KEEP_BF16_BYTES": str(KEPT_BYTES),
@@ -54,11 +55,13 @@ class FewBits:
             part = self._sums[key]([host[places] for host in hosts], average=False)
             total[places] = part
         if kept:
-            sums = torch.stack([one.to(torch.bfloat16).float() for one in small])
+            own = lead.local.dtype
+            kept_type = torch.bfloat16 if own == torch.float32 else own
+            sums = torch.stack([one.to(kept_type).float() for one in small])
             exact = sums[0].clone()
             for one in sums[1:]:
                 exact += one
-            rounded = exact.to(torch.bfloat16).to(total.dtype)
+            rounded = exact.to(kept_type).to(total.dtype)
             for (begin, end), part in zip(
                 kept, rounded.split([e - b for b, e in kept]), strict=True
             ):
