@@ -19,14 +19,6 @@ constexpr uint16_t kNaN = 0x7fc0;
 // bits of the sum.
 constexpr float kRounder = 0x1.8p23f;
 
-BYTEPS_INLINE inline float OfBFloat16(uint16_t bits) {
-  return FloatOf(static_cast<uint32_t>(bits) << 16);
-}
-
-BYTEPS_INLINE inline uint16_t ToBFloat16(float value) {
-  return static_cast<uint16_t>(BFloat16Words::ToWord(value) >> 16);
-}
-
 // How the numbers of a block are stored.
 
 struct Int8 {
@@ -36,14 +28,11 @@ struct Int8 {
   BYTEPS_INLINE static void Put(uint8_t* block, const int32_t* numbers) {
     for (size_t i = 0; i < kBlockValues; ++i) block[i] = static_cast<uint8_t>(numbers[i]);
   }
-  // values[i] = begun ? values[i] + number * scale : number * scale
-  BYTEPS_INLINE static void Get(const uint8_t* block, float scale, bool begun, float* values) {
+  // Calls use(i, value) for each value.
+  template <typename Use>
+  BYTEPS_INLINE static void Get(const uint8_t* block, float scale, Use use) {
     const auto* numbers = reinterpret_cast<const int8_t*>(block);
-    if (begun) {
-      for (size_t i = 0; i < kBlockValues; ++i) values[i] += static_cast<float>(numbers[i]) * scale;
-    } else {
-      for (size_t i = 0; i < kBlockValues; ++i) values[i] = static_cast<float>(numbers[i]) * scale;
-    }
+    for (size_t i = 0; i < kBlockValues; ++i) use(i, static_cast<float>(numbers[i]) * scale);
   }
 };
 
@@ -57,17 +46,11 @@ struct Int4 {
       block[i] = static_cast<uint8_t>((numbers[i] + kOffset) | (numbers[i + kHalf] + kOffset) << 4);
     }
   }
-  BYTEPS_INLINE static void Get(const uint8_t* block, float scale, bool begun, float* values) {
-    if (begun) {
-      for (size_t i = 0; i < kHalf; ++i) {
-        values[i] += static_cast<float>((block[i] & 15) - kOffset) * scale;
-        values[i + kHalf] += static_cast<float>((block[i] >> 4) - kOffset) * scale;
-      }
-    } else {
-      for (size_t i = 0; i < kHalf; ++i) {
-        values[i] = static_cast<float>((block[i] & 15) - kOffset) * scale;
-        values[i + kHalf] = static_cast<float>((block[i] >> 4) - kOffset) * scale;
-      }
+  template <typename Use>
+  BYTEPS_INLINE static void Get(const uint8_t* block, float scale, Use use) {
+    for (size_t i = 0; i < kHalf; ++i) {
+      use(i, static_cast<float>((block[i] & 15) - kOffset) * scale);
+      use(i + kHalf, static_cast<float>((block[i] >> 4) - kOffset) * scale);
     }
   }
 };
@@ -76,7 +59,18 @@ template <typename Form>
 BYTEPS_INLINE inline float ScaleOf(const uint8_t* block) {
   uint16_t bits;
   memcpy(&bits, block + Form::kBytes, sizeof(bits));
-  return OfBFloat16(bits);
+  return FromHalf<BFloat16Words>(bits);
+}
+
+// values = those of the block; or, if `add`, those in addition.
+template <typename Form>
+BYTEPS_INLINE inline void GetBlock(const uint8_t* block, bool add, float* values) {
+  const float scale = ScaleOf<Form>(block);
+  if (add) {
+    Form::Get(block, scale, [=](size_t i, float value) BYTEPS_INLINE { values[i] += value; });
+  } else {
+    Form::Get(block, scale, [=](size_t i, float value) BYTEPS_INLINE { values[i] = value; });
+  }
 }
 
 template <typename Form>
@@ -100,7 +94,7 @@ BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t
   }
   const uint16_t bits = ScaleFor<Form>(largest);
   memcpy(block + Form::kBytes, &bits, sizeof(bits));
-  const float scale = OfBFloat16(bits);
+  const float scale = FromHalf<BFloat16Words>(bits);
   const bool is_number = bits != 0 && bits != kNaN;
   int32_t numbers[kBlockValues] = {};
   if (is_number) {
@@ -111,14 +105,12 @@ BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t
   }
   Form::Put(block, numbers);
   if (lost == nullptr) return;
-  if (is_number) {
-    for (size_t i = 0; i < kBlockValues; ++i) {
-      lost[i] = ToBFloat16(values[i] - static_cast<float>(numbers[i]) * scale);
-    }
-  } else if (bits == 0) {
-    for (size_t i = 0; i < kBlockValues; ++i) lost[i] = ToBFloat16(values[i]);
-  } else {
+  if (bits == kNaN) {
     memset(lost, 0, kBlockValues * sizeof(uint16_t));
+    return;
+  }
+  for (size_t i = 0; i < kBlockValues; ++i) {
+    lost[i] = ToHalf<BFloat16Words>(values[i] - static_cast<float>(numbers[i]) * scale);
   }
 }
 
@@ -133,39 +125,39 @@ struct Float32 {
 template <typename Words>
 struct HalfValues {
   using Stored = uint16_t;
-  BYTEPS_INLINE static float Get(uint16_t v) {
-    return Words::FromWord(static_cast<uint32_t>(v) << 16);
-  }
-  BYTEPS_INLINE static uint16_t Put(float v) {
-    return static_cast<uint16_t>(Words::ToWord(v) >> 16);
-  }
+  BYTEPS_INLINE static float Get(uint16_t v) { return FromHalf<Words>(v); }
+  BYTEPS_INLINE static uint16_t Put(float v) { return ToHalf<Words>(v); }
 };
 
 using BFloat16 = HalfValues<BFloat16Words>;
 using Float16 = HalfValues<Float16Words>;
 
 template <typename Form, typename Type>
+BYTEPS_INLINE inline void EncodeBlock(uint8_t* block, const typename Type::Stored* stored,
+                                      uint16_t* lost) {
+  float values[kBlockValues];
+  for (size_t i = 0; i < kBlockValues; ++i) values[i] = Type::Get(stored[i]);
+  if (lost != nullptr) {
+    for (size_t i = 0; i < kBlockValues; ++i) values[i] += FromHalf<BFloat16Words>(lost[i]);
+  }
+  PutBlock<Form>(block, values, lost);
+}
+
+template <typename Form, typename Type>
 BYTEPS_INLINE inline void EncodeLoop(uint8_t* blocks, const typename Type::Stored* stored,
                                      uint64_t count, uint16_t* lost) {
-  for (uint64_t begin = 0; begin < count; begin += kBlockValues, blocks += kSize<Form>) {
-    float values[kBlockValues];
-    uint16_t rest[kBlockValues];
-    if (count - begin >= kBlockValues) {
-      for (size_t i = 0; i < kBlockValues; ++i) values[i] = Type::Get(stored[begin + i]);
-      if (lost != nullptr) {
-        for (size_t i = 0; i < kBlockValues; ++i) values[i] += OfBFloat16(lost[begin + i]);
-      }
-      PutBlock<Form>(blocks, values, lost == nullptr ? nullptr : lost + begin);
-      continue;
-    }
-    const size_t left = count - begin;
-    for (size_t i = 0; i < kBlockValues; ++i) {
-      values[i] = i < left ? Type::Get(stored[begin + i]) : 0;
-      if (lost != nullptr && i < left) values[i] += OfBFloat16(lost[begin + i]);
-    }
-    PutBlock<Form>(blocks, values, lost == nullptr ? nullptr : rest);
-    if (lost != nullptr) memcpy(lost + begin, rest, left * sizeof(uint16_t));
+  for (; count >= kBlockValues; count -= kBlockValues, stored += kBlockValues) {
+    EncodeBlock<Form, Type>(blocks, stored, lost);
+    blocks += kSize<Form>;
+    if (lost != nullptr) lost += kBlockValues;
   }
+  if (count == 0) return;
+  typename Type::Stored filled[kBlockValues] = {};
+  uint16_t lost_filled[kBlockValues] = {};
+  memcpy(filled, stored, count * sizeof(filled[0]));
+  if (lost != nullptr) memcpy(lost_filled, lost, count * sizeof(uint16_t));
+  EncodeBlock<Form, Type>(blocks, filled, lost == nullptr ? nullptr : lost_filled);
+  if (lost != nullptr) memcpy(lost, lost_filled, count * sizeof(uint16_t));
 }
 
 template <typename Form, typename Type>
@@ -173,12 +165,9 @@ BYTEPS_INLINE inline void DecodeLoop(const uint8_t* blocks, typename Type::Store
                                      uint64_t count) {
   for (uint64_t begin = 0; begin < count; begin += kBlockValues, blocks += kSize<Form>) {
     float values[kBlockValues];
-    Form::Get(blocks, ScaleOf<Form>(blocks), false, values);
-    if (count - begin >= kBlockValues) {
-      for (size_t i = 0; i < kBlockValues; ++i) stored[begin + i] = Type::Put(values[i]);
-    } else {
-      for (size_t i = 0; i < count - begin; ++i) stored[begin + i] = Type::Put(values[i]);
-    }
+    GetBlock<Form>(blocks, false, values);
+    const size_t known = std::min<uint64_t>(kBlockValues, count - begin);
+    for (size_t i = 0; i < known; ++i) stored[begin + i] = Type::Put(values[i]);
   }
 }
 
@@ -188,7 +177,7 @@ BYTEPS_INLINE inline void AddBlock(const BlockSum& sum, uint64_t block, float* v
   if (sum.begun) memcpy(values, sum.wide + block * kBlockValues, kBlockValues * sizeof(float));
   for (size_t i = 0; i < sum.inputs; ++i) {
     const uint8_t* const in = static_cast<const uint8_t*>(sum.in[i]) + offset;
-    Form::Get(in, ScaleOf<Form>(in), sum.begun || i > 0, values);
+    GetBlock<Form>(in, sum.begun || i > 0, values);
   }
 }
 
@@ -212,7 +201,7 @@ BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, u
     }
     uint16_t* const kept = lost == nullptr ? nullptr : lost + block * kBlockValues;
     if (kept != nullptr) {
-      for (size_t i = 0; i < kBlockValues; ++i) values[i] += OfBFloat16(kept[i]);
+      for (size_t i = 0; i < kBlockValues; ++i) values[i] += FromHalf<BFloat16Words>(kept[i]);
     }
     PutBlock<Form>(static_cast<uint8_t*>(out) + block * kSize<Form>, values, kept);
   }

@@ -7,10 +7,10 @@
 // A value is its number times the scale, exactly, in fp32.  The scale is the block's largest
 // magnitude by 127 or 7, rounded up, so that no number overflows; numbers are rounded to nearest
 // even.  A block whose largest magnitude is below kLeastMagnitude is zero, so that no result
-// depends on how a processor treats subnormal numbers.  A block with an infinity or a NaN has a
+// depends on how a CPU treats subnormal numbers.  A block with an infinity or a NaN has a
 // scale that is NaN, and all of its values are.
 //
-// Every processor and every instruction set computes the same bits.
+// Every CPU and every instruction set computes the same bits.
 //
 // With feedback, what rounding loses of a value is kept in bfloat16, and added to the next value
 // of the same place.  Of a block that is not finite nothing is kept.

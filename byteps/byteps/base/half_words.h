@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "byteps/base/clones.h"
+
 namespace byteps {
 namespace core {
 
@@ -66,6 +68,17 @@ struct Float16Words {
     return r << 16 | sign;
   }
 };
+
+// A value of a half type as it is stored.
+template <typename Words>
+BYTEPS_INLINE inline float FromHalf(uint16_t bits) {
+  return Words::FromWord(static_cast<uint32_t>(bits) << 16);
+}
+
+template <typename Words>
+BYTEPS_INLINE inline uint16_t ToHalf(float value) {
+  return static_cast<uint16_t>(Words::ToWord(value) >> 16);
+}
 
 }  // namespace core
 }  // namespace byteps

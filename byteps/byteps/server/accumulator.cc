@@ -32,9 +32,10 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
                 std::to_string(added) + " pushes of " + std::to_string(members) + " members of '" +
                     declaration.name + "'");
   const int divisor = declaration.average && last ? static_cast<int>(members) : 1;
-  if (IsBlock(t)) return AddBlocks(declaration, rule, std::move(values), scratch);
-  if (added == 1) {
+  if (members == 1 || (added == 1 && !IsBlock(t))) {
     sum_ = std::move(values);
+  } else if (IsBlock(t)) {
+    AddBlocks(t, last ? divisor : 0, rule.lost, std::move(values), scratch);
   } else if (members == 2 || !wide) {
     core::Add(t, sum_.data(), values.data(), divisor, n);
     if (last && rule.keeps_memory) spare_ = std::move(values);
@@ -54,20 +55,15 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
   }
 }
 
-void Accumulator::AddBlocks(const Declaration& declaration, const AdditionRule& rule,
-                            SharedBytes values, Scratch* scratch) {
-  const size_t members = declaration.group.size();
-  const bool last = added_ == members;
-  if (members == 1) {  // nothing is added, and nothing rounded
-    sum_ = std::move(values);
-    return;
-  }
+void Accumulator::AddBlocks(DType t, int divisor, uint16_t* lost, SharedBytes values,
+                            Scratch* scratch) {
+  const bool last = divisor > 0;
   blocks_.push_back(std::move(values));
   if (!last && blocks_.size() < kAtOnce) return;
   const void* in[kAtOnce];
   for (size_t i = 0; i < blocks_.size(); ++i) in[i] = blocks_[i].data();
   BlockSum sum;
-  sum.type = declaration.dtype;
+  sum.type = t;
   sum.in = in;
   sum.inputs = blocks_.size();
   sum.blocks = blocks_.back().size() / SizeOf(sum.type);
@@ -75,9 +71,8 @@ void Accumulator::AddBlocks(const Declaration& declaration, const AdditionRule& 
   if (!last && !sum.begun) wide_ = scratch->Take(sum.blocks * kBlockValues * sizeof(float));
   sum.wide = reinterpret_cast<float*>(wide_.data());
   if (last) {
-    const int divisor = declaration.average ? static_cast<int>(members) : 1;
     sum_ = std::move(blocks_.back());
-    EndBlocks(sum, divisor, sum_.data(), rule.lost);
+    EndBlocks(sum, divisor, sum_.data(), lost);
     scratch->Return(std::move(wide_));
   } else {
     core::AddBlocks(sum);

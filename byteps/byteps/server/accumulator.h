@@ -44,8 +44,8 @@ class Accumulator {
  private:
   void Add(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
            Scratch* scratch);
-  void AddBlocks(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
-                 Scratch* scratch);
+  // `divisor`: of the sum, which this push completes; 0: it does not.
+  void AddBlocks(DType t, int divisor, uint16_t* lost, SharedBytes values, Scratch* scratch);
 
   static constexpr size_t kAtOnce = 8;
 

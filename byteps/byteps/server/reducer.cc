@@ -34,12 +34,8 @@ struct Float32 {
 template <typename Format>
 struct Half {
   using Accumulator = float;
-  static float Get(const void* p, size_t i) {
-    return Format::FromWord(static_cast<uint32_t>(Load<uint16_t>(p, i)) << 16);
-  }
-  static void Put(void* p, size_t i, float v) {
-    Store<uint16_t>(p, i, static_cast<uint16_t>(Format::ToWord(v) >> 16));
-  }
+  static float Get(const void* p, size_t i) { return FromHalf<Format>(Load<uint16_t>(p, i)); }
+  static void Put(void* p, size_t i, float v) { Store<uint16_t>(p, i, ToHalf<Format>(v)); }
 };
 
 struct BFloat16 : Half<BFloat16>, BFloat16Words {};

@@ -35,10 +35,10 @@ struct Half {
   static float Get(const void* p, size_t i) {
     uint16_t half;
     memcpy(&half, static_cast<const char*>(p) + i * kSize, kSize);
-    return Words::FromWord(static_cast<uint32_t>(half) << 16);
+    return FromHalf<Words>(half);
   }
   static void Put(void* p, size_t i, float v) {
-    const uint16_t half = static_cast<uint16_t>(Words::ToWord(v) >> 16);
+    const uint16_t half = ToHalf<Words>(v);
     memcpy(static_cast<char*>(p) + i * kSize, &half, kSize);
   }
 };
