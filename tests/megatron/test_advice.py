@@ -9,7 +9,14 @@ import pytest
 from byteps.cost_model import Servers
 from byteps.torch.routes import Network
 from megatron.core.distributed.dpu_reduce import table
-from megatron.core.distributed.dpu_reduce.advice import Advice, Kind, Training, Way, advise
+from megatron.core.distributed.dpu_reduce.advice import (
+    Advice,
+    Kind,
+    Training,
+    Way,
+    advise,
+    wire_bytes,
+)
 
 M = 1e9
 RATE = 10e9 / 8
@@ -175,6 +182,18 @@ def test_the_advice_names_what_a_job_does_not_have(has: dict[str, Any], text: st
     training = Training(kinds=(dense(4, 1),), **has)
     said = table.change(advise(training, network(4)))
     assert text in said and said.startswith("shortest" if "add" in text else "change nothing")
+
+
+@pytest.mark.parametrize(("name", "gain"), [("int8", 6 / 1.016), ("int4", 6 / 0.516)])
+def test_few_bits_count_as_what_they_are(name: str, gain: float) -> None:
+    """They are compared where a job has them, and advised to nobody."""
+    flag = f"--dpu-reduce-wire-dtype {name}"
+    has = Training(kinds=(dense(4, 1),), used=True, wire_bytes=wire_bytes(name))
+    advice = advise(has, network(4))
+    assert advice.best.flags == ("--use-dpu-reduce", flag) and not (advice.add or advice.drop)
+    assert advice.best.gain == pytest.approx(gain, rel=1e-3)
+    others = advise(replace(has, wire_bytes=None), network(4))
+    assert all(flag not in one.flags for one in others.ways)
 
 
 def test_a_flag_that_loses_is_to_be_dropped() -> None:

@@ -37,6 +37,12 @@ class WireType:
         """Whether an element is a block of values."""
         return self.values > 1
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether a tensor of `dtype` can be sent as this."""
+        if self.is_block:
+            return dtype in (torch.float32, *_SHORT)
+        return self.memory == dtype or dtype in _ROUNDED
+
     def nbytes(self, numel: int) -> int:
         """Bytes of so many values; the last block is filled up."""
         return -(-numel // self.values) * self.element_bytes
@@ -54,6 +60,7 @@ Wire = torch.dtype | str | WireType
 """What users may name: a torch type, or a name of `NAMES`."""
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ROUNDED = (torch.float32, torch.float64)
 
 
 def _plain(dtype: torch.dtype) -> WireType:
@@ -82,8 +89,6 @@ NAMES: dict[str, WireType] = {
 }
 """Types other than a tensor's own, by their names."""
 
-_ROUNDED = (torch.float32, torch.float64)
-
 
 def of(dtype: torch.dtype, wire: Wire | None = None) -> WireType:
     """The type in which a tensor of `dtype` travels. `wire`: what was asked for; None: its own.
@@ -94,7 +99,9 @@ def of(dtype: torch.dtype, wire: Wire | None = None) -> WireType:
     if wire is None or wire in (dtype, _PLAIN.get(dtype)):
         return _PLAIN[dtype]
     asked = wire if isinstance(wire, WireType) else _named(wire)
-    check(dtype, asked)
+    if not asked.takes(dtype):
+        name = asked.name if asked.is_block else asked.memory
+        raise ValueError(f"a tensor of {dtype} cannot be sent as {name}")
     return asked
 
 
@@ -107,12 +114,3 @@ def _named(wire: torch.dtype | str) -> WireType:
             f"{', '.join(map(repr, NAMES))}"
         )
     return NAMES[wire]
-
-
-def check(dtype: torch.dtype, wire: WireType) -> None:
-    """Raises ValueError where a tensor of `dtype` cannot be sent as `wire`."""
-    if wire.is_block:
-        if dtype not in (torch.float32, *_SHORT):
-            raise ValueError(f"a tensor of {dtype} cannot be sent as {wire.name}")
-    elif wire.memory != dtype and dtype not in _ROUNDED:
-        raise ValueError(f"a tensor of {dtype} cannot be sent as {wire.memory}")

@@ -47,12 +47,8 @@ class Settings:
     def wire_of(self, dtype: torch.dtype) -> WireType:
         """The type in which a tensor travels: its own where the one that was asked for would keep
         less of it, or cannot hold it."""
-        if self.wire_dtype != SAME:
-            try:
-                return wire.of(dtype, self.wire_dtype)
-            except ValueError:
-                pass
-        return wire.of(dtype)
+        asked = wire.NAMES.get(self.wire_dtype)
+        return asked if asked is not None and asked.takes(dtype) else wire.of(dtype)
 
 
 def decide_for(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 ENOUGH = 1.03
 """A shorter change of arguments is advised if its time is within this factor of the best."""
 
-USE, WIRE = "--use-dpu-reduce", "--dpu-reduce-wire-dtype bf16"
+USE, WIRE_FLAG = "--use-dpu-reduce", "--dpu-reduce-wire-dtype"
+WIRE = f"{WIRE_FLAG} bf16"
 INSTANCES, OPTIMIZER = "--num-distributed-optimizer-instances", "--dpu-optimizer"
 
 
@@ -52,7 +53,7 @@ class Training:
     kinds: tuple[Kind, ...]
     gradient_bytes: int = 4
     """Of an element as it is reduced."""
-    wire_bytes: int | None = None
+    wire_bytes: float | None = None
     """Of an element on its way to servers; None: as it is reduced."""
     parameter_bytes: int = 2
     """Of a parameter as the distributed optimizer gathers it."""
@@ -70,8 +71,9 @@ class Training:
     @property
     def flags(self) -> frozenset[str]:
         """Those of the arguments that are compared which the job has."""
-        has = {USE: self.used, WIRE: self.wire_bytes is not None, OPTIMIZER: self.updated}
-        return frozenset(flag for flag, given in has.items() if given)
+        has = {USE: self.used, OPTIMIZER: self.updated}
+        wire = [] if self.wire_bytes is None else [_wire_flag(self.wire_bytes)]
+        return frozenset([*wire, *(flag for flag, given in has.items() if given)])
 
     @property
     def crosses_hosts(self) -> bool:
@@ -131,6 +133,11 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
     half = replace(plain, wire_bytes=2)
     ways = [_way(plain, network, (), bytepslib.routes.COLLECTIVE), _way(plain, network, (USE,))]
     fp32 = training.gradient_bytes > 2
+    if (
+        training.wire_bytes is not None and training.wire_bytes < 2
+    ):  # what loses bits is not advised
+        few = replace(plain, wire_bytes=training.wire_bytes)
+        ways.append(_way(few, network, (USE, _wire_flag(training.wire_bytes))))
     if fp32:
         ways.append(_way(half, network, (USE, WIRE)))
     if (hosts := _instances(training)) is not None:
@@ -158,6 +165,19 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
         add=tuple(flag for flag in best.flags if flag not in has),
         drop=tuple(sorted(has.difference(best.flags))),
     )
+
+
+def wire_bytes(name: str | None) -> float | None:
+    """Of an element that travels in the type that ``--dpu-reduce-wire-dtype`` names."""
+    if name is None:
+        return None
+    wire = bytepslib.wire.NAMES[name]
+    return wire.element_bytes / wire.values
+
+
+def _wire_flag(nbytes: float) -> str:
+    names = bytepslib.wire.NAMES
+    return next(f"{WIRE_FLAG} {name}" for name in names if wire_bytes(name) == nbytes)
 
 
 def _instances(training: Training) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import bytepslib, decisions, job, matrices, refusals, table
-from .advice import Kind, Training, advise
+from .advice import Kind, Training, advise, wire_bytes
 
 if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
@@ -68,7 +68,7 @@ def tell(
         instances=config.num_distributed_optimizer_instances,
         updated=config.dpu_optimizer,
         used=True,
-        wire_bytes=2 if config.dpu_reduce_wire_dtype else None,
+        wire_bytes=wire_bytes(config.dpu_reduce_wire_dtype),
     )
     network = job.joined().network
     refused = refusals.why_servers_cannot_update(config) or refusals.why_servers_cannot_update(

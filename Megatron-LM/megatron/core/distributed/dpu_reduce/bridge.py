@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import parameters, refusals
-from .advice import Training, advise
+from .advice import Training, advise, wire_bytes
 from .check import Machines, Verdict, kinds_of
 from .layout import Parallelism
 
@@ -166,5 +166,5 @@ def _training(config: Any, machines: Machines) -> Training:
         instances=ddp.num_distributed_optimizer_instances,
         updated=ddp.dpu_optimizer,
         used=ddp.use_dpu_reduce,
-        wire_bytes=2 if ddp.dpu_reduce_wire_dtype else None,
+        wire_bytes=wire_bytes(ddp.dpu_reduce_wire_dtype),
     )

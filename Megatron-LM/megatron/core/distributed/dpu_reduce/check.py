@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import bytepslib, parameters, refusals, table
-from .advice import Advice, Kind, Training, advise
+from .advice import Advice, Kind, Training, advise, wire_bytes
 from .layout import Parallelism
 from .parsing import NotMegatrons, parse
 
@@ -155,7 +155,7 @@ def _training(args: Any, machines: Machines) -> Training:
         instances=args.num_distributed_optimizer_instances,
         updated=args.dpu_optimizer,
         used=args.use_dpu_reduce,
-        wire_bytes=2 if args.dpu_reduce_wire_dtype else None,
+        wire_bytes=wire_bytes(args.dpu_reduce_wire_dtype),
     )
 
 
