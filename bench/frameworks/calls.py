@@ -12,7 +12,6 @@ Exit status: 0 the threshold is reached; 1 it was missed, or a process failed; 2
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -22,9 +21,9 @@ from pathlib import Path
 from bench.kit.emulation import LOOPBACK
 from bench.kit.errors import LaunchError
 from bench.kit.interrupts import become_interruptible
-from bench.kit.launch import Placement, start_nodes, start_workers
+from bench.kit.launch import Placement, run_job
 from bench.kit.plan import Topology
-from bench.kit.processes import Processes, plain_environment
+from bench.kit.processes import Processes
 from bench.kit.record import metadata
 from scripts.columns import aligned
 
@@ -52,20 +51,10 @@ def launch(options: argparse.Namespace) -> dict[str, list[float]]:
         Processes(Path(folder)) as processes,
     ):
         placement = Placement(Topology(workers=2, servers=1), [LOOPBACK])
-        environment = plain_environment()
-        _, job = start_nodes(placement, processes, environment)
         ours = {"BYTEPS_C10D_BACKEND": "flat", "BYTEPS_START_TIMEOUT_S": "200"}
-        spec = {
-            "bytes": options.bytes,
-            "calls": options.calls,
-            "rendezvous": f"{folder}/ranks",
-            "timeout_s": TIMEOUT_S,
-        }
-        result = Path(folder) / "result.json"
+        spec = {"bytes": options.bytes, "calls": options.calls}
         program = "bench.frameworks.call_rank"
-        start_workers(program, spec, result, placement, processes, environment | job | ours)
-        processes.wait_all(TIMEOUT_S)
-        return dict(json.loads(result.read_text(encoding="utf-8")))
+        return dict(run_job(program, spec, placement, processes, ours, TIMEOUT_S))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,9 +31,9 @@ from bench.frameworks.rank import WAYS, Experiment
 from bench.kit.emulation import Emulation, EmulationError
 from bench.kit.errors import LaunchError
 from bench.kit.interrupts import become_interruptible
-from bench.kit.launch import Placement, start_nodes, start_workers
+from bench.kit.launch import Placement, run_job
 from bench.kit.plan import Topology
-from bench.kit.processes import Processes, plain_environment
+from bench.kit.processes import Processes
 from bench.kit.record import metadata, topology_text
 from bench.kit.units import parse_rate
 from scripts.columns import aligned, pipes
@@ -102,23 +102,14 @@ def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) ->
     ):
         shared = options.device == "cuda"
         placement = Placement(topology, emulation.hosts, shares_gpus=shared)
-        environment = plain_environment()
-        _, job = start_nodes(placement, processes, environment)
         ours = {
             "BYTEPS_C10D_WIRE_DTYPE": options.wire_dtype,
             "BYTEPS_LINK_GBPS": f"{options.link / 1e9:g}",
             "BYTEPS_START_TIMEOUT_S": "200",
         }
-        spec = {
-            "experiment": asdict(experiment),
-            "rendezvous": f"{folder}/ranks",
-            "timeout_s": timeout_s,
-        }
-        result = Path(folder) / "result.json"
+        spec = {"experiment": asdict(experiment)}
         program = "bench.frameworks.rank"
-        start_workers(program, spec, result, placement, processes, environment | job | ours)
-        processes.wait_all(timeout_s)
-        return dict(json.loads(result.read_text(encoding="utf-8")))
+        return dict(run_job(program, spec, placement, processes, ours, timeout_s))
 
 
 def native(way: str) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.kit.emulation import Host
 from bench.kit.plan import Topology
-from bench.kit.processes import Processes, server_executable
+from bench.kit.processes import Processes, plain_environment, server_executable
 
 START_S = 150.0
 _ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +93,27 @@ def start_workers(
         variables = rank_variables(rank, placement)
         command = [sys.executable, "-m", program, str(spec_file), str(result)]
         processes.start(f"worker-{rank}", command, host, {**environment, **variables})
+
+
+def run_job(
+    program: str,
+    spec: dict[str, Any],
+    placement: Placement,
+    processes: Processes,
+    settings: Mapping[str, str],
+    timeout_s: float,
+) -> Any:
+    """Start the nodes and every rank of a job with these settings, and return what it found.
+
+    `spec` gets "rendezvous" and "timeout_s". Raises LaunchError where a process fails or is late.
+    """
+    environment = plain_environment()
+    _, job = start_nodes(placement, processes, environment)
+    told = {**spec, "rendezvous": f"{processes.folder}/ranks", "timeout_s": timeout_s}
+    result = processes.folder / "result.json"
+    start_workers(program, told, result, placement, processes, {**environment, **job, **settings})
+    processes.wait_all(timeout_s)
+    return json.loads(result.read_text(encoding="utf-8"))
 
 
 def rank_variables(rank: int, placement: Placement) -> dict[str, str]:

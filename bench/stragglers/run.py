@@ -29,9 +29,9 @@ from bench.kit import machine
 from bench.kit.emulation import Emulation, EmulationError
 from bench.kit.errors import LaunchError
 from bench.kit.interrupts import become_interruptible
-from bench.kit.launch import Placement, start_nodes, start_workers
+from bench.kit.launch import Placement, run_job
 from bench.kit.plan import Topology
-from bench.kit.processes import Processes, plain_environment
+from bench.kit.processes import Processes
 from bench.kit.units import parse_rate, parse_size, show_rate, show_size
 from bench.simulator.scenario import payload_fraction
 from bench.stragglers.delays import KINDS, WAYS, Links, least_seconds, loads
@@ -101,18 +101,10 @@ def measure(topology: Topology, experiment: Experiment, timeout_s: float) -> lis
         tempfile.TemporaryDirectory(prefix="rl-stragglers-") as folder,
         Processes(Path(folder)) as processes,
     ):
-        placement, environment = Placement(topology, emulation.hosts), plain_environment()
-        _, job = start_nodes(placement, processes, environment)
-        spec = {
-            "experiment": asdict(experiment),
-            "rendezvous": f"{folder}/ranks",
-            "timeout_s": timeout_s,
-        }
-        result = Path(folder) / "result.json"
-        program = "bench.stragglers.rank"
-        start_workers(program, spec, result, placement, processes, environment | job)
-        processes.wait_all(timeout_s)
-        return [Step(**entry) for entry in json.loads(result.read_text())]
+        placement = Placement(topology, emulation.hosts)
+        spec = {"experiment": asdict(experiment)}
+        found = run_job("bench.stragglers.rank", spec, placement, processes, {}, timeout_s)
+        return [Step(**entry) for entry in found]
 
 
 def header(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, str]:
