@@ -151,8 +151,7 @@ std::vector<Variable> MakeTable() {
        "the host, at most 8."},
       {"BYTEPS_KEEP_BF16_BYTES", kInt, "bytes", "65536", 0, 1e12, "",
        "Where gradients travel as int8 or int4: those of a parameter of fewer bytes travel as "
-       "bf16. "
-       "The same on all workers."},
+       "bf16. The same on all workers."},
       {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
        "TCP connections between a worker and each server. 0: one per 10 Gbit/s that the two "
        "exchange if the NIC is the limit (BYTEPS_LINK_GBPS; 40 if its rate is unknown, 100 inside "
@@ -172,8 +171,7 @@ std::vector<Variable> MakeTable() {
        "all workers."},
       {"BYTEPS_C10D_WIRE_DTYPE", kChoice, "", "same", 0, 0, "same|bf16|fp16|int8|int4",
        "Type in which process groups and DDP hooks send tensors: fp32 and fp64 as bf16 or fp16, "
-       "and "
-       "all but fp64 as int8 or int4. The servers add in fp32. The same on all workers."},
+       "and all but fp64 as int8 or int4. The servers add in fp32. The same on all workers."},
       {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",
        "RDMA device, such as mlx5_0. Default: that of DMLC_NODE_HOST or DMLC_INTERFACE, else of "
        "the address that leads to the scheduler."},

@@ -29,7 +29,7 @@ uint32_t PartitionBytes(DType dtype, uint64_t bytes, int num_servers, double lin
   const double a_server = static_cast<double>(bytes) / num_servers;
   const auto worth = static_cast<uint64_t>(sqrt(a_server * link_bytes_per_s * kPartitionSeconds));
   const uint64_t wanted = whole(std::max((bytes + pieces - 1) / pieces, worth));
-  // Where no partition can be so long, of as many blocks as it can have.
+  // Less than a unit, where no partition may be so long.
   const uint64_t most =
       largest >= unit ? largest / unit * unit : largest / SizeOf(dtype) * SizeOf(dtype);
   uint64_t least = smallest;

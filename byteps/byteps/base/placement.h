@@ -30,9 +30,9 @@ int ServerOf(KeyHash hash, uint64_t key, uint64_t placement, uint64_t index, int
 // time small compared with the whole, a server gets many partitions of a tensor,
 // kPartitionsPerServer of them, as long as they are neither smaller nor larger
 // than the given limits.  No more than kMaxPartitions, if the greatest size allows it.
-// Limits are whole pages, and so is the result.  Of blocks it is a multiple of kBlocksOfPartition
-// of them, which are whole pages of 4 KiB as well, on every machine; or of fewer
-// whole blocks, if the greatest size allows no more.
+// Limits are whole pages, and so is the result.  Partitions of blocks are multiples of
+// kBlocksOfPartition blocks, which are whole pages of 4 KiB; where the greatest size is less than
+// that, as many whole blocks as it holds.
 //
 // `smallest` 0: what the link carries in kShortestSeconds, within kLeastSmallest and kMostSmallest,
 // which is also the one for a link that is not known.  All of a tensor waits once for its first
