@@ -87,28 +87,32 @@ class BytePSGroup(dist.ProcessGroup):
         """Reduce one tensor over the group, in place; return the work."""
         opts = opts or dist.AllreduceOptions()
         (tensor,) = tensors
-        average = _AVERAGES.get(_kind(opts.reduceOp))
-        work = None
-        if average is not None and self._size > 1:
-            work = self._all().begin(tensor, average=average)
+        work = self._begin(tensor, opts)
         return self._native_for(tensor).allreduce(tensors, opts) if work is None else work
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce several tensors over the group, in place; return one work for all."""
         opts = opts or dist.AllreduceCoalescedOptions()
-        average = _AVERAGES.get(_kind(opts.reduceOp))
-        large = [t for t in tensors if average is not None and self._takes(t)]
-        if not large:
-            return self._native_for(tensors[0]).allreduce_coalesced(tensors, opts)
-        ids = {id(tensor) for tensor in large}
-        others = [tensor for tensor in tensors if id(tensor) not in ids]
-        works = [self._all().start(t, average=bool(average)) for t in large]
+        works, others = [], []
+        for tensor in tensors:
+            work = self._begin(tensor, opts)
+            if work is None:
+                others.append(tensor)
+            else:
+                works.append(work)
         if others:
-            works.append(self._native_for(others[0]).allreduce_coalesced(others, opts))
+            work = self._native_for(others[0]).allreduce_coalesced(others, opts)
+            if not works:
+                return work
+            works.append(work)
         return WorkOfMany(works, tensors)
 
-    def _takes(self, tensor: torch.Tensor) -> bool:
-        return self._size > 1 and self._all().takes(tensor)
+    def _begin(self, tensor: torch.Tensor, opts: Any) -> Any:
+        """Start it through the servers; None: it does not go there."""
+        average = _AVERAGES.get(_kind(opts.reduceOp))
+        if average is None or self._size == 1:
+            return None
+        return self._all().begin(tensor, average=average)
 
     def _all(self) -> Reductions:
         if self._reductions is None:

@@ -63,11 +63,14 @@ class OuterReduction:
             byteps.torch.BytePSError: the job failed, or members disagree about the tensor.
         """
         recorded = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._reductions is None or recorded or not self._reductions.takes(tensor):
+        work = None
+        if self._reductions is not None and not recorded:
+            average = op == torch.distributed.ReduceOp.AVG
+            work = self._reductions.begin(tensor, average=average)
+        if work is None:
             torch.distributed.all_reduce(tensor, group=self._group, op=op)
-            return
-        average = op == torch.distributed.ReduceOp.AVG
-        self._works.append(self._reductions.start(tensor, average=average))
+        else:
+            self._works.append(work)
 
     def end(self, copies: _Copies, stream: torch.cuda.Stream) -> Any:
         """All were started, on this stream.

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
 
-WIRE_TYPES = ("bf16", "int8", "int4")
-"""What ``--dpu-reduce-wire-dtype`` may name."""
 FEW_BITS = ("int8", "int4")
+WIRE_TYPES = ("bf16", *FEW_BITS)
+"""What ``--dpu-reduce-wire-dtype`` may name."""
 FEEDBACK = ("auto", "on", "off")
 """What ``--dpu-reduce-feedback`` may name."""
 
@@ -247,7 +247,7 @@ def _check_optimizer(source: object) -> None:
             "torch_dist. Use that, or --no-save-optim and --no-load-optim."
         )
     wire = getattr(source, "dpu_reduce_wire_dtype", None)
-    if wire is not None and wire != "bf16":
+    if wire in FEW_BITS:
         raise ValueError(
             f"--dpu-optimizer does not work with --dpu-reduce-wire-dtype={wire}: parameters come "
             "down in that type too, and would lose bits. Use bf16, or drop one of the two."

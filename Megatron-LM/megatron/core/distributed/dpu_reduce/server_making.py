@@ -1,6 +1,6 @@
 # Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
 
-"""Makes the optimizer of ``--dpu-optimizer``, by itself or with one of the ranks beside it."""
+"""Makes the optimizer of ``--dpu-optimizer``, and with Muon that of the ranks next to it."""
 
 from __future__ import annotations
 
