@@ -45,11 +45,9 @@ def test_what_a_cuda_graph_records_stays_with_nccl(monkeypatch: pytest.MonkeyPat
     calls: list[str] = []
 
     class Reductions:
-        def takes(self, tensor: object) -> bool:
-            return True
-
-        def start(self, tensor: object, *, average: bool) -> None:
+        def begin(self, tensor: object, *, average: bool) -> object:
             calls.append("servers")
+            return object()
 
     monkeypatch.setattr(outer_sums, "_reductions", lambda config, group: Reductions())
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: calls.append("NCCL"))
