@@ -39,7 +39,9 @@ def _floats(x):
 def _bfloat16(x):
     """Rounded to nearest even, as bits."""
     bits = _words(x)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    # A GPU's own NaN has all bits set, and would become -0.
+    return tl.where((bits & 0x7FFFFFFF) > _INFINITY, _NAN, rounded).to(tl.int16)
 
 
 @triton.jit
