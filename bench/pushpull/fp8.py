@@ -27,14 +27,18 @@ def encode(values: torch.Tensor) -> torch.Tensor:
     largest = blocks.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
     scale = torch.exp2(torch.ceil(torch.log2(largest / _LARGEST)))
     numbers = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.cat([numbers, scale.to(torch.bfloat16).view(torch.uint8)], 1).view(-1)
+    # By whole numbers: torch compiles no view of another size.
+    bits = scale.to(torch.bfloat16).view(torch.int16)
+    low, high = (bits & 255).to(torch.uint8), ((bits >> 8) & 255).to(torch.uint8)
+    return torch.cat([numbers, low, high], 1).view(-1)
 
 
 def decode(blocks: torch.Tensor) -> torch.Tensor:
     """The values of blocks, fp32."""
     rows = blocks.view(-1, BLOCK + 2)
     numbers = rows[:, :BLOCK].contiguous().view(torch.float8_e4m3fn).float()
-    scale = rows[:, BLOCK:].contiguous().view(torch.bfloat16).float()
+    low, high = rows[:, BLOCK:].to(torch.int16).split(1, 1)
+    scale = (low | (high << 8)).view(torch.bfloat16).float()
     return (numbers * scale).view(-1)
 
 

@@ -36,6 +36,8 @@ class Training:
 _SHARDED = ("--use-distributed-optimizer",)
 _HALF = ("--grad-reduce-in-bf16",)
 _OVERLAP = "--overlap-grad-reduce"
+_TOLERANCES = {"bf16": 2e-2, "int8": 2e-2, "int4": 1e-1}
+"""Of losses, where gradients are summed or travel in this type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,8 @@ class Way:
     arguments: tuple[str, ...] = ()
     """Of the entry script, besides those of all ways. ``{hosts}`` is the number of hosts."""
     through_servers: bool = False
-    half: bool = False
-    """Gradients are summed, or travel, in bf16."""
+    loss_tolerance: float = 1e-3
+    """Its losses may differ by so much of them from those of another way."""
 
     def megatron_arguments(self, hosts: int, common: Sequence[str]) -> list[str]:
         """With parameters gathered during the forward pass, where gradients overlap too."""
@@ -60,24 +62,23 @@ class Way:
 def _ways() -> Iterator[Way]:
     """Each layout by torch.distributed and, named ``byteps-...``, with ``--use-dpu-reduce``."""
     inside = (*_SHARDED, "--num-distributed-optimizer-instances", "{hosts}")
-    for name, arguments, half in (
-        ("all-reduce", (), False),
-        ("sharded", _SHARDED, False),
-        ("sharded-bf16", (*_SHARDED, *_HALF), True),
+    for name, arguments in (
+        ("all-reduce", ()),
+        ("sharded", _SHARDED),
+        ("sharded-bf16", (*_SHARDED, *_HALF)),
         # The optimizer sharded inside each host.
-        ("by-host", inside, False),
-        ("by-host-bf16", (*inside, *_HALF), True),
+        ("by-host", inside),
+        ("by-host-bf16", (*inside, *_HALF)),
     ):
-        yield Way(name=name, arguments=arguments, half=half)
+        yield _way(name, arguments)
         short = "byteps" if name == "all-reduce" else f"byteps-{name}"
-        asked = ("--use-dpu-reduce",)
-        yield Way(name=short, arguments=(*arguments, *asked), through_servers=True, half=half)
-        if not half:
-            sent = (*arguments, *asked, "--dpu-reduce-wire-dtype", "bf16")
-            yield Way(name=f"{short}-wire-bf16", arguments=sent, through_servers=True, half=True)
+        asked = (*arguments, "--use-dpu-reduce")
+        yield _way(short, asked)
+        for wire in ("bf16", "int8", "int4") if not name.endswith("bf16") else ():
+            yield _way(f"{short}-wire-{wire}", (*asked, "--dpu-reduce-wire-dtype", wire))
     # The sharded recipe as it stands, with one flag added.
     recipe = (*_SHARDED, *_HALF, "--dpu-optimizer")
-    yield Way(name="sharded-bf16-on-servers", arguments=recipe, through_servers=True, half=True)
+    yield _way("sharded-bf16-on-servers", recipe)
     # The optimizer on the servers: parameters come down before the norm is known, or after; the
     # ranks of a host sum first where several share one, or never.
     servers = (*_HALF, "--use-dpu-reduce", "--dpu-optimizer")
@@ -86,7 +87,17 @@ def _ways() -> Iterator[Way]:
         ("servers-bf16-wait", ("--dpu-optimizer-clip", "wait")),
         ("servers-bf16-flat", ("--dpu-reduce-route", "flat")),
     ):
-        yield Way(name=name, arguments=(*servers, *more), through_servers=True, half=True)
+        yield _way(name, (*servers, *more))
+
+
+def _way(name: str, arguments: tuple[str, ...]) -> Way:
+    types = set(name.split("-")) & set(_TOLERANCES)
+    return Way(
+        name=name,
+        arguments=arguments,
+        through_servers=any(flag in arguments for flag in ("--use-dpu-reduce", "--dpu-optimizer")),
+        loss_tolerance=max((_TOLERANCES[one] for one in types), default=Way.loss_tolerance),
+    )
 
 
 WAYS = {way.name: way for way in _ways()}

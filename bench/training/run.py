@@ -44,8 +44,6 @@ from scripts.progress import Progress
 ROOT = Path(__file__).resolve().parents[2]
 
 SCHEMA = 1
-LOSS_TOLERANCE = 1e-3
-HALF_LOSS_TOLERANCE = 2e-2
 HEAD = (
     *("backend", "workers", "servers", "ms/step", "min..max", "tokens/s", "last loss"),
     *("GPU GB", "launches", "busy"),
@@ -189,8 +187,7 @@ def complaint(done: Sequence[Trained], workers: int) -> str | None:
                 f"{name}: parameters differ from those of {first.backend}; "
                 "with two workers they may not"
             )
-        half = WAYS[first.backend].half or WAYS[other.backend].half
-        tolerance = HALF_LOSS_TOLERANCE if half else LOSS_TOLERANCE
+        tolerance = max(WAYS[one.backend].loss_tolerance for one in (first, other))
         # Not by the largest difference: max() may pass over what is no number.
         for step, (a, b) in enumerate(zip(first.losses, other.losses, strict=True), 1):
             apart = abs(a - b) / abs(a)
