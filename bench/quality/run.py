@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""Compares what a GPT learns when its gradients travel in fewer bits.
+
+Trains one model on text in several wire types, each with the same seeds: a seed fixes the
+parameters at the beginning and the order of the data, so that losses of one seed are compared step
+by step. Prints the mean difference over the last steps, relative, with a 95 % interval over seeds
+(of one seed: over steps).
+
+  bench/quality/run.py                                 a small GPT on this machine
+  bench/quality/run.py --layers 18 --hidden 768 --steps 1000 --seeds 3 --at-once 9 -- --bf16
+  bench/quality/run.py --from-json RESULT --plot CURVES.png
+
+Exit status: 0 all is well; 1 a run failed, or a difference is above its limit; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.kit.record import metadata
+from scripts import prepare_data
+from scripts import train as train_script
+from scripts.columns import aligned
+from scripts.trainkit.job import Job, JobError, Record
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = 1
+TYPES = ("same", "bf16", "int8", "int4")
+REFERENCE = "bf16"
+LAST = 100
+"""Steps whose losses are compared."""
+HEAD = ("wire type", "seeds", f"loss, last {LAST} steps", f"over {REFERENCE}'s", "95 % interval")
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Student's t, two-sided, by degrees of freedom."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    positive = train_script.positive
+    add = parser.add_argument
+    add("--types", default="bf16,int8,int4", help=f"of {', '.join(TYPES)} (default: %(default)s)")
+    add("--seeds", type=positive, default=3, help="default: 3")
+    add("--steps", type=positive, default=300, help="default: 300")
+    add("--workers", type=positive, default=2, help="of each run (default: 2)")
+    add("--layers", type=positive, default=4, help="default: 4")
+    add("--hidden", type=positive, default=128, help="default: 128")
+    add("--sequence", type=positive, default=128, help="default: 128")
+    add("--batch", type=positive, default=8, help="sequences per rank and step (default: 8)")
+    add("--rate", type=float, default=1e-3, help="learning rate (default: 1e-3)")
+    add("--at-once", type=positive, default=1, help="runs that share this machine (default: 1)")
+    add("--at-most", default="", metavar="TYPE=X,...", help="fail where a difference is above X")
+    add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
+    add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
+    add("--data-cache", type=Path, default=ROOT / "build/data", help="default: build/data")
+    add("--tree", type=Path, default=ROOT / "build/Megatron-LM", help="patched Megatron-LM")
+    add("--out", type=Path, default=ROOT / "build/quality", help="default: build/quality")
+    add("--from-json", type=Path, metavar="FILE", help="show that result, and train nothing")
+    add("--plot", type=Path, metavar="FILE", help="draw the curves")
+    add("megatron", nargs="*", metavar="-- ARGUMENTS", help="for Megatron, after --")
+    options = parser.parse_args(arguments)
+    options.types = options.types.split(",")
+    unknown = set(options.types) - set(TYPES)
+    if unknown or REFERENCE not in options.types:
+        parser.error(f"--types: some of {', '.join(TYPES)}, and {REFERENCE} among them")
+    try:
+        pairs = (one.split("=") for one in filter(None, options.at_most.split(",")))
+        options.at_most = {name: float(limit) for name, limit in pairs}
+    except ValueError:
+        parser.error("--at-most is written like int8=0.002,int4=0.007")
+    return options
+
+
+def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> list[str]:
+    """All that runs of a seed share."""
+    length = str(options.sequence)
+    heads = str(max(1, options.hidden // 64))
+    arguments = train_script.megatron_arguments(
+        argparse.Namespace(seed=seed, steps=options.steps, megatron=[]), prefix
+    )
+    arguments += ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
+    arguments += ["--num-attention-heads", heads, "--seq-length", length]
+    arguments += ["--max-position-embeddings", length, "--micro-batch-size", str(options.batch)]
+    arguments += ["--lr", str(options.rate), "--min-lr", str(options.rate / 10)]
+    # Where the rate is high at once, runs drift apart, whatever made them differ first.
+    arguments += ["--lr-warmup-iters", str(options.steps // 10)]
+    return [*arguments, *options.megatron]
+
+
+def learn(options: argparse.Namespace, prefix: Path, wire: str, seed: int) -> list[float]:
+    """The loss of every step."""
+    arguments = megatron_arguments(options, prefix, seed)
+    arguments += ["--use-dpu-reduce", "--dpu-reduce-route", "flat"]
+    if wire != "same":
+        arguments += ["--dpu-reduce-wire-dtype", wire]
+    job = Job(
+        tree=options.tree,
+        folder=options.out / f"{wire}-{seed}",
+        workers=options.workers,
+        arguments=arguments,
+        environment=train_script.environment(options.workers, 1),
+    )
+    shown = {"at": 0.0}
+
+    def show(record: Record) -> None:
+        if record.steps and time.monotonic() - shown["at"] > 20:
+            shown["at"] = time.monotonic()
+            last = record.steps[-1]
+            print(f"{wire}, seed {seed}: step {last.iteration}, {last.loss:.4f}", flush=True)
+
+    return [step.loss for step in job.run(show).steps]
+
+
+def differences(losses: dict[str, list[list[float]]], wire: str) -> list[float]:
+    """Relative to the reference: one for each seed, or of one seed for each of the last steps."""
+    pairs = zip(losses[wire], losses[REFERENCE], strict=True)
+    steps = [[(a - b) / b for a, b in zip(x[-LAST:], y[-LAST:], strict=True)] for x, y in pairs]
+    return steps[0] if len(steps) == 1 else [statistics.fmean(one) for one in steps]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean, and the ends of its 95 % interval."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, mean, mean
+    reach = _T95.get(len(values) - 1, 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - reach, mean + reach
+
+
+def rows(losses: dict[str, list[list[float]]]) -> list[Sequence[str]]:
+    """The table."""
+    table: list[Sequence[str]] = [HEAD]
+    for wire, runs in losses.items():
+        loss = statistics.fmean(value for run in runs for value in run[-LAST:])
+        cells = [wire, str(len(runs)), f"{loss:.4f}"]
+        if wire != REFERENCE:
+            mean, low, high = interval(differences(losses, wire))
+            cells += [f"{mean:+.3%}", f"{low:+.3%}..{high:+.3%}"]
+        table.append([*cells, *[""] * (len(HEAD) - len(cells))])
+    return table
+
+
+def problems(losses: dict[str, list[list[float]]], at_most: dict[str, float]) -> list[str]:
+    """Differences above their limits."""
+    found = []
+    for wire, limit in at_most.items():
+        mean, _, _ = interval(differences(losses, wire))
+        if not mean <= limit:
+            found.append(
+                f"{wire}: the loss is {mean:+.3%} above {REFERENCE}'s, more than {limit:.2%}"
+            )
+    return found
+
+
+def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
+    """Curves as a picture: the losses, and how they differ from the reference's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for number, (wire, runs) in enumerate(losses.items()):
+        mean = [statistics.fmean(step) for step in zip(*runs, strict=True)]
+        above.plot(smooth(mean), label=wire, color=f"C{number}", linewidth=1.2)
+        if wire != REFERENCE:
+            theirs = [statistics.fmean(step) for step in zip(*losses[REFERENCE], strict=True)]
+            apart = [100 * (a - b) / b for a, b in zip(mean, theirs, strict=True)]
+            below.plot(smooth(apart), label=wire, color=f"C{number}", linewidth=1.0)
+    above.set_ylabel("loss per byte, mean of seeds")
+    below.set_ylabel(f"% above {REFERENCE}'s")
+    below.set_xlabel("step; each point is the mean of 20")
+    below.axhline(0, color="black", linewidth=0.5)
+    above.legend()
+    below.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def smooth(values: Sequence[float], over: int = 20) -> list[float]:
+    """The mean of each value and those before it."""
+    return [statistics.fmean(values[max(0, i - over + 1) : i + 1]) for i in range(len(values))]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train all. Raises JobError where a run fails."""
+    dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
+    asked = [(wire, seed) for seed in range(1, options.seeds + 1) for wire in options.types]
+    losses: dict[str, list[list[float]]] = {wire: [] for wire in options.types}
+    with ThreadPoolExecutor(options.at_once) as pool:
+        found = pool.map(lambda one: learn(options, dataset.prefix, *one), asked)
+        for (wire, _), run in zip(asked, found, strict=True):
+            losses[wire].append(run)
+    return {"schema": SCHEMA, "meta": metadata(sys.argv[1:]), "losses": losses}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.from_json:
+        result = json.loads(options.from_json.read_text(encoding="utf-8"))
+    else:
+        try:
+            result = measure(options)
+        except JobError as error:
+            print(f"bench/quality/run.py: {error}", file=sys.stderr)
+            return 1
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "quality.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+    print("\n".join(f"# {name}: {text}" for name, text in result["meta"].items()))
+    print(aligned(rows(result["losses"])))
+    if options.plot:
+        draw(result["losses"], options.plot)
+    wrong = problems(result["losses"], options.at_most)
+    print("\n".join(wrong) or "# no difference is above its limit")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
