@@ -22,7 +22,7 @@ import torch.distributed as dist
 from byteps import c10d_plugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 WAYS = ("ddp", "ddp-backend", "ddp-hook", "hsdp", "hsdp-backend")
@@ -42,6 +42,8 @@ class Experiment:
     """Of each way; two more, before them, are not timed."""
     shards: int
     """Ranks of a host that share a replica, with hsdp."""
+    reduce_dtype: str | None
+    """In which HSDP reduces gradients; None: their own."""
     device: str
 
 
@@ -69,9 +71,11 @@ class Trained:
                     self._model.register_comm_hook(group, ddp_comm_hook)
             else:
                 mesh = _mesh(experiment, rank, size)
+                reduced = torch.bfloat16 if experiment.reduce_dtype == "bf16" else None
+                policy = MixedPrecisionPolicy(reduce_dtype=reduced)
                 for layer in layers:
-                    fully_shard(layer, mesh=mesh)
-                fully_shard(self._model, mesh=mesh)
+                    fully_shard(layer, mesh=mesh, mp_policy=policy)
+                fully_shard(self._model, mesh=mesh, mp_policy=policy)
         self._optimizer = torch.optim.SGD(self._model.parameters(), 0.01)
         self._device = device
         torch.manual_seed(100 + rank)
@@ -130,8 +134,8 @@ def main() -> None:
     experiment = Experiment(**spec["experiment"])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    if experiment.device != "cpu":
-        torch.cuda.set_device(experiment.device)
+    if experiment.device != "cpu":  # ranks share GPUs where there are fewer
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     c10d_plugin.install()
     dist.init_process_group(
         "gloo" if experiment.device == "cpu" else "cpu:gloo,cuda:nccl",

@@ -8,6 +8,7 @@ ways that learn the same have learned is compared in the end.
   bench/frameworks/run.py                               4 + 4 hosts at 100 Mbit/s, fp32
   bench/frameworks/run.py --wire-dtype bf16 --ways ddp,ddp-backend,ddp-hook
   bench/frameworks/run.py --device cuda --link 10gbit --width 4096 --layers 6
+  bench/frameworks/run.py --device cuda --link none --workers 2 --servers 2 --ways hsdp,hsdp-backend
 
 Needs root. Exit status: 0 all thresholds are reached; 1 one was missed, what was learned differs,
 or a process failed; 2 bad usage.
@@ -16,19 +17,20 @@ or a process failed; 2 bad usage.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bench.frameworks.rank import WAYS, Experiment
-from bench.kit.emulation import Emulation, EmulationError
+from bench.kit.emulation import LOOPBACK, Emulation, EmulationError, Host
 from bench.kit.errors import LaunchError
 from bench.kit.interrupts import become_interruptible
 from bench.kit.launch import Placement, run_job
@@ -37,6 +39,7 @@ from bench.kit.processes import Processes
 from bench.kit.record import metadata, topology_text
 from bench.kit.units import parse_rate
 from scripts.columns import aligned, pipes
+from scripts.gpus import outnumbered
 from scripts.progress import Progress
 
 SCHEMA = 1
@@ -54,7 +57,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=4, help="hosts of one rank each (default: 4)")
     add("--servers", type=int, default=4, help="on hosts of their own (default: 4)")
     add("--ranks-per-host", type=int, default=1, help="default: 1")
-    add("--link", default="100mbit", metavar="RATE", help="of each host (default: 100mbit)")
+    add(
+        "--link",
+        default="100mbit",
+        metavar="RATE",
+        help="of each host (default: 100mbit); none: all run on this machine as it is",
+    )
     add("--layers", type=int, default=4, help="default: 4")
     add("--width", type=int, default=1024, help="of a layer of width x width (default: 1024)")
     add("--batch", type=int, default=4, help="rows per rank and step (default: 4)")
@@ -62,13 +70,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--launches", type=int, default=3, help="default: 3")
     add("--ways", default=",".join(WAYS), help=f"default: {','.join(WAYS)}")
     add("--wire-dtype", default="same", choices=("same", "bf16", "fp16"), help="default: same")
+    add("--reduce-dtype", choices=("bf16",), help="in which HSDP reduces gradients (default: fp32)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     add("--at-least", type=float, metavar="X", help="fail where a way has less speed over native")
     add("--json", type=Path, metavar="FILE", help="write every step")
     add("--markdown", type=Path, metavar="PAGE", help="rewrite the table of this wire type there")
     options = parser.parse_args(arguments)
     try:
-        options.link = parse_rate(options.link)
+        options.link = 0 if options.link == "none" else parse_rate(options.link)
         options.ways = tuple(options.ways.split(","))
         if unknown := set(options.ways) - set(WAYS):
             raise ValueError(f"--ways: {', '.join(sorted(unknown))} is none of {', '.join(WAYS)}")
@@ -93,23 +102,36 @@ def launch(options: argparse.Namespace, topology: Topology, timeout_s: float) ->
         batch=options.batch,
         steps=options.steps,
         shards=options.ranks_per_host,
+        reduce_dtype=options.reduce_dtype,
         device=options.device,
     )
     with (
-        Emulation(topology) as emulation,
+        _hosts(topology) as hosts,
         tempfile.TemporaryDirectory(prefix="frameworks-") as folder,
         Processes(Path(folder)) as processes,
     ):
-        shared = options.device == "cuda"
-        placement = Placement(topology, emulation.hosts, shares_gpus=shared)
+        shared = options.device == "cuda" and outnumbered(topology.workers)
+        placement = Placement(topology, hosts, shares_gpus=shared)
         ours = {
             "BYTEPS_C10D_WIRE_DTYPE": options.wire_dtype,
-            "BYTEPS_LINK_GBPS": f"{options.link / 1e9:g}",
             "BYTEPS_START_TIMEOUT_S": "200",
         }
+        if options.link:
+            ours["BYTEPS_LINK_GBPS"] = f"{options.link / 1e9:g}"
+        else:  # on this machine NVLink is faster than any servers
+            ours["BYTEPS_C10D_BACKEND"] = "flat"
         spec = {"experiment": asdict(experiment)}
         program = "bench.frameworks.rank"
         return dict(run_job(program, spec, placement, processes, ours, timeout_s))
+
+
+@contextlib.contextmanager
+def _hosts(topology: Topology) -> Iterator[Sequence[Host]]:
+    if topology.emulated_hosts == 0:
+        yield [LOOPBACK]
+        return
+    with Emulation(topology) as emulation:
+        yield emulation.hosts
 
 
 def native(way: str) -> str:
@@ -174,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workers=options.workers * options.ranks_per_host,
         servers=options.servers,
         ranks_per_host=options.ranks_per_host,
-        emulated_hosts=options.workers + options.servers,
+        emulated_hosts=options.workers + options.servers if options.link else 0,
         link_bits=options.link,
     )
     launches = []
