@@ -25,6 +25,7 @@ if(GTest_FOUND)
     tests/engine/plan_test.cc
     tests/engine/push_scheduler_test.cc
     tests/engine/remains_test.cc
+    tests/engine/streamed_sum_test.cc
     tests/net/link/admission_test.cc
     tests/net/link/greeting_test.cc
     tests/net/link/idle_blocks_test.cc

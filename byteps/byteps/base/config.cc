@@ -129,6 +129,11 @@ std::vector<Variable> MakeTable() {
        "Pinned host memory of a worker with GPU tensors, which partitions pass through: as much as "
        "the declared tensors need, at most this, at least one partition of "
        "BYTEPS_PARTITION_BYTES."},
+      {"BYTEPS_STREAMED_BYTES", kInt, "bytes", "4294967296", 0, 1e15, "",
+       "Pinned host memory of a worker with sums that streams of its GPU wait for, as in "
+       "torch.distributed. Such a sum holds all of its bytes until it has landed; one that finds "
+       "no "
+       "room blocks the host when it is awaited."},
       {"BYTEPS_KEY_HASH_FN", kChoice, "", "raw", 0, 0, "raw|djb2",
        "How partitions are spread over servers. raw: round robin from the tensor's placement. The "
        "same on all workers."},

@@ -52,7 +52,8 @@ DeviceCopies* DeviceCopies::Of(int device) {
 
 DeviceCopies::DeviceCopies(int device) : device_(device), events_(std::make_shared<Events>()) {
   const CurrentDevice current(device);
-  for (const CopyLane lane : {CopyLane::kToHost, CopyLane::kFewToHost, CopyLane::kToDevice}) {
+  for (const CopyLane lane :
+       {CopyLane::kToHost, CopyLane::kFewToHost, CopyLane::kWholeToHost, CopyLane::kToDevice}) {
     lanes_[lane] = {MakeStream(), MakeStream()};
   }
 }
@@ -142,6 +143,17 @@ void DeviceCopies::MakeWait(DeviceStream stream, const DeviceMoment& moment) {
   if (!moment) return;
   const CurrentDevice current(device_);
   WaitForEvent(stream, moment.get());
+}
+
+void DeviceCopies::MakeWait(CopyLane lane, const DeviceMoment& moment) {
+  MakeWait(lanes_.at(lane).work, moment);
+}
+
+void DeviceCopies::CopyOnceSet(DeviceStream stream, const DeviceWord* word,
+                               const std::vector<Copy>& copies) {
+  const CurrentDevice current(device_);
+  WaitForWord(stream, word);
+  for (const Copy& copy : copies) CopyToDevice(copy.to, copy.from, copy.bytes, stream);
 }
 
 }  // namespace core

@@ -28,7 +28,8 @@ using DeviceMoment = std::shared_ptr<void>;
 // Copies of a lane are made one after the other.
 enum class CopyLane {
   kToHost,
-  kFewToHost,  // few bytes, which do not wait for long copies
+  kFewToHost,    // few bytes, which do not wait for long copies
+  kWholeToHost,  // all of a tensor at once, as the caller of a sum enqueues it
   kToDevice,
 };
 
@@ -60,6 +61,8 @@ class DeviceCopies {
 
   // Enqueues copies.  The result: all are done.
   DeviceMoment Enqueue(CopyLane lane, const std::vector<Copy>& copies);
+  // Copies that a lane is given from now on wait for `moment`.
+  void MakeWait(CopyLane lane, const DeviceMoment& moment);
   // Calls `then` when `copied`, which Enqueue gave, is done.
   void CallAfter(CopyLane lane, const DeviceMoment& copied, std::function<void()> then);
   // Likewise, but first this thread waits a moment: a short copy takes a fraction of the time until
@@ -69,6 +72,8 @@ class DeviceCopies {
   DeviceMoment CopiedToDevice();
   // What the caller's `stream` is given from now on waits for `moment`.
   void MakeWait(DeviceStream stream, const DeviceMoment& moment);
+  // Enqueues copies to the device in the caller's `stream`, which waits until `word` is 1.
+  void CopyOnceSet(DeviceStream stream, const DeviceWord* word, const std::vector<Copy>& copies);
 
  private:
   // The stream of a lane, and the one from which is called.

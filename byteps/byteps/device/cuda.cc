@@ -57,6 +57,11 @@ void WaitForEvent(DeviceStream stream, DeviceEvent event) {
   CheckCuda(Cuda().cuStreamWaitEvent(Stream(stream), Event(event), 0), "cuStreamWaitEvent");
 }
 
+void WaitForWord(DeviceStream stream, const DeviceWord* word) {
+  CheckCuda(Cuda().cuStreamWaitValue32(Stream(stream), Pointer(word), 1, kCudaWaitValueEqual),
+            "cuStreamWaitValue32");
+}
+
 void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream) {
   CheckCuda(Cuda().cuMemcpyDtoHAsync(host, Pointer(device), bytes, Stream(stream)),
             "copy to the host");

@@ -68,6 +68,7 @@ Loaded Load() {
   find(&api->cuStreamCreate, "cuStreamCreate");
   find(&api->cuStreamQuery, "cuStreamQuery");
   find(&api->cuStreamWaitEvent, "cuStreamWaitEvent");
+  find(&api->cuStreamWaitValue32, "cuStreamWaitValue32_v2");
   find(&api->cuLaunchHostFunc, "cuLaunchHostFunc");
   find(&api->cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");
   find(&api->cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");

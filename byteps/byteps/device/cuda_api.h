@@ -23,6 +23,7 @@ constexpr CudaResult kCudaNotReady = 600;
 constexpr unsigned kCudaHostAllocPortable = 1;
 constexpr unsigned kCudaEventDisableTiming = 2;
 constexpr unsigned kCudaStreamNonBlocking = 1;
+constexpr unsigned kCudaWaitValueEqual = 1;
 
 // Every member is set.  The names are the driver's own, without the suffix of the binary
 // interface's version, such as _v2, which this table fixes: one build serves every driver.
@@ -41,6 +42,8 @@ struct CudaApi {
   CudaResult (*cuStreamCreate)(CudaStream* stream, unsigned flags);
   CudaResult (*cuStreamQuery)(CudaStream stream);
   CudaResult (*cuStreamWaitEvent)(CudaStream stream, CudaEvent event, unsigned flags);
+  CudaResult (*cuStreamWaitValue32)(CudaStream stream, CudaPointer word, unsigned value,
+                                    unsigned flags);
   CudaResult (*cuLaunchHostFunc)(CudaStream stream, void (*function)(void* data), void* data);
   CudaResult (*cuMemcpyDtoHAsync)(void* host, CudaPointer device, size_t bytes, CudaStream stream);
   CudaResult (*cuMemcpyHtoDAsync)(CudaPointer device, const void* host, size_t bytes,

@@ -7,7 +7,9 @@
 #ifndef BYTEPS_DEVICE_DEVICE_H_
 #define BYTEPS_DEVICE_DEVICE_H_
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 
 namespace byteps {
@@ -17,6 +19,10 @@ constexpr int kCpu = -1;  // the device number of host memory
 
 using DeviceStream = void*;  // cudaStream_t
 using DeviceEvent = void*;   // cudaEvent_t
+
+// Lies in pinned memory: a stream waits for a thread of the host that sets it.
+using DeviceWord = std::atomic<uint32_t>;
+static_assert(sizeof(DeviceWord) == sizeof(uint32_t));
 
 // Makes a device the calling thread's current one, and the one before again at its end.
 class CurrentDevice {
@@ -39,6 +45,8 @@ bool EventIsDone(DeviceEvent event);
 bool StreamIsIdle(DeviceStream stream);
 // What `stream` is given from now on waits for what `event` stands for now.
 void WaitForEvent(DeviceStream stream, DeviceEvent event);
+// Likewise, until `word` is 1.
+void WaitForWord(DeviceStream stream, const DeviceWord* word);
 
 // Enqueue a copy; the host memory is pinned.
 void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream);

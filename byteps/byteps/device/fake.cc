@@ -53,6 +53,8 @@ class Gate {
 // Never destroyed: streams' threads use them to the end.
 Gate& to_device = *new Gate;
 Gate& to_host = *new Gate;
+Gate& calls = *new Gate;
+std::atomic<std::thread::id> caller;  // whom `calls` does not hold
 
 class Stream {
  public:
@@ -112,6 +114,7 @@ void Enter() {
     fprintf(stderr, "the device was called from a callback\n");
     abort();
   }
+  if (caller.load() != std::this_thread::get_id()) calls.Await();
   if (broken) throw Error("the fake device is broken");
 }
 
@@ -206,6 +209,14 @@ void WaitForEvent(DeviceStream stream, DeviceEvent event) {
   Of(stream)->Enqueue([recorded = given->recorded] { recorded.wait(); });
 }
 
+void WaitForWord(DeviceStream stream, const DeviceWord* word) {
+  Enter();
+  DemandPinned(word, sizeof *word);
+  Of(stream)->Enqueue([word] {
+    while (word->load(std::memory_order_acquire) != 1) std::this_thread::yield();
+  });
+}
+
 void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream) {
   Enter();
   DemandPinned(host, bytes);
@@ -247,6 +258,11 @@ std::shared_ptr<std::promise<void>> Hold(DeviceStream stream) {
 
 std::shared_ptr<std::promise<void>> HoldCopiesToDevice() { return to_device.Hold(); }
 std::shared_ptr<std::promise<void>> HoldCopiesToHost() { return to_host.Hold(); }
+
+std::shared_ptr<std::promise<void>> HoldCalls() {
+  caller = std::this_thread::get_id();
+  return calls.Hold();
+}
 
 void Synchronize(DeviceStream stream) {
   auto promise = std::make_shared<std::promise<void>>();

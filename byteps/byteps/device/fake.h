@@ -20,6 +20,9 @@ std::shared_ptr<std::promise<void>> Hold(DeviceStream stream);
 // No copy to a device, or to the host, is made until the result's value is set.
 std::shared_ptr<std::promise<void>> HoldCopiesToDevice();
 std::shared_ptr<std::promise<void>> HoldCopiesToHost();
+// Calls by other threads than this one do not return until the result's value is set, as those of a
+// driver do while it waits for a stream.
+std::shared_ptr<std::promise<void>> HoldCalls();
 // Blocks until a stream has done all its work.
 void Synchronize(DeviceStream stream);
 // The calling thread's.

@@ -55,25 +55,35 @@ void PinnedPool::SetLimit(uint64_t limit) {
   wanted_ = 0;
 }
 
-uint64_t PinnedPool::Growth(uint64_t wanted) {
+uint64_t PinnedPool::Growth(uint64_t wanted, uint64_t limit) {
   const uint64_t pinned = pinned_bytes();
-  const uint64_t most = std::max(limit_ / top_ * top_, top_);
-  const uint64_t target = std::min((wanted + top_ - 1) / top_ * top_, most);
+  const uint64_t target = std::min((wanted + top_ - 1) / top_ * top_, limit / top_ * top_);
   if (target <= pinned) return 0;
   return std::min(target - pinned, std::max(kLargestSlab / top_ * top_, top_));
 }
 
 void PinnedPool::Reserve(uint64_t bytes) {
-  ps::MutexLock growing(&grow_mu_);
-  wanted_ += bytes;
-  while (const uint64_t size = Growth(wanted_)) {
-    char* slab = static_cast<char*>(allocate_(size));
-    ps::MutexLock lock(&mu_);
-    slabs_[slab] = size;
-    pinned_ += size;
-    for (uint64_t at = 0; at < size; at += top_) free_[top_].insert(slab + at);
+  {
+    ps::MutexLock growing(&grow_mu_);
+    wanted_ += bytes;
+    while (const uint64_t size = Growth(wanted_, std::max(limit_, top_))) Grow(size);
   }
   ServeWaiters();
+}
+
+void PinnedPool::Grow(uint64_t bytes) {
+  char* slab = static_cast<char*>(allocate_(bytes));
+  ps::MutexLock lock(&mu_);
+  slabs_[slab] = bytes;
+  pinned_ += bytes;
+  for (uint64_t at = 0; at < bytes; at += top_) free_[top_].insert(slab + at);
+}
+
+PinnedBlock PinnedPool::TakeOrPin(uint64_t bytes, uint64_t more, uint64_t limit) {
+  if (PinnedBlock block = TryTake(bytes)) return block;
+  ps::MutexLock growing(&grow_mu_);
+  if (const uint64_t size = Growth(pinned_bytes() + std::max(bytes, more), limit)) Grow(size);
+  return TryTake(bytes);
 }
 
 uint64_t PinnedPool::SizeFor(uint64_t bytes) const { return std::min(PowerOfTwo(bytes), top_); }

@@ -54,6 +54,9 @@ class PinnedPool {
 
   // A block of at least `bytes` (at most `largest`) bytes, or null: all are in use.
   PinnedBlock TryTake(uint64_t bytes);
+  // As TryTake, but where all are in use pins memory for `more` bytes first, if there is no more
+  // than `limit` then.  Some device is current.
+  PinnedBlock TakeOrPin(uint64_t bytes, uint64_t more, uint64_t limit);
   // As TryTake; but after those who wait already.  When it returns null, `then` will be called
   // with a block, by the thread that gives one back; it must not block.
   PinnedBlock TakeOrCall(uint64_t bytes, Then then);
@@ -68,7 +71,9 @@ class PinnedPool {
   };
 
   uint64_t SizeFor(uint64_t bytes) const;
-  uint64_t Growth(uint64_t wanted) PS_REQUIRES(grow_mu_);
+  // Bytes of the next slab; 0: there is as much as is wanted, or as the limit allows.
+  uint64_t Growth(uint64_t wanted, uint64_t limit);
+  void Grow(uint64_t bytes) PS_REQUIRES(grow_mu_);
   void SetLimit(uint64_t limit);
   char* Cut(uint64_t size) PS_REQUIRES(mu_);  // null: there is none
   // Joins it with its free other half.

@@ -13,6 +13,7 @@
 #include "byteps/engine/plan.h"
 #include "byteps/engine/push_scheduler.h"
 #include "byteps/engine/requests.h"
+#include "byteps/engine/streamed_sum.h"
 #include "byteps/observe/metrics.h"
 
 namespace byteps {
@@ -31,11 +32,13 @@ struct Context {
   Plan plan;
   const double op_timeout_s;
   const uint64_t pinned_bytes;
+  const uint64_t streamed_bytes;
   const std::unique_ptr<Channel> channel;
   WorkerCounters* const counters;
   Operations operations;
   Requests requests;
   CopyQueues copies;
+  StreamedSums streamed;
   // Shared with callbacks of the device's and of the transport's, which may outlive the engine.
   const std::shared_ptr<PushScheduler> scheduler;
   const std::shared_ptr<OperationTrace> trace;

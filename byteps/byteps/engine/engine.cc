@@ -104,7 +104,7 @@ std::vector<TensorPtr> Engine::Declare(const std::vector<TensorSpec>& specs) {
 
 int64_t Engine::PushPull(const PushPullRequest& request) {
   const TensorSpec& spec = request.tensor;
-  if (failed()) throw Error(context_.operations.failure());
+  Check();
   if (request.pull_begin > std::min(request.pull_end, request.OfferedBytes())) {
     throw UsageError("the wanted part of '" + spec.name + "' ends before it begins");
   }
@@ -119,6 +119,11 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
   auto operation = std::make_shared<Operation>(request, Declare({spec}).front());
   operation->ready = std::move(ready);
   CheckUse(*operation);
+  if (request.streamed && operation->on_gpu() && request.op == kPushPull) {
+    operation->streamed =
+        StreamedSum::TryMake(*operation, context_.pool(), context_.streamed_bytes);
+    if (operation->streamed) context_.streamed.Add(operation);
+  }
   const int64_t handle = context_.operations.Begin(operation);
   context_.trace->Begin(operation.get());
   try {
@@ -129,6 +134,14 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
   return handle;
 }
 
+bool Engine::IsStreamed(int64_t handle) {
+  return context_.operations.Find(handle)->streamed != nullptr;
+}
+
+void Engine::Check() {
+  if (failed()) throw Error(context_.operations.failure());
+}
+
 bool Engine::Poll(int64_t handle) { return context_.operations.Find(handle)->is_done(); }
 
 void Engine::CallAtEnd(int64_t handle, std::function<void()> then) {
@@ -137,6 +150,13 @@ void Engine::CallAtEnd(int64_t handle, std::function<void()> then) {
 
 bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit) {
   const OperationPtr operation = context_.operations.Find(handle);
+  if (operation->streamed && (!operation->is_done() || operation->error().empty())) {
+    operation->streamed->CopyToDevice(operation, stream);
+    context_.operations.Forget(handle);
+    // The thread that watches may have looked too early to see that it is awaited.
+    if (operation->is_done() && !operation->error().empty()) throw Error(operation->error());
+    return true;
+  }
   if (!operation->AwaitEnd(limit)) return false;
   context_.operations.Forget(handle);
   if (!operation->error().empty()) ThrowFailure(operation, stream);
@@ -148,6 +168,7 @@ bool Engine::WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanosecon
 
 void Engine::ThrowFailure(const OperationPtr& operation, DeviceStream stream) {
   const std::string error = operation->error();
+  if (operation->streamed) throw Error(error);  // nothing is written but its own memory
   operation->AwaitWriters();
   if (!operation->output_on_gpu()) {
     const Operation::Part wanted = operation->WantedOutput();

@@ -44,10 +44,13 @@ class Engine : public ChannelUser {
   std::vector<TensorPtr> Declare(const std::vector<TensorSpec>& specs);
   int64_t PushPull(const PushPullRequest& request);
   bool Poll(int64_t handle);
+  bool IsStreamed(int64_t handle);
   bool WaitFor(int64_t handle, DeviceStream stream, std::chrono::nanoseconds limit);
   void CallAtEnd(int64_t handle, std::function<void()> then);
 
   bool failed() { return context_.operations.failed(); }
+  // Throws Error when the job failed.
+  void Check();
   bool RegistersMemory() const { return context_.channel->RegistersMemory(); }
   const Plan& plan() const { return context_.plan; }
   double link_gbps() const { return context_.channel->link_gbps(); }
@@ -60,6 +63,9 @@ class Engine : public ChannelUser {
 
  private:
   void Fail(const std::string& reason);
+  // Lets streams go on that wait for sums that failed.  Fails the job where nobody would hear of
+  // that.
+  void EndFailedStreams();
   // Throws what a failed operation ended with, once nothing writes into its output any more.
   [[noreturn]] void ThrowFailure(const OperationPtr& operation, DeviceStream stream);
 

@@ -27,16 +27,36 @@ void Engine::Watch() {
       const std::string verdict = Verdict(operation);
       if (!verdict.empty()) context_.operations.Fail(operation, verdict);
     }
+    EndFailedStreams();
   }
   // At once after a failure too, the process may be killed soon: but with all that failed.
-  ps::MutexLock lock(&failing_mu_);
-  context_.trace->Write();
+  {
+    ps::MutexLock lock(&failing_mu_);
+    context_.trace->Write();
+  }
+  EndFailedStreams();
+}
+
+void Engine::EndFailedStreams() {
+  for (const auto& operation : context_.streamed.TakeFailed()) {
+    const bool is_awaited = operation->streamed->is_awaited();
+    operation->AwaitWriters();
+    for (uint64_t i = 0; i < operation->tensor->declaration.NumPartitions(); ++i) {
+      const uint64_t bytes = operation->Wanted(i).bytes;
+      if (bytes > 0) context_.channel->Abandon(operation->Target(i), bytes);
+    }
+    operation->streamed->Fail();
+    // Nobody waits for it: whoever starts another one hears of it.
+    if (is_awaited && !failed()) Fail(operation->error());
+  }
 }
 
 std::string Engine::Verdict(const OperationPtr& operation) {
   try {
-    // Callbacks of a device that failed never come.
-    if (operation->on_gpu()) DeviceCopies::Of(operation->request.tensor.device)->Check();
+    // Callbacks of a device that failed never come.  While a stream waits for a sum, a driver may
+    // hold up who asks it anything.
+    if (operation->on_gpu() && context_.streamed.empty())
+      DeviceCopies::Of(operation->request.tensor.device)->Check();
   } catch (const Error& e) {
     return "push_pull of '" + operation->name() + "' failed: " + e.what();
   }
@@ -63,7 +83,9 @@ std::string Engine::Silence(const OperationPtr& operation) {
   // Its window is full of what was to be sent before.
   if (!names.empty()) return names + ", which does not take what was sent to it before,";
   try {
-    if (!DeviceCopies::IsDone(operation->ready)) {
+    const bool is_ready = operation->streamed ? operation->streamed->has_copied()
+                                              : DeviceCopies::IsDone(operation->ready);
+    if (!is_ready) {
       return "the GPU, which still computes its values,";
     }
   } catch (const Error&) {

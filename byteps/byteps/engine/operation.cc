@@ -8,6 +8,7 @@
 #include "byteps/base/block_codec.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/probe.h"
+#include "byteps/engine/streamed_sum.h"
 
 namespace byteps {
 namespace core {
@@ -83,7 +84,13 @@ Operation::Part Operation::Wanted(uint64_t index) const {
   return {from, to - from};
 }
 
+const char* Operation::Source(uint64_t index) const {
+  if (streamed) return streamed->MemoryOf(index);
+  return static_cast<const char*>(request.input) + Sent(index).offset;
+}
+
 char* Operation::Target(uint64_t index) const {
+  if (streamed) return streamed->MemoryOf(index) + Wanted(index).offset - Whole(index).offset;
   return static_cast<char*>(request.output) + Wanted(index).offset;
 }
 

@@ -20,6 +20,8 @@
 namespace byteps {
 namespace core {
 
+class StreamedSum;
+
 // The caller's values of a tensor on the CPU that travels in blocks of few bits
 // (base/block_codec.h).  They are encoded partition by partition as they are pushed, and decoded as
 // their sums come.
@@ -48,6 +50,9 @@ struct PushPullRequest {
   int priority = 0;                // higher goes first
   bool forgets_lost = false;       // servers, of what rounding lost of the sums before
   DeviceStream stream = nullptr;   // of the GPU: after whose work so far input is ready
+  // Of a sum on a GPU: WaitFor returns at once, and its stream waits (engine/streamed_sum.h).  Not
+  // if there is too little pinned memory: then WaitFor waits for the sum, as always.
+  bool streamed = false;
   // What is asked of the servers: kPushPull for a sum; of a tensor with a rule kPushStep,
   // kPushNorm (output: GradientSums of each partition), kPushTry, kStep (of the round of the last
   // kPushNorm or kPushTry; no input), kLoadState (no output) or kReadState (no input).  State is
@@ -90,13 +95,15 @@ class Operation {
   const Clock::time_point started = Clock::now();
   // Of the time that this process waits for it.
   const ps::AwakeClock::time_point awaited_since = ps::AwakeClock::now();
-  int64_t handle = 0;                 // set once, before anybody else knows of this
-  uint32_t round = 0;                 // likewise
-  DeviceMoment ready;                 // likewise; when its values are there, on a GPU
-  std::vector<PartitionTimes> times;  // by partition; empty when it is not traced
+  int64_t handle = 0;                     // set once, before anybody else knows of this
+  uint32_t round = 0;                     // likewise
+  DeviceMoment ready;                     // likewise; when its values are there, on a GPU
+  std::shared_ptr<StreamedSum> streamed;  // likewise; null: it is not
+  std::vector<PartitionTimes> times;      // by partition; empty when it is not traced
 
   const std::string& name() const { return request.tensor.name; }
-  bool on_gpu() const { return request.tensor.device != kCpu && !moves_state(); }
+  // Whether the engine copies its values from a GPU; those of a streamed sum are copied for it.
+  bool on_gpu() const { return request.tensor.device != kCpu && !streamed && !moves_state(); }
   // Whether the output is on the GPU as well.
   bool output_on_gpu() const { return on_gpu() && request.op != kPushNorm; }
   bool moves_state() const { return request.op == kLoadState || request.op == kReadState; }
@@ -109,7 +116,8 @@ class Operation {
   Part Offered(uint64_t index) const;
   Part Sent(uint64_t index) const;
   Part Wanted(uint64_t index) const;
-  // Where the wanted sum of partition `index` belongs.
+  // Where partition `index` of the input lies, and where its wanted sum belongs.
+  const char* Source(uint64_t index) const;
   char* Target(uint64_t index) const;
   // All that is wanted, in `output`.
   Part WantedOutput() const;

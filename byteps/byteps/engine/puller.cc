@@ -8,6 +8,7 @@
 #include "byteps/base/probe.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/steady_time.h"
+#include "byteps/engine/streamed_sum.h"
 
 namespace byteps {
 namespace core {
@@ -145,6 +146,7 @@ void Puller::Handle(Arrived* arrived, int track) {
                          times == nullptr ? 0 : times->pulling, TraceArrow::kEnds);
   context_->trace->Row(*request.operation, request.index, SteadyNs());
   try {
+    if (request.operation->streamed) request.operation->streamed->Arrive(request.index);
     Count(request);
   } catch (const std::exception& e) {
     Fail(request, e.what());

@@ -8,6 +8,7 @@
 #include "byteps/base/probe.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/steady_time.h"
+#include "byteps/engine/streamed_sum.h"
 
 namespace byteps {
 namespace core {
@@ -46,6 +47,17 @@ Pusher::Pusher(Context* context)
 void Pusher::Add(const OperationPtr& operation) {
   std::vector<Task> tasks = TasksOf(operation);
   const int priority = operation->request.priority;
+  if (operation->streamed) {
+    const auto copied = [operation, priority, tasks, scheduler = context_->scheduler](size_t begin,
+                                                                                      size_t end) {
+      const auto first = tasks.begin();
+      for (auto task = first + begin; task != first + end; ++task) {
+        if (PartitionTimes* times = task->times()) times->ready = SteadyNs();
+      }
+      scheduler->Add(priority, {first + begin, first + end});
+    };
+    return operation->streamed->CopyToHost(operation->ready, copied);
+  }
   if (operation->on_gpu() && !DeviceCopies::IsDone(operation->ready)) {
     DeviceCopies::Of(operation->request.tensor.device)
         ->CallAfter(operation->ready, operation->request.stream,
@@ -114,8 +126,7 @@ void Pusher::PrepareFromDevice(Task task, int track) {
 
 void Pusher::StartCopy(Task task, int track) {
   const Operation& operation = *task.operation;
-  const char* source =
-      static_cast<const char*>(operation.request.input) + operation.Sent(task.index).offset;
+  const char* source = operation.Source(task.index);
   const Copy copy = {task.block.get(), source, task.bytes};
   const int device = operation.request.tensor.device;
   task.operation->Move(task.index, Operation::Stage::kCopying);
@@ -154,8 +165,7 @@ void Pusher::StartCopy(Task task, int track) {
 void Pusher::Send(const Task& task, int track) {
   const Operation& operation = *task.operation;
   PartitionTimes* const times = task.times();
-  const char* source =
-      static_cast<const char*>(operation.request.input) + operation.Sent(task.index).offset;
+  const char* source = operation.Source(task.index);
   if (task.block) source = task.block.get();
   if (operation.is_coded() && task.bytes > 0) operation.Encode(task.index);
   task.operation->Move(task.index, Operation::Stage::kPushed);

@@ -7,7 +7,7 @@
 //
 // A tensor on a GPU enters the scheduler when its values are there, so that one that is still
 // computed holds neither a window nor the stream of copies.  A tensor on the CPU is sent from
-// where it lies.
+// where it lies, and one whose sum streams wait for from its copy, which its caller has enqueued.
 #ifndef BYTEPS_ENGINE_PUSHER_H_
 #define BYTEPS_ENGINE_PUSHER_H_
 

@@ -51,6 +51,12 @@ class Worker {
   // Whether the job failed; once true, only Stop may be called.
   bool failed();
 
+  // Throws Error when the job failed: who waits for streams alone hears of it by this.
+  void Check() { Started()->Check(); }
+
+  // Whether streams wait for this sum.  Throws UsageError if there is no such handle.
+  bool IsStreamed(int64_t handle) { return Started()->IsStreamed(handle); }
+
   // Makes tensors known to the servers, by one message to each, and finds room for those on
   // GPUs in pinned memory.  Blocks until the servers have answered.
   void Declare(const std::vector<TensorSpec>& specs) { Started()->Declare(specs); }
@@ -59,7 +65,7 @@ class Worker {
   // first use of a name that was not declared.
   int64_t PushPull(const PushPullRequest& request) { return Started()->PushPull(request); }
 
-  // Whether WaitFor would return true (or throw) at once.
+  // Whether WaitFor would return true (or throw) at once; of a streamed sum, whether it has come.
   bool Poll(int64_t handle);
 
   // Blocks until the sum is there (true) or the time is up (false).  When it is there, forgets

@@ -159,7 +159,7 @@ int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t in
                  std::pair<bool, bool> feedback, int priority, const Ranks& group,
                  std::optional<uint64_t> placement,
                  std::optional<std::pair<uint64_t, uint64_t>> pull, int device, uintptr_t stream,
-                 const std::optional<CodedTuple>& coded) {
+                 bool streamed, const std::optional<CodedTuple>& coded) {
   PushPullRequest request;
   const auto [keeps_lost, forgets_lost] = feedback;
   request.tensor =
@@ -174,6 +174,7 @@ int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t in
     request.pull_end = pull->second;
   }
   request.stream = reinterpret_cast<DeviceStream>(stream);
+  request.streamed = streamed;
   return GetWorker()->PushPull(request);
 }
 
@@ -253,7 +254,12 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("push_pull", &PushPull, py::arg("name"), py::arg("dtype"), py::arg("input"),
         py::arg("output"), py::arg("bytes"), py::arg("piece_of"), py::arg("average"),
         py::arg("feedback"), py::arg("priority"), py::arg("group"), py::arg("placement"),
-        py::arg("pull"), py::arg("device"), py::arg("stream"), py::arg("coded"), Unlocked());
+        py::arg("pull"), py::arg("device"), py::arg("stream"), py::arg("streamed"),
+        py::arg("coded"), Unlocked());
+  m.def(
+      "is_streamed", [](int64_t handle) { return GetWorker()->IsStreamed(handle); },
+      py::arg("handle"), Unlocked());
+  m.def("check", [] { GetWorker()->Check(); }, Unlocked());
   m.def("poll", [](int64_t handle) { return GetWorker()->Poll(handle); }, Unlocked());
   m.def("wait", &Wait, py::arg("handle"), py::arg("stream") = 0);
   m.def(

@@ -1,0 +1,185 @@
+#include "byteps/engine/streamed_sum.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "byteps/base/invariant.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// The values of such a chunk take a GPU 300 us, the calls for any chunk 50.
+constexpr uint64_t kLeastOfChunk = 16 << 20;
+constexpr uint64_t kMostChunks = 8;
+constexpr int kNotANumber = 0xff;  // bytes of a NaN in every type of floating numbers
+
+}  // namespace
+
+StreamedSum::StreamedSum(const Operation& operation, std::vector<uint32_t> order)
+    : device_(operation.request.tensor.device),
+      input_(static_cast<const char*>(operation.request.input)),
+      output_(static_cast<char*>(operation.request.output)),
+      order_(std::move(order)),
+      partitions_(order_.size()) {
+  for (size_t i = 0; i < partitions_.size(); ++i) {
+    partitions_[i].whole = operation.Whole(i);
+    partitions_[i].wanted = operation.Wanted(i);
+  }
+  Cut(operation.request.tensor.bytes);
+}
+
+void StreamedSum::Cut(uint64_t bytes) {
+  const uint64_t least = std::max(kLeastOfChunk, bytes / kMostChunks);
+  uint64_t have = least;
+  for (size_t i = 0; i < order_.size(); ++i) {
+    Partition& partition = partitions_[order_[i]];
+    if (have >= least) {
+      have = 0;
+      chunks_.emplace_back().begin = i;
+    }
+    have += partition.whole.bytes;
+    partition.chunk = chunks_.size() - 1;
+    chunks_.back().end = i + 1;
+    ++chunks_.back().left;
+  }
+}
+
+std::shared_ptr<StreamedSum> StreamedSum::TryMake(const Operation& operation, PinnedPool* pool,
+                                                  uint64_t limit) {
+  std::shared_ptr<StreamedSum> sum(
+      new StreamedSum(operation, operation.tensor->layout.order));  // its constructor is private
+  const CurrentDevice current(operation.request.tensor.device);
+  // Sums of one name may be in flight together, and room was made for one of them.
+  const auto take = [&](uint64_t bytes) {
+    return pool->TakeOrPin(bytes, operation.request.tensor.bytes, limit);
+  };
+  sum->words_ = take(sum->chunks_.size() * sizeof(DeviceWord));
+  if (!sum->words_) return nullptr;
+  char* at = sum->words_.get();
+  for (Chunk& chunk : sum->chunks_) {
+    chunk.summed = new (at) DeviceWord(0);
+    at += sizeof(DeviceWord);
+  }
+  for (Partition& partition : sum->partitions_) {
+    partition.memory = take(partition.whole.bytes);
+    if (!partition.memory) return nullptr;
+  }
+  return sum;
+}
+
+void StreamedSum::CopyToHost(const DeviceMoment& ready,
+                             const std::function<void(size_t, size_t)>& copied) {
+  constexpr CopyLane kLane = CopyLane::kWholeToHost;
+  DeviceCopies* const device = DeviceCopies::Of(device_);
+  device->MakeWait(kLane, ready);
+  for (size_t number = 0; number < chunks_.size(); ++number) {
+    const Chunk& chunk = chunks_[number];
+    std::vector<Copy> copies;
+    for (size_t i = chunk.begin; i < chunk.end; ++i) {
+      const Partition& partition = partitions_[order_[i]];
+      copies.push_back(
+          {partition.memory.get(), input_ + partition.whole.offset, partition.whole.bytes});
+    }
+    device->CallAfter(kLane, device->Enqueue(kLane, copies),
+                      [this, number, copied, begin = chunk.begin, end = chunk.end] {
+                        OnCopied(number);
+                        copied(begin, end);
+                      });
+  }
+}
+
+void StreamedSum::OnCopied(size_t number) {
+  has_copied_ = true;
+  ps::MutexLock lock(&mu_);
+  Chunk& chunk = chunks_[number];
+  chunk.is_copied = true;
+  if (has_failed_) Spoil(chunk);
+}
+
+void StreamedSum::Arrive(uint64_t index) {
+  Chunk& chunk = chunks_[partitions_[index].chunk];
+  const size_t left = chunk.left.fetch_sub(1);
+  BPS_INVARIANT("a chunk has as many partitions as were counted", left > 0,
+                "partition " + std::to_string(index) + " arrived again");
+  if (left == 1) chunk.summed->store(1, std::memory_order_release);
+}
+
+char* StreamedSum::Wanted(const Partition& partition) const {
+  return partition.memory.get() + (partition.wanted.offset - partition.whole.offset);
+}
+
+void StreamedSum::CopyToDevice(const OperationPtr& operation, DeviceStream stream) {
+  if (is_awaited_.exchange(true)) return;
+  DeviceCopies* const device = DeviceCopies::Of(device_);
+  for (const Chunk& chunk : chunks_) {
+    std::vector<Copy> copies;
+    for (size_t i = chunk.begin; i < chunk.end; ++i) {
+      const Partition& partition = partitions_[order_[i]];
+      if (partition.wanted.bytes == 0) continue;
+      copies.push_back(
+          {output_ + partition.wanted.offset, Wanted(partition), partition.wanted.bytes});
+    }
+    // A part of which nothing is wanted is awaited, too: after that the input may be changed.
+    device->CopyOnceSet(stream, chunk.summed, copies);
+  }
+  // The memory stays until the copies are made, and for ever if the device fails.
+  device->CallAfter(device->Now(stream), stream, [operation] {});
+}
+
+void StreamedSum::Fail() {
+  ps::MutexLock lock(&mu_);
+  has_failed_ = true;
+  for (const Chunk& chunk : chunks_) {
+    if (chunk.is_copied) Spoil(chunk);  // or else the copy would come after it
+  }
+}
+
+void StreamedSum::Spoil(const Chunk& chunk) const {
+  for (size_t i = chunk.begin; i < chunk.end; ++i) {
+    const Partition& partition = partitions_[order_[i]];
+    memset(Wanted(partition), kNotANumber, partition.wanted.bytes);
+  }
+  chunk.summed->store(1, std::memory_order_release);
+}
+
+void StreamedSums::Add(const OperationPtr& operation) {
+  ps::MutexLock lock(&mu_);
+  Sweep();
+  operations_.push_back(operation);
+}
+
+std::vector<OperationPtr> StreamedSums::TakeFailed() {
+  std::vector<OperationPtr> failed;
+  ps::MutexLock lock(&mu_);
+  Sweep();
+  for (auto& one : operations_) {
+    OperationPtr operation = one.lock();
+    if (operation && operation->is_done()) {
+      failed.push_back(std::move(operation));
+      one.reset();
+    }
+  }
+  return failed;
+}
+
+bool StreamedSums::empty() {
+  ps::MutexLock lock(&mu_);
+  Sweep();
+  return operations_.empty();
+}
+
+void StreamedSums::Sweep() {
+  const auto is_over = [](const std::weak_ptr<Operation>& one) {
+    const OperationPtr operation = one.lock();
+    return !operation || (operation->is_done() && operation->error().empty());
+  };
+  operations_.erase(std::remove_if(operations_.begin(), operations_.end(), is_over),
+                    operations_.end());
+}
+
+}  // namespace core
+}  // namespace byteps

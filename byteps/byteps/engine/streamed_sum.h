@@ -1,0 +1,114 @@
+// The sum of a tensor on a GPU that streams wait for, and no thread.
+//
+//   PushPull: enqueues copies of all values to pinned memory, and is told by the driver of each
+//   WaitFor:  enqueues, in the caller's stream, waiting for a word, and copies back
+//   engine:   pushes from that memory, receives into it, and sets the words
+//
+// Between the two no thread of the engine calls the driver.  A caller may be in it for as long as a
+// stream waits: to load a kernel at its first use, or to free memory, the driver waits until all
+// streams are idle, and meanwhile other threads that enqueue copies are held up.  So a sum that
+// needed one of them could never come.  What was enqueued goes on, and so do calls by the driver.
+#ifndef BYTEPS_ENGINE_STREAMED_SUM_H_
+#define BYTEPS_ENGINE_STREAMED_SUM_H_
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "byteps/base/mutex.h"
+#include "byteps/device/copies.h"
+#include "byteps/device/pinned_pool.h"
+#include "byteps/engine/operation.h"
+
+namespace byteps {
+namespace core {
+
+// Any thread may call anything.
+class StreamedSum {
+ public:
+  // Takes pinned memory for all partitions from the pool, which may pin up to `limit` bytes for
+  // that.  Null: that is not enough.  The operation, which is to be of this sum, may be with nobody
+  // else yet.
+  static std::shared_ptr<StreamedSum> TryMake(const Operation& operation, PinnedPool* pool,
+                                              uint64_t limit);
+  StreamedSum(const StreamedSum&) = delete;
+  StreamedSum& operator=(const StreamedSum&) = delete;
+
+  // The memory of a partition.
+  char* MemoryOf(uint64_t index) const { return partitions_[index].memory.get(); }
+
+  // Enqueues the copies to the host.  `copied` is called for partitions from one place in the order
+  // up to another, on the driver's thread, and must not block; it keeps the operation.
+  void CopyToHost(const DeviceMoment& ready, const std::function<void(size_t, size_t)>& copied);
+  // Whether a partition is there, to be pushed.
+  bool has_copied() const { return has_copied_; }
+  // The sum of a partition is in its memory.
+  void Arrive(uint64_t index);
+  // Enqueues the copies back, once: `stream` waits for the sums, or for Fail.  `operation` is its
+  // own.
+  void CopyToDevice(const OperationPtr& operation, DeviceStream stream);
+  // Whether CopyToDevice was called.
+  bool is_awaited() const { return is_awaited_; }
+  // The operation failed, and nobody writes into the memory any more: streams get NaN (-1 where
+  // values are whole numbers), and go on.
+  void Fail();
+
+ private:
+  struct Partition {
+    PinnedBlock memory;
+    Operation::Part whole;
+    Operation::Part wanted;
+    size_t chunk = 0;
+  };
+  // Partitions that are copied together: there are few, since each takes several calls.
+  struct Chunk {
+    size_t begin = 0;  // in the order
+    size_t end = 0;
+    std::atomic<size_t> left{0};  // partitions whose sums have not arrived
+    DeviceWord* summed = nullptr;
+    bool is_copied = false;
+  };
+
+  StreamedSum(const Operation& operation, std::vector<uint32_t> order);
+
+  void Cut(uint64_t bytes);
+  void OnCopied(size_t chunk);
+  char* Wanted(const Partition& partition) const;
+  // Makes all of a chunk NaN, and lets streams go on.
+  void Spoil(const Chunk& chunk) const;
+
+  const int device_;
+  const char* const input_;
+  char* const output_;
+  const std::vector<uint32_t> order_;
+  std::vector<Partition> partitions_;  // by index
+  std::deque<Chunk> chunks_;           // does not change, but for the chunks
+  PinnedBlock words_;
+  std::atomic<bool> has_copied_{false};
+  std::atomic<bool> is_awaited_{false};
+  ps::Mutex mu_;  // guards Chunk::is_copied
+  bool has_failed_ PS_GUARDED_BY(mu_) = false;
+};
+
+// Those that have not ended, for the thread that watches over them.
+class StreamedSums {
+ public:
+  void Add(const OperationPtr& operation);
+  // Those that have ended by an error are not named again.
+  std::vector<OperationPtr> TakeFailed();
+  bool empty();
+
+ private:
+  // Forgets those that have ended well.
+  void Sweep() PS_REQUIRES(mu_);
+
+  ps::Mutex mu_;
+  std::vector<std::weak_ptr<Operation>> operations_ PS_GUARDED_BY(mu_);
+};
+
+}  // namespace core
+}  // namespace byteps
+#endif  // BYTEPS_ENGINE_STREAMED_SUM_H_
