@@ -31,6 +31,7 @@ MODULES = {
     "byteps/torch/c10d/joining.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/c10d/policy.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/c10d/reductions.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/c10d/streamed_work.py": "tests/unit/test_streamed_work.py",
     "byteps/torch/c10d/work.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/completions.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/compression.py": "tests/multiproc/test_optimizer.py",

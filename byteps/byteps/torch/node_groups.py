@@ -79,17 +79,19 @@ class NodeGroups:
 
     def __init__(self) -> None:
         self._store: Any = None
-        self._made: dict[tuple[str, tuple[int, ...]], NodeGroup] = {}
+        self._made: dict[tuple[str, tuple[int, ...], str], NodeGroup] = {}
 
     def get(
         self,
         ranks: tuple[int, ...],
         device: torch.device,
         known: Sequence[dist.ProcessGroup] = (),
+        purpose: str = "",
     ) -> NodeGroup:
         """The group of these ranks, one of `known` if it has them. All its members call this.
 
-        Blocks until they have. Collectives run by NCCL for a CUDA device, else by gloo.
+        Blocks until they have. Collectives run by NCCL for a CUDA device, else by gloo. Groups of
+        different purposes are different ones, of which each is in no other's way.
 
         Raises:
             RuntimeError: the others did not come within BYTEPS_OP_TIMEOUT_S.
@@ -97,13 +99,13 @@ class NodeGroups:
         store = dist.distributed_c10d._get_default_store()
         if store is not self._store:  # torch.distributed was started anew
             self._store, self._made = store, {}
-        key = device.type, ranks
+        key = device.type, ranks, purpose
         if key not in self._made:
             for group in known:
                 if tuple(dist.get_process_group_ranks(group)) == ranks:
                     self._made[key] = NodeGroup(group, len(ranks))
                     return self._made[key]
-            self._made[key] = NodeGroup(_backend(ranks, device, store), len(ranks))
+            self._made[key] = NodeGroup(_backend(ranks, device, store, purpose), len(ranks))
         return self._made[key]
 
     def forget(self) -> None:
@@ -111,9 +113,10 @@ class NodeGroups:
         self._made.clear()
 
 
-def _backend(ranks: tuple[int, ...], device: torch.device, store: Any) -> Any:
+def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: str) -> Any:
     place, seconds = ranks.index(dist.get_rank()), _op_timeout_s()
-    timeout, name = timedelta(seconds=seconds), f"node/{device.type}/{'-'.join(map(str, ranks))}"
+    timeout = timedelta(seconds=seconds)
+    name = f"node{purpose}/{device.type}/{'-'.join(map(str, ranks))}"
     try:
         prefix = meeting.meet(store, name, place, len(ranks), time.monotonic() + seconds)
     except meeting.AbsentError as error:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from byteps.torch import engine, ops, session, wire
+from byteps.torch import engine, operations, ops, session, wire
 from byteps.torch import pieces as cutting
 from byteps.torch.figures import setting
 from byteps.torch.hosts import HostLayout, host_name
@@ -200,11 +200,15 @@ class NodeSum:
             for piece, push in zip(self.pieces, self.pushes(rank, dtype.itemsize), strict=True)
         ]
 
-    def start(self, tensor: torch.Tensor) -> PendingNodeSum:
+    def start(self, tensor: torch.Tensor, *, streamed: bool = False) -> PendingNodeSum:
         """Start summing a contiguous tensor in place.
 
         Called by all ranks of a host in the same order. Where this rank does not want the sum of an
         element, the element's value is undefined afterwards.
+
+        Args:
+            tensor: of the length that the pieces are of.
+            streamed: on a GPU, streams wait for what comes from servers: see `operations.start`.
 
         Raises:
             BytePSError: the job failed, or members disagree about the tensor.
@@ -213,12 +217,13 @@ class NodeSum:
         flat, rank = tensor.view(-1), dist.get_rank()
         local, pending = self.layout.local_index(rank), []
         pushes = self.pushes(rank, flat.element_size())
+        push_pull = operations.start_streamed_inplace if streamed else ops.push_pull_async_inplace
         with torch.no_grad(), on_side_stream(flat):
             if self.average:
                 flat.div_(self.node.size)
             for piece, push in zip(self.pieces, pushes, strict=True):
                 part = scatter(flat, piece, self.node, local)
-                handle = ops.push_pull_async_inplace(
+                handle = push_pull(
                     part,
                     average=self.average,
                     name=push.name,
@@ -273,6 +278,11 @@ class PendingNodeSum:
     local: int
     pending: list[tuple[Piece, torch.Tensor, int]]
 
+    @property
+    def handles(self) -> list[int]:
+        """Of the sums that nobody has waited for."""
+        return [handle for _, _, handle in self.pending]
+
     def wait(self) -> None:
         """Wait until the sums are there, on a GPU for the current stream. Again: do nothing.
 
@@ -282,18 +292,27 @@ class PendingNodeSum:
             BytePSError: a push-pull failed; the text names the peer.
             RuntimeError: a rank of the host was lost.
         """
-        pending, self.pending = self.pending, []
-        if not pending:
+        if not self.pending:
             return
-        with torch.no_grad(), on_side_stream(self.flat):
+        with on_side_stream(self.flat):
+            self.receive(self.node)
+        wait_for_side_stream(self.flat)
+
+    def receive(self, gatherer: NodeGroup) -> None:
+        """As `wait`, in the current stream; parts are gathered by this group of the host's ranks.
+
+        It is another one than `node` where the stream waits for servers: collectives of one group
+        wait for each other.
+        """
+        pending, self.pending = self.pending, []
+        with torch.no_grad():
             for piece, part, handle in pending:
                 ops.synchronize(handle)
                 if piece.gather:
                     (ranges,) = piece.scatters
-                    gather(self.flat[ranges[0][0] : ranges[-1][1]], piece, part, self.node)
+                    gather(self.flat[ranges[0][0] : ranges[-1][1]], piece, part, gatherer)
                 elif piece.wanted is not None and not _is_view(part, self.flat):
                     self._keep(piece, part)
-        wait_for_side_stream(self.flat)
 
     def _keep(self, piece: Piece, part: torch.Tensor) -> None:
         """Copy the wanted elements to where they belong."""

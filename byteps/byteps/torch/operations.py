@@ -27,6 +27,7 @@ def start(
     wire_dtype: Wire | None = None,
     piece_of: int = 0,
     checked: bool = False,
+    streamed: bool = False,
 ) -> int:
     """Start summing `tensor` over `group` into `output`; return a handle for `synchronize`.
 
@@ -52,6 +53,10 @@ def start(
             tensor's own.
         piece_of: elements of the tensor that `tensor` is a piece of: see `TensorDeclaration`.
         checked: the caller has seen that the tensor's type, layout and device can be used.
+        streamed: on a GPU, `synchronize` returns at once and has the current stream wait for the
+            sum, unless that takes too much pinned memory (BYTEPS_STREAMED_BYTES). Where the sum
+            fails after that, the stream goes on with NaN, and whoever starts another sum hears
+            of it.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.
@@ -97,6 +102,7 @@ def start(
         None if pull is None else _pulled_bytes(form, *elements),
         device_number(tensor.device),
         stream,
+        streamed,
         _coded(values, output, elements, lost) if form.is_block and not tensor.is_cuda else None,
     )
     in_flight.sums[handle] = in_flight.Sum(
@@ -110,6 +116,35 @@ def start(
         values=values,
     )
     return handle
+
+
+def start_streamed_inplace(
+    tensor: torch.Tensor,
+    *,
+    average: bool,
+    name: str,
+    priority: int = 0,
+    group: Group = None,
+    placement: int | None = None,
+    pull: tuple[int, int] | None = None,
+    wire_dtype: Wire | None = None,
+    piece_of: int = 0,
+) -> int:
+    """As `start`, in place, of a tensor on a GPU whose sum streams wait for."""
+    return start(
+        tensor,
+        tensor,
+        average=average,
+        name=name,
+        priority=priority,
+        group=group,
+        placement=placement,
+        pull=pull,
+        wire_dtype=wire_dtype,
+        piece_of=piece_of,
+        checked=True,
+        streamed=True,
+    )
 
 
 def _pulled_bytes(form: WireType, begin: int, end: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.multiproc.cluster import resident_bytes
+from tests.multiproc.programs.devices import device_of
 from tests.multiproc.programs.job import Job
 
 LARGE = 40_000
@@ -35,13 +36,26 @@ def _initialize(job: Job) -> None:
     if per_host is not None:
         os.environ["BYTEPS_HOST_ID"] = f"host-{job.rank // per_host}"
     c10d_plugin.install()
+    if _on_gpu(job):
+        torch.set_default_device(device_of(job))
+        # Ranks of a GPU are on different machines, or NCCL refuses them.
+        os.environ["NCCL_HOSTID"] = f"machine{job.rank // torch.cuda.device_count()}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo",
+        _native_backend(job),
         init_method=f"file://{job.folder}/store",
         rank=job.rank,
         world_size=job.size,
         timeout=timedelta(seconds=200),
     )
+
+
+def _on_gpu(job: Job) -> bool:
+    return job.args.get("device") == "cuda"
+
+
+def _native_backend(job: Job) -> str:
+    return "cpu:gloo,cuda:nccl" if _on_gpu(job) else "gloo"
 
 
 def _given(elements: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -54,6 +68,9 @@ def _total(elements: int, ranks: list[int], dtype: torch.dtype = torch.float32) 
 
 
 def _through_servers() -> int:
+    if torch.cuda.is_initialized():  # streams wait for sums, and the host does not
+        torch.cuda.synchronize()
+        time.sleep(0.05)
     return int(bps.get_metrics()["byteps_worker_operations_total"])
 
 
@@ -65,7 +82,7 @@ def collectives(job: Job) -> None:
     assert world is not None
     want = _total(LARGE, everyone)
     with job.check("scripts see the backend that they asked for"):
-        assert dist.get_backend() == "gloo"
+        assert dist.get_backend() == _native_backend(job)
         assert type(dist.group.WORLD).__name__ == "BytePSGroup"
 
     def counted(name: str, run: Callable[[], None], through_servers: bool) -> None:
@@ -108,8 +125,8 @@ def collectives(job: Job) -> None:
         for round_, work in reversed(list(enumerate(works))):
             assert work is not None
             work.wait()
-            assert work.is_completed() and work.is_success() and work.exception() is None
             assert torch.equal(tensors[round_], want + round_ * job.size)
+            assert work.is_completed() and work.is_success() and work.exception() is None
 
     def future() -> None:
         tensor = _given(LARGE, job.rank)
@@ -169,7 +186,8 @@ def collectives(job: Job) -> None:
             assert torch.equal(tensor, _total(LARGE, everyone, dtype))
     with job.check("barriers, and objects"):
         dist.barrier()
-        dist.monitored_barrier()
+        if not _on_gpu(job):
+            dist.monitored_barrier()
         ranks: list[Any] = [None] * job.size
         dist.all_gather_object(ranks, job.rank)
         assert ranks == everyone
@@ -210,10 +228,10 @@ def _groups(job: Job, evens: list[int]) -> None:
 
 
 def models(job: Job) -> None:
-    """DDP by the backend and by the hook, and FSDP2 over a mesh, against gloo alone."""
+    """DDP by the backend and by the hook, and FSDP2 over a mesh, against gloo or NCCL alone."""
     _initialize(job)
     with _natively():
-        gloo = dist.new_group(list(range(job.size)), backend="gloo")
+        gloo = dist.new_group(list(range(job.size)), backend=_native_backend(job))
     torch.set_num_threads(1)
     results = {
         "gloo": _train_ddp(job, gloo),
@@ -308,7 +326,8 @@ def fsdp_hook(job: Job) -> None:
 
 def _mesh(job: Job) -> DeviceMesh:
     """Hosts of two ranks."""
-    return init_device_mesh("cpu", (job.size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    kind = "cuda" if _on_gpu(job) else "cpu"
+    return init_device_mesh(kind, (job.size // 2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def _train_hsdp(
@@ -326,6 +345,71 @@ def _train_hsdp(
     _fit(job, model)
     parameters: list[Any] = list(model.parameters())
     return [parameter.full_tensor().detach() for parameter in parameters]
+
+
+def streams(job: Job) -> None:
+    """What streams wait for while the host goes on."""
+    _initialize(job)
+    want = _total(LARGE, list(range(job.size)))
+    with job.check("kernels are loaded while a stream waits"):
+        tensor = _given(LARGE, job.rank)
+        if job.rank == 1:
+            time.sleep(1)
+        dist.all_reduce(tensor)
+        found = torch.sort(torch.special.i0(torch.erfinv(tensor / 100)))[0]
+        torch.cuda.empty_cache()
+        assert torch.equal(tensor, want)
+        assert not torch.isnan(found).any()
+    with job.check("the host goes on"):
+        begin = time.monotonic()
+        if job.rank == 1:
+            time.sleep(2)
+        tensor = _given(LARGE, job.rank)
+        for _ in range(5):
+            dist.all_reduce(tensor)
+        if job.rank == 0:
+            assert time.monotonic() - begin < 1.5, "it waited for the other rank"
+        assert torch.equal(tensor, want * job.size**4)
+    with job.check("nobody waits"):
+        tensors = [_given(LARGE, job.rank) + number for number in range(4)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, async_op=True)
+        torch.cuda.synchronize()
+        for number, tensor in enumerate(tensors):
+            assert torch.equal(tensor, want + number * job.size)
+    with job.check("another stream waits"):
+        tensor = _given(LARGE, job.rank)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            work.wait()
+            copy = tensor.clone()
+        stream.synchronize()
+        assert torch.equal(copy, want)
+    with job.check("memory comes back"):
+        held = []
+        for _ in range(40):
+            for _ in range(5):
+                work = dist.all_reduce(_given(100 * LARGE, job.rank), async_op=True)
+            assert work is not None
+            work.wait()
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_reserved())
+        assert held[-1] <= held[4] + 4 * 400 * LARGE, held
+    dist.destroy_process_group()
+
+
+def first_step(job: Job) -> None:
+    """HSDP from the first step on, with nothing warmed up."""
+    _initialize(job)
+    mesh = init_device_mesh("cuda", (job.size, 1), mesh_dim_names=("replicate", "shard"))
+    before = _through_servers()
+    parameters = _train_hsdp(job, mesh)
+    with job.check("numbers"):
+        assert all(bool(torch.isfinite(parameter).all()) for parameter in parameters)
+        assert _through_servers() >= before + 2 * STEPS
+    dist.destroy_process_group()
 
 
 def many_sizes(job: Job) -> None:

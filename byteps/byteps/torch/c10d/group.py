@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from byteps.torch import session
-from byteps.torch.c10d import joining
+from byteps.torch.c10d import joining, streamed_work
 from byteps.torch.c10d.reductions import Reductions
 from byteps.torch.c10d.work import WorkOfMany
 
@@ -138,6 +138,15 @@ class BytePSGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End the group, and with the default group this worker's part in the job."""
         self._close()
+        if self._is_default and session.is_initialized():
+            try:
+                streamed_work.await_all()
+            finally:
+                self._shut_down()
+        else:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
         for native in set(self._native.values()):
             native.shutdown()
         if self._is_default:

@@ -9,12 +9,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from byteps.torch import nodes, operations, session
+from byteps.torch import c_lib, nodes, operations, session
 from byteps.torch.c10d import joining, policy
+from byteps.torch.c10d.streamed_work import StreamedWork
 from byteps.torch.c10d.work import Line, ServerWork
 from byteps.torch.routes import COLLECTIVE, FLAT
 from byteps.torch.tensors import flat_view, is_dense
 from byteps.torch.wire import WireType
+
+Work = ServerWork | StreamedWork
 
 MOST_NAMES = 1024
 """Tensors of so many lengths, types and operations are known to the servers for each group: a
@@ -69,8 +72,13 @@ class Reductions:
             key[:2] == (tensor.dtype, tensor.numel()) for key in self._sums
         )
 
-    def begin(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> ServerWork | None:
-        """As `start`, of any tensor; None: it does not go through the servers."""
+    def begin(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> Work | None:
+        """As `start`, of any tensor; None: it does not go through the servers.
+
+        What a CUDA graph records does not: a replay runs nothing on the host.
+        """
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
         known = self._sums.get((tensor.dtype, tensor.numel(), average, tensor.device))
         if (
             known is None
@@ -86,7 +94,7 @@ class Reductions:
         is_flat = tensor.dim() == 1 and not tensor.requires_grad
         return known.start(tensor, tensor if is_flat else tensor.detach().view(-1), priority)
 
-    def start(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> ServerWork:
+    def start(self, tensor: torch.Tensor, *, average: bool, priority: int = 0) -> Work:
         """Start an all-reduce in place of a tensor that `takes` takes.
 
         Args:
@@ -124,13 +132,17 @@ class Reductions:
         hosts = joining.joined().hosts
         layout = nodes.HostLayout.of(self._ranks, [str(hosts[rank]) for rank in self._ranks])
         node_sum = nodes.whole_sum(name, layout, flat, average=average, wire_dtype=wire)
-        return _NodeFirst(node_sum, self._line)
+        gatherer = None
+        if flat.is_cuda:
+            beside = layout.beside(dist.get_rank())
+            gatherer = nodes.groups.get(beside, flat.device, purpose="gather")
+        return _NodeFirst(node_sum, self._line, gatherer)
 
 
 class _Reduction:
     """How tensors of one length and type are reduced."""
 
-    def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> ServerWork:
+    def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> Work:
         raise NotImplementedError
 
 
@@ -141,7 +153,7 @@ class _Flat(_Reduction):
         self._average = average
         self._wire = wire
 
-    def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> ServerWork:
+    def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> Work:
         handle = operations.start(
             flat,
             flat,
@@ -152,20 +164,29 @@ class _Flat(_Reduction):
             placement=None,
             wire_dtype=self._wire,
             checked=True,
+            streamed=tensor.is_cuda,
         )
-        return ServerWork([tensor], [handle], partial(operations.synchronize, handle))
+        receive = partial(operations.synchronize, handle)
+        if tensor.is_cuda and c_lib.is_streamed(handle):
+            return StreamedWork([tensor], receive)
+        return ServerWork([tensor], [handle], receive)
 
 
 class _NodeFirst(_Reduction):
-    def __init__(self, node_sum: nodes.NodeSum, line: Line) -> None:
+    def __init__(
+        self, node_sum: nodes.NodeSum, line: Line, gatherer: nodes.NodeGroup | None
+    ) -> None:
         self._sum = node_sum
         self._line = line
+        self._gatherer = gatherer
 
-    def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> ServerWork:
+    def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> Work:
         node_sum = self._sum if priority == 0 else replace(self._sum, priority=priority)
-        pending = node_sum.start(flat)
-        handles = [handle for _, _, handle in pending.pending]
-        work = ServerWork([tensor], handles, pending.wait, self._line)
+        pending = node_sum.start(flat, streamed=self._gatherer is not None)
+        if self._gatherer is not None and all(map(c_lib.is_streamed, pending.handles)):
+            parts = [part for _, part, _ in pending.pending]
+            return StreamedWork([tensor], partial(pending.receive, self._gatherer), parts)
+        work = ServerWork([tensor], pending.handles, pending.wait, self._line)
         work.complete_by_itself()  # ranks of this host may need its part
         return work
 
