@@ -30,23 +30,39 @@ void Keep(const PinnedBlock& block) {
   kept->push_back(block);
 }
 
+// Those of one purpose.
+class PinnedPool::Pools {
+ public:
+  PinnedPool* Of(uint64_t limit, uint64_t largest) {
+    ps::MutexLock lock(&mu_);
+    auto& pool = pools_[PowerOfTwo(largest)];
+    if (!pool) {
+      pool = std::make_unique<PinnedPool>(limit, largest, [](size_t bytes) {
+        void* memory = PinMemory(bytes);
+        ps::RegistrationCache::Add(memory, bytes);  // a transport may register it once
+        return memory;
+      });
+    }
+    pool->SetLimit(limit);
+    return pool.get();
+  }
+
+ private:
+  ps::Mutex mu_;
+  std::map<uint64_t, std::unique_ptr<PinnedPool>> pools_ PS_GUARDED_BY(mu_);  // by top_
+};
+
 PinnedPool::PinnedPool(uint64_t limit, uint64_t largest, Allocate allocate)
     : top_(PowerOfTwo(largest)), allocate_(std::move(allocate)), limit_(limit) {}
 
 PinnedPool* PinnedPool::Shared(uint64_t limit, uint64_t largest) {
-  static ps::Mutex mu;
-  static auto* pools = new std::map<uint64_t, std::unique_ptr<PinnedPool>>();  // by top_
-  ps::MutexLock lock(&mu);
-  auto& pool = (*pools)[PowerOfTwo(largest)];
-  if (!pool) {
-    pool = std::make_unique<PinnedPool>(limit, largest, [](size_t bytes) {
-      void* memory = PinMemory(bytes);
-      ps::RegistrationCache::Add(memory, bytes);  // a transport may register it once
-      return memory;
-    });
-  }
-  pool->SetLimit(limit);
-  return pool.get();
+  static auto* pools = new Pools;
+  return pools->Of(limit, largest);
+}
+
+PinnedPool* PinnedPool::SharedForSums(uint64_t limit, uint64_t largest) {
+  static auto* pools = new Pools;
+  return pools->Of(limit, largest);
 }
 
 void PinnedPool::SetLimit(uint64_t limit) {
@@ -79,10 +95,10 @@ void PinnedPool::Grow(uint64_t bytes) {
   for (uint64_t at = 0; at < bytes; at += top_) free_[top_].insert(slab + at);
 }
 
-PinnedBlock PinnedPool::TakeOrPin(uint64_t bytes, uint64_t more, uint64_t limit) {
+PinnedBlock PinnedPool::TakeOrPin(uint64_t bytes, uint64_t more) {
   if (PinnedBlock block = TryTake(bytes)) return block;
   ps::MutexLock growing(&grow_mu_);
-  if (const uint64_t size = Growth(pinned_bytes() + std::max(bytes, more), limit)) Grow(size);
+  if (const uint64_t size = Growth(pinned_bytes() + std::max(bytes, more), limit_)) Grow(size);
   return TryTake(bytes);
 }
 

@@ -48,15 +48,18 @@ class PinnedPool {
   // This process's, for blocks of up to `largest` bytes.  The last caller sets its limit;
   // what is there already stays.
   static PinnedPool* Shared(uint64_t limit, uint64_t largest);
+  // Likewise, of blocks that wait for other workers: another pool, since who needs a block of the
+  // first one may be whom those workers wait for.
+  static PinnedPool* SharedForSums(uint64_t limit, uint64_t largest);
 
   // Makes room for `bytes` more bytes in flight, as far as the limit allows.
   void Reserve(uint64_t bytes);
 
   // A block of at least `bytes` (at most `largest`) bytes, or null: all are in use.
   PinnedBlock TryTake(uint64_t bytes);
-  // As TryTake, but where all are in use pins memory for `more` bytes first, if there is no more
-  // than `limit` then.  Some device is current.
-  PinnedBlock TakeOrPin(uint64_t bytes, uint64_t more, uint64_t limit);
+  // As TryTake, but where all are in use pins memory for `more` bytes first, as far as the limit
+  // allows.  Some device is current.
+  PinnedBlock TakeOrPin(uint64_t bytes, uint64_t more);
   // As TryTake; but after those who wait already.  When it returns null, `then` will be called
   // with a block, by the thread that gives one back; it must not block.
   PinnedBlock TakeOrCall(uint64_t bytes, Then then);
@@ -65,6 +68,7 @@ class PinnedPool {
   uint64_t bytes_in_use();
 
  private:
+  class Pools;
   struct Waiter {
     uint64_t size;
     Then then;
@@ -72,7 +76,7 @@ class PinnedPool {
 
   uint64_t SizeFor(uint64_t bytes) const;
   // Bytes of the next slab; 0: there is as much as is wanted, or as the limit allows.
-  uint64_t Growth(uint64_t wanted, uint64_t limit);
+  uint64_t Growth(uint64_t wanted, uint64_t limit) PS_REQUIRES(grow_mu_);
   void Grow(uint64_t bytes) PS_REQUIRES(grow_mu_);
   void SetLimit(uint64_t limit);
   char* Cut(uint64_t size) PS_REQUIRES(mu_);  // null: there is none

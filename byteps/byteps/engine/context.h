@@ -26,8 +26,11 @@ struct Context {
   // A request about the partition of `request`, which is remembered until the answer.
   Message MakeRequestMessage(Request request);
 
-  // The pool for tensors on GPUs.
+  // The pools for tensors on GPUs: for partitions on their way, and for sums that streams wait for.
   PinnedPool* pool() { return PinnedPool::Shared(pinned_bytes, plan.largest_partition()); }
+  PinnedPool* pool_for_sums() {
+    return PinnedPool::SharedForSums(streamed_bytes, plan.largest_partition());
+  }
 
   Plan plan;
   const double op_timeout_s;

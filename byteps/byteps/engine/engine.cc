@@ -71,7 +71,7 @@ void Engine::AwaitIdle() {
 void Engine::Stop(bool suspend, const std::string& failure) {
   if (threads_.empty()) return;
   AwaitIdle();
-  if (!failed()) {
+  if (!is_over_) {
     context_.channel->Leave({suspend, failure, context_.operations.first_error()});
   }
   Fail("byteps was shut down");
@@ -85,21 +85,26 @@ void Engine::Stop(bool suspend, const std::string& failure) {
 }
 
 std::vector<TensorPtr> Engine::Declare(const std::vector<TensorSpec>& specs) {
-  std::vector<TensorPtr> tensors;
+  std::vector<TensorPtr> tensors = Introduce(specs);
+  for (size_t i = 0; i < specs.size(); ++i) MakeRoom(specs[i], tensors[i].get());
+  return tensors;
+}
+
+std::vector<TensorPtr> Engine::Introduce(const std::vector<TensorSpec>& specs) {
   try {
-    tensors = declarations_.Declare(specs);
+    return declarations_.Declare(specs);
   } catch (const UsageError&) {
     throw;
   } catch (const Error& e) {
     context_.operations.NoteError(e.what());
     throw;
   }
-  for (size_t i = 0; i < specs.size(); ++i) {
-    if (specs[i].device == kCpu || tensors[i]->has_room.exchange(true)) continue;
-    const CurrentDevice current(specs[i].device);
-    context_.pool()->Reserve(specs[i].bytes);
-  }
-  return tensors;
+}
+
+void Engine::MakeRoom(const TensorSpec& spec, Tensor* tensor) {
+  if (spec.device == kCpu || tensor->has_room.exchange(true)) return;
+  const CurrentDevice current(spec.device);
+  context_.pool()->Reserve(spec.bytes);
 }
 
 int64_t Engine::PushPull(const PushPullRequest& request) {
@@ -116,13 +121,16 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
   }
   DeviceMoment ready;
   if (spec.device != kCpu) ready = DeviceCopies::Of(spec.device)->Now(request.stream);
-  auto operation = std::make_shared<Operation>(request, Declare({spec}).front());
+  auto operation = std::make_shared<Operation>(request, Introduce({spec}).front());
   operation->ready = std::move(ready);
   CheckUse(*operation);
   if (request.streamed && operation->on_gpu() && request.op == kPushPull) {
-    operation->streamed =
-        StreamedSum::TryMake(*operation, context_.pool(), context_.streamed_bytes);
-    if (operation->streamed) context_.streamed.Add(operation);
+    operation->streamed = StreamedSum::TryMake(*operation, context_.pool_for_sums());
+  }
+  if (operation->streamed) {
+    context_.streamed.Add(operation);
+  } else {
+    MakeRoom(spec, operation->tensor.get());
   }
   const int64_t handle = context_.operations.Begin(operation);
   context_.trace->Begin(operation.get());
@@ -236,7 +244,9 @@ std::string Engine::Report() {
 }
 
 void Engine::OnEvent(const ps::MembershipEvent& event) {
-  if (event.kind == ps::MembershipEvent::kFailed) Fail(event.reason);
+  if (event.kind != ps::MembershipEvent::kFailed) return;
+  is_over_ = true;
+  Fail(event.reason);
 }
 
 }  // namespace core

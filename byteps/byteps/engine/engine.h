@@ -9,6 +9,7 @@
 #ifndef BYTEPS_ENGINE_ENGINE_H_
 #define BYTEPS_ENGINE_ENGINE_H_
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -62,6 +63,9 @@ class Engine : public ChannelUser {
   std::string Report() override;
 
  private:
+  // Makes tensors known to the servers; makes room for one on a GPU.
+  std::vector<TensorPtr> Introduce(const std::vector<TensorSpec>& specs);
+  void MakeRoom(const TensorSpec& spec, Tensor* tensor);
   void Fail(const std::string& reason);
   // Lets streams go on that wait for sums that failed.  Fails the job where nobody would hear of
   // that.
@@ -78,6 +82,7 @@ class Engine : public ChannelUser {
   const double peer_timeout_s_;
   const long loops_;
   bool has_awaited_idle_ = false;
+  std::atomic<bool> is_over_{false};  // for all nodes: there is nobody to say goodbye to
   Context context_;
   Declarations declarations_;
   Pusher pusher_;

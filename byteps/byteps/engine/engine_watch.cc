@@ -39,15 +39,15 @@ void Engine::Watch() {
 
 void Engine::EndFailedStreams() {
   for (const auto& operation : context_.streamed.TakeFailed()) {
-    const bool is_awaited = operation->streamed->is_awaited();
+    // Where nobody waits for it, whoever starts another one hears of it, and whoever sees that the
+    // stream goes on.
+    if (operation->streamed->is_awaited() && !failed()) Fail(operation->error());
     operation->AwaitWriters();
     for (uint64_t i = 0; i < operation->tensor->declaration.NumPartitions(); ++i) {
       const uint64_t bytes = operation->Wanted(i).bytes;
       if (bytes > 0) context_.channel->Abandon(operation->Target(i), bytes);
     }
     operation->streamed->Fail();
-    // Nobody waits for it: whoever starts another one hears of it.
-    if (is_awaited && !failed()) Fail(operation->error());
   }
 }
 

@@ -48,14 +48,12 @@ void StreamedSum::Cut(uint64_t bytes) {
   }
 }
 
-std::shared_ptr<StreamedSum> StreamedSum::TryMake(const Operation& operation, PinnedPool* pool,
-                                                  uint64_t limit) {
+std::shared_ptr<StreamedSum> StreamedSum::TryMake(const Operation& operation, PinnedPool* pool) {
   std::shared_ptr<StreamedSum> sum(
       new StreamedSum(operation, operation.tensor->layout.order));  // its constructor is private
   const CurrentDevice current(operation.request.tensor.device);
-  // Sums of one name may be in flight together, and room was made for one of them.
   const auto take = [&](uint64_t bytes) {
-    return pool->TakeOrPin(bytes, operation.request.tensor.bytes, limit);
+    return pool->TakeOrPin(bytes, operation.request.tensor.bytes);
   };
   sum->words_ = take(sum->chunks_.size() * sizeof(DeviceWord));
   if (!sum->words_) return nullptr;

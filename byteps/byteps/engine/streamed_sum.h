@@ -29,11 +29,9 @@ namespace core {
 // Any thread may call anything.
 class StreamedSum {
  public:
-  // Takes pinned memory for all partitions from the pool, which may pin up to `limit` bytes for
-  // that.  Null: that is not enough.  The operation, which is to be of this sum, may be with nobody
-  // else yet.
-  static std::shared_ptr<StreamedSum> TryMake(const Operation& operation, PinnedPool* pool,
-                                              uint64_t limit);
+  // Takes pinned memory for all partitions.  Null: the pool has not enough.  The operation, which
+  // is to be of this sum, may be with nobody else yet.
+  static std::shared_ptr<StreamedSum> TryMake(const Operation& operation, PinnedPool* pool);
   StreamedSum(const StreamedSum&) = delete;
   StreamedSum& operator=(const StreamedSum&) = delete;
 

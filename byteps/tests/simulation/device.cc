@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -24,18 +25,26 @@
 namespace byteps {
 namespace core {
 
+// Who waits for it waits for what it was recorded for last by then, whatever it is recorded for
+// later, on whichever stream.
 struct Event {
-  uint64_t recorded = 0;
-  uint64_t done = 0;
+  uint64_t recorded = 0;  // so often
+  std::set<uint64_t> pending;
+
+  bool IsDone(uint64_t number) const { return pending.count(number) == 0; }
 };
 
 struct Work {
-  const Event* waits_for = nullptr;  // until it has been done so often
-  uint64_t until = 0;
+  const Event* waits_for = nullptr;  // as it was recorded this time
+  uint64_t number = 0;
   bool takes_time = false;
   std::function<void()> then;
+  const DeviceWord* word = nullptr;  // until it is 1
 
-  bool MayBegin() const { return waits_for == nullptr || waits_for->done >= until; }
+  bool MayBegin() const {
+    if (word != nullptr) return *word == 1;
+    return waits_for == nullptr || waits_for->IsDone(number);
+  }
 };
 
 struct Stream {
@@ -83,13 +92,14 @@ DeviceEvent MakeEvent() { return new Event; }
 void RecordEvent(DeviceEvent event, DeviceStream stream) {
   Event* const recorded = EventOf(event);
   const uint64_t number = ++recorded->recorded;
-  Enqueue(stream, {nullptr, 0, false, [=] { recorded->done = std::max(recorded->done, number); }});
+  recorded->pending.insert(number);
+  Enqueue(stream, {nullptr, 0, false, [=] { recorded->pending.erase(number); }});
 }
 
 bool EventIsDone(DeviceEvent event) {
   // A thread that asks over and over lets time pass.
   std::this_thread::sleep_for(kLook);
-  return EventOf(event)->done >= EventOf(event)->recorded;
+  return EventOf(event)->IsDone(EventOf(event)->recorded);
 }
 
 bool StreamIsIdle(DeviceStream stream) {
@@ -98,6 +108,10 @@ bool StreamIsIdle(DeviceStream stream) {
 
 void WaitForEvent(DeviceStream stream, DeviceEvent event) {
   Enqueue(stream, {EventOf(event), EventOf(event)->recorded, false, [] {}});
+}
+
+void WaitForWord(DeviceStream stream, const DeviceWord* word) {
+  Enqueue(stream, {nullptr, 0, false, [] {}, word});
 }
 
 void CopyToHost(void* host, const void* device, size_t bytes, DeviceStream stream) {
@@ -126,12 +140,13 @@ core::DeviceStream user_stream = nullptr;
 
 }  // namespace
 
-void MakeGpu(uint64_t pinned_bytes, uint64_t largest) {
+void MakeGpu(uint64_t pinned_bytes, uint64_t streamed_bytes, uint64_t largest) {
   user_stream = core::MakeStream();
   core::DeviceCopies* const copies = core::DeviceCopies::Of(kGpu);
   copies->CallAfter(nullptr, user_stream, [] {});  // makes a stream for its calls
   for (core::Stream* stream : *streams) stream->work.clear();
   core::PinnedPool::Shared(pinned_bytes, largest)->Reserve(pinned_bytes);
+  core::PinnedPool::SharedForSums(streamed_bytes, largest)->Reserve(streamed_bytes);
 }
 
 core::DeviceStream UserStream() { return user_stream; }
@@ -179,14 +194,19 @@ core::Stream* Gpu::Next() {
   std::unique_lock<std::mutex> lock(core::mu);
   while (true) {
     std::vector<core::Stream*> ready;
-    bool idle = true;
+    bool idle = true, for_word = false;
     for (core::Stream* stream : *streams) {
       idle = idle && stream->work.empty();
+      for_word = for_word || (!stream->work.empty() && stream->work.front().word != nullptr);
       if (!stream->work.empty() && stream->work.front().MayBegin()) ready.push_back(stream);
     }
     if (!ready.empty()) return ready[Random(ready.size())];
     if (idle && stopping_) return nullptr;
-    core::more.wait(lock);
+    if (for_word) {  // which nobody tells of
+      core::more.wait_for(lock, core::kLook);
+    } else {
+      core::more.wait(lock);
+    }
   }
 }
 

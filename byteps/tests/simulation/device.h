@@ -17,7 +17,7 @@ namespace simulation {
 constexpr int kGpu = 0;  // the only one
 
 // Makes all that lives as long as the process.  Once, before anything is played.
-void MakeGpu(uint64_t pinned_bytes, uint64_t largest);
+void MakeGpu(uint64_t pinned_bytes, uint64_t streamed_bytes, uint64_t largest);
 
 // The stream in which the worker computes.
 core::DeviceStream UserStream();

@@ -49,6 +49,7 @@ const std::vector<Config>& Settings() {
           setenv("BYTEPS_PARTITION_BYTES", std::to_string(kPartitionBytes).c_str(), 1);
           // So few blocks that some have to wait.
           setenv("BYTEPS_PINNED_BYTES", std::to_string(3 * kPartitionBytes).c_str(), 1);
+          setenv("BYTEPS_STREAMED_BYTES", std::to_string(4 * kPartitionBytes).c_str(), 1);
           setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(kOpTimeoutS).c_str(), 1);
           setenv("BYTEPS_PEER_TIMEOUT_S", std::to_string(kPeerTimeoutS).c_str(), 1);
           setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);

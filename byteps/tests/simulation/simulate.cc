@@ -119,7 +119,8 @@ int Main(int argc, char** argv) {
     if (c == 'b') options.breaks_invariant = true;
     if (c == '?') return 2;
   }
-  MakeGpu(Settings()[0].Int("BYTEPS_PINNED_BYTES"), kPartitionBytes);
+  MakeGpu(Settings()[0].Int("BYTEPS_PINNED_BYTES"), Settings()[0].Int("BYTEPS_STREAMED_BYTES"),
+          kPartitionBytes);
   ListenToProbes();
   // Logs of jobs that fail as they should say nothing.
   if (!options.verbose && freopen("/dev/null", "w", stderr) == nullptr) return 1;

@@ -66,7 +66,13 @@ bool WorkerScript::Await(int64_t handle) {
   } catch (const core::Error& e) {
     error_ = e.what();
   }
-  if (gpu_ != nullptr) gpu_->AwaitIdle();
+  if (gpu_ == nullptr) return error_.empty();
+  gpu_->AwaitIdle();
+  try {
+    worker_->Check();  // of a sum that the stream has waited for
+  } catch (const core::Error& e) {
+    error_ = e.what();
+  }
   return error_.empty();
 }
 
@@ -98,6 +104,7 @@ void WorkerScript::Sums(int round) {
     if (gpu_ != nullptr) {
       request.tensor.device = kGpu;
       request.stream = UserStream();
+      request.streamed = Random(2) == 0;
       Compute([&values, inputs] { values = inputs; });
     } else {
       values = inputs;
