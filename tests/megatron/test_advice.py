@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from byteps.cost_model import Servers
+from byteps.torch import routes, wire
 from byteps.torch.routes import Network
 from megatron.core.distributed.dpu_reduce import table
 from megatron.core.distributed.dpu_reduce.advice import (
@@ -68,7 +70,9 @@ def test_the_default_recipe_gains_by_the_optimizer_on_the_servers() -> None:
     assert local.gradients == pytest.approx(2 * M) and local.parameters == 0
     kept = way(advice, "--use-dpu-reduce", "--dpu-optimizer")
     assert kept.gradients == pytest.approx(2 * M) and kept.gain == pytest.approx(1.75)
-    assert not any("wire-dtype" in one.name for one in advice.ways), "there are no fewer bits"
+    assert not any("bf16" in one.name for one in advice.ways), "they are bf16 already"
+    few = way(advice, "--use-dpu-reduce", "--dpu-reduce-wire-dtype int8", *local.flags[1:])
+    assert few.gain == pytest.approx(3.5 / 1.016, rel=1e-3)
     assert advice.best.gain == pytest.approx(1.75)
 
     refused = advise(training, network(4), "it cannot")
@@ -134,7 +138,7 @@ def test_inside_one_host_there_is_nothing_to_say() -> None:
 def test_an_instance_for_each_host(kind: Kind, instances: int, asked: int | None) -> None:
     training = Training(kinds=(kind,), gradient_bytes=2, sharded=True, instances=instances)
     names = [one.name for one in advise(training, network(4)).ways]
-    found = [name for name in names if "instances" in name]
+    found = [name for name in names if "instances" in name and "wire" not in name]
     expected = f"--use-dpu-reduce --num-distributed-optimizer-instances {asked}"
     assert found == ([expected] if asked else [])
 
@@ -186,14 +190,37 @@ def test_the_advice_names_what_a_job_does_not_have(has: dict[str, Any], text: st
 
 @pytest.mark.parametrize(("name", "gain"), [("int8", 6 / 1.016), ("int4", 6 / 0.516)])
 def test_few_bits_count_as_what_they_are(name: str, gain: float) -> None:
-    """They are compared where a job has them, and advised to nobody."""
+    """A job that has them is told what they gain; another one is not advised to use them."""
     flag = f"--dpu-reduce-wire-dtype {name}"
     has = Training(kinds=(dense(4, 1),), used=True, wire_bytes=wire_bytes(name))
     advice = advise(has, network(4))
     assert advice.best.flags == ("--use-dpu-reduce", flag) and not (advice.add or advice.drop)
     assert advice.best.gain == pytest.approx(gain, rel=1e-3)
     others = advise(replace(has, wire_bytes=None), network(4))
-    assert all(flag not in one.flags for one in others.ways)
+    assert flag not in (*others.best.flags, *others.add)
+
+
+def test_few_bits_are_shown_and_not_advised() -> None:
+    advice = advise(Training(kinds=(dense(4, 1),), used=True), network(4))
+    shown = way(advice, "--use-dpu-reduce", "--dpu-reduce-wire-dtype int8")
+    assert shown.gain > advice.best.gain
+    assert not any("int8" in flag for flag in (*advice.best.flags, *advice.add))
+
+
+def test_the_bytes_of_each_type_are_told() -> None:
+    def bucket(route: str, numel: int, kept: int) -> Any:
+        op = SimpleNamespace(
+            route=route, wire=wire.int8(), kept=SimpleNamespace(numel=kept) if kept else None
+        )
+        return SimpleNamespace(dpu_reduce_op=op, grad_data=SimpleNamespace(numel=lambda: numel))
+
+    buckets = [
+        bucket(routes.FLAT, 128_000_000, 0),
+        bucket(routes.FLAT, 128_000_000, 5_000_000),
+        bucket(routes.COLLECTIVE, 1_000, 1_000),
+    ]
+    told = table.types(buckets)
+    assert "go to servers: 260.00 MB as int8, 10.00 MB in 16 bits" in told
 
 
 def test_a_flag_that_loses_is_to_be_dropped() -> None:

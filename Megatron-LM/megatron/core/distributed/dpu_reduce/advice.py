@@ -24,6 +24,8 @@ ENOUGH = 1.03
 
 USE, WIRE_FLAG = "--use-dpu-reduce", "--dpu-reduce-wire-dtype"
 WIRE = f"{WIRE_FLAG} bf16"
+FEW_BITS_SHOWN = "int8"
+"""Is compared in any job, and advised in none: it loses bits of gradients."""
 INSTANCES, OPTIMIZER = "--num-distributed-optimizer-instances", "--dpu-optimizer"
 
 
@@ -101,6 +103,8 @@ class Way:
     """The time of torch.distributed over this one."""
     refused: str = ""
     """Why the arguments do not go with those of the job."""
+    loses: bool = False
+    """Gradients lose more bits than in bf16: it is advised only where the job has it already."""
 
     @property
     def name(self) -> str:
@@ -130,22 +134,12 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
         optimizer_refused: why the servers cannot keep its optimizer; empty: they can.
     """
     plain = replace(training, updated=False, wire_bytes=None)
-    half = replace(plain, wire_bytes=2)
-    ways = [_way(plain, network, (), bytepslib.routes.COLLECTIVE), _way(plain, network, (USE,))]
+    ways = [_way(plain, network, (), bytepslib.routes.COLLECTIVE)]
     fp32 = training.gradient_bytes > 2
-    if (
-        training.wire_bytes is not None and training.wire_bytes < 2
-    ):  # what loses bits is not advised
-        few = replace(plain, wire_bytes=training.wire_bytes)
-        ways.append(_way(few, network, (USE, _wire_flag(training.wire_bytes))))
-    if fp32:
-        ways.append(_way(half, network, (USE, WIRE)))
+    ways += _through_servers(plain, network, training.wire_bytes)
     if (hosts := _instances(training)) is not None:
-        asked, local = f"{INSTANCES} {hosts}", replace(plain, instances=hosts)
-        ways.append(_way(local, network, (USE, asked)))
-        if fp32:
-            half = replace(local, wire_bytes=2)
-            ways.append(_way(half, network, (USE, WIRE, asked)))
+        local = replace(plain, instances=hosts)
+        ways += _through_servers(local, network, training.wire_bytes, f"{INSTANCES} {hosts}")
     kept = replace(plain, updated=True, sharded=False, instances=1, by_layer=plain.sharded)
     for wire, flags in ((None, (USE, OPTIMIZER)), (2, (USE, OPTIMIZER, WIRE))):
         if wire is None or fp32:
@@ -153,7 +147,7 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
             ways.append(replace(way, refused=optimizer_refused))
     first = ways[0].seconds
     ways = [replace(way, gain=first / way.seconds if way.seconds else 1.0) for way in ways]
-    possible = [way for way in ways if not way.refused]
+    possible = [way for way in ways if not way.refused and not way.loses]
     limit = ENOUGH * min(way.seconds for way in possible)
     near = [way for way in possible if way.seconds <= limit]
     # A flag that no way has, as the wire's type where gradients have 16 bits, changes nothing.
@@ -165,6 +159,23 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
         add=tuple(flag for flag in best.flags if flag not in has),
         drop=tuple(sorted(has.difference(best.flags))),
     )
+
+
+def _through_servers(
+    plain: Training, network: Network, has: float | None, *flags: str
+) -> list[Way]:
+    """As gradients are reduced, in bf16 where that is less, and in few bits."""
+    shown = {None, wire_bytes(FEW_BITS_SHOWN), has}
+    if plain.gradient_bytes > 2:
+        shown.add(2)
+    ways = []
+    for nbytes in sorted(shown, key=lambda one: -(one or plain.gradient_bytes)):
+        if nbytes is not None and nbytes >= plain.gradient_bytes:
+            continue
+        wire = () if nbytes is None else (_wire_flag(nbytes),)
+        way = _way(replace(plain, wire_bytes=nbytes), network, (USE, *wire, *flags))
+        ways.append(replace(way, loses=nbytes is not None and nbytes < 2 and nbytes != has))
+    return ways
 
 
 def wire_bytes(name: str | None) -> float | None:

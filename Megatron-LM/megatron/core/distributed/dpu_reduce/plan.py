@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import advised, bytepslib, decisions, declared, job, matrices, trials
+from . import advised, bytepslib, decisions, declared, job, matrices, table, trials
 from .bucket_op import BucketOp, wire_of
 from .kept import kept_of
 from .naming import bucket_name, named
@@ -91,6 +91,8 @@ def register(ddp: DistributedDataParallel) -> None:
     # Of the others the optimizer does, with what servers do.
     summed = [bucket for bucket in buckets if not bucket.dpu_reduce_op.updated]
     declared.declare(summed, ddp.ddp_config)
+    if parameters and chunk == 0 and torch.distributed.get_rank() == 0:
+        decisions.print_once(table.types(summed))
     through = [
         bucket for bucket in buckets if bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE
     ]

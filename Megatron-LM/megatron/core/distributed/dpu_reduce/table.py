@@ -15,6 +15,8 @@ from .advice import USE, Advice, Training, Way, kinds_that_cross
 if TYPE_CHECKING:
     from byteps.torch.routes import Decision, Network, Sum
 
+    from ..param_and_grad_buffer import _ParamAndGradBucket
+
 _GBPS = 1e9 / 8
 
 
@@ -76,6 +78,25 @@ def _collective_name(what: Sum) -> str:
     if not what.sharded:
         return "all-reduce"
     return "reduce-scatter" if what.instances == 1 else "reduce-scatter, all-reduce of shards"
+
+
+def types(buckets: Sequence[_ParamAndGradBucket]) -> str:
+    """How many bytes a rank sends in which type, where gradients travel in few bits."""
+    sent: dict[str, int] = {}
+    kept = 0
+    for bucket in buckets:
+        op = bucket.dpu_reduce_op
+        if op.route == bytepslib.routes.COLLECTIVE:
+            continue
+        wire = str(op.wire)
+        sent[wire] = sent.get(wire, 0) + op.wire.nbytes(bucket.grad_data.numel())
+        kept += 2 * op.kept.numel if op.kept else 0
+    told = ", ".join(f"{nbytes / 1e6:.2f} MB as {wire}" for wire, nbytes in sent.items())
+    return (
+        f"dpu_reduce: gradients of a model chunk that go to servers: {told or 'none'}, "
+        f"{kept / 1e6:.2f} MB in 16 bits (norms, biases, routers, small ones, and what "
+        "--dpu-reduce-keep-bf16 names)"
+    )
 
 
 def brief(training: Training, advice: Advice, network: Network) -> str:
