@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from byteps import cost_model
 
 OPTIMIZERS = ("replicated", "host", "ranks")
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+FEW_BITS = {"int8": 130 / 128, "int4": 66 / 128}
+"""Bytes of a value in blocks of 128, with one scale."""
+WIRE_BYTES = {**BYTES, **FEW_BITS}
+BLOCK_VALUES_PER_CORE = 4.2e9
+"""Values in blocks that a core adds per second, several pushes in one pass."""
+FEEDBACK_BYTES = 2
+"""Of a value on its server, with int4."""
 TRANSPORTS = ("tcp", "rdma")
 LEAST_PARAMETERS = 1e6
 """Fewer is no model's size, but a forgotten M or B."""
@@ -69,7 +76,7 @@ class Job:
     gradients: str
     """Type in which NCCL would reduce, a key of BYTES."""
     wire: str
-    """Type in which values go to servers, a key of BYTES."""
+    """Type in which values go to servers, a key of WIRE_BYTES."""
     core_bytes_per_s: float
     """What one core sends or receives over TCP."""
     core_add_bytes_per_s: float
@@ -89,7 +96,7 @@ class Job:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name):g}: it must be above 0")
         for name, allowed in (
-            ("optimizer", OPTIMIZERS), ("gradients", BYTES), ("wire", BYTES),
+            ("optimizer", OPTIMIZERS), ("gradients", BYTES), ("wire", WIRE_BYTES),
             ("transport", TRANSPORTS),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
@@ -113,7 +120,7 @@ class Job:
             )
         if self.transport == "tcp" and gbps > cost_model.TCP_GBPS:
             rate = gbps * 1e9 / 8
-            cores = 2 * rate / self.core_bytes_per_s + rate / self.core_add_bytes_per_s
+            cores = 2 * rate / self.core_bytes_per_s + rate / self.add_rate
             raise ValueError(
                 f"{gbps:g} Gbit/s of {whose}: TCP is for up to {cost_model.TCP_GBPS:g} Gbit/s. For "
                 f"this link a server would need {_whole_cores(cores)} cores. Use RDMA (--transport "
@@ -129,6 +136,13 @@ class Job:
     def nccl_rate(self) -> float:
         """Bytes per second of all NICs of a worker's host."""
         return self.nics * self.host_rate
+
+    @property
+    def add_rate(self) -> float:
+        """Bytes of pushes that a core of a server adds per second."""
+        if self.wire in FEW_BITS:
+            return BLOCK_VALUES_PER_CORE * FEW_BITS[self.wire]
+        return self.core_add_bytes_per_s
 
     @property
     def server_rate(self) -> float:
@@ -192,14 +206,14 @@ def row(job: Job, machines: int) -> Row:
 
     The ranks of a host reduce among themselves first, so that the host pushes the model once.
     """
-    pushed = job.parameters * BYTES[job.wire]
+    pushed = job.parameters * WIRE_BYTES[job.wire]
     sharded = job.optimizer == "ranks"
     pulled = pushed / job.hosts if sharded else pushed
     core_rate = math.inf if job.transport == "rdma" else job.core_bytes_per_s
 
     def busy(servers: cost_model.Servers) -> cost_model.CoreSeconds:
         return cost_model.core_seconds(
-            servers, pushed, pulled, core_rate=core_rate, add_rate=job.core_add_bytes_per_s
+            servers, pushed, pulled, core_rate=core_rate, add_rate=job.add_rate
         )
 
     def sum_seconds(servers: cost_model.Servers) -> float:
@@ -220,8 +234,7 @@ def row(job: Job, machines: int) -> Row:
     seconds = sums + (_gather_seconds(job) if sharded else 0.0)
     cores = busy(servers).server if machines else busy(servers).host
     share = pushed * (servers.shares().extra if machines else servers.shares().beside)
-    # An operation in flight is held as it came, and in a type twice as wide.
-    memory = 3 * share + (POOL_BYTES + BASE_BYTES) * max(servers.per_machine, 1)
+    memory = share * _held(job.wire) + (POOL_BYTES + BASE_BYTES) * max(servers.per_machine, 1)
     return Row(
         machines=machines,
         processes=servers.per_machine if machines else 0,
@@ -233,6 +246,15 @@ def row(job: Job, machines: int) -> Row:
         worker_cores=_whole_cores(busy(servers).host / sums),
         memory_bytes=math.ceil(memory),
     )
+
+
+def _held(wire: str) -> float:
+    """Bytes that a server holds of a byte that is pushed to it: as it came, and as it is added, in
+    a type twice as wide, or fp32."""
+    if wire not in FEW_BITS:
+        return 3
+    feedback = FEEDBACK_BYTES if wire == "int4" else 0
+    return 1 + (4 + feedback) / FEW_BITS[wire]
 
 
 def _whole_cores(busy: float) -> int:
@@ -382,7 +404,7 @@ def _parser() -> argparse.ArgumentParser:
         help="type in which NCCL reduces (default: bf16)",
     )  # fmt: skip
     model.add_argument(
-        "--wire", choices=tuple(BYTES),
+        "--wire", choices=tuple(WIRE_BYTES),
         help="type in which gradients are sent to servers (default: as --gradients)",
     )  # fmt: skip
     machines = parser.add_argument_group("the machines")

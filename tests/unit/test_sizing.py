@@ -50,6 +50,20 @@ def test_half_the_bytes_on_the_wire_take_half_the_time() -> None:
     assert half.gain == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize(("wire", "bits", "held"), [("int8", 8, 5), ("int4", 4, 6.5)])
+def test_few_bits(wire: str, bits: int, held: float) -> None:
+    few = sizing.advise(dataclasses.replace(JOB, wire=wire)).chosen
+    assert few is not None
+    # 1e9 values of so many bits, and of each 128 values a scale of 16.
+    pushed = 1e9 * (bits + 16 / 128) / 8
+    assert few.seconds == pytest.approx(pushed / 1e9)
+    assert few.gain == pytest.approx(6 / few.seconds)
+    # As they came, added in fp32, and with int4 what was lost: of 1e9 values on four servers, each
+    # from four hosts.
+    values = few.memory_bytes - sizing.POOL_BYTES - sizing.BASE_BYTES
+    assert values == pytest.approx((pushed + (held - bits / 8) // 1 * 1e9) / 4, rel=0.01)
+
+
 def test_optimizer_over_all_ranks_adds_the_parameters() -> None:
     job = dataclasses.replace(JOB, optimizer="ranks", gpus=1)
     # 3/4 of 4e9 bytes of gradients, then 3/4 of 2e9 of parameters.
