@@ -19,6 +19,7 @@ BELOW: dict[str, set[str]] = {
     "bench.planning": set(),
     "bench.pushpull": ANYBODY,
     "bench.ray_failures": {"tests.layouts", "tests.layouts.under_ray"},
+    "bench.quality": ANYBODY,
     "bench.rdma": ANYBODY,
     "bench.reducer": ANYBODY,
     "bench.simulator": ANYBODY,
