@@ -97,3 +97,10 @@ def test_what_it_chooses(server: Path, cpu: str) -> None:
 @pytest.mark.timeout(900)
 def test_right_sums_in_every_dtype(cluster: ArmCluster) -> None:
     cluster.run("sums:every_dtype", timeout_s=600, partition_bytes=PARTITION)
+
+
+@pytest.mark.timeout(900)
+def test_blocks_of_few_bits_are_those_of_x86(cluster: ArmCluster) -> None:
+    """The workers are this machine's, and compare with a reference to the bit."""
+    cluster.set_env({"BYTEPS_DETERMINISTIC": "1", "BYTEPS_PARTITION_BYTES": "270336"})
+    cluster.run("few_bits:sums", timeout_s=600)

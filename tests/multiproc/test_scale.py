@@ -12,9 +12,10 @@ from tests.multiproc.cluster import LOOPBACK, Cluster
 WORKERS = SERVERS = 1000
 PATIENCE_S = 400
 """Against hangs: it takes seconds."""
-MESSAGES_A_NODE = 6
+MESSAGES_A_NODE = 20
 """Welcome, the servers or the start, a farewell, its workers' departures, and an end; heartbeats
-are not counted. A list of all nodes that each hears of one by one would be thousands."""
+are not counted. Departures come as many together as the scheduler finds at once, in two messages or
+three, more on a busy machine. If each node heard of each one by itself, that would be thousands."""
 
 MOST_LINES = 80
 """Those that come and leave are named 16 times each, and counted every ten seconds."""

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -44,6 +45,8 @@ void CopyOn(int device, char letter) {
   Expect(on_device == std::vector<char>(1000, 'z'), "copy to the device");
   core::RecordEvent(event, stream);
   core::WaitForEvent(other, event);
+  auto* word = new (core::PinMemory(sizeof(core::DeviceWord))) core::DeviceWord(1);
+  core::WaitForWord(other, word);
   bool called = false;
   core::CallWhenDone(other, [&called] { called = true; });
   Expect(called, "what was to be called when it was done");

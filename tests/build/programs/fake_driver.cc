@@ -100,6 +100,13 @@ int cuStreamCreate(void** stream, unsigned) { return Make(stream); }
 int cuStreamQuery(void* stream) { return Check(stream); }
 // Events may be waited for across contexts.
 int cuStreamWaitEvent(void* stream, void*, unsigned) { return Check(stream); }
+// Streams do their work at once: nobody could set the word later.
+int cuStreamWaitValue32_v2(void* stream, unsigned long long word, unsigned value, unsigned flags) {
+  constexpr unsigned kEqual = 1;
+  if (int error = Check(stream)) return error;
+  const bool is_set = *reinterpret_cast<const unsigned*>(word) == value;
+  return is_set && flags == kEqual ? 0 : kInvalidValue;
+}
 int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
   if (int error = Check(stream)) return error;
   function(data);
