@@ -63,6 +63,13 @@ def test_wire_types(make_over: Make) -> None:
 
 
 @each
+def test_few_bits(make_over: Make) -> None:
+    """To the bit those of a reference, which knows of no transport."""
+    env = {**PATIENCE, "BYTEPS_DETERMINISTIC": "1"}
+    make_over(workers=3, servers=2, env=env).run("few_bits:sums")
+
+
+@each
 def test_groups(make_over: Make) -> None:
     make_over(workers=4, servers=2, env=PATIENCE).run("groups:disjoint")
 
