@@ -55,6 +55,7 @@ struct Stream {
 namespace {
 
 constexpr auto kLook = std::chrono::microseconds(10);
+constexpr auto kLookForWord = std::chrono::microseconds(500);
 constexpr uint64_t kLongestUs = 300;  // that a copy takes
 
 // All of them are one thread's at a time, but for the wait for more.
@@ -203,7 +204,7 @@ core::Stream* Gpu::Next() {
     if (!ready.empty()) return ready[Random(ready.size())];
     if (idle && stopping_) return nullptr;
     if (for_word) {  // which nobody tells of
-      core::more.wait_for(lock, core::kLook);
+      core::more.wait_for(lock, core::kLookForWord);
     } else {
       core::more.wait(lock);
     }

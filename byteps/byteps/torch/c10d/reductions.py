@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,9 +14,13 @@ from byteps.torch import c_lib, nodes, operations, session
 from byteps.torch.c10d import joining, policy
 from byteps.torch.c10d.streamed_work import StreamedWork
 from byteps.torch.c10d.work import Line, ServerWork
+from byteps.torch.figures import setting
 from byteps.torch.routes import COLLECTIVE, FLAT
 from byteps.torch.tensors import flat_view, is_dense
 from byteps.torch.wire import WireType
+
+_logger = logging.getLogger(__name__)
+_told_of_blocking: list[bool] = []
 
 Work = ServerWork | StreamedWork
 
@@ -167,7 +172,7 @@ class _Flat(_Reduction):
             streamed=tensor.is_cuda,
         )
         receive = partial(operations.synchronize, handle)
-        if tensor.is_cuda and c_lib.is_streamed(handle):
+        if _are_streamed(tensor, [handle]):
             return StreamedWork([tensor], receive)
         return ServerWork([tensor], [handle], receive)
 
@@ -183,12 +188,28 @@ class _NodeFirst(_Reduction):
     def start(self, tensor: torch.Tensor, flat: torch.Tensor, priority: int) -> Work:
         node_sum = self._sum if priority == 0 else replace(self._sum, priority=priority)
         pending = node_sum.start(flat, streamed=self._gatherer is not None)
-        if self._gatherer is not None and all(map(c_lib.is_streamed, pending.handles)):
+        if self._gatherer is not None and _are_streamed(tensor, pending.handles):
             parts = [part for _, part, _ in pending.pending]
             return StreamedWork([tensor], partial(pending.receive, self._gatherer), parts)
         work = ServerWork([tensor], pending.handles, pending.wait, self._line)
         work.complete_by_itself()  # ranks of this host may need its part
         return work
+
+
+def _are_streamed(tensor: torch.Tensor, handles: Sequence[int]) -> bool:
+    """Whether streams wait for these sums. If they could, and do not, say why, once."""
+    if not tensor.is_cuda:
+        return False
+    if all(map(c_lib.is_streamed, handles)):
+        return True
+    if not _told_of_blocking:
+        _told_of_blocking.append(True)
+        _logger.warning(
+            "an all-reduce of %d bytes finds no room in pinned memory, and blocks the host when it "
+            "is awaited: give this worker more than BYTEPS_STREAMED_BYTES=%s",
+            *(tensor.nbytes, setting("BYTEPS_STREAMED_BYTES")),
+        )
+    return False
 
 
 class _Keys:
