@@ -129,7 +129,7 @@ def test_passes_that_run_again_are_summed_again(seen: Seen, clip: str) -> None:
 @pytest.mark.parametrize(
     ("saves", "resumes"),
     [
-        pytest.param(NODE_FIRST, FLAT, id="to-flat"),
+        pytest.param(NODE_FIRST, FLAT, id="to-flat", marks=pytest.mark.thorough),
         pytest.param(FLAT, NODE_FIRST, id="from-flat", marks=pytest.mark.thorough),
     ],
 )
