@@ -71,7 +71,7 @@ class TwoLevels:
         rank = dist.get_rank()
         if not self._layout.per_host:
             raise ValueError("hosts have different numbers of ranks: there are no two levels")
-        self._node = nodes.groups.get(self._layout.beside(rank), device)
+        self._node = nodes.groups.get(self._layout.on_host_of(rank), device)
         across = {self._layout.across(r) for r in range(dist.get_world_size())}
         made = {ranks: dist.new_group(ranks, backend=name) for ranks in sorted(across)}
         self._across = made[self._layout.across(rank)]
@@ -131,7 +131,7 @@ class PushPull:
         self._layout = layout = _layout()
         self._node = None
         if len(layout.hosts) > 1 and (layout.per_host or 1) > 1:
-            self._node = nodes.groups.get(layout.beside(dist.get_rank()), device)
+            self._node = nodes.groups.get(layout.on_host_of(dist.get_rank()), device)
 
     def reduce(self, tensors: Sequence[torch.Tensor], label: str, wire: str) -> None:
         if self._node is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from byteps.torch.c10d import reductions
 from megatron.core.distributed.dpu_reduce import outer_sums
 
 from tests.layouts.job import Job
@@ -44,8 +45,14 @@ def test_replicas_sum_their_shards_through_servers(
 def test_what_a_cuda_graph_records_stays_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    class Reductions:
-        def begin(self, tensor: object, *, average: bool) -> object:
+    class Reductions(reductions.Reductions):
+        def __init__(self) -> None:
+            self._sums = {}
+
+        def takes(self, tensor: object) -> bool:
+            return True
+
+        def start(self, tensor: object, *, average: bool, priority: int = 0) -> Any:
             calls.append("servers")
             return object()
 
@@ -53,7 +60,7 @@ def test_what_a_cuda_graph_records_stays_with_nccl(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: calls.append("NCCL"))
     config: Any = SimpleNamespace(use_dpu_reduce=True)
     reduction = outer_sums.OuterReduction(config, None)  # type: ignore[arg-type] # not looked at
-    gradient: Any = SimpleNamespace(is_cuda=True)
+    gradient: Any = SimpleNamespace(is_cuda=True, dtype=None, device=None, numel=lambda: 1)
     for records in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda it=records: it)
         reduction.all_reduce(gradient, torch.distributed.ReduceOp.SUM)

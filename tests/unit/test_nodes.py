@@ -18,7 +18,7 @@ def test_hosts_come_from_names() -> None:
     assert layout.hosts == ((0, 4), (2, 6))
     assert layout.per_host == 2
     assert (layout.host_of(6), layout.local_index(6)) == (1, 1)
-    assert (layout.beside(4), layout.across(4)) == ((0, 4), (4, 6))
+    assert (layout.on_host_of(4), layout.across(4)) == ((0, 4), (4, 6))
     with pytest.raises(ValueError, match="rank 1 is none of"):
         layout.host_of(1)
 

@@ -39,8 +39,8 @@ void Engine::Watch() {
 
 void Engine::EndFailedStreams() {
   for (const auto& operation : context_.streamed.TakeFailed()) {
-    // Where nobody waits for it, whoever starts another one hears of it, and whoever sees that the
-    // stream goes on.
+    // Its wait has returned already.  So the job fails, before the stream goes on: the next call of
+    // the host raises.
     if (operation->streamed->is_awaited() && !failed()) Fail(operation->error());
     operation->AwaitWriters();
     for (uint64_t i = 0; i < operation->tensor->declaration.NumPartitions(); ++i) {

@@ -67,7 +67,7 @@ class HostLayout:
             for local, rank in enumerate(members)
         }
 
-    def beside(self, rank: int) -> tuple[int, ...]:
+    def on_host_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of its host, itself among them."""
         return self.hosts[self.host_of(rank)]
 

@@ -256,13 +256,13 @@ def whole_sum(
         like: a tensor of its length and type, on its device.
         known: groups of torch.distributed, of which one may be that of this host's ranks.
     """
-    beside = layout.beside(dist.get_rank())
+    ranks = layout.on_host_of(dist.get_rank())
     nbytes = wire.of(like.dtype, wire_dtype).nbytes(like.numel())
-    cut = cutting.whole_pieces(like.numel(), len(beside), piece_count(nbytes // len(beside)))
+    cut = cutting.whole_pieces(like.numel(), len(ranks), piece_count(nbytes // len(ranks)))
     return NodeSum(
         name=name,
         layout=layout,
-        node=groups.get(beside, like.device, known),
+        node=groups.get(ranks, like.device, known),
         pieces=tuple(cut),
         average=average,
         wire_dtype=wire_dtype,

@@ -55,8 +55,8 @@ def start(
         checked: the caller has seen that the tensor's type, layout and device can be used.
         streamed: on a GPU, `synchronize` returns at once and has the current stream wait for the
             sum, unless that takes too much pinned memory (BYTEPS_STREAMED_BYTES). Where the sum
-            fails after that, the stream goes on with NaN, and whoever starts another sum hears
-            of it.
+            fails after that, the stream goes on with NaN, and the next
+            call that starts a sum raises.
 
     Raises:
         BytePSError: the job failed, or members disagree about the tensor.

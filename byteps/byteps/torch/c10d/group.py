@@ -138,19 +138,14 @@ class BytePSGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End the group, and with the default group this worker's part in the job."""
         self._close()
-        if self._is_default and session.is_initialized():
-            try:
+        try:
+            if self._is_default and session.is_initialized():
                 streamed_work.await_all()
-            finally:
-                self._shut_down()
-        else:
-            self._shut_down()
-
-    def _shut_down(self) -> None:
-        for native in set(self._native.values()):
-            native.shutdown()
-        if self._is_default:
-            session.shutdown()
+        finally:
+            for native in set(self._native.values()):
+                native.shutdown()
+            if self._is_default:
+                session.shutdown()
 
     def abort(self) -> None:
         """End the group at once: its all-reduces in flight fail."""

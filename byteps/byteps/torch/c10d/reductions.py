@@ -13,7 +13,7 @@ import torch.distributed as dist
 from byteps.torch import c_lib, nodes, operations, session
 from byteps.torch.c10d import joining, policy
 from byteps.torch.c10d.streamed_work import StreamedWork
-from byteps.torch.c10d.work import Line, ServerWork
+from byteps.torch.c10d.work import Line, ServerWork, Work
 from byteps.torch.figures import setting
 from byteps.torch.routes import COLLECTIVE, FLAT
 from byteps.torch.tensors import flat_view, is_dense
@@ -21,8 +21,6 @@ from byteps.torch.wire import WireType
 
 _logger = logging.getLogger(__name__)
 _told_of_blocking: list[bool] = []
-
-Work = ServerWork | StreamedWork
 
 MOST_NAMES = 1024
 """Tensors of so many lengths, types and operations are known to the servers for each group: a
@@ -139,8 +137,8 @@ class Reductions:
         node_sum = nodes.whole_sum(name, layout, flat, average=average, wire_dtype=wire)
         gatherer = None
         if flat.is_cuda:
-            beside = layout.beside(dist.get_rank())
-            gatherer = nodes.groups.get(beside, flat.device, purpose="gather")
+            ranks = layout.on_host_of(dist.get_rank())
+            gatherer = nodes.groups.get(ranks, flat.device, purpose="gather")
         return _NodeFirst(node_sum, self._line, gatherer)
 
 

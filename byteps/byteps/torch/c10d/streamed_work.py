@@ -9,10 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from byteps.torch import c_lib
-
-_NO_LIMIT = timedelta(0)
+from byteps.torch.c10d.work import NO_LIMIT, Work
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 """On which sums land, in the order in which they were started."""
@@ -20,8 +18,8 @@ _landing: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
 """Tensors of works that nobody may have waited for, until they have landed."""
 
 
-class StreamedWork(dist._Work):
-    """The all-reduce of one tensor in place, which streams wait for.
+class StreamedWork(Work):
+    """An all-reduce of a tensor on a GPU that streams wait for.
 
     All that is to happen on the GPU is queued on a stream of this module's when the work is made,
     so that it happens whether or not anybody waits. Where streams share one queue of the device
@@ -43,8 +41,7 @@ class StreamedWork(dist._Work):
             receive: has the current stream wait for the values, and put them where they belong.
             used: other tensors that `receive` uses.
         """
-        super().__init__()
-        self._tensors = list(tensors)
+        super().__init__(tensors)
         self._used = [*self._tensors, *used]
         self._receive = receive
         self._device = self._tensors[0].device
@@ -53,7 +50,7 @@ class StreamedWork(dist._Work):
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
             self._queue()
 
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Have the current stream wait for the values. The host goes on at once.
 
         Args:
@@ -66,15 +63,6 @@ class StreamedWork(dist._Work):
         torch.cuda.current_stream(self._device).wait_event(self._queue())
         c_lib.check()
         return True
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors, with the values for the current stream."""
-        self.wait()
-        return self._tensors
 
     def is_completed(self) -> bool:
         """Whether the values are there."""

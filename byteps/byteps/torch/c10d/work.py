@@ -13,7 +13,7 @@ import torch.distributed as dist
 from byteps.torch import operations
 from byteps.torch.completions import completions
 
-_NO_LIMIT = timedelta(0)
+NO_LIMIT = timedelta(0)
 
 
 class Line:
@@ -39,8 +39,30 @@ class Line:
                 self._works.popleft().settle_alone()
 
 
-class ServerWork(dist._Work):
-    """The all-reduce of one tensor, in place.
+class Work(dist._Work):
+    """The all-reduce of one tensor, in place."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """`tensors`: what the future's value will be: the one tensor."""
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        """Wait until the values are there, in the sense of the subclass."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors, with the values; on a GPU, for the current stream."""
+        self.wait()
+        return self._tensors
+
+
+class ServerWork(Work):
+    """An all-reduce that the host waits for.
 
     The tensor must not be changed until `wait` has returned, or the future has its value. Any
     thread may call anything.
@@ -68,8 +90,7 @@ class ServerWork(dist._Work):
                 the handles.
             line: in which others are settled before it.
         """
-        super().__init__()
-        self._tensors = list(tensors)
+        super().__init__(tensors)
         self._handles = list(handles)
         self._receive = receive
         self._line = line
@@ -79,7 +100,7 @@ class ServerWork(dist._Work):
 
     # ----- as torch.distributed calls it
 
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Block until the values are there; on a GPU, for the current stream's work from now on.
 
         Args:
@@ -94,15 +115,6 @@ class ServerWork(dist._Work):
         if self._error is not None:
             raise self._error
         return True
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors, with the values."""
-        self.wait()
-        return self._tensors
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block the host."""
@@ -204,7 +216,7 @@ class WorkOfMany(dist._Work):
         self._works = list(works)
         self._tensors = list(tensors)
 
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for all, and then raise the first error, if there is one."""
         errors = []
         for work in self._works:

@@ -165,9 +165,7 @@ def _through_servers(
     plain: Training, network: Network, has: float | None, *flags: str
 ) -> list[Way]:
     """As gradients are reduced, in bf16 where that is less, and in few bits."""
-    shown = {None, wire_bytes(FEW_BITS_SHOWN), has}
-    if plain.gradient_bytes > 2:
-        shown.add(2)
+    shown = {None, 2, wire_bytes(FEW_BITS_SHOWN), has}
     ways = []
     for nbytes in sorted(shown, key=lambda one: -(one or plain.gradient_bytes)):
         if nbytes is not None and nbytes >= plain.gradient_bytes:

@@ -58,7 +58,7 @@ def node_sums(
             f"--use-dpu-reduce: rank {rank} is not shard {mine} of the owners {op.owners} in the "
             f"data-parallel group {op.group}"
         )
-    part_bytes = op.wire.nbytes(grads.numel()) // len(layout.beside(rank))
+    part_bytes = op.wire.nbytes(grads.numel()) // len(layout.on_host_of(rank))
     cut = bytepslib.pieces.shard_pieces(
         grads.numel(),
         owned,

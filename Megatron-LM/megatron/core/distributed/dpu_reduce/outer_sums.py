@@ -62,9 +62,8 @@ class OuterReduction:
         Raises:
             byteps.torch.BytePSError: the job failed, or members disagree about the tensor.
         """
-        recorded = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         work = None
-        if self._reductions is not None and not recorded:
+        if self._reductions is not None:
             average = op == torch.distributed.ReduceOp.AVG
             work = self._reductions.begin(tensor, average=average)
         if work is None:
