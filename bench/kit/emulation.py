@@ -68,7 +68,7 @@ def _run(command: Sequence[str], given: str | None = None) -> str:
     return done.stdout
 
 
-def _started(pid: int) -> str | None:
+def started_at(pid: int) -> str | None:
     """When a process started, in the kernel's ticks; None when there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -79,7 +79,7 @@ def _started(pid: int) -> str | None:
 
 def _owner_lives(name: str) -> bool:
     pid, _, started = name.removeprefix(f"{_PREFIX}-").partition("-")
-    return pid.isdigit() and _started(int(pid)) == started.partition("-")[0]
+    return pid.isdigit() and started_at(int(pid)) == started.partition("-")[0]
 
 
 def left_behind() -> list[str]:
@@ -110,7 +110,7 @@ class Emulation:
             raise EmulationError(f"--emulate makes 1 to {LARGEST} hosts")
         pid = os.getpid()
         # A process may make several, one after the other.
-        self._stem = f"{_PREFIX}-{pid}-{_started(pid)}-{Emulation._made}"
+        self._stem = f"{_PREFIX}-{pid}-{started_at(pid)}-{Emulation._made}"
         Emulation._made += 1
         self._topology = topology
         self._switch = f"{self._stem}-switch"

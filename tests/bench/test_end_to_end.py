@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.kit.emulation import started_at
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TOOL = BENCH / "pushpull_bench.py"
 NETNS = Path("/run/netns")
@@ -180,24 +182,16 @@ def test_a_terminated_run_takes_everything_down(run_dir: Path) -> None:
         time.sleep(0.1)
     time.sleep(2.0)  # its processes are starting, or wait for each other
     names = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    children = {pid: start_of(pid) for pid in names}
+    children = {int(pid): started_at(int(pid)) for pid in names}
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 130
     assert namespaces_of(process.pid) == []
     assert children
     # One whose parent is gone is there until init has reaped it, and its number may be another's.
     deadline = time.monotonic() + 60
-    while [pid for pid, start in children.items() if start and start_of(pid) == start]:
+    while [pid for pid, start in children.items() if start and started_at(pid) == start]:
         assert time.monotonic() < deadline, children
         time.sleep(0.1)
-
-
-def start_of(pid: str) -> str:
-    """When a process began, which tells it from others of its number; "" if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 def test_idle_costs(run_dir: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable
 
 import pytest
 
-from tests.multiproc.cluster import END_S, Cluster, Process, wait_all
+from tests.multiproc.cluster import Cluster
+from tests.multiproc.endings import lose
 
 pytestmark = pytest.mark.requires("gpu")
 
@@ -77,14 +77,7 @@ def test_what_is_lost_is_named(
     cluster = make_cluster(workers=2, servers=2, env=SHORT)
     cluster.start(f"c10d:{program}", device="cuda")
     cluster.wait_mark("looping", range(2))
-    victims: dict[str, Process] = {
-        "worker": cluster.workers["worker 1"],
-        "server": cluster.servers[0],
-        "scheduler": cluster.scheduler,
-    }
-    victims[lost].send(signal.SIGKILL)
-    survivors = [worker for worker in cluster.workers.values() if worker is not victims[lost]]
-    wait_all(survivors, END_S)
+    survivors = lose(cluster, lost)
     for worker in survivors:
         assert worker.status == 1, f"{worker.title}: exit status {worker.status}"
         assert re.search(rf"BytePSError: .*{lost}", worker.text), worker.text

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping
 
-from tests.multiproc.cluster import END_S, Cluster, Nursed, Spawned
+from tests.multiproc.cluster import END_S, Cluster, Nursed, Process, Spawned, wait_all
 
 
 def start_looping(
@@ -17,6 +18,21 @@ def start_looping(
     cluster.start("failures:loop")
     cluster.wait_mark("looping", range(workers))
     return cluster
+
+
+def lose(cluster: Cluster, lost: str) -> list[Nursed]:
+    """Kill the second worker, the first server or the scheduler; return the workers that were not
+    killed, once they have ended."""
+    workers = list(cluster.workers.values())
+    victims: dict[str, Process] = {
+        "worker": workers[1],
+        "server": cluster.servers[0],
+        "scheduler": cluster.scheduler,
+    }
+    victims[lost].send(signal.SIGKILL)
+    survivors = [worker for worker in workers if worker is not victims[lost]]
+    wait_all(survivors, END_S)
+    return survivors
 
 
 def error_of(worker: Nursed) -> str:

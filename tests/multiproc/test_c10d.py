@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,16 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.multiproc.cluster import (
-    END_S,
     RUN_S,
     Cluster,
-    Process,
     Spawned,
     clean_environment,
     resident_bytes,
-    wait_all,
 )
-from tests.multiproc.endings import demand_error
+from tests.multiproc.endings import demand_error, lose
 
 MOST_GROWTH = 32 << 20
 """Bytes of memory that a server may take in addition, over thousands of sums."""
@@ -105,14 +101,7 @@ def test_what_is_lost_is_named(
     cluster = make_cluster(workers=3, servers=2, env=SHORT)
     cluster.start(f"c10d:{program}")
     cluster.wait_mark("looping", range(3))
-    victims: dict[str, Process] = {
-        "worker": cluster.workers["worker 1"],
-        "server": cluster.servers[0],
-        "scheduler": cluster.scheduler,
-    }
-    victims[lost].send(signal.SIGKILL)
-    survivors = [worker for worker in cluster.workers.values() if worker is not victims[lost]]
-    wait_all(survivors, END_S)
+    survivors = lose(cluster, lost)
     pattern = rf"{lost}\b.*lost|lost.*{lost}\b|the {lost}\b"
     for worker in survivors:
         if program == "loop":
