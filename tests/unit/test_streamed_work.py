@@ -22,9 +22,6 @@ class Event:
     def query(self) -> bool:
         return self.come
 
-    def synchronize(self) -> None:
-        self.come = True
-
 
 class Stream:
     def __init__(self, device: object = None) -> None:
@@ -81,7 +78,9 @@ def test_with_one_queue_of_the_device_the_first_who_waits_queues_it(
     assert len(streams["current"].given) == 2
 
 
-def test_tensors_are_kept_until_they_have_landed(streams: dict[str, Any]) -> None:
+def test_tensors_are_kept_until_they_have_landed(
+    streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     works = [StreamedWork([torch.ones(1)], lambda: None, [torch.ones(2)]) for _ in range(3)]
     events = [event for event, _ in streamed_work._landing]
     assert [len(tensors) for _, tensors in streamed_work._landing] == [2, 2, 2]
@@ -90,7 +89,10 @@ def test_tensors_are_kept_until_they_have_landed(streams: dict[str, Any]) -> Non
     assert [work.is_completed() for work in works] == [True, True, False]
     StreamedWork([torch.ones(1)], lambda: None)
     assert next(event for event, _ in streamed_work._landing) is events[2]
-    streamed_work.await_all()
+    landing = [event for event, _ in streamed_work._landing]
+    monkeypatch.setattr(c_lib, "check", lambda: setattr(landing.pop(0), "come", True))
+    with pytest.raises(IndexError):  # it looks once more when all have landed
+        streamed_work.await_all()
     assert not streamed_work._landing
     assert all(work.is_completed() for work in works)
 

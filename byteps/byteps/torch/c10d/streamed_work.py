@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from byteps.torch import c_lib
 from byteps.torch.c10d.work import NO_LIMIT, Work
+
+_LOOK_S = 0.001
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 """On which sums land, in the order in which they were started."""
@@ -117,7 +120,11 @@ def await_all() -> None:
     if not _streams:
         return
     while _landing:
-        _landing.popleft()[0].synchronize()
+        # Not in the driver: the GPU's work never ends where a peer was lost that NCCL waits for.
+        while not _landing[0][0].query():
+            c_lib.check()
+            time.sleep(_LOOK_S)
+        _landing.popleft()
     c_lib.check()
 
 
