@@ -162,6 +162,7 @@ TEST_F(StreamedSums, ThatFailedAreRefusedBeforeAnyoneWaits) {
   const int64_t handle = job.worker.PushPull(Streamed("x", &values, stream_));
   job.channel->FailJob("worker 1 was lost");
   EXPECT_EQ(job.ErrorOf(handle, stream_), "worker 1 was lost");
+  fake::Synchronize(stream_);  // the copies of the values may still be under way
 }
 
 }  // namespace
