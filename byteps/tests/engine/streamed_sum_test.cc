@@ -156,13 +156,21 @@ TEST_F(StreamedSums, ThatOneServerRefusesFailTheJob) {
 }
 
 TEST_F(StreamedSums, ThatFailedAreRefusedBeforeAnyoneWaits) {
-  Job job(1, {}, kRoom);
   auto values = Values(3000, 1);
-  job.channel->HoldServer(0, false);
-  const int64_t handle = job.worker.PushPull(Streamed("x", &values, stream_));
-  job.channel->FailJob("worker 1 was lost");
-  EXPECT_EQ(job.ErrorOf(handle, stream_), "worker 1 was lost");
-  fake::Synchronize(stream_);  // the copies of the values may still be under way
+  {
+    Job job(1, {}, kRoom);
+    job.channel->HoldServer(0, false);
+    const int64_t handle = job.worker.PushPull(Streamed("x", &values, stream_));
+    job.channel->FailJob("worker 1 was lost");
+    EXPECT_EQ(job.ErrorOf(handle, stream_), "worker 1 was lost");
+  }
+  // The next job's copies to the host come after those of the failed sum, which read `values`.
+  Job next(1, {}, kRoom);
+  auto others = Values(3000, 2);
+  const auto sum = Times(others, 3);
+  next.Wait(next.worker.PushPull(Streamed("x", &others, stream_)), stream_);
+  EXPECT_TRUE(BecomesIdle(stream_));
+  EXPECT_EQ(others, sum);
 }
 
 }  // namespace
