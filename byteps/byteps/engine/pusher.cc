@@ -1,5 +1,6 @@
 #include "byteps/engine/pusher.h"
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -167,6 +168,11 @@ void Pusher::Send(const Task& task, int track) {
   PartitionTimes* const times = task.times();
   const char* source = operation.Source(task.index);
   if (task.block) source = task.block.get();
+  std::shared_ptr<void> sending;
+  if (operation.streamed && task.bytes > 0) {
+    sending = operation.streamed->BeginSend();
+    if (!sending) return Drop(task);
+  }
   if (operation.is_coded() && task.bytes > 0) operation.Encode(task.index);
   task.operation->Move(task.index, Operation::Stage::kPushed);
   const int64_t now = SteadyNs();
@@ -176,11 +182,12 @@ void Pusher::Send(const Task& task, int track) {
   // Until the transport has sent the values, they hold their place in the window, and `task`
   // holds the operation and the pinned memory.
   if (task.bytes > 0) {
-    message.SetValues(SharedBytes::Borrow(const_cast<char*>(source), task.bytes,
-                                          [task, times, scheduler = context_->scheduler](char*) {
-                                            if (times != nullptr) times->sent = SteadyNs();
-                                            scheduler->Deliver(task.server, task.bytes);
-                                          }));
+    message.SetValues(
+        SharedBytes::Borrow(const_cast<char*>(source), task.bytes,
+                            [task, times, sending, scheduler = context_->scheduler](char*) {
+                              if (times != nullptr) times->sent = SteadyNs();
+                              scheduler->Deliver(task.server, task.bytes);
+                            }));
   } else {  // it asks for something
     if (times != nullptr) times->sent = now;
     Drop(task);

@@ -1,6 +1,7 @@
 #include "byteps/engine/streamed_sum.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
 #include <string>
@@ -16,6 +17,7 @@ namespace {
 // ms.
 constexpr uint64_t kLeastOfChunk = 16 << 20;
 constexpr uint64_t kMostChunks = 8;
+constexpr auto kMostToSend = std::chrono::seconds(1);  // after a failure; then NaN is sent
 constexpr int kNotANumber = 0xff;  // bytes of a NaN in every type of floating numbers
 
 }  // namespace
@@ -129,9 +131,27 @@ void StreamedSum::CopyToDevice(const OperationPtr& operation, DeviceStream strea
   device->CallAfter(device->Now(stream), stream, [operation] {});
 }
 
+std::shared_ptr<void> StreamedSum::BeginSend() {
+  {
+    ps::MutexLock lock(&mu_);
+    if (has_failed_) return nullptr;
+    ++sending_;
+  }
+  return {this, [self = shared_from_this()](void*) { self->EndSend(); }};
+}
+
+void StreamedSum::EndSend() {
+  {
+    ps::MutexLock lock(&mu_);
+    --sending_;
+  }
+  sent_.NotifyAll();
+}
+
 void StreamedSum::Fail() {
   ps::MutexLock lock(&mu_);
   has_failed_ = true;
+  sent_.WaitFor(&mu_, kMostToSend, [this]() PS_REQUIRES(mu_) { return sending_ == 0; });
   for (const Chunk& chunk : chunks_) {
     if (chunk.is_copied) Spoil(chunk);  // or else the copy would come after it
   }

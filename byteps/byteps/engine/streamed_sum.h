@@ -27,7 +27,7 @@ namespace byteps {
 namespace core {
 
 // Any thread may call anything.
-class StreamedSum {
+class StreamedSum : public std::enable_shared_from_this<StreamedSum> {
  public:
   // Takes pinned memory for all partitions.  Null: the pool has not enough.  The operation, which
   // is to be of this sum, may be with nobody else yet.
@@ -43,6 +43,8 @@ class StreamedSum {
   void CopyToHost(const DeviceMoment& ready, const std::function<void(size_t, size_t)>& copied);
   // Whether a partition is there, to be pushed.
   bool has_copied() const { return has_copied_; }
+  // What to hold while that memory is being sent.  Null: it failed, and is not to be sent.
+  std::shared_ptr<void> BeginSend();
   // The sum of a partition is in its memory.
   void Arrive(uint64_t index);
   // Enqueues the copies back, once: `stream` waits for the sums, or for Fail.  `operation` is its
@@ -51,7 +53,8 @@ class StreamedSum {
   // Whether CopyToDevice was called.
   bool is_awaited() const { return is_awaited_; }
   // The operation failed, and nobody writes into the memory any more: streams get NaN (-1 where
-  // values are whole numbers), and go on.
+  // values are whole numbers), and go on.  Waits for what is being sent, but not for long: who gets
+  // NaN by then has a job that failed, too.
   void Fail();
 
  private:
@@ -74,6 +77,7 @@ class StreamedSum {
 
   void Cut(uint64_t bytes);
   void OnCopied(size_t chunk);
+  void EndSend();
   char* Wanted(const Partition& partition) const;
   // Makes all of a chunk NaN, and lets streams go on.
   void Spoil(const Chunk& chunk) const;
@@ -88,6 +92,8 @@ class StreamedSum {
   std::atomic<bool> has_copied_{false};
   std::atomic<bool> is_awaited_{false};
   ps::Mutex mu_;  // guards Chunk::is_copied
+  ps::CondVar sent_;
+  int sending_ PS_GUARDED_BY(mu_) = 0;
   bool has_failed_ PS_GUARDED_BY(mu_) = false;
 };
 
