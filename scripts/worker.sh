@@ -26,6 +26,9 @@ torch.distributed.run), as workers of a BytePS cluster. A flag wins over its var
                          (server.sh --instances) they keep every NIC busy: docs/use/when-to-use.md
                          has the best numbers. Their BYTEPS_LOCAL_RANK follows those of the ranks, so
                          that all have metrics at ports of their own
+  --replica NUMBER/COUNT BYTEPS_REPLICA  this is one of COUNT jobs of equal size that train one model
+                         and meet only at the servers; 0/4 is the first of four. Each has a
+                         torchrun world of its own; the scheduler counts the ranks of all
   --secret-file FILE     BYTEPS_SECRET_FILE  the job's secret, the same on every machine (with a
                          scheduler required, unless BYTEPS_SECRET is set, or BYTEPS_AUTH=0; the
                          embedded mode makes one)
@@ -50,6 +53,7 @@ TEXT
 }
 
 servers=
+replicas=1
 module=0
 local_servers=${BYTEPS_LOCAL_SERVERS:-0}
 nnodes=1
@@ -117,7 +121,7 @@ start_local_servers() {
   if [[ -z $workers ]]; then
     [[ $nnodes =~ ^[0-9]{1,5}$ && $nproc =~ ^[0-9]{1,5}$ ]] || die_usage \
       "--local-servers needs DMLC_NUM_WORKER, or numbers for --nnodes and --nproc-per-node"
-    workers=$((10#$nnodes * 10#$nproc))
+    workers=$((10#$nnodes * 10#$nproc * replicas))
   fi
   # After those of the ranks, so that all have metrics at ports of their own.
   if is_number "$nproc"; then ranks=$((10#$nproc)); fi
@@ -135,6 +139,7 @@ while (($#)); do
     --secret-file) need_argument "$1" "$@"; export BYTEPS_SECRET_FILE=$2; shift 2 ;;
     --node-host) need_argument "$1" "$@"; set_node_host "$2"; shift 2 ;;
     --interface) need_argument "$1" "$@"; set_interface "$2"; shift 2 ;;
+    --replica) need_argument "$1" "$@"; export BYTEPS_REPLICA=$2; shift 2 ;;
     --local-servers) need_argument "$1" "$@"; local_servers=$2; shift 2 ;;
     --nnodes | --nproc-per-node | --node-rank) need_argument "$1" "$@"; set_size "$1" "$2"; shift 2 ;;
     --nnodes=* | --nproc-per-node=* | --node-rank=*) set_size "${1%%=*}" "${1#*=}"; shift ;;
@@ -153,6 +158,12 @@ while (($#)); do
 done
 ((${#script[@]} || check)) || die_usage "missing: -- SCRIPT"
 
+if [[ -n ${BYTEPS_REPLICA:-} ]]; then
+  [[ $BYTEPS_REPLICA =~ ^([0-9]{1,4})/([0-9]{1,4})$ && 10#${BASH_REMATCH[1]} -lt 10#${BASH_REMATCH[2]} ]] ||
+    die_usage "--replica (BYTEPS_REPLICA) is NUMBER/COUNT, such as 0/4 and 3/4, not '$BYTEPS_REPLICA'"
+  replicas=$((10#${BASH_REMATCH[2]}))
+  [[ -n ${DMLC_PS_ROOT_URI:-} ]] || die_usage "--replica needs --scheduler, which all replicas join"
+fi
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]]; then
   need_scheduler
   need_secret

@@ -68,11 +68,15 @@ struct Launch {
   int size = 1;
   int local_rank = 0;
   int local_size = 1;
+  // Jobs that train one model, each with ranks of its own, are its replicas.  `rank` and `size` are
+  // those among the workers of all replicas.
+  int replica = 0;
+  int replicas = 1;
 
   // From RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, else from
   // DMLC_WORKER_ID, DMLC_NUM_WORKER, BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE, else
-  // 0 of 1.  Throws UsageError when both are set and disagree, or the rank is not
-  // below the size.
+  // 0 of 1; and from BYTEPS_REPLICA.  Throws UsageError when both are set and disagree, or the rank
+  // is not below the size, or BYTEPS_REPLICA is no replica of so many.
   static Launch From(const Config& config);
 };
 

@@ -249,7 +249,7 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("has_failed", [] { return GetWorker()->failed(); }, Unlocked());
   m.def("launch", [] {
     const Launch l = Launch::From(Config::FromEnvironment());
-    return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size);
+    return py::make_tuple(l.rank, l.size, l.local_rank, l.local_size, l.replica, l.replicas);
   });
   m.def("push_pull", &PushPull, py::arg("name"), py::arg("dtype"), py::arg("input"),
         py::arg("output"), py::arg("bytes"), py::arg("piece_of"), py::arg("average"),

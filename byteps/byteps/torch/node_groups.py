@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from byteps.launcher import meeting
+from byteps.torch import session
 from byteps.torch.figures import setting
 
 _TAG = 0x6270
@@ -99,10 +100,10 @@ class NodeGroups:
         store = dist.distributed_c10d._get_default_store()
         if store is not self._store:  # torch.distributed was started anew
             self._store, self._made = store, {}
-        key = device.type, ranks, purpose
+        key, first = (device.type, ranks, purpose), session.first_rank()
         if key not in self._made:
             for group in known:
-                if tuple(dist.get_process_group_ranks(group)) == ranks:
+                if tuple(first + r for r in dist.get_process_group_ranks(group)) == ranks:
                     self._made[key] = NodeGroup(group, len(ranks))
                     return self._made[key]
             self._made[key] = NodeGroup(_backend(ranks, device, store, purpose), len(ranks))
@@ -114,7 +115,7 @@ class NodeGroups:
 
 
 def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: str) -> Any:
-    place, seconds = ranks.index(dist.get_rank()), _op_timeout_s()
+    place, seconds = ranks.index(session.rank()), _op_timeout_s()
     timeout = timedelta(seconds=seconds)
     name = f"node{purpose}/{device.type}/{'-'.join(map(str, ranks))}"
     try:

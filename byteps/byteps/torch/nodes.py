@@ -214,7 +214,7 @@ class NodeSum:
             BytePSError: the job failed, or members disagree about the tensor.
             RuntimeError: a rank of the host was lost.
         """
-        flat, rank = tensor.view(-1), dist.get_rank()
+        flat, rank = tensor.view(-1), session.rank()
         local, pending = self.layout.local_index(rank), []
         pushes = self.pushes(rank, flat.element_size())
         push_pull = operations.start_streamed_inplace if streamed else ops.push_pull_async_inplace
@@ -256,7 +256,7 @@ def whole_sum(
         like: a tensor of its length and type, on its device.
         known: groups of torch.distributed, of which one may be that of this host's ranks.
     """
-    ranks = layout.on_host_of(dist.get_rank())
+    ranks = layout.on_host_of(session.rank())
     nbytes = wire.of(like.dtype, wire_dtype).nbytes(like.numel())
     cut = cutting.whole_pieces(like.numel(), len(ranks), piece_count(nbytes // len(ranks)))
     return NodeSum(

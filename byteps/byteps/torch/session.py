@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from byteps import logs
 from byteps.launcher import embedded
@@ -32,6 +32,8 @@ class Launch:
     size: int
     local_rank: int
     local_size: int
+    replica: int
+    replicas: int
 
 
 _joined_by = -1
@@ -41,6 +43,12 @@ _sessions = 0
 _handled_at_init = 0
 """The id of the exception that is handled around all of this, if one is."""
 _lock = threading.Lock()
+
+
+def _told() -> Launch:
+    """Raises BytePSError for settings that cannot be."""
+    names = (field.name for field in fields(Launch))
+    return Launch(**dict(zip(names, c_lib.launch(), strict=True)))
 
 
 def _after_fork_in_child() -> None:
@@ -87,9 +95,12 @@ def init(lazy: bool = True, *, store: Store | None = None) -> None:
         _demand_no_copy()
         if c_lib.is_initialized():
             return
-        _launch = Launch(
-            **dict(zip(("rank", "size", "local_rank", "local_size"), c_lib.launch(), strict=True))
-        )
+        _launch = _told()
+        if _launch.replicas > 1 and not os.environ.get("DMLC_PS_ROOT_URI"):
+            raise BytePSError(
+                "BYTEPS_REPLICA needs a scheduler that all replicas join: set DMLC_PS_ROOT_URI and "
+                "DMLC_PS_ROOT_PORT (worker.sh --scheduler)"
+            )
         logs.install(_launch.rank)
         for warning in c_lib.unknown_variables():
             logger.warning("%s", warning)
@@ -257,3 +268,23 @@ def local_rank() -> int:
 def local_size() -> int:
     """Workers on this host."""
     return launched().local_size
+
+
+def replica() -> int:
+    """Which of the model's replicas this job is, 0 <= replica < replicas(). Before `init` too."""
+    return (_launch or _told()).replica
+
+
+def first_rank() -> int:
+    """Of the ranks of this replica, the lowest: rank 0 of its torch.distributed. 0 where this
+    process is in no job."""
+    if _launch is None:
+        return 0
+    return _launch.replica * (_launch.size // _launch.replicas)
+
+
+def replicas() -> int:
+    """Jobs that train one model, and meet only at the servers; 1 where this is the only one.
+    Workers of all of them count in `rank` and `size`, those of replica 0 first. Before `init`
+    too."""
+    return (_launch or _told()).replicas

@@ -32,6 +32,13 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``gradients_will_be_zeroed``  DDP is about to zero its gradients
 ``add_checkpoint_metadata``   a checkpoint is about to be saved or loaded
 ``step_ended``                the optimizer has made its step, or has not
+``replicas_of``               the data-parallel size is derived: how many replicas share it?
+``training_begins``           the model and the optimizer are there
+``in_turn``                   decorates what builds datasets
+``sum_over_replicas``         data-parallel ranks have summed a few numbers
+``agreed_norm``               the norm of the gradients is known
+``wanted_by_any``             a rank of this replica wants to end the job, or none does
+``saves_checkpoint``          a checkpoint is about to be saved: by this replica?
 ``shutdown``                  training is done
 ============================  ======================================================
 
@@ -56,6 +63,9 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``sums``               the sums in flight
 ``whole_steps``        steps that are one CUDA graph
 ``outer_sums``         sums over the replicas of a sharded model
+``replicas``           jobs that train one model, and meet only at the servers
+``data_slots``         which part of each batch a rank of them reads
+``outer_steps``        their exchanges, once in many steps
 ``summed_later``       gradients that change after the backward pass, apart
 ``server_buckets``     with ``--dpu-optimizer``: buckets that servers update
 ``quantized``          their parameters of fp8 or fp4
@@ -74,18 +84,25 @@ from __future__ import annotations
 from .bucket_op import BucketOp
 from .hooks import (
     add_checkpoint_metadata,
+    agreed_norm,
     apart,
     gradients_will_be_zeroed,
+    in_turn,
     initialize,
     keeps_optimizer,
     make_server_optimizer,
     outer_reduction,
     outside_graph,
     register,
+    replicas_of,
+    saves_checkpoint,
     shutdown,
     start_grad_sync,
     step_ended,
+    sum_over_replicas,
     takes,
+    training_begins,
+    wanted_by_any,
 )
 from .naming import bucket_name, group_name
 from .refusals import fully_sharded, validate_args, validate_ddp_config
@@ -96,23 +113,30 @@ __all__ = [
     "BucketOp",
     "GradSyncHandle",
     "add_checkpoint_metadata",
+    "agreed_norm",
     "apart",
     "bucket_name",
     "fully_sharded",
     "gradients_will_be_zeroed",
     "group_name",
+    "in_turn",
     "initialize",
     "keeps_optimizer",
     "make_server_optimizer",
     "outer_reduction",
     "outside_graph",
     "register",
+    "replicas_of",
+    "saves_checkpoint",
     "shutdown",
     "start_grad_sync",
     "step_ended",
+    "sum_over_replicas",
     "takes",
+    "training_begins",
     "translate_args",
     "translate_config",
     "validate_args",
     "validate_ddp_config",
+    "wanted_by_any",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import bytepslib
+from . import bytepslib, job
 from .kept import Kept
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class BucketOp:
     def wanted(self, elements: int) -> tuple[int, int]:
         """First and last plus one of the bucket's elements that this rank's optimizer owns."""
         shard = elements // len(self.owners)
-        index = self.owners.index(torch.distributed.get_rank())
+        index = self.owners.index(job.rank())
         return index * shard, (index + 1) * shard
 
 

@@ -12,7 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
+    "alike",
     "byteps",
+    "diloco",
     "engine",
     "feedback",
     "figures",
@@ -31,6 +33,7 @@ __all__ = [
     "server_bucket",
     "server_host",
     "server_rule",
+    "session",
     "speculation",
     "step_machine",
     "wire",
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
     # So that type checkers find calls of what these modules do not have.
     import byteps.torch as byteps
     from byteps.torch import (
+        alike,
+        diloco,
         engine,
         feedback,
         figures,
@@ -56,6 +61,7 @@ if TYPE_CHECKING:
         server_bucket,
         server_host,
         server_rule,
+        session,
         speculation,
         step_machine,
         wire,

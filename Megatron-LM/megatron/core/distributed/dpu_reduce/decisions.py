@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import bytepslib, job, matrices, table
+from . import bytepslib, job, matrices, replicas, table
 from .bucket_op import wire_bytes
 from .trials import measured
 
@@ -45,6 +45,8 @@ def decide_all(
         groups: bucket groups that it sums.
         buffers: that these are made of.
     """
+    if replicas.count() > 1:
+        return _over_replicas(config, kind, group, groups)
     hosts = tuple(job.joined().hosts[rank] for rank in job.ranks_of(group))
     routes = bytepslib.routes
     asked = config.dpu_reduce_route or routes.AUTO
@@ -75,6 +77,32 @@ def decide_all(
             if some_rows := [row for row in rows if row[0].updated == updated]:
                 print_once(table.describe(kind, some_rows, network))
     return decisions
+
+
+def _over_replicas(
+    config: DistributedDataParallelConfig,
+    kind: str,
+    group: torch.distributed.ProcessGroup,
+    groups: Sequence[_ParamAndGradBucketGroup],
+) -> dict[int, Decision]:
+    """Replicas meet only at the servers: there is nothing to choose."""
+    routes, ranks = bytepslib.routes, group.size()
+    decision = routes.Decision(
+        route=routes.NODE_FIRST if ranks > 1 else routes.FLAT,
+        why="replicas meet only at the servers",
+        loads={},
+        seconds={},
+    )
+    buckets = [bucket for bucket_group in groups for bucket in bucket_group.buckets]
+    if torch.distributed.get_rank() == 0:
+        sent = sum(wire_bytes(bucket, config) for bucket in buckets) / ranks / 1e6
+        inside = f"over {ranks} ranks by torch.distributed, then " if ranks > 1 else ""
+        print_once(
+            f"dpu_reduce: replica {replicas.number()} of {replicas.count()}: {kind} gradients are "
+            f"summed {inside}over replicas by {len(bytepslib.byteps.bytes_per_server(1, name='x'))}"
+            f" servers, {sent:.1f} MB from each rank"
+        )
+    return {id(bucket): decision for bucket in buckets}
 
 
 def print_once(text: str) -> None:

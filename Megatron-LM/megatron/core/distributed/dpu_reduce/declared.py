@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import bytepslib
+from . import bytepslib, job
 
 if TYPE_CHECKING:
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -23,7 +23,7 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
     Raises:
         byteps.torch.BytePSError: a server does not answer, or members disagree about a bucket.
     """
-    bps, rank, declarations = bytepslib.byteps, torch.distributed.get_rank(), []
+    bps, rank, declarations = bytepslib.byteps, job.rank(), []
     average = config.average_in_collective
     for bucket in buckets:
         op: BucketOp = bucket.dpu_reduce_op
@@ -56,7 +56,7 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
 
 def bytes_per_server(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
     """Bytes that this rank pushes to each server in one step, of these buckets."""
-    bps, rank = bytepslib.byteps, torch.distributed.get_rank()
+    bps, rank = bytepslib.byteps, job.rank()
     total = [0] * len(bps.bytes_per_server(1, name="count"))
     for bucket in buckets:
         op: BucketOp = bucket.dpu_reduce_op

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib, job, outer_sums, plan, server_buckets, summed_later, sums, whole_steps
+from . import (
+    bytepslib,
+    job,
+    outer_steps,
+    outer_sums,
+    plan,
+    replicas,
+    server_buckets,
+    summed_later,
+    sums,
+    whole_steps,
+)
 from .refusals import FEW_BITS
 
 if TYPE_CHECKING:
@@ -127,11 +138,78 @@ def add_checkpoint_metadata(args: Namespace, metadata: dict[str, Any]) -> None:
         put_metadata(metadata)
 
 
-def step_ended(args: Namespace, successful: bool) -> None:
+def step_ended(
+    args: Namespace, successful: bool, model: Sequence[Any] = (), optimizer: Any = None
+) -> None:
     """The optimizer has made its step on all ranks, or none has: then what rounding to few bits has
-    lost is of gradients that nobody wanted."""
+    lost is of gradients that nobody wanted. Replicas that step by themselves may exchange."""
     if not successful:
         _forget_lost(args)
+    if replicas.count() > 1:
+        outer_steps.iteration_ended(args, model, optimizer)
+
+
+def replicas_of(args: Namespace) -> int:
+    """How many jobs train the model: each has so large a part of the data-parallel ranks."""
+    return replicas.of(args)
+
+
+def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
+    """The model and its optimizer are there, new or from a checkpoint: see
+    :func:`.outer_steps.begin`."""
+    if replicas.count() > 1:
+        outer_steps.begin(args, model, optimizer)
+
+
+def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates what builds datasets and keeps their indices in files: replica 0 goes first, and
+    the others, which may share its files, find them."""
+
+    @functools.wraps(build)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if replicas.count() == 1:
+            return build(*args, **kwargs)
+        last = replicas.number() > 0
+        if last:
+            replicas.sum_(torch.zeros(1), "datasets", always=True)
+        try:
+            return build(*args, **kwargs)
+        finally:
+            if not last:
+                replicas.sum_(torch.zeros(1), "datasets", always=True)
+
+    return wrapped
+
+
+def sum_over_replicas(
+    tensor: torch.Tensor, what: str, *, always: bool = False
+) -> torch.Tensor:
+    """Data-parallel ranks of this replica have summed a few numbers: see :func:`.replicas.sum_`."""
+    return replicas.sum_(tensor, what, always=always)
+
+
+def agreed_norm(norm: Any) -> Any:
+    """The norm of all gradients is known: see :func:`.replicas.agreed`."""
+    return replicas.agreed(norm)
+
+
+def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tensor:
+    """Whether a rank of any replica wants to end, at iterations after which replicas meet; nobody
+    does at others. `flag` is not 0 where this replica wants to, and is changed in place."""
+    if replicas.count() == 1:
+        return flag
+    if not outer_steps.meets(args):
+        return flag.zero_()
+    return replicas.sum_(flag, what, always=True)
+
+
+def saves_checkpoint(args: Namespace, model: Sequence[Any], iteration: int) -> bool:
+    """A checkpoint is about to be saved: whether this replica does it, which is the first one's
+    part. See :func:`.outer_steps.before_save`."""
+    if replicas.count() == 1:
+        return True
+    outer_steps.before_save(args, model, iteration)
+    return replicas.number() == 0
 
 
 def _forget_lost(args: Namespace) -> None:
@@ -150,6 +228,7 @@ def shutdown(args: Namespace | None = None) -> None:
         return
     plan.forget()
     outer_sums.forget()
+    outer_steps.forget()
     nodes = sys.modules.get("byteps.torch.nodes")
     if nodes is not None:
         nodes.groups.forget()

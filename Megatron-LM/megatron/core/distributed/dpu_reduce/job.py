@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib
+from . import bytepslib, replicas
 
 if TYPE_CHECKING:
     from byteps.torch.job import Job
@@ -33,19 +34,27 @@ def initialize() -> None:
         bps.init()
         _job = None
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if (bps.rank(), bps.size()) != (rank, size):
+    count = bytepslib.session.replicas()
+    if (bps.rank(), bps.size()) != (bytepslib.session.first_rank() + rank, size * count):
         raise RuntimeError(
             f"BytePS is worker {bps.rank()} of {bps.size()}, torch.distributed is rank {rank} of "
-            f"{size}: check RANK and WORLD_SIZE against DMLC_WORKER_ID and DMLC_NUM_WORKER"
+            f"{size}{f' in each of {count} replicas' if count > 1 else ''}: check RANK and "
+            "WORLD_SIZE against DMLC_WORKER_ID and DMLC_NUM_WORKER"
         )
     if _job is None:
-        _job = bytepslib.job.meet(_told_by_all)
+        met = bytepslib.job.meet(_told_by_all)
+        # To the servers a replica is what a host is otherwise: its ranks sum among themselves
+        # first.
+        places = tuple(rank // size for rank in range(size * count))
+        _job = met if count == 1 else replace(met, hosts=places, measures=False)
+        replicas.begin()
 
 
 def forget() -> None:
     """Ask all ranks anew when BytePS starts again."""
     global _job
     _job = None
+    replicas.forget()
 
 
 def joined() -> Job:
@@ -54,9 +63,25 @@ def joined() -> Job:
     return _job
 
 
+def rank() -> int:
+    """This rank's number among the workers of the job, all replicas counted."""
+    return bytepslib.byteps.rank()
+
+
 def ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
-    """The global ranks of a group, in its order."""
-    return tuple(torch.distributed.get_process_group_ranks(group))
+    """The workers that reduce a group's gradients, in its order: its global ranks, in each
+    replica."""
+    own, size = own_ranks_of(group), torch.distributed.get_world_size()
+    first = bytepslib.session.first_rank()
+    return tuple(
+        rank - first + replica * size for replica in range(replicas.count()) for rank in own
+    )
+
+
+def own_ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
+    """Of these the ones of this replica."""
+    first = bytepslib.session.first_rank()
+    return tuple(first + rank for rank in torch.distributed.get_process_group_ranks(group))
 
 
 def _told_by_all(mine: Any) -> list[Any]:

@@ -38,7 +38,7 @@ def node_sums(
         No second one without the distributed optimizer, or where several of its instances share a
         host.
     """
-    node, rank = bytepslib.nodes, torch.distributed.get_rank()
+    node, rank = bytepslib.nodes, job.rank()
     layout = _layout(op.group, job.joined().hosts)
     whole = node.whole_sum(
         op.name,

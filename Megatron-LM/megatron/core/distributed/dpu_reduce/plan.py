@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import advised, bytepslib, decisions, declared, job, matrices, table, trials
+from . import advised, bytepslib, decisions, declared, job, matrices, replicas, table, trials
 from .bucket_op import BucketOp, wire_of
 from .kept import kept_of
 from .naming import bucket_name, named
@@ -59,7 +59,7 @@ def register(ddp: DistributedDataParallel) -> None:
     for kind, group, groups, buffers in _kinds(ddp):
         if groups:
             chosen |= decisions.decide_all(ddp.ddp_config, kind, group, groups, buffers)
-    if chunk == 0:
+    if chunk == 0 and replicas.count() == 1:
         advised.tell(ddp.ddp_config, ddp.config, _kinds(ddp))
 
     parameters: dict[torch.nn.Parameter, str] = {}
@@ -83,6 +83,7 @@ def register(ddp: DistributedDataParallel) -> None:
             alike[dtypes] += 1
 
     buckets = [bucket for *_, buffers in _kinds(ddp) for b in buffers for bucket in b.buckets]
+    replicas.divide_gradients(ddp, buckets)
     for _, _, groups, _ in _kinds(ddp):
         _wait_for_collectives_alone(groups)
     names = [bucket.dpu_reduce_op.name for bucket in buckets]
@@ -143,8 +144,8 @@ def _register_buffer(
     chunk: int,
     names: dict[torch.nn.Parameter, str],
 ) -> None:
-    ranks, owners = job.ranks_of(group), job.ranks_of(buffer.data_parallel_group)
-    instances = buffer.ddp_config.num_distributed_optimizer_instances
+    ranks, owners = job.ranks_of(group), job.own_ranks_of(buffer.data_parallel_group)
+    instances = buffer.ddp_config.num_distributed_optimizer_instances * replicas.count()
     if not set(owners) <= set(ranks) or len(owners) * instances != len(ranks):
         raise RuntimeError(
             f"--use-dpu-reduce: the {kind} data-parallel group {ranks} is not {instances} "
@@ -189,7 +190,7 @@ def _placed(
         return replace(op, placement=named.next_placement(op.group, partitions))
     assert op.route == routes.NODE_FIRST
     sums = node_sums(op, bucket.grad_data, buffer, group)
-    pushes = sums[0].pushes(torch.distributed.get_rank(), bucket.grad_data.element_size())
+    pushes = sums[0].pushes(job.rank(), bucket.grad_data.element_size())
     placement = named.next_placement(op.group, sum(push.partitions for push in pushes))
     whole, shards = (replace(one, placement=placement) if one else None for one in sums)
     return replace(op, placement=placement, node_whole=whole, node_shards=shards)

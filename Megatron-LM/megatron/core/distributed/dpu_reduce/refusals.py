@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ _REFUSALS: tuple[_Refusal, ...] = (
 
 
 _SHARDED = "it cuts parameters over ranks, and servers update the buckets of whole ones"
+_BY_ITSELF = "it reduces gradients by itself"
 _CUT_ONCE_MORE = (
     "gradients of weights that are whole are averaged over the ranks that share the others, after "
     "the backward pass, and servers do not count them once in the norm"
@@ -259,6 +261,119 @@ def _check_optimizer(source: object) -> None:
         )
 
 
+_OF_REPLICAS: tuple[_Refusal, ...] = (
+    _Refusal(
+        attributes=("dpu_optimizer",),
+        flag="--dpu-optimizer",
+        reason="its servers want one torch.distributed world",
+    ),
+    _Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_BY_ITSELF),
+    _Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_BY_ITSELF),
+    _Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_BY_ITSELF),
+    _Refusal(
+        attributes=("num_distributed_optimizer_instances",),
+        flag="--num-distributed-optimizer-instances",
+        reason="replicas are the instances",
+        allowed=(1, None),
+    ),
+    _Refusal(
+        attributes=("dpu_reduce_route",),
+        flag="--dpu-reduce-route",
+        reason="replicas meet only at the servers",
+        allowed=("auto", None),
+    ),
+    _Refusal(
+        attributes=("dataloader_type",),
+        flag="--dataloader-type",
+        reason="it does not know which part of a batch this replica reads",
+        refused=("external",),
+    ),
+    _Refusal(
+        attributes=("perform_rl_step",),
+        flag="--perform-rl-step",
+        reason="its batches are those of one torch.distributed world",
+    ),
+    _Refusal(
+        attributes=("non_persistent_ckpt_type",),
+        flag="--non-persistent-ckpt-type",
+        reason="one replica saves for all",
+        refused=("local",),
+    ),
+)
+"""What replicas of a model refuse."""
+
+_OF_OUTER_STEPS: tuple[_Refusal, ...] = (
+    _Refusal(
+        attributes=("optimizer",),
+        flag="--optimizer",
+        reason="the parameters that it steps are not those of a rank alone",
+        refused=OF_MATRICES,
+    ),
+    _Refusal(
+        attributes=("use_precision_aware_optimizer",),
+        flag="--use-precision-aware-optimizer",
+        reason="it keeps no fp32 parameters that could be exchanged",
+    ),
+    _Refusal(
+        attributes=("optimizer_cpu_offload",),
+        flag="--optimizer-cpu-offload",
+        reason="it moves the parameters that are exchanged",
+    ),
+    _Refusal(
+        attributes=("dpu_reduce_wire_dtype",),
+        flag="--dpu-reduce-wire-dtype",
+        reason="parameters are exchanged as bf16",
+        refused=FEW_BITS,
+    ),
+)
+"""What ``--dpu-outer-steps`` refuses."""
+
+
+def _check_replicas(args: Namespace) -> None:
+    asked = os.environ.get("BYTEPS_REPLICA")
+    if asked and not getattr(args, "use_dpu_reduce", False):
+        raise ValueError(
+            f"BYTEPS_REPLICA={asked} needs --use-dpu-reduce: without it replicas never meet"
+        )
+    every = getattr(args, "dpu_outer_steps", 1)
+    if every < 1:
+        raise ValueError(f"--dpu-outer-steps={every} must be 1 or more")
+    if not asked:
+        if every > 1:
+            raise ValueError(
+                f"--dpu-outer-steps={every} needs replicas that step by themselves: start each with "
+                "worker.sh --replica NUMBER/COUNT"
+            )
+        return
+    _refuse(args, _OF_REPLICAS, f"BYTEPS_REPLICA={asked}")
+    if "global_aux_loss" in str(getattr(args, "moe_router_load_balancing_type", "")):
+        raise ValueError(
+            f"BYTEPS_REPLICA={asked} does not work with "
+            "--moe-router-load-balancing-type=global_aux_loss: it counts tokens of one replica. "
+            "Use aux_loss or seq_aux_loss."
+        )
+    if every == 1:
+        return
+    _refuse(args, _OF_OUTER_STEPS, "--dpu-outer-steps")
+    if args.dpu_outer_fragments > every or args.dpu_outer_fragments < 1:
+        raise ValueError(
+            f"--dpu-outer-fragments={args.dpu_outer_fragments} must be from 1 to "
+            f"--dpu-outer-steps={every}"
+        )
+    if not 0 <= args.dpu_outer_delay < every:
+        raise ValueError(
+            f"--dpu-outer-delay={args.dpu_outer_delay} must be less than --dpu-outer-steps={every}"
+        )
+    own = args.world_size // (
+        args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    )
+    if own > 1 and not args.use_distributed_optimizer:
+        raise ValueError(
+            f"--dpu-outer-steps={every} with {own} data-parallel ranks in a replica needs "
+            "--use-distributed-optimizer: then each rank exchanges the parameters that it owns"
+        )
+
+
 def why_servers_cannot_update(source: object) -> str:
     """Why `--dpu-optimizer` does not go with the arguments or a config; empty if it does."""
     try:
@@ -288,6 +403,7 @@ def refuse(args: Namespace) -> None:
     _check_few_bits(args)
     _check_route(args)
     _check_optimizer(args)
+    _check_replicas(args)
     if getattr(args, "use_dpu_reduce", False):
         _refuse(args)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import bytepslib, quantized
+from . import bytepslib, job, quantized
 from .sums import GradSyncHandle
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def make_server_bucket(
 def _spec(bucket: _ParamAndGradBucket, rule: Rule, *, average: bool, in_order: bool) -> BucketSpec:
     """What this rank sends of a bucket."""
     op: BucketOp = bucket.dpu_reduce_op
-    rank, grads, sums = torch.distributed.get_rank(), bucket.grad_data, op.node_whole
+    rank, grads, sums = job.rank(), bucket.grad_data, op.node_whole
     made = bytepslib.server_bucket.BucketSpec
     if sums is None:
         whole = bytepslib.byteps.TensorDeclaration(

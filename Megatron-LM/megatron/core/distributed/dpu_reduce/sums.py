@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from . import bytepslib
+from . import bytepslib, replicas
 from .bucket_op import BucketOp
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class GradSyncHandle:
 
 def goes_through_servers(bucket_group: _ParamAndGradBucketGroup) -> bool:
     """Whether a bucket of the group is summed by servers."""
-    return any(
+    return replicas.sum_gradients() and any(
         bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE for bucket in bucket_group.buckets
     )
 

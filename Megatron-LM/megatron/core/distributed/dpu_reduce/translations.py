@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...utils import log_single_rank
+from . import replicas
 from .refusals import OF_MATRICES
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def translate_args(args: Namespace) -> None:
 
     ``--dpu-optimizer`` asks for ``--use-dpu-reduce`` too.
     """
+    if getattr(args, "use_dpu_reduce", False) and replicas.of(args) > 1:
+        _fit_to_replicas(args)
     by_matrix = getattr(args, "optimizer", None) in OF_MATRICES
     if by_matrix:  # the DDP config has no other way to know
         args.dpu_optimizer_matrices = False
@@ -115,6 +118,23 @@ def translate_args(args: Namespace) -> None:
         _keep_dtypes(args)
     if (dropped := _drop(args, settings)) and args.rank == 0:
         print(dropped, flush=True)
+
+
+def _fit_to_replicas(args: Namespace) -> None:
+    """A step that one replica made once more would be summed with the others' next one; and what
+    all replicas would write, the first one does."""
+    if getattr(args, "rerun_mode", "disabled") != "disabled":
+        args.rerun_mode = "disabled"
+        if args.rank == 0:
+            print(
+                "dpu_reduce: replicas make no step once more: --rerun-mode is disabled, and a "
+                "result that is not finite ends the job",
+                flush=True,
+            )
+    if replicas.number() > 0:
+        for name in ("tensorboard_dir", "wandb_project"):
+            if getattr(args, name, None):
+                setattr(args, name, None)
 
 
 def translate_config[Layout](

@@ -1,0 +1,183 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""``--dpu-outer-steps``: replicas step by themselves, and exchange once in many steps.
+
+What is exchanged is what the inner optimizers step: fp32 parameters, of which each rank has those
+that it owns. The arithmetic is :mod:`byteps.torch.diloco`'s.
+
+Steps are counted by the job's iterations, so that a job that resumes exchanges when one that was
+never stopped does. A checkpoint begins with an exchange of everything: the model in it is the one
+that all replicas then have.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import bytepslib, replicas
+
+_running: OuterSteps | None = None
+
+
+class OuterSteps:
+    """The exchanges of this rank's parameters, from the first local step on."""
+
+    def __init__(
+        self, args: Namespace, model: Sequence[Any], optimizer: Any, done: int
+    ) -> None:
+        """`done`: local steps that were made before, by the job that this one goes on from."""
+        self._model, self._optimizers = model, list(_inner(optimizer))
+        self._steps = [
+            bytepslib.diloco.LocalSteps(
+                parameters,
+                every=args.dpu_outer_steps,
+                lr=args.dpu_outer_lr,
+                momentum=args.dpu_outer_momentum,
+                delay=args.dpu_outer_delay,
+                fragments=args.dpu_outer_fragments,
+                name=f"outer/{index}",
+                group=replicas.peers(),
+            )
+            for index, one in enumerate(self._optimizers)
+            if (parameters := _stepped(one))
+        ]
+        for local in self._steps:
+            local.steps = done
+        replicas.leave_each_other()
+
+    def step(self) -> None:
+        """An iteration is done."""
+        if any([one.step() for one in self._steps]):
+            self._to_model()
+
+    def exchange(self) -> None:
+        """Exchange everything, now."""
+        for one in self._steps:
+            one.exchange()
+        self._to_model()
+
+    def _to_model(self) -> None:
+        """Have the model's parameters follow those of the optimizers."""
+        for one in self._optimizers:
+            if hasattr(one, "_copy_main_params_to_model_params"):
+                one._copy_main_params_to_model_params()
+        for chunk in self._model:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+
+    def save(self, path: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        torch.save([one.state_dict() for one in self._steps], path)
+
+    def load(self, path: str) -> None:
+        states = torch.load(path, weights_only=True)
+        if len(states) != len(self._steps):
+            raise ValueError(f"it is of {len(states)} optimizers, not {len(self._steps)}")
+        for one, state in zip(self._steps, states, strict=True):
+            one.load_state_dict(state)
+        self._to_model()
+
+
+def _inner(optimizer: Any) -> Iterator[Any]:
+    """Megatron's optimizers, of which each steps some parameters."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(one, "is_stub_optimizer", False):
+            yield one
+
+
+def _stepped(optimizer: Any) -> list[torch.Tensor]:
+    """What its torch optimizer steps."""
+    return [p for group in optimizer.optimizer.param_groups for p in group["params"] if p.numel()]
+
+
+def forget() -> None:
+    """Training is done."""
+    global _running
+    _running = None
+
+
+def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
+    """Training begins, or goes on from a checkpoint.
+
+    Raises:
+        RuntimeError: replicas begin with different parameters.
+    """
+    if not replicas.are_alike(model):
+        raise RuntimeError(
+            "--use-dpu-reduce: replicas have different parameters to begin with: give all of them "
+            "the same --seed, --load and layout"
+        )
+    if args.dpu_outer_steps > 1 and args.iteration >= args.dpu_outer_after:
+        _leave_each_other(args, model, optimizer, args.iteration - args.dpu_outer_after)
+        if args.iteration > args.dpu_outer_after:
+            _resume(args)
+
+
+def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
+    """The optimizer has made its step, or left it out."""
+    iteration = args.curr_iteration + 1
+    if _running is not None:
+        _running.step()
+    elif args.dpu_outer_steps > 1 and iteration == args.dpu_outer_after:
+        _leave_each_other(args, model, optimizer)
+
+
+def _leave_each_other(
+    args: Namespace, model: Sequence[Any], optimizer: Any, done: int = 0
+) -> None:
+    global _running
+    _running = OuterSteps(args, model, optimizer, done)
+    if torch.distributed.get_rank() == 0:
+        print(
+            f"dpu_reduce: replica {replicas.number()} of {replicas.count()} steps by itself from "
+            f"here on, and exchanges parameters once in {args.dpu_outer_steps} steps",
+            flush=True,
+        )
+
+
+def meets(args: Namespace) -> bool:
+    """Whether replicas meet after this iteration, so that they can agree on something."""
+    if _running is None:
+        return True
+    done = args.curr_iteration + 1 - args.dpu_outer_after
+    return bool(done % args.dpu_outer_steps == 0)
+
+
+def before_save(args: Namespace, model: Sequence[Any], iteration: int) -> None:
+    """A checkpoint is about to be saved. All ranks of all replicas call this.
+
+    Raises:
+        RuntimeError: the replicas have parted.
+    """
+    if _running is not None:
+        _running.exchange()
+        if replicas.number() == 0:
+            _running.save(_path(args.save, iteration))
+    if not replicas.are_alike(model):
+        raise RuntimeError(
+            "--use-dpu-reduce: the replicas' parameters have become different, though each was "
+            "given the same sums: their GPUs or layouts are not alike. No checkpoint was saved."
+        )
+
+
+def _resume(args: Namespace) -> None:
+    assert _running is not None
+    path = _path(args.load, args.iteration)
+    try:
+        _running.load(path)
+    except (OSError, ValueError) as error:
+        # The same on all replicas, which read the same file.
+        print(
+            f"dpu_reduce: the outer momentum begins at 0, since {path} cannot be used: {error}",
+            flush=True,
+        )
+
+
+def _path(folder: str | None, iteration: int) -> str:
+    rank = torch.distributed.get_rank()
+    return os.path.join(folder or "", "dpu_outer", f"iter_{iteration:07d}", f"rank_{rank:05d}.pt")

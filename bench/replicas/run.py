@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""Compares what a GPT learns from replicas that meet at servers with what one job learns.
+
+Trains one model, of one seed and order of data, as one job of as many ranks as there are replicas,
+and as replicas that sum gradients in each step (1), or step by themselves and exchange parameters
+once in H steps. Prints the mean loss of the last steps of each, relative to the one job's, and what
+a replica sent.
+
+  bench/replicas/run.py                                       a small GPT on this machine
+  bench/replicas/run.py --every 10,30 --after 60 --lr 0.8 --momentum 0.5
+  bench/replicas/run.py --from-json RESULT --plot CURVES.png
+
+Exit status: 0 all is well; 1 a run failed, or a difference is above its limit; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.kit.emulation import LOOPBACK
+from bench.kit.errors import LaunchError
+from bench.kit.launch import Placement, start_nodes
+from bench.kit.plan import Topology
+from bench.kit.processes import Processes, plain_environment
+from bench.kit.record import metadata
+from bench.quality.run import smooth
+from scripts import prepare_data
+from scripts import train as train_script
+from scripts.columns import aligned
+from scripts.ports import free_ports
+from scripts.trainkit.job import ENTRY, Record, read_record
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = 1
+LAST = 50
+"""Steps whose losses are compared."""
+ONE_JOB = "one job"
+HEAD = ("trained by", f"loss, last {LAST} steps", f"over {ONE_JOB}'s", "MB sent a step", "of 2P/H")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    positive = train_script.positive
+    add = parser.add_argument
+    add("--replicas", type=positive, default=4, help="default: 4")
+    add("--every", default="1,10,30", help="steps from one exchange to the next (default: 1,10,30)")
+    add("--after", type=int, default=0, help="steps with summed gradients first (default: 0)")
+    add("--lr", type=float, default=0.7, help="of outer steps (default: 0.7)")
+    add("--momentum", type=float, default=0.9, help="of outer steps (default: 0.9)")
+    add("--delay", type=int, default=0, help="steps that an exchange may take (default: 0)")
+    add("--fragments", type=positive, default=1, help="of the model (default: 1)")
+    add("--steps", type=positive, default=300, help="default: 300")
+    add("--servers", type=positive, default=1, help="default: 1")
+    add("--layers", type=positive, default=4, help="default: 4")
+    add("--hidden", type=positive, default=128, help="default: 128")
+    add("--sequence", type=positive, default=128, help="default: 128")
+    add("--batch", type=positive, default=4, help="sequences per replica and step (default: 4)")
+    add("--rate", type=float, default=1e-3, help="learning rate (default: 1e-3)")
+    add("--seed", type=positive, default=1234, help="default: 1234")
+    add("--at-most", default="", metavar="H=X,...", help="fail where a difference is above X")
+    add("--timeout", type=float, default=3600.0, help="seconds that a run may take")
+    add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
+    add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
+    add("--data-cache", type=Path, default=ROOT / "build/data", help="default: build/data")
+    add("--tree", type=Path, default=ROOT / "build/Megatron-LM", help="patched Megatron-LM")
+    add("--out", type=Path, default=ROOT / "build/replicas", help="default: build/replicas")
+    add("--from-json", type=Path, metavar="FILE", help="show that result, and train nothing")
+    add("--plot", type=Path, metavar="FILE", help="draw the curves")
+    add("megatron", nargs="*", metavar="-- ARGUMENTS", help="for Megatron, after --")
+    options = parser.parse_args(arguments)
+    try:
+        options.every = [positive(text) for text in options.every.split(",")]
+    except (ValueError, argparse.ArgumentTypeError):
+        parser.error("--every is numbers of steps, such as 1,10,30")
+    try:
+        pairs = (one.split("=") for one in filter(None, options.at_most.split(",")))
+        options.at_most = {int(every): float(limit) for every, limit in pairs}
+    except ValueError:
+        parser.error("--at-most is written like 10=0.01,30=0.015")
+    return options
+
+
+def megatron_arguments(options: argparse.Namespace, prefix: Path) -> list[str]:
+    """All that runs share."""
+    length = str(options.sequence)
+    shared = argparse.Namespace(seed=options.seed, steps=options.steps, megatron=[])
+    arguments = train_script.megatron_arguments(shared, prefix)
+    arguments += ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
+    arguments += ["--num-attention-heads", str(max(1, options.hidden // 64))]
+    arguments += ["--seq-length", length, "--max-position-embeddings", length]
+    arguments += ["--micro-batch-size", str(options.batch)]
+    arguments += ["--global-batch-size", str(options.batch * options.replicas)]
+    arguments += ["--lr", str(options.rate), "--min-lr", str(options.rate / 10)]
+    arguments += ["--lr-warmup-iters", str(options.steps // 10)]
+    return [*arguments, *options.megatron]
+
+
+def outer_arguments(options: argparse.Namespace, every: int) -> list[str]:
+    arguments = ["--use-dpu-reduce", "--dpu-outer-steps", str(every)]
+    if every == 1:
+        return arguments
+    arguments += ["--dpu-outer-after", str(options.after)]
+    arguments += ["--dpu-outer-lr", str(options.lr)]
+    arguments += ["--dpu-outer-momentum", str(options.momentum)]
+    arguments += ["--dpu-outer-delay", str(options.delay)]
+    return [*arguments, "--dpu-outer-fragments", str(options.fragments)]
+
+
+def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[str, Any]:
+    """The mean loss of every step, and the MB that a replica sent in one.
+
+    Args:
+        every: steps from one exchange of replicas to the next; None: one job.
+
+    Raises:
+        LaunchError: a process failed or was late.
+    """
+    count = options.replicas
+    with (
+        tempfile.TemporaryDirectory(prefix="replicas-") as folder,
+        Processes(Path(folder)) as processes,
+    ):
+        placement = Placement(Topology(workers=count, servers=options.servers), [LOOPBACK])
+        environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
+        if not train_script.on_gpu():
+            environment["MEGATRON_CPU"] = "1"
+        arguments = megatron_arguments(options, prefix)
+        records = []
+        if every is not None:
+            arguments += outer_arguments(options, every)
+            environment |= start_nodes(placement, processes, environment)[1]
+        ports = [free_ports() for _ in range(count)]
+        for number in range(count):
+            together = every is None
+            variables = {
+                "RANK": str(number if together else 0),
+                "WORLD_SIZE": str(count if together else 1),
+                "LOCAL_RANK": str(number if together else 0),
+                "LOCAL_WORLD_SIZE": str(count if together else 1),
+                "MASTER_ADDR": LOOPBACK.address,
+                "MASTER_PORT": str(ports[0 if together else number]),
+            }
+            if not together:
+                variables["BYTEPS_REPLICA"] = f"{number}/{count}"
+            if not together or number == 0:
+                records.append(Path(folder) / f"steps-{number}.jsonl")
+            command = [sys.executable, str(options.tree / ENTRY), *arguments]
+            command += ["--record-steps", str(records[-1])]
+            processes.start(f"rank-{number}", command, LOOPBACK, {**environment, **variables})
+        processes.wait_all(options.timeout)
+        found = [read_record(path) for path in records]
+        if not all(record.checksum for record in found):
+            raise LaunchError(f"training ended without its record\n{processes.logs()}")
+    return summary(found)
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """Of the records of all replicas, or of one job."""
+    steps = zip(*(record.steps for record in records), strict=True)
+    return {
+        "losses": [statistics.fmean(step.loss for step in one) for one in steps],
+        "seconds": max(record.steps[-1].seconds for record in records),
+        "checksums": sorted({record.checksum for record in records}),
+    }
+
+
+def name_of(every: int | None) -> str:
+    if every is None:
+        return ONE_JOB
+    return "replicas, each step" if every == 1 else f"replicas, once in {every} steps"
+
+
+def over(runs: dict[str, Any], name: str) -> float:
+    """How far the loss of the last steps is above the one job's, relative."""
+    mine, theirs = (statistics.fmean(runs[key]["losses"][-LAST:]) for key in (name, ONE_JOB))
+    return mine / theirs - 1
+
+
+def rows(runs: dict[str, Any]) -> list[Sequence[str]]:
+    table: list[Sequence[str]] = [HEAD[:3]]
+    for name, run in runs.items():
+        loss = statistics.fmean(run["losses"][-LAST:])
+        table.append((name, f"{loss:.4f}", "" if name == ONE_JOB else f"{over(runs, name):+.2%}"))
+    return table
+
+
+def problems(runs: dict[str, Any], at_most: dict[int, float]) -> list[str]:
+    return [
+        f"{name_of(every)}: the loss is {over(runs, name_of(every)):+.2%} above {ONE_JOB}'s, more "
+        f"than {limit:.2%}"
+        for every, limit in at_most.items()
+        if not over(runs, name_of(every)) <= limit
+    ]
+
+
+def draw(runs: dict[str, Any], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for number, (name, run) in enumerate(runs.items()):
+        axes.plot(smooth(run["losses"], 10), label=name, color=f"C{number}", linewidth=1.2)
+    axes.set_xlabel("step; each point is the mean of 10")
+    axes.set_ylabel("loss per byte, mean of replicas")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train all. Raises LaunchError where a run fails."""
+    dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
+    runs = {}
+    for every in (None, *options.every):
+        run = train(options, dataset.prefix, every)
+        runs[name_of(every)] = run
+        last = statistics.fmean(run["losses"][-LAST:])
+        print(f"{name_of(every)}: {last:.4f} in {run['seconds']:.0f} s", flush=True)
+    return {"schema": SCHEMA, "meta": metadata(sys.argv[1:]), "runs": runs}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.from_json:
+        result = json.loads(options.from_json.read_text(encoding="utf-8"))
+    else:
+        try:
+            result = measure(options)
+        except LaunchError as error:
+            print(f"bench/replicas/run.py: {error}", file=sys.stderr)
+            return 1
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "replicas.json").write_text(json.dumps(result) + os.linesep)
+    print("\n".join(f"# {name}: {text}" for name, text in result["meta"].items()))
+    print(aligned(rows(result["runs"])))
+    if options.plot:
+        draw(result["runs"], options.plot)
+    wrong = problems(result["runs"], options.at_most)
+    print("\n".join(wrong) or "# no difference is above its limit")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
