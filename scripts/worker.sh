@@ -159,9 +159,11 @@ done
 ((${#script[@]} || check)) || die_usage "missing: -- SCRIPT"
 
 if [[ -n ${BYTEPS_REPLICA:-} ]]; then
-  [[ $BYTEPS_REPLICA =~ ^([0-9]{1,4})/([0-9]{1,4})$ && 10#${BASH_REMATCH[1]} -lt 10#${BASH_REMATCH[2]} ]] ||
+  replicas=${BYTEPS_REPLICA#*/}
+  if ! is_number "${BYTEPS_REPLICA%%/*}" "$replicas" || ((10#${BYTEPS_REPLICA%%/*} >= 10#$replicas)); then
     die_usage "--replica (BYTEPS_REPLICA) is NUMBER/COUNT, such as 0/4 and 3/4, not '$BYTEPS_REPLICA'"
-  replicas=$((10#${BASH_REMATCH[2]}))
+  fi
+  replicas=$((10#$replicas))
   [[ -n ${DMLC_PS_ROOT_URI:-} ]] || die_usage "--replica needs --scheduler, which all replicas join"
 fi
 if [[ -n ${DMLC_PS_ROOT_URI:-} ]]; then

@@ -13,6 +13,7 @@ find_package(GTest)
 if(GTest_FOUND)
   add_executable(unit_test
     tests/base/invariant_test.cc
+    tests/base/launch_test.cc
     tests/base/log_output_test.cc
     tests/base/protocol_test.cc
     tests/base/stall_watch_test.cc

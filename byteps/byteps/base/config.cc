@@ -64,7 +64,8 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_LOCAL_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
        "Same as LOCAL_WORLD_SIZE, for launchers other than torchrun."},
       {"BYTEPS_REPLICA", kString, "", "", 0, 0, "",
-       "NUMBER/COUNT: this job is one of COUNT replicas of a model, which meet only at the servers. "
+       "NUMBER/COUNT: this job is one of COUNT replicas of a model, which meet only at the "
+       "servers. "
        "NUMBER begins at 0. Each replica has equally many workers; the scheduler counts all of "
        "them. Set by worker.sh --replica."},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",

@@ -32,8 +32,8 @@ class Launch:
     size: int
     local_rank: int
     local_size: int
-    replica: int
-    replicas: int
+    replica: int = 0
+    replicas: int = 1
 
 
 _joined_by = -1

@@ -45,7 +45,7 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 =====================  ============================================================
 ``hooks``              the above
 ``translations``       what a recipe asks of ranks that servers do
-``refusals``           what cannot be served
+``refusals``           what cannot be served; ``refusal`` and ``replica_refusals`` are its parts
 ``job``                hosts and links of the job
 ``plan``               gives each bucket of a model its operation, from:
 ``bucket_op``          what the operation of a bucket is

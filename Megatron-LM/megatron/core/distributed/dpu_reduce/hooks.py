@@ -181,9 +181,7 @@ def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def sum_over_replicas(
-    tensor: torch.Tensor, what: str, *, always: bool = False
-) -> torch.Tensor:
+def sum_over_replicas(tensor: torch.Tensor, what: str, *, always: bool = False) -> torch.Tensor:
     """Data-parallel ranks of this replica have summed a few numbers: see :func:`.replicas.sum_`."""
     return replicas.sum_(tensor, what, always=always)
 

@@ -27,9 +27,7 @@ _running: OuterSteps | None = None
 class OuterSteps:
     """The exchanges of this rank's parameters, from the first local step on."""
 
-    def __init__(
-        self, args: Namespace, model: Sequence[Any], optimizer: Any, done: int
-    ) -> None:
+    def __init__(self, args: Namespace, model: Sequence[Any], optimizer: Any, done: int) -> None:
         """`done`: local steps that were made before, by the job that this one goes on from."""
         self._model, self._optimizers = model, list(_inner(optimizer))
         self._steps = [
@@ -52,7 +50,10 @@ class OuterSteps:
 
     def step(self) -> None:
         """An iteration is done."""
-        if any([one.step() for one in self._steps]):
+        changed = False
+        for one in self._steps:
+            changed |= one.step()
+        if changed:
             self._to_model()
 
     def exchange(self) -> None:
@@ -127,9 +128,7 @@ def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> No
         _leave_each_other(args, model, optimizer)
 
 
-def _leave_each_other(
-    args: Namespace, model: Sequence[Any], optimizer: Any, done: int = 0
-) -> None:
+def _leave_each_other(args: Namespace, model: Sequence[Any], optimizer: Any, done: int = 0) -> None:
     global _running
     _running = OuterSteps(args, model, optimizer, done)
     if torch.distributed.get_rank() == 0:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import advised, bytepslib, decisions, declared, job, matrices, replicas, table, trials
+from . import advised, bytepslib, decisions, declared, job, matrices, replica_refusals, replicas, table, trials
 from .bucket_op import BucketOp, wire_of
 from .kept import kept_of
 from .naming import bucket_name, named
@@ -55,6 +55,8 @@ def register(ddp: DistributedDataParallel) -> None:
     chunk = _chunk_index(ddp.module)
     matrices.part_groups(ddp)
     job.initialize()
+    if replicas.count() > 1:
+        replica_refusals.check_config(ddp.ddp_config)
     chosen: dict[int, Decision] = {}
     for kind, group, groups, buffers in _kinds(ddp):
         if groups:

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib, table
+from . import bytepslib, replica_refusals, table
+from .refusal import Refusal, refuse_settings
 
 OPTIMIZER_CLIPS = ("speculate", "wait")
 """How --dpu-optimizer makes steps that may be clipped."""
@@ -34,36 +33,13 @@ FEEDBACK = ("auto", "on", "off")
 """What ``--dpu-reduce-feedback`` may name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Refusal:
-    """A setting under which gradients do not take the path that this module replaces."""
-
-    attributes: tuple[str, ...]
-    """Its names, on the arguments, the DDP config, the model's and the optimizer's."""
-    flag: str
-    reason: str
-    allowed: tuple[Any, ...] = (False, None)
-    """Values that are not refused; ignored where ``refused`` is given."""
-    refused: tuple[Any, ...] = ()
-    """Values that are refused, all others being allowed."""
-    allowed_like: str = ""
-    """Another attribute, whose value is not refused either."""
-
-    def applies_to(self, value: object, source: object) -> bool:
-        if self.refused:
-            return value in self.refused
-        if self.allowed_like and value == getattr(source, self.allowed_like, None):
-            return False
-        return value not in self.allowed
-
-
-_REFUSALS: tuple[_Refusal, ...] = (
-    _Refusal(
+_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
         attributes=("inprocess_restart",),
         flag="--inprocess-restart",
         reason="BytePS cannot rejoin its servers from within a restarted training function",
     ),
-    _Refusal(
+    Refusal(
         attributes=("fake_process_group",),
         flag="--fake-process-group",
         reason="BytePS needs real ranks to sum over",
@@ -72,24 +48,23 @@ _REFUSALS: tuple[_Refusal, ...] = (
 
 
 _SHARDED = "it cuts parameters over ranks, and servers update the buckets of whole ones"
-_BY_ITSELF = "it reduces gradients by itself"
 _CUT_ONCE_MORE = (
     "gradients of weights that are whole are averaged over the ranks that share the others, after "
     "the backward pass, and servers do not count them once in the norm"
 )
 
-_WHOLE_PARAMETERS: tuple[_Refusal, ...] = (
-    _Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_SHARDED),
-    _Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_SHARDED),
-    _Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_SHARDED),
-    _Refusal(
+_WHOLE_PARAMETERS: tuple[Refusal, ...] = (
+    Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_SHARDED),
+    Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_SHARDED),
+    Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_SHARDED),
+    Refusal(
         attributes=("tensor_parallel_num_weight_shards",),
         flag="--tensor-parallel-num-weight-shards",
         reason=_CUT_ONCE_MORE,
         allowed=(1, None),
         allowed_like="tensor_model_parallel_size",
     ),
-    _Refusal(
+    Refusal(
         attributes=("expert_tensor_parallel_num_weight_shards",),
         flag="--expert-tensor-parallel-num-weight-shards",
         reason=_CUT_ONCE_MORE,
@@ -101,14 +76,14 @@ _WHOLE_PARAMETERS: tuple[_Refusal, ...] = (
 model's."""
 
 
-_OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
-    _Refusal(
+_OPTIMIZER_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
         attributes=("dpu_reduce_route",),
         flag="--dpu-reduce-route",
         reason="no collective takes the place of servers that update",
         allowed=("auto", "flat", "node-first", None),
     ),
-    _Refusal(
+    Refusal(
         attributes=(
             "param_name_patterns_for_fp32_local_accumulation",
             "ddp_param_name_patterns_for_fp32_local_accumulation",
@@ -117,60 +92,45 @@ _OPTIMIZER_REFUSALS: tuple[_Refusal, ...] = (
         reason="gradients are taken from the buckets alone",
         allowed=((), [], None),
     ),
-    _Refusal(
+    Refusal(
         attributes=("optimizer",),
         flag="--optimizer",
         reason="servers know adam (AdamW) and sgd",
         allowed=("adam", "sgd", *OF_MATRICES, None),
     ),
-    _Refusal(
+    Refusal(
         attributes=("muon_scalar_optimizer",),
         flag="--muon-scalar-optimizer",
         reason="servers know AdamW for what Muon leaves",
         allowed=("adam", None),
     ),
-    _Refusal(
+    Refusal(
         attributes=("decoupled_weight_decay",),
         flag="decoupled_weight_decay",
         reason="servers know AdamW, not Adam with the decay in the gradient",
         allowed=(True, None),
     ),
-    _Refusal(
+    Refusal(
         attributes=("optimizer_cuda_graph",),
         flag="--optimizer-cuda-graph",
         reason="BytePS runs on the host",
     ),
-    _Refusal(
+    Refusal(
         attributes=("save_wgrads_interval",),
         flag="--save-wgrads-interval",
         reason="the sums of the gradients stay on the servers",
     ),
-    _Refusal(
+    Refusal(
         attributes=("qk_clip",),
         flag="--qk-clip",
         reason="it changes the model's weights behind the servers' back",
     ),
-    _Refusal(
+    Refusal(
         attributes=("load_main_params_from_ckpt",),
         flag="--load-main-params-from-ckpt",
         reason="servers take the model's parameters",
     ),
 )
-
-
-def _refuse(
-    source: object,
-    refusals: tuple[_Refusal, ...] = _REFUSALS,
-    asked: str = "--use-dpu-reduce",
-) -> None:
-    settings = ((refusal, name) for refusal in refusals for name in refusal.attributes)
-    for refusal, name in settings:
-        value = getattr(source, name, None)
-        if refusal.applies_to(value, source):
-            shown = refusal.flag if value is True else f"{refusal.flag}={value}"
-            raise ValueError(
-                f"{asked} does not work with {shown}: {refusal.reason}. Drop one of the two."
-            )
 
 
 def _check_wire_dtype(source: object) -> None:
@@ -233,8 +193,8 @@ def _check_optimizer(source: object) -> None:
     """``source`` is the arguments or a DDP config."""
     if not getattr(source, "dpu_optimizer", False):
         return
-    _refuse(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
-    _refuse(source, _WHOLE_PARAMETERS, "--dpu-optimizer")
+    refuse_settings(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+    refuse_settings(source, _WHOLE_PARAMETERS, "--dpu-optimizer")
     clip = getattr(source, "dpu_optimizer_clip", "speculate")
     if clip not in OPTIMIZER_CLIPS:
         raise ValueError(
@@ -261,124 +221,11 @@ def _check_optimizer(source: object) -> None:
         )
 
 
-_OF_REPLICAS: tuple[_Refusal, ...] = (
-    _Refusal(
-        attributes=("dpu_optimizer",),
-        flag="--dpu-optimizer",
-        reason="its servers want one torch.distributed world",
-    ),
-    _Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_BY_ITSELF),
-    _Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_BY_ITSELF),
-    _Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_BY_ITSELF),
-    _Refusal(
-        attributes=("num_distributed_optimizer_instances",),
-        flag="--num-distributed-optimizer-instances",
-        reason="replicas are the instances",
-        allowed=(1, None),
-    ),
-    _Refusal(
-        attributes=("dpu_reduce_route",),
-        flag="--dpu-reduce-route",
-        reason="replicas meet only at the servers",
-        allowed=("auto", None),
-    ),
-    _Refusal(
-        attributes=("dataloader_type",),
-        flag="--dataloader-type",
-        reason="it does not know which part of a batch this replica reads",
-        refused=("external",),
-    ),
-    _Refusal(
-        attributes=("perform_rl_step",),
-        flag="--perform-rl-step",
-        reason="its batches are those of one torch.distributed world",
-    ),
-    _Refusal(
-        attributes=("non_persistent_ckpt_type",),
-        flag="--non-persistent-ckpt-type",
-        reason="one replica saves for all",
-        refused=("local",),
-    ),
-)
-"""What replicas of a model refuse."""
-
-_OF_OUTER_STEPS: tuple[_Refusal, ...] = (
-    _Refusal(
-        attributes=("optimizer",),
-        flag="--optimizer",
-        reason="the parameters that it steps are not those of a rank alone",
-        refused=OF_MATRICES,
-    ),
-    _Refusal(
-        attributes=("use_precision_aware_optimizer",),
-        flag="--use-precision-aware-optimizer",
-        reason="it keeps no fp32 parameters that could be exchanged",
-    ),
-    _Refusal(
-        attributes=("optimizer_cpu_offload",),
-        flag="--optimizer-cpu-offload",
-        reason="it moves the parameters that are exchanged",
-    ),
-    _Refusal(
-        attributes=("dpu_reduce_wire_dtype",),
-        flag="--dpu-reduce-wire-dtype",
-        reason="parameters are exchanged as bf16",
-        refused=FEW_BITS,
-    ),
-)
-"""What ``--dpu-outer-steps`` refuses."""
-
-
-def _check_replicas(args: Namespace) -> None:
-    asked = os.environ.get("BYTEPS_REPLICA")
-    if asked and not getattr(args, "use_dpu_reduce", False):
-        raise ValueError(
-            f"BYTEPS_REPLICA={asked} needs --use-dpu-reduce: without it replicas never meet"
-        )
-    every = getattr(args, "dpu_outer_steps", 1)
-    if every < 1:
-        raise ValueError(f"--dpu-outer-steps={every} must be 1 or more")
-    if not asked:
-        if every > 1:
-            raise ValueError(
-                f"--dpu-outer-steps={every} needs replicas that step by themselves: start each with "
-                "worker.sh --replica NUMBER/COUNT"
-            )
-        return
-    _refuse(args, _OF_REPLICAS, f"BYTEPS_REPLICA={asked}")
-    if "global_aux_loss" in str(getattr(args, "moe_router_load_balancing_type", "")):
-        raise ValueError(
-            f"BYTEPS_REPLICA={asked} does not work with "
-            "--moe-router-load-balancing-type=global_aux_loss: it counts tokens of one replica. "
-            "Use aux_loss or seq_aux_loss."
-        )
-    if every == 1:
-        return
-    _refuse(args, _OF_OUTER_STEPS, "--dpu-outer-steps")
-    if args.dpu_outer_fragments > every or args.dpu_outer_fragments < 1:
-        raise ValueError(
-            f"--dpu-outer-fragments={args.dpu_outer_fragments} must be from 1 to "
-            f"--dpu-outer-steps={every}"
-        )
-    if not 0 <= args.dpu_outer_delay < every:
-        raise ValueError(
-            f"--dpu-outer-delay={args.dpu_outer_delay} must be less than --dpu-outer-steps={every}"
-        )
-    own = args.world_size // (
-        args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    )
-    if own > 1 and not args.use_distributed_optimizer:
-        raise ValueError(
-            f"--dpu-outer-steps={every} with {own} data-parallel ranks in a replica needs "
-            "--use-distributed-optimizer: then each rank exchanges the parameters that it owns"
-        )
-
-
 def why_servers_cannot_update(source: object) -> str:
     """Why `--dpu-optimizer` does not go with the arguments or a config; empty if it does."""
     try:
-        _refuse(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
-        _refuse(source, _WHOLE_PARAMETERS, "--dpu-optimizer")
+        refuse_settings(source, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+        refuse_settings(source, _WHOLE_PARAMETERS, "--dpu-optimizer")
     except ValueError as error:
         return str(error)
     return ""
@@ -390,7 +237,7 @@ def validate_optimizer_config(config: OptimizerConfig) -> None:
     Raises:
         ValueError: servers cannot do what it asks for; the text names it.
     """
-    _refuse(config, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+    refuse_settings(config, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
 
 
 def refuse(args: Namespace) -> None:
@@ -403,9 +250,9 @@ def refuse(args: Namespace) -> None:
     _check_few_bits(args)
     _check_route(args)
     _check_optimizer(args)
-    _check_replicas(args)
+    replica_refusals.check(args)
     if getattr(args, "use_dpu_reduce", False):
-        _refuse(args)
+        refuse_settings(args, _REFUSALS)
 
 
 def validate_args(args: Namespace) -> None:
@@ -441,7 +288,7 @@ def validate_ddp_config(ddp_config: DistributedDataParallelConfig) -> None:
     _check_route(ddp_config)
     _check_optimizer(ddp_config)
     if ddp_config.use_dpu_reduce:
-        _refuse(ddp_config)
+        refuse_settings(ddp_config, _REFUSALS)
 
 
 def validate_model_config(
@@ -453,10 +300,10 @@ def validate_model_config(
         ValueError: a setting that cannot be combined with what the DDP config asks for.
     """
     if ddp_config.use_dpu_reduce:
-        _refuse(config)
+        refuse_settings(config, _REFUSALS)
     if ddp_config.dpu_optimizer:
-        _refuse(config, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
-        _refuse(config, _WHOLE_PARAMETERS, "--dpu-optimizer")
+        refuse_settings(config, _OPTIMIZER_REFUSALS, "--dpu-optimizer")
+        refuse_settings(config, _WHOLE_PARAMETERS, "--dpu-optimizer")
 
 
 def fully_sharded(ddp_config: DistributedDataParallelConfig, wrapper: str) -> None:

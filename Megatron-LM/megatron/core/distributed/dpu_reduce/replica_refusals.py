@@ -1,0 +1,130 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""What replicas of a model cannot serve is refused before anything is built, by name."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from .refusal import Refusal, refuse_settings
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+_BY_ITSELF = "it reduces gradients by itself"
+_OF_REPLICAS: tuple[Refusal, ...] = (
+    Refusal(
+        attributes=("dpu_optimizer",),
+        flag="--dpu-optimizer",
+        reason="its servers want one torch.distributed world",
+    ),
+    Refusal(attributes=("use_megatron_fsdp",), flag="--use-megatron-fsdp", reason=_BY_ITSELF),
+    Refusal(attributes=("use_custom_fsdp",), flag="--use-custom-fsdp", reason=_BY_ITSELF),
+    Refusal(attributes=("use_torch_fsdp2",), flag="--use-torch-fsdp2", reason=_BY_ITSELF),
+    Refusal(
+        attributes=("num_distributed_optimizer_instances",),
+        flag="--num-distributed-optimizer-instances",
+        reason="replicas are the instances",
+        allowed=(1, None),
+    ),
+    Refusal(
+        attributes=("dpu_reduce_route",),
+        flag="--dpu-reduce-route",
+        reason="replicas meet only at the servers",
+        allowed=("auto", None),
+    ),
+    Refusal(
+        attributes=("dataloader_type",),
+        flag="--dataloader-type",
+        reason="it does not know which part of a batch this replica reads",
+        refused=("external",),
+    ),
+    Refusal(
+        attributes=("perform_rl_step",),
+        flag="--perform-rl-step",
+        reason="its batches are those of one torch.distributed world",
+    ),
+    Refusal(
+        attributes=("non_persistent_ckpt_type",),
+        flag="--non-persistent-ckpt-type",
+        reason="one replica saves for all",
+        refused=("local",),
+    ),
+)
+"""What replicas of a model refuse."""
+
+_OF_OUTER_STEPS: tuple[Refusal, ...] = (
+    Refusal(
+        attributes=("optimizer",),
+        flag="--optimizer",
+        reason="the parameters that it steps are not those of a rank alone",
+        refused=("muon", "dist_muon", "adaptive_muon"),
+    ),
+    Refusal(
+        attributes=("use_precision_aware_optimizer",),
+        flag="--use-precision-aware-optimizer",
+        reason="it keeps no fp32 parameters that could be exchanged",
+    ),
+    Refusal(
+        attributes=("optimizer_cpu_offload",),
+        flag="--optimizer-cpu-offload",
+        reason="it moves the parameters that are exchanged",
+    ),
+    Refusal(
+        attributes=("dpu_reduce_wire_dtype",),
+        flag="--dpu-reduce-wire-dtype",
+        reason="parameters are exchanged as bf16",
+        refused=("int8", "int4"),
+    ),
+)
+"""What ``--dpu-outer-steps`` refuses."""
+
+
+def check_config(config: object) -> None:
+    """The same of a DDP config, for users of megatron.core who have no arguments."""
+    refuse_settings(config, _OF_REPLICAS, "BYTEPS_REPLICA")
+
+
+def check(args: Namespace) -> None:
+    """Raises ValueError for arguments that replicas, or their outer steps, do not go with."""
+    asked = os.environ.get("BYTEPS_REPLICA")
+    if asked and not getattr(args, "use_dpu_reduce", False):
+        raise ValueError(
+            f"BYTEPS_REPLICA={asked} needs --use-dpu-reduce: without it replicas never meet"
+        )
+    every = getattr(args, "dpu_outer_steps", 1)
+    if every < 1:
+        raise ValueError(f"--dpu-outer-steps={every} must be 1 or more")
+    if not asked:
+        if every > 1:
+            raise ValueError(
+                f"--dpu-outer-steps={every} needs replicas that step by themselves: start each "
+                "with worker.sh --replica NUMBER/COUNT"
+            )
+        return
+    refuse_settings(args, _OF_REPLICAS, f"BYTEPS_REPLICA={asked}")
+    if "global_aux_loss" in str(getattr(args, "moe_router_load_balancing_type", "")):
+        raise ValueError(
+            f"BYTEPS_REPLICA={asked} does not work with "
+            "--moe-router-load-balancing-type=global_aux_loss: it counts tokens of one replica. "
+            "Use aux_loss or seq_aux_loss."
+        )
+    if every == 1:
+        return
+    refuse_settings(args, _OF_OUTER_STEPS, "--dpu-outer-steps")
+    if args.dpu_outer_fragments > every or args.dpu_outer_fragments < 1:
+        raise ValueError(
+            f"--dpu-outer-fragments={args.dpu_outer_fragments} must be from 1 to "
+            f"--dpu-outer-steps={every}"
+        )
+    if not 0 <= args.dpu_outer_delay < every:
+        raise ValueError(
+            f"--dpu-outer-delay={args.dpu_outer_delay} must be less than --dpu-outer-steps={every}"
+        )
+    own = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    if own > 1 and not args.use_distributed_optimizer:
+        raise ValueError(
+            f"--dpu-outer-steps={every} with {own} data-parallel ranks in a replica needs "
+            "--use-distributed-optimizer: then each rank exchanges the parameters that it owns"
+        )

@@ -1,0 +1,188 @@
+"""Replica jobs, which meet only at the servers, train what one job of as many ranks trains."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.distributed.dpu_reduce import replica_refusals
+
+from bench.kit.errors import LaunchError
+from bench.replicas import run as bench
+from scripts import prepare_data
+
+TINY = (
+    *("--layers", "2", "--hidden", "128", "--batch", "2", "--sequence", "64"),
+    *("--timeout", "400", "--max-bytes", "200000"),
+)
+TWO_BY_TWO = ("--replicas", "2", "--ranks", "2")
+MOE = (
+    *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
+    *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
+    *("--moe-token-dispatcher-type", "alltoall", "--use-distributed-optimizer"),
+    *("--moe-router-load-balancing-type", "seq_aux_loss"),
+)
+LAYOUTS = {
+    "sharded": ((), ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")),
+    "tensor": (("--model-ranks", "2"), ("--tensor-model-parallel-size", "2")),
+    "pipeline": (("--model-ranks", "2"), ("--pipeline-model-parallel-size", "2")),
+    "experts": ((), MOE),
+    "tokens": ((), ("--calculate-per-token-loss", "--use-distributed-optimizer")),
+    "averages": ((), ("--use-distributed-optimizer", "--ddp-average-in-collective")),
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_data.prepare([], tmp_path_factory.mktemp("text"), 200_000).prefix
+
+
+def options_of(*words: str, megatron: tuple[str, ...] = ()) -> Namespace:
+    return bench.parse([*TINY, *words, "--", *megatron])
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["losses"] == other["losses"]
+    assert one["checksums"] == other["checksums"]
+    assert len(one["checksums"]) == 1
+
+
+def test_two_of_a_rank_are_a_job_of_two(prefix: Path) -> None:
+    options = options_of("--replicas", "2", "--steps", "4")
+    assert_same(bench.train(options, prefix, 1), bench.train(options, prefix, None))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(prefix: Path, layout: str) -> None:
+    """Two values have one sum, in whatever order they are added; of more, rounding differs."""
+    words, megatron = LAYOUTS[layout]
+    options = options_of(*TWO_BY_TWO, "--steps", "6", *words, megatron=megatron)
+    one, replicas = bench.train(options, prefix, None), bench.train(options, prefix, 1)
+    assert len(replicas["checksums"]) == 1, "replicas have parted"
+    assert replicas["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    if "--model-ranks" in words:
+        assert_same(one, replicas)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("every", [1, 3])
+def test_checkpoints(prefix: Path, tmp_path: Path, every: int) -> None:
+    """One replica saves, all load, and go on as if they had never stopped; so does a plain job."""
+    keep = ("--save", str(tmp_path / "saved"), "--save-interval", "4", "--ckpt-format", "torch_dist")
+    sharded = ("--use-distributed-optimizer", "--lr-decay-iters", "8")
+    whole = bench.train(
+        options_of("--replicas", "2", "--steps", "8", megatron=(*keep, *sharded)), prefix, every
+    )
+    assert (tmp_path / "saved" / "iter_0000004").is_dir()
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("4")
+    load = ("--load", str(tmp_path / "saved"))
+    options = options_of("--replicas", "2", "--steps", "8", megatron=(*load, *sharded))
+    resumed = bench.train(options, prefix, every)
+    if every == 1:
+        assert resumed["losses"] == whole["losses"][4:]
+        assert resumed["checksums"] == whole["checksums"]
+    else:  # the other replica goes on with the first one's moments
+        assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=2e-2)
+    plain = bench.train(options, prefix, None)
+    assert plain["losses"] == pytest.approx(whole["losses"][4:], rel=1e-4 if every == 1 else 5e-2)
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_of_a_plain_job(prefix: Path, tmp_path: Path) -> None:
+    keep = ("--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", "torch_dist")
+    sharded = ("--use-distributed-optimizer", "--lr-decay-iters", "8")
+    words = ("--replicas", "2", "--steps", "8")
+    whole = bench.train(options_of(*words, megatron=(*keep, *sharded)), prefix, None)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    options = options_of(*words, megatron=("--load", str(tmp_path), *sharded))
+    resumed = bench.train(options, prefix, 1)
+    assert resumed["losses"] == whole["losses"][4:]
+    assert resumed["checksums"] == whole["checksums"]
+
+
+@pytest.mark.thorough
+def test_outer_steps_learn(prefix: Path) -> None:
+    """Two optimizers and a delay, after steps that were summed."""
+    words = (*TWO_BY_TWO, "--steps", "12", "--after", "3", "--delay", "1", "--fragments", "2")
+    options = options_of(*words, megatron=MOE)
+    run = bench.train(options, prefix, 4)
+    plain = bench.train(options, prefix, 1)
+    assert run["losses"][:3] == plain["losses"][:3]
+    assert run["losses"] == pytest.approx(plain["losses"], rel=0.1)
+    assert run["losses"] != plain["losses"]
+
+
+@pytest.mark.thorough
+def test_replicas_that_begin_differently_are_told(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_of("--replicas", "2", "--steps", "4")
+    monkeypatch.setattr(bench, "arguments_of_world", lambda number: ["--seed", str(number + 1)])
+    with pytest.raises(LaunchError, match="replicas have different parameters to begin with"):
+        bench.train(options, prefix, 1)
+
+
+REFUSED = {
+    "dpu_optimizer": (True, "--dpu-optimizer: its servers want one"),
+    "use_megatron_fsdp": (True, "--use-megatron-fsdp"),
+    "num_distributed_optimizer_instances": (2, "replicas are the instances"),
+    "dpu_reduce_route": ("collective", "--dpu-reduce-route=collective"),
+    "dataloader_type": ("external", "which part of a batch"),
+    "moe_router_load_balancing_type": (["global_aux_loss"], "counts tokens of one replica"),
+    "non_persistent_ckpt_type": ("local", "one replica saves for all"),
+}
+OUTER_REFUSED = {
+    "optimizer": ("muon", "--optimizer=muon"),
+    "use_precision_aware_optimizer": (True, "--use-precision-aware-optimizer"),
+    "dpu_reduce_wire_dtype": ("int8", "exchanged as bf16"),
+    "dpu_outer_fragments": (9, "must be from 1 to --dpu-outer-steps=5"),
+    "dpu_outer_delay": (5, "must be less than --dpu-outer-steps=5"),
+    "world_size": (2, "needs --use-distributed-optimizer"),
+}
+
+
+def arguments(**given: Any) -> Namespace:
+    usual = {
+        "use_dpu_reduce": True,
+        "dpu_outer_steps": 1,
+        "dpu_outer_fragments": 1,
+        "dpu_outer_delay": 0,
+        "world_size": 1,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "use_distributed_optimizer": False,
+    }
+    return Namespace(**{**usual, **given})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_replicas(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    value, text = REFUSED[name]
+    replica_refusals.check(arguments(**{name: value}))
+    monkeypatch.setenv("BYTEPS_REPLICA", "0/2")
+    with pytest.raises(ValueError, match=text):
+        replica_refusals.check(arguments(**{name: value}))
+
+
+@pytest.mark.parametrize("name", OUTER_REFUSED)
+def test_refused_with_outer_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    value, text = OUTER_REFUSED[name]
+    monkeypatch.setenv("BYTEPS_REPLICA", "0/2")
+    replica_refusals.check(arguments(**{name: value}))
+    with pytest.raises(ValueError, match=text):
+        replica_refusals.check(arguments(dpu_outer_steps=5, **{name: value}))
+
+
+def test_replicas_need_the_flag_and_outer_steps_need_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="needs replicas that step by themselves"):
+        replica_refusals.check(arguments(dpu_outer_steps=5))
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        replica_refusals.check(arguments(dpu_outer_steps=0))
+    monkeypatch.setenv("BYTEPS_REPLICA", "0/2")
+    with pytest.raises(ValueError, match="BYTEPS_REPLICA=0/2 needs --use-dpu-reduce"):
+        replica_refusals.check(arguments(use_dpu_reduce=False))
