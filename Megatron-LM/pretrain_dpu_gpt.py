@@ -200,6 +200,7 @@ class StepRecorder:
             import byteps.torch as bps
 
             step["push_pull_mb_per_s"] = float(bps.get_pushpull_speed()[1])
+            step["pushed_bytes"] = bps.get_metrics()["byteps_worker_pushed_bytes_total"]
         self._write(step)
 
     def _writes(self) -> bool:

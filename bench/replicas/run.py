@@ -4,10 +4,16 @@
 Trains one model, of one seed and order of data, as one job of as many ranks as there are replicas,
 and as replicas that sum gradients in each step (1), or step by themselves and exchange parameters
 once in H steps. Prints the mean loss of the last steps of each, relative to the one job's, and what
-a replica sent.
+a replica sent in a step.
+
+With --sites each replica is at a site of its own, and so are the servers, and the one job is left
+out. With --pace the passes of a step take a given time at least, as on machines of their own. Then
+the table compares the time of a step with that of replicas that never exchange.
 
   bench/replicas/run.py                                       a small GPT on this machine
   bench/replicas/run.py --every 10,30 --after 60 --lr 0.8 --momentum 0.5
+  bench/replicas/run.py --every 30,1000 --steps 90 --sites 100mbit@50ms --pace 1.5
+                                                              steps on links between sites
   bench/replicas/run.py --from-json RESULT --plot CURVES.png
 
 Exit status: 0 all is well; 1 a run failed, or a difference is above its limit; 2 bad usage.
@@ -16,12 +22,14 @@ Exit status: 0 all is well; 1 a run failed, or a difference is above its limit; 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +39,22 @@ from bench.kit.launch import Placement, start_nodes
 from bench.kit.plan import Topology
 from bench.kit.processes import Processes, plain_environment
 from bench.kit.record import metadata
+from bench.kit.units import parse_rate
 from bench.quality.run import smooth
 from scripts import prepare_data
 from scripts import train as train_script
 from scripts.columns import aligned
 from scripts.ports import free_ports
 from scripts.trainkit.job import ENTRY, Record, read_record
+from tests.netkit.switch import Rule, Switch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = 1
+PACED = Path(__file__).with_name("paced_gpt.py")
 LAST = 50
 """Steps whose losses are compared."""
 ONE_JOB = "one job"
-HEAD = ("trained by", f"loss, last {LAST} steps", f"over {ONE_JOB}'s", "MB sent a step", "of 2P/H")
+HEAD = ("trained by", f"loss, last {LAST} steps", "over the first", "kB a step", "s a step", "over")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,6 +81,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=positive, default=1234, help="default: 1234")
     add("--model-ranks", type=positive, default=1, help="that share one copy of the model")
     add("--at-most", default="", metavar="H=X,...", help="fail where a difference is above X")
+    add("--at-most-slower", default="", metavar="H=X,...", help="the same of the time of a step")
+    add("--sites", metavar="RATE@RTT", help="links between sites, such as 100mbit@50ms; needs root")
+    add("--pace", type=float, default=0.0, help="seconds that the passes of a step take at least")
     add("--timeout", type=float, default=3600.0, help="seconds that a run may take")
     add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
     add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
@@ -81,15 +95,46 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("megatron", nargs="*", metavar="-- ARGUMENTS", help="for Megatron, after --")
     options = parser.parse_args(arguments)
     try:
+        options.sites = sites_of(options.sites) if options.sites else None
+    except ValueError as error:
+        parser.error(f"--sites: {error}")
+    try:
         options.every = [positive(text) for text in options.every.split(",")]
     except (ValueError, argparse.ArgumentTypeError):
         parser.error("--every is numbers of steps, such as 1,10,30")
-    try:
-        pairs = (one.split("=") for one in filter(None, options.at_most.split(",")))
-        options.at_most = {int(every): float(limit) for every, limit in pairs}
-    except ValueError:
-        parser.error("--at-most is written like 10=0.01,30=0.015")
+    for name in ("at_most", "at_most_slower"):
+        try:
+            pairs = (one.split("=") for one in filter(None, getattr(options, name).split(",")))
+            setattr(options, name, {int(every): float(limit) for every, limit in pairs})
+        except ValueError:
+            parser.error(f"--{name.replace('_', '-')} is written like 10=0.01,30=0.015")
     return options
+
+
+def sites_of(text: str) -> Rule:
+    """What becomes of packets from one site to another."""
+    rate, _, rtt = text.partition("@")
+    if not rtt.endswith("ms"):
+        raise ValueError(f"{text!r} is not RATE@RTT, such as 100mbit@50ms")
+    one_way, bytes_per_s = float(rtt.removesuffix("ms")) / 2000, parse_rate(rate) / 8
+    # A queue of as many bytes as are on the way, as routers between sites have.
+    return Rule(
+        delay_s=one_way,
+        bytes_per_s=bytes_per_s,
+        queue_bytes=max(100_000, int(2 * one_way * bytes_per_s)),
+    )
+
+
+@contextmanager
+def hosts_of(options: argparse.Namespace) -> Iterator[Sequence[Any]]:
+    """One for each replica and one for the servers, or this machine for all."""
+    if options.sites is None:
+        yield [LOOPBACK]
+        return
+    with Switch(options.replicas + 1) as switch:
+        for pair in itertools.permutations(range(options.replicas + 1), 2):
+            switch.set_rule(*pair, options.sites)
+        yield switch.hosts
 
 
 def megatron_arguments(options: argparse.Namespace, prefix: Path) -> list[str]:
@@ -136,16 +181,22 @@ def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[
     """
     count, ranks = options.replicas, options.ranks
     with (
+        hosts_of(options) as hosts,
         tempfile.TemporaryDirectory(prefix="replicas-") as folder,
         Processes(Path(folder)) as processes,
     ):
-        topology = Topology(workers=count * ranks, servers=options.servers)
-        placement = Placement(topology, [LOOPBACK])
+        topology = Topology(workers=count * ranks, servers=1, ranks_per_host=ranks)
+        placement = Placement(topology, hosts)
+        placement.servers *= options.servers
+        placement.scheduler = placement.servers[0]
         environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
         if not train_script.on_gpu():
             environment["MEGATRON_CPU"] = "1"
+        environment["PACE_S"] = str(options.pace)
         arguments = megatron_arguments(options, prefix)
-        records = []
+        entry = [str(PACED)] if options.pace else []
+        entry.append(str(options.tree / ENTRY))
+        records: list[Path] = []
         if every is not None:
             arguments += outer_arguments(options, every)
             environment |= start_nodes(placement, processes, environment)[1]
@@ -153,21 +204,22 @@ def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[
         ports = [free_ports() for _ in range(count)]
         for number in range(count * ranks):
             world, rank = divmod(number, size)
+            host = placement.workers[number]
             variables = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": LOOPBACK.address,
+                "MASTER_ADDR": host.address,
                 "MASTER_PORT": str(ports[world]),
             }
             if every is not None:
                 variables["BYTEPS_REPLICA"] = f"{world}/{count}"
             if rank == 0:
                 records.append(Path(folder) / f"steps-{world}.jsonl")
-            command = [sys.executable, str(options.tree / ENTRY), *arguments]
+            command = [sys.executable, *entry, *arguments]
             command += ["--record-steps", str(records[-1]), *arguments_of_world(world)]
-            processes.start(f"rank-{number}", command, LOOPBACK, {**environment, **variables})
+            processes.start(f"rank-{number}", command, host, {**environment, **variables})
         processes.wait_all(options.timeout)
         found = [read_record(path) for path in records]
         if not all(record.checksum for record in found):
@@ -178,9 +230,11 @@ def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[
 def summary(records: Sequence[Record]) -> dict[str, Any]:
     """Of the records of all replicas, or of one job."""
     steps = zip(*(record.steps for record in records), strict=True)
+    first = records[0].steps
     return {
+        "ends_s": [step.seconds for step in first],
+        "pushed_bytes": [step.pushed_bytes for step in first],
         "losses": [statistics.fmean(step.loss for step in one) for one in steps],
-        "seconds": max(record.steps[-1].seconds for record in records),
         "checksums": sorted({record.checksum for record in records}),
     }
 
@@ -191,27 +245,56 @@ def name_of(every: int | None) -> str:
     return "replicas, each step" if every == 1 else f"replicas, once in {every} steps"
 
 
-def over(runs: dict[str, Any], name: str) -> float:
-    """How far the loss of the last steps is above the one job's, relative."""
-    mine, theirs = (statistics.fmean(runs[key]["losses"][-LAST:]) for key in (name, ONE_JOB))
-    return mine / theirs - 1
+def over(runs: dict[str, Any], name: str, of: Callable[[dict[str, Any]], float]) -> float:
+    """How far something is above what it is in the first run, relative."""
+    return of(runs[name]) / of(next(iter(runs.values()))) - 1
+
+
+def loss(run: dict[str, Any]) -> float:
+    return statistics.fmean(run["losses"][-LAST:])
+
+
+def step_s(run: dict[str, Any]) -> float:
+    """The mean time of the steps between the first exchanges, which also start connections, and
+    the end."""
+    ends = run["ends_s"]
+    begin = len(ends) // 3
+    return (ends[-1] - ends[begin]) / max(1, len(ends) - 1 - begin)
+
+
+def pushed(run: dict[str, Any]) -> float:
+    """Bytes that rank 0 pushed in a step, in the mean over the same steps."""
+    pushed = run["pushed_bytes"]
+    begin = len(pushed) // 3
+    return (pushed[-1] - pushed[begin]) / max(1, len(pushed) - 1 - begin)
 
 
 def rows(runs: dict[str, Any]) -> list[Sequence[str]]:
-    table: list[Sequence[str]] = [HEAD[:3]]
+    table: list[Sequence[str]] = [HEAD]
+    first = next(iter(runs))
     for name, run in runs.items():
-        loss = statistics.fmean(run["losses"][-LAST:])
-        table.append((name, f"{loss:.4f}", "" if name == ONE_JOB else f"{over(runs, name):+.2%}"))
+        apart = ["", ""]
+        if name != first:
+            apart = [f"{over(runs, name, of):+.2%}" for of in (loss, step_s)]
+        cells = [name, f"{loss(run):.4f}", apart[0], f"{pushed(run) / 1e3:.1f}"]
+        table.append([*cells, f"{step_s(run):.3f}", apart[1]])
     return table
 
 
-def problems(runs: dict[str, Any], at_most: dict[int, float]) -> list[str]:
-    return [
-        f"{name_of(every)}: the loss is {over(runs, name_of(every)):+.2%} above {ONE_JOB}'s, more "
-        f"than {limit:.2%}"
-        for every, limit in at_most.items()
-        if not over(runs, name_of(every)) <= limit
-    ]
+def problems(
+    runs: dict[str, Any], at_most: dict[int, float], slower: dict[int, float]
+) -> list[str]:
+    """Losses and times above their limits."""
+    first, found = next(iter(runs)), []
+    for what, of, limits in (("loss", loss, at_most), ("time of a step", step_s, slower)):
+        for every, limit in limits.items():
+            above = over(runs, name_of(every), of)
+            if not above <= limit:
+                found.append(
+                    f"{name_of(every)}: the {what} is {above:+.2%} over that of {first}, more than "
+                    f"{limit:.2%}"
+                )
+    return found
 
 
 def draw(runs: dict[str, Any], path: Path) -> None:
@@ -234,11 +317,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train all. Raises LaunchError where a run fails."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
     runs = {}
-    for every in (None, *options.every):
+    for every in (*([None] if options.sites is None else []), *options.every):
         run = train(options, dataset.prefix, every)
         runs[name_of(every)] = run
-        last = statistics.fmean(run["losses"][-LAST:])
-        print(f"{name_of(every)}: {last:.4f} in {run['seconds']:.0f} s", flush=True)
+        print(f"{name_of(every)}: {loss(run):.4f} in {run['ends_s'][-1]:.0f} s", flush=True)
     return {"schema": SCHEMA, "meta": metadata(sys.argv[1:]), "runs": runs}
 
 
@@ -258,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(aligned(rows(result["runs"])))
     if options.plot:
         draw(result["runs"], options.plot)
-    wrong = problems(result["runs"], options.at_most)
+    wrong = problems(result["runs"], options.at_most, options.at_most_slower)
     print("\n".join(wrong) or "# no difference is above its limit")
     return 1 if wrong else 0
 

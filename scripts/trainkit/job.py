@@ -36,6 +36,8 @@ class Step:
     seconds: float
     """Since the job began to train."""
     push_pull_mb_per_s: float
+    pushed_bytes: int = 0
+    """By rank 0 since it began, to servers."""
 
 
 @dataclass(kw_only=True)
@@ -77,6 +79,7 @@ def read_record(path: Path) -> Record:
                     tokens=entry["tokens"],
                     seconds=entry["seconds"],
                     push_pull_mb_per_s=entry.get("push_pull_mb_per_s", 0.0),
+                    pushed_bytes=entry.get("pushed_bytes", 0),
                 )
             )
     return record

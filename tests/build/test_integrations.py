@@ -45,6 +45,7 @@ def test_its_environment_holds_what_it_asks_for(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_wheels_work_elsewhere(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     build: list[str | Path] = [ROOT / "scripts/wheel.sh", "--integrations-only", "--out", wheels]

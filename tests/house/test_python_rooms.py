@@ -22,6 +22,7 @@ BELOW: dict[str, set[str]] = {
     "bench.quality": ANYBODY,
     "bench.rdma": ANYBODY,
     "bench.reducer": ANYBODY,
+    "bench.replicas": {*ANYBODY, "bench.quality"},
     "bench.simulator": ANYBODY,
     "bench.stragglers": {*ANYBODY, "bench.simulator"},
     "bench.timeline": set(),

@@ -71,7 +71,14 @@ def test_layouts(prefix: Path, layout: str) -> None:
 @pytest.mark.parametrize("every", [1, 3])
 def test_checkpoints(prefix: Path, tmp_path: Path, every: int) -> None:
     """One replica saves, all load, and go on as if they had never stopped; so does a plain job."""
-    keep = ("--save", str(tmp_path / "saved"), "--save-interval", "4", "--ckpt-format", "torch_dist")
+    keep = (
+        "--save",
+        str(tmp_path / "saved"),
+        "--save-interval",
+        "4",
+        "--ckpt-format",
+        "torch_dist",
+    )
     sharded = ("--use-distributed-optimizer", "--lr-decay-iters", "8")
     whole = bench.train(
         options_of("--replicas", "2", "--steps", "8", megatron=(*keep, *sharded)), prefix, every

@@ -57,6 +57,7 @@ def test_train_and_compare(tree: Path, run_dir: Path) -> None:
     assert (ours["backend"], theirs["backend"]) == ("BytePS", "all-reduce")
 
 
+@pytest.mark.thorough
 def test_a_failing_worker_is_shown(tree: Path, run_dir: Path) -> None:
     arguments = ["--workers", "1", "--steps", "2", "--", *SMALL, "--num-attention-heads", "3"]
     run = subprocess.run(
@@ -91,6 +92,7 @@ def _wait_for(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.thorough
 def test_an_interrupt_ends_every_process(tree: Path, run_dir: Path) -> None:
     command = _command(tree, run_dir, "--steps", "1000000", "--", *SMALL)
     with (run_dir / "train.log").open("wb") as log:

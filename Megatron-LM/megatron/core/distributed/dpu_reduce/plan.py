@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import advised, bytepslib, decisions, declared, job, matrices, replica_refusals, replicas, table, trials
+from . import (
+    advised,
+    bytepslib,
+    decisions,
+    declared,
+    job,
+    matrices,
+    replica_refusals,
+    replicas,
+    table,
+    trials,
+)
 from .bucket_op import BucketOp, wire_of
 from .kept import kept_of
 from .naming import bucket_name, named

@@ -1,0 +1,49 @@
+"""Megatron's entry script, whose steps take a given time at least: PACE_S seconds.
+
+Replicas that share the cores of one machine step at the speed of machines of their own, if that
+speed is so low that these cores have time left.
+
+    PACE_S=1.5 python bench/replicas/paced_gpt.py TREE/pretrain_dpu_gpt.py ARGUMENTS...
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def paced(step: Any, seconds: float) -> Any:
+    """A forward and backward pass that returns so long after it was called, or later."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        due = time.monotonic() + seconds
+        try:
+            return step(*args, **kwargs)
+        finally:
+            time.sleep(max(0.0, due - time.monotonic()))
+
+    return wrapped
+
+
+def main() -> None:
+    script = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(script.parent))
+    from megatron.training import training
+
+    # What a step computes takes its time; what it waits for comes on top.
+    compute = training.get_forward_backward_func
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        return paced(compute(*args, **kwargs), float(os.environ["PACE_S"]))
+
+    training.get_forward_backward_func = get
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

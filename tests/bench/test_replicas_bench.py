@@ -1,0 +1,82 @@
+"""How runs of replicas are compared with one job."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.replicas import paced_gpt, run
+from scripts.trainkit.job import Record, Step
+
+
+def record(losses: list[float], *, step_s: float = 1.0, pushed: int = 0) -> Record:
+    steps = [
+        Step(
+            iteration=number,
+            loss=loss,
+            tokens=10,
+            seconds=number * step_s,
+            push_pull_mb_per_s=0.0,
+            pushed_bytes=number * pushed,
+        )
+        for number, loss in enumerate(losses, 1)
+    ]
+    return Record(steps=steps, checksum="x")
+
+
+def result(apart: float, slower: float = 1.0) -> dict[str, Any]:
+    """Of one job, and of replicas whose loss and time are so far from it."""
+    losses = [2.0] * 60
+    return {
+        run.ONE_JOB: run.summary([record(losses)]),
+        run.name_of(10): run.summary(
+            [record([x * (1 + apart + by) for x in losses], step_s=slower, pushed=4000)
+             for by in (-0.01, 0.01)]
+        ),
+    }
+
+
+def test_replicas_count_by_their_mean() -> None:
+    runs = result(0.02, slower=1.5)
+    name = run.name_of(10)
+    assert run.over(runs, name, run.loss) == pytest.approx(0.02)
+    assert run.over(runs, name, run.step_s) == pytest.approx(0.5)
+    assert run.rows(runs)[-1] == [name, "2.0400", "+2.00%", "4.0", "1.500", "+50.00%"]
+
+
+def test_what_is_above_its_limit_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "result.json", tmp_path / "curves.png"
+    file.write_text(json.dumps({"schema": 1, "meta": {}, "runs": result(0.02, slower=1.1)}))
+    shown = ["--from-json", str(file), "--plot", str(picture)]
+    assert run.main([*shown, "--at-most", "10=0.03", "--at-most-slower", "10=0.2"]) == 0
+    assert picture.stat().st_size > 0
+    assert run.main([*shown, "--at-most", "10=0.01", "--at-most-slower", "10=0.05"]) == 1
+    told = capsys.readouterr().out
+    assert "the loss is +2.00% over that of one job, more than 1.00%" in told
+    assert "the time of a step is +10.00% over that of one job, more than 5.00%" in told
+
+
+def test_sites() -> None:
+    rule = run.sites_of("100mbit@50ms")
+    assert rule.delay_s == pytest.approx(0.025)
+    assert rule.bytes_per_s == pytest.approx(12.5e6)
+    assert rule.queue_bytes == pytest.approx(625_000)
+
+
+def test_a_pace_is_kept() -> None:
+    begin = time.monotonic()
+    assert paced_gpt.paced(lambda value: value + 1, 0.2)(1) == 2
+    assert time.monotonic() - begin >= 0.2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--every", "x"], ["--every", "0"], ["--sites", "100mbit"], ["--at-most", "x"]],
+)
+def test_bad_usage(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run.parse(words)
