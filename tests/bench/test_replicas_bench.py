@@ -34,8 +34,10 @@ def result(apart: float, slower: float = 1.0) -> dict[str, Any]:
     return {
         run.ONE_JOB: run.summary([record(losses)]),
         run.name_of(10): run.summary(
-            [record([x * (1 + apart + by) for x in losses], step_s=slower, pushed=4000)
-             for by in (-0.01, 0.01)]
+            [
+                record([x * (1 + apart + by) for x in losses], step_s=slower, pushed=4000)
+                for by in (-0.01, 0.01)
+            ]
         ),
     }
 
