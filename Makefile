@@ -122,7 +122,7 @@ soak: setup ## train for an hour with faults and workers that rejoin, and watch 
 	@$(PYTHON_ENV) -W ignore tests/chaos/soak.py --minutes $(or $(MINUTES),60) \
 		$(if $(PICTURE),--picture $(PICTURE)) $(ARGS)
 
-replicas: setup ## what replicas that meet at servers learn, beside one job, as a table and a picture
+replicas: setup ## what replicas that meet at servers learn, compared with one job, as a table and a picture
 	@$(PYTHON_ENV) -W ignore bench/replicas/run.py --plot $(or $(PICTURE),build/replicas/replicas.png) $(ARGS)
 
 test-gpu: setup ## sums of tensors on GPUs, where there are any

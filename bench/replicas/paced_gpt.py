@@ -3,7 +3,7 @@
 Replicas that share the cores of one machine step at the speed of machines of their own, if that
 speed is so low that these cores have time left.
 
-    PACE_S=1.5 python bench/replicas/paced_gpt.py TREE/pretrain_dpu_gpt.py ARGUMENTS...
+    PYTHONPATH=TREE PACE_S=1.5 python bench/replicas/paced_gpt.py TREE/SCRIPT ARGUMENTS...
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def paced(step: Any, seconds: float) -> Any:
 def main() -> None:
     script = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(script.parent))
     from megatron.training import training
 
     # What a step computes takes its time; what it waits for comes on top.

@@ -4,15 +4,16 @@
 Trains one model, of one seed and order of data, as one job of as many ranks as there are replicas,
 and as replicas that sum gradients in each step (1), or step by themselves and exchange parameters
 once in H steps. Prints the mean loss of the last steps of each, relative to the one job's, and what
-a replica sent in a step.
+a replica sent per step.
 
 With --sites each replica is at a site of its own, and so are the servers, and the one job is left
 out. With --pace the passes of a step take a given time at least, as on machines of their own. Then
-the table compares the time of a step with that of replicas that never exchange.
+the table compares times of a step: name first, as the one to compare with, an H at which nothing is
+exchanged.
 
   bench/replicas/run.py                                       a small GPT on this machine
   bench/replicas/run.py --every 10,30 --after 60 --lr 0.8 --momentum 0.5
-  bench/replicas/run.py --every 30,1000 --steps 90 --sites 100mbit@50ms --pace 1.5
+  bench/replicas/run.py --every 1000,30 --steps 90 --sites 100mbit@50ms --pace 1.5
                                                               steps on links between sites
   bench/replicas/run.py --from-json RESULT --plot CURVES.png
 
@@ -54,7 +55,14 @@ PACED = Path(__file__).with_name("paced_gpt.py")
 LAST = 50
 """Steps whose losses are compared."""
 ONE_JOB = "one job"
-HEAD = ("trained by", f"loss, last {LAST} steps", "over the first", "kB a step", "s a step", "over")
+HEAD = (
+    "trained by",
+    f"loss, last {LAST} steps",
+    "over the first",
+    "kB per step",
+    "s per step",
+    "over",
+)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -171,7 +179,7 @@ def arguments_of_world(number: int) -> list[str]:
 
 
 def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[str, Any]:
-    """The mean loss of every step, and the MB that a replica sent in one.
+    """The mean loss of every step, and the bytes that replica 0 pushed by then.
 
     Args:
         every: steps from one exchange of replicas to the next; None: one job.
@@ -192,7 +200,7 @@ def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[
         environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
         if not train_script.on_gpu():
             environment["MEGATRON_CPU"] = "1"
-        environment["PACE_S"] = str(options.pace)
+        environment |= {"PACE_S": str(options.pace), "PYTHONPATH": str(options.tree)}
         arguments = megatron_arguments(options, prefix)
         entry = [str(PACED)] if options.pace else []
         entry.append(str(options.tree / ENTRY))
