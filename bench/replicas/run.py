@@ -56,12 +56,8 @@ LAST = 50
 """Steps whose losses are compared."""
 ONE_JOB = "one job"
 HEAD = (
-    "trained by",
-    f"loss, last {LAST} steps",
-    "over the first",
-    "kB per step",
-    "s per step",
-    "over",
+    *("trained by", f"loss, last {LAST} steps", "over the first", "after exchanges"),
+    *("kB per step", "s per step", "over the first"),
 )
 
 
@@ -232,7 +228,7 @@ def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[
         found = [read_record(path) for path in records]
         if not all(record.checksum for record in found):
             raise LaunchError(f"training ended without its record\n{processes.logs()}")
-    return summary(found)
+    return {"every": every, "after": options.after, **summary(found)}
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -262,19 +258,30 @@ def loss(run: dict[str, Any]) -> float:
     return statistics.fmean(run["losses"][-LAST:])
 
 
+def per_step(run: dict[str, Any], what: str) -> float:
+    """How much is added to something in a step, in the mean: over as many whole exchanges as there
+    are in the last two thirds of the run, or over all of these steps."""
+    values = run[what]
+    steps = len(values) - 1 - len(values) // 3
+    steps = steps // run["every"] * run["every"] or steps if run["every"] else steps
+    return (values[-1] - values[-1 - steps]) / max(1, steps)
+
+
+def common_loss(run: dict[str, Any], first: dict[str, Any]) -> float | None:
+    """Of the steps that begin with the model that all replicas have, right after an exchange, in
+    the second half: how far the loss is above that of the first run in the same steps, which have
+    the same data. None where there are no such steps."""
+    every, after = run["every"], run["after"]
+    if not every or every == 1:
+        return None
+    mine, theirs = run["losses"], first["losses"]
+    begins = range(after + every, len(mine), every)
+    apart = [mine[at] / theirs[at] - 1 for at in begins if at >= len(mine) // 2]
+    return statistics.fmean(apart) if apart else None
+
+
 def step_s(run: dict[str, Any]) -> float:
-    """The mean time of the steps between the first exchanges, which also start connections, and
-    the end."""
-    ends = run["ends_s"]
-    begin = len(ends) // 3
-    return (ends[-1] - ends[begin]) / max(1, len(ends) - 1 - begin)
-
-
-def pushed(run: dict[str, Any]) -> float:
-    """Bytes that rank 0 pushed in a step, in the mean over the same steps."""
-    pushed = run["pushed_bytes"]
-    begin = len(pushed) // 3
-    return (pushed[-1] - pushed[begin]) / max(1, len(pushed) - 1 - begin)
+    return per_step(run, "ends_s")
 
 
 def rows(runs: dict[str, Any]) -> list[Sequence[str]]:
@@ -284,7 +291,9 @@ def rows(runs: dict[str, Any]) -> list[Sequence[str]]:
         apart = ["", ""]
         if name != first:
             apart = [f"{over(runs, name, of):+.2%}" for of in (loss, step_s)]
-        cells = [name, f"{loss(run):.4f}", apart[0], f"{pushed(run) / 1e3:.1f}"]
+        common = common_loss(run, runs[first])
+        cells = [name, f"{loss(run):.4f}", apart[0], "" if common is None else f"{common:+.2%}"]
+        cells.append(f"{per_step(run, 'pushed_bytes') / 1e3:.1f}")
         table.append([*cells, f"{step_s(run):.3f}", apart[1]])
     return table
 

@@ -28,17 +28,18 @@ def record(losses: list[float], *, step_s: float = 1.0, pushed: int = 0) -> Reco
     return Record(steps=steps, checksum="x")
 
 
+def of(losses: list[list[float]], every: int | None, **how: Any) -> dict[str, Any]:
+    summary = run.summary([record(one, **how) for one in losses])
+    return {"every": every, "after": 0, **summary}
+
+
 def result(apart: float, slower: float = 1.0) -> dict[str, Any]:
     """Of one job, and of replicas whose loss and time are so far from it."""
     losses = [2.0] * 60
+    apart_by = [[x * (1 + apart + by) for x in losses] for by in (-0.01, 0.01)]
     return {
-        run.ONE_JOB: run.summary([record(losses)]),
-        run.name_of(10): run.summary(
-            [
-                record([x * (1 + apart + by) for x in losses], step_s=slower, pushed=4000)
-                for by in (-0.01, 0.01)
-            ]
-        ),
+        run.ONE_JOB: of([losses], None),
+        run.name_of(10): of(apart_by, 10, step_s=slower, pushed=4000),
     }
 
 
@@ -47,7 +48,20 @@ def test_replicas_count_by_their_mean() -> None:
     name = run.name_of(10)
     assert run.over(runs, name, run.loss) == pytest.approx(0.02)
     assert run.over(runs, name, run.step_s) == pytest.approx(0.5)
-    assert run.rows(runs)[-1] == [name, "2.0400", "+2.00%", "4.0", "1.500", "+50.00%"]
+    assert run.rows(runs)[-1] == [
+        *(name, "2.0400", "+2.00%", "+2.00%"),
+        *("4.0", "1.500", "+50.00%"),
+    ]
+
+
+def test_what_is_exchanged_counts_by_whole_exchanges() -> None:
+    """And the loss of the model that all have, in the steps that begin with it."""
+    one, mine = [2.0] * 60, [2.0 * (1.01 if at % 10 == 0 else 1.5) for at in range(60)]
+    runs = {run.ONE_JOB: of([one], None), run.name_of(10): of([mine], 10)}
+    exchanged = runs[run.name_of(10)]
+    exchanged["pushed_bytes"] = [(step // 10) * 500 for step in range(1, 61)]
+    assert run.per_step(exchanged, "pushed_bytes") == pytest.approx(50)
+    assert run.common_loss(exchanged, runs[run.ONE_JOB]) == pytest.approx(0.01)
 
 
 def test_what_is_above_its_limit_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
