@@ -96,11 +96,12 @@ def _over_replicas(
     buckets = [bucket for bucket_group in groups for bucket in bucket_group.buckets]
     if torch.distributed.get_rank() == 0:
         sent = sum(wire_bytes(bucket, config) for bucket in buckets) / ranks / 1e6
+        servers = len(bytepslib.byteps.bytes_per_server(1, name="count"))
         inside = f"over {ranks} ranks by torch.distributed, then " if ranks > 1 else ""
         print_once(
             f"dpu_reduce: replica {replicas.number()} of {replicas.count()}: {kind} gradients are "
-            f"summed {inside}over replicas by {len(bytepslib.byteps.bytes_per_server(1, name='x'))}"
-            f" servers, {sent:.1f} MB from each rank"
+            f"summed {inside}over replicas by {servers} {'server' if servers == 1 else 'servers'}, "
+            f"{sent:.1f} MB from each rank"
         )
     return {id(bucket): decision for bucket in buckets}
 
