@@ -27,6 +27,12 @@ def rounded(values: torch.Tensor, form: str) -> torch.Tensor:
     return out.view(-1)[:count]
 
 
+def moved(held: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """What workers have, once servers have sent the difference to what they are to have."""
+    difference = rounded(wanted.float() - held.float(), "int8")
+    return torch.where(difference == 0, held, (held.float() + difference).to(held.dtype))
+
+
 class Rounding:
     """Rounds values of one place again and again; with feedback it adds what was lost before."""
 

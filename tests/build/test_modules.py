@@ -55,6 +55,7 @@ MODULES = {
     "byteps/torch/pieces.py": "tests/unit/test_nodes.py",
     "byteps/torch/ranks.py": "tests/multiproc/test_groups.py",
     "byteps/torch/routes.py": "tests/megatron/test_routes.py",
+    "byteps/torch/server_blocks.py": "tests/multiproc/test_few_bits.py",
     "byteps/torch/server_bucket.py": "tests/multiproc/test_server_optimizer.py",
     "byteps/torch/server_host.py": "tests/unit/test_server_nodes.py",
     "byteps/torch/server_optimizer.py": "tests/multiproc/test_server_optimizer.py",

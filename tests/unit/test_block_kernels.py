@@ -54,6 +54,15 @@ def compare(device: str) -> None:
                         blocks.decode(one, form, want, skip=skip)
                         block_kernels.decode(other, form, got, skip)
                         assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
+                    if name == "int8":
+                        held = torch.cat([inputs(count, dtype, None)[1:], torch.tensor([-0.0])])
+                        held = held.to(dtype)
+                        want, got = torch.empty_like(held), held.clone().to(device)
+                        blocks.add_differences(one, held, want)
+                        block_kernels.add_differences(other, got, got)
+                        assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
+                        same = want == 0
+                        assert torch.equal(want[same].signbit(), got.cpu()[same].signbit()), label
 
 
 @pytest.mark.slow

@@ -181,24 +181,28 @@ BYTEPS_INLINE inline void AddBlock(const BlockSum& sum, uint64_t block, float* v
   }
 }
 
+BYTEPS_INLINE inline void Divide(float* values, int divisor) {
+  if (divisor == 1) return;
+  const auto d = static_cast<float>(divisor);
+  for (size_t i = 0; i < kBlockValues; ++i) values[i] /= d;
+}
+
 template <typename Form>
-BYTEPS_INLINE inline void AddLoop(const BlockSum& sum) {
+BYTEPS_INLINE inline void AddLoop(const BlockSum& sum, int divisor) {
   for (uint64_t block = 0; block < sum.blocks; ++block) {
     float values[kBlockValues];
     AddBlock<Form>(sum, block, values);
+    Divide(values, divisor);
     memcpy(sum.wide + block * kBlockValues, values, sizeof(values));
   }
 }
 
 template <typename Form>
 BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, uint16_t* lost) {
-  const auto d = static_cast<float>(divisor);
   for (uint64_t block = 0; block < sum.blocks; ++block) {
     float values[kBlockValues];
     AddBlock<Form>(sum, block, values);
-    if (divisor != 1) {
-      for (float& value : values) value /= d;
-    }
+    Divide(values, divisor);
     uint16_t* const kept = lost == nullptr ? nullptr : lost + block * kBlockValues;
     if (kept != nullptr) {
       for (size_t i = 0; i < kBlockValues; ++i) values[i] += FromHalf<BFloat16Words>(kept[i]);
@@ -207,7 +211,58 @@ BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, u
   }
 }
 
+// Of whole blocks at a time, the last of which may have fewer values.
+template <typename Type>
+BYTEPS_INLINE inline void MoveBlock(const uint8_t* block, const typename Type::Stored* held,
+                                    size_t count, typename Type::Stored* out) {
+  float values[kBlockValues];
+  GetBlock<Int8>(block, false, values);
+  for (size_t i = 0; i < count; ++i) {
+    const typename Type::Stored moved = Type::Put(Type::Get(held[i]) + values[i]);
+    out[i] = values[i] == 0 ? held[i] : moved;
+  }
+}
+
+template <typename Type>
+BYTEPS_INLINE inline void AddDifferencesLoop(const uint8_t* blocks,
+                                             const typename Type::Stored* held, uint64_t count,
+                                             typename Type::Stored* out) {
+  for (; count >= kBlockValues; count -= kBlockValues) {
+    MoveBlock<Type>(blocks, held, kBlockValues, out);
+    blocks += kSize<Int8>;
+    held += kBlockValues;
+    out += kBlockValues;
+  }
+  if (count > 0) MoveBlock<Type>(blocks, held, count, out);
+}
+
+template <typename Type>
+BYTEPS_INLINE inline void EncodeDifferencesLoop(const float* wanted,
+                                                const typename Type::Stored* held, uint64_t count,
+                                                uint8_t* blocks, typename Type::Stored* moved) {
+  for (uint64_t begin = 0; begin < count; begin += kBlockValues, blocks += kSize<Int8>) {
+    float values[kBlockValues] = {};
+    const size_t known = std::min<uint64_t>(kBlockValues, count - begin);
+    for (size_t i = 0; i < known; ++i) {
+      values[i] = wanted[begin + i] - Type::Get(held[begin + i]);
+    }
+    PutBlock<Int8>(blocks, values, nullptr);
+    if (moved != nullptr) MoveBlock<Type>(blocks, held + begin, known, moved + begin);
+  }
+}
+
 // A template cannot have clones; these are their instances.
+#define BYTEPS_DIFFERENCES(Type)                                                                \
+  BYTEPS_MULTIVERSION void Encode##Type(const float* wanted, const void* held, uint64_t count,  \
+                                        uint8_t* blocks, void* moved) {                         \
+    EncodeDifferencesLoop<Type>(wanted, static_cast<const Type::Stored*>(held), count, blocks,  \
+                                static_cast<Type::Stored*>(moved));                             \
+  }                                                                                             \
+  BYTEPS_MULTIVERSION void AddTo##Type(const uint8_t* blocks, const void* held, uint64_t count, \
+                                       void* out) {                                             \
+    AddDifferencesLoop<Type>(blocks, static_cast<const Type::Stored*>(held), count,             \
+                             static_cast<Type::Stored*>(out));                                  \
+  }
 #define BYTEPS_VALUES(Form, Type)                                                                  \
   BYTEPS_MULTIVERSION void Encode##Form##Type(uint8_t* blocks, const void* values, uint64_t count, \
                                               uint16_t* lost) {                                    \
@@ -221,7 +276,9 @@ BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, u
   BYTEPS_VALUES(Form, Float32)                                                    \
   BYTEPS_VALUES(Form, BFloat16)                                                   \
   BYTEPS_VALUES(Form, Float16)                                                    \
-  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum) { AddLoop<Form>(sum); } \
+  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum, int divisor) {          \
+    AddLoop<Form>(sum, divisor);                                                  \
+  }                                                                               \
   BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, int divisor, void* out, \
                                      uint16_t* lost) {                            \
     EndLoop<Form>(sum, divisor, out, lost);                                       \
@@ -229,7 +286,11 @@ BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, u
 
 BYTEPS_BLOCKS(Int8)
 BYTEPS_BLOCKS(Int4)
+BYTEPS_DIFFERENCES(Float32)
+BYTEPS_DIFFERENCES(BFloat16)
+BYTEPS_DIFFERENCES(Float16)
 
+#undef BYTEPS_DIFFERENCES
 #undef BYTEPS_BLOCKS
 #undef BYTEPS_VALUES
 
@@ -262,10 +323,25 @@ void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t 
   }
 }
 
-void AddBlocks(const BlockSum& sum) { (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum); }
+void AddBlocks(const BlockSum& sum, int divisor) {
+  (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum, divisor);
+}
 
 void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost) {
   (sum.type == DType::kInt8x128 ? EndInt8 : EndInt4)(sum, divisor, out, lost);
+}
+
+void EncodeDifferences(DType t, const float* wanted, const void* held, uint64_t count, void* blocks,
+                       void* moved) {
+  auto* const out = static_cast<uint8_t*>(blocks);
+  if (t == DType::kFloat32) return EncodeFloat32(wanted, held, count, out, moved);
+  (t == DType::kBFloat16 ? EncodeBFloat16 : EncodeFloat16)(wanted, held, count, out, moved);
+}
+
+void AddDifferences(DType t, const void* blocks, const void* held, uint64_t count, void* out) {
+  const auto* const in = static_cast<const uint8_t*>(blocks);
+  if (t == DType::kFloat32) return AddToFloat32(in, held, count, out);
+  (t == DType::kBFloat16 ? AddToBFloat16 : AddToFloat16)(in, held, count, out);
 }
 
 }  // namespace core

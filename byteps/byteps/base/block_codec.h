@@ -14,6 +14,10 @@
 //
 // With feedback, what rounding loses of a value is kept in bfloat16, and added to the next value
 // of the same place.  Of a block that is not finite nothing is kept.
+//
+// Parameters that servers update come down as differences, always in int8x128: what a server has,
+// less what it knows that workers hold.  Both sides add the rounded difference by the same
+// arithmetic, so that what rounding loses is a part of the next difference, and nothing drifts.
 #ifndef BYTEPS_BASE_BLOCK_CODEC_H_
 #define BYTEPS_BASE_BLOCK_CODEC_H_
 
@@ -50,11 +54,21 @@ struct BlockSum {
   bool begun;
 };
 
-// wide = (begun ? wide : 0) + in[0] + in[1] + ...
-void AddBlocks(const BlockSum& sum);
+// wide = ((begun ? wide : 0) + in[0] + in[1] + ...) / divisor
+void AddBlocks(const BlockSum& sum, int divisor = 1);
 // out = the same, by `divisor`, rounded; `out` may be one of the inputs.  `lost` as above, for each
 // value of the blocks.
 void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost);
+
+// What workers hold: `count` values of type `t`, float32, bfloat16 or float16.
+//
+// blocks = wanted - held, rounded.  Where `moved` is not null it gets what AddDifferences makes of
+// the two; it may be `held`.
+void EncodeDifferences(DType t, const float* wanted, const void* held, uint64_t count, void* blocks,
+                       void* moved);
+// out = held + what the blocks say, rounded to type `t`; what a block says to be 0 leaves the bits
+// as they are.  `out` may be `held`.
+void AddDifferences(DType t, const void* blocks, const void* held, uint64_t count, void* out);
 
 }  // namespace core
 }  // namespace byteps

@@ -43,9 +43,10 @@ bool IsWhole(const Declaration& d) {
 // Of a tensor that is whole.
 bool ReadRule(WireReader* in, Declaration* d) {
   auto rule = std::make_shared<UpdateRule>();
-  if (!UpdateRule::Unpack(in->GetText(), d->bytes / SizeOf(d->dtype), rule.get())) return false;
+  if (!UpdateRule::Unpack(in->GetText(), ValuesIn(d->dtype, d->bytes), rule.get())) return false;
   d->rule = std::move(rule);
-  return IsUpdated(d->dtype);
+  // What comes down is rounded without feedback: it is the difference to what was sent before.
+  return IsUpdated(d->dtype) && !d->feedback;
 }
 
 // False when it cannot be a tensor.

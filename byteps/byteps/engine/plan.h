@@ -47,7 +47,8 @@ class Plan {
   // Bytes of the partitions of a tensor of `bytes` bytes.  Those of a piece are as long as those of
   // the tensor that it is a piece of: each has a cost of its own, and a server has many of all
   // pieces together.
-  uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of = 0) const;
+  uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of = 0,
+                          bool updated = false) const;
 
   // What this worker tells the servers.  Throws UsageError when the tensor cannot be summed.
   Declaration Declare(const TensorSpec& spec) const;

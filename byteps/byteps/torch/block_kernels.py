@@ -147,6 +147,44 @@ def _decode(
     _put(out, at + _HALF, count, high * scale, IS_BFLOAT16)
 
 
+@triton.jit
+def _moved(held, at, count, difference):
+    had = tl.load(held + at, at < count, other=0)
+    return tl.where(difference == 0, had, (had.to(tl.float32) + difference).to(had.dtype))
+
+
+@triton.jit
+def _moved_bfloat16(held, at, count, difference):
+    had = tl.load(held + at, at < count, other=0)
+    sum = _bfloat16(_floats(had.to(tl.int32) << 16) + difference)
+    return tl.where(difference == 0, had, sum)
+
+
+@triton.jit
+def _add_differences(
+    out,
+    held,
+    blocks_in,
+    scales,
+    count,
+    BYTES: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, 2 * _HALF)
+    at = row[:, None] * (2 * _HALF) + column[None, :]
+    known = at < count
+    bits = tl.load(scales + row * (BYTES // 2) + (BYTES // 2 - 1), row * 2 * _HALF < count, other=0)
+    scale = _floats(bits.to(tl.int32) << 16)[:, None]
+    byte = tl.load(blocks_in + row[:, None] * BYTES + column[None, :], known, other=0)
+    difference = byte.to(tl.int8, bitcast=True).to(tl.float32) * scale
+    if IS_BFLOAT16:
+        tl.store(out + at, _moved_bfloat16(held, at, count, difference), known)
+    else:
+        tl.store(out + at, _moved(held, at, count, difference), known)
+
+
 def encode(
     values: torch.Tensor, wire: WireType, out: torch.Tensor, lost: torch.Tensor | None
 ) -> None:
@@ -186,6 +224,26 @@ def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, skip: int) -
             skip,
             number,
             BYTES=wire.element_bytes,
+            IS_BFLOAT16=is_bfloat16,
+            ROWS=_ROWS,
+            enable_fp_fusion=False,
+        )
+
+
+def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> None:
+    """As `blocks.add_differences`, in the current stream."""
+    count, size = held.numel(), BLOCK + 2
+    number = -(-count // BLOCK)
+    is_bfloat16 = held.dtype == torch.bfloat16
+    used = blocks[: number * size]
+    with torch.cuda.device(held.device) if held.is_cuda else torch.no_grad():
+        _add_differences[(-(-number // _ROWS),)](
+            out.view(torch.int16) if is_bfloat16 else out,
+            held.view(torch.int16) if is_bfloat16 else held,
+            used,
+            used.view(torch.int16),
+            count,
+            BYTES=size,
             IS_BFLOAT16=is_bfloat16,
             ROWS=_ROWS,
             enable_fp_fusion=False,

@@ -34,6 +34,25 @@ def encode(
     )
 
 
+def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> None:
+    """Add to parameters what servers say, and round to their type. Servers do the same to what they
+    know of them, to the bit.
+
+    Args:
+        blocks: of `wire.int8()`, at least as many as hold the values.
+        held: flat and contiguous; fp32, bf16 or fp16.
+        out: as `held`, which it may be.
+    """
+    if held.is_cuda:
+        from byteps.torch.block_kernels import add_differences as add_on_gpu
+
+        add_on_gpu(blocks, held, out)
+        return
+    c_lib.add_differences(
+        *(blocks.data_ptr(), DTYPES[held.dtype], held.data_ptr(), held.numel(), out.data_ptr())
+    )
+
+
 def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, *, skip: int = 0) -> None:
     """The values of blocks behind the first `skip` ones, rounded to the type of `out`, which has as
     many as are wanted."""

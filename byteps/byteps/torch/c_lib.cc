@@ -190,6 +190,12 @@ void Decode(const std::string& dtype, uintptr_t blocks, const std::string& to, u
                reinterpret_cast<void*>(values), count);
 }
 
+void AddTo(uintptr_t blocks, const std::string& dtype, uintptr_t held, uint64_t count,
+           uintptr_t out) {
+  AddDifferences(ParsedDType(dtype), reinterpret_cast<const void*>(blocks),
+                 reinterpret_cast<const void*>(held), count, reinterpret_cast<void*>(out));
+}
+
 // Lets Python handle signals, such as Ctrl-C, while it waits: what a handler raises is raised
 // here, and the handle stays.
 void Wait(int64_t handle, uintptr_t stream) {
@@ -299,6 +305,8 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("values"), py::arg("count"), py::arg("lost"), Unlocked());
   m.def("decode_blocks", &Decode, py::arg("dtype"), py::arg("blocks"), py::arg("to"),
         py::arg("values"), py::arg("count"), Unlocked());
+  m.def("add_differences", &AddTo, py::arg("blocks"), py::arg("dtype"), py::arg("held"),
+        py::arg("count"), py::arg("out"), Unlocked());
   m.def("config", [] { return IsInitialized() ? settings : Config::FromEnvironment().Print(); });
   DefineUpdatedTensor(&m);
   DefineChildren(&m);
