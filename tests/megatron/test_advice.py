@@ -210,7 +210,7 @@ def test_few_bits_are_shown_and_not_advised() -> None:
 def test_the_bytes_of_each_type_are_told() -> None:
     def bucket(route: str, numel: int, kept: int) -> Any:
         op = SimpleNamespace(
-            route=route, wire=wire.int8(), kept=SimpleNamespace(numel=kept) if kept else None
+            route=route, wire=wire.int8(), kept=SimpleNamespace(nbytes=kept, itemsize=2) if kept else None
         )
         return SimpleNamespace(dpu_reduce_op=op, grad_data=SimpleNamespace(numel=lambda: numel))
 

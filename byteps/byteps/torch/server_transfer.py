@@ -7,8 +7,8 @@ gradients and parameters once, not once per rank.
 
 A rank that has its host for itself sends one shard, the whole.
 
-Gradients that travel in blocks of few bits are answered with blocks too: with what each rank adds to
-the parameters that it holds, once it waits for them.
+Gradients that travel in blocks of few bits are answered with blocks too: with what each rank adds
+to the parameters that it holds, once it waits for them.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class ShardTransfer:
         return whole[place : place + shard.piece.length]
 
     def _short(self, shard: Shard, gradients: torch.Tensor) -> torch.Tensor:
-        """Memory for the whole piece, in the type in which parameters come: the first part of that of
-        the piece's gradients."""
+        """Memory for the whole piece, in the type in which parameters come: the first part of that
+        of the piece's gradients."""
         begin, end = shard.whole
         memory = gradients[begin:end].view(self._shards.dtype)
         return memory[: end - begin]

@@ -1,5 +1,5 @@
-"""Gradients in blocks of few bits with the optimizer on the servers, against a reference in torch, to
-the bit: differences come down."""
+"""Gradients in blocks of few bits with the optimizer on the servers, which send differences down:
+against a reference in torch, to the bit."""
 
 from __future__ import annotations
 
