@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from byteps import cost_model
 
-OPTIMIZERS = ("replicated", "host", "ranks")
+OPTIMIZERS = ("replicated", "host", "ranks", "servers")
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 FEW_BITS = {"int8": 130 / 128, "int4": 66 / 128}
 """Bytes of a value in blocks of 128, with one scale."""
@@ -27,6 +27,12 @@ BLOCK_VALUES_PER_CORE = 4.2e9
 """Values in blocks that a core adds per second, several pushes in one pass."""
 FEEDBACK_BYTES = 2
 """Of a value on its server, with int4."""
+STATE_BYTES = 12
+"""Of a parameter whose optimizer is on the servers: fp32, and the two moments of Adam."""
+HELD_BYTES = 2
+"""Of one that comes down as a difference, with few bits: what workers hold, in bf16."""
+TRIED_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4, "int4": 4}
+"""Of a gradient that a server keeps until it knows whether the step is clipped."""
 TRANSPORTS = ("tcp", "rdma")
 LEAST_PARAMETERS = 1e6
 """Fewer is no model's size, but a forgotten M or B."""
@@ -72,7 +78,8 @@ class Job:
     server_cores: float = math.inf
     """Of a server's machine."""
     optimizer: str
-    """One of OPTIMIZERS: on every rank, sharded inside each host, or sharded over all ranks."""
+    """One of OPTIMIZERS: on every rank, sharded inside each host, sharded over all ranks, or on the
+    servers, which is compared with the one before."""
     gradients: str
     """Type in which NCCL would reduce, a key of BYTES."""
     wire: str
@@ -190,7 +197,7 @@ def nccl_seconds(job: Job) -> float:
     hosts, ranks = job.hosts, job.hosts * job.gpus
     if hosts == 1:
         return 0.0
-    if job.optimizer == "ranks":
+    if job.optimizer in ("ranks", "servers"):
         return (size * (ranks - 1) / ranks) / job.nccl_rate + _gather_seconds(job)
     return cost_model.ring(hosts, size, job.nccl_rate)
 
@@ -209,6 +216,8 @@ def row(job: Job, machines: int) -> Row:
     pushed = job.parameters * WIRE_BYTES[job.wire]
     sharded = job.optimizer == "ranks"
     pulled = pushed / job.hosts if sharded else pushed
+    if job.optimizer == "servers":
+        pulled = job.parameters * max(WIRE_BYTES[job.wire], FEW_BITS["int8"])
     core_rate = math.inf if job.transport == "rdma" else job.core_bytes_per_s
 
     def busy(servers: cost_model.Servers) -> cost_model.CoreSeconds:
@@ -234,7 +243,7 @@ def row(job: Job, machines: int) -> Row:
     seconds = sums + (_gather_seconds(job) if sharded else 0.0)
     cores = busy(servers).server if machines else busy(servers).host
     share = pushed * (servers.shares().extra if machines else servers.shares().beside)
-    memory = share * _held(job.wire) + (POOL_BYTES + BASE_BYTES) * max(servers.per_machine, 1)
+    memory = share * (_held(job.wire) + _kept(job) / WIRE_BYTES[job.wire]) + (POOL_BYTES + BASE_BYTES) * max(servers.per_machine, 1)
     return Row(
         machines=machines,
         processes=servers.per_machine if machines else 0,
@@ -255,6 +264,14 @@ def _held(wire: str) -> float:
         return 3
     feedback = FEEDBACK_BYTES if wire == "int4" else 0
     return 1 + (4 + feedback) / FEW_BITS[wire]
+
+
+def _kept(job: Job) -> float:
+    """Bytes that servers keep of a parameter between steps."""
+    if job.optimizer != "servers":
+        return 0
+    held = HELD_BYTES if job.wire in FEW_BITS else 0
+    return STATE_BYTES + held + TRIED_BYTES[job.wire]
 
 
 def _whole_cores(busy: float) -> int:
@@ -346,7 +363,7 @@ def render(job: Job, advice: Advice) -> str:
         f"GPU{'s' if job.gpus > 1 else ''} and {nics}{job.link_gbps:g} Gbit/s each, servers with "
         f"{job.server_link_gbps:g} Gbit/s, {job.transport.upper()}",
         f"NCCL at its best: {1000 * advice.nccl_seconds:,.1f} ms per step for the gradients"
-        + (" and the parameters" if job.optimizer == "ranks" else ""),
+        + (" and the parameters" if job.optimizer in ("ranks", "servers") else ""),
         "",
     ]
     if advice.rows:
@@ -396,8 +413,9 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="host",
         help="where its state is: on every rank (replicated), sharded inside each host "
-        "(--num-distributed-optimizer-instances = hosts), or sharded over all ranks (default: "
-        "host)",
+        "(--num-distributed-optimizer-instances = hosts), sharded over all ranks, or on the "
+        "servers (--dpu-optimizer), which is compared with NCCL's sharded over all ranks "
+        "(default: host)",
     )  # fmt: skip
     model.add_argument(
         "--gradients", choices=tuple(BYTES), default="bf16",
