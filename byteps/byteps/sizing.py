@@ -27,12 +27,8 @@ BLOCK_VALUES_PER_CORE = 4.2e9
 """Values in blocks that a core adds per second, several pushes in one pass."""
 FEEDBACK_BYTES = 2
 """Of a value on its server, with int4."""
-STATE_BYTES = 12
-"""Of a parameter whose optimizer is on the servers: fp32, and the two moments of Adam."""
-HELD_BYTES = 2
-"""Of one that comes down as a difference, with few bits: what workers hold, in bf16."""
-TRIED_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4, "int4": 4}
-"""Of a gradient that a server keeps until it knows whether the step is clipped."""
+SERVED_BYTES = {"fp32": 16, "bf16": 14, "fp16": 14, "int8": 18, "int4": 18}
+"""Of a parameter that servers keep: Adam's state, a gradient, and what workers hold."""
 TRANSPORTS = ("tcp", "rdma")
 LEAST_PARAMETERS = 1e6
 """Fewer is no model's size, but a forgotten M or B."""
@@ -78,8 +74,7 @@ class Job:
     server_cores: float = math.inf
     """Of a server's machine."""
     optimizer: str
-    """One of OPTIMIZERS: on every rank, sharded inside each host, sharded over all ranks, or on the
-    servers, which is compared with the one before."""
+    """One of OPTIMIZERS: on every rank, sharded in each host or over all ranks, or on servers."""
     gradients: str
     """Type in which NCCL would reduce, a key of BYTES."""
     wire: str
@@ -216,8 +211,8 @@ def row(job: Job, machines: int) -> Row:
     pushed = job.parameters * WIRE_BYTES[job.wire]
     sharded = job.optimizer == "ranks"
     pulled = pushed / job.hosts if sharded else pushed
-    if job.optimizer == "servers":
-        pulled = job.parameters * max(WIRE_BYTES[job.wire], FEW_BITS["int8"])
+    if job.optimizer == "servers":  # at least differences in 8 bits
+        pulled = max(pushed, job.parameters * FEW_BITS["int8"])
     core_rate = math.inf if job.transport == "rdma" else job.core_bytes_per_s
 
     def busy(servers: cost_model.Servers) -> cost_model.CoreSeconds:
@@ -243,7 +238,7 @@ def row(job: Job, machines: int) -> Row:
     seconds = sums + (_gather_seconds(job) if sharded else 0.0)
     cores = busy(servers).server if machines else busy(servers).host
     share = pushed * (servers.shares().extra if machines else servers.shares().beside)
-    memory = share * (_held(job.wire) + _kept(job) / WIRE_BYTES[job.wire]) + (POOL_BYTES + BASE_BYTES) * max(servers.per_machine, 1)
+    memory = share * _held(job) + (POOL_BYTES + BASE_BYTES) * max(servers.per_machine, 1)
     return Row(
         machines=machines,
         processes=servers.per_machine if machines else 0,
@@ -257,21 +252,14 @@ def row(job: Job, machines: int) -> Row:
     )
 
 
-def _held(wire: str) -> float:
-    """Bytes that a server holds of a byte that is pushed to it: as it came, and as it is added, in
-    a type twice as wide, or fp32."""
-    if wire not in FEW_BITS:
-        return 3
-    feedback = FEEDBACK_BYTES if wire == "int4" else 0
-    return 1 + (4 + feedback) / FEW_BITS[wire]
-
-
-def _kept(job: Job) -> float:
-    """Bytes that servers keep of a parameter between steps."""
-    if job.optimizer != "servers":
-        return 0
-    held = HELD_BYTES if job.wire in FEW_BITS else 0
-    return STATE_BYTES + held + TRIED_BYTES[job.wire]
+def _held(job: Job) -> float:
+    """Bytes that a server holds of a byte that is pushed to it: as it came, as it is added, in a
+    type twice as wide, or fp32, and of the optimizer."""
+    served = SERVED_BYTES[job.wire] / WIRE_BYTES[job.wire] if job.optimizer == "servers" else 0
+    if job.wire not in FEW_BITS:
+        return 3 + served
+    feedback = FEEDBACK_BYTES if job.wire == "int4" and not served else 0
+    return 1 + (4 + feedback) / FEW_BITS[job.wire] + served
 
 
 def _whole_cores(busy: float) -> int:
@@ -414,8 +402,7 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer", choices=OPTIMIZERS, default="host",
         help="where its state is: on every rank (replicated), sharded inside each host "
         "(--num-distributed-optimizer-instances = hosts), sharded over all ranks, or on the "
-        "servers (--dpu-optimizer), which is compared with NCCL's sharded over all ranks "
-        "(default: host)",
+        "servers, compared with the one before (default: host)",
     )  # fmt: skip
     model.add_argument(
         "--gradients", choices=tuple(BYTES), default="bf16",

@@ -148,9 +148,7 @@ class _Followed:
             end = begin + parameter.numel()
             index = self._group_of[id(parameter)]
             group, (rate, decay) = self._groups[index], step.rates[index]
-            master, mean, square = (
-                one[begin:end] for one in (self.master, self.mean, self.square)
-            )
+            master, mean, square = (one[begin:end] for one in (self.master, self.mean, self.square))
             _adamw(
                 *(master, mean, square, total[begin:end] * _fp32(step.scale)),
                 rate=rate,

@@ -364,4 +364,4 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(name="servers-lion", ranks=2, servers=True, extra=("--optimizer", "lion"),
            refused="--optimizer=lion"),
     *FEW_BITS,
-)
+)  # fmt: skip

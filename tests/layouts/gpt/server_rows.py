@@ -1,4 +1,4 @@
-"""Layouts with the optimizer on the servers, gradients in few bits, and differences that come down."""
+"""Layouts with the optimizer on the servers and gradients in few bits: differences come down."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ MUON_BF16_TOLERANCE = 5e-3
 """Megatron alone, with a learning rate that is off by 1e-7 of itself, is off by 2e-3 after the four
 steps: Muon makes all directions of a gradient alike, and so those that are rounding."""
 FEW_BITS = {"int8": 5e-2, "int4": 0.15}
-"""Of gradients that servers get in few bits: the first steps of Adam are as long for small gradients
-as for large ones, so that what rounding does to the small ones shows. What it does is known to the
-bit."""
+"""Of gradients that servers get in few bits: the first steps of Adam are as long for small
+gradients as for large ones, so that what rounding does to the small ones shows. What it does is
+known to the bit."""
 ALLOWED_ERROR = 1.1
 """Our updates' error over that of Megatron's own optimizer, which rounds other values."""
 _TIED = ("word_embeddings.weight", "output_layer.weight")
