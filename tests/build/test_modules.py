@@ -33,6 +33,7 @@ MODULES = {
     "byteps/torch/c10d/reductions.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/c10d/streamed_work.py": "tests/unit/test_streamed_work.py",
     "byteps/torch/c10d/work.py": "tests/multiproc/test_c10d.py",
+    "byteps/torch/chance.py": "tests/multiproc/test_few_bits.py",
     "byteps/torch/completions.py": "tests/multiproc/test_c10d.py",
     "byteps/torch/compression.py": "tests/multiproc/test_optimizer.py",
     "byteps/torch/declarations.py": "tests/multiproc/test_declarations.py",

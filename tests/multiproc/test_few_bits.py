@@ -31,6 +31,15 @@ def test_sums_of_more_ranks_than_are_added_at_once(make_cluster: Callable[..., C
     make_cluster(workers=10, servers=1, env=IN_ORDER).run("few_bits:parts")
 
 
+@pytest.mark.parametrize("servers", [1, pytest.param(3, marks=pytest.mark.thorough)])
+def test_sums_that_are_rounded_by_chance(
+    make_cluster: Callable[..., Cluster], servers: int
+) -> None:
+    """The bits do not depend on how many partitions and servers there are."""
+    chance = {"BYTEPS_STOCHASTIC_ROUNDING": "1", "BYTEPS_PARTITION_BYTES": "4096"}
+    make_cluster(workers=2, servers=servers, env=IN_ORDER | chance).run("few_bits:by_chance")
+
+
 def test_parts(make_cluster: Callable[..., Cluster]) -> None:
     make_cluster(workers=2, servers=2, env=IN_ORDER).run("few_bits:parts")
 

@@ -6,6 +6,7 @@
 
 #include "byteps/base/clones.h"
 #include "byteps/base/half_words.h"
+#include "byteps/base/protocol.h"
 
 namespace byteps {
 namespace core {
@@ -84,10 +85,37 @@ BYTEPS_INLINE inline uint16_t ScaleFor(uint32_t largest) {
   return static_cast<uint16_t>((WordOf(FloatOf(largest) / Form::kMost) + 0xffff) >> 16);
 }
 
+// Spreads what its argument says over all bits.
+BYTEPS_INLINE inline uint32_t Mix(uint32_t h) {
+  h = (h ^ (h >> 16)) * 0x85ebca6b;
+  h = (h ^ (h >> 13)) * 0xc2b2ae35;
+  return h ^ (h >> 16);
+}
+
+constexpr uint32_t kStride = 0x9e3779b9;  // odd, so that no two counts meet
+
+// Of one block.
+BYTEPS_INLINE inline uint32_t KeyOf(const Chance& chance, uint64_t block) {
+  const auto number = static_cast<uint32_t>(chance.block + block);
+  const uint32_t low = Mix(static_cast<uint32_t>(chance.seed) + number * kStride);
+  return Mix(low ^ static_cast<uint32_t>(chance.seed >> 32));
+}
+
+// Up or down, so that the mean is `x`; a whole number stays.
+BYTEPS_INLINE inline int32_t ByChance(float x, float most, uint32_t key, uint32_t place) {
+  // Above 0 and below 1, and few enough bits for the sum to stay below the next whole number.
+  const uint32_t bits = Mix(key + place * kStride) >> 16;
+  const float up = (static_cast<float>(static_cast<int32_t>(bits)) + 0.5f) * 0x1p-16f;
+  const float sum = std::min(std::max(x, -most), most) + up;
+  const auto whole = static_cast<int32_t>(sum);
+  return whole - (static_cast<float>(whole) > sum ? 1 : 0);
+}
+
 // Rounds the values of one block; with feedback they have what was lost before, and `lost` gets
-// what is lost now.
+// what is lost now.  `chance` may be null; `number` is that of the block behind its first one.
 template <typename Form>
-BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t* lost) {
+BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t* lost,
+                                   const Chance* chance, uint64_t number) {
   uint32_t largest = 0;
   for (size_t i = 0; i < kBlockValues; ++i) {
     largest = std::max(largest, WordOf(values[i]) & kMagnitude);
@@ -99,8 +127,16 @@ BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t
   int32_t numbers[kBlockValues] = {};
   if (is_number) {
     const float inverse = 1 / scale;
-    for (size_t i = 0; i < kBlockValues; ++i) {
-      numbers[i] = static_cast<int32_t>(WordOf(values[i] * inverse + kRounder) - WordOf(kRounder));
+    if (chance == nullptr) {
+      for (size_t i = 0; i < kBlockValues; ++i) {
+        numbers[i] =
+            static_cast<int32_t>(WordOf(values[i] * inverse + kRounder) - WordOf(kRounder));
+      }
+    } else {
+      const uint32_t key = KeyOf(*chance, number);
+      for (size_t i = 0; i < kBlockValues; ++i) {
+        numbers[i] = ByChance(values[i] * inverse, Form::kMost, key, static_cast<uint32_t>(i));
+      }
     }
   }
   Form::Put(block, numbers);
@@ -134,20 +170,21 @@ using Float16 = HalfValues<Float16Words>;
 
 template <typename Form, typename Type>
 BYTEPS_INLINE inline void EncodeBlock(uint8_t* block, const typename Type::Stored* stored,
-                                      uint16_t* lost) {
+                                      uint16_t* lost, const Chance* chance, uint64_t number) {
   float values[kBlockValues];
   for (size_t i = 0; i < kBlockValues; ++i) values[i] = Type::Get(stored[i]);
   if (lost != nullptr) {
     for (size_t i = 0; i < kBlockValues; ++i) values[i] += FromHalf<BFloat16Words>(lost[i]);
   }
-  PutBlock<Form>(block, values, lost);
+  PutBlock<Form>(block, values, lost, chance, number);
 }
 
 template <typename Form, typename Type>
 BYTEPS_INLINE inline void EncodeLoop(uint8_t* blocks, const typename Type::Stored* stored,
-                                     uint64_t count, uint16_t* lost) {
+                                     uint64_t count, uint16_t* lost, const Chance* chance) {
+  uint64_t number = 0;
   for (; count >= kBlockValues; count -= kBlockValues, stored += kBlockValues) {
-    EncodeBlock<Form, Type>(blocks, stored, lost);
+    EncodeBlock<Form, Type>(blocks, stored, lost, chance, number++);
     blocks += kSize<Form>;
     if (lost != nullptr) lost += kBlockValues;
   }
@@ -156,7 +193,7 @@ BYTEPS_INLINE inline void EncodeLoop(uint8_t* blocks, const typename Type::Store
   uint16_t lost_filled[kBlockValues] = {};
   memcpy(filled, stored, count * sizeof(filled[0]));
   if (lost != nullptr) memcpy(lost_filled, lost, count * sizeof(uint16_t));
-  EncodeBlock<Form, Type>(blocks, filled, lost == nullptr ? nullptr : lost_filled);
+  EncodeBlock<Form, Type>(blocks, filled, lost == nullptr ? nullptr : lost_filled, chance, number);
   if (lost != nullptr) memcpy(lost, lost_filled, count * sizeof(uint16_t));
 }
 
@@ -198,7 +235,8 @@ BYTEPS_INLINE inline void AddLoop(const BlockSum& sum, int divisor) {
 }
 
 template <typename Form>
-BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, uint16_t* lost) {
+BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, uint16_t* lost,
+                                  const Chance* chance) {
   for (uint64_t block = 0; block < sum.blocks; ++block) {
     float values[kBlockValues];
     AddBlock<Form>(sum, block, values);
@@ -207,7 +245,7 @@ BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, u
     if (kept != nullptr) {
       for (size_t i = 0; i < kBlockValues; ++i) values[i] += FromHalf<BFloat16Words>(kept[i]);
     }
-    PutBlock<Form>(static_cast<uint8_t*>(out) + block * kSize<Form>, values, kept);
+    PutBlock<Form>(static_cast<uint8_t*>(out) + block * kSize<Form>, values, kept, chance, block);
   }
 }
 
@@ -246,7 +284,7 @@ BYTEPS_INLINE inline void EncodeDifferencesLoop(const float* wanted,
     for (size_t i = 0; i < known; ++i) {
       values[i] = wanted[begin + i] - Type::Get(held[begin + i]);
     }
-    PutBlock<Int8>(blocks, values, nullptr);
+    PutBlock<Int8>(blocks, values, nullptr, nullptr, 0);
     if (moved != nullptr) MoveBlock<Type>(blocks, held + begin, known, moved + begin);
   }
 }
@@ -265,8 +303,8 @@ BYTEPS_INLINE inline void EncodeDifferencesLoop(const float* wanted,
   }
 #define BYTEPS_VALUES(Form, Type)                                                                  \
   BYTEPS_MULTIVERSION void Encode##Form##Type(uint8_t* blocks, const void* values, uint64_t count, \
-                                              uint16_t* lost) {                                    \
-    EncodeLoop<Form, Type>(blocks, static_cast<const Type::Stored*>(values), count, lost);         \
+                                              uint16_t* lost, const Chance* chance) {              \
+    EncodeLoop<Form, Type>(blocks, static_cast<const Type::Stored*>(values), count, lost, chance); \
   }                                                                                                \
   BYTEPS_MULTIVERSION void Decode##Form##Type(const uint8_t* blocks, void* values,                 \
                                               uint64_t count) {                                    \
@@ -280,8 +318,8 @@ BYTEPS_INLINE inline void EncodeDifferencesLoop(const float* wanted,
     AddLoop<Form>(sum, divisor);                                                  \
   }                                                                               \
   BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, int divisor, void* out, \
-                                     uint16_t* lost) {                            \
-    EndLoop<Form>(sum, divisor, out, lost);                                       \
+                                     uint16_t* lost, const Chance* chance) {                            \
+    EndLoop<Form>(sum, divisor, out, lost, chance);                                       \
   }
 
 BYTEPS_BLOCKS(Int8)
@@ -296,18 +334,24 @@ BYTEPS_DIFFERENCES(Float16)
 
 }  // namespace
 
+uint64_t ChanceSeed(const std::string& name, uint32_t round, int32_t rank) {
+  const uint64_t of_name = HashBytes(name.data(), name.size(), 0);
+  const uint64_t of_round = HashBytes(&round, sizeof(round), of_name);
+  return HashBytes(&rank, sizeof(rank), of_round);
+}
+
 bool IsEncoded(DType t) { return t == DType::kFloat32 || IsHalf(t); }
 
 void EncodeBlocks(DType t, void* blocks, DType from, const void* values, uint64_t count,
-                  uint16_t* lost) {
+                  uint16_t* lost, const Chance* chance) {
   auto* const out = static_cast<uint8_t*>(blocks);
   const bool is_int8 = t == DType::kInt8x128;
   if (from == DType::kFloat32) {
-    (is_int8 ? EncodeInt8Float32 : EncodeInt4Float32)(out, values, count, lost);
+    (is_int8 ? EncodeInt8Float32 : EncodeInt4Float32)(out, values, count, lost, chance);
   } else if (from == DType::kBFloat16) {
-    (is_int8 ? EncodeInt8BFloat16 : EncodeInt4BFloat16)(out, values, count, lost);
+    (is_int8 ? EncodeInt8BFloat16 : EncodeInt4BFloat16)(out, values, count, lost, chance);
   } else {
-    (is_int8 ? EncodeInt8Float16 : EncodeInt4Float16)(out, values, count, lost);
+    (is_int8 ? EncodeInt8Float16 : EncodeInt4Float16)(out, values, count, lost, chance);
   }
 }
 
@@ -327,8 +371,9 @@ void AddBlocks(const BlockSum& sum, int divisor) {
   (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum, divisor);
 }
 
-void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost) {
-  (sum.type == DType::kInt8x128 ? EndInt8 : EndInt4)(sum, divisor, out, lost);
+void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost,
+               const Chance* chance) {
+  (sum.type == DType::kInt8x128 ? EndInt8 : EndInt4)(sum, divisor, out, lost, chance);
 }
 
 void EncodeDifferences(DType t, const float* wanted, const void* held, uint64_t count, void* blocks,

@@ -79,6 +79,8 @@ struct Declaration {
   bool average = false;
   // Of blocks (base/block_codec.h): servers keep what rounding loses of a sum for the next one.
   bool feedback = false;
+  // Of blocks: workers and servers round by chance (BYTEPS_STOCHASTIC_ROUNDING).
+  bool stochastic = false;
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
   uint64_t placement =

@@ -106,8 +106,11 @@ void Operation::Encode(uint64_t index) const {
   const char* const from =
       static_cast<const char*>(coded.input) + range.begin * SizeOf(coded.dtype);
   char* const to = static_cast<char*>(request.output) + part.offset;
+  const Chance chance = {ChanceSeed(name(), round, tensor->layout.rank),
+                         part.offset / SizeOf(request.tensor.dtype)};
   EncodeBlocks(request.tensor.dtype, to, coded.dtype, from, range.count,
-               coded.lost == nullptr ? nullptr : coded.lost + range.begin);
+               coded.lost == nullptr ? nullptr : coded.lost + range.begin,
+               tensor->declaration.stochastic ? &chance : nullptr);
 }
 
 void Operation::Decode(uint64_t index, const char* blocks) const {

@@ -43,6 +43,7 @@ Plan::Plan(const Config& config, const Launch& launch, int num_servers)
       num_servers_(num_servers),
       smallest_partition_(WholePages(config.Int("BYTEPS_MIN_PARTITION_BYTES"))),
       largest_partition_(WholePages(config.Int("BYTEPS_PARTITION_BYTES"))),
+      stochastic_(config.Bool("BYTEPS_STOCHASTIC_ROUNDING")),
       hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))) {}
 
 uint32_t Plan::PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of, bool updated) const {
@@ -61,6 +62,7 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
   d.hash = hash_;
   d.bytes = spec.bytes;
   d.feedback = spec.feedback;
+  d.stochastic = stochastic_ && IsBlock(spec.dtype);
   d.partition_bytes = PartitionBytes(d.dtype, d.bytes, spec.piece_of, spec.rule != nullptr);
   d.group = spec.group;
   d.rule = spec.rule;
@@ -89,6 +91,7 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
 
 Plan::Layout Plan::LayOut(const Declaration& d) const {
   Layout layout;
+  layout.rank = launch_.rank;
   const uint64_t key = d.Key();
   const int k = num_servers_;
   std::vector<int> distance(d.NumPartitions());  // of its server, from the one to begin with

@@ -55,6 +55,7 @@ class Plan {
 
   // Where the partitions go, and when.
   struct Layout {
+    int rank = 0;  // this worker's
     std::vector<int> servers;     // by partition
     std::vector<uint32_t> order;  // in which this worker pushes them
   };
@@ -70,6 +71,7 @@ class Plan {
   const int num_servers_;
   const uint32_t smallest_partition_;
   const uint32_t largest_partition_;
+  const bool stochastic_;
   const KeyHash hash_;
   double link_bytes_per_s_ = 0;
 };

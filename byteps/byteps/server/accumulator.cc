@@ -36,7 +36,7 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
   } else if (members == 1 || (added == 1 && !IsBlock(t))) {
     sum_ = std::move(values);
   } else if (IsBlock(t)) {
-    AddBlocks(t, last ? divisor : 0, rule.lost, std::move(values), scratch);
+    AddBlocks(t, last ? divisor : 0, rule, std::move(values), scratch);
   } else if (members == 2 || !wide) {
     core::Add(t, sum_.data(), values.data(), divisor, n);
     if (last && rule.keeps_memory) spare_ = std::move(values);
@@ -61,7 +61,7 @@ BlockSum Accumulator::Waiting(DType t, const void** in, float* wide, bool begun)
   return {t, in, blocks_.size(), blocks_.back().size() / SizeOf(t), wide, begun};
 }
 
-void Accumulator::AddBlocks(DType t, int divisor, uint16_t* lost, SharedBytes values,
+void Accumulator::AddBlocks(DType t, int divisor, const AdditionRule& rule, SharedBytes values,
                             Scratch* scratch) {
   const bool last = divisor > 0;
   blocks_.push_back(std::move(values));
@@ -74,7 +74,7 @@ void Accumulator::AddBlocks(DType t, int divisor, uint16_t* lost, SharedBytes va
   const BlockSum sum = Waiting(t, in, reinterpret_cast<float*>(wide_.data()), begun);
   if (last) {
     sum_ = std::move(blocks_.back());
-    EndBlocks(sum, divisor, sum_.data(), lost);
+    EndBlocks(sum, divisor, sum_.data(), rule.lost, rule.chance);
     scratch->Return(std::move(wide_));
   } else {
     core::AddBlocks(sum);

@@ -21,6 +21,7 @@ struct AdditionRule {
   bool keeps_memory = false;  // of one push, for TakeSpare
   // Of blocks with feedback: what rounding lost of the sum before, for each value.
   uint16_t* lost = nullptr;
+  const Chance* chance = nullptr;  // of blocks that are rounded by it
 };
 
 // Pushes are added from where they were received.  Where there are more than two of a half type or
@@ -46,7 +47,8 @@ class Accumulator {
   void Add(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
            Scratch* scratch);
   // `divisor`: of the sum, which this push completes; 0: it does not.
-  void AddBlocks(DType t, int divisor, uint16_t* lost, SharedBytes values, Scratch* scratch);
+  void AddBlocks(DType t, int divisor, const AdditionRule& rule, SharedBytes values,
+                 Scratch* scratch);
   // The same, where the sum is fp32.
   void AddGradients(DType t, int divisor, SharedBytes values);
   // The blocks that wait, to be added to `wide`, which `begun` says to hold a sum.

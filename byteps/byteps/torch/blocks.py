@@ -9,7 +9,11 @@ from byteps.torch.wire import WireType
 
 
 def encode(
-    values: torch.Tensor, wire: WireType, out: torch.Tensor, lost: torch.Tensor | None = None
+    values: torch.Tensor,
+    wire: WireType,
+    out: torch.Tensor,
+    lost: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> None:
     """Round `values` to blocks.
 
@@ -18,11 +22,12 @@ def encode(
         wire: a type of blocks.
         out: uint8, `wire.nbytes(values.numel())` of them, on the same device.
         lost: bf16, one for each value: is added to the values, and gets what rounding loses.
+        seed: of `c_lib.chance_seed`, where numbers are rounded up or down by chance.
     """
     if values.is_cuda:
         from byteps.torch.block_kernels import encode as encode_on_gpu
 
-        encode_on_gpu(values, wire, out, lost)
+        encode_on_gpu(values, wire, out, lost, seed)
         return
     c_lib.encode_blocks(
         wire.engine_name,
@@ -31,6 +36,7 @@ def encode(
         values.data_ptr(),
         values.numel(),
         0 if lost is None else lost.data_ptr(),
+        seed,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from byteps.torch import blocks, wire
+from byteps.torch.chance import next_seed
 from byteps.torch.feedback import feedback
 from byteps.torch.wire import WireType
 
@@ -34,7 +35,7 @@ class ShardBlocks:
         lost = None
         if self._form.feedback:
             lost, _ = feedback.of(self._name, self._length, gradients.device)
-        blocks.encode(gradients, self._form, self._sent, lost)
+        blocks.encode(gradients, self._form, self._sent, lost, next_seed(self._name))
         return self._sent
 
     def add_to(self, held: torch.Tensor, out: torch.Tensor) -> None:
