@@ -8,12 +8,47 @@ import torch
 
 BLOCK = 128
 MOST = {"int8": 127, "int4": 7}
+_WORD, _STRIDE = 0xFFFFFFFF, 0x9E3779B9
 LEAST = 2.0**-100
 """A block whose largest magnitude is below this is zero."""
 
 
-def rounded(values: torch.Tensor, form: str) -> torch.Tensor:
-    """Values as they are after they have travelled; flat, any length, fp32."""
+def chance_seed(name: str, number: int, rank: int) -> int:
+    """Of what a rank, or the servers (-1), round by chance in a round of a sum."""
+    found = 0
+    for data in (
+        name.encode(),
+        number.to_bytes(4, "little"),
+        rank.to_bytes(4, "little", signed=True),
+    ):
+        found ^= 14695981039346656037
+        for byte in data:
+            found = (found ^ byte) * 1099511628211 % (1 << 64)
+    return found
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    """Of 32 bits each."""
+    words = (words ^ (words >> 16)) * 0x85EBCA6B & _WORD
+    words = (words ^ (words >> 13)) * 0xC2B2AE35 & _WORD
+    return words ^ (words >> 16)
+
+
+def _up(blocks: int, seed: int) -> torch.Tensor:
+    """What is added to each value before it is rounded down: above 0, below 1."""
+    numbers = torch.arange(blocks)
+    low = _mix(((seed & _WORD) + numbers * _STRIDE) & _WORD)
+    keys = _mix(low ^ (seed >> 32))
+    places = torch.arange(BLOCK)
+    bits = _mix((keys[:, None] + places * _STRIDE) & _WORD) >> 16
+    return (bits.float() + 0.5) / 65536
+
+
+def rounded(values: torch.Tensor, form: str, seed: int | None = None) -> torch.Tensor:
+    """Values as they are after they have travelled; flat, any length, fp32.
+
+    `seed`: where they are rounded by chance.
+    """
     count = values.numel()
     padded = torch.zeros(-(-count // BLOCK) * BLOCK)
     padded[:count] = values.float()
@@ -23,8 +58,17 @@ def rounded(values: torch.Tensor, form: str) -> torch.Tensor:
     scale = torch.where(largest < LEAST, torch.zeros(()), up.view(torch.float32))
     inverse = torch.where(scale > 0, 1 / scale, torch.zeros(()))
     numbers = torch.round(blocks * inverse)
+    if seed is not None:
+        most = MOST[form]
+        numbers = torch.floor((blocks * inverse).clamp(-most, most) + _up(len(blocks), seed))
     out = torch.where(largest.isfinite(), numbers * scale, torch.full((), torch.nan))
     return out.view(-1)[:count]
+
+
+def moved(held: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """What workers have, once servers have sent the difference to what they are to have."""
+    difference = rounded(wanted.float() - held.float(), "int8")
+    return torch.where(difference == 0, held, (held.float() + difference).to(held.dtype))
 
 
 class Rounding:
@@ -39,11 +83,11 @@ class Rounding:
         """What was lost until now is not added to the next values."""
         self._lost = None
 
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+    def __call__(self, values: torch.Tensor, seed: int | None = None) -> torch.Tensor:
         values = values.float()
         if self._feedback and self._lost is not None:
             values = values + self._lost.float()
-        out = rounded(values, self._form)
+        out = rounded(values, self._form, seed)
         lost = torch.where(out.isnan(), torch.zeros(()), values - out)
         self._lost = lost.to(torch.bfloat16)
         return out
@@ -52,7 +96,11 @@ class Rounding:
 class Sums:
     """The sums of one name over all ranks, in their order, round by round."""
 
-    def __init__(self, form: str, ranks: int, *, feedback: bool = False) -> None:
+    def __init__(
+        self, form: str, ranks: int, *, feedback: bool = False, chance: str | None = None
+    ) -> None:
+        """`chance`: the name, where values are rounded by it."""
+        self._chance, self._round = chance, 0
         self._up = [Rounding(form, feedback=feedback) for _ in range(ranks)]
         self._down = Rounding(form, feedback=feedback)
 
@@ -63,7 +111,16 @@ class Sums:
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, average: bool) -> torch.Tensor:
         """The next round's, in the type of the inputs."""
-        pushed = [rounding(one) for rounding, one in zip(self._up, inputs, strict=True)]
+        name, number = self._chance, self._round
+        self._round += 1
+
+        def seed(rank: int) -> int | None:
+            return None if name is None else chance_seed(name, number, rank)
+
+        pushed = [
+            rounding(one, seed(rank))
+            for rank, (rounding, one) in enumerate(zip(self._up, inputs, strict=True))
+        ]
         if len(pushed) == 1:
             return pushed[0].to(inputs[0].dtype)
         total = pushed[0].clone()
@@ -71,4 +128,4 @@ class Sums:
             total += one
         if average:
             total = total / len(pushed)
-        return self._down(total).to(inputs[0].dtype)
+        return self._down(total, seed(-1)).to(inputs[0].dtype)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from byteps import cost_model
 
-OPTIMIZERS = ("replicated", "host", "ranks")
+OPTIMIZERS = ("replicated", "host", "ranks", "servers")
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 FEW_BITS = {"int8": 130 / 128, "int4": 66 / 128}
 """Bytes of a value in blocks of 128, with one scale."""
@@ -27,6 +27,8 @@ BLOCK_VALUES_PER_CORE = 4.2e9
 """Values in blocks that a core adds per second, several pushes in one pass."""
 FEEDBACK_BYTES = 2
 """Of a value on its server, with int4."""
+SERVED_BYTES = {"fp32": 16, "bf16": 14, "fp16": 14, "int8": 18, "int4": 18}
+"""Of a parameter that servers keep: Adam's state, a gradient, and what workers hold."""
 TRANSPORTS = ("tcp", "rdma")
 LEAST_PARAMETERS = 1e6
 """Fewer is no model's size, but a forgotten M or B."""
@@ -72,7 +74,7 @@ class Job:
     server_cores: float = math.inf
     """Of a server's machine."""
     optimizer: str
-    """One of OPTIMIZERS: on every rank, sharded inside each host, or sharded over all ranks."""
+    """One of OPTIMIZERS: on every rank, sharded in each host or over all ranks, or on servers."""
     gradients: str
     """Type in which NCCL would reduce, a key of BYTES."""
     wire: str
@@ -190,7 +192,7 @@ def nccl_seconds(job: Job) -> float:
     hosts, ranks = job.hosts, job.hosts * job.gpus
     if hosts == 1:
         return 0.0
-    if job.optimizer == "ranks":
+    if job.optimizer in ("ranks", "servers"):
         return (size * (ranks - 1) / ranks) / job.nccl_rate + _gather_seconds(job)
     return cost_model.ring(hosts, size, job.nccl_rate)
 
@@ -209,6 +211,8 @@ def row(job: Job, machines: int) -> Row:
     pushed = job.parameters * WIRE_BYTES[job.wire]
     sharded = job.optimizer == "ranks"
     pulled = pushed / job.hosts if sharded else pushed
+    if job.optimizer == "servers":  # at least differences in 8 bits
+        pulled = max(pushed, job.parameters * FEW_BITS["int8"])
     core_rate = math.inf if job.transport == "rdma" else job.core_bytes_per_s
 
     def busy(servers: cost_model.Servers) -> cost_model.CoreSeconds:
@@ -234,7 +238,7 @@ def row(job: Job, machines: int) -> Row:
     seconds = sums + (_gather_seconds(job) if sharded else 0.0)
     cores = busy(servers).server if machines else busy(servers).host
     share = pushed * (servers.shares().extra if machines else servers.shares().beside)
-    memory = share * _held(job.wire) + (POOL_BYTES + BASE_BYTES) * max(servers.per_machine, 1)
+    memory = share * _held(job) + (POOL_BYTES + BASE_BYTES) * max(servers.per_machine, 1)
     return Row(
         machines=machines,
         processes=servers.per_machine if machines else 0,
@@ -248,13 +252,14 @@ def row(job: Job, machines: int) -> Row:
     )
 
 
-def _held(wire: str) -> float:
-    """Bytes that a server holds of a byte that is pushed to it: as it came, and as it is added, in
-    a type twice as wide, or fp32."""
-    if wire not in FEW_BITS:
-        return 3
-    feedback = FEEDBACK_BYTES if wire == "int4" else 0
-    return 1 + (4 + feedback) / FEW_BITS[wire]
+def _held(job: Job) -> float:
+    """Bytes that a server holds of a byte that is pushed to it: as it came, as it is added, in a
+    type twice as wide, or fp32, and of the optimizer."""
+    served = SERVED_BYTES[job.wire] / WIRE_BYTES[job.wire] if job.optimizer == "servers" else 0
+    if job.wire not in FEW_BITS:
+        return 3 + served
+    feedback = FEEDBACK_BYTES if job.wire == "int4" and not served else 0
+    return 1 + (4 + feedback) / FEW_BITS[job.wire] + served
 
 
 def _whole_cores(busy: float) -> int:
@@ -346,7 +351,7 @@ def render(job: Job, advice: Advice) -> str:
         f"GPU{'s' if job.gpus > 1 else ''} and {nics}{job.link_gbps:g} Gbit/s each, servers with "
         f"{job.server_link_gbps:g} Gbit/s, {job.transport.upper()}",
         f"NCCL at its best: {1000 * advice.nccl_seconds:,.1f} ms per step for the gradients"
-        + (" and the parameters" if job.optimizer == "ranks" else ""),
+        + (" and the parameters" if job.optimizer in ("ranks", "servers") else ""),
         "",
     ]
     if advice.rows:
@@ -396,8 +401,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="host",
         help="where its state is: on every rank (replicated), sharded inside each host "
-        "(--num-distributed-optimizer-instances = hosts), or sharded over all ranks (default: "
-        "host)",
+        "(--num-distributed-optimizer-instances = hosts), sharded over all ranks, or on the "
+        "servers, compared with the one before (default: host)",
     )  # fmt: skip
     model.add_argument(
         "--gradients", choices=tuple(BYTES), default="bf16",

@@ -51,6 +51,7 @@ if(GTest_FOUND)
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc
     tests/server/accumulator_test.cc
+    tests/server/optimizer/differences_test.cc
     tests/server/optimizer/round_update_test.cc
     tests/server/optimizer/step_test.cc
     tests/server/server_test.cc

@@ -188,7 +188,9 @@ def pushed_twice() -> None:
     reset = _ParamAndGradBuffer.reset
 
     def reset_when_nothing_moves(self: _ParamAndGradBuffer) -> None:
-        assert all(bucket.dpu_server_bucket._pushed is None for bucket in self.buckets)
+        assert all(
+            one._pushed is None for bucket in self.buckets for one in bucket.dpu_server_buckets
+        )
         reset(self)
 
     RerunStateMachine.should_run_forward_backward = twice

@@ -208,10 +208,9 @@ def test_few_bits_are_shown_and_not_advised() -> None:
 
 
 def test_the_bytes_of_each_type_are_told() -> None:
-    def bucket(route: str, numel: int, kept: int) -> Any:
-        op = SimpleNamespace(
-            route=route, wire=wire.int8(), kept=SimpleNamespace(numel=kept) if kept else None
-        )
+    def bucket(route: str, numel: int, kept: int, *, updated: bool = False) -> Any:
+        small = SimpleNamespace(nbytes=2 * kept, itemsize=2) if kept else None
+        op = SimpleNamespace(route=route, wire=wire.int8(), kept=small, updated=updated)
         return SimpleNamespace(dpu_reduce_op=op, grad_data=SimpleNamespace(numel=lambda: numel))
 
     buckets = [
@@ -221,6 +220,9 @@ def test_the_bytes_of_each_type_are_told() -> None:
     ]
     told = table.types(buckets)
     assert "go to servers: 260.00 MB as int8, 10.00 MB in 16 bits" in told
+    assert "come back" not in told
+    told = table.types([*buckets, bucket(routes.FLAT, 12_800_000, 0, updated=True)])
+    assert told.endswith("; 13.00 MB come back as int8 differences")
 
 
 def test_a_flag_that_loses_is_to_be_dropped() -> None:

@@ -36,6 +36,7 @@ REPRESENTATIVE = (
     "servers-dp2-mtp-detached-wait",
     "servers-tp2-dp2-fp16-wire-overflows",
     "servers-dp2-muon-overlap",
+    "node2-servers-dp4-bf16-sent-as-int8-overlap",
     "ep2-dp2-mla-mtp-alltoall-do-bf16",
 )
 
@@ -45,6 +46,10 @@ THOROUGH = (
     "node2-dp4-do-overlap",
     "servers-ep2-tp2-etp1-dp2",
     "dp2-sent-as-bf16",
+    "servers-dp4-bf16-sent-as-int4-overlap-acc2",
+    "servers-tp2-dp2-sent-as-int8-overlap",
+    "servers-pp2-dp2-tied-bf16-sent-as-int4",
+    "servers-dp2-fp16-wire-sent-as-int8-overflows",
     "dp2-fp16-wire-sent-as-int4-overflows",
     "node2-dp4-do-sent-as-int4-overlap",
     "pp2-vpp2-dp2-do-overlap",

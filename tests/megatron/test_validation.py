@@ -43,6 +43,15 @@ ALLOWED = (
     ("--overlap-param-gather",),
     ("--dpu-reduce-wire-dtype", "bf16"),
     ("--dpu-reduce-wire-dtype", "int8", "--dpu-reduce-feedback", "on"),
+    ("--dpu-optimizer", "--dpu-reduce-wire-dtype", "int8"),
+    (
+        "--dpu-optimizer",
+        "--bf16",
+        "--dpu-reduce-wire-dtype",
+        "int4",
+        "--dpu-reduce-feedback",
+        "off",
+    ),
     ("--dpu-reduce-wire-dtype", "int4", "--dpu-reduce-keep-bf16", "embedding", r"lora_.*"),
     ("--dpu-reduce-route", "node-first"),
     ("--overlap-param-gather-with-optimizer-step",),
@@ -338,10 +347,6 @@ def test_wire_dtype_needs_the_flag(parse: Parse) -> None:
         (
             ("--dpu-reduce-wire-dtype", "int8", "--dpu-reduce-keep-bf16", "("),
             r"--dpu-reduce-keep-bf16: '\(' is no regular expression",
-        ),
-        (
-            ("--dpu-reduce-wire-dtype", "int4", "--dpu-optimizer"),
-            "--dpu-optimizer does not work with --dpu-reduce-wire-dtype=int4: parameters",
         ),
     ],
 )

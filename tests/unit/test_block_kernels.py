@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from byteps.torch import blocks, wire
+from byteps.torch import blocks, c_lib, wire
 
 FORMS = {"int8": wire.int8(), "int4": wire.int4()}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,9 +44,10 @@ def compare(device: str) -> None:
                     lost = (torch.randn(count) * 0.01).bfloat16()
                     moved = lost.clone().to(device)
                     for kept, theirs in ((None, None), (lost, moved)):
-                        blocks.encode(given, form, one, kept)
-                        block_kernels.encode(given.to(device), form, other, theirs)
-                        assert torch.equal(one, other.cpu()), label
+                        for seed in (None, count * 0x123456789ABCDEF % 2**64):
+                            blocks.encode(given, form, one, kept, seed)
+                            block_kernels.encode(given.to(device), form, other, theirs, seed)
+                            assert torch.equal(one, other.cpu()), f"{label} {seed}"
                     assert torch.equal(lost, moved.cpu()), label
                     for skip in (0, min(5, count - 1), min(100, count - 1)):
                         want = torch.empty(count - skip, dtype=dtype)
@@ -54,6 +55,35 @@ def compare(device: str) -> None:
                         blocks.decode(one, form, want, skip=skip)
                         block_kernels.decode(other, form, got, skip)
                         assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
+                    if name == "int8":
+                        held = torch.cat([inputs(count, dtype, None)[1:], torch.tensor([-0.0])])
+                        held = held.to(dtype)
+                        want, got = torch.empty_like(held), held.clone().to(device)
+                        blocks.add_differences(one, held, want)
+                        block_kernels.add_differences(other, got, got)
+                        assert torch.equal(want.nan_to_num(3), got.cpu().nan_to_num(3)), label
+                        same = want == 0
+                        assert torch.equal(want[same].signbit(), got.cpu()[same].signbit()), label
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_mean_of_what_is_rounded_by_chance_is_the_value(name: str) -> None:
+    form, count, times = FORMS[name], 300, 4000
+    torch.manual_seed(1)
+    values, total = torch.randn(count), torch.zeros(count, dtype=torch.float64)
+    out, one = form.empty(count, values.device), torch.empty(count)
+    for number in range(times):
+        blocks.encode(values, form, out, seed=c_lib.chance_seed("values", number, 0))
+        blocks.decode(out, form, one)
+        total += one
+    largest = torch.stack([part.abs().max() for part in values.split(wire.BLOCK)])
+    scale = (largest / (127 if name == "int8" else 7)).repeat_interleave(wire.BLOCK)[:count]
+    # Of one value: at most half a step, in five sigmas of so many.
+    error = ((total / times - values) / scale).abs()
+    assert error.max() < 5 * 0.5 / times**0.5
+    blocks.encode(values, form, out)
+    blocks.decode(out, form, one)
+    assert ((one - values) / scale).abs().max() > 0.4, "to the nearest, some are nearly half off"
 
 
 @pytest.mark.slow

@@ -64,6 +64,23 @@ def test_few_bits(wire: str, bits: int, held: float) -> None:
     assert values == pytest.approx((pushed + (held - bits / 8) // 1 * 1e9) / 4, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("wire", "up", "down", "kept"),
+    [("bf16", 2, 2, 14), ("int8", 130 / 128, 130 / 128, 18), ("int4", 66 / 128, 130 / 128, 16)],
+)
+def test_servers_that_keep_the_optimizer_send_parameters_and_remember_them(
+    wire: str, up: float, down: float, kept: int
+) -> None:
+    job = dataclasses.replace(JOB, optimizer="servers", wire=wire, gpus=1)
+    plain = dataclasses.replace(job, optimizer="host")
+    ranks = dataclasses.replace(job, optimizer="ranks")
+    assert sizing.nccl_seconds(job) == sizing.nccl_seconds(ranks)
+    found, other = (sizing.row(one, job.hosts) for one in (job, plain))
+    assert found.seconds == pytest.approx(other.seconds * max(up, down) / up, rel=1e-3)
+    more = found.memory_bytes - other.memory_bytes
+    assert more == pytest.approx(job.parameters / job.hosts * kept, rel=0.01)
+
+
 def test_optimizer_over_all_ranks_adds_the_parameters() -> None:
     job = dataclasses.replace(JOB, optimizer="ranks", gpus=1)
     # 3/4 of 4e9 bytes of gradients, then 3/4 of 2e9 of parameters.

@@ -6,6 +6,7 @@
 
 #include "byteps/base/clones.h"
 #include "byteps/base/half_words.h"
+#include "byteps/base/protocol.h"
 
 namespace byteps {
 namespace core {
@@ -84,10 +85,37 @@ BYTEPS_INLINE inline uint16_t ScaleFor(uint32_t largest) {
   return static_cast<uint16_t>((WordOf(FloatOf(largest) / Form::kMost) + 0xffff) >> 16);
 }
 
+// Spreads what its argument says over all bits.
+BYTEPS_INLINE inline uint32_t Mix(uint32_t h) {
+  h = (h ^ (h >> 16)) * 0x85ebca6b;
+  h = (h ^ (h >> 13)) * 0xc2b2ae35;
+  return h ^ (h >> 16);
+}
+
+constexpr uint32_t kStride = 0x9e3779b9;  // odd, so that no two counts meet
+
+// Of one block.
+BYTEPS_INLINE inline uint32_t KeyOf(const Chance& chance, uint64_t block) {
+  const auto number = static_cast<uint32_t>(chance.block + block);
+  const uint32_t low = Mix(static_cast<uint32_t>(chance.seed) + number * kStride);
+  return Mix(low ^ static_cast<uint32_t>(chance.seed >> 32));
+}
+
+// Up or down, so that the mean is `x`; a whole number stays.
+BYTEPS_INLINE inline int32_t ByChance(float x, float most, uint32_t key, uint32_t place) {
+  // Above 0 and below 1, and few enough bits for the sum to stay below the next whole number.
+  const uint32_t bits = Mix(key + place * kStride) >> 16;
+  const float up = (static_cast<float>(static_cast<int32_t>(bits)) + 0.5f) * 0x1p-16f;
+  const float sum = std::min(std::max(x, -most), most) + up;
+  const auto whole = static_cast<int32_t>(sum);
+  return whole - (static_cast<float>(whole) > sum ? 1 : 0);
+}
+
 // Rounds the values of one block; with feedback they have what was lost before, and `lost` gets
-// what is lost now.
+// what is lost now.  `chance` may be null; `number` is that of the block behind its first one.
 template <typename Form>
-BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t* lost) {
+BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t* lost,
+                                   const Chance* chance, uint64_t number) {
   uint32_t largest = 0;
   for (size_t i = 0; i < kBlockValues; ++i) {
     largest = std::max(largest, WordOf(values[i]) & kMagnitude);
@@ -99,8 +127,16 @@ BYTEPS_INLINE inline void PutBlock(uint8_t* block, const float* values, uint16_t
   int32_t numbers[kBlockValues] = {};
   if (is_number) {
     const float inverse = 1 / scale;
-    for (size_t i = 0; i < kBlockValues; ++i) {
-      numbers[i] = static_cast<int32_t>(WordOf(values[i] * inverse + kRounder) - WordOf(kRounder));
+    if (chance == nullptr) {
+      for (size_t i = 0; i < kBlockValues; ++i) {
+        numbers[i] =
+            static_cast<int32_t>(WordOf(values[i] * inverse + kRounder) - WordOf(kRounder));
+      }
+    } else {
+      const uint32_t key = KeyOf(*chance, number);
+      for (size_t i = 0; i < kBlockValues; ++i) {
+        numbers[i] = ByChance(values[i] * inverse, Form::kMost, key, static_cast<uint32_t>(i));
+      }
     }
   }
   Form::Put(block, numbers);
@@ -134,20 +170,21 @@ using Float16 = HalfValues<Float16Words>;
 
 template <typename Form, typename Type>
 BYTEPS_INLINE inline void EncodeBlock(uint8_t* block, const typename Type::Stored* stored,
-                                      uint16_t* lost) {
+                                      uint16_t* lost, const Chance* chance, uint64_t number) {
   float values[kBlockValues];
   for (size_t i = 0; i < kBlockValues; ++i) values[i] = Type::Get(stored[i]);
   if (lost != nullptr) {
     for (size_t i = 0; i < kBlockValues; ++i) values[i] += FromHalf<BFloat16Words>(lost[i]);
   }
-  PutBlock<Form>(block, values, lost);
+  PutBlock<Form>(block, values, lost, chance, number);
 }
 
 template <typename Form, typename Type>
 BYTEPS_INLINE inline void EncodeLoop(uint8_t* blocks, const typename Type::Stored* stored,
-                                     uint64_t count, uint16_t* lost) {
+                                     uint64_t count, uint16_t* lost, const Chance* chance) {
+  uint64_t number = 0;
   for (; count >= kBlockValues; count -= kBlockValues, stored += kBlockValues) {
-    EncodeBlock<Form, Type>(blocks, stored, lost);
+    EncodeBlock<Form, Type>(blocks, stored, lost, chance, number++);
     blocks += kSize<Form>;
     if (lost != nullptr) lost += kBlockValues;
   }
@@ -156,7 +193,7 @@ BYTEPS_INLINE inline void EncodeLoop(uint8_t* blocks, const typename Type::Store
   uint16_t lost_filled[kBlockValues] = {};
   memcpy(filled, stored, count * sizeof(filled[0]));
   if (lost != nullptr) memcpy(lost_filled, lost, count * sizeof(uint16_t));
-  EncodeBlock<Form, Type>(blocks, filled, lost == nullptr ? nullptr : lost_filled);
+  EncodeBlock<Form, Type>(blocks, filled, lost == nullptr ? nullptr : lost_filled, chance, number);
   if (lost != nullptr) memcpy(lost, lost_filled, count * sizeof(uint16_t));
 }
 
@@ -181,37 +218,93 @@ BYTEPS_INLINE inline void AddBlock(const BlockSum& sum, uint64_t block, float* v
   }
 }
 
+BYTEPS_INLINE inline void Divide(float* values, int divisor) {
+  if (divisor == 1) return;
+  const auto d = static_cast<float>(divisor);
+  for (size_t i = 0; i < kBlockValues; ++i) values[i] /= d;
+}
+
 template <typename Form>
-BYTEPS_INLINE inline void AddLoop(const BlockSum& sum) {
+BYTEPS_INLINE inline void AddLoop(const BlockSum& sum, int divisor) {
   for (uint64_t block = 0; block < sum.blocks; ++block) {
     float values[kBlockValues];
     AddBlock<Form>(sum, block, values);
+    Divide(values, divisor);
     memcpy(sum.wide + block * kBlockValues, values, sizeof(values));
   }
 }
 
 template <typename Form>
-BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, uint16_t* lost) {
-  const auto d = static_cast<float>(divisor);
+BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, uint16_t* lost,
+                                  const Chance* chance) {
   for (uint64_t block = 0; block < sum.blocks; ++block) {
     float values[kBlockValues];
     AddBlock<Form>(sum, block, values);
-    if (divisor != 1) {
-      for (float& value : values) value /= d;
-    }
+    Divide(values, divisor);
     uint16_t* const kept = lost == nullptr ? nullptr : lost + block * kBlockValues;
     if (kept != nullptr) {
       for (size_t i = 0; i < kBlockValues; ++i) values[i] += FromHalf<BFloat16Words>(kept[i]);
     }
-    PutBlock<Form>(static_cast<uint8_t*>(out) + block * kSize<Form>, values, kept);
+    PutBlock<Form>(static_cast<uint8_t*>(out) + block * kSize<Form>, values, kept, chance, block);
+  }
+}
+
+// Of whole blocks at a time, the last of which may have fewer values.
+template <typename Type>
+BYTEPS_INLINE inline void MoveBlock(const uint8_t* block, const typename Type::Stored* held,
+                                    size_t count, typename Type::Stored* out) {
+  float values[kBlockValues];
+  GetBlock<Int8>(block, false, values);
+  for (size_t i = 0; i < count; ++i) {
+    const typename Type::Stored moved = Type::Put(Type::Get(held[i]) + values[i]);
+    out[i] = values[i] == 0 ? held[i] : moved;
+  }
+}
+
+template <typename Type>
+BYTEPS_INLINE inline void AddDifferencesLoop(const uint8_t* blocks,
+                                             const typename Type::Stored* held, uint64_t count,
+                                             typename Type::Stored* out) {
+  for (; count >= kBlockValues; count -= kBlockValues) {
+    MoveBlock<Type>(blocks, held, kBlockValues, out);
+    blocks += kSize<Int8>;
+    held += kBlockValues;
+    out += kBlockValues;
+  }
+  if (count > 0) MoveBlock<Type>(blocks, held, count, out);
+}
+
+template <typename Type>
+BYTEPS_INLINE inline void EncodeDifferencesLoop(const float* wanted,
+                                                const typename Type::Stored* held, uint64_t count,
+                                                uint8_t* blocks, typename Type::Stored* moved) {
+  for (uint64_t begin = 0; begin < count; begin += kBlockValues, blocks += kSize<Int8>) {
+    float values[kBlockValues] = {};
+    const size_t known = std::min<uint64_t>(kBlockValues, count - begin);
+    for (size_t i = 0; i < known; ++i) {
+      values[i] = wanted[begin + i] - Type::Get(held[begin + i]);
+    }
+    PutBlock<Int8>(blocks, values, nullptr, nullptr, 0);
+    if (moved != nullptr) MoveBlock<Type>(blocks, held + begin, known, moved + begin);
   }
 }
 
 // A template cannot have clones; these are their instances.
+#define BYTEPS_DIFFERENCES(Type)                                                                \
+  BYTEPS_MULTIVERSION void Encode##Type(const float* wanted, const void* held, uint64_t count,  \
+                                        uint8_t* blocks, void* moved) {                         \
+    EncodeDifferencesLoop<Type>(wanted, static_cast<const Type::Stored*>(held), count, blocks,  \
+                                static_cast<Type::Stored*>(moved));                             \
+  }                                                                                             \
+  BYTEPS_MULTIVERSION void AddTo##Type(const uint8_t* blocks, const void* held, uint64_t count, \
+                                       void* out) {                                             \
+    AddDifferencesLoop<Type>(blocks, static_cast<const Type::Stored*>(held), count,             \
+                             static_cast<Type::Stored*>(out));                                  \
+  }
 #define BYTEPS_VALUES(Form, Type)                                                                  \
   BYTEPS_MULTIVERSION void Encode##Form##Type(uint8_t* blocks, const void* values, uint64_t count, \
-                                              uint16_t* lost) {                                    \
-    EncodeLoop<Form, Type>(blocks, static_cast<const Type::Stored*>(values), count, lost);         \
+                                              uint16_t* lost, const Chance* chance) {              \
+    EncodeLoop<Form, Type>(blocks, static_cast<const Type::Stored*>(values), count, lost, chance); \
   }                                                                                                \
   BYTEPS_MULTIVERSION void Decode##Form##Type(const uint8_t* blocks, void* values,                 \
                                               uint64_t count) {                                    \
@@ -221,32 +314,44 @@ BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, u
   BYTEPS_VALUES(Form, Float32)                                                    \
   BYTEPS_VALUES(Form, BFloat16)                                                   \
   BYTEPS_VALUES(Form, Float16)                                                    \
-  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum) { AddLoop<Form>(sum); } \
+  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum, int divisor) {          \
+    AddLoop<Form>(sum, divisor);                                                  \
+  }                                                                               \
   BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, int divisor, void* out, \
-                                     uint16_t* lost) {                            \
-    EndLoop<Form>(sum, divisor, out, lost);                                       \
+                                     uint16_t* lost, const Chance* chance) {                            \
+    EndLoop<Form>(sum, divisor, out, lost, chance);                                       \
   }
 
 BYTEPS_BLOCKS(Int8)
 BYTEPS_BLOCKS(Int4)
+BYTEPS_DIFFERENCES(Float32)
+BYTEPS_DIFFERENCES(BFloat16)
+BYTEPS_DIFFERENCES(Float16)
 
+#undef BYTEPS_DIFFERENCES
 #undef BYTEPS_BLOCKS
 #undef BYTEPS_VALUES
 
 }  // namespace
 
+uint64_t ChanceSeed(const std::string& name, uint32_t round, int32_t rank) {
+  const uint64_t of_name = HashBytes(name.data(), name.size(), 0);
+  const uint64_t of_round = HashBytes(&round, sizeof(round), of_name);
+  return HashBytes(&rank, sizeof(rank), of_round);
+}
+
 bool IsEncoded(DType t) { return t == DType::kFloat32 || IsHalf(t); }
 
 void EncodeBlocks(DType t, void* blocks, DType from, const void* values, uint64_t count,
-                  uint16_t* lost) {
+                  uint16_t* lost, const Chance* chance) {
   auto* const out = static_cast<uint8_t*>(blocks);
   const bool is_int8 = t == DType::kInt8x128;
   if (from == DType::kFloat32) {
-    (is_int8 ? EncodeInt8Float32 : EncodeInt4Float32)(out, values, count, lost);
+    (is_int8 ? EncodeInt8Float32 : EncodeInt4Float32)(out, values, count, lost, chance);
   } else if (from == DType::kBFloat16) {
-    (is_int8 ? EncodeInt8BFloat16 : EncodeInt4BFloat16)(out, values, count, lost);
+    (is_int8 ? EncodeInt8BFloat16 : EncodeInt4BFloat16)(out, values, count, lost, chance);
   } else {
-    (is_int8 ? EncodeInt8Float16 : EncodeInt4Float16)(out, values, count, lost);
+    (is_int8 ? EncodeInt8Float16 : EncodeInt4Float16)(out, values, count, lost, chance);
   }
 }
 
@@ -262,10 +367,26 @@ void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t 
   }
 }
 
-void AddBlocks(const BlockSum& sum) { (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum); }
+void AddBlocks(const BlockSum& sum, int divisor) {
+  (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum, divisor);
+}
 
-void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost) {
-  (sum.type == DType::kInt8x128 ? EndInt8 : EndInt4)(sum, divisor, out, lost);
+void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost,
+               const Chance* chance) {
+  (sum.type == DType::kInt8x128 ? EndInt8 : EndInt4)(sum, divisor, out, lost, chance);
+}
+
+void EncodeDifferences(DType t, const float* wanted, const void* held, uint64_t count, void* blocks,
+                       void* moved) {
+  auto* const out = static_cast<uint8_t*>(blocks);
+  if (t == DType::kFloat32) return EncodeFloat32(wanted, held, count, out, moved);
+  (t == DType::kBFloat16 ? EncodeBFloat16 : EncodeFloat16)(wanted, held, count, out, moved);
+}
+
+void AddDifferences(DType t, const void* blocks, const void* held, uint64_t count, void* out) {
+  const auto* const in = static_cast<const uint8_t*>(blocks);
+  if (t == DType::kFloat32) return AddToFloat32(in, held, count, out);
+  (t == DType::kBFloat16 ? AddToBFloat16 : AddToFloat16)(in, held, count, out);
 }
 
 }  // namespace core

@@ -12,13 +12,22 @@
 //
 // Every CPU and every instruction set computes the same bits.
 //
+// Or numbers are rounded up or down by chance, so that the mean is the value.  Chance is a function
+// of a seed and of the value's place in its tensor, so that it does not depend on how the tensor is
+// cut, or on what works on it.
+//
 // With feedback, what rounding loses of a value is kept in bfloat16, and added to the next value
 // of the same place.  Of a block that is not finite nothing is kept.
+//
+// Parameters that servers update come down as differences, always in int8x128: what a server has,
+// less what it knows that workers hold.  Both sides add the rounded difference by the same
+// arithmetic, so that what rounding loses is a part of the next difference, and nothing drifts.
 #ifndef BYTEPS_BASE_BLOCK_CODEC_H_
 #define BYTEPS_BASE_BLOCK_CODEC_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "byteps/base/dtype.h"
 
@@ -26,6 +35,15 @@ namespace byteps {
 namespace core {
 
 constexpr float kLeastMagnitude = 0x1p-100f;
+
+// What rounds by chance, where it is not null.
+struct Chance {
+  uint64_t seed = 0;   // ChanceSeed
+  uint64_t block = 0;  // number of the first block in its tensor
+};
+
+// Of a sum's round: that of the worker of a rank, of what it pushes, or of the server, -1.
+uint64_t ChanceSeed(const std::string& name, uint32_t round, int32_t rank);
 
 // How many blocks hold so many values; the last one is filled up with zeros.
 constexpr uint64_t BlocksOf(uint64_t values) { return (values + kBlockValues - 1) / kBlockValues; }
@@ -36,7 +54,7 @@ bool IsEncoded(DType t);
 // `blocks`: BlocksOf(count) of type `t`.  `from`: the type of `values`.  `lost`: bfloat16, for each
 // value, or null.  The memory must not overlap.
 void EncodeBlocks(DType t, void* blocks, DType from, const void* values, uint64_t count,
-                  uint16_t* lost);
+                  uint16_t* lost, const Chance* chance = nullptr);
 // `to`: the type of `values`, to which they are rounded.
 void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t count);
 
@@ -50,11 +68,22 @@ struct BlockSum {
   bool begun;
 };
 
-// wide = (begun ? wide : 0) + in[0] + in[1] + ...
-void AddBlocks(const BlockSum& sum);
+// wide = ((begun ? wide : 0) + in[0] + in[1] + ...) / divisor
+void AddBlocks(const BlockSum& sum, int divisor = 1);
 // out = the same, by `divisor`, rounded; `out` may be one of the inputs.  `lost` as above, for each
 // value of the blocks.
-void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost);
+void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost,
+               const Chance* chance = nullptr);
+
+// What workers hold: `count` values of type `t`, float32, bfloat16 or float16.
+//
+// blocks = wanted - held, rounded.  Where `moved` is not null it gets what AddDifferences makes of
+// the two; it may be `held`.
+void EncodeDifferences(DType t, const float* wanted, const void* held, uint64_t count, void* blocks,
+                       void* moved);
+// out = held + what the blocks say, rounded to type `t`; what a block says to be 0 leaves the bits
+// as they are.  `out` may be `held`.
+void AddDifferences(DType t, const void* blocks, const void* held, uint64_t count, void* out);
 
 }  // namespace core
 }  // namespace byteps

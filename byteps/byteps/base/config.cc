@@ -162,6 +162,10 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_KEEP_BF16_BYTES", kInt, "bytes", "65536", 0, 1e12, "",
        "Where gradients travel as int8 or int4: those of a parameter of fewer bytes travel as "
        "bf16. The same on all workers."},
+      {"BYTEPS_STOCHASTIC_ROUNDING", kBool, "", "0", 0, 1, "",
+       "Where values travel as int8 or int4: round them up or down by chance, so that the mean is "
+       "the value, instead of to the nearest. Chance depends on the tensor's name, its round, the "
+       "rank and the place in the tensor alone. The same on all workers."},
       {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
        "TCP connections between a worker and each server. 0: one per 10 Gbit/s that the two "
        "exchange if the NIC is the limit (BYTEPS_LINK_GBPS; 40 if its rate is unknown, 100 inside "

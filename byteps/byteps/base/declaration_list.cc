@@ -14,6 +14,7 @@ namespace {
 constexpr uint8_t kAverage = 1;
 constexpr uint8_t kHasRule = 2;
 constexpr uint8_t kFeedback = 4;
+constexpr uint8_t kStochastic = 8;
 // A tensor without its name.
 constexpr size_t kTensorBytes = 1 + 1 + 8 + 4 + 8 + 4 + 4;
 
@@ -43,9 +44,10 @@ bool IsWhole(const Declaration& d) {
 // Of a tensor that is whole.
 bool ReadRule(WireReader* in, Declaration* d) {
   auto rule = std::make_shared<UpdateRule>();
-  if (!UpdateRule::Unpack(in->GetText(), d->bytes / SizeOf(d->dtype), rule.get())) return false;
+  if (!UpdateRule::Unpack(in->GetText(), ValuesIn(d->dtype, d->bytes), rule.get())) return false;
   d->rule = std::move(rule);
-  return IsUpdated(d->dtype);
+  // What comes down is rounded without feedback: it is the difference to what was sent before.
+  return IsUpdated(d->dtype) && !d->feedback;
 }
 
 // False when it cannot be a tensor.
@@ -57,14 +59,15 @@ bool ReadTensor(WireReader* in, const Groups& groups, Declaration* d) {
   d->placement = in->Get<uint64_t>();
   const uint32_t group = in->Get<uint32_t>();
   d->name = in->GetText();
-  if (!in->ok() || dtype >= kNumDTypes || (flags & ~(kAverage | kHasRule | kFeedback)) != 0 ||
+  if (!in->ok() || dtype >= kNumDTypes || (flags & ~(kAverage | kHasRule | kFeedback | kStochastic)) != 0 ||
       group >= groups.size()) {
     return false;
   }
   d->dtype = static_cast<DType>(dtype);
   d->average = (flags & kAverage) != 0;
   d->feedback = (flags & kFeedback) != 0;
-  if (d->feedback && !IsBlock(d->dtype)) return false;
+  d->stochastic = (flags & kStochastic) != 0;
+  if ((d->feedback || d->stochastic) && !IsBlock(d->dtype)) return false;
   d->group = groups[group];
   if (!IsWhole(*d)) return false;
   return (flags & kHasRule) == 0 || ReadRule(in, d);
@@ -91,7 +94,7 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
   for (const auto& d : declarations) {
     out.Put(static_cast<uint8_t>(d.dtype));
     out.Put(static_cast<uint8_t>((d.average ? kAverage : 0) | (d.rule ? kHasRule : 0) |
-                                 (d.feedback ? kFeedback : 0)));
+                                 (d.feedback ? kFeedback : 0) | (d.stochastic ? kStochastic : 0)));
     out.Put(d.bytes);
     out.Put(d.partition_bytes);
     out.Put(d.placement);

@@ -1,9 +1,10 @@
 // Many declarations in one message.
 //
 // On the wire, all numbers little-endian:
-//   u8  version, 3                     u8  BYTEPS_KEY_HASH_FN (KeyHash)
+//   u8  version, 5                     u8  BYTEPS_KEY_HASH_FN (KeyHash)
 //   u32 groups, each:                  u32 members, then u32 a rank, ascending
-//   u32 tensors, each:                 u8  dtype     u8  flags: 1 = average, 2 = has a rule
+//   u32 tensors, each:                 u8  dtype     u8  flags: 1 = average, 2 = has a rule,
+//                                                    4 = feedback, 8 = rounded by chance
 //                                      u64 bytes     u32 partition bytes   u64 placement
 //                                      u32 group, an index into the groups above
 //                                      u32 length of the name, then the name
@@ -19,7 +20,7 @@
 namespace byteps {
 namespace core {
 
-constexpr uint8_t kDeclarationVersion = 4;
+constexpr uint8_t kDeclarationVersion = 5;
 
 // Declarations that were made with one configuration: `hash` is the same in all.
 std::string PackDeclarations(const std::vector<Declaration>& declarations);

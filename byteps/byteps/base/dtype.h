@@ -72,8 +72,26 @@ inline bool IsHalf(DType t) { return t == DType::kFloat16 || t == DType::kBFloat
 // Types whose elements are blocks of values.
 inline bool IsBlock(DType t) { return t == DType::kInt8x128 || t == DType::kInt4x128; }
 
-// Whether servers can update parameters of this type.
-inline bool IsUpdated(DType t) { return t == DType::kFloat32 || IsHalf(t); }
+// Values of an element.
+inline size_t ValuesOf(DType t) { return IsBlock(t) ? kBlockValues : 1; }
+
+// Values in so many bytes.
+inline uint64_t ValuesIn(DType t, uint64_t bytes) { return bytes / SizeOf(t) * ValuesOf(t); }
+
+// Whether workers can hold parameters of this type that servers update.
+inline bool IsHeld(DType t) { return t == DType::kFloat32 || IsHalf(t); }
+
+// Whether gradients of this type can be what servers update parameters by.
+inline bool IsUpdated(DType t) { return IsHeld(t) || IsBlock(t); }
+
+// In which an update answers gradients of this type: parameters, or, of blocks, what is added to
+// those that workers hold.
+inline DType AnswerOf(DType t) { return IsBlock(t) ? DType::kInt8x128 : t; }
+
+// Bytes of the answer to so many bytes of gradients.
+inline uint64_t AnswerBytes(DType t, uint64_t bytes) {
+  return bytes / SizeOf(t) * SizeOf(AnswerOf(t));
+}
 
 }  // namespace core
 }  // namespace byteps

@@ -21,6 +21,11 @@
 // PUSH_NORM, answered when the sum is there, and STEP, with the UpdateStep.  LOAD_STATE and
 // READ_STATE, with the slot as a u32 after the header, write and read what is kept.
 //
+// Gradients in blocks of few bits are answered with differences, in blocks of 8 bits: what a worker
+// adds to the parameters that it holds (AddDifferences, base/block_codec.h).  Servers keep what
+// workers hold, as one more slot, the last.  It changes by a step that is made, as the parameters
+// do, and by LOAD_STATE: that of slot 0 sets it to the same parameters, rounded.
+//
 // PUSH_TRY, where the rule is speculative, is as PUSH_STEP, but the state stays as it is: the
 // answer has the parameters as the step would make them, and the GradientSums.  What becomes of the
 // step each member says next: either by STEP, which makes another step of the same gradients, or by
@@ -74,6 +79,8 @@ struct Declaration {
   bool average = false;
   // Of blocks (base/block_codec.h): servers keep what rounding loses of a sum for the next one.
   bool feedback = false;
+  // Of blocks: workers and servers round by chance (BYTEPS_STOCHASTIC_ROUNDING).
+  bool stochastic = false;
   uint64_t bytes = 0;
   uint32_t partition_bytes = 0;
   uint64_t placement =
@@ -86,6 +93,10 @@ struct Declaration {
   uint64_t NumPartitions() const { return (bytes + partition_bytes - 1) / partition_bytes; }
   // Bytes of partition `index`.
   uint64_t PartitionSize(uint64_t index) const;
+  // Values of partition `index`.
+  uint64_t PartitionValues(uint64_t index) const { return ValuesIn(dtype, PartitionSize(index)); }
+  // Of one with a rule: what LOAD_STATE and READ_STATE may name.
+  uint32_t NumSlots() const { return rule->NumSlots() + (IsBlock(dtype) ? 1 : 0); }
   // Position of `rank` in the group, or -1.
   int MemberIndex(uint32_t rank) const;
 

@@ -63,6 +63,7 @@ std::string UpdateRule::Pack() const {
   out.Put(static_cast<uint8_t>(in_order));
   out.Put(static_cast<uint8_t>(speculative));
   out.Put(static_cast<uint8_t>(counts_zeros));
+  out.Put(static_cast<uint8_t>(held));
   out.PutSize(groups.size());
   for (const Group& group : groups) {
     for (const double value : {group.beta1, group.beta2, group.eps}) PutDouble(&out, value);
@@ -77,7 +78,7 @@ std::string UpdateRule::Pack() const {
   return out.Take();
 }
 
-bool UpdateRule::Unpack(const std::string& text, uint64_t elements, UpdateRule* rule) {
+bool UpdateRule::Unpack(const std::string& text, uint64_t values, UpdateRule* rule) {
   WireReader in(text);
   const uint8_t algorithm = in.Get<uint8_t>();
   if (algorithm != kAdamW && algorithm != kSgd) return false;
@@ -88,7 +89,10 @@ bool UpdateRule::Unpack(const std::string& text, uint64_t elements, UpdateRule* 
   rule->speculative = speculative == 1;
   const uint8_t counts_zeros = in.Get<uint8_t>();
   rule->counts_zeros = counts_zeros == 1;
-  if (in_order > 1 || speculative > 1 || counts_zeros > 1) return false;
+  const uint8_t held = in.Get<uint8_t>();
+  if (in_order > 1 || speculative > 1 || counts_zeros > 1 || held >= kNumDTypes) return false;
+  rule->held = static_cast<DType>(held);
+  if (!IsHeld(rule->held)) return false;
   rule->groups.resize(in.GetCount(kGroupBytes));
   for (Group& group : rule->groups) {
     for (double* value : {&group.beta1, &group.beta2, &group.eps}) *value = GetDouble(&in);
@@ -106,7 +110,7 @@ bool UpdateRule::Unpack(const std::string& text, uint64_t elements, UpdateRule* 
     if (counted > 1 || segment.end <= end || segment.group >= rule->groups.size()) return false;
     end = segment.end;
   }
-  return in.ok() && in.at_end() && end == elements;
+  return in.ok() && in.at_end() && end == values;
 }
 
 std::string UpdateStep::Describe() const {

@@ -7,14 +7,16 @@
 #include <string>
 #include <vector>
 
+#include "byteps/base/dtype.h"
+
 namespace byteps {
 namespace core {
 
 // How a tensor of parameters is updated from its summed gradients.  A part of its declaration.
 //
-// On the wire, little-endian: u8 algorithm, u8 in_order, u8 speculative, u8 counts_zeros, u32
-// groups, each: u64 times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments, each:
-// u64 end, u32 group, u8 counted.
+// On the wire, little-endian: u8 algorithm, u8 in_order, u8 speculative, u8 counts_zeros, u8 held,
+// u32 groups, each: u64 times 3, the bits of beta1, beta2 and eps, and u8 nesterov; u32 segments,
+// each: u64 end, u32 group, u8 counted.
 struct UpdateRule {
   // The numbers are part of the protocol.
   enum Algorithm : uint8_t { kAdamW = 1, kSgd = 2 };
@@ -46,8 +48,11 @@ struct UpdateRule {
   bool speculative = false;
   // GradientSums tell how many gradients are 0.
   bool counts_zeros = false;
+  // Of gradients in blocks: the type in which workers hold the parameters.
+  DType held = DType::kFloat32;
   std::vector<Group> groups;
-  std::vector<Segment> segments;  // ascending; the last one ends with the tensor
+  // Of values, ascending; the last one ends with the tensor.
+  std::vector<Segment> segments;
 
   // fp32 values kept for each parameter: the parameter itself, and its moments or momentum.
   uint32_t NumSlots() const;
@@ -55,8 +60,8 @@ struct UpdateRule {
   // gradient until a step is kept" as well
   std::string Describe() const;
   std::string Pack() const;
-  // False when `text` is no rule for a tensor of so many elements.
-  static bool Unpack(const std::string& text, uint64_t elements, UpdateRule* rule);
+  // False when `text` is no rule for a tensor of so many values.
+  static bool Unpack(const std::string& text, uint64_t values, UpdateRule* rule);
   bool operator==(const UpdateRule&) const = default;
 };
 

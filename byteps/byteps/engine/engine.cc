@@ -104,7 +104,7 @@ std::vector<TensorPtr> Engine::Introduce(const std::vector<TensorSpec>& specs) {
 void Engine::MakeRoom(const TensorSpec& spec, Tensor* tensor) {
   if (spec.device == kCpu || tensor->has_room.exchange(true)) return;
   const CurrentDevice current(spec.device);
-  context_.pool()->Reserve(spec.bytes);
+  context_.pool()->Reserve(spec.rule ? AnswerBytes(spec.dtype, spec.bytes) : spec.bytes);
 }
 
 int64_t Engine::PushPull(const PushPullRequest& request) {

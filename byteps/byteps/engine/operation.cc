@@ -23,8 +23,8 @@ constexpr std::chrono::microseconds kAwake(100);
 constexpr uint64_t kSmallSum = 16 << 10;
 constexpr std::chrono::microseconds kAwakeForSmall(200);
 
-// Of as many elements, in fp32.
-uint64_t StateBytes(uint64_t bytes, DType dtype) { return bytes / SizeOf(dtype) * sizeof(float); }
+// Of as many values, in fp32.
+uint64_t StateBytes(uint64_t bytes, DType dtype) { return ValuesIn(dtype, bytes) * sizeof(float); }
 
 struct CodedRange {
   uint64_t begin;
@@ -41,7 +41,8 @@ CodedRange RangeOf(const Operation::Part& part, DType blocks, uint64_t values) {
 }  // namespace
 
 uint64_t PushPullRequest::OfferedBytes() const {
-  return op == kReadState ? StateBytes(tensor.bytes, tensor.dtype) : tensor.bytes;
+  if (op == kReadState) return StateBytes(tensor.bytes, tensor.dtype);
+  return tensor.rule ? AnswerBytes(tensor.dtype, tensor.bytes) : tensor.bytes;
 }
 
 Operation::Operation(PushPullRequest what, TensorPtr which)
@@ -65,7 +66,11 @@ Operation::Part Operation::State(uint64_t index) const {
 }
 
 Operation::Part Operation::Offered(uint64_t index) const {
-  return request.op == kReadState ? State(index) : Whole(index);
+  if (request.op == kReadState) return State(index);
+  const Part whole = Whole(index);
+  if (!tensor->declaration.rule) return whole;
+  const DType dtype = request.tensor.dtype;
+  return {AnswerBytes(dtype, whole.offset), AnswerBytes(dtype, whole.bytes)};
 }
 
 Operation::Part Operation::Sent(uint64_t index) const {
@@ -101,8 +106,11 @@ void Operation::Encode(uint64_t index) const {
   const char* const from =
       static_cast<const char*>(coded.input) + range.begin * SizeOf(coded.dtype);
   char* const to = static_cast<char*>(request.output) + part.offset;
+  const Chance chance = {ChanceSeed(name(), round, tensor->layout.rank),
+                         part.offset / SizeOf(request.tensor.dtype)};
   EncodeBlocks(request.tensor.dtype, to, coded.dtype, from, range.count,
-               coded.lost == nullptr ? nullptr : coded.lost + range.begin);
+               coded.lost == nullptr ? nullptr : coded.lost + range.begin,
+               tensor->declaration.stochastic ? &chance : nullptr);
 }
 
 void Operation::Decode(uint64_t index, const char* blocks) const {

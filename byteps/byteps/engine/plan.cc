@@ -22,10 +22,15 @@ constexpr uint64_t kMostStateBytes = 1 << 30;
 
 void CheckRule(const Declaration& d) {
   if (!IsUpdated(d.dtype)) {
-    throw UsageError("servers update parameters of float32, bfloat16 and float16; '" + d.name +
-                     "' is " + NameOf(d.dtype));
+    throw UsageError(
+        "servers update by gradients of float32, bfloat16, float16, int8x128 and int4x128; '" +
+        d.name + "' is " + NameOf(d.dtype));
   }
-  if (d.partition_bytes / SizeOf(d.dtype) * sizeof(float) > kMostStateBytes) {
+  if (d.feedback) {
+    throw UsageError("servers update by the sum of '" + d.name +
+                     "' without rounding it: there is nothing for them to feed back");
+  }
+  if (ValuesIn(d.dtype, d.partition_bytes) * sizeof(float) > kMostStateBytes) {
     throw UsageError("a partition of '" + d.name +
                      "' has more than 1 GiB of fp32 parameters: " + "lower BYTEPS_PARTITION_BYTES");
   }
@@ -38,11 +43,15 @@ Plan::Plan(const Config& config, const Launch& launch, int num_servers)
       num_servers_(num_servers),
       smallest_partition_(WholePages(config.Int("BYTEPS_MIN_PARTITION_BYTES"))),
       largest_partition_(WholePages(config.Int("BYTEPS_PARTITION_BYTES"))),
+      stochastic_(config.Bool("BYTEPS_STOCHASTIC_ROUNDING")),
       hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))) {}
 
-uint32_t Plan::PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of) const {
+uint32_t Plan::PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of, bool updated) const {
+  // An answer may be longer than what was pushed.
+  const uint64_t most =
+      updated ? largest_partition_ * SizeOf(dtype) / SizeOf(AnswerOf(dtype)) : largest_partition_;
   return core::PartitionBytes(dtype, std::max(bytes, piece_of), num_servers_, link_bytes_per_s_,
-                              smallest_partition_, largest_partition_);
+                              smallest_partition_, static_cast<uint32_t>(most));
 }
 
 Declaration Plan::Declare(const TensorSpec& spec) const {
@@ -53,7 +62,8 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
   d.hash = hash_;
   d.bytes = spec.bytes;
   d.feedback = spec.feedback;
-  d.partition_bytes = PartitionBytes(d.dtype, d.bytes, spec.piece_of);
+  d.stochastic = stochastic_ && IsBlock(spec.dtype);
+  d.partition_bytes = PartitionBytes(d.dtype, d.bytes, spec.piece_of, spec.rule != nullptr);
   d.group = spec.group;
   d.rule = spec.rule;
   if (d.group.empty()) {
@@ -81,6 +91,7 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
 
 Plan::Layout Plan::LayOut(const Declaration& d) const {
   Layout layout;
+  layout.rank = launch_.rank;
   const uint64_t key = d.Key();
   const int k = num_servers_;
   std::vector<int> distance(d.NumPartitions());  // of its server, from the one to begin with

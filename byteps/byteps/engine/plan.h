@@ -47,13 +47,15 @@ class Plan {
   // Bytes of the partitions of a tensor of `bytes` bytes.  Those of a piece are as long as those of
   // the tensor that it is a piece of: each has a cost of its own, and a server has many of all
   // pieces together.
-  uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of = 0) const;
+  uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of = 0,
+                          bool updated = false) const;
 
   // What this worker tells the servers.  Throws UsageError when the tensor cannot be summed.
   Declaration Declare(const TensorSpec& spec) const;
 
   // Where the partitions go, and when.
   struct Layout {
+    int rank = 0;  // this worker's
     std::vector<int> servers;     // by partition
     std::vector<uint32_t> order;  // in which this worker pushes them
   };
@@ -69,6 +71,7 @@ class Plan {
   const int num_servers_;
   const uint32_t smallest_partition_;
   const uint32_t largest_partition_;
+  const bool stochastic_;
   const KeyHash hash_;
   double link_bytes_per_s_ = 0;
 };

@@ -83,8 +83,8 @@ class Worker {
   double LinkGbps() { return Started()->link_gbps(); }
 
   // Bytes of the partitions into which a tensor of `bytes` bytes is cut.
-  uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of) {
-    return Started()->plan().PartitionBytes(dtype, bytes, piece_of);
+  uint32_t PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of, bool updated = false) {
+    return Started()->plan().PartitionBytes(dtype, bytes, piece_of, updated);
   }
 
   // Bytes of each server of this tensor.

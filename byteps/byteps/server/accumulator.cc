@@ -3,7 +3,6 @@
 #include <string>
 #include <utility>
 
-#include "byteps/base/block_codec.h"
 #include "byteps/base/invariant.h"
 #include "byteps/server/reducer.h"
 
@@ -32,10 +31,12 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
                 std::to_string(added) + " pushes of " + std::to_string(members) + " members of '" +
                     declaration.name + "'");
   const int divisor = declaration.average && last ? static_cast<int>(members) : 1;
-  if (members == 1 || (added == 1 && !IsBlock(t))) {
+  if (IsBlock(t) && declaration.rule) {
+    AddGradients(t, last ? divisor : 0, std::move(values));
+  } else if (members == 1 || (added == 1 && !IsBlock(t))) {
     sum_ = std::move(values);
   } else if (IsBlock(t)) {
-    AddBlocks(t, last ? divisor : 0, rule.lost, std::move(values), scratch);
+    AddBlocks(t, last ? divisor : 0, rule, std::move(values), scratch);
   } else if (members == 2 || !wide) {
     core::Add(t, sum_.data(), values.data(), divisor, n);
     if (last && rule.keeps_memory) spare_ = std::move(values);
@@ -55,28 +56,40 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
   }
 }
 
-void Accumulator::AddBlocks(DType t, int divisor, uint16_t* lost, SharedBytes values,
+BlockSum Accumulator::Waiting(DType t, const void** in, float* wide, bool begun) const {
+  for (size_t i = 0; i < blocks_.size(); ++i) in[i] = blocks_[i].data();
+  return {t, in, blocks_.size(), blocks_.back().size() / SizeOf(t), wide, begun};
+}
+
+void Accumulator::AddBlocks(DType t, int divisor, const AdditionRule& rule, SharedBytes values,
                             Scratch* scratch) {
   const bool last = divisor > 0;
   blocks_.push_back(std::move(values));
   if (!last && blocks_.size() < kAtOnce) return;
+  const bool begun = wide_.size() > 0;
+  if (!last && !begun) {
+    wide_ = scratch->Take(ValuesIn(t, blocks_.back().size()) * sizeof(float));
+  }
   const void* in[kAtOnce];
-  for (size_t i = 0; i < blocks_.size(); ++i) in[i] = blocks_[i].data();
-  BlockSum sum;
-  sum.type = t;
-  sum.in = in;
-  sum.inputs = blocks_.size();
-  sum.blocks = blocks_.back().size() / SizeOf(sum.type);
-  sum.begun = wide_.size() > 0;
-  if (!last && !sum.begun) wide_ = scratch->Take(sum.blocks * kBlockValues * sizeof(float));
-  sum.wide = reinterpret_cast<float*>(wide_.data());
+  const BlockSum sum = Waiting(t, in, reinterpret_cast<float*>(wide_.data()), begun);
   if (last) {
     sum_ = std::move(blocks_.back());
-    EndBlocks(sum, divisor, sum_.data(), lost);
+    EndBlocks(sum, divisor, sum_.data(), rule.lost, rule.chance);
     scratch->Return(std::move(wide_));
   } else {
     core::AddBlocks(sum);
   }
+  blocks_.clear();
+}
+
+void Accumulator::AddGradients(DType t, int divisor, SharedBytes values) {
+  const bool last = divisor > 0;
+  blocks_.push_back(std::move(values));
+  if (!last && blocks_.size() < kAtOnce) return;
+  const bool begun = !sum_.empty();
+  if (!begun) sum_ = SharedBytes::New(ValuesIn(t, blocks_.back().size()) * sizeof(float));
+  const void* in[kAtOnce];
+  core::AddBlocks(Waiting(t, in, reinterpret_cast<float*>(sum_.data()), begun), last ? divisor : 1);
   blocks_.clear();
 }
 

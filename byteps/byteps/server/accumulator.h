@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "byteps/base/block_codec.h"
 #include "byteps/base/protocol.h"
 #include "byteps/base/shared_bytes.h"
 #include "byteps/server/scratch.h"
@@ -20,12 +21,13 @@ struct AdditionRule {
   bool keeps_memory = false;  // of one push, for TakeSpare
   // Of blocks with feedback: what rounding lost of the sum before, for each value.
   uint16_t* lost = nullptr;
+  const Chance* chance = nullptr;  // of blocks that are rounded by it
 };
 
 // Pushes are added from where they were received.  Where there are more than two of a half type or
 // of fp32, they meet in a wider accumulator and are rounded once (reducer.h).  Blocks of few bits
 // wait for each other, and are added several at a time (base/block_codec.h): a sum of up to
-// kAtOnce pushes needs no accumulator.
+// kAtOnce pushes needs no accumulator.  Where servers update by them, their sum stays fp32.
 class Accumulator {
  public:
   // Takes the push of a member over: adds it now or, in order, once those before it were added.
@@ -45,7 +47,12 @@ class Accumulator {
   void Add(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
            Scratch* scratch);
   // `divisor`: of the sum, which this push completes; 0: it does not.
-  void AddBlocks(DType t, int divisor, uint16_t* lost, SharedBytes values, Scratch* scratch);
+  void AddBlocks(DType t, int divisor, const AdditionRule& rule, SharedBytes values,
+                 Scratch* scratch);
+  // The same, where the sum is fp32.
+  void AddGradients(DType t, int divisor, SharedBytes values);
+  // The blocks that wait, to be added to `wide`, which `begun` says to hold a sum.
+  BlockSum Waiting(DType t, const void** in, float* wide, bool begun) const;
 
   static constexpr size_t kAtOnce = 8;
 

@@ -15,7 +15,7 @@ std::optional<uint64_t> ValueBytes(int op, const Declaration& declaration, uint6
     case kPushTry:
       return size;
     case kLoadState:
-      return size / SizeOf(declaration.dtype) * sizeof(float);
+      return declaration.PartitionValues(index) * sizeof(float);
     case kStep:
     case kReadState:
       return 0;

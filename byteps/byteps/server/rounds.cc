@@ -164,6 +164,12 @@ void Rounds::Add(Partition* partition, Round* round, size_t member, SharedBytes 
     partition->lost.resize(blocks * kBlockValues);
     rule.lost = partition->lost.data();
   }
+  Chance chance;
+  if (declaration.stochastic) {
+    chance.seed = ChanceSeed(declaration.name, round->number, -1);
+    chance.block = partition->index * (declaration.partition_bytes / SizeOf(declaration.dtype));
+    rule.chance = &chance;
+  }
   round->accumulator.Take(declaration, rule, member, std::move(values), &scratch_);
 }
 

@@ -36,8 +36,8 @@ bool HasFormOfUpdate(const Message& message, const Declaration& declaration, uin
   const UpdateRule& rule = *declaration.rule;
   const uint64_t size = declaration.PartitionSize(index);
   const int op = message.op;
-  const uint64_t state = size / SizeOf(declaration.dtype) * sizeof(float);
-  const uint64_t offered = op == kReadState ? state : size;
+  const uint64_t offered = op == kReadState ? declaration.PartitionValues(index) * sizeof(float)
+                                            : AnswerBytes(declaration.dtype, size);
   PushHeader header;
   std::string detail;
   if (!PushHeader::Unpack(message.body, &header, &detail)) return false;
@@ -63,7 +63,10 @@ bool HasFormOfUpdate(const Message& message, const Declaration& declaration, uin
     case kLoadState:
     case kReadState: {
       WireReader in(detail);
-      return in.Get<uint32_t>() < rule.NumSlots() && in.ok() && in.at_end();
+      if (header.pull_offset % sizeof(float) != 0 || header.pull_bytes % sizeof(float) != 0) {
+        return false;
+      }
+      return in.Get<uint32_t>() < declaration.NumSlots() && in.ok() && in.at_end();
     }
     default:
       return false;

@@ -23,6 +23,10 @@ _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC0)
+_FIRST = tl.constexpr(0x85EBCA6B)
+_SECOND = tl.constexpr(0xC2B2AE35)
+_STRIDE = tl.constexpr(0x9E3779B9)
+_SHARE = tl.constexpr(2.0**-16)
 
 
 @triton.jit
@@ -69,6 +73,24 @@ def _numbers(x, inverse, is_number):
 
 
 @triton.jit
+def _mix(h):
+    h = (h ^ (h >> 16)) * _FIRST
+    h = (h ^ (h >> 13)) * _SECOND
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _by_chance(x, inverse, is_number, row, place, low, high, MOST: tl.constexpr):
+    key = _mix(_mix(low + row.to(tl.uint32) * _STRIDE) ^ high)
+    bits = _mix(key[:, None] + place[None, :].to(tl.uint32) * _STRIDE) >> 16
+    up = (bits.to(tl.int32).to(tl.float32) + 0.5) * _SHARE
+    sum = tl.minimum(tl.maximum(x * inverse[:, None], -MOST), MOST) + up
+    whole = sum.to(tl.int32)
+    numbers = whole - (whole.to(tl.float32) > sum).to(tl.int32)
+    return tl.where(is_number[:, None], numbers, 0)
+
+
+@triton.jit
 def _keep(lost, at, count, x, numbers, scale, is_finite):
     rest = tl.where(is_finite[:, None], x - numbers.to(tl.float32) * scale[:, None], 0.0)
     tl.store(lost + at, _bfloat16(rest), at < count)
@@ -82,9 +104,12 @@ def _encode(
     scales,
     count,
     blocks,
+    seed_low,
+    seed_high,
     MOST: tl.constexpr,
     BYTES: tl.constexpr,
     HAS_LOST: tl.constexpr,
+    BY_CHANCE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Both halves of `ROWS` blocks: 8 bits a value, or 4, two of a byte."""
@@ -101,8 +126,13 @@ def _encode(
     is_number = is_finite & (bits != 0)
     scale = tl.where(is_number, _floats(bits << 16), 0.0)
     inverse = tl.where(is_number, tl.div_rn(1.0 + 0.0 * scale, scale), 0.0)
-    first = _numbers(low, inverse, is_number)
-    second = _numbers(high, inverse, is_number)
+    if BY_CHANCE:
+        one, two = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
+        first = _by_chance(low, inverse, is_number, row, column, one, two, MOST)
+        second = _by_chance(high, inverse, is_number, row, column + _HALF, one, two, MOST)
+    else:
+        first = _numbers(low, inverse, is_number)
+        second = _numbers(high, inverse, is_number)
     byte = out + row[:, None] * BYTES + column[None, :]
     known = (row < blocks)[:, None]
     if BYTES > 2 * _HALF:
@@ -147,8 +177,50 @@ def _decode(
     _put(out, at + _HALF, count, high * scale, IS_BFLOAT16)
 
 
+@triton.jit
+def _moved(held, at, count, difference):
+    had = tl.load(held + at, at < count, other=0)
+    return tl.where(difference == 0, had, (had.to(tl.float32) + difference).to(had.dtype))
+
+
+@triton.jit
+def _moved_bfloat16(held, at, count, difference):
+    had = tl.load(held + at, at < count, other=0)
+    sum = _bfloat16(_floats(had.to(tl.int32) << 16) + difference)
+    return tl.where(difference == 0, had, sum)
+
+
+@triton.jit
+def _add_differences(
+    out,
+    held,
+    blocks_in,
+    scales,
+    count,
+    BYTES: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, 2 * _HALF)
+    at = row[:, None] * (2 * _HALF) + column[None, :]
+    known = at < count
+    bits = tl.load(scales + row * (BYTES // 2) + (BYTES // 2 - 1), row * 2 * _HALF < count, other=0)
+    scale = _floats(bits.to(tl.int32) << 16)[:, None]
+    byte = tl.load(blocks_in + row[:, None] * BYTES + column[None, :], known, other=0)
+    difference = byte.to(tl.int8, bitcast=True).to(tl.float32) * scale
+    if IS_BFLOAT16:
+        tl.store(out + at, _moved_bfloat16(held, at, count, difference), known)
+    else:
+        tl.store(out + at, _moved(held, at, count, difference), known)
+
+
 def encode(
-    values: torch.Tensor, wire: WireType, out: torch.Tensor, lost: torch.Tensor | None
+    values: torch.Tensor,
+    wire: WireType,
+    out: torch.Tensor,
+    lost: torch.Tensor | None,
+    seed: int | None = None,
 ) -> None:
     """As `blocks.encode`, in the current stream."""
     count = values.numel()
@@ -162,13 +234,22 @@ def encode(
             out.view(torch.int16),
             count,
             blocks,
+            _signed(seed or 0),
+            _signed((seed or 0) >> 32),
             MOST=most,
             BYTES=wire.element_bytes,
             HAS_LOST=lost is not None,
+            BY_CHANCE=seed is not None,
             ROWS=_ROWS,
             # A product and a sum are rounded each: as the servers do it.
             enable_fp_fusion=False,
         )
+
+
+def _signed(word: int) -> int:
+    """The lowest 32 bits, as a number that has as many."""
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word
 
 
 def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, skip: int) -> None:
@@ -186,6 +267,26 @@ def decode(blocks: torch.Tensor, wire: WireType, out: torch.Tensor, skip: int) -
             skip,
             number,
             BYTES=wire.element_bytes,
+            IS_BFLOAT16=is_bfloat16,
+            ROWS=_ROWS,
+            enable_fp_fusion=False,
+        )
+
+
+def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> None:
+    """As `blocks.add_differences`, in the current stream."""
+    count, size = held.numel(), BLOCK + 2
+    number = -(-count // BLOCK)
+    is_bfloat16 = held.dtype == torch.bfloat16
+    used = blocks[: number * size]
+    with torch.cuda.device(held.device) if held.is_cuda else torch.no_grad():
+        _add_differences[(-(-number // _ROWS),)](
+            out.view(torch.int16) if is_bfloat16 else out,
+            held.view(torch.int16) if is_bfloat16 else held,
+            used,
+            used.view(torch.int16),
+            count,
+            BYTES=size,
             IS_BFLOAT16=is_bfloat16,
             ROWS=_ROWS,
             enable_fp_fusion=False,

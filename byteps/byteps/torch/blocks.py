@@ -9,7 +9,11 @@ from byteps.torch.wire import WireType
 
 
 def encode(
-    values: torch.Tensor, wire: WireType, out: torch.Tensor, lost: torch.Tensor | None = None
+    values: torch.Tensor,
+    wire: WireType,
+    out: torch.Tensor,
+    lost: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> None:
     """Round `values` to blocks.
 
@@ -18,11 +22,12 @@ def encode(
         wire: a type of blocks.
         out: uint8, `wire.nbytes(values.numel())` of them, on the same device.
         lost: bf16, one for each value: is added to the values, and gets what rounding loses.
+        seed: of `c_lib.chance_seed`, where numbers are rounded up or down by chance.
     """
     if values.is_cuda:
         from byteps.torch.block_kernels import encode as encode_on_gpu
 
-        encode_on_gpu(values, wire, out, lost)
+        encode_on_gpu(values, wire, out, lost, seed)
         return
     c_lib.encode_blocks(
         wire.engine_name,
@@ -31,6 +36,26 @@ def encode(
         values.data_ptr(),
         values.numel(),
         0 if lost is None else lost.data_ptr(),
+        seed,
+    )
+
+
+def add_differences(blocks: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> None:
+    """Add to parameters what servers say, and round to their type. Servers do the same to what they
+    know of them, to the bit.
+
+    Args:
+        blocks: of `wire.int8()`, at least as many as hold the values.
+        held: flat and contiguous; fp32, bf16 or fp16.
+        out: as `held`, which it may be.
+    """
+    if held.is_cuda:
+        from byteps.torch.block_kernels import add_differences as add_on_gpu
+
+        add_on_gpu(blocks, held, out)
+        return
+    c_lib.add_differences(
+        *(blocks.data_ptr(), DTYPES[held.dtype], held.data_ptr(), held.numel(), out.data_ptr())
     )
 
 

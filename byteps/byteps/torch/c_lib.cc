@@ -179,15 +179,23 @@ int64_t PushPull(const std::string& name, const std::string& dtype, uintptr_t in
 }
 
 void Encode(const std::string& dtype, uintptr_t blocks, const std::string& from, uintptr_t values,
-            uint64_t count, uintptr_t lost) {
+            uint64_t count, uintptr_t lost, std::optional<uint64_t> seed) {
+  const Chance chance = {seed.value_or(0), 0};
   EncodeBlocks(ParsedDType(dtype), reinterpret_cast<void*>(blocks), ParsedDType(from),
-               reinterpret_cast<const void*>(values), count, reinterpret_cast<uint16_t*>(lost));
+               reinterpret_cast<const void*>(values), count, reinterpret_cast<uint16_t*>(lost),
+               seed ? &chance : nullptr);
 }
 
 void Decode(const std::string& dtype, uintptr_t blocks, const std::string& to, uintptr_t values,
             uint64_t count) {
   DecodeBlocks(ParsedDType(dtype), reinterpret_cast<const void*>(blocks), ParsedDType(to),
                reinterpret_cast<void*>(values), count);
+}
+
+void AddTo(uintptr_t blocks, const std::string& dtype, uintptr_t held, uint64_t count,
+           uintptr_t out) {
+  AddDifferences(ParsedDType(dtype), reinterpret_cast<const void*>(blocks),
+                 reinterpret_cast<const void*>(held), count, reinterpret_cast<void*>(out));
 }
 
 // Lets Python handle signals, such as Ctrl-C, while it waits: what a handler raises is raised
@@ -296,9 +304,12 @@ PYBIND11_MODULE(c_lib, m) {
   m.def("bytes_per_server", &BytesPerServer, py::arg("name"), py::arg("dtype"), py::arg("bytes"),
         py::arg("piece_of"), py::arg("group"), py::arg("placement"));
   m.def("encode_blocks", &Encode, py::arg("dtype"), py::arg("blocks"), py::arg("from_"),
-        py::arg("values"), py::arg("count"), py::arg("lost"), Unlocked());
+        py::arg("values"), py::arg("count"), py::arg("lost"), py::arg("seed"), Unlocked());
+  m.def("chance_seed", &ChanceSeed, py::arg("name"), py::arg("round"), py::arg("rank"));
   m.def("decode_blocks", &Decode, py::arg("dtype"), py::arg("blocks"), py::arg("to"),
         py::arg("values"), py::arg("count"), Unlocked());
+  m.def("add_differences", &AddTo, py::arg("blocks"), py::arg("dtype"), py::arg("held"),
+        py::arg("count"), py::arg("out"), Unlocked());
   m.def("config", [] { return IsInitialized() ? settings : Config::FromEnvironment().Print(); });
   DefineUpdatedTensor(&m);
   DefineChildren(&m);

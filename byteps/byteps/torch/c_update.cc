@@ -40,8 +40,8 @@ std::string Packed(uint8_t verdict) {
 class UpdatedTensor {
  public:
   UpdatedTensor(const SpecTuple& spec, bool is_adamw, const std::vector<GroupTuple>& groups,
-                const std::vector<SegmentTuple>& segments, bool in_order, bool speculative,
-                bool counts_zeros)
+                const std::vector<SegmentTuple>& segments, const std::string& held, bool in_order,
+                bool speculative, bool counts_zeros)
       : spec_(std::apply(Spec, spec)) {
     auto rule = std::make_shared<UpdateRule>();
     rule->algorithm = is_adamw ? UpdateRule::kAdamW : UpdateRule::kSgd;
@@ -50,6 +50,9 @@ class UpdatedTensor {
     }
     for (const auto& [end, group, counted] : segments) {
       rule->segments.push_back({end, group, counted});
+    }
+    if (!ParseDType(held, &rule->held) || !IsHeld(rule->held)) {
+      throw UsageError("servers keep no parameters for workers that hold them as " + held);
     }
     rule->in_order = in_order;
     rule->speculative = speculative;
@@ -86,7 +89,8 @@ class UpdatedTensor {
     return Start(kReadState, 0, output, Packed(verdict) + Slot(slot), 0, 0, std::move(request));
   }
   uint64_t NumPartitions() const {
-    const uint64_t size = GetWorker()->PartitionBytes(spec_.dtype, spec_.bytes, spec_.piece_of);
+    const uint64_t size =
+        GetWorker()->PartitionBytes(spec_.dtype, spec_.bytes, spec_.piece_of, true);
     return (spec_.bytes + size - 1) / size;
   }
 
@@ -118,9 +122,10 @@ void DefineUpdatedTensor(py::module_* m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<UpdatedTensor>(*m, "UpdatedTensor")
       .def(py::init<const SpecTuple&, bool, const std::vector<GroupTuple>&,
-                    const std::vector<SegmentTuple>&, bool, bool, bool>(),
+                    const std::vector<SegmentTuple>&, const std::string&, bool, bool, bool>(),
            py::arg("spec"), py::arg("is_adamw"), py::arg("groups"), py::arg("segments"),
-           py::arg("in_order"), py::arg("speculative"), py::arg("counts_zeros"), Unlocked())
+           py::arg("held"), py::arg("in_order"), py::arg("speculative"), py::arg("counts_zeros"),
+           Unlocked())
       .def("push_step", &UpdatedTensor::PushStep, py::arg("gradients"), py::arg("parameters"),
            py::arg("step"), py::arg("verdict"), py::arg("stream"), Unlocked())
       .def("push_norm", &UpdatedTensor::PushNorm, py::arg("gradients"), py::arg("sums"),

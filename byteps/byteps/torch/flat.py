@@ -88,8 +88,9 @@ def segments_of(
     """
     segments: list[Segment] = []
     for place in places:
-        if segments and segments[-1][0] < place.begin:
-            add_segment(segments, place.begin, segments[-1][1], False)
+        end, group = segments[-1][:2] if segments else (0, group_of[place.parameter])
+        if end < place.begin:
+            add_segment(segments, place.begin, group, False)
         add_segment(segments, place.end, group_of[place.parameter], counts(place.parameter))
     if segments[-1][0] < numel:
         add_segment(segments, numel, segments[-1][1], False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from byteps.torch import blocks
+from byteps.torch.chance import next_seed
 from byteps.torch.wire import WireType
 
 
@@ -96,7 +97,7 @@ def wire_copy(
     if wire.is_block:
         copy = _memory(wire.nbytes(tensor.numel()), wire.memory, name, tensor.device)
         if tensor.is_cuda:
-            blocks.encode(tensor.view(-1), wire, copy, lost)
+            blocks.encode(tensor.view(-1), wire, copy, lost, next_seed(name))
         return copy
     if tensor.is_cuda or not registers_memory:
         return tensor.to(wire.memory)

@@ -10,6 +10,7 @@ from typing import Literal, overload
 import torch
 from byteps.torch import session
 from byteps.torch.declarations import TensorDeclaration
+from byteps.torch.feedback import feedback
 from byteps.torch.flat import (
     Codec,
     Place,
@@ -44,16 +45,21 @@ class BucketSpec:
     """Servers may be asked to try a step."""
     counts_zeros: bool = False
     """Servers count the gradients that are 0."""
+    gaps: Sequence[Range] = ()
+    """Elements whose gradients another bucket has sent: they count as 0 here, also for the scale of
+    their block."""
 
 
 class ServerBucket:
     """Parameters of one type and device. Their gradients go up, they come down updated.
 
-    Both travel in the wire dtype, that of the declarations. Where the parameters have it too, those
-    of an update come down into their place. Else, as with parameters of bf16 and gradients of fp32,
-    they come down into the gradients' memory, whose content is used up then, and are rounded here,
-    to nearest even as servers round. Those of a step that is tried come into the gradients' memory
-    in any case: what is answered has been sent, so that nobody needs it.
+    Both travel in the wire dtype, that of the declarations; where these name blocks of few bits,
+    gradients go up in blocks, and what is added to the parameters comes down. Where the parameters
+    have the wire dtype too, those of an update come down into their place. Else, as with parameters
+    of bf16 and gradients of fp32, they come down into the gradients' memory, whose content is used
+    up then, and are rounded here, to nearest even as servers round. Those of a step that is tried
+    come into the gradients' memory in any case: what is answered has been sent, so that nobody
+    needs it.
 
     Where the ranks of a host sum first, they do so in the type of the gradients, each sends a
     shard, and they gather what comes down. All of them make the same calls in the same order, but
@@ -92,6 +98,7 @@ class ServerBucket:
         self._codecs = codecs or {}
         self.parameters = laid_flat(places, self.numel, flat.device, self._codecs)
         self._gradients = gradients
+        self._gaps = spec.gaps
         self._shards = ServerShards(
             spec.declarations,
             spec.rule,
@@ -102,7 +109,7 @@ class ServerBucket:
             speculative=spec.speculative,
             counts_zeros=spec.counts_zeros,
         )
-        self._transfer = ShardTransfer(self._shards)
+        self._transfer = ShardTransfer(self._shards, self.parameters)
         members = spec.declarations[0].group
         assert isinstance(members, Sequence)
         self._members = list(members)
@@ -143,7 +150,7 @@ class ServerBucket:
     def push_step(self, step: Step) -> Started:
         """Start; the servers update as soon as they have the sum."""
         return self._transfer.push(
-            self._gradients(),
+            self._without_gaps(self._gradients()),
             lambda tensor, sent, landing: tensor.push_step(sent, landing, step),
             target=self._target(),
         )
@@ -179,6 +186,7 @@ class ServerBucket:
 
     def _push(self, attempt: Step | None, gradients: torch.Tensor) -> Started:
         self._tried = attempt
+        self._without_gaps(gradients)
         if attempt is None:
             return self._transfer.push(
                 gradients, lambda tensor, sent, _: tensor.push_norm(sent), lands=False
@@ -186,6 +194,11 @@ class ServerBucket:
         return self._transfer.push(
             gradients, lambda tensor, sent, landing: tensor.push_try(sent, landing, attempt)
         )
+
+    def _without_gaps(self, gradients: torch.Tensor) -> torch.Tensor:
+        if self._gaps:
+            torch._foreach_zero_([gradients[begin:end] for begin, end in self._gaps])
+        return gradients
 
     def forget_push(self) -> None:
         """If gradients were sent for a step that was not made, since they are computed anew: wait
@@ -196,6 +209,8 @@ class ServerBucket:
         if started is None:
             return
         self._transfer.end(started)
+        if self._shards.has_blocks:
+            feedback.drop()  # it is of gradients that are computed anew
         if self._tried is not None:
             self._shards.drop()
             return
@@ -274,9 +289,21 @@ class ServerBucket:
                 place.of(flat).copy_(values[place.parameter])
         self._shards.load(slot, flat)
 
+    @property
+    def held_slot(self) -> int:
+        """What servers keep that the model is to have: the parameters, or, where they send what is
+        added to the model's, what they know that it has."""
+        return self._shards.held_slot
+
+    def load_held(self) -> None:
+        """Where servers send what is added to the model's parameters: tell them what the model has,
+        after `load`. Called as `load_parameters`."""
+        if self.held_slot > 0:
+            self._shards.load(self.held_slot, self.parameters.float().cpu())
+
     def pull_parameters(self) -> None:
-        """The model has what servers keep."""
-        self.parameters.copy_(self.gather(0, 0, self.numel))
+        """The model has what servers know of it."""
+        self.parameters.copy_(self.gather(self.held_slot, 0, self.numel))
         write_encoded(self.places, self.parameters, self._codecs)
 
     @property

@@ -15,20 +15,38 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from byteps.torch import ops, session
+from byteps.torch import ops, session, wire
 from byteps.torch.bucketing import make_buckets
+from byteps.torch.feedback import feedback
 from byteps.torch.ranks import Group, ranks_of
 from byteps.torch.server_bucket import ServerBucket
 from byteps.torch.server_rule import rule_of
 from byteps.torch.session import BytePSError
 from byteps.torch.speculation import Speculation
 from byteps.torch.step_machine import StepMachine, clip_scale
+from byteps.torch.wire import WireType
 
 _logger = logging.getLogger(__name__)
 
 _live: weakref.WeakValueDictionary[tuple[int, str], ServerOptimizer] = weakref.WeakValueDictionary()
 """Those of this process that are in use, by job and name. All of them have this rank as a member,
 so that any two of one name have groups that overlap."""
+
+
+_HELD = "worker_param"
+"""In a saved state: what workers have of a parameter that comes down as differences."""
+
+
+def _blocks_of(wire_dtype: str | WireType | None) -> WireType | None:
+    if wire_dtype is None:
+        return None
+    form = wire.of(torch.float32, wire_dtype)
+    if not form.is_block:
+        raise ValueError(
+            f"wire_dtype of a ServerOptimizer is {wire_dtype}; it can be 'int8' or 'int4': without "
+            "it gradients and parameters travel in the type of the parameters"
+        )
+    return form
 
 
 class ServerOptimizer(torch.optim.Optimizer):
@@ -62,6 +80,11 @@ class ServerOptimizer(torch.optim.Optimizer):
             a step the gradients are 0. Servers keep the gradients of a step as well: 2 bytes a
             parameter of bf16, 4 of fp32. "wait": they come down when the norm is known.
         bucket_bytes: of each flat tensor, at most, but for one larger parameter.
+        wire_dtype: "int8" or "int4", or `byteps.torch.wire.int8(feedback=True)`: gradients travel
+            in blocks of so few bits, and parameters come down as differences to those that workers
+            have, in 8 bits. Servers remember what workers have. Parameters of fewer than two
+            dimensions, or of less than BYTEPS_KEEP_BF16_BYTES, travel in their own type. None: all
+            do.
 
     Raises:
         BytePSError: members disagree, or a server has too little memory: the text has the sizes.
@@ -79,11 +102,13 @@ class ServerOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         clip: str = "speculate",
         bucket_bytes: int = 256 << 20,
+        wire_dtype: str | WireType | None = None,
     ) -> None:
         if not name:
             raise ValueError("a ServerOptimizer needs a name, the same on all workers")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, not {max_norm}")
+        form = _blocks_of(wire_dtype)
         if optimizer.state:
             raise ValueError("the optimizer has made steps: give a new one, then load_state_dict")
         self._speculation = Speculation(clip, useful=max_norm is not None)
@@ -108,6 +133,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             average=average,
             most_bytes=bucket_bytes,
             speculative=self._speculation.is_on,
+            form=form,
         )
         self._buckets = [bucket for bucket, _ in made]
         self._gradients = [gradients for _, gradients in made]
@@ -200,6 +226,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         is_finite = math.isfinite(self.last_norm)
         self._machine.finish(scale=clip_scale(self.last_norm, self.max_norm), skip=not is_finite)
         self.skipped_steps += not is_finite
+        if not is_finite:
+            feedback.drop()  # it is of gradients that nobody wanted
         advice = self._speculation.advice()
         if advice is not None and self._is_lowest():
             _logger.warning("'%s': %s", self._name, advice)
@@ -232,8 +260,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         """The state in the format of the torch optimizer, read from the servers, on the CPU.
 
         torch's own optimizer can load it, and `load_state_dict` what torch's has saved. For bf16
-        parameters there is "master_param", the fp32 values, as well. Not collective: the rank that
-        saves calls it, while nobody is in `step`.
+        parameters there is "master_param", the fp32 values, as well. Where gradients travel in few
+        bits there is "worker_param" too: what workers have, to which the next step adds. What
+        rounding has lost of gradients is not saved: call `byteps.torch.feedback.feedback.drop` on
+        every worker, so that who goes on and who comes back make the same steps. Not collective:
+        the rank that saves calls it, while nobody is in `step`.
 
         Raises:
             BytePSError: a server is lost, or a step failed: servers may have different steps.
@@ -250,12 +281,16 @@ class ServerOptimizer(torch.optim.Optimizer):
             name: bucket.read(slot, 0, bucket.numel)
             for slot, name in enumerate(self._rule.slot_names)
         }
+        if bucket.held_slot > 0:
+            flat[_HELD] = bucket.read(bucket.held_slot, 0, bucket.numel)
         found = {}
         for place in bucket.places:
             state = {
                 name: place.of(values).clone()
                 for name, values in flat.items()
-                if name != "master_param" or place.parameter.dtype != torch.float32
+                if name != "master_param"
+                or place.parameter.dtype != torch.float32
+                or bucket.held_slot > 0
             }
             index = self._indices[place.parameter]
             found[index] = state | {"step": torch.tensor(float(self.steps))}
@@ -296,6 +331,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             if bucket.is_first:
                 self._load(bucket, state)
         self._pull_parameters()
+        feedback.drop()
         # Of SGD, torch saves no number of steps; it tells the first step from later ones alone.
         self._machine.end_load(int(max(counts, default=0.0)))
 
@@ -310,10 +346,17 @@ class ServerOptimizer(torch.optim.Optimizer):
                     values[parameter] = parameter.detach()
             if values:
                 bucket.load(slot, values)
+        held = {
+            parameter: state[self._indices[parameter]][_HELD].detach()
+            for _, parameter in bucket.places
+            if _HELD in state.get(self._indices[parameter], {})
+        }
+        if bucket.held_slot > 0 and len(held) == len(bucket.places):
+            bucket.load(bucket.held_slot, held)
 
     def _demand_same_shapes(self, state: dict[int, dict[str, Any]]) -> None:
         for parameter, index in self._indices.items():
-            for name in self._rule.slot_names:
+            for name in (*self._rule.slot_names, _HELD):
                 saved = state.get(index, {}).get(name)
                 if saved is not None and saved.shape != parameter.shape:
                     raise ValueError(

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from byteps.torch import wire
 from byteps.torch.declarations import TensorDeclaration
 from byteps.torch.pieces import Piece, Range
+from byteps.torch.server_blocks import ShardBlocks
 from byteps.torch.server_host import HostRanks
 from byteps.torch.server_rule import Rule, Segment, cut_segments
 from byteps.torch.server_tensor import ServerTensor
@@ -32,6 +34,8 @@ class Shard:
     """The elements of the piece."""
     own: Range
     """The elements that this rank sends; it may send zeros behind them."""
+    blocks: ShardBlocks | None = None
+    """Where gradients travel in blocks of few bits."""
     sent: torch.Tensor | None = None
     """The gradients as they travel. What comes down may overwrite them."""
 
@@ -53,8 +57,9 @@ class ServerShards:
         """Tell the servers.
 
         Args:
-            declarations: of what this rank sends, in the wire dtype: one for each of `pieces`, or
-                one of the whole tensor.
+            declarations: of what this rank sends, in the type in which parameters come down: one
+                for each of `pieces`, or one of the whole tensor. Where they name blocks of few
+                bits, gradients go up in these, and what is added to the parameters comes down.
             rule: how parameters are updated.
             segments: which elements belong to which group; they cover the tensor.
             pieces: as `whole_pieces` cuts the tensor for the ranks of `host`.
@@ -66,7 +71,9 @@ class ServerShards:
         """
         self.numel = segments[-1][0]
         self.host, self.dtype = host, declarations[0].dtype
-        """`dtype`: in which gradients and parameters travel."""
+        """`dtype`: in which parameters come down, and gradients go up if not in blocks."""
+        form = wire.of(self.dtype, declarations[0].wire_dtype)
+        self.has_blocks = form.is_block
         self.local = 0 if host is None else host.local
         """This rank's place among the ranks of its host that sum first."""
         self._device = torch.device(declarations[0].device)
@@ -80,7 +87,10 @@ class ServerShards:
             cut = cut_segments(segments, own, piece.length)
             tensor = ServerTensor(declaration, rule, cut, **servers)
             whole_piece = ranges[0][0], ranges[-1][1]
-            self.shards.append(Shard(piece=piece, tensor=tensor, whole=whole_piece, own=own))
+            shard = Shard(piece=piece, tensor=tensor, whole=whole_piece, own=own)
+            if form.is_block:
+                shard.blocks = ShardBlocks(declaration.name, piece.length, form, self._device)
+            self.shards.append(shard)
 
     @property
     def squares(self) -> list[float]:
@@ -107,6 +117,11 @@ class ServerShards:
         """See ServerTensor."""
         for shard in self.shards:
             shard.tensor.give_up()
+
+    @property
+    def held_slot(self) -> int:
+        """See ServerTensor."""
+        return self.shards[0].tensor.held_slot
 
     @property
     def own(self) -> list[Range]:

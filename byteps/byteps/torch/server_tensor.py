@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from byteps.torch import c_lib
+from byteps.torch import c_lib, wire
 from byteps.torch.declarations import TensorDeclaration, spec_of
 from byteps.torch.operations import start_update, wait_update
-from byteps.torch.server_rule import Rule, Segment, Step
-from byteps.torch.tensors import current_stream
+from byteps.torch.server_rule import Rule, Segment, Step, cut_segments
+from byteps.torch.tensors import DTYPES, current_stream
 
 _KEEP, _DROP = 1, 2
 """Verdicts of the protocol: what becomes of the step that was tried."""
@@ -18,8 +19,9 @@ _KEEP, _DROP = 1, 2
 class ServerTensor:
     """A flat tensor of parameters whose fp32 values and moments servers keep.
 
-    Gradients go up and parameters come down in the type that was declared. What is started is
-    ended by `wait`; until then its tensors stay as they are.
+    Gradients go up and parameters come down in the type that was declared. Gradients in blocks of
+    few bits are answered with blocks of `wire.int8()`: what is to be added to the parameters. What
+    is started is ended by `wait`; until then its tensors stay as they are.
     """
 
     def __init__(
@@ -46,9 +48,16 @@ class ServerTensor:
             BytePSError: a server refuses, or has too little memory.
         """
         self.numel = declaration.numel
+        form = wire.of(declaration.dtype, declaration.wire_dtype)
+        self.held_slot = len(rule.slot_names) if form.is_block else 0
+        """Of what servers know that workers hold, which may differ from the parameters (slot 0)."""
+        # Servers keep whole blocks, and round nothing that they add: feedback is the worker's.
+        self._padded = form.values * -(-self.numel // form.values)
+        declaration = replace(declaration, wire_dtype=replace(form, feedback=False))
         self._device = torch.device(declaration.device)
         self._tensor = c_lib.UpdatedTensor(
-            *(spec_of(declaration), rule.is_adamw, rule.groups, list(segments)),
+            *(spec_of(declaration), rule.is_adamw, rule.groups),
+            *(cut_segments(segments, (0, self.numel), self._padded), DTYPES[declaration.dtype]),
             *(in_order, speculative, counts_zeros),
         )
         self._sums = torch.empty(self._tensor.num_partitions(), 2, dtype=torch.float64)
@@ -123,8 +132,9 @@ class ServerTensor:
         return start_update(start, parameters)
 
     def load(self, slot: int, values: torch.Tensor) -> None:
-        """Put fp32 values, on the CPU, into a slot. Slot 0 comes first and zeroes the others."""
-        values = values.contiguous()
+        """Put fp32 values, on the CPU, into a slot. Slot 0 comes first, zeroes the others, and is
+        what workers hold until `held_slot` is loaded."""
+        values = torch.nn.functional.pad(values, (0, self._padded - self.numel)).contiguous()
         wait_update(start_update(lambda: self._tensor.load(slot, values.data_ptr()), values))
 
     def read(self, slot: int, begin: int = 0, end: int | None = None) -> torch.Tensor:

@@ -6,6 +6,9 @@ shards, and an all-gather inside the host gives every rank all parameters. The h
 gradients and parameters once, not once per rank.
 
 A rank that has its host for itself sends one shard, the whole.
+
+Gradients that travel in blocks of few bits are answered with blocks too: with what each rank adds
+to the parameters that it holds, once it waits for them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class Started:
 
     handles: list[int]
     landings: list[torch.Tensor]
-    """Where this rank's shards come down to; empty where nothing but norms does."""
+    """Where this rank's shards of the parameters are put; empty where nothing but norms comes
+    down."""
     target: torch.Tensor | None
     """Where all parameters are gathered; None: in the gradients' memory."""
 
@@ -47,8 +51,9 @@ class ShardTransfer:
     the same calls in the same order.
     """
 
-    def __init__(self, shards: ServerShards) -> None:
-        self._shards = shards
+    def __init__(self, shards: ServerShards, parameters: torch.Tensor) -> None:
+        """`parameters`: what this rank holds, flat."""
+        self._shards, self._parameters = shards, parameters
         self._gradients: torch.Tensor | None = None
         """That were pushed last."""
 
@@ -66,7 +71,8 @@ class ShardTransfer:
             gradients: flat; their memory is used.
             start: called for each shard.
             lands: whether parameters come down.
-            target: where to, flat, of the wire dtype; None: into the memory of `gradients`.
+            target: where to, flat, of the type in which they come; None: into the memory of
+                `gradients`.
         """
         self._gradients = gradients
         host = self._shards.host
@@ -78,11 +84,11 @@ class ShardTransfer:
                 gradients.div_(host.group.size)
             # One shard is in flight while the host sums the next.
             for shard in self._shards.shards:
-                shard.sent = self._summed(shard, gradients)
+                shard.sent = self._sent_of(shard, gradients)
                 landing = self._landing(shard, target)
                 if lands:
                     landings.append(landing)
-                handles.append(start(shard.tensor, shard.sent, landing))
+                handles.append(start(shard.tensor, shard.sent, _arriving(shard, landing)))
         return Started(handles=handles, landings=landings, target=target)
 
     def update(self, start: Restart, target: torch.Tensor | None) -> Started:
@@ -97,7 +103,7 @@ class ShardTransfer:
     def discard(self, start: Restart) -> None:
         """As `update`, and wait; but nobody wants the parameters, and the gradients' memory may
         hold others by now."""
-        self.end(self._update(start, None, lambda shard: torch.empty_like(_sent(shard))))
+        self.end(self._update(start, None, _spare))
 
     def _update(
         self,
@@ -109,33 +115,36 @@ class ShardTransfer:
         with self._shards.stream(self._gradients, joins=False):
             landings = [landing_of(shard) for shard in self._shards.shards]
             handles = [
-                start(shard.tensor, landing)
+                start(shard.tensor, _arriving(shard, landing))
                 for shard, landing in zip(self._shards.shards, landings, strict=True)
             ]
         return Started(handles=handles, landings=landings, target=target)
 
     def _landing(self, shard: Shard, target: torch.Tensor | None) -> torch.Tensor:
         """Where this rank's shard comes down to: in `target`, or where its gradients lay."""
-        if target is None:
+        if target is None and shard.blocks is None:
             return _sent(shard)
+        if target is None:
+            assert self._gradients is not None
+            short = self._short(shard, self._gradients)
+            place = self._place(shard, short)
+            return short.new_empty(shard.piece.length) if place is None else place
         if not shard.piece.is_in_place:
             return target.new_empty(shard.piece.length)
         begin, end = shard.own
         return target[begin:end]
 
-    def _summed(self, shard: Shard, gradients: torch.Tensor) -> torch.Tensor:
-        """What is sent: summed over the host, and in the wire dtype."""
+    def _sent_of(self, shard: Shard, gradients: torch.Tensor) -> torch.Tensor:
+        """What is sent: summed over the host, and as it travels."""
         host, dtype = self._shards.host, self._shards.dtype
         values = gradients if host is None else host.scatter(gradients, shard.piece)
+        if shard.blocks is not None:
+            return shard.blocks.encoded(values)
         if values.dtype == dtype:
             return values
-        # Where the shards of all ranks lie side by side once they are gathered.
-        place = self._shards.local * shard.piece.length
-        short = (
-            self._short(shard, gradients)[place : place + shard.piece.length]
-            if shard.piece.is_in_place
-            else values.view(dtype)[: values.numel()]
-        )
+        short = self._place(shard, self._short(shard, gradients))
+        if short is None:
+            short = values.view(dtype)[: values.numel()]
         # Each slice is read before its memory, or that of later ones, is written.
         for source, target in zip(
             values.split(_PACKED_AT_ONCE), short.split(_PACKED_AT_ONCE), strict=True
@@ -143,9 +152,17 @@ class ShardTransfer:
             target.copy_(source.to(dtype))
         return short
 
+    def _place(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor | None:
+        """Where this rank's shard lies in a whole piece, once those of all ranks lie side by side;
+        None where they do not."""
+        if not shard.piece.is_in_place:
+            return None
+        place = self._shards.local * shard.piece.length
+        return whole[place : place + shard.piece.length]
+
     def _short(self, shard: Shard, gradients: torch.Tensor) -> torch.Tensor:
-        """Memory for the whole piece, in the wire dtype: the first part of that of the piece's
-        gradients."""
+        """Memory for the whole piece, in the type in which parameters come: the first part of that
+        of the piece's gradients."""
         begin, end = shard.whole
         memory = gradients[begin:end].view(self._shards.dtype)
         return memory[: end - begin]
@@ -172,11 +189,18 @@ class ShardTransfer:
                 try:
                     self._shards.shards[index].tensor.wait(handle)
                     if gathers and failed is None:
+                        self._add_differences(started, index)
                         self._gather(started, index)
                 except RuntimeError as error:
                     failed = failed or error
         if failed is not None:
             raise failed
+
+    def _add_differences(self, started: Started, index: int) -> None:
+        shard = self._shards.shards[index]
+        if shard.blocks is not None:
+            begin, end = shard.own
+            shard.blocks.add_to(self._parameters[begin:end], started.landings[index])
 
     def _gather(self, started: Started, index: int) -> None:
         host, shard = self._shards.host, self._shards.shards[index]
@@ -194,6 +218,16 @@ class ShardTransfer:
         for shard in self._shards.shards:
             begin, end = shard.whole
             parameters[begin:end].copy_(self._short(shard, self._gradients))
+
+
+def _arriving(shard: Shard, landing: torch.Tensor) -> torch.Tensor:
+    """Where a shard comes down to that is put into `landing`."""
+    return landing if shard.blocks is None else shard.blocks.arriving
+
+
+def _spare(shard: Shard) -> torch.Tensor:
+    """Where a shard comes down to that nobody wants."""
+    return torch.empty_like(_sent(shard)) if shard.blocks is None else shard.blocks.arriving
 
 
 def _sent(shard: Shard) -> torch.Tensor:

@@ -198,14 +198,15 @@ void WorkerScript::Expect(const core::UpdateStep& step, int round) {
       sums[k] += InputOf(part_.incarnation, rank, kGradients, round, k);
     }
   }
-  expected_->Update(step, reinterpret_cast<char*>(sums.data()));
+  char* const at = reinterpret_cast<char*>(sums.data());
+  expected_->Update(step, at, at);
   ++steps_;
 }
 
 void WorkerScript::CheckParameters(const Values& values, int round, const char* what) {
   if (!surely_) return;
   Values wanted(plan_.parameters);
-  expected_->ReadParameters(reinterpret_cast<char*>(wanted.data()));
+  expected_->Stay(reinterpret_cast<char*>(wanted.data()));
   for (size_t k = 0; k < values.size(); ++k) {
     if (values[k] == wanted[k]) continue;
     wrong_ = "incarnation " + std::to_string(part_.incarnation) + ", " + what + " of round " +

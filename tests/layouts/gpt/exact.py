@@ -34,7 +34,7 @@ class ExactUpdates:
         self._optimizer, self._last = optimizer, steps
         self._buckets = [(b, group) for b, group in buckets if b.grad_data.numel()]
         self._made = 0
-        self._served = hasattr(self._buckets[0][0], "dpu_server_bucket") if self._buckets else False
+        self._served = any(hasattr(bucket, "dpu_server_buckets") for bucket, _ in self._buckets[:1])
         self._pushed: dict[int, torch.Tensor] = {}
         self._copies: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._twin = self._twin_of(optimizer.param_groups)
@@ -69,7 +69,7 @@ class ExactUpdates:
 
     def _watch(self, bucket: Any) -> None:
         """Note what this rank sends."""
-        served, wire = bucket.dpu_server_bucket, bucket.dpu_reduce_op.wire.memory
+        (served,), wire = bucket.dpu_server_buckets, bucket.dpu_reduce_op.wire.memory
 
         def noting(push: Callable[..., Any]) -> Callable[..., Any]:
             def pushed(*args: Any) -> Any:
@@ -141,6 +141,7 @@ class ExactUpdates:
                 yield parameter, getattr(parameter, "main_param", parameter).detach()
             return
         for bucket, _ in self._buckets:
-            for begin, parameter in bucket.dpu_server_bucket.places:
+            (served,) = bucket.dpu_server_buckets
+            for begin, parameter in served.places:
                 self.read_bytes += parameter.numel() * 4
-                yield parameter, bucket.dpu_server_bucket.read(0, begin, begin + parameter.numel())
+                yield parameter, served.read(0, begin, begin + parameter.numel())

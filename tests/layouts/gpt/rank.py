@@ -22,6 +22,7 @@ from megatron.training import training
 from . import encoders
 from .attention import allow_context_parallel
 from .exact import ExactUpdates
+from .exact_bits import ExactBits
 from .precision import allow_precision_aware_optimizer
 from .rows import Family
 from .seen import RankSeen, Step, Sum
@@ -42,7 +43,9 @@ class Witness:
         self._step = Step()
         self._locals: dict[int, torch.Tensor] = {}
         self.exact: ExactUpdates | None = None
+        self.exact_bits: ExactBits | None = None
         self._watches_updates = False
+        self._bits_per_host = 0
 
     def watch(self, *, sums: bool = True) -> None:
         """Look on where gradients are about to be summed, where they were, and at the log.
@@ -91,6 +94,10 @@ class Witness:
         """Make each update a second time, in fp64."""
         self._watches_updates = True
 
+    def watch_bits(self, per_host: int) -> None:
+        """Make each update by gradients in few bits a second time, to the bit."""
+        self._bits_per_host = per_host
+
     def _watch_setup(self) -> None:
         setup = training.setup_model_and_optimizer
         witness = self
@@ -99,12 +106,14 @@ class Witness:
         def set_up(*args: Any, **kwargs: Any) -> Any:
             found = setup(*args, **kwargs)
             witness.models.extend(found[0])
+            summed = [
+                (bucket, group)
+                for chunk in witness.models
+                for _, bucket, group, _ in _buckets(chunk)
+            ]
+            if witness._bits_per_host:
+                witness.exact_bits = ExactBits(found[1], summed, witness._bits_per_host)
             if witness._watches_updates:
-                summed = [
-                    (bucket, group)
-                    for chunk in witness.models
-                    for _, bucket, group, _ in _buckets(chunk)
-                ]
                 witness.exact = ExactUpdates(found[1], summed, training.get_args().train_iters)
             return found
 
@@ -132,7 +141,7 @@ class Witness:
                 size = result.numel() // owners.size()
                 offset = size * owners.rank()
                 result = result[offset : offset + size]
-            if hasattr(bucket, "dpu_server_bucket"):
+            if hasattr(bucket, "dpu_server_buckets"):
                 result = result[:0]  # the sum stays on the servers
             self._step.sums[f"chunk{number}/{name}"] = Sum(
                 members=tuple(dist.get_process_group_ranks(group)),
@@ -158,6 +167,7 @@ class Witness:
             pulled_bytes=_counted("byteps_worker_pulled_bytes_total")
             - (self.exact.read_bytes if self.exact else 0),
             update_error=(self.exact.error, self.exact.size) if self.exact else None,
+            inexact_updates=self.exact_bits.misses if self.exact_bits else None,
         )
 
 
@@ -229,6 +239,7 @@ def run(
     frozen: str = "",
     broken: Callable[[], None] | None = None,
     exact: bool = False,
+    bits_per_host: int = 0,
     packed: bool = False,
     graphed: bool = False,
     family: Family = "gpt",
@@ -237,8 +248,9 @@ def run(
 
     Parameters of a GPT with ``frozen`` in their names do not require gradients. ``broken`` is
     called before the witness looks, to break the reducer that it looks at. With ``exact`` each
-    update is held against one in fp64. With ``packed`` rows of tokens hold several documents. With
-    ``graphed`` sums are not looked at.
+    update is held against one in fp64; with ``bits_per_host`` against the bits of one by gradients
+    in few bits, with so many ranks on a host. With ``packed`` rows of tokens hold several
+    documents. With ``graphed`` sums are not looked at.
     """
     sys.argv = ["pretrain_dpu_gpt.py", *arguments]
     # On a GPU; what has no deterministic implementation is warned about, in the log.
@@ -260,6 +272,8 @@ def run(
     witness.watch(sums=not graphed)
     if exact:
         witness.watch_updates()
+    if bits_per_host:
+        witness.watch_bits(bits_per_host)
     if "--use-dpu-reduce" in arguments and sys.modules.get("byteps", True) is not None:
         witness.watch_byteps()
     config_of = pretrain_dpu_gpt.gpt_config_from_args

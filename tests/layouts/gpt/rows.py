@@ -1,152 +1,20 @@
-"""The layouts that are compared: how a model and its data are split, and what is added in what."""
+"""The layouts that are compared."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from .layout import BUCKET_ELEMENTS, MICRO_BATCH, SEQUENCE, STEPS, Dtype, Family, Layout
+from .server_rows import FEW_BITS
 
-from ..rows import Row
-
-Dtype = Literal["fp32", "bf16", "bf16-wire", "fp16-wire"]
-Family = Literal["gpt", "t5", "bert"]
-
-STEPS = 4
-SEQUENCE = 16
-MICRO_BATCH = 2
-BUCKET_ELEMENTS = 4000
-"""With overlap: small, so that each rank has several buckets in flight at once."""
-
-_DTYPES: dict[Dtype, tuple[str, ...]] = {
-    "fp32": (),
-    # Gradients are added up, and summed over ranks, in fp32.
-    "bf16": ("--bf16",),
-    # Gradients are summed over ranks in the half type.
-    "bf16-wire": ("--bf16", "--grad-reduce-in-bf16"),
-    "fp16-wire": ("--fp16", "--initial-loss-scale", "1024"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout(Row):
-    """A model, how it is trained, and how its gradients are summed."""
-
-    family: Family = "gpt"
-    per_host: int = 1
-    """Consecutive ranks that are taken to share a host; the last host may have fewer."""
-    route: str = "flat"
-    """Of the run through BytePS: ``--dpu-reduce-route``."""
-    vpp: int = 1
-    """Model chunks (virtual pipeline stages) on a rank."""
-    etp: int | None = None
-    """Tensor parallelism of the experts, where it differs from that of the rest."""
-    experts: int = 0
-    distributed_optimizer: bool = False
-    instances: int = 1
-    """Of the distributed optimizer: each holds the whole state, cut over its own ranks."""
-    overlap: bool = False
-    accumulation: int = 1
-    """Micro-batches a rank adds up before its gradients are summed."""
-    dtype: Dtype = "fp32"
-    wire: str = ""
-    """Type in which BytePS sends fp32 gradients; all-reduce sends them as they are."""
-    frozen: str = ""
-    """Parameters with this in their names are not trained."""
-    extra: tuple[str, ...] = ()
-    """Further arguments of Megatron."""
-    asks: tuple[str, ...] = ()
-    """Further arguments of the run through BytePS alone, which come to the same as the other one's
-    or could not be met there."""
-    packed: bool = False
-    """A row of tokens holds several documents, which do not see each other."""
-    coarse: bool = False
-    """Products are of fewer bits than parameters have (fp8, TF32) or many, so that a last bit of a
-    parameter weighs more in the next gradients."""
-    graphed: bool = False
-    """A CUDA graph replays whole steps, so that no sum is seen: losses, norms and parameters are
-    compared alone."""
-    servers: bool = False
-    """In the run through BytePS servers keep the optimizer; in the other one Megatron does."""
-    clip: str = ""
-    """How servers make steps that may be clipped: ``--dpu-optimizer-clip``."""
-    environment: tuple[tuple[str, str], ...] = ()
-    """Further variables of the ranks that sum through BytePS."""
-    refused: str = ""
-    """What the error says where ``--use-dpu-reduce`` refuses the layout."""
-
-    def byteps_arguments(self) -> list[str]:
-        """What is added for the run through BytePS."""
-        wire = ["--dpu-reduce-wire-dtype", self.wire] if self.wire else []
-        servers = ["--dpu-optimizer"] if self.servers else []
-        clip = ["--dpu-optimizer-clip", self.clip] if self.clip else []
-        further = [*wire, *servers, *clip, *self.asks]
-        return ["--use-dpu-reduce", "--dpu-reduce-route", self.route, *further]
-
-    @property
-    def has_few_bits(self) -> bool:
-        """Whether gradients travel in blocks of few bits."""
-        return self.wire in ("int8", "int4")
-
-    @property
-    def is_node_first(self) -> bool:
-        """Whether ranks of a host sum first where they can: with servers that update, that is what
-        ``auto`` means."""
-        return self.route == "node-first" or (self.servers and self.route == "auto")
-
-    @property
-    def is_held_against_fp64(self) -> bool:
-        """Whether each update is made in fp64 too: where ranks of a host sum first, what servers
-        get depends on the order in which they add; and a rank has no whole parameters in fp32 where
-        Megatron shards them, and another rule where Muon updates them."""
-        on_ranks = self.distributed_optimizer or "muon" in self.extra
-        return self.servers and not self.refused and self.per_host == 1 and not on_ranks
-
-    @property
-    def ranks_that_sum_first(self) -> int:
-        """Of each host, by torch.distributed, before servers sum over hosts."""
-        return self.per_host if self.is_node_first else 1
-
-    def megatron_arguments(self) -> list[str]:
-        """Of either backend; the flag that chooses BytePS is not among them."""
-        layers, length = str(max(2, self.pp * self.vpp)), str(SEQUENCE)
-        arguments = [
-            *("--hidden-size", "32", "--num-attention-heads", "2"),
-            *("--max-position-embeddings", length, "--micro-batch-size", str(MICRO_BATCH)),
-            *("--train-iters", str(STEPS), "--lr", "1e-2", "--split", "100,0,0"),
-            *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
-            *("--seed", "7", "--num-workers", "0"),
-            *_DTYPES[self.dtype],
-            *self.size_arguments(),
-        ]
-        if self.family == "t5":
-            arguments += ["--encoder-num-layers", layers, "--decoder-num-layers", layers]
-            arguments += [
-                "--encoder-seq-length",
-                length,
-                "--decoder-seq-length",
-                str(SEQUENCE // 2),
-            ]
-        else:
-            arguments += ["--num-layers", layers, "--seq-length", length]
-        if "--step-batch-size-schedule" not in self.extra:
-            batch = MICRO_BATCH * self.dp * self.accumulation
-            arguments += ["--global-batch-size", str(batch)]
-        if self.vpp > 1:
-            arguments += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
-        if self.experts:
-            arguments += ["--num-experts", str(self.experts)]
-            arguments += ["--moe-router-topk", "2", "--disable-bias-linear"]
-            if self.tp > 1:
-                arguments += ["--sequence-parallel"]
-        if self.etp is not None:
-            arguments += ["--expert-tensor-parallel-size", str(self.etp)]
-        if self.distributed_optimizer:
-            arguments += ["--use-distributed-optimizer"]
-        if self.instances > 1:
-            arguments += ["--num-distributed-optimizer-instances", str(self.instances)]
-        if self.overlap:
-            arguments += ["--overlap-grad-reduce", "--ddp-bucket-size", str(BUCKET_ELEMENTS)]
-        return [*arguments, *self.extra]
-
+__all__ = [
+    "BUCKET_ELEMENTS",
+    "LAYOUTS",
+    "MICRO_BATCH",
+    "SEQUENCE",
+    "STEPS",
+    "Dtype",
+    "Family",
+    "Layout",
+]
 
 _TOKENS = ("--calculate-per-token-loss",)
 _UNTIED = ("--untie-embeddings-and-output-weights",)
@@ -495,4 +363,5 @@ LAYOUTS: tuple[Layout, ...] = (
     # What cannot be served is refused, not trained wrongly.
     Layout(name="servers-lion", ranks=2, servers=True, extra=("--optimizer", "lion"),
            refused="--optimizer=lion"),
+    *FEW_BITS,
 )  # fmt: skip

@@ -42,6 +42,7 @@ def train(
     """
     arguments = [*platform.arguments, *layout.megatron_arguments(), *data]
     environment: dict[str, str] = {}
+    few: dict[str, str] = {}
     if through_byteps:
         arguments += layout.byteps_arguments()
         few = few_bits.ENVIRONMENT if layout.has_few_bits else {}
@@ -51,6 +52,7 @@ def train(
         "environment": environment,
         "frozen": layout.frozen,
         "exact": layout.is_held_against_fp64,
+        "bits_per_host": layout.per_host if few and layout.servers else 0,
         "packed": layout.packed,
         "graphed": layout.graphed,
         "family": layout.family,

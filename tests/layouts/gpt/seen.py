@@ -57,6 +57,9 @@ class RankSeen:
     pushed_bytes: int = 0
     """To servers, as the engine counts them, in the whole run."""
     pulled_bytes: int = 0
+    inexact_updates: list[str] | None = None
+    """With gradients in few bits and servers that update: where parameters are not the bits that
+    they have to be. None: nobody looked."""
     update_error: tuple[float, float] | None = None
     """Of the final fp32 parameters, sums of squares: of how far they are from those that updates in
     fp64 make of the same gradients, and of these."""

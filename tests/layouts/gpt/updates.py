@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from . import few_bits
 from .compare import (
     BYTES_TOLERANCE,
+    FEW_BITS_TOLERANCE,
+    WIRE_BYTES,
     begin_report,
     beside_of,
     check_first_step,
@@ -19,7 +22,7 @@ from .compare import (
 )
 from .outcome import Difference, Report
 from .rows import Layout
-from .seen import RankSeen
+from .seen import RankSeen, Sum
 
 # Largest relative difference of the final parameters, as one vector, and of a step's norm. Both
 # runs update in fp32. What differs is how a sum of gradients is rounded.
@@ -30,6 +33,10 @@ COARSE_TOLERANCE = 2e-3
 MUON_BF16_TOLERANCE = 5e-3
 """Megatron alone, with a learning rate that is off by 1e-7 of itself, is off by 2e-3 after the four
 steps: Muon makes all directions of a gradient alike, and so those that are rounding."""
+FEW_BITS = {"int8": 5e-2, "int4": 0.15}
+"""Of gradients that servers get in few bits: the first steps of Adam are as long for small
+gradients as for large ones, so that what rounding does to the small ones shows. What it does is
+known to the bit."""
 ALLOWED_ERROR = 1.1
 """Our updates' error over that of Megatron's own optimizer, which rounds other values."""
 _TIED = ("word_embeddings.weight", "output_layer.weight")
@@ -40,6 +47,8 @@ def tolerance(report: Report) -> float:
     layout = report.layout
     if "muon" in layout.extra and layout.dtype == "bf16":
         return MUON_BF16_TOLERANCE
+    if layout.has_few_bits:
+        return FEW_BITS[layout.wire]
     if layout.coarse:
         return COARSE_TOLERANCE
     if layout.dtype == "fp32":
@@ -71,6 +80,12 @@ def compare_updates(layout: Layout, ours: Sequence[RankSeen], theirs: Sequence[R
         report.misses.append(
             f"updates are off by {report.update.ours:.3g} from fp64, more than {allowed:.3g}"
         )
+    if layout.has_few_bits:
+        for rank, seen in enumerate(ours):
+            if seen.inexact_updates is None:
+                report.misses.append(f"rank {rank}: no update was made again")
+            for miss in seen.inexact_updates or ():
+                report.misses.append(f"rank {rank}, {miss}")
     report.misses += _zeros(ours, theirs)
     report.misses += _split(ours, theirs)
     report.misses += _bytes(layout, ours)
@@ -201,14 +216,38 @@ def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
             for name, total in step.sums.items():
                 size = 2 if layout.wire else total.local.element_size()
                 elements, first = float(total.local.numel()), total.members[:1]
+                apart = _apart(layout, total)
                 if _kind(name) in sum_first:
-                    elements /= len(beside_of(rank, total.members, layout))
+                    beside = len(beside_of(rank, total.members, layout))
+                    elements, apart = elements / beside, apart / beside
                     first = tuple(beside_of(first[0], total.members, layout))
                 kept = total.result.numel() == 0  # else ranks update, by the sum
-                moved["pushed"] += elements * size
-                moved["pulled"] += elements * size * (2 if kept and again[number] else 1)
+                up, down = elements * size, elements * size
+                if layout.has_few_bits:
+                    up = elements * WIRE_BYTES[layout.wire] + apart * _held_bytes(layout)
+                    down = elements * WIRE_BYTES["int8"] + apart * _held_bytes(layout)
+                moved["pushed"] += up
+                moved["pulled"] += down * (2 if kept and again[number] else 1)
                 if kept and number == 0 and rank in first:
-                    moved["pushed"] += elements * 4
+                    moved["pushed"] += (elements + apart) * 4
+        tolerance = FEW_BITS_TOLERANCE if layout.has_few_bits else BYTES_TOLERANCE
         for what, counted in (("pushed", seen.pushed_bytes), ("pulled", seen.pulled_bytes)):
-            if abs(counted - moved[what]) > BYTES_TOLERANCE * moved[what]:
+            if abs(counted - moved[what]) > tolerance * moved[what]:
                 yield f"rank {rank} {what} {counted} bytes, not {moved[what]:.0f}"
+
+
+def _apart(layout: Layout, total: Sum) -> float:
+    """Gradients of a bucket that keep their bits where others travel in few: those of small
+    parameters, and of copies on two stages."""
+    if not layout.has_few_bits:
+        return 0.0
+    tied = [
+        end - begin
+        for name, (begin, end) in total.places.items()
+        if layout.pp > 1 and name.endswith(_TIED)
+    ]
+    return few_bits.kept_bytes(total) / 2 + sum(tied)
+
+
+def _held_bytes(layout: Layout) -> int:
+    return 4 if layout.dtype == "fp32" else 2

@@ -38,6 +38,22 @@ def sums(job: Job) -> None:
     bps.shutdown()
 
 
+def by_chance(job: Job) -> None:
+    """Up or down, as the names, the rounds, the ranks and the places say."""
+    bps.init()
+    for label, form in FORMS.items():
+        for dtype, count in (("float32", 129), ("float32", 70_001), ("bfloat16", 1001)):
+            name = f"{label} {dtype} {count}"
+            with job.check(name):
+                want = Sums(form.name, job.size, feedback=form.feedback, chance=name)
+                for round_ in range(3):
+                    inputs = _inputs(job, count, name, round_, dtype)
+                    given = inputs[job.rank].clone()
+                    bps.push_pull_inplace(given, average=True, name=name, wire_dtype=form)
+                    assert torch.equal(given, want(inputs, average=True)), round_
+    bps.shutdown()
+
+
 def parts(job: Job) -> None:
     """Each rank wants a part, which begins and ends inside blocks; the rest stays as it is."""
     bps.init()

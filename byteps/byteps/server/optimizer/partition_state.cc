@@ -4,16 +4,32 @@
 #include <cstring>
 #include <new>
 
+#include "byteps/base/block_codec.h"
 #include "byteps/base/out_of_memory.h"
 
 namespace byteps {
 namespace core {
 
+namespace {
+
+// Values that are updated and encoded at a time, so that they stay in a core's cache: whole blocks.
+constexpr size_t kChunk = 64 * kBlockValues;
+
+// Where the block of a value, the first one of it, begins.
+char* DifferencesAt(char* blocks, size_t value) {
+  return blocks + value / kBlockValues * SizeOf(DType::kInt8x128);
+}
+
+}  // namespace
+
 PartitionState::PartitionState(const Declaration* declaration, uint64_t index)
     : declaration_(declaration),
       rule_(*declaration->rule),
-      size_(declaration->PartitionSize(index) / SizeOf(declaration->dtype)) {
-  const uint64_t first = index * declaration->partition_bytes / SizeOf(declaration->dtype);
+      has_blocks_(IsBlock(declaration->dtype)),
+      type_(has_blocks_ ? DType::kFloat32 : declaration->dtype),
+      size_(declaration->PartitionValues(index)),
+      answer_bytes_(AnswerBytes(declaration->dtype, declaration->PartitionSize(index))) {
+  const uint64_t first = ValuesIn(declaration->dtype, index * declaration->partition_bytes);
   uint64_t begin = 0;
   for (const auto& segment : rule_.segments) {
     const uint64_t from = std::max(begin, first);
@@ -33,12 +49,22 @@ std::string PartitionState::Load(uint32_t slot, const char* values) {
   const size_t slots = rule_.NumSlots();
   if (slot > 0 && !state_) return NotLoaded();
   if (!state_) {
-    state_.reset(new (std::nothrow) float[slots * size_]);
-    if (!state_) throw OutOfMemory(slots * size_ * sizeof(float));
+    const size_t held_bytes = has_blocks_ ? size_ * SizeOf(rule_.held) : 0;
+    std::unique_ptr<float[]> state(new (std::nothrow) float[slots * size_]);
+    if (held_bytes > 0) held_.reset(new (std::nothrow) char[held_bytes]);
+    if (!state || (held_bytes > 0 && !held_)) {
+      throw OutOfMemory(slots * size_ * sizeof(float) + held_bytes);
+    }
+    state_ = std::move(state);
+  }
+  if (slot == slots) {
+    LoadHeld(values);
+    return "";
   }
   memcpy(Slot(slot), values, size_ * sizeof(float));
   if (slot == 0) {
     std::fill(Slot(0) + size_, Slot(0) + slots * size_, 0.0f);
+    if (held_) LoadHeld(values);
     has_momentum_ = false;
   } else {
     has_momentum_ = true;
@@ -46,36 +72,67 @@ std::string PartitionState::Load(uint32_t slot, const char* values) {
   return "";
 }
 
+void PartitionState::LoadHeld(const char* values) {
+  float chunk[kChunk];  // aligned, as `values` may not be
+  for (size_t begin = 0; begin < size_; begin += kChunk) {
+    const size_t count = std::min(kChunk, size_ - begin);
+    memcpy(chunk, values + begin * sizeof(float), count * sizeof(float));
+    RoundParameters(rule_.held, Held(begin), chunk, count);
+  }
+}
+
+void PartitionState::ReadHeld(size_t offset, size_t bytes, char* values) const {
+  float chunk[kChunk];
+  const size_t first = offset / sizeof(float), count = bytes / sizeof(float);
+  for (size_t begin = 0; begin < count; begin += kChunk) {
+    const size_t some = std::min(kChunk, count - begin);
+    WidenParameters(rule_.held, Held(first + begin), chunk, some);
+    memcpy(values + begin * sizeof(float), chunk, some * sizeof(float));
+  }
+}
+
 std::string PartitionState::Read(uint32_t slot, size_t offset, size_t bytes, char* values) const {
   if (!state_) return NotLoaded();
-  // For nothing there may be no place.
-  if (bytes > 0) memcpy(values, reinterpret_cast<const char*>(Slot(slot)) + offset, bytes);
+  if (bytes == 0) return "";  // there may be no place for nothing
+  if (slot == rule_.NumSlots()) {
+    ReadHeld(offset, bytes, values);
+  } else {
+    memcpy(values, reinterpret_cast<const char*>(Slot(slot)) + offset, bytes);
+  }
   return "";
 }
 
 GradientSums PartitionState::SumsOf(const char* gradients) const {
-  const DType t = declaration_->dtype;
   GradientSums sums;
   for (const Run& run : runs_) {
-    const char* const at = gradients + run.begin * SizeOf(t);
+    const char* const at = gradients + run.begin * SizeOf(type_);
     const size_t n = run.end - run.begin;
     // 0 times what is no finite number is none either.
-    sums.squares += (run.counted ? 1.0 : 0.0) * SumOfSquares(t, at, n);
-    if (rule_.counts_zeros && run.counted) sums.zeros += static_cast<double>(CountZeros(t, at, n));
+    sums.squares += (run.counted ? 1.0 : 0.0) * SumOfSquares(type_, at, n);
+    if (rule_.counts_zeros && run.counted)
+      sums.zeros += static_cast<double>(CountZeros(type_, at, n));
   }
   return sums;
 }
 
-std::string PartitionState::ReadParameters(char* values) const {
+std::string PartitionState::Stay(char* answer) const {
   if (!state_) return NotLoaded();
-  RoundParameters(declaration_->dtype, values, Slot(0), size_);
+  if (has_blocks_) {
+    memset(answer, 0, answer_bytes_);
+  } else {
+    RoundParameters(type_, answer, Slot(0), size_);
+  }
   return "";
 }
 
 template <typename OfAdamW, typename OfSgd>
-void PartitionState::ForEachRun(const UpdateStep& step, OfAdamW adamw, OfSgd sgd) const {
+void PartitionState::ForEachRun(const UpdateStep& step, size_t begin, size_t end, OfAdamW adamw,
+                                OfSgd sgd) const {
   const float scale = static_cast<float>(step.grad_scale);
-  for (const Run& run : runs_) {
+  for (const Run& whole : runs_) {
+    if (whole.end <= begin || whole.begin >= end) continue;
+    const Run run = {std::max(whole.begin, begin), std::min(whole.end, end), whole.group,
+                     whole.counted};
     const UpdateRule::Group& group = rule_.groups[run.group];
     const UpdateStep::Rate& rate = step.rates[run.group];
     const size_t n = run.end - run.begin;
@@ -95,38 +152,66 @@ float* PartitionState::Momentum(const Run& run) const {
   return rule_.NumSlots() > 1 ? Slot(1) + run.begin : nullptr;
 }
 
-std::string PartitionState::Update(const UpdateStep& step, char* values) {
-  if (!state_) return NotLoaded();
-  const DType t = declaration_->dtype;
-  const auto at = [&](const Run& run) { return values + run.begin * SizeOf(t); };
+void PartitionState::UpdateSome(const UpdateStep& step, size_t begin, size_t end, char* gradients) {
+  const auto at = [&](const Run& run) { return gradients + (run.begin - begin) * SizeOf(type_); };
   ForEachRun(
-      step,
+      step, begin, end,
       [&](const Run& run, size_t n, const AdamWStep& numbers) {
-        UpdateAdamW(t, numbers, at(run), Slot(0) + run.begin, Slot(1) + run.begin,
+        UpdateAdamW(type_, numbers, at(run), Slot(0) + run.begin, Slot(1) + run.begin,
                     Slot(2) + run.begin, n);
       },
       [&](const Run& run, size_t n, const SgdStep& numbers) {
-        UpdateSgd(t, numbers, at(run), Slot(0) + run.begin, Momentum(run), n);
+        UpdateSgd(type_, numbers, at(run), Slot(0) + run.begin, Momentum(run), n);
       });
+}
+
+void PartitionState::PreviewSome(const UpdateStep& step, size_t begin, size_t end,
+                                 const char* gradients, char* parameters) const {
+  const auto from = [&](const Run& run) { return gradients + (run.begin - begin) * SizeOf(type_); };
+  const auto to = [&](const Run& run) { return parameters + (run.begin - begin) * SizeOf(type_); };
+  ForEachRun(
+      step, begin, end,
+      [&](const Run& run, size_t n, const AdamWStep& numbers) {
+        PreviewAdamW(type_, numbers, from(run), to(run), Slot(0) + run.begin, Slot(1) + run.begin,
+                     Slot(2) + run.begin, n);
+      },
+      [&](const Run& run, size_t n, const SgdStep& numbers) {
+        PreviewSgd(type_, numbers, from(run), to(run), Slot(0) + run.begin, Momentum(run), n);
+      });
+}
+
+std::string PartitionState::Update(const UpdateStep& step, char* gradients, char* answer) {
+  if (!state_) return NotLoaded();
+  if (!has_blocks_) {
+    UpdateSome(step, 0, size_, gradients);
+    if (answer != gradients) memcpy(answer, gradients, answer_bytes_);
+  } else {
+    for (size_t begin = 0; begin < size_; begin += kChunk) {
+      const size_t end = std::min(size_, begin + kChunk);
+      UpdateSome(step, begin, end, gradients + begin * sizeof(float));
+      EncodeDifferences(rule_.held, Slot(0) + begin, Held(begin), end - begin,
+                        DifferencesAt(answer, begin), Held(begin));
+    }
+  }
   has_momentum_ = true;
   return "";
 }
 
 std::string PartitionState::Preview(const UpdateStep& step, const char* gradients,
-                                    char* parameters) const {
+                                    char* answer) const {
   if (!state_) return NotLoaded();
-  const DType t = declaration_->dtype;
-  const auto from = [&](const Run& run) { return gradients + run.begin * SizeOf(t); };
-  const auto to = [&](const Run& run) { return parameters + run.begin * SizeOf(t); };
-  ForEachRun(
-      step,
-      [&](const Run& run, size_t n, const AdamWStep& numbers) {
-        PreviewAdamW(t, numbers, from(run), to(run), Slot(0) + run.begin, Slot(1) + run.begin,
-                     Slot(2) + run.begin, n);
-      },
-      [&](const Run& run, size_t n, const SgdStep& numbers) {
-        PreviewSgd(t, numbers, from(run), to(run), Slot(0) + run.begin, Momentum(run), n);
-      });
+  if (!has_blocks_) {
+    PreviewSome(step, 0, size_, gradients, answer);
+    return "";
+  }
+  float parameters[kChunk];
+  for (size_t begin = 0; begin < size_; begin += kChunk) {
+    const size_t end = std::min(size_, begin + kChunk);
+    PreviewSome(step, begin, end, gradients + begin * sizeof(float),
+                reinterpret_cast<char*>(parameters));
+    EncodeDifferences(rule_.held, parameters, Held(begin), end - begin,
+                      DifferencesAt(answer, begin), nullptr);
+  }
   return "";
 }
 

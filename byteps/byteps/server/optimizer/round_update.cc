@@ -39,9 +39,9 @@ std::string RoundUpdate::Complete(SharedBytes* sum, SharedBytes spare) {
     UpdateStep step;
     UpdateStep::Unpack(step_, &step);
     parameters_ = std::move(spare);
-    if (parameters_.empty()) {
+    if (parameters_.size() != state_->answer_bytes()) {
       PS_PROBE(kNoSpareMemory);
-      parameters_ = SharedBytes::New(sum->size());
+      parameters_ = SharedBytes::New(state_->answer_bytes());
     }
     const std::string error = state_->Preview(step, sum->data(), parameters_.data());
     if (!error.empty()) return error;
@@ -60,13 +60,17 @@ std::string RoundUpdate::MakeStep(SharedBytes* sum) {
   updated_ = true;
   const bool was_tried = !tried_.empty();
   if (was_tried) step.skip ? PS_PROBE(kStepDropped) : PS_PROBE(kStepMade);
-  if (step.skip) return state_->ReadParameters(sum->data());
+  // Differences are shorter than the gradients that they answer.
+  const bool in_place = sum->size() == state_->answer_bytes();
+  const SharedBytes gradients = *sum;
+  if (!in_place) *sum = SharedBytes::New(state_->answer_bytes());
+  if (step.skip) return state_->Stay(sum->data());
   if (was_tried && step_ != tried_) {
     PS_PROBE(kStepRedone);
     counters_->redone_partitions.Add();
   }
   counters_->updated_partitions.Add();
-  return state_->Update(step, sum->data());
+  return state_->Update(step, gradients.data(), sum->data());
 }
 
 std::string RoundUpdate::Decide(int rank, const std::string& step, SharedBytes* sum,

@@ -30,7 +30,7 @@ class RoundUpdate {
   bool keeps_memory() const { return op_ == kPushTry; }
 
   // The gradients are summed: does what they were pushed for.  After a PUSH_STEP `sum` has the
-  // parameters.  `spare`: memory of as many bytes, or none.
+  // parameters, or, of blocks, what is added to them.  `spare`: memory of as many bytes, or none.
   std::string Complete(SharedBytes* sum, SharedBytes spare);
   // The GradientSums that members wait for, from Complete on; empty after a PUSH_STEP.
   const SharedBytes& sums() const { return sums_; }

@@ -38,15 +38,17 @@ uint64_t AvailableInGroup(const char* limit_file, const char* used_file) {
 
 uint64_t StateBytes(const Declaration& declaration, int rank, int num_servers) {
   if (!declaration.rule) return 0;
-  uint64_t elements = 0;
+  uint64_t values = 0;
   for (uint64_t i = 0; i < declaration.NumPartitions(); ++i) {
     const int server =
         ServerOf(declaration.hash, declaration.Key(), declaration.placement, i, num_servers);
-    if (server == rank) elements += declaration.PartitionSize(i) / SizeOf(declaration.dtype);
+    if (server == rank) values += declaration.PartitionValues(i);
   }
   const UpdateRule& rule = *declaration.rule;
-  const uint64_t gradient = rule.speculative ? SizeOf(declaration.dtype) : 0;
-  return elements * (sizeof(float) * rule.NumSlots() + gradient);
+  const bool has_blocks = IsBlock(declaration.dtype);
+  const uint64_t held = has_blocks ? SizeOf(rule.held) : 0;
+  const uint64_t gradient = has_blocks ? sizeof(float) : SizeOf(declaration.dtype);
+  return values * (sizeof(float) * rule.NumSlots() + held + (rule.speculative ? gradient : 0));
 }
 
 uint64_t AvailableMemory() {

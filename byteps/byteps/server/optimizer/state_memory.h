@@ -11,8 +11,9 @@
 namespace byteps {
 namespace core {
 
-// Bytes that server `rank` of `num_servers` keeps of a tensor between steps: its state, and the
-// gradients of a step that was tried.  0 of one that is summed.
+// Bytes that server `rank` of `num_servers` keeps of a tensor between steps: its state, what
+// workers hold of it where they are sent differences, and the gradients of a step that was tried.
+// 0 of one that is summed.
 uint64_t StateBytes(const Declaration& declaration, int rank, int num_servers);
 
 // Bytes that this process may still take: what the machine has available, or less where its

@@ -155,6 +155,12 @@ BYTEPS_INLINE inline void RoundLoop(void* __restrict values, const float* __rest
   for (size_t i = 0; i < n; ++i) E::Put(values, i, master[i]);
 }
 
+template <typename E>
+BYTEPS_INLINE inline void WidenLoop(const void* __restrict values, float* __restrict wide,
+                                    size_t n) {
+  for (size_t i = 0; i < n; ++i) wide[i] = E::Get(values, i);
+}
+
 // Partial sums that are added side by side: of no width that the CPU decides.
 constexpr size_t kLanes = 16;
 
@@ -212,6 +218,9 @@ BYTEPS_INLINE inline uint64_t ZerosLoop(const void* values, size_t n) {
   BYTEPS_MULTIVERSION void Round##E(void* values, const float* master, size_t n) {                 \
     RoundLoop<E>(values, master, n);                                                               \
   }                                                                                                \
+  BYTEPS_MULTIVERSION void Widen##E(const void* values, float* wide, size_t n) {                   \
+    WidenLoop<E>(values, wide, n);                                                                 \
+  }                                                                                                \
   BYTEPS_MULTIVERSION double Squares##E(const void* values, size_t n) {                            \
     return SquaresLoop<E>(values, n);                                                              \
   }                                                                                                \
@@ -268,6 +277,10 @@ void PreviewSgd(DType t, const SgdStep& step, const void* gradients, void* param
 
 void RoundParameters(DType t, void* values, const float* master, size_t n) {
   BYTEPS_OF_TYPE(t, Round, values, master, n);
+}
+
+void WidenParameters(DType t, const void* values, float* wide, size_t n) {
+  BYTEPS_OF_TYPE(t, Widen, values, wide, n);
 }
 
 double SumOfSquares(DType t, const void* values, size_t n) {

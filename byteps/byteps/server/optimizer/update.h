@@ -54,6 +54,8 @@ void PreviewSgd(DType t, const SgdStep& step, const void* gradients, void* param
 
 // values[i] = master[i], rounded to type t.
 void RoundParameters(DType t, void* values, const float* master, size_t n);
+// wide[i] = values[i], of type t.
+void WidenParameters(DType t, const void* values, float* wide, size_t n);
 
 // The sum of the squares of n values of type t, in fp64, added in an order that depends on n
 // alone.

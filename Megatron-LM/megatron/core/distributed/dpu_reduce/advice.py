@@ -23,7 +23,6 @@ ENOUGH = 1.03
 """A shorter change of arguments is advised if its time is within this factor of the best."""
 
 USE, WIRE_FLAG = "--use-dpu-reduce", "--dpu-reduce-wire-dtype"
-WIRE = f"{WIRE_FLAG} bf16"
 FEW_BITS_SHOWN = "int8"
 """Is compared in any job, and advised in none: it loses bits of gradients."""
 INSTANCES, OPTIMIZER = "--num-distributed-optimizer-instances", "--dpu-optimizer"
@@ -135,16 +134,15 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
     """
     plain = replace(training, updated=False, wire_bytes=None)
     ways = [_way(plain, network, (), bytepslib.routes.COLLECTIVE)]
-    fp32 = training.gradient_bytes > 2
     ways += _through_servers(plain, network, training.wire_bytes)
     if (hosts := _instances(training)) is not None:
         local = replace(plain, instances=hosts)
         ways += _through_servers(local, network, training.wire_bytes, f"{INSTANCES} {hosts}")
     kept = replace(plain, updated=True, sharded=False, instances=1, by_layer=plain.sharded)
-    for wire, flags in ((None, (USE, OPTIMIZER)), (2, (USE, OPTIMIZER, WIRE))):
-        if wire is None or fp32:
-            way = _way(replace(kept, wire_bytes=wire), network, flags)
-            ways.append(replace(way, refused=optimizer_refused))
+    ways += [
+        replace(way, refused=optimizer_refused)
+        for way in _through_servers(kept, network, training.wire_bytes, OPTIMIZER)
+    ]
     first = ways[0].seconds
     ways = [replace(way, gain=first / way.seconds if way.seconds else 1.0) for way in ways]
     possible = [way for way in ways if not way.refused and not way.loses]
@@ -164,14 +162,20 @@ def advise(training: Training, network: Network, optimizer_refused: str = "") ->
 def _through_servers(
     plain: Training, network: Network, has: float | None, *flags: str
 ) -> list[Way]:
-    """As gradients are reduced, in bf16 where that is less, and in few bits."""
+    """As gradients are reduced, in bf16 where that is less, and in few bits.
+
+    Where servers update by few bits, parameters come down as differences in 8 bits.
+    """
     shown = {None, 2, wire_bytes(FEW_BITS_SHOWN), has}
     ways = []
     for nbytes in sorted(shown, key=lambda one: -(one or plain.gradient_bytes)):
         if nbytes is not None and nbytes >= plain.gradient_bytes:
             continue
         wire = () if nbytes is None else (_wire_flag(nbytes),)
-        way = _way(replace(plain, wire_bytes=nbytes), network, (USE, *wire, *flags))
+        busier = nbytes
+        if plain.updated and nbytes is not None and nbytes < 2:
+            busier = max(nbytes, wire_bytes("int8") or 0)
+        way = _way(replace(plain, wire_bytes=busier), network, (USE, *wire, *flags))
         ways.append(replace(way, loses=nbytes is not None and nbytes < 2 and nbytes != has))
     return ways
 

@@ -40,7 +40,7 @@ class BucketOp:
     wire: WireType
     """In which the gradients travel; that of the bucket, unless another was asked for."""
     kept: Kept | None = None
-    """Of gradients in blocks of few bits: those that travel as bf16."""
+    """Of gradients in blocks of few bits: those that travel in 16 bits."""
     route: str
     """``collective``, ``flat`` or ``node-first``; the same for all buckets of a bucket group."""
     updated: bool = False
@@ -63,13 +63,17 @@ def wire_of(
     """The type in which gradients travel.
 
     bf16 is for fp32: of a half type it would keep no more. With the optimizer on the servers,
-    parameters come down in it, so that fp32 ones do not use it.
+    parameters come down in it, so that fp32 ones do not use it. Of blocks they come down as
+    differences.
     """
     wire, name = bytepslib.wire, ddp_config.dpu_reduce_wire_dtype
-    if name is None or (ddp_config.dpu_optimizer and param_dtype == torch.float32):
+    if name is None:
         return wire.of(grad_dtype)
     asked = wire.NAMES[name]
-    if not asked.is_block and grad_dtype != torch.float32:
+    keeps = grad_dtype != torch.float32 or (
+        ddp_config.dpu_optimizer and param_dtype == torch.float32
+    )
+    if not asked.is_block and keeps:
         return wire.of(grad_dtype)
     if asked.is_block and ddp_config.dpu_reduce_feedback != "auto":
         asked = replace(asked, feedback=ddp_config.dpu_reduce_feedback == "on")
@@ -77,6 +81,10 @@ def wire_of(
 
 
 def wire_bytes(bucket: _ParamAndGradBucket, config: DistributedDataParallelConfig) -> int:
-    """Bytes of a bucket as it travels."""
-    param_dtype = next(iter(bucket.params_list)).dtype
-    return wire_of(param_dtype, bucket.grad_data.dtype, config).nbytes(bucket.grad_data.numel())
+    """Bytes of a bucket as it travels, in the busier direction: parameters that servers update come
+    down as differences in 8 bits where gradients go up in 4."""
+    param_dtype, elements = next(iter(bucket.params_list)).dtype, bucket.grad_data.numel()
+    wire = wire_of(param_dtype, bucket.grad_data.dtype, config)
+    if config.dpu_optimizer and wire.is_block:
+        return max(wire.nbytes(elements), bytepslib.wire.int8().nbytes(elements))
+    return wire.nbytes(elements)

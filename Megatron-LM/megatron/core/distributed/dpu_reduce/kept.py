@@ -19,6 +19,7 @@ from . import bytepslib
 if TYPE_CHECKING:
     from byteps.torch import TensorDeclaration
 
+    from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
     from ..param_and_grad_buffer import _ParamAndGradBucket
     from .bucket_op import BucketOp
@@ -32,15 +33,30 @@ class Kept:
 
     ranges: tuple[tuple[int, int], ...]
     """First element in the bucket, and last plus one."""
+    parameters: tuple[torch.nn.Parameter, ...]
+    """Whose gradients these are, in their order."""
+
+    itemsize: int = 2
+    """Bytes of one of them as it travels."""
 
     @property
     def numel(self) -> int:
         return sum(end - begin for begin, end in self.ranges)
 
+    @property
+    def nbytes(self) -> int:
+        """As they travel."""
+        return self.numel * self.itemsize
+
+    @staticmethod
+    def name_of(op: BucketOp) -> str:
+        """Under which they are summed."""
+        return f"{op.name}/kept"
+
     def declaration(self, op: BucketOp, grads: torch.Tensor, *, average: bool) -> TensorDeclaration:
         """What servers are told."""
         return bytepslib.byteps.TensorDeclaration(
-            name=_name(op),
+            name=self.name_of(op),
             dtype=grads.dtype,
             numel=self.numel,
             average=average,
@@ -53,7 +69,7 @@ class Kept:
     def bytes_per_server(self, op: BucketOp) -> list[int]:
         """That a rank pushes, in the order of the servers' ranks."""
         return bytepslib.byteps.bytes_per_server(
-            2 * self.numel, name=_name(op), group=op.group, placement=op.placement
+            self.nbytes, name=self.name_of(op), group=op.group, placement=op.placement
         )
 
     def start(self, op: BucketOp, grads: torch.Tensor, *, average: bool) -> _PendingKept:
@@ -64,7 +80,7 @@ class Kept:
         handle = bytepslib.byteps.push_pull_async_inplace(
             values,
             average=average,
-            name=_name(op),
+            name=self.name_of(op),
             placement=op.placement,
             group=op.group,
             wire_dtype=_wire(grads),
@@ -96,21 +112,25 @@ def kept_of(
     bucket: _ParamAndGradBucket,
     names: dict[torch.nn.Parameter, str],
     config: DistributedDataParallelConfig,
+    model: TransformerConfig | None = None,
 ) -> Kept | None:
     """What of a bucket travels as bf16; None: nothing does.
 
     Args:
         names: of the model's parameters.
         config: its `dpu_reduce_keep_bf16` names more than what is always kept.
+        model: where servers update: of the model, whose copied parameters are kept.
     """
     patterns = [re.compile(pattern) for pattern in config.dpu_reduce_keep_bf16 or ()]
     least = int(bytepslib.figures.setting("BYTEPS_KEEP_BF16_BYTES"))
     ranges: list[tuple[int, int]] = []
+    kept: list[tuple[int, torch.nn.Parameter]] = []
     for parameter, (begin, end) in bucket.param_to_index.items():
         name, nbytes = names.get(parameter, ""), (end - begin) * bucket.grad_data.itemsize
         named = _ROUTER.search(name) or any(pattern.search(name) for pattern in patterns)
-        if parameter.dim() < 2 or nbytes < least or named:
+        if parameter.dim() < 2 or nbytes < least or named or is_copied(parameter, model):
             ranges.append((begin, end))
+            kept.append((begin, parameter))
     if not ranges:
         return None
     merged: list[tuple[int, int]] = []
@@ -119,11 +139,27 @@ def kept_of(
             merged[-1] = (merged[-1][0], end)
         else:
             merged.append((begin, end))
-    return Kept(tuple(merged))
+    kept.sort(key=lambda one: one[0])
+    return Kept(tuple(merged), tuple(parameter for _, parameter in kept))
 
 
-def _name(op: BucketOp) -> str:
-    return f"{op.name}/kept"
+def is_copied(parameter: torch.nn.Parameter, config: TransformerConfig | None) -> bool:
+    """Whether tensor-parallel ranks or stages of the pipeline have copies of a parameter.
+
+    Where servers update, copies are updated apart, by the same gradients. In a block with others,
+    which differ, they would be rounded differently, and would not stay the same.
+    """
+    if config is None:
+        return False
+    tp = config.tensor_model_parallel_size
+    if not getattr(parameter, "allreduce", True):  # an expert's
+        tp = getattr(config, "expert_tensor_parallel_size", None) or tp
+    if tp > 1 and not getattr(parameter, "tensor_model_parallel", False):
+        return True
+    marks = ("shared_embedding", "shared", "pipeline_parallel")
+    return config.pipeline_model_parallel_size > 1 and any(
+        getattr(parameter, mark, False) for mark in marks
+    )
 
 
 def _wire(grads: torch.Tensor) -> torch.dtype:

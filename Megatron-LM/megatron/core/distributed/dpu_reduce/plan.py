@@ -34,6 +34,7 @@ from .sums import goes_through_servers
 if TYPE_CHECKING:
     from byteps.torch.routes import Decision
 
+    from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel import DistributedDataParallel
     from ..param_and_grad_buffer import (
         _ParamAndGradBucket,
@@ -92,6 +93,7 @@ def register(ddp: DistributedDataParallel) -> None:
                 model=model,
                 chunk=chunk,
                 names=parameters,
+                config=ddp.config,
             )
             alike[dtypes] += 1
 
@@ -106,7 +108,7 @@ def register(ddp: DistributedDataParallel) -> None:
     summed = [bucket for bucket in buckets if not bucket.dpu_reduce_op.updated]
     declared.declare(summed, ddp.ddp_config)
     if parameters and chunk == 0 and torch.distributed.get_rank() == 0:
-        decisions.print_once(table.types(summed))
+        decisions.print_once(table.types(buckets))
     through = [
         bucket for bucket in buckets if bucket.dpu_reduce_op.route != bytepslib.routes.COLLECTIVE
     ]
@@ -156,6 +158,7 @@ def _register_buffer(
     model: int,
     chunk: int,
     names: dict[torch.nn.Parameter, str],
+    config: TransformerConfig,
 ) -> None:
     ranks, owners = job.ranks_of(group), job.own_ranks_of(buffer.data_parallel_group)
     instances = buffer.ddp_config.num_distributed_optimizer_instances * replicas.count()
@@ -185,7 +188,10 @@ def _register_buffer(
             updated=matrices.are_updated([bucket], buffer.ddp_config),
         )
         if wire.is_block and op.route != bytepslib.routes.COLLECTIVE:
-            op = replace(op, kept=kept_of(bucket, names, buffer.ddp_config))
+            kept = kept_of(bucket, names, buffer.ddp_config, config if op.updated else None)
+            if op.updated and kept is not None:  # parameters come down in their own type
+                kept = replace(kept, itemsize=buffer.param_dtype.itemsize)
+            op = replace(op, kept=kept)
         bucket.dpu_reduce_op = _placed(op, bucket, buffer, group)
 
 

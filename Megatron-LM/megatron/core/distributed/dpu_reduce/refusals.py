@@ -209,12 +209,7 @@ def _check_optimizer(source: object) -> None:
             "torch_dist. Use that, or --no-save-optim and --no-load-optim."
         )
     wire = getattr(source, "dpu_reduce_wire_dtype", None)
-    if wire in FEW_BITS:
-        raise ValueError(
-            f"--dpu-optimizer does not work with --dpu-reduce-wire-dtype={wire}: parameters come "
-            "down in that type too, and would lose bits. Use bf16, or drop one of the two."
-        )
-    if wire is not None and getattr(source, "bf16", True) is False:
+    if wire == "bf16" and getattr(source, "bf16", True) is False:
         raise ValueError(
             f"--dpu-optimizer does not work with --dpu-reduce-wire-dtype={wire} without --bf16: "
             "parameters travel in that type too, and those of this model are fp32"

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +15,16 @@ from . import bytepslib, job, quantized
 from .sums import GradSyncHandle
 
 if TYPE_CHECKING:
+    from byteps.torch.flat import Place
     from byteps.torch.gradient_check import GradientCheck
     from byteps.torch.server_bucket import BucketSpec, ServerBucket
     from byteps.torch.server_rule import Rule
+    from byteps.torch.wire import WireType
 
     from ..distributed_data_parallel import DistributedDataParallel
     from ..param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
     from .bucket_op import BucketOp
+    from .kept import Kept
 
 _CHANGED = (
     "something sums or scales them after the backward pass that dpu_reduce/summed_later.py does "
@@ -29,7 +33,7 @@ _CHANGED = (
 )
 
 
-def make_server_bucket(
+def make_server_buckets(
     bucket: _ParamAndGradBucket,
     *,
     average: bool,
@@ -40,8 +44,11 @@ def make_server_bucket(
     speculative: bool,
     counts_zeros: bool,
     checked: Mapping[torch.Tensor, str] | None = None,
-) -> ServerBucket:
+) -> list[ServerBucket]:
     """Lay the bucket's parameters side by side, as its gradients are, and tell the servers.
+
+    Where gradients travel in blocks of few bits, those that do not are a bucket of their own, which
+    comes first: it takes their gradients out of the others' memory as it sends them.
 
     Args:
         bucket: with its ``dpu_reduce_op``. Its gradient data may be moved later on, but not be of
@@ -60,49 +67,115 @@ def make_server_bucket(
         byteps.torch.BytePSError: a server refuses, or has too little memory.
         ValueError: a parameter is several in one, and quantized.
     """
-    begins = {parameter: begin for parameter, (begin, _) in bucket.param_to_index.items()}
-    places = sorted(
-        (bytepslib.flat.Place(begins[parameter], parameter) for parameter in bucket.params_list),
-        key=lambda place: place.begin,
-    )
-    check: GradientCheck | None = None
-    if checked is not None:
-        check = bytepslib.gradient_check.GradientCheck(places, checked, _CHANGED)
-    spec = replace(
-        _spec(bucket, rule, average=average, in_order=in_order),
-        speculative=speculative,
-        counts_zeros=counts_zeros,
-    )
-    return bytepslib.server_bucket.ServerBucket(
-        places,
-        lambda: bucket.grad_data,
-        spec,
-        group_of=group_of,
-        counts=counts,
-        check=check,
-        codecs=quantized.codecs_of(bucket.params_list),
-    )
-
-
-def _spec(bucket: _ParamAndGradBucket, rule: Rule, *, average: bool, in_order: bool) -> BucketSpec:
-    """What this rank sends of a bucket."""
     op: BucketOp = bucket.dpu_reduce_op
-    rank, grads, sums = job.rank(), bucket.grad_data, op.node_whole
+    kept = () if op.kept is None else op.kept.parameters
+    begins = {parameter: begin for parameter, (begin, _) in bucket.param_to_index.items()}
+    others = [parameter for parameter in bucket.params_list if parameter not in set(kept)]
+    specs = _specs(bucket, rule, average=average, in_order=in_order)
+    place, made = bytepslib.flat.Place, []
+    for spec, places, gradients in (
+        (specs.kept, _laid(kept), lambda: _taken_out(bucket)),
+        (
+            specs.others,
+            sorted((place(begins[p], p) for p in others), key=lambda one: one.begin),
+            lambda: bucket.grad_data,
+        ),
+    ):
+        if not places:
+            continue
+        check: GradientCheck | None = None
+        if checked is not None:
+            check = bytepslib.gradient_check.GradientCheck(places, checked, _CHANGED)
+        made.append(
+            bytepslib.server_bucket.ServerBucket(
+                places,
+                gradients,
+                replace(spec, speculative=speculative, counts_zeros=counts_zeros),
+                group_of=group_of,
+                counts=counts,
+                check=check,
+                codecs=quantized.codecs_of([place.parameter for place in places]),
+            )
+        )
+    return made
+
+
+def _laid(parameters: Sequence[torch.nn.Parameter]) -> list[Place]:
+    """Side by side, without gaps."""
+    places: list[Place] = []
+    for parameter in parameters:
+        begin = places[-1].end if places else 0
+        places.append(bytepslib.flat.Place(begin, parameter))
+    return places
+
+
+def _taken_out(bucket: _ParamAndGradBucket) -> torch.Tensor:
+    """The gradients of a bucket that do not travel in few bits, side by side."""
+    kept: Kept = bucket.dpu_reduce_op.kept
+    return torch.cat([bucket.grad_data[begin:end] for begin, end in kept.ranges])
+
+
+@dataclass(frozen=True)
+class _Specs:
+    """What this rank sends of a bucket: in few bits or all of it, and what is kept out of that."""
+
+    others: BucketSpec
+    kept: BucketSpec
+
+
+def _specs(bucket: _ParamAndGradBucket, rule: Rule, *, average: bool, in_order: bool) -> _Specs:
+    op: BucketOp = bucket.dpu_reduce_op
+    grads, param_dtype = bucket.grad_data, next(iter(bucket.params_list)).dtype
+    make = functools.partial(_spec, op, grads, rule, average=average, in_order=in_order)
+    if not op.wire.is_block:
+        spec = make(op.name, grads.numel(), op.wire.memory, None)
+        return _Specs(spec, spec)
+    few = make(op.name, grads.numel(), param_dtype, op.wire)
+    if op.kept is None:
+        return _Specs(few, few)
+    return _Specs(
+        replace(few, gaps=op.kept.ranges),
+        make(op.kept.name_of(op), op.kept.numel, param_dtype, None),
+    )
+
+
+def _spec(
+    op: BucketOp,
+    grads: torch.Tensor,
+    rule: Rule,
+    name: str,
+    numel: int,
+    dtype: torch.dtype,
+    wire: WireType | None,
+    *,
+    average: bool,
+    in_order: bool,
+) -> BucketSpec:
+    """What this rank sends of `numel` gradients, which are some or all of `grads`.
+
+    Args:
+        dtype: in which parameters come down, and gradients go up unless as `wire`.
+    """
+    rank, sums = job.rank(), op.node_whole
     made = bytepslib.server_bucket.BucketSpec
     if sums is None:
         whole = bytepslib.byteps.TensorDeclaration(
-            name=op.name,
-            dtype=op.wire.memory,
-            numel=grads.numel(),
+            name=name,
+            dtype=dtype,
+            numel=numel,
             average=average,
             group=list(op.group),
             placement=op.placement,
+            wire_dtype=wire,
             device=grads.device,
         )
         return made(declarations=[whole], rule=rule, in_order=in_order)
+    if name != op.name:  # of few elements, in one piece
+        pieces = bytepslib.pieces.whole_pieces(numel, sums.node.size, 1)
+        sums = replace(sums, name=name, pieces=tuple(pieces), wire_dtype=None)
     return made(
         declarations=[
-            replace(one, dtype=op.wire.memory, wire_dtype=None)
+            replace(one, dtype=dtype, wire_dtype=wire)
             for one in sums.declarations(rank, grads.dtype, grads.device)
         ],
         rule=rule,
@@ -141,7 +214,8 @@ def start_update(bucket_group: _ParamAndGradBucketGroup) -> GradSyncHandle | Non
         return None
     for bucket in bucket_group.buckets:
         if bucket.grad_data.numel() > 0:
-            bucket.dpu_optimizer.bucket_is_ready(bucket.dpu_server_bucket)
+            for one in bucket.dpu_server_buckets:
+                bucket.dpu_optimizer.bucket_is_ready(one)
     return GradSyncHandle([])
 
 
@@ -153,15 +227,14 @@ def forget_pushes(ddp: DistributedDataParallel) -> None:
     """
     for buffer in ddp.buffers + ddp.expert_parallel_buffers:
         for bucket in buffer.buckets:
-            server_bucket = getattr(bucket, "dpu_server_bucket", None)
-            if server_bucket is not None:
+            for server_bucket in getattr(bucket, "dpu_server_buckets", ()):
                 server_bucket.forget_push()
 
 
 def _demand_optimizer(bucket_group: _ParamAndGradBucketGroup) -> None:
     """Nobody would sum the gradients of a bucket that no optimizer has taken."""
     for bucket in bucket_group.buckets:
-        if bucket.grad_data.numel() > 0 and not hasattr(bucket, "dpu_server_bucket"):
+        if bucket.grad_data.numel() > 0 and not hasattr(bucket, "dpu_server_buckets"):
             raise RuntimeError(
                 "--dpu-optimizer: a model was wrapped for it, but its optimizer was not made by "
                 "get_megatron_optimizer()"

@@ -33,7 +33,7 @@ from ...tensor_parallel import param_is_not_tensor_parallel_duplicate
 from ...transformer.module import param_is_not_shared
 from ...utils import get_model_config, log_single_rank
 from . import bytepslib, server_checkpoint, server_routes
-from .server_buckets import make_server_bucket
+from .server_buckets import make_server_buckets
 from .server_norms import Norms, norm_group_of, norms_of
 from .summed_later import SummedLater
 
@@ -161,7 +161,7 @@ class ServerOptimizer(MegatronOptimizer):
         buffers: Sequence[_ParamAndGradBuffer],
         summed_later: SummedLater,
     ) -> list[ServerBucket]:
-        """Tell the servers of the buckets of a model chunk, which then have a ``dpu_server_bucket``
+        """Tell the servers of the buckets of a model chunk, which then have ``dpu_server_buckets``
         and this optimizer."""
         # Copies of a parameter, whose gradients are the same, have to stay the same to the bit.
         has_copies = any(
@@ -176,7 +176,7 @@ class ServerOptimizer(MegatronOptimizer):
         for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
             if bucket.grad_data.numel() == 0 or not bucket.dpu_reduce_op.updated:
                 continue
-            mine = make_server_bucket(
+            mine = make_server_buckets(
                 bucket,
                 average=chunk.ddp_config.average_in_collective,
                 rule=self._rule,
@@ -187,12 +187,12 @@ class ServerOptimizer(MegatronOptimizer):
                 counts_zeros=self._counts_zeros,
                 checked=names if checks else None,
             )
-            bucket.dpu_server_bucket, bucket.dpu_optimizer = mine, self
-            taken.append(mine)
+            bucket.dpu_server_buckets, bucket.dpu_optimizer = mine, self
+            taken += mine
             if chunk.ddp_config.overlap_grad_reduce and not any(
-                summed_later(parameter, names[parameter]) for _, parameter in mine.places
+                summed_later(parameter, names[parameter]) for parameter in bucket.params_list
             ):
-                self._early.add(mine)
+                self._early.update(mine)
         return taken
 
     def _group_of(self) -> dict[torch.Tensor, int]:
@@ -431,6 +431,8 @@ class ServerOptimizer(MegatronOptimizer):
             self._note_scale()
         for bucket in self._buckets:
             bucket.reread_parameters()
+            if bucket.is_first:
+                bucket.load_held()
         self._loaded = True
         self._machine.end_load((steps or {0}).pop() or 0)
 

@@ -83,19 +83,25 @@ def _collective_name(what: Sum) -> str:
 def types(buckets: Sequence[_ParamAndGradBucket]) -> str:
     """How many bytes a rank sends in which type, where gradients travel in few bits."""
     sent: dict[str, int] = {}
-    kept = 0
+    kept = differences = 0
+    bits: set[int] = set()
     for bucket in buckets:
         op = bucket.dpu_reduce_op
         if op.route == bytepslib.routes.COLLECTIVE:
             continue
         wire = str(op.wire)
         sent[wire] = sent.get(wire, 0) + op.wire.nbytes(bucket.grad_data.numel())
-        kept += 2 * op.kept.numel if op.kept else 0
+        if op.kept is not None:
+            kept += op.kept.nbytes
+            bits.add(8 * op.kept.itemsize)
+        if op.updated and op.wire.is_block:
+            differences += bytepslib.wire.int8().nbytes(bucket.grad_data.numel())
     told = ", ".join(f"{nbytes / 1e6:.2f} MB as {wire}" for wire, nbytes in sent.items())
+    down = f"; {differences / 1e6:.2f} MB come back as int8 differences" if differences else ""
     return (
         f"dpu_reduce: gradients of a model chunk that go to servers: {told or 'none'}, "
-        f"{kept / 1e6:.2f} MB in 16 bits (norms, biases, routers, small ones, and what "
-        "--dpu-reduce-keep-bf16 names)"
+        f"{kept / 1e6:.2f} MB in {max(bits, default=16)} bits (norms, biases, routers, small ones, "
+        f"and what --dpu-reduce-keep-bf16 names){down}"
     )
 
 
