@@ -39,7 +39,8 @@ bool Connection::open() {
 
 LinkLoad Connection::load() {
   MutexLock lock(&mu_);
-  return {state_ == State::kOpen, state_ == State::kClosed, queue_.bytes()};
+  return {state_ == State::kOpen, state_ == State::kClosed, queue_.bytes(), queue_.bytes_in_flight(),
+          nics_};
 }
 
 // ----------------------------------------------------------------- sending

@@ -44,7 +44,7 @@ void Connection::Break(uint64_t epoch, const LinkEnding& ending) {
   if (patience <= Clock::duration::zero()) return Close(ending);
   BeginOutage(ending, patience);
   Detach(active_ ? State::kDialing : State::kWaiting);
-  if (active_) DialAgain();
+  if (active_) DialAgain(FaultOf(ending.reason) == LinkFault::kSilent);
 }
 
 void Connection::BeginOutage(const LinkEnding& ending, Clock::duration patience) {
@@ -53,7 +53,7 @@ void Connection::BeginOutage(const LinkEnding& ending, Clock::duration patience)
   // That it was silent for so long has counted already.
   auto counted = Clock::duration::zero();
   if (fault == LinkFault::kSilent) {
-    counted = ToDuration(std::min(settings_->silence_s, settings_->reconnect_s / 2));
+    counted = ToDuration(std::min(Silence(), settings_->reconnect_s / 2));
   }
   if (outage_.Begin(ending.reason, fault, ending.by_peer, patience, counted)) ArmDeadline();
 }
@@ -177,7 +177,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   if (unnoticed) BeginOutage({kUnnoticed, true, false}, ToDuration(settings_->reconnect_s));
   Detach(State::kWaiting);
   const int number = socket->fd();
-  SetOptions(number, settings_->silence_s);
+  SetOptions(number, Silence());
   reply.received = receipts_.received();
   answer();
   Address address;
@@ -189,6 +189,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
     if (state_ == State::kClosed) return;
     socket_ = socket;
     if (known) address_ = address.Text();
+    nics_ = AddressesOf(number);
   }
   poller_->Watch(number, shared_from_this());
   Resume(hello.received);
@@ -225,7 +226,8 @@ void Connection::Resume(uint64_t received) {
     if (!sends) EndOutage();
   }
   was_open_ = true;
-  dial_.Succeeded();
+  dial_.Succeeded(Clock::now());
+  if (dial_.is_away()) LookHome();
   if (writes) Drain();
 }
 

@@ -15,8 +15,8 @@ const DialPlan::Clock::time_point kStart{};
 
 TEST(DialPlan, ALoneAddressIsTriedAgainAfterAPause) {
   DialPlan plan;
-  plan.Begin("127.0.0.1", 1234, kStart + std::chrono::seconds(5));
-  EXPECT_EQ(plan.Current().Text(), "127.0.0.1:1234");
+  plan.Begin({{"", "127.0.0.1"}}, 1234, kStart + std::chrono::seconds(5));
+  EXPECT_EQ(plan.Current().to.Text(), "127.0.0.1:1234");
   for (const int ms : {20, 40, 80, 160, 320, 500, 500}) {
     EXPECT_EQ(plan.Failed("refused", true, kStart), kStart + milliseconds(ms));
   }
@@ -26,19 +26,19 @@ TEST(DialPlan, ALoneAddressIsTriedAgainAfterAPause) {
 
 TEST(DialPlan, OfALinkThatBrokeNothingIsKnown) {
   DialPlan plan;
-  plan.Begin("127.0.0.1", 1234, kStart);
+  plan.Begin({{"", "127.0.0.1"}}, 1234, kStart);
   plan.Failed("refused", true, kStart);
-  plan.Restart();
+  plan.Restart(false);
   EXPECT_FALSE(plan.redial().nobody_listens());
   EXPECT_EQ(plan.Failed("refused", true, kStart), kStart + milliseconds(20));
-  plan.Succeeded();
+  plan.Succeeded(kStart);
   EXPECT_FALSE(plan.redial().nobody_listens());
 }
 
 // What a timer was set for, or a socket tells of, belongs to one attempt.
 TEST(DialPlan, EachAttemptHasANumber) {
   DialPlan plan;
-  plan.Begin("127.0.0.1", 1234, kStart);
+  plan.Begin({{"", "127.0.0.1"}}, 1234, kStart);
   const uint64_t first = plan.attempt();
   plan.NextAttempt();
   const uint64_t second = plan.attempt();

@@ -141,7 +141,7 @@ Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contrac
   hello.node_id = kWorkerId;
   hello.role = ps::Node::WORKER;
   hello.rank = 0;
-  connects_->Dial("127.0.0.1", hub->relay.PortOf(route), hello,
+  connects_->Dial({{"", "127.0.0.1"}}, hub->relay.PortOf(route), hello,
                   Connection::Clock::now() + std::chrono::seconds(60));
 }
 
