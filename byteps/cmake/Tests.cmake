@@ -67,6 +67,7 @@ if(GTest_FOUND)
     tests/net/tcp/connection/choice_test.cc
     tests/net/tcp/connection/greeting_test.cc
     tests/net/tcp/connection/link.cc
+    tests/net/tcp/connection/nics_test.cc
     tests/net/tcp/connection/relay.cc
     tests/net/tcp/connection/sending_test.cc
     tests/net/tcp/connection/tcp_pair.cc)

@@ -10,7 +10,6 @@ import threading
 from dataclasses import dataclass
 
 import torch
-
 from byteps import logs
 from byteps.launcher import embedded
 from byteps.launcher.meeting import Store
@@ -114,7 +113,7 @@ def _gpu() -> str:
         return ""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     numbers = [getattr(gpu, f"pci_{of}_id", None) for of in ("domain", "bus", "device")]
-    if None in numbers:  # torch before 2.8
+    if None in numbers:  # torch does not say
         return ""
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 

@@ -89,8 +89,8 @@ class Loads {
 };
 
 // Behind its own pair those that share neither NIC with it, then the others: whichever NIC has
-// failed, the second try avoids it.  They begin `skip` pairs behind the own one, so that connections
-// that leave the same NIC go to different ones.
+// failed, the second try avoids it.  They begin `skip` pairs behind the own one, so that
+// connections that leave the same NIC go to different ones.
 std::vector<Indices> Tries(std::vector<Indices> pairs, size_t own, size_t skip) {
   const Indices first = pairs[own];
   pairs.erase(pairs.begin() + static_cast<ptrdiff_t>(own));

@@ -208,7 +208,7 @@ ChosenNics ChooseNics(const std::vector<HostNic>& there, const NicUser& user) {
     return nic.nic.address == user.address;
   });
   if (automatic && (own == nics.end() || IsLoopback(user.address))) return {};
-  std::vector<HostNic> of_host = !automatic       ? Named(nics, user.setting)
+  std::vector<HostNic> of_host = !automatic      ? Named(nics, user.setting)
                                  : user.only_own ? std::vector<HostNic>{*own}
                                                  : OfUse(nics, *own);
   of_host.resize(std::min(of_host.size(), kMostNics));

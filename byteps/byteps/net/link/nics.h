@@ -45,8 +45,8 @@ struct NicUser {
   std::string address;  // of this node, by which others know it
   bool is_worker = false;
   bool only_own = false;  // the NIC of its address alone, whatever others there are
-  DevicePlace gpu;      // of a worker; empty: it has none
-  int local_rank = 0;   // among the workers of this host
+  DevicePlace gpu;        // of a worker; empty: it has none
+  int local_rank = 0;     // among the workers of this host
   int local_size = 1;
 };
 

@@ -156,6 +156,11 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   enum class Greeting { kOver, kHandshake, kChallenge, kReply };
   using Socket = StreamPtr;  // stays open while somebody writes to it
 
+  // Between which addresses the socket is.
+  struct Ends {
+    std::string text;   // the peer's, or of both
+    uint64_t nics = 0;  // AddressesOf
+  };
   // Who writes to the socket.
   struct Writing {
     bool is_on = false;     // somebody is in Drain
@@ -207,6 +212,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // ----- connection_home.cc
   // The connection is away from its first pair of NICs: tries now and then whether that works.
   void LookHome();
+  void WarnThatAway();
   void TryHome();
   void GoHome();
   // When a socket over which nothing is acknowledged is given up, in seconds.
@@ -259,8 +265,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   Socket socket_ PS_GUARDED_BY(mu_);
   uint64_t epoch_ PS_GUARDED_BY(mu_) =
       0;  // counts sockets: what is about the last one is not about this one
-  std::string address_ PS_GUARDED_BY(mu_);
-  uint64_t nics_ PS_GUARDED_BY(mu_) = 0;  // AddressesOf
+  Ends ends_ PS_GUARDED_BY(mu_);
   SendQueue queue_ PS_GUARDED_BY(mu_);
   Writing writing_ PS_GUARDED_BY(mu_);
   Closing closing_ PS_GUARDED_BY(mu_);

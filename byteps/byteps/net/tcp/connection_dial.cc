@@ -80,7 +80,7 @@ void Connection::TryNext() {
     if (state_ == State::kClosed) return;
     state_ = State::kDialing;
     socket_ = std::make_shared<Stream>(std::move(fd), settings_->tls.get(), Stream::kConnects);
-    address_ = route.Text();
+    ends_.text = route.Text();
   }
   try {
     poller_->Watch(number, shared_from_this());
@@ -128,7 +128,7 @@ void Connection::OnConnected() {
     MutexLock lock(&mu_);
     if (!socket_) return;
     socket = socket_;
-    address = address_;
+    address = ends_.text;
   }
   if (const int error = ConnectError(socket->fd())) {
     return TryAgain(address + ": " + strerror(error), error == ECONNREFUSED);
@@ -143,7 +143,7 @@ void Connection::OnConnected() {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kGreeting;
-    nics_ = AddressesOf(socket->fd());
+    ends_.nics = AddressesOf(socket->fd());
   }
   dial_.NextAttempt();
   GiveUpAttempt(kAnswerTime, address + ": it took the connection and said nothing");

@@ -36,6 +36,12 @@ void Connection::LookHome() {
   });
 }
 
+void Connection::WarnThatAway() {
+  BPS_LOG(WARNING) << "no connection with " << RoleAndRank(peer_) << " from " << dial_.home().Text()
+                   << " (" << dial_.redial().last_error() << "): " << address()
+                   << " is used instead";
+}
+
 void Connection::TryHome() {
   std::weak_ptr<Connection> weak = shared_from_this();
   const uint64_t epoch = Epoch();

@@ -188,8 +188,8 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     socket_ = socket;
-    if (known) address_ = address.Text();
-    nics_ = AddressesOf(number);
+    if (known) ends_.text = address.Text();
+    ends_.nics = AddressesOf(number);
   }
   poller_->Watch(number, shared_from_this());
   Resume(hello.received);
@@ -225,9 +225,12 @@ void Connection::Resume(uint64_t received) {
     AwaitAcknowledgement(again);
     if (!sends) EndOutage();
   }
-  was_open_ = true;
+  const bool first = !std::exchange(was_open_, true);
+  if (dial_.is_away()) {
+    if (first) WarnThatAway();
+    LookHome();
+  }
   dial_.Succeeded(Clock::now());
-  if (dial_.is_away()) LookHome();
   if (writes) Drain();
 }
 

@@ -18,8 +18,8 @@ PathProbe::PathProbe(const std::shared_ptr<Poller>& poller, Fd fd, Done done)
 
 void PathProbe::Start(const std::shared_ptr<Poller>& poller, const DialPlan::Route& route,
                       Done done) {
-  const auto probe = std::make_shared<PathProbe>(poller, BeginConnect(route.to, route.from),
-                                                 std::move(done));
+  const auto probe =
+      std::make_shared<PathProbe>(poller, BeginConnect(route.to, route.from), std::move(done));
   auto when = Poller::Clock::now();
   if (probe->fd_) {
     try {

@@ -17,8 +17,7 @@ class PathProbe : public Pollable, public std::enable_shared_from_this<PathProbe
 
   // Calls `done` once, in the poller's thread, within two seconds; but not after the poller has
   // stopped.
-  static void Start(const std::shared_ptr<Poller>& poller, const DialPlan::Route& route,
-                    Done done);
+  static void Start(const std::shared_ptr<Poller>& poller, const DialPlan::Route& route, Done done);
 
   PathProbe(const std::shared_ptr<Poller>& poller, Fd fd, Done done);
 

@@ -213,10 +213,11 @@ int TcpVan::ConnectionsWith(const Node& node) {
   double gbps = membership()->AsNode()->link_mbps() / 1e3;
   if (IsLoopback(node.hostname)) gbps = kLoopbackGbps;
   if (gbps == 0) gbps = kUnknownGbps;
-  const int wanted = tcp::ConnectionsFor(gbps / WorkersOfThisHost(),
-                                         Postoffice::Get()->num_servers(),
-                                         static_cast<int>(pollers_.size()));
-  return IsOnThisHost(node) ? wanted : std::max(wanted, LeastConnections(this->node().nics, node.nics));
+  const int wanted =
+      tcp::ConnectionsFor(gbps / WorkersOfThisHost(), Postoffice::Get()->num_servers(),
+                          static_cast<int>(pollers_.size()));
+  return IsOnThisHost(node) ? wanted
+                            : std::max(wanted, LeastConnections(this->node().nics, node.nics));
 }
 
 std::vector<std::vector<NicPair>> TcpVan::PairsWith(const Node& node, int count) {

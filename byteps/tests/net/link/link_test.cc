@@ -1,4 +1,5 @@
-// How many connections a link wants; and what becomes of one that broke: how long, and in which words.
+// How many connections a link wants; and what becomes of one that broke: how long, and in which
+// words.
 #include <gtest/gtest.h>
 
 #include <string>

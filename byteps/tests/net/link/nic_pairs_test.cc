@@ -81,8 +81,8 @@ TEST(NicPairs, InOneSubnetConnectionsAvoidEachOther) {
 }
 
 TEST(NicPairs, RoutedSubnetsArePairedToo) {
-  const auto plan = PairNics({Of("10.1.0.1"), Of("10.1.1.1")},
-                             Server({Of("10.2.0.1"), Of("10.2.1.1")}), 2, 0);
+  const auto plan =
+      PairNics({Of("10.1.0.1"), Of("10.1.1.1")}, Server({Of("10.2.0.1"), Of("10.2.1.1")}), 2, 0);
   EXPECT_EQ(CountFrom(plan).size(), 2U);
   EXPECT_EQ(CountTo(plan).size(), 2U);
 }
@@ -108,8 +108,7 @@ TEST(NicPairs, OneNicServesAllOfThePeers) {
 TEST(NicPairs, TurnsBeginElsewhere) {
   std::set<std::string> firsts;
   for (int turn = 0; turn < 2; ++turn) {
-    const auto plan =
-        PairNics({Of("10.0.0.1")}, Server({Of("10.0.0.2"), Of("10.0.0.3")}), 1, turn);
+    const auto plan = PairNics({Of("10.0.0.1")}, Server({Of("10.0.0.2"), Of("10.0.0.3")}), 1, turn);
     firsts.insert(plan[0][0].to);
   }
   EXPECT_EQ(firsts.size(), 2U);
@@ -135,8 +134,7 @@ TEST(NicPairs, AConnectionTriesNoMoreThanAFew) {
 
 TEST(NicPairs, SubnetsOfIPv6) {
   const std::vector<Nic> worker = {{"fd00:1::1", 64, 0}, {"fd00:2::1", 64, 0}};
-  const auto plan =
-      PairNics(worker, Server({{"fd00:2::2", 64, 0}, {"fd00:1::2", 64, 0}}), 2, 0);
+  const auto plan = PairNics(worker, Server({{"fd00:2::2", 64, 0}, {"fd00:1::2", 64, 0}}), 2, 0);
   for (const auto& tries : plan) {
     EXPECT_EQ(tries[0].from.substr(0, 6), tries[0].to.substr(0, 6));
   }

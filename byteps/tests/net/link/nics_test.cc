@@ -20,8 +20,8 @@ struct Device {
   const char* name;   // of an interface, or the bus id of a GPU
   const char* place;  // empty: virtual
   int numa;
-  int mbps;               // of an interface; -1: the kernel does not say
-  const char* address;    // empty: a GPU
+  int mbps;             // of an interface; -1: the kernel does not say
+  const char* address;  // empty: a GPU
   bool has_carrier = true;
 };
 using Machine = std::vector<Device>;
@@ -95,10 +95,10 @@ Machine P5() {
   static const char* const kAddresses[] = {"10.5.0.1", "10.5.0.2", "10.5.0.3", "10.5.0.4"};
   Machine machine;
   for (int i = 0; i < 4; ++i) machine.push_back({kNames[i], kPlaces[i], 0, -1, kAddresses[i]});
-  machine.push_back({"0000:53:00.0",
-                     "pci0000:44/0000:44:00.0/0000:45:00.0/0000:46:02.0/0000:53:00.0", 0, 0, ""});
-  machine.push_back({"0000:64:00.0",
-                     "pci0000:55/0000:55:00.0/0000:56:00.0/0000:57:02.0/0000:64:00.0", 0, 0, ""});
+  machine.push_back(
+      {"0000:53:00.0", "pci0000:44/0000:44:00.0/0000:45:00.0/0000:46:02.0/0000:53:00.0", 0, 0, ""});
+  machine.push_back(
+      {"0000:64:00.0", "pci0000:55/0000:55:00.0/0000:56:00.0/0000:57:02.0/0000:64:00.0", 0, 0, ""});
   return machine;
 }
 
@@ -275,9 +275,8 @@ TEST(Nics, GpusOfAP5UseTheCardsOfTheirRoot) {
 
 TEST(Nics, OfThisHostEachHasAnAddress) {
   const auto nics = ListNics();
-  const auto loopback = std::find_if(nics.begin(), nics.end(), [](const HostNic& nic) {
-    return nic.nic.address == "127.0.0.1";
-  });
+  const auto loopback = std::find_if(
+      nics.begin(), nics.end(), [](const HostNic& nic) { return nic.nic.address == "127.0.0.1"; });
   ASSERT_NE(loopback, nics.end());
   EXPECT_EQ(loopback->nic.prefix, 8);
   EXPECT_FALSE(loopback->is_device);

@@ -47,6 +47,73 @@ TEST(DialPlan, EachAttemptHasANumber) {
   EXPECT_NE(second, plan.attempt());
 }
 
+// Two NICs, and what the kernel chooses.
+DialPlan PlanOfPairs() {
+  DialPlan plan;
+  plan.Begin({{"127.0.0.1", "127.0.0.1"}, {"127.0.0.2", "127.0.0.2"}, {"", "127.0.0.1"}}, 1234,
+             kStart);
+  return plan;
+}
+
+TEST(DialPlan, PairsAreTriedOneAfterAnotherBeforeAPause) {
+  DialPlan plan = PlanOfPairs();
+  EXPECT_EQ(plan.Current().Text(), "127.0.0.1 to 127.0.0.1:1234");
+  EXPECT_FALSE(plan.is_away());
+  EXPECT_EQ(plan.Failed("no answer", false, kStart), kStart);
+  EXPECT_EQ(plan.Current().Text(), "127.0.0.2 to 127.0.0.2:1234");
+  EXPECT_TRUE(plan.is_away());
+  EXPECT_EQ(plan.home().Text(), "127.0.0.1 to 127.0.0.1:1234");
+  EXPECT_EQ(plan.Failed("no answer", false, kStart), kStart);
+  EXPECT_EQ(plan.Current().Text(), "127.0.0.1:1234");
+  EXPECT_EQ(plan.Failed("no answer", false, kStart), kStart + milliseconds(20));
+  EXPECT_FALSE(plan.is_away());
+}
+
+TEST(DialPlan, OfASilentPairAnotherIsTriedFirst) {
+  DialPlan plan = PlanOfPairs();
+  plan.Restart(false);
+  EXPECT_FALSE(plan.is_away());
+  plan.Restart(true);
+  EXPECT_EQ(plan.Current().from, "127.0.0.2");
+  // A round of attempts has ended when all have had their turn.
+  EXPECT_EQ(plan.Failed("no answer", false, kStart), kStart);
+  EXPECT_EQ(plan.Failed("no answer", false, kStart), kStart);
+  EXPECT_EQ(plan.Current().from, "127.0.0.1");
+  EXPECT_EQ(plan.Failed("no answer", false, kStart), kStart + milliseconds(20));
+  plan.GoHome();
+  EXPECT_FALSE(plan.is_away());
+}
+
+TEST(DialPlan, ItLooksLessOftenWhileThePairFailsAgain) {
+  DialPlan plan = PlanOfPairs();
+  const auto look = [&](std::chrono::seconds home_for) {
+    plan.GoHome();
+    plan.Succeeded(kStart);
+    plan.Restart(true);
+    plan.Succeeded(kStart + home_for);
+    return plan.NextLook();
+  };
+  EXPECT_EQ(look(std::chrono::seconds(1)), std::chrono::seconds(1));
+  EXPECT_EQ(look(std::chrono::seconds(1)), std::chrono::seconds(2));
+  EXPECT_EQ(look(std::chrono::seconds(1)), std::chrono::seconds(4));
+  EXPECT_EQ(look(std::chrono::seconds(100)), std::chrono::seconds(1)) << "it has lasted";
+  for (int i = 0; i < 10; ++i) plan.NextLook();
+  EXPECT_EQ(plan.NextLook(), std::chrono::seconds(64));
+}
+
+TEST(DialPlan, PairsThatAreAddedAreAsGoodAsTheFirst) {
+  DialPlan plan;
+  plan.Begin({{"", "127.0.0.1"}}, 1234, kStart);
+  EXPECT_FALSE(plan.has_several_pairs());
+  plan.Add({{"127.0.0.2", "127.0.0.2"}, {"", "127.0.0.1"}});
+  EXPECT_TRUE(plan.has_several_pairs());
+  plan.Restart(true);
+  EXPECT_EQ(plan.Current().Text(), "127.0.0.2 to 127.0.0.2:1234");
+  EXPECT_FALSE(plan.is_away());
+  plan.Restart(true);
+  EXPECT_EQ(plan.Current().Text(), "127.0.0.1:1234") << "what was there already is there once";
+}
+
 }  // namespace
 }  // namespace tcp
 }  // namespace ps
