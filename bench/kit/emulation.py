@@ -1,10 +1,10 @@
 """Emulated hosts on this machine: network namespaces, each with one or several rate-limited links.
 
 The first links of all hosts are ports of one bridge, an ideal switch, the second ones of another,
-and so on, each in a subnet of its own. The bridges are in a namespace of their own: no link, address
-or route appears outside, and nothing leaves. A link is shaped at both of its ends, so that its rate
-holds each way. With a fair queue a shaper has a class for every peer, served one after the other;
-without, it is one queue, and how flows share it is left to TCP.
+and so on, each in a subnet of its own. The bridges are in a namespace of their own: no link,
+address or route appears outside, and nothing leaves. A link is shaped at both of its ends, so that
+its rate holds each way. With a fair queue a shaper has a class for every peer, served one after the
+other; without, it is one queue, and how flows share it is left to TCP.
 
 Names carry the pid and the start time of the process that made them: what a killed run left behind
 is recognised by `remove_stale`, and two runs never meet. Needs root, and iproute2.
