@@ -45,13 +45,12 @@ std::vector<Variable> MakeTable() {
        "Network interface at whose address other nodes reach this process. Default: the one that "
        "leads to the scheduler."},
       {"BYTEPS_NICS", kString, "", "auto", 0, 0, "",
-       "Network interfaces that carry the data over TCP, such as eth0,eth1. auto: those whose rate "
-       "is at least half of the fastest one's; of these a worker uses the nearest to its GPU, and "
-       "the workers of a host share them. One that DMLC_INTERFACE or DMLC_NODE_HOST names is used "
-       "alone, and so is a virtual one (a bond, a bridge) that leads to the scheduler."},
+       "Interfaces that carry data over TCP, such as eth0,eth1. auto: those at least half as fast "
+       "as the fastest, of these a worker the nearest to its GPU; or alone what DMLC_INTERFACE or "
+       "DMLC_NODE_HOST names, or a virtual one that leads to the scheduler."},
       {"BYTEPS_NODE_PORT", kInt, "port", "0", 0, 65535, "",
-       "Port at which a server listens, on each of its NICs; a firewall must let workers reach it. "
-       "0: the kernel chooses. Workers listen nowhere."},
+       "Port at which a server listens; a firewall must let workers reach it. 0: the kernel "
+       "chooses. Workers listen nowhere."},
       {"DMLC_USE_KUBERNETES", kBool, "", "0", 0, 1, "",
        "The scheduler listens on every address, for when DMLC_PS_ROOT_URI is the address of a "
        "service in front of it."},
@@ -94,7 +93,8 @@ std::vector<Variable> MakeTable() {
        "A scheduler with --keep ends if no worker comes for this long after a failure. 0: it waits "
        "forever."},
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
-       "Rate of the NICs of a worker's host together, each way. It decides the cost model, the length of "
+       "Rate of the NICs of a worker's host together, each way. It decides the cost model, the "
+       "length of "
        "partitions (longer on fast links) and BYTEPS_TCP_CONNECTIONS. 0: as reported by the NICs "
        "of BYTEPS_NICS, if they are real ones. All workers use the slowest host's rate, or none if "
        "one is unknown."},
@@ -166,7 +166,7 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
        "TCP connections between a worker and each server. 0: one per 10 Gbit/s that the two "
        "exchange if the NIC is the limit (BYTEPS_LINK_GBPS; 40 if its rate is unknown, 100 inside "
-       "a host), at most BYTEPS_IO_THREADS, but one for each NIC of both at least."},
+       "a host), at most BYTEPS_IO_THREADS, and one per NIC at least."},
       {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
        "Unused memory for values received over TCP that a process keeps for reuse."},
       {"BYTEPS_C10D", kBool, "", "0", 0, 1, "",
