@@ -87,10 +87,11 @@ TEST(DialPlan, OfASilentPairAnotherIsTriedFirst) {
 TEST(DialPlan, ItLooksLessOftenWhileThePairFailsAgain) {
   DialPlan plan = PlanOfPairs();
   const auto look = [&](std::chrono::seconds home_for) {
+    const auto begin = kStart + std::chrono::hours(1);
     plan.GoHome();
-    plan.Succeeded(kStart);
+    plan.Succeeded(begin);
     plan.Restart(true);
-    plan.Succeeded(kStart + home_for);
+    plan.Succeeded(begin + home_for);
     return plan.NextLook();
   };
   EXPECT_EQ(look(std::chrono::seconds(1)), std::chrono::seconds(1));
