@@ -112,8 +112,8 @@ def _gpu() -> str:
     if not torch.cuda.is_initialized():
         return ""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    numbers = [getattr(gpu, f"pci_{of}_id", None) for of in ("domain", "bus", "device")]
-    if None in numbers:  # torch does not say
+    numbers = [getattr(gpu, f"pci_{of}_id", -1) for of in ("domain", "bus", "device")]
+    if min(numbers) < 0:  # torch does not say
         return ""
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
