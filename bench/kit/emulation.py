@@ -1,9 +1,10 @@
-"""Emulated hosts on this machine: network namespaces, each with one rate-limited link.
+"""Emulated hosts on this machine: network namespaces, each with one or several rate-limited links.
 
-All links are ports of one bridge, an ideal switch, in a namespace of its own: no link, address or
-route appears outside, and nothing leaves. A link is shaped at both of its ends, so that its rate
-holds each way. With a fair queue a shaper has a class for every peer, served one after the other;
-without, it is one queue, and how flows share it is left to TCP.
+The first links of all hosts are ports of one bridge, an ideal switch, the second ones of another,
+and so on, each in a subnet of its own. The bridges are in a namespace of their own: no link,
+address or route appears outside, and nothing leaves. A link is shaped at both of its ends, so that
+its rate holds each way. With a fair queue a shaper has a class for every peer, served one after the
+other; without, it is one queue, and how flows share it is left to TCP.
 
 Names carry the pid and the start time of the process that made them: what a killed run left behind
 is recognised by `remove_stale`, and two runs never meet. Needs root, and iproute2.
@@ -20,10 +21,10 @@ from types import TracebackType
 
 from bench.kit.plan import Topology
 
-DEVICE = "eth0"
+DEVICE = "eth"
 LARGEST = 64
 _PREFIX = "bps-bench"
-_NET = "10.77.0"
+_NET = "10.77"
 _NAMESPACES = Path("/run/netns")
 _CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
@@ -44,9 +45,15 @@ class Host:
     """Where a process runs."""
 
     address: str
-    interface: str
+    """Of the first interface."""
+    interfaces: tuple[str, ...]
     namespace: str | None = None
     """Of the network; None: this machine's own."""
+
+    @property
+    def interface(self) -> str:
+        """The first."""
+        return self.interfaces[0]
 
     def command(self, command: Sequence[str]) -> list[str]:
         """The command, to be run on this host. The process that it starts is the command's own."""
@@ -55,7 +62,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *command]
 
 
-LOOPBACK = Host(address="127.0.0.1", interface="lo")
+LOOPBACK = Host(address="127.0.0.1", interfaces=("lo",))
 
 
 def _run(command: Sequence[str], given: str | None = None) -> str:
@@ -114,8 +121,9 @@ class Emulation:
         Emulation._made += 1
         self._topology = topology
         self._switch = f"{self._stem}-switch"
+        interfaces = tuple(f"{DEVICE}{rail}" for rail in range(topology.nics_per_host))
         self.hosts = [
-            Host(address=f"{_NET}.{i + 1}", interface=DEVICE, namespace=f"{self._stem}-h{i}")
+            Host(address=_address(0, i), interfaces=interfaces, namespace=f"{self._stem}-h{i}")
             for i in range(topology.emulated_hosts)
         ]
 
@@ -146,9 +154,10 @@ class Emulation:
         mtu = str(self._topology.mtu)
         _run(["ip", "netns", "add", self._switch])
         _sysctl(self._switch, _NO_IPV6)
-        bridge = ["br0", "type", "bridge", "stp_state", "0", "forward_delay", "0"]
-        _run(["ip", "-n", self._switch, "link", "add", *bridge, "mcast_snooping", "0"])
-        _run(["ip", "-n", self._switch, "link", "set", "br0", "mtu", mtu, "up"])
+        for rail in range(self._topology.nics_per_host):
+            bridge = [f"br{rail}", "type", "bridge", "stp_state", "0", "forward_delay", "0"]
+            _run(["ip", "-n", self._switch, "link", "add", *bridge, "mcast_snooping", "0"])
+            _run(["ip", "-n", self._switch, "link", "set", f"br{rail}", "mtu", mtu, "up"])
         # A namespace may choose only what the machine allows to all.
         allowed = _CONTROLS.read_text().strip()
         chosen = self._topology.congestion_control
@@ -163,7 +172,6 @@ class Emulation:
 
     def _add_host(self, index: int) -> None:
         topology, name = self._topology, str(self.hosts[index].namespace)
-        port, mtu = f"port{index}", str(topology.mtu)
         _run(["ip", "netns", "add", name])
         _sysctl(
             name,
@@ -175,34 +183,61 @@ class Emulation:
                 "net.ipv4.tcp_slow_start_after_idle": "0",
             },
         )
-        one_queue = ["mtu", mtu, "numtxqueues", "1", "numrxqueues", "1"]
+        _run(["ip", "-n", name, "link", "set", "lo", "up"])
+        for rail in range(topology.nics_per_host):
+            self._add_link(index, rail)
+
+    def _add_link(self, index: int, rail: int) -> None:
+        name, port = str(self.hosts[index].namespace), port_of(index, rail)
+        device = self.hosts[index].interfaces[rail]
+        one_queue = ["mtu", str(self._topology.mtu), "numtxqueues", "1", "numrxqueues", "1"]
         link = ["link", "add", port, *one_queue, "type", "veth"]
-        peer = ["peer", "name", DEVICE, "netns", name, *one_queue, "address", _mac(index)]
+        peer = ["peer", "name", device, "netns", name, *one_queue, "address", _mac(rail, index)]
         _run(["ip", "-n", self._switch, *link, *peer])
-        # Static neighbours: nothing is looked up, or forgotten, during a measurement.
         others = [i for i in range(len(self.hosts)) if i != index]
-        neighbours = [
-            f"neigh replace {self.hosts[i].address} lladdr {_mac(i)} dev {DEVICE} nud permanent"
+        address = f"addr add {_address(rail, index)}/24 dev {device}"
+        lines = [address, f"link set {device} up", *self._neighbours(rail, others)]
+        _run(["ip", "-n", name, "-batch", "-"], "\n".join(lines))
+        _run(["ip", "-n", self._switch, "link", "set", port, "master", f"br{rail}", "up"])
+        self._shape(name, device, "dst", rail, others)
+        self._shape(self._switch, port, "src", rail, others)
+
+    def _neighbours(self, rail: int, others: Sequence[int]) -> list[str]:
+        """Static ones: nothing is looked up, or forgotten, during a measurement."""
+        return [
+            f"neigh replace {_address(rail, i)} lladdr {_mac(rail, i)} "
+            f"dev {DEVICE}{rail} nud permanent"
             for i in others
         ]
-        address = f"addr add {self.hosts[index].address}/24 dev {DEVICE}"
-        lines = ["link set lo up", address, f"link set {DEVICE} up", *neighbours]
-        _run(["ip", "-n", name, "-batch", "-"], "\n".join(lines))
-        _run(["ip", "-n", self._switch, "link", "set", port, "master", "br0", "up"])
-        self._shape(name, DEVICE, "dst", others)
-        self._shape(self._switch, port, "src", others)
 
-    def _shape(self, namespace: str, device: str, key: str, peers: Sequence[int]) -> None:
+    def set_link(self, index: int, rail: int, up: bool) -> None:
+        """Take a host's link down at the host, or up again."""
+        name, device = str(self.hosts[index].namespace), self.hosts[index].interfaces[rail]
+        _run(["ip", "-n", name, "link", "set", device, "up" if up else "down"])
+        if up:  # the kernel has forgotten them
+            others = [i for i in range(len(self.hosts)) if i != index]
+            _run(["ip", "-n", name, "-batch", "-"], "\n".join(self._neighbours(rail, others)))
+
+    def cut_link(self, index: int, rail: int, cut: bool) -> None:
+        """Cut a host's link at the switch, or mend it: the host loses its carrier."""
+        state = "down" if cut else "up"
+        _run(["ip", "-n", self._switch, "link", "set", port_of(index, rail), state])
+
+    def _shape(
+        self, namespace: str, device: str, key: str, rail: int, peers: Sequence[int]
+    ) -> None:
         """Limit what leaves through a device; ``key`` is the address that tells peers apart."""
         rate = self._topology.link_bits
         burst = max(_LEAST_BURST, int(rate / 8 * _BURST_S))
         if not self._topology.fair_queue or not peers:
             lines = [f"qdisc add dev {device} root tbf rate {rate}bit burst {burst} limit {_QUEUE}"]
         else:
-            lines = self._fair_lines(device, key, peers, burst)
+            lines = self._fair_lines(device, key, rail, peers, burst)
         _run(["tc", "-n", namespace, "-batch", "-"], "\n".join(lines))
 
-    def _fair_lines(self, device: str, key: str, peers: Sequence[int], burst: int) -> list[str]:
+    def _fair_lines(
+        self, device: str, key: str, rail: int, peers: Sequence[int], burst: int
+    ) -> list[str]:
         rate = self._topology.link_bits
         share = max(1, rate // len(peers))
         add, tail = f"class add dev {device} parent", f"quantum {_QUANTUM}"
@@ -212,7 +247,7 @@ class Emulation:
             f"burst {burst} cburst {burst} {tail}",
         ]
         for peer in peers:
-            mark, address = f"1:{peer + 1:x}", self.hosts[peer].address
+            mark, address = f"1:{peer + 1:x}", _address(rail, peer)
             lines += [
                 f"{add} 1:ff00 classid {mark} htb rate {share}bit ceil {rate}bit "
                 f"burst {_QUANTUM} cburst {burst} {tail}",
@@ -245,5 +280,14 @@ def _write_control(value: str) -> None:
         raise EmulationError(f"congestion control {value.split()[-1]!r}: {error}") from error
 
 
-def _mac(index: int) -> str:
-    return f"02:00:5e:00:00:{index + 1:02x}"
+def port_of(index: int, rail: int = 0) -> str:
+    """The switch's end of a host's link."""
+    return f"port{index}" if rail == 0 else f"port{index}-{rail}"
+
+
+def _address(rail: int, index: int) -> str:
+    return f"{_NET}.{rail}.{index + 1}"
+
+
+def _mac(rail: int, index: int) -> str:
+    return f"02:00:5e:00:{rail:02x}:{index + 1:02x}"

@@ -59,6 +59,10 @@ def start_nodes(
         "DMLC_NUM_WORKER": str(len(placement.workers)),
         "DMLC_NUM_SERVER": str(len(placement.servers)),
     }
+    if len(placement.scheduler.interfaces) > 1:
+        # Virtual NICs are not chosen by themselves.
+        nics = ",".join(placement.scheduler.interfaces)
+        job["BYTEPS_NICS"] = environment.get("BYTEPS_NICS", nics)
     command = [server_executable(), "--die-with-parent", "--role"]
     pids = [
         processes.start(
@@ -132,7 +136,7 @@ def rank_variables(rank: int, placement: Placement) -> dict[str, str]:
         "BYTEPS_HOST_ID": f"bench-host-{number}",
         "BYTEPS_LOCAL_SERVERS": str(placement.local_servers),
         "BYTEPS_SERVERS_PER_MACHINE": str(placement.servers_per_machine),
-        "GLOO_SOCKET_IFNAME": host.interface,
+        "GLOO_SOCKET_IFNAME": ",".join(host.interfaces),
         **connections,
         **(_as_machine(number, host, placement.ranks_per_host) if placement.apart else {}),
     }
@@ -142,7 +146,7 @@ def _as_machine(number: int, host: Host, ranks: int) -> dict[str, str]:
     """Keep NCCL from seeing that the ranks of this host share a machine with others."""
     variables = {
         "NCCL_HOSTID": f"bench-host-{number}",
-        "NCCL_SOCKET_IFNAME": host.interface,
+        "NCCL_SOCKET_IFNAME": ",".join(host.interfaces),
         "NCCL_IB_DISABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
     }

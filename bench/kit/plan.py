@@ -112,7 +112,9 @@ class Topology:
     emulated_hosts: int = 0
     """Network namespaces, each with a link of its own; 0: all share this machine's loopback."""
     link_bits: int = 0
-    """Bits a second of each host's link, each way; 0: not known, so no limit is computed."""
+    """Bits a second of each NIC, each way; 0: not known, so no limit is computed."""
+    nics_per_host: int = 1
+    """NICs of each emulated host, each on a switch of its own."""
     mtu: int = 9000
     congestion_control: str = "cubic"
     fair_queue: bool = True
@@ -123,6 +125,8 @@ class Topology:
             raise ValueError("there must be at least one worker and one server")
         if self.ranks_per_host < 1 or self.local_servers < 0 or self.servers_per_machine < 1:
             raise ValueError("a host has at least one rank, and no fewer than 0 servers")
+        if self.nics_per_host < 1 or (self.nics_per_host > 1 and not self.emulated_hosts):
+            raise ValueError("--nics-per-host is a number of NICs, for the hosts of --emulate")
         if self.uneven < 1 or (self.uneven > 1 and self.ranks_per_host == 1):
             raise ValueError("--uneven is a number of connections, for hosts of several ranks")
         if (self.local_servers or self.servers_per_machine > 1) and self.colocate:
@@ -132,6 +136,11 @@ class Topology:
                 f"{self.workers} workers and {self.servers} servers need {self.hosts_needed} "
                 f"hosts, and --emulate gives {self.emulated_hosts}"
             )
+
+    @property
+    def host_bits(self) -> int:
+        """Of all NICs of a host."""
+        return self.link_bits * self.nics_per_host
 
     @property
     def hosts_needed(self) -> int:

@@ -91,5 +91,5 @@ def start_sockets(
 
 def _told_of_links(plan: Plan) -> dict[str, str]:
     """The rate of emulated links, which hosts cannot find: virtual NICs make theirs up."""
-    bits = plan.topology.link_bits
+    bits = plan.topology.host_bits
     return {"BYTEPS_LINK_GBPS": f"{bits / 1e9:g}"} if bits else {}

@@ -41,6 +41,6 @@ def busiest_link(backend: str, topology: Topology) -> float:
 def least_seconds(backend: str, topology: Topology, size: int) -> float | None:
     """The physical limit for ``size`` bytes, headers left out; None where it is not known."""
     share = busiest_link(backend, topology)
-    if not topology.link_bits or not share:
+    if not topology.host_bits or not share:
         return None
-    return share * size * 8 / topology.link_bits
+    return share * size * 8 / topology.host_bits

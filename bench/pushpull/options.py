@@ -91,6 +91,13 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     )
     where.add_argument("--colocate", action="store_true", help="servers on the workers' hosts")
     where.add_argument("--emulate", metavar="HOSTS@RATE", help="such as 8@500mbit; needs root")
+    where.add_argument(
+        "--nics-per-host",
+        type=int,
+        default=1,
+        metavar="N",
+        help="NICs of each emulated host, each with the rate of --emulate",
+    )
     where.add_argument("--link", metavar="RATE", help="of real links, to compute their limit")
     where.add_argument("--mtu", type=int, default=9000, help="of emulated links")
     where.add_argument("--congestion-control", default="cubic", help="on emulated hosts")
@@ -145,6 +152,7 @@ def _topology(options: argparse.Namespace, environment: Mapping[str, str]) -> To
         in_job=in_cluster(environment),
         emulated_hosts=hosts,
         link_bits=bits,
+        nics_per_host=options.nics_per_host,
         mtu=options.mtu,
         congestion_control=options.congestion_control,
         fair_queue=not options.no_fair_queue,

@@ -64,9 +64,9 @@ class Job:
     link_gbps: float
     """Of one NIC of a worker's host, each way."""
     nics: int = 1
-    """Of a worker's host. NCCL uses all of them, BytePS one."""
+    """Of a worker's host. NCCL uses all of them, and BytePS over TCP; over RDMA it uses one."""
     server_link_gbps: float
-    """Of the NIC of a server's machine, each way."""
+    """Of the NICs of a server's machine together, each way."""
     transport: str = "tcp"
     """Between workers and servers, one of TRANSPORTS."""
     worker_cores: float = math.inf
@@ -111,33 +111,38 @@ class Job:
                     f"{_cores(number)} of a {whose}: there must be more than {OTHER_CORES}, which "
                     "is for all else than moving and adding bytes"
                 )
-        self._check_link("a worker's host", "--link-gbps", self.link_gbps)
-        self._check_link("a server", "--server-link-gbps", self.server_link_gbps)
+        self._check_link("a worker's host", "--link-gbps", self.link_gbps, self.nics_used)
+        self._check_link("a server", "--server-link-gbps", self.server_link_gbps, 1)
 
-    def _check_link(self, whose: str, option: str, gbps: float) -> None:
-        if gbps > MOST_NIC_GBPS:
-            raise ValueError(
-                f"{gbps:g} Gbit/s of {whose}: no NIC is faster than {MOST_NIC_GBPS:g}. Give the "
-                f"rate of one NIC ({option}); --nics says how many a worker's host has"
-            )
+    def _check_link(self, whose: str, option: str, nic_gbps: float, nics: int) -> None:
+        gbps = nic_gbps * nics
+        if nic_gbps > MOST_NIC_GBPS:
+            text = f"{nic_gbps:g} Gbit/s of {whose}: no NIC is faster than {MOST_NIC_GBPS:g}. Give "
+            text += f"the rate of one NIC ({option}); --nics says how many a worker's host has"
+            raise ValueError(text)
         if self.transport == "tcp" and gbps > cost_model.TCP_GBPS:
             rate = gbps * 1e9 / 8
             cores = 2 * rate / self.core_bytes_per_s + rate / self.add_rate
             raise ValueError(
                 f"{gbps:g} Gbit/s of {whose}: TCP is for up to {cost_model.TCP_GBPS:g} Gbit/s. For "
                 f"this link a server would need {_whole_cores(cores)} cores. Use RDMA (--transport "
-                f"rdma), or plan with what TCP carries ({option} {cost_model.TCP_GBPS:g})"
+                f"rdma), or plan with what TCP carries ({option} {cost_model.TCP_GBPS / nics:g})"
             )
 
     @property
+    def nics_used(self) -> int:
+        """By BytePS, of a worker's host."""
+        return self.nics if self.transport == "tcp" else 1
+
+    @property
     def host_rate(self) -> float:
-        """Bytes per second of one NIC."""
-        return self.link_gbps * 1e9 / 8
+        """Bytes per second of those."""
+        return self.nics_used * self.link_gbps * 1e9 / 8
 
     @property
     def nccl_rate(self) -> float:
         """Bytes per second of all NICs of a worker's host."""
-        return self.nics * self.host_rate
+        return self.nics * self.link_gbps * 1e9 / 8
 
     @property
     def add_rate(self) -> float:
@@ -298,8 +303,8 @@ def advise(job: Job, machines: int | None = None) -> Advice:
     why = f"{chosen.gain:.2f} times as fast as NCCL at its best"
     if not worth_it:
         why = f"servers would be only {why}"
-    if not worth_it and job.nics > 1:
-        why += f", which uses {job.nics} NICs of a host where BytePS uses one"
+    if not worth_it and job.nics > job.nics_used:
+        why += f", which uses {job.nics} NICs of a host where BytePS over RDMA uses one"
     why += _lacking_cores(job, chosen)
     return Advice(
         nccl_seconds=nccl_seconds(job), rows=rows, chosen=chosen if worth_it else None, why=why
@@ -329,8 +334,8 @@ def _cores(number: float) -> str:
 
 
 def _slower_links(job: Job) -> float:
-    """How many server NICs carry as much as one worker's."""
-    return max(1.0, job.link_gbps / job.server_link_gbps)
+    """How many server machines carry as much as one worker's host."""
+    return max(1.0, job.host_rate / job.server_rate)
 
 
 def count(text: str) -> float:
@@ -421,7 +426,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     machines.add_argument(
         "--nics", type=int, default=1, metavar="K",
-        help="NICs per worker host; NCCL uses all of them, BytePS one (default: 1)",
+        help="NICs per worker host; NCCL uses all of them, and BytePS over TCP (default: 1)",
     )  # fmt: skip
     machines.add_argument(
         "--worker-cores", type=float, default=math.inf, metavar="C",
@@ -433,7 +438,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     machines.add_argument(
         "--server-link-gbps", type=float, metavar="G",
-        help="rate of the NIC of a server's machine (default: as --link-gbps)",
+        help="rate of a server machine's NICs together (default: as --link-gbps)",
     )  # fmt: skip
     machines.add_argument(
         "--server-cores", type=float, default=math.inf, metavar="C",

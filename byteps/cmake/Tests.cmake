@@ -32,6 +32,8 @@ if(GTest_FOUND)
     tests/net/link/idle_blocks_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
+    tests/net/link/nic_pairs_test.cc
+    tests/net/link/nics_test.cc
     tests/net/link/outage_watch_test.cc
     tests/net/link/peer_table_test.cc
     tests/net/link/receipts_test.cc
@@ -67,6 +69,7 @@ if(GTest_FOUND)
     tests/net/tcp/connection/choice_test.cc
     tests/net/tcp/connection/greeting_test.cc
     tests/net/tcp/connection/link.cc
+    tests/net/tcp/connection/nics_test.cc
     tests/net/tcp/connection/relay.cc
     tests/net/tcp/connection/sending_test.cc
     tests/net/tcp/connection/tcp_pair.cc)

@@ -74,6 +74,27 @@ def test_hosts_reach_each_other_and_nothing_is_left(fair: bool) -> None:
     assert ALLOWED.read_text() == allowed
 
 
+def test_hosts_of_two_links_have_two_subnets() -> None:
+    topology = Topology(**{**TOPOLOGY.__dict__, "nics_per_host": 2})
+    with Emulation(topology) as made:
+        one, two, _ = made.hosts
+        assert one.interfaces == ("eth0", "eth1")
+        for rail, interface in enumerate(one.interfaces):
+            address = two.address.replace("77.0.", f"77.{rail}.")
+            assert f"dev {interface} src" in on(one, "ip", "route", "get", address)
+            assert "htb 1:ff00 root rate 100Mbit" in on(
+                one, "tc", "class", "show", "dev", interface
+            )
+        made.set_link(0, 1, up=False)
+        assert "NO-CARRIER" not in on(two, "ip", "link", "show", "eth1")
+        assert "state DOWN" in on(one, "ip", "link", "show", "eth1")
+        made.set_link(0, 1, up=True)
+        made.cut_link(1, 1, cut=True)
+        assert "NO-CARRIER" in on(two, "ip", "link", "show", "eth1")
+        assert "state UP" in on(one, "ip", "link", "show", "eth1")
+    assert of_process(os.getpid()) == []
+
+
 def test_two_at_once_do_not_meet() -> None:
     with Emulation(TOPOLOGY) as one, Emulation(TOPOLOGY) as two:
         names = {host.namespace for host in [*one.hosts, *two.hosts]}

@@ -92,6 +92,22 @@ def test_two_workers_and_a_server_on_emulated_hosts(run_dir: Path) -> None:
     assert "speed over that of gloo" in output
 
 
+@pytest.mark.requires("root")
+def test_hosts_of_two_nics(run_dir: Path) -> None:
+    record = run_dir / "run.json"
+    status, output = run_tool(
+        run_dir,
+        *("--sizes", "4MiB", "--emulate", "3@100mbit", "--nics-per-host", "2", "--iters", "2"),
+        *("--warmup", "1", "--tensors", "2", "--max-busy", "1", "--json", str(record)),
+    )
+    assert status == 0, output
+    assert "2 NICs of 100" in output
+    for backend in ("byteps", "gloo"):
+        (line,) = lines_of(output, backend)
+        assert line[-1] == "0"
+    assert json.loads(record.read_text())["runs"][0]["plan"]["topology"]["nics_per_host"] == 2
+
+
 @pytest.mark.thorough
 @pytest.mark.requires("root")
 def test_hosts_of_two_ranks_sum_in_pieces(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,8 @@ def test_a_launcher_says_how_many_workers_there_are() -> None:
         (["--min", "4KiB"], "--min and --max together"),
         (["--emulate", "500mbit"], "like 8@500mbit"),
         (["--emulate", "4@1gbit", "--workers", "4", "--servers", "4"], "need 8 hosts"),
+        (["--nics-per-host", "2"], "for the hosts of --emulate"),
+        (["--nics-per-host", "0"], "a number of NICs"),
         (["--uneven", "4"], "for hosts of several ranks"),
         (["--iters", "0"], "at least 1"),
         (["--workers", "0"], "at least one worker"),
@@ -59,6 +61,11 @@ def test_a_launcher_says_how_many_workers_there_are() -> None:
 def test_bad_use_is_named(arguments: list[str], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         plan_of(*arguments)
+
+
+def test_nics_have_the_rate_of_a_link_each() -> None:
+    topology = plan_of("--emulate", "3@200mbit", "--nics-per-host", "2").topology
+    assert (topology.link_bits, topology.host_bits) == (200_000_000, 400_000_000)
 
 
 def test_plain_sockets_are_not_for_a_rank() -> None:

@@ -65,6 +65,13 @@ def test_the_busiest_link_with_servers_of_both_kinds() -> None:
     assert busiest_link("byteps", both) == pytest.approx(1.2)
 
 
+def test_the_limit_counts_all_nics() -> None:
+    one = Topology(workers=2, servers=1, emulated_hosts=3, link_bits=8_000_000)
+    two = Topology(**{**one.__dict__, "nics_per_host": 2})
+    assert least_seconds("byteps", one, 1_000_000) == pytest.approx(2.0)
+    assert least_seconds("byteps", two, 1_000_000) == pytest.approx(1.0)
+
+
 def test_no_limit_without_a_link() -> None:
     assert least_seconds("byteps", Topology(workers=2, servers=1), 4096) is None
 

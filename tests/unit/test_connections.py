@@ -11,7 +11,7 @@ import pytest
 
 from tests import native
 
-SUITES = ("BestOf", "Contract", "Greeting", "Refusal", "Sending", "VanInbox")
+SUITES = ("BestOf", "ConnectionOverNics", "Contract", "Greeting", "Refusal", "Sending", "VanInbox")
 PARTS = [*(f"{suite}.*" for suite in SUITES if suite != "Greeting")]
 PARTS += ["Greeting.*/Plain", "Greeting.*/Tls"]  # each waits for seconds
 LIMIT_S = 500

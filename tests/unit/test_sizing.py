@@ -96,10 +96,22 @@ def test_slow_server_nics_need_more_machines() -> None:
     assert advice.chosen.machines == 8
 
 
-def test_nccl_uses_all_nics_of_a_host() -> None:
+def test_tcp_uses_all_nics_of_a_host() -> None:
     job = dataclasses.replace(JOB, nics=2)
     assert sizing.nccl_seconds(job) == pytest.approx(3.0)
-    assert sizing.row(job, 4) == dataclasses.replace(sizing.row(JOB, 4), gain=0.75)
+    # Servers whose machines carry as much as the workers' hosts.
+    both = dataclasses.replace(job, server_link_gbps=16.0)
+    assert sizing.row(both, 4).seconds == pytest.approx(sizing.row(JOB, 4).seconds / 2)
+    assert sizing.row(both, 4).gain == pytest.approx(sizing.row(JOB, 4).gain)
+    assert sizing.row(both, 4).nic_gbps == pytest.approx(16.0)
+    advice = sizing.advise(job)
+    assert 8 in {row.machines for row in advice.rows}, "with one NIC each, two for each host"
+
+
+def test_over_rdma_nccl_alone_uses_all_nics() -> None:
+    job, one = (dataclasses.replace(JOB, nics=n, transport="rdma") for n in (2, 1))
+    assert sizing.nccl_seconds(job) == pytest.approx(3.0)
+    assert sizing.row(job, 4) == dataclasses.replace(sizing.row(one, 4), gain=0.75)
     # Half the bytes on the wire make up for half the NICs.
     assert sizing.row(dataclasses.replace(job, wire="bf16"), 4).gain == pytest.approx(1.5)
 
@@ -156,7 +168,10 @@ def test_with_rdma_nics_move_the_bytes() -> None:
     [
         ({"hosts": 1}, "one host"),
         ({"hosts": 2}, "1.00 times"),
-        ({"nics": 8}, "NCCL at its best, which uses 8 NICs of a host where BytePS uses one"),
+        (
+            {"nics": 8, "transport": "rdma"},
+            "NCCL at its best, which uses 8 NICs of a host where BytePS over RDMA uses one",
+        ),
     ],
 )
 def test_nccl_alone_where_servers_gain_nothing(change: dict[str, Any], why: str) -> None:
@@ -191,6 +206,10 @@ def test_bad_use(words: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("--parameters 7B --hosts 8 --link-gbps 3200", "no NIC is faster than 1600"),
         ("--parameters 7B --hosts 8 --link-gbps 3200 --transport rdma", "--nics"),
         ("--parameters 7B --hosts 8 --link-gbps 400", "would need 50 cores. Use RDMA"),
+        (
+            "--parameters 7B --hosts 8 --link-gbps 100 --nics 4",
+            "400 Gbit/s of a worker's host: TCP is for up to 100 Gbit/s",
+        ),
         (
             "--parameters 7B --hosts 8 --link-gbps 100 --server-link-gbps 200",
             "200 Gbit/s of a server: TCP is for up to 100 Gbit/s",

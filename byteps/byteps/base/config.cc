@@ -44,6 +44,10 @@ std::vector<Variable> MakeTable() {
       {"DMLC_INTERFACE", kString, "", "", 0, 0, "",
        "Network interface at whose address other nodes reach this process. Default: the one that "
        "leads to the scheduler."},
+      {"BYTEPS_NICS", kString, "", "auto", 0, 0, "",
+       "Interfaces that carry data over TCP, such as eth0,eth1. auto: those at least half as fast "
+       "as the fastest, of these a worker the nearest to its GPU; or alone what DMLC_INTERFACE or "
+       "DMLC_NODE_HOST names, or a virtual one that leads to the scheduler."},
       {"BYTEPS_NODE_PORT", kInt, "port", "0", 0, 65535, "",
        "Port at which a server listens; a firewall must let workers reach it. 0: the kernel "
        "chooses. Workers listen nowhere."},
@@ -94,12 +98,14 @@ std::vector<Variable> MakeTable() {
        "A scheduler with --keep ends if no worker comes for this long after a failure. 0: it waits "
        "forever."},
       {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
-       "Rate of the NIC of a worker's host, each way. It decides the cost model, the length of "
-       "partitions (longer on fast links) and BYTEPS_TCP_CONNECTIONS. 0: as reported by the NIC "
-       "with the worker's address, if it is a real one. All workers use the slowest one's rate, or "
-       "none if one is unknown."},
+       "Rate of the NICs of a worker's host together, each way. It decides the cost model, the "
+       "length of "
+       "partitions (longer on fast links) and BYTEPS_TCP_CONNECTIONS. 0: as reported by the NICs "
+       "of BYTEPS_NICS, if they are real ones. All workers use the slowest host's rate, or none if "
+       "one is unknown."},
       {"BYTEPS_SERVER_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
-       "Rate of a server's NIC, each way, for the cost model. 0: same as BYTEPS_LINK_GBPS."},
+       "Rate of a server's NICs together, each way, for the cost model. 0: same as "
+       "BYTEPS_LINK_GBPS."},
       {"BYTEPS_MEASURE_LINKS", kBool, "", "1", 0, 1, "",
        "Before training, ranks on several hosts reduce a scratch tensor of at most 64 MiB through "
        "servers and by NCCL or gloo, interleaved, to choose the faster backend. 0 on any worker, "
@@ -169,7 +175,7 @@ std::vector<Variable> MakeTable() {
       {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
        "TCP connections between a worker and each server. 0: one per 10 Gbit/s that the two "
        "exchange if the NIC is the limit (BYTEPS_LINK_GBPS; 40 if its rate is unknown, 100 inside "
-       "a host), at most BYTEPS_IO_THREADS."},
+       "a host), at most BYTEPS_IO_THREADS, and one per NIC at least."},
       {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
        "Unused memory for values received over TCP that a process keeps for reuse."},
       {"BYTEPS_C10D", kBool, "", "0", 0, 1, "",

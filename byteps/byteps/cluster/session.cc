@@ -61,6 +61,7 @@ void Session::Prepare(ChannelUser* user, int probe) {
   settings["DMLC_NUM_WORKER"] = std::to_string(options_.num_workers);
   settings["DMLC_NUM_SERVER"] = std::to_string(options_.num_servers);
   settings["DMLC_WORKER_ID"] = std::to_string(options_.rank);
+  settings["BYTEPS_GPU"] = options_.gpu;
   settings["BYTEPS_REJOIN"] = options_.rejoin ? "1" : "0";
   settings["BYTEPS_PROBE"] = std::to_string(probe);
   if (probe > 0 && config_.Float("BYTEPS_START_TIMEOUT_S") > kProbeSeconds) {

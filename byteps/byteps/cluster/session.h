@@ -18,6 +18,7 @@ struct SessionOptions {
   int num_workers = 1;
   int num_servers = 1;
   bool rejoin = false;  // of a server that outlived its last job
+  std::string gpu;      // of a worker: the PCI bus id, "0000:1b:00.0"; empty: not known
 };
 
 // The job failed before all nodes had come, after the scheduler had admitted this one.

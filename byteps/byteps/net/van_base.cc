@@ -1,10 +1,12 @@
 // What all vans share: joining a job, the receiving thread, the end.
 #include <limits>
 #include <utility>
+#include <vector>
 
 #include "byteps/base/error.h"
 #include "byteps/base/log.h"
 #include "byteps/net/link/net_address.h"
+#include "byteps/net/link/nics.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/tcp/van.h"
 #include "ps/base.h"
@@ -28,6 +30,17 @@ std::string OwnAddress(const Node& scheduler) {
   const std::string interface = GetEnv("DMLC_INTERFACE", "");
   if (!interface.empty()) return AddressOfInterface(interface);
   return LocalAddressTowards(scheduler.hostname, scheduler.port);
+}
+
+// Over RDMA a node uses one device, which BYTEPS_RDMA_DEVICE or its address chooses.
+std::vector<Nic> OwnNics(const Node& self, bool several) {
+  const std::string setting = GetEnv("BYTEPS_NICS", "auto");
+  if (!several && setting != "auto") {
+    throw Error("BYTEPS_NICS=" + setting +
+                " names NICs, and over RDMA a node uses one device: unset BYTEPS_NICS, and set "
+                "BYTEPS_RDMA_DEVICE or DMLC_INTERFACE");
+  }
+  return several ? ChooseNics(ListNics(), NicUserFor(self)).nics : std::vector<Nic>();
 }
 
 // How membership reaches other nodes: by the van.
@@ -77,6 +90,7 @@ void Van::Start(int customer_id, bool /*standalone*/) {
     self.customer_id = customer_id;
   }
   my_role_ = self.role;
+  self.nics = OwnNics(self, GetType() == "tcp");
   SetNode(self);
   links_ = std::make_unique<VanLinks>(this);
   membership_ = Membership::Make(links_.get(), MembershipSettings::FromEnvironment(),

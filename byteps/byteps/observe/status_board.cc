@@ -243,6 +243,7 @@ std::string StatusBoard::Json() {
     out.Text("role", row.role)
         .Signed("rank", row.rank)
         .Text("address", row.peer.node.address)
+        .Number("nics", row.peer.node.nics)
         .Text("host", record.host)
         .Number("pid", record.pid)
         .Text("state", StateOf(row.peer, patience_s_))

@@ -85,7 +85,8 @@ function age(s) {
   return `${(s / 3600).toFixed(1)} h`;
 }
 const COMMON = [
-  ["rank", (n) => n.rank, true], ["address", (n) => n.address, true], ["host", (n) => n.host, true],
+  ["rank", (n) => n.rank, true], ["address", (n) => n.address, true],
+  ["NICs", (n) => n.nics], ["host", (n) => n.host, true],
   ["state", (n) => n.state, true, (n) => n.state], ["heard", (n) => `${age(n.silent_s)} ago`],
   ["in", (n) => `${bytes(n.received_bytes_per_s)}/s`], ["in, all", (n) => bytes(n.received_bytes)],
   ["out", (n) => `${bytes(n.sent_bytes_per_s)}/s`], ["out, all", (n) => bytes(n.sent_bytes)],

@@ -35,7 +35,7 @@ class Listener : public ChannelUser {
   void OnMessage(Message*) override {}
   void OnEvent(const ps::MembershipEvent& event) override {
     if (event.kind != ps::MembershipEvent::kListens) return;
-    std::cout << "ok    it can listen at " << event.node.address << how_ << std::endl;
+    std::cout << "ok    it can listen at " << PlaceOf(event.node) << how_ << std::endl;
   }
 
  private:

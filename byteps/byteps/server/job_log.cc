@@ -64,7 +64,7 @@ void JobLog::OnEvent(const MembershipEvent& event) {
   ps::MutexLock lock(&mu_);
   switch (event.kind) {
     case MembershipEvent::kListens:
-      return SayListens(event.node.address);
+      return SayListens(PlaceOf(event.node));
     case MembershipEvent::kWelcomed:
       BPS_LOG(INFO) << "admitted: the scheduler at " << scheduler_
                     << " has taken this server; waiting for the others";
@@ -101,7 +101,7 @@ void JobLog::SayAdmitted(const MembershipEvent& event) {
   const int there = worker ? event.workers : event.servers;
   const int all = worker ? event.expected_workers : event.expected_servers;
   BPS_LOG(INFO) << "joined: " << (worker ? "worker " : "server ") << there
-                << (all < 0 ? "" : " of " + std::to_string(all)) << ", " << event.node.address
+                << (all < 0 ? "" : " of " + std::to_string(all)) << ", " << PlaceOf(event.node)
                 << " (rank " << event.rank << ")"
                 << (joined_named_ == kNamed ? "; the others are counted" : "");
 }

@@ -99,7 +99,7 @@ py::list Endpoints() {
   return out;
 }
 
-void Init(int num_servers) {
+void Init(int num_servers, const std::string& gpu) {
   const Config config = Config::FromEnvironment();
   launch = Launch::From(config);
   settings = config.Print();
@@ -109,6 +109,7 @@ void Init(int num_servers) {
   SessionOptions options;
   options.role = Role::kWorker;
   options.rank = launch.rank;
+  options.gpu = gpu;
   options.num_workers = launch.size;
   options.num_servers =
       num_servers > 0 ? num_servers : static_cast<int>(config.Int("DMLC_NUM_SERVER"));
@@ -238,7 +239,7 @@ PYBIND11_MODULE(c_lib, m) {
   py::implicitly_convertible<py::sequence, Ranks>();
 
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  m.def("init", &Init, py::arg("num_servers"), Unlocked());
+  m.def("init", &Init, py::arg("num_servers"), py::arg("gpu") = "", Unlocked());
   m.def(
       "shutdown",
       [](bool suspend, const std::string& failure) { GetWorker()->Stop(suspend, failure); },

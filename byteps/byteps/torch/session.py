@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import dataclass, fields
 
+import torch
 from byteps import logs
 from byteps.launcher import embedded
 from byteps.launcher.meeting import Store
@@ -106,7 +107,7 @@ def init(lazy: bool = True, *, store: Store | None = None) -> None:
             logger.warning("%s", warning)
         embedded.start_if_needed(store)
         try:
-            c_lib.init(num_servers=0)
+            c_lib.init(num_servers=0, gpu=_gpu())
         except BaseException:
             embedded.stop(graceful=False)
             raise
@@ -115,6 +116,17 @@ def init(lazy: bool = True, *, store: Store | None = None) -> None:
         _sessions += 1
         _handled_at_init = id(sys.exception())
         atexit.register(_at_exit)
+
+
+def _gpu() -> str:
+    """The PCI bus id of the GPU that this process has chosen, whose NICs are near; "": none yet."""
+    if not torch.cuda.is_initialized():
+        return ""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    numbers = [getattr(gpu, f"pci_{of}_id", -1) for of in ("domain", "bus", "device")]
+    if min(numbers) < 0:  # torch does not say
+        return ""
+    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def shutdown() -> None:

@@ -96,7 +96,7 @@ class SwarmNode : public ps::MembershipLinks, public ps::tcp::ConnectionOwner {
     hello.role = self_.role;
     hello.rank = is_worker_ ? rank_ : -1;
     const auto limit = std::chrono::duration<double>(options.timeout_s);
-    connection_->Dial(node.hostname, node.port, hello,
+    connection_->Dial({{"", node.hostname}}, node.port, hello,
                       Clock::now() + std::chrono::duration_cast<Clock::duration>(limit));
   }
   void Disconnect(int /*node_id*/) override {}

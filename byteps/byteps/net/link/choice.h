@@ -3,6 +3,7 @@
 #define BYTEPS_NET_LINK_CHOICE_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -13,10 +14,19 @@ struct LinkLoad {
   bool is_open = false;    // messages go over it now
   bool is_closed = false;  // and none ever will
   size_t queued_bytes = 0;
+  size_t in_flight_bytes = 0;  // written, and the other end has not told that they have come
+  uint64_t nics = 0;           // tells pairs of NICs apart
 };
 
-// That on which the fewest bytes wait, and one that is broken only where all are.  Null: none is
-// there.  Of `links` some may be null.
+inline bool IsBetter(const LinkLoad& load, const LinkLoad& than) {
+  if (load.is_open != than.is_open) return load.is_open;
+  if (load.queued_bytes != than.queued_bytes) return load.queued_bytes < than.queued_bytes;
+  return load.nics != than.nics && load.in_flight_bytes < than.in_flight_bytes;
+}
+
+// That on which the fewest bytes wait, and one that is broken only where all are.  Where nothing
+// waits the kernel may hold much: of links over different NICs that with fewer bytes in flight, so
+// that each NIC carries what its rate allows.  Null: none is there.  Of `links` some may be null.
 template <typename Link>
 std::shared_ptr<Link> BestOf(const std::vector<std::shared_ptr<Link>>& links) {
   // There is nothing to compare, and so nothing to ask under the link's lock.
@@ -27,9 +37,7 @@ std::shared_ptr<Link> BestOf(const std::vector<std::shared_ptr<Link>>& links) {
     if (!link) continue;
     const LinkLoad load = link->load();
     if (load.is_closed) continue;
-    const bool better =
-        load.is_open != least.is_open ? load.is_open : load.queued_bytes < least.queued_bytes;
-    if (best != nullptr && !better) continue;
+    if (best != nullptr && !IsBetter(load, least)) continue;
     best = &link;
     least = load;
   }

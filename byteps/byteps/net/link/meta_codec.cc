@@ -5,18 +5,20 @@
 #include <cstring>
 
 #include "byteps/base/wire_bytes.h"
+#include "byteps/net/link/nics.h"
 
 namespace ps {
 namespace {
 
-constexpr uint8_t kMetaVersion = 2;
+constexpr uint8_t kMetaVersion = 3;
 constexpr uint8_t kRequest = 1;
 constexpr uint8_t kPush = 2;
 constexpr uint8_t kSimpleApp = 4;
 // The longest name that DNS allows has 253 letters.
 constexpr size_t kMaxHostBytes = 255;
-// The shortest node: a role, an id, a rank, a port, and the lengths of two names.
-constexpr size_t kLeastNodeBytes = 15;
+constexpr int kMaxPrefix = 128;
+// The shortest node: a role, an id, a rank, a port, the lengths of two names and a number of NICs.
+constexpr size_t kLeastNodeBytes = 16;
 // Room that is taken before the nodes are read; for more of them, as they come.
 constexpr size_t kNodesAtOnce = 64;
 // Far more than any job has; ids, which are made from ranks, stay in their range.
@@ -32,21 +34,44 @@ void EncodeNode(const Node& node, ByteWriter* out) {
   out->Bytes(host);
   out->Int<uint8_t>(node.endpoint_name_len);
   out->Bytes(node.endpoint_name, node.endpoint_name_len);
+  const size_t nics = std::min(node.nics.size(), kMostNics);
+  out->Int<uint8_t>(nics);
+  for (size_t i = 0; i < nics; ++i) {
+    const std::string address = node.nics[i].address.substr(0, kMaxHostBytes);
+    out->Int<uint8_t>(address.size());
+    out->Bytes(address);
+    out->Int<uint8_t>(node.nics[i].prefix);
+    out->Int<int32_t>(node.nics[i].mbps);
+  }
+}
+
+bool IsText(const std::string& text) {
+  return std::none_of(text.begin(), text.end(), [](char c) { return c <= ' ' || c == 127; });
+}
+
+bool DecodeNic(ByteReader* in, Nic* nic) {
+  uint8_t address_bytes = 0, prefix = 0;
+  int32_t mbps = 0;
+  if (!in->Int(&address_bytes) || !in->Bytes(address_bytes, &nic->address) || !in->Int(&prefix) ||
+      !in->Int(&mbps)) {
+    return false;
+  }
+  nic->prefix = prefix;
+  nic->mbps = mbps;
+  return prefix <= kMaxPrefix && mbps >= 0 && !nic->address.empty() && IsText(nic->address);
 }
 
 bool DecodeNode(ByteReader* in, Node* node) {
-  uint8_t role = 0, host_bytes = 0, name_bytes = 0;
+  uint8_t role = 0, host_bytes = 0, name_bytes = 0, nics = 0;
   int32_t id = 0, aux_id = 0, port = 0;
   std::string name;
   if (!in->Int(&role) || !in->Int(&id) || !in->Int(&aux_id) || !in->Int(&port) ||
       !in->Int(&host_bytes) || !in->Bytes(host_bytes, &node->hostname) || !in->Int(&name_bytes) ||
-      !in->Bytes(name_bytes, &name)) {
+      !in->Bytes(name_bytes, &name) || !in->Int(&nics) || nics > kMostNics) {
     return false;
   }
-  const bool no_text = std::any_of(node->hostname.begin(), node->hostname.end(),
-                                   [](char c) { return c <= ' ' || c == 127; });
   if (role > Node::SCHEDULER || id < 0 || aux_id < -1 || aux_id > kMaxRank || port < 0 ||
-      port > 65535 || no_text || name.size() > sizeof(node->endpoint_name)) {
+      port > 65535 || !IsText(node->hostname) || name.size() > sizeof(node->endpoint_name)) {
     return false;
   }
   node->role = static_cast<Node::Role>(role);
@@ -57,6 +82,9 @@ bool DecodeNode(ByteReader* in, Node* node) {
   memset(node->endpoint_name, 0, sizeof(node->endpoint_name));
   memcpy(node->endpoint_name, name.data(), name.size());
   node->endpoint_name_len = name.size();
+  for (uint8_t i = 0; i < nics; ++i) {
+    if (!DecodeNic(in, &node->nics.emplace_back())) return false;
+  }
   return true;
 }
 

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <set>
 
@@ -28,17 +27,6 @@ std::string Numeric(const sockaddr* address) {
   if (length == 0) return "";
   if (getnameinfo(address, length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) != 0) return "";
   return text;
-}
-
-// The name of the interface with this address; empty: there is none.
-std::string InterfaceWith(const std::string& address) {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return "";
-  std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(list, &freeifaddrs);
-  for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
-    if (i->ifa_addr != nullptr && Numeric(i->ifa_addr) == address) return i->ifa_name;
-  }
-  return "";
 }
 
 }  // namespace
@@ -114,16 +102,6 @@ std::string NumericAddress(const std::string& host) {
     }
   }
   throw Error("the host '" + host + "' has neither an IPv4 nor an IPv6 address");
-}
-
-int CardMbps(const std::string& address, const std::string& sysfs) {
-  const std::string interface = InterfaceWith(address);
-  if (interface.empty()) return 0;
-  const std::string folder = sysfs + "/" + interface;
-  if (access((folder + "/device").c_str(), F_OK) != 0) return 0;
-  int mbps = 0;
-  std::ifstream(folder + "/speed") >> mbps;  // not a number, or -1, while the link is down
-  return std::max(mbps, 0);
 }
 
 bool IsLoopback(const std::string& host) {

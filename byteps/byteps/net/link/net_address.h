@@ -21,11 +21,6 @@ std::string AddressOfInterface(const std::string& name);
 // Throws Error when it does not resolve.
 std::string NumericAddress(const std::string& host);
 
-// Mbit/s each way of the NIC of the interface that has this numeric address; 0 where it
-// does not tell.  Only devices are asked: what a virtual interface says of its speed is made up.
-// `sysfs`: where the kernel tells of interfaces.
-int CardMbps(const std::string& address, const std::string& sysfs = "/sys/class/net");
-
 // Whether what is sent to `host`, an address or "localhost", stays on this host.
 bool IsLoopback(const std::string& host);
 

@@ -1,5 +1,6 @@
 #include "byteps/net/membership/event.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "byteps/base/invariant.h"
@@ -13,7 +14,12 @@ NodeInfo InfoOf(const Node& node) {
   const Role role = node.role == Node::SCHEDULER ? Role::kScheduler
                     : node.role == Node::WORKER  ? Role::kWorker
                                                  : Role::kServer;
-  return {role, node.id, AddressOf(node)};
+  const int nics = std::max(static_cast<int>(node.nics.size()), 1);
+  return {role, node.id, AddressOf(node), nics};
+}
+
+std::string PlaceOf(const NodeInfo& node) {
+  return node.address + (node.nics > 1 ? " on " + Plural(node.nics, "NIC") : "");
 }
 
 Announcer::Announcer(Listener listener) : listener_(std::move(listener)) {}

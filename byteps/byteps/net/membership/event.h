@@ -19,8 +19,11 @@ struct NodeInfo {
   byteps::core::Role role = byteps::core::Role::kServer;
   int id = -1;
   std::string address;  // "10.0.0.2:40123"; without a port of a worker, which listens nowhere
+  int nics = 1;         // that carry its data
 };
 NodeInfo InfoOf(const Node& node);
+// "10.0.0.2:40123", "10.0.0.2:40123 on 2 NICs"
+std::string PlaceOf(const NodeInfo& node);
 
 // Bytes that a node reports of itself with a heartbeat.
 constexpr size_t kMaxReport = 1024;

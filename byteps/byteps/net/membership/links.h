@@ -14,7 +14,8 @@ class MembershipLinks {
   virtual const Node& scheduler() const = 0;
   // The scheduler has given this node its id.
   virtual void SetSelf(const Node& node) = 0;
-  // Makes a connection to `node`, or names the one that came from it.
+  // Makes a connection to `node`, or names the one that came from it.  Of the scheduler, with which
+  // there is one, it learns the NICs.
   virtual void Connect(const Node& node) = 0;
   // Closes it when what was sent before has left.
   virtual void Disconnect(int node_id) = 0;

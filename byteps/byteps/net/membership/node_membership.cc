@@ -9,7 +9,7 @@
 #include "byteps/base/error.h"
 #include "byteps/base/invariant.h"
 #include "byteps/base/probe.h"
-#include "byteps/net/link/net_address.h"
+#include "byteps/net/link/nics.h"
 #include "byteps/net/link/node_text.h"
 #include "byteps/net/membership/protocol.h"
 #include "ps/internal/postoffice.h"
@@ -60,7 +60,7 @@ void NodeMembership::Join() {
   if (settings_.rejoin || (settings_.keep && self.role == Node::SERVER)) claim.workers = -1;
   if (settings_.rejoin) claim.servers = -1;
   if (self.role == Node::WORKER) {
-    claim.link_mbps = settings_.link_mbps > 0 ? settings_.link_mbps : CardMbps(self.hostname);
+    claim.link_mbps = settings_.link_mbps > 0 ? settings_.link_mbps : HostMbps(self);
   }
   Send(links_, Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
   heartbeats_.Start();
@@ -235,8 +235,8 @@ void NodeMembership::OnAdmission(const Message& msg) {
     link_mbps_ = membership::ParseLink(msg.meta.body);
   }
   for (const auto& node : msg.meta.control.node) {
-    if (node.role == Node::SCHEDULER) continue;
     links_->Connect(node);
+    if (node.role == Node::SCHEDULER) continue;  // which has told of its NICs
     MutexLock lock(&mu_);
     roster_.Put(node);
   }

@@ -81,8 +81,11 @@ bool SchedulerMembership::Admit(const Claim& claim, const Node& node) {
 }
 
 void SchedulerMembership::AdmitAll() {
-  // Only workers connect to others, and only to servers: nobody else needs addresses.
-  std::vector<Node> servers;
+  // Only workers connect to others, and only to servers: nobody else needs addresses.  All may have
+  // to connect to the scheduler again, over another NIC.
+  std::vector<Node> scheduler;
+  if (links_->self().nics.size() > 1) scheduler.push_back(links_->self());
+  std::vector<Node> servers = scheduler;
   std::vector<Node> everyone;
   int link_mbps = INT_MAX;
   {
@@ -99,7 +102,7 @@ void SchedulerMembership::AdmitAll() {
   const std::string link = membership::PackLink(link_mbps);
   for (const Node& node : everyone) {
     const bool worker = node.role == Node::WORKER;
-    Send(links_, Control::ADD_NODE, node.id, link, worker ? servers : std::vector<Node>());
+    Send(links_, Control::ADD_NODE, node.id, link, worker ? servers : scheduler);
   }
 }
 

@@ -41,7 +41,7 @@ namespace ps {
 namespace rdma {
 
 constexpr uint32_t kMagic = 0x444d5242;  // "BRMD"
-constexpr uint32_t kVersion = 5;
+constexpr uint32_t kVersion = 6;
 
 // What a peer that begins so must be told; "" if it speaks as we do.
 std::string Mismatch(const char* data, size_t bytes);

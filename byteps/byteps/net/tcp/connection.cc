@@ -24,7 +24,7 @@ Connection::~Connection() = default;
 
 std::string Connection::address() {
   MutexLock lock(&mu_);
-  return address_;
+  return ends_.text;
 }
 
 bool Connection::closed() {
@@ -39,7 +39,8 @@ bool Connection::open() {
 
 LinkLoad Connection::load() {
   MutexLock lock(&mu_);
-  return {state_ == State::kOpen, state_ == State::kClosed, queue_.bytes()};
+  return {state_ == State::kOpen, state_ == State::kClosed, queue_.bytes(),
+          queue_.bytes_in_flight(), ends_.nics};
 }
 
 // ----------------------------------------------------------------- sending

@@ -27,6 +27,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "byteps/base/mutex.h"
 #include "byteps/net/auth/secret.h"
@@ -77,6 +78,8 @@ class ConnectionOwner : public FramePlaces {
 struct ConnectionSettings {
   // A socket over which the other end's host acknowledges nothing for so long is given up.
   double silence_s = 15;
+  // The same where there is another pair of NICs to go on with.
+  double switch_s = 4;
   // BYTEPS_RECONNECT_TIMEOUT_S
   double reconnect_s = 30;
   auth::Secret secret;
@@ -96,9 +99,13 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // taken.  Any thread.
   void Adopt(StreamPtr socket, const Hello& hello);
 
-  // Connects to who listens at `host` and `port`, and says `hello`.  Tries again while nobody
-  // does, until `deadline`.  Blocks for no longer than it takes to resolve the name.
-  void Dial(const std::string& host, int port, const Hello& hello, Clock::time_point deadline);
+  // Connects to who listens at `port`, and says `hello`.  Tries again while nobody does, until
+  // `deadline`.  Of the pairs of NICs it takes the first one that works, and goes back to an
+  // earlier first one when that works again.  Blocks for no longer than it takes to resolve names.
+  void Dial(const std::vector<NicPair>& pairs, int port, const Hello& hello,
+            Clock::time_point deadline);
+  // There are other ways to the peer, as good as the first.  Any thread, after Dial.
+  void AddPairs(const std::vector<NicPair>& pairs);
 
   // Takes the message over, also before the connection is there.  False when it has ended.
   // Any thread; never blocks.
@@ -149,6 +156,11 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   enum class Greeting { kOver, kHandshake, kChallenge, kReply };
   using Socket = StreamPtr;  // stays open while somebody writes to it
 
+  // Between which addresses the socket is.
+  struct Ends {
+    std::string text;   // the peer's, or of both
+    uint64_t nics = 0;  // AddressesOf
+  };
   // Who writes to the socket.
   struct Writing {
     bool is_on = false;     // somebody is in Drain
@@ -183,7 +195,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   void Drain();
 
   // ----- connection_dial.cc
-  void DialAgain();
+  void DialAgain(bool elsewhere);
   void TryNext();
   void TryAgain(const std::string& error, bool nobody_listens = false);
   void GiveUpAttempt(Clock::duration after, const std::string& complaint);
@@ -196,6 +208,15 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   bool ReadGreeting() PS_REQUIRES(receive_mu_);
   bool ReadChallenge() PS_REQUIRES(receive_mu_);
   bool ReadReply() PS_REQUIRES(receive_mu_);
+
+  // ----- connection_home.cc
+  // The connection is away from its first pair of NICs: tries now and then whether that works.
+  void LookHome();
+  void WarnThatAway();
+  void TryHome();
+  void GoHome();
+  // When a socket over which nothing is acknowledged is given up, in seconds.
+  double Silence() const;
 
   // ----- connection_link.cc
   // The socket of this epoch broke: what becomes of the connection?
@@ -244,7 +265,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   Socket socket_ PS_GUARDED_BY(mu_);
   uint64_t epoch_ PS_GUARDED_BY(mu_) =
       0;  // counts sockets: what is about the last one is not about this one
-  std::string address_ PS_GUARDED_BY(mu_);
+  Ends ends_ PS_GUARDED_BY(mu_);
   SendQueue queue_ PS_GUARDED_BY(mu_);
   Writing writing_ PS_GUARDED_BY(mu_);
   Closing closing_ PS_GUARDED_BY(mu_);

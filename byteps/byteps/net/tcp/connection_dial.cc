@@ -30,7 +30,7 @@ struct GreetingError : Error {
 
 }  // namespace
 
-void Connection::Dial(const std::string& host, int port, const Hello& hello,
+void Connection::Dial(const std::vector<NicPair>& pairs, int port, const Hello& hello,
                       Clock::time_point deadline) {
   active_ = true;
   hello_ = hello;
@@ -38,14 +38,14 @@ void Connection::Dial(const std::string& host, int port, const Hello& hello,
     MutexLock lock(&mu_);
     state_ = State::kDialing;
   }
-  dial_.Begin(host, port, deadline);
+  dial_.Begin(pairs, port, deadline);
   poller_->Post([self = shared_from_this()] { self->TryNext(); });
 }
 
 // Poller's thread, like all below.
-void Connection::DialAgain() {
+void Connection::DialAgain(bool elsewhere) {
   hello_.resumes = true;
-  dial_.Restart();
+  dial_.Restart(elsewhere);
   TryNext();
 }
 
@@ -66,28 +66,28 @@ void Connection::GiveUpAttempt(Clock::duration after, const std::string& complai
 void Connection::TryNext() {
   if (closed()) return;
   dial_.NextAttempt();
-  Address address;
+  DialPlan::Route route;
   try {
-    address = dial_.Current();
+    route = dial_.Current();
   } catch (const Error& e) {
     return TryAgain(e.what());
   }
-  Fd fd = BeginConnect(address);
-  if (!fd) return TryAgain(address.Text() + ": " + strerror(errno), errno == ECONNREFUSED);
+  Fd fd = BeginConnect(route.to, route.from);
+  if (!fd) return TryAgain(route.Text() + ": " + strerror(errno), errno == ECONNREFUSED);
   const int number = fd.get();
   {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kDialing;
     socket_ = std::make_shared<Stream>(std::move(fd), settings_->tls.get(), Stream::kConnects);
-    address_ = address.Text();
+    ends_.text = route.Text();
   }
   try {
     poller_->Watch(number, shared_from_this());
   } catch (const Error& e) {
     return TryAgain(e.what());
   }
-  GiveUpAttempt(kConnectTime, address.Text() + ": no answer");
+  GiveUpAttempt(kConnectTime, route.Text() + ": no answer");
 }
 
 void Connection::TryAgain(const std::string& error, bool nobody_listens) {
@@ -128,12 +128,12 @@ void Connection::OnConnected() {
     MutexLock lock(&mu_);
     if (!socket_) return;
     socket = socket_;
-    address = address_;
+    address = ends_.text;
   }
   if (const int error = ConnectError(socket->fd())) {
     return TryAgain(address + ": " + strerror(error), error == ECONNREFUSED);
   }
-  SetOptions(socket->fd(), settings_->silence_s);
+  SetOptions(socket->fd(), Silence());
   {
     MutexLock lock(&receive_mu_);
     greeting_ = socket->encrypted() ? Greeting::kHandshake : Greeting::kChallenge;
@@ -143,6 +143,7 @@ void Connection::OnConnected() {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kGreeting;
+    ends_.nics = AddressesOf(socket->fd());
   }
   dial_.NextAttempt();
   GiveUpAttempt(kAnswerTime, address + ": it took the connection and said nothing");

@@ -44,7 +44,7 @@ void Connection::Break(uint64_t epoch, const LinkEnding& ending) {
   if (patience <= Clock::duration::zero()) return Close(ending);
   BeginOutage(ending, patience);
   Detach(active_ ? State::kDialing : State::kWaiting);
-  if (active_) DialAgain();
+  if (active_) DialAgain(FaultOf(ending.reason) == LinkFault::kSilent);
 }
 
 void Connection::BeginOutage(const LinkEnding& ending, Clock::duration patience) {
@@ -53,7 +53,7 @@ void Connection::BeginOutage(const LinkEnding& ending, Clock::duration patience)
   // That it was silent for so long has counted already.
   auto counted = Clock::duration::zero();
   if (fault == LinkFault::kSilent) {
-    counted = ToDuration(std::min(settings_->silence_s, settings_->reconnect_s / 2));
+    counted = ToDuration(std::min(Silence(), settings_->reconnect_s / 2));
   }
   if (outage_.Begin(ending.reason, fault, ending.by_peer, patience, counted)) ArmDeadline();
 }
@@ -177,7 +177,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   if (unnoticed) BeginOutage({kUnnoticed, true, false}, ToDuration(settings_->reconnect_s));
   Detach(State::kWaiting);
   const int number = socket->fd();
-  SetOptions(number, settings_->silence_s);
+  SetOptions(number, Silence());
   reply.received = receipts_.received();
   answer();
   Address address;
@@ -188,7 +188,8 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     socket_ = socket;
-    if (known) address_ = address.Text();
+    if (known) ends_.text = address.Text();
+    ends_.nics = AddressesOf(number);
   }
   poller_->Watch(number, shared_from_this());
   Resume(hello.received);
@@ -224,8 +225,12 @@ void Connection::Resume(uint64_t received) {
     AwaitAcknowledgement(again);
     if (!sends) EndOutage();
   }
-  was_open_ = true;
-  dial_.Succeeded();
+  const bool first = !std::exchange(was_open_, true);
+  if (dial_.is_away()) {
+    if (first) WarnThatAway();
+    LookHome();
+  }
+  dial_.Succeeded(Clock::now());
   if (writes) Drain();
 }
 

@@ -1,6 +1,8 @@
 #include "byteps/net/tcp/dial_plan.h"
 
+#include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "byteps/base/error.h"
 
@@ -10,37 +12,85 @@ namespace {
 
 constexpr auto kFirstPause = std::chrono::milliseconds(20);
 constexpr auto kLongestPause = std::chrono::milliseconds(500);
+// A NIC that takes connections and loses what follows costs seconds each time.
+constexpr auto kFirstLook = std::chrono::seconds(1);
+constexpr auto kLongestLook = std::chrono::seconds(64);
+constexpr auto kLasts = std::chrono::seconds(60);
 
 }  // namespace
 
-DialPlan::DialPlan() : redial_(kFirstPause, kLongestPause) {}
+DialPlan::DialPlan() : redial_(kFirstPause, kLongestPause), look_(kFirstLook) {}
 
-void DialPlan::Begin(const std::string& host, int port, Clock::time_point deadline) {
-  host_ = host;
+void DialPlan::Begin(std::vector<NicPair> pairs, int port, Clock::time_point deadline) {
+  pairs_ = std::move(pairs);
   port_ = port;
   deadline_ = deadline;
   try {
-    addresses_ = Resolve(host, port);
+    Resolve();
   } catch (const Error&) {  // the name may be known later
   }
 }
 
-void DialPlan::Restart() {
-  redial_.Begin();
-  next_ = 0;
+void DialPlan::Add(const std::vector<NicPair>& pairs) {
+  for (const NicPair& pair : pairs) {
+    if (std::find(pairs_.begin(), pairs_.end(), pair) != pairs_.end()) continue;
+    pairs_.push_back(pair);
+    for (const Address& to : tcp::Resolve(pair.to, port_)) routes_.push_back({pair.from, to, true});
+  }
 }
 
-const Address& DialPlan::Current() {
-  if (addresses_.empty()) addresses_ = Resolve(host_, port_);
-  return addresses_[next_];
+void DialPlan::Resolve() {
+  std::vector<Route> routes;
+  for (const NicPair& pair : pairs_) {
+    for (const Address& to : tcp::Resolve(pair.to, port_)) {
+      routes.push_back({pair.from, to, &pair == &pairs_.front()});
+    }
+  }
+  routes_ = std::move(routes);
+}
+
+void DialPlan::Restart(bool elsewhere) {
+  redial_.Begin();
+  if (!has_several_pairs()) {
+    next_ = 0;
+  } else if (elsewhere) {
+    next_ = (next_ + 1) % routes_.size();
+  }
+  start_ = next_;
+}
+
+void DialPlan::GoHome() {
+  redial_.Begin();
+  start_ = next_ = 0;
+}
+
+const DialPlan::Route& DialPlan::Current() {
+  if (routes_.empty()) Resolve();
+  return routes_[next_];
 }
 
 DialPlan::Clock::time_point DialPlan::Failed(const std::string& error, bool nobody_listens,
                                              Clock::time_point now) {
   ++attempt_;
   redial_.Failed(error, nobody_listens, now);
-  next_ = addresses_.empty() ? 0 : (next_ + 1) % addresses_.size();
-  return next_ == 0 ? now + redial_.NextPause() : now;
+  next_ = routes_.empty() ? 0 : (next_ + 1) % routes_.size();
+  return next_ == start_ ? now + redial_.NextPause() : now;
+}
+
+void DialPlan::Succeeded(Clock::time_point now) {
+  redial_.Succeeded();
+  if (is_away()) {
+    if (home_since_ != Clock::time_point() && now - home_since_ >= kLasts) look_ = kFirstLook;
+    home_since_ = {};
+  } else {
+    home_since_ = now;
+  }
+}
+
+DialPlan::Clock::duration DialPlan::NextLook() {
+  const Clock::duration look = look_;
+  look_ = std::min<Clock::duration>(2 * look_, kLongestLook);
+  return look;
 }
 
 }  // namespace tcp

@@ -1,5 +1,5 @@
-// Where a connection dials, and when next: one address of the host after another at once, and the
-// first again after a pause.
+// Where a connection dials, and when next: one pair of NICs after another at once, and the first
+// again after a pause.
 #ifndef BYTEPS_NET_TCP_DIAL_PLAN_H_
 #define BYTEPS_NET_TCP_DIAL_PLAN_H_
 
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "byteps/net/link/nic_pairs.h"
 #include "byteps/net/link/redial.h"
 #include "byteps/net/tcp/socket.h"
 
@@ -19,35 +20,63 @@ class DialPlan {
  public:
   using Clock = Redial::Clock;
 
+  // One address of a pair's peer: a name may have several.
+  struct Route {
+    std::string from;  // empty: the kernel chooses
+    Address to;
+    bool is_home = false;  // of the first pair
+
+    // "10.0.0.2:9000", "10.0.0.1 to 10.0.0.2:9000"
+    std::string Text() const { return (from.empty() ? "" : from + " to ") + to.Text(); }
+  };
+
   DialPlan();
 
-  // Looks the name up: blocks.
-  void Begin(const std::string& host, int port, Clock::time_point deadline);
-  // The connection was there, and broke.
-  void Restart();
+  // Looks names up: blocks.
+  void Begin(std::vector<NicPair> pairs, int port, Clock::time_point deadline);
+  // Pairs that are as good as the first, to try when that fails.
+  void Add(const std::vector<NicPair>& pairs);
+  // The connection was there, and broke.  `elsewhere`: nothing answers on its pair of NICs, so that
+  // another is tried first.
+  void Restart(bool elsewhere);
+  // Restarts with the first pair, of which the connection was away.
+  void GoHome();
 
-  // The address to try now.  Throws Error while the name is not known.
-  const Address& Current();
+  // The route to try now.  Throws Error while no name is known.
+  const Route& Current();
   // What is about an earlier attempt is not about this one.
   uint64_t attempt() const { return attempt_; }
   void NextAttempt() { ++attempt_; }
 
   // An attempt has failed; `nobody_listens`: its address says so.  Returns when to make the next.
   Clock::time_point Failed(const std::string& error, bool nobody_listens, Clock::time_point now);
-  void Succeeded() { redial_.Succeeded(); }
+  void Succeeded(Clock::time_point now);
 
   const Redial& redial() const { return redial_; }
   // Of the first connection.
   Clock::time_point deadline() const { return deadline_; }
 
+  bool has_several_pairs() const { return pairs_.size() > 1; }
+  // Whether the current route is not of the first pair; `home` is then.
+  bool is_away() const { return !routes_.empty() && !routes_[next_].is_home; }
+  const Route& home() const { return routes_.front(); }
+  // How long to wait before it is tried whether the first pair works again: longer each time,
+  // unless a connection has lasted there.
+  Clock::duration NextLook();
+
  private:
-  std::string host_;
+  void Resolve();
+
+  std::vector<NicPair> pairs_;
   int port_ = 0;
-  std::vector<Address> addresses_;
+  std::vector<Route> routes_;
+  size_t start_ = 0;  // of this round of attempts
   size_t next_ = 0;
   uint64_t attempt_ = 0;
   Clock::time_point deadline_;
   Redial redial_;
+  Clock::duration look_;
+  Clock::time_point home_since_;
 };
 
 }  // namespace tcp

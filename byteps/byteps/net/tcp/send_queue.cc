@@ -81,7 +81,10 @@ bool SendQueue::TakeBatch(uint64_t received, OutgoingList* batch) {
     queue.pop_front();
     bytes += next->bytes;
     vectors += 1 + next->values.size();
-    if (next->type == kMessage) log_.Add(next);
+    if (next->type == kMessage) {
+      log_.Add(next);
+      bytes_in_flight_ += next->bytes;
+    }
     std::string told;
     ByteWriter(&told).Int<uint64_t>(received);
     next->head.replace(kReceivedOffset, told.size(), told);
@@ -100,12 +103,19 @@ void SendQueue::Written(size_t bytes) {
   bytes_ -= bytes;
 }
 
+void SendQueue::Arrived(uint64_t received, OutgoingList* arrived) {
+  const size_t before = arrived->size();
+  log_.Arrived(received, arrived);
+  for (size_t i = before; i < arrived->size(); ++i) bytes_in_flight_ -= (*arrived)[i]->bytes;
+}
+
 size_t SendQueue::Resume(uint64_t received, OutgoingList* arrived) {
   OutgoingList again = log_.Resume(received, arrived);
   // Where the last socket broke amid what was sent again, the rest of that is behind it.
   for (auto& message : again_) again.push_back(std::move(message));
   again_.swap(again);
   bytes_ = BytesOf(again_) + BytesOf(urgent_) + BytesOf(bulk_);
+  bytes_in_flight_ = 0;
   return again_.size();
 }
 
@@ -115,7 +125,7 @@ OutgoingList SendQueue::TakeAll() {
     for (auto& outgoing : *list) all.push_back(std::move(outgoing));
     list->clear();
   }
-  bytes_ = 0;
+  bytes_ = bytes_in_flight_ = 0;
   return all;
 }
 

@@ -53,7 +53,7 @@ class SendQueue {
   void Written(size_t bytes);
 
   // The other end has received so many messages; see ReplayLog, and what it throws.
-  void Arrived(uint64_t received, OutgoingList* arrived) { log_.Arrived(received, arrived); }
+  void Arrived(uint64_t received, OutgoingList* arrived);
   // Likewise, over another socket, to which nothing was written yet.  Returns the number of
   // messages that are sent again.
   size_t Resume(uint64_t received, OutgoingList* arrived);
@@ -67,6 +67,8 @@ class SendQueue {
   bool all_arrived() const { return empty() && log_.empty(); }
   // That wait, or are in a batch and not written.
   size_t bytes() const { return bytes_; }
+  // Of messages that were taken to be written and have not arrived.
+  size_t bytes_in_flight() const { return bytes_in_flight_; }
 
  private:
   OutgoingList again_;   // were sent over a socket that broke
@@ -74,6 +76,7 @@ class SendQueue {
   OutgoingList bulk_;
   ReplayLog<OutgoingPtr> log_;  // of messages that were taken to be written
   size_t bytes_ = 0;
+  size_t bytes_in_flight_ = 0;
 };
 
 }  // namespace tcp

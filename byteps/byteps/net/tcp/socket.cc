@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <memory>
 
 #include "byteps/base/error.h"
@@ -32,6 +33,15 @@ constexpr size_t kUsualFiles = 1024;
 void Set(int fd, int level, int option, int value) {
   // Options make a connection better, none makes it right: an old kernel may lack some.
   (void)setsockopt(fd, level, option, &value, sizeof(value));
+}
+
+// False with errno: this host has no such address, or not any more.
+bool BindTo(int fd, const std::string& from) {
+  if (from.empty()) return true;
+  // Many connections to one address share a port.
+  Set(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
+  const Address address = Resolve(from, 0).front();
+  return bind(fd, address.get(), address.length) == 0;
 }
 
 }  // namespace
@@ -81,6 +91,18 @@ std::vector<Address> Resolve(const std::string& host, int port) {
   return addresses;
 }
 
+uint64_t AddressesOf(int fd) {
+  const auto host = [fd](auto get) -> std::string {
+    Address address;
+    address.length = sizeof(address.storage);
+    if (get(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.length) != 0) return "";
+    char text[NI_MAXHOST] = "";
+    getnameinfo(address.get(), address.length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
+    return text;
+  };
+  return std::hash<std::string>()(host(getsockname) + " " + host(getpeername));
+}
+
 Fd Listen(const Address& address, int* port) {
   Fd fd = Fd::Make([&address] {
     return socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -102,12 +124,13 @@ Fd Listen(const Address& address, int* port) {
   return fd;
 }
 
-Fd BeginConnect(const Address& address) {
+Fd BeginConnect(const Address& address, const std::string& from) {
   Fd fd = Fd::Make([&address] {
     return socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   });
   if (!fd) return fd;
-  if (connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
+  if (!BindTo(fd.get(), from) ||
+      (connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS)) {
     const int error = errno;
     fd.Close();
     errno = error;

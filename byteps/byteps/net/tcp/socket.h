@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,12 +60,15 @@ std::vector<Address> Resolve(const std::string& host, int port);
 // Error with the reason.
 Fd Listen(const Address& address, int* port);
 
-// Begins to connect; the socket is writable when that has ended.  Empty when it failed at
-// once, with errno set.
-Fd BeginConnect(const Address& address);
+// Begins to connect, from the address `from` of this host (empty: any); the socket is writable when
+// that has ended.  Empty when it failed at once, with errno set.
+Fd BeginConnect(const Address& address, const std::string& from = "");
 
 // What became of it: 0, or an errno.
 int ConnectError(int fd);
+
+// Tells apart the pairs of addresses that connected sockets have, whatever their ports.
+uint64_t AddressesOf(int fd);
 
 // For a connection: no delay of small messages; it breaks when the peer's host is silent for
 // about `silence_s`.

@@ -11,6 +11,7 @@
 
 #include "byteps/base/error.h"
 #include "byteps/net/link/net_address.h"
+#include "byteps/net/link/nics.h"
 #include "byteps/net/link/who_connects.h"
 #include "byteps/net/membership/node_membership.h"
 #include "ps/internal/postoffice.h"
@@ -38,6 +39,8 @@ constexpr int kMaxThreads = 8;
 // A connection carries some 16 Gbit/s each way at once.  More connections than the link needs share
 // it less evenly, and what is late holds up a sum.
 constexpr double kConnectionGbps = 10;
+// Room for files is made for so many connections of a pair at least, one for each NIC.
+constexpr int kUsualNics = 8;
 // A link that nobody has told of, and one inside a host.
 constexpr double kUnknownGbps = 40;
 constexpr double kLoopbackGbps = 100;
@@ -64,6 +67,15 @@ int WorkersOfThisHost() {
   return std::max(GetEnv("BYTEPS_LOCAL_SIZE", 1), GetEnv("LOCAL_WORLD_SIZE", 1));
 }
 
+// Then NICs carry nothing of what it exchanges with this node.
+bool IsOnThisHost(const Node& node) {
+  if (IsLoopback(node.hostname)) return true;
+  for (const HostNic& mine : ListNics()) {
+    if (mine.nic.address == node.hostname) return true;
+  }
+  return false;
+}
+
 // A quarter of the cores that each of this host's workers has: the others belong to
 // the framework, or to the server's additions.
 int DefaultThreads() { return std::clamp(Processors() / WorkersOfThisHost() / 4, 1, kMaxThreads); }
@@ -83,6 +95,8 @@ void TcpVan::Start(int customer_id, bool standalone) {
   const double peer_timeout_s = Seconds("BYTEPS_PEER_TIMEOUT_S", 30);
   settings_.silence_s =
       settings_.reconnect_s > 0 ? settings_.reconnect_s / 2 : 2 * peer_timeout_s + 2;
+  // Another pair of NICs is tried before the peer counts as silent.
+  settings_.switch_s = std::min(settings_.switch_s, peer_timeout_s / 4);
   host_.secret = &settings_.secret;
   host_.tls = settings_.tls;
   host_.challenge = [this] {
@@ -100,7 +114,8 @@ void TcpVan::Start(int customer_id, bool standalone) {
   if (threads == 0) threads = post->is_scheduler() ? 1 : DefaultThreads();
   connections_per_server_ = GetEnv("BYTEPS_TCP_CONNECTIONS", 0);
   // Only a worker knows how many connections it makes, and only when it has joined.
-  const int most = connections_per_server_ > 0 ? connections_per_server_ : kMaxThreads;
+  const int most =
+      std::max(connections_per_server_ > 0 ? connections_per_server_ : kMaxThreads, kUsualNics);
   const size_t peers = GetEnv("BYTEPS_KEEP", 0) > 0 && !post->is_worker() ? kAnyNumberOfPeers
                        : post->is_scheduler() ? post->num_workers() + post->num_servers()
                        : post->is_server()    ? most * post->num_workers()
@@ -128,22 +143,13 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
   int port = node.port;
   try {
     // A name may stand for an IPv4 and an IPv6 address: who connects may choose either.
-    for (auto& address : tcp::Resolve(every_address ? "" : node.hostname, port)) {
-      // Both in_port fields lie at the same place.
-      reinterpret_cast<sockaddr_in*>(&address.storage)->sin_port = htons(port);
-      tcp::Fd fd;
-      try {
-        fd = tcp::Listen(address, &port);
-      } catch (const Error&) {
-        if (listeners_.empty()) throw;
-        continue;  // such as "::1" in a container without IPv6
+    auto addresses = tcp::Resolve(every_address ? "" : node.hostname, port);
+    if (!every_address) {
+      for (const Nic& nic : node.nics) {
+        if (nic.address != node.hostname) addresses.push_back(tcp::Resolve(nic.address, port)[0]);
       }
-      listeners_.push_back(std::make_shared<tcp::Listener>(
-          pollers_[0].get(), std::move(fd), [this] { return pending_->MayAdd(); },
-          [this](tcp::Fd accepted, const tcp::Address& from) {
-            OnAccepted(std::move(accepted), from);
-          }));
     }
+    ListenAt(addresses, &port);
   } catch (const Error& e) {
     listeners_.clear();
     throw Error(std::string(scheduler ? "the scheduler" : "this node") + " cannot listen on " +
@@ -155,6 +161,28 @@ int TcpVan::Bind(const Node& node, int /*max_retry*/) {
   if (scheduler && GetEnv("BYTEPS_PROBE", 0) > 0) return port;
   for (auto& listener : listeners_) listener->Start();
   return port;
+}
+
+void TcpVan::ListenAt(const std::vector<tcp::Address>& addresses, int* port) {
+  for (tcp::Address address : addresses) {
+    // Both in_port fields lie at the same place.
+    reinterpret_cast<sockaddr_in*>(&address.storage)->sin_port = htons(*port);
+    tcp::Fd fd;
+    try {
+      fd = tcp::Listen(address, port);
+    } catch (const Error& e) {
+      if (listeners_.empty()) throw;
+      // Such as "::1" in a container without IPv6, or another process's port: a connection to it
+      // takes the next pair of NICs.
+      PS_VLOG(1) << "cannot listen on " << address.Text() << ": " << e.what();
+      continue;
+    }
+    listeners_.push_back(std::make_shared<tcp::Listener>(
+        pollers_[0].get(), std::move(fd), [this] { return pending_->MayAdd(); },
+        [this](tcp::Fd accepted, const tcp::Address& from) {
+          OnAccepted(std::move(accepted), from);
+        }));
+  }
 }
 
 // -------------------------------------------------------------- connections
@@ -185,8 +213,25 @@ int TcpVan::ConnectionsWith(const Node& node) {
   double gbps = membership()->AsNode()->link_mbps() / 1e3;
   if (IsLoopback(node.hostname)) gbps = kLoopbackGbps;
   if (gbps == 0) gbps = kUnknownGbps;
-  return tcp::ConnectionsFor(gbps / WorkersOfThisHost(), Postoffice::Get()->num_servers(),
-                             static_cast<int>(pollers_.size()));
+  const int wanted =
+      tcp::ConnectionsFor(gbps / WorkersOfThisHost(), Postoffice::Get()->num_servers(),
+                          static_cast<int>(pollers_.size()));
+  return IsOnThisHost(node) ? wanted
+                            : std::max(wanted, LeastConnections(this->node().nics, node.nics));
+}
+
+std::vector<std::vector<NicPair>> TcpVan::PairsWith(const Node& node, int count) {
+  if (node.role == Node::SCHEDULER || IsOnThisHost(node)) {
+    return std::vector<std::vector<NicPair>>(count, {{"", node.hostname}});
+  }
+  const int turn = Postoffice::IDtoRank(my_id_) + Postoffice::IDtoRank(node.id);
+  return PairNics(this->node().nics, node, count, turn);
+}
+
+void TcpVan::LearnPairs(const Node& scheduler) {
+  if (IsOnThisHost(scheduler)) return;
+  const auto pairs = PairNics(node().nics, scheduler, 1, 0);
+  for (const auto& connection : peers_.Of(kScheduler)) connection->AddPairs(pairs[0]);
 }
 
 void TcpVan::Connect(const Node& node) {
@@ -196,6 +241,7 @@ void TcpVan::Connect(const Node& node) {
     if (is_scheduler_ && node.role != Node::SCHEDULER) NamePeer(node);
     return;
   }
+  if (node.role == Node::SCHEDULER && !peers_.Of(kScheduler).empty()) return LearnPairs(node);
 
   auto peer = std::make_shared<Peers::Peer>();
   peer->id = node.id;
@@ -222,9 +268,10 @@ void TcpVan::Connect(const Node& node) {
     hello.rank =
         my_id_ == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(my_id_);
   }
+  const auto pairs = PairsWith(node, count);
   for (int i = 0; i < count; ++i) {
     hello.index = i;
-    dialed[i]->Dial(node.hostname, node.port, hello, deadline);
+    dialed[i]->Dial(pairs[i], node.port, hello, deadline);
   }
 }
 

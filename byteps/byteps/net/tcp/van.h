@@ -1,10 +1,10 @@
 // A van over TCP.
 //
-// Connections.  The scheduler and each server listen, at one port each.  Everybody connects to
-// the scheduler, and a worker to each server, by BYTEPS_TCP_CONNECTIONS connections, or as many as
-// the link wants; who was connected to answers along the same connections.  Nobody else is
-// connected, and a worker listens nowhere.  A message takes the connection on which the fewest
-// bytes wait, of those that are not broken.
+// Connections.  The scheduler and each server listen, at one port each, on all NICs that they use.
+// Everybody connects to the scheduler, and a worker to each server, by BYTEPS_TCP_CONNECTIONS
+// connections, or as many as the link wants and the NICs of both; who was connected to answers
+// along the same connections.  Nobody else is connected, and a worker listens nowhere.  A message
+// takes the connection on which the fewest bytes wait, of those that are not broken.
 //
 // Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not.  Data messages
 // are handed to the data handler by the poller that read them; control messages, and the news
@@ -79,6 +79,12 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   std::string Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello);
   // How many are made with it.
   int ConnectionsWith(const Node& node);
+  // Between which NICs each of them goes.
+  std::vector<std::vector<NicPair>> PairsWith(const Node& node, int count);
+  // The scheduler has told of its NICs.
+  void LearnPairs(const Node& scheduler);
+  // At each of these addresses that nobody listens at yet, and at the first one at least.
+  void ListenAt(const std::vector<tcp::Address>& addresses, int* port);
   // The next poller's, round robin.
   tcp::ConnectionPtr NewConnection();
   void NamePeer(const Node& node);

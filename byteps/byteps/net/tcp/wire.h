@@ -31,7 +31,7 @@ namespace ps {
 namespace tcp {
 
 constexpr uint32_t kMagic = 0x5350424d;  // "MBPS"
-constexpr uint16_t kVersion = 4;
+constexpr uint16_t kVersion = 5;
 
 struct Hello {
   uint64_t job = 0;       // and its incarnation; 0: not known yet, to the scheduler alone

@@ -1,9 +1,7 @@
-// What a link can carry; and what becomes of one that broke: how long, and in which words.
+// How many connections a link wants; and what becomes of one that broke: how long, and in which
+// words.
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
-#include <filesystem>
-#include <fstream>
 #include <string>
 
 #include "byteps/net/link/link_outage.h"
@@ -18,44 +16,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-// Linux's interface for this host alone, which real machines have without a device.
-class Card {
- public:
-  Card() {
-    char name[] = "/tmp/card.XXXXXX";
-    root_ = mkdtemp(name);
-    std::filesystem::create_directory(root_ + "/lo");
-  }
-  ~Card() { std::filesystem::remove_all(root_); }
-
-  void AddDevice() { std::filesystem::create_directory(root_ + "/lo/device"); }
-  void SaySpeed(const std::string& speed) { std::ofstream(root_ + "/lo/speed") << speed << "\n"; }
-  int Mbps(const std::string& address = "127.0.0.1") { return CardMbps(address, root_); }
-
- private:
-  std::string root_;
-};
-
-TEST(CardMbps, OnlyDevicesAreAsked) {
-  Card card;
-  card.SaySpeed("10000");
-  EXPECT_EQ(card.Mbps(), 0);
-  card.AddDevice();
-  EXPECT_EQ(card.Mbps(), 10'000);
-  EXPECT_EQ(card.Mbps("192.0.2.1"), 0) << "no interface has this address";
-  EXPECT_EQ(card.Mbps("host"), 0);
-}
-
-TEST(CardMbps, WhatIsNoSpeedIsNotKnown) {
-  Card card;
-  card.AddDevice();
-  EXPECT_EQ(card.Mbps(), 0);
-  for (const char* speed : {"-1", "", "fast"}) {
-    card.SaySpeed(speed);
-    EXPECT_EQ(card.Mbps(), 0) << speed;
-  }
-}
 
 TEST(IsLoopback, AddressesOfThisHostAlone) {
   for (const char* host : {"127.0.0.1", "127.255.0.3", "::1", "localhost"}) {

@@ -146,6 +146,20 @@ TEST_F(PeerTableTest, WhoAsksOnceMoreGetsTheLinkOrAnother) {
   EXPECT_FALSE(table_.LetGo(link.get()).peer) << "nobody's loss";
 }
 
+// The kernel has taken what was given to a link, and has not sent it yet.
+TEST_F(PeerTableTest, OfIdleLinksThatOverTheIdlerNicIsChosen) {
+  const auto first = Admit(Process(1, kWorker)).link;
+  const auto second = Admit(Process(1, kWorker, 1)).link;
+  first->state.in_flight_bytes = 1000;
+  EXPECT_EQ(table_.Choose(kWorker, 0), first) << "both go over one NIC";
+  second->state.nics = 1;
+  EXPECT_EQ(table_.Choose(kWorker, 0), second);
+  second->state.in_flight_bytes = 2000;
+  EXPECT_EQ(table_.Choose(kWorker, 0), first);
+  first->state.queued_bytes = 1;
+  EXPECT_EQ(table_.Choose(kWorker, 0), second) << "nothing waits for it";
+}
+
 TEST_F(PeerTableTest, AMessageTakesALinkOfItsPlane) {
   const auto control = Admit(Process(1, kWorker)).link;
   EXPECT_EQ(table_.Choose(kWorker, 1), control) << "where there is no other";

@@ -138,6 +138,23 @@ class NodeMembershipTest : public testing::Test {
   }
 };
 
+TEST_F(NodeMembershipTest, LearnsOfTheSchedulersNics) {
+  Make(Node::WORKER);
+  Node scheduler = links_->scheduler();
+  scheduler.nics = {{"10.0.0.1", 24, 0}, {"10.1.0.1", 24, 0}};
+  std::vector<std::string> told;
+  links_->on_connect = [&](const Node& node) {
+    for (const Nic& nic : node.nics) told.push_back(nic.address);
+  };
+  answers_[Control::ADD_NODE] = [&] {
+    Welcome();
+    Say(Control::ADD_NODE, "link=25000", {scheduler, Server()});
+  };
+  membership_->Join();
+  EXPECT_EQ(told, std::vector<std::string>({"10.0.0.1", "10.1.0.1"}));
+  EXPECT_EQ(links_->linked(), std::vector<int>({kScheduler, server_}));
+}
+
 TEST_F(NodeMembershipTest, AWorkerJoins) {
   Make(Node::WORKER);
   answers_[Control::ADD_NODE] = [this] {

@@ -46,6 +46,7 @@ class SchedulerMembershipTest : public testing::Test {
     node.aux_id = role == Node::WORKER ? rank : -1;
     node.hostname = "10.0.0.2";
     node.port = role == Node::WORKER ? 0 : 9001;
+    node.nics = {{"10.0.0.2", 24, 25'000}, {"10.1.0.2", 24, 25'000}};
     message.meta.control.node.push_back(node);
     membership_->Handle(message);
   }
@@ -114,6 +115,33 @@ TEST_F(SchedulerMembershipTest, WhoIsRefusedChangesNothing) {
     EXPECT_TRUE(membership_->View().peers.empty());
   }
   GatherNodes();
+}
+
+TEST_F(SchedulerMembershipTest, NodesHearOfNics) {
+  Gather();
+  const auto to_server = links_.SentTo(server_, Control::ADD_NODE);
+  ASSERT_EQ(to_server.size(), 1u);
+  EXPECT_TRUE(to_server[0].meta.control.node.empty()) << "the scheduler has one NIC";
+  const auto to_worker = links_.SentTo(worker_, Control::ADD_NODE);
+  ASSERT_EQ(to_worker.size(), 1u);
+  ASSERT_EQ(to_worker[0].meta.control.node.size(), 1u);
+  ASSERT_EQ(to_worker[0].meta.control.node[0].nics.size(), 2u) << "those that the server told of";
+  EXPECT_EQ(to_worker[0].meta.control.node[0].nics[1].address, "10.1.0.2");
+}
+
+TEST_F(SchedulerMembershipTest, NodesHearOfTheSchedulersNics) {
+  Node self = links_.self();
+  self.nics = {{"10.0.0.1", 24, 0}, {"10.1.0.1", 24, 0}};
+  links_.SetSelf(self);
+  Gather();
+  for (const int id : {server_, worker_, other_}) {
+    const auto told = links_.SentTo(id, Control::ADD_NODE);
+    ASSERT_EQ(told.size(), 1u);
+    const auto& nodes = told[0].meta.control.node;
+    ASSERT_EQ(nodes.size(), id == server_ ? 1u : 2u);
+    EXPECT_EQ(nodes[0].role, Node::SCHEDULER);
+    EXPECT_EQ(nodes[0].nics.size(), 2u);
+  }
 }
 
 TEST_F(SchedulerMembershipTest, WhoComesBeforeItJoinsIsAdmitted) {

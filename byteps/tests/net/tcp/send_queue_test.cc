@@ -64,6 +64,23 @@ TEST_F(SendQueueTest, FewBytesOvertakeManyThatHaveNotBegun) {
   EXPECT_EQ(queue_.bytes(), 0u);
 }
 
+TEST_F(SendQueueTest, BytesAreInFlightUntilTheyHaveArrived) {
+  const size_t large = Push(kLarge)->bytes, small = Push(10)->bytes;
+  EXPECT_EQ(queue_.bytes_in_flight(), 0u);
+  Take();
+  EXPECT_EQ(queue_.bytes_in_flight(), small);
+  Take();
+  EXPECT_EQ(queue_.bytes_in_flight(), small + large);
+  queue_.Arrived(1, &arrived_);
+  EXPECT_EQ(queue_.bytes_in_flight(), large);
+  queue_.Resume(1, &arrived_);
+  EXPECT_EQ(queue_.bytes_in_flight(), 0u) << "it waits to be sent again";
+  Take();
+  EXPECT_EQ(queue_.bytes_in_flight(), large);
+  queue_.TakeAll();
+  EXPECT_EQ(queue_.bytes_in_flight(), 0u);
+}
+
 TEST_F(SendQueueTest, NothingOvertakesAGoodbyeOfThisEnd) {
   Push(kLarge);
   all_.push_back(MakeFrame(kGoodbye));

@@ -34,12 +34,13 @@ class Machines:
     hosts: int
     gpus_per_host: int
     nics: int
-    """Of a host. NCCL uses all of them, BytePS one."""
+    """Of a host. NCCL uses all of them, and so does BytePS over TCP."""
     link_gbps: float
     """Of one NIC, each way."""
     servers: int
-    """Machines with servers and no ranks, with one NIC each."""
+    """Machines with servers and no ranks."""
     server_link_gbps: float
+    """Of such a machine's NICs together."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is no size."""
@@ -64,9 +65,8 @@ class Machines:
         rate = self.link_gbps * _GBPS
         return bytepslib.routes.Network(
             servers=cost_model.best_servers(self.hosts, self.servers),
-            host_rate=rate,
+            host_rate=self.nics * rate,
             server_rate=self.server_link_gbps * _GBPS,
-            collective_rate=self.nics * rate if self.nics > 1 else None,
         )
 
 
@@ -231,7 +231,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--nics", type=int, default=1, metavar="R", help="NICs per host (default: 1)")
     add("--link-gbps", type=float, required=True, metavar="B", help="of one NIC, each way")
     add("--servers", type=int, metavar="K", help="machines for servers (default: as --hosts)")
-    add("--server-link-gbps", type=float, metavar="B", help="of theirs (default: --link-gbps)")
+    add(
+        "--server-link-gbps", type=float, metavar="B",
+        help="of the NICs of one together (default: as --link-gbps)",
+    )  # fmt: skip
     add("--blackwell", action="store_true", help="GPUs are of that architecture, not Hopper")
     add("--recipe", metavar="NAME", help="of Megatron-Bridge, which has to be installed")
     add("arguments", nargs="*", metavar="ARGUMENTS", help="of Megatron's training script")

@@ -30,8 +30,9 @@ std::string LinkPair::Text() {
 
 std::vector<Transport> Transports() {
   std::vector<Transport> all = {
-      {"Tcp", [] { return MakeTcpPair(false); }},
-      {"EncryptedTcp", [] { return MakeTcpPair(true); }},
+      {"Tcp", [] { return MakeTcpPair(false, 1); }},
+      {"EncryptedTcp", [] { return MakeTcpPair(true, 1); }},
+      {"TcpOverTwoNics", [] { return MakeTcpPair(false, 2); }},
   };
 #ifdef BYTEPS_WITH_RDMA
   if (const char* address = getenv("CONTRACT_RDMA_ADDRESS")) {

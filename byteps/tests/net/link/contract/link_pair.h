@@ -104,7 +104,7 @@ inline void PrintTo(const Transport& transport, std::ostream* out) { *out << tra
 // address of a device.
 std::vector<Transport> Transports();
 
-std::unique_ptr<LinkPair> MakeTcpPair(bool encrypts);
+std::unique_ptr<LinkPair> MakeTcpPair(bool encrypts, int nics);
 #ifdef BYTEPS_WITH_RDMA
 std::unique_ptr<LinkPair> MakeRdmaPair(const std::string& address);
 #endif

@@ -95,7 +95,8 @@ void End::OnClosed(const ConnectionPtr& /*connection*/, const ps::LinkEnding& en
 
 // --------------------------------------------------------------------- link
 
-Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contract::Seen* listening)
+Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contract::Seen* listening,
+           int nics)
     : connecting(hub, connecting),
       listening(hub, listening),
       hub_(hub),
@@ -118,8 +119,7 @@ Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contrac
     hub_->pending->Remove(greeter);
     greeters_.remove_if([=](const auto& one) { return one.get() == greeter; });
   };
-  int port = 0;
-  ps::tcp::Fd fd = ps::tcp::Listen(ps::tcp::Resolve("127.0.0.1", 0)[0], &port);
+  ps::tcp::Fd fd = ps::tcp::Listen(ps::tcp::Resolve("127.0.0.1", 0)[0], &port_);
   listener_ = std::make_shared<ps::tcp::Listener>(
       hub->listens.get(), std::move(fd), [] { return true; },
       [this](ps::tcp::Fd accepted, const ps::tcp::Address& address) {
@@ -130,7 +130,7 @@ Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contrac
         greeter->Start();
       });
   listener_->Start();
-  route = hub->relay.AddRoute(port);
+  route = hub->relay.AddRoute(port_);
 
   connects_ =
       std::make_shared<Connection>(&this->connecting, &hub->settings, hub->connects, hub->pool);
@@ -141,7 +141,12 @@ Link::Link(Hub* hub, uint64_t listeners_job, contract::Seen* connecting, contrac
   hello.node_id = kWorkerId;
   hello.role = ps::Node::WORKER;
   hello.rank = 0;
-  connects_->Dial("127.0.0.1", hub->relay.PortOf(route), hello,
+  std::vector<ps::NicPair> pairs = {{"", "127.0.0.1"}};
+  if (nics == 2) {
+    other_route = hub->relay.AddRoute(port_, 2, hub->relay.PortOf(route));
+    pairs = {{"127.0.0.1", "127.0.0.1"}, {"127.0.0.2", "127.0.0.2"}};
+  }
+  connects_->Dial(pairs, hub->relay.PortOf(route), hello,
                   Connection::Clock::now() + std::chrono::seconds(60));
 }
 

@@ -67,14 +67,15 @@ constexpr uint64_t kJob = (0x5678 << 16) + 2;
 
 class Link {
  public:
-  // Connects at once.
+  // Connects at once.  Both ends have so many NICs, 1 or 2.
   explicit Link(Hub* hub, uint64_t listeners_job = kJob, contract::Seen* connecting = nullptr,
-                contract::Seen* listening = nullptr);
+                contract::Seen* listening = nullptr, int nics = 1);
   ~Link();
 
   End connecting;
   End listening;
-  int route = 0;
+  int route = 0;        // by the first NIC
+  int other_route = 0;  // by the second
 
   // From the end that connects, or from the other one, which must be there.
   void Send(bool to_listener, const std::string& text);
@@ -84,6 +85,8 @@ class Link {
   // The end that connects, or the other one, which is null until it has been connected to.
   ps::tcp::ConnectionPtr EndOf(bool to_listener);
   ps::tcp::ConnectionPtr connection() { return EndOf(true); }
+  // At which the other end listens.
+  int port() const { return port_; }
   // In what state both are.
   std::string Text();
   // From now on the listener says that it has given the connection up.
@@ -103,6 +106,7 @@ class Link {
   // Of the listening poller's thread.
   std::list<std::shared_ptr<ps::tcp::Greeter>> greeters_;
   std::shared_ptr<ps::tcp::Listener> listener_;
+  int port_ = 0;
   ps::tcp::ConnectionPtr connects_;
   ps::Mutex mu_;
   ps::tcp::ConnectionPtr listens_ PS_GUARDED_BY(mu_);

@@ -22,11 +22,11 @@ constexpr size_t kReadBytes = 65536;
 constexpr size_t kPendingBytes = 1 << 20;
 constexpr int kLookMs = 5;
 
-sockaddr_in Loopback(int port) {
+sockaddr_in Loopback(int port, int host = 1) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_addr.s_addr = htonl((IN_LOOPBACKNET << IN_CLASSA_NSHIFT) + host);
   return address;
 }
 
@@ -52,7 +52,9 @@ Relay::~Relay() {
   thread_.join();
   ps::MutexLock lock(&mu_);
   for (Pair& pair : pairs_) End(&pair, false);
-  for (const Route& route : routes_) close(route.listener);
+  for (const Route& route : routes_) {
+    if (route.listener >= 0) close(route.listener);
+  }
   close(wake_);
 }
 
@@ -61,17 +63,25 @@ void Relay::Wake() {
   CHECK_EQ(write(wake_, &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
 }
 
-int Relay::AddRoute(int port) {
-  Route route;
-  route.listener = NewSocket();
-  route.leads_to = port;
-  sockaddr_in address = Loopback(0);
+void Relay::Listen(Route* route) {
+  route->listener = NewSocket();
+  const int one = 1;
+  setsockopt(route->listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
+  sockaddr_in address = Loopback(route->port, route->host);
   socklen_t length = sizeof(address);
   auto* any = reinterpret_cast<sockaddr*>(&address);
-  CHECK_EQ(bind(route.listener, any, length), 0) << strerror(errno);
-  CHECK_EQ(listen(route.listener, 16), 0) << strerror(errno);
-  CHECK_EQ(getsockname(route.listener, any, &length), 0) << strerror(errno);
-  route.port = ntohs(address.sin_port);
+  CHECK_EQ(bind(route->listener, any, length), 0) << strerror(errno);
+  CHECK_EQ(listen(route->listener, 16), 0) << strerror(errno);
+  CHECK_EQ(getsockname(route->listener, any, &length), 0) << strerror(errno);
+  route->port = ntohs(address.sin_port);
+}
+
+int Relay::AddRoute(int port, int host, int own) {
+  Route route;
+  route.leads_to = port;
+  route.host = host;
+  route.port = own;
+  Listen(&route);
   int number = 0;
   {
     ps::MutexLock lock(&mu_);
@@ -85,6 +95,21 @@ int Relay::AddRoute(int port) {
 int Relay::PortOf(int route) {
   ps::MutexLock lock(&mu_);
   return routes_[route].port;
+}
+
+void Relay::SetDown(int route, bool down) {
+  {
+    ps::MutexLock lock(&mu_);
+    Route& one = routes_[route];
+    if (down == (one.listener < 0)) return;
+    if (down) {
+      close(std::exchange(one.listener, -1));
+      one.reset = true;
+    } else {
+      Listen(&one);
+    }
+  }
+  Wake();
 }
 
 void Relay::Reset(int route, const Damage& damage) {

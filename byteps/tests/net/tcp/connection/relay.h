@@ -31,7 +31,11 @@ class Relay {
   Relay& operator=(const Relay&) = delete;
 
   // Opens a port that leads to `port` of this host.  Returns the route's number.
-  int AddRoute(int port);
+  int AddRoute(int port) { return AddRoute(port, 1, 0); }
+  // The same at 127.0.0.`host`, as another NIC, and at the port `own`; 0: any.
+  int AddRoute(int port, int host, int own);
+  // Resets the connections of the route and refuses others, or takes them again.
+  void SetDown(int route, bool down);
   // Where to connect.
   int PortOf(int route);
 
@@ -62,6 +66,7 @@ class Relay {
   };
   struct Route {
     int listener = -1;
+    int host = 1;       // 127.0.0.1
     int port = 0;       // its own
     int leads_to = 0;   // the other one
     Damage damage;      // of the next connection, or of the last until it has happened
@@ -70,6 +75,7 @@ class Relay {
     Pair* last = nullptr;
   };
 
+  static void Listen(Route* route);
   void Loop();
   void Accept(int route) PS_REQUIRES(mu_);
   void Carry(Pair* pair, bool to_listener) PS_REQUIRES(mu_);

@@ -1,4 +1,5 @@
-// The contract's pair over TCP: a relay stands between, and resets its connections.
+// The contract's pair over TCP: a relay stands between, and resets its connections, or takes one of
+// two NICs down.
 #include <memory>
 #include <string>
 
@@ -14,15 +15,23 @@ using connection_test::Link;
 
 class TcpPair : public LinkPair {
  public:
-  explicit TcpPair(bool encrypts)
-      : hub_(encrypts), link_(&hub_, connection_test::kJob, seen(kConnects), seen(kListens)) {
+  TcpPair(bool encrypts, int nics)
+      : nics_(nics),
+        hub_(encrypts),
+        link_(&hub_, connection_test::kJob, seen(kConnects), seen(kListens), nics) {
     CHECK(WaitUntil([&] { return Load(kConnects).is_open; }));
   }
 
   void Send(Side from, const ps::SArray<char>& value) override {
     link_.Send(from == kConnects, value);
   }
-  void Break() override { hub_.relay.Reset(link_.route, {}); }
+  // With two NICs that which is in use fails, and the other one works again.
+  void Break() override {
+    if (nics_ == 1) return hub_.relay.Reset(link_.route, {});
+    hub_.relay.SetDown(first_is_down_ ? link_.route : link_.other_route, false);
+    first_is_down_ = !first_is_down_;
+    hub_.relay.SetDown(first_is_down_ ? link_.route : link_.other_route, true);
+  }
   void CloseInOrder(Side side) override {
     End(side)->SayGoodbye();
     End(side)->CloseWhenFlushed();
@@ -37,12 +46,16 @@ class TcpPair : public LinkPair {
  private:
   ps::tcp::ConnectionPtr End(Side side) { return link_.EndOf(side == kConnects); }
 
+  const int nics_;
+  bool first_is_down_ = false;
   Hub hub_;
   Link link_;
 };
 
 }  // namespace
 
-std::unique_ptr<LinkPair> MakeTcpPair(bool encrypts) { return std::make_unique<TcpPair>(encrypts); }
+std::unique_ptr<LinkPair> MakeTcpPair(bool encrypts, int nics) {
+  return std::make_unique<TcpPair>(encrypts, nics);
+}
 
 }  // namespace contract

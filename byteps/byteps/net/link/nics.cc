@@ -1,0 +1,247 @@
+#include "byteps/net/link/nics.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bitset>
+#include <climits>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <set>
+#include <sstream>
+
+#include "byteps/base/error.h"
+#include "byteps/net/link/net_address.h"
+#include "ps/internal/env.h"
+
+namespace ps {
+namespace {
+
+// NICs that are slower than this part of the fastest one are left out: those for management.
+constexpr int kSlowest = 2;
+// Steps between PCIe devices of different root complexes, and of different NUMA nodes.
+constexpr int kOtherRoot = 100;
+constexpr int kOtherNuma = 200;
+
+int ReadInt(const std::string& path, int fallback) {
+  int value = fallback;
+  std::ifstream(path) >> value;
+  return value;
+}
+
+// The PCIe devices of a path below /sys/devices.
+std::string PlaceOf(const std::string& path) {
+  char resolved[PATH_MAX];
+  if (realpath(path.c_str(), resolved) == nullptr) return "";
+  const std::string text = resolved;
+  const size_t root = text.find("/pci");
+  if (root == std::string::npos) return "";
+  // A virtio NIC is below its PCIe device.
+  std::string place;
+  std::istringstream parts(text.substr(root + 1));
+  for (std::string part; std::getline(parts, part, '/');) {
+    const bool is_pci = part.compare(0, 3, "pci") == 0 || part.find(':') != std::string::npos;
+    if (!is_pci) break;
+    place += (place.empty() ? "" : "/") + part;
+  }
+  return place;
+}
+
+std::vector<std::string> Split(const std::string& text, char between) {
+  std::vector<std::string> parts;
+  std::istringstream in(text);
+  for (std::string part; std::getline(in, part, between);) parts.push_back(part);
+  return parts;
+}
+
+// Steps from one device to the other over the bridges between them.
+int Distance(const HostNic& nic, const DevicePlace& gpu) {
+  if (gpu.place.empty()) return 0;
+  const auto a = Split(nic.place, '/'), b = Split(gpu.place, '/');
+  size_t common = 0;
+  while (common < a.size() && common < b.size() && a[common] == b[common]) ++common;
+  if (common > 0) return static_cast<int>(a.size() + b.size() - 2 * common);
+  const bool known = nic.numa >= 0 && gpu.numa >= 0;
+  return known && nic.numa == gpu.numa ? kOtherRoot : kOtherNuma;
+}
+
+int PrefixOf(const sockaddr* mask) {
+  if (mask == nullptr) return 0;
+  size_t bits = 0;
+  const auto count = [&bits](const void* bytes, size_t size) {
+    for (size_t i = 0; i < size; ++i) {
+      bits += std::bitset<8>(static_cast<const unsigned char*>(bytes)[i]).count();
+    }
+  };
+  if (mask->sa_family == AF_INET) {
+    count(&reinterpret_cast<const sockaddr_in*>(mask)->sin_addr, sizeof(in_addr));
+  } else if (mask->sa_family == AF_INET6) {
+    count(&reinterpret_cast<const sockaddr_in6*>(mask)->sin6_addr, sizeof(in6_addr));
+  }
+  return static_cast<int>(bits);
+}
+
+std::string TextOf(const sockaddr* address) {
+  char text[INET6_ADDRSTRLEN] = "";
+  if (address->sa_family == AF_INET) {
+    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, text,
+              sizeof(text));
+  } else if (address->sa_family == AF_INET6) {
+    const in6_addr& v6 = reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+    if (!IN6_IS_ADDR_LINKLOCAL(&v6)) inet_ntop(AF_INET6, &v6, text, sizeof(text));
+  }
+  return text;
+}
+
+bool IsV6(const std::string& address) { return address.find(':') != std::string::npos; }
+
+// Of each interface one address of the family that the node's own has.
+std::vector<HostNic> OnePerInterface(const std::vector<HostNic>& there, const NicUser& user) {
+  std::vector<HostNic> nics;
+  for (const HostNic& one : there) {
+    if (IsV6(one.nic.address) != IsV6(user.address)) continue;
+    const auto same = std::find_if(nics.begin(), nics.end(),
+                                   [&](const HostNic& other) { return other.name == one.name; });
+    if (same == nics.end()) {
+      nics.push_back(one);
+    } else if (one.nic.address == user.address) {
+      *same = one;
+    }
+  }
+  return nics;
+}
+
+std::vector<HostNic> Named(const std::vector<HostNic>& nics, const std::string& setting) {
+  std::vector<HostNic> named;
+  for (const std::string& name : Split(setting, ',')) {
+    const auto found = std::find_if(nics.begin(), nics.end(),
+                                    [&](const HostNic& nic) { return nic.name == name; });
+    if (found == nics.end()) {
+      std::string known;
+      for (const HostNic& nic : nics) known += (known.empty() ? "" : ", ") + nic.name;
+      throw Error("BYTEPS_NICS='" + setting + "': '" + name +
+                  "' is no interface with an address of the job's family; there are: " + known);
+    }
+    named.push_back(*found);
+  }
+  return named;
+}
+
+// Those that are alike in what they carry.  What the kernel does not say the rate of counts only
+// where it says that of none.
+std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own) {
+  if (!own.is_device) return {own};  // a bond, a bridge, a veth: somebody has chosen
+  int fastest = 0;
+  for (const HostNic& nic : nics) {
+    if (nic.is_device && nic.is_up) fastest = std::max(fastest, nic.nic.mbps);
+  }
+  std::vector<HostNic> of_use;
+  for (const HostNic& nic : nics) {
+    if (!nic.is_device || !nic.is_up || IsLoopback(nic.nic.address)) continue;
+    if (nic.nic.mbps >= fastest / kSlowest) of_use.push_back(nic);
+  }
+  return of_use.empty() ? std::vector<HostNic>{own} : of_use;
+}
+
+// The share of this worker: those nearest to its GPU, and of equally near ones others than the
+// workers beside it take.
+std::vector<HostNic> NearestOf(const std::vector<HostNic>& nics, const NicUser& user) {
+  const size_t ranks = std::max(user.local_size, 1);
+  const size_t share = std::max<size_t>(1, (nics.size() + ranks - 1) / ranks);
+  std::vector<HostNic> order = nics;
+  const size_t first = std::max(user.local_rank, 0) * share % nics.size();
+  std::rotate(order.begin(), order.begin() + static_cast<ptrdiff_t>(first), order.end());
+  std::stable_sort(order.begin(), order.end(), [&](const HostNic& a, const HostNic& b) {
+    return Distance(a, user.gpu) < Distance(b, user.gpu);
+  });
+  order.resize(share);
+  return order;
+}
+
+}  // namespace
+
+HostNic ReadNic(const std::string& name, const std::string& sysfs) {
+  const std::string folder = sysfs + "/class/net/" + name;
+  HostNic nic;
+  nic.name = name;
+  nic.is_device = access((folder + "/device").c_str(), F_OK) == 0;
+  // What a virtual interface says of its rate is made up.  -1, or no number: the link is down.
+  if (nic.is_device) nic.nic.mbps = std::max(ReadInt(folder + "/speed", 0), 0);
+  nic.is_up = ReadInt(folder + "/carrier", 0) == 1;
+  nic.place = nic.is_device ? PlaceOf(folder + "/device") : "";
+  nic.numa = ReadInt(folder + "/device/numa_node", -1);
+  return nic;
+}
+
+DevicePlace ReadDevice(const std::string& bus_id, const std::string& sysfs) {
+  if (bus_id.empty()) return {};
+  const std::string folder = sysfs + "/bus/pci/devices/" + bus_id;
+  return {PlaceOf(folder), ReadInt(folder + "/numa_node", -1)};
+}
+
+std::vector<HostNic> ListNics(const std::string& sysfs) {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return {};
+  std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(list, &freeifaddrs);
+  std::vector<HostNic> nics;
+  for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
+    if (i->ifa_addr == nullptr) continue;
+    const std::string address = TextOf(i->ifa_addr);
+    if (address.empty()) continue;
+    HostNic nic = ReadNic(i->ifa_name, sysfs);
+    nic.nic.address = address;
+    nic.nic.prefix = PrefixOf(i->ifa_netmask);
+    nics.push_back(std::move(nic));
+  }
+  return nics;
+}
+
+ChosenNics ChooseNics(const std::vector<HostNic>& there, const NicUser& user) {
+  const bool automatic = user.setting.empty() || user.setting == "auto";
+  const std::vector<HostNic> nics = OnePerInterface(there, user);
+  const auto own = std::find_if(nics.begin(), nics.end(), [&](const HostNic& nic) {
+    return nic.nic.address == user.address;
+  });
+  if (automatic && (own == nics.end() || IsLoopback(user.address))) return {};
+  std::vector<HostNic> of_host = !automatic      ? Named(nics, user.setting)
+                                 : user.only_own ? std::vector<HostNic>{*own}
+                                                 : OfUse(nics, *own);
+  of_host.resize(std::min(of_host.size(), kMostNics));
+  ChosenNics chosen;
+  const auto known = [](const HostNic& nic) { return nic.nic.mbps > 0; };
+  if (std::all_of(of_host.begin(), of_host.end(), known)) {
+    for (const HostNic& nic : of_host) chosen.host_mbps += nic.nic.mbps;
+  }
+  const bool shares = automatic && user.is_worker;
+  for (const HostNic& nic : shares ? NearestOf(of_host, user) : of_host) {
+    chosen.nics.push_back(nic.nic);
+  }
+  return chosen;
+}
+
+NicUser NicUserFor(const Node& self) {
+  NicUser user;
+  user.address = self.hostname;
+  user.is_worker = self.role == Node::WORKER;
+  user.setting = GetEnv("BYTEPS_NICS", "auto");
+  // Where one was named before there were several, it stays one.
+  const bool named = GetEnv("DMLC_NODE_HOST", "")[0] != 0 || GetEnv("DMLC_INTERFACE", "")[0] != 0;
+  user.only_own = named && user.setting == "auto";
+  user.gpu = ReadDevice(GetEnv("BYTEPS_GPU", ""), "/sys");
+  user.local_rank = std::max(GetEnv("BYTEPS_LOCAL_RANK", 0), GetEnv("LOCAL_RANK", 0));
+  user.local_size = std::max(GetEnv("BYTEPS_LOCAL_SIZE", 1), GetEnv("LOCAL_WORLD_SIZE", 1));
+  return user;
+}
+
+int HostMbps(const Node& self) {
+  NicUser user = NicUserFor(self);
+  user.only_own = user.only_own || self.nics.empty();
+  return ChooseNics(ListNics(), user).host_mbps;
+}
+
+}  // namespace ps

@@ -1,0 +1,185 @@
+"""Hosts with two NICs: both carry the data, and a job outlives one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.kit.emulation import Emulation, Host
+from bench.kit.plan import Topology
+from scripts.children import Late, Spawned, last_lines
+from tests import native
+
+pytestmark = pytest.mark.requires("root")
+
+WORKERS, SERVERS = 2, 2
+LIMIT_S = 240.0
+"""For a machine on which others work as well."""
+RATE = 400_000_000
+BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    return native.build("byteps-server", "sum_worker")
+
+
+class Job:
+    """A job that checks every sum, whose worker 0 shares a host with the scheduler."""
+
+    def __init__(self, programs: Path, emulation: Emulation, folder: Path) -> None:
+        self.emulation = emulation
+        self._programs, self._folder = programs, folder
+        self._env = {
+            "PATH": os.environ["PATH"],
+            "TMPDIR": str(folder),
+            "BYTEPS_SECRET": secrets.token_hex(32),
+            "BYTEPS_NICS": "eth0,eth1",
+            "BYTEPS_PARTITION_BYTES": "65536",
+            "DMLC_PS_ROOT_URI": emulation.hosts[0].address,
+            "DMLC_PS_ROOT_PORT": "0",
+            "DMLC_NUM_WORKER": str(WORKERS),
+            "DMLC_NUM_SERVER": str(SERVERS),
+        }
+        self.processes: dict[str, Spawned] = {}
+
+    def start(self, rounds: int, env: dict[str, str] | None = None) -> None:
+        self._env |= env or {}
+        hosts = self.emulation.hosts
+        port_file = self._folder / "scheduler.port"
+        server = [str(self._programs / "byteps-server"), "--role"]
+        self._spawn("scheduler", hosts[0], [*server, "scheduler", "--port-file", str(port_file)])
+        deadline = time.monotonic() + LIMIT_S
+        while not port_file.exists():
+            assert self.processes["scheduler"].running and time.monotonic() < deadline
+            time.sleep(0.01)
+        self._env["DMLC_PS_ROOT_PORT"] = port_file.read_text().split()[1]
+        for index in range(SERVERS):
+            self._spawn(f"server {index}", hosts[WORKERS + index], [*server, "server"])
+        worker = [str(self._programs / "sum_worker"), "--pause-ms", "5", "--tensors", "2"]
+        worker += ["--rounds", str(rounds), "--bytes", str(BYTES)]
+        for rank in range(WORKERS):
+            self._env |= {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
+            self._spawn(f"worker {rank}", hosts[rank], worker)
+
+    def _spawn(self, title: str, host: Host, command: list[str]) -> None:
+        self.processes[title] = Spawned(title, host.command(command), self._env, self._folder)
+
+    def finish(self) -> None:
+        """All sums were right, and every process ended well."""
+        deadline = time.monotonic() + LIMIT_S
+        for title, process in self.processes.items():
+            try:
+                assert process.wait(deadline - time.monotonic()) == 0, last_lines(process.log)
+            except Late as error:
+                raise AssertionError(f"{title}: {error}") from None
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+
+    def await_text(self, title: str, pattern: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not re.search(pattern, self.processes[title].text):
+            assert time.monotonic() < deadline, f"no {pattern!r}: {self.processes[title].text}"
+            assert self.processes[title].running, self.processes[title].text
+            time.sleep(0.05)
+
+    def sent(self, index: int) -> list[int]:
+        """Bytes that each NIC of a host has sent."""
+        host = self.emulation.hosts[index]
+        return [_counter(host, interface) for interface in host.interfaces]
+
+    def await_traffic(self, index: int, rail: int, more: int = 4 * BYTES) -> None:
+        """Until a NIC has sent so many more bytes."""
+        target = self.sent(index)[rail] + more
+        deadline = time.monotonic() + LIMIT_S
+        while self.sent(index)[rail] < target:
+            assert time.monotonic() < deadline, f"NIC {rail} of host {index} stands still"
+            self.demand_running()
+            time.sleep(0.05)
+
+    def demand_running(self) -> None:
+        for process in self.processes.values():
+            assert process.running, process.text
+
+
+def _counter(host: Host, interface: str) -> int:
+    command = ["ip", "-n", str(host.namespace), "-s", "-j", "link", "show", "dev", interface]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
+
+
+@pytest.fixture
+def job(programs: Path, tmp_path: Path) -> Iterator[Job]:
+    topology = Topology(
+        workers=WORKERS,
+        servers=SERVERS,
+        emulated_hosts=WORKERS + SERVERS,
+        link_bits=RATE,
+        nics_per_host=2,
+    )
+    with Emulation(topology) as emulation:
+        made = Job(programs, emulation, tmp_path)
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+def test_both_nics_carry_the_data(job: Job) -> None:
+    job.start(rounds=60)
+    job.finish()
+    for index in range(WORKERS + SERVERS):
+        one, two = job.sent(index)
+        assert 0.6 < one / two < 1.7, f"host {index} sent {one} and {two} bytes"
+
+
+@pytest.mark.parametrize("host", [1, WORKERS], ids=["worker", "server"])
+@pytest.mark.parametrize("how", ["down", "cut"])
+def test_a_nic_fails_and_comes_back(job: Job, host: int, how: str) -> None:
+    """Its connections go over the other NIC, and return; every sum is right."""
+    job.start(rounds=100_000)
+    for rail in range(2):
+        job.await_traffic(host, rail)
+    _break(job, host, 1, how)
+    job.await_text("worker 1", r"made again after")
+    job.await_traffic(host, 0)
+    _mend(job, host, 1, how)
+    job.await_text("worker 1", r"goes from .* again")
+    job.await_traffic(host, 1)
+    job.demand_running()
+
+
+def test_the_nic_that_leads_to_the_scheduler_fails(job: Job) -> None:
+    job.start(rounds=100_000)
+    for rail in range(2):
+        job.await_traffic(1, rail)
+    _break(job, 1, 0, "down")
+    job.await_text("worker 1", r"with the scheduler \(.*made again after")
+    job.await_traffic(1, 1)
+    _mend(job, 1, 0, "down")
+    job.await_traffic(1, 0)
+    job.demand_running()
+
+
+def _break(job: Job, host: int, rail: int, how: str) -> None:
+    if how == "down":
+        job.emulation.set_link(host, rail, up=False)
+    else:
+        job.emulation.cut_link(host, rail, cut=True)
+
+
+def _mend(job: Job, host: int, rail: int, how: str) -> None:
+    if how == "down":
+        job.emulation.set_link(host, rail, up=True)
+    else:
+        job.emulation.cut_link(host, rail, cut=False)
