@@ -310,16 +310,16 @@ BYTEPS_INLINE inline void EncodeDifferencesLoop(const float* wanted,
                                               uint64_t count) {                                    \
     DecodeLoop<Form, Type>(blocks, static_cast<Type::Stored*>(values), count);                     \
   }
-#define BYTEPS_BLOCKS(Form)                                                       \
-  BYTEPS_VALUES(Form, Float32)                                                    \
-  BYTEPS_VALUES(Form, BFloat16)                                                   \
-  BYTEPS_VALUES(Form, Float16)                                                    \
-  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum, int divisor) {          \
-    AddLoop<Form>(sum, divisor);                                                  \
-  }                                                                               \
-  BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, int divisor, void* out, \
-                                     uint16_t* lost, const Chance* chance) {                            \
-    EndLoop<Form>(sum, divisor, out, lost, chance);                                       \
+#define BYTEPS_BLOCKS(Form)                                                                       \
+  BYTEPS_VALUES(Form, Float32)                                                                    \
+  BYTEPS_VALUES(Form, BFloat16)                                                                   \
+  BYTEPS_VALUES(Form, Float16)                                                                    \
+  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum, int divisor) {                          \
+    AddLoop<Form>(sum, divisor);                                                                  \
+  }                                                                                               \
+  BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, int divisor, void* out, uint16_t* lost, \
+                                     const Chance* chance) {                                      \
+    EndLoop<Form>(sum, divisor, out, lost, chance);                                               \
   }
 
 BYTEPS_BLOCKS(Int8)
@@ -371,8 +371,7 @@ void AddBlocks(const BlockSum& sum, int divisor) {
   (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum, divisor);
 }
 
-void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost,
-               const Chance* chance) {
+void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost, const Chance* chance) {
   (sum.type == DType::kInt8x128 ? EndInt8 : EndInt4)(sum, divisor, out, lost, chance);
 }
 

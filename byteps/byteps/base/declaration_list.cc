@@ -59,8 +59,8 @@ bool ReadTensor(WireReader* in, const Groups& groups, Declaration* d) {
   d->placement = in->Get<uint64_t>();
   const uint32_t group = in->Get<uint32_t>();
   d->name = in->GetText();
-  if (!in->ok() || dtype >= kNumDTypes || (flags & ~(kAverage | kHasRule | kFeedback | kStochastic)) != 0 ||
-      group >= groups.size()) {
+  if (!in->ok() || dtype >= kNumDTypes ||
+      (flags & ~(kAverage | kHasRule | kFeedback | kStochastic)) != 0 || group >= groups.size()) {
     return false;
   }
   d->dtype = static_cast<DType>(dtype);

@@ -40,8 +40,8 @@ std::string Declaration::Describe() const {
   for (uint32_t rank : group) ranks += (ranks.empty() ? "" : ",") + std::to_string(rank);
   return std::string(NameOf(dtype)) + ", " + std::to_string(bytes) + " bytes in partitions of " +
          std::to_string(partition_bytes) + ", " + (average ? "average" : "sum") +
-         (feedback ? " with feedback" : "") + (stochastic ? ", rounded by chance," : "") + " over ranks " + ranks + ", placement " +
-         std::to_string(placement) +
+         (feedback ? " with feedback" : "") + (stochastic ? ", rounded by chance," : "") +
+         " over ranks " + ranks + ", placement " + std::to_string(placement) +
          (hash == KeyHash::kRaw
               ? ""
               : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash)) +
@@ -70,9 +70,9 @@ bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string
 }
 
 bool Declaration::operator==(const Declaration& o) const {
-  return name == o.name && dtype == o.dtype && average == o.average && feedback == o.feedback && stochastic == o.stochastic &&
-         bytes == o.bytes && partition_bytes == o.partition_bytes && placement == o.placement &&
-         hash == o.hash && group == o.group &&
+  return name == o.name && dtype == o.dtype && average == o.average && feedback == o.feedback &&
+         stochastic == o.stochastic && bytes == o.bytes && partition_bytes == o.partition_bytes &&
+         placement == o.placement && hash == o.hash && group == o.group &&
          (rule == o.rule || (rule && o.rule && *rule == *o.rule));
 }
 

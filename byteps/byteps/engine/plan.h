@@ -55,7 +55,7 @@ class Plan {
 
   // Where the partitions go, and when.
   struct Layout {
-    int rank = 0;  // this worker's
+    int rank = 0;                 // this worker's
     std::vector<int> servers;     // by partition
     std::vector<uint32_t> order;  // in which this worker pushes them
   };
