@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from byteps import cost_model
 
@@ -428,22 +429,21 @@ def _parser() -> argparse.ArgumentParser:
         "--nics", type=int, default=1, metavar="K",
         help="NICs per worker host; NCCL uses all of them, and BytePS over TCP (default: 1)",
     )  # fmt: skip
+    cores: Any = {"type": float, "default": math.inf, "metavar": "C"}
     machines.add_argument(
-        "--worker-cores", type=float, default=math.inf, metavar="C",
-        help="cores of a worker's host that the network may use (default: as many as it needs)",
+        "--worker-cores", **cores,
+        help="of a worker's host, that the network may use (default: as many as it needs)",
     )  # fmt: skip
     machines.add_argument(
-        "--machines", type=int, metavar="K",
-        help="number of machines for servers (default: compare several numbers)",
-    )  # fmt: skip
+        "--machines", type=int, metavar="K", help="for servers (default: several)"
+    )
     machines.add_argument(
         "--server-link-gbps", type=float, metavar="G",
         help="rate of a server machine's NICs together (default: as --link-gbps)",
     )  # fmt: skip
     machines.add_argument(
-        "--server-cores", type=float, default=math.inf, metavar="C",
-        help="cores of a server's machine (default: as many as it needs)",
-    )  # fmt: skip
+        "--server-cores", **cores, help="of a server's machine (default: as needed)"
+    )
     network = parser.add_argument_group("the network")
     network.add_argument(
         "--transport", choices=TRANSPORTS, default="tcp",

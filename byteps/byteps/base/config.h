@@ -12,6 +12,9 @@
 namespace byteps {
 namespace core {
 
+// The highest integer that a setting can have: its range has no upper end.
+constexpr double kMaxInt = 2147483647;
+
 struct Variable {
   enum Type { kInt, kFloat, kBool, kString, kChoice };
   const char* name;

@@ -72,7 +72,7 @@ def print_config() -> None:
 
 
 def setting(name: str) -> str:
-    """The value in force of a setting of byteps/base/config.cc, as text.
+    """The value in force of a setting of byteps/base/config_table.cc, as text.
 
     Raises:
         BytePSError: a setting has a value that it may not have.

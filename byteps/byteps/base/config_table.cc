@@ -1,0 +1,286 @@
+// The table of all settings.
+#include "byteps/base/config.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+std::vector<Variable> MakeTable() {
+  using V = Variable;
+  const auto kInt = V::kInt;
+  const auto kFloat = V::kFloat;
+  const auto kBool = V::kBool;
+  const auto kString = V::kString;
+  const auto kChoice = V::kChoice;
+  return {
+      {"DMLC_ROLE", kChoice, "", "worker", 0, 0, "worker|server|scheduler",
+       "Role of this process. `byteps-server` uses it when --role is not given; Python processes "
+       "are workers."},
+      {"DMLC_PS_ROOT_URI", kString, "", "", 0, 0, "",
+       "Host name or address of the scheduler. Without it a worker starts its own scheduler and "
+       "servers (embedded mode)."},
+      {"DMLC_PS_ROOT_PORT", kInt, "port", "0", 0, 65535, "",
+       "Port of the scheduler. On the scheduler itself 0 lets the kernel choose; see --port-file."},
+      {"DMLC_NUM_WORKER", kInt, "workers", "1", 1, kMaxInt, "",
+       "Workers in the job. Workers use WORLD_SIZE if the launcher sets it."},
+      {"DMLC_NUM_SERVER", kInt, "servers", "1", 1, 65536, "", "Servers in the job."},
+      {"DMLC_WORKER_ID", kInt, "", "0", 0, kMaxInt, "",
+       "Rank of this worker. RANK wins if the launcher sets it."},
+      {"DMLC_NODE_HOST", kString, "", "", 0, 0, "",
+       "Address at which other nodes reach this process. Default: that of DMLC_INTERFACE."},
+      {"DMLC_INTERFACE", kString, "", "", 0, 0, "",
+       "Network interface at whose address other nodes reach this process. Default: the one that "
+       "leads to the scheduler."},
+      {"BYTEPS_NICS", kString, "", "auto", 0, 0, "",
+       "Interfaces that carry data over TCP, such as eth0,eth1. auto: those at least half as fast "
+       "as the fastest, of these a worker the nearest to its GPU; or alone what DMLC_INTERFACE or "
+       "DMLC_NODE_HOST names, or a virtual one that leads to the scheduler."},
+      {"BYTEPS_NODE_PORT", kInt, "port", "0", 0, 65535, "",
+       "Port at which a server listens; a firewall must let workers reach it. 0: the kernel "
+       "chooses. Workers listen nowhere."},
+      {"DMLC_USE_KUBERNETES", kBool, "", "0", 0, 1, "",
+       "The scheduler listens on every address, for when DMLC_PS_ROOT_URI is the address of a "
+       "service in front of it."},
+      {"DMLC_ENABLE_RDMA", kChoice, "", "tcp", 0, 0, "tcp|0|ibverbs|1",
+       "Transport: tcp (or 0), or ibverbs (or 1) for RDMA over InfiniBand or RoCE. The same on all "
+       "nodes."},
+      {"RANK", kInt, "", "0", 0, kMaxInt, "", "Rank of this worker, set by torchrun."},
+      {"WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "", "Workers in the job, set by torchrun."},
+      {"LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "",
+       "Rank of this worker on its host, set by torchrun."},
+      {"LOCAL_WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
+       "Workers on this host, set by torchrun."},
+      {"BYTEPS_LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "",
+       "Same as LOCAL_RANK, for launchers other than torchrun."},
+      {"BYTEPS_LOCAL_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
+       "Same as LOCAL_WORLD_SIZE, for launchers other than torchrun."},
+      {"BYTEPS_REPLICA", kString, "", "", 0, 0, "",
+       "NUMBER/COUNT: this job is one of COUNT replicas of a model, which meet only at the "
+       "servers. "
+       "NUMBER begins at 0. Each replica has equally many workers; the scheduler counts all of "
+       "them. Set by worker.sh --replica."},
+      {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
+       "Embedded mode: servers started on each host. Required for a job on several hosts."},
+      {"BYTEPS_HOST_ID", kString, "", "", 0, 0, "",
+       "Name of this host. Workers with the same name share a NIC and reach each other without it. "
+       "Default: the host's name and the kernel's boot id."},
+      {"BYTEPS_PEER_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
+       "A peer that is silent for this long is lost, and the job fails. (A closed connection is "
+       "noticed at once.)"},
+      {"BYTEPS_START_TIMEOUT_S", kFloat, "s", "30", 0.1, 86400, "",
+       "The scheduler must answer within this time. Once a worker has registered, all nodes must, "
+       "each within this time of the previous one."},
+      {"BYTEPS_RECONNECT_TIMEOUT_S", kFloat, "s", "30", 0, 86400, "",
+       "A broken connection is made again, over TCP and RDMA, and what was in flight is sent "
+       "again. After this long without success the peer is lost, and the job fails. 0: at once."},
+      {"BYTEPS_OP_TIMEOUT_S", kFloat, "s", "600", 0.1, 604800, "",
+       "A push_pull that takes longer fails and names the ranks that did not push."},
+      {"BYTEPS_STOP_TIMEOUT_S", kFloat, "s", "10", 0, 3600, "",
+       "How long a server that gets SIGTERM waits for reductions in flight before it ends the "
+       "job."},
+      {"BYTEPS_KEEP", kBool, "", "0", 0, 1, "",
+       "Scheduler and servers: same as `byteps-server --keep`. They survive a failure of the job "
+       "and accept its restart, with any number of workers; DMLC_NUM_WORKER is ignored."},
+      {"BYTEPS_KEEP_TIMEOUT_S", kFloat, "s", "1800", 0, 604800, "",
+       "A scheduler with --keep ends if no worker comes for this long after a failure. 0: it waits "
+       "forever."},
+      {"BYTEPS_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
+       "Rate of the NICs of a worker's host together, each way. It decides the cost model, the "
+       "length of "
+       "partitions (longer on fast links) and BYTEPS_TCP_CONNECTIONS. 0: as reported by the NICs "
+       "of BYTEPS_NICS, if they are real ones. All workers use the slowest host's rate, or none if "
+       "one is unknown."},
+      {"BYTEPS_SERVER_LINK_GBPS", kFloat, "Gbit/s", "0", 0, 1e6, "",
+       "Rate of a server's NICs together, each way, for the cost model. 0: same as "
+       "BYTEPS_LINK_GBPS."},
+      {"BYTEPS_MEASURE_LINKS", kBool, "", "1", 0, 1, "",
+       "Before training, ranks on several hosts reduce a scratch tensor of at most 64 MiB through "
+       "servers and by NCCL or gloo, interleaved, to choose the faster backend. 0 on any worker, "
+       "or BYTEPS_LINK_GBPS: nothing is measured, and the rates of the NICs decide."},
+      {"BYTEPS_LOCAL_SERVERS", kInt, "servers", "0", 0, 256, "",
+       "Servers on each worker's host, which share its NIC, for the cost model; the others are on "
+       "server machines. In embedded mode all servers are local. The same on all workers."},
+      {"BYTEPS_SERVERS_PER_MACHINE", kInt, "servers", "1", 1, 256, "",
+       "Servers on each server machine, for the cost model. Every server gets equally many bytes, "
+       "so more servers give a machine a larger share. The same on all workers."},
+      {"BYTEPS_PARTITION_BYTES", kInt, "bytes", "4096000", 1, 1073741824, "",
+       "Longest partition of a tensor, rounded up to whole pages. The same on all workers."},
+      {"BYTEPS_MIN_PARTITION_BYTES", kInt, "bytes", "0", 0, 1073741824, "",
+       "Shortest partition of a tensor (except its last one), rounded up to whole pages, or "
+       "BYTEPS_PARTITION_BYTES if that is less. 0: 131072, on links known to be slow what they "
+       "carry in 2.5 ms, at least 32768. A tensor is cut into 64 partitions per server, so "
+       "that results return early, or fewer on links known to be fast (BYTEPS_LINK_GBPS). The same "
+       "on all workers."},
+      {"BYTEPS_NODE_PIECE_BYTES", kInt, "bytes", "1048576", 1, 1073741824, "",
+       "Where the ranks of a host reduce first, a tensor is cut into at most 8 pieces, of which "
+       "each rank pushes at least this much. The same on all workers."},
+      {"BYTEPS_PUSH_THREAD", kInt, "threads", "4", 1, 64, "",
+       "Push threads of a worker, which take partitions by priority, enqueue copies from the GPU "
+       "and send; and as many pull threads, which copy results that did not arrive in place, and "
+       "enqueue copies to the GPU."},
+      {"BYTEPS_SERVER_WINDOW_BYTES", kInt, "bytes", "0", 0, 1e12, "",
+       "Bytes that a worker may have in flight to each server; other partitions wait where one of "
+       "higher priority can overtake them. 0: twice the partition, and at least the server's share "
+       "of what all servers together take in 5 ms. That share counts as at most 16 MiB, and over "
+       "RDMA always as 16 MiB."},
+      {"BYTEPS_PINNED_BYTES", kInt, "bytes", "268435456", 1, 1e15, "",
+       "Pinned host memory of a worker with GPU tensors, which partitions pass through: as much as "
+       "the declared tensors need, at most this, at least one partition of "
+       "BYTEPS_PARTITION_BYTES."},
+      {"BYTEPS_STREAMED_BYTES", kInt, "bytes", "4294967296", 0, 1e15, "",
+       "Pinned host memory of a worker with sums that streams of its GPU wait for, as in "
+       "torch.distributed. Such a sum holds all of its bytes until it has landed; one that finds "
+       "no "
+       "room blocks the host when it is awaited."},
+      {"BYTEPS_KEY_HASH_FN", kChoice, "", "raw", 0, 0, "raw|djb2",
+       "How partitions are spread over servers. raw: round robin from the tensor's placement. The "
+       "same on all workers."},
+      {"BYTEPS_SERVER_ENGINE_THREAD", kInt, "threads", "4", 1, 256, "",
+       "Adding threads of a server. A partition stays with one of them."},
+      {"BYTEPS_DETERMINISTIC", kBool, "", "0", 0, 1, "",
+       "Servers add in the order of ranks instead of arrival: runs agree bit for bit, for some "
+       "waiting and memory."},
+      {"BYTEPS_SERVER_WIDE_FLOAT32", kBool, "", "1", 0, 1, "",
+       "Servers add more than two fp32 values in fp64 and round once, so that no result is less "
+       "accurate than an all-reduce's. 0: in fp32, with half the memory for a reduction in "
+       "flight."},
+      {"BYTEPS_SERVER_STATE_BYTES", kInt, "bytes", "0", 0, 1e15, "",
+       "Memory that a server may use for optimizer state: 12 bytes per parameter for AdamW, plus 2 "
+       "or 4 with speculative steps. A declaration that needs more is refused. 0: what is free on "
+       "its machine, or in its container, when it starts; set it where several servers share a "
+       "machine."},
+      {"BYTEPS_IO_THREADS", kInt, "threads", "0", 0, 64, "",
+       "Threads of each process that move bytes over TCP. 0: a quarter of the cores per worker of "
+       "the host, at most 8."},
+      {"BYTEPS_KEEP_BF16_BYTES", kInt, "bytes", "65536", 0, 1e12, "",
+       "Where gradients travel as int8 or int4: those of a parameter of fewer bytes travel as "
+       "bf16. The same on all workers."},
+      {"BYTEPS_STOCHASTIC_ROUNDING", kBool, "", "0", 0, 1, "",
+       "Where values travel as int8 or int4: round them up or down by chance, so that the mean is "
+       "the value, instead of to the nearest. Chance depends on the tensor's name, its round, the "
+       "rank and the place in the tensor alone. The same on all workers."},
+      {"BYTEPS_TCP_CONNECTIONS", kInt, "connections", "0", 0, 64, "",
+       "TCP connections between a worker and each server. 0: one per 10 Gbit/s that the two "
+       "exchange if the NIC is the limit (BYTEPS_LINK_GBPS; 40 if its rate is unknown, 100 inside "
+       "a host), at most BYTEPS_IO_THREADS, and one per NIC at least."},
+      {"BYTEPS_RECEIVE_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
+       "Unused memory for values received over TCP that a process keeps for reuse."},
+      {"BYTEPS_C10D", kBool, "", "0", 0, 1, "",
+       "Process groups of torch.distributed send large all-reduces through the servers, in scripts "
+       "that do not know of BytePS. torch reads it when it is imported."},
+      {"BYTEPS_C10D_BACKEND", kChoice, "", "auto", 0, 0, "auto|flat|node-first|collective",
+       "How process groups and DDP hooks reduce: auto compares the bytes over each NIC; flat: "
+       "every rank pushes whole tensors; node-first: the ranks of a host reduce first; collective: "
+       "NCCL "
+       "or gloo. The same on all workers."},
+      {"BYTEPS_C10D_MIN_BYTES", kInt, "bytes", "65536", 1, 1e12, "",
+       "Shortest tensor that process groups and DDP hooks send through the servers. The same on "
+       "all workers."},
+      {"BYTEPS_C10D_WIRE_DTYPE", kChoice, "", "same", 0, 0, "same|bf16|fp16|int8|int4",
+       "Type in which process groups and DDP hooks send tensors: fp32 and fp64 as bf16 or fp16, "
+       "and all but fp64 as int8 or int4. The servers add in fp32. The same on all workers."},
+      {"BYTEPS_RDMA_DEVICE", kString, "", "", 0, 0, "",
+       "RDMA device, such as mlx5_0. Default: that of DMLC_NODE_HOST or DMLC_INTERFACE, else of "
+       "the address that leads to the scheduler."},
+      {"BYTEPS_RDMA_PORT", kInt, "", "0", 0, 255, "",
+       "Port of the RDMA device. 0: that of the address."},
+      {"BYTEPS_RDMA_GID_INDEX", kInt, "", "-1", -1, 255, "",
+       "GID of the RDMA port, which on RoCE also selects the version. -1: that of the address."},
+      {"BYTEPS_RDMA_TRAFFIC_CLASS", kInt, "", "-1", -1, 255, "",
+       "Traffic class of RDMA packets; on RoCE, DSCP times 4. -1: the system's."},
+      {"BYTEPS_RDMA_MTU", kChoice, "bytes", "0", 0, 0, "0|256|512|1024|2048|4096",
+       "Largest packet of an RDMA connection; the smaller of both nodes' values applies. 0: the "
+       "path's."},
+      {"BYTEPS_RDMA_START_DEPTH", kInt, "requests", "64", 4, 65535, "",
+       "Sends in flight on each RDMA endpoint."},
+      {"BYTEPS_RDMA_RX_DEPTH", kInt, "slots", "128", 8, 65535, "",
+       "Receives posted on each RDMA endpoint. It takes (this + BYTEPS_RDMA_START_DEPTH) * (1024 + "
+       "BYTEPS_RDMA_INLINE_BYTES) bytes of locked memory."},
+      {"BYTEPS_RDMA_INLINE_BYTES", kInt, "bytes", "4096", 0, 1048576, "",
+       "Values of at most this many bytes are sent with their message into a slot; larger ones are "
+       "written into memory that the receiver offers. The same on all nodes."},
+      {"BYTEPS_RDMA_POOL_BYTES", kInt, "bytes", "1073741824", 0, 1e15, "",
+       "Unused registered memory for received values that a process keeps for reuse."},
+      {"BYTEPS_RDMA_WINDOW_BYTES", kInt, "bytes", "1048576", 16384, 1e9, "",
+       "Values that a data endpoint may have handed to the device without their having arrived: "
+       "enough to keep the link busy, and no more, since what lets the peer send queues behind "
+       "them."},
+      {"BYTEPS_RDMA_RECEIVE_WINDOW_BYTES", kInt, "bytes", "16777216", 0, 1e15, "",
+       "Values that a peer may have in flight to each RDMA endpoint, or one if that is larger; "
+       "others wait. It limits the memory that a server needs per worker."},
+      {"BYTEPS_RDMA_BUSY_POLL", kBool, "", "0", 0, 1, "",
+       "Threads that handle RDMA completions never sleep: lower latency for two busy cores."},
+      {"BYTEPS_RDMA_DATA_PLANE", kBool, "", "1", 0, 1, "",
+       "Pushes and pulls have RDMA connections of their own. 0: they share the control plane's."},
+      {"BYTEPS_RDMA_DATA_ENDPOINTS", kInt, "endpoints", "1", 1, 64, "",
+       "RDMA data connections between a worker and a server, for links that one does not fill."},
+      {"BYTEPS_AUTH", kBool, "", "1", 0, 1, "",
+       "Nodes prove to each other that they have the job's secret. 0: anybody who reaches a node's "
+       "port can use it. The same on all nodes."},
+      {"BYTEPS_SECRET_FILE", kString, "", "", 0, 0, "",
+       "File with the job's secret, the same on all nodes; `byteps-server --new-secret FILE` makes "
+       "one."},
+      {"BYTEPS_SECRET", kString, "", "", 0, 0, "",
+       "The job's secret itself, at least 16 bytes, instead of a file. Never printed."},
+      {"BYTEPS_TLS", kBool, "", "0", 0, 1, "",
+       "Encrypt all TCP connections between nodes with TLS 1.3, by the machine's OpenSSL 3. Peers "
+       "authenticate by the job's secret, or by certificates if BYTEPS_TLS_CERT is set. The same "
+       "on all nodes. Not with RDMA."},
+      {"BYTEPS_TLS_CERT", kString, "", "", 0, 0, "",
+       "This node's certificate as a PEM file, with its chain up to BYTEPS_TLS_CA. Needs "
+       "BYTEPS_TLS_KEY and BYTEPS_TLS_CA; on all nodes or on none."},
+      {"BYTEPS_TLS_KEY", kString, "", "", 0, 0, "",
+       "Private key of BYTEPS_TLS_CERT, as a PEM file without a password."},
+      {"BYTEPS_TLS_CA", kString, "", "", 0, 0, "",
+       "Certificates of the authorities that sign those of nodes, as a PEM file. With "
+       "BYTEPS_AUTH=0 such a certificate is enough to join the job."},
+      {"BYTEPS_METRICS_PORT", kInt, "port", "0", 0, 65535, "",
+       "Serve Prometheus metrics at this port plus the local rank: LOCAL_RANK of a worker, "
+       "BYTEPS_LOCAL_RANK of a server. 0: off."},
+      {"BYTEPS_METRICS_HOST", kString, "", "", 0, 0, "",
+       "Address of this host at which metrics are served, without authentication. Default: the one "
+       "at which other nodes reach this process, and 127.0.0.1. 0.0.0.0: all of them."},
+      {"BYTEPS_STATUS_PORT", kInt, "port", "0", 0, 65535, "",
+       "Port at which the scheduler shows the cluster's status: a page, and JSON at /status. 0: "
+       "off."},
+      {"BYTEPS_STATUS_HOST", kString, "", "127.0.0.1", 0, 0, "",
+       "Address of the scheduler's host at which it shows the status, without authentication. "
+       "0.0.0.0: all of them."},
+      {"BYTEPS_HEALTH_SOCKET", kString, "", "", 0, 0, "",
+       "Path of a Unix socket at which a scheduler or server answers `byteps-server --health`. "
+       "Default: none."},
+      {"BYTEPS_CHECK_GRADIENTS", kBool, "", "0", 0, 1, "",
+       "With --dpu-optimizer and --overlap-grad-reduce: send copies of the gradients that are sent "
+       "during the backward pass, and fail in the step if a gradient has changed since. For "
+       "debugging; takes memory for the copies."},
+      {"BYTEPS_TRACE_ON", kBool, "", "0", 0, 1, "",
+       "Record what happens to each partition, and write it for Perfetto when the job ends."},
+      {"BYTEPS_TRACE_START_STEP", kInt, "", "0", 0, kMaxInt, "",
+       "First round of each tensor that is recorded, counted from 0."},
+      {"BYTEPS_TRACE_END_STEP", kInt, "", "2147483647", 0, kMaxInt, "",
+       "Last round of each tensor that is recorded."},
+      {"BYTEPS_TRACE_DIR", kString, "", ".", 0, 0, "",
+       "Folder for the timelines, byteps-worker-0.json and so on. It is created if missing."},
+      {"BYTEPS_TRACE_LIMIT", kInt, "partitions", "100000", 1, 100000000, "",
+       "Partitions that a process records at most, the first ones; 100000 take about 60 MB."},
+      {"BYTEPS_LOG_LEVEL", kChoice, "", "WARNING", 0, 0, "TRACE|DEBUG|INFO|WARNING|ERROR|FATAL",
+       "Least severity that is logged. Default: INFO for the scheduler and servers, WARNING for "
+       "workers."},
+      {"BYTEPS_LOG_FORMAT", kChoice, "", "text", 0, 0, "text|json",
+       "Format of log lines, each with time, severity, role, rank and host. json: one object per "
+       "line."},
+      {"BYTEPS_LOG_HIDE_TIME", kBool, "", "0", 0, 1, "", "Log without date and time."},
+      {"PS_VERBOSE", kInt, "", "0", 0, 3, "",
+       "Log ps-lite's control messages (1) and all messages (2)."},
+  };
+}
+
+}  // namespace
+
+const std::vector<Variable>& Config::Table() {
+  static const auto* table = new std::vector<Variable>(MakeTable());
+  return *table;
+}
+
+}  // namespace core
+}  // namespace byteps
