@@ -434,16 +434,12 @@ def _parser() -> argparse.ArgumentParser:
         "--worker-cores", **cores,
         help="of a worker's host, that the network may use (default: as many as it needs)",
     )  # fmt: skip
-    machines.add_argument(
-        "--machines", type=int, metavar="K", help="for servers (default: several)"
-    )
+    machines.add_argument("--machines", type=int, help="for servers (default: compare several)")
     machines.add_argument(
         "--server-link-gbps", type=float, metavar="G",
         help="rate of a server machine's NICs together (default: as --link-gbps)",
     )  # fmt: skip
-    machines.add_argument(
-        "--server-cores", **cores, help="of a server's machine (default: as needed)"
-    )
+    machines.add_argument("--server-cores", **cores, help="of a server's machine (default: any)")
     network = parser.add_argument_group("the network")
     network.add_argument(
         "--transport", choices=TRANSPORTS, default="tcp",
