@@ -411,9 +411,8 @@ def _parser() -> argparse.ArgumentParser:
         "servers, compared with the one before (default: host)",
     )  # fmt: skip
     model.add_argument(
-        "--gradients", choices=tuple(BYTES), default="bf16",
-        help="type in which NCCL reduces (default: bf16)",
-    )  # fmt: skip
+        "--gradients", choices=tuple(BYTES), default="bf16", help="NCCL reduces in (default: bf16)"
+    )
     model.add_argument(
         "--wire", choices=tuple(WIRE_BYTES),
         help="type in which gradients are sent to servers (default: as --gradients)",
