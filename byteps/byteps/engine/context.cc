@@ -12,8 +12,9 @@ Context::Context(const Config& config, const Launch& launch, int num_servers,
                  std::unique_ptr<Channel> how, WorkerCounters* counted, SpeedMeter* speed)
     : plan(config, launch, num_servers),
       op_timeout_s(config.Float("BYTEPS_OP_TIMEOUT_S")),
-      pinned_bytes(config.Int("BYTEPS_PINNED_BYTES")),
-      streamed_bytes(config.Int("BYTEPS_STREAMED_BYTES")),
+      pool(PinnedPool::Shared(config.Int("BYTEPS_PINNED_BYTES"), plan.largest_partition())),
+      pool_for_sums(
+          PinnedPool::SharedForSums(config.Int("BYTEPS_STREAMED_BYTES"), plan.largest_partition())),
       channel(std::move(how)),
       counters(counted),
       operations(counted, speed),

@@ -26,16 +26,12 @@ struct Context {
   // A request about the partition of `request`, which is remembered until the answer.
   Message MakeRequestMessage(Request request);
 
-  // The pools for tensors on GPUs: for partitions on their way, and for sums that streams wait for.
-  PinnedPool* pool() { return PinnedPool::Shared(pinned_bytes, plan.largest_partition()); }
-  PinnedPool* pool_for_sums() {
-    return PinnedPool::SharedForSums(streamed_bytes, plan.largest_partition());
-  }
-
   Plan plan;
   const double op_timeout_s;
-  const uint64_t pinned_bytes;
-  const uint64_t streamed_bytes;
+  // For tensors on GPUs: for partitions on their way, and for sums that streams wait for.  All jobs
+  // of this process share them; each begins anew to count what its tensors want.
+  PinnedPool* const pool;
+  PinnedPool* const pool_for_sums;
   const std::unique_ptr<Channel> channel;
   WorkerCounters* const counters;
   Operations operations;

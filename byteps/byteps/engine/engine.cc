@@ -104,7 +104,7 @@ std::vector<TensorPtr> Engine::Introduce(const std::vector<TensorSpec>& specs) {
 void Engine::MakeRoom(const TensorSpec& spec, Tensor* tensor) {
   if (spec.device == kCpu || tensor->has_room.exchange(true)) return;
   const CurrentDevice current(spec.device);
-  context_.pool()->Reserve(spec.rule ? AnswerBytes(spec.dtype, spec.bytes) : spec.bytes);
+  context_.pool->Reserve(spec.rule ? AnswerBytes(spec.dtype, spec.bytes) : spec.bytes);
 }
 
 int64_t Engine::PushPull(const PushPullRequest& request) {
@@ -125,7 +125,7 @@ int64_t Engine::PushPull(const PushPullRequest& request) {
   operation->ready = std::move(ready);
   CheckUse(*operation);
   if (request.streamed && operation->on_gpu() && request.op == kPushPull) {
-    operation->streamed = StreamedSum::TryMake(*operation, context_.pool_for_sums());
+    operation->streamed = StreamedSum::TryMake(*operation, context_.pool_for_sums);
   }
   if (operation->streamed) {
     context_.streamed.Add(operation);

@@ -36,7 +36,7 @@ char* Puller::PlaceFor(const MessageHead& head, size_t bytes) {
   if (operation.is_done() || operation.Wanted(request.index).bytes != bytes) return nullptr;
   if (!operation.output_on_gpu()) return operation.Target(request.index);
   if (!request.block) {
-    request.block = context_->pool()->TryTake(bytes);
+    request.block = context_->pool->TryTake(bytes);
     if (!request.block) PS_PROBE(kReceivedElsewhere);
     if (!request.block || !context_->requests.KeepBlock(head.number, request.block)) return nullptr;
   }
@@ -185,7 +185,7 @@ bool Puller::CopyToOutput(const Arrived& arrived) {
 void Puller::MoveToDevice(Arrived* arrived, int track) {
   Request& request = arrived->request;
   if (!request.block) {
-    request.block = context_->pool()->TakeOrCall(
+    request.block = context_->pool->TakeOrCall(
         arrived->values.size(), [waiting = *arrived, queue = queue_](PinnedBlock block) {
           Arrived ready = waiting;
           ready.request.block = std::move(block);

@@ -116,7 +116,7 @@ void Pusher::Drop(const Task& task) { context_->scheduler->Return(task.server, t
 void Pusher::PrepareFromDevice(Task task, int track) {
   task.stage = Task::kCopy;
   task.block =
-      context_->pool()->TakeOrCall(task.bytes, [task, scheduler = context_->scheduler](auto block) {
+      context_->pool->TakeOrCall(task.bytes, [task, scheduler = context_->scheduler](auto block) {
         Task ready = task;
         ready.block = std::move(block);
         scheduler->Resume(std::move(ready));

@@ -53,6 +53,20 @@ TEST(Gpu, ManySumsThroughLittlePinnedMemory) {
   EXPECT_LE(fake::PinnedBytes() - pinned_before, 65536u + 131072u);
 }
 
+TEST(Gpu, PinnedMemoryIsWhatAllTensorsWant) {
+  const uint64_t before = fake::PinnedBytes();
+  Job job(2, {}, {{"BYTEPS_PINNED_BYTES", "1048576"}, {"BYTEPS_PARTITION_BYTES", "32768"}});
+  fake::SetCurrentDevice(0);
+  for (int i = 1; i <= 3; ++i) {
+    auto values = Values(16384, i);
+    const auto sum = Times(values, 3);
+    job.Wait(job.Start("t" + std::to_string(i), &values, 0));
+    fake::Synchronize(nullptr);
+    EXPECT_EQ(values, sum);
+    EXPECT_EQ(fake::PinnedBytes() - before, i * 65536u);
+  }
+}
+
 TEST(Gpu, RoundsOfOneNameInFlight) {
   Job job(2);
   fake::SetCurrentDevice(0);
