@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tests.multiproc.cluster import END_S, SECRET
 
 MAGIC = 0x5350424D
-VERSION = 4
+VERSION = 5
 EMPTY = 2**31 - 1
 """A node id that has not been given yet."""
 ADD_NODE, JOB_FAILED = 2, 13
@@ -124,7 +124,7 @@ def read_refusal(stranger: socket.socket, answer: bytes) -> bytes:
 
 def meta(*, command: int = 0, head: int = 0, key: int = 0, body: bytes = b"") -> bytes:
     """A message's meta with no nodes."""
-    fixed = struct.pack("<BBBii", 2, 1, command, head, 0)
+    fixed = struct.pack("<BBBii", 3, 1, command, head, 0)
     return fixed + struct.pack("<QQII", key, 1, len(body), 0) + body
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from byteps.torch import engine, nodes, ops
+from byteps.torch import engine, nodes, ops, session
 from byteps.torch.nodes import HostLayout, host_name
 from byteps.torch.pieces import Piece, shard_pieces, whole_pieces
 
@@ -137,7 +136,7 @@ def test_what_a_host_has_summed_goes_through_the_public_function(
 
     monkeypatch.setattr(ops, "push_pull_async_inplace", push_pull)
     monkeypatch.setattr(ops, "synchronize", lambda handle: None)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(session, "rank", lambda: 0)
     monkeypatch.setattr(engine, "partition_count", lambda nbytes, **kinds: 1)
     group: Any = OneOfTwo()
     summed = nodes.NodeSum(

@@ -13,12 +13,21 @@ from tests import native
 BYTEPS = Path(__file__).resolve().parents[2] / "byteps"
 PROGRAM = re.compile(r"add_executable\(unit_test\s([^)]+)\)")
 """In cmake/Tests.cmake: its sources."""
+
+
+def _suites(text: str) -> list[str]:
+    """Of a source, by the names that their tests have."""
+    plain = re.findall(r"^TEST(?:_F)?\((\w+),", text, re.M)
+    of_values = re.findall(r"^INSTANTIATE_TEST_SUITE_P\(\s*(\w+),\s*(\w+),", text, re.M)
+    return plain + [f"{values}/{suite}" for values, suite in of_values]
+
+
 SUITES = sorted(
     {
         suite
         for source in PROGRAM.findall((BYTEPS / "cmake/Tests.cmake").read_text())[0].split()
         if source.endswith("_test.cc")
-        for suite in re.findall(r"^TEST(?:_F)?\((\w+),", (BYTEPS / source).read_text(), re.M)
+        for suite in _suites((BYTEPS / source).read_text())
     }
 )
 LIMIT_S = 240

@@ -21,8 +21,9 @@ def ranks_of(group: Group) -> list[int]:
     if group is outside:
         raise ValueError(f"rank {session.launched().rank} is no member of the group")
     if isinstance(group, torch.distributed.ProcessGroup):
+        ranks = torch.distributed.get_process_group_ranks(group)
         first = session.first_rank()
-        return sorted(first + r for r in torch.distributed.get_process_group_ranks(group))
+        return sorted(first + r for r in ranks) if first else sorted(ranks)
     ranks = sorted(int(r) for r in group)
     if not ranks:
         raise ValueError("the group has no ranks")

@@ -71,17 +71,20 @@ def rank() -> int:
 def ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
     """The workers that reduce a group's gradients, in its order: its global ranks, in each
     replica."""
-    own, size = own_ranks_of(group), torch.distributed.get_world_size()
-    first = bytepslib.session.first_rank()
-    return tuple(
-        rank - first + replica * size for replica in range(replicas.count()) for rank in own
-    )
+    if replicas.count() == 1:
+        return tuple(torch.distributed.get_process_group_ranks(group))
+    size = torch.distributed.get_world_size()
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return tuple(r + replica * size for replica in range(replicas.count()) for r in ranks)
 
 
 def own_ranks_of(group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
     """Of these the ones of this replica."""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    if replicas.count() == 1:
+        return tuple(ranks)
     first = bytepslib.session.first_rank()
-    return tuple(first + rank for rank in torch.distributed.get_process_group_ranks(group))
+    return tuple(first + r for r in ranks)
 
 
 def _told_by_all(mine: Any) -> list[Any]:
