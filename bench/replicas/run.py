@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.kit.emulation import LOOPBACK
+from bench.kit.emulation import LOOPBACK, Host
 from bench.kit.errors import LaunchError
 from bench.kit.launch import Placement, start_nodes
 from bench.kit.plan import Topology
@@ -47,7 +47,7 @@ from scripts import train as train_script
 from scripts.columns import aligned
 from scripts.ports import free_ports
 from scripts.trainkit.job import ENTRY, Record, read_record
-from tests.netkit.switch import Rule, Switch
+from tests.netkit.switch import DEVICE, Rule, Switch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = 1
@@ -130,7 +130,7 @@ def sites_of(text: str) -> Rule:
 
 
 @contextmanager
-def hosts_of(options: argparse.Namespace) -> Iterator[Sequence[Any]]:
+def hosts_of(options: argparse.Namespace) -> Iterator[Sequence[Host]]:
     """One for each replica and one for the servers, or this machine for all."""
     if options.sites is None:
         yield [LOOPBACK]
@@ -138,7 +138,10 @@ def hosts_of(options: argparse.Namespace) -> Iterator[Sequence[Any]]:
     with Switch(options.replicas + 1) as switch:
         for pair in itertools.permutations(range(options.replicas + 1), 2):
             switch.set_rule(*pair, options.sites)
-        yield switch.hosts
+        yield [
+            Host(address=host.address, interfaces=(DEVICE,), namespace=host.namespace)
+            for host in switch.hosts
+        ]
 
 
 def megatron_arguments(options: argparse.Namespace, prefix: Path) -> list[str]:
