@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.kit import gpt
 from bench.kit.record import metadata
 from scripts import prepare_data
 from scripts import train as train_script
@@ -51,55 +52,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--types", default="bf16,int8,int4", help=f"of {', '.join(TYPES)} (default: %(default)s)")
     add("--seeds", type=positive, default=3, help="default: 3")
-    add("--steps", type=positive, default=300, help="default: 300")
     add("--workers", type=positive, default=2, help="of each run (default: 2)")
-    add("--layers", type=positive, default=4, help="default: 4")
-    add("--hidden", type=positive, default=128, help="default: 128")
-    add("--sequence", type=positive, default=128, help="default: 128")
     add("--batch", type=positive, default=8, help="sequences per rank and step (default: 8)")
-    add("--rate", type=float, default=1e-3, help="learning rate (default: 1e-3)")
+    gpt.add_model(add)
     add("--at-once", type=positive, default=1, help="runs that share this machine (default: 1)")
     add("--at-most", default="", metavar="TYPE=X,...", help="fail where a difference is above X")
-    add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
-    add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
-    add("--data-cache", type=Path, default=ROOT / "build/data", help="default: build/data")
-    add("--tree", type=Path, default=ROOT / "build/Megatron-LM", help="patched Megatron-LM")
-    add("--out", type=Path, default=ROOT / "build/quality", help="default: build/quality")
-    add("--from-json", type=Path, metavar="FILE", help="show that result, and train nothing")
-    add("--plot", type=Path, metavar="FILE", help="draw the curves")
-    add("megatron", nargs="*", metavar="-- ARGUMENTS", help="for Megatron, after --")
+    gpt.add_files(add, "quality")
     options = parser.parse_args(arguments)
     options.types = options.types.split(",")
     unknown = set(options.types) - set(TYPES)
     if unknown or REFERENCE not in options.types:
         parser.error(f"--types: some of {', '.join(TYPES)}, and {REFERENCE} among them")
     try:
-        pairs = (one.split("=") for one in filter(None, options.at_most.split(",")))
-        options.at_most = {name: float(limit) for name, limit in pairs}
+        options.at_most = gpt.limits(options.at_most, str)
     except ValueError:
         parser.error("--at-most is written like int8=0.002,int4=0.007")
     return options
 
 
-def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> list[str]:
-    """All that runs of a seed share."""
-    length = str(options.sequence)
-    heads = str(max(1, options.hidden // 64))
-    arguments = train_script.megatron_arguments(
-        argparse.Namespace(seed=seed, steps=options.steps, megatron=[]), prefix
-    )
-    arguments += ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
-    arguments += ["--num-attention-heads", heads, "--seq-length", length]
-    arguments += ["--max-position-embeddings", length, "--micro-batch-size", str(options.batch)]
-    arguments += ["--lr", str(options.rate), "--min-lr", str(options.rate / 10)]
-    # Where the rate is high at once, runs drift apart, whatever made them differ first.
-    arguments += ["--lr-warmup-iters", str(options.steps // 10)]
-    return [*arguments, *options.megatron]
-
-
 def learn(options: argparse.Namespace, prefix: Path, wire: str, seed: int) -> list[float]:
     """The loss of every step."""
-    arguments = megatron_arguments(options, prefix, seed)
+    arguments = gpt.megatron_arguments(options, prefix, seed)
     arguments += ["--use-dpu-reduce", "--dpu-reduce-route", "flat"]
     if wire != "same":
         arguments += ["--dpu-reduce-wire-dtype", wire]
@@ -172,11 +145,11 @@ def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for number, (wire, runs) in enumerate(losses.items()):
         mean = [statistics.fmean(step) for step in zip(*runs, strict=True)]
-        above.plot(smooth(mean), label=wire, color=f"C{number}", linewidth=1.2)
+        above.plot(gpt.smooth(mean), label=wire, color=f"C{number}", linewidth=1.2)
         if wire != REFERENCE:
             theirs = [statistics.fmean(step) for step in zip(*losses[REFERENCE], strict=True)]
             apart = [100 * (a - b) / b for a, b in zip(mean, theirs, strict=True)]
-            below.plot(smooth(apart), label=wire, color=f"C{number}", linewidth=1.0)
+            below.plot(gpt.smooth(apart), label=wire, color=f"C{number}", linewidth=1.0)
     above.set_ylabel("loss per byte, mean of seeds")
     below.set_ylabel(f"% above {REFERENCE}'s")
     below.set_xlabel("step; each point is the mean of 20")
@@ -185,11 +158,6 @@ def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
     below.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def smooth(values: Sequence[float], over: int = 20) -> list[float]:
-    """The mean of each value and those before it."""
-    return [statistics.fmean(values[max(0, i - over + 1) : i + 1]) for i in range(len(values))]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.kit import gpt
 from bench.kit.emulation import LOOPBACK, Host
 from bench.kit.errors import LaunchError
 from bench.kit.launch import Placement, start_nodes
@@ -41,7 +42,6 @@ from bench.kit.plan import Topology
 from bench.kit.processes import Processes, plain_environment
 from bench.kit.record import metadata
 from bench.kit.units import parse_rate
-from bench.quality.run import smooth
 from scripts import prepare_data
 from scripts import train as train_script
 from scripts.columns import aligned
@@ -75,13 +75,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--momentum", type=float, default=0.9, help="of outer steps (default: 0.9)")
     add("--delay", type=int, default=0, help="steps that an exchange may take (default: 0)")
     add("--fragments", type=positive, default=1, help="of the model (default: 1)")
-    add("--steps", type=positive, default=300, help="default: 300")
     add("--servers", type=positive, default=1, help="default: 1")
-    add("--layers", type=positive, default=4, help="default: 4")
-    add("--hidden", type=positive, default=128, help="default: 128")
-    add("--sequence", type=positive, default=128, help="default: 128")
     add("--batch", type=positive, default=4, help="sequences per replica and step (default: 4)")
-    add("--rate", type=float, default=1e-3, help="learning rate (default: 1e-3)")
+    gpt.add_model(add)
     add("--seed", type=positive, default=1234, help="default: 1234")
     add("--model-ranks", type=positive, default=1, help="that share one copy of the model")
     add("--at-most", default="", metavar="H=X,...", help="fail where a difference is above X")
@@ -89,14 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--sites", metavar="RATE@RTT", help="links between sites, such as 100mbit@50ms; needs root")
     add("--pace", type=float, default=0.0, help="seconds that the passes of a step take at least")
     add("--timeout", type=float, default=3600.0, help="seconds that a run may take")
-    add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
-    add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
-    add("--data-cache", type=Path, default=ROOT / "build/data", help="default: build/data")
-    add("--tree", type=Path, default=ROOT / "build/Megatron-LM", help="patched Megatron-LM")
-    add("--out", type=Path, default=ROOT / "build/replicas", help="default: build/replicas")
-    add("--from-json", type=Path, metavar="FILE", help="show that result, and train nothing")
-    add("--plot", type=Path, metavar="FILE", help="draw the curves")
-    add("megatron", nargs="*", metavar="-- ARGUMENTS", help="for Megatron, after --")
+    gpt.add_files(add, "replicas")
     options = parser.parse_args(arguments)
     try:
         options.sites = sites_of(options.sites) if options.sites else None
@@ -108,8 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--every is numbers of steps, such as 1,10,30")
     for name in ("at_most", "at_most_slower"):
         try:
-            pairs = (one.split("=") for one in filter(None, getattr(options, name).split(",")))
-            setattr(options, name, {int(every): float(limit) for every, limit in pairs})
+            setattr(options, name, gpt.limits(getattr(options, name), int))
         except ValueError:
             parser.error(f"--{name.replace('_', '-')} is written like 10=0.01,30=0.015")
     return options
@@ -146,18 +134,9 @@ def hosts_of(options: argparse.Namespace) -> Iterator[Sequence[Host]]:
 
 def megatron_arguments(options: argparse.Namespace, prefix: Path) -> list[str]:
     """All that runs share."""
-    length = str(options.sequence)
-    shared = argparse.Namespace(seed=options.seed, steps=options.steps, megatron=[])
-    arguments = train_script.megatron_arguments(shared, prefix)
-    arguments += ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
-    arguments += ["--num-attention-heads", str(max(1, options.hidden // 64))]
-    arguments += ["--seq-length", length, "--max-position-embeddings", length]
-    arguments += ["--micro-batch-size", str(options.batch)]
     slots = options.replicas * options.ranks // options.model_ranks
-    arguments += ["--global-batch-size", str(options.batch * slots)]
-    arguments += ["--lr", str(options.rate), "--min-lr", str(options.rate / 10)]
-    arguments += ["--lr-warmup-iters", str(options.steps // 10)]
-    return [*arguments, *options.megatron]
+    batch = ["--global-batch-size", str(options.batch * slots)]
+    return [*batch, *gpt.megatron_arguments(options, prefix, options.seed)]
 
 
 def outer_arguments(options: argparse.Namespace, every: int) -> list[str]:
@@ -172,7 +151,7 @@ def outer_arguments(options: argparse.Namespace, every: int) -> list[str]:
 
 
 def arguments_of_world(number: int) -> list[str]:
-    """What the ranks of one torch.distributed world are given besides; a test's to replace."""
+    """What the ranks of one torch.distributed world are given in addition; a test's to replace."""
     del number
     return []
 
@@ -325,7 +304,7 @@ def draw(runs: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for number, (name, run) in enumerate(runs.items()):
-        axes.plot(smooth(run["losses"], 10), label=name, color=f"C{number}", linewidth=1.2)
+        axes.plot(gpt.smooth(run["losses"], 10), label=name, color=f"C{number}", linewidth=1.2)
     axes.set_xlabel("step; each point is the mean of 10")
     axes.set_ylabel("loss per byte, mean of replicas")
     axes.legend()

@@ -22,7 +22,7 @@ BELOW: dict[str, set[str]] = {
     "bench.quality": ANYBODY,
     "bench.rdma": ANYBODY,
     "bench.reducer": ANYBODY,
-    "bench.replicas": {*ANYBODY, "bench.quality"},
+    "bench.replicas": ANYBODY,
     "bench.simulator": ANYBODY,
     "bench.stragglers": {*ANYBODY, "bench.simulator"},
     "bench.timeline": set(),

@@ -1,0 +1,64 @@
+"""A small GPT on text: what benchmarks of learning share."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts import prepare_data
+from scripts import train as train_script
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def add_model(add: Callable[..., Any]) -> None:
+    """The flags of the model and of its training."""
+    positive = train_script.positive
+    add("--steps", type=positive, default=300, help="default: 300")
+    add("--layers", type=positive, default=4, help="default: 4")
+    add("--hidden", type=positive, default=128, help="default: 128")
+    add("--sequence", type=positive, default=128, help="default: 128")
+    add("--rate", type=float, default=1e-3, help="learning rate (default: 1e-3)")
+
+
+def add_files(add: Callable[..., Any], name: str) -> None:
+    """The flags of text and results, which lie in `build/NAME`; and what Megatron gets."""
+    positive = train_script.positive
+    add("--data", type=Path, nargs="+", default=[], help="text (default: Python's own library)")
+    add("--max-bytes", type=positive, default=prepare_data.DEFAULT_MAX_BYTES, help="of text")
+    add("--data-cache", type=Path, default=ROOT / "build/data", help="default: build/data")
+    add("--tree", type=Path, default=ROOT / "build/Megatron-LM", help="patched Megatron-LM")
+    add("--out", type=Path, default=ROOT / "build" / name, help=f"default: build/{name}")
+    add("--from-json", type=Path, metavar="FILE", help="show that result, and train nothing")
+    add("--plot", type=Path, metavar="FILE", help="draw the curves")
+    add("megatron", nargs="*", metavar="-- ARGUMENTS", help="for Megatron, after --")
+
+
+def limits[Key](text: str, key: Callable[[str], Key]) -> dict[Key, float]:
+    """Of `A=X,B=Y`. Raises ValueError when it is something else."""
+    pairs = (one.split("=") for one in filter(None, text.split(",")))
+    return {key(name): float(limit) for name, limit in pairs}
+
+
+def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> list[str]:
+    """All that runs of a seed share, and what was given for Megatron."""
+    length = str(options.sequence)
+    heads = str(max(1, options.hidden // 64))
+    arguments = train_script.megatron_arguments(
+        argparse.Namespace(seed=seed, steps=options.steps, megatron=[]), prefix
+    )
+    arguments += ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
+    arguments += ["--num-attention-heads", heads, "--seq-length", length]
+    arguments += ["--max-position-embeddings", length, "--micro-batch-size", str(options.batch)]
+    arguments += ["--lr", str(options.rate), "--min-lr", str(options.rate / 10)]
+    # Where the rate is high at once, runs drift apart, whatever made them differ first.
+    arguments += ["--lr-warmup-iters", str(options.steps // 10)]
+    return [*arguments, *options.megatron]
+
+
+def smooth(values: Sequence[float], over: int = 20) -> list[float]:
+    """The mean of each value and those before it."""
+    return [statistics.fmean(values[max(0, i - over + 1) : i + 1]) for i in range(len(values))]
