@@ -219,7 +219,7 @@ class Emulation:
             _run(["ip", "-n", name, "-batch", "-"], "\n".join(self._neighbours(rail, others)))
 
     def cut_link(self, index: int, rail: int, cut: bool) -> None:
-        """Cut a host's link at the switch, or mend it: the host loses its carrier."""
+        """Cut a host's link at the switch, or restore it: the host loses its carrier."""
         state = "down" if cut else "up"
         _run(["ip", "-n", self._switch, "link", "set", port_of(index, rail), state])
 

@@ -195,12 +195,12 @@ def _model_bytes(rank: int, total: Sum, layout: Layout) -> tuple[float, float]:
     kept = few_bits.kept_bytes(total) if layout.has_few_bits else 0
     if way == "flat":
         return whole + kept, wanted + kept
-    beside = len(beside_of(rank, total.members, layout))
+    sharers = len(sharers_of(rank, total.members, layout))
     # With a shard owned by several ranks of a host, each pulls its part, and they exchange them.
-    return whole / beside + kept, min(wanted, whole / beside) + kept
+    return whole / sharers + kept, min(wanted, whole / sharers) + kept
 
 
-def beside_of(rank: int, members: Sequence[int], layout: Layout) -> list[int]:
+def sharers_of(rank: int, members: Sequence[int], layout: Layout) -> list[int]:
     """The members of a sum that share a rank's host."""
     return [member for member in members if member // layout.per_host == rank // layout.per_host]
 

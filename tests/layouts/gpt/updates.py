@@ -15,9 +15,9 @@ from .compare import (
     FEW_BITS_TOLERANCE,
     WIRE_BYTES,
     begin_report,
-    beside_of,
     check_first_step,
     check_losses,
+    sharers_of,
     way_of,
 )
 from .outcome import Difference, Report
@@ -218,9 +218,9 @@ def _bytes(layout: Layout, ours: Sequence[RankSeen]) -> Iterator[str]:
                 elements, first = float(total.local.numel()), total.members[:1]
                 apart = _apart(layout, total)
                 if _kind(name) in sum_first:
-                    beside = len(beside_of(rank, total.members, layout))
-                    elements, apart = elements / beside, apart / beside
-                    first = tuple(beside_of(first[0], total.members, layout))
+                    sharers = len(sharers_of(rank, total.members, layout))
+                    elements, apart = elements / sharers, apart / sharers
+                    first = tuple(sharers_of(first[0], total.members, layout))
                 kept = total.result.numel() == 0  # else ranks update, by the sum
                 up, down = elements * size, elements * size
                 if layout.has_few_bits:

@@ -14,7 +14,7 @@ LENGTHS = (7, 3000, 1, 450)
 class Replica:
     """Parameters, and an inner SGD whose gradients only its number decides."""
 
-    def __init__(self, number: int, like: torch.Tensor | None = None) -> None:
+    def __init__(self, number: int) -> None:
         start = torch.Generator().manual_seed(5)
         self.parameters = [torch.randn(length, generator=start) for length in LENGTHS]
         self._generator = torch.Generator().manual_seed(100 + number)

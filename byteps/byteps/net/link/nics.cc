@@ -148,8 +148,8 @@ std::vector<HostNic> OfUse(const std::vector<HostNic>& nics, const HostNic& own)
   return of_use.empty() ? std::vector<HostNic>{own} : of_use;
 }
 
-// The share of this worker: those nearest to its GPU, and of equally near ones others than the
-// workers beside it take.
+// The share of this worker: those nearest to its GPU.  Of equally near ones each worker of the host
+// takes others.
 std::vector<HostNic> NearestOf(const std::vector<HostNic>& nics, const NicUser& user) {
   const size_t ranks = std::max(user.local_size, 1);
   const size_t share = std::max<size_t>(1, (nics.size() + ranks - 1) / ranks);
