@@ -104,6 +104,7 @@ class MadeUp:
                 (session, "_launch", launch),
                 (declarations, "partition_bytes", lambda nbytes, **_: min(nbytes, PARTITION)),
                 (bps, "partition_count", lambda nbytes, **_: -(-nbytes // PARTITION)),
+                (declarations, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
                 (bps, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
                 (nodes.engine, "bytes_per_server", lambda nbytes, **_: [nbytes] * servers.count),
                 (c_lib, "declare", declared.extend),

@@ -64,6 +64,7 @@ def test_bad_ranks(change: dict[str, str | None], pattern: str) -> None:
     [
         ({"DMLC_NUM_SERVER": "4"}, "DMLC_PS_ROOT_URI is unset, but DMLC_NUM_SERVER=4 is set"),
         ({"DMLC_PS_ROOT_PORT": "9000"}, "DMLC_PS_ROOT_PORT=9000 is set"),
+        ({"BYTEPS_REPLICA": "0/2"}, "DMLC_PS_ROOT_URI is unset, but BYTEPS_REPLICA=0/2 is set"),
         (
             {"DMLC_PS_ROOT_URI": "", "DMLC_PS_ROOT_PORT": "9000", "DMLC_NUM_WORKER": "4"},
             "is empty, but DMLC_PS_ROOT_PORT=9000 and DMLC_NUM_WORKER=4 are set",

@@ -93,6 +93,8 @@ def demand_no_cluster(env: Mapping[str, str], ranks: Ranks) -> None:
     names = ["DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER"]
     if "WORLD_SIZE" in env:
         names.append("DMLC_NUM_WORKER")
+    if env.get("BYTEPS_REPLICA"):  # all replicas join one scheduler
+        names.append("BYTEPS_REPLICA")
     given = [f"{name}={env[name]}" for name in names if name in env]
     be = "is" if len(given) == 1 else "are"
     unset = "unset" if "DMLC_PS_ROOT_URI" not in env else "empty"

@@ -97,11 +97,6 @@ def init(lazy: bool = True, *, store: Store | None = None) -> None:
         if c_lib.is_initialized():
             return
         _launch = _told()
-        if _launch.replicas > 1 and not os.environ.get("DMLC_PS_ROOT_URI"):
-            raise BytePSError(
-                "BYTEPS_REPLICA needs a scheduler that all replicas join: set DMLC_PS_ROOT_URI and "
-                "DMLC_PS_ROOT_PORT (worker.sh --scheduler)"
-            )
         logs.install(_launch.rank)
         for warning in c_lib.unknown_variables():
             logger.warning("%s", warning)

@@ -37,6 +37,7 @@ __all__ = [
     "speculation",
     "step_machine",
     "wire",
+    "world",
 ]
 
 _OF_C10D = ("joining", "policy", "reductions")
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
         speculation,
         step_machine,
         wire,
+        world,
     )
     from byteps.torch.c10d import joining, policy, reductions
 else:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import bytepslib, parameters, refusals, table
+from . import bytepslib, parameters, refusal, refusals, table
 from .advice import Advice, Kind, Training, advise, wire_bytes
 from .layout import Parallelism
 from .parsing import NotMegatrons, parse
@@ -164,7 +164,7 @@ def kinds_of(
 ) -> tuple[Kind, ...]:
     """The gradients of a model that is split so: dense, and expert where they have groups of their
     own."""
-    own, on_ranks = split.has_expert_groups, optimizer in refusals.OF_MATRICES
+    own, on_ranks = split.has_expert_groups, optimizer in refusal.OF_MATRICES
     elements = held.dense if own else held.dense + held.expert
     dense = Kind(
         name="dense",

@@ -96,7 +96,7 @@ def _over_replicas(
     buckets = [bucket for bucket_group in groups for bucket in bucket_group.buckets]
     if torch.distributed.get_rank() == 0:
         sent = sum(wire_bytes(bucket, config) for bucket in buckets) / ranks / 1e6
-        servers = len(bytepslib.byteps.bytes_per_server(1, name="count"))
+        servers = bytepslib.world.num_servers()
         inside = f"over {ranks} ranks by torch.distributed, then " if ranks > 1 else ""
         print_once(
             f"dpu_reduce: replica {replicas.number()} of {replicas.count()}: {kind} gradients are "

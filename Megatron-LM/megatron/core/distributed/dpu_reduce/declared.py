@@ -55,7 +55,7 @@ def declare(buckets: Sequence[_ParamAndGradBucket], config: DistributedDataParal
 def bytes_per_server(buckets: Sequence[_ParamAndGradBucket]) -> list[int]:
     """Bytes that this rank pushes to each server in one step, of these buckets."""
     bps, rank = bytepslib.byteps, job.rank()
-    total = [0] * len(bps.bytes_per_server(1, name="count"))
+    total = [0] * bytepslib.world.num_servers()
     for bucket in buckets:
         op: BucketOp = bucket.dpu_reduce_op
         sums = op.node_shards or op.node_whole

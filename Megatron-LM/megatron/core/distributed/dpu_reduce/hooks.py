@@ -24,7 +24,7 @@ from . import (
     sums,
     whole_steps,
 )
-from .refusals import FEW_BITS
+from .refusal import FEW_BITS
 
 if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig

@@ -28,7 +28,8 @@ from .bucket_op import BucketOp, wire_of
 from .kept import kept_of
 from .naming import bucket_name, named
 from .node_sums import node_sums
-from .refusals import FEW_BITS, validate_ddp_config, validate_model_config
+from .refusal import FEW_BITS
+from .refusals import validate_ddp_config, validate_model_config
 from .sums import goes_through_servers
 
 if TYPE_CHECKING:

@@ -7,6 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+FEW_BITS = ("int8", "int4")
+"""Wire types of blocks with one scale."""
+OF_MATRICES = ("muon", "dist_muon", "adaptive_muon")
+"""Optimizers that update matrices on the ranks, and leave all other parameters to AdamW."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import bytepslib, replica_refusals, table
-from .refusal import Refusal, refuse_settings
+from .refusal import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
 
 OPTIMIZER_CLIPS = ("speculate", "wait")
 """How --dpu-optimizer makes steps that may be clipped."""
-
-OF_MATRICES = ("muon", "dist_muon", "adaptive_muon")
-"""Optimizers that update matrices on the ranks, and leave all other parameters to AdamW."""
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from ...transformer.transformer_config import TransformerConfig
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
 
-FEW_BITS = ("int8", "int4")
 WIRE_TYPES = ("bf16", *FEW_BITS)
 """What ``--dpu-reduce-wire-dtype`` may name."""
 FEEDBACK = ("auto", "on", "off")

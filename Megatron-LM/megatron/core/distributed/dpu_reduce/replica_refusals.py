@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .refusal import Refusal, refuse_settings
+from .refusal import FEW_BITS, OF_MATRICES, Refusal, refuse_settings
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -59,7 +59,7 @@ _OF_OUTER_STEPS: tuple[Refusal, ...] = (
         attributes=("optimizer",),
         flag="--optimizer",
         reason="the parameters that it steps are not those of a rank alone",
-        refused=("muon", "dist_muon", "adaptive_muon"),
+        refused=OF_MATRICES,
     ),
     Refusal(
         attributes=("use_precision_aware_optimizer",),
@@ -75,7 +75,7 @@ _OF_OUTER_STEPS: tuple[Refusal, ...] = (
         attributes=("dpu_reduce_wire_dtype",),
         flag="--dpu-reduce-wire-dtype",
         reason="parameters are exchanged as bf16",
-        refused=("int8", "int4"),
+        refused=FEW_BITS,
     ),
 )
 """What ``--dpu-outer-steps`` refuses."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ..param_and_grad_buffer import _ParamAndGradBucket
 
 _count = 1
+_peers: tuple[int, ...] = ()
+"""One object, by which the engine knows the group again."""
 _each_step = True
 """Whether replicas sum the gradients of each step; otherwise each steps by itself."""
 _scaled: list[_ParamAndGradBucket] = []
@@ -50,8 +52,11 @@ def number() -> int:
 
 def begin() -> None:
     """BytePS has started."""
-    global _count, _each_step
-    _count, _each_step = bytepslib.session.replicas(), True
+    global _count, _each_step, _peers
+    session = bytepslib.session
+    _count, _each_step = session.replicas(), True
+    size = session.size() // _count
+    _peers = tuple(range(session.rank() % size, session.size(), size))
 
 
 def forget() -> None:
@@ -93,9 +98,7 @@ def divide_gradients(ddp: DistributedDataParallel, buckets: Sequence[_ParamAndGr
 
 def peers() -> tuple[int, ...]:
     """BytePS ranks of this rank's place in each replica."""
-    session = bytepslib.session
-    size = session.size() // _count
-    return tuple(range(session.rank() % size, session.size(), size))
+    return _peers
 
 
 def sum_(tensor: torch.Tensor, what: str, *, always: bool = False) -> torch.Tensor:

@@ -13,7 +13,8 @@ from ...optimizer import _get_param_groups
 from ...optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from ...process_groups_config import ProcessGroupCollection
 from .ranks_part import Part, RanksPart, whole_gathers
-from .refusals import OF_MATRICES, validate_optimizer_config
+from .refusal import OF_MATRICES
+from .refusals import validate_optimizer_config
 from .server_optimizer import ServerOptimizer
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 
 from ...utils import log_single_rank
 from . import replicas
-from .refusals import OF_MATRICES
+from .refusal import OF_MATRICES
 
 if TYPE_CHECKING:
     from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -121,14 +121,14 @@ def translate_args(args: Namespace) -> None:
 
 
 def _fit_to_replicas(args: Namespace) -> None:
-    """A step that one replica made once more would be summed with the others' next one; and what
-    all replicas would write, the first one does."""
+    """No replica repeats a step: its gradients would be summed with those of the others' next one.
+    The first replica writes what all of them would write."""
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         args.rerun_mode = "disabled"
         if args.rank == 0:
             print(
-                "dpu_reduce: replicas make no step once more: --rerun-mode is disabled, and a "
-                "result that is not finite ends the job",
+                "dpu_reduce: --rerun-mode is disabled: a replica cannot repeat a step alone. A "
+                "loss that is not finite ends the job",
                 flush=True,
             )
     if replicas.number() > 0:
