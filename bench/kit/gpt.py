@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from scripts import prepare_data
 from scripts import train as train_script
 
 ROOT = Path(__file__).resolve().parents[2]
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Student's t, two-sided, by degrees of freedom."""
 
 
 def add_model(add: Callable[..., Any]) -> None:
@@ -62,3 +65,12 @@ def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> 
 def smooth(values: Sequence[float], over: int = 20) -> list[float]:
     """The mean of each value and those before it."""
     return [statistics.fmean(values[max(0, i - over + 1) : i + 1]) for i in range(len(values))]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean, and the ends of its 95 % interval."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, mean, mean
+    reach = _T95.get(len(values) - 1, 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - reach, mean + reach

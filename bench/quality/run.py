@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from typing import Any
 
 from bench.kit import gpt
 from bench.kit.record import metadata
-from scripts import prepare_data
+from scripts import gpus, prepare_data
 from scripts import train as train_script
 from scripts.columns import aligned
 from scripts.trainkit.job import Job, JobError, Record
@@ -40,8 +39,6 @@ REFERENCE = "bf16"
 LAST = 100
 """Steps whose losses are compared."""
 HEAD = ("wire type", "seeds", f"loss, last {LAST} steps", f"over {REFERENCE}'s", "95 % interval")
-_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Student's t, two-sided, by degrees of freedom."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,6 +50,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--types", default="bf16,int8,int4", help=f"of {', '.join(TYPES)} (default: %(default)s)")
     add("--seeds", type=positive, default=3, help="default: 3")
     add("--workers", type=positive, default=2, help="of each run (default: 2)")
+    add("--servers", type=positive, default=1, help="of each run (default: 1)")
     add("--batch", type=positive, default=8, help="sequences per rank and step (default: 8)")
     gpt.add_model(add)
     add("--at-once", type=positive, default=1, help="runs that share this machine (default: 1)")
@@ -70,18 +68,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def learn(options: argparse.Namespace, prefix: Path, wire: str, seed: int) -> list[float]:
-    """The loss of every step."""
+def learn(
+    options: argparse.Namespace, prefix: Path, wire: str, seed: int, number: int
+) -> list[float]:
+    """The loss of every step of a run; runs of other numbers have other GPUs, as long as there are
+    some."""
     arguments = gpt.megatron_arguments(options, prefix, seed)
     arguments += ["--use-dpu-reduce", "--dpu-reduce-route", "flat"]
     if wire != "same":
         arguments += ["--dpu-reduce-wire-dtype", wire]
+    environment = train_script.environment(options.workers, options.servers)
+    if train_script.on_gpu():
+        shown = min(options.workers, gpus.count_gpus())
+        environment["CUDA_VISIBLE_DEVICES"] = gpus.some_gpus(number * shown, shown)
     job = Job(
         tree=options.tree,
         folder=options.out / f"{wire}-{seed}",
         workers=options.workers,
         arguments=arguments,
-        environment=train_script.environment(options.workers, 1),
+        environment=environment,
     )
     shown = {"at": 0.0}
 
@@ -101,15 +106,6 @@ def differences(losses: dict[str, list[list[float]]], wire: str) -> list[float]:
     return steps[0] if len(steps) == 1 else [statistics.fmean(one) for one in steps]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean, and the ends of its 95 % interval."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, mean, mean
-    reach = _T95.get(len(values) - 1, 1.96) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean, mean - reach, mean + reach
-
-
 def rows(losses: dict[str, list[list[float]]]) -> list[Sequence[str]]:
     """The table."""
     table: list[Sequence[str]] = [HEAD]
@@ -117,7 +113,7 @@ def rows(losses: dict[str, list[list[float]]]) -> list[Sequence[str]]:
         loss = statistics.fmean(value for run in runs for value in run[-LAST:])
         cells = [wire, str(len(runs)), f"{loss:.4f}"]
         if wire != REFERENCE:
-            mean, low, high = interval(differences(losses, wire))
+            mean, low, high = gpt.interval(differences(losses, wire))
             cells += [f"{mean:+.3%}", f"{low:+.3%}..{high:+.3%}"]
         table.append([*cells, *[""] * (len(HEAD) - len(cells))])
     return table
@@ -127,7 +123,7 @@ def problems(losses: dict[str, list[list[float]]], at_most: dict[str, float]) ->
     """Differences above their limits."""
     found = []
     for wire, limit in at_most.items():
-        mean, _, _ = interval(differences(losses, wire))
+        mean, _, _ = gpt.interval(differences(losses, wire))
         if not mean <= limit:
             found.append(
                 f"{wire}: the loss is {mean:+.3%} above {REFERENCE}'s, more than {limit:.2%}"
@@ -166,8 +162,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     asked = [(wire, seed) for seed in range(1, options.seeds + 1) for wire in options.types]
     losses: dict[str, list[list[float]]] = {wire: [] for wire in options.types}
     with ThreadPoolExecutor(options.at_once) as pool:
-        found = pool.map(lambda one: learn(options, dataset.prefix, *one), asked)
-        for (wire, _), run in zip(asked, found, strict=True):
+        numbers = range(len(asked))
+        learned = pool.map(
+            lambda one, number: learn(options, dataset.prefix, *one, number), asked, numbers
+        )
+        for (wire, _), run in zip(asked, learned, strict=True):
             losses[wire].append(run)
     return {"schema": SCHEMA, "meta": metadata(sys.argv[1:]), "losses": losses}
 

@@ -11,8 +11,12 @@ out. With --pace the passes of a step take a given time at least, as on machines
 the table compares times of a step: name first, as the one to compare with, an H at which nothing is
 exchanged.
 
+Runs of one seed begin with the same parameters and see the same data: they are compared seed by
+seed, and with several seeds a 95 % interval is shown. Ranks are spread over this machine's GPUs.
+
   bench/replicas/run.py                                       a small GPT on this machine
-  bench/replicas/run.py --every 10,30 --after 60 --lr 0.8 --momentum 0.5
+  bench/replicas/run.py --every 10@60,30@60 --lr 0.8 --momentum 0.5
+                                                              after 60 steps of summed gradients
   bench/replicas/run.py --every 1000,30 --steps 90 --sites 100mbit@50ms --pace 1.5
                                                               steps on links between sites
   bench/replicas/run.py --from-json RESULT --plot CURVES.png
@@ -29,7 +33,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +47,8 @@ from bench.kit.plan import Topology
 from bench.kit.processes import Processes, plain_environment
 from bench.kit.record import metadata
 from bench.kit.units import parse_rate
-from scripts import prepare_data
+from bench.replicas import report
+from scripts import gpus, prepare_data
 from scripts import train as train_script
 from scripts.columns import aligned
 from scripts.ports import free_ports
@@ -50,15 +56,11 @@ from scripts.trainkit.job import ENTRY, Record, read_record
 from tests.netkit.switch import DEVICE, Rule, Switch
 
 ROOT = Path(__file__).resolve().parents[2]
-SCHEMA = 1
+SCHEMA = 2
 PACED = Path(__file__).with_name("paced_gpt.py")
-LAST = 50
-"""Steps whose losses are compared."""
 ONE_JOB = "one job"
-HEAD = (
-    *("trained by", f"loss, last {LAST} steps", "over the first", "after exchanges"),
-    *("kB per step", "s per step", "over the first"),
-)
+Setting = tuple[int, int]
+"""Steps from one exchange to the next, and steps with summed gradients before the first."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -69,8 +71,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--replicas", type=positive, default=4, help="default: 4")
     add("--ranks", type=positive, default=1, help="of each replica (default: 1)")
-    add("--every", default="1,10,30", help="steps from one exchange to the next (default: 1,10,30)")
-    add("--after", type=int, default=0, help="steps with summed gradients first (default: 0)")
+    add(
+        "--every",
+        default="1,10,30",
+        metavar="H[@N],...",
+        help="steps from one exchange to the next, after N steps with summed gradients (default: "
+        "%(default)s)",
+    )
     add("--lr", type=float, default=0.7, help="of outer steps (default: 0.7)")
     add("--momentum", type=float, default=0.9, help="of outer steps (default: 0.9)")
     add("--delay", type=int, default=0, help="steps that an exchange may take (default: 0)")
@@ -78,10 +85,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--servers", type=positive, default=1, help="default: 1")
     add("--batch", type=positive, default=4, help="sequences per replica and step (default: 4)")
     gpt.add_model(add)
-    add("--seed", type=positive, default=1234, help="default: 1234")
+    add("--seeds", type=positive, default=1, help="runs of each (default: 1)")
+    add("--at-once", type=positive, default=1, help="runs that share this machine (default: 1)")
     add("--model-ranks", type=positive, default=1, help="that share one copy of the model")
-    add("--at-most", default="", metavar="H=X,...", help="fail where a difference is above X")
-    add("--at-most-slower", default="", metavar="H=X,...", help="the same of the time of a step")
+    add("--at-most", default="", metavar="H[@N]=X,...", help="fail where a loss is X above")
+    add("--at-most-slower", default="", metavar="H[@N]=X,...", help="or a step's time")
     add("--sites", metavar="RATE@RTT", help="links between sites, such as 100mbit@50ms; needs root")
     add("--pace", type=float, default=0.0, help="seconds that the passes of a step take at least")
     add("--timeout", type=float, default=3600.0, help="seconds that a run may take")
@@ -92,15 +100,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--sites: {error}")
     try:
-        options.every = [positive(text) for text in options.every.split(",")]
+        options.settings = {text: setting_of(text) for text in options.every.split(",")}
     except (ValueError, argparse.ArgumentTypeError):
-        parser.error("--every is numbers of steps, such as 1,10,30")
+        parser.error("--every is numbers of steps, such as 1,10,30 or 10@200,30@200")
     for name in ("at_most", "at_most_slower"):
+        flag = f"--{name.replace('_', '-')}"
         try:
-            setattr(options, name, gpt.limits(getattr(options, name), int))
+            setattr(options, name, gpt.limits(getattr(options, name), str))
         except ValueError:
-            parser.error(f"--{name.replace('_', '-')} is written like 10=0.01,30=0.015")
+            parser.error(f"{flag} is written like 10=0.01,30@200=0.015")
+        if unknown := getattr(options, name).keys() - options.settings.keys():
+            parser.error(f"{flag}: {', '.join(sorted(unknown))}: not in --every {options.every}")
     return options
+
+
+def setting_of(text: str) -> Setting:
+    every, _, after = text.partition("@")
+    return train_script.positive(every), train_script.positive(after) if after else 0
 
 
 def sites_of(text: str) -> Rule:
@@ -132,18 +148,19 @@ def hosts_of(options: argparse.Namespace) -> Iterator[Sequence[Host]]:
         ]
 
 
-def megatron_arguments(options: argparse.Namespace, prefix: Path) -> list[str]:
+def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> list[str]:
     """All that runs share."""
     slots = options.replicas * options.ranks // options.model_ranks
     batch = ["--global-batch-size", str(options.batch * slots)]
-    return [*batch, *gpt.megatron_arguments(options, prefix, options.seed)]
+    return [*batch, *gpt.megatron_arguments(options, prefix, seed)]
 
 
-def outer_arguments(options: argparse.Namespace, every: int) -> list[str]:
+def outer_arguments(options: argparse.Namespace, setting: Setting) -> list[str]:
+    every, after = setting
     arguments = ["--use-dpu-reduce", "--dpu-outer-steps", str(every)]
     if every == 1:
         return arguments
-    arguments += ["--dpu-outer-after", str(options.after)]
+    arguments += ["--dpu-outer-after", str(after)]
     arguments += ["--dpu-outer-lr", str(options.lr)]
     arguments += ["--dpu-outer-momentum", str(options.momentum)]
     arguments += ["--dpu-outer-delay", str(options.delay)]
@@ -156,11 +173,25 @@ def arguments_of_world(number: int) -> list[str]:
     return []
 
 
-def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[str, Any]:
+def gpus_of(world: int, rank: int, size: int) -> dict[str, str]:
+    """Variables of a rank that spread worlds over the GPUs of this machine, one after the other."""
+    if not train_script.on_gpu():
+        return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    shown = min(size, gpus.count_gpus())
+    return {
+        **gpus.place_among(rank, shown),
+        "LOCAL_WORLD_SIZE": str(shown),
+        "CUDA_VISIBLE_DEVICES": gpus.some_gpus(world * size, shown),
+    }
+
+
+def train(
+    options: argparse.Namespace, prefix: Path, setting: Setting | None, seed: int
+) -> report.Run:
     """The mean loss of every step, and the bytes that replica 0 pushed by then.
 
     Args:
-        every: steps from one exchange of replicas to the next; None: one job.
+        setting: how replicas meet; None: one job.
 
     Raises:
         LaunchError: a process failed or was late.
@@ -179,14 +210,14 @@ def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[
         if not train_script.on_gpu():
             environment["MEGATRON_CPU"] = "1"
         environment |= {"PACE_S": str(options.pace), "PYTHONPATH": str(options.tree)}
-        arguments = megatron_arguments(options, prefix)
+        arguments = megatron_arguments(options, prefix, seed)
         entry = [str(PACED)] if options.pace else []
         entry.append(str(options.tree / ENTRY))
         records: list[Path] = []
-        if every is not None:
-            arguments += outer_arguments(options, every)
+        if setting is not None:
+            arguments += outer_arguments(options, setting)
             environment |= start_nodes(placement, processes, environment)[1]
-        size = count * ranks if every is None else ranks
+        size = count * ranks if setting is None else ranks
         ports = [free_ports() for _ in range(count)]
         for number in range(count * ranks):
             world, rank = divmod(number, size)
@@ -194,12 +225,11 @@ def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[
             variables = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(size),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(size),
+                **gpus_of(world, rank, size),
                 "MASTER_ADDR": host.address,
                 "MASTER_PORT": str(ports[world]),
             }
-            if every is not None:
+            if setting is not None:
                 variables["BYTEPS_REPLICA"] = f"{world}/{count}"
             if rank == 0:
                 records.append(Path(folder) / f"steps-{world}.jsonl")
@@ -210,7 +240,8 @@ def train(options: argparse.Namespace, prefix: Path, every: int | None) -> dict[
         found = [read_record(path) for path in records]
         if not all(record.checksum for record in found):
             raise LaunchError(f"training ended without its record\n{processes.logs()}")
-    return {"every": every, "after": options.after, **summary(found)}
+    every, after = setting or (None, 0)
+    return {"every": every, "after": after, "seed": seed, **summary(found)}
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -225,101 +256,26 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def name_of(every: int | None) -> str:
-    if every is None:
+def name_of(setting: Setting | None) -> str:
+    if setting is None:
         return ONE_JOB
-    return "replicas, each step" if every == 1 else f"replicas, once in {every} steps"
-
-
-def over(runs: dict[str, Any], name: str, of: Callable[[dict[str, Any]], float]) -> float:
-    """How far something is above what it is in the first run, relative."""
-    return of(runs[name]) / of(next(iter(runs.values()))) - 1
-
-
-def loss(run: dict[str, Any]) -> float:
-    return statistics.fmean(run["losses"][-LAST:])
-
-
-def per_step(run: dict[str, Any], what: str) -> float:
-    """How much is added to something in a step, in the mean: over as many whole exchanges as there
-    are in the last two thirds of the run, or over all of these steps."""
-    values = run[what]
-    steps = len(values) - 1 - len(values) // 3
-    steps = steps // run["every"] * run["every"] or steps if run["every"] else steps
-    return (values[-1] - values[-1 - steps]) / max(1, steps)
-
-
-def common_loss(run: dict[str, Any], first: dict[str, Any]) -> float | None:
-    """Of the steps that begin with the model that all replicas have, right after an exchange, in
-    the second half: how far the loss is above that of the first run in the same steps, which have
-    the same data. None where there are no such steps."""
-    every, after = run["every"], run["after"]
-    if not every or every == 1:
-        return None
-    mine, theirs = run["losses"], first["losses"]
-    begins = range(after + every, len(mine), every)
-    apart = [mine[at] / theirs[at] - 1 for at in begins if at >= len(mine) // 2]
-    return statistics.fmean(apart) if apart else None
-
-
-def step_s(run: dict[str, Any]) -> float:
-    return per_step(run, "ends_s")
-
-
-def rows(runs: dict[str, Any]) -> list[Sequence[str]]:
-    table: list[Sequence[str]] = [HEAD]
-    first = next(iter(runs))
-    for name, run in runs.items():
-        apart = ["", ""]
-        if name != first:
-            apart = [f"{over(runs, name, of):+.2%}" for of in (loss, step_s)]
-        common = common_loss(run, runs[first])
-        cells = [name, f"{loss(run):.4f}", apart[0], "" if common is None else f"{common:+.2%}"]
-        cells.append(f"{per_step(run, 'pushed_bytes') / 1e3:.1f}")
-        table.append([*cells, f"{step_s(run):.3f}", apart[1]])
-    return table
-
-
-def problems(
-    runs: dict[str, Any], at_most: dict[int, float], slower: dict[int, float]
-) -> list[str]:
-    """Losses and times above their limits."""
-    first, found = next(iter(runs)), []
-    for what, of, limits in (("loss", loss, at_most), ("time of a step", step_s, slower)):
-        for every, limit in limits.items():
-            above = over(runs, name_of(every), of)
-            if not above <= limit:
-                found.append(
-                    f"{name_of(every)}: the {what} is {above:+.2%} over that of {first}, more than "
-                    f"{limit:.2%}"
-                )
-    return found
-
-
-def draw(runs: dict[str, Any], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for number, (name, run) in enumerate(runs.items()):
-        axes.plot(gpt.smooth(run["losses"], 10), label=name, color=f"C{number}", linewidth=1.2)
-    axes.set_xlabel("step; each point is the mean of 10")
-    axes.set_ylabel("loss per byte, mean of replicas")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    every, after = setting
+    name = "replicas, each step" if every == 1 else f"replicas, once in {every} steps"
+    return f"{name} after {after}" if after else name
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train all. Raises LaunchError where a run fails."""
     dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
-    runs = {}
-    for every in (*([None] if options.sites is None else []), *options.every):
-        run = train(options, dataset.prefix, every)
-        runs[name_of(every)] = run
-        print(f"{name_of(every)}: {loss(run):.4f} in {run['ends_s'][-1]:.0f} s", flush=True)
+    settings = [*([None] if options.sites is None else []), *options.settings.values()]
+    asked = [(setting, seed) for seed in range(1, options.seeds + 1) for setting in settings]
+    runs: dict[str, list[report.Run]] = {name_of(setting): [] for setting in settings}
+    with ThreadPoolExecutor(options.at_once) as pool:
+        found = pool.map(lambda one: train(options, dataset.prefix, *one), asked)
+        for (setting, seed), run in zip(asked, found, strict=True):
+            runs[name_of(setting)].append(run)
+            told = f"{report.loss(run):.4f} in {run['ends_s'][-1]:.0f} s"
+            print(f"{name_of(setting)}, seed {seed}: {told}", flush=True)
     return {"schema": SCHEMA, "meta": metadata(sys.argv[1:]), "runs": runs}
 
 
@@ -336,10 +292,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "replicas.json").write_text(json.dumps(result) + os.linesep)
     print("\n".join(f"# {name}: {text}" for name, text in result["meta"].items()))
-    print(aligned(rows(result["runs"])))
+    print(aligned(report.rows(result["runs"])))
     if options.plot:
-        draw(result["runs"], options.plot)
-    wrong = problems(result["runs"], options.at_most, options.at_most_slower)
+        report.draw(result["runs"], options.plot)
+    names = {text: name_of(setting) for text, setting in options.settings.items()}
+    wrong = report.problems(result["runs"], names, options.at_most, options.at_most_slower)
     print("\n".join(wrong) or "# no difference is above its limit")
     return 1 if wrong else 0
 

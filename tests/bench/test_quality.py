@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.kit import gpt
 from bench.quality import run
 
 
@@ -20,7 +21,7 @@ def losses(apart: list[float]) -> dict[str, list[list[float]]]:
 def test_seeds_are_compared_in_pairs() -> None:
     given = losses([0.01, 0.03])
     assert run.differences(given, "int8") == pytest.approx([0.01, 0.03])
-    mean, low, high = run.interval(run.differences(given, "int8"))
+    mean, low, high = gpt.interval(run.differences(given, "int8"))
     assert mean == pytest.approx(0.02)
     # Half the standard deviation of two, times Student's t of one degree of freedom.
     assert (low, high) == pytest.approx((0.02 - 0.12706, 0.02 + 0.12706))
@@ -29,7 +30,7 @@ def test_seeds_are_compared_in_pairs() -> None:
 def test_of_one_seed_steps_are_compared() -> None:
     values = run.differences(losses([0.01]), "int8")
     assert len(values) == run.LAST
-    assert run.interval(values)[1] == pytest.approx(0.01)
+    assert gpt.interval(values)[1] == pytest.approx(0.01)
 
 
 def test_a_difference_above_its_limit_fails(
