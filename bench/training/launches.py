@@ -86,6 +86,7 @@ def _ways() -> Iterator[Way]:
         ("servers-bf16", ("--dpu-optimizer-clip", "speculate")),
         ("servers-bf16-wait", ("--dpu-optimizer-clip", "wait")),
         ("servers-bf16-flat", ("--dpu-reduce-route", "flat")),
+        ("servers-int8", ("--dpu-reduce-wire-dtype", "int8")),
     ):
         yield _way(name, (*servers, *more))
 

@@ -175,6 +175,16 @@ STEPS: tuple[Steps, ...] = (
         )
         for rate, model in (("10gbit", SMALLER), ("100mbit", ON_CPU))
     ),
+    # The optimizer on the servers, in eight bits up and down.
+    Steps(
+        label="few-bits",
+        hosts=4,
+        ranks_per_host=2,
+        rate="10gbit",
+        model=(*SMALLER, "--clip-grad", "1e6"),
+        ways=("servers-int8", "servers-bf16", "sharded-bf16"),
+        bars=_bars(("servers-int8", "servers-bf16", 1.5), ("servers-int8", "sharded-bf16", 2.2)),
+    ),
     # A recipe that shards the optimizer, with --dpu-optimizer added and nothing else changed.
     *(
         Steps(
