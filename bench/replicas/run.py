@@ -95,6 +95,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=3600.0, help="seconds that a run may take")
     gpt.add_files(add, "replicas")
     options = parser.parse_args(arguments)
+    options.tree = options.tree.resolve()  # ranks have folders of their own
     try:
         options.sites = sites_of(options.sites) if options.sites else None
     except ValueError as error:
@@ -173,6 +174,11 @@ def arguments_of_world(number: int) -> list[str]:
     return []
 
 
+def import_path(tree: Path) -> str:
+    """PYTHONPATH of a rank: the patched Megatron-LM, and what this process has."""
+    return os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+
+
 def gpus_of(world: int, rank: int, size: int) -> dict[str, str]:
     """Variables of a rank that spread worlds over the GPUs of this machine, one after the other."""
     if not train_script.on_gpu():
@@ -209,7 +215,7 @@ def train(
         environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
         if not train_script.on_gpu():
             environment["MEGATRON_CPU"] = "1"
-        environment |= {"PACE_S": str(options.pace), "PYTHONPATH": str(options.tree)}
+        environment |= {"PACE_S": str(options.pace), "PYTHONPATH": import_path(options.tree)}
         arguments = megatron_arguments(options, prefix, seed)
         entry = [str(PACED)] if options.pace else []
         entry.append(str(options.tree / ENTRY))
