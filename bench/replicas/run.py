@@ -276,12 +276,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     settings = [*([None] if options.sites is None else []), *options.settings.values()]
     asked = [(setting, seed) for seed in range(1, options.seeds + 1) for setting in settings]
     runs: dict[str, list[report.Run]] = {name_of(setting): [] for setting in settings}
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def train_one(setting: Setting | None, seed: int) -> report.Run:
+        run = train(options, dataset.prefix, setting, seed)
+        # What has ended stays, whatever becomes of the others.
+        name = f"{name_of(setting)}, seed {seed}"
+        (options.out / f"{name}.json").write_text(json.dumps(run) + os.linesep)
+        print(f"{name}: {report.loss(run):.4f} in {run['ends_s'][-1]:.0f} s", flush=True)
+        return run
+
     with ThreadPoolExecutor(options.at_once) as pool:
-        found = pool.map(lambda one: train(options, dataset.prefix, *one), asked)
-        for (setting, seed), run in zip(asked, found, strict=True):
+        found = pool.map(lambda one: train_one(*one), asked)
+        for (setting, _), run in zip(asked, found, strict=True):
             runs[name_of(setting)].append(run)
-            told = f"{report.loss(run):.4f} in {run['ends_s'][-1]:.0f} s"
-            print(f"{name_of(setting)}, seed {seed}: {told}", flush=True)
     return {"schema": SCHEMA, "meta": metadata(sys.argv[1:]), "runs": runs}
 
 
@@ -295,7 +303,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except LaunchError as error:
             print(f"bench/replicas/run.py: {error}", file=sys.stderr)
             return 1
-        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "replicas.json").write_text(json.dumps(result) + os.linesep)
     print("\n".join(f"# {name}: {text}" for name, text in result["meta"].items()))
     print(aligned(report.rows(result["runs"])))

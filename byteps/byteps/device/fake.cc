@@ -147,7 +147,10 @@ void DemandPinned(const void* memory, size_t bytes) {
   if (begin + bytes > slab->first + slab->second) throw Error("the host memory is not pinned");
 }
 
+std::atomic<uint64_t> copies{0};
+
 void Copy(void* to, const void* from, size_t bytes, DeviceStream stream, Gate* gate) {
+  ++copies;
   Of(stream)->Enqueue([to, from, bytes, gate] {
     gate->Await();
     memcpy(to, from, bytes);
@@ -281,6 +284,8 @@ uint64_t PinnedBytes() {
   for (const auto& slab : pinned) bytes += slab.second;
   return bytes;
 }
+
+uint64_t CountCopies() { return copies; }
 
 }  // namespace fake
 }  // namespace core

@@ -64,6 +64,7 @@ class PinnedPool {
   // with a block, by the thread that gives one back; it must not block.
   PinnedBlock TakeOrCall(uint64_t bytes, Then then);
 
+  uint64_t largest() const { return top_; }
   uint64_t pinned_bytes();
   uint64_t bytes_in_use();
 

@@ -4,17 +4,25 @@
 #include <utility>
 
 #include "byteps/base/protocol.h"
+#include "byteps/engine/streamed_sum.h"
 
 namespace byteps {
 namespace core {
+
+namespace {
+
+PinnedPool* PoolForSums(uint64_t limit, uint64_t largest_partition) {
+  return PinnedPool::SharedForSums(limit, StreamedSum::LargestBlock(limit, largest_partition));
+}
+
+}  // namespace
 
 Context::Context(const Config& config, const Launch& launch, int num_servers,
                  std::unique_ptr<Channel> how, WorkerCounters* counted, SpeedMeter* speed)
     : plan(config, launch, num_servers),
       op_timeout_s(config.Float("BYTEPS_OP_TIMEOUT_S")),
       pool(PinnedPool::Shared(config.Int("BYTEPS_PINNED_BYTES"), plan.largest_partition())),
-      pool_for_sums(
-          PinnedPool::SharedForSums(config.Int("BYTEPS_STREAMED_BYTES"), plan.largest_partition())),
+      pool_for_sums(PoolForSums(config.Int("BYTEPS_STREAMED_BYTES"), plan.largest_partition())),
       channel(std::move(how)),
       counters(counted),
       operations(counted, speed),

@@ -29,6 +29,9 @@ namespace core {
 // Any thread may call anything.
 class StreamedSum : public std::enable_shared_from_this<StreamedSum> {
  public:
+  // Bytes of the largest block that sums take from their pool of at most `limit` bytes: neighbours
+  // lie in one, so that they are copied by one call of the driver.
+  static uint64_t LargestBlock(uint64_t limit, uint64_t largest_partition);
   // Takes pinned memory for all partitions.  Null: the pool has not enough.  The operation, which
   // is to be of this sum, may be with nobody else yet.
   static std::shared_ptr<StreamedSum> TryMake(const Operation& operation, PinnedPool* pool);
@@ -76,6 +79,10 @@ class StreamedSum : public std::enable_shared_from_this<StreamedSum> {
   StreamedSum(const Operation& operation, std::vector<uint32_t> order);
 
   void Cut(uint64_t bytes);
+  // Takes memory for the partitions of a chunk, neighbours in one block.  False: there is none.
+  bool TakeMemory(const Chunk& chunk, uint64_t bytes, PinnedPool* pool);
+  // Indices of a chunk's partitions, as they lie in the tensor.
+  std::vector<uint32_t> InPlace(const Chunk& chunk) const;
   void OnCopied(size_t chunk);
   void EndSend();
   char* Wanted(const Partition& partition) const;

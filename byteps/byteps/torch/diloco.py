@@ -31,12 +31,42 @@ from byteps.torch.session import BytePSError
 __all__ = ["LocalSteps"]
 
 
+_PIECE = 1 << 24
+"""Values that are worked on at once: a GPU has temporary room for so many, several times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Some of a parameter's values, and their place in a fragment's host memory."""
+
+    parameter: torch.Tensor
+    begin: int
+    """The first one in the parameter."""
+    place: slice
+
+    def values(self) -> torch.Tensor:
+        """The replica's own, in place."""
+        flat = self.parameter.detach().view(-1)
+        return flat[self.begin : self.begin + self.place.stop - self.place.start]
+
+    def of(self, host: torch.Tensor) -> torch.Tensor:
+        """This piece of what lies in host memory, in fp32 where the parameter is. On a CPU it is
+        that memory, if that is fp32."""
+        return host[self.place].to(self.parameter.device, torch.float32)
+
+    def keep(self, values: torch.Tensor, host: torch.Tensor) -> None:
+        """Put values where `of` had them from."""
+        if host[self.place].data_ptr() != values.data_ptr():
+            host[self.place].copy_(values)
+
+
 @dataclass(kw_only=True)
 class _Fragment:
-    """Parameters that are exchanged together, end to end. All state is fp32, in host memory."""
+    """Parameters that are exchanged together, end to end. All state is in host memory, which is
+    pinned where the parameters are on a GPU. The GPU does the arithmetic, piece by piece."""
 
     name: str
-    parameters: list[torch.Tensor]
+    pieces: list[_Piece]
     outer: torch.Tensor
     momentum: torch.Tensor
     starts_at: int
@@ -44,27 +74,25 @@ class _Fragment:
     handle: int | None = None
     """Of the average in flight."""
     difference: torch.Tensor | None = None
-    """What was pushed, and then the average."""
+    """What was pushed, and then the average, in the type in which it travels."""
     sent: torch.Tensor | None = None
-    """The parameters of which the difference was pushed."""
+    """With a delay, the parameters of which the difference was pushed."""
 
-    def values(self) -> torch.Tensor:
-        """The replica's own, now, in host memory."""
-        flat = torch.empty_like(self.outer)
-        offset = 0
-        for parameter in self.parameters:
-            end = offset + parameter.numel()
-            flat[offset:end].copy_(parameter.detach().view(-1))
-            offset = end
-        return flat
+    def memory(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """For as many values, in host memory."""
+        pinned = self.pieces[0].parameter.is_cuda
+        return torch.empty(self.pieces[-1].place.stop, dtype=dtype, pin_memory=pinned)
 
-    def put(self, flat: torch.Tensor) -> None:
-        """Give the replica's parameters these values."""
-        offset = 0
-        for parameter in self.parameters:
-            end = offset + parameter.numel()
-            parameter.detach().view(-1).copy_(flat[offset:end])
-            offset = end
+
+def _pieces(parameters: Sequence[torch.Tensor]) -> list[_Piece]:
+    pieces, offset = [], 0
+    for parameter in parameters:
+        for begin in range(0, parameter.numel(), _PIECE):
+            count = min(_PIECE, parameter.numel() - begin)
+            place = slice(offset, offset + count)
+            pieces.append(_Piece(parameter=parameter, begin=begin, place=place))
+            offset += count
+    return pieces
 
 
 class LocalSteps:
@@ -86,8 +114,8 @@ class LocalSteps:
         name: the same on all members, another one for each object of a job.
         group: the ranks that exchange, or their ProcessGroup; None for all workers.
 
-    Each parameter is sent and received once in `every` steps. It takes 8 bytes of host memory,
-    and 8 more while it is exchanged.
+    Each parameter is sent and received once in `every` steps. It takes 8 bytes of host memory, and
+    while it is exchanged 2 more (4 in fp32), and with a delay another 4.
 
     Raises:
         ValueError: a number is out of its range, or there are no parameters.
@@ -122,7 +150,7 @@ class LocalSteps:
         if wire_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"wire_dtype={wire_dtype} must be torch.float32 or torch.bfloat16")
         self._every, self._lr, self._momentum, self._delay = every, lr, momentum, delay
-        self._wire = None if wire_dtype == torch.float32 else wire_dtype
+        self._wire = wire_dtype
         self._name, self._group = name, group
         self.steps = 0
         """That were made since the first exchange could begin."""
@@ -139,26 +167,28 @@ class LocalSteps:
             [
                 ops.TensorDeclaration(
                     name=fragment.name,
-                    dtype=torch.float32,
+                    dtype=self._wire,
                     numel=fragment.outer.numel(),
                     average=True,
                     group=group,
-                    wire_dtype=self._wire,
                 )
                 for fragment in self._fragments
             ]
         )
 
+    @torch.no_grad()
     def _fragment(self, index: int, part: Sequence[torch.Tensor], starts_at: int) -> _Fragment:
-        count = sum(parameter.numel() for parameter in part)
+        nothing = torch.empty(0)
         fragment = _Fragment(
             name=f"{self._name}/fragment{index}",
-            parameters=list(part),
-            outer=torch.empty(count),
-            momentum=torch.zeros(count),
+            pieces=_pieces(part),
+            outer=nothing,
+            momentum=nothing,
             starts_at=starts_at,
         )
-        fragment.outer.copy_(fragment.values())
+        fragment.outer, fragment.momentum = fragment.memory(), fragment.memory().zero_()
+        for piece in fragment.pieces:
+            fragment.outer[piece.place].copy_(piece.values())
         return fragment
 
     @torch.no_grad()
@@ -199,32 +229,38 @@ class LocalSteps:
             self._finish(fragment)
 
     def _start(self, fragment: _Fragment) -> None:
-        fragment.sent = fragment.values()
-        fragment.difference = fragment.outer - fragment.sent
+        fragment.difference = fragment.memory(self._wire)
+        fragment.sent = fragment.memory() if self._delay else None
+        for piece in fragment.pieces:
+            now = piece.values()
+            fragment.difference[piece.place].copy_(piece.of(fragment.outer) - now)
+            if fragment.sent is not None:
+                fragment.sent[piece.place].copy_(now)
         fragment.handle = ops.push_pull_async_inplace(
-            fragment.difference,
-            average=True,
-            name=fragment.name,
-            group=self._group,
-            wire_dtype=self._wire,
+            fragment.difference, average=True, name=fragment.name, group=self._group
         )
 
     def _finish(self, fragment: _Fragment) -> None:
         assert fragment.handle is not None
         assert fragment.difference is not None
-        assert fragment.sent is not None
         handle, fragment.handle = fragment.handle, None
         ops.synchronize(handle)
-        gradient, momentum = fragment.difference, fragment.momentum
-        # One operation after the other, so that all members round alike, whatever their CPUs fuse.
-        if self._momentum:
-            momentum.mul_(self._momentum).add_(gradient)
-            gradient.add_(momentum * self._momentum)
-        fragment.outer.sub_(gradient.mul_(self._lr))
-        if self._delay:
-            fragment.put(fragment.values().sub_(fragment.sent).add_(fragment.outer))
-        else:
-            fragment.put(fragment.outer)
+        for piece in fragment.pieces:
+            gradient, outer = piece.of(fragment.difference), piece.of(fragment.outer)
+            # One operation after the other, so that all members round alike, whatever their
+            # processors fuse.
+            if self._momentum:
+                momentum = piece.of(fragment.momentum)
+                momentum.mul_(self._momentum).add_(gradient)
+                gradient.add_(momentum * self._momentum)
+                piece.keep(momentum, fragment.momentum)
+            outer.sub_(gradient.mul_(self._lr))
+            piece.keep(outer, fragment.outer)
+            now = piece.values()
+            if fragment.sent is not None:
+                now.copy_(now.float().sub_(piece.of(fragment.sent)).add_(outer))
+            else:
+                now.copy_(outer)
         fragment.sent = fragment.difference = None
 
     @torch.no_grad()
@@ -260,7 +296,8 @@ class LocalSteps:
         for fragment, outer, momentum in saved:
             fragment.outer.copy_(outer)
             fragment.momentum.copy_(momentum)
-            fragment.put(outer)
+            for piece in fragment.pieces:
+                piece.values().copy_(outer[piece.place])
 
 
 def _cut(parameters: Sequence[torch.Tensor], fragments: int) -> list[list[torch.Tensor]]:

@@ -64,6 +64,17 @@ TEST_F(StreamedSums, TheHostWaitsForNothing) {
   }
 }
 
+TEST_F(StreamedSums, NeighboursAreCopiedByOneCall) {
+  Job job(2, {}, kRoom);  // 128 partitions, and two blocks
+  auto values = Values(6 << 20, 1);
+  const auto sum = Times(values, 3);
+  const uint64_t before = fake::CountCopies();
+  job.Wait(job.worker.PushPull(Streamed("x", &values, stream_)), stream_);
+  fake::Synchronize(stream_);
+  EXPECT_EQ(fake::CountCopies() - before, 2 * 2u);
+  EXPECT_EQ(values, sum);
+}
+
 TEST_F(StreamedSums, AreDoneWhileTheDriverHoldsUpEveryThread) {
   Job job(2, {}, kRoom);
   auto values = Values(20000, 1);

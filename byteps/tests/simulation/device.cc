@@ -20,6 +20,7 @@
 #include "byteps/device/copies.h"
 #include "byteps/device/device.h"
 #include "byteps/device/pinned_pool.h"
+#include "byteps/engine/streamed_sum.h"
 #include "virtual_threads.h"
 
 namespace byteps {
@@ -147,7 +148,8 @@ void MakeGpu(uint64_t pinned_bytes, uint64_t streamed_bytes, uint64_t largest) {
   copies->CallAfter(nullptr, user_stream, [] {});  // makes a stream for its calls
   for (core::Stream* stream : *streams) stream->work.clear();
   core::PinnedPool::Shared(pinned_bytes, largest)->Reserve(pinned_bytes);
-  core::PinnedPool::SharedForSums(streamed_bytes, largest)->Reserve(streamed_bytes);
+  const uint64_t block = core::StreamedSum::LargestBlock(streamed_bytes, largest);
+  core::PinnedPool::SharedForSums(streamed_bytes, block)->Reserve(streamed_bytes);
 }
 
 core::DeviceStream UserStream() { return user_stream; }
