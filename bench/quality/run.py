@@ -162,9 +162,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     asked = [(wire, seed) for seed in range(1, options.seeds + 1) for wire in options.types]
     losses: dict[str, list[list[float]]] = {wire: [] for wire in options.types}
     with ThreadPoolExecutor(options.at_once) as pool:
-        numbers = range(len(asked))
         learned = pool.map(
-            lambda one, number: learn(options, dataset.prefix, *one, number), asked, numbers
+            lambda number: learn(options, dataset.prefix, *asked[number], number),
+            range(len(asked)),
         )
         for (wire, _), run in zip(asked, learned, strict=True):
             losses[wire].append(run)

@@ -192,7 +192,7 @@ def gpus_of(world: int, rank: int, size: int) -> dict[str, str]:
 
 
 def train(
-    options: argparse.Namespace, prefix: Path, setting: Setting | None, seed: int
+    options: argparse.Namespace, prefix: Path, setting: Setting | None, seed: int = 1
 ) -> report.Run:
     """The mean loss of every step, and the bytes that replica 0 pushed by then.
 

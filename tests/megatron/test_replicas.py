@@ -24,6 +24,7 @@ MOE = (
     *("--moe-token-dispatcher-type", "alltoall", "--use-distributed-optimizer"),
     *("--moe-router-load-balancing-type", "seq_aux_loss"),
 )
+EACH_STEP = (1, 0)
 LAYOUTS = {
     "sharded": ((), ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")),
     "tensor": (("--model-ranks", "2"), ("--tensor-model-parallel-size", "2")),
@@ -51,7 +52,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 def test_two_of_a_rank_are_a_job_of_two(prefix: Path) -> None:
     options = options_of("--replicas", "2", "--steps", "4")
-    assert_same(bench.train(options, prefix, 1), bench.train(options, prefix, None))
+    assert_same(bench.train(options, prefix, EACH_STEP), bench.train(options, prefix, None))
 
 
 @pytest.mark.thorough
@@ -60,7 +61,7 @@ def test_layouts(prefix: Path, layout: str) -> None:
     """Two values have one sum, in whatever order they are added; of more, rounding differs."""
     words, megatron = LAYOUTS[layout]
     options = options_of(*TWO_BY_TWO, "--steps", "6", *words, megatron=megatron)
-    one, replicas = bench.train(options, prefix, None), bench.train(options, prefix, 1)
+    one, replicas = bench.train(options, prefix, None), bench.train(options, prefix, EACH_STEP)
     assert len(replicas["checksums"]) == 1, "replicas have parted"
     assert replicas["losses"] == pytest.approx(one["losses"], rel=1e-4)
     if "--model-ranks" in words:
@@ -81,13 +82,15 @@ def test_checkpoints(prefix: Path, tmp_path: Path, every: int) -> None:
     )
     sharded = ("--use-distributed-optimizer", "--lr-decay-iters", "8")
     whole = bench.train(
-        options_of("--replicas", "2", "--steps", "8", megatron=(*keep, *sharded)), prefix, every
+        options_of("--replicas", "2", "--steps", "8", megatron=(*keep, *sharded)),
+        prefix,
+        (every, 0),
     )
     assert (tmp_path / "saved" / "iter_0000004").is_dir()
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("4")
     load = ("--load", str(tmp_path / "saved"))
     options = options_of("--replicas", "2", "--steps", "8", megatron=(*load, *sharded))
-    resumed = bench.train(options, prefix, every)
+    resumed = bench.train(options, prefix, (every, 0))
     if every == 1:
         assert resumed["losses"] == whole["losses"][4:]
         assert resumed["checksums"] == whole["checksums"]
@@ -105,7 +108,7 @@ def test_a_checkpoint_of_a_plain_job(prefix: Path, tmp_path: Path) -> None:
     whole = bench.train(options_of(*words, megatron=(*keep, *sharded)), prefix, None)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     options = options_of(*words, megatron=("--load", str(tmp_path), *sharded))
-    resumed = bench.train(options, prefix, 1)
+    resumed = bench.train(options, prefix, EACH_STEP)
     # The norm is one of two halves in the plain job, and rounded otherwise.
     assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=1e-6)
     assert len(resumed["checksums"]) == 1
@@ -114,10 +117,10 @@ def test_a_checkpoint_of_a_plain_job(prefix: Path, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_outer_steps_learn(prefix: Path) -> None:
     """Two optimizers and a delay, after steps that were summed."""
-    words = (*TWO_BY_TWO, "--steps", "12", "--after", "3", "--delay", "1", "--fragments", "2")
+    words = (*TWO_BY_TWO, "--steps", "12", "--delay", "1", "--fragments", "2")
     options = options_of(*words, megatron=MOE)
-    run = bench.train(options, prefix, 4)
-    plain = bench.train(options, prefix, 1)
+    run = bench.train(options, prefix, (4, 3))
+    plain = bench.train(options, prefix, EACH_STEP)
     assert run["losses"][:3] == plain["losses"][:3]
     assert run["losses"] == pytest.approx(plain["losses"], rel=0.1)
     assert run["losses"] != plain["losses"]
@@ -130,7 +133,7 @@ def test_replicas_that_begin_differently_are_told(
     options = options_of("--replicas", "2", "--steps", "4")
     monkeypatch.setattr(bench, "arguments_of_world", lambda number: ["--seed", str(number + 1)])
     with pytest.raises(LaunchError, match="replicas have different parameters to begin with"):
-        bench.train(options, prefix, 1)
+        bench.train(options, prefix, EACH_STEP)
 
 
 REFUSED = {

@@ -13,14 +13,15 @@ namespace byteps {
 namespace core {
 namespace {
 
-// Few chunks, since each takes several calls of the driver.  Neighbours share a block of this length,
-// which is copied in 0.3 ms: no chunk of a smaller tensor is longer.
+// Few chunks, since each takes several calls of the driver.  Neighbours share a block of this
+// length, which is copied in 0.3 ms: no chunk of a smaller tensor is longer.
 constexpr uint64_t kBlock = 16 << 20;
-constexpr uint64_t kChunks = 8;  // of a larger tensor, about
+constexpr uint64_t kChunks = 8;                        // of a larger tensor, about
 constexpr auto kMostToSend = std::chrono::seconds(1);  // after a failure; then NaN is sent
 constexpr int kNotANumber = 0xff;  // bytes of a NaN in every type of floating numbers
 
-// Appends a copy, to the last one where it goes on there at both ends: each is a call of the driver.
+// Appends a copy, to the last one where it goes on there at both ends: each is a call of the
+// driver.
 void Append(const Copy& copy, std::vector<Copy>* copies) {
   if (!copies->empty()) {
     Copy& last = copies->back();
