@@ -121,7 +121,9 @@ def test_outer_steps_learn(prefix: Path) -> None:
     options = options_of(*words, megatron=MOE)
     run = bench.train(options, prefix, (4, 3))
     plain = bench.train(options, prefix, EACH_STEP)
-    assert run["losses"][:3] == plain["losses"][:3]
+    # The third one is reported by each replica for itself.
+    assert run["losses"][:2] == plain["losses"][:2]
+    assert run["losses"][2] == pytest.approx(plain["losses"][2], rel=1e-6)
     assert run["losses"] == pytest.approx(plain["losses"], rel=0.1)
     assert run["losses"] != plain["losses"]
 

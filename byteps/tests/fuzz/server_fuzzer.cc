@@ -14,8 +14,10 @@
 #include <string>
 #include <vector>
 
+#include "byteps/base/block_codec.h"
 #include "byteps/base/config.h"
 #include "byteps/base/declaration_list.h"
+#include "byteps/base/protocol.h"
 #include "byteps/base/update_rule.h"
 #include "byteps/cluster/message.h"
 #include "byteps/server/sum_server.h"
@@ -29,6 +31,16 @@ namespace {
 
 constexpr int kWorkers = 3;
 constexpr uint32_t kPartitionBytes = 16;
+constexpr uint64_t kBlocks = 2;  // of a partition of few bits, which is longer than any other
+constexpr DType kFewBits[] = {DType::kInt8x128, DType::kInt4x128};
+
+// Which of them so many bytes are of: float32 where they are of neither.
+DType TypeOf(size_t bytes) {
+  for (const DType t : kFewBits) {
+    if (bytes > 0 && bytes % SizeOf(t) == 0) return t;
+  }
+  return DType::kFloat32;
+}
 
 // Takes the answers.
 class Answers : public ServerChannel {
@@ -50,7 +62,12 @@ class Answers : public ServerChannel {
                      [this](float x) { DEMAND(strange_ || (x <= 0 && std::isfinite(x))); });
     } else if (op != kReadState) {
       // Each worker pushes ones, so that a sum counts who is in it.
-      ForEach<float>(message.values, [](float sum) { DEMAND(sum == 1 || sum == 2 || sum == 3); });
+      const DType type = TypeOf(message.values.size());
+      const double rounded = type == DType::kFloat32 ? 0 : 0.1;
+      ForEach<float>(Decoded(type, message.values), [rounded](float sum) {
+        DEMAND(sum >= 1 - rounded && sum <= 3 + rounded);
+        DEMAND(std::fabs(sum - std::round(sum)) <= rounded);
+      });
     }
   }
 
@@ -66,6 +83,14 @@ class Answers : public ServerChannel {
   }
 
  private:
+  static SharedBytes Decoded(DType type, const SharedBytes& values) {
+    if (type == DType::kFloat32) return values;
+    const uint64_t count = ValuesIn(type, values.size());
+    SharedBytes decoded = SharedBytes::New(count * sizeof(float));
+    DecodeBlocks(type, values.data(), DType::kFloat32, decoded.data(), count);
+    return decoded;
+  }
+
   template <typename T, typename Look>
   static void ForEach(const SharedBytes& value, Look look) {
     for (size_t i = 0; i + sizeof(T) <= value.size(); i += sizeof(T)) {
@@ -80,9 +105,9 @@ class Answers : public ServerChannel {
   bool strange_ = false;
 };
 
-constexpr int kTensors = 6;
+constexpr int kTensors = 8;
 
-// One of six, so that workers agree: three are summed, three updated.
+// One of eight, so that workers agree: three are summed, three updated, two summed in few bits.
 Declaration TheDeclaration(int which) {
   Declaration d;
   d.name = std::string(1, 'a' + which);
@@ -90,6 +115,14 @@ Declaration TheDeclaration(int which) {
   d.bytes = 24 + 8 * (which % 3);
   d.partition_bytes = kPartitionBytes;
   for (int rank = 0; rank <= which % 3; ++rank) d.group.push_back(rank);
+  if (which >= 6) {
+    d.dtype = kFewBits[which - 6];
+    d.bytes = (kBlocks + 1) * SizeOf(d.dtype);
+    d.partition_bytes = kBlocks * SizeOf(d.dtype);
+    d.feedback = which == 7;
+    d.stochastic = which == 6;
+    return d;
+  }
   if (which < 3) return d;
   auto rule = std::make_shared<UpdateRule>();
   if (which == 4) {
@@ -124,6 +157,11 @@ Declaration AnyDeclaration(FuzzedDataProvider* data) {
 
 SharedBytes Ones(size_t bytes) {
   SharedBytes values = SharedBytes::New(bytes);
+  if (const DType type = TypeOf(bytes); type != DType::kFloat32) {
+    const std::vector<float> ones(ValuesIn(type, bytes), 1);
+    EncodeBlocks(type, values.data(), DType::kFloat32, ones.data(), ones.size(), nullptr);
+    return values;
+  }
   const float one = 1;
   for (size_t i = 0; i < bytes; ++i) {
     values.data()[i] = reinterpret_cast<const char*>(&one)[i % sizeof(one)];
@@ -133,8 +171,11 @@ SharedBytes Ones(size_t bytes) {
 
 // What of an update's message comes before its detail.
 std::string Header(uint32_t round, size_t wanted) {
-  const uint32_t header[5] = {round, 60'000, 0, static_cast<uint32_t>(wanted), round};
-  return std::string(reinterpret_cast<const char*>(header), sizeof(header));
+  PushHeader header;
+  header.round = header.oldest = round;
+  header.timeout_ms = 60'000;
+  header.pull_bytes = static_cast<uint32_t>(wanted);
+  return header.Pack();
 }
 
 Message LoadOfZeros(const Declaration& d, uint64_t index, uint32_t slot, size_t bytes,
@@ -189,20 +230,25 @@ Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answers) 
   }
   Declaration d = AnyDeclaration(data);
   const uint64_t index = data->ConsumeIntegralInRange<uint64_t>(0, 3);
-  const uint64_t size = std::min<uint64_t>(
-      index * kPartitionBytes < d.bytes ? d.bytes - index * kPartitionBytes : 4, kPartitionBytes);
+  const uint64_t begin = index * d.partition_bytes;
+  const uint64_t size = std::min<uint64_t>(begin < d.bytes ? d.bytes - begin : SizeOf(d.dtype),
+                                           d.partition_bytes);
   if (d.rule && data->ConsumeIntegralInRange<int>(0, 7) > 0) {
     return AnyUpdate(data, number, d, index, size, answers);
   }
-  uint32_t header[5] = {data->ConsumeIntegralInRange<uint32_t>(0, 3), 60'000, 0,
-                        static_cast<uint32_t>(size), 0};
+  PushHeader header;
+  header.round = data->ConsumeIntegralInRange<uint32_t>(0, 3);
+  header.pull_bytes = static_cast<uint32_t>(size);
   if (data->ConsumeIntegralInRange<int>(0, 7) == 0) {
-    for (int i = 0; i < 4; ++i) header[i] = data->ConsumeIntegral<uint32_t>();
-    header[1] = 60'000;
+    header.round = data->ConsumeIntegral<uint32_t>();
+    header.pull_offset = data->ConsumeIntegral<uint32_t>();
+    header.pull_bytes = data->ConsumeIntegral<uint32_t>();
+    header.flags = data->ConsumeIntegral<uint32_t>();
   }
+  header.timeout_ms = 60'000;
   // Some of those before have ended at the worker.
-  if (number % 2 == 0) header[4] = header[0];
-  std::string body(reinterpret_cast<const char*>(header), sizeof(header));
+  if (number % 2 == 0) header.oldest = header.round;
+  std::string body = header.Pack();
   if (data->ConsumeIntegralInRange<int>(0, 15) == 0) body = data->ConsumeRandomLengthString(24);
   const int kind = op == 12 ? data->ConsumeIntegral<int>() : kPushPull;
   Message request = MakeRequest(kind, 0, d.Key() + index, number, body);
