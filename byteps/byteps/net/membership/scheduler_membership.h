@@ -97,7 +97,7 @@ class SchedulerMembership : public Membership {
   //
   // The replica of a worker that is gone is removed.  False: the job cannot go on without it.
   bool LoseReplica(int node_id, const std::string& reason);
-  // Whether workers of another replica go on.
+  // Whether workers of another replica go on, or have done all there was to do.
   bool OthersGoOn(int replica) PS_REQUIRES(mu_);
   // Every worker that takes part has left.
   bool IsOver() PS_REQUIRES(mu_);

@@ -53,7 +53,7 @@ def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) 
         print(
             f"dpu_reduce: replica {replicas.number()} has joined after iteration {args.iteration}: "
             f"it waited {waited:.1f} s for the others to be between two steps, and took "
-            f"{state.megabytes:.1f} MB a rank from replica {giver} in "
+            f"{state.megabytes:.1f} MB per rank from replica {giver} in "
             f"{time.monotonic() - began:.2f} s",
             flush=True,
         )
