@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <set>
 #include <string>
 
 #include "byteps/base/mutex.h"
@@ -93,12 +94,13 @@ class SchedulerMembershipTest : public testing::Test {
     const auto told = links_.SentTo(id, Control::MEMBERS);
     ReplicaView view;
     EXPECT_FALSE(told.empty());
-    if (!told.empty()) EXPECT_TRUE(membership::ParseReplicas(told.back().meta.body, &view));
+    if (told.empty()) return view;
+    EXPECT_TRUE(membership::ParseReplicas(told.back().meta.body, &view));
     return view;
   }
   void Acknowledge() {
     Say(server_, Control::MEMBERS,
-        PackWord({membership::ReplicaWord::kAcknowledged, 0, LastTold(server_).epoch}));
+        membership::PackWord({membership::ReplicaWord::kAcknowledged, 0, LastTold(server_).epoch}));
   }
 
   void OnEvent(const MembershipEvent& event) {
@@ -161,7 +163,8 @@ TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
   EXPECT_EQ(links_.LastRefusal().find("again: "), 0u) << "servers have not acknowledged it";
   Acknowledge();
   Register(Node::WORKER, 2, 4, 1);
-  Say(IdOf(Node::WORKER, 2), Control::MEMBERS, PackWord({membership::ReplicaWord::kReady}));
+  Say(IdOf(Node::WORKER, 2), Control::MEMBERS,
+      membership::PackWord({membership::ReplicaWord::kReady}));
   EXPECT_EQ(links_.CountTo(IdOf(Node::WORKER, 2), Control::ADD_NODE), 1) << "one is missing";
   Register(Node::WORKER, 3, 4, 1);
   const auto added = links_.SentTo(IdOf(Node::WORKER, 3), Control::ADD_NODE);
@@ -169,16 +172,18 @@ TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
   bool late = false;
   membership::ParseLink(added.back().meta.body, &late);
   EXPECT_TRUE(late);
-  Say(IdOf(Node::WORKER, 3), Control::MEMBERS, PackWord({membership::ReplicaWord::kReady}));
+  Say(IdOf(Node::WORKER, 3), Control::MEMBERS,
+      membership::PackWord({membership::ReplicaWord::kReady}));
   view = LastTold(worker_);
   EXPECT_EQ(view.waiting, "01");
   EXPECT_EQ(view.present, "10");
   const int life = view.lives[1];
   EXPECT_EQ(life, view.epoch);
 
-  Say(worker_, Control::MEMBERS, PackWord({membership::ReplicaWord::kAdmit, 1, life - 1}));
+  Say(worker_, Control::MEMBERS,
+      membership::PackWord({membership::ReplicaWord::kAdmit, 1, life - 1}));
   EXPECT_EQ(LastTold(server_).present, "10") << "that life of it does not wait";
-  Say(worker_, Control::MEMBERS, PackWord({membership::ReplicaWord::kAdmit, 1, life}));
+  Say(worker_, Control::MEMBERS, membership::PackWord({membership::ReplicaWord::kAdmit, 1, life}));
   EXPECT_EQ(LastTold(server_).present, "11");
   EXPECT_EQ(LastTold(worker_).present, "10") << "the server has not acknowledged it";
   Acknowledge();
