@@ -1,7 +1,8 @@
 """Megatron's entry script, whose steps take a given time at least: PACE_S seconds.
 
 Replicas that share the cores of one machine step at the speed of machines of their own, if that
-speed is so low that these cores have time left.
+speed is so low that these cores have time left. With STEPS_FILE a step waits until the number in
+that file is above its own.
 
     PYTHONPATH=TREE PACE_S=1.5 python bench/replicas/paced_gpt.py TREE/SCRIPT ARGUMENTS...
 """
@@ -20,6 +21,7 @@ def paced(step: Any, seconds: float) -> Any:
     """A forward and backward pass that returns so long after it was called, or later."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        await_turn()
         due = time.monotonic() + seconds
         try:
             return step(*args, **kwargs)
@@ -27,6 +29,17 @@ def paced(step: Any, seconds: float) -> Any:
             time.sleep(max(0.0, due - time.monotonic()))
 
     return wrapped
+
+
+def await_turn() -> None:
+    """Wait until this step may be made."""
+    if "STEPS_FILE" not in os.environ:
+        return
+    from megatron.training import get_args
+
+    allowed = Path(os.environ["STEPS_FILE"])
+    while get_args().curr_iteration >= int(allowed.read_text() or 0):
+        time.sleep(0.01)
 
 
 def main() -> None:

@@ -52,6 +52,7 @@ if(GTest_FOUND)
     tests/net/tcp/send_queue_test.cc
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc
+    tests/server/absent_test.cc
     tests/server/accumulator_test.cc
     tests/server/optimizer/differences_test.cc
     tests/server/optimizer/round_update_test.cc
@@ -93,6 +94,8 @@ if(NOT BYTEPS_SANITIZE)
     tests/simulation/network.cc
     tests/simulation/plan.cc
     tests/simulation/probes.cc
+    tests/simulation/replica_job.cc
+    tests/simulation/replica_member.cc
     tests/simulation/simulate.cc
     tests/simulation/simulated_channel.cc
     tests/simulation/virtual_threads.cc

@@ -40,6 +40,15 @@ FREQUENT = {
     "WindowFull",
 }
 """Probes that some hundred seeds reach."""
+FREQUENT_OF_REPLICAS = {
+    "LinkReported",
+    "PushOfAbsent",
+    "ReplicaJoined",
+    "ReplicaRemoved",
+    "RoundLosesMember",
+    "RoundShort",
+}
+"""The same of jobs of several replicas."""
 
 
 def simulate(*arguments: str) -> str:
@@ -75,6 +84,12 @@ def test_few_seeds_reach_rare_branches() -> None:
     jobs = reached(simulate("--seeds", "600"))
     assert not FREQUENT - jobs.keys()
     assert len(jobs) > len(FREQUENT)
+
+
+def test_replicas_that_die_and_come_back() -> None:
+    said = simulate("--replicas", "--seeds", "600")
+    assert "600 schedules held" in said
+    assert not FREQUENT_OF_REPLICAS - reached(said).keys()
 
 
 def test_a_broken_invariant_is_noticed() -> None:

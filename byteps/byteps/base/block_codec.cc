@@ -218,14 +218,14 @@ BYTEPS_INLINE inline void AddBlock(const BlockSum& sum, uint64_t block, float* v
   }
 }
 
-BYTEPS_INLINE inline void Divide(float* values, int divisor) {
+BYTEPS_INLINE inline void Divide(float* values, float divisor) {
   if (divisor == 1) return;
-  const auto d = static_cast<float>(divisor);
+  const float d = divisor;
   for (size_t i = 0; i < kBlockValues; ++i) values[i] /= d;
 }
 
 template <typename Form>
-BYTEPS_INLINE inline void AddLoop(const BlockSum& sum, int divisor) {
+BYTEPS_INLINE inline void AddLoop(const BlockSum& sum, float divisor) {
   for (uint64_t block = 0; block < sum.blocks; ++block) {
     float values[kBlockValues];
     AddBlock<Form>(sum, block, values);
@@ -235,7 +235,7 @@ BYTEPS_INLINE inline void AddLoop(const BlockSum& sum, int divisor) {
 }
 
 template <typename Form>
-BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, int divisor, void* out, uint16_t* lost,
+BYTEPS_INLINE inline void EndLoop(const BlockSum& sum, float divisor, void* out, uint16_t* lost,
                                   const Chance* chance) {
   for (uint64_t block = 0; block < sum.blocks; ++block) {
     float values[kBlockValues];
@@ -310,16 +310,16 @@ BYTEPS_INLINE inline void EncodeDifferencesLoop(const float* wanted,
                                               uint64_t count) {                                    \
     DecodeLoop<Form, Type>(blocks, static_cast<Type::Stored*>(values), count);                     \
   }
-#define BYTEPS_BLOCKS(Form)                                                                       \
-  BYTEPS_VALUES(Form, Float32)                                                                    \
-  BYTEPS_VALUES(Form, BFloat16)                                                                   \
-  BYTEPS_VALUES(Form, Float16)                                                                    \
-  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum, int divisor) {                          \
-    AddLoop<Form>(sum, divisor);                                                                  \
-  }                                                                                               \
-  BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, int divisor, void* out, uint16_t* lost, \
-                                     const Chance* chance) {                                      \
-    EndLoop<Form>(sum, divisor, out, lost, chance);                                               \
+#define BYTEPS_BLOCKS(Form)                                                         \
+  BYTEPS_VALUES(Form, Float32)                                                      \
+  BYTEPS_VALUES(Form, BFloat16)                                                     \
+  BYTEPS_VALUES(Form, Float16)                                                      \
+  BYTEPS_MULTIVERSION void Add##Form(const BlockSum& sum, float divisor) {          \
+    AddLoop<Form>(sum, divisor);                                                    \
+  }                                                                                 \
+  BYTEPS_MULTIVERSION void End##Form(const BlockSum& sum, float divisor, void* out, \
+                                     uint16_t* lost, const Chance* chance) {        \
+    EndLoop<Form>(sum, divisor, out, lost, chance);                                 \
   }
 
 BYTEPS_BLOCKS(Int8)
@@ -367,11 +367,12 @@ void DecodeBlocks(DType t, const void* blocks, DType to, void* values, uint64_t 
   }
 }
 
-void AddBlocks(const BlockSum& sum, int divisor) {
+void AddBlocks(const BlockSum& sum, float divisor) {
   (sum.type == DType::kInt8x128 ? AddInt8 : AddInt4)(sum, divisor);
 }
 
-void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost, const Chance* chance) {
+void EndBlocks(const BlockSum& sum, float divisor, void* out, uint16_t* lost,
+               const Chance* chance) {
   (sum.type == DType::kInt8x128 ? EndInt8 : EndInt4)(sum, divisor, out, lost, chance);
 }
 

@@ -69,10 +69,10 @@ struct BlockSum {
 };
 
 // wide = ((begun ? wide : 0) + in[0] + in[1] + ...) / divisor
-void AddBlocks(const BlockSum& sum, int divisor = 1);
+void AddBlocks(const BlockSum& sum, float divisor = 1);
 // out = the same, by `divisor`, rounded; `out` may be one of the inputs.  `lost` as above, for each
 // value of the blocks.
-void EndBlocks(const BlockSum& sum, int divisor, void* out, uint16_t* lost,
+void EndBlocks(const BlockSum& sum, float divisor, void* out, uint16_t* lost,
                const Chance* chance = nullptr);
 
 // What workers hold: `count` values of type `t`, float32, bfloat16 or float16.

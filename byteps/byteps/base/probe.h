@@ -49,6 +49,9 @@ namespace ps {
   X(kStepDropped, "a speculative step is dropped")                                     \
   X(kStepOvertaken, "parameters are loaded while a speculative step is open")          \
   X(kRoundGivenUp, "a member goes on, and so gives up a round")                        \
+  X(kRoundLosesMember, "a replica is removed while a round is open")                   \
+  X(kRoundShort, "a round closes without the members of a removed replica")            \
+  X(kPushOfAbsent, "a push comes of a replica that was removed")                       \
   /* membership */                                                                     \
   X(kFailedInJoin, "the job fails while a node waits for the others")                  \
   X(kComeAgain, "a node is told to come again")                                        \
@@ -66,6 +69,9 @@ namespace ps {
   X(kLinkOfLeaver, "the connection to a peer breaks that has left in good order")      \
   X(kDidNotStart, "nodes stay away until the scheduler gives up")                      \
   X(kStoppedInJob, "a node is told to end while the job runs")                         \
+  X(kReplicaRemoved, "a replica is removed, and the others go on")                     \
+  X(kJoinerRemoved, "a replica is removed before it has joined")                       \
+  X(kReplicaJoined, "a replica has joined a job that runs")                            \
   /* the transport; where it is played, its stand-in */                                \
   X(kAbandoned, "values in flight are abandoned")                                      \
   X(kSentAgain, "messages are sent again over another socket")

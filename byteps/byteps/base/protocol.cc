@@ -54,6 +54,22 @@ std::string PushHeader::Pack() const {
   return out.Take();
 }
 
+std::string PackMembers(const std::vector<bool>& members) {
+  std::string text((members.size() + 7) / 8, '\0');
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (members[i]) text[i / 8] = static_cast<char>(text[i / 8] | (1 << (i % 8)));
+  }
+  return text;
+}
+
+std::vector<size_t> UnpackMembers(const std::string& text, size_t size) {
+  std::vector<size_t> members;
+  for (size_t i = 0; i < std::min(size, text.size() * 8); ++i) {
+    if (((static_cast<unsigned char>(text[i / 8]) >> (i % 8)) & 1) != 0) members.push_back(i);
+  }
+  return members;
+}
+
 bool PushHeader::Unpack(const std::string& text, PushHeader* header) {
   WireReader in(text);
   for (uint32_t* field : {&header->round, &header->timeout_ms, &header->pull_offset,

@@ -127,6 +127,12 @@ struct PushHeader {
   static bool Unpack(const std::string& text, PushHeader* header, std::string* rest);
 };
 
+// Members of a group, by index, as the answer to a PUSH_PULL names those whose values its sum
+// lacks: a bit each, lowest first.  Empty where there are none.
+std::string PackMembers(const std::vector<bool>& members);
+// The indices, of a group of `size`.
+std::vector<size_t> UnpackMembers(const std::string& text, size_t size);
+
 // FNV-1a, 64 bits.
 uint64_t HashBytes(const void* data, size_t size, uint64_t seed);
 

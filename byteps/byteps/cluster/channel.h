@@ -64,6 +64,13 @@ class Channel {
   // all workers; 0 where one of them is not known.
   virtual double link_gbps() const = 0;
 
+  // Of a worker that has joined: whether its replica comes to a job that runs
+  // (docs/design/replicas.md).  Such a worker says when it can take part; others ask the scheduler
+  // to admit this life of a replica, which waits, while all of them are between two steps.
+  virtual bool is_late() const { return false; }
+  virtual void SayReady() {}
+  virtual void AskToAdmit(int /*replica*/, int /*life*/) {}
+
   // For so long after its limit (BYTEPS_OP_TIMEOUT_S) servers and scheduler may still tell why an
   // operation has no answer.  They know whom it lacks, or why a connection is gone.
   virtual double seconds_to_explain() const { return 5; }

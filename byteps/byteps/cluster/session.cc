@@ -61,6 +61,8 @@ void Session::Prepare(ChannelUser* user, int probe) {
   settings["DMLC_NUM_WORKER"] = std::to_string(options_.num_workers);
   settings["DMLC_NUM_SERVER"] = std::to_string(options_.num_servers);
   settings["DMLC_WORKER_ID"] = std::to_string(options_.rank);
+  const bool worker = options_.role == Role::kWorker;
+  settings["BYTEPS_REPLICAS"] = std::to_string(worker ? Launch::From(config_).replicas : 1);
   settings["BYTEPS_GPU"] = options_.gpu;
   settings["BYTEPS_REJOIN"] = options_.rejoin ? "1" : "0";
   settings["BYTEPS_PROBE"] = std::to_string(probe);
@@ -178,6 +180,16 @@ void Session::Abandon(const void* begin, size_t bytes) {
 
 bool Session::RegistersMemory() const {
   return ps::Postoffice::Get()->van()->GetType() == "ibverbs";
+}
+
+bool Session::is_late() const { return CurrentMembership()->AsNode()->is_late(); }
+
+void Session::SayReady() {
+  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kReady});
+}
+
+void Session::AskToAdmit(int replica, int life) {
+  CurrentMembership()->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kAdmit, replica, life});
 }
 
 double Session::link_gbps() const { return CurrentMembership()->AsNode()->link_mbps() / 1e3; }

@@ -52,6 +52,9 @@ class Session : public Channel {
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override;
   double link_gbps() const override;
+  bool is_late() const override;
+  void SayReady() override;
+  void AskToAdmit(int replica, int life) override;
   int rank() const override;
   std::string NameOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;

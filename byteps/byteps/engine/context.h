@@ -8,6 +8,7 @@
 #include "byteps/cluster/channel.h"
 #include "byteps/device/copy_queue.h"
 #include "byteps/device/pinned_pool.h"
+#include "byteps/engine/missing_ranks.h"
 #include "byteps/engine/operation_trace.h"
 #include "byteps/engine/operations.h"
 #include "byteps/engine/plan.h"
@@ -36,6 +37,7 @@ struct Context {
   WorkerCounters* const counters;
   Operations operations;
   Requests requests;
+  MissingRanks missing;
   CopyQueues copies;
   StreamedSums streamed;
   // Shared with callbacks of the device's and of the transport's, which may outlive the engine.

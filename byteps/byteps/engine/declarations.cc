@@ -44,6 +44,9 @@ Declarations::Entry* Declarations::Find(const TensorSpec& spec) {
     tensor->key = declaration.Key();
     tensor->layout = plan_->LayOut(declaration);
     ps::MutexLock lock(&mu_);
+    if (const auto it = rounds_.find(id); it != rounds_.end()) {
+      tensor->rounds = tensor->oldest = it->second;
+    }
     if (!entry->tensor) entry->tensor = std::move(tensor);
   }
   const Declaration& before = entry->tensor->declaration;
@@ -162,6 +165,25 @@ void Declarations::Fail(const std::string& reason) {
     if (failure_.empty()) failure_ = reason;
   }
   cond_.NotifyAll();
+}
+
+std::map<std::string, uint32_t> Declarations::Rounds() {
+  std::map<std::string, uint32_t> rounds;
+  ps::MutexLock lock(&mu_);
+  for (const auto& [id, entry] : entries_) {
+    if (entry.tensor) rounds[id] = entry.tensor->rounds;
+  }
+  return rounds;
+}
+
+void Declarations::SetRounds(const std::map<std::string, uint32_t>& rounds) {
+  ps::MutexLock lock(&mu_);
+  rounds_ = rounds;
+  for (auto& [id, entry] : entries_) {
+    const auto it = rounds.find(id);
+    if (it != rounds.end() && entry.tensor)
+      entry.tensor->rounds = entry.tensor->oldest = it->second;
+  }
 }
 
 size_t Declarations::size() {

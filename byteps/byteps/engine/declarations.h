@@ -49,6 +49,12 @@ class Declarations {
   // Nothing more can be declared.
   void Fail(const std::string& reason);
 
+  // How many rounds of each tensor were begun, by its id: lowest rank and name.
+  std::map<std::string, uint32_t> Rounds();
+  // That so many were, of tensors that this worker has begun none of, or will declare: it goes on
+  // where another worker is.
+  void SetRounds(const std::map<std::string, uint32_t>& rounds);
+
   size_t size();
   // Answers that are awaited.
   size_t unanswered();
@@ -86,6 +92,7 @@ class Declarations {
   std::string failure_ PS_GUARDED_BY(mu_);
   std::map<std::string, Entry> entries_
       PS_GUARDED_BY(mu_);  // by lowest rank and name; never erased
+  std::map<std::string, uint32_t> rounds_ PS_GUARDED_BY(mu_);  // of tensors to come, by id
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<Exchange>, int>> messages_
       PS_GUARDED_BY(mu_);  // and server
   uint64_t last_message_ PS_GUARDED_BY(mu_) = 0;

@@ -213,6 +213,9 @@ WorkerGauges Engine::Gauges() {
   gauges.in_transport = context_.scheduler->under_way();
   gauges.unanswered = context_.requests.size() + declarations_.unanswered();
   gauges.pull_queue = puller_.queued();
+  const ps::ReplicaView replicas = Replicas();
+  gauges.replicas_epoch = replicas.epoch;
+  gauges.replicas_absent = std::count(replicas.present.begin(), replicas.present.end(), '0');
   return gauges;
 }
 
@@ -243,7 +246,17 @@ std::string Engine::Report() {
   return record.Pack();
 }
 
+ps::ReplicaView Engine::Replicas() {
+  ps::MutexLock lock(&replicas_mu_);
+  return replicas_;
+}
+
 void Engine::OnEvent(const ps::MembershipEvent& event) {
+  if (event.kind == ps::MembershipEvent::kReplicas) {
+    ps::MutexLock lock(&replicas_mu_);
+    replicas_ = event.replicas;
+    return;
+  }
   if (event.kind != ps::MembershipEvent::kFailed) return;
   is_over_ = true;
   Fail(event.reason);

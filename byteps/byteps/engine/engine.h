@@ -13,6 +13,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -57,6 +58,19 @@ class Engine : public ChannelUser {
   double link_gbps() const { return context_.channel->link_gbps(); }
   WorkerGauges Gauges();
 
+  // Replicas (docs/design/replicas.md).
+  //
+  // As the scheduler has told last; without any where it has told nothing.
+  ps::ReplicaView Replicas();
+  bool is_late() const { return context_.channel->is_late(); }
+  void SayReady() { context_.channel->SayReady(); }
+  void AskToAdmit(int replica, int life) { context_.channel->AskToAdmit(replica, life); }
+  // Ranks whose values sums have lacked, since this was called last.
+  std::vector<int> TakeMissing() { return context_.missing.Take(); }
+  // How many rounds of each tensor this worker has begun; what another worker says it has.
+  std::map<std::string, uint32_t> Rounds() { return declarations_.Rounds(); }
+  void SetRounds(const std::map<std::string, uint32_t>& rounds) { declarations_.SetRounds(rounds); }
+
   void OnMessage(Message* message) override;
   char* PlaceFor(const MessageHead& head, size_t bytes) override;
   void OnEvent(const ps::MembershipEvent& event) override;
@@ -87,6 +101,8 @@ class Engine : public ChannelUser {
   Declarations declarations_;
   Pusher pusher_;
   Puller puller_;
+  ps::Mutex replicas_mu_;
+  ps::ReplicaView replicas_ PS_GUARDED_BY(replicas_mu_);
   ps::Mutex failing_mu_;  // held until all that failed is in the timeline
   std::vector<std::thread> threads_;
 };

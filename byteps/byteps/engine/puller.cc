@@ -94,6 +94,12 @@ void Puller::OnSum(Message* message, Request request) {
   const std::string refusal = Refusal(*message, request);
   if (!refusal.empty()) return Fail(request, refusal);
   KeepSums(*message, request);
+  if (request.operation->request.op == kPushPull && !message->body.empty()) {
+    const auto& group = request.operation->tensor->declaration.group;
+    for (const size_t member : UnpackMembers(message->body, group.size())) {
+      context_->missing.Add(static_cast<int>(group[member]));
+    }
+  }
   const int64_t now = SteadyNs();
   const uint64_t bytes = request.operation->Wanted(request.index).bytes;
   if (PartitionTimes* times = request.times()) times->answered = now;

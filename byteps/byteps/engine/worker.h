@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -91,6 +92,15 @@ class Worker {
   std::vector<uint64_t> BytesPerServer(const TensorSpec& spec) {
     return Started()->plan().BytesPerServer(spec);
   }
+
+  // Replicas: see Engine.
+  ps::ReplicaView Replicas() { return Started()->Replicas(); }
+  bool IsLate() { return Started()->is_late(); }
+  void SayReady() { Started()->SayReady(); }
+  void AskToAdmit(int replica, int life) { Started()->AskToAdmit(replica, life); }
+  std::vector<int> TakeMissing() { return Started()->TakeMissing(); }
+  std::map<std::string, uint32_t> Rounds() { return Started()->Rounds(); }
+  void SetRounds(const std::map<std::string, uint32_t>& rounds) { Started()->SetRounds(rounds); }
 
   // What was counted since the process began, and what the queues hold now.
   std::vector<Metric> Metrics();

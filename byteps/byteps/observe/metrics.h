@@ -74,6 +74,8 @@ struct WorkerGauges {
   uint64_t in_transport = 0;
   uint64_t unanswered = 0;
   uint64_t pull_queue = 0;
+  uint64_t replicas_epoch = 0;
+  uint64_t replicas_absent = 0;
 };
 
 struct ServerCounters {
@@ -83,6 +85,7 @@ struct ServerCounters {
   Counter answered_partitions;
   Counter sums;
   Counter failed_sums;
+  Counter short_sums;
   Counter refused_requests;
   Counter adding_ns;
   Counter declared_tensors;

@@ -224,6 +224,27 @@ const char* StateOf(const ps::JobView::Peer& peer, double patience_s) {
   return peer.silent_s > patience_s ? "silent" : "active";
 }
 
+std::string JsonOf(const ps::ReplicaView& replicas) {
+  if (replicas.count() == 0) return "null";
+  return JsonObject()
+      .Number("epoch", replicas.epoch)
+      .Text("present", replicas.present)
+      .Text("waiting", replicas.waiting)
+      .Done();
+}
+
+// "replicas: 0 present, 1 away (epoch 5)"
+std::string TextOf(const ps::ReplicaView& replicas) {
+  std::string text;
+  for (int i = 0; i < replicas.count(); ++i) {
+    text += (i > 0 ? ", " : "replicas: ") + std::to_string(i) +
+            (replicas.IsPresent(i)        ? " present"
+             : replicas.waiting[i] == '1' ? " waits to join"
+                                          : " away");
+  }
+  return text.empty() ? "" : text + Format(" (epoch %d)\n", replicas.epoch);
+}
+
 }  // namespace
 
 std::string StatusBoard::Json() {
@@ -282,6 +303,7 @@ std::string StatusBoard::Json() {
              .Text("reason", shot.view.failure)
              .Raw("workers", counts("worker", shot.view.workers))
              .Raw("servers", counts("server", shot.view.servers))
+             .Raw("replicas", JsonOf(shot.view.replicas))
              .Raw("slowest_worker", slow.rank < 0 ? "null"
                                                   : JsonObject()
                                                         .Signed("rank", slow.rank)
@@ -307,6 +329,7 @@ std::string StatusBoard::Text() {
       expected(shot.view.servers).c_str(), static_cast<unsigned long long>(shot.uptime_s),
       version_.c_str());
   if (!shot.view.failure.empty()) out += "reason: " + Printable(shot.view.failure) + "\n";
+  out += TextOf(shot.view.replicas);
   out +=
       Format("\n%-12s %-24s %-16s %-7s %6s %11s %9s %11s %9s %8s %7s %7s\n", "node", "address",
              "host", "state", "heard", "in/s", "in", "out/s", "out", "sums/s", "tensors", "keys");

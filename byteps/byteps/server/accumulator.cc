@@ -1,5 +1,6 @@
 #include "byteps/server/accumulator.h"
 
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -8,6 +9,15 @@
 
 namespace byteps {
 namespace core {
+namespace {
+
+SharedBytes Zeros(size_t bytes) {
+  SharedBytes zeros = SharedBytes::New(bytes);
+  memset(zeros.data(), 0, bytes);
+  return zeros;
+}
+
+}  // namespace
 
 void Accumulator::Take(const Declaration& declaration, const AdditionRule& rule, size_t member,
                        SharedBytes values, Scratch* scratch) {
@@ -26,6 +36,7 @@ void Accumulator::Add(const Declaration& declaration, const AdditionRule& rule, 
   const size_t members = declaration.group.size();
   const size_t added = ++added_;
   const bool last = added == members;
+  bytes_ = values.size();
   const bool wide = IsHalf(t) || (t == DType::kFloat32 && rule.wide_float32);
   BPS_INVARIANT("a member's push is added once", added <= members,
                 std::to_string(added) + " pushes of " + std::to_string(members) + " members of '" +
@@ -61,24 +72,25 @@ BlockSum Accumulator::Waiting(DType t, const void** in, float* wide, bool begun)
   return {t, in, blocks_.size(), blocks_.back().size() / SizeOf(t), wide, begun};
 }
 
-void Accumulator::AddBlocks(DType t, int divisor, const AdditionRule& rule, SharedBytes values,
+void Accumulator::AddBlocks(DType t, float divisor, const AdditionRule& rule, SharedBytes values,
                             Scratch* scratch) {
   const bool last = divisor > 0;
   blocks_.push_back(std::move(values));
-  if (!last && blocks_.size() < kAtOnce) return;
+  if (last) return EndBlocks(t, divisor, rule, scratch);
+  if (blocks_.size() < kAtOnce) return;
   const bool begun = wide_.size() > 0;
-  if (!last && !begun) {
-    wide_ = scratch->Take(ValuesIn(t, blocks_.back().size()) * sizeof(float));
-  }
+  if (!begun) wide_ = scratch->Take(ValuesIn(t, blocks_.back().size()) * sizeof(float));
   const void* in[kAtOnce];
-  const BlockSum sum = Waiting(t, in, reinterpret_cast<float*>(wide_.data()), begun);
-  if (last) {
-    sum_ = std::move(blocks_.back());
-    EndBlocks(sum, divisor, sum_.data(), rule.lost, rule.chance);
-    scratch->Return(std::move(wide_));
-  } else {
-    core::AddBlocks(sum);
-  }
+  core::AddBlocks(Waiting(t, in, reinterpret_cast<float*>(wide_.data()), begun));
+  blocks_.clear();
+}
+
+void Accumulator::EndBlocks(DType t, float divisor, const AdditionRule& rule, Scratch* scratch) {
+  const void* in[kAtOnce];
+  const BlockSum sum = Waiting(t, in, reinterpret_cast<float*>(wide_.data()), wide_.size() > 0);
+  sum_ = std::move(blocks_.back());
+  core::EndBlocks(sum, divisor, sum_.data(), rule.lost, rule.chance);
+  scratch->Return(std::move(wide_));
   blocks_.clear();
 }
 
@@ -91,6 +103,28 @@ void Accumulator::AddGradients(DType t, int divisor, SharedBytes values) {
   const void* in[kAtOnce];
   core::AddBlocks(Waiting(t, in, reinterpret_cast<float*>(sum_.data()), begun), last ? divisor : 1);
   blocks_.clear();
+}
+
+void Accumulator::Close(const Declaration& declaration, const AdditionRule& rule,
+                        Scratch* scratch) {
+  const DType t = declaration.dtype;
+  for (SharedBytes& values : waiting_) {  // behind one that will not come
+    if (!values.empty()) Add(declaration, rule, std::move(values), scratch);
+  }
+  const auto members = static_cast<int>(declaration.group.size());
+  const int times = declaration.average ? 1 : members;
+  const int by = static_cast<int>(added_);
+  if (IsBlock(t)) {
+    // Of blocks that were added already none is left to be overwritten.
+    if (blocks_.empty()) blocks_.push_back(Zeros(bytes_));
+    return EndBlocks(t, static_cast<float>(by) / static_cast<float>(times), rule, scratch);
+  }
+  if (wide_.size() == 0) {
+    return Scale(t, sum_.data(), nullptr, times, by, sum_.size() / SizeOf(t));
+  }
+  sum_ = SharedBytes::New(bytes_);
+  Scale(t, sum_.data(), wide_.data(), times, by, bytes_ / SizeOf(t));
+  scratch->Return(std::move(wide_));
 }
 
 void Accumulator::Clear(Scratch* scratch) {

@@ -34,6 +34,10 @@ class Accumulator {
   void Take(const Declaration& declaration, const AdditionRule& rule, size_t member,
             SharedBytes values, Scratch* scratch);
 
+  // No more pushes will come, and at least one did: makes the sum of those that have.  An average
+  // is of so many, and a sum is scaled as if all members had pushed (reducer.h).
+  void Close(const Declaration& declaration, const AdditionRule& rule, Scratch* scratch);
+
   // Pushes that were added.
   size_t added() const { return added_; }
   // The sum, once all were added: in the memory of one of them.  What replaces it is sent instead.
@@ -47,10 +51,12 @@ class Accumulator {
   void Add(const Declaration& declaration, const AdditionRule& rule, SharedBytes values,
            Scratch* scratch);
   // `divisor`: of the sum, which this push completes; 0: it does not.
-  void AddBlocks(DType t, int divisor, const AdditionRule& rule, SharedBytes values,
+  void AddBlocks(DType t, float divisor, const AdditionRule& rule, SharedBytes values,
                  Scratch* scratch);
   // The same, where the sum is fp32.
   void AddGradients(DType t, int divisor, SharedBytes values);
+  // Those that wait, to sum_.
+  void EndBlocks(DType t, float divisor, const AdditionRule& rule, Scratch* scratch);
   // The blocks that wait, to be added to `wide`, which `begun` says to hold a sum.
   BlockSum Waiting(DType t, const void** in, float* wide, bool begun) const;
 
@@ -59,7 +65,8 @@ class Accumulator {
   std::vector<SharedBytes> waiting_;  // by member index: not yet their turn
   std::vector<SharedBytes> blocks_;   // that were counted, and are still to be added
   size_t added_ = 0;
-  SharedBytes sum_;  // the first push, then the sum
+  size_t bytes_ = 0;  // of each push
+  SharedBytes sum_;   // the first push, then the sum
   SharedBytes spare_;
   Scratch::Block wide_;  // or the sum, while it is accumulated in a wider type
 };

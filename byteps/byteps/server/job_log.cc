@@ -75,6 +75,11 @@ void JobLog::OnEvent(const MembershipEvent& event) {
       return SayComplete(event);
     case MembershipEvent::kNodeLeft:
       return SayLeft(event);
+    case MembershipEvent::kReplicas:  // of which the scheduler has said more
+      if (role_ == Role::kServer && !event.replicas.news.empty()) {
+        BPS_LOG(INFO) << event.replicas.news;
+      }
+      return;
     case MembershipEvent::kEnded:
       if (left_counted_ > 0) BPS_LOG(INFO) << "left: " << Plural(left_counted_, "more worker");
       BPS_LOG(INFO) << (event.suspended ? "suspended: every worker left, to come back"

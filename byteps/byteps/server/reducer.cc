@@ -179,7 +179,28 @@ BYTEPS_INLINE inline void EndLoop(E, void* __restrict last, const float* __restr
   });
 }
 
+// In the accumulator type A.
+template <typename E, typename A>
+BYTEPS_INLINE inline void ScaleLoop(void* values, const void* of, int times, int by, size_t n) {
+  const auto multiplier = static_cast<A>(times);
+  const auto divisor = static_cast<A>(by);
+  for (size_t i = 0; i < n; ++i) {
+    const A value = of == nullptr ? E::Get(values, i) : Load<A>(of, i);
+    E::Put(values, i, value * multiplier / divisor);
+  }
+}
+
+struct Float64 {
+  static double Get(const void* p, size_t i) { return Load<double>(p, i); }
+  static void Put(void* p, size_t i, double v) { Store<double>(p, i, v); }
+};
+
 // A template cannot have clones; these are their instances.
+#define BYTEPS_SCALE(Name, A)                                                           \
+  BYTEPS_MULTIVERSION void Scale##Name(void* values, const void* of, int times, int by, \
+                                       size_t n) {                                      \
+    ScaleLoop<Name, A>(values, of, times, by, n);                                       \
+  }
 #define BYTEPS_ADD(Name, Loop)                                                           \
   BYTEPS_MULTIVERSION void Add##Name(void* sum, const void* in, int divisor, size_t n) { \
     Loop(sum, in, divisor, n);                                                           \
@@ -209,7 +230,12 @@ BYTEPS_ADD_INTEGERS(Int64, uint64_t)
 BYTEPS_WIDE(Float32)
 BYTEPS_WIDE(BFloat16)
 BYTEPS_WIDE(Float16)
+BYTEPS_SCALE(Float32, double)
+BYTEPS_SCALE(Float64, double)
+BYTEPS_SCALE(BFloat16, float)
+BYTEPS_SCALE(Float16, float)
 
+#undef BYTEPS_SCALE
 #undef BYTEPS_ADD
 #undef BYTEPS_ADD_INTEGERS
 #undef BYTEPS_WIDE
@@ -274,6 +300,29 @@ void WideAdd(DType t, void* wide, const void* in, size_t n) {
 void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n) {
   if (t == DType::kFloat32) return EndFloat32(last, wide, divisor, n);
   t == DType::kBFloat16 ? EndBFloat16(last, wide, divisor, n) : EndFloat16(last, wide, divisor, n);
+}
+
+void Scale(DType t, void* values, const void* of, int times, int by, size_t n) {
+  switch (t) {
+    case DType::kFloat32:
+      return ScaleFloat32(values, of, times, by, n);
+    case DType::kFloat64:
+      return ScaleFloat64(values, of, times, by, n);
+    case DType::kBFloat16:
+      return ScaleBFloat16(values, of, times, by, n);
+    case DType::kFloat16:
+      return ScaleFloat16(values, of, times, by, n);
+    case DType::kUInt8:
+      return DivideIntegers<uint8_t>(values, times == 1 ? by : 1, n);
+    case DType::kInt8:
+      return DivideIntegers<int8_t>(values, times == 1 ? by : 1, n);
+    case DType::kInt32:
+      return DivideIntegers<int32_t>(values, times == 1 ? by : 1, n);
+    case DType::kInt64:
+      return DivideIntegers<int64_t>(values, times == 1 ? by : 1, n);
+    default:  // blocks, whose codec scales them
+      return;
+  }
 }
 
 }  // namespace core

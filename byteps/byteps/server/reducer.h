@@ -40,6 +40,11 @@ void WideAdd(DType t, void* wide, const void* in, size_t n);
 // last[i] = (wide[i] + last[i]) / divisor, rounded to nearest even.
 void WideEnd(DType t, void* last, const void* wide, int divisor, size_t n);
 
+// values[i] = of[i] * times / by, in the accumulator type, rounded once: what becomes of a sum that
+// some members are missing in.  `of`: values of type AccumulatorOf(t); null: the values themselves.
+// Integers are divided if `times` is 1, and else left alone.
+void Scale(DType t, void* values, const void* of, int times, int by, size_t n);
+
 // The instructions that the additions use on this machine: "x86-64-v4" (AVX-512), "x86-64-v3"
 // (AVX2), "x86-64" (SSE2), "armv8-a" (NEON), or "plain".
 const char* InstructionSet();

@@ -51,6 +51,9 @@ struct Round {
   std::vector<Caller> callers;  // who wait for the sum
   std::vector<bool> pushed;     // by member index
   std::vector<bool> told;       // by member index: of the sum, or why there is none
+  // By member index: it will not push this round, since its replica was removed before it did.
+  // Empty: nobody is excused.
+  std::vector<bool> excused;
   Accumulator accumulator;
   Clock::time_point started;
   Clock::time_point deadline;
@@ -62,6 +65,19 @@ struct Round {
   bool done = false;                    // there is a sum, or there will be none
   std::string failure;                  // why there will be none
 
+  // Whether no more pushes will come.
+  bool has_all() const {
+    for (size_t i = 0; i < pushed.size(); ++i) {
+      if (!pushed[i] && (excused.empty() || !excused[i])) return false;
+    }
+    return true;
+  }
+  void Excuse(size_t member) {
+    told[member] = true;
+    if (pushed[member]) return;
+    excused.resize(pushed.size());
+    excused[member] = true;
+  }
   bool all_told() const { return std::find(told.begin(), told.end(), false) == told.end(); }
 };
 

@@ -1,6 +1,7 @@
 #include "byteps/server/rounds.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "byteps/base/invariant.h"
@@ -42,6 +43,13 @@ std::string OutOfReach(const Partition& partition, int rank, uint32_t number) {
          " rounds ahead of the others; wait for earlier sums before starting more";
 }
 
+SharedBytes BytesOf(const std::string& text) {
+  if (text.empty()) return {};
+  SharedBytes bytes = SharedBytes::New(text.size());
+  memcpy(bytes.data(), text.data(), text.size());
+  return bytes;
+}
+
 }  // namespace
 
 void Rounds::Push(Partition* partition, Message* message, int64_t received) {
@@ -57,6 +65,10 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   context_->counters.adding_ns.Add(caller.added - caller.taken);
   context_->TraceAddition(*partition, *round, caller, track_);
   round->callers.push_back(caller);
+  if (!round->excused.empty()) {
+    if (round->has_all()) CloseShort(partition, round);
+    return DropDone(partition);
+  }
   if (round->accumulator.added() < declaration.group.size()) return;
   context_->lateness.Add(caller.rank, caller.received - round->first_taken);
   std::string error;
@@ -78,6 +90,13 @@ Round* Rounds::Admit(Partition* partition, const Message& message) {
   const int member = declaration.MemberIndex(rank);
   const PushHeader header = HeaderOf(message);
   std::string error;
+  if (absent_.count(rank) > 0) {
+    PS_PROBE(kPushOfAbsent);
+    context_->Refuse(message, "worker " + std::to_string(rank) + " pushed round " +
+                                  std::to_string(header.round) + " of '" + declaration.name +
+                                  "', but its replica was removed from the job");
+    return nullptr;
+  }
   if (partition->state && header.round > 0) {
     error = SettleStep(this, partition, message, header.round - 1);
   }
@@ -145,6 +164,10 @@ Round Rounds::Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) 
   round.started = Clock::now();
   round.timeout_s = timeout_ms / 1000.0;
   round.deadline = round.started + std::chrono::milliseconds(timeout_ms);
+  for (const int rank : absent_) {
+    const int member = declaration.MemberIndex(rank);
+    if (member >= 0) round.Excuse(member);
+  }
   if (partition->state) {
     round.update = std::make_unique<RoundUpdate>(&declaration, number, partition->state.get(),
                                                  &context_->counters);
@@ -154,23 +177,29 @@ Round Rounds::Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) 
 
 void Rounds::Add(Partition* partition, Round* round, size_t member, SharedBytes values) {
   const Declaration& declaration = partition->declaration();
-  AdditionRule rule;
-  rule.in_order = context_->deterministic || (declaration.rule && declaration.rule->in_order);
-  rule.wide_float32 = context_->wide_float32;
-  rule.keeps_memory = round->update && round->update->keeps_memory();
   if (declaration.feedback) {
     const uint64_t blocks = declaration.PartitionSize(partition->index) / SizeOf(declaration.dtype);
     if (std::exchange(round->forgets_lost, false)) partition->lost.clear();
     partition->lost.resize(blocks * kBlockValues);
-    rule.lost = partition->lost.data();
   }
   Chance chance;
-  if (declaration.stochastic) {
-    chance.seed = ChanceSeed(declaration.name, round->number, -1);
-    chance.block = partition->index * (declaration.partition_bytes / SizeOf(declaration.dtype));
-    rule.chance = &chance;
-  }
+  const AdditionRule rule = RuleOf(partition, round, &chance);
   round->accumulator.Take(declaration, rule, member, std::move(values), &scratch_);
+}
+
+AdditionRule Rounds::RuleOf(Partition* partition, Round* round, Chance* chance) const {
+  const Declaration& declaration = partition->declaration();
+  AdditionRule rule;
+  rule.in_order = context_->deterministic || (declaration.rule && declaration.rule->in_order);
+  rule.wide_float32 = context_->wide_float32;
+  rule.keeps_memory = round->update && round->update->keeps_memory();
+  if (declaration.feedback) rule.lost = partition->lost.data();
+  if (declaration.stochastic) {
+    chance->seed = ChanceSeed(declaration.name, round->number, -1);
+    chance->block = partition->index * (declaration.partition_bytes / SizeOf(declaration.dtype));
+    rule.chance = chance;
+  }
+  return rule;
 }
 
 void Rounds::Finish(Partition* partition, Round* round) {
@@ -207,6 +236,8 @@ Round* Rounds::FindPushed(Partition* partition, const Message& message) {
 }
 
 void Rounds::Deliver(Partition* partition, Round* round) {
+  // Only in an answer that lacks some.
+  const SharedBytes missing = BytesOf(PackMembers(round->excused));
   for (const Caller& caller : round->callers) {
     context_->counters.answered_partitions.Add();
     context_->counters.answered_bytes.Add(caller.bytes);
@@ -221,7 +252,8 @@ void Rounds::Deliver(Partition* partition, Round* round) {
                          &round->update->sums());
         break;
       default:
-        context_->Answer(caller, partition->key, "", &round->accumulator.sum());
+        context_->Answer(caller, partition->key, "", &round->accumulator.sum(),
+                         missing.empty() ? nullptr : &missing);
         round->told[member] = true;
     }
   }

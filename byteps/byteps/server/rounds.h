@@ -7,11 +7,15 @@
 // therefore says which rounds have ended at its worker (PushHeader::oldest).  What that worker has
 // left open of these is given up, in GiveUpBefore and nowhere else: the others are told, and
 // nothing is kept of it but the reason, for those who come later.
+//
+// Members of a replica that was removed are absent (docs/design/replicas.md): rounds close without
+// those pushes of theirs that had not come.
 #ifndef BYTEPS_SERVER_ROUNDS_H_
 #define BYTEPS_SERVER_ROUNDS_H_
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -48,6 +52,9 @@ class Rounds {
   void FailAll(const DeclaredTensor* tensor, const std::string& reason);
   // Those that lack the push of this worker, which will push nothing more; now and later.
   void FailWithout(int rank, const std::string& reason);
+  // Workers of these ranks take part in no round from now on, all others in each that begins.  What
+  // one of them has pushed counts; what it has not, no round waits for.
+  void SetAbsent(const std::set<int>& ranks);
   // Those whose deadline was before `as_of`.  Of those that began before `grace_until` the error
   // says for how long this process stood still.
   void FailLate(Clock::time_point as_of, Clock::time_point grace_until,
@@ -74,6 +81,11 @@ class Rounds {
   Round Begin(Partition* partition, uint32_t number, uint32_t timeout_ms) const;
   void Add(Partition* partition, Round* round, size_t member, SharedBytes values);
   void Finish(Partition* partition, Round* round);
+  AdditionRule RuleOf(Partition* partition, Round* round, Chance* chance) const;
+  // The round will get no more pushes, and lacks those of some members.
+  void CloseShort(Partition* partition, Round* round);
+  // A member that has not been told all of it will not be there any more.
+  void Excuse(Partition* partition, Round* round, int rank);
   // What the member of `rank` has left open of the rounds before this number failed there, and it
   // will neither push nor ask again.  Drops no round.
   void GiveUpBefore(Partition* partition, int rank, uint32_t number);
@@ -90,6 +102,7 @@ class Rounds {
   std::vector<Partition*> partitions_;   // those that were pushed
   std::map<Deadline, Partition*> open_;  // the rounds that are not done
   std::map<int, std::string> gone_;      // rank -> why
+  std::set<int> absent_;                 // ranks
   Scratch scratch_;
 };
 

@@ -202,6 +202,10 @@ class Node : public ChannelUser {
       server_->OnWorkerGone(event.rank, event.reason);
       return;
     }
+    if (event.kind == ps::MembershipEvent::kReplicas) {
+      if (server_ != nullptr) server_->SetAbsent(event.replicas.AbsentRanks());
+      return;
+    }
     if (event.kind == ps::MembershipEvent::kReported) {
       if (board_ != nullptr) board_->OnReport(event.node.id, event.report);
       return;

@@ -35,12 +35,12 @@ ServerContext::ServerContext(const Config& config, Channel* how)
       tracer(Tracer::Make(config)) {}
 
 void ServerContext::Answer(const Caller& caller, uint64_t key, const std::string& error,
-                           const SharedBytes* values, const SharedBytes* sums) {
+                           const SharedBytes* values, const SharedBytes* note) {
   Message message = MakeAnswer(caller.op, caller.rank, key, caller.request, error);
   if (values != nullptr && caller.bytes > 0) {
     message.SetValues(values->Part(caller.offset, caller.bytes));
   }
-  if (sums != nullptr) message.body.assign(sums->data(), sums->size());
+  if (note != nullptr) message.body.assign(note->data(), note->size());
   channel->Send(message);
 }
 

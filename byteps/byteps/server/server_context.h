@@ -24,9 +24,10 @@ struct ServerContext {
   ServerContext(const Config& config, Channel* channel);
 
   // An answer with an `error` says that the request failed.  `values`: all of what the caller wants
-  // a part of.  `sums`: of a PUSH_TRY.
+  // a part of.  `note`: of a PUSH_TRY the sums of squares; of a sum PackMembers of those that it
+  // lacks, if it lacks any.
   void Answer(const Caller& caller, uint64_t key, const std::string& error,
-              const SharedBytes* values = nullptr, const SharedBytes* sums = nullptr);
+              const SharedBytes* values = nullptr, const SharedBytes* note = nullptr);
   void Refuse(const Message& request, const std::string& error);
 
   // Tells the timeline of a round's pushes, which were answered now or never.

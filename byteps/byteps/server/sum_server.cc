@@ -235,6 +235,10 @@ void Server::OnWorkerGone(int rank, const std::string& reason) {
   for (auto& thread : threads_) thread->OnWorkerGone(rank, reason);
 }
 
+void Server::SetAbsent(const std::set<int>& ranks) {
+  for (auto& thread : threads_) thread->SetAbsent(ranks);
+}
+
 std::string Server::NoMemoryFor(const Message& message, const std::bad_alloc& error) {
   const uint64_t index = IndexOf(message.key);
   const auto* const known = dynamic_cast<const OutOfMemory*>(&error);

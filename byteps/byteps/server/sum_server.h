@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -57,6 +58,10 @@ class Server {
   // The worker of `rank` will push nothing more: rounds that lack its push fail,
   // now and later, for `reason`.  Any thread.
   void OnWorkerGone(int rank, const std::string& reason);
+
+  // Workers of these ranks, and no others, are absent: see Rounds::SetAbsent.  Any thread.  What it
+  // changes, it changes before all requests that come afterwards.
+  void SetAbsent(const std::set<int>& ranks);
 
  private:
   void Dispatch(Message* message);

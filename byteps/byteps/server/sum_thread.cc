@@ -65,6 +65,13 @@ void SumThread::OnWorkerGone(int rank, const std::string& reason) {
   Queue(std::move(task));
 }
 
+void SumThread::SetAbsent(const std::set<int>& ranks) {
+  Task task;
+  task.kind = Task::kAbsent;
+  task.ranks = ranks;
+  Queue(std::move(task));
+}
+
 void SumThread::FailAll(const DeclaredTensor* tensor, const std::string& reason) {
   Task task;
   task.kind = Task::kFailAll;
@@ -154,6 +161,8 @@ void SumThread::Handle(Task* task) {
       break;
     case Task::kGone:
       return rounds_.FailWithout(task->rank, task->reason);
+    case Task::kAbsent:
+      return rounds_.SetAbsent(task->ranks);
     case Task::kFailAll:
       return rounds_.FailAll(task->tensor, task->reason);
     case Task::kLook:

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <new>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -35,6 +36,8 @@ class SumThread {
   void Serve(Partition* partition, Message message);
   // Rounds that lack the push of this worker fail, now and later.
   void OnWorkerGone(int rank, const std::string& reason);
+  // See Rounds::SetAbsent.
+  void SetAbsent(const std::set<int>& ranks);
   // Rounds of this tensor that are open fail.
   void FailAll(const DeclaredTensor* tensor, const std::string& reason);
 
@@ -44,11 +47,12 @@ class SumThread {
   using Clock = Rounds::Clock;
 
   struct Task {
-    enum Kind { kRequest, kGone, kFailAll, kLook } kind = kRequest;
+    enum Kind { kRequest, kGone, kAbsent, kFailAll, kLook } kind = kRequest;
     Partition* partition = nullptr;
     Message message;                         // kRequest
     int64_t received = 0;                    // when, in SteadyNs
     int rank = 0;                            // kGone
+    std::set<int> ranks;                     // kAbsent
     const DeclaredTensor* tensor = nullptr;  // kFailAll
     std::string reason;
   };

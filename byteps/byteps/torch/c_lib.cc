@@ -313,6 +313,7 @@ PYBIND11_MODULE(c_lib, m) {
         py::arg("count"), py::arg("out"), Unlocked());
   m.def("config", [] { return IsInitialized() ? settings : Config::FromEnvironment().Print(); });
   DefineUpdatedTensor(&m);
+  DefineReplicas(&m);
   DefineChildren(&m);
   m.def("unknown_variables", &Config::UnknownVariables);
 }

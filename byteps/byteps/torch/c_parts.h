@@ -55,6 +55,9 @@ inline TensorSpec Spec(const std::string& name, const std::string& dtype, uint64
 // c_update.cc: the class UpdatedTensor.
 void DefineUpdatedTensor(pybind11::module_* m);
 
+// c_replicas.cc: the functions about replicas.
+void DefineReplicas(pybind11::module_* m);
+
 // c_children.cc: the function end_children_at_exit.
 void DefineChildren(pybind11::module_* m);
 

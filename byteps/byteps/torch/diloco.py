@@ -113,6 +113,8 @@ class LocalSteps:
         wire_dtype: in which differences and their average travel: torch.float32 or torch.bfloat16.
         name: the same on all members, another one for each object of a job.
         group: the ranks that exchange, or their ProcessGroup; None for all workers.
+        compare: whether members compare what they begin with. Without it a member can be made
+            while the others go on, and is given their `state`.
 
     Each parameter is sent and received once in `every` steps. It takes 8 bytes of host memory, and
     while it is exchanged 2 more (4 in fp32), and with a delay another 4.
@@ -134,6 +136,7 @@ class LocalSteps:
         wire_dtype: torch.dtype = torch.bfloat16,
         name: str = "diloco",
         group: Group = None,
+        compare: bool = True,
     ) -> None:
         given = list(parameters)
         if not given:
@@ -158,7 +161,7 @@ class LocalSteps:
             self._fragment(index, part, starts_at=(index + 1) * every // fragments % every)
             for index, part in enumerate(_cut(given, fragments))
         ]
-        if not are_alike(given, name, group):
+        if compare and not are_alike(given, name, group):
             raise BytePSError(
                 f"{name!r}: members have different parameters to begin with: give all of them the "
                 "same seed, or the same checkpoint"
@@ -227,6 +230,10 @@ class LocalSteps:
             self._start(fragment)
         for fragment in self._fragments:
             self._finish(fragment)
+
+    def state(self) -> list[torch.Tensor]:
+        """The outer parameters and momentum of each fragment, in host memory: not copies."""
+        return [tensor for one in self._fragments for tensor in (one.outer, one.momentum)]
 
     def _start(self, fragment: _Fragment) -> None:
         fragment.difference = fragment.memory(self._wire)

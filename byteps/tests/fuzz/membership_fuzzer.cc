@@ -51,7 +51,7 @@ ps::Node AnyNode(FuzzedDataProvider* data) {
   ps::Node node;
   node.role = static_cast<ps::Node::Role>(data->ConsumeIntegralInRange<int>(0, 2));
   const bool likely = data->ConsumeIntegralInRange<int>(0, 7) > 0;
-  node.id = likely ? data->ConsumeIntegralInRange<int>(0, 14) : data->ConsumeIntegral<int32_t>();
+  node.id = likely ? data->ConsumeIntegralInRange<int>(0, 15) : data->ConsumeIntegral<int32_t>();
   node.aux_id =
       likely ? data->ConsumeIntegralInRange<int>(-1, 3) : data->ConsumeIntegral<int32_t>();
   node.port = data->ConsumeIntegralInRange<int>(0, 65535);
@@ -62,12 +62,13 @@ ps::Node AnyNode(FuzzedDataProvider* data) {
 ps::Message AnyMessage(FuzzedDataProvider* data) {
   ps::Message message;
   const ps::Control::Command likely[] = {
-      ps::Control::ADD_NODE,  ps::Control::WELCOME, ps::Control::REFUSED,   ps::Control::JOB_FAILED,
-      ps::Control::HEARTBEAT, ps::Control::LEAVE,   ps::Control::NODE_LEFT, ps::Control::JOB_END};
+      ps::Control::ADD_NODE,   ps::Control::WELCOME,   ps::Control::REFUSED,
+      ps::Control::JOB_FAILED, ps::Control::HEARTBEAT, ps::Control::LEAVE,
+      ps::Control::NODE_LEFT,  ps::Control::JOB_END,   ps::Control::MEMBERS};
   message.meta.control.cmd = data->PickValueInArray(likely);
   if (data->ConsumeIntegralInRange<int>(0, 15) == 0) {
     message.meta.control.cmd =
-        static_cast<ps::Control::Command>(data->ConsumeIntegralInRange<int>(0, 14));
+        static_cast<ps::Control::Command>(data->ConsumeIntegralInRange<int>(0, 15));
   }
   const int nodes = data->ConsumeIntegralInRange<int>(0, 3);
   for (int i = 0; i < (nodes == 3 ? 3 : nodes > 0); ++i) {
@@ -78,14 +79,21 @@ ps::Message AnyMessage(FuzzedDataProvider* data) {
       message.meta.body = data->ConsumeRandomLengthString(40);
       break;
     case 1:
+      if (data->ConsumeBool()) {
+        message.meta.body = data->PickValueInArray(
+            {"acknowledged replica=0 epoch=1", "ready replica=0 epoch=0", "admit replica=1 epoch=3",
+             "workers=2 epoch=1 present=01 waiting=10 lives=3,0 news"});
+        break;
+      }
       message.meta.body = data->ConsumeBool() ? "suspend" : "finish";
       break;
     default:
       message.meta.body =
-          "protocol=6 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
+          "protocol=9 workers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 3)) +
           " servers=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 2)) +
           " link=" + std::to_string(data->ConsumeIntegralInRange<int>(-1, 400'000)) +
-          " probe=" + std::to_string(std::max(data->ConsumeIntegralInRange<int>(-9, 3), 0));
+          " probe=" + std::to_string(std::max(data->ConsumeIntegralInRange<int>(-9, 3), 0)) +
+          " replicas=" + std::to_string(data->ConsumeIntegralInRange<int>(0, 3));
   }
   return message;
 }

@@ -56,6 +56,68 @@ TEST(Accumulator, AddsEachPushOnceHoweverMany) {
   }
 }
 
+// Of some members' pushes, in whatever order the others' come.
+TEST(Accumulator, ClosesWithoutThoseWhoDoNotCome) {
+  for (uint32_t members = 2; members <= 5; ++members) {
+    for (uint32_t who = 1; who + 1 < (1u << members); ++who) {
+      for (const bool average : {false, true}) {
+        for (const bool in_order : {false, true}) {
+          for (const bool wide : {false, true}) {
+            const Declaration declaration = Of(members, average);
+            AdditionRule rule;
+            rule.in_order = in_order;
+            rule.wide_float32 = wide;
+            Scratch scratch;
+            Accumulator accumulator;
+            int count = 0;
+            float sum = 0;
+            for (uint32_t member = members; member-- > 0;) {
+              if ((who >> member & 1) == 0) continue;
+              accumulator.Take(declaration, rule, member, Filled(static_cast<float>(3 + member)),
+                               &scratch);
+              sum += static_cast<float>(3 + member);
+              ++count;
+            }
+            accumulator.Close(declaration, rule, &scratch);
+            const int times = average ? 1 : static_cast<int>(members);
+            const auto wanted = static_cast<float>(double{sum} * times / count);
+            EXPECT_EQ(ValuesOf(accumulator.sum()), std::vector<float>(kCount, wanted))
+                << who << " of " << members;
+          }
+        }
+      }
+    }
+  }
+}
+
+// A sum that lacks members is of blocks like any other.
+TEST(Accumulator, ClosesSumsOfBlocks) {
+  constexpr size_t kBlocks = 2;
+  for (uint32_t members : {2u, 3u, 10u}) {
+    for (uint32_t count = 1; count < members; ++count) {
+      Declaration declaration = Of(members);
+      declaration.dtype = DType::kInt8x128;
+      declaration.bytes = declaration.partition_bytes = kBlocks * SizeOf(declaration.dtype);
+      const std::vector<float> ones(kBlocks * kBlockValues, 1);
+      Scratch scratch;
+      Accumulator accumulator;
+      for (uint32_t member = 0; member < count; ++member) {
+        const SharedBytes blocks = SharedBytes::New(declaration.bytes);
+        EncodeBlocks(declaration.dtype, blocks.data(), DType::kFloat32, ones.data(), ones.size(),
+                     nullptr);
+        accumulator.Take(declaration, {}, member, blocks, &scratch);
+      }
+      accumulator.Close(declaration, {}, &scratch);
+      std::vector<float> sum(ones.size());
+      DecodeBlocks(declaration.dtype, accumulator.sum().data(), DType::kFloat32, sum.data(),
+                   sum.size());
+      for (const float value : sum) {
+        ASSERT_NEAR(value, static_cast<float>(members), 0.02 * members) << count;
+      }
+    }
+  }
+}
+
 // 1, 2^24 and -2^24 in fp32: their sum depends on the order in which they are added.
 TEST(Accumulator, InOrderItWaitsForThoseBefore) {
   const Declaration declaration = Of(3);

@@ -1,6 +1,6 @@
 // Whole jobs under seeded schedules of messages and losses, and what must hold in each.
 //
-//   simulate [--from N] [--seeds N] [--verbose] [--twice] [--break-invariant]
+//   simulate [--from N] [--seeds N] [--verbose] [--twice] [--break-invariant] [--replicas]
 //
 // Each seed is one job: some workers, some servers, a scheduler, with the real Worker, Server and
 // Membership over a network that is played (network.h), in threads and time that are played
@@ -22,6 +22,9 @@
 // jobs reached each of them.  No invariant (base/invariant.h) may be broken;
 // --break-invariant breaks one in each job, to see that it is noticed.
 //
+// --replicas plays jobs of several replicas instead, some of which die and come back
+// (replica_job.h).
+//
 // --twice runs each seed two times and demands the same order of events.  Exit status: 0 all held;
 // 1 not, with the seed and what was seen; 2 bad usage.
 #include <getopt.h>
@@ -36,6 +39,7 @@
 #include "job.h"
 #include "plan.h"
 #include "probes.h"
+#include "replica_job.h"
 #include "virtual_threads.h"
 
 namespace byteps {
@@ -55,15 +59,31 @@ struct Options {
   bool twice = false;
   bool progress = false;  // a line for every 500 seeds
   bool breaks_invariant = false;
+  bool replicas = false;
 };
 
 struct Totals {
   uint64_t failed_jobs = 0;
   uint64_t incarnations = 0;
+  uint64_t removed = 0;
+  uint64_t joins = 0;
+  uint64_t short_sums = 0;
   uint64_t switches = 0;
   double seconds = 0;
   ProbeTable probes;
 };
+
+void PlayReplicas(const Options& options, std::string* verdict, std::string* story,
+                  Totals* totals) {
+  ReplicaJob job;
+  job.Run();
+  *verdict = job.Verdict();
+  totals->failed_jobs += job.removed() > 0 ? 1 : 0;
+  totals->removed += job.removed();
+  totals->joins += job.joins();
+  totals->short_sums += job.short_sums();
+  if (options.verbose || !verdict->empty()) *story = job.Describe();
+}
 
 // False when something did not hold.
 bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Totals* totals) {
@@ -72,6 +92,7 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
   bool kept = false;
   const Job* playing = nullptr;
   const Outcome outcome = Run(seed, kKeptLimitS, [&] {
+    if (options.replicas) return PlayReplicas(options, &verdict, &story, totals);
     const Plan plan = MakePlan();
     kept = plan.keep;
     Job job(plan, options.breaks_invariant);
@@ -103,19 +124,18 @@ bool RunSeed(uint64_t seed, const Options& options, uint64_t* fingerprint, Total
 
 int Main(int argc, char** argv) {
   Options options;
-  const option names[] = {{"from", required_argument, nullptr, 'f'},
-                          {"seeds", required_argument, nullptr, 's'},
-                          {"verbose", no_argument, nullptr, 'v'},
-                          {"twice", no_argument, nullptr, 't'},
-                          {"progress", no_argument, nullptr, 'p'},
-                          {"break-invariant", no_argument, nullptr, 'b'},
-                          {nullptr, 0, nullptr, 0}};
+  const option names[] = {
+      {"from", required_argument, nullptr, 'f'},      {"seeds", required_argument, nullptr, 's'},
+      {"verbose", no_argument, nullptr, 'v'},         {"twice", no_argument, nullptr, 't'},
+      {"progress", no_argument, nullptr, 'p'},        {"replicas", no_argument, nullptr, 'r'},
+      {"break-invariant", no_argument, nullptr, 'b'}, {nullptr, 0, nullptr, 0}};
   for (int c; (c = getopt_long(argc, argv, "", names, nullptr)) != -1;) {
     if (c == 'f') options.from = strtoull(optarg, nullptr, 10);
     if (c == 's') options.seeds = strtoull(optarg, nullptr, 10);
     if (c == 'v') options.verbose = true;
     if (c == 't') options.twice = true;
     if (c == 'p') options.progress = true;
+    if (c == 'r') options.replicas = true;
     if (c == 'b') options.breaks_invariant = true;
     if (c == '?') return 2;
   }
@@ -146,13 +166,20 @@ int Main(int argc, char** argv) {
       return 1;
     }
   }
-  printf(
-      "%llu schedules held: %llu jobs failed as they should, %llu incarnations, %.0f s passed, "
-      "%llu switches\n",
-      static_cast<unsigned long long>(options.seeds),
-      static_cast<unsigned long long>(totals.failed_jobs),
-      static_cast<unsigned long long>(totals.incarnations), totals.seconds,
-      static_cast<unsigned long long>(totals.switches));
+  const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
+  if (options.replicas) {
+    printf(
+        "%llu schedules held: %llu jobs lost a replica, %llu were removed, %llu ranks joined, %llu "
+        "sums lacked members, %.0f s passed, %llu switches\n",
+        number(options.seeds), number(totals.failed_jobs), number(totals.removed),
+        number(totals.joins), number(totals.short_sums), totals.seconds, number(totals.switches));
+  } else {
+    printf(
+        "%llu schedules held: %llu jobs failed as they should, %llu incarnations, %.0f s passed, "
+        "%llu switches\n",
+        number(options.seeds), number(totals.failed_jobs), number(totals.incarnations),
+        totals.seconds, number(totals.switches));
+  }
   fputs(totals.probes.Print().c_str(), stdout);
   return 0;
 }

@@ -73,7 +73,15 @@ class SimulatedChannel::Links : public ps::MembershipLinks {
       if (it == channel_->names_.end()) return;
       name = it->second;
     }
-    if (self_.role == ps::Node::SCHEDULER) channel_->network_->Close(name.number, name.life);
+    if (self_.role == ps::Node::SCHEDULER) {
+      return channel_->network_->Close(name.number, name.life);
+    }
+    {
+      std::lock_guard<std::mutex> lock(channel_->mu_);
+      channel_->names_.erase(node_id);
+    }
+    const Network::End closed{"its connection closed", true, false};
+    channel_->network_->Unlink(name.number, channel_->number(), &closed, nullptr);
   }
 
   void Send(ps::Message* message) override {
@@ -131,6 +139,7 @@ void SimulatedChannel::StartOnce() {
   membership.keep = settings_.keep;
   membership.keep_timeout_s = settings_.keep_timeout_s;
   membership.rejoin = settings_.rejoin;
+  membership.replicas = settings_.replicas;
   membership_ =
       ps::Membership::Make(links_.get(), membership,
                            [this](const ps::MembershipEvent& event) { user_->OnEvent(event); });
@@ -192,6 +201,16 @@ void SimulatedChannel::Abandon(const void* begin, size_t bytes) {
   }
 }
 
+bool SimulatedChannel::is_late() const { return membership_->AsNode()->is_late(); }
+
+void SimulatedChannel::SayReady() {
+  membership_->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kReady});
+}
+
+void SimulatedChannel::AskToAdmit(int replica, int life) {
+  membership_->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kAdmit, replica, life});
+}
+
 int SimulatedChannel::rank() const { return ps::Postoffice::IDtoRank(links_->self().id); }
 
 std::string SimulatedChannel::NameOfServer(int rank) {
@@ -210,6 +229,12 @@ void SimulatedChannel::Receive(int from, uint64_t from_life, ps::Message message
     event.from = from;
     event.from_life = from_life;
     const bool control = IsControl(message);
+    // It has come: its sender may be gone, and its memory with it.
+    for (auto& values : message.data) {
+      ps::SArray<char> copy;
+      copy.CopyFrom(values);
+      values = copy;
+    }
     event.message = std::move(message);
     (control ? control_ : data_).push_back(std::move(event));
   }

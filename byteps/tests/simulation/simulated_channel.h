@@ -40,6 +40,7 @@ struct NodeSettings {
   bool keep = false;
   double keep_timeout_s = 0;
   bool rejoin = false;
+  int replicas = 1;
 };
 
 class SimulatedChannel : public core::Channel {
@@ -55,6 +56,9 @@ class SimulatedChannel : public core::Channel {
   void Abandon(const void* begin, size_t bytes) override;
   bool RegistersMemory() const override { return false; }
   double link_gbps() const override { return membership_->AsNode()->link_mbps() / 1e3; }
+  bool is_late() const override;
+  void SayReady() override;
+  void AskToAdmit(int replica, int life) override;
   int rank() const override;
   std::string NameOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;

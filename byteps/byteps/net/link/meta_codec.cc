@@ -119,7 +119,7 @@ bool DecodeMeta(const char* data, size_t size, Meta* meta) {
       !in.Int(&body_bytes) || !in.Int(&nodes) || !in.Bytes(body_bytes, &meta->body)) {
     return false;
   }
-  if (flags > (kRequest | kPush | kSimpleApp) || command > Control::JOB_END) return false;
+  if (flags > (kRequest | kPush | kSimpleApp) || command > Control::MEMBERS) return false;
   // A count that could not be there takes no memory; nor does one that could, before they are read.
   if (nodes > in.left() / kLeastNodeBytes) return false;
   meta->request = (flags & kRequest) != 0;

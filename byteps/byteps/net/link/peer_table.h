@@ -167,6 +167,18 @@ class PeerTable {
     return it != by_id_.end() && it->second != lost;
   }
 
+  // The process that has this id has it no more, and the loss of its links is nobody's.  They are
+  // to be closed.
+  Links Forget(int id) {
+    MutexLock lock(&mu_);
+    const auto it = by_id_.find(id);
+    if (it == by_id_.end()) return {};
+    const PeerPtr peer = it->second;
+    by_id_.erase(it);
+    peer->id = Node::kEmpty;
+    return LinksOf(*peer);
+  }
+
   // For the next message; null when there is none.  A peer without links of this plane has all by
   // plane 0.
   LinkPtr Choose(int id, int plane) {

@@ -6,7 +6,8 @@ namespace ps {
 namespace membership {
 namespace {
 
-Refusal Check(const Roster& roster, bool keep, const Claim& claim, const Node& node) {
+Refusal Check(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
+              const Node& node) {
   if (claim.protocol != kProtocol) {
     return {"it speaks membership protocol " + std::to_string(claim.protocol) + ", the scheduler " +
             std::to_string(kProtocol) + ": install the same byteps on every node"};
@@ -14,7 +15,7 @@ Refusal Check(const Roster& roster, bool keep, const Claim& claim, const Node& n
   if (node.role == Node::SCHEDULER) return {"it says that it is a scheduler"};
   // What is said of numbers and places may be true of the last incarnation only, which has not
   // ended for the scheduler yet: its nodes are given some time to connect again.
-  const bool later = keep;
+  bool later = keep;
   const bool worker = node.role == Node::WORKER;
   const JobSize& expected = roster.expected();
   const int workers = expected.workers < 0 && worker ? claim.workers : expected.workers;
@@ -28,6 +29,11 @@ Refusal Check(const Roster& roster, bool keep, const Claim& claim, const Node& n
     return {"it was started for " + Plural(claim.servers, "server") + ", the scheduler for " +
             Plural(servers, "server") + " (DMLC_NUM_SERVER)"};
   }
+  if (worker && expected.replicas >= 0 && claim.replicas != expected.replicas) {
+    return {"it is of a job of " + Plural(claim.replicas, "replica") + ", the others of " +
+                Plural(expected.replicas, "replica") + " (worker.sh --replica, BYTEPS_REPLICA)",
+            later};
+  }
   if (!worker) {
     if (servers < 0 || roster.Count(Node::SERVER) < servers) return {};
     return {"the job has its " + Plural(servers, "server") + " already", later};
@@ -38,6 +44,13 @@ Refusal Check(const Roster& roster, bool keep, const Claim& claim, const Node& n
             later};
   }
   if (const Member* other = roster.Find(IdOf(Node::WORKER, node.aux_id))) {
+    if (other->removed) {
+      const auto state = replicas.state(replicas.Of(node.aux_id));
+      if (state != ReplicaTable::State::kLeaving) return {};
+      return {"servers do not know yet that its replica was removed", true};
+    }
+    // Of a replica that died the scheduler may not know yet.
+    if (replicas.active()) later = true;
     return {
         "the job has a " + Describe(other->node) + " already; does another job use this scheduler?",
         later};
@@ -47,20 +60,22 @@ Refusal Check(const Roster& roster, bool keep, const Claim& claim, const Node& n
 
 }  // namespace
 
-Refusal Assign(const Roster& roster, bool keep, const Claim& claim, Node* node) {
+Refusal Assign(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
+               Node* node) {
   if (roster.IsBeingSuspended()) return {"the job before it is being suspended", true};
   const bool worker = node->role == Node::WORKER;
   if (worker && node->aux_id < 0) node->aux_id = roster.FirstFreeRank(Node::WORKER);
-  Refusal refusal = Check(roster, keep, claim, *node);
+  Refusal refusal = Check(roster, replicas, keep, claim, *node);
   if (refusal) return refusal;
   node->id = IdOf(node->role, worker ? node->aux_id : roster.FirstFreeRank(Node::SERVER));
   return {};
 }
 
-Refusal AssignAll(const Roster& roster, bool keep, const Claim& claim, Node node) {
+Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
+                  Node node) {
   const bool any_rank = node.role == Node::SERVER || node.aux_id < 0;
   const int first = node.aux_id;
-  Refusal refusal = Assign(roster, keep, claim, &node);
+  Refusal refusal = Assign(roster, replicas, keep, claim, &node);
   if (refusal || claim.probe == 1) return refusal;
   if (any_rank) {
     const bool server = node.role == Node::SERVER;
@@ -73,7 +88,7 @@ Refusal AssignAll(const Roster& roster, bool keep, const Claim& claim, Node node
   // Those that follow the first; none is looked at beyond one that would be refused.
   for (int i = 1; i < claim.probe && !refusal; ++i) {
     node.aux_id = first + i;
-    refusal = Assign(roster, keep, claim, &node);
+    refusal = Assign(roster, replicas, keep, claim, &node);
   }
   return refusal;
 }

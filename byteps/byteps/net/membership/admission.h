@@ -5,6 +5,7 @@
 #include <string>
 
 #include "byteps/net/membership/protocol.h"
+#include "byteps/net/membership/replica_table.h"
 #include "byteps/net/membership/roster.h"
 #include "ps/internal/message.h"
 
@@ -20,10 +21,12 @@ struct Refusal {
 
 // Gives `node` its rank and its id, or refuses it.  The roster stays as it is.  `keep`: the
 // scheduler outlives failures (MembershipSettings::keep).
-Refusal Assign(const Roster& roster, bool keep, const Claim& claim, Node* node);
+Refusal Assign(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
+               Node* node);
 
 // Whether `claim.probe` nodes like `node` would be admitted, one after the other.
-Refusal AssignAll(const Roster& roster, bool keep, const Claim& claim, Node node);
+Refusal AssignAll(const Roster& roster, const ReplicaTable& replicas, bool keep, const Claim& claim,
+                  Node node);
 
 }  // namespace membership
 }  // namespace ps

@@ -30,6 +30,7 @@ constexpr Rule kRules[] = {
     {Control::LEAVE, "LEAVE", 0, kNodes},
     {Control::NODE_LEFT, "NODE_LEFT", kNodes, 0},
     {Control::JOB_END, "JOB_END", kServers, 0},
+    {Control::MEMBERS, "MEMBERS", kNodes, kNodes},
 };
 
 const Rule* Find(Control::Command command) {

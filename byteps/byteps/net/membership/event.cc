@@ -22,6 +22,22 @@ std::string PlaceOf(const NodeInfo& node) {
   return node.address + (node.nics > 1 ? " on " + Plural(node.nics, "NIC") : "");
 }
 
+int ReplicaView::Donor(int joiner) const {
+  for (int replica = 0; replica < count(); ++replica) {
+    if (replica != joiner && IsPresent(replica)) return replica;
+  }
+  return -1;
+}
+
+std::set<int> ReplicaView::AbsentRanks() const {
+  std::set<int> ranks;
+  for (int replica = 0; replica < count(); ++replica) {
+    if (IsPresent(replica)) continue;
+    for (int i = 0; i < workers / count(); ++i) ranks.insert(FirstRank(replica) + i);
+  }
+  return ranks;
+}
+
 Announcer::Announcer(Listener listener) : listener_(std::move(listener)) {}
 
 void Announcer::Tell(const MembershipEvent& event) {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,28 @@ std::string PlaceOf(const NodeInfo& node);
 // Bytes that a node reports of itself with a heartbeat.
 constexpr size_t kMaxReport = 1024;
 
+// Which replicas of a model are in the job (docs/design/replicas.md), as the scheduler tells it.
+struct ReplicaView {
+  int workers = 0;      // of all replicas together; equally many are of each
+  int epoch = 0;        // grows with each change
+  std::string present;  // a '1' for each replica that takes part in sums, a '0' for each other one
+  std::string waiting;  // a '1' for each that is ready to join, when the others say so
+  // The life of each: the epoch in which it became ready to join; 0: it was there from the
+  // beginning.
+  std::vector<int> lives;
+  std::string news;  // what has changed, for the log; may be empty
+
+  int count() const { return static_cast<int>(present.size()); }
+  bool IsPresent(int replica) const { return present[replica] == '1'; }
+  // The ranks of a replica are those from this one on.
+  int FirstRank(int replica) const { return replica * (workers / count()); }
+  // The first one that is present, but for this one: it gives one that joins what it lacks.  -1:
+  // none.
+  int Donor(int joiner) const;
+  // Of replicas that are not present.
+  std::set<int> AbsentRanks() const;
+};
+
 struct MembershipEvent {
   enum Kind {
     kFailed,    // the job cannot go on; `reason` says why
@@ -38,6 +61,7 @@ struct MembershipEvent {
     kWelcomed,  // the scheduler admitted this process as `node`; others may be missing
     kAdmitted,  // scheduler: `node` is in the job, which has the numbers below now
     kComplete,  // scheduler: nobody is missing
+    kReplicas,  // `replicas` has changed
   };
   Kind kind;
   int rank = -1;
@@ -56,6 +80,7 @@ struct MembershipEvent {
   int expected_workers = -1;
   int expected_servers = -1;
   std::string report;
+  ReplicaView replicas;
 };
 
 // How a worker leaves.
@@ -79,7 +104,8 @@ struct JobView {
   int workers = -1;     // that the job should have; -1: not known yet
   int servers = -1;
   std::vector<Peer> peers;
-  std::string missing;  // while it gathers: "worker 3, worker 7, 2 servers"
+  std::string missing;   // while it gathers: "worker 3, worker 7, 2 servers"
+  ReplicaView replicas;  // without any: the job is the only one that trains its model
 };
 
 // Hands a job's events to its process.  Any thread.  Checks that a job ends once.

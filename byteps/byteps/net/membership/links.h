@@ -17,7 +17,8 @@ class MembershipLinks {
   // Makes a connection to `node`, or names the one that came from it.  Of the scheduler, with which
   // there is one, it learns the NICs.
   virtual void Connect(const Node& node) = 0;
-  // Closes it when what was sent before has left.
+  // Closes it when what was sent before has left.  A server closes it at once, and another process
+  // may come under this id from then on.
   virtual void Disconnect(int node_id) = 0;
   // Never blocks.  What cannot be sent is dropped: OnLinkLost tells why.
   virtual void Send(Message* msg) = 0;

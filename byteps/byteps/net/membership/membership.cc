@@ -31,6 +31,7 @@ MembershipSettings MembershipSettings::FromEnvironment() {
   settings.rank = GetEnv("DMLC_WORKER_ID", -1);
   settings.rejoin = GetEnv("BYTEPS_REJOIN", 0) != 0;
   settings.link_mbps = static_cast<int>(std::min(Number("BYTEPS_LINK_GBPS", 0) * 1000, kMostMbps));
+  settings.replicas = GetEnv("BYTEPS_REPLICAS", 1);
   settings.probe = GetEnv("BYTEPS_PROBE", 0);
   settings.keep = GetEnv("BYTEPS_KEEP", 0) != 0;
   settings.keep_timeout_s = Number("BYTEPS_KEEP_TIMEOUT_S", settings.keep_timeout_s);

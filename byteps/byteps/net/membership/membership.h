@@ -21,6 +21,9 @@
 //    | <-- NODE_LEFT (who) ---------------- |  to the worker itself at once; to servers, those
 //    |                                      |  of some moments together
 //    | <-- JOB_END (finish | suspend) ----- |  to servers, once no worker is left
+//    | <-- MEMBERS (replicas) ------------- |  a replica was removed, or comes back; to all
+//    | -- MEMBERS (epoch) ----------------> |  a server has made all changes up to that
+//    | -- MEMBERS (ready | admit) --------> |  a replica can join; the others are between two steps
 //
 // Each command is taken from those alone who may send it (net/membership/commands.cc).
 //
@@ -93,13 +96,14 @@ struct MembershipSettings {
   // Such a scheduler gives up when no worker comes for so long after a failure; 0: never.
   double keep_timeout_s = 1800;
   int link_mbps = 0;  // of a worker's network card; 0: what the card says
+  int replicas = 1;   // of a worker: jobs that train its model
   // More than 0: Join asks whether so many nodes like this one would be admitted, and joins
   // nothing; a scheduler admits nobody.
   int probe = 0;
 
   // BYTEPS_PEER_TIMEOUT_S, BYTEPS_START_TIMEOUT_S, DMLC_ROLE, DMLC_NUM_WORKER,
   // DMLC_NUM_SERVER, DMLC_WORKER_ID, BYTEPS_REJOIN, BYTEPS_LINK_GBPS, BYTEPS_KEEP,
-  // BYTEPS_KEEP_TIMEOUT_S and BYTEPS_PROBE.
+  // BYTEPS_KEEP_TIMEOUT_S, BYTEPS_REPLICAS and BYTEPS_PROBE.
   static MembershipSettings FromEnvironment();
 };
 

@@ -60,6 +60,7 @@ void NodeMembership::Join() {
   if (settings_.rejoin || (settings_.keep && self.role == Node::SERVER)) claim.workers = -1;
   if (settings_.rejoin) claim.servers = -1;
   if (self.role == Node::WORKER) {
+    claim.replicas = settings_.replicas;
     claim.link_mbps = settings_.link_mbps > 0 ? settings_.link_mbps : HostMbps(self);
   }
   Send(links_, Control::ADD_NODE, kScheduler, PackClaim(claim), {self});
@@ -127,6 +128,11 @@ int NodeMembership::link_mbps() {
   return link_mbps_;
 }
 
+bool NodeMembership::is_late() {
+  MutexLock lock(&mu_);
+  return is_late_;
+}
+
 std::string NodeMembership::NameOf(int node_id) {
   if (node_id == kScheduler) return NameOfScheduler(*links_);
   MutexLock lock(&mu_);
@@ -181,6 +187,8 @@ void NodeMembership::Handle(const Message& msg) {
     case Control::NODE_LEFT:
       for (const Node& node : msg.meta.control.node) OnNodeLeft(node);
       return;
+    case Control::MEMBERS:
+      return OnReplicas(msg);
     case Control::JOB_END:
       return OnEnd(membership::ParseEnd(body));
     default:
@@ -232,7 +240,7 @@ void NodeMembership::OnAdmission(const Message& msg) {
   {
     // It says how many connections a link wants.
     MutexLock lock(&mu_);
-    link_mbps_ = membership::ParseLink(msg.meta.body);
+    link_mbps_ = membership::ParseLink(msg.meta.body, &is_late_);
   }
   for (const auto& node : msg.meta.control.node) {
     links_->Connect(node);
@@ -261,6 +269,38 @@ void NodeMembership::OnNodeLeft(const Node& node) {
   event.node = InfoOf(node);
   event.reason = Describe(node) + " left the job";
   announcer_.Tell(event);
+}
+
+void NodeMembership::OnReplicas(const Message& msg) {
+  MembershipEvent event;
+  event.kind = MembershipEvent::kReplicas;
+  if (!membership::ParseReplicas(msg.meta.body, &event.replicas)) return;
+  const bool server = links_->self().role == Node::SERVER;
+  {
+    MutexLock lock(&mu_);
+    if (state_ != State::kActive || event.replicas.epoch <= epoch_) return;
+    epoch_ = event.replicas.epoch;
+    // What breaks of these is no news; and nobody else may come under their names before.
+    for (const Node& node : msg.meta.control.node) {
+      Member* const member = roster_.Put(node);
+      member->left = member->removed = true;
+    }
+    const std::set<int> absent = event.replicas.AbsentRanks();
+    for (int rank = 0; rank < event.replicas.workers; ++rank) {
+      const Member* const member = roster_.Find(IdOf(Node::WORKER, rank));
+      if (member != nullptr && member->removed && absent.count(rank) == 0) {
+        roster_.Erase(member->node.id);
+      }
+    }
+  }
+  for (const Node& node : msg.meta.control.node) links_->Disconnect(node.id);
+  announcer_.Tell(event);
+  if (!server) return;
+  SayOfReplica({membership::ReplicaWord::kAcknowledged, 0, event.replicas.epoch});
+}
+
+void NodeMembership::SayOfReplica(const membership::ReplicaWord& word) {
+  Send(links_, Control::MEMBERS, kScheduler, membership::PackWord(word));
 }
 
 void NodeMembership::OnEnd(bool suspended) {
@@ -331,12 +371,16 @@ void NodeMembership::OnDue(Clock::time_point now) {
 
 void NodeMembership::ReportBrokenLink() {
   std::string reason;
+  std::vector<Node> peers;
   bool reported = false;
   const std::string self = Describe(links_->self());
   const std::string before = StoodStill(self, settings_.peer_timeout_s);
   {
     MutexLock lock(&mu_);
     const int id = broken_link_->peer;
+    peers.emplace_back();
+    peers.back().id = id;
+    peers.back().role = links_->self().role == Node::SERVER ? Node::WORKER : Node::SERVER;
     const Member* const peer = roster_.Find(id);
     if (peer != nullptr && peer->left) {
       PS_PROBE(kLinkOfLeaver);
@@ -351,7 +395,7 @@ void NodeMembership::ReportBrokenLink() {
   }
   if (reported) return Fail(reason);
   PS_PROBE(kLinkReported);
-  Send(links_, Control::JOB_FAILED, kScheduler, reason);
+  Send(links_, Control::JOB_FAILED, kScheduler, reason, peers);
 }
 
 void NodeMembership::OnBeat(Clock::time_point now) {

@@ -13,6 +13,7 @@
 #include "byteps/net/membership/commands.h"
 #include "byteps/net/membership/heartbeat.h"
 #include "byteps/net/membership/membership.h"
+#include "byteps/net/membership/protocol.h"
 #include "byteps/net/membership/roster.h"
 
 namespace ps {
@@ -41,6 +42,9 @@ class NodeMembership : public Membership {
   // not done all of its work is started again.
   void Leave(const Farewell& farewell);
 
+  // On a worker of a replica: tells the scheduler something of it (docs/design/replicas.md).
+  void SayOfReplica(const membership::ReplicaWord& word);
+
   // From now on heartbeats carry what `report` returns, at most kMaxReport bytes.  It is called
   // by the heartbeats' thread with no lock held, and is not called any more after Stop.
   void SetReporter(std::function<std::string()> report);
@@ -48,6 +52,9 @@ class NodeMembership : public Membership {
   // On a worker that has joined: Mbit/s each way of the slowest worker's network card; 0 where one
   // of them is not known.  The same on all workers.
   int link_mbps();
+  // On a worker that has joined: whether its replica has come to a job that runs, and takes part in
+  // nothing until it is admitted.
+  bool is_late();
 
  private:
   using Clock = AwakeClock;
@@ -94,6 +101,7 @@ class NodeMembership : public Membership {
   void OnProbeAnswer(const std::string& body);
   void OnAdmission(const Message& msg);
   void OnNodeLeft(const Node& node);
+  void OnReplicas(const Message& msg);
   void OnEnd(bool suspended);
 
   // `unwelcome`: what it means where the scheduler has not taken this node.
@@ -121,6 +129,8 @@ class NodeMembership : public Membership {
   bool left_acknowledged_ PS_GUARDED_BY(mu_) = false;
   Roster roster_ PS_GUARDED_BY(mu_);  // those that this node has heard of
   int link_mbps_ PS_GUARDED_BY(mu_) = 0;
+  bool is_late_ PS_GUARDED_BY(mu_) = false;
+  int epoch_ PS_GUARDED_BY(mu_) = -1;  // of the last ReplicaView
   std::function<std::string()> reporter_ PS_GUARDED_BY(mu_);
   Clock::time_point scheduler_heard_ PS_GUARDED_BY(mu_);
   std::optional<SchedulerLoss> scheduler_loss_ PS_GUARDED_BY(mu_);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <sstream>
 
 #include "byteps/net/link/net_address.h"
@@ -20,30 +21,103 @@ constexpr char kWithFailure[] = "failed: ";
 // In the LEAVE of a worker in which an operation failed, before what failed.
 constexpr char kAfter[] = " after: ";
 
+// Of up to nine digits; -1 for anything else.
+int NumberIn(const std::string& text) {
+  int number = -1;
+  const bool is_number = !text.empty() && text.size() <= 9 &&
+                         text.find_first_not_of("0123456789") == std::string::npos;
+  if (is_number) sscanf(text.c_str(), "%9d", &number);
+  return number;
+}
+
 }  // namespace
 
 std::string PackClaim(const Claim& claim) {
   std::ostringstream text;
   text << "protocol=" << claim.protocol << " workers=" << claim.workers
-       << " servers=" << claim.servers << " link=" << claim.link_mbps << " probe=" << claim.probe;
+       << " servers=" << claim.servers << " link=" << claim.link_mbps << " probe=" << claim.probe
+       << " replicas=" << claim.replicas;
   return text.str();
 }
 
 bool ParseClaim(const std::string& text, Claim* claim) {
   // So many digits fit into an int, whatever comes.
   const int found =
-      sscanf(text.c_str(), "protocol=%9d workers=%9d servers=%9d link=%9d probe=%9d",
-             &claim->protocol, &claim->workers, &claim->servers, &claim->link_mbps, &claim->probe);
-  return found == 5 && claim->link_mbps >= 0 && claim->workers <= kMaxNodes &&
-         claim->servers <= kMaxNodes && claim->probe >= 0 && claim->probe <= kMaxNodes;
+      sscanf(text.c_str(), "protocol=%9d workers=%9d servers=%9d link=%9d probe=%9d replicas=%9d",
+             &claim->protocol, &claim->workers, &claim->servers, &claim->link_mbps, &claim->probe,
+             &claim->replicas);
+  return found == 6 && claim->replicas >= 0 && claim->link_mbps >= 0 &&
+         claim->workers <= kMaxNodes && claim->servers <= kMaxNodes && claim->probe >= 0 &&
+         claim->probe <= kMaxNodes;
 }
 
-std::string PackLink(int mbps) { return "link=" + std::to_string(mbps); }
+std::string PackLink(int mbps, bool late) {
+  return "link=" + std::to_string(mbps) + " late=" + std::to_string(late ? 1 : 0);
+}
 
-int ParseLink(const std::string& text) {
+int ParseLink(const std::string& text, bool* late) {
   int mbps = 0;
-  sscanf(text.c_str(), "link=%9d", &mbps);
+  int is_late = 0;
+  sscanf(text.c_str(), "link=%9d late=%1d", &mbps, &is_late);
+  *late = is_late == 1;
   return std::max(mbps, 0);
+}
+
+std::string PackReplicas(const ReplicaView& view) {
+  std::string lives;
+  for (const int life : view.lives) lives += (lives.empty() ? "" : ",") + std::to_string(life);
+  return "workers=" + std::to_string(view.workers) + " epoch=" + std::to_string(view.epoch) +
+         " present=" + view.present + " waiting=" + view.waiting + " lives=" + lives + " " +
+         view.news;
+}
+
+bool ParseReplicas(const std::string& text, ReplicaView* view) {
+  static const char* const kNames[] = {"workers=", "epoch=", "present=", "waiting=", "lives="};
+  std::string field[std::size(kNames)];
+  std::istringstream in(text);
+  for (size_t i = 0; i < std::size(kNames); ++i) {
+    in >> field[i];
+    if (!BeginsWith(field[i], kNames[i])) return false;
+    field[i].erase(0, strlen(kNames[i]));
+  }
+  const size_t count = field[2].size();
+  for (const std::string& bits : {field[2], field[3]}) {
+    if (bits.size() != count || bits.find_first_not_of("01") != std::string::npos) return false;
+  }
+  view->workers = NumberIn(field[0]);
+  view->epoch = NumberIn(field[1]);
+  view->present = field[2];
+  view->waiting = field[3];
+  view->lives.clear();
+  std::istringstream lives(field[4]);
+  for (std::string one; std::getline(lives, one, ',');) view->lives.push_back(NumberIn(one));
+  if (count < 2 || view->lives.size() != count || view->epoch < 0 ||
+      view->workers < view->count() || view->workers > kMaxNodes ||
+      view->workers % view->count() != 0 ||
+      *std::min_element(view->lives.begin(), view->lives.end()) < 0) {
+    return false;
+  }
+  in.get();
+  std::getline(in, view->news, '\0');
+  return true;
+}
+
+std::string PackWord(const ReplicaWord& word) {
+  static const char* const kNames[] = {"acknowledged", "ready", "admit"};
+  return std::string(kNames[word.kind]) + " replica=" + std::to_string(word.number) +
+         " epoch=" + std::to_string(word.epoch);
+}
+
+bool ParseWord(const std::string& text, ReplicaWord* word) {
+  char name[16];
+  if (sscanf(text.c_str(), "%15s replica=%9d epoch=%9d", name, &word->number, &word->epoch) != 3) {
+    return false;
+  }
+  for (const auto kind : {ReplicaWord::kAcknowledged, ReplicaWord::kReady, ReplicaWord::kAdmit}) {
+    word->kind = kind;
+    if (PackWord(*word) == text) return word->number >= 0 && word->epoch >= 0;
+  }
+  return false;
 }
 
 std::string PackFarewell(const Farewell& farewell) {

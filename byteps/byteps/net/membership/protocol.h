@@ -12,7 +12,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 8;
+constexpr int kProtocol = 9;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.
@@ -25,15 +25,32 @@ struct Claim {
   int servers = -1;
   int link_mbps = 0;  // of a worker's network card; 0: not known
   int probe = 0;      // it asks for so many nodes, and does not join
+  int replicas = 0;   // of a worker: jobs that train its model; 0: it does not say
 };
 std::string PackClaim(const Claim& claim);
 // Whether all of it could be read.  The protocol may be known even if not.
 bool ParseClaim(const std::string& text, Claim* claim);
 
-// What the scheduler says of the slowest worker's link, in ADD_NODE: "link=25000", in Mbit/s.
-std::string PackLink(int mbps);
-// 0 for anything else.
-int ParseLink(const std::string& text);
+// What the scheduler says in ADD_NODE: the rate of the slowest worker's link, in Mbit/s, and
+// whether this worker's replica comes to a job that has begun.
+std::string PackLink(int mbps, bool late);
+// 0 and false for anything else.
+int ParseLink(const std::string& text, bool* late);
+
+// MEMBERS, to nodes.
+std::string PackReplicas(const ReplicaView& view);
+// False: it is no such thing.
+bool ParseReplicas(const std::string& text, ReplicaView* view);
+// MEMBERS, to the scheduler.  Of a server: it has made all changes up to an epoch.  Of a worker
+// that came late: it can take part.  Of a worker that takes part: it and all others are between two
+// steps, and a replica that waits may join.
+struct ReplicaWord {
+  enum Kind { kAcknowledged, kReady, kAdmit } kind = kReady;
+  int number = 0;  // kAdmit: the replica
+  int epoch = 0;   // kAcknowledged: up to which; kAdmit: the replica's life
+};
+std::string PackWord(const ReplicaWord& word);
+bool ParseWord(const std::string& text, ReplicaWord* word);
 
 // What a worker says in LEAVE.  A server that is told to end says how: "stopped by
 // SIGTERM".

@@ -13,7 +13,8 @@ namespace ps {
 
 struct Member {
   Node node;
-  bool left = false;  // it has done its work
+  bool left = false;     // it has done its work, or was removed
+  bool removed = false;  // with its replica
   // Known to the scheduler alone.
   bool left_to_suspend = false;
   AwakeClock::time_point heard;
@@ -24,6 +25,7 @@ struct Member {
 struct JobSize {
   int workers = -1;
   int servers = -1;
+  int replicas = -1;  // that the workers are of
 };
 
 // By node id, without the scheduler.  Not thread-safe.

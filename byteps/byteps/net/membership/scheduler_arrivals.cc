@@ -31,17 +31,17 @@ void SchedulerMembership::Register(const Message& msg) {
     if (state_ == State::kStopped) return;
     incarnation = incarnation_;
     refusal = WhyClosed();
-    if (!refusal) refusal = Assign(roster_, settings_.keep, claim, &node);
+    if (!refusal) refusal = Assign(roster_, replicas_, settings_.keep, claim, &node);
   }
   if (refusal) return Refuse(node, refusal);
   // It has a link before it is a peer: whoever is told of a failure can be told.
   links_->Connect(node);
-  bool complete = false;
+  Gathered gathered;
   {
     MutexLock lock(&mu_);
     if (state_ == State::kStopped) return;
     if (incarnation == incarnation_ && state_ == State::kActive) {
-      complete = Admit(claim, node);
+      gathered = Admit(claim, node);
     } else {
       refusal = {"the job has failed: " + failure_, state_ != State::kFailed};
     }
@@ -50,8 +50,9 @@ void SchedulerMembership::Register(const Message& msg) {
   Send(links_, Control::WELCOME, node.id, std::to_string(incarnation), {node});
   PS_VLOG(1) << "admitted " << Describe(node);
   EmitProgress(MembershipEvent::kAdmitted, node);
-  if (!complete) return;
-  AdmitAll();
+  if (!gathered.all) return;
+  AdmitAll(gathered.replica);
+  if (gathered.replica >= 0) return TellReplicas("");
   EmitProgress(MembershipEvent::kComplete, node);
 }
 
@@ -62,25 +63,40 @@ SchedulerMembership::Refusal SchedulerMembership::WhyClosed() {
   return {"the job has failed: " + failure_, state_ == State::kTurning};
 }
 
-bool SchedulerMembership::Admit(const Claim& claim, const Node& node) {
-  BPS_INVARIANT("a place in the job is one node's", roster_.Find(node.id) == nullptr,
+SchedulerMembership::Gathered SchedulerMembership::Admit(const Claim& claim, const Node& node) {
+  const Member* const before = roster_.Find(node.id);
+  BPS_INVARIANT("a place in the job is one node's", before == nullptr || before->removed,
                 "that of " + Describe(node));
   JobSize expected = roster_.expected();
   if (node.role == Node::WORKER) {
     if (expected.workers < 0) expected.workers = claim.workers;
     if (expected.servers < 0) expected.servers = claim.servers;
+    if (expected.replicas < 0) expected.replicas = claim.replicas;
     roster_.Expect(expected);
     any_worker_ = true;
   }
+  const bool late = before != nullptr;
+  roster_.Erase(node.id);
   Member* const member = roster_.Put(node);
   member->heard = last_arrival_ = Clock::now();
   member->link_mbps = claim.link_mbps;
-  if (!roster_.IsComplete()) return false;
+  if (late) {
+    Gathered gathered{true, replicas_.Of(Postoffice::IDtoRank(node.id))};
+    replicas_.Arrive(gathered.replica, member->heard);
+    for (const auto& [id, other] : roster_.members()) {
+      const bool same = other.node.role == Node::WORKER &&
+                        replicas_.Of(Postoffice::IDtoRank(id)) == gathered.replica;
+      if (same && other.removed) gathered.all = false;
+    }
+    return gathered;
+  }
+  if (!roster_.IsComplete()) return {};
   failure_.clear();  // of the last incarnation
-  return true;
+  replicas_.Begin(std::max(expected.replicas, 1), expected.workers);
+  return {true, -1};
 }
 
-void SchedulerMembership::AdmitAll() {
+void SchedulerMembership::AdmitAll(int replica) {
   // Only workers connect to others, and only to servers: nobody else needs addresses.  All may have
   // to connect to the scheduler again, over another NIC.
   std::vector<Node> scheduler;
@@ -91,7 +107,9 @@ void SchedulerMembership::AdmitAll() {
   {
     MutexLock lock(&mu_);
     for (const auto& [id, member] : roster_.members()) {
-      everyone.push_back(member.node);
+      const int rank = Postoffice::IDtoRank(id);
+      const bool worker = member.node.role == Node::WORKER;
+      if (replica < 0 || (worker && replicas_.Of(rank) == replica)) everyone.push_back(member.node);
       if (member.node.role == Node::SERVER) {
         servers.push_back(member.node);
       } else {
@@ -99,7 +117,7 @@ void SchedulerMembership::AdmitAll() {
       }
     }
   }
-  const std::string link = membership::PackLink(link_mbps);
+  const std::string link = membership::PackLink(link_mbps, replica >= 0);
   for (const Node& node : everyone) {
     const bool worker = node.role == Node::WORKER;
     Send(links_, Control::ADD_NODE, node.id, link, worker ? servers : scheduler);
@@ -134,7 +152,7 @@ void SchedulerMembership::AnswerProbe(const Node& node, const Claim& claim) {
   {
     MutexLock lock(&mu_);
     refusal = WhyClosed();
-    if (!refusal) refusal = AssignAll(roster_, settings_.keep, claim, node);
+    if (!refusal) refusal = AssignAll(roster_, replicas_, settings_.keep, claim, node);
     const auto of = [](int there, int expected, const char* noun) {
       return expected < 0 ? Plural(there, noun)
                           : std::to_string(there) + " of " + Plural(expected, noun);

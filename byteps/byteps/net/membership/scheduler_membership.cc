@@ -97,6 +97,7 @@ void SchedulerMembership::Handle(const Message& msg) {
     // A member has nothing to register, and one that registers is no member yet: the role that it
     // claims is looked at then.
     const Node::Role role = member == nullptr ? Node::WORKER : member->node.role;
+    if (member != nullptr && member->removed) return;
     may = (member == nullptr) == (command == Control::ADD_NODE) &&
           membership::MaySend(command, role, Node::SCHEDULER, msg.meta.body);
     if (may && member != nullptr) member->heard = Clock::now();
@@ -109,7 +110,9 @@ void SchedulerMembership::Handle(const Message& msg) {
       Send(links_, Control::HEARTBEAT, sender);
       return OnReport(sender, msg.meta.body);
     case Control::JOB_FAILED:
-      return FailJob(msg.meta.body);
+      return OnFailure(msg);
+    case Control::MEMBERS:
+      return OnReplicaWord(sender, msg.meta.body);
     case Control::LEAVE:
       return OnFarewell(sender, msg.meta.body);
     default:
@@ -132,12 +135,17 @@ void SchedulerMembership::OnLeave(int node_id, bool suspend) {
     MutexLock lock(&mu_);
     Member* const member = roster_.Find(node_id);
     if (member == nullptr || member->left) return;
+    const int rank = Postoffice::IDtoRank(node_id);
+    if (replicas_.active() && replicas_.IsComing(replicas_.Of(rank))) {
+      lock.Unlock();
+      return OnGone(node_id, "left before its replica had joined");
+    }
     member->left = true;
     member->left_to_suspend = suspend;
     who = member->node;
     if (departed_.empty()) departed_due_ = Clock::now() + ToDuration(kDepartureSeconds);
     departed_.push_back(who);
-    all_left = roster_.AllWorkersLeft();
+    all_left = IsOver();
   }
   Send(links_, Control::NODE_LEFT, node_id, "", {who});
   EmitProgress(MembershipEvent::kNodeLeft, who);
@@ -161,7 +169,7 @@ void SchedulerMembership::TellOfDepartures() {
 }
 
 void SchedulerMembership::EndJob() {
-  std::vector<int> servers;
+  std::vector<int> servers, late;
   bool suspended = false;
   int incarnation = 0;
   {
@@ -170,7 +178,11 @@ void SchedulerMembership::EndJob() {
     if (state_ != State::kActive) return PS_PROBE(kEndedAlready);
     suspended = roster_.IsBeingSuspended();
     servers = roster_.Ids(Node::SERVER);
+    for (const auto& [id, member] : roster_.members()) {
+      if (member.node.role == Node::WORKER && !member.left) late.push_back(id);
+    }
     roster_.Clear();
+    replicas_ = ReplicaTable();
     departed_.clear();
     any_worker_ = false;
     if (suspended) {
@@ -179,6 +191,9 @@ void SchedulerMembership::EndJob() {
     } else {
       state_ = State::kEnded;
     }
+  }
+  for (const int id : late) {
+    Send(links_, Control::JOB_FAILED, id, "the job ended before this replica had joined it");
   }
   const std::string end = membership::PackEnd(suspended);
   for (const int id : servers) Send(links_, Control::JOB_END, id, end);
@@ -215,7 +230,7 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
     if (!in_job) roster_.Erase(node_id);
   }
   if (in_job) {
-    FailJob(reason);
+    if (!LoseReplica(node_id, reason)) FailJob(reason);
     return;
   }
   PS_PROBE(kForgotten);
@@ -223,6 +238,13 @@ void SchedulerMembership::OnGone(int node_id, const std::string& what, const std
   // Should it be there after all, it must not wait for a job that does without it.
   Send(links_, Control::JOB_FAILED, node_id, reason);
   links_->Disconnect(node_id);
+}
+
+void SchedulerMembership::OnFailure(const Message& msg) {
+  int id = msg.meta.sender;
+  const auto& nodes = msg.meta.control.node;
+  if (nodes.size() == 1 && nodes[0].role == Node::WORKER) id = nodes[0].id;
+  if (!LoseReplica(id, msg.meta.body)) FailJob(msg.meta.body);
 }
 
 void SchedulerMembership::FailJob(const std::string& reason, bool for_good, const char* file,
@@ -259,6 +281,7 @@ void SchedulerMembership::BeginIncarnation() {
     roster_.Clear();
     roster_.Expect({-1, roster_.expected().servers});
     departed_.clear();
+    replicas_ = ReplicaTable();
     any_worker_ = false;
     incarnation = ++incarnation_;
     incarnation_begun_ = Clock::now();
@@ -331,6 +354,7 @@ void SchedulerMembership::CheckPeers(Clock::time_point now) {
     FailJob(reason);
   }
   if (!last_reason.empty()) FailJob(last_reason, true);
+  CheckComing(now);
 }
 
 std::string SchedulerMembership::ReasonNotToStart(Clock::time_point now) {
@@ -360,6 +384,7 @@ JobView SchedulerMembership::View() {
   view.incarnation = incarnation_;
   const bool of_last = state_ == State::kActive && !failure_.empty();
   view.failure = (of_last ? "the last generation failed: " : "") + failure_;
+  if (replicas_.active()) view.replicas = replicas_.View(false);
   view.workers = roster_.expected().workers;
   view.servers = roster_.expected().servers;
   for (const auto& [id, member] : roster_.members()) {

@@ -16,6 +16,7 @@
 #include "byteps/net/membership/heartbeat.h"
 #include "byteps/net/membership/membership.h"
 #include "byteps/net/membership/protocol.h"
+#include "byteps/net/membership/replica_table.h"
 #include "byteps/net/membership/roster.h"
 
 namespace ps {
@@ -56,9 +57,14 @@ class SchedulerMembership : public Membership {
   void Register(const Message& msg);
   // Why nobody is admitted now.
   Refusal WhyClosed() PS_REQUIRES(mu_);
-  // Whether all have come with it.
-  bool Admit(const membership::Claim& claim, const Node& node) PS_REQUIRES(mu_);
-  void AdmitAll();
+  // Who is complete with a node that came.
+  struct Gathered {
+    bool all = false;
+    int replica = -1;  // that comes late
+  };
+  Gathered Admit(const membership::Claim& claim, const Node& node) PS_REQUIRES(mu_);
+  // `replica`: its workers alone; -1: everybody.
+  void AdmitAll(int replica);
   void Refuse(const Node& node, const Refusal& refusal);
   // Sends REFUSED with `body` to a node that is not in the job, and closes its connection.
   void SendAway(const Node& node, const std::string& body);
@@ -79,11 +85,27 @@ class SchedulerMembership : public Membership {
   // The same with all of what happened: "was lost: ...", "was stopped by SIGTERM"; and
   // what happened before.
   void OnGone(int node_id, const std::string& what, const std::string& before = "");
+  // A node cannot go on, for a reason that it or a server, which names it, says.
+  void OnFailure(const Message& msg);
   // `for_good`: the scheduler is told to end.  The place is that of the call: what found the
   // failure.
   void FailJob(const std::string& reason, bool for_good = false,
                const char* file = __builtin_FILE(), int line = __builtin_LINE());
   void BeginIncarnation();
+
+  // Replicas (scheduler_replicas.cc).
+  //
+  // The replica of a worker that is gone is removed.  False: the job cannot go on without it.
+  bool LoseReplica(int node_id, const std::string& reason);
+  // Whether workers of another replica go on, or have done all there was to do.
+  bool OthersGoOn(int replica) PS_REQUIRES(mu_);
+  // Every worker that takes part has left.
+  bool IsOver() PS_REQUIRES(mu_);
+  // Tells all nodes how it is now, and servers whose connections they have to close.
+  void TellReplicas(const std::string& news);
+  void OnReplicaWord(int sender, const std::string& text);
+  // Removes replicas of which some workers came, and others have not in time.
+  void CheckComing(Clock::time_point now);
 
   void OnReport(int node_id, const std::string& report);
 
@@ -105,6 +127,7 @@ class SchedulerMembership : public Membership {
   uint64_t broken_invariants_;            // that this job has failed for, or an earlier one
   std::atomic<int> last_incarnation_{0};  // that the links know of
 
+  Mutex telling_mu_;  // so that what is told of replicas is sent in order; before mu_
   Mutex mu_;
   State state_ PS_GUARDED_BY(mu_) = State::kActive;
   // With MembershipSettings::keep: of the last incarnation.
@@ -112,6 +135,8 @@ class SchedulerMembership : public Membership {
   int incarnation_ PS_GUARDED_BY(mu_) = 1;
   Clock::time_point incarnation_begun_ PS_GUARDED_BY(mu_);
   Roster roster_ PS_GUARDED_BY(mu_);
+  ReplicaTable replicas_ PS_GUARDED_BY(mu_);
+  std::vector<Node> removed_ PS_GUARDED_BY(mu_);  // of which servers were not told yet
   bool any_worker_ PS_GUARDED_BY(mu_) = false;
   Clock::time_point last_arrival_ PS_GUARDED_BY(mu_);
   // Workers that left, of which the servers do not know yet.

@@ -176,6 +176,10 @@ std::string RdmaVan::OnReply(Endpoint* endpoint, const rdma::ConnectReply& reply
 }
 
 void RdmaVan::Disconnect(int node_id) {
+  if (!is_scheduler_) {
+    for (const auto& endpoint : peers_.Forget(node_id)) connector_->Disconnect(endpoint);
+    return;
+  }
   for (const auto& endpoint : peers_.Of(node_id)) {
     endpoint->CloseWhenFlushed();
     connector_->FailLater(endpoint, kFarewell);

@@ -321,6 +321,13 @@ void TcpVan::OnResumed(Connection* connection, Connection::Clock::duration after
 }
 
 void TcpVan::Disconnect(int node_id) {
+  if (!is_scheduler_) {
+    for (const auto& connection : peers_.Forget(node_id)) {
+      connection->SayGoodbye();
+      connection->Close({"this node closed it", false, true});
+    }
+    return;
+  }
   for (const auto& connection : peers_.Of(node_id)) {
     connection->SayGoodbye();
     connection->CloseWhenFlushed();

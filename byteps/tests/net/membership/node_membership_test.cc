@@ -164,7 +164,7 @@ TEST_F(NodeMembershipTest, AWorkerJoins) {
   membership_->Join();
   const auto claims = links_->SentTo(kScheduler, Control::ADD_NODE);
   ASSERT_EQ(claims.size(), 1u);
-  EXPECT_EQ(claims[0].meta.body, Protocol() + " workers=2 servers=1 link=40000 probe=0");
+  EXPECT_EQ(claims[0].meta.body, Protocol() + " workers=2 servers=1 link=40000 probe=0 replicas=1");
   ASSERT_EQ(claims[0].meta.control.node.size(), 1u);
   EXPECT_EQ(claims[0].meta.control.node[0].aux_id, 0) << "the launcher's rank";
   EXPECT_EQ(links_->self().id, worker_);
@@ -181,11 +181,11 @@ TEST_F(NodeMembershipTest, AServerThatOutlivesJobsTakesAnyNumberOfWorkers) {
   settings_.keep = true;
   JoinAs(Node::SERVER);
   EXPECT_EQ(links_->SentTo(kScheduler, Control::ADD_NODE).at(0).meta.body,
-            Protocol() + " workers=-1 servers=1 link=0 probe=0");
+            Protocol() + " workers=-1 servers=1 link=0 probe=0 replicas=0");
   settings_.rejoin = true;
   JoinAs(Node::SERVER);
   EXPECT_EQ(links_->SentTo(kScheduler, Control::ADD_NODE).at(0).meta.body,
-            Protocol() + " workers=-1 servers=-1 link=0 probe=0");
+            Protocol() + " workers=-1 servers=-1 link=0 probe=0 replicas=0");
 }
 
 TEST_F(NodeMembershipTest, ARefusalEndsJoin) {

@@ -33,10 +33,16 @@ Node NodeOf(Node::Role role, int rank) {
 
 TEST(MembershipProtocol, ALinkIsToldAsItIs) {
   for (const int mbps : {0, 1, 25'000, 999'999'999}) {
-    EXPECT_EQ(membership::ParseLink(membership::PackLink(mbps)), mbps);
+    for (const bool late : {false, true}) {
+      bool is_late = !late;
+      EXPECT_EQ(membership::ParseLink(membership::PackLink(mbps, late), &is_late), mbps);
+      EXPECT_EQ(is_late, late);
+    }
   }
   for (const char* other : {"", "link=", "link=-5", "finish"}) {
-    EXPECT_EQ(membership::ParseLink(other), 0) << other;
+    bool is_late = true;
+    EXPECT_EQ(membership::ParseLink(other, &is_late), 0) << other;
+    EXPECT_FALSE(is_late) << other;
   }
 }
 
@@ -49,9 +55,9 @@ TEST(MembershipProtocol, AClaimIsReadAsItWasMade) {
   Claim read;
   EXPECT_TRUE(ParseClaim(PackClaim(claim), &read));
   EXPECT_EQ(PackClaim(read), PackClaim(claim));
-  for (const char* other :
-       {"", "protocol=5 workers=2", "protocol=5 workers=9999999 servers=1 link=0 probe=0",
-        "protocol=5 workers=1 servers=1 link=-1 probe=0"}) {
+  for (const char* other : {"", "protocol=5 workers=2",
+                            "protocol=5 workers=9999999 servers=1 link=0 probe=0 replicas=1",
+                            "protocol=5 workers=1 servers=1 link=-1 probe=0 replicas=1"}) {
     EXPECT_FALSE(ParseClaim(other, &read)) << other;
   }
 }
@@ -100,6 +106,50 @@ TEST(MembershipRoster, AJobEndsWithItsLastWorker) {
   EXPECT_TRUE(roster.IsBeingSuspended());
 }
 
+TEST(MembershipProtocol, ReplicasAreToldAsTheyAre) {
+  ReplicaView view;
+  view.workers = 6;
+  view.epoch = 12;
+  view.present = "101";
+  view.waiting = "010";
+  view.lives = {0, 11, 7};
+  for (const std::string news : {"", "replica 1 was removed: worker 3 was lost"}) {
+    view.news = news;
+    ReplicaView told;
+    ASSERT_TRUE(membership::ParseReplicas(membership::PackReplicas(view), &told));
+    EXPECT_EQ(membership::PackReplicas(told), membership::PackReplicas(view));
+    EXPECT_EQ(told.AbsentRanks(), (std::set<int>{2, 3}));
+    EXPECT_EQ(told.Donor(0), 2);
+    EXPECT_EQ(told.Donor(1), 0);
+  }
+  for (const char* other : {"", "workers=6", "workers=6 epoch=1 present=1 waiting=0 lives=0 ",
+                            "workers=5 epoch=1 present=11 waiting=00 lives=0,0 ",
+                            "workers=6 epoch=1 present=12 waiting=00 lives=0,0 ",
+                            "workers=6 epoch=1 present=11 waiting=000 lives=0,0 ",
+                            "workers=6 epoch=1 present=11 waiting=00 lives=0 ",
+                            "workers=6 epoch=1 present=11 waiting=00 lives=0,x ",
+                            "workers=6 epoch=-1 present=11 waiting=00 lives=0,0 "}) {
+    ReplicaView told;
+    EXPECT_FALSE(membership::ParseReplicas(other, &told)) << other;
+  }
+}
+
+TEST(MembershipProtocol, WordsOfReplicasAreToldAsTheyAre) {
+  using membership::ReplicaWord;
+  for (const auto kind : {ReplicaWord::kAcknowledged, ReplicaWord::kReady, ReplicaWord::kAdmit}) {
+    ReplicaWord word;
+    ASSERT_TRUE(membership::ParseWord(membership::PackWord({kind, 2, 17}), &word));
+    EXPECT_EQ(word.kind, kind);
+    EXPECT_EQ(word.number, 2);
+    EXPECT_EQ(word.epoch, 17);
+  }
+  for (const char* other : {"", "ready", "ready replica=1", "go replica=1 epoch=1",
+                            "ready replica=-1 epoch=1", "ready replica=1 epoch=1 more"}) {
+    ReplicaWord word;
+    EXPECT_FALSE(membership::ParseWord(other, &word)) << other;
+  }
+}
+
 TEST(MembershipAdmission, WhatMayBeTrueOfTheLastIncarnationMayComeAgain) {
   Roster roster(JobSize{2, 1});
   roster.Put(NodeOf(Node::WORKER, 0));
@@ -107,19 +157,19 @@ TEST(MembershipAdmission, WhatMayBeTrueOfTheLastIncarnationMayComeAgain) {
   claim.protocol = membership::kProtocol;
   for (const bool keep : {false, true}) {
     Node node = NodeOf(Node::WORKER, 0);
-    Refusal refusal = Assign(roster, keep, claim, &node);
+    Refusal refusal = Assign(roster, {}, keep, claim, &node);
     EXPECT_EQ(refusal.reason,
               "the job has a worker 0 (10.0.0.2) already; does another job use this scheduler?");
     EXPECT_EQ(refusal.later, keep);
     claim.servers = 3;
-    refusal = Assign(roster, keep, claim, &node);
+    refusal = Assign(roster, {}, keep, claim, &node);
     EXPECT_EQ(refusal.reason,
               "it was started for 3 servers, the scheduler for 1 server (DMLC_NUM_SERVER)");
     EXPECT_FALSE(refusal.later) << "a scheduler's servers stay as many";
     claim.servers = -1;
   }
   Node any = NodeOf(Node::WORKER, -1);
-  EXPECT_FALSE(Assign(roster, false, claim, &any));
+  EXPECT_FALSE(Assign(roster, {}, false, claim, &any));
   EXPECT_EQ(any.aux_id, 1);
   EXPECT_EQ(any.id, IdOf(Node::WORKER, 1));
   EXPECT_EQ(roster.members().size(), 1u) << "it is only asked";
@@ -131,12 +181,12 @@ TEST(MembershipAdmission, SeveralAreAskedForAtOnce) {
   Claim claim;
   claim.protocol = membership::kProtocol;
   claim.probe = 2;
-  EXPECT_FALSE(AssignAll(roster, false, claim, NodeOf(Node::SERVER, 0)));
-  EXPECT_FALSE(AssignAll(roster, false, claim, NodeOf(Node::WORKER, 0)));
-  EXPECT_EQ(AssignAll(roster, false, claim, NodeOf(Node::WORKER, 1)).reason,
+  EXPECT_FALSE(AssignAll(roster, {}, false, claim, NodeOf(Node::SERVER, 0)));
+  EXPECT_FALSE(AssignAll(roster, {}, false, claim, NodeOf(Node::WORKER, 0)));
+  EXPECT_EQ(AssignAll(roster, {}, false, claim, NodeOf(Node::WORKER, 1)).reason,
             "the job has a worker 2 (10.0.0.2) already; does another job use this scheduler?");
   claim.probe = 3;
-  EXPECT_EQ(AssignAll(roster, false, claim, NodeOf(Node::SERVER, 0)).reason,
+  EXPECT_EQ(AssignAll(roster, {}, false, claim, NodeOf(Node::SERVER, 0)).reason,
             "the job has room for 2 more servers, and this machine has 3");
 }
 

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <set>
 #include <string>
 
 #include "byteps/base/mutex.h"
@@ -28,6 +29,8 @@ class SchedulerMembershipTest : public testing::Test {
         &links_, settings, [this](const MembershipEvent& e) { OnEvent(e); });
   }
 
+  int replicas_ = 1;
+
   void StartKept(int servers) {
     MembershipSettings settings;
     settings.keep = true;
@@ -40,7 +43,8 @@ class SchedulerMembershipTest : public testing::Test {
     message.meta.control.cmd = Control::ADD_NODE;
     message.meta.body = "protocol=" + std::to_string(membership::kProtocol) +
                         " workers=" + std::to_string(workers) +
-                        " servers=" + std::to_string(servers) + " link=0 probe=0";
+                        " servers=" + std::to_string(servers) +
+                        " link=0 probe=0 replicas=" + std::to_string(replicas_);
     Node node;
     node.role = role;
     node.aux_id = role == Node::WORKER ? rank : -1;
@@ -72,6 +76,31 @@ class SchedulerMembershipTest : public testing::Test {
     Register(Node::WORKER, 0, 2, 1);
     Register(Node::WORKER, 1, 2, 1);
     ASSERT_EQ(membership_->View().phase, JobView::kRunning);
+  }
+
+  // A job of two replicas of two workers, and a server, at work.
+  void GatherReplicas() {
+    replicas_ = 2;
+    MembershipSettings settings;
+    settings.workers = 4;
+    settings.servers = 1;
+    Start(settings);
+    Register(Node::SERVER, -1, -1, 1);
+    for (int rank = 0; rank < 4; ++rank) Register(Node::WORKER, rank, 4, 1);
+    ASSERT_EQ(membership_->View().phase, JobView::kRunning);
+    EXPECT_EQ(membership_->View().replicas.present, "11");
+  }
+  ReplicaView LastTold(int id) {
+    const auto told = links_.SentTo(id, Control::MEMBERS);
+    ReplicaView view;
+    EXPECT_FALSE(told.empty());
+    if (told.empty()) return view;
+    EXPECT_TRUE(membership::ParseReplicas(told.back().meta.body, &view));
+    return view;
+  }
+  void Acknowledge() {
+    Say(server_, Control::MEMBERS,
+        membership::PackWord({membership::ReplicaWord::kAcknowledged, 0, LastTold(server_).epoch}));
   }
 
   void OnEvent(const MembershipEvent& event) {
@@ -115,6 +144,90 @@ TEST_F(SchedulerMembershipTest, WhoIsRefusedChangesNothing) {
     EXPECT_TRUE(membership_->View().peers.empty());
   }
   GatherNodes();
+}
+
+TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
+  GatherReplicas();
+  membership_->OnDisconnect(IdOf(Node::WORKER, 3));
+  EXPECT_EQ(failure(), "") << "the others go on";
+  ReplicaView view = LastTold(server_);
+  EXPECT_EQ(view.present, "10");
+  EXPECT_EQ(view.AbsentRanks(), (std::set<int>{2, 3}));
+  EXPECT_EQ(view.news.find("replica 1 was removed: worker 3 (10.0.0.2) was lost"), 0u) << view.news;
+  EXPECT_EQ(links_.SentTo(server_, Control::MEMBERS).back().meta.control.node.size(), 2u);
+  EXPECT_EQ(LastTold(worker_).present, "10");
+  EXPECT_EQ(links_.CountTo(IdOf(Node::WORKER, 2), Control::JOB_FAILED), 1) << "it goes as well";
+  EXPECT_EQ(links_.CountTo(other_, Control::JOB_FAILED), 0);
+
+  Register(Node::WORKER, 2, 4, 1);
+  EXPECT_EQ(links_.LastRefusal().find("again: "), 0u) << "servers have not acknowledged it";
+  Acknowledge();
+  Register(Node::WORKER, 2, 4, 1);
+  Say(IdOf(Node::WORKER, 2), Control::MEMBERS,
+      membership::PackWord({membership::ReplicaWord::kReady}));
+  EXPECT_EQ(links_.CountTo(IdOf(Node::WORKER, 2), Control::ADD_NODE), 1) << "one is missing";
+  Register(Node::WORKER, 3, 4, 1);
+  const auto added = links_.SentTo(IdOf(Node::WORKER, 3), Control::ADD_NODE);
+  ASSERT_EQ(added.size(), 2u);
+  bool late = false;
+  membership::ParseLink(added.back().meta.body, &late);
+  EXPECT_TRUE(late);
+  Say(IdOf(Node::WORKER, 3), Control::MEMBERS,
+      membership::PackWord({membership::ReplicaWord::kReady}));
+  view = LastTold(worker_);
+  EXPECT_EQ(view.waiting, "01");
+  EXPECT_EQ(view.present, "10");
+  const int life = view.lives[1];
+  EXPECT_EQ(life, view.epoch);
+
+  Say(worker_, Control::MEMBERS,
+      membership::PackWord({membership::ReplicaWord::kAdmit, 1, life - 1}));
+  EXPECT_EQ(LastTold(server_).present, "10") << "that life of it does not wait";
+  Say(worker_, Control::MEMBERS, membership::PackWord({membership::ReplicaWord::kAdmit, 1, life}));
+  EXPECT_EQ(LastTold(server_).present, "11");
+  EXPECT_EQ(LastTold(worker_).present, "10") << "the server has not acknowledged it";
+  Acknowledge();
+  EXPECT_EQ(LastTold(worker_).present, "11");
+  EXPECT_EQ(LastTold(IdOf(Node::WORKER, 3)).present, "11");
+  EXPECT_EQ(membership_->View().replicas.present, "11");
+  for (int rank = 0; rank < 4; ++rank) Say(IdOf(Node::WORKER, rank), Control::LEAVE, "finish");
+  EXPECT_TRUE(ended());
+}
+
+TEST_F(SchedulerMembershipTest, TheLastReplicaFailsTheJob) {
+  GatherReplicas();
+  Say(IdOf(Node::WORKER, 0), Control::LEAVE, "failed: exit status 3");
+  EXPECT_EQ(failure(), "");
+  EXPECT_EQ(LastTold(server_).present, "01");
+  membership_->OnDisconnect(IdOf(Node::WORKER, 2));
+  EXPECT_NE(failure().find("worker 2 (10.0.0.2) was lost"), std::string::npos) << failure();
+}
+
+TEST_F(SchedulerMembershipTest, AServerTellsWhichWorkerItLost) {
+  GatherReplicas();
+  Message message;
+  message.meta.control.cmd = Control::JOB_FAILED;
+  message.meta.sender = server_;
+  message.meta.body = "worker 1 was lost to server 0";
+  Node node;
+  node.id = IdOf(Node::WORKER, 1);
+  node.role = Node::WORKER;
+  message.meta.control.node = {node};
+  membership_->Handle(message);
+  EXPECT_EQ(failure(), "");
+  EXPECT_EQ(LastTold(server_).present, "01");
+}
+
+TEST_F(SchedulerMembershipTest, AJobEndsWithoutThoseWhoWaitToJoin) {
+  GatherReplicas();
+  membership_->OnDisconnect(IdOf(Node::WORKER, 3));
+  Acknowledge();
+  for (const int rank : {2, 3}) Register(Node::WORKER, rank, 4, 1);
+  for (const int rank : {0, 1}) Say(IdOf(Node::WORKER, rank), Control::LEAVE, "finish");
+  EXPECT_TRUE(ended());
+  const auto told = links_.SentTo(IdOf(Node::WORKER, 3), Control::JOB_FAILED);
+  ASSERT_FALSE(told.empty());
+  EXPECT_EQ(told.back().meta.body, "the job ended before this replica had joined it");
 }
 
 TEST_F(SchedulerMembershipTest, NodesHearOfNics) {

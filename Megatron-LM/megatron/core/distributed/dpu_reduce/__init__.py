@@ -33,11 +33,13 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``add_checkpoint_metadata``   a checkpoint is about to be saved or loaded
 ``step_ended``                the optimizer has made its step, or has not
 ``replicas_of``               the data-parallel size is derived: how many replicas share it?
-``training_begins``           the model and the optimizer are there
+``model_is_built``            the model and the optimizer are there, and the data are not
+``training_begins``           the data are, too
 ``in_turn``                   decorates what builds datasets
 ``sum_over_replicas``         data-parallel ranks have summed a few numbers
 ``agreed_norm``               the norm of the gradients is known
 ``wanted_by_any``             a rank of this replica wants to end the job, or none does
+``between_steps``             an iteration is done: a replica may join
 ``saves_checkpoint``          a checkpoint is about to be saved: by this replica?
 ``shutdown``                  training is done
 ============================  ======================================================
@@ -64,6 +66,8 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``whole_steps``        steps that are one CUDA graph
 ``outer_sums``         sums over the replicas of a sharded model
 ``replicas``           jobs that train one model, and meet only at the servers
+``replica_changes``    those that are lost, and those that come back
+``replica_state``      what one that comes back takes from another one
 ``data_slots``         which part of each batch a rank of them reads
 ``outer_steps``        their exchanges, once in many steps
 ``summed_later``       gradients that change after the backward pass, apart
@@ -86,11 +90,13 @@ from .hooks import (
     add_checkpoint_metadata,
     agreed_norm,
     apart,
+    between_steps,
     gradients_will_be_zeroed,
     in_turn,
     initialize,
     keeps_optimizer,
     make_server_optimizer,
+    model_is_built,
     outer_reduction,
     outside_graph,
     register,
@@ -115,6 +121,7 @@ __all__ = [
     "add_checkpoint_metadata",
     "agreed_norm",
     "apart",
+    "between_steps",
     "bucket_name",
     "fully_sharded",
     "gradients_will_be_zeroed",
@@ -123,6 +130,7 @@ __all__ = [
     "initialize",
     "keeps_optimizer",
     "make_server_optimizer",
+    "model_is_built",
     "outer_reduction",
     "outside_graph",
     "register",

@@ -18,6 +18,7 @@ from . import (
     outer_steps,
     outer_sums,
     plan,
+    replica_changes,
     replicas,
     server_buckets,
     summed_later,
@@ -157,7 +158,7 @@ def replicas_of(args: Namespace) -> int:
 def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
     """The model and its optimizer are there, new or from a checkpoint: see
     :func:`.outer_steps.begin`."""
-    if replicas.count() > 1:
+    if replicas.count() > 1 and not bytepslib.members.is_late():
         outer_steps.begin(args, model, optimizer)
 
 
@@ -167,7 +168,7 @@ def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if replicas.count() == 1:
+        if replicas.count() == 1 or bytepslib.members.is_late():
             return build(*args, **kwargs)
         last = replicas.number() > 0
         if last:
@@ -202,12 +203,33 @@ def wanted_by_any(args: Namespace, flag: torch.Tensor, what: str) -> torch.Tenso
 
 
 def saves_checkpoint(args: Namespace, model: Sequence[Any], iteration: int) -> bool:
-    """A checkpoint is about to be saved: whether this replica does it, which is the first one's
-    part. See :func:`.outer_steps.before_save`."""
+    """A checkpoint is about to be saved: whether this replica does it, which is the part of the
+    first that is there. See :func:`.outer_steps.before_save`."""
     if replicas.count() == 1:
         return True
     outer_steps.before_save(args, model, iteration)
-    return replicas.number() == 0
+    return replicas.is_first()
+
+
+def model_is_built(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+    """The model and its optimizer are there, and its data are not: see
+    :func:`.replica_changes.join`."""
+    if replicas.count() > 1:
+        replica_changes.join(args, model, optimizer, scheduler)
+
+
+def between_steps(
+    args: Namespace,
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    iteration: int,
+    operations: float,
+) -> None:
+    """An iteration is done, and another one may follow: see
+    :func:`.replica_changes.between_steps`."""
+    if replicas.count() > 1 and iteration < args.train_iters:
+        replica_changes.between_steps(args, model, optimizer, scheduler, iteration, operations)
 
 
 def _forget_lost(args: Namespace) -> None:

@@ -27,9 +27,12 @@ _running: OuterSteps | None = None
 class OuterSteps:
     """The exchanges of this rank's parameters, from the first local step on."""
 
-    def __init__(self, args: Namespace, model: Sequence[Any], optimizer: Any, done: int) -> None:
-        """`done`: local steps that were made before, by the job that this one goes on from."""
-        self._model, self._optimizers = model, list(_inner(optimizer))
+    def __init__(
+        self, args: Namespace, model: Sequence[Any], optimizer: Any, done: int, joins: bool = False
+    ) -> None:
+        """`done`: local steps that were made before, by the job that this one goes on from.
+        `joins`: this replica takes all from another one, and nobody compares."""
+        self._model, self._optimizers = model, list(inner(optimizer))
         self._steps = [
             bytepslib.diloco.LocalSteps(
                 parameters,
@@ -40,6 +43,7 @@ class OuterSteps:
                 fragments=args.dpu_outer_fragments,
                 name=f"outer/{index}",
                 group=replicas.peers(),
+                compare=not joins,
             )
             for index, one in enumerate(self._optimizers)
             if (parameters := _stepped(one))
@@ -47,6 +51,10 @@ class OuterSteps:
         for local in self._steps:
             local.steps = done
         replicas.leave_each_other()
+
+    def done(self) -> int:
+        """Local steps that were made."""
+        return self._steps[0].steps
 
     def step(self) -> None:
         """An iteration is done."""
@@ -61,6 +69,10 @@ class OuterSteps:
         for one in self._steps:
             one.exchange()
         self._to_model()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The outer state."""
+        return [tensor for one in self._steps for tensor in one.state()]
 
     def _to_model(self) -> None:
         """Have the model's parameters follow those of the optimizers."""
@@ -84,7 +96,7 @@ class OuterSteps:
         self._to_model()
 
 
-def _inner(optimizer: Any) -> Iterator[Any]:
+def inner(optimizer: Any) -> Iterator[Any]:
     """Megatron's optimizers, of which each steps some parameters."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(one, "is_stub_optimizer", False):
@@ -128,6 +140,38 @@ def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> No
         _leave_each_other(args, model, optimizer)
 
 
+def before_join(model: Sequence[Any]) -> None:
+    """A replica is about to join. All ranks of all other replicas call this: nothing is in flight
+    afterwards, and each rank has all parameters.
+
+    Raises:
+        byteps.torch.BytePSError: this replica was removed, or a server was lost.
+    """
+    if _running is not None:
+        _running.exchange()
+    for chunk in model:
+        config = chunk.ddp_config
+        if config.use_distributed_optimizer and config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def done() -> int:
+    """Local steps that were made; -1: each step is summed."""
+    return -1 if _running is None else _running.done()
+
+
+def joined(args: Namespace, model: Sequence[Any], optimizer: Any, steps: int) -> None:
+    """This replica joins others, which have made so many local steps (`done`)."""
+    global _running
+    if steps >= 0:
+        _running = OuterSteps(args, model, optimizer, steps, joins=True)
+
+
+def tensors() -> list[torch.Tensor]:
+    """The outer state of this rank; nothing where each step is summed."""
+    return [] if _running is None else _running.tensors()
+
+
 def _leave_each_other(args: Namespace, model: Sequence[Any], optimizer: Any, done: int = 0) -> None:
     global _running
     _running = OuterSteps(args, model, optimizer, done)
@@ -155,7 +199,7 @@ def before_save(args: Namespace, model: Sequence[Any], iteration: int) -> None:
     """
     if _running is not None:
         _running.exchange()
-        if replicas.number() == 0:
+        if replicas.is_first():
             _running.save(_path(args.save, iteration))
     if not replicas.are_alike(model):
         raise RuntimeError(

@@ -30,6 +30,8 @@ _peers: tuple[int, ...] = ()
 """One object, by which the engine knows the group again."""
 _each_step = True
 """Whether replicas sum the gradients of each step; otherwise each steps by itself."""
+_present: tuple[bool, ...] = ()
+"""Which replicas the last sum over all of them was made of, by number; the same on all of them."""
 _scaled: list[_ParamAndGradBucket] = []
 """Those whose gradients are divided by the number of replicas too."""
 
@@ -52,9 +54,10 @@ def number() -> int:
 
 def begin() -> None:
     """BytePS has started."""
-    global _count, _each_step, _peers
+    global _count, _each_step, _peers, _present
     session = bytepslib.session
     _count, _each_step = session.replicas(), True
+    _present = (True,) * _count
     size = session.size() // _count
     _peers = tuple(range(session.rank() % size, session.size(), size))
 
@@ -69,6 +72,22 @@ def forget() -> None:
 def count() -> int:
     """How many train the model. 1 where BytePS was not started."""
     return _count
+
+
+def present() -> tuple[bool, ...]:
+    """Which replicas take part, as all of them have last found together."""
+    return _present
+
+
+def set_present(now: Sequence[bool]) -> None:
+    """All replicas have found together which of them take part."""
+    global _present
+    _present = tuple(now)
+
+
+def is_first() -> bool:
+    """Whether this replica is the first that takes part: it does what one does for all."""
+    return number() == _present.index(True)
 
 
 def sum_gradients() -> bool:

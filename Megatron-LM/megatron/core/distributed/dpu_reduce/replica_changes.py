@@ -1,0 +1,192 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""Replicas that are lost, and replicas that come back, between two steps.
+
+After each step at which replicas meet, one small sum over them says which of them are there, and
+whether one that has come back joins. What sums have lacked is told, and written down. A replica
+joins while all others wait: the first one gives it what it lacks (:mod:`.replica_state`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import bytepslib, outer_steps, replica_state, replicas
+
+if TYPE_CHECKING:
+    from byteps.torch.members import Choice
+
+_LOST_FILE = "dpu_lost_samples.jsonl"
+_told: set[int] = set()
+"""Replicas of whose loss this process has told, until they are back."""
+_told_until: int | None = None
+"""Consumed samples of which it was told which were lost; None: this process has made no step."""
+
+
+def join(args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+    """The model is built. If this replica has come to a job that runs, wait until it may join, and
+    take all that the others have from one of them.
+
+    Raises:
+        byteps.torch.BytePSError: the job has ended, or the replica that gives was lost.
+    """
+    members = bytepslib.members
+    if not members.is_late():
+        return
+    began = time.monotonic()
+    view = members.join()
+    waited, began = time.monotonic() - began, time.monotonic()
+    giver = view.donor(replicas.number())
+    state = replica_state.State(args, model, optimizer, scheduler)
+    global _told_until
+    state.take(replicas.peers()[giver], f"join/{view.lives[replicas.number()]}")
+    _told_until = args.consumed_train_samples
+    _compare(model)
+    if torch.distributed.get_rank() == 0:
+        print(
+            f"dpu_reduce: replica {replicas.number()} has joined after iteration {args.iteration}: "
+            f"it waited {waited:.1f} s for the others to be between two steps, and took "
+            f"{state.megabytes:.1f} MB per rank from replica {giver} in "
+            f"{time.monotonic() - began:.2f} s",
+            flush=True,
+        )
+
+
+def between_steps(
+    args: Namespace,
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    iteration: int,
+    operations: float,
+) -> None:
+    """An iteration is done, and another one follows. All ranks of all replicas call this.
+
+    Args:
+        iteration: how many are done.
+        operations: floating-point operations of all of them.
+
+    Raises:
+        byteps.torch.BytePSError: this replica was removed, or a server was lost.
+        RuntimeError: the replicas have parted.
+    """
+    if not outer_steps.meets(args):
+        return
+    missing = bytepslib.members.take_missing()
+    choice = None
+    if torch.distributed.get_rank() == 0:
+        choice = bytepslib.members.choose("replicas/control", replicas.peers())
+    missing, choice = _told_inside(missing, choice)
+    _tell(args, missing, choice)
+    global _told_until
+    _told_until = args.consumed_train_samples
+    replicas.set_present(choice.present)
+    if choice.joiner >= 0:
+        _admit(args, model, optimizer, scheduler, choice, iteration, operations)
+
+
+def _told_inside(missing: set[int], choice: Choice | None) -> tuple[set[int], Choice]:
+    """Of all ranks of this replica what their sums have lacked, and rank 0's choice."""
+    count = replicas.count()
+    facts = torch.zeros(2 * count + 2, dtype=torch.int64)
+    for replica in missing:
+        facts[replica] = 1
+    if choice is not None:
+        facts[count : 2 * count] = torch.tensor(choice.present, dtype=torch.int64)
+        facts[-2:] = torch.tensor([choice.joiner + 1, choice.life])
+    if torch.distributed.get_backend() == "nccl":
+        facts = facts.cuda()
+    torch.distributed.all_reduce(facts, op=torch.distributed.ReduceOp.MAX)
+    *flags, joiner, life = facts.tolist()
+    told = bytepslib.members.Choice(
+        joiner=joiner - 1, life=life, present=tuple(bool(flag) for flag in flags[count:])
+    )
+    return {replica for replica in range(count) if flags[replica]}, told
+
+
+def _tell(args: Namespace, missing: set[int], choice: Choice) -> None:
+    """One line for each replica that was lost, and one for each step that lacks its samples."""
+    if torch.distributed.get_rank() != 0:
+        return
+    new = sorted(missing - _told)
+    _told.update(missing)
+    _told.difference_update(there for there, is_there in enumerate(choice.present) if is_there)
+    if not missing:
+        return
+    from ...num_microbatches_calculator import get_current_global_batch_size
+
+    until = args.consumed_train_samples
+    first = until - get_current_global_batch_size() if _told_until is None else _told_until
+    lost = (until - first) // replicas.count() * len(missing)
+    iteration = args.curr_iteration + 1
+    if new:
+        news = bytepslib.members.view().news
+        print(
+            f"dpu_reduce: from iteration {iteration} on without replica "
+            f"{', '.join(map(str, new))}: {lost} of the last {until - first} "
+            f"samples were not, or not wholly, trained on; sums are scaled. {news}",
+            flush=True,
+        )
+    present = [replica for replica, there in enumerate(choice.present) if there]
+    if not args.save or replicas.number() != min(present):
+        return
+    os.makedirs(args.save, exist_ok=True)
+    with open(os.path.join(args.save, _LOST_FILE), "a") as file:
+        record = {
+            "iteration": iteration,
+            "first_sample": first,
+            "samples": until - first,
+            "replicas": sorted(missing),
+        }
+        file.write(json.dumps(record) + "\n")
+
+
+def _admit(
+    args: Namespace,
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    choice: Choice,
+    iteration: int,
+    operations: float,
+) -> None:
+    began = time.monotonic()
+    rank = torch.distributed.get_rank()
+    outer_steps.before_join(model)
+    torch.distributed.barrier()
+    if rank == 0:  # all ranks of this replica are between two steps, and then all of all
+        replicas.sum_(torch.zeros(1), "rest", always=True)
+    torch.distributed.barrier()
+    view = bytepslib.members.admit(choice.joiner, choice.life, asks=rank == 0)
+    if view is not None and view.donor(choice.joiner) == replicas.number():
+        state = replica_state.State(args, model, optimizer, scheduler)
+        state.give(replicas.peers()[choice.joiner], f"join/{choice.life}", iteration, operations)
+    _compare(model)
+    bytepslib.members.take_missing()  # of these sums, which are of no step
+    if rank == 0:
+        what = "has joined" if view is not None else "was lost before it had joined"
+        print(
+            f"dpu_reduce: replica {choice.joiner} {what} after iteration {iteration}; the others "
+            f"waited {time.monotonic() - began:.2f} s",
+            flush=True,
+        )
+
+
+def _compare(model: Sequence[Any]) -> None:
+    """All replicas that are there call this, and the one that has joined.
+
+    Raises:
+        RuntimeError: they have different parameters.
+    """
+    if not replicas.are_alike(model):
+        raise RuntimeError(
+            "--use-dpu-reduce: the replicas' parameters are different though one of them was just "
+            "given another one's: their GPUs or layouts are not alike"
+        )

@@ -1,0 +1,201 @@
+# Copyright (c) 2025 the Megatron-BytePS authors. SPDX-License-Identifier: Apache-2.0
+
+"""What a replica that joins takes from another one: all that training goes on from.
+
+Each rank takes from the rank of its own place. Parameters, buffers, what the optimizer steps, its
+moments, and with ``--dpu-outer-steps`` the outer parameters and their momentum travel as they are;
+numbers of the schedule, the loss scale and the random state in a dictionary before them.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import bytepslib, outer_steps, replicas
+
+_COUNTED = (
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+    "iteration",
+    "num_floating_point_operations_so_far",
+)
+"""Of Megatron's arguments, those that change as it trains."""
+
+
+class State:
+    """The state of this rank, to be given or taken."""
+
+    def __init__(
+        self, args: Namespace, model: Sequence[Any], optimizer: Any, scheduler: Any
+    ) -> None:
+        self._args, self._model, self._scheduler = args, model, scheduler
+        self._optimizer = optimizer
+        self._optimizers = list(outer_steps.inner(optimizer))
+        self.megabytes = 0.0
+        """How much was given or taken."""
+
+    def give(self, rank: int, name: str, iteration: int, operations: float) -> None:
+        """To the BytePS rank of this place in the replica that joins.
+
+        Args:
+            name: of the exchange, the same on both.
+            iteration: how many are done.
+            operations: floating-point operations of all of them.
+
+        Raises:
+            byteps.torch.BytePSError: a server was lost.
+        """
+        transfer, mine = bytepslib.state_transfer, bytepslib.byteps.rank()
+        args = self._args
+        facts = {
+            "counted": {what: getattr(args, what, 0) for what in _COUNTED},
+            "optimizers": [_facts_of(one) for one in self._optimizers],
+            "scheduler": self._scheduler.state_dict(),
+            "scaler": _scaler(self._optimizers),
+            "random": _random_state(),
+            "present": replicas.present(),
+            "outer": outer_steps.done(),
+        }
+        facts["counted"] |= {
+            "iteration": iteration,
+            "num_floating_point_operations_so_far": operations,
+        }
+        transfer.give_facts(facts, to=rank, rank=mine, name=f"{name}/facts")
+        tensors = self._tensors()
+        self._count(tensors)
+        transfer.give_tensors(tensors, to=rank, rank=mine, name=f"{name}/state")
+        rounds = {"rounds": bytepslib.members.rounds()}
+        transfer.give_facts(rounds, to=rank, rank=mine, name=f"{name}/rounds")
+
+    def take(self, rank: int, name: str) -> None:
+        """From the BytePS rank of this place in another replica.
+
+        Raises:
+            byteps.torch.BytePSError: that replica or a server was lost.
+        """
+        transfer, mine = bytepslib.state_transfer, bytepslib.byteps.rank()
+        facts = transfer.take_facts(giver=rank, rank=mine, name=f"{name}/facts")
+        for what, value in facts["counted"].items():
+            setattr(self._args, what, value)
+        for one, told in zip(self._optimizers, facts["optimizers"], strict=True):
+            _make_room(one, told)
+        self._scheduler.load_state_dict(facts["scheduler"])
+        if facts["scaler"] is not None:
+            self._optimizers[0].grad_scaler.load_state_dict(facts["scaler"])
+        replicas.set_present(facts["present"])
+        outer_steps.joined(self._args, self._model, self._optimizer, facts["outer"])
+        tensors = self._tensors()
+        self._count(tensors)
+        transfer.take_tensors(tensors, giver=rank, rank=mine, name=f"{name}/state")
+        rounds = transfer.take_facts(giver=rank, rank=mine, name=f"{name}/rounds")
+        bytepslib.members.set_rounds(rounds["rounds"])
+        from ...num_microbatches_calculator import update_num_microbatches
+
+        update_num_microbatches(self._args.consumed_train_samples, verbose=False)
+        _set_random_state(facts["random"])
+
+    def _count(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.megabytes = sum(t.numel() * t.element_size() for t in tensors) / 1e6
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """In the same order on all ranks of one place."""
+        tensors = [
+            tensor.data
+            for chunk in self._model
+            for named in (chunk.named_parameters(), chunk.named_buffers())
+            for _, tensor in named
+        ]
+        for one in self._optimizers:
+            for parameter in _stepped(one):
+                tensors.append(parameter.data)
+                state = one.optimizer.state.get(parameter, {})
+                tensors += [
+                    state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)
+                ]
+        return [*tensors, *outer_steps.tensors()]
+
+
+def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
+    """What its torch optimizer steps."""
+    for group in optimizer.optimizer.param_groups:
+        yield from group["params"]
+
+
+def _facts_of(optimizer: Any) -> dict[str, Any]:
+    """Its groups' numbers, and of which tensors its state is."""
+    groups = [
+        {key: value for key, value in group.items() if isinstance(value, int | float | bool | str)}
+        for group in optimizer.optimizer.param_groups
+    ]
+    states = []
+    for parameter in _stepped(optimizer):
+        state = optimizer.optimizer.state.get(parameter, {})
+        states.append({key: _described(value, parameter) for key, value in state.items()})
+    return {"groups": groups, "states": states}
+
+
+def _described(value: Any, parameter: torch.Tensor) -> Any:
+    """A tensor's type, shape and place; anything else itself."""
+    if not isinstance(value, torch.Tensor):
+        return {"value": value}
+    return {
+        "dtype": value.dtype,
+        "shape": list(value.shape),
+        "near": value.device.type == parameter.device.type,
+    }
+
+
+def _make_room(optimizer: Any, told: dict[str, Any]) -> None:
+    """Give an optimizer the groups' numbers, and a state of the tensors that were described."""
+    for group, numbers in zip(optimizer.optimizer.param_groups, told["groups"], strict=True):
+        group.update(numbers)
+    for parameter, described in zip(_stepped(optimizer), told["states"], strict=True):
+        state = optimizer.optimizer.state[parameter] if described else {}
+        for key, what in described.items():
+            if "value" in what:
+                state[key] = what["value"]
+                continue
+            device = parameter.device if what["near"] else torch.device("cpu")
+            state[key] = torch.empty(what["shape"], dtype=what["dtype"], device=device)
+
+
+def _scaler(optimizers: Sequence[Any]) -> dict[str, Any] | None:
+    """Of the loss, which all optimizers share."""
+    scaler = getattr(optimizers[0], "grad_scaler", None) if optimizers else None
+    return None if scaler is None else scaler.state_dict()
+
+
+def _random_state() -> dict[str, Any]:
+    from ...tensor_parallel import get_cuda_rng_tracker
+
+    _, keys, position, has_gauss, gauss = np.random.get_state()
+    version, numbers, gauss_next = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+        "python": [version, list(numbers), gauss_next],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+        state["tracker"] = dict(get_cuda_rng_tracker().get_states())
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    from ...tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_rng_state(state["torch"])
+    keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, numbers, gauss_next = state["python"]
+    random.setstate((version, tuple(numbers), gauss_next))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+        get_cuda_rng_tracker().set_states(state["tracker"])

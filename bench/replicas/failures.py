@@ -1,0 +1,340 @@
+#!/usr/bin/env python3
+"""What it costs replicas that one of them dies now and then, and comes back.
+
+Trains a small GPT by replicas on this machine, each step of which takes a given time at least, and
+kills a rank of one replica after the other. The replica is started again at once. Prints for each
+death how long the others' steps took longer than usual, how long it took until the replica had
+joined, and how long the others waited for that; and the goodput: samples that were trained on, over
+those of as long a time without deaths.
+
+  bench/replicas/failures.py --pace 1 --kill-every 60 --kills 5
+  bench/replicas/failures.py --from-json RESULT
+
+Exit status: 0 all is well; 1 a process failed that was not killed, replicas end with different
+parameters, or a value is above its limit; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.kit import gpt
+from bench.kit.emulation import LOOPBACK
+from bench.kit.errors import LaunchError
+from bench.kit.launch import Placement, start_nodes
+from bench.kit.plan import Topology
+from bench.kit.processes import Processes, plain_environment
+from bench.kit.record import metadata
+from bench.replicas import run as plain
+from scripts import prepare_data
+from scripts import train as train_script
+from scripts.children import Spawned, end_all, last_lines
+from scripts.columns import aligned
+from scripts.ports import free_ports
+from scripts.trainkit.job import ENTRY, Record, read_record
+
+SCHEMA = 1
+HEAD = ("killed", "after step", "step took longer, s", "back after, s", "others waited, s")
+_POLL_S = 0.02
+_JOINED = re.compile(r"replica \d+ has joined after iteration (\d+); the others waited ([\d.]+) s")
+_BACK = re.compile(r"has joined after iteration (\d+): it waited")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    positive = train_script.positive
+    add = parser.add_argument
+    add("--replicas", type=positive, default=4, help="default: 4")
+    add("--ranks", type=positive, default=1, help="of each replica (default: 1)")
+    add(
+        "--every", type=positive, default=1, help="steps from one exchange to the next (default: 1)"
+    )
+    add("--servers", type=positive, default=1, help="default: 1")
+    add("--batch", type=positive, default=1, help="sequences per replica and step (default: 1)")
+    gpt.add_model(add)
+    add("--seed", type=positive, default=1234, help="default: 1234")
+    add("--model-ranks", type=positive, default=1, help="that share one copy of the model")
+    add("--pace", type=float, default=1.0, help="seconds that the passes of a step take at least")
+    add("--kill-every", type=float, default=60.0, metavar="S", help="seconds (default: 60)")
+    add("--kills", type=int, default=5, help="deaths (default: 5)")
+    add("--spare", type=positive, default=20, help="steps without deaths at either end")
+    add("--least-goodput", type=float, default=0.0, help="fail where it is below this")
+    add("--timeout", type=float, default=3600.0, help="seconds that the run may take")
+    gpt.add_files(add, "replicas")
+    options = parser.parse_args(arguments)
+    options.steps_file = False
+    options.after = options.delay = 0
+    options.lr, options.momentum, options.fragments = 0.7, 0.9, 1
+    return options
+
+
+@dataclass
+class Life:
+    """One life of a replica."""
+
+    replica: int
+    record_file: Path
+    ranks: list[Spawned]
+    started: float
+    killed: bool = False
+    ends: list[float] = field(default_factory=list)
+    """When each of its steps had ended."""
+    record: Record = field(default_factory=Record)
+    text: str = ""
+    """What rank 0 has printed."""
+
+    def look(self, now: float) -> None:
+        self.record = read_record(self.record_file)
+        self.ends += [now] * (len(self.record.steps) - len(self.ends))
+        self.text = self.ranks[0].text
+
+
+class Job:
+    """Replicas on this machine, which are killed and started again."""
+
+    def __init__(self, options: argparse.Namespace, prefix: Path, processes: Processes) -> None:
+        self.options, self.folder = options, processes.folder
+        topology = Topology(
+            workers=options.replicas * options.ranks, servers=1, ranks_per_host=options.ranks
+        )
+        placement = Placement(topology, [LOOPBACK])
+        placement.servers *= options.servers
+        placement.scheduler = placement.servers[0]
+        self.environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
+        if not train_script.on_gpu():
+            self.environment["MEGATRON_CPU"] = "1"
+        self.environment |= {"PACE_S": str(options.pace), "PYTHONPATH": str(options.tree)}
+        self.environment |= start_nodes(placement, processes, self.environment)[1]
+        if options.steps_file:
+            self.allow(0)
+            self.environment["STEPS_FILE"] = str(self.folder / "steps")
+        self.arguments = plain.megatron_arguments(options, prefix)
+        self.arguments += plain.outer_arguments(options, options.every)
+        self.lives: list[Life] = []
+
+    def allow(self, steps: int) -> None:
+        """With `steps_file`: that so many steps are made."""
+        part = self.folder / "steps.part"
+        part.write_text(str(steps))
+        part.rename(self.folder / "steps")
+
+    def start(self, replica: int) -> Life:
+        options, number = self.options, len(self.lives)
+        entry = [str(plain.PACED)] if options.pace or options.steps_file else []
+        entry.append(str(options.tree / ENTRY))
+        record_file, port = self.folder / f"steps-{number}.jsonl", free_ports()
+        ranks = []
+        for rank in range(options.ranks):
+            variables = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(options.ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(options.ranks),
+                "MASTER_ADDR": LOOPBACK.address,
+                "MASTER_PORT": str(port),
+                "BYTEPS_REPLICA": f"{replica}/{options.replicas}",
+                # One that is started before the last life has ended waits for its place.
+                "BYTEPS_START_TIMEOUT_S": "600",
+            }
+            command = [sys.executable, *entry, *self.arguments, "--record-steps", str(record_file)]
+            title = f"replica-{replica}-life-{number}-rank-{rank}"
+            environment = {**self.environment, **variables}
+            ranks.append(Spawned(title, command, environment, self.folder))
+        life = Life(replica, record_file, ranks, time.monotonic())
+        self.lives.append(life)
+        return life
+
+    def kill(self, life: Life) -> None:
+        """Its last rank, by SIGKILL; those that are left end by themselves."""
+        life.killed = True
+        life.ranks[-1].send(signal.SIGKILL)
+
+    def running(self) -> list[Life]:
+        """Also raises LaunchError where one has failed that was not killed."""
+        for life in self.lives:
+            bad = [rank for rank in life.ranks if rank.status not in (None, 0)]
+            if bad and not life.killed:
+                raise LaunchError(f"{bad[0].title} failed\n{last_lines(bad[0].log, 30)}")
+        return [life for life in self.lives if any(rank.running for rank in life.ranks)]
+
+
+Step = Callable[[Job, float], None]
+
+
+def train(options: argparse.Namespace, prefix: Path, watch: Step) -> Job:
+    """Train to the end; `watch` is called again and again, and kills and starts replicas.
+
+    Raises:
+        LaunchError: a process failed that was not killed, or the run is late.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="failures-") as folder,
+        Processes(Path(folder)) as processes,
+    ):
+        job = Job(options, prefix, processes)
+        try:
+            for replica in range(options.replicas):
+                job.start(replica)
+            deadline = time.monotonic() + options.timeout
+            while job.running():
+                now = time.monotonic()
+                if now > deadline:
+                    logs = "\n".join(last_lines(life.ranks[0].log, 8) for life in job.running())
+                    raise LaunchError(f"it still ran after {options.timeout:g} s\n{logs}")
+                for life in job.lives:
+                    life.look(now)
+                watch(job, now)
+                time.sleep(_POLL_S)
+            processes.wait_all(60)
+            for life in job.lives:
+                life.look(time.monotonic())
+        finally:
+            end_all([rank for life in job.lives for rank in life.ranks], 5.0)
+    return job
+
+
+class Deaths:
+    """Kills one replica after the other, each of them once it is back."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.all: list[dict[str, Any]] = []
+        self._due: float | None = None
+
+    def __call__(self, job: Job, now: float) -> None:
+        options = self.options
+        for death in self.all:
+            life: Life = death["life"]
+            if "back_s" not in death and _BACK.search(life.text):
+                death["back_s"] = now - death["at"]
+        started = [life for life in job.lives if life.ends]
+        if self._due is None and started and len(started[0].ends) >= options.spare:
+            self._due = now
+        if self._due is None or now < self._due or len(self.all) == options.kills:
+            return
+        if self.all and "back_s" not in self.all[-1]:
+            return
+        number = len(self.all) % options.replicas
+        (life,) = (one for one in job.running() if one.replica == number)
+        job.kill(life)
+        self.all.append({"replica": number, "at": now, "life": job.start(number)})
+        self._due = now + options.kill_every
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Raises LaunchError where it fails."""
+    dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
+    deaths = Deaths(options)
+    job = train(options, dataset.prefix, deaths)
+    if len(deaths.all) < options.kills:
+        raise LaunchError(f"only {len(deaths.all)} of {options.kills} were killed: take more steps")
+    return {"meta": metadata(sys.argv[1:]), "schema": SCHEMA, **summary(options, job, deaths.all)}
+
+
+def summary(
+    options: argparse.Namespace, job: Job, deaths: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    ends = step_ends(job)
+    first = deaths[0]["at"] if deaths else ends[-1]
+    calm = [b - a for a, b in itertools.pairwise(ends) if b <= first]
+    usual = statistics.median(calm[3:] or calm)
+    rows = []
+    for death in deaths:
+        after = [end for end in ends if end > death["at"]]
+        before = [end for end in ends if end <= death["at"]]
+        steps = [*before[-1:], *after[:3]]
+        longest = max(b - a for a, b in itertools.pairwise(steps))
+        back = _BACK.search(death["life"].text)
+        waits = [
+            float(found.group(2))
+            for life in job.lives
+            for found in _JOINED.finditer(life.text)
+            if back and found.group(1) == back.group(1)
+        ]
+        rows.append(
+            {
+                "replica": death["replica"],
+                "after_step": len(before),
+                "pause_s": longest - usual,
+                "back_s": death.get("back_s"),
+                "others_waited_s": max(waits, default=None),
+            }
+        )
+    checksums = sorted({life.record.checksum for life in job.lives if not life.killed})
+    trained = sum(len(life.ends) for life in job.lives)
+    elapsed = ends[-1] - ends[2]
+    skipped = sum(1 for life in job.lives for end in life.ends if end <= ends[2])
+    return {
+        "step_s": usual,
+        "steps": len(ends),
+        "seconds": elapsed,
+        "deaths": rows,
+        "goodput": (trained - skipped) / options.replicas * usual / elapsed,
+        "checksums": checksums,
+    }
+
+
+def step_ends(job: Job) -> list[float]:
+    """When each step had first ended, of any replica."""
+    first: dict[int, float] = {}
+    for life in job.lives:
+        for step, end in zip(life.record.steps, life.ends, strict=True):
+            first[step.iteration] = min(end, first.get(step.iteration, end))
+    return [first[iteration] for iteration in sorted(first)]
+
+
+def table(result: dict[str, Any]) -> str:
+    def cell(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    rows: list[Sequence[str]] = [HEAD]
+    for death in result["deaths"]:
+        times = [cell(death[name]) for name in ("pause_s", "back_s", "others_waited_s")]
+        rows.append([f"replica {death['replica']}", str(death["after_step"]), *times])
+    return aligned(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.from_json:
+        result = json.loads(options.from_json.read_text(encoding="utf-8"))
+    else:
+        try:
+            result = measure(options)
+        except LaunchError as error:
+            print(f"bench/replicas/failures.py: {error}", file=sys.stderr)
+            return 1
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "failures.json").write_text(json.dumps(result) + os.linesep)
+    print("\n".join(f"# {name}: {text}" for name, text in result["meta"].items()))
+    print(table(result))
+    print(
+        f"# {result['steps']} steps of {result['step_s']:.3f} s in {result['seconds']:.0f} s, "
+        f"goodput {result['goodput']:.3f}"
+    )
+    if len(result["checksums"]) != 1:
+        print("replicas end with different parameters")
+        return 1
+    if result["goodput"] < options.least_goodput:
+        print(f"goodput is below {options.least_goodput}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+// Rounds without the members of replicas that were removed.
+#include <algorithm>
+#include <utility>
+
+#include "byteps/base/probe.h"
+#include "byteps/base/steady_time.h"
+#include "byteps/server/rounds.h"
+
+namespace byteps {
+namespace core {
+
+void Rounds::SetAbsent(const std::set<int>& ranks) {
+  std::vector<int> lost;
+  std::set_difference(ranks.begin(), ranks.end(), absent_.begin(), absent_.end(),
+                      std::back_inserter(lost));
+  absent_ = ranks;
+  for (Partition* partition : partitions_) {
+    for (const int rank : lost) {
+      if (partition->declaration().MemberIndex(rank) < 0) continue;
+      for (Round& round : partition->rounds) Excuse(partition, &round, rank);
+    }
+    for (Round& round : partition->rounds) {
+      if (!round.done && !round.excused.empty() && round.has_all()) CloseShort(partition, &round);
+    }
+    DropDone(partition);
+  }
+}
+
+void Rounds::Excuse(Partition* partition, Round* round, int rank) {
+  std::erase_if(round->callers, [rank](const Caller& caller) { return caller.rank == rank; });
+  round->Excuse(partition->declaration().MemberIndex(rank));
+  if (round->done) {
+    if (round->all_told()) round->accumulator.Clear(&scratch_);
+    return;
+  }
+  PS_PROBE(kRoundLosesMember);
+}
+
+void Rounds::CloseShort(Partition* partition, Round* round) {
+  if (std::find(round->pushed.begin(), round->pushed.end(), true) == round->pushed.end()) {
+    return Fail(partition, round, "no member of '" + partition->declaration().name + "' is there");
+  }
+  if (round->update) {
+    return Fail(partition, round,
+                "a replica was removed from the job, and servers that keep the optimizer cannot go "
+                "on without it: '" +
+                    partition->declaration().name + "'");
+  }
+  PS_PROBE(kRoundShort);
+  context_->counters.short_sums.Add();
+  Chance chance;
+  const AdditionRule rule = RuleOf(partition, round, &chance);
+  round->accumulator.Close(partition->declaration(), rule, &scratch_);
+  round->last_added = SteadyNs();
+  Finish(partition, round);
+}
+
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,160 @@
+// Rounds without the members of replicas that were removed (server/rounds_absent.cc).
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "byteps/base/declaration_list.h"
+#include "byteps/base/mutex.h"
+#include "byteps/server/sum_server.h"
+#include "tests/support/server_channel.h"
+#include "tests/support/settings.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+constexpr auto kPatience = std::chrono::seconds(60);
+
+struct Answer {
+  bool failed = false;
+  std::string body;
+  float value = 0;
+};
+
+class Answers : public ServerChannel {
+ public:
+  void Send(const Message& message) override {
+    Answer answer{message.failed, message.body};
+    if (!message.values.empty()) memcpy(&answer.value, message.values.data(), sizeof(float));
+    ps::MutexLock lock(&mu_);
+    answers_[message.number] = answer;
+    cond_.NotifyAll();
+  }
+  Answer Await(uint64_t number) {
+    ps::MutexLock lock(&mu_);
+    const bool came = cond_.WaitFor(&mu_, kPatience,
+                                    [&]() PS_REQUIRES(mu_) { return answers_.count(number) > 0; });
+    EXPECT_TRUE(came) << "no answer to request " << number;
+    return answers_[number];
+  }
+  bool Has(uint64_t number) {
+    ps::MutexLock lock(&mu_);
+    return answers_.count(number) > 0;
+  }
+
+ private:
+  ps::Mutex mu_;
+  ps::CondVar cond_;
+  std::map<uint64_t, Answer> answers_ PS_GUARDED_BY(mu_);
+};
+
+class AbsentTest : public testing::TestWithParam<const char*> {
+ protected:
+  AbsentTest()
+      : server_(ConfigWith(
+                    {{"BYTEPS_SERVER_ENGINE_THREAD", "1"}, {"BYTEPS_DETERMINISTIC", GetParam()}}),
+                &answers_) {
+    declaration_.name = "tensor";
+    declaration_.bytes = declaration_.partition_bytes = 16;
+    declaration_.group = {0, 1, 2};
+    for (int rank = 0; rank < 3; ++rank) {
+      Message declare =
+          MakeRequest(kDeclare, 0, declaration_.Key(), ++number_, PackDeclarations({declaration_}));
+      Tell(std::move(declare), rank);
+      answers_.Await(number_);
+    }
+  }
+
+  // Each rank's values are a power of two.
+  uint64_t Push(int rank, uint32_t round, uint32_t oldest = 0) {
+    PushHeader header;
+    header.round = round;
+    header.oldest = oldest;
+    header.timeout_ms = 600'000;
+    header.pull_bytes = 16;
+    Message push = MakeRequest(kPushPull, 0, declaration_.Key(), ++number_, header.Pack());
+    const std::vector<float> values(4, static_cast<float>(1 << rank));
+    const SharedBytes bytes = SharedBytes::New(16);
+    memcpy(bytes.data(), values.data(), 16);
+    push.SetValues(bytes);
+    Tell(std::move(push), rank);
+    return number_;
+  }
+
+  void Tell(Message request, int rank) {
+    request.peer = rank;
+    server_.OnMessage(&request);
+  }
+
+  void Expect(uint64_t number, float value, const std::vector<size_t>& missing) {
+    const Answer answer = answers_.Await(number);
+    ASSERT_FALSE(answer.failed) << answer.body;
+    EXPECT_EQ(answer.value, value);
+    EXPECT_EQ(UnpackMembers(answer.body, 3), missing);
+  }
+
+  Answers answers_;
+  Server server_;
+  Declaration declaration_;
+  uint64_t number_ = 0;
+};
+
+TEST_P(AbsentTest, AnOpenRoundClosesWithoutTheOneThatIsRemoved) {
+  const uint64_t first = Push(0, 0), second = Push(2, 0);
+  server_.SetAbsent({1});
+  Expect(first, 5 * 3 / 2.0f, {1});
+  Expect(second, 5 * 3 / 2.0f, {1});
+}
+
+TEST_P(AbsentTest, WhatItHasPushedCounts) {
+  const uint64_t its = Push(1, 0), first = Push(0, 0);
+  server_.SetAbsent({1});
+  const uint64_t last = Push(2, 0);
+  Expect(first, 7, {});
+  Expect(last, 7, {});
+  EXPECT_FALSE(answers_.Has(its)) << "nobody is there to be answered";
+}
+
+TEST_P(AbsentTest, LaterRoundsLackItAndItsPushesAreRefused) {
+  server_.SetAbsent({0, 2});
+  Expect(Push(1, 0), 2 * 3, {0, 2});
+  const Answer refused = answers_.Await(Push(0, 0));
+  EXPECT_TRUE(refused.failed);
+  EXPECT_NE(refused.body.find("its replica was removed"), std::string::npos) << refused.body;
+  Expect(Push(1, 1, 1), 2 * 3, {0, 2});
+}
+
+TEST_P(AbsentTest, OneThatComesBackIsInEachRoundThatBeginsThen) {
+  server_.SetAbsent({1});
+  const uint64_t first = Push(0, 0);
+  Expect(Push(2, 0), 5 * 3 / 2.0f, {1});
+  answers_.Await(first);
+  server_.SetAbsent({});
+  const uint64_t second = Push(0, 1, 1);
+  Push(2, 1, 1);
+  EXPECT_FALSE(answers_.Has(second));
+  Expect(Push(1, 1, 1), 7, {});
+  Expect(second, 7, {});
+}
+
+TEST_P(AbsentTest, ARoundThatNobodyElseIsInLeavesNothing) {
+  Push(1, 0);
+  Push(0, 0);
+  server_.SetAbsent({0, 1});
+  Expect(Push(2, 0), 7, {});
+  server_.SetAbsent({0, 1, 2});
+  server_.SetAbsent({0, 1});
+  Expect(Push(2, 1, 1), 4 * 3, {0, 1});
+}
+
+INSTANTIATE_TEST_SUITE_P(Deterministic, AbsentTest, testing::Values("0", "1"));
+
+}  // namespace
+}  // namespace core
+}  // namespace byteps

@@ -1,0 +1,304 @@
+#include "replica_job.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "byteps/base/error.h"
+#include "byteps/base/invariant.h"
+#include "byteps/cluster/session.h"
+#include "byteps/server/sum_server.h"
+#include "probes.h"
+#include "virtual_threads.h"
+
+namespace byteps {
+namespace simulation {
+namespace {
+
+constexpr double kMostDelayS = kOpTimeoutS / 2;
+// What is silent is removed well before sums that wait for it end, however threads are held up.
+constexpr double kSilentS = kPeerTimeoutS / 2;
+
+}  // namespace
+
+// The scheduler or a server, and what it hears.
+class ReplicaJob::KeptNode : public core::ChannelUser {
+ public:
+  KeptNode(ReplicaJob* job, core::Server* server) : job_(job), server_(server) {}
+
+  void OnMessage(core::Message* message) override {
+    if (server_ != nullptr) server_->OnMessage(message);
+  }
+
+  void OnEvent(const ps::MembershipEvent& event) override {
+    using Event = ps::MembershipEvent;
+    if (event.kind == Event::kReplicas) {
+      if (server_ != nullptr) return server_->SetAbsent(event.replicas.AbsentRanks());
+      job_->removed_ += event.replicas.news.find("was removed") != std::string::npos ? 1 : 0;
+    }
+    if (event.kind == Event::kNodeLeft && server_ != nullptr) {
+      server_->OnWorkerGone(event.rank, event.reason);
+    }
+    if (event.kind != Event::kFailed && event.kind != Event::kEnded) return;
+    std::lock_guard<std::mutex> lock(mu_);
+    if (event.kind == Event::kFailed) failure_ = event.reason;
+    ended_ = true;
+    cond_.notify_all();
+  }
+
+  std::string AwaitEnd() {
+    std::unique_lock<std::mutex> lock(mu_);
+    cond_.wait(lock, [this] { return ended_; });
+    return failure_;
+  }
+
+ private:
+  ReplicaJob* const job_;
+  core::Server* const server_;
+  std::mutex mu_;
+  std::condition_variable cond_;
+  bool ended_ = false;
+  std::string failure_;
+};
+
+ReplicaJob::ReplicaJob() {
+  MakePlan();
+  BeginProbes(plan_.disturbed, [this](int probe, int reached) { OnProbe(probe, reached); });
+}
+
+ReplicaJob::~ReplicaJob() { EndProbes(); }
+
+void ReplicaJob::MakePlan() {
+  plan_.replicas = 2 + static_cast<int>(Random(3));
+  plan_.ranks = 1 + static_cast<int>(Random(2));
+  plan_.servers = 1 + static_cast<int>(Random(2));
+  plan_.steps = 2 + static_cast<int>(Random(8));
+  plan_.settings = Random(Settings().size());
+  plan_.disturbed = Random(2) == 0;
+  most_lives_ = 1 + static_cast<int>(Random(4));
+  const uint64_t tensors = 1 + Random(3);
+  for (uint64_t i = 0; i < tensors; ++i) plan_.counts.push_back(1 + Random(5000));
+  const uint64_t faults = Random(5);
+  for (uint64_t i = 0; i < faults; ++i) {
+    Fault fault;
+    static constexpr Fault::Kind kKinds[] = {Fault::kKill, Fault::kKill, Fault::kPause,
+                                             Fault::kReset, Fault::kDelay};
+    fault.kind = kKinds[Random(std::size(kKinds))];
+    fault.at_s = static_cast<double>(Random(40'000)) * 1e-6;
+    if (i > 0 && Random(2) == 0) fault.at_s = static_cast<double>(Random(9'000)) * 1e-3;
+    const uint64_t when = Random(4);
+    if (when == 0) fault.at_reached = 1 + static_cast<int>(Random(100));
+    if (when == 1) fault.at_probe = static_cast<int>(Random(kNumProbes));
+    // Nothing happens to replica 0 in half of the jobs, to the last one in the other half.
+    const int most = (plan_.replicas - 1) * plan_.ranks;
+    fault.node = static_cast<int>(Random(most)) + (plan_.disturbed ? plan_.ranks : 0);
+    fault.peer = 1 + static_cast<int>(Random(plan_.servers));
+    fault.seconds = static_cast<double>(1 + Random(140)) * (Random(2) ? 0.002 : 0.1);
+    // The scheduler does not see that one link stands still: sums end after kOpTimeoutS then.
+    if (fault.kind == Fault::kDelay) fault.seconds = std::min(fault.seconds, kMostDelayS);
+    faults_.push_back(fault);
+  }
+}
+
+NodeSettings ReplicaJob::SettingsOf(ps::Node::Role role, int number, int rank) const {
+  NodeSettings settings;
+  settings.role = role;
+  settings.number = number;
+  settings.rank = rank;
+  settings.workers = plan_.workers();
+  settings.servers = plan_.servers;
+  settings.replicas = plan_.replicas;
+  settings.peer_timeout_s = kSilentS;
+  settings.start_timeout_s = kStartTimeoutS;
+  return settings;
+}
+
+void ReplicaJob::Serve(ps::Node::Role role, int number) {
+  SimulatedChannel channel(&network_, SettingsOf(role, number, 0));
+  std::unique_ptr<core::Server> server;
+  if (role == ps::Node::SERVER) {
+    server = std::make_unique<core::Server>(Settings()[plan_.settings], &channel);
+  }
+  KeptNode node(this, server.get());
+  try {
+    channel.Start(&node);
+    kept_[number] = node.AwaitEnd();
+  } catch (const std::exception& e) {
+    kept_[number] = e.what();
+  }
+  channel.Stop();
+}
+
+void ReplicaJob::RunMember(Life* life, int place, Inside* inside) {
+  core::Worker worker;
+  const int rank = life->replica * plan_.ranks + place;
+  ReplicaMember member(&plan_, rank, life->number, &worker, inside, &witness_);
+  try {
+    core::Launch launch;
+    launch.rank = rank;
+    launch.size = plan_.workers();
+    worker.Start(Settings()[plan_.settings], launch, plan_.servers,
+                 std::make_unique<SimulatedChannel>(
+                     &network_, SettingsOf(ps::Node::WORKER, life->nodes[place], rank)));
+    member.Run();
+  } catch (const std::exception& e) {
+    life->errors[place] = e.what();
+    inside->Break();
+  }
+  worker.Stop(false, life->errors[place]);
+}
+
+void ReplicaJob::RunReplica(int replica) {
+  for (int number = 1; number <= most_lives_; ++number) {
+    lives_.push_back(std::make_unique<Life>());
+    Life* const life = lives_.back().get();
+    life->replica = replica;
+    life->number = number;
+    life->errors.resize(plan_.ranks);
+    Inside inside(plan_.ranks);
+    std::vector<std::thread> ranks;
+    for (int place = 0; place < plan_.ranks; ++place) life->nodes.push_back(next_node_++);
+    now_[replica] = life;
+    for (int place = 0; place < plan_.ranks; ++place) {
+      ranks.emplace_back([=, this, &inside] { RunMember(life, place, &inside); });
+      pthread_setname_np(ranks.back().native_handle(), "worker");
+      std::this_thread::sleep_for(std::chrono::microseconds(1 + Random(3000)));
+    }
+    for (auto& rank : ranks) rank.join();
+    now_.erase(replica);
+    const auto& errors = life->errors;
+    if (std::all_of(errors.begin(), errors.end(), [](const auto& e) { return e.empty(); })) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(Random(300)));
+  }
+}
+
+void ReplicaJob::Run() {
+  std::thread chaos([this] { BreakThings(); });
+  pthread_setname_np(chaos.native_handle(), "faults");
+  std::vector<std::thread> kept, replicas;
+  kept_.resize(1 + plan_.servers);
+  for (int number = 0; number <= plan_.servers; ++number) {
+    const auto role = number == 0 ? ps::Node::SCHEDULER : ps::Node::SERVER;
+    kept.emplace_back([=, this] { Serve(role, number); });
+    pthread_setname_np(kept.back().native_handle(), number == 0 ? "scheduler" : "server");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  next_node_ = 1 + plan_.servers;
+  for (int replica = 0; replica < plan_.replicas; ++replica) {
+    replicas.emplace_back([=, this] { RunReplica(replica); });
+    pthread_setname_np(replicas.back().native_handle(), "launcher");
+  }
+  for (auto& replica : replicas) replica.join();
+  for (auto& node : kept) node.join();
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    over_ = true;
+  }
+  cond_.notify_all();
+  chaos.join();
+}
+
+// ------------------------------------------------------------------ faults
+
+void ReplicaJob::OnProbe(int probe, int reached) {
+  const auto is_due = [=](const Fault& fault) {
+    return fault.IsAtProbe() &&
+           (fault.at_probe >= 0 ? fault.at_probe == probe : fault.at_reached <= reached);
+  };
+  if (std::none_of(faults_.begin(), faults_.end(), is_due)) return;
+  // Another thread breaks it: this one may hold any lock.
+  std::copy_if(faults_.begin(), faults_.end(), std::back_inserter(due_), is_due);
+  std::erase_if(faults_, is_due);
+  cond_.notify_all();
+}
+
+void ReplicaJob::BreakThings() {
+  const auto begun = std::chrono::steady_clock::now();
+  std::unique_lock<std::mutex> lock(mu_);
+  while (!over_) {
+    const double now =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+    double next = 1000;
+    for (auto it = faults_.begin(); it != faults_.end();) {
+      if (it->IsInTime() && it->at_s <= now) {
+        due_.push_back(*it);
+        it = faults_.erase(it);
+        continue;
+      }
+      if (it->IsInTime()) next = std::min(next, it->at_s - now);
+      ++it;
+    }
+    if (due_.empty()) {
+      cond_.wait_for(lock, std::chrono::duration<double>(next));
+      continue;
+    }
+    Fault fault = due_.back();
+    due_.pop_back();
+    if (!witness_.begun()) {  // until all replicas are there, none of them can be left out
+      fault.at_reached = 0;
+      fault.at_probe = -1;
+      fault.at_s = now + 0.002;
+      faults_.push_back(fault);
+      continue;
+    }
+    Break(fault);
+  }
+}
+
+void ReplicaJob::Break(const Fault& fault) {
+  const auto found = now_.find(fault.node / plan_.ranks);
+  if (found == now_.end()) return;
+  Life* const life = found->second;
+  life->is_broken = true;
+  const int node = life->nodes[fault.node % plan_.ranks];
+  switch (fault.kind) {
+    case Fault::kKill:
+      return network_.Kill(node);
+    case Fault::kPause:
+      return network_.Pause(node, fault.seconds);
+    case Fault::kReset:
+      return network_.Reset(node, fault.peer);
+    default:
+      return network_.Delay(node, fault.peer, fault.seconds);
+  }
+}
+
+// ------------------------------------------------------------------ what must hold
+
+std::string ReplicaJob::Verdict() const {
+  if (!witness_.wrong().empty()) return witness_.wrong();
+  if (ps::NumBrokenInvariants() > 0) return ps::BrokenInvariants().last;
+  bool any_well = false;
+  for (const auto& life : lives_) {
+    const auto& errors = life->errors;
+    const bool well =
+        std::all_of(errors.begin(), errors.end(), [](const auto& e) { return e.empty(); });
+    any_well |= well;
+    if (well || life->is_broken || life->number > 1) continue;
+    return "replica " + std::to_string(life->replica) +
+           " failed, though nothing happened to it: " + errors[0] + " / " + errors.back();
+  }
+  if (!any_well) return "no replica ended well";
+  for (const std::string& error : kept_) {
+    if (!error.empty()) return "the scheduler or a server failed: " + error;
+  }
+  return "";
+}
+
+std::string ReplicaJob::Describe() const {
+  std::string text = std::to_string(plan_.replicas) + " replicas of " +
+                     std::to_string(plan_.ranks) + ", " + std::to_string(plan_.servers) +
+                     " servers, " + std::to_string(plan_.steps) + " steps, settings " +
+                     std::to_string(plan_.settings) + (plan_.disturbed ? ", disturbed" : "");
+  for (const Fault& fault : faults_) text += "\n  still to come: " + fault.Describe();
+  for (const auto& life : lives_) {
+    text += "\n  replica " + std::to_string(life->replica) + ", life " +
+            std::to_string(life->number) + (life->is_broken ? ", broken" : "") + ":";
+    for (const auto& error : life->errors) text += " [" + (error.empty() ? "well" : error) + "]";
+  }
+  for (const auto& error : kept_) text += "\n  kept: " + (error.empty() ? "well" : error);
+  return text;
+}
+
+}  // namespace simulation
+}  // namespace byteps

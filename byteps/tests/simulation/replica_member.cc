@@ -1,0 +1,281 @@
+#include "replica_member.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "byteps/base/error.h"
+#include "plan.h"
+#include "virtual_threads.h"
+
+namespace byteps {
+namespace simulation {
+namespace {
+
+constexpr double kMagic = 271828;
+// Sums of digests are exact.
+constexpr uint64_t kDigests = 1ull << 40;
+
+// No rank's values follow from those of others: sums of different lists differ.
+float InputOf(uint64_t rank, uint64_t life, uint64_t step, uint64_t tensor, uint64_t index) {
+  uint64_t mixed = (rank + 1) * 0x9e3779b97f4a7c15 ^ (life + 1) * 0xbf58476d1ce4e5b9 ^
+                   (step + 1) * 0x94d049bb133111eb ^ (tensor + 1) * 0xd6e8feb86659fd93;
+  mixed = (mixed ^ (mixed >> 31)) * 0x2545f4914f6cdd1d;
+  return static_cast<float>(((mixed >> 20) + index * 31 * (1 + (mixed >> 60))) % 200'003);
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------ what was seen
+
+void Witness::SawSum(int step, int tensor, int place, size_t partition, uint32_t lacks) {
+  const auto [it, is_new] =
+      lists_.emplace(std::pair(std::pair(step, tensor), std::pair(place, partition)), lacks);
+  if (!is_new && it->second != lacks) {
+    Wrong("members got different sums of step " + std::to_string(step));
+  }
+  if (is_new && lacks != 0) ++short_sums;
+}
+
+void Witness::Pushes(int rank, int life, int step) {
+  const auto [it, is_new] = lives_.emplace(std::pair(rank, step), life);
+  if (!is_new && it->second != life) {
+    Wrong("two lives of rank " + std::to_string(rank) + " push step " + std::to_string(step));
+  }
+}
+
+int Witness::LifeAt(int rank, int step) const {
+  const auto it = lives_.find({rank, step});
+  return it == lives_.end() ? 0 : it->second;
+}
+
+void Witness::Ended(int rank, uint64_t state) {
+  const auto [it, is_new] = states_.emplace(rank, state);
+  if (!is_new && it->second != state) Wrong("replicas end with different states");
+}
+
+void Witness::Wrong(const std::string& what) {
+  if (wrong_.empty()) wrong_ = what;
+}
+
+// ------------------------------------------------------------------ inside a replica
+
+std::vector<double> Inside::Broadcast(int place, const std::vector<double>& values) {
+  std::unique_lock<std::mutex> lock(mu_);
+  if (place == 0) given_ = values;
+  const uint64_t turn = turn_;
+  if (++came_ == ranks_) {
+    came_ = 0;
+    ++turn_;
+    values_ = given_;
+    cond_.notify_all();
+  }
+  cond_.wait(lock, [&] { return broken_ || turn_ != turn; });
+  if (turn_ == turn) throw core::Error("another rank of the replica has gone");
+  return values_;
+}
+
+void Inside::Break() {
+  std::lock_guard<std::mutex> lock(mu_);
+  broken_ = true;
+  cond_.notify_all();
+}
+
+// ------------------------------------------------------------------ a member
+
+ReplicaMember::ReplicaMember(const ReplicaPlan* plan, int rank, int life, core::Worker* worker,
+                             Inside* inside, Witness* witness)
+    : plan_(*plan),
+      rank_(rank),
+      life_(life),
+      replica_(rank / plan->ranks),
+      place_(rank % plan->ranks),
+      worker_(worker),
+      inside_(inside),
+      witness_(witness) {}
+
+void ReplicaMember::Run() {
+  int step = worker_->IsLate() ? Join() : 0;
+  for (; step < plan_.steps; ++step) {
+    Step(step);
+    Control(step);
+  }
+  witness_->Ended(place_, state_);
+}
+
+std::vector<uint32_t> ReplicaMember::Peers() const {
+  std::vector<uint32_t> peers;
+  for (int i = 0; i < plan_.replicas; ++i) peers.push_back(i * plan_.ranks + place_);
+  return peers;
+}
+
+void ReplicaMember::Step(int step) {
+  (void)worker_->TakeMissing();
+  std::vector<int64_t> handles;
+  std::vector<std::vector<float>*> tensors;
+  witness_->Pushes(rank_, life_, step);
+  for (size_t i = 0; i < plan_.counts.size(); ++i) {
+    auto& values = memory_.emplace_back(plan_.counts[i]);
+    for (size_t k = 0; k < values.size(); ++k) values[k] = InputOf(rank_, life_, step, i, k);
+    core::PushPullRequest request;
+    request.tensor.name = "t" + std::to_string(i);
+    request.tensor.bytes = values.size() * sizeof(float);
+    request.tensor.average = false;
+    request.tensor.group = Peers();
+    request.input = request.output = values.data();
+    request.priority = static_cast<int>(Random(3));
+    handles.push_back(worker_->PushPull(request));
+    tensors.push_back(&values);
+  }
+  for (const int64_t handle : handles) {
+    if (!worker_->WaitFor(handle, nullptr, std::chrono::seconds(1000))) {
+      witness_->Wrong("an operation was waited for without end");
+    }
+  }
+  uint32_t named = 0;
+  for (const int rank : worker_->TakeMissing()) named |= 1u << (rank / plan_.ranks);
+  uint32_t lacks = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    CheckSum(*tensors[i], step, static_cast<int>(i), named, &lacks);
+    for (const float value : *tensors[i]) {
+      state_ = (state_ * 31 + static_cast<uint64_t>(value)) % kDigests;
+    }
+  }
+  if (named != lacks) witness_->Wrong("answers name other ranks than those their sums lack");
+}
+
+void ReplicaMember::CheckSum(const std::vector<float>& values, int step, int tensor, uint32_t named,
+                             uint32_t* lacks) {
+  const size_t per_partition = kPartitionBytes / sizeof(float);
+  for (size_t begin = 0; begin < values.size(); begin += per_partition) {
+    const size_t end = std::min(begin + per_partition, values.size());
+    bool found = false;
+    for (uint32_t without = 0; without < (1u << plan_.replicas) && !found; ++without) {
+      if ((without & ~named) != 0) continue;
+      const int present = plan_.replicas - __builtin_popcount(without);
+      bool holds = true;
+      for (size_t k = begin; k < end && holds; ++k) {
+        double sum = 0;
+        for (int i = 0; i < plan_.replicas && holds; ++i) {
+          if ((without >> i & 1) != 0) continue;
+          const int rank = i * plan_.ranks + place_;
+          const int life = witness_->LifeAt(rank, step);
+          holds = life > 0;
+          sum += InputOf(rank, life, step, tensor, k);
+        }
+        holds = holds && values[k] == static_cast<float>(sum * plan_.replicas / present);
+      }
+      if (!holds) continue;
+      found = true;
+      *lacks |= without;
+      witness_->SawSum(step, tensor, place_, begin / per_partition, without);
+    }
+    if (!found) {
+      witness_->Wrong("a sum of step " + std::to_string(step) + " at worker " +
+                      std::to_string(rank_) + " is that of no list of members");
+    }
+  }
+}
+
+void ReplicaMember::Sum(const std::string& name, Values* values, std::vector<uint32_t> group) {
+  Values& memory = small_.emplace_back(*values);
+  core::PushPullRequest request;
+  request.tensor.name = name;
+  request.tensor.dtype = core::DType::kFloat64;
+  request.tensor.bytes = memory.size() * sizeof(double);
+  request.tensor.average = false;
+  request.tensor.group = group.empty() ? Peers() : std::move(group);
+  request.input = request.output = memory.data();
+  if (!worker_->WaitFor(worker_->PushPull(request), nullptr, std::chrono::seconds(1000))) {
+    witness_->Wrong("'" + name + "' was waited for without end");
+  }
+  *values = memory;
+}
+
+void ReplicaMember::Control(int step) {
+  const int count = plan_.replicas;
+  Values chosen = {-1, 0};
+  if (place_ == 0) {
+    // All that take part must see the same life of a replica wait: then the mean of what they see
+    // is what this one sees, and so is the mean of the squares.
+    const ps::ReplicaView view = worker_->Replicas();
+    Values mine(2 * count), sum;
+    for (int i = 0; i < view.count(); ++i) {
+      if (view.waiting[i] == '1') mine[i] = view.lives[i];
+      mine[count + i] = mine[i] * mine[i];
+    }
+    sum = mine;
+    Sum("control", &sum);
+    for (int i = 0; i < count && chosen[0] < 0; ++i) {
+      const bool all = sum[i] == count * mine[i] && sum[count + i] == count * mine[count + i];
+      if (all && mine[i] > 0) chosen = {static_cast<double>(i), mine[i]};
+    }
+  }
+  chosen = inside_->Broadcast(place_, chosen);
+  if (chosen[0] >= 0) Admit(step, static_cast<int>(chosen[0]), static_cast<int>(chosen[1]));
+}
+
+template <typename Condition>
+ps::ReplicaView ReplicaMember::Await(Condition condition) {
+  while (true) {
+    const ps::ReplicaView view = worker_->Replicas();
+    if (view.count() > 0 && condition(view)) return view;
+    worker_->Check();
+    std::this_thread::sleep_for(std::chrono::microseconds(500 + Random(500)));
+  }
+}
+
+void ReplicaMember::Admit(int step, int replica, int life) {
+  inside_->Broadcast(place_, {});  // its ranks are between two steps
+  Values none = {0};
+  if (place_ == 0) Sum("rest", &none);
+  inside_->Broadcast(place_, {});  // and so are those of all replicas
+  if (place_ == 0) worker_->AskToAdmit(replica, life);
+  const auto is_decided = [=](const ps::ReplicaView& view) {
+    return view.epoch >= life && (view.lives[replica] != life || view.waiting[replica] == '0');
+  };
+  const ps::ReplicaView view = Await(is_decided);
+  const bool joined = view.IsPresent(replica) && view.lives[replica] == life;
+  if (joined && view.Donor(replica) == replica_) Send(step, replica, life);
+  CompareStates();
+}
+
+void ReplicaMember::Send(int step, int joiner, int life) {
+  const auto other = static_cast<uint32_t>(joiner * plan_.ranks + place_);
+  witness_->rounds[rank_] = worker_->Rounds();
+  Values values = {kMagic, static_cast<double>(step + 1), static_cast<double>(state_)};
+  std::vector<uint32_t> group = {static_cast<uint32_t>(rank_), other};
+  std::sort(group.begin(), group.end());
+  Sum("join " + std::to_string(life), &values, group);
+}
+
+int ReplicaMember::Join() {
+  worker_->SayReady();
+  const ps::ReplicaView view =
+      Await([this](const ps::ReplicaView& seen) { return seen.IsPresent(replica_); });
+  const int donor = view.Donor(replica_) * plan_.ranks + place_;
+  if (donor < 0) throw core::Error("no replica is there to join");
+  std::vector<uint32_t> group = {static_cast<uint32_t>(rank_), static_cast<uint32_t>(donor)};
+  std::sort(group.begin(), group.end());
+  Values values = {0, 0, 0};
+  Sum("join " + std::to_string(view.lives[replica_]), &values, group);
+  if (values[0] != kMagic) throw core::Error("the donor has gone");
+  state_ = static_cast<uint64_t>(values[2]);
+  worker_->SetRounds(witness_->rounds[donor]);
+  CompareStates();
+  ++witness_->joins;
+  return static_cast<int>(values[1]);
+}
+
+void ReplicaMember::CompareStates() {
+  Values values = {static_cast<double>(state_), static_cast<double>(state_ % 1000003)};
+  const Values mine = values;
+  Sum("compare", &values);
+  for (size_t i = 0; i < mine.size(); ++i) {
+    if (values[i] == plan_.replicas * mine[i]) continue;
+    witness_->Wrong("replicas have different states when one joins");
+  }
+}
+
+}  // namespace simulation
+}  // namespace byteps

@@ -1,0 +1,110 @@
+"""A replica of a Megatron job dies and comes back: the others go on, and all end alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.replicas import failures
+from scripts import prepare_data
+
+TINY = (
+    *("--layers", "2", "--hidden", "128", "--batch", "2", "--sequence", "64", "--steps", "60"),
+    *("--timeout", "500", "--max-bytes", "200000", "--pace", "0"),
+)
+SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")
+LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "plain": (("--replicas", "3"), ()),
+    "sharded": (("--replicas", "2", "--ranks", "2"), (*SHARDED, "--overlap-param-gather")),
+    "tensor": (
+        ("--replicas", "2", "--ranks", "2", "--model-ranks", "2"),
+        ("--tensor-model-parallel-size", "2"),
+    ),
+    "outer steps": (
+        ("--replicas", "3", "--ranks", "1", "--every", "3"),
+        ("--use-distributed-optimizer",),
+    ),
+}
+HOLD_S = 3.0
+"""Between two steps of those that wait for one to come back."""
+
+
+class DieAndReturn:
+    """Kills replica 1 after some steps, starts it again, and ends the job some steps after that."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.allowed, self.at, self.joined = after, 0, 0.0, False
+        self.killed: failures.Life | None = None
+        self.second: failures.Life | None = None
+
+    def __call__(self, job: failures.Job, now: float) -> None:
+        others = [life for life in job.lives if life.replica != 1]
+        done = min(len(life.ends) for life in others)
+        if self.killed is None:
+            self.allow(job, self.after)
+            if done == self.after and len(job.lives[1].ends) == self.after:
+                self.killed = job.lives[1]
+                job.kill(self.killed)
+                self.second = job.start(1)
+            return
+        assert self.second is not None
+        if "has joined after iteration" in self.second.text:
+            self.allow(job, job.options.steps)
+        elif done == self.allowed and now - self.at > HOLD_S:
+            self.allow(job, self.allowed + 1)
+            self.at = now
+
+    def allow(self, job: failures.Job, steps: int) -> None:
+        if steps != self.allowed:
+            self.allowed = steps
+            job.allow(steps)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_data.prepare([], tmp_path_factory.mktemp("text"), 200_000).prefix
+
+
+def die_and_return(prefix: Path, layout: str, *megatron: str) -> tuple[failures.Job, DieAndReturn]:
+    words, arguments = LAYOUTS[layout]
+    options = failures.parse([*TINY, *words, "--", *arguments, *megatron])
+    options.steps_file = True
+    watch = DieAndReturn(after=4)
+    return failures.train(options, prefix, watch), watch
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "plain",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS if name != "plain"),
+    ],
+)
+def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> None:
+    save = ("--save", str(tmp_path), "--save-interval", "1000")
+    job, watch = die_and_return(prefix, layout, *save)
+    assert watch.second is not None
+    lives = [life for life in job.lives if not life.killed]
+    assert len({life.record.checksum for life in lives}) == 1, "replicas have parted"
+    assert all(life.record.checksum for life in lives)
+    first = lives[0]
+    (lost,) = re.findall(r"from iteration (\d+) on without replica 1", first.text)
+    assert 5 <= int(lost) <= 7
+    (joined,) = re.findall(r"replica 1 has joined after iteration (\d+)", first.text)
+    mine = {step.iteration: step.loss for step in watch.second.record.steps}
+    assert min(mine) == int(joined) + 1, "its first step is the one after"
+    assert max(mine) == 60
+    written: list[dict[str, Any]] = [
+        json.loads(line) for line in (tmp_path / "dpu_lost_samples.jsonl").read_text().splitlines()
+    ]
+    assert all(entry["replicas"] == [1] for entry in written)
+    iterations = [entry["iteration"] for entry in written]
+    assert iterations[0] == int(lost) and iterations[-1] <= int(joined)
+    batch = job.options.batch * job.options.replicas * job.options.ranks // job.options.model_ranks
+    for entry in written:
+        assert entry["samples"] == batch * job.options.every
+        assert entry["first_sample"] + entry["samples"] == entry["iteration"] * batch

@@ -1,0 +1,138 @@
+"""Replicas of one worker each: steps of sums, each checked, while some die and come back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+
+import byteps.torch as bps
+import torch
+from byteps.torch import members, session, state_transfer
+from byteps.torch.alike import are_alike
+
+from tests.multiproc.programs.job import Job
+
+LENGTH = 300_000
+"""Several partitions, at several servers."""
+
+
+def values_of(replica: int, life: int, step: int) -> torch.Tensor:
+    """Whole numbers, of which sums are exact."""
+    place = torch.arange(LENGTH, dtype=torch.int64) % 4093
+    return ((place * 7 + replica * 977 + life * 131 + step * 53) % 20_011).to(torch.float32)
+
+
+class Replica:
+    """One life of a replica, which dies by SIGKILL at a phase of a step, if it is told to."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.number, self.count = job, session.replica(), session.replicas()
+        self.life = int(job.args.get("life", 1))
+        self.parameters = torch.zeros(LENGTH)
+        self.lives = dict.fromkeys(range(self.count), 1)
+        self.log: list[dict[str, object]] = []
+
+    def may_die(self, phase: str, step: int) -> None:
+        if self.job.args.get("dies") in ([phase, step], [phase, None]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.job.args.get("stands_still") == [phase, step]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def run(self) -> None:
+        step = self.join() if members.is_late() else 0
+        while step < self.job.args["steps"]:
+            began = time.monotonic()
+            self.step(step)
+            self.log.append({"step": step, "seconds": time.monotonic() - began})
+            step += 1
+            self.control(step)
+            self.job.note(f"done.{self.number}", str(step))
+            time.sleep(self.job.args.get("pace", 0))
+
+    def step(self, step: int) -> None:
+        self.may_die("before", step)
+        members.take_missing()
+        total = values_of(self.number, self.life, step)
+        handle = bps.push_pull_async_inplace(total, average=False, name="gradients")
+        self.may_die("pushed", step)
+        bps.synchronize(handle)
+        self.may_die("answered", step)
+        missing = members.take_missing()
+        self.check_sum(total, step, missing)
+        self.parameters += total
+        if missing:
+            self.log.append({"step": step, "missing": sorted(missing)})
+
+    def check_sum(self, total: torch.Tensor, step: int, missing: set[int]) -> None:
+        """Each value is the scaled sum of a list of replicas that lacks none but `missing`."""
+        given = {r: values_of(r, life, step) for r, life in self.lives.items()}
+        wrong, named = torch.ones(LENGTH, dtype=torch.bool), set()
+        for size in range(len(missing) + 1):
+            for without in itertools.combinations(sorted(missing), size):
+                there = [r for r in range(self.count) if r not in without]
+                exact = torch.stack([given[r].double() for r in there]).sum(0)
+                right = total == (exact * self.count / len(there)).float()
+                if bool((wrong & right).any()):
+                    named |= set(without)
+                wrong &= ~right
+        assert not wrong.any(), f"step {step}: {int(wrong.sum())} values are of no list"
+        assert named == missing, f"step {step}: {missing} were named, {named} are missing"
+
+    def control(self, step: int) -> None:
+        self.may_die("control", step)
+        choice = members.choose("control", None)
+        if choice.joiner < 0:
+            return
+        self.may_die("admit", step)
+        bps.push_pull_inplace(torch.zeros(1), average=False, name="rest")
+        view = members.admit(choice.joiner, choice.life, asks=True)
+        if view is not None and view.donor(choice.joiner) == self.number:
+            self.may_die("give", step)
+            self.give(choice, step)
+        if view is not None:
+            self.lives[choice.joiner] += 1
+        self.compare()
+        self.log.append({"step": step, "joined": view is not None})
+
+    def give(self, choice: members.Choice, step: int) -> None:
+        name, mine = f"join/{choice.life}", bps.rank()
+        lives = [self.lives[replica] for replica in range(self.count)]
+        facts = {"step": step, "lives": lives, "rounds": members.rounds()}
+        state_transfer.give_tensors(
+            [self.parameters], to=choice.joiner, rank=mine, name=f"{name}/state"
+        )
+        state_transfer.give_facts(facts, to=choice.joiner, rank=mine, name=name)
+
+    def join(self) -> int:
+        self.may_die("ready", 0)
+        view = members.join()
+        giver, name = view.donor(self.number), f"join/{view.lives[self.number]}"
+        state_transfer.take_tensors(
+            [self.parameters], giver=giver, rank=bps.rank(), name=f"{name}/state"
+        )
+        self.may_die("take", 0)
+        facts = state_transfer.take_facts(giver=giver, rank=bps.rank(), name=name)
+        self.lives = dict(enumerate(facts["lives"]))
+        self.lives[self.number] += 1
+        self.life = self.lives[self.number]
+        members.set_rounds(facts["rounds"])
+        self.compare()
+        return int(facts["step"])
+
+    def compare(self) -> None:
+        assert are_alike([self.parameters], "compare"), "replicas have parted"
+
+
+def train(job: Job) -> None:
+    bps.init()
+    replica = Replica(job)
+    with job.check(f"replica {replica.number}"):
+        try:
+            replica.run()
+            replica.compare()
+        finally:
+            job.note(f"log.{replica.number}.{replica.life}", json.dumps(replica.log))
+    bps.shutdown()

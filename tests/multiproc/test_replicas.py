@@ -1,0 +1,144 @@
+"""Replicas that die, stand still and come back: the others go on, and all sums are right."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.multiproc.cluster import IMPORT_S, RUN_S, Cluster, Nursed, wait_for_file
+
+PROGRAM = "replicas:train"
+PHASES = ("before", "pushed", "answered", "control")
+
+
+class Replicas:
+    """A job of replicas of one worker each."""
+
+    def __init__(self, cluster: Cluster, count: int) -> None:
+        self.cluster, self.count, self.started = cluster, count, 0
+
+    def start(self, number: int, **args: Any) -> Nursed:
+        """A life of a replica."""
+        self.started += 1
+        env = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "DMLC_NUM_WORKER": str(self.count),
+            "BYTEPS_REPLICA": f"{number}/{self.count}",
+        }
+        title = f"replica {number} life {self.started}"
+        return self.cluster.start_worker(number, PROGRAM, title=title, env=env, **args)
+
+    def wait_done(self, number: int, step: int) -> None:
+        """Until it has made so many steps."""
+        path = self.cluster.folder / f"done.{number}.0"
+        alive = [w for t, w in self.cluster.workers.items() if t.startswith(f"replica {number}")]
+        wait_for_file(path, RUN_S, alive[-1:])
+        while int(path.read_text()) < step:
+            assert alive[-1].running, f"replica {number} ended before step {step}"
+
+    def finish(self, workers: list[Nursed]) -> None:
+        """These end well, and so do the scheduler and the servers."""
+        for worker in workers:
+            assert worker.wait(RUN_S) == 0, worker.text[-3000:]
+        self.cluster.demand_checks()
+        for node in (self.cluster.scheduler, *self.cluster.servers):
+            assert node.wait(RUN_S) == 0, node.text[-3000:]
+
+    def log(self, number: int) -> list[dict[str, Any]]:
+        """Of the first life of a replica."""
+        found: list[dict[str, Any]] = json.loads(
+            (self.cluster.folder / f"log.{number}.1.0").read_text()
+        )
+        return found
+
+
+@pytest.fixture
+def make_replicas(make_cluster: Callable[..., Cluster]) -> Callable[..., Replicas]:
+    def make(count: int, **env: str) -> Replicas:
+        cluster = make_cluster(workers=count, servers=2, env=env)
+        cluster.start_nodes()
+        return Replicas(cluster, count)
+
+    return make
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_one_dies_and_the_others_go_on(make_replicas: Callable[..., Replicas], phase: str) -> None:
+    job = make_replicas(3)
+    dying = job.start(1, steps=12, dies=[phase, 5])
+    others = [job.start(number, steps=12) for number in (0, 2)]
+    assert dying.wait(IMPORT_S) == -signal.SIGKILL
+    job.finish(others)
+    lacking = [entry["step"] for entry in job.log(0) if entry.get("missing") == [1]]
+    assert lacking[-1] == 11 and 5 <= lacking[0] <= 6
+    assert lacking == list(range(lacking[0], 12))
+    said = job.cluster.scheduler.text
+    assert said.count("replica 1 was removed: worker 1") == 1
+    assert "the others go on" in said
+
+
+def test_it_comes_back(make_replicas: Callable[..., Replicas]) -> None:
+    job = make_replicas(3)
+    others = [job.start(number, steps=80, pace=0.05) for number in (0, 2)]
+    dying = job.start(1, steps=80, pace=0.05, dies=["pushed", 10])
+    assert dying.wait(IMPORT_S) == -signal.SIGKILL
+    job.finish([*others, job.start(1, steps=80, pace=0.05)])
+    joined = [entry for entry in job.log(0) if "joined" in entry]
+    assert [entry["joined"] for entry in joined] == [True]
+    lacking = [entry["step"] for entry in job.log(0) if "missing" in entry]
+    assert lacking and max(lacking) < joined[0]["step"], "it is in all sums from then on"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("phase", ["ready", "take"])
+def test_one_that_joins_dies(make_replicas: Callable[..., Replicas], phase: str) -> None:
+    job = make_replicas(3)
+    first = job.start(1, steps=40, dies=["before", 3])
+    others = [job.start(number, steps=40, pace=0.1) for number in (0, 2)]
+    assert first.wait(IMPORT_S) == -signal.SIGKILL
+    second = job.start(1, steps=40, dies=[phase, 0])
+    assert second.wait(IMPORT_S) == -signal.SIGKILL
+    job.finish(others)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("phase", ["admit", "give"])
+def test_the_one_that_gives_dies(make_replicas: Callable[..., Replicas], phase: str) -> None:
+    """The one that joins may be lost with it, and the third goes on."""
+    job = make_replicas(3)
+    first = job.start(1, steps=40, dies=["before", 3])
+    args = {"steps": 40, "pace": 0.1}
+    giver = job.start(0, **args, dies=[phase, None])
+    third = job.start(2, **args)
+    assert first.wait(IMPORT_S) == -signal.SIGKILL
+    job.start(1, **args)
+    assert giver.wait(IMPORT_S) == -signal.SIGKILL
+    assert third.wait(RUN_S) == 0, third.text[-3000:]
+
+
+def test_one_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]) -> None:
+    """By its heartbeat; when it goes on, it learns that it was, and ends."""
+    job = make_replicas(2, BYTEPS_PEER_TIMEOUT_S="3")
+    still = job.start(1, steps=20, stands_still=["pushed", 5])
+    other = job.start(0, steps=20)
+    assert other.wait(RUN_S) == 0, other.text[-3000:]
+    still.send(signal.SIGCONT)
+    assert still.wait(RUN_S) != 0
+    assert "no heartbeat for" in job.cluster.scheduler.text
+    lacking = [entry["step"] for entry in job.log(0) if "missing" in entry]
+    assert lacking and lacking[0] in (5, 6)
+
+
+def test_the_last_one_ends_the_job(make_replicas: Callable[..., Replicas]) -> None:
+    job = make_replicas(2)
+    dying = [job.start(number, steps=20, dies=["before", 3 + number]) for number in (0, 1)]
+    assert [one.wait(IMPORT_S) for one in dying] == [-signal.SIGKILL] * 2
+    assert job.cluster.scheduler.wait(RUN_S) == 1
+    assert "worker 1 (127.0.0.1) was lost" in job.cluster.scheduler.text
