@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 import pytest
-
 from byteps.torch import hosts
 
 Told = tuple[str, str]

@@ -53,8 +53,9 @@ def find_place(rank: int, exchange: Callable[[tuple[str, str]], Sequence[tuple[s
         return
     layout = HostLayout.of(range(len(told)), [host for host, _ in told])
     place = (layout.local_index(rank), len(layout.on_host_of(rank)))
-    _found = tuple(map(str, place))
-    os.environ.update(zip(_OURS, _found, strict=True))
+    found = tuple(map(str, place))
+    os.environ.update(zip(_OURS, found, strict=True))
+    _found = found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,140 @@
+"""verl's vLLM rollout, where an update of its weights can fail without a job that waits for ever.
+
+verl's sender waits for its receiver with no end, also where that has failed long since. Here it
+looks at the call that receives, too. And verl 0.9.1 pauses a vLLM by an argument that newer ones
+have under another name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import ray
+
+_LOOK_MS = 500
+"""Between two looks at the receiving call."""
+_LATE_S = 60.0
+"""A receiver that has returned has answered by then."""
+
+
+class WeightUpdateError(RuntimeError):
+    """The rollout did not take the weights."""
+
+
+def watched(receive: Any, receiving: Any) -> Any:
+    """Wait for an answer of the receiver, and return it.
+
+    Args:
+        receive: a ZeroMQ socket.
+        receiving: a reference to Ray's call that receives, or None where another rank made it.
+
+    Raises:
+        WeightUpdateError: the call failed, or returned without an answer.
+    """
+    returned_at: float | None = None
+    while not receive.poll(_LOOK_MS):
+        if receiving is None or not ray.wait([receiving], timeout=0)[0]:
+            continue
+        try:
+            ray.get(receiving)
+        except Exception as error:
+            raise WeightUpdateError(
+                f"vLLM did not take the weights of training: {error}"
+            ) from error
+        returned_at = returned_at or time.monotonic()
+        if time.monotonic() - returned_at > _LATE_S:
+            raise WeightUpdateError("vLLM took the weights of training, and did not say so")
+    return receive.recv()
+
+
+class _Socket:
+    """A socket whose `recv` is `watched`."""
+
+    def __init__(self, socket: Any, receiving: Any) -> None:
+        self._socket = socket
+        self._receiving = receiving
+
+    def recv(self) -> Any:
+        return watched(self._socket, self._receiving)
+
+    def close(self) -> None:
+        # What nobody will read must not keep the process from its end.
+        self._socket.close(linger=0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+def _make_adapter() -> type:
+    from verl.workers.rollout.vllm_rollout import vllm_rollout
+
+    class Adapter(vllm_rollout.ServerAdapter):
+        """verl's client of a vLLM server, which sends it weights."""
+
+        async def _execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            made = await super()._execute_method(method, *args, **kwargs)
+            if method == "update_weights_from_ipc":
+                Sender.receiving = made
+            return made
+
+    class Sender(vllm_rollout.BucketedWeightSender):
+        receiving: Any = None
+        socket: Any
+
+        def _init_socket(self) -> None:
+            super()._init_socket()
+            self.socket = _Socket(self.socket, self.receiving)
+
+    vllm_rollout.BucketedWeightSender = Sender
+    return Adapter
+
+
+def _make_replica() -> type:
+    from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+    class Server(vllm_async_server.vLLMHttpServer):
+        """verl's vLLM server."""
+
+        async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+            await super().launch_server(*args, **kwargs)
+            if engine := getattr(self, "engine", None):
+                engine.pause_generation = pause_by_mode(engine.pause_generation)
+
+    class Replica(vllm_async_server.vLLMReplica):
+        """One vLLM of verl's, on all of its nodes."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.server_class = ray.remote(Server)
+
+    return Replica
+
+
+def pause_by_mode(pause: Any) -> Any:
+    """vLLM's `pause_generation`, to be called with `wait_for_inflight_requests` in any case."""
+    if "wait_for_inflight_requests" in inspect.signature(pause).parameters:
+        return pause
+
+    async def paused(*, wait_for_inflight_requests: bool = False, **kwargs: Any) -> Any:
+        return await pause(mode="wait" if wait_for_inflight_requests else "abort", **kwargs)
+
+    return paused
+
+
+def __getattr__(name: str) -> Any:
+    # verl looks its rollouts up by name, and importing vLLM takes seconds.
+    if name == "Adapter":
+        globals()[name] = _make_adapter()
+        return globals()[name]
+    raise AttributeError(name)
+
+
+def register() -> None:
+    """Make these verl's rollout named vllm."""
+    from verl.workers.rollout import base
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    base._ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.Adapter"
+    RolloutReplicaRegistry.register("vllm", _make_replica)

@@ -1,0 +1,78 @@
+"""A process of a run is killed, and the run goes on from its last checkpoint by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_byteps_rl import task
+from megatron_byteps_rl.__main__ import LATEST
+from megatron_byteps_rl.settings import Settings
+from scripts.children import Spawned, end_all, last_lines
+from scripts.trainkit import rl_report
+
+STEPS = 4
+LIMIT_S = 1500.0
+
+
+def processes(title: str, folder: Path) -> list[int]:
+    """Those of this name that belong to the run in this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (process / "cmdline").read_bytes().decode(errors="replace")
+            variables = (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if name.startswith(title) and f"={folder}/steps.jsonl\0".encode() in variables:
+            found.append(int(process.name))
+    return found
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("title", "named"),
+    [
+        ("ray::WorkerDict", "WorkerDict"),
+        pytest.param("VLLM::EngineCore", None, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_run_goes_on(title: str, named: str | None, model: Path, tmp_path: Path) -> None:
+    settings = Settings(
+        model=model,
+        questions=task.write_questions(tmp_path / "sums.parquet"),
+        folder=tmp_path / "run",
+        steps=STEPS,
+        save_every=1,
+    )
+    settings.folder.mkdir()
+    before = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_rl", "--restarts", "1"]
+    environment = {**os.environ, **settings.environment(), "BYTEPS_EMBEDDED_SERVERS": "1"}
+    run = Spawned("verl", [*command, *settings.overrides()], environment, settings.folder)
+    saved = settings.folder / "checkpoints" / LATEST
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not saved.exists() and run.running and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert saved.exists(), last_lines(run.log, 80)
+        victims = processes(title, settings.folder)
+        assert len(victims) == 2, victims
+        os.kill(victims[1], signal.SIGKILL)
+        run.wait(deadline - time.monotonic())
+    finally:
+        end_all([run], 60.0)
+    assert run.status == 0, last_lines(run.log, 80)
+    assert "again from step" in run.text
+    if named is not None:
+        assert f"actor {named} " in run.text and f"(process {victims[1]}) died" in run.text
+    steps = rl_report.read_steps(settings.folder)
+    assert [step.number for step in steps] == list(range(1, STEPS + 1))
+    assert saved.read_text().strip() == str(STEPS)
+    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
+    assert not left
