@@ -1,4 +1,5 @@
-"""A process of a run is killed, and the run goes on from its last checkpoint by itself."""
+"""A process of a run is killed, and the run goes on from its last checkpoint by itself; a run whose
+vLLM takes no weights ends."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 
 from megatron_byteps_rl import task
 from megatron_byteps_rl.__main__ import LATEST
-from megatron_byteps_rl.settings import Settings
+from megatron_byteps_rl.settings import EXTENSION, Settings
 from scripts.children import Spawned, end_all, last_lines
 from scripts.trainkit import rl_report
 
@@ -34,6 +35,24 @@ def processes(title: str, folder: Path) -> list[int]:
     return found
 
 
+def settings_of(model: Path, folder: Path) -> Settings:
+    made = Settings(
+        model=model,
+        questions=task.write_questions(folder / "sums.parquet"),
+        folder=folder / "run",
+        steps=STEPS,
+        save_every=1,
+    )
+    made.folder.mkdir()
+    return made
+
+
+def start(settings: Settings, overrides: list[str], *arguments: str) -> Spawned:
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_rl", *arguments]
+    environment = {**os.environ, **settings.environment(), "BYTEPS_EMBEDDED_SERVERS": "1"}
+    return Spawned("verl", [*command, *overrides], environment, settings.folder)
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("title", "named"),
@@ -43,18 +62,9 @@ def processes(title: str, folder: Path) -> list[int]:
     ],
 )
 def test_the_run_goes_on(title: str, named: str | None, model: Path, tmp_path: Path) -> None:
-    settings = Settings(
-        model=model,
-        questions=task.write_questions(tmp_path / "sums.parquet"),
-        folder=tmp_path / "run",
-        steps=STEPS,
-        save_every=1,
-    )
-    settings.folder.mkdir()
+    settings = settings_of(model, tmp_path)
     before = set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_rl", "--restarts", "1"]
-    environment = {**os.environ, **settings.environment(), "BYTEPS_EMBEDDED_SERVERS": "1"}
-    run = Spawned("verl", [*command, *settings.overrides()], environment, settings.folder)
+    run = start(settings, settings.overrides(), "--restarts", "1")
     saved = settings.folder / "checkpoints" / LATEST
     try:
         deadline = time.monotonic() + LIMIT_S
@@ -76,3 +86,19 @@ def test_the_run_goes_on(title: str, named: str | None, model: Path, tmp_path: P
     assert saved.read_text().strip() == str(STEPS)
     left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
     assert not left
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_weights_that_vllm_does_not_take_end_the_run(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    # Without the extension vLLM packs its weights, and no others fit.
+    without = [one for one in settings.overrides() if EXTENSION not in one]
+    assert len(without) == len(settings.overrides()) - 1
+    run = start(settings, without)
+    try:
+        run.wait(800.0)
+    finally:
+        end_all([run], 60.0)
+    assert run.status == 1
+    assert "WeightUpdateError: vLLM did not take the weights of training" in run.text, run.text

@@ -56,7 +56,7 @@ def scheduler(tmp_path: Path) -> Iterator[tuple[str, str]]:
         while not file.exists() or not file.read_text().endswith("\n"):
             assert processes[0].running, last_lines(tmp_path / "scheduler.sh.log")
         host, port = file.read_text().split()
-        processes.append(start(tmp_path, "server.sh", "--scheduler", f"{host}:{port}", *counts[:2]))
+        processes.append(start(tmp_path, "server.sh", "--scheduler", f"{host}:{port}", *counts))
         yield host, port
     finally:
         end_all(processes, 10.0)
@@ -74,6 +74,7 @@ def recipe(host: str, port: str) -> list[str]:
     return lines
 
 
+@pytest.mark.timeout(1200)
 def test_a_users_own_command_line(
     cluster: str, scheduler: tuple[str, str], model: Path, tmp_path: Path
 ) -> None:
