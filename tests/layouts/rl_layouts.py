@@ -29,14 +29,6 @@ BYTEPS = "BytePS flat"
 BEGIN = "<!-- made by `make rl-layouts MARKDOWN=docs/results/rl.md`; not to be edited by hand -->"
 
 
-SERVERS = "dp2, optimizer on servers"
-ON_SERVERS = [
-    "+actor_rollout_ref.actor.megatron.override_ddp_config.dpu_optimizer=true",
-    "actor_rollout_ref.actor.megatron.use_distributed_optimizer=false",
-]
-"""verl's configuration for it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A row."""
@@ -53,13 +45,11 @@ class Run:
         """Of scripts/rl.py."""
         cut = {
             "dp2": [],
-            SERVERS: [],
             "tp2": ["--tensor", "2"],
             "pp2": ["--pipeline", "2"],
         }[self.training]
         flags = ["--algorithm", self.algorithm, "--mode", self.mode, "--steps", str(STEPS)]
-        flags += ["--rollout-tensor", str(self.rollout), "--workers", "2", *cut]
-        return [*flags, "--", *(ON_SERVERS if self.training == SERVERS else [])]
+        return [*flags, "--rollout-tensor", str(self.rollout), "--workers", "2", *cut]
 
 
 RUNS = (
@@ -68,7 +58,6 @@ RUNS = (
     Run(name="dp2-to-tp2-grpo", training="dp2", rollout=2),
     Run(name="dp2-to-tp2-grpo-async", training="dp2", rollout=2, mode="colocate_async"),
     Run(name="dp2-grpo-async", training="dp2", mode="colocate_async"),
-    Run(name="dp2-servers-grpo", training=SERVERS),
     Run(name="tp2-grpo", training="tp2"),
     Run(name="tp2-to-tp2-ppo", training="tp2", rollout=2, algorithm="ppo"),
     Run(name="pp2-grpo", training="pp2"),
@@ -106,7 +95,7 @@ def problems(run: Run, outcome: Outcome) -> list[str]:
     if run.mode == "sync" and apart(outcome) >= ROUNDING:
         wrong.append(f"rollout and training differ by {apart(outcome):.3f}")
     # A single data-parallel rank has nothing to sum.
-    if set(outcome.backends) != ({BYTEPS} if run.training.startswith("dp2") else set()):
+    if set(outcome.backends) != ({BYTEPS} if run.training == "dp2" else set()):
         wrong.append(f"buckets went through {outcome.backends}")
     return wrong
 

@@ -90,7 +90,9 @@ def test_a_users_own_command_line(
     theirs += ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
     theirs.append(f"+ray_kwargs.ray_init.address={cluster}")
     command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"]
-    command += [*theirs, *recipe(*scheduler)]
+    # What is as fast by a reduce-scatter would stay there.
+    route = "+actor_rollout_ref.actor.megatron.override_ddp_config.dpu_reduce_route=flat"
+    command += [*theirs, *recipe(*scheduler), route]
     assert EXTENSION in " ".join(theirs)  # all else that a CPU needs is in the environment
     environment = {**os.environ, **settings.environment()}
     process = Spawned("verl", command, environment, settings.folder, cwd=settings.folder)
