@@ -89,6 +89,8 @@ def test_a_users_own_command_line(
     theirs = [one for one in settings.overrides() if "ray_init" not in one]
     theirs += ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
     theirs.append(f"+ray_kwargs.ray_init.address={cluster}")
+    variables = "+ray_kwargs.ray_init.runtime_env.env_vars"
+    theirs.append(f"{variables}.VERL_FILE_LOGGER_PATH={settings.folder}/steps.jsonl")
     command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo"]
     # What is as fast by a reduce-scatter would stay there.
     route = "+actor_rollout_ref.actor.megatron.override_ddp_config.dpu_reduce_route=flat"

@@ -49,6 +49,7 @@ def initialize(mode: str) -> Any:
     import ray
 
     ray.init(
+        address="local",
         num_gpus=RANKS,
         num_cpus=RANKS,
         include_dashboard=False,

@@ -201,6 +201,7 @@ class Settings:
             "trainer.resume_mode": "auto" if self.save_every else "disable",
             "trainer.rollout_data_dir": self.folder / "samples",
             "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+            f"+{ray}.address": "local",  # not a cluster that happens to run here
             # What verl's processes ask for; cores are shared.
             f"{ray}.num_cpus": self.ranks * 3 + 8,
             f"+{ray}.num_gpus": self.ranks,
