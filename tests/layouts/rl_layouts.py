@@ -65,7 +65,7 @@ RUNS = (
 TABLE = Table(
     begin=BEGIN,
     head=(
-        *("training", "rollout", "algorithm", "trainer", "buckets"),
+        *("training", "rollout", "algorithm", "trainer", "gradients"),
         *("first reward", "last reward", "rollout and training", "s per step"),
     ),
     align="lllllrrrr",
@@ -77,7 +77,7 @@ TABLE = Table(
 def row(run: Run, outcome: Outcome) -> list[str]:
     """A row of the table."""
     cells = [run.training, f"tp{run.rollout}", run.algorithm.upper(), run.mode]
-    cells.append(f"{outcome.backends.count(BYTEPS)} of {len(outcome.backends)}")
+    cells.append(", ".join(sorted(set(outcome.backends))) or "-")
     cells += [f"{outcome.steps[0].reward:.3f}", f"{outcome.steps[-1].reward:.3f}"]
     cells.append(f"{apart(outcome):.3f}")
     return [*cells, f"{sorted(step.seconds for step in outcome.steps)[STEPS // 2]:.1f}"]

@@ -26,6 +26,7 @@ _COMMON = {
     "TQDM_DISABLE": "1",  # Megatron's engine shows a bar for each batch
     "RAY_worker_niceness": "0",  # else 15
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",  # actor and critic say the same of their buckets
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
