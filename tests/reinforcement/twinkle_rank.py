@@ -1,11 +1,11 @@
-"""Trains by Twinkle, through BytePS or all-reduce: ``twinkle_rank.py MODE KIND 0|1 MODEL OUT``.
+"""A rank that trains by Twinkle, through BytePS or all-reduce: ``KIND 0|1 MODEL OUT``.
 
-MODE is ``local``, a rank that torchrun started, or ``ray``, the driver. KIND is ``whole`` or
-``lora``. OUT gets what was trained: of each rank, or what Twinkle saves.
+KIND is ``whole`` or ``lora``. The folder OUT gets what each rank trained.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,42 +37,15 @@ def batch(step: int, rows: slice) -> list[dict[str, Any]]:
     ]
 
 
-def initialize(mode: str) -> Any:
-    """Twinkle's mesh of all ranks."""
-    import twinkle
-    from twinkle import DeviceGroup, DeviceMesh
-
-    mesh = DeviceMesh.from_sizes(world_size=RANKS, dp_size=RANKS)
-    if mode == "local":
-        twinkle.initialize(mode="local", global_device_mesh=mesh)
-        return mesh
-    import ray
-
-    ray.init(
-        address="local",
-        num_gpus=RANKS,
-        num_cpus=RANKS,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.0.1",
-        runtime_env={"worker_process_setup_hook": "tests.reinforcement.te_layers.install"},
-    )
-    group = DeviceGroup(name="model", ranks=RANKS, device_type="GPU")
-    twinkle.initialize(
-        mode="ray",
-        nproc_per_node=RANKS,
-        groups=[group],
-        global_device_mesh=mesh,
-        lazy_collect=False,
-    )
-    return mesh
-
-
-def train(mode: str, kind: str, through_byteps: bool, folder: str, mesh: Any, rank: int) -> Any:
+def train(kind: str, through_byteps: bool, folder: str, rank: int) -> Any:
     """A model that has made some steps."""
+    import twinkle
     from peft import LoraConfig
+    from twinkle import DeviceMesh
     from twinkle.model import MegatronModel
 
+    mesh = DeviceMesh.from_sizes(world_size=RANKS, dp_size=RANKS)
+    twinkle.initialize(mode="local", global_device_mesh=mesh)
     fusions = ("bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
     off = {f"{name}_fusion": False for name in (*fusions, "bias_dropout")}
     model = MegatronModel(
@@ -84,7 +57,6 @@ def train(mode: str, kind: str, through_byteps: bool, folder: str, mesh: Any, ra
         use_distributed_optimizer=False,
         persist_layer_norm=False,
         **off,
-        **({"remote_group": "model"} if mode == "ray" else {}),
     )
     named = {}
     if kind == "lora":
@@ -93,7 +65,7 @@ def train(mode: str, kind: str, through_byteps: bool, folder: str, mesh: Any, ra
             "one", LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
         )
     model.set_optimizer("default", lr=1e-3, **named)
-    rows = slice(None) if mode == "ray" else slice(rank, None, RANKS)
+    rows = slice(rank, None, RANKS)
     for step in range(STEPS):
         model.forward_backward(inputs=batch(step, rows), **named)
         model.step(**named)
@@ -102,17 +74,12 @@ def train(mode: str, kind: str, through_byteps: bool, folder: str, mesh: Any, ra
 
 
 def main() -> None:
-    mode, kind, through_byteps, folder, out = sys.argv[1:]
+    kind, through_byteps, folder, out = sys.argv[1:]
     te_layers.install()
-    import os
-
     import torch
 
-    rank = int(os.environ.get("RANK", "0"))
-    model = train(mode, kind, through_byteps == "1", folder, initialize(mode), rank)
-    if mode == "ray":
-        model.save(name="trained", output_dir=out)
-        return
+    rank = int(os.environ["RANK"])
+    model = train(kind, through_byteps == "1", folder, rank)
     (part,) = model.strategy.unwrap_model(model.model)
     state = {name: p.detach().clone() for name, p in part.named_parameters() if p.requires_grad}
     torch.save(state, Path(out) / f"{rank}.pt")
