@@ -25,7 +25,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 	@echo
 	@echo 'make train: STEPS=200 WORKERS=2 SERVERS=1 COMPARE=1 (train with all-reduce too) OPTIMIZER=servers (which keep it) MODE=ray (under Ray) HF=1 (SmolLM2, or HF=FOLDER) LORA=1 (adapters alone) ARGS="--seed 1" (any flag of scripts/train.py)'
-	@echo 'make rl: ALGORITHM=ppo (default: grpo) ROLLOUT=megatron (default: transformers) REWARD=megatron (default: rule) STEPS=30 WORKERS=2 COMPARE=1 (through all-reduce too) ARGS="--seed 2" (any flag of scripts/rl.py)'
+	@echo 'make rl: ALGORITHM=ppo (default: grpo) STEPS=20 WORKERS=2 COMPARE=1 (through all-reduce too) ARGS="--seed 2" (any flag of scripts/rl.py)'
 	@echo 'make parity: LAYOUTS="dp2 tp2-dp2-overlap" (only these) MARKDOWN=docs/results/correctness.md (write it anew)'
 	@echo 'make bench: SET=full (default: quick) ONLY="4+4-500mbit" MARKDOWN=docs/results/figures.md (write the results) CHART=docs/images/speed.png (one picture of them) ARGS=... (any flag of bench/pushpull/suite.py)'
 	@echo 'make functional: MEGATRON=checkout (all tests of a Megatron-LM; else the rows that are kept here) LAYOUTS="gpt3_mcore_tp1_pp2" MARKDOWN=docs/results/functional.md'
@@ -64,9 +64,9 @@ train: $(if $(WITH_HF),setup-hf,$(if $(filter ray,$(MODE)),setup-ray,setup)) ## 
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
-rl: setup-rl ## teach a tiny model to add, by GRPO or PPO through verl, gradients summed by BytePS
+rl: setup-rl ## teach a tiny model to add: verl's trainer and vLLM, by GRPO or PPO, through BytePS
 	@$(PYTHON_RL) -W ignore scripts/rl.py \
-		$(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(if $(REWARD),--reward $(REWARD)) $(if $(filter-out 0,$(COMPARE)),--compare) \
+		$(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(filter-out 0,$(COMPARE)),--compare) \
 		$(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) \
 		$(if $(SERVERS),--servers $(SERVERS)) $(ARGS)
 
@@ -150,7 +150,7 @@ recipes: $(if $(BRIDGE),setup-hf,setup) ## which recipes the flags go with: MEGA
 		$(if $(MEGATRON),--megatron $(MEGATRON)) $(if $(BRIDGE),--bridge) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 
-test-rl: setup-rl ## reinforcement learning through verl: actor and critic, rollout, layouts
+test-rl: setup-rl ## reinforcement learning through verl: a user's command line, failures
 	@$(PYTHON_RL) -m pytest -m "not thorough" $(PYTEST_ARGS) $(or $(TESTS),tests/reinforcement)
 
 test-frameworks: setup-frameworks ## torchtitan, Lightning, transformers, DeepSpeed: scripts that know nothing of byteps
@@ -167,7 +167,7 @@ test-torch: setup ## the wheel with TORCHES: the backend of torch.distributed, h
 			$(or $(TESTS),$(WITH_TORCH)) || exit 1; \
 	done
 
-rl-layouts: setup-rl ## actor and critic in each layout, by GRPO and PPO, as a table
+rl-layouts: setup-rl ## verl's trainer and vLLM in each layout, by GRPO and PPO, as a table
 	@$(PYTHON_RL) -W ignore tests/layouts/rl_layouts.py $(if $(LAYOUTS),--layout $(LAYOUTS)) \
 		$(if $(MARKDOWN),--markdown $(MARKDOWN)) $(ARGS)
 

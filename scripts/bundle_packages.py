@@ -63,6 +63,7 @@ PARTS = {
             # tensordict's, datasets' and those of verl's servers, which are imported all the same.
             *("orjson", "importlib-metadata", "lazy-importer", "opentelemetry-api"),
             *("fastapi", "starlette", "uvicorn"),
+            *("transferqueue", "msgspec", "prometheus-client", "pyzmq"),
             # What Megatron-Bridge imports where verl asks it for its training's settings.
             *("megatron-energon", "braceexpand", "filetype", "mfusepy", "rapidyaml", "deprecation"),
             *("webdataset", "multi-storage-client", "jmespath", "lark", "prettytable", "wcwidth"),

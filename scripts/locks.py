@@ -38,8 +38,17 @@ def included(group: str, groups: dict[str, list[Any]]) -> list[str]:
 
 
 def read(text: str) -> Pins:
-    entries = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)
-    return {re.split(r"[=\[]", one, maxsplit=1)[0]: one for one in entries if one[:1].isalnum()}
+    pins: Pins = {}
+    for one in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE):
+        if one[:1].isalnum():
+            name = re.split(r"[=\[]", one, maxsplit=1)[0]
+            if name in pins:
+                raise SystemExit(
+                    f"error: {name} has a version for each of several environments, and a lock "
+                    f"holds one: name it in the group\n{pins[name]}{one}"
+                )
+            pins[name] = one
+    return pins
 
 
 def covers(known: str, entry: str) -> bool:

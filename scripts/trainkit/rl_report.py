@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +13,8 @@ from typing import Any
 EDGE = 3
 """Steps at each end of a run whose mean reward counts."""
 _SHOWN = 12
-_PEAK = "memory/peak_bytes/"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reshard:
-    """Weights in flight from training to the rollout's layout."""
-
-    seconds: float
-    """Of the slowest rank."""
-    sent_bytes: int
-    """Of all ranks, to others."""
+_CHOSEN = re.compile(r"(BytePS[ \w]*?|reduce-scatter|all-reduce) {2,}.* yes\b")
+"""A line of the table that begins with ``dpu_reduce:``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +28,7 @@ class Step:
     """From the reference, per token."""
     mismatch: float
     """Largest difference of a token's probability between rollout and training."""
-    accuracy: float
-    """The part of the responses that the rule calls right: the reward, unless a model gives it."""
     seconds: float
-    peaks: dict[str, int]
-    """Bytes of the GPU that took the most, by phase, up to this step; empty on CPUs."""
-    reshard: Reshard | None = None
-    """Of the weights that generated; None where the rollout takes whole tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +39,6 @@ class Sample:
     response: str
     wanted: str
     right: bool
-    """By the rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +48,11 @@ class Outcome:
     backend: str
     steps: list[Step]
     before: list[Sample]
+    """Of the first step."""
     after: list[Sample]
-    checksums: dict[str, list[str]]
-    """Of the parameters, by role: one for each rank."""
+    """Of the last."""
+    backends: list[str]
+    """Of each bucket of gradients, as Megatron's ranks logged it when they began."""
 
     @property
     def first_reward(self) -> float:
@@ -75,14 +62,6 @@ class Outcome:
     def last_reward(self) -> float:
         return statistics.fmean(step.reward for step in self.steps[-EDGE:])
 
-    @property
-    def first_accuracy(self) -> float:
-        return statistics.fmean(step.accuracy for step in self.steps[:EDGE])
-
-    @property
-    def last_accuracy(self) -> float:
-        return statistics.fmean(step.accuracy for step in self.steps[-EDGE:])
-
 
 def read_steps(folder: Path) -> list[Step]:
     """The steps so far; a last line that is not whole yet is left out."""
@@ -91,37 +70,26 @@ def read_steps(folder: Path) -> list[Step]:
         return []
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    # What has no reward is an evaluation alone.
-    return [_step(e) for e in entries if "critic/score/mean" in e["data"]]
+    # What has no reward is an evaluation alone. A run that began again repeats steps.
+    found = {e["step"]: e for e in entries if "critic/score/mean" in e["data"]}
+    return [_step(found[number]) for number in sorted(found)]
 
 
 def _step(entry: dict[str, Any]) -> Step:
     data = entry["data"]
-    reshard = None
-    if "reshard/seconds" in data:
-        reshard = Reshard(
-            seconds=data["reshard/seconds"], sent_bytes=int(data["reshard/sent_bytes"])
-        )
     return Step(
         number=entry["step"],
         reward=data["critic/score/mean"],
         kl=data.get("actor/kl_loss", data.get("actor/reward_kl_penalty", 0.0)),
         mismatch=data["training/rollout_probs_diff_max"],
-        accuracy=data["rule/accuracy"],
         seconds=data["timing_s/step"],
-        peaks={
-            name.removeprefix(_PEAK): int(value)
-            for name, value in data.items()
-            if name.startswith(_PEAK)
-        },
-        reshard=reshard,
     )
 
 
 def _samples(file: Path) -> list[Sample]:
     entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
-        Sample(prompt=e["input"], response=e["output"], wanted=e["gts"], right=e["acc"] == 1)
+        Sample(prompt=e["input"], response=e["output"], wanted=e["gts"], right=e["score"] == 1)
         for e in entries
     ]
 
@@ -130,21 +98,14 @@ def read(folder: Path, backend: str) -> Outcome:
     """What a whole run wrote."""
     numbers = sorted(int(file.stem) for file in (folder / "samples").glob("*.jsonl"))
     before, after = (_samples(folder / "samples" / f"{n}.jsonl") for n in (numbers[0], numbers[-1]))
-    end = json.loads((folder / "end.json").read_text(encoding="utf-8"))
+    log = (folder / "verl.log").read_text(encoding="utf-8", errors="replace")
     return Outcome(
         backend=backend,
         steps=read_steps(folder),
         before=before,
         after=after,
-        checksums=end["parameters_sha256"],
+        backends=_CHOSEN.findall(log),
     )
-
-
-def same(one: Outcome, other: Outcome) -> bool:
-    """Whether every reward, and every bit of the parameters at the end, is the same."""
-    return one.checksums == other.checksums and [(s.reward, s.kl) for s in one.steps] == [
-        (s.reward, s.kl) for s in other.steps
-    ]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -155,11 +116,12 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def samples(outcome: Outcome) -> str:
-    """Some prompts with a response from before and after, and how many of all are right."""
+    """Some prompts with a response of the first and of the last step, and how many were right."""
+    before = {sample.prompt: sample for sample in outcome.before}
     after = {sample.prompt: sample for sample in outcome.after}
+    both = sorted(before.keys() & after.keys())
     rows = [["prompt", "right", "before", "after"]]
-    for sample in outcome.before[:: max(1, len(outcome.before) // _SHOWN)][:_SHOWN]:
-        rows.append([sample.prompt, sample.wanted, sample.response, after[sample.prompt].response])
+    rows += [[p, before[p].wanted, before[p].response, after[p].response] for p in both[:_SHOWN]]
     right = [
         f"{sum(s.right for s in some)} of {len(some)}" for some in (outcome.before, outcome.after)
     ]
@@ -169,7 +131,7 @@ def samples(outcome: Outcome) -> str:
 def table(outcomes: Sequence[Outcome]) -> str:
     """The summary that ends ``make rl``."""
     rows = [
-        ["backend", "first reward", "last reward", "right", "last KL", "mismatch", "s/step"],
+        ["backend", "first reward", "last reward", "last KL", "mismatch", "s/step"],
     ]
     for outcome in outcomes:
         rows.append(
@@ -177,24 +139,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
                 outcome.backend,
                 f"{outcome.first_reward:.3f}",
                 f"{outcome.last_reward:.3f}",
-                f"{outcome.first_accuracy:.3f} -> {outcome.last_accuracy:.3f}",
                 f"{outcome.steps[-1].kl:.4f}",
                 f"{max(s.mismatch for s in outcome.steps):.4f}",
                 f"{statistics.median(s.seconds for s in outcome.steps):.2f}",
             ]
         )
-    return _aligned(rows)
-
-
-def memory(outcomes: Sequence[Outcome]) -> str:
-    """The peak memory of each phase as a table; empty where no GPU was used."""
-    phases = dict.fromkeys(phase for o in outcomes for phase in o.steps[-1].peaks)
-    if not phases:
-        return ""
-    rows = [["peak MiB of a GPU", *(outcome.backend for outcome in outcomes)]]
-    for phase in phases:
-        taken = [outcome.steps[-1].peaks.get(phase, 0) / (1 << 20) for outcome in outcomes]
-        rows.append([phase, *(f"{value:,.1f}" for value in taken)])
     return _aligned(rows)
 
 
@@ -214,9 +163,6 @@ def draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     for outcome, style in zip(outcomes, styles, strict=False):
         numbers = [step.number for step in outcome.steps]
         upper.plot(numbers, [s.reward for s in outcome.steps], label=outcome.backend, **style)
-        if any(s.reward != s.accuracy for s in outcome.steps):
-            right = [s.accuracy for s in outcome.steps]
-            upper.plot(numbers, right, label=f"right, {outcome.backend}", **style, linestyle=":")
         lower.plot(numbers, [s.kl for s in outcome.steps], label=outcome.backend, **style)
     upper.set_title(title)
     upper.set_ylabel("reward")

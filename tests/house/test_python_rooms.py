@@ -31,7 +31,6 @@ BELOW: dict[str, set[str]] = {
     "tests.layouts.gpt": {"tests.layouts"},
     "tests.layouts.functional": {"tests.layouts", "tests.layouts.gpt"},
     "tests.layouts.hugging_face": {"tests.layouts", "tests.layouts.gpt"},
-    "tests.layouts.reinforcement": {"tests.layouts"},
     "tests.layouts.under_ray": {"tests.layouts", "tests.layouts.gpt", "tests.layouts.hugging_face"},
     "commands of bench": {*ANYBODY, "bench.pushpull", "bench.training"},
     "commands of layouts": {
@@ -40,7 +39,6 @@ BELOW: dict[str, set[str]] = {
             "tests.layouts.functional",
             "tests.layouts.gpt",
             "tests.layouts.hugging_face",
-            "tests.layouts.reinforcement",
         ),
         "tests.layouts.under_ray",
     },

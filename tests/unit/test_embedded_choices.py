@@ -40,6 +40,13 @@ def test_own_variables_stand_in_for_the_launcher() -> None:
     assert (ranks.rank, ranks.world_size) == (1, 2)
 
 
+def test_own_place_on_the_host_comes_first() -> None:
+    ranks = environment.read_ranks(
+        {**TORCHRUN, "BYTEPS_LOCAL_RANK": "3", "BYTEPS_LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
+    )
+    assert (ranks.local_rank, ranks.local_world_size) == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [

@@ -76,10 +76,10 @@ struct Launch {
   int replica = 0;
   int replicas = 1;
 
-  // From RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, else from
-  // DMLC_WORKER_ID, DMLC_NUM_WORKER, BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE, else
-  // 0 of 1; and from BYTEPS_REPLICA.  Throws UsageError when both are set and disagree, or the rank
-  // is not below the size, or BYTEPS_REPLICA is no replica of so many.
+  // From RANK and WORLD_SIZE, else from DMLC_WORKER_ID and DMLC_NUM_WORKER, else 0 of 1; from
+  // BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE, else from LOCAL_RANK and LOCAL_WORLD_SIZE; and from
+  // BYTEPS_REPLICA.  Throws UsageError when the first two pairs disagree, or the rank is not below
+  // the size, or BYTEPS_REPLICA is no replica of so many.
   static Launch From(const Config& config);
 };
 

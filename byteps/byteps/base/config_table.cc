@@ -51,9 +51,9 @@ std::vector<Variable> MakeTable() {
       {"LOCAL_WORLD_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
        "Workers on this host, set by torchrun."},
       {"BYTEPS_LOCAL_RANK", kInt, "", "0", 0, kMaxInt, "",
-       "Same as LOCAL_RANK, for launchers other than torchrun."},
+       "Taken before LOCAL_RANK, for launchers other than torchrun."},
       {"BYTEPS_LOCAL_SIZE", kInt, "workers", "1", 1, kMaxInt, "",
-       "Same as LOCAL_WORLD_SIZE, for launchers other than torchrun."},
+       "Taken before LOCAL_WORLD_SIZE, for launchers other than torchrun."},
       {"BYTEPS_REPLICA", kString, "", "", 0, 0, "",
        "NUMBER/COUNT: this job is one of COUNT replicas of a model, which meet only at the "
        "servers. "

@@ -23,6 +23,11 @@ int Choose(const Config& config, const char* launcher, const char* ours, int fal
   return fallback;
 }
 
+// Our variable, else the launcher's: some launchers tell every worker that it is alone on its host.
+int Prefer(const Config& config, const char* ours, const char* launcher) {
+  return static_cast<int>(config.Int(config.IsSet(ours) ? ours : launcher));
+}
+
 // BYTEPS_REPLICA, the replica's number and how many there are.
 std::pair<int, int> ReplicaOf(const Config& config) {
   const std::string& text = config.String("BYTEPS_REPLICA");
@@ -62,8 +67,8 @@ Launch Launch::From(const Config& config) {
   std::tie(launch.replica, launch.replicas) = ReplicaOf(config);
   launch.rank = Choose(config, "RANK", "DMLC_WORKER_ID", 0);
   launch.size = WorkersOfReplica(config, launch.replicas);
-  launch.local_rank = Choose(config, "LOCAL_RANK", "BYTEPS_LOCAL_RANK", 0);
-  launch.local_size = Choose(config, "LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE", 1);
+  launch.local_rank = Prefer(config, "BYTEPS_LOCAL_RANK", "LOCAL_RANK");
+  launch.local_size = Prefer(config, "BYTEPS_LOCAL_SIZE", "LOCAL_WORLD_SIZE");
   if (launch.rank >= launch.size) {
     throw UsageError("the rank " + std::to_string(launch.rank) +
                      " (RANK, DMLC_WORKER_ID) is not below the number of workers, " +

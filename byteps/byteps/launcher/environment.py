@@ -60,8 +60,9 @@ def seconds(env: Mapping[str, str], name: str, default: float) -> float:
 def read_ranks(env: Mapping[str, str]) -> Ranks:
     """Rank and size from RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
 
-    DMLC_WORKER_ID and DMLC_NUM_WORKER stand in for the first two. A process with none of them is
-    the only one of its job. Raises BytePSError for a value that cannot be, or a partial set.
+    DMLC_WORKER_ID and DMLC_NUM_WORKER stand in for the first two, and BYTEPS_LOCAL_RANK and
+    BYTEPS_LOCAL_SIZE come before the others. A process with none of them is the only one of its
+    job. Raises BytePSError for a value that cannot be, or a partial set.
     """
     big = 1 << 20
     world = integer(env, "WORLD_SIZE", 1, big)
@@ -74,8 +75,12 @@ def read_ranks(env: Mapping[str, str]) -> Ranks:
     rank = integer(env, "RANK", 0, size - 1)
     if rank is None:
         rank = integer(env, "DMLC_WORKER_ID", 0, size - 1)
-    local_rank = integer(env, "LOCAL_RANK", 0, size - 1)
-    local_world = integer(env, "LOCAL_WORLD_SIZE", 1, size)
+    local_rank = integer(env, "BYTEPS_LOCAL_RANK", 0, size - 1)
+    if local_rank is None:
+        local_rank = integer(env, "LOCAL_RANK", 0, size - 1)
+    local_world = integer(env, "BYTEPS_LOCAL_SIZE", 1, size)
+    if local_world is None:
+        local_world = integer(env, "LOCAL_WORLD_SIZE", 1, size)
     if rank is None or local_rank is None or local_world is None:
         raise byteps_error(
             f"embedded mode with {size} workers needs RANK, LOCAL_RANK and LOCAL_WORLD_SIZE: start "

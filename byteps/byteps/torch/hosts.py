@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from byteps.torch.figures import setting
 
+_OURS = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE")
+_found: tuple[str | None, ...] = (None, None)
+"""What `find_place` set of them."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -26,6 +30,32 @@ def host_name() -> str:
     except OSError:
         boot = ""
     return f"{platform.node()} {boot}".strip()
+
+
+def find_place(rank: int, exchange: Callable[[tuple[str, str]], Sequence[tuple[str, str]]]) -> None:
+    """Set this rank's place on its host, where the launcher has told none that can be.
+
+    Ray's launchers tell each rank that it is alone on its host. Then metrics ports would collide,
+    and each rank would count the host's cores and NICs for itself. All ranks of the job call this
+    before `init`; a place that BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE name on any rank is kept.
+
+    Args:
+        rank: of this process among all that call.
+        exchange: returns what each rank gives it, in the order of ranks.
+    """
+    global _found
+    # What an earlier job in this process found was of other ranks.
+    named = any(os.environ.get(name) != was for name, was in zip(_OURS, _found, strict=True))
+    told = exchange((host_name(), "named" if named else os.environ.get("LOCAL_RANK", "")))
+    if any(place == "named" for _, place in told) or (
+        len(set(told)) == len(told) and all(place for _, place in told)
+    ):
+        return
+    layout = HostLayout.of(range(len(told)), [host for host, _ in told])
+    place = (layout.local_index(rank), len(layout.on_host_of(rank)))
+    found = tuple(map(str, place))
+    os.environ.update(zip(_OURS, found, strict=True))
+    _found = found
 
 
 @dataclass(frozen=True, kw_only=True)

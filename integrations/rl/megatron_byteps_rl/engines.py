@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,20 +29,6 @@ TRANSFORMER = {
 def transformer() -> dict[str, Any]:
     """``TRANSFORMER``, and where this process initializes weights."""
     return {**TRANSFORMER, "use_cpu_initialization": get_device_name() == "cpu"}
-
-
-def held_bytes(chunks: Iterable[Any]) -> int:
-    """Bytes that the parameter and gradient buffers of these model chunks take now.
-
-    Chunks that do not train have no such buffers.
-    """
-    tensors = [
-        tensor
-        for chunk in chunks
-        for b in _buffers(chunk)
-        for tensor in (b.param_data, b.grad_data)
-    ]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
 
 
 def _buffers(chunk: Any) -> list[Any]:
@@ -76,16 +61,14 @@ def prepare() -> None:
     global _prepared
     if _prepared:
         return
-    # transformers' models are imported before torch.cuda's stand-ins are there.
+    _prepared = True
+    # Before torch.cuda's stand-ins are there.
+    import verl.workers.rollout.vllm_rollout  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     from megatron_byteps_hf.bridge import auto_bridge
 
     auto_bridge()
-    # verl tells each rank that it is alone on its host, which would start servers next to each.
-    if size := os.environ.get("RAY_LOCAL_WORLD_SIZE"):
-        local_rank = int(os.environ["RANK"]) % int(size)
-        os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=size)
     if get_device_name() == "cpu":
         from megatron.training import cpu_platform
 
@@ -96,7 +79,6 @@ def prepare() -> None:
         take_gpu()
         initialize_global_process_group_ray()
     register()
-    _prepared = True
 
 
 def take_gpu() -> None:

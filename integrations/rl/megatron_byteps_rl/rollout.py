@@ -1,170 +1,140 @@
-"""A rollout of verl's: generation by ``transformers``, from weights handed over in memory."""
+"""verl's vLLM rollout, where an update of its weights can fail without a job that waits for ever.
+
+verl's sender waits for its receiver with no end, also where that has failed long since. Here it
+looks at the call that receives, too. And verl 0.9.1 pauses a vLLM by an argument that newer ones
+have under another name.
+"""
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from verl.utils.device import get_device_id
-from verl.workers.rollout import base
-from verl.workers.rollout.base import BaseRollout
+import ray
 
-from .settings import ROLLOUTS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generated:
-    """Responses to prompts, on the CPU; all of a batch have the same padded length."""
-
-    prompts: torch.Tensor
-    """int64 [batch, prompt]; padded on the left."""
-    responses: torch.Tensor
-    """int64 [batch, response]; padded on the right."""
-    prompt_mask: torch.Tensor
-    """int64 [batch, prompt]; 0 where it is padded."""
-    response_mask: torch.Tensor
-    """int64 [batch, response]; 1 up to the end-of-text token, with it."""
-    log_probs: torch.Tensor
-    """float32 [batch, response]: of each token when it was drawn; 0 where it is padded."""
+_LOOK_MS = 500
+"""Between two looks at the receiving call."""
+_LATE_S = 60.0
+"""A receiver that has returned has answered by then."""
 
 
-class TransformersRollout(BaseRollout):
-    """One whole model on each rank, on its device, whatever the layout of training.
-
-    It computes in fp32, with the weights that training has in bf16.
-    """
-
-    first_token_at: float | None = None
-    """On the monotonic clock, of the last ``generate()``."""
-
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any, **kwargs: Any) -> None:
-        super().__init__(config, model_config, device_mesh)
-        self.build()
-
-    def build(self) -> None:
-        """Make the model, without weights yet."""
-        from transformers import AutoModelForCausalLM
-
-        self._model = AutoModelForCausalLM.from_config(
-            self.model_config.hf_config, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self._model.to(get_device_id())
-        self._model.requires_grad_(False)
-        self._ready = False
-
-    async def resume(self, tags: list[str]) -> None:
-        """Nothing was released."""
-
-    async def release(self) -> None:
-        """The weights stay."""
-
-    async def update_weights(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        wire_format: str = "named_tensors",
-        **kwargs: Any,
-    ) -> None:
-        """Take the weights of training, by their Hugging Face names.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or of another shape.
-        """
-        if wire_format != "named_tensors":
-            raise ValueError(f"rollout.name=transformers takes whole tensors, not {wire_format}")
-        mine = dict(self._model.named_parameters(remove_duplicate=False))
-        seen = set()
-        for name, tensor in weights:
-            if name not in mine:
-                raise ValueError(f"rollout: training sent {name}, which the model has not")
-            if tensor.shape != mine[name].shape:
-                raise ValueError(
-                    f"rollout: training sent {name} as {tuple(tensor.shape)}, and the model has "
-                    f"{tuple(mine[name].shape)}"
-                )
-            mine[name].data.copy_(tensor)
-            seen.add(mine[name].data_ptr())
-        missing = [name for name, own in mine.items() if own.data_ptr() not in seen]
-        if missing:
-            raise ValueError(f"rollout: training did not send {', '.join(missing)}")
-        self._ready = True
-
-    @torch.no_grad()
-    def generate(
-        self, prompts: list[list[int]], *, length: int, temperature: float, seed: int
-    ) -> Generated:
-        """Go on after each prompt, for ``length`` tokens at most.
-
-        Args:
-            prompts: tokens, each list of its own length.
-            length: of the responses, in tokens.
-            temperature: 0 takes the most likely token each time.
-            seed: decides what is drawn.
-
-        Raises:
-            RuntimeError: no weights have come yet.
-        """
-        if not self._ready:
-            raise RuntimeError("rollout: generate() before the first update_weights()")
-        tokenizer = self.model_config.tokenizer
-        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-        width = self.config.prompt_length
-        rows = [[pad] * (width - len(tokens)) + list(tokens) for tokens in prompts]
-        here = self._model.device
-        ids = torch.tensor(rows, device=here)
-        mask = torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in prompts], device=here)
-        generator = torch.Generator(here).manual_seed(seed)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        drawn: list[torch.Tensor] = []
-        log_probs: list[torch.Tensor] = []
-        masks: list[torch.Tensor] = []
-        going = torch.ones(len(prompts), dtype=torch.bool, device=here)
-        past, whole, step, place = None, mask, ids, positions
-        for _ in range(length):
-            out = self._model(
-                input_ids=step, attention_mask=whole, position_ids=place, past_key_values=past
-            )
-            past = out.past_key_values
-            token, log_prob = draw(out.logits[:, -1].float(), temperature, generator)
-            if not drawn:
-                self.first_token_at = time.monotonic()
-            drawn.append(torch.where(going, token, pad))
-            log_probs.append(torch.where(going, log_prob, 0.0))
-            masks.append(going.long())
-            going = going & (token != end)
-            whole = torch.cat([whole, masks[-1][:, None]], 1)
-            step, place = drawn[-1][:, None], place[:, -1:] + 1
-        return Generated(
-            prompts=ids.cpu(),
-            responses=torch.stack(drawn, 1).cpu(),
-            prompt_mask=mask.cpu(),
-            response_mask=torch.stack(masks, 1).cpu(),
-            log_probs=torch.stack(log_probs, 1).cpu(),
-        )
+class WeightUpdateError(RuntimeError):
+    """The rollout did not take the weights."""
 
 
-def draw(
-    logits: torch.Tensor, temperature: float, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row, and its log-probability: int64 and float32 [batch].
+def watched(receive: Any, receiving: Any) -> Any:
+    """Wait for an answer of the receiver, and return it.
 
     Args:
-        logits: float32 [batch, vocabulary].
-        temperature: 0 takes the most likely token.
-        generator: on the device of the logits.
+        receive: a ZeroMQ socket.
+        receiving: a reference to Ray's call that receives, or None where another rank made it.
+
+    Raises:
+        WeightUpdateError: the call failed, or returned without an answer.
     """
-    if temperature <= 0:
-        scores = torch.log_softmax(logits, -1)
-        token = logits.argmax(-1)
-    else:
-        scores = torch.log_softmax(logits / temperature, -1)
-        token = torch.multinomial(scores.exp(), 1, generator=generator)[:, 0]
-    return token, scores.gather(-1, token[:, None])[:, 0]
+    returned_at: float | None = None
+    while not receive.poll(_LOOK_MS):
+        if receiving is None or not ray.wait([receiving], timeout=0)[0]:
+            continue
+        try:
+            ray.get(receiving)
+        except Exception as error:
+            raise WeightUpdateError(
+                f"vLLM did not take the weights of training: {error}"
+            ) from error
+        returned_at = returned_at or time.monotonic()
+        if time.monotonic() - returned_at > _LATE_S:
+            raise WeightUpdateError("vLLM took the weights of training, and did not say so")
+    return receive.recv()
+
+
+class _Socket:
+    """A socket whose `recv` is `watched`."""
+
+    def __init__(self, socket: Any, receiving: Any) -> None:
+        self._socket = socket
+        self._receiving = receiving
+
+    def recv(self) -> Any:
+        return watched(self._socket, self._receiving)
+
+    def close(self) -> None:
+        # What nobody will read must not keep the process from its end.
+        self._socket.close(linger=0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+def _make_adapter() -> type:
+    from verl.workers.rollout.vllm_rollout import vllm_rollout
+
+    class Adapter(vllm_rollout.ServerAdapter):
+        """verl's client of a vLLM server, which sends it weights."""
+
+        async def _execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            made = await super()._execute_method(method, *args, **kwargs)
+            if method == "update_weights_from_ipc":
+                Sender.receiving = made
+            return made
+
+    class Sender(vllm_rollout.BucketedWeightSender):
+        receiving: Any = None
+        socket: Any
+
+        def _init_socket(self) -> None:
+            super()._init_socket()
+            self.socket = _Socket(self.socket, self.receiving)
+
+    vllm_rollout.BucketedWeightSender = Sender
+    return Adapter
+
+
+def _make_replica() -> type:
+    from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+    class Server(vllm_async_server.vLLMHttpServer):
+        """verl's vLLM server."""
+
+        async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+            await super().launch_server(*args, **kwargs)
+            if engine := getattr(self, "engine", None):
+                engine.pause_generation = pause_by_mode(engine.pause_generation)
+
+    class Replica(vllm_async_server.vLLMReplica):
+        """One vLLM of verl's, on all of its nodes."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.server_class = ray.remote(Server)
+
+    return Replica
+
+
+def pause_by_mode(pause: Any) -> Any:
+    """vLLM's `pause_generation`, to be called with `wait_for_inflight_requests` in any case."""
+    if "wait_for_inflight_requests" in inspect.signature(pause).parameters:
+        return pause
+
+    async def paused(*, wait_for_inflight_requests: bool = False, **kwargs: Any) -> Any:
+        return await pause(mode="wait" if wait_for_inflight_requests else "abort", **kwargs)
+
+    return paused
+
+
+def __getattr__(name: str) -> Any:
+    # verl looks its rollouts up by name, and importing vLLM takes seconds.
+    if name == "Adapter":
+        globals()[name] = _make_adapter()
+        return globals()[name]
+    raise AttributeError(name)
 
 
 def register() -> None:
-    """Make those of this package rollouts of verl's."""
-    for name, place in ROLLOUTS.items():
-        base._ROLLOUT_REGISTRY[name, "async"] = f"{__package__}.{place}"
+    """Make these verl's rollout named vllm."""
+    from verl.workers.rollout import base
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    base._ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.Adapter"
+    RolloutReplicaRegistry.register("vllm", _make_replica)

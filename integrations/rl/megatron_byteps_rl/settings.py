@@ -1,99 +1,97 @@
-"""A job as overrides of verl's configuration: algorithm, layout, and how gradients are summed."""
+"""A run of verl's trainer as its command line takes it: algorithm, layout, rollout, gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import task
-from .devices import ENVIRONMENTS
 
 ALGORITHMS = {"grpo": "grpo", "ppo": "gae"}
 """Names, and verl's advantage estimators."""
-ROLLOUTS = {
-    "transformers": "rollout.TransformersRollout",
-    "megatron": "megatron_rollout.MegatronRollout",
+DEVICES = ("cpu", "cuda")
+MODES = ("sync", "colocate_async")
+"""verl's: whether generation waits for the weights of the last update."""
+EXTENSION = "megatron_byteps_rl.vllm_worker.Extension"
+BYTEPS: Mapping[str, object] = {"use_dpu_reduce": True, "dpu_reduce_route": "flat"}
+"""Of ``override_ddp_config``. All ranks share this machine, where nothing would go to servers
+unless asked for (``flat``)."""
+_COMMON = {
+    "VERL_USE_EXTERNAL_MODULES": "megatron_byteps_rl.plugin",
+    "VERL_USE_EXTERNAL_PLUGINS": "none",
+    # Megatron's small fused functions would be compiled at the first step, on every rank.
+    "TORCHDYNAMO_DISABLE": "1",
+    "TQDM_DISABLE": "1",  # Megatron's engine shows a bar for each batch
+    "RAY_worker_niceness": "0",  # else 15
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",  # actor and critic say the same of their buckets
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
 }
-"""The rollouts of this package: ``actor_rollout_ref.rollout.name``, module and class."""
-REWARDS = ("rule", "megatron")
-"""What scores a response: the rule that checks sums, or a model in Megatron's workers."""
-BYTEPS = {"use_dpu_reduce": "true"}
-"""What a job of verl's sets to have its gradients summed by BytePS."""
+ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {
+        **_COMMON,
+        "VERL_PLATFORM": "cpu",
+        "MEGATRON_CPU": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else a process more for each engine
+    },
+    "cuda": {
+        **_COMMON,
+        "VERL_PLATFORM": "nvidia",
+        "VERL_ENGINE_VENDOR": "local",  # see engines.register
+        "MEGATRON_CPU": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it where tensors are cut
+    },
+}
+"""By device: of every process of a run, before verl and Megatron are imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One job."""
+    """One run of the example."""
 
     algorithm: str = "grpo"
     device: str = "cpu"
-    """Of the ranks, as ``devices`` names it."""
     through_byteps: bool = True
+    mode: str = "sync"
     ranks: int = 2
     tensor: int = 1
     pipeline: int = 1
-    rollout: str = "transformers"
     rollout_tensor: int = 1
-    """Ranks that share a copy of the model in the rollout."""
-    reward: str = "rule"
-    reward_model: Path | None = None
-    """Folder of the reward's model, which has the layout of training."""
-    offload: bool = False
-    """Parameters, their gradients, and optimizer state leave the device while nobody needs them."""
-    profile: tuple[int, int] | None = None
-    """First and last step that verl's profiler and BytePS's timeline record, counted from 1."""
-    profile_ranks: tuple[int, ...] = (0,)
-    """Of verl's profiler."""
-    steps: int = 30
+    """Ranks that share one vLLM."""
+    steps: int = 20
     prompts: int = 16
     """Of a step."""
     responses: int = 8
     """To each prompt."""
     updates: int = 2
     """Mini-batches of a step."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0: none."""
     seed: int = 1
     model: Path
     """Folder of a Hugging Face model."""
+    questions: Path
+    """Parquet file of prompts."""
     folder: Path
-    """For samples."""
+    """For checkpoints and samples."""
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(
-                f"algorithm {self.algorithm!r} is not known; it can be {', '.join(ALGORITHMS)}"
-            )
-        if self.device not in ENVIRONMENTS:
-            raise ValueError(
-                f"device {self.device!r} is not known; it can be {', '.join(ENVIRONMENTS)}"
-            )
-        if self.rollout not in ROLLOUTS:
-            raise ValueError(
-                f"rollout {self.rollout!r} is not known; it can be {', '.join(ROLLOUTS)}"
-            )
-        if self.reward not in REWARDS:
-            raise ValueError(f"reward {self.reward!r} is not known; it can be {', '.join(REWARDS)}")
-        if (self.reward == "megatron") != (self.reward_model is not None):
-            raise ValueError(
-                f"reward {self.reward!r} with the model {self.reward_model}: the reward megatron "
-                "needs a model, and the rule none"
-            )
-        if self.rollout_tensor != 1 and self.rollout != "megatron":
-            raise ValueError(
-                f"rollout_tensor {self.rollout_tensor} needs the rollout megatron; {self.rollout} "
-                "has the whole model on each rank"
-            )
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
-            raise ValueError(
-                f"steps {self.profile[0]} to {self.profile[1]} cannot be profiled: there are 1 to "
-                f"{self.steps}"
-            )
-        if wrong := [rank for rank in self.profile_ranks if not 0 <= rank < self.ranks]:
-            raise ValueError(f"rank {wrong[0]} cannot be profiled: there are 0 to {self.ranks - 1}")
+        for name, value, values in (
+            ("algorithm", self.algorithm, tuple(ALGORITHMS)),
+            ("device", self.device, DEVICES),
+            ("mode", self.mode, MODES),
+        ):
+            if value not in values:
+                raise ValueError(f"{name} {value!r} is not known; it can be {', '.join(values)}")
         if self.ranks % self.rollout_tensor:
             raise ValueError(
-                f"{self.ranks} ranks cannot be cut into copies of {self.rollout_tensor} for the "
-                "rollout"
+                f"{self.ranks} ranks cannot be cut into rollouts of {self.rollout_tensor}"
             )
         if self.ranks % (self.tensor * self.pipeline):
             raise ValueError(
@@ -108,137 +106,120 @@ class Settings:
                 f"{self.updates} updates of {self.ranks} ranks"
             )
 
-    @property
-    def profile_folder(self) -> Path:
-        """Of verl's traces and BytePS's timelines."""
-        return self.folder / "profile"
-
-    def trace_environment(self) -> dict[str, str]:
-        """What BytePS's timeline needs to record the same steps as verl's profiler."""
-        if self.profile is None:
-            return {}
-        first, last = self.profile
-        # A round of each sum is an update, and updates are counted from 0.
-        return {
-            "BYTEPS_TRACE_ON": "1",
-            "BYTEPS_TRACE_START_STEP": str((first - 1) * self.updates),
-            "BYTEPS_TRACE_END_STEP": str(last * self.updates - 1),
-            "BYTEPS_TRACE_DIR": str(self.profile_folder),
-        }
-
-    def _profiler(self) -> dict[str, object]:
-        if self.profile is None:
-            return {}
-        first, last = self.profile
-        values: dict[str, object] = {
-            "global_profiler.tool": "torch",
-            "global_profiler.steps": _list(range(first, last + 1)),
-            "global_profiler.profile_continuous_steps": True,
-            "global_profiler.save_path": self.profile_folder,
-        }
-        for role in self._roles():
-            values |= {
-                f"{role}.profiler.enable": True,
-                f"{role}.profiler.ranks": _list(self.profile_ranks),
-                f"{role}.profiler.tool_config.torch.contents": (
-                    "[cpu]" if self.device == "cpu" else "[cpu,cuda]"
-                ),
-            }
-        return values
-
-    def _roles(self) -> list[str]:
-        """Sections of verl's configuration that describe a Megatron model."""
-        roles = ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"]
-        return roles if self.reward_model is None else [*roles, "reward_worker"]
-
-    def _reward(self) -> dict[str, object]:
-        if self.reward_model is None:
-            return {}
-        return {
-            "+critic@reward_worker": "megatron_critic",
-            "+model@reward_worker.model": "hf_model",
-            "reward_worker.megatron.forward_only": True,
-            "reward_worker.use_dynamic_bsz": True,
-            "reward_worker.model.path": self.reward_model,
-        }
-
     def overrides(self) -> list[str]:
-        """For verl's ``ppo_trainer``, as its command line takes them."""
-        copies = self.ranks // (self.tensor * self.pipeline)
-        of_rank = self.prompts * self.responses // copies
-        values: dict[str, object] = {
-            "model_engine": "megatron",
-            "algorithm.adv_estimator": ALGORITHMS[self.algorithm],
-            # The reference: in GRPO the loss has its distance, in PPO the reward.
-            "actor_rollout_ref.actor.use_kl_loss": self.algorithm == "grpo",
-            "actor_rollout_ref.actor.kl_loss_coef": 0.005,
-            "algorithm.use_kl_in_reward": self.algorithm == "ppo",
-            "algorithm.kl_ctrl.kl_coef": 0.005,
-            "data.train_batch_size": self.prompts,
-            "data.max_prompt_length": task.PROMPT_TOKENS,
-            "data.max_response_length": task.RESPONSE_TOKENS,
-            "data.dataloader_num_workers": 0,
-            "data.seed": self.seed,
-            "actor_rollout_ref.model.path": self.model,
-            "actor_rollout_ref.actor.optim.lr": 1e-3,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": self.prompts // self.updates,
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": of_rank,
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": of_rank,
-            "actor_rollout_ref.rollout.name": self.rollout,
-            "actor_rollout_ref.rollout.n": self.responses,
-            "actor_rollout_ref.rollout.seed": self.seed,
-            "actor_rollout_ref.rollout.tensor_model_parallel_size": self.rollout_tensor,
-            "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
-                "megatron_byteps_rl.trainer.Generation"
-            ),
-            "critic.optim.lr": 3e-3,
-            "critic.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
-            "critic.model.path": self.model,
-            "reward.num_workers": 0,
-            "reward.custom_reward_function.path": task.__file__,
-            "reward.custom_reward_function.name": task.compute_score.__name__,
-            "trainer.use_v1": False,
-            "trainer.nnodes": 1,
-            "trainer.n_gpus_per_node": self.ranks,
-            "trainer.device": self.device,
-            "trainer.logger": "[file]",
-            "trainer.total_training_steps": self.steps,
-            "trainer.total_epochs": self.steps,
-            "trainer.save_freq": -1,
-            "trainer.test_freq": self.steps,
-            "trainer.resume_mode": "disable",
-            # Before and after: drawn, as in training, since the most likely token says little.
-            "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
-            "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
-            "trainer.validation_data_dir": self.folder / "samples",
-            "trainer.balance_batch": False,
-        }
-        values |= self._reward()
-        for role in self._roles():
+        """Arguments of ``python -m verl.trainer.main_ppo``."""
+        values = self._algorithm() | self._rollout() | self._trainer()
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
             values |= {
                 f"{role}.megatron.tensor_model_parallel_size": self.tensor,
                 f"{role}.megatron.pipeline_model_parallel_size": self.pipeline,
                 f"{role}.megatron.sequence_parallel": False,
                 f"{role}.megatron.use_remove_padding": False,
             }
-            if self.offload:
-                values |= {
-                    f"{role}.megatron.{what}_offload": True for what in ("param", "optimizer")
-                }
-        for owner in ("actor_rollout_ref", *self._roles()[2:]):
-            values |= {f"{owner}.model.use_remove_padding": False}
         if self.through_byteps:
-            # All ranks share this machine, where nothing would go to servers unless asked for.
             for role in ("actor_rollout_ref.actor", "critic"):
-                config = f"+{role}.megatron.override_ddp_config"
-                values |= {f"{config}.{name}": value for name, value in BYTEPS.items()}
-                values |= {f"{config}.dpu_reduce_route": "flat"}
-        return [f"{name}={_text(value)}" for name, value in (values | self._profiler()).items()]
+                for name, value in BYTEPS.items():
+                    values[f"+{role}.megatron.override_ddp_config.{name}"] = value
+        return [f"{name}={_text(value)}" for name, value in values.items()]
 
+    def _algorithm(self) -> dict[str, object]:
+        copies = self.ranks // (self.tensor * self.pipeline)
+        of_rank = self.prompts * self.responses // copies
+        grpo = self.algorithm == "grpo"
+        return {
+            "model_engine": "megatron",
+            "algorithm.adv_estimator": ALGORITHMS[self.algorithm],
+            # The reference: in GRPO the loss has its distance, in PPO the reward.
+            "actor_rollout_ref.actor.use_kl_loss": grpo,
+            "actor_rollout_ref.actor.kl_loss_coef": 0.005,
+            "algorithm.use_kl_in_reward": not grpo,
+            "algorithm.kl_ctrl.kl_coef": 0.005,
+            "data.train_files": self.questions,
+            "data.val_files": self.questions,
+            "data.train_batch_size": self.prompts,
+            "data.max_prompt_length": task.PROMPT_TOKENS,
+            "data.max_response_length": task.RESPONSE_TOKENS,
+            "data.dataloader_num_workers": 0,
+            "data.seed": self.seed,
+            "actor_rollout_ref.model.path": self.model,
+            "actor_rollout_ref.model.use_remove_padding": False,
+            "actor_rollout_ref.actor.optim.lr": 1e-3,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": self.prompts // self.updates,
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": of_rank,
+            "critic.optim.lr": 3e-3,
+            "critic.ppo_micro_batch_size_per_gpu": of_rank // self.updates,
+            "critic.model.path": self.model,
+            "critic.model.use_remove_padding": False,
+            "reward.num_workers": 1,
+            "reward.custom_reward_function.path": task.__file__,
+            "reward.custom_reward_function.name": task.compute_score.__name__,
+        }
 
-def _list(values: Iterable[int]) -> str:
-    return f"[{','.join(map(str, values))}]"
+    def _rollout(self) -> dict[str, object]:
+        copies = self.ranks // (self.tensor * self.pipeline)
+        rollout = "actor_rollout_ref.rollout"
+        values: dict[str, object] = {
+            f"{rollout}.name": "vllm",
+            f"{rollout}.n": self.responses,
+            f"{rollout}.seed": self.seed,
+            f"{rollout}.calculate_log_probs": True,
+            f"{rollout}.log_prob_micro_batch_size_per_gpu": self.prompts * self.responses // copies,
+            f"{rollout}.tensor_model_parallel_size": self.rollout_tensor,
+            f"{rollout}.max_model_len": task.PROMPT_TOKENS + task.RESPONSE_TOKENS + 1,
+            f"{rollout}.enforce_eager": True,
+            f"{rollout}.agent.num_workers": 1,
+            f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 16,
+        }
+        if self.device == "cpu":
+            values |= {
+                # vLLM gives no memory of a CPU back.
+                f"{rollout}.free_cache_engine": False,
+                f"+{rollout}.enable_sleep_mode": False,
+                f"+{rollout}.engine_kwargs.vllm.worker_extension_cls": EXTENSION,
+            }
+            if self.rollout_tensor == 1:
+                # In the engine's own process, and so without shared memory that would stay.
+                values[f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend"] = "uni"
+        return values
+
+    def _trainer(self) -> dict[str, object]:
+        ray = "ray_kwargs.ray_init"
+        return {
+            "trainer.use_v1": True,
+            "trainer.v1.trainer_mode": self.mode,
+            "trainer.nnodes": 1,
+            "trainer.n_gpus_per_node": self.ranks,
+            "trainer.device": self.device,
+            "trainer.logger": "[console,file]",
+            "trainer.total_training_steps": self.steps,
+            "trainer.total_epochs": self.steps,
+            "trainer.save_freq": self.save_every or -1,
+            "trainer.test_freq": -1,
+            "trainer.val_before_train": False,
+            "trainer.balance_batch": False,
+            "trainer.default_local_dir": self.folder / "checkpoints",
+            "trainer.resume_mode": "auto" if self.save_every else "disable",
+            "trainer.rollout_data_dir": self.folder / "samples",
+            "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+            f"+{ray}.address": "local",  # not a cluster that happens to run here
+            # What verl's processes ask for; cores are shared.
+            f"{ray}.num_cpus": self.ranks * 3 + 8,
+            f"+{ray}.num_gpus": self.ranks,
+            f"+{ray}.include_dashboard": False,
+            f"+{ray}._node_ip_address": "127.0.0.1",
+            f"+{ray}.object_store_memory": 200 << 20,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """Variables of the run, but for those that this process has."""
+        values = {
+            **ENVIRONMENTS[self.device],
+            "VERL_FILE_LOGGER_PATH": str(self.folder / "steps.jsonl"),
+            "HF_HUB_OFFLINE": "1",  # all files are here
+            "PYTHONWARNINGS": "ignore",
+        }
+        return {name: value for name, value in values.items() if name not in os.environ}
 
 
 def _text(value: object) -> str:

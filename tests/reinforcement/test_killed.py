@@ -1,0 +1,104 @@
+"""A process of a run is killed, and the run goes on from its last checkpoint by itself; a run whose
+vLLM takes no weights ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_byteps_rl import task
+from megatron_byteps_rl.__main__ import LATEST
+from megatron_byteps_rl.settings import EXTENSION, Settings
+from scripts.children import Spawned, end_all, last_lines
+from scripts.trainkit import rl_report
+
+STEPS = 4
+LIMIT_S = 1500.0
+
+
+def processes(title: str, folder: Path) -> list[int]:
+    """Those of this name that belong to the run in this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (process / "cmdline").read_bytes().decode(errors="replace")
+            variables = (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if name.startswith(title) and f"={folder}/steps.jsonl\0".encode() in variables:
+            found.append(int(process.name))
+    return found
+
+
+def settings_of(model: Path, folder: Path) -> Settings:
+    made = Settings(
+        model=model,
+        questions=task.write_questions(folder / "sums.parquet"),
+        folder=folder / "run",
+        steps=STEPS,
+        save_every=1,
+    )
+    made.folder.mkdir()
+    return made
+
+
+def start(settings: Settings, overrides: list[str], *arguments: str) -> Spawned:
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_byteps_rl", *arguments]
+    environment = {**os.environ, **settings.environment(), "BYTEPS_EMBEDDED_SERVERS": "1"}
+    return Spawned("verl", [*command, *overrides], environment, settings.folder)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("title", "named"),
+    [
+        ("ray::WorkerDict", "WorkerDict"),
+        pytest.param("VLLM::EngineCore", None, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_run_goes_on(title: str, named: str | None, model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    before = set(os.listdir("/dev/shm"))
+    run = start(settings, settings.overrides(), "--restarts", "1")
+    saved = settings.folder / "checkpoints" / LATEST
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not saved.exists() and run.running and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert saved.exists(), last_lines(run.log, 80)
+        victims = processes(title, settings.folder)
+        assert len(victims) == 2, victims
+        os.kill(victims[1], signal.SIGKILL)
+        run.wait(deadline - time.monotonic())
+    finally:
+        end_all([run], 60.0)
+    assert run.status == 0, last_lines(run.log, 80)
+    assert "again from step" in run.text
+    if named is not None:
+        assert f"actor {named} " in run.text and f"(process {victims[1]}) died" in run.text
+    steps = rl_report.read_steps(settings.folder)
+    assert [step.number for step in steps] == list(range(1, STEPS + 1))
+    assert saved.read_text().strip() == str(STEPS)
+    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
+    assert not left
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_weights_that_vllm_does_not_take_end_the_run(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    # Without the extension vLLM packs its weights, and no others fit.
+    without = [one for one in settings.overrides() if EXTENSION not in one]
+    assert len(without) == len(settings.overrides()) - 1
+    run = start(settings, without)
+    try:
+        run.wait(800.0)
+    finally:
+        end_all([run], 60.0)
+    assert run.status == 1
+    assert "WeightUpdateError: vLLM did not take the weights of training" in run.text, run.text
