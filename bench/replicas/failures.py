@@ -250,9 +250,7 @@ def summary(
     options: argparse.Namespace, job: Job, deaths: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     ends = step_ends(job)
-    first = deaths[0]["at"] if deaths else ends[-1]
-    calm = [b - a for a, b in itertools.pairwise(ends) if b <= first]
-    usual = statistics.median(calm[3:] or calm)
+    usual = statistics.median(b - a for a, b in itertools.pairwise(ends[2:]))
     rows = []
     for death in deaths:
         after = [end for end in ends if end > death["at"]]
@@ -284,6 +282,7 @@ def summary(
         "steps": len(ends),
         "seconds": elapsed,
         "deaths": rows,
+        "trained": trained / options.replicas / len(ends),
         "goodput": (trained - skipped) / options.replicas * usual / elapsed,
         "checksums": checksums,
     }
@@ -325,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(result))
     print(
         f"# {result['steps']} steps of {result['step_s']:.3f} s in {result['seconds']:.0f} s, "
-        f"goodput {result['goodput']:.3f}"
+        f"{result['trained']:.1%} of the samples trained on, goodput {result['goodput']:.3f}"
     )
     if len(result["checksums"]) != 1:
         print("replicas end with different parameters")

@@ -166,7 +166,8 @@ def join() -> View:
     """
     c_lib.say_ready()
     mine = session.replica()
-    return _await(lambda seen: seen.present[mine])
+    # Until the scheduler has told something, all seem to be present.
+    return _await(lambda seen: seen.present[mine] and seen.lives[mine] > 0)
 
 
 def _await(condition: Callable[[View], bool]) -> View:
