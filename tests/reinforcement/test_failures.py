@@ -54,7 +54,17 @@ def test_weights_that_vllm_does_not_take_are_an_error(
 ) -> None:
     call = _receiving(monkeypatch, ValueError("no weight of this shape"))
     with pytest.raises(rollout.WeightUpdateError, match=r"not take .*: no weight of this"):
-        rollout.watched(sockets[0], call)
+        rollout._Socket(sockets[0], call).recv()
+
+
+def test_a_receiver_that_never_came_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = _receiving(monkeypatch, ValueError("no weight of this shape"))
+    with zmq.Context() as context, context.socket(zmq.REQ) as alone:
+        alone.bind(f"ipc://{tmp_path}/socket")
+        with pytest.raises(rollout.WeightUpdateError, match=r"not take .*: no weight of this"):
+            rollout._Socket(alone, call).send_pyobj({})
 
 
 def test_a_receiver_that_returns_without_an_answer_is_an_error(
@@ -63,7 +73,7 @@ def test_a_receiver_that_returns_without_an_answer_is_an_error(
     call = _receiving(monkeypatch, None)
     monkeypatch.setattr(rollout, "_LATE_S", 0.0)
     with pytest.raises(rollout.WeightUpdateError, match="did not say so"):
-        rollout.watched(sockets[0], call)
+        rollout._Socket(sockets[0], call).recv()
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -73,7 +83,7 @@ def test_an_answer_is_returned(
     call = _receiving(monkeypatch, None, done)
     assert sockets[1].recv() == b"weights"
     sockets[1].send(b"taken")
-    assert rollout.watched(sockets[0], call) == b"taken"
+    assert rollout._Socket(sockets[0], call).recv() == b"taken"
 
 
 def test_a_newer_vllm_is_paused_by_its_own_argument() -> None:

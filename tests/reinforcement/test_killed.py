@@ -92,13 +92,14 @@ def test_the_run_goes_on(title: str, named: str | None, model: Path, tmp_path: P
 @pytest.mark.timeout(900)
 def test_weights_that_vllm_does_not_take_end_the_run(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path)
-    # Without the extension vLLM packs its weights, and no others fit.
-    without = [one for one in settings.overrides() if EXTENSION not in one]
-    assert len(without) == len(settings.overrides()) - 1
-    run = start(settings, without)
+    fails = "tests.reinforcement.no_weights.Extension"
+    overrides = [one.replace(EXTENSION, fails) for one in settings.overrides()]
+    assert overrides != settings.overrides()
+    run = start(settings, overrides)
     try:
         run.wait(800.0)
     finally:
         end_all([run], 60.0)
     assert run.status == 1
-    assert "WeightUpdateError: vLLM did not take the weights of training" in run.text, run.text
+    wanted = "WeightUpdateError: vLLM did not take the weights of training"
+    assert wanted in run.text and "no place for these weights" in run.text, last_lines(run.log, 80)

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import ray
+import zmq
 
 _LOOK_MS = 500
 """Between two looks at the receiving call."""
@@ -23,18 +24,18 @@ class WeightUpdateError(RuntimeError):
     """The rollout did not take the weights."""
 
 
-def watched(receive: Any, receiving: Any) -> Any:
-    """Wait for an answer of the receiver, and return it.
+def wait_for(socket: Any, event: int, receiving: Any) -> None:
+    """Wait until a socket can send to the receiver (zmq.POLLOUT) or has its answer (zmq.POLLIN).
 
     Args:
-        receive: a ZeroMQ socket.
+        socket: ZeroMQ's.
         receiving: a reference to Ray's call that receives, or None where another rank made it.
 
     Raises:
         WeightUpdateError: the call failed, or returned without an answer.
     """
     returned_at: float | None = None
-    while not receive.poll(_LOOK_MS):
+    while not socket.poll(_LOOK_MS, event):
         if receiving is None or not ray.wait([receiving], timeout=0)[0]:
             continue
         try:
@@ -46,18 +47,22 @@ def watched(receive: Any, receiving: Any) -> Any:
         returned_at = returned_at or time.monotonic()
         if time.monotonic() - returned_at > _LATE_S:
             raise WeightUpdateError("vLLM took the weights of training, and did not say so")
-    return receive.recv()
 
 
 class _Socket:
-    """A socket whose `recv` is `watched`."""
+    """A socket that waits no longer than there is somebody to wait for."""
 
     def __init__(self, socket: Any, receiving: Any) -> None:
         self._socket = socket
         self._receiving = receiving
 
+    def send_pyobj(self, message: Any) -> None:
+        wait_for(self._socket, zmq.POLLOUT, self._receiving)
+        self._socket.send_pyobj(message)
+
     def recv(self) -> Any:
-        return watched(self._socket, self._receiving)
+        wait_for(self._socket, zmq.POLLIN, self._receiving)
+        return self._socket.recv()
 
     def close(self) -> None:
         # What nobody will read must not keep the process from its end.

@@ -10,7 +10,8 @@ from vllm.model_executor.layers import utils
 
 
 def _keep(layer: Any, remove_weight: bool) -> None:
-    # vLLM packs weights for oneDNN and drops the originals: later weights had no place to go.
+    # vLLM packs all but small weights for oneDNN, on some CPUs, and drops the originals: later
+    # weights had no place to go.
     layer.cpu_linear = torch.nn.functional.linear
 
 
