@@ -78,7 +78,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     gpt.add_files(add, "replicas")
     options = parser.parse_args(arguments)
     options.steps_file = False
-    options.after = options.delay = 0
+    options.tree = options.tree.resolve()
+    options.delay = 0
     options.lr, options.momentum, options.fragments = 0.7, 0.9, 1
     return options
 
@@ -118,13 +119,16 @@ class Job:
         self.environment = {**plain_environment(), "PYTHONWARNINGS": "ignore"}
         if not train_script.on_gpu():
             self.environment["MEGATRON_CPU"] = "1"
-        self.environment |= {"PACE_S": str(options.pace), "PYTHONPATH": str(options.tree)}
+        self.environment |= {
+            "PACE_S": str(options.pace),
+            "PYTHONPATH": plain.import_path(options.tree),
+        }
         self.environment |= start_nodes(placement, processes, self.environment)[1]
         if options.steps_file:
             self.allow(0)
             self.environment["STEPS_FILE"] = str(self.folder / "steps")
-        self.arguments = plain.megatron_arguments(options, prefix)
-        self.arguments += plain.outer_arguments(options, options.every)
+        self.arguments = plain.megatron_arguments(options, prefix, options.seed)
+        self.arguments += plain.outer_arguments(options, (options.every, 0))
         self.lives: list[Life] = []
 
     def allow(self, steps: int) -> None:

@@ -231,8 +231,8 @@ Message AnyRequest(FuzzedDataProvider* data, uint64_t number, Answers* answers) 
   Declaration d = AnyDeclaration(data);
   const uint64_t index = data->ConsumeIntegralInRange<uint64_t>(0, 3);
   const uint64_t begin = index * d.partition_bytes;
-  const uint64_t size = std::min<uint64_t>(begin < d.bytes ? d.bytes - begin : SizeOf(d.dtype),
-                                           d.partition_bytes);
+  const uint64_t size =
+      std::min<uint64_t>(begin < d.bytes ? d.bytes - begin : SizeOf(d.dtype), d.partition_bytes);
   if (d.rule && data->ConsumeIntegralInRange<int>(0, 7) > 0) {
     return AnyUpdate(data, number, d, index, size, answers);
   }
