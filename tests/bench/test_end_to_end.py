@@ -92,6 +92,7 @@ def test_two_workers_and_a_server_on_emulated_hosts(run_dir: Path) -> None:
     assert "speed over that of gloo" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.requires("root")
 def test_hosts_of_two_nics(run_dir: Path) -> None:
     record = run_dir / "run.json"

@@ -68,7 +68,7 @@ SPLIT = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", 
 @pytest.mark.parametrize(
     "dtype",
     [
-        pytest.param(("--bf16",), id="bf16"),
+        pytest.param(("--bf16",), id="bf16", marks=pytest.mark.thorough),
         # The first step overflows, and with another scale so would the first after the checkpoint.
         pytest.param(("--fp16", "--initial-loss-scale", OVERFLOWS, "--hysteresis", "1"), id="fp16"),
         pytest.param(("--bf16", *MUON, "--use-distributed-optimizer"), id="muon"),

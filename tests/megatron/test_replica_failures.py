@@ -77,13 +77,8 @@ def die_and_return(prefix: Path, layout: str, *megatron: str) -> tuple[failures.
     return failures.train(options, prefix, watch), watch
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "plain",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS if name != "plain"),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "1000")
     job, watch = die_and_return(prefix, layout, *save)

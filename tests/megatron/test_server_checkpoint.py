@@ -174,6 +174,7 @@ def test_ranks_save_a_bucket(whole: bool) -> None:
                 assert torch.equal(found.pop(key), value), key
 
 
+@pytest.mark.thorough
 def test_a_stage_that_learns_nothing_saves_nothing(run_job: Callable[..., Job]) -> None:
     """And is not waited for."""
     job = run_job("core_frozen_stage", 4)

@@ -265,6 +265,7 @@ def test_cluster_of_scripts(scripted: Scripted) -> None:
     scripted.demand_no_process()
 
 
+@pytest.mark.thorough
 def test_servers_beside_the_workers(scripted: Scripted) -> None:
     """One server on a machine of its own, two that worker.sh starts."""
     port_file = scripted.folder / "port"

@@ -51,7 +51,11 @@ def test_a_failed_operation_leaves_nothing_behind(run_dir: Path) -> None:
         arguments = ["--bytes", "400000", "--tensors", "2", "--rounds", str(rounds)]
         workers = job.start_workers(2, *arguments, "--fail-in", "5")
         wait_all(workers, LIMIT_S)
-        assert [worker.wait(0) for worker in workers] == [0, 0]
+        # Who leaves first takes its failure along, and may end the other one's last round.
+        ended_by = r"sum_worker: worker \d .* failed: .*(gave up round 5|which nobody declared)"
+        for worker in workers:
+            assert worker.wait(0) == 0 or re.search(ended_by, worker.text)
+        assert 0 in [worker.wait(0) for worker in workers]
         assert "which nobody declared" in workers[0].text
         assert "worker 0 gave up round 5" in workers[1].text
         # byteps.sizing: three times what is summed, the pool, and 256 MiB for the process.

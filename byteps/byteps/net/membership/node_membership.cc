@@ -371,17 +371,18 @@ void NodeMembership::OnDue(Clock::time_point now) {
 
 void NodeMembership::ReportBrokenLink() {
   std::string reason;
-  std::vector<Node> peers;
+  Node lost;
   bool reported = false;
   const std::string self = Describe(links_->self());
   const std::string before = StoodStill(self, settings_.peer_timeout_s);
   {
     MutexLock lock(&mu_);
     const int id = broken_link_->peer;
-    peers.emplace_back();
-    peers.back().id = id;
-    peers.back().role = links_->self().role == Node::SERVER ? Node::WORKER : Node::SERVER;
     const Member* const peer = roster_.Find(id);
+    if (peer != nullptr) lost = peer->node;
+    lost.id = id;
+    lost.role = links_->self().role == Node::SERVER ? Node::WORKER : Node::SERVER;
+    if (lost.port == Node::kEmpty) lost.port = 0;  // as of any node that listens nowhere
     if (peer != nullptr && peer->left) {
       PS_PROBE(kLinkOfLeaver);
       broken_link_.reset();  // it went in good order
@@ -395,7 +396,7 @@ void NodeMembership::ReportBrokenLink() {
   }
   if (reported) return Fail(reason);
   PS_PROBE(kLinkReported);
-  Send(links_, Control::JOB_FAILED, kScheduler, reason, peers);
+  Send(links_, Control::JOB_FAILED, kScheduler, reason, {lost});
 }
 
 void NodeMembership::OnBeat(Clock::time_point now) {

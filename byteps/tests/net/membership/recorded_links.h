@@ -2,11 +2,14 @@
 #ifndef BYTEPS_TESTS_NET_MEMBERSHIP_RECORDED_LINKS_H_
 #define BYTEPS_TESTS_NET_MEMBERSHIP_RECORDED_LINKS_H_
 
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include "byteps/base/mutex.h"
+#include "byteps/net/link/meta_codec.h"
 #include "byteps/net/membership/links.h"
 #include "ps/base.h"
 
@@ -49,6 +52,12 @@ class RecordedLinks : public MembershipLinks {
     incarnation_ = incarnation;
   }
   void Send(Message* message) override {
+    Meta read;
+    const std::string bytes = EncodeMeta(message->meta);
+    if (!DecodeMeta(bytes.data(), bytes.size(), &read)) {
+      fprintf(stderr, "its receiver could not parse %s\n", message->DebugString().c_str());
+      abort();
+    }
     {
       MutexLock lock(&mu_);
       sent_.push_back(*message);
