@@ -18,7 +18,7 @@ NAMES = ("ray", "hf", "rl")
 TRIED = {
     "ray": ["-m", "megatron_byteps_ray", "--help"],
     "hf": ["-c", "from megatron_byteps_hf.options import Options; print(Options)"],
-    "rl": ["-c", "from megatron_byteps_rl import settings; print(settings)"],
+    "rl": ["-m", "megatron_byteps_rl", "--help"],
 }
 """What needs none of their dependencies."""
 
