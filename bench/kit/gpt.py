@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -60,6 +61,23 @@ def megatron_arguments(options: argparse.Namespace, prefix: Path, seed: int) -> 
     # Where the rate is high at once, runs drift apart, whatever made them differ first.
     arguments += ["--lr-warmup-iters", str(options.steps // 10)]
     return [*arguments, *options.megatron]
+
+
+def result_of(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    name: str,
+) -> dict[str, Any]:
+    """What ``--from-json`` names, or what was measured, which is written to ``--out``. Shows of
+    what it is. Raises what ``measure`` raises."""
+    if options.from_json:
+        result: dict[str, Any] = json.loads(options.from_json.read_text(encoding="utf-8"))
+    else:
+        result = measure(options)
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / name).write_text(json.dumps(result) + "\n", encoding="utf-8")
+    print("\n".join(f"# {key}: {text}" for key, text in result["meta"].items()))
+    return result
 
 
 def smooth(values: Sequence[float], over: int = 20) -> list[float]:

@@ -16,7 +16,6 @@ Exit status: 0 all is well; 1 a run failed, or a difference is above its limit; 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -173,17 +172,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.from_json:
-        result = json.loads(options.from_json.read_text(encoding="utf-8"))
-    else:
-        try:
-            result = measure(options)
-        except JobError as error:
-            print(f"bench/quality/run.py: {error}", file=sys.stderr)
-            return 1
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "quality.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    print("\n".join(f"# {name}: {text}" for name, text in result["meta"].items()))
+    try:
+        result = gpt.result_of(options, measure, "quality.json")
+    except JobError as error:
+        print(f"bench/quality/run.py: {error}", file=sys.stderr)
+        return 1
     print(aligned(rows(result["losses"])))
     if options.plot:
         draw(result["losses"], options.plot)

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import re
 import signal
 import statistics
@@ -314,17 +312,11 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.from_json:
-        result = json.loads(options.from_json.read_text(encoding="utf-8"))
-    else:
-        try:
-            result = measure(options)
-        except LaunchError as error:
-            print(f"bench/replicas/failures.py: {error}", file=sys.stderr)
-            return 1
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "failures.json").write_text(json.dumps(result) + os.linesep)
-    print("\n".join(f"# {name}: {text}" for name, text in result["meta"].items()))
+    try:
+        result = gpt.result_of(options, measure, "failures.json")
+    except LaunchError as error:
+        print(f"bench/replicas/failures.py: {error}", file=sys.stderr)
+        return 1
     print(table(result))
     print(
         f"# {result['steps']} steps of {result['step_s']:.3f} s in {result['seconds']:.0f} s, "

@@ -295,16 +295,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.from_json:
-        result = json.loads(options.from_json.read_text(encoding="utf-8"))
-    else:
-        try:
-            result = measure(options)
-        except LaunchError as error:
-            print(f"bench/replicas/run.py: {error}", file=sys.stderr)
-            return 1
-        (options.out / "replicas.json").write_text(json.dumps(result) + os.linesep)
-    print("\n".join(f"# {name}: {text}" for name, text in result["meta"].items()))
+    try:
+        result = gpt.result_of(options, measure, "replicas.json")
+    except LaunchError as error:
+        print(f"bench/replicas/run.py: {error}", file=sys.stderr)
+        return 1
     print(aligned(report.rows(result["runs"])))
     if options.plot:
         report.draw(result["runs"], options.plot)

@@ -46,7 +46,7 @@ class OuterSteps:
                 compare=not joins,
             )
             for index, one in enumerate(self._optimizers)
-            if (parameters := _stepped(one))
+            if (parameters := [p for p in stepped(one) if p.numel()])
         ]
         for local in self._steps:
             local.steps = done
@@ -103,9 +103,10 @@ def inner(optimizer: Any) -> Iterator[Any]:
             yield one
 
 
-def _stepped(optimizer: Any) -> list[torch.Tensor]:
+def stepped(optimizer: Any) -> Iterator[torch.Tensor]:
     """What its torch optimizer steps."""
-    return [p for group in optimizer.optimizer.param_groups for p in group["params"] if p.numel()]
+    for group in optimizer.optimizer.param_groups:
+        yield from group["params"]
 
 
 def forget() -> None:

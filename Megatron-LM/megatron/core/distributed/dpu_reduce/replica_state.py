@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -113,19 +113,13 @@ class State:
             for _, tensor in named
         ]
         for one in self._optimizers:
-            for parameter in _stepped(one):
+            for parameter in outer_steps.stepped(one):
                 tensors.append(parameter.data)
                 state = one.optimizer.state.get(parameter, {})
                 tensors += [
                     state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)
                 ]
         return [*tensors, *outer_steps.tensors()]
-
-
-def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
-    """What its torch optimizer steps."""
-    for group in optimizer.optimizer.param_groups:
-        yield from group["params"]
 
 
 def _facts_of(optimizer: Any) -> dict[str, Any]:
@@ -135,7 +129,7 @@ def _facts_of(optimizer: Any) -> dict[str, Any]:
         for group in optimizer.optimizer.param_groups
     ]
     states = []
-    for parameter in _stepped(optimizer):
+    for parameter in outer_steps.stepped(optimizer):
         state = optimizer.optimizer.state.get(parameter, {})
         states.append({key: _described(value, parameter) for key, value in state.items()})
     return {"groups": groups, "states": states}
@@ -156,7 +150,7 @@ def _make_room(optimizer: Any, told: dict[str, Any]) -> None:
     """Give an optimizer the groups' numbers, and a state of the tensors that were described."""
     for group, numbers in zip(optimizer.optimizer.param_groups, told["groups"], strict=True):
         group.update(numbers)
-    for parameter, described in zip(_stepped(optimizer), told["states"], strict=True):
+    for parameter, described in zip(outer_steps.stepped(optimizer), told["states"], strict=True):
         state = optimizer.optimizer.state[parameter] if described else {}
         for key, what in described.items():
             if "value" in what:
