@@ -35,14 +35,13 @@ def test_every_type_is_measured_and_right(
     assert "# working set: 1MiB" in table and "plain GB/s" in table
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("right", "broken"),
+    ("file", "right", "broken"),
     [
-        pytest.param(
-            *("wide[i] += E::Get(in, i)", "wide[i] -= E::Get(in, i)"), marks=pytest.mark.thorough
-        ),
-        pytest.param("? nan : rounded", "? nan : ~rounded", marks=pytest.mark.thorough),
-        pytest.param("inverse = 1 / d", "inverse = 2 / d", marks=pytest.mark.thorough),
+        ("server/reducer.cc", "wide[i] += E::Get(in, i)", "wide[i] -= E::Get(in, i)"),
+        ("base/half_words.h", "? nan : rounded", "? nan : ~rounded"),
+        ("server/reducer.cc", "inverse = 1 / d", "inverse = 2 / d"),
     ],
     ids=["added", "rounded", "divided"],
 )
@@ -50,13 +49,14 @@ def test_wrong_results_are_found(
     build_in: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    file: str,
     right: str,
     broken: str,
 ) -> None:
     overlay = build_in / "overlay" / "byteps"
     for folder in ("base", "server"):
         shutil.copytree(reducer_bench.OVERLAY / "byteps" / folder, overlay / folder)
-    source = overlay / "server" / "reducer.cc"
+    source = overlay / file
     text = source.read_text()
     assert right in text
     source.write_text(text.replace(right, broken))

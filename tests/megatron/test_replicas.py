@@ -96,8 +96,11 @@ def test_checkpoints(prefix: Path, tmp_path: Path, every: int) -> None:
         assert resumed["checksums"] == whole["checksums"]
     else:  # the other replica goes on with the first one's moments
         assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=2e-2)
-    plain = bench.train(options, prefix, None)
-    assert plain["losses"] == pytest.approx(whole["losses"][4:], rel=1e-4 if every == 1 else 5e-2)
+    plain = bench.train(options, prefix, None)["losses"]
+    if every == 1:
+        assert plain == pytest.approx(whole["losses"][4:], rel=1e-4)
+    else:  # it begins with the same model, and sums where the replicas step alone
+        assert plain[0] == pytest.approx(whole["losses"][4], rel=2e-2)
 
 
 @pytest.mark.thorough

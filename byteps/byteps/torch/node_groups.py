@@ -115,7 +115,9 @@ class NodeGroups:
 
 
 def _backend(ranks: tuple[int, ...], device: torch.device, store: Any, purpose: str) -> Any:
-    place, seconds = ranks.index(session.rank()), _op_timeout_s()
+    # Of torch.distributed alone: a benchmark sums over such groups with no session.
+    place = ranks.index(session.first_rank() + dist.get_rank())
+    seconds = _op_timeout_s()
     timeout = timedelta(seconds=seconds)
     name = f"node{purpose}/{device.type}/{'-'.join(map(str, ranks))}"
     try:
