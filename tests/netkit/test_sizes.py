@@ -35,9 +35,10 @@ ENV = {
 LOST = (
     r"(server 0 \(.*\) was lost to worker 1|worker 1 was lost to server 0).*was made again, but of "
     r"\d+ bytes that were sent since none was acknowledged within 6\.0 s "
-    r"\(BYTEPS_RECONNECT_TIMEOUT_S=6\): small packets pass .* large ones do not.*MTU"
+    r"\(BYTEPS_RECONNECT_TIMEOUT_S=6\)"
 )
 GIVEN_UP = r'was lost to worker 1 .* it refused .*: "this node has given the connection up"'
+VANISH = "small packets pass .* large ones do not.*MTU"
 LIMIT_S = 400
 Start = Callable[..., list[Spawned]]
 
@@ -110,8 +111,8 @@ def test_large_packets_vanish(switch: Switch, start: Start, tls: str) -> None:
     for worker in processes[2:]:
         assert worker.wait(0) == 1, worker.text
         assert re.search(f"{LOST}|{GIVEN_UP}", worker.text), worker.text
-    # One end says why; the other one may hear of it before its own time is over.
-    assert any(re.search(LOST, process.text) for process in processes)
+    # An end says why: of the one that gave up, or of the other, as only it had much to send.
+    assert any(re.search(VANISH, process.text) for process in processes)
 
 
 @pytest.mark.thorough

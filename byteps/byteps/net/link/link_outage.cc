@@ -48,16 +48,26 @@ std::string LinkOutage::GivenUp(double reconnect_s, const std::string& last_erro
   if (briefly) return reason + ", and it did not connect again";
   const std::string limit = Limit(reconnect_s, "BYTEPS_RECONNECT_TIMEOUT_S");
   if (last_error.empty() && unacknowledged > 0) {
-    const std::string text = reason + ", and was made again, but of " +
-                             std::to_string(unacknowledged) +
-                             " bytes that were sent since none was acknowledged within " + limit;
-    if (unacknowledged <= kSmallPacketBytes) return text;
-    return text +
-           ": small packets pass (a greeting did), and large ones do not; compare the MTU of both "
-           "hosts with that of the switches and tunnels between them (ip link; ping -M do -s SIZE)";
+    return reason + ", and was made again, but of " + Unacknowledged() + " within " + limit +
+           LargePacketsVanish();
   }
   return reason + ", and could not be made again within " + limit +
          (last_error.empty() ? "" : ": " + last_error);
+}
+
+std::string LinkOutage::Refused(const std::string& refusal) const {
+  const std::string hint = LargePacketsVanish();
+  return hint.empty() ? refusal : refusal + "; of " + Unacknowledged() + hint;
+}
+
+std::string LinkOutage::Unacknowledged() const {
+  return std::to_string(unacknowledged) + " bytes that were sent since none was acknowledged";
+}
+
+std::string LinkOutage::LargePacketsVanish() const {
+  if (unacknowledged <= kSmallPacketBytes) return "";
+  return ": small packets pass (a greeting did), and large ones do not; compare the MTU of both "
+         "hosts with that of the switches and tunnels between them (ip link; ping -M do -s SIZE)";
 }
 
 void LogResumed(const std::string& which, int peer, const std::string& address,

@@ -44,6 +44,12 @@ struct LinkOutage {
                        double reconnect_s);
   // Why the link is lost.  `last_error`: of the last attempt to connect; may be empty.
   std::string GivenUp(double reconnect_s, const std::string& last_error) const;
+  // The same where the other end had given it up before, and said `refusal`.
+  std::string Refused(const std::string& refusal) const;
+
+ private:
+  std::string Unacknowledged() const;
+  std::string LargePacketsVanish() const;  // empty where nothing speaks for it
 };
 
 // The line of the log when it is there again.  `which`: "the connection", "data connection 0".

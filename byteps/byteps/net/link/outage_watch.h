@@ -47,6 +47,7 @@ class OutageWatch {
 
   // Why the link is lost.  `last_error`: of the last attempt to connect; may be empty.
   std::string GivenUp(bool listener_gone, const std::string& last_error) const;
+  std::string Refused(const std::string& refusal) const { return outage_.Refused(refusal); }
 
   // Whether it is not over.
   bool lasts() const { return lasts_; }

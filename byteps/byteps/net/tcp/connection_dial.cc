@@ -115,7 +115,7 @@ void Connection::Failed(const std::exception& error) {
   const auto* const said = dynamic_cast<const GreetingError*>(&error);
   const auto failure = said != nullptr ? said->failure : GreetingFailure::kMaybeDamaged;
   if (!greets || !IsOneMoreAttempt(failure, was_open_)) {
-    return Close({error.what(), false, false});
+    return Close({outage_.Refused(error.what()), false, false});
   }
   PS_VLOG(1) << "an attempt to connect to node " << peer_ << " failed: " << error.what();
   TryAgain(error.what());

@@ -120,5 +120,16 @@ TEST_F(OutageWatchTest, SaysWhatWasNotAcknowledged) {
   EXPECT_EQ(watch_.GivenUp(false, "").find("acknowledged"), std::string::npos);
 }
 
+// The end that waits for answers gives up first, with nothing of its own on the way.
+TEST_F(OutageWatchTest, OneThatIsRefusedSaysWhatWasNotAcknowledged) {
+  Break(seconds(30));
+  watch_.AwaitProof(1);
+  EXPECT_EQ(watch_.Refused("it was refused"), "it was refused");
+  watch_.NoteUnacknowledged(5000);
+  const std::string text = watch_.Refused("it was refused");
+  EXPECT_EQ(text.find("it was refused; of 5000 bytes"), 0u) << text;
+  EXPECT_NE(text.find("compare the MTU"), std::string::npos) << text;
+}
+
 }  // namespace
 }  // namespace ps
