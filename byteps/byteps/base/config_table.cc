@@ -59,6 +59,12 @@ std::vector<Variable> MakeTable() {
        "servers. "
        "NUMBER begins at 0. Each replica has equally many workers; the scheduler counts all of "
        "them. Set by worker.sh --replica."},
+      {"BYTEPS_QUORUM", kInt, "replicas", "0", 0, kMaxInt, "",
+       "Once this many replicas have pushed, the others have BYTEPS_GRACE_S. 0: they have as long "
+       "as a sum may take (BYTEPS_OP_TIMEOUT_S)."},
+      {"BYTEPS_GRACE_S", kFloat, "s", "0", 0, 604800, "",
+       "A replica that pushes later than this after BYTEPS_QUORUM replicas is removed from the job, "
+       "and joins again. Longer than its slowest step, and than its slowest checkpoint."},
       {"BYTEPS_EMBEDDED_SERVERS", kInt, "servers", "1", 1, 256, "",
        "Embedded mode: servers started on each host. Required for a job on several hosts."},
       {"BYTEPS_HOST_ID", kString, "", "", 0, 0, "",

@@ -80,6 +80,9 @@ std::string PackDeclarations(const std::vector<Declaration>& declarations) {
   const Declaration any = declarations.empty() ? Declaration() : declarations.front();
   out.Put(kDeclarationVersion);
   out.Put(static_cast<uint8_t>(any.hash));
+  out.Put(any.patience.replica_ranks);
+  out.Put(any.patience.quorum);
+  out.Put(any.patience.grace_ms);
   std::map<std::vector<uint32_t>, uint32_t> numbers;
   std::vector<const std::vector<uint32_t>*> groups;
   for (const auto& d : declarations) {
@@ -116,6 +119,10 @@ bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* decla
   }
   *error = "does not parse";
   const uint8_t hash = in.Get<uint8_t>();
+  Patience patience;
+  for (uint32_t* field : {&patience.replica_ranks, &patience.quorum, &patience.grace_ms}) {
+    *field = in.Get<uint32_t>();
+  }
   if (!in.ok() || hash >= kNumKeyHashes) return false;
   const Groups groups = ReadGroups(&in);
   const uint32_t count = in.GetCount(kTensorBytes);
@@ -123,6 +130,7 @@ bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* decla
   for (uint32_t i = 0; i < count; ++i) {
     Declaration d;
     d.hash = static_cast<KeyHash>(hash);
+    d.patience = patience;
     if (!ReadTensor(&in, groups, &d)) return false;
     declarations->push_back(std::move(d));
   }

@@ -20,7 +20,7 @@
 namespace byteps {
 namespace core {
 
-constexpr uint8_t kDeclarationVersion = 5;
+constexpr uint8_t kDeclarationVersion = 6;
 
 // Declarations that were made with one configuration: `hash` is the same in all.
 std::string PackDeclarations(const std::vector<Declaration>& declarations);

@@ -50,6 +50,8 @@ namespace ps {
   X(kStepOvertaken, "parameters are loaded while a speculative step is open")          \
   X(kRoundGivenUp, "a member goes on, and so gives up a round")                        \
   X(kRoundLosesMember, "a replica is removed while a round is open")                   \
+  X(kReplicaAwaited, "others wait for a replica's push")                               \
+  X(kReplicaLate, "a replica's push is later than others wait")                        \
   X(kRoundShort, "a round closes without the members of a removed replica")            \
   X(kPushOfAbsent, "a push comes of a replica that was removed")                       \
   /* membership */                                                                     \
@@ -71,6 +73,7 @@ namespace ps {
   X(kStoppedInJob, "a node is told to end while the job runs")                         \
   X(kReplicaRemoved, "a replica is removed, and the others go on")                     \
   X(kJoinerRemoved, "a replica is removed before it has joined")                       \
+  X(kLateRemoved, "a replica is removed since it is late")                             \
   X(kReplicaJoined, "a replica has joined a job that runs")                            \
   /* the transport; where it is played, its stand-in */                                \
   X(kAbandoned, "values in flight are abandoned")                                      \

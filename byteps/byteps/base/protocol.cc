@@ -1,6 +1,7 @@
 #include "byteps/base/protocol.h"
 
 #include <algorithm>
+#include <cstdio>
 
 #include "byteps/base/wire.h"
 
@@ -45,7 +46,14 @@ std::string Declaration::Describe() const {
          (hash == KeyHash::kRaw
               ? ""
               : std::string(", dealt by BYTEPS_KEY_HASH_FN=") + byteps::core::NameOf(hash)) +
+         (patience.quorum > 0 ? ", " + patience.Describe() : "") +
          (rule ? ", updated by " + rule->Describe() : "");
+}
+
+std::string Patience::Describe() const {
+  char text[64];
+  snprintf(text, sizeof(text), "BYTEPS_QUORUM=%u, BYTEPS_GRACE_S=%g", quorum, grace_ms / 1e3);
+  return text;
 }
 
 std::string PushHeader::Pack() const {
@@ -88,7 +96,7 @@ bool PushHeader::Unpack(const std::string& text, PushHeader* header, std::string
 bool Declaration::operator==(const Declaration& o) const {
   return name == o.name && dtype == o.dtype && average == o.average && feedback == o.feedback &&
          stochastic == o.stochastic && bytes == o.bytes && partition_bytes == o.partition_bytes &&
-         placement == o.placement && hash == o.hash && group == o.group &&
+         placement == o.placement && hash == o.hash && patience == o.patience && group == o.group &&
          (rule == o.rule || (rule && o.rule && *rule == *o.rule));
 }
 

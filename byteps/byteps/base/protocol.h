@@ -73,6 +73,18 @@ constexpr int kPartitionBits = 16;
 constexpr uint64_t kMaxPartitions = 1ull << kPartitionBits;
 
 // What the members of a group must agree on before they sum a tensor.
+// How long members of some replicas wait for those of others (docs/design/replicas.md).
+struct Patience {
+  uint32_t replica_ranks = 0;  // workers of each replica; 0: there is one, and nothing to be done
+  // Once so many replicas have pushed, the others have so long; 0: as long as a sum may take.
+  uint32_t quorum = 0;
+  uint32_t grace_ms = 0;
+
+  bool operator==(const Patience& other) const = default;
+  // "BYTEPS_QUORUM=2, BYTEPS_GRACE_S=1.5"
+  std::string Describe() const;
+};
+
 struct Declaration {
   std::string name;
   DType dtype = DType::kFloat32;
@@ -86,6 +98,7 @@ struct Declaration {
   uint64_t placement =
       0;  // the server of partition p is (placement + p) mod servers, when hashed raw
   KeyHash hash = KeyHash::kRaw;            // how partitions are dealt to servers
+  Patience patience;                       // the same of all tensors of a job
   std::vector<uint32_t> group;             // ranks, ascending
   std::shared_ptr<const UpdateRule> rule;  // null: it is summed, and no more
 

@@ -71,6 +71,11 @@ class Channel {
   virtual void SayReady() {}
   virtual void AskToAdmit(int /*replica*/, int /*life*/) {}
 
+  // Of a server, about a worker that others wait for in a round of `name`.  `why`: its replica is to
+  // be removed, for it "had not pushed ...".
+  virtual void SayAwaited(int /*rank*/, const std::string& /*name*/, uint32_t /*round*/) {}
+  virtual void SayLate(int /*rank*/, const std::string& /*why*/) {}
+
   // For so long after its limit (BYTEPS_OP_TIMEOUT_S) servers and scheduler may still tell why an
   // operation has no answer.  They know whom it lacks, or why a connection is gone.
   virtual double seconds_to_explain() const { return 5; }

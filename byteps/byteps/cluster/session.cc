@@ -192,6 +192,16 @@ void Session::AskToAdmit(int replica, int life) {
   CurrentMembership()->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kAdmit, replica, life});
 }
 
+void Session::SayAwaited(int rank, const std::string& name, uint32_t round) {
+  CurrentMembership()->AsNode()->SayOfReplica(
+      {ps::membership::ReplicaWord::kAwaited, rank, static_cast<int>(round), name});
+}
+
+void Session::SayLate(int rank, const std::string& why) {
+  ps::NodeMembership* const node = CurrentMembership()->AsNode();
+  node->SayOfReplica({ps::membership::ReplicaWord::kLate, rank, node->epoch(), why});
+}
+
 double Session::link_gbps() const { return CurrentMembership()->AsNode()->link_mbps() / 1e3; }
 
 std::string Session::host() const { return ps::Postoffice::Get()->van()->node().hostname; }

@@ -55,6 +55,8 @@ class Session : public Channel {
   bool is_late() const override;
   void SayReady() override;
   void AskToAdmit(int replica, int life) override;
+  void SayAwaited(int rank, const std::string& name, uint32_t round) override;
+  void SayLate(int rank, const std::string& why) override;
   int rank() const override;
   std::string NameOfServer(int rank) override;
   std::string NameOfWorker(int rank) override;

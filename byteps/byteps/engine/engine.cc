@@ -251,10 +251,20 @@ ps::ReplicaView Engine::Replicas() {
   return replicas_;
 }
 
+std::map<std::string, uint32_t> Engine::Awaited() {
+  ps::MutexLock lock(&replicas_mu_);
+  return awaited_;
+}
+
 void Engine::OnEvent(const ps::MembershipEvent& event) {
   if (event.kind == ps::MembershipEvent::kReplicas) {
     ps::MutexLock lock(&replicas_mu_);
     replicas_ = event.replicas;
+    return;
+  }
+  if (event.kind == ps::MembershipEvent::kAwaited) {
+    ps::MutexLock lock(&replicas_mu_);
+    awaited_[event.report] = event.round;
     return;
   }
   if (event.kind != ps::MembershipEvent::kFailed) return;

@@ -36,6 +36,26 @@ void CheckRule(const Declaration& d) {
   }
 }
 
+Patience PatienceOf(const Config& config, const Launch& launch) {
+  Patience patience;
+  const int64_t quorum = config.Int("BYTEPS_QUORUM");
+  const double grace_s = config.Float("BYTEPS_GRACE_S");
+  if (launch.replicas > 1) patience.replica_ranks = launch.size / launch.replicas;
+  if ((quorum > 0) != (grace_s > 0)) {
+    throw UsageError("BYTEPS_QUORUM=" + config.String("BYTEPS_QUORUM") + " and BYTEPS_GRACE_S=" +
+                     config.String("BYTEPS_GRACE_S") + ": set both, or neither");
+  }
+  if (quorum == 0) return patience;
+  if (quorum >= launch.replicas) {
+    throw UsageError("BYTEPS_QUORUM=" + std::to_string(quorum) + " must be less than the " +
+                     std::to_string(launch.replicas) +
+                     " replicas of the job (BYTEPS_REPLICA): there must be one to wait for");
+  }
+  patience.quorum = static_cast<uint32_t>(quorum);
+  patience.grace_ms = static_cast<uint32_t>(std::max(grace_s * 1000, 1.0));
+  return patience;
+}
+
 }  // namespace
 
 Plan::Plan(const Config& config, const Launch& launch, int num_servers)
@@ -44,6 +64,7 @@ Plan::Plan(const Config& config, const Launch& launch, int num_servers)
       smallest_partition_(WholePages(config.Int("BYTEPS_MIN_PARTITION_BYTES"))),
       largest_partition_(WholePages(config.Int("BYTEPS_PARTITION_BYTES"))),
       stochastic_(config.Bool("BYTEPS_STOCHASTIC_ROUNDING")),
+      patience_(PatienceOf(config, launch)),
       hash_(ParseKeyHash(config.String("BYTEPS_KEY_HASH_FN"))) {}
 
 uint32_t Plan::PartitionBytes(DType dtype, uint64_t bytes, uint64_t piece_of, bool updated) const {
@@ -60,6 +81,7 @@ Declaration Plan::Declare(const TensorSpec& spec) const {
   d.dtype = spec.dtype;
   d.average = spec.average;
   d.hash = hash_;
+  d.patience = patience_;
   d.bytes = spec.bytes;
   d.feedback = spec.feedback;
   d.stochastic = stochastic_ && IsBlock(spec.dtype);

@@ -72,6 +72,7 @@ class Plan {
   const uint32_t smallest_partition_;
   const uint32_t largest_partition_;
   const bool stochastic_;
+  const Patience patience_;
   const KeyHash hash_;
   double link_bytes_per_s_ = 0;
 };

@@ -56,7 +56,10 @@ struct Round {
   std::vector<bool> excused;
   Accumulator accumulator;
   Clock::time_point started;
-  Clock::time_point deadline;
+  Clock::time_point deadline;  // when it is looked at next
+  // How far those who have not pushed were waited for (Patience).
+  enum class Waits { kFirst, kQuorum, kAwaited, kLate } waits = Waits::kFirst;
+  Clock::time_point quorum_since;
   double timeout_s = 0;
   int64_t first_taken = 0;  // SteadyNs
   int64_t last_added = 0;

@@ -66,10 +66,12 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   context_->TraceAddition(*partition, *round, caller, track_);
   round->callers.push_back(caller);
   if (!round->excused.empty()) {
-    if (round->has_all()) CloseShort(partition, round);
+    round->has_all() ? CloseShort(partition, round) : BeginGrace(partition, round);
     return DropDone(partition);
   }
-  if (round->accumulator.added() < declaration.group.size()) return;
+  if (round->accumulator.added() < declaration.group.size()) {
+    return BeginGrace(partition, round);
+  }
   context_->lateness.Add(caller.rank, caller.received - round->first_taken);
   std::string error;
   if (round->update) {

@@ -89,6 +89,18 @@ class Rounds {
   // What the member of `rank` has left open of the rounds before this number failed there, and it
   // will neither push nor ask again.  Drops no round.
   void GiveUpBefore(Partition* partition, int rank, uint32_t number);
+  // Replicas of which all members of the group have pushed, and of which some have not.
+  struct Standing {
+    std::set<uint32_t> pushed, late;
+  };
+  Standing StandingOf(const Partition& partition, const Round& round) const;
+  // A push came that completes a quorum, perhaps: the others have so long now.
+  void BeginGrace(Partition* partition, Round* round);
+  // What a round does at its deadline.  False: it fails.
+  bool WaitOn(Partition* partition, Round* round, Clock::time_point as_of);
+  void Postpone(Partition* partition, Round* round, Clock::time_point deadline);
+  // Asks the scheduler to remove the replicas that have not pushed.
+  void Accuse(const Partition& partition, const Round& round, Clock::time_point as_of);
   // Fails a round that lacks the push of a worker that is gone.
   void FailWithoutThoseGone(Partition* partition, Round* round);
   void Fail(Partition* partition, Round* round, const std::string& reason);
@@ -103,6 +115,7 @@ class Rounds {
   std::map<Deadline, Partition*> open_;  // the rounds that are not done
   std::map<int, std::string> gone_;      // rank -> why
   std::set<int> absent_;                 // ranks
+  std::set<uint32_t> accused_;           // replicas that the scheduler was asked to remove
   Scratch scratch_;
 };
 

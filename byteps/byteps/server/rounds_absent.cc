@@ -14,6 +14,7 @@ void Rounds::SetAbsent(const std::set<int>& ranks) {
   std::set_difference(ranks.begin(), ranks.end(), absent_.begin(), absent_.end(),
                       std::back_inserter(lost));
   absent_ = ranks;
+  accused_.clear();
   for (Partition* partition : partitions_) {
     for (const int rank : lost) {
       if (partition->declaration().MemberIndex(rank) < 0) continue;

@@ -106,10 +106,11 @@ void Rounds::FailLate(Clock::time_point as_of, Clock::time_point grace_until,
   while (!open_.empty()) {
     const auto& [deadline, key, number] = open_.begin()->first;
     if (as_of < deadline) return;
-    PS_PROBE(kRoundLate);
     Partition* const partition = open_.begin()->second;
     const Declaration& declaration = partition->declaration();
     Round* const round = partition->Find(number);
+    if (WaitOn(partition, round, as_of)) continue;
+    PS_PROBE(kRoundLate);
     char limit[96];
     snprintf(limit, sizeof(limit), "%.1f s (BYTEPS_OP_TIMEOUT_S=%g)",
              std::chrono::duration<double>(as_of - round->started).count(), round->timeout_s);

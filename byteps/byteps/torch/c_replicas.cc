@@ -24,6 +24,10 @@ void DefineReplicas(py::module_* m) {
   m->def(
       "is_late", [] { return GetWorker()->IsLate(); },
       "Whether this worker's replica came to a job that runs.", Unlocked());
+  m->def(
+      "awaited", [] { return GetWorker()->Awaited(); },
+      "The last round of each tensor of which others were heard to wait for this worker's push.",
+      Unlocked());
   m->def("say_ready", [] { GetWorker()->SayReady(); }, Unlocked());
   m->def(
       "ask_to_admit", [](int replica, int life) { GetWorker()->AskToAdmit(replica, life); },

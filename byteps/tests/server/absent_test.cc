@@ -43,15 +43,34 @@ class Answers : public ServerChannel {
     EXPECT_TRUE(came) << "no answer to request " << number;
     return answers_[number];
   }
+  void SayAwaited(int rank, const std::string& name, uint32_t round) override {
+    Heard("worker " + std::to_string(rank) + " in round " + std::to_string(round) + " of " + name);
+  }
+  void SayLate(int rank, const std::string& why) override {
+    Heard("late: worker " + std::to_string(rank) + ", as " + why);
+  }
+  // What the scheduler was told, once it was told so many things.
+  std::vector<std::string> Told(size_t count) {
+    ps::MutexLock lock(&mu_);
+    cond_.WaitFor(&mu_, kPatience, [&]() PS_REQUIRES(mu_) { return told_.size() >= count; });
+    return told_;
+  }
   bool Has(uint64_t number) {
     ps::MutexLock lock(&mu_);
     return answers_.count(number) > 0;
   }
 
  private:
+  void Heard(const std::string& text) {
+    ps::MutexLock lock(&mu_);
+    told_.push_back(text);
+    cond_.NotifyAll();
+  }
+
   ps::Mutex mu_;
   ps::CondVar cond_;
   std::map<uint64_t, Answer> answers_ PS_GUARDED_BY(mu_);
+  std::vector<std::string> told_ PS_GUARDED_BY(mu_);
 };
 
 class AbsentTest : public testing::TestWithParam<const char*> {
@@ -63,6 +82,10 @@ class AbsentTest : public testing::TestWithParam<const char*> {
     declaration_.name = "tensor";
     declaration_.bytes = declaration_.partition_bytes = 16;
     declaration_.group = {0, 1, 2};
+    declaration_.patience.replica_ranks = 1;
+  }
+
+  void Declare() {
     for (int rank = 0; rank < 3; ++rank) {
       Message declare =
           MakeRequest(kDeclare, 0, declaration_.Key(), ++number_, PackDeclarations({declaration_}));
@@ -73,10 +96,11 @@ class AbsentTest : public testing::TestWithParam<const char*> {
 
   // Each rank's values are a power of two.
   uint64_t Push(int rank, uint32_t round, uint32_t oldest = 0) {
+    if (number_ == 0) Declare();
     PushHeader header;
     header.round = round;
     header.oldest = oldest;
-    header.timeout_ms = 600'000;
+    header.timeout_ms = timeout_ms_;
     header.pull_bytes = 16;
     Message push = MakeRequest(kPushPull, 0, declaration_.Key(), ++number_, header.Pack());
     const std::vector<float> values(4, static_cast<float>(1 << rank));
@@ -102,6 +126,7 @@ class AbsentTest : public testing::TestWithParam<const char*> {
   Answers answers_;
   Server server_;
   Declaration declaration_;
+  uint32_t timeout_ms_ = 600'000;
   uint64_t number_ = 0;
 };
 
@@ -151,6 +176,63 @@ TEST_P(AbsentTest, ARoundThatNobodyElseIsInLeavesNothing) {
   server_.SetAbsent({0, 1, 2});
   server_.SetAbsent({0, 1});
   Expect(Push(2, 1, 1), 4 * 3, {0, 1});
+}
+
+// ------------------------------------------------------------------ those that are late
+
+TEST_P(AbsentTest, OneThatIsLateAfterAQuorumIsToBeRemoved) {
+  declaration_.patience = {1, 2, 200};
+  const uint64_t first = Push(0, 0), second = Push(2, 0);
+  const std::vector<std::string> told = answers_.Told(2);
+  ASSERT_EQ(told.size(), 2u);
+  EXPECT_EQ(told[0], "worker 1 in round 0 of tensor");
+  EXPECT_EQ(told[1].find("late: worker 1, as it had not pushed 'tensor'"), 0u) << told[1];
+  EXPECT_NE(told[1].find("s after 2 replicas (BYTEPS_QUORUM=2, BYTEPS_GRACE_S=0.2)"),
+            std::string::npos)
+      << told[1];
+  server_.SetAbsent({1});
+  Expect(first, 5 * 3 / 2.0f, {1});
+  Expect(second, 5 * 3 / 2.0f, {1});
+  // Those that are there go on as before.
+  Push(0, 1, 1);
+  Expect(Push(2, 1, 1), 5 * 3 / 2.0f, {1});
+}
+
+TEST_P(AbsentTest, OneThatPushesInItsGraceIsNot) {
+  declaration_.patience = {1, 2, 600'000};
+  const uint64_t first = Push(0, 0);
+  Push(2, 0);
+  EXPECT_EQ(answers_.Told(1), std::vector<std::string>{"worker 1 in round 0 of tensor"});
+  Push(1, 0);
+  Expect(first, 7, {});
+}
+
+TEST_P(AbsentTest, WithoutAQuorumHalfOfThemAreEnoughOnceTheSumTakesTooLong) {
+  timeout_ms_ = 100;
+  const uint64_t first = Push(1, 0);
+  Push(2, 0);
+  const std::vector<std::string> told = answers_.Told(1);
+  EXPECT_EQ(told[0].find("late: worker 0, as it had not pushed 'tensor' for 0."), 0u) << told[0];
+  server_.SetAbsent({0});
+  Expect(first, 6 * 3 / 2.0f, {0});
+}
+
+TEST_P(AbsentTest, OneThatIsAloneIsNotRight) {
+  timeout_ms_ = 100;
+  const Answer answer = answers_.Await(Push(1, 0));
+  EXPECT_TRUE(answer.failed);
+  EXPECT_NE(answer.body.find("still lacks the push of worker 0, worker 2"), std::string::npos);
+  EXPECT_EQ(answers_.Told(0).size(), 0u);
+}
+
+TEST_P(AbsentTest, OneThatIsLateAndStaysFailsTheSum) {
+  timeout_ms_ = 100;
+  const uint64_t first = Push(1, 0);
+  Push(2, 0);
+  answers_.Told(1);
+  const Answer answer = answers_.Await(first);  // the scheduler does nothing
+  EXPECT_TRUE(answer.failed);
+  EXPECT_NE(answer.body.find("still lacks the push of worker 0"), std::string::npos);
 }
 
 INSTANTIATE_TEST_SUITE_P(Deterministic, AbsentTest, testing::Values("0", "1"));

@@ -12,7 +12,7 @@ namespace simulation {
 using core::Config;
 
 std::string Fault::Describe() const {
-  static const char* const kNames[] = {"kill", "pause", "reset", "delay", "stop", "", "quit"};
+  static const char* const kNames[] = {"kill", "pause", "reset", "delay", "stop", "", "quit", "stick"};
   char when[64];
   snprintf(when, sizeof(when), "at %.4f s", at_s);
   if (at_reached > 0) snprintf(when, sizeof(when), "at the probe number %d", at_reached);
@@ -36,29 +36,42 @@ std::string Plan::Describe() const {
   return text;
 }
 
-const std::vector<Config>& Settings() {
-  static const std::vector<Config> all = [] {
-    std::vector<Config> made;
-    for (const char* deterministic : {"0", "1"}) {
-      for (const char* threads : {"1", "2"}) {
-        for (const char* window : {"0", "12000"}) {
-          setenv("BYTEPS_DETERMINISTIC", deterministic, 1);
-          setenv("BYTEPS_SERVER_ENGINE_THREAD", threads, 1);
-          setenv("BYTEPS_PUSH_THREAD", threads, 1);
-          setenv("BYTEPS_SERVER_WINDOW_BYTES", window, 1);
-          setenv("BYTEPS_PARTITION_BYTES", std::to_string(kPartitionBytes).c_str(), 1);
-          // So few blocks that some have to wait.
-          setenv("BYTEPS_PINNED_BYTES", std::to_string(3 * kPartitionBytes).c_str(), 1);
-          setenv("BYTEPS_STREAMED_BYTES", std::to_string(4 * kPartitionBytes).c_str(), 1);
-          setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(kOpTimeoutS).c_str(), 1);
-          setenv("BYTEPS_PEER_TIMEOUT_S", std::to_string(kPeerTimeoutS).c_str(), 1);
-          setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);
-          made.push_back(Config::FromEnvironment());
-        }
+namespace {
+
+std::vector<Config> MakeSettings(const char* quorum) {
+  std::vector<Config> made;
+  setenv("BYTEPS_QUORUM", quorum, 1);
+  setenv("BYTEPS_GRACE_S", quorum[0] == '0' ? "0" : std::to_string(kGraceS).c_str(), 1);
+  for (const char* deterministic : {"0", "1"}) {
+    for (const char* threads : {"1", "2"}) {
+      for (const char* window : {"0", "12000"}) {
+        setenv("BYTEPS_DETERMINISTIC", deterministic, 1);
+        setenv("BYTEPS_SERVER_ENGINE_THREAD", threads, 1);
+        setenv("BYTEPS_PUSH_THREAD", threads, 1);
+        setenv("BYTEPS_SERVER_WINDOW_BYTES", window, 1);
+        setenv("BYTEPS_PARTITION_BYTES", std::to_string(kPartitionBytes).c_str(), 1);
+        // So few blocks that some have to wait.
+        setenv("BYTEPS_PINNED_BYTES", std::to_string(3 * kPartitionBytes).c_str(), 1);
+        setenv("BYTEPS_STREAMED_BYTES", std::to_string(4 * kPartitionBytes).c_str(), 1);
+        setenv("BYTEPS_OP_TIMEOUT_S", std::to_string(kOpTimeoutS).c_str(), 1);
+        setenv("BYTEPS_PEER_TIMEOUT_S", std::to_string(kPeerTimeoutS).c_str(), 1);
+        setenv("BYTEPS_LOG_LEVEL", "FATAL", 1);
+        made.push_back(Config::FromEnvironment());
       }
     }
-    return made;
-  }();
+  }
+  return made;
+}
+
+}  // namespace
+
+const std::vector<Config>& Settings() {
+  static const std::vector<Config> all = MakeSettings("0");
+  return all;
+}
+
+const std::vector<Config>& PatientSettings() {
+  static const std::vector<Config> all = MakeSettings("1");
   return all;
 }
 

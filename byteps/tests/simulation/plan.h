@@ -14,15 +14,17 @@ namespace simulation {
 constexpr double kPeerTimeoutS = 3;
 constexpr double kStartTimeoutS = 5;
 constexpr double kOpTimeoutS = 4;
+// Longer than links and threads are held up, so that it is for replicas that stand still.
+constexpr double kGraceS = 3;
 // Longer than the launcher takes to start workers again.
 constexpr double kKeepTimeoutS = 20;
 constexpr int kPartitionBytes = 8192;
 
 struct Fault {
-  enum Kind { kKill, kPause, kReset, kDelay, kStop, kNumKinds, kQuit } kind;
+  enum Kind { kKill, kPause, kReset, kDelay, kStop, kNumKinds, kQuit, kStick } kind;
   // When it happens: at this time; or when probes have been reached so often, if that is not 0; or
   // when this probe is, if it is not -1.  kQuit: a worker ends well after so many rounds, before
-  // the others.
+  // the others.  kStick: a replica's program does nothing for a while; its heartbeats go on.
   double at_s = 0;
   int at_reached = 0;
   int at_probe = -1;
@@ -60,6 +62,8 @@ struct Plan {
 // To be called once before anything is played: the environment is slow, and what lives as long as
 // the process must be the same for each seed.
 const std::vector<core::Config>& Settings();
+// The same for replicas of which one may be late (BYTEPS_QUORUM).
+const std::vector<core::Config>& PatientSettings();
 
 // Within Run.
 Plan MakePlan();

@@ -75,6 +75,7 @@ void ReplicaJob::MakePlan() {
   plan_.steps = 2 + static_cast<int>(Random(8));
   plan_.settings = Random(Settings().size());
   plan_.disturbed = Random(2) == 0;
+  plan_.patient = Random(2) == 0;
   most_lives_ = 1 + static_cast<int>(Random(4));
   const uint64_t tensors = 1 + Random(3);
   for (uint64_t i = 0; i < tensors; ++i) plan_.counts.push_back(1 + Random(5000));
@@ -82,7 +83,7 @@ void ReplicaJob::MakePlan() {
   for (uint64_t i = 0; i < faults; ++i) {
     Fault fault;
     static constexpr Fault::Kind kKinds[] = {Fault::kKill, Fault::kKill, Fault::kPause,
-                                             Fault::kReset, Fault::kDelay};
+                                             Fault::kReset, Fault::kDelay, Fault::kStick};
     fault.kind = kKinds[Random(std::size(kKinds))];
     fault.at_s = static_cast<double>(Random(40'000)) * 1e-6;
     if (i > 0 && Random(2) == 0) fault.at_s = static_cast<double>(Random(9'000)) * 1e-3;
@@ -96,6 +97,8 @@ void ReplicaJob::MakePlan() {
     fault.seconds = static_cast<double>(1 + Random(140)) * (Random(2) ? 0.002 : 0.1);
     // The scheduler does not see that one link stands still: sums end after kOpTimeoutS then.
     if (fault.kind == Fault::kDelay) fault.seconds = std::min(fault.seconds, kMostDelayS);
+    // More than half of the replicas are not removed without a quorum.
+    if (fault.kind == Fault::kStick && !plan_.patient) fault.node = plan_.disturbed ? most : 0;
     faults_.push_back(fault);
   }
 }
@@ -113,11 +116,15 @@ NodeSettings ReplicaJob::SettingsOf(ps::Node::Role role, int number, int rank) c
   return settings;
 }
 
+const core::Config& ReplicaJob::settings() const {
+  return (plan_.patient ? PatientSettings() : Settings())[plan_.settings];
+}
+
 void ReplicaJob::Serve(ps::Node::Role role, int number) {
   SimulatedChannel channel(&network_, SettingsOf(role, number, 0));
   std::unique_ptr<core::Server> server;
   if (role == ps::Node::SERVER) {
-    server = std::make_unique<core::Server>(Settings()[plan_.settings], &channel);
+    server = std::make_unique<core::Server>(settings(), &channel);
   }
   KeptNode node(this, server.get());
   try {
@@ -137,7 +144,8 @@ void ReplicaJob::RunMember(Life* life, int place, Inside* inside) {
     core::Launch launch;
     launch.rank = rank;
     launch.size = plan_.workers();
-    worker.Start(Settings()[plan_.settings], launch, plan_.servers,
+    launch.replicas = plan_.replicas;
+    worker.Start(settings(), launch, plan_.servers,
                  std::make_unique<SimulatedChannel>(
                      &network_, SettingsOf(ps::Node::WORKER, life->nodes[place], rank)));
     member.Run();
@@ -156,6 +164,7 @@ void ReplicaJob::RunReplica(int replica) {
     life->number = number;
     life->errors.resize(plan_.ranks);
     Inside inside(plan_.ranks);
+    life->inside = &inside;
     std::vector<std::thread> ranks;
     for (int place = 0; place < plan_.ranks; ++place) life->nodes.push_back(next_node_++);
     now_[replica] = life;
@@ -256,6 +265,8 @@ void ReplicaJob::Break(const Fault& fault) {
       return network_.Kill(node);
     case Fault::kPause:
       return network_.Pause(node, fault.seconds);
+    case Fault::kStick:
+      return life->inside->Stick(fault.seconds);
     case Fault::kReset:
       return network_.Reset(node, fault.peer);
     default:
@@ -289,7 +300,8 @@ std::string ReplicaJob::Describe() const {
   std::string text = std::to_string(plan_.replicas) + " replicas of " +
                      std::to_string(plan_.ranks) + ", " + std::to_string(plan_.servers) +
                      " servers, " + std::to_string(plan_.steps) + " steps, settings " +
-                     std::to_string(plan_.settings) + (plan_.disturbed ? ", disturbed" : "");
+                     std::to_string(plan_.settings) + (plan_.disturbed ? ", disturbed" : "") +
+                     (plan_.patient ? ", with a quorum" : "");
   for (const Fault& fault : faults_) text += "\n  still to come: " + fault.Describe();
   for (const auto& life : lives_) {
     text += "\n  replica " + std::to_string(life->replica) + ", life " +

@@ -42,12 +42,14 @@ class ReplicaJob {
     bool is_broken = false;
     std::vector<std::string> errors;  // by place; empty: well
     std::vector<int> nodes;
+    Inside* inside = nullptr;  // while its ranks run
     int running = 0;
   };
   class KeptNode;
 
   void MakePlan();
   NodeSettings SettingsOf(ps::Node::Role role, int number, int rank) const;
+  const core::Config& settings() const;
   void Serve(ps::Node::Role role, int number);
   // Runs the lives of a replica, one after the other.
   void RunReplica(int replica);

@@ -75,6 +75,20 @@ std::vector<double> Inside::Broadcast(int place, const std::vector<double>& valu
   return values_;
 }
 
+void Inside::Stick(double seconds) {
+  std::lock_guard<std::mutex> lock(mu_);
+  stuck_until_ = std::chrono::steady_clock::now() +
+                 std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                     std::chrono::duration<double>(seconds));
+}
+
+void Inside::RestIfStuck() {
+  std::unique_lock<std::mutex> lock(mu_);
+  const auto rest = stuck_until_ - std::chrono::steady_clock::now();
+  lock.unlock();
+  if (rest > rest.zero()) std::this_thread::sleep_for(rest);
+}
+
 void Inside::Break() {
   std::lock_guard<std::mutex> lock(mu_);
   broken_ = true;
@@ -110,6 +124,7 @@ std::vector<uint32_t> ReplicaMember::Peers() const {
 }
 
 void ReplicaMember::Step(int step) {
+  inside_->RestIfStuck();
   (void)worker_->TakeMissing();
   std::vector<int64_t> handles;
   std::vector<std::vector<float>*> tensors;
@@ -178,6 +193,7 @@ void ReplicaMember::CheckSum(const std::vector<float>& values, int step, int ten
 }
 
 void ReplicaMember::Sum(const std::string& name, Values* values, std::vector<uint32_t> group) {
+  inside_->RestIfStuck();
   Values& memory = small_.emplace_back(*values);
   core::PushPullRequest request;
   request.tensor.name = name;

@@ -2,6 +2,7 @@
 #ifndef BYTEPS_TESTS_SIMULATION_REPLICA_MEMBER_H_
 #define BYTEPS_TESTS_SIMULATION_REPLICA_MEMBER_H_
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -25,6 +26,7 @@ struct ReplicaPlan {
   std::vector<size_t> counts;  // values of each tensor
   size_t settings = 0;         // index into Settings()
   bool disturbed = false;
+  bool patient = false;    // those that are late are removed after kGraceS
 
   int workers() const { return replicas * ranks; }
 };
@@ -64,9 +66,13 @@ class Inside {
   // All ranks call this; it returns what place 0 gave.  Throws core::Error once one has gone.
   std::vector<double> Broadcast(int place, const std::vector<double>& values);
   void Break();
+  // Ranks that begin something within these seconds stand still for as long.
+  void Stick(double seconds);
+  void RestIfStuck();
 
  private:
   const int ranks_;
+  std::chrono::steady_clock::time_point stuck_until_;
   std::mutex mu_;
   std::condition_variable cond_;
   int came_ = 0;

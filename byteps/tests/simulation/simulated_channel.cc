@@ -207,6 +207,16 @@ void SimulatedChannel::SayReady() {
   membership_->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kReady});
 }
 
+void SimulatedChannel::SayAwaited(int rank, const std::string& name, uint32_t round) {
+  membership_->AsNode()->SayOfReplica(
+      {ps::membership::ReplicaWord::kAwaited, rank, static_cast<int>(round), name});
+}
+
+void SimulatedChannel::SayLate(int rank, const std::string& why) {
+  ps::NodeMembership* const node = membership_->AsNode();
+  node->SayOfReplica({ps::membership::ReplicaWord::kLate, rank, node->epoch(), why});
+}
+
 void SimulatedChannel::AskToAdmit(int replica, int life) {
   membership_->AsNode()->SayOfReplica({ps::membership::ReplicaWord::kAdmit, replica, life});
 }

@@ -62,6 +62,7 @@ struct MembershipEvent {
     kAdmitted,  // scheduler: `node` is in the job, which has the numbers below now
     kComplete,  // scheduler: nobody is missing
     kReplicas,  // `replicas` has changed
+    kAwaited,   // a worker: others wait for its push of `round` of the tensor `report`
   };
   Kind kind;
   int rank = -1;
@@ -80,6 +81,7 @@ struct MembershipEvent {
   int expected_workers = -1;
   int expected_servers = -1;
   std::string report;
+  int round = 0;
   ReplicaView replicas;
 };
 

@@ -273,6 +273,15 @@ void NodeMembership::OnNodeLeft(const Node& node) {
 
 void NodeMembership::OnReplicas(const Message& msg) {
   MembershipEvent event;
+  membership::ReplicaWord word;
+  if (membership::ParseWord(msg.meta.body, &word)) {
+    if (word.kind != membership::ReplicaWord::kAwaited) return;
+    event.kind = MembershipEvent::kAwaited;
+    event.rank = word.number;
+    event.round = word.epoch;
+    event.report = word.text;
+    return announcer_.Tell(event);
+  }
   event.kind = MembershipEvent::kReplicas;
   if (!membership::ParseReplicas(msg.meta.body, &event.replicas)) return;
   const bool server = links_->self().role == Node::SERVER;
@@ -297,6 +306,11 @@ void NodeMembership::OnReplicas(const Message& msg) {
   announcer_.Tell(event);
   if (!server) return;
   SayOfReplica({membership::ReplicaWord::kAcknowledged, 0, event.replicas.epoch});
+}
+
+int NodeMembership::epoch() {
+  MutexLock lock(&mu_);
+  return std::max(epoch_, 0);
 }
 
 void NodeMembership::SayOfReplica(const membership::ReplicaWord& word) {

@@ -42,8 +42,11 @@ class NodeMembership : public Membership {
   // not done all of its work is started again.
   void Leave(const Farewell& farewell);
 
-  // On a worker of a replica: tells the scheduler something of it (docs/design/replicas.md).
+  // Tells the scheduler something of a replica (docs/design/replicas.md).
   void SayOfReplica(const membership::ReplicaWord& word);
+
+  // Of the last change of the replicas that it has heard of; 0: of none.
+  int epoch();
 
   // From now on heartbeats carry what `report` returns, at most kMaxReport bytes.  It is called
   // by the heartbeats' thread with no lock held, and is not called any more after Stop.

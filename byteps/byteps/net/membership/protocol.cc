@@ -30,6 +30,9 @@ int NumberIn(const std::string& text) {
   return number;
 }
 
+// By ReplicaWord::Kind.
+constexpr const char* kWords[] = {"acknowledged", "ready", "admit", "awaited", "late"};
+
 }  // namespace
 
 std::string PackClaim(const Claim& claim) {
@@ -103,21 +106,23 @@ bool ParseReplicas(const std::string& text, ReplicaView* view) {
 }
 
 std::string PackWord(const ReplicaWord& word) {
-  static const char* const kNames[] = {"acknowledged", "ready", "admit"};
-  return std::string(kNames[word.kind]) + " replica=" + std::to_string(word.number) +
-         " epoch=" + std::to_string(word.epoch);
+  return std::string(kWords[word.kind]) + " number=" + std::to_string(word.number) +
+         " epoch=" + std::to_string(word.epoch) + " " + word.text;
 }
 
 bool ParseWord(const std::string& text, ReplicaWord* word) {
   char name[16];
-  if (sscanf(text.c_str(), "%15s replica=%9d epoch=%9d", name, &word->number, &word->epoch) != 3) {
+  int end = 0;
+  if (sscanf(text.c_str(), "%15s number=%9d epoch=%9d%n", name, &word->number, &word->epoch,
+             &end) != 3 ||
+      word->number < 0 || word->epoch < 0 || text[end] != ' ') {
     return false;
   }
-  for (const auto kind : {ReplicaWord::kAcknowledged, ReplicaWord::kReady, ReplicaWord::kAdmit}) {
-    word->kind = kind;
-    if (PackWord(*word) == text) return word->number >= 0 && word->epoch >= 0;
-  }
-  return false;
+  const auto* const found = std::find(std::begin(kWords), std::end(kWords), std::string(name));
+  if (found == std::end(kWords)) return false;
+  word->kind = static_cast<ReplicaWord::Kind>(found - std::begin(kWords));
+  word->text = text.substr(end + 1);
+  return true;
 }
 
 std::string PackFarewell(const Farewell& farewell) {

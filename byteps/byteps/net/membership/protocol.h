@@ -12,7 +12,7 @@
 namespace ps {
 namespace membership {
 
-constexpr int kProtocol = 9;
+constexpr int kProtocol = 10;
 // How a REFUSED begins whose receiver may come again.
 constexpr char kAgain[] = "again: ";
 // And one whose receiver asked, and would be admitted.
@@ -41,13 +41,17 @@ int ParseLink(const std::string& text, bool* late);
 std::string PackReplicas(const ReplicaView& view);
 // False: it is no such thing.
 bool ParseReplicas(const std::string& text, ReplicaView* view);
-// MEMBERS, to the scheduler.  Of a server: it has made all changes up to an epoch.  Of a worker
+// MEMBERS, to the scheduler.  Of a server: it has made all changes up to an epoch; others wait for a
+// worker, which is passed on to that worker; its replica is late, and is to be removed.  Of a worker
 // that came late: it can take part.  Of a worker that takes part: it and all others are between two
 // steps, and a replica that waits may join.
 struct ReplicaWord {
-  enum Kind { kAcknowledged, kReady, kAdmit } kind = kReady;
-  int number = 0;  // kAdmit: the replica
-  int epoch = 0;   // kAcknowledged: up to which; kAdmit: the replica's life
+  enum Kind { kAcknowledged, kReady, kAdmit, kAwaited, kLate } kind = kReady;
+  int number = 0;  // kAdmit: the replica; kAwaited, kLate: the worker's rank
+  // kAcknowledged: up to which; kAdmit: the replica's life; kAwaited: the round; kLate: the epoch
+  // that the server knows.
+  int epoch = 0;
+  std::string text;  // kAwaited: the tensor's name; kLate: why
 };
 std::string PackWord(const ReplicaWord& word);
 bool ParseWord(const std::string& text, ReplicaWord* word);

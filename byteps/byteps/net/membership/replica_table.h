@@ -48,6 +48,8 @@ class ReplicaTable {
   // Workers that take part are between two steps: it joins, once servers know.  False: this life
   // of it does not wait.
   bool Admit(int replica, int life);
+  // Whether who knows the changes up to this epoch speaks of the life that a worker's replica has.
+  bool Knows(int rank, int epoch) const { return replicas_[Of(rank)].epoch <= epoch; }
   // A server has made all changes up to this epoch.  The replicas that are present now.
   std::vector<int> Acknowledge(int server, int epoch, const std::vector<int>& servers);
 

@@ -99,6 +99,8 @@ class SchedulerMembership : public Membership {
   bool LoseReplica(int node_id, const std::string& reason);
   // Whether workers of another replica go on, or have done all there was to do.
   bool OthersGoOn(int replica) PS_REQUIRES(mu_);
+  // Whether this worker is in the job, and its replica takes part in sums.
+  bool IsOfPresent(int rank) PS_REQUIRES(mu_);
   // Every worker that takes part has left.
   bool IsOver() PS_REQUIRES(mu_);
   // Tells all nodes how it is now, and servers whose connections they have to close.

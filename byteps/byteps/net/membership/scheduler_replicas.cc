@@ -71,6 +71,12 @@ bool SchedulerMembership::IsOver() {
                       });
 }
 
+bool SchedulerMembership::IsOfPresent(int rank) {
+  const Member* const member = roster_.Find(IdOf(Node::WORKER, rank));
+  return member != nullptr && !member->left &&
+         replicas_.state(replicas_.Of(rank)) == ReplicaTable::State::kPresent;
+}
+
 void SchedulerMembership::TellReplicas(const std::string& news) {
   ReplicaView to_servers, to_workers;
   std::vector<int> servers, workers;
@@ -103,12 +109,15 @@ void SchedulerMembership::OnReplicaWord(int sender, const std::string& text) {
   if (!membership::ParseWord(text, &word)) return;
   std::string news;
   bool changed = false;
+  int passed_on = Node::kEmpty;
+  int late = Node::kEmpty;
   {
     MutexLock lock(&mu_);
     const Member* const member = roster_.Find(sender);
     if (state_ != State::kActive || !replicas_.active() || member == nullptr) return;
-    const bool server = member->node.role == Node::SERVER;
-    if (server != (word.kind == membership::ReplicaWord::kAcknowledged)) return;
+    const bool from_server = word.kind != membership::ReplicaWord::kReady &&
+                             word.kind != membership::ReplicaWord::kAdmit;
+    if (from_server != (member->node.role == Node::SERVER)) return;
     switch (word.kind) {
       case membership::ReplicaWord::kAcknowledged:
         for (const int replica :
@@ -126,7 +135,20 @@ void SchedulerMembership::OnReplicaWord(int sender, const std::string& text) {
         // One that is coming itself has no say.
         if (replicas_.IsComing(replicas_.Of(Postoffice::IDtoRank(sender)))) return;
         changed = replicas_.Admit(word.number, word.epoch);
+        break;
+      case membership::ReplicaWord::kAwaited:
+        if (IsOfPresent(word.number)) passed_on = IdOf(Node::WORKER, word.number);
+        break;
+      case membership::ReplicaWord::kLate:
+        // Of a life that was removed meanwhile others may be there.
+        if (!IsOfPresent(word.number) || !replicas_.Knows(word.number, word.epoch)) return;
+        late = IdOf(Node::WORKER, word.number);
     }
+  }
+  if (passed_on != Node::kEmpty) Send(links_, Control::MEMBERS, passed_on, text);
+  if (late != Node::kEmpty) {
+    PS_PROBE(kLateRemoved);
+    LoseReplica(late, word.text);
   }
   if (!changed) return;
   if (!news.empty()) BPS_LOG(INFO) << news;

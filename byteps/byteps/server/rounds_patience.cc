@@ -1,0 +1,113 @@
+// Rounds that wait for replicas that are late (Patience, docs/design/replicas.md).
+//
+//   first ── quorum ──▶ quorum ── kFirstWord ──▶ awaited ── grace ──▶ late ── kRemovalTime ──▶ fails
+//     └── as long as a sum may take, if enough of the others have pushed ──▶ ┘
+#include <cstdio>
+
+#include "byteps/base/probe.h"
+#include "byteps/server/rounds.h"
+
+namespace byteps {
+namespace core {
+namespace {
+
+// Members that the others wait for are told after so long: not those of every sum, of which each
+// has a last one.
+constexpr auto kFirstWord = std::chrono::milliseconds(50);
+// The scheduler and all servers remove a replica in this time, or it is not removed.  Less than
+// workers wait for an explanation.
+constexpr auto kRemovalTime = std::chrono::seconds(3);
+
+double Seconds(Round::Clock::duration time) { return std::chrono::duration<double>(time).count(); }
+
+}  // namespace
+
+Rounds::Standing Rounds::StandingOf(const Partition& partition, const Round& round) const {
+  const Declaration& declaration = partition.declaration();
+  Standing standing;
+  for (size_t i = 0; i < declaration.group.size(); ++i) {
+    const uint32_t replica = declaration.group[i] / declaration.patience.replica_ranks;
+    if (!round.excused.empty() && round.excused[i]) continue;
+    (round.pushed[i] ? standing.pushed : standing.late).insert(replica);
+  }
+  for (const uint32_t replica : standing.late) standing.pushed.erase(replica);
+  return standing;
+}
+
+void Rounds::BeginGrace(Partition* partition, Round* round) {
+  const Declaration& declaration = partition->declaration();
+  const Patience& patience = declaration.patience;
+  if (patience.quorum == 0 || declaration.rule) return;
+  if (round->waits != Round::Waits::kFirst) return;
+  if (StandingOf(*partition, *round).pushed.size() < patience.quorum) return;
+  round->waits = Round::Waits::kQuorum;
+  round->quorum_since = Clock::now();
+  const std::chrono::milliseconds grace(patience.grace_ms);
+  Postpone(partition, round,
+           round->quorum_since + std::min<Clock::duration>(kFirstWord, grace));
+}
+
+bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of) {
+  const Declaration& declaration = partition->declaration();
+  const Patience& patience = declaration.patience;
+  // Servers that keep the optimizer do not go on without a replica.
+  if (patience.replica_ranks == 0 || declaration.rule) return false;
+  switch (round->waits) {
+    case Round::Waits::kQuorum:
+      round->waits = Round::Waits::kAwaited;
+      if (partition->index == 0) {
+        PS_PROBE(kReplicaAwaited);
+        for (size_t i = 0; i < declaration.group.size(); ++i) {
+          const bool excused = !round->excused.empty() && round->excused[i];
+          if (round->pushed[i] || excused) continue;
+          context_->channel->SayAwaited(declaration.group[i], declaration.name, round->number);
+        }
+      }
+      Postpone(partition, round,
+               round->quorum_since + std::chrono::milliseconds(patience.grace_ms));
+      return true;
+    case Round::Waits::kFirst: {
+      // Half of those that are there are right, and the others late.
+      const Standing standing = StandingOf(*partition, *round);
+      if (standing.pushed.size() < standing.late.size()) return false;
+      break;
+    }
+    case Round::Waits::kAwaited:
+      break;
+    case Round::Waits::kLate:
+      return false;
+  }
+  PS_PROBE(kReplicaLate);
+  round->waits = Round::Waits::kLate;
+  Accuse(*partition, *round, as_of);
+  Postpone(partition, round, as_of + kRemovalTime);
+  return true;
+}
+
+void Rounds::Accuse(const Partition& partition, const Round& round, Clock::time_point as_of) {
+  const Declaration& declaration = partition.declaration();
+  const Patience& patience = declaration.patience;
+  const bool graced = round.quorum_since != Clock::time_point();
+  for (const uint32_t replica : StandingOf(partition, round).late) {
+    if (!accused_.insert(replica).second) continue;
+    char why[160];
+    if (graced) {
+      snprintf(why, sizeof(why), "%.1f s after %u replicas (%s)",
+               Seconds(as_of - round.quorum_since), patience.quorum, patience.Describe().c_str());
+    } else {
+      snprintf(why, sizeof(why), "for %.1f s, while others waited (BYTEPS_OP_TIMEOUT_S=%g)",
+               Seconds(as_of - round.started), round.timeout_s);
+    }
+    const int rank = static_cast<int>(replica * patience.replica_ranks);
+    context_->channel->SayLate(rank, "it had not pushed '" + declaration.name + "' " + why);
+  }
+}
+
+void Rounds::Postpone(Partition* partition, Round* round, Clock::time_point deadline) {
+  open_.erase(DeadlineOf(*partition, *round));
+  round->deadline = deadline;
+  open_.emplace(DeadlineOf(*partition, *round), partition);
+}
+
+}  // namespace core
+}  // namespace byteps
