@@ -91,6 +91,8 @@ struct Partition {
   size_t thread = 0;  // number of the SumThread that it belongs to, whose lock guards what follows
   std::unique_ptr<PartitionState> state;  // null of a tensor that is summed, and no more
   std::vector<uint16_t> lost;             // by rounding the last sum, of blocks with feedback
+  // By member index: it has pushed a round of this since its replica came.  Empty: nobody has.
+  std::vector<bool> came;
   uint32_t first_round = 0;
   std::deque<Round> rounds;
   // Why the last rounds before the first one failed, by number, for members that come later.

@@ -59,12 +59,15 @@ void Rounds::Push(Partition* partition, Message* message, int64_t received) {
   Round* const round = Admit(partition, *message);
   if (round == nullptr) return;
   if (message->values.empty()) throw OutOfMemory(message->sent_bytes);  // they were dropped
-  Add(partition, round, declaration.MemberIndex(caller.rank), std::move(message->values));
+  const int member = declaration.MemberIndex(caller.rank);
+  Add(partition, round, member, std::move(message->values));
   caller.added = round->last_added = SteadyNs();
   if (round->first_taken == 0) round->first_taken = caller.taken;
   context_->counters.adding_ns.Add(caller.added - caller.taken);
   context_->TraceAddition(*partition, *round, caller, track_);
   round->callers.push_back(caller);
+  partition->came.resize(declaration.group.size());
+  partition->came[member] = true;
   if (!round->excused.empty()) {
     round->has_all() ? CloseShort(partition, round) : BeginGrace(partition, round);
     return DropDone(partition);

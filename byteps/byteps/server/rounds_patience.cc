@@ -29,6 +29,7 @@ Rounds::Standing Rounds::StandingOf(const Partition& partition, const Round& rou
     const uint32_t replica = declaration.group[i] / declaration.patience.replica_ranks;
     if (!round.excused.empty() && round.excused[i]) continue;
     (round.pushed[i] ? standing.pushed : standing.late).insert(replica);
+    if (!round.pushed[i] && !partition.came[i]) standing.anew = true;
   }
   for (const uint32_t replica : standing.late) standing.pushed.erase(replica);
   return standing;
@@ -39,7 +40,9 @@ void Rounds::BeginGrace(Partition* partition, Round* round) {
   const Patience& patience = declaration.patience;
   if (patience.quorum == 0 || declaration.rule) return;
   if (round->waits != Round::Waits::kFirst) return;
-  if (StandingOf(*partition, *round).pushed.size() < patience.quorum) return;
+  // A replica's first step takes longer than others: it compiles, and allocates.
+  const Standing standing = StandingOf(*partition, *round);
+  if (standing.anew || standing.pushed.size() < patience.quorum) return;
   round->waits = Round::Waits::kQuorum;
   round->quorum_since = Clock::now();
   const std::chrono::milliseconds grace(patience.grace_ms);

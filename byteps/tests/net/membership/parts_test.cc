@@ -136,15 +136,19 @@ TEST(MembershipProtocol, ReplicasAreToldAsTheyAre) {
 
 TEST(MembershipProtocol, WordsOfReplicasAreToldAsTheyAre) {
   using membership::ReplicaWord;
-  for (const auto kind : {ReplicaWord::kAcknowledged, ReplicaWord::kReady, ReplicaWord::kAdmit}) {
-    ReplicaWord word;
-    ASSERT_TRUE(membership::ParseWord(membership::PackWord({kind, 2, 17}), &word));
-    EXPECT_EQ(word.kind, kind);
-    EXPECT_EQ(word.number, 2);
-    EXPECT_EQ(word.epoch, 17);
+  for (const auto kind : {ReplicaWord::kAcknowledged, ReplicaWord::kReady, ReplicaWord::kAdmit,
+                          ReplicaWord::kAwaited, ReplicaWord::kLate}) {
+    for (const char* text : {"", "outer/0/fragment1", "it had not pushed 'a b' for 2.0 s"}) {
+      ReplicaWord word;
+      ASSERT_TRUE(membership::ParseWord(membership::PackWord({kind, 2, 17, text}), &word));
+      EXPECT_EQ(word.kind, kind);
+      EXPECT_EQ(word.number, 2);
+      EXPECT_EQ(word.epoch, 17);
+      EXPECT_EQ(word.text, text);
+    }
   }
-  for (const char* other : {"", "ready", "ready replica=1", "go replica=1 epoch=1",
-                            "ready replica=-1 epoch=1", "ready replica=1 epoch=1 more"}) {
+  for (const char* other : {"", "ready", "ready number=1", "go number=1 epoch=1 ",
+                            "ready number=-1 epoch=1 ", "ready number=1 epoch=1"}) {
     ReplicaWord word;
     EXPECT_FALSE(membership::ParseWord(other, &word)) << other;
   }

@@ -194,6 +194,35 @@ TEST_F(SchedulerMembershipTest, AReplicaIsRemovedAndComesBack) {
   EXPECT_TRUE(ended());
 }
 
+TEST_F(SchedulerMembershipTest, OneThatIsLateIsRemoved) {
+  using membership::ReplicaWord;
+  GatherReplicas();
+  const int late = IdOf(Node::WORKER, 2);
+  Say(server_, Control::MEMBERS, membership::PackWord({ReplicaWord::kAwaited, 2, 7, "outer"}));
+  const auto told = links_.SentTo(late, Control::MEMBERS);
+  ASSERT_EQ(told.size(), 1u);
+  ReplicaWord word;
+  ASSERT_TRUE(membership::ParseWord(told[0].meta.body, &word));
+  EXPECT_EQ(word.text, "outer");
+  EXPECT_EQ(word.epoch, 7);
+  EXPECT_EQ(links_.CountTo(worker_, Control::MEMBERS), 0);
+
+  for (const int rank : {-1, 4, 1 << 20}) {
+    Say(server_, Control::MEMBERS, membership::PackWord({ReplicaWord::kLate, rank, 0, "why"}));
+  }
+  // No worker says so of another one.
+  Say(worker_, Control::MEMBERS, membership::PackWord({ReplicaWord::kLate, 2, 0, "why"}));
+  EXPECT_EQ(links_.CountTo(worker_, Control::MEMBERS), 0);
+  Say(server_, Control::MEMBERS, membership::PackWord({ReplicaWord::kLate, 2, 0, "it was late"}));
+  EXPECT_EQ(LastTold(worker_).present, "10");
+  EXPECT_EQ(LastTold(worker_).news, "replica 1 was removed: it was late");
+  EXPECT_EQ(links_.CountTo(late, Control::JOB_FAILED), 1);
+  // The last one stays.
+  Say(server_, Control::MEMBERS, membership::PackWord({ReplicaWord::kLate, 0, 1, "it was late"}));
+  EXPECT_EQ(LastTold(server_).present, "10");
+  EXPECT_EQ(failure(), "");
+}
+
 TEST_F(SchedulerMembershipTest, TheLastReplicaFailsTheJob) {
   GatherReplicas();
   Say(IdOf(Node::WORKER, 0), Control::LEAVE, "failed: exit status 3");
