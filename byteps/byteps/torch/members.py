@@ -84,6 +84,16 @@ def is_late() -> bool:
     return bool(c_lib.is_initialized() and c_lib.is_late())
 
 
+def awaited() -> set[str]:
+    """Tensors whose next push of this worker others wait for: BYTEPS_QUORUM replicas have made
+    theirs. Empty where that is not set."""
+    last = c_lib.awaited()
+    if not last:
+        return set()
+    begun = c_lib.rounds()
+    return {name for name, number in last.items() if begun.get(name, 0) <= number}
+
+
 def take_missing() -> set[int]:
     """Replicas that sums of this worker have lacked, since this was called last."""
     size = session.size() // session.replicas()

@@ -67,6 +67,8 @@ there is anything to do: ``takes`` and ``keeps_optimizer``.
 ``outer_sums``         sums over the replicas of a sharded model
 ``replicas``           jobs that train one model, and meet only at the servers
 ``replica_changes``    those that are lost, and those that come back
+``left_out``           steps that a slow one leaves out
+``lost_samples``       the record of what was not trained on
 ``replica_state``      what one that comes back takes from another one
 ``data_slots``         which part of each batch a rank of them reads
 ``outer_steps``        their exchanges, once in many steps
@@ -95,6 +97,7 @@ from .hooks import (
     in_turn,
     initialize,
     keeps_optimizer,
+    leaves_out_step,
     make_server_optimizer,
     model_is_built,
     outer_reduction,
@@ -129,6 +132,7 @@ __all__ = [
     "in_turn",
     "initialize",
     "keeps_optimizer",
+    "leaves_out_step",
     "make_server_optimizer",
     "model_is_built",
     "outer_reduction",

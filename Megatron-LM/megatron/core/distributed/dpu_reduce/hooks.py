@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from . import (
     bytepslib,
     job,
+    left_out,
     outer_steps,
     outer_sums,
     plan,
@@ -43,8 +45,12 @@ def initialize(args: Namespace | None = None) -> None:
         RuntimeError: BytePS is missing, or counts its workers differently from torch.distributed.
         byteps.torch.BytePSError: the scheduler or a server cannot be reached.
     """
-    if args is None or getattr(args, "use_dpu_reduce", False):
-        job.initialize()
+    if args is not None and not getattr(args, "use_dpu_reduce", False):
+        return
+    if args is not None and getattr(args, "dpu_quorum", 0):
+        os.environ["BYTEPS_QUORUM"] = str(args.dpu_quorum)
+        os.environ["BYTEPS_GRACE_S"] = str(args.dpu_grace)
+    job.initialize()
 
 
 def apart(
@@ -162,6 +168,13 @@ def training_begins(args: Namespace, model: Sequence[Any], optimizer: Any) -> No
         outer_steps.begin(args, model, optimizer)
 
 
+def leaves_out_step(
+    args: Namespace, data: Any, model: Sequence[Any], optimizer: Any, scheduler: Any
+) -> bool:
+    """Whether this iteration is done without being computed: see :func:`.left_out.leaves_out`."""
+    return replicas.count() > 1 and left_out.leaves_out(args, data, model, optimizer, scheduler)
+
+
 def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates what builds datasets and keeps their indices in files: replica 0 goes first, and
     the others, which may share its files, find them."""
@@ -249,6 +262,7 @@ def shutdown(args: Namespace | None = None) -> None:
     plan.forget()
     outer_sums.forget()
     outer_steps.forget()
+    left_out.forget()
     nodes = sys.modules.get("byteps.torch.nodes")
     if nodes is not None:
         nodes.groups.forget()

@@ -21,6 +21,7 @@ import torch
 
 from . import bytepslib, replicas
 
+_NAME = "outer/"
 _running: OuterSteps | None = None
 
 
@@ -41,7 +42,7 @@ class OuterSteps:
                 momentum=args.dpu_outer_momentum,
                 delay=args.dpu_outer_delay,
                 fragments=args.dpu_outer_fragments,
-                name=f"outer/{index}",
+                name=f"{_NAME}{index}",
                 group=replicas.peers(),
                 compare=not joins,
             )
@@ -154,6 +155,16 @@ def before_join(model: Sequence[Any]) -> None:
         config = chunk.ddp_config
         if config.use_distributed_optimizer and config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+
+
+def running() -> bool:
+    """Whether replicas step by themselves."""
+    return _running is not None
+
+
+def is_of_exchange(name: str) -> bool:
+    """Whether so is named what replicas exchange."""
+    return name.startswith(_NAME)
 
 
 def done() -> int:

@@ -9,8 +9,6 @@ joins while all others wait: the first one gives it what it lacks (:mod:`.replic
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bytepslib, outer_steps, replica_state, replicas
+from . import bytepslib, lost_samples, outer_steps, replica_state, replicas
 
 if TYPE_CHECKING:
     from byteps.torch.members import Choice
 
-_LOST_FILE = "dpu_lost_samples.jsonl"
 _told: set[int] = set()
 """Replicas of whose loss this process has told, until they are back."""
 _told_until: int | None = None
@@ -135,17 +132,8 @@ def _tell(args: Namespace, missing: set[int], choice: Choice) -> None:
             flush=True,
         )
     present = [replica for replica, there in enumerate(choice.present) if there]
-    if not args.save or replicas.number() != min(present):
-        return
-    os.makedirs(args.save, exist_ok=True)
-    with open(os.path.join(args.save, _LOST_FILE), "a") as file:
-        record = {
-            "iteration": iteration,
-            "first_sample": first,
-            "samples": until - first,
-            "replicas": sorted(missing),
-        }
-        file.write(json.dumps(record) + "\n")
+    if replicas.number() == min(present):
+        lost_samples.write(args.save, iteration, first, until - first, sorted(missing))
 
 
 def _admit(

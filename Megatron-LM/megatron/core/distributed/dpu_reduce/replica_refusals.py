@@ -86,6 +86,21 @@ def check_config(config: object) -> None:
     refuse_settings(config, _OF_REPLICAS, "BYTEPS_REPLICA")
 
 
+def _check_quorum(args: Namespace, asked: str | None) -> None:
+    quorum, grace = getattr(args, "dpu_quorum", 0), getattr(args, "dpu_grace", 0.0)
+    if not quorum and not grace:
+        return
+    if not asked:
+        raise ValueError(
+            f"--dpu-quorum={quorum} and --dpu-grace={grace:g} need replicas: start each with "
+            "worker.sh --replica NUMBER/COUNT"
+        )
+    if not (quorum > 0 and grace > 0):
+        raise ValueError(
+            f"--dpu-quorum={quorum} and --dpu-grace={grace:g} must both be given, and positive"
+        )
+
+
 def check(args: Namespace) -> None:
     """Raises ValueError for arguments that replicas, or their outer steps, do not go with."""
     asked = os.environ.get("BYTEPS_REPLICA")
@@ -93,6 +108,7 @@ def check(args: Namespace) -> None:
         raise ValueError(
             f"BYTEPS_REPLICA={asked} needs --use-dpu-reduce: without it replicas never meet"
         )
+    _check_quorum(args, asked)
     every = getattr(args, "dpu_outer_steps", 1)
     if every < 1:
         raise ValueError(f"--dpu-outer-steps={every} must be 1 or more")
