@@ -8,6 +8,12 @@ joined, and how long the others waited for that; and the goodput: samples that w
 those of as long a time without deaths.
 
   bench/replicas/failures.py --pace 1 --kill-every 60 --kills 5
+
+With --slow the last replica's passes take so many times as long instead, and nobody dies. Prints how
+much longer the others' steps take than without that.
+
+  bench/replicas/failures.py --slow 2 --every 30 --quorum 3 --grace 20 --steps 120
+
   bench/replicas/failures.py --from-json RESULT
 
 Exit status: 0 all is well; 1 a process failed that was not killed, replicas end with different
@@ -48,6 +54,7 @@ SCHEMA = 1
 HEAD = ("killed", "after step", "step took longer, s", "back after, s", "others waited, s")
 _POLL_S = 0.02
 _JOINED = re.compile(r"replica \d+ has joined after iteration (\d+); the others waited ([\d.]+) s")
+_LEFT_OUT = re.compile(r"left out iterations (\d+) to (\d+)")
 _BACK = re.compile(r"has joined after iteration (\d+): it waited")
 
 
@@ -70,6 +77,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--pace", type=float, default=1.0, help="seconds that the passes of a step take at least")
     add("--kill-every", type=float, default=60.0, metavar="S", help="seconds (default: 60)")
     add("--kills", type=int, default=5, help="deaths (default: 5)")
+    add("--slow", type=float, default=1.0, metavar="FACTOR", help="see above")
+    add("--quorum", type=int, default=0, help="see --dpu-quorum")
+    add("--grace", type=float, default=0.0, help="see --dpu-grace")
+    add("--most-cost", type=float, default=0.05, help="of a slow one (default: 0.05)")
     add("--spare", type=positive, default=20, help="steps without deaths at either end")
     add("--least-goodput", type=float, default=0.0, help="fail where it is below this")
     add("--timeout", type=float, default=3600.0, help="seconds that the run may take")
@@ -118,7 +129,6 @@ class Job:
         if not train_script.on_gpu():
             self.environment["MEGATRON_CPU"] = "1"
         self.environment |= {
-            "PACE_S": str(options.pace),
             "PYTHONPATH": plain.import_path(options.tree),
         }
         self.environment |= start_nodes(placement, processes, self.environment)[1]
@@ -127,6 +137,9 @@ class Job:
             self.environment["STEPS_FILE"] = str(self.folder / "steps")
         self.arguments = plain.megatron_arguments(options, prefix, options.seed)
         self.arguments += plain.outer_arguments(options, (options.every, 0))
+        if options.quorum:
+            self.arguments += ["--dpu-quorum", str(options.quorum)]
+            self.arguments += ["--dpu-grace", str(options.grace)]
         self.lives: list[Life] = []
 
     def allow(self, steps: int) -> None:
@@ -140,9 +153,12 @@ class Job:
         entry = [str(plain.PACED)] if options.pace or options.steps_file else []
         entry.append(str(options.tree / ENTRY))
         record_file, port = self.folder / f"steps-{number}.jsonl", free_ports()
+        is_slow = replica == options.replicas - 1
+        pace = options.pace * (options.slow if is_slow else 1)
         ranks = []
         for rank in range(options.ranks):
             variables = {
+                "PACE_S": str(pace),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(options.ranks),
                 "LOCAL_RANK": str(rank),
@@ -248,6 +264,35 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"meta": metadata(sys.argv[1:]), "schema": SCHEMA, **summary(options, job, deaths.all)}
 
 
+def measure_slow(options: argparse.Namespace) -> dict[str, Any]:
+    """Raises LaunchError where it fails."""
+    dataset = prepare_data.prepare(options.data, options.data_cache, options.max_bytes)
+    alone = argparse.Namespace(**{**vars(options), "slow": 1.0})
+    jobs = [train(one, dataset.prefix, lambda job, now: None) for one in (alone, options)]
+    usual, slowed = (_step_s(job, options.every) for job in jobs)
+    told = [
+        (int(found.group(1)), int(found.group(2)))
+        for found in _LEFT_OUT.finditer(jobs[1].lives[-1].text)
+    ]
+    return {
+        "meta": metadata(sys.argv[1:]),
+        "schema": SCHEMA,
+        "step_s": usual,
+        "slowed_step_s": slowed,
+        "cost": slowed / usual - 1,
+        "steps": options.steps,
+        "left_out": sum(last - first + 1 for first, last in told),
+        "checksums": sorted({life.record.checksum for life in jobs[1].lives}),
+    }
+
+
+def _step_s(job: Job, every: int) -> float:
+    """The mean, from the first exchange to the last."""
+    ends = step_ends(job)
+    first, last = every - 1, len(ends) // every * every - 1
+    return (ends[last] - ends[first]) / (last - first)
+
+
 def summary(
     options: argparse.Namespace, job: Job, deaths: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
@@ -312,11 +357,14 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    slow = options.slow != 1
     try:
-        result = gpt.result_of(options, measure, "failures.json")
+        result = gpt.result_of(options, measure_slow if slow else measure, "failures.json")
     except LaunchError as error:
         print(f"bench/replicas/failures.py: {error}", file=sys.stderr)
         return 1
+    if "cost" in result:
+        return _report_slow(result, options.most_cost)
     print(table(result))
     print(
         f"# {result['steps']} steps of {result['step_s']:.3f} s in {result['seconds']:.0f} s, "
@@ -327,6 +375,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if result["goodput"] < options.least_goodput:
         print(f"goodput is below {options.least_goodput}")
+        return 1
+    return 0
+
+
+def _report_slow(result: dict[str, Any], most: float) -> int:
+    print(
+        f"# steps of {result['step_s']:.3f} s, and of {result['slowed_step_s']:.3f} s beside a slow "
+        f"replica, which left out {result['left_out']} of its {result['steps']}: it costs the others "
+        f"{result['cost']:.1%}"
+    )
+    if len(result["checksums"]) != 1:
+        print("replicas end with different parameters")
+        return 1
+    if result["cost"] > most:
+        print(f"that is more than {most:.1%}")
         return 1
     return 0
 

@@ -103,3 +103,33 @@ def test_it_dies_and_comes_back(prefix: Path, tmp_path: Path, layout: str) -> No
     for entry in written:
         assert entry["samples"] == batch * job.options.every
         assert entry["first_sample"] + entry["samples"] == entry["iteration"] * batch
+
+
+@pytest.mark.thorough
+def test_a_slow_one_leaves_out_steps(prefix: Path, tmp_path: Path) -> None:
+    """It stays in the job, and exchanges what it has learned in fewer steps."""
+    arguments = ("--use-distributed-optimizer", "--save", str(tmp_path), "--save-interval", "1000")
+    words = [*TINY, "--replicas", "3", "--every", "6", "--steps", "24", "--slow", "3"]
+    words += ["--pace", "0.3", "--quorum", "2", "--grace", "100"]
+    options = failures.parse([*words, "--", *arguments])
+    job = failures.train(options, prefix, lambda job, now: None)
+    assert len(job.lives) == 3 and not any("without replica" in life.text for life in job.lives)
+    assert len({life.record.checksum for life in job.lives}) == 1, "replicas have parted"
+    slow = job.lives[2]
+    left_out = [
+        (int(first), int(last), int(samples))
+        for first, last, samples in re.findall(
+            r"replica 2 left out iterations (\d+) to (\d+), (\d+) samples: 2 replicas waited",
+            slow.text,
+        )
+    ]
+    assert left_out, slow.text
+    for first, last, samples in left_out:
+        assert last % 6 == 0, "until the exchange"
+        assert samples == (last - first + 1) * options.batch
+    assert all("left out" not in life.text for life in job.lives[:2])
+    written = [
+        json.loads(line) for line in (tmp_path / "dpu_lost_samples.jsonl").read_text().splitlines()
+    ]
+    assert [entry["iteration"] for entry in written] == [last for _, last, _ in left_out]
+    assert all(entry["replicas"] == [2] for entry in written)

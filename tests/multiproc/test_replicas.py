@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,46 @@ def test_one_that_stands_still_is_removed(make_replicas: Callable[..., Replicas]
     assert "no heartbeat for" in job.cluster.scheduler.text
     lacking = [entry["step"] for entry in job.log(0) if "missing" in entry]
     assert lacking and lacking[0] in (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        (
+            {"BYTEPS_QUORUM": "2", "BYTEPS_GRACE_S": "1"},
+            r"it had not pushed 'gradients' \d+\.\d s after 2 replicas "
+            r"\(BYTEPS_QUORUM=2, BYTEPS_GRACE_S=1\)",
+        ),
+        (
+            {"BYTEPS_OP_TIMEOUT_S": "4"},
+            r"it had not pushed 'gradients' for \d+\.\d s, while others waited "
+            r"\(BYTEPS_OP_TIMEOUT_S=4\)",
+        ),
+    ],
+    ids=["quorum", "limit"],
+)
+def test_one_that_lives_and_never_pushes_is_removed(
+    make_replicas: Callable[..., Replicas], env: dict[str, str], why: str
+) -> None:
+    job = make_replicas(3, **env)
+    stuck = job.start(1, steps=12, sleeps=["before", 5, 15])
+    job.finish([job.start(number, steps=12) for number in (0, 2)])
+    assert re.search(f"replica 1 was removed: {why}", job.cluster.scheduler.text)
+    lacking = [entry["step"] for entry in job.log(0) if entry.get("missing") == [1]]
+    assert lacking == list(range(5, 12))
+    assert stuck.wait(RUN_S) != 0
+    assert re.search(why, stuck.text), stuck.text[-3000:]
+
+
+def test_a_quorum_waits_for_the_first_push(make_replicas: Callable[..., Replicas]) -> None:
+    job = make_replicas(2, BYTEPS_QUORUM="1", BYTEPS_GRACE_S="0.5")
+    job.finish(
+        [
+            job.start(0, steps=6),
+            job.start(1, steps=6, sleeps=["before", 0, 2]),
+        ]
+    )
+    assert "was removed" not in job.cluster.scheduler.text
 
 
 def test_the_last_one_ends_the_job(make_replicas: Callable[..., Replicas]) -> None:

@@ -176,6 +176,17 @@ std::map<std::string, uint32_t> Declarations::Rounds() {
   return rounds;
 }
 
+std::vector<std::string> Declarations::NotBegun(const std::map<std::string, uint32_t>& rounds) {
+  std::vector<std::string> names;
+  ps::MutexLock lock(&mu_);
+  for (const auto& [id, entry] : entries_) {
+    if (!entry.tensor) continue;
+    const auto it = rounds.find(entry.tensor->declaration.name);
+    if (it != rounds.end() && entry.tensor->rounds <= it->second) names.push_back(it->first);
+  }
+  return names;
+}
+
 void Declarations::SetRounds(const std::map<std::string, uint32_t>& rounds) {
   ps::MutexLock lock(&mu_);
   rounds_ = rounds;

@@ -51,6 +51,8 @@ class Declarations {
 
   // How many rounds of each tensor were begun, by its id: lowest rank and name.
   std::map<std::string, uint32_t> Rounds();
+  // Those of these tensors, by name, of which the given round, or an earlier one, is the next.
+  std::vector<std::string> NotBegun(const std::map<std::string, uint32_t>& rounds);
   // That so many were, of tensors that this worker has begun none of, or will declare: it goes on
   // where another worker is.
   void SetRounds(const std::map<std::string, uint32_t>& rounds);

@@ -251,9 +251,14 @@ ps::ReplicaView Engine::Replicas() {
   return replicas_;
 }
 
-std::map<std::string, uint32_t> Engine::Awaited() {
-  ps::MutexLock lock(&replicas_mu_);
-  return awaited_;
+std::vector<std::string> Engine::Awaited() {
+  std::map<std::string, uint32_t> awaited;
+  {
+    ps::MutexLock lock(&replicas_mu_);
+    if (awaited_.empty()) return {};
+    awaited = awaited_;
+  }
+  return declarations_.NotBegun(awaited);
 }
 
 void Engine::OnEvent(const ps::MembershipEvent& event) {

@@ -65,9 +65,8 @@ class Engine : public ChannelUser {
   bool is_late() const { return context_.channel->is_late(); }
   void SayReady() { context_.channel->SayReady(); }
   void AskToAdmit(int replica, int life) { context_.channel->AskToAdmit(replica, life); }
-  // The last round of each tensor, by name, of which this worker heard that others waited for its
-  // push.
-  std::map<std::string, uint32_t> Awaited();
+  // Tensors of which others wait for the next push of this worker.
+  std::vector<std::string> Awaited();
   // Ranks whose values sums have lacked, since this was called last.
   std::vector<int> TakeMissing() { return context_.missing.Take(); }
   // How many rounds of each tensor this worker has begun; what another worker says it has.
@@ -106,6 +105,7 @@ class Engine : public ChannelUser {
   Puller puller_;
   ps::Mutex replicas_mu_;
   ps::ReplicaView replicas_ PS_GUARDED_BY(replicas_mu_);
+  // By tensor, the last round of which this worker heard that others waited for its push.
   std::map<std::string, uint32_t> awaited_ PS_GUARDED_BY(replicas_mu_);
   ps::Mutex failing_mu_;  // held until all that failed is in the timeline
   std::vector<std::thread> threads_;

@@ -95,7 +95,7 @@ class Worker {
 
   // Replicas: see Engine.
   ps::ReplicaView Replicas() { return Started()->Replicas(); }
-  std::map<std::string, uint32_t> Awaited() { return Started()->Awaited(); }
+  std::vector<std::string> Awaited() { return Started()->Awaited(); }
   bool IsLate() { return Started()->is_late(); }
   void SayReady() { Started()->SayReady(); }
   void AskToAdmit(int replica, int life) { Started()->AskToAdmit(replica, life); }

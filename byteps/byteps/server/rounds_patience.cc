@@ -70,9 +70,10 @@ bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of)
                round->quorum_since + std::chrono::milliseconds(patience.grace_ms));
       return true;
     case Round::Waits::kFirst: {
-      // Half of those that are there are right, and the others late.
+      // Without a quorum half of those that are there are right, and the others late.
       const Standing standing = StandingOf(*partition, *round);
-      if (standing.pushed.size() < standing.late.size()) return false;
+      const size_t enough = patience.quorum > 0 ? patience.quorum : standing.late.size();
+      if (standing.pushed.size() < enough) return false;
       break;
     }
     case Round::Waits::kAwaited:

@@ -26,7 +26,7 @@ void DefineReplicas(py::module_* m) {
       "Whether this worker's replica came to a job that runs.", Unlocked());
   m->def(
       "awaited", [] { return GetWorker()->Awaited(); },
-      "The last round of each tensor of which others were heard to wait for this worker's push.",
+      "Tensors of which others wait for the next push of this worker.",
       Unlocked());
   m->def("say_ready", [] { GetWorker()->SayReady(); }, Unlocked());
   m->def(

@@ -87,11 +87,7 @@ def is_late() -> bool:
 def awaited() -> set[str]:
     """Tensors whose next push of this worker others wait for: BYTEPS_QUORUM replicas have made
     theirs. Empty where that is not set."""
-    last = c_lib.awaited()
-    if not last:
-        return set()
-    begun = c_lib.rounds()
-    return {name for name, number in last.items() if begun.get(name, 0) <= number}
+    return set(c_lib.awaited())
 
 
 def take_missing() -> set[int]:

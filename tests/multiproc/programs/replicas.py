@@ -40,6 +40,8 @@ class Replica:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.job.args.get("stands_still") == [phase, step]:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.job.args.get("sleeps", [])[:2] == [phase, step]:
+            time.sleep(self.job.args["sleeps"][2])
 
     def run(self) -> None:
         step = self.join() if members.is_late() else 0

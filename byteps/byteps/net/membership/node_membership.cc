@@ -293,6 +293,8 @@ void NodeMembership::OnReplicas(const Message& msg) {
     for (const Node& node : msg.meta.control.node) {
       Member* const member = roster_.Put(node);
       member->left = member->removed = true;
+      // Nor is a later life of it to be reported for that.
+      if (broken_link_ && broken_link_->peer == node.id) broken_link_.reset();
     }
     const std::set<int> absent = event.replicas.AbsentRanks();
     for (int rank = 0; rank < event.replicas.workers; ++rank) {

@@ -310,6 +310,28 @@ TEST_F(NodeMembershipTest, TheLinkOfAWorkerThatLeftIsNot) {
   EXPECT_EQ(links_->CountTo(kScheduler, Control::JOB_FAILED), 0);
 }
 
+// Else the server would fail itself once the replica is back and nobody has left.
+TEST_F(NodeMembershipTest, TheBrokenLinkOfARemovedReplicaIsForgotten) {
+  JoinAs(Node::SERVER);
+  membership_->OnLinkLost(OtherWorker().id, "its connection was reset", false);
+  links_->Await(kScheduler, Control::JOB_FAILED, 1);
+  ReplicaView view;
+  view.workers = 2;
+  view.epoch = 1;
+  view.present = "10";
+  view.waiting = "00";
+  view.lives = {0, 0};
+  Say(Control::MEMBERS, membership::PackReplicas(view), {OtherWorker()});
+  view.epoch = 2;
+  view.present = "11";
+  view.lives = {0, 2};
+  Say(Control::MEMBERS, membership::PackReplicas(view));
+  // It watches one at a time, so it watches none now.
+  membership_->OnLinkLost(IdOf(Node::WORKER, 0), "its connection was reset", false);
+  const auto reports = links_->Await(kScheduler, Control::JOB_FAILED, 2);
+  EXPECT_EQ(reports.at(1).meta.body.find("worker 0"), 0u) << reports.at(1).meta.body;
+}
+
 TEST_F(NodeMembershipTest, TheLastWordOfTheSchedulerGoesFirst) {
   JoinAs(Node::WORKER);
   membership_->OnDisconnect(kScheduler);

@@ -41,7 +41,7 @@ def leaves_out(
     """
     global _since
     if not args.dpu_quorum or not outer_steps.running() or not _is_awaited():
-        _tell(args)
+        _tell(args, args.curr_iteration, args.consumed_train_samples)
         return False
     if _since is None:
         _since = args.curr_iteration, args.consumed_train_samples
@@ -56,6 +56,8 @@ def leaves_out(
     samples = microbatches * args.micro_batch_size * args.data_parallel_size
     scheduler.step(increment=samples * getattr(args, "gtp_weight_remat_size", 1))
     outer_steps.iteration_ended(args, model, optimizer)
+    if args.curr_iteration + 1 == args.train_iters:
+        _tell(args, args.train_iters, args.consumed_train_samples + samples)
     return True
 
 
@@ -75,19 +77,18 @@ def _is_awaited() -> bool:
     return bool(flag.item())
 
 
-def _tell(args: Namespace) -> None:
-    """Say and write down what was left out, if anything was."""
+def _tell(args: Namespace, iteration: int, sample: int) -> None:
+    """Say and write down what was left out until this iteration and sample, if anything was."""
     global _since
     if _since is None:
         return
-    (first, sample), _since = _since, None
+    (first, begin), _since = _since, None
     if torch.distributed.get_rank() != 0:
         return
-    until = args.consumed_train_samples
     print(
-        f"dpu_reduce: replica {replicas.number()} left out iterations {first + 1} to "
-        f"{args.curr_iteration}, {(until - sample) // replicas.count()} samples: {args.dpu_quorum} "
-        "replicas waited for it (--dpu-quorum)",
+        f"dpu_reduce: replica {replicas.number()} left out iterations {first + 1} to {iteration}, "
+        f"{(sample - begin) // replicas.count()} samples: {args.dpu_quorum} replicas waited for it "
+        "(--dpu-quorum)",
         flush=True,
     )
-    lost_samples.write(args.save, args.curr_iteration, sample, until - sample, [replicas.number()])
+    lost_samples.write(args.save, iteration, begin, sample - begin, [replicas.number()])
