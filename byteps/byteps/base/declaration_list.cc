@@ -124,6 +124,7 @@ bool UnpackDeclarations(const std::string& text, std::vector<Declaration>* decla
     *field = in.Get<uint32_t>();
   }
   if (!in.ok() || hash >= kNumKeyHashes) return false;
+  if (patience.replica_ranks == 0 && patience.quorum > 0) return false;
   const Groups groups = ReadGroups(&in);
   const uint32_t count = in.GetCount(kTensorBytes);
   declarations->clear();

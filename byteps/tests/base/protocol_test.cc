@@ -22,6 +22,7 @@ std::vector<Declaration> SomeDeclarations() {
     d.dtype = static_cast<DType>(i);
     d.average = i % 2 == 0;
     d.hash = KeyHash::kDjb2;
+    d.patience = {2, 1, 1500};
     d.bytes = 800 * (i + 1);
     d.partition_bytes = 4096;
     d.placement = 0x1122334455667788 + i;
@@ -53,9 +54,10 @@ TEST(DeclarationList, IsLittleEndianAndHasEachGroupOnce) {
   const std::string text = PackDeclarations(all);
   EXPECT_EQ(text[0], kDeclarationVersion);                          // version
   EXPECT_EQ(text[1], 1);                                            // djb2
-  EXPECT_EQ(text.substr(2, 4), std::string("\2\0\0\0", 4));         // groups
-  EXPECT_EQ(text.substr(6, 4), std::string("\3\0\0\0", 4));         // members of the first
-  EXPECT_EQ(text.substr(18, 4), std::string("\x70\x11\x01\0", 4));  // 70000
+  EXPECT_EQ(text.substr(2, 12), std::string("\2\0\0\0\1\0\0\0\xdc\5\0\0", 12));  // patience
+  EXPECT_EQ(text.substr(14, 4), std::string("\2\0\0\0", 4));        // groups
+  EXPECT_EQ(text.substr(18, 4), std::string("\3\0\0\0", 4));        // members of the first
+  EXPECT_EQ(text.substr(30, 4), std::string("\x70\x11\x01\0", 4));  // 70000
 }
 
 TEST(DeclarationList, EveryTruncationAndAdditionIsRefused) {
@@ -67,6 +69,14 @@ TEST(DeclarationList, EveryTruncationAndAdditionIsRefused) {
     EXPECT_EQ(error, "does not parse");
   }
   EXPECT_FALSE(UnpackDeclarations(text + "x", &back, &error));
+}
+
+TEST(DeclarationList, AQuorumNeedsReplicas) {
+  auto all = SomeDeclarations();
+  for (auto& d : all) d.patience = {0, 1, 1500};
+  std::vector<Declaration> back;
+  std::string error;
+  EXPECT_FALSE(UnpackDeclarations(PackDeclarations(all), &back, &error));
 }
 
 TEST(DeclarationList, AnotherVersionIsNamed) {
