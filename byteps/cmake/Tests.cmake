@@ -32,6 +32,7 @@ if(GTest_FOUND)
     tests/net/link/idle_blocks_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
+    tests/net/link/nic_counters_test.cc
     tests/net/link/nic_pairs_test.cc
     tests/net/link/nics_test.cc
     tests/net/link/outage_watch_test.cc
