@@ -50,6 +50,7 @@ if(GTest_FOUND)
     tests/net/tcp/frame_reader_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/pending_peers_test.cc
+    tests/net/tcp/pollers_test.cc
     tests/net/tcp/send_queue_test.cc
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,7 @@ class Job:
             "DMLC_NUM_SERVER": str(SERVERS),
         }
         self.processes: dict[str, Spawned] = {}
+        self._wrapper: list[str] = []
 
     def start(self, rounds: int, env: dict[str, str] | None = None) -> None:
         self._env |= env or {}
@@ -76,7 +77,24 @@ class Job:
             self._spawn(f"worker {rank}", hosts[rank], worker)
 
     def _spawn(self, title: str, host: Host, command: list[str]) -> None:
-        self.processes[title] = Spawned(title, host.command(command), self._env, self._folder)
+        command = host.command([*self._wrapper, *command])
+        self.processes[title] = Spawned(title, command, self._env, self._folder)
+
+    def pretend_numa_nodes(self, cores: Sequence[int]) -> None:
+        """Each host has a NUMA node for each of these cores, and its NIC i is attached to node i.
+
+        So processes are told that start afterwards.
+        """
+        nodes, nics = self._folder / "node", self._folder / "net"
+        for index, core in enumerate(cores):
+            (nodes / f"node{index}").mkdir(parents=True)
+            (nodes / f"node{index}/cpulist").write_text(f"{core}\n")
+            (nics / f"eth{index}/device").mkdir(parents=True)
+            (nics / f"eth{index}/device/numa_node").write_text(f"{index}\n")
+        # `ip netns exec` gives every process a view of its own.
+        mounts = f"mount --bind {nodes} /sys/devices/system/node"
+        mounts += f" && mount --bind {nics} /sys/class/net"
+        self._wrapper = ["sh", "-ec", f'{mounts}; exec "$@"', "sh"]
 
     def finish(self) -> None:
         """All sums were right, and every process ended well."""
@@ -184,6 +202,35 @@ def test_status_and_metrics_tell_what_each_nic_carries(job: Job) -> None:
         name = f"byteps_nic_{what}_bytes_total"
         found = dict(re.findall(rf'^{name}{{.*nic="(\w+)"}} (\d+)$', text, re.MULTILINE))
         assert 0.6 < int(found["eth0"]) / int(found["eth1"]) < 1.7, text
+
+
+def _threads(pid: int) -> dict[str, list[int]]:
+    """The cores that the I/O threads of a process may use."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name.startswith("bps-tcp-"):
+            found[name] = sorted(os.sched_getaffinity(int(task.name)))
+    return found
+
+
+def test_threads_run_on_the_numa_node_of_their_nic(job: Job) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    cores = [allowed[0], allowed[-1]]
+    job.pretend_numa_nodes(cores)
+    job.start(rounds=100_000, env={"BYTEPS_IO_THREADS": "2", "BYTEPS_LOG_LEVEL": "DEBUG"})
+    for index in range(WORKERS + SERVERS):
+        for rail in range(2):
+            job.await_traffic(index, rail)
+    for title, process in job.processes.items():
+        threads = _threads(process.pid)
+        if title == "scheduler":  # which carries no gradients
+            assert threads == {"bps-tcp-0": allowed, "bps-tcp-1": allowed}
+            continue
+        assert threads == {"bps-tcp-0": [cores[0]], "bps-tcp-1": [cores[1]]}, title
+        for rail in range(2):
+            assert f"1 I/O threads on NUMA node {rail} serve eth{rail}" in process.text
+    job.demand_running()
 
 
 @pytest.mark.parametrize("host", [1, WORKERS], ids=["worker", "server"])
