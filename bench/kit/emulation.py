@@ -12,6 +12,7 @@ is recognised by `remove_stale`, and two runs never meet. Needs root, and iprout
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Sequence
@@ -222,6 +223,13 @@ class Emulation:
         """Cut a host's link at the switch, or restore it: the host loses its carrier."""
         state = "down" if cut else "up"
         _run(["ip", "-n", self._switch, "link", "set", port_of(index, rail), state])
+
+    def sent_bytes(self, index: int) -> list[int]:
+        """Bytes that each link of a host has sent, with the headers of packets."""
+        host = self.hosts[index]
+        show = ["ip", "-n", str(host.namespace), "-s", "-j", "link", "show", "dev"]
+        found = [json.loads(_run([*show, interface]))[0] for interface in host.interfaces]
+        return [int(one["stats64"]["tx"]["bytes"]) for one in found]
 
     def _shape(
         self, namespace: str, device: str, key: str, rail: int, peers: Sequence[int]

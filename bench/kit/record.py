@@ -80,11 +80,14 @@ def topology_text(topology: Topology) -> str:
         link = f", links of {show_rate(topology.link_bits)}" if topology.link_bits else ""
         place = "as the job was started" if topology.in_job else "on this machine's loopback"
         return f"{what}, {place}{link}"
-    nics = f"{topology.nics_per_host} NICs of " if topology.nics_per_host > 1 else ""
+    nics, switches = "", "one switch"
+    if topology.nics_per_host > 1:
+        nics = f"{topology.nics_per_host} NICs of "
+        switches = f"{topology.nics_per_host} switches, one per NIC"
     queue = "a class for each peer (HTB)" if topology.fair_queue else "one queue (TBF)"
     return (
         f"{what} {where}, the scheduler on worker 0's host; {topology.emulated_hosts} network "
-        f"namespaces on one switch, {nics}{show_rate(topology.link_bits)} each way; "
+        f"namespaces on {switches}, {nics}{show_rate(topology.link_bits)} each way; "
         f"fair queue: {queue}; "
         f"congestion control {topology.congestion_control}; MTU {topology.mtu}"
     )

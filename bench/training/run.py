@@ -4,10 +4,11 @@
 Trains the GPT of scripts/train.py through several backends, interleaved, --launches times: through
 BytePS with servers, and through gloo (NCCL on GPUs), by all-reduce or with the optimizer sharded
 over all ranks or inside each host. All processes run on this machine's loopback or, with --emulate,
-in network namespaces with a rate-limited link each, --ranks-per-host of them in each. A launch's
-figure is the median of its steps after --warmup; a backend's, the median over launches. The first
-backend is compared with each other one. The losses of all launches must agree: to the last bit with
-two workers, where BytePS and all-reduce add two values once.
+in network namespaces with --nics-per-host rate-limited links each, --ranks-per-host of them in
+each. BytePS, gloo and NCCL are given all of these links. A launch's figure is the median of its
+steps after --warmup; a backend's, the median over launches. The first backend is compared with each
+other one. The losses of all launches must agree: to the last bit with two workers, where BytePS and
+all-reduce add two values once.
 
   bench/train_bench.py                                             two workers on loopback
   bench/train_bench.py --workers 4 --servers 4 --emulate 8@500mbit -- --hidden-size 256
@@ -67,6 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--colocate", action="store_true", help="servers on the workers' hosts")
     add("--emulate", metavar="HOSTS@RATE", help="such as 8@500mbit; needs root")
+    add("--nics-per-host", type=positive, default=1, metavar="N", help="of --emulate (default: 1)")
     add("--steps", type=positive, default=30, help="of a launch (default: 30)")
     add("--warmup", type=positive, default=5, help="of these, not timed (default: 5)")
     add("--launches", type=positive, default=3, help="of each backend, interleaved (default: 3)")
@@ -112,6 +114,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
             colocate=options.colocate,
             emulated_hosts=hosts,
             link_bits=bits,
+            nics_per_host=options.nics_per_host,
         ),
         backends=("byteps", "nccl" if on_gpu else "gloo"),
         launches=options.launches,

@@ -32,6 +32,7 @@ if(GTest_FOUND)
     tests/net/link/idle_blocks_test.cc
     tests/net/link/link_test.cc
     tests/net/link/meta_codec_test.cc
+    tests/net/link/nic_counters_test.cc
     tests/net/link/nic_pairs_test.cc
     tests/net/link/nics_test.cc
     tests/net/link/outage_watch_test.cc
@@ -49,6 +50,7 @@ if(GTest_FOUND)
     tests/net/tcp/frame_reader_test.cc
     tests/net/tcp/greeter_test.cc
     tests/net/tcp/pending_peers_test.cc
+    tests/net/tcp/pollers_test.cc
     tests/net/tcp/send_queue_test.cc
     tests/observe/http_server_test.cc
     tests/observe/status_test.cc

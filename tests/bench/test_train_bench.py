@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.kit.emulation import LOOPBACK
+from bench.kit.emulation import LOOPBACK, Emulation
 from bench.kit.errors import LaunchError
 from bench.kit.launch import Placement, rank_variables
 from bench.kit.plan import Plan, Topology
@@ -86,6 +86,7 @@ def test_launches_that_learnt_something_else() -> None:
         (["--steps", "5"], "leaves none after --warmup 5"),
         (["--emulate", "8"], "write it like 8@500mbit"),
         (["--emulate", "2@1gbit"], "need 3 hosts"),
+        (["--nics-per-host", "2"], "for the hosts of --emulate"),
         (["--workers", "4", "--ranks-per-host", "2", "--emulate", "2@1gbit"], "need 3 hosts"),
         (["--ways", "byteps,ring"], "name each once, of all-reduce, byteps"),
         (["--ways", "byteps,byteps"], "name each once"),
@@ -164,6 +165,37 @@ def test_two_ranks_a_host(
     said = capsys.readouterr()
     assert code == 0, said.err
     assert "byteps-by-host over by-host: " in said.out
+
+
+@pytest.mark.thorough
+@pytest.mark.requires("root")
+@pytest.mark.parametrize("way", ["byteps", "all-reduce"])
+def test_hosts_of_two_nics(
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    way: str,
+) -> None:
+    """BytePS and gloo send over both."""
+    sent: list[list[int]] = []
+    down = Emulation.down
+
+    def count_and_down(self: Emulation) -> None:
+        sent.extend(self.sent_bytes(index) for index in range(2))
+        down(self)
+
+    monkeypatch.setattr(Emulation, "down", count_and_down)
+    monkeypatch.setenv("MEGATRON_CPU", "1")
+    nics = ["--emulate", "3@200mbit", "--nics-per-host", "2", "--ways", way]
+    # Several megabytes, and several buckets: gloo sends each over the next NIC.
+    model = ["--num-layers", "2", "--hidden-size", "256", "--num-attention-heads", "2"]
+    model += ["--overlap-grad-reduce", "--ddp-bucket-size", "400000"]
+    code = train_bench.main([*words(run_dir), *nics, "--", *model])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "on 2 switches, one per NIC, 2 NICs of 200" in said.out
+    for one, two in sent:
+        assert 0.5 < one / two < 2, f"sent by each NIC of the workers' hosts: {sent}"
 
 
 @pytest.mark.thorough

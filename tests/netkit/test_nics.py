@@ -7,8 +7,9 @@ import os
 import re
 import secrets
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ LIMIT_S = 240.0
 """For a machine on which others work as well."""
 RATE = 400_000_000
 BYTES = 1 << 20
+STATUS = str(native.REPOSITORY / "scripts/status.sh")
+STATUS_PORT, METRICS_PORT = 9001, 9400
+METRICS = f"http://127.0.0.1:{METRICS_PORT}/metrics"
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +50,12 @@ class Job:
             "BYTEPS_PARTITION_BYTES": "65536",
             "DMLC_PS_ROOT_URI": emulation.hosts[0].address,
             "DMLC_PS_ROOT_PORT": "0",
+            "BYTEPS_STATUS_PORT": str(STATUS_PORT),
             "DMLC_NUM_WORKER": str(WORKERS),
             "DMLC_NUM_SERVER": str(SERVERS),
         }
         self.processes: dict[str, Spawned] = {}
+        self._wrapper: list[str] = []
 
     def start(self, rounds: int, env: dict[str, str] | None = None) -> None:
         self._env |= env or {}
@@ -71,7 +77,24 @@ class Job:
             self._spawn(f"worker {rank}", hosts[rank], worker)
 
     def _spawn(self, title: str, host: Host, command: list[str]) -> None:
-        self.processes[title] = Spawned(title, host.command(command), self._env, self._folder)
+        command = host.command([*self._wrapper, *command])
+        self.processes[title] = Spawned(title, command, self._env, self._folder)
+
+    def pretend_numa_nodes(self, cores: Sequence[int]) -> None:
+        """Each host has a NUMA node for each of these cores, and its NIC i is attached to node i.
+
+        So processes are told that start afterwards.
+        """
+        nodes, nics = self._folder / "node", self._folder / "net"
+        for index, core in enumerate(cores):
+            (nodes / f"node{index}").mkdir(parents=True)
+            (nodes / f"node{index}/cpulist").write_text(f"{core}\n")
+            (nics / f"eth{index}/device").mkdir(parents=True)
+            (nics / f"eth{index}/device/numa_node").write_text(f"{index}\n")
+        # `ip netns exec` gives every process a view of its own.
+        mounts = f"mount --bind {nodes} /sys/devices/system/node"
+        mounts += f" && mount --bind {nics} /sys/class/net"
+        self._wrapper = ["sh", "-ec", f'{mounts}; exec "$@"', "sh"]
 
     def finish(self) -> None:
         """All sums were right, and every process ended well."""
@@ -93,16 +116,11 @@ class Job:
             assert self.processes[title].running, self.processes[title].text
             time.sleep(0.05)
 
-    def sent(self, index: int) -> list[int]:
-        """Bytes that each NIC of a host has sent."""
-        host = self.emulation.hosts[index]
-        return [_counter(host, interface) for interface in host.interfaces]
-
     def await_traffic(self, index: int, rail: int, more: int = 4 * BYTES) -> None:
         """Until a NIC has sent so many more bytes."""
-        target = self.sent(index)[rail] + more
+        target = self.emulation.sent_bytes(index)[rail] + more
         deadline = time.monotonic() + LIMIT_S
-        while self.sent(index)[rail] < target:
+        while self.emulation.sent_bytes(index)[rail] < target:
             assert time.monotonic() < deadline, f"NIC {rail} of host {index} stands still"
             self.demand_running()
             time.sleep(0.05)
@@ -112,10 +130,19 @@ class Job:
             assert process.running, process.text
 
 
-def _counter(host: Host, interface: str) -> int:
-    command = ["ip", "-n", str(host.namespace), "-s", "-j", "link", "show", "dev", interface]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
+def _output(host: Host, *command: str) -> str:
+    """What a command prints on an emulated host."""
+    env = {"PATH": os.environ["PATH"], "BYTEPS_STATUS_PORT": str(STATUS_PORT)}
+    done = subprocess.run(
+        host.command(command), env=env, capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout
+
+
+def _by_nic(job: Job) -> list[dict[str, int]]:
+    """Bytes that each node has sent by each NIC, as the status tells: of servers, then workers."""
+    status = json.loads(_output(job.emulation.hosts[0], STATUS, "--json"))
+    return [{one["nic"]: one["sent_bytes"] for one in node["by_nic"]} for node in status["nodes"]]
 
 
 @pytest.fixture
@@ -139,8 +166,71 @@ def test_both_nics_carry_the_data(job: Job) -> None:
     job.start(rounds=60)
     job.finish()
     for index in range(WORKERS + SERVERS):
-        one, two = job.sent(index)
+        one, two = job.emulation.sent_bytes(index)
         assert 0.6 < one / two < 1.7, f"host {index} sent {one} and {two} bytes"
+
+
+def test_status_and_metrics_tell_what_each_nic_carries(job: Job) -> None:
+    """Both about half of it, and as much as the kernel counted."""
+    # Heartbeats every half second.
+    quick = {"BYTEPS_PEER_TIMEOUT_S": "3", "BYTEPS_METRICS_PORT": str(METRICS_PORT)}
+    job.start(rounds=100_000, env=quick)
+    nodes = [*range(WORKERS, WORKERS + SERVERS), *range(WORKERS)]
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        least = [job.emulation.sent_bytes(index) for index in nodes]
+        told = _by_nic(job)
+        most = [job.emulation.sent_bytes(index) for index in nodes]
+        known = [one.get("eth0", 0) + one.get("eth1", 0) for one in told]
+        if len(known) == len(nodes) and min(known) > 160 * BYTES:
+            break
+        assert time.monotonic() < deadline, told
+        job.demand_running()
+        time.sleep(0.1)
+    for one, low, high in zip(told, least, most, strict=True):
+        assert 0.6 < one["eth0"] / one["eth1"] < 1.7, told
+        for rail in range(2):
+            # A record is up to half a second old, of several.
+            assert low[rail] / 2 <= one[f"eth{rail}"] <= high[rail], (told, least, most)
+    table = _output(job.emulation.hosts[0], STATUS)
+    for node in ("server 0", "server 1", "worker 0", "worker 1"):
+        for nic in ("eth0", "eth1"):
+            assert re.search(rf"^{node} +{nic} +\S+ MB/s +\S+ MB ", table, re.MULTILINE), table
+    code = f"import urllib.request as u; print(u.urlopen('{METRICS}').read().decode())"
+    text = _output(job.emulation.hosts[WORKERS], sys.executable, "-c", code)
+    for what in ("sent", "received"):
+        name = f"byteps_nic_{what}_bytes_total"
+        found = dict(re.findall(rf'^{name}{{.*nic="(\w+)"}} (\d+)$', text, re.MULTILINE))
+        assert 0.6 < int(found["eth0"]) / int(found["eth1"]) < 1.7, text
+
+
+def _threads(pid: int) -> dict[str, list[int]]:
+    """The cores that the I/O threads of a process may use."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name.startswith("bps-tcp-"):
+            found[name] = sorted(os.sched_getaffinity(int(task.name)))
+    return found
+
+
+def test_threads_run_on_the_numa_node_of_their_nic(job: Job) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    cores = [allowed[0], allowed[-1]]
+    job.pretend_numa_nodes(cores)
+    job.start(rounds=100_000, env={"BYTEPS_IO_THREADS": "2", "BYTEPS_LOG_LEVEL": "DEBUG"})
+    for index in range(WORKERS + SERVERS):
+        for rail in range(2):
+            job.await_traffic(index, rail)
+    for title, process in job.processes.items():
+        threads = _threads(process.pid)
+        if title == "scheduler":  # which carries no gradients
+            assert threads == {"bps-tcp-0": allowed, "bps-tcp-1": allowed}
+            continue
+        assert threads == {"bps-tcp-0": [cores[0]], "bps-tcp-1": [cores[1]]}, title
+        for rail in range(2):
+            assert f"1 I/O threads on NUMA node {rail} serve eth{rail}" in process.text
+    job.demand_running()
 
 
 @pytest.mark.parametrize("host", [1, WORKERS], ids=["worker", "server"])

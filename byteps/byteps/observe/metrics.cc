@@ -212,6 +212,30 @@ std::vector<Metric> Tell(const std::vector<ps::EndpointReading>& endpoints) {
   return metrics;
 }
 
+std::vector<Metric> Tell(const std::vector<ps::NicReading>& nics) {
+  struct Row {
+    const char* name;
+    const char* help;
+    uint64_t ps::NicReading::* value;
+  };
+  static const Row kRows[] = {
+      {"byteps_nic_sent_bytes_total",
+       "Bytes sent over a NIC by TCP: messages with their values, before encryption. The NIC `lo` "
+       "is what goes to processes of the same host.",
+       &ps::NicReading::bytes_sent},
+      {"byteps_nic_received_bytes_total", "Bytes received over a NIC by TCP.",
+       &ps::NicReading::bytes_received},
+  };
+  std::vector<Metric> metrics;
+  for (const Row& row : kRows) {
+    for (const ps::NicReading& nic : nics) {
+      metrics.push_back(Counted(row.name, row.help, static_cast<double>(nic.*row.value)));
+      metrics.back().labels = {{"nic", nic.nic}};
+    }
+  }
+  return metrics;
+}
+
 std::string MetricsMarkdown() {
   std::ostringstream out;
   out << "| metric | type | labels besides `role`, `rank` | meaning |\n|---|---|---|---|\n";
@@ -219,7 +243,8 @@ std::string MetricsMarkdown() {
   ServerGauges one_engine;
   one_engine.engine_queues = {0};
   PrintRows(&out, Tell(ServerCounters(), one_engine));
-  PrintRows(&out, Tell({ps::EndpointReading()}));
+  PrintRows(&out, Tell(std::vector<ps::NicReading>(1)));
+  PrintRows(&out, Tell(std::vector<ps::EndpointReading>(1)));
   return out.str();
 }
 

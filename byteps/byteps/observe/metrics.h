@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "byteps/net/link/endpoint_counters.h"
+#include "byteps/net/link/nic_counters.h"
 
 namespace byteps {
 namespace core {
@@ -109,7 +110,7 @@ struct Metric {
   std::string help;
   double value = 0;              // of a counter or gauge
   Histogram::Reading histogram;  // of a histogram
-  // What part of the process it is about: an engine thread, an endpoint.
+  // What part of the process it is about: an engine thread, an endpoint, a NIC.
   std::vector<std::pair<std::string, std::string>> labels = {};
 };
 
@@ -119,6 +120,9 @@ std::vector<Metric> Tell(const ServerCounters& counters, const ServerGauges& gau
 
 // What went by each endpoint of a transport that has some.
 std::vector<Metric> Tell(const std::vector<ps::EndpointReading>& endpoints);
+
+// What went over each NIC.
+std::vector<Metric> Tell(const std::vector<ps::NicReading>& nics);
 
 // The table of all metrics, as Markdown.
 std::string MetricsMarkdown();

@@ -96,8 +96,9 @@ std::string MetricsText(const MetricsSource& source) {
   const Labels process = {{"role", NameOf(source.role)},
                           {"rank", rank < 0 ? "" : std::to_string(rank)}};
   std::vector<Metric> metrics = source.metrics();
-  const std::vector<Metric> endpoints = Tell(ps::ReadEndpointCounters());
-  metrics.insert(metrics.end(), endpoints.begin(), endpoints.end());
+  for (const auto& more : {Tell(ps::ReadNicCounters()), Tell(ps::ReadEndpointCounters())}) {
+    metrics.insert(metrics.end(), more.begin(), more.end());
+  }
   std::string out, last;
   for (const Metric& metric : metrics) {
     if (metric.name != last) {

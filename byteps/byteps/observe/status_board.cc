@@ -143,6 +143,16 @@ void StatusBoard::OnReport(int node_id, const std::string& report) {
   entry.received_per_s = rate(before.received_bytes, record.received_bytes);
   entry.finished_per_s = rate(before.finished, record.finished);
   entry.busy = rate(before.busy_ns, record.busy_ns) * 1e-9;
+  entry.nics.clear();
+  for (const ps::NicReading& now : record.nics) {
+    // One that nothing went over before.
+    ps::NicReading then;
+    for (const ps::NicReading& one : before.nics) {
+      if (one.nic == now.nic) then = one;
+    }
+    entry.nics.push_back(
+        {rate(then.bytes_sent, now.bytes_sent), rate(then.bytes_received, now.bytes_received)});
+  }
   if (record.problems > (same ? before.problems : 0)) {
     NoteProblem({record.problem_unix_ms, who, record.problem});
   }
@@ -247,6 +257,40 @@ std::string TextOf(const ps::ReplicaView& replicas) {
 
 }  // namespace
 
+std::string StatusBoard::NicsJson(const Entry& entry) {
+  size_t index = 0;
+  return JsonList(entry.record.nics, [&](const ps::NicReading& nic) {
+    const NicRates& rates = entry.nics[index++];
+    return JsonObject()
+        .Text("nic", nic.nic)
+        .Number("received_bytes", nic.bytes_received)
+        .Real("received_bytes_per_s", rates.received)
+        .Number("sent_bytes", nic.bytes_sent)
+        .Real("sent_bytes_per_s", rates.sent)
+        .Done();
+  });
+}
+
+std::string StatusBoard::NicsText(const std::vector<Row>& rows) {
+  std::string out;
+  size_t lines = 0;
+  for (const Row& row : rows) {
+    if (row.peer.node.nics < 2) continue;
+    for (size_t i = 0; i < row.entry.record.nics.size() && lines < kTextRows; ++i, ++lines) {
+      const ps::NicReading& nic = row.entry.record.nics[i];
+      const NicRates& rates = row.entry.nics[i];
+      out += Format("%-12s %-15s %9s/s %9s %9s/s %9s\n",
+                    (row.role + " " + std::to_string(row.rank)).c_str(), Printable(nic.nic).c_str(),
+                    Bytes(rates.received).c_str(),
+                    Bytes(static_cast<double>(nic.bytes_received)).c_str(),
+                    Bytes(rates.sent).c_str(), Bytes(static_cast<double>(nic.bytes_sent)).c_str());
+    }
+  }
+  if (out.empty()) return "";
+  return Format("\n%-12s %-15s %11s %9s %11s %9s\n", "node", "NIC", "in/s", "in", "out/s", "out") +
+         out;
+}
+
 std::string StatusBoard::Json() {
   const Snapshot shot = Look();
   const auto counts = [&shot](const char* role, int expected) {
@@ -265,6 +309,7 @@ std::string StatusBoard::Json() {
         .Signed("rank", row.rank)
         .Text("address", row.peer.node.address)
         .Number("nics", row.peer.node.nics)
+        .Raw("by_nic", NicsJson(entry))
         .Text("host", record.host)
         .Number("pid", record.pid)
         .Text("state", StateOf(row.peer, patience_s_))
@@ -350,6 +395,7 @@ std::string StatusBoard::Text() {
         static_cast<unsigned long long>(e.record.tensors),
         row.role == "server" ? std::to_string(e.record.keys).c_str() : "-");
   }
+  out += NicsText(shot.rows);
   const Slowest& slow = shot.slowest;
   if (slow.rank >= 0) {
     out += Format(

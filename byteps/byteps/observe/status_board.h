@@ -44,6 +44,11 @@ class StatusBoard {
  private:
   using Clock = std::chrono::steady_clock;
 
+  // Bytes per second over a NIC.
+  struct NicRates {
+    double sent = 0;
+    double received = 0;
+  };
   struct Entry {
     StatusRecord record;
     Clock::time_point came;
@@ -51,7 +56,8 @@ class StatusBoard {
     double sent_per_s = 0;
     double received_per_s = 0;
     double finished_per_s = 0;
-    double busy = 0;  // seconds in a second
+    double busy = 0;             // seconds in a second
+    std::vector<NicRates> nics;  // as in the record
     bool unreadable = false;
   };
   struct Problem {
@@ -84,6 +90,9 @@ class StatusBoard {
   Snapshot Look();
   void NoteProblem(Problem problem) PS_REQUIRES(mu_);
   static Slowest FindSlowest(const std::vector<Row>& rows);
+  static std::string NicsJson(const Entry& entry);
+  // A row for each NIC; empty where every node uses one.
+  static std::string NicsText(const std::vector<Row>& rows);
 
   const std::string version_;
   const double patience_s_;

@@ -32,7 +32,7 @@ h2 { font-size: 1.05rem; margin: 1.6rem 0 .4rem; }
 .card b { display: block; font-size: 1.45rem; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
-         white-space: nowrap; }
+         white-space: pre; }
 th { font-weight: 600; font-size: .82rem; opacity: .75; }
 td.text, th.text { text-align: left; }
 tr:hover td { background: var(--soft); }
@@ -84,9 +84,15 @@ function age(s) {
   if (s < 7200) return `${Math.round(s / 60)} min`;
   return `${(s / 3600).toFixed(1)} h`;
 }
+// Of a node with one NIC the columns "in" and "out" tell.
+function byNic(n) {
+  if (n.nics < 2) return n.nics;
+  return n.by_nic.map((one) => `${one.nic}: ${bytes(one.received_bytes_per_s)}/s in, ` +
+    `${bytes(one.sent_bytes_per_s)}/s out`).join("\n");
+}
 const COMMON = [
   ["rank", (n) => n.rank, true], ["address", (n) => n.address, true],
-  ["NICs", (n) => n.nics], ["host", (n) => n.host, true],
+  ["NICs", byNic], ["host", (n) => n.host, true],
   ["state", (n) => n.state, true, (n) => n.state], ["heard", (n) => `${age(n.silent_s)} ago`],
   ["in", (n) => `${bytes(n.received_bytes_per_s)}/s`], ["in, all", (n) => bytes(n.received_bytes)],
   ["out", (n) => `${bytes(n.sent_bytes_per_s)}/s`], ["out, all", (n) => bytes(n.sent_bytes)],

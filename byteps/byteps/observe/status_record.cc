@@ -15,8 +15,10 @@ namespace {
 
 constexpr size_t kLateBytes = 4 + 8 + 8;
 constexpr size_t kNumbers = 13;
+constexpr size_t kNicBytes = 2 + StatusRecord::kMaxNic + 8 + 8;
 static_assert(2 + 4 + 8 * kNumbers + 2 + StatusRecord::kMaxHost + 2 + StatusRecord::kMaxProblem +
-                      1 + StatusRecord::kMaxLate * kLateBytes <=
+                      1 + StatusRecord::kMaxLate * kLateBytes + 1 +
+                      StatusRecord::kMaxNics * kNicBytes <=
                   ps::kMaxReport,
               "a record must fit a heartbeat");
 
@@ -67,6 +69,13 @@ std::string StatusRecord::Pack() const {
     out.Int(late[i].sums);
     out.Int(late[i].wait_ns);
   }
+  const size_t of_nics = std::min(nics.size(), kMaxNics);
+  out.Int(static_cast<uint8_t>(of_nics));
+  for (size_t i = 0; i < of_nics; ++i) {
+    PutText(&out, nics[i].nic, kMaxNic);
+    out.Int(nics[i].bytes_sent);
+    out.Int(nics[i].bytes_received);
+  }
   return bytes;
 }
 
@@ -89,6 +98,14 @@ bool StatusRecord::Parse(const std::string& bytes, StatusRecord* record) {
   for (LateWorker& worker : record->late) {
     if (!in.Int(&worker.rank) || !in.Int(&worker.sums) || !in.Int(&worker.wait_ns)) return false;
   }
+  if (!in.Int(&count) || count > kMaxNics) return false;
+  record->nics.resize(count);
+  for (ps::NicReading& nic : record->nics) {
+    if (!GetText(&in, &nic.nic, kMaxNic) || !in.Int(&nic.bytes_sent) ||
+        !in.Int(&nic.bytes_received)) {
+      return false;
+    }
+  }
   return in.left() == 0;
 }
 
@@ -102,6 +119,7 @@ void DescribeProcess(StatusRecord* record) {
   record->problems = problem.count;
   record->problem_unix_ms = problem.unix_ms;
   record->problem = problem.text;
+  record->nics = ps::ReadNicCounters();
 }
 
 }  // namespace core

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "byteps/base/role.h"
+#include "byteps/net/link/nic_counters.h"
 
 namespace byteps {
 namespace core {
@@ -22,8 +23,10 @@ struct LateWorker {
 // Counts are since the start of the process; `clock_ns` is the process's steady clock, to make
 // rates of two records.
 struct StatusRecord {
-  static constexpr uint8_t kVersion = 1;
+  static constexpr uint8_t kVersion = 2;
   static constexpr size_t kMaxLate = 4;
+  static constexpr size_t kMaxNics = 8;
+  static constexpr size_t kMaxNic = 15;       // bytes of a name, as the kernel has it
   static constexpr size_t kMaxHost = 64;      // bytes; what is longer is cut
   static constexpr size_t kMaxProblem = 300;  // bytes
 
@@ -45,6 +48,7 @@ struct StatusRecord {
   std::string problem;           // what it said
   uint64_t sums_since = 0;       // of a server: complete since the record before
   std::vector<LateWorker> late;  // of a server: of those sums, the worst first
+  std::vector<ps::NicReading> nics;
 
   // At most ps::kMaxReport bytes.
   std::string Pack() const;
@@ -52,7 +56,7 @@ struct StatusRecord {
   static bool Parse(const std::string& bytes, StatusRecord* record);
 };
 
-// Fills in what is true of any process: pid, host, clock, the log's last problem.
+// Fills in what is true of any process: pid, host, clock, NICs, the log's last problem.
 void DescribeProcess(StatusRecord* record);
 
 }  // namespace core

@@ -19,6 +19,7 @@
 #include "byteps/device/device.h"
 #include "byteps/engine/worker.h"
 #include "byteps/net/link/endpoint_counters.h"
+#include "byteps/net/link/nic_counters.h"
 #include "byteps/net/link/registration_cache.h"
 #include "byteps/observe/metrics.h"
 #include "byteps/observe/metrics_server.h"
@@ -72,6 +73,19 @@ py::dict Metrics() {
     } else {
       out[metric.name.c_str()] = static_cast<uint64_t>(metric.value);
     }
+  }
+  return out;
+}
+
+// One dictionary for each NIC.
+py::list Nics() {
+  py::list out;
+  for (const auto& reading : ps::ReadNicCounters()) {
+    py::dict nic;
+    nic["nic"] = reading.nic;
+    nic["bytes_sent"] = reading.bytes_sent;
+    nic["bytes_received"] = reading.bytes_received;
+    out.append(nic);
   }
   return out;
 }
@@ -296,6 +310,7 @@ PYBIND11_MODULE(c_lib, m) {
       py::arg("number"), Unlocked());
   m.def("metrics", &Metrics);
   m.def("endpoints", &Endpoints);
+  m.def("nics", &Nics);
   m.def("pushpull_speed", [] { return GetWorker()->Speed(); });
   m.def("partition_bytes", &PartitionBytes, py::arg("dtype"), py::arg("bytes"),
         py::arg("piece_of"));

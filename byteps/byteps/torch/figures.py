@@ -48,14 +48,24 @@ class Endpoint(TypedDict):
     """Those so small that they came in their message's frame."""
 
 
+class NicTraffic(TypedDict):
+    """What this process sent and received by TCP over one NIC."""
+
+    nic: str
+    """The interface's name; "lo" for what went to processes of the same host."""
+    bytes_sent: int
+    """Messages with their values, before encryption."""
+    bytes_received: int
+
+
 def get_metrics() -> dict[str, Any]:
     """What this worker counted since the process began, and what its queues hold now.
 
     Names and meanings are those of docs/use/observability.md, which Prometheus gets as well: an
-    int or a `Histogram` each. "rdma_endpoints" is a list of `Endpoint`, empty where TCP is
-    used. Never blocks for long, and works before `init` and after a failure.
+    int or a `Histogram` each. "nics" is a list of `NicTraffic`, "rdma_endpoints" one of `Endpoint`,
+    empty where TCP is used. Never blocks for long, and works before `init` and after a failure.
     """
-    metrics: dict[str, Any] = {"rdma_endpoints": c_lib.endpoints()}
+    metrics: dict[str, Any] = {"nics": c_lib.nics(), "rdma_endpoints": c_lib.endpoints()}
     for name, value in c_lib.metrics().items():
         if isinstance(value, tuple):
             bounds, cumulative, count, total = value

@@ -34,6 +34,7 @@ StatusRecord MakeRecord() {
   record.problem = "a word";
   record.sums_since = 11;
   record.late = {{3, 12, 13}, {1, 14, 15}};
+  record.nics = {{"eth0", 16, 17}, {"eth1", 18, 19}};
   return record;
 }
 
@@ -47,6 +48,9 @@ TEST(StatusRecord, ComesBackAsItWas) {
   EXPECT_EQ(got.problem_unix_ms, -10);
   ASSERT_EQ(got.late.size(), 2u);
   EXPECT_EQ(got.late[1].wait_ns, 15u);
+  ASSERT_EQ(got.nics.size(), 2u);
+  EXPECT_EQ(got.nics[1].nic, "eth1");
+  EXPECT_EQ(got.nics[1].bytes_received, 19u);
 }
 
 TEST(StatusRecord, WhatIsTooLongIsCut) {
@@ -54,12 +58,15 @@ TEST(StatusRecord, WhatIsTooLongIsCut) {
   record.host.assign(1000, 'h');
   record.problem.assign(100000, 'p');
   record.late.resize(50);
+  record.nics.assign(50, {std::string(100, 'n'), 1, 2});
   const std::string bytes = record.Pack();
   EXPECT_LE(bytes.size(), ps::kMaxReport);
   StatusRecord got;
   ASSERT_TRUE(StatusRecord::Parse(bytes, &got));
   EXPECT_EQ(got.host.size(), StatusRecord::kMaxHost);
   EXPECT_EQ(got.late.size(), StatusRecord::kMaxLate);
+  ASSERT_EQ(got.nics.size(), StatusRecord::kMaxNics);
+  EXPECT_EQ(got.nics[0].nic.size(), StatusRecord::kMaxNic);
 }
 
 TEST(StatusRecord, NothingElseIsTaken) {
@@ -136,6 +143,31 @@ TEST(StatusBoard, RatesAreThoseOfTheLastTwoRecords) {
   record.received_bytes = 0;
   board.OnReport(id, record.Pack());
   EXPECT_TRUE(Has(board.Json(), "\"received_bytes_per_s\":0,"));
+}
+
+TEST(StatusBoard, NicsHaveRowsWhereThereAreSeveral) {
+  ps::JobView view = OneServer();
+  StatusBoard board("1.2", 10);
+  board.Attach("fd00::1", 9000, [&view] { return view; });
+  const int id = ServerId(0);
+  StatusRecord record = MakeRecord();
+  board.OnReport(id, record.Pack());
+  record.clock_ns += 2'000'000'000;
+  record.nics = {{"eth0", 16, 8017}, {"eth1", 4'000'018, 19}, {"eth2", 6000, 0}};
+  board.OnReport(id, record.Pack());
+  const std::string json = board.Json();
+  EXPECT_TRUE(Has(json, R"("by_nic":[{"nic":"eth0","received_bytes":8017,"received_bytes_per_s":)"
+                        R"(4000,"sent_bytes":16,"sent_bytes_per_s":0},{"nic":"eth1",)"))
+      << json;
+  EXPECT_TRUE(Has(json, R"("sent_bytes":6000,"sent_bytes_per_s":3000}])")) << json;
+  EXPECT_FALSE(Has(board.Text(), "eth1")) << board.Text();
+  view.peers[0].node.nics = 3;
+  const std::string text = board.Text();
+  EXPECT_TRUE(Has(text, "\nnode         NIC                    in/s        in       out/s"))
+      << text;
+  EXPECT_TRUE(
+      Has(text, "\nserver 0     eth1                  0 B/s      19 B    2.0 MB/s    4.0 MB\n"))
+      << text;
 }
 
 TEST(StatusBoard, WhatNodesSayCannotBreakTheJson) {

@@ -98,6 +98,14 @@ std::string TextOf(const sockaddr* address) {
   return text;
 }
 
+using Interfaces = std::unique_ptr<ifaddrs, decltype(&freeifaddrs)>;
+
+Interfaces ListInterfaces() {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) list = nullptr;
+  return Interfaces(list, &freeifaddrs);
+}
+
 bool IsV6(const std::string& address) { return address.find(':') != std::string::npos; }
 
 // Of each interface one address of the family that the node's own has.
@@ -185,11 +193,9 @@ DevicePlace ReadDevice(const std::string& bus_id, const std::string& sysfs) {
 }
 
 std::vector<HostNic> ListNics(const std::string& sysfs) {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return {};
-  std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(list, &freeifaddrs);
+  const Interfaces list = ListInterfaces();
   std::vector<HostNic> nics;
-  for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
+  for (const ifaddrs* i = list.get(); i != nullptr; i = i->ifa_next) {
     if (i->ifa_addr == nullptr) continue;
     const std::string address = TextOf(i->ifa_addr);
     if (address.empty()) continue;
@@ -199,6 +205,14 @@ std::vector<HostNic> ListNics(const std::string& sysfs) {
     nics.push_back(std::move(nic));
   }
   return nics;
+}
+
+std::string InterfaceOf(const std::string& address) {
+  const Interfaces list = ListInterfaces();
+  for (const ifaddrs* i = list.get(); i != nullptr; i = i->ifa_next) {
+    if (i->ifa_addr != nullptr && TextOf(i->ifa_addr) == address) return i->ifa_name;
+  }
+  return "";
 }
 
 ChosenNics ChooseNics(const std::vector<HostNic>& there, const NicUser& user) {

@@ -38,6 +38,8 @@ HostNic ReadNic(const std::string& name, const std::string& sysfs);
 DevicePlace ReadDevice(const std::string& bus_id, const std::string& sysfs);
 // All interfaces of this host that have an address others can reach, one entry per address.
 std::vector<HostNic> ListNics(const std::string& sysfs = "/sys");
+// The name of the interface that has this address; empty: none.
+std::string InterfaceOf(const std::string& address);
 
 // What NICs are chosen for.
 struct NicUser {

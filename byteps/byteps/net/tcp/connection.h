@@ -159,7 +159,7 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   // Between which addresses the socket is.
   struct Ends {
     std::string text;   // the peer's, or of both
-    uint64_t nics = 0;  // AddressesOf
+    uint64_t nics = 0;  // tells apart the pairs of addresses, whatever their ports
   };
   // Who writes to the socket.
   struct Writing {
@@ -219,6 +219,8 @@ class Connection : public Pollable, public std::enable_shared_from_this<Connecti
   double Silence() const;
 
   // ----- connection_link.cc
+  // The socket is connected: its bytes count at its NIC.  Returns Ends::nics.
+  static uint64_t CountAtNic(const Socket& socket);
   // The socket of this epoch broke: what becomes of the connection?
   void Break(uint64_t epoch, const LinkEnding& ending);
   // It goes on if it never ended.

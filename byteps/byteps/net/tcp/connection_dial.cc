@@ -134,6 +134,7 @@ void Connection::OnConnected() {
     return TryAgain(address + ": " + strerror(error), error == ECONNREFUSED);
   }
   SetOptions(socket->fd(), Silence());
+  const uint64_t nics = CountAtNic(socket);
   {
     MutexLock lock(&receive_mu_);
     greeting_ = socket->encrypted() ? Greeting::kHandshake : Greeting::kChallenge;
@@ -143,7 +144,7 @@ void Connection::OnConnected() {
     MutexLock lock(&mu_);
     if (state_ == State::kClosed) return;
     state_ = State::kGreeting;
-    ends_.nics = AddressesOf(socket->fd());
+    ends_.nics = nics;
   }
   dial_.NextAttempt();
   GiveUpAttempt(kAnswerTime, address + ": it took the connection and said nothing");

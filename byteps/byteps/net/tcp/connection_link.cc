@@ -1,9 +1,11 @@
 // What becomes of a connection whose socket broke.
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "byteps/base/mutex.h"
 #include "byteps/base/probe.h"
+#include "byteps/net/link/nic_counters.h"
 #include "byteps/net/link/node_text.h"
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/delivery.h"
@@ -149,6 +151,12 @@ void Connection::Detach(State state) {
   greeting_ = Greeting::kOver;
 }
 
+uint64_t Connection::CountAtNic(const Socket& socket) {
+  const HostPair hosts = HostsOf(socket->fd());
+  socket->CountAt(CountersOfNic(hosts.here, hosts.there));
+  return std::hash<std::string>()(hosts.here + " " + hosts.there);
+}
+
 void Connection::Adopt(StreamPtr socket, const Hello& hello) {
   poller_->Post([self = shared_from_this(), socket = std::move(socket), hello] {
     try {
@@ -178,6 +186,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
   Detach(State::kWaiting);
   const int number = socket->fd();
   SetOptions(number, Silence());
+  const uint64_t nics = CountAtNic(socket);
   reply.received = receipts_.received();
   answer();
   Address address;
@@ -189,7 +198,7 @@ void Connection::AdoptHere(const Socket& socket, const Hello& hello) {
     if (state_ == State::kClosed) return;
     socket_ = socket;
     if (known) ends_.text = address.Text();
-    ends_.nics = AddressesOf(number);
+    ends_.nics = nics;
   }
   poller_->Watch(number, shared_from_this());
   Resume(hello.received);

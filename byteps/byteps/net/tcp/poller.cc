@@ -1,6 +1,7 @@
 #include "byteps/net/tcp/poller.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -50,6 +51,13 @@ void Poller::Stop() {
   tasks.swap(tasks_);
   numbers_.clear();
   stopped_ = true;
+}
+
+bool Poller::RunOn(const std::set<int>& cores) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores) CPU_SET(core, &set);
+  return pthread_setaffinity_np(thread_.native_handle(), sizeof(set), &set) == 0;
 }
 
 void Poller::Wake() {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -38,6 +39,9 @@ class Poller {
   ~Poller();  // stops
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;
+
+  // From now on its thread uses these cores alone.  False: the kernel refuses.  Before Stop.
+  bool RunOn(const std::set<int>& cores);
 
   // Watches `fd` until Forget; `pollable` is kept until then.  Any thread.  Throws Error.
   void Watch(int fd, std::shared_ptr<Pollable> pollable);

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <functional>
 #include <memory>
 
 #include "byteps/base/error.h"
@@ -91,7 +90,7 @@ std::vector<Address> Resolve(const std::string& host, int port) {
   return addresses;
 }
 
-uint64_t AddressesOf(int fd) {
+HostPair HostsOf(int fd) {
   const auto host = [fd](auto get) -> std::string {
     Address address;
     address.length = sizeof(address.storage);
@@ -100,7 +99,7 @@ uint64_t AddressesOf(int fd) {
     getnameinfo(address.get(), address.length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
     return text;
   };
-  return std::hash<std::string>()(host(getsockname) + " " + host(getpeername));
+  return {host(getsockname), host(getpeername)};
 }
 
 Fd Listen(const Address& address, int* port) {

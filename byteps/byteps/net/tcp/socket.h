@@ -67,8 +67,13 @@ Fd BeginConnect(const Address& address, const std::string& from = "");
 // What became of it: 0, or an errno.
 int ConnectError(int fd);
 
-// Tells apart the pairs of addresses that connected sockets have, whatever their ports.
-uint64_t AddressesOf(int fd);
+// The addresses, without ports, that a connected socket is between.  Empty: it is not connected any
+// more.
+struct HostPair {
+  std::string here;
+  std::string there;
+};
+HostPair HostsOf(int fd);
 
 // For a connection: no delay of small messages; it breaks when the peer's host is silent for
 // about `silence_s`.

@@ -12,6 +12,14 @@
 namespace ps {
 namespace tcp {
 
+namespace {
+
+void Count(ssize_t bytes, std::atomic<uint64_t>* counter) {
+  counter->fetch_add(static_cast<uint64_t>(bytes), std::memory_order_relaxed);
+}
+
+}  // namespace
+
 Stream::Stream(Fd fd, const tls::Context* tls, Side side) : fd_(std::move(fd)) {
   if (tls != nullptr) {
     tls_ = std::make_unique<tls::Session>(tls, fd_.get(), side == kConnects);
@@ -19,11 +27,18 @@ Stream::Stream(Fd fd, const tls::Context* tls, Side side) : fd_(std::move(fd)) {
 }
 
 ssize_t Stream::Read(const iovec* vector, int count) {
-  return tls_ ? tls_->Read(vector, count) : readv(fd_.get(), vector, count);
+  const ssize_t n = tls_ ? tls_->Read(vector, count) : readv(fd_.get(), vector, count);
+  if (n > 0 && counters_ != nullptr) Count(n, &counters_->bytes_received);
+  return n;
 }
 
 ssize_t Stream::Write(const iovec* vector, int count) {
-  if (tls_) return tls_->Write(vector, count);
+  const ssize_t n = tls_ ? tls_->Write(vector, count) : WritePlain(vector, count);
+  if (n > 0 && counters_ != nullptr) Count(n, &counters_->bytes_sent);
+  return n;
+}
+
+ssize_t Stream::WritePlain(const iovec* vector, int count) {
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(vector);
   message.msg_iovlen = count;

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+#include "byteps/net/link/nic_counters.h"
 #include "byteps/net/tcp/socket.h"
 #include "byteps/net/tls/tls.h"
 
@@ -22,6 +23,8 @@ class Stream {
   Stream(Fd fd, const tls::Context* tls, Side side);
 
   int fd() const { return fd_.get(); }
+  // From now on what is read and written counts there.  Before other threads use it.
+  void CountAt(NicCounters* counters) { counters_ = counters; }
 
   // One thread reads, one writes; both as readv and sendmsg with MSG_DONTWAIT do.  After EAGAIN
   // the next Write is given the same bytes once more.
@@ -43,7 +46,10 @@ class Stream {
   std::string binding() const { return tls_ ? tls_->binding() : ""; }
 
  private:
+  ssize_t WritePlain(const iovec* vector, int count);
+
   Fd fd_;
+  NicCounters* counters_ = nullptr;
   std::unique_ptr<tls::Session> tls_;
 };
 using StreamPtr = std::shared_ptr<Stream>;

@@ -12,6 +12,7 @@
 #include "byteps/base/error.h"
 #include "byteps/net/link/net_address.h"
 #include "byteps/net/link/nics.h"
+#include "byteps/net/link/numa.h"
 #include "byteps/net/link/who_connects.h"
 #include "byteps/net/membership/node_membership.h"
 #include "ps/internal/postoffice.h"
@@ -121,14 +122,12 @@ void TcpVan::Start(int customer_id, bool standalone) {
                        : post->is_server()    ? most * post->num_workers()
                                               : most * post->num_servers();
   const size_t files = tcp::MakeRoomForFiles(peers + kPendingPeers);
-  pool_ = std::make_shared<tcp::MemoryPool>(Bytes("BYTEPS_RECEIVE_POOL_BYTES", 1 << 30));
-  pollers_.clear();
-  for (int i = 0; i < threads; ++i) pollers_.push_back(std::make_shared<tcp::Poller>(i));
+  pollers_ = std::make_unique<tcp::Pollers>(threads, Bytes("BYTEPS_RECEIVE_POOL_BYTES", 1 << 30));
   // Where few files may be open, most of them are for the job's own connections.
   const size_t room =
       std::clamp(files / 4, kPendingLeast, settings_.tls ? kPendingEncrypted : kPendingPeers);
   pending_ = std::make_unique<tcp::PendingPeers>(
-      pollers_[0].get(),
+      pollers_->first().get(),
       tcp::PendingPeers::Limits{room, kLeastGreetingTime, kGreetingTime,
                                 "it did not say in time who it is", "have not authenticated"});
   Begin(post->is_scheduler());
@@ -136,6 +135,8 @@ void TcpVan::Start(int customer_id, bool standalone) {
 }
 
 int TcpVan::Bind(const Node& node, int /*max_retry*/) {
+  // The scheduler carries no gradients.
+  if (node.role != Node::SCHEDULER) PlacePollers(node);
   // A worker is answered along the connections that it made.
   if (!Listens(node.role)) return 0;
   const bool scheduler = node.role == Node::SCHEDULER;
@@ -178,7 +179,7 @@ void TcpVan::ListenAt(const std::vector<tcp::Address>& addresses, int* port) {
       continue;
     }
     listeners_.push_back(std::make_shared<tcp::Listener>(
-        pollers_[0].get(), std::move(fd), [this] { return pending_->MayAdd(); },
+        pollers_->first().get(), std::move(fd), [this] { return pending_->MayAdd(); },
         [this](tcp::Fd accepted, const tcp::Address& from) {
           OnAccepted(std::move(accepted), from);
         }));
@@ -187,13 +188,23 @@ void TcpVan::ListenAt(const std::vector<tcp::Address>& addresses, int* port) {
 
 // -------------------------------------------------------------- connections
 
-ConnectionPtr TcpVan::NewConnection() {
-  const auto& poller = pollers_[next_poller_++ % pollers_.size()];
-  return std::make_shared<Connection>(this, &settings_, poller, pool_);
+ConnectionPtr TcpVan::NewConnection(const std::string& address) {
+  const tcp::Pollers::Place place = pollers_->Next(address);
+  return std::make_shared<Connection>(this, &settings_, place.poller, place.pool);
+}
+
+void TcpVan::PlacePollers(const Node& self) {
+  std::vector<HostNic> mine;
+  for (const HostNic& nic : ListNics()) {
+    const bool used = std::any_of(self.nics.begin(), self.nics.end(),
+                                  [&](const Nic& one) { return one.address == nic.nic.address; });
+    if (used) mine.push_back(nic);
+  }
+  pollers_->ServeNics(mine, ReadNumaNodes());
 }
 
 void TcpVan::OnAccepted(tcp::Fd fd, const tcp::Address& address) {
-  const auto greeter = std::make_shared<tcp::Greeter>(&host_, pollers_[0], std::move(fd));
+  const auto greeter = std::make_shared<tcp::Greeter>(&host_, pollers_->first(), std::move(fd));
   pending_->Add(greeter, address);
   try {
     greeter->Start();
@@ -213,9 +224,8 @@ int TcpVan::ConnectionsWith(const Node& node) {
   double gbps = membership()->AsNode()->link_mbps() / 1e3;
   if (IsLoopback(node.hostname)) gbps = kLoopbackGbps;
   if (gbps == 0) gbps = kUnknownGbps;
-  const int wanted =
-      tcp::ConnectionsFor(gbps / WorkersOfThisHost(), Postoffice::Get()->num_servers(),
-                          static_cast<int>(pollers_.size()));
+  const int wanted = tcp::ConnectionsFor(gbps / WorkersOfThisHost(),
+                                         Postoffice::Get()->num_servers(), pollers_->size());
   return IsOnThisHost(node) ? wanted
                             : std::max(wanted, LeastConnections(this->node().nics, node.nics));
 }
@@ -247,8 +257,9 @@ void TcpVan::Connect(const Node& node) {
   peer->id = node.id;
   const int count = ConnectionsWith(node);
   Peers::Links& connections = peer->links[kPlane];
-  for (int i = 0; i < count; ++i) {
-    connections.push_back(NewConnection());
+  const auto pairs = PairsWith(node, count);
+  for (const auto& tries : pairs) {
+    connections.push_back(NewConnection(tries.front().from));
     connections.back()->set_peer(node.id);
   }
   // A copy: once the peer is in the table, its lock guards the list.
@@ -268,7 +279,6 @@ void TcpVan::Connect(const Node& node) {
     hello.rank =
         my_id_ == Node::kEmpty ? GetEnv("DMLC_WORKER_ID", -1) : Postoffice::IDtoRank(my_id_);
   }
-  const auto pairs = PairsWith(node, count);
   for (int i = 0; i < count; ++i) {
     hello.index = i;
     dialed[i]->Dial(pairs[i], node.port, hello, deadline);
@@ -296,8 +306,10 @@ std::string TcpVan::Admit(const tcp::StreamPtr& socket, const tcp::Hello& hello)
   const std::string refusal = ReasonToRefuse(applicant, my_role_, token_, job_.get());
   if (!refusal.empty()) return refusal;
   const auto admitted =
-      peers_.Admit(applicant, is_scheduler_, Peers::Again::kTakesTheLink, [this](int id) {
-        ConnectionPtr connection = NewConnection();
+      peers_.Admit(applicant, is_scheduler_, Peers::Again::kTakesTheLink, [&](int id) {
+        const tcp::HostPair hosts = tcp::HostsOf(socket->fd());
+        // What stays in the host goes over no NIC.
+        ConnectionPtr connection = NewConnection(hosts.here == hosts.there ? "" : hosts.here);
         connection->set_peer(id);
         return connection;
       });
@@ -380,12 +392,12 @@ void TcpVan::Stop() {
   for (const auto& connection : peers_.All()) {
     connection->Close({"this node closed it", false, true});
   }
-  for (auto& poller : pollers_) poller->Stop();
+  if (pollers_) pollers_->Stop();
   if (pending_) pending_->Clear();
   peers_.Clear();
   inbox_.Clear();
   listeners_.clear();
-  pollers_.clear();
+  pollers_.reset();
 }
 
 }  // namespace ps

@@ -6,9 +6,9 @@
 // along the same connections.  Nobody else is connected, and a worker listens nowhere.  A message
 // takes the connection on which the fewest bytes wait, of those that are not broken.
 //
-// Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not.  Data messages
-// are handed to the data handler by the poller that read them; control messages, and the news
-// of lost peers, by Van's receiving thread.
+// Threads.  BYTEPS_IO_THREADS pollers read, and write what senders could not, each next to the NICs
+// that it serves (pollers.h).  Data messages are handed to the data handler by the poller that read
+// them; control messages, and the news of lost peers, by Van's receiving thread.
 //
 // Who is who.  Who connects proves that it has the job's secret (greeter.h), and so does who is
 // connected to.  The scheduler makes a number that names the job and its incarnation, and tells it
@@ -18,7 +18,6 @@
 #ifndef BYTEPS_NET_TCP_VAN_H_
 #define BYTEPS_NET_TCP_VAN_H_
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,9 +26,8 @@
 #include "byteps/net/tcp/connection.h"
 #include "byteps/net/tcp/greeter.h"
 #include "byteps/net/tcp/listener.h"
-#include "byteps/net/tcp/memory_pool.h"
 #include "byteps/net/tcp/pending_peers.h"
-#include "byteps/net/tcp/poller.h"
+#include "byteps/net/tcp/pollers.h"
 
 namespace ps {
 
@@ -85,18 +83,18 @@ class TcpVan : public LinkVan<TcpVan, tcp::Connection>, public tcp::ConnectionOw
   void LearnPairs(const Node& scheduler);
   // At each of these addresses that nobody listens at yet, and at the first one at least.
   void ListenAt(const std::vector<tcp::Address>& addresses, int* port);
-  // The next poller's, round robin.
-  tcp::ConnectionPtr NewConnection();
+  // Over the NIC with this address; empty: it is not known.
+  tcp::ConnectionPtr NewConnection(const std::string& address);
+  // Pollers run next to the NICs of this node.
+  void PlacePollers(const Node& self);
   void NamePeer(const Node& node);
 
   tcp::ConnectionSettings settings_;
   tcp::Greeter::Host host_;
   double start_timeout_s_ = 0;
   int connections_per_server_ = 0;  // 0: as many as the link wants
-  std::shared_ptr<tcp::MemoryPool> pool_;
-  std::vector<std::shared_ptr<tcp::Poller>> pollers_;
+  std::unique_ptr<tcp::Pollers> pollers_;
   std::vector<std::shared_ptr<tcp::Listener>> listeners_;
-  std::atomic<size_t> next_poller_{0};
   // Those that have not proved anything yet.  Of the first poller's thread.
   std::unique_ptr<tcp::PendingPeers> pending_;
 };

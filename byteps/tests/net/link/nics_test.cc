@@ -1,4 +1,4 @@
-// Which NICs a node uses, by sysfs trees of real machines.
+// Which NICs a node uses, and where its threads run, by sysfs trees of real machines.
 #include "byteps/net/link/nics.h"
 
 #include <gtest/gtest.h>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "byteps/base/error.h"
+#include "byteps/net/link/numa.h"
 
 namespace ps {
 namespace {
@@ -25,6 +26,10 @@ struct Device {
   bool has_carrier = true;
 };
 using Machine = std::vector<Device>;
+// The cores of each NUMA node, from 0.
+using Cores = std::vector<std::string>;
+const Cores kTwoSocketsCores = {"0-15,32-47", "16-31,48-63"};
+const Cores kDgxH100Cores = {"0-55,112-167", "56-111,168-223"};
 
 // A cloud's virtual machine: virtio says no rate.
 const Machine kVirtualMachine = {
@@ -105,10 +110,15 @@ Machine P5() {
 // The part of sysfs that tells of such a machine.
 class Tree {
  public:
-  explicit Tree(const Machine& machine) : machine_(machine) {
+  explicit Tree(const Machine& machine, const Cores& cores = {}) : machine_(machine) {
     char name[] = "/tmp/sysfs.XXXXXX";
     root_ = mkdtemp(name);
     for (const Device& device : machine) Add(device);
+    for (size_t i = 0; i < cores.size(); ++i) {
+      const std::string folder = root_ + "/devices/system/node/node" + std::to_string(i);
+      std::filesystem::create_directories(folder);
+      std::ofstream(folder + "/cpulist") << cores[i] << "\n";
+    }
   }
   ~Tree() { std::filesystem::remove_all(root_); }
 
@@ -146,7 +156,28 @@ class Tree {
     return names;
   }
 
+  // The nodes of as many threads, of a process that uses these NICs and may use these cores, -1:
+  // anywhere.
+  std::vector<int> Place(const std::string& names, int threads, int first_core = 0,
+                         int last_core = 1023) {
+    std::vector<HostNic> used;
+    for (const HostNic& nic : Nics()) {
+      if ((" " + names + " ").find(" " + nic.name + " ") != std::string::npos) used.push_back(nic);
+    }
+    std::set<int> allowed;
+    for (int core = first_core; core <= last_core; ++core) allowed.insert(core);
+    std::vector<int> numbers;
+    cores.clear();
+    for (const ThreadPlace& place : PlaceThreads(used, Nodes(), allowed, threads)) {
+      numbers.push_back(place.numa);
+      cores[place.numa] = place.cores;
+    }
+    return numbers;
+  }
+  NumaNodes Nodes() { return ReadNumaNodes(root_); }
+
   int host_mbps = 0;  // of the last choice
+  NumaNodes cores;    // on which the threads run that were placed last
 
  private:
   void Add(const Device& device) {
@@ -271,6 +302,61 @@ TEST(Nics, GpusOfAP5UseTheCardsOfTheirRoot) {
   EXPECT_EQ(tree.Choose("10.5.0.1", "0000:64:00.0", 1, 2), "ens2 ens3");
   EXPECT_EQ(tree.Choose("10.5.0.1", "server"), "ens0 ens1 ens2 ens3");
   EXPECT_EQ(tree.host_mbps, 0);
+}
+
+using Numbers = std::vector<int>;
+
+TEST(Numa, CoresOfEachNode) {
+  const NumaNodes nodes = Tree(kTwoSockets, kTwoSocketsCores).Nodes();
+  ASSERT_EQ(nodes.size(), 2U);
+  EXPECT_EQ(nodes.at(0).size(), 32U);
+  EXPECT_EQ(*nodes.at(1).begin(), 16);
+  EXPECT_EQ(*nodes.at(1).rbegin(), 63);
+  EXPECT_TRUE(Tree(kTwoSockets).Nodes().empty()) << "a kernel without NUMA";
+  // The memory of some GPUs is a node without cores.
+  EXPECT_EQ(Tree(kTwoSockets, {"0-71", "72-143", "", ""}).Nodes().size(), 2U);
+}
+
+TEST(Numa, ThreadsRunOnTheNodeOfTheirNic) {
+  Tree tree(kDgxH100, kDgxH100Cores);
+  EXPECT_EQ(tree.Place("ibp192s0", 3), Numbers({1, 1, 1}));
+  EXPECT_EQ(tree.cores[1], tree.Nodes().at(1));
+  EXPECT_EQ(tree.Place("ibp24s0", 2), Numbers({0, 0}));
+  // A server's, which uses all eight.
+  const std::string all = tree.Choose("10.3.0.1", "server");
+  EXPECT_EQ(tree.Place(all, 8), Numbers({0, 1, 0, 1, 0, 1, 0, 1}));
+  EXPECT_EQ(tree.Place(all, 3), Numbers({0, 1, 0}));
+  EXPECT_EQ(tree.Place(all, 1), Numbers({-1})) << "it serves NICs of both";
+  EXPECT_EQ(Tree(kHgx, kDgxH100Cores).Place("rail2", 2), Numbers({1, 1}));
+  EXPECT_EQ(Tree(P5(), {"0-47,96-143", "48-95,144-191"}).Place("ens0 ens1", 2), Numbers({0, 0}));
+}
+
+TEST(Numa, NodesGetThreadsByTheRateOfTheirNics) {
+  Machine machine = kTwoSockets;
+  machine.push_back({"ens4", "pci0000:16/0000:16:04.0/0000:18:00.0", 0, 200'000, "10.0.4.5"});
+  Tree tree(machine, kTwoSocketsCores);
+  EXPECT_EQ(tree.Place("ens1 ens2 ens4", 4), Numbers({0, 1, 0, 0}));
+}
+
+TEST(Numa, TheCoresThatTheProcessMayUseAreKeptTo) {
+  Tree tree(kTwoSockets, kTwoSocketsCores);
+  EXPECT_EQ(tree.Place("ens1 ens2", 2, 10, 20), Numbers({0, 1}));
+  EXPECT_EQ(tree.cores[0], std::set<int>({10, 11, 12, 13, 14, 15}));
+  EXPECT_EQ(tree.cores[1], std::set<int>({16, 17, 18, 19, 20}));
+  EXPECT_EQ(tree.Place("ens2", 2, 0, 15), Numbers({-1, -1})) << "bound to the other node";
+  EXPECT_EQ(tree.Place("ens2", 3, 0, 17), Numbers({-1, -1, -1})) << "two cores for three threads";
+}
+
+TEST(Numa, ThreadsRunAnywhereWhereNothingIsKnown) {
+  EXPECT_EQ(Tree(kVirtualMachine, {"0-7"}).Place("ens4", 2), Numbers({-1, -1})) << "one node";
+  EXPECT_EQ(Tree(kVirtualMachine, kTwoSocketsCores).Place("ens4", 1), Numbers({-1}))
+      << "the hypervisor does not tell the NIC's";
+  EXPECT_EQ(Tree(kTwoSockets).Place("ens1", 1), Numbers({-1}));
+  EXPECT_EQ(Tree(kTwoSockets, kTwoSocketsCores).Place("", 1), Numbers({-1})) << "no NIC";
+  // A virtual interface: what is below it is not looked at.
+  Machine machine = kTwoSockets;
+  machine.push_back({"bond0", "", -1, 200'000, "10.9.0.5"});
+  EXPECT_EQ(Tree(machine, kTwoSocketsCores).Place("bond0", 2), Numbers({-1, -1}));
 }
 
 TEST(Nics, OfThisHostEachHasAnAddress) {

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "byteps/net/link/nic_counters.h"
 #include "link.h"
 
 namespace connection_test {
@@ -41,6 +42,24 @@ TEST(ConnectionOverNics, LeavesOneThatFailsAndGoesBack) {
     hub.relay.SetDown(link.other_route, true);
     exchange();
     EXPECT_EQ(link.connecting.times_resumed(), resumed);
+  }
+}
+
+TEST(ConnectionOverNics, CountsAtTheNicWhatItReadsAndWrites) {
+  for (const bool encrypts : {false, true}) {
+    Hub hub(encrypts);
+    Link link(&hub);
+    ASSERT_TRUE(WaitUntil([&] { return link.connection()->open(); })) << link.Text();
+    // Both ends and the relay are on this host.
+    ps::NicCounters* const counters = ps::CountersOfNic("127.0.0.1", "127.0.0.1");
+    const uint64_t sent = counters->bytes_sent, received = counters->bytes_received;
+    const std::string text(10'000, 'x');
+    link.Send(true, text);
+    ASSERT_TRUE(WaitUntil([&] { return link.Has({text}, {}); })) << link.Text();
+    for (const uint64_t more : {counters->bytes_sent - sent, counters->bytes_received - received}) {
+      EXPECT_GE(more, text.size());
+      EXPECT_LE(more, text.size() + 1000);
+    }
   }
 }
 

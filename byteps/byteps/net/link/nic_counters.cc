@@ -1,0 +1,45 @@
+#include "byteps/net/link/nic_counters.h"
+
+#include <map>
+#include <memory>
+
+#include "byteps/base/mutex.h"
+#include "byteps/net/link/nics.h"
+
+namespace ps {
+namespace {
+
+constexpr char kLoopback[] = "lo";
+// An address that no interface has any more, or one that the kernel accepts without an interface.
+constexpr char kUnknown[] = "unknown";
+
+Mutex mu;
+// Never destroyed: threads may count while the process ends.
+auto* const by_name PS_PT_GUARDED_BY(mu) = new std::map<std::string, std::unique_ptr<NicCounters>>;
+
+std::string NameOf(const std::string& here, const std::string& there) {
+  if (here == there) return kLoopback;
+  const std::string name = InterfaceOf(here);
+  return name.empty() ? kUnknown : name;
+}
+
+}  // namespace
+
+NicCounters* CountersOfNic(const std::string& here, const std::string& there) {
+  const std::string name = NameOf(here, there);
+  MutexLock lock(&mu);
+  std::unique_ptr<NicCounters>& counters = (*by_name)[name];
+  if (!counters) counters = std::make_unique<NicCounters>(name);
+  return counters.get();
+}
+
+std::vector<NicReading> ReadNicCounters() {
+  MutexLock lock(&mu);
+  std::vector<NicReading> readings;
+  for (const auto& item : *by_name) {
+    readings.push_back({item.first, item.second->bytes_sent, item.second->bytes_received});
+  }
+  return readings;
+}
+
+}  // namespace ps
