@@ -1,7 +1,9 @@
 // Rounds that wait for replicas that are late (Patience, docs/design/replicas.md).
 //
 //   first ── quorum ──▶ quorum ── kFirstWord ──▶ awaited ── grace ──▶ late ── kRemovalTime ──▶ fails
-//     └── as long as a sum may take, if enough of the others have pushed ──▶ ┘
+//     └────────────────── as long as a sum may take ───────────────────▶ ┘
+//
+// Who is late is accused if enough of the others have pushed.
 #include <cstdio>
 
 #include "byteps/base/probe.h"
@@ -73,8 +75,11 @@ bool Rounds::WaitOn(Partition* partition, Round* round, Clock::time_point as_of)
       // Without a quorum half of those that are there are right, and the others late.
       const Standing standing = StandingOf(*partition, *round);
       const size_t enough = patience.quorum > 0 ? patience.quorum : standing.late.size();
-      if (standing.pushed.size() < enough) return false;
-      break;
+      if (standing.pushed.size() >= enough) break;
+      // Those that are late may wait for another one, which is being removed.
+      round->waits = Round::Waits::kLate;
+      Postpone(partition, round, as_of + kRemovalTime);
+      return true;
     }
     case Round::Waits::kAwaited:
       break;
