@@ -153,7 +153,7 @@ def step_ended(
     if not successful:
         _forget_lost(args)
     if replicas.count() > 1:
-        outer_steps.iteration_ended(args, model, optimizer)
+        left_out.iteration_ended(args, model, optimizer)
 
 
 def replicas_of(args: Namespace) -> int:

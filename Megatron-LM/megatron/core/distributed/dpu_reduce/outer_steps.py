@@ -57,13 +57,14 @@ class OuterSteps:
         """Local steps that were made."""
         return self._steps[0].steps
 
-    def step(self) -> None:
-        """An iteration is done."""
+    def step(self) -> bool:
+        """An iteration is done. Returns whether an exchange has begun."""
         changed = False
         for one in self._steps:
             changed |= one.step()
         if changed:
             self._to_model()
+        return self._steps[0].has_begun()
 
     def exchange(self) -> None:
         """Exchange everything, now."""
@@ -133,13 +134,18 @@ def begin(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
             _resume(args)
 
 
-def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> None:
-    """The optimizer has made its step, or left it out."""
+def iteration_ended(args: Namespace, model: Sequence[Any], optimizer: Any) -> bool:
+    """The optimizer has made its step, or left it out.
+
+    Returns:
+        whether an exchange has begun.
+    """
     iteration = args.curr_iteration + 1
     if _running is not None:
-        _running.step()
-    elif args.dpu_outer_steps > 1 and iteration == args.dpu_outer_after:
+        return _running.step()
+    if args.dpu_outer_steps > 1 and iteration == args.dpu_outer_after:
         _leave_each_other(args, model, optimizer)
+    return False
 
 
 def before_join(model: Sequence[Any]) -> None:
